@@ -1,0 +1,37 @@
+"""Exception types. Owns nothing else; every other room may import it."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class StrongholdError(Exception):
+    """Base of every exception that stronghold raises on purpose."""
+
+
+class ConfigError(StrongholdError, ValueError):
+    """The user's configuration, model or call is wrong; the message says what to change."""
+
+
+class BudgetError(ConfigError):
+    """The plan does not fit a tier; raised before anything is allocated."""
+
+
+class StateError(StrongholdError, RuntimeError):
+    """An invariant of stronghold's own does not hold: a bug of ours."""
+
+
+class LaneError(StrongholdError, RuntimeError):
+    """An operation on a lane failed; `__cause__` is the original exception."""
+
+    def __init__(self, lane: str, operation: str, cause: BaseException) -> None:
+        super().__init__(f"{operation} failed on the {lane} lane: {type(cause).__name__}: {cause}")
+        self.lane = lane
+        self.operation = operation
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """' Did you mean "x"?' for the closest known word, or '' when none is close."""
+    close = difflib.get_close_matches(word, list(known), n=1)
+    return f' Did you mean "{close[0]}"?' if close else ""
