@@ -1,0 +1,248 @@
+"""Lanes, fences and raw buffers: the contract that every device fulfils.
+
+Owns the lane threads and the fences that they yield. Never knows what a layer is. The training thread submits
+operations and waits; each lane's own thread runs them in order.
+
+[Note: no deadlock] An operation may only wait for fences that exist when it is submitted, and every fence belongs
+to an operation that was submitted before. The order of submission is therefore a topological order of all waits,
+and since a lane is first in, first out, some lane can always go on.
+
+[Note: issued and done] A GPU cannot wait for a host event. A fence is first *issued* (the lane's thread has enqueued
+the work, after its host-side fences) and then *done* (the work has happened). Host lanes do both at once. Work on a
+stream waits for another stream's fence by `event`, which exists from the moment of issue.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+
+from stronghold.errors import BudgetError, LaneError
+from stronghold.telemetry.trace import NullTrace, Trace
+
+THREAD_PREFIX = "stronghold:"
+
+
+class DeviceEvent(Protocol):
+    """What a stream records: `torch.cuda.Event` has this shape."""
+
+    def synchronize(self) -> None: ...
+
+    def query(self) -> bool: ...
+
+
+class Fence:
+    """Marks the end of one operation. Made by `Lane.submit` and `Device.record_compute` alone."""
+
+    __slots__ = ("_error", "_event", "_issued", "lane", "operation")
+
+    def __init__(self, lane: str, operation: str) -> None:
+        self.lane = lane
+        self.operation = operation
+        self._issued = threading.Event()
+        self._event: DeviceEvent | None = None
+        self._error: LaneError | None = None
+
+    def issue(self, event: DeviceEvent | None) -> None:
+        """The work is enqueued (`event` fires when it is done) or, without an event, done."""
+        self._event = event
+        self._issued.set()
+
+    def fail(self, error: LaneError) -> None:
+        self._error = error
+        self._issued.set()
+
+    def wait_issued(self) -> DeviceEvent | None:
+        """Block the calling thread until issued; raise the operation's error if it failed."""
+        self._issued.wait()
+        if self._error is not None:
+            raise self._error
+        return self._event
+
+    def wait(self) -> None:
+        """Block the calling thread until done; raise the operation's error if it failed."""
+        event = self.wait_issued()
+        if event is not None:
+            event.synchronize()
+
+    @property
+    def done(self) -> bool:
+        return self._issued.is_set() and (self._event is None or self._event.query())
+
+
+def completed(lane: str, operation: str) -> Fence:
+    """A fence of work that is already done."""
+    fence = Fence(lane, operation)
+    fence.issue(None)
+    return fence
+
+
+Work = Callable[[], None]
+_Item = tuple[str, Work, tuple[Fence, ...], Fence]
+
+
+class Lane(ABC):
+    """An ordered queue of work with a thread of its own."""
+
+    def __init__(self, name: str, device: Device) -> None:
+        self.name = name
+        self._device = device
+        self._queue: queue.SimpleQueue[_Item | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._loop, name=THREAD_PREFIX + name, daemon=True)
+        self._thread.start()
+
+    def submit(self, operation: str, work: Work, after: Sequence[Fence] = ()) -> Fence:
+        """Queue `work` behind the lane's earlier operations and behind `after`; never blocks."""
+        fence = Fence(self.name, operation)
+        self._queue.put((operation, work, tuple(after), fence))
+        return fence
+
+    def close(self) -> None:
+        """Finish what is queued and end the thread."""
+        if self._thread.is_alive():
+            self._queue.put(None)
+            self._thread.join()
+
+    def _loop(self) -> None:
+        while (item := self._queue.get()) is not None:
+            operation, work, after, fence = item
+            try:
+                fence.issue(self._run(operation, work, after))
+            except LaneError as error:  # an operation that this one waited for: keep its name
+                self._fail(fence, error)
+            except BaseException as cause:
+                error = LaneError(self.name, operation, cause)
+                error.__cause__ = cause
+                self._fail(fence, error)
+            # Closures hold tensors: keep none alive while the queue is empty.
+            del item, operation, work, after, fence
+
+    def _fail(self, fence: Fence, error: LaneError) -> None:
+        self._device.report(error)
+        fence.fail(error)
+
+    @abstractmethod
+    def _run(self, operation: str, work: Work, after: tuple[Fence, ...]) -> DeviceEvent | None:
+        """Wait for `after`, run `work`, return the event that marks its end (None: it is done)."""
+
+
+class HostLane(Lane):
+    """A lane whose work happens on the host: `work` returns when it is done."""
+
+    def _run(self, operation: str, work: Work, after: tuple[Fence, ...]) -> None:
+        for fence in after:
+            fence.wait()
+        self._device.before_operation()
+        with self._device.trace.span(self.name, operation):
+            work()
+
+
+class Device(ABC):
+    """Lanes `fetch`, `drain` and `update`, the compute lane of the training thread, and raw buffers.
+
+    `budget_bytes` limits the sum of live `allocate` calls; None leaves it to the device.
+    """
+
+    fetch: Lane
+    drain: Lane
+    update: Lane
+
+    def __init__(self, name: str, budget_bytes: int | None, trace: Trace | NullTrace) -> None:
+        self.name = name
+        self.budget_bytes = budget_bytes
+        self.allocated_bytes = 0
+        self.peak_bytes = 0
+        self.trace = trace
+        self._failure: LaneError | None = None
+
+    # -- errors ---------------------------------------------------------------------------------
+    def report(self, error: LaneError) -> None:
+        """Remember the first failure of any lane (called by lane threads)."""
+        if self._failure is None:
+            self._failure = error
+
+    def check(self) -> None:
+        """Raise the first failure of any lane; the training thread calls it at every trigger."""
+        if self._failure is not None:
+            raise self._failure
+
+    # -- buffers --------------------------------------------------------------------------------
+    def allocate(self, numel: int, dtype: torch.dtype, purpose: str) -> torch.Tensor:
+        """A flat buffer on the device, contents undefined; BudgetError past the budget."""
+        nbytes = numel * dtype.itemsize
+        if self.budget_bytes is not None and self.allocated_bytes + nbytes > self.budget_bytes:
+            raise BudgetError(
+                f"{purpose}: {nbytes} bytes on {self.name} would pass the budget of {self.budget_bytes} bytes "
+                f"({self.allocated_bytes} in use); raise stronghold.gpu_memory or lower stronghold.window"
+            )
+        buffer = self._allocate(numel, dtype)
+        self.allocated_bytes += nbytes
+        self.peak_bytes = max(self.peak_bytes, self.allocated_bytes)
+        return buffer
+
+    def release_all(self) -> None:
+        """Every buffer of `allocate` was dropped by its owner."""
+        self.allocated_bytes = 0
+
+    @property
+    @abstractmethod
+    def torch_device(self) -> torch.device: ...
+
+    @abstractmethod
+    def _allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor: ...
+
+    @abstractmethod
+    def pin(self, tensor: torch.Tensor) -> None:
+        """Register a host slab for direct transfers; the slab must outlive `unpin`."""
+
+    @abstractmethod
+    def unpin(self, tensor: torch.Tensor) -> None: ...
+
+    @abstractmethod
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Copy contiguous bytes between host and device; called from a lane's work alone."""
+
+    @abstractmethod
+    def poison(self, tensor: torch.Tensor) -> None:
+        """Make any later read of a freed buffer visible where the device can afford it."""
+
+    # -- the compute lane -----------------------------------------------------------------------
+    @abstractmethod
+    def record_compute(self, operation: str) -> Fence:
+        """The fence of everything that the calling thread has enqueued on the compute lane."""
+
+    @abstractmethod
+    def compute_wait(self, fence: Fence) -> float:
+        """Later compute runs after `fence`; returns the seconds for which the caller was blocked."""
+
+    @abstractmethod
+    def begin_compute_span(self) -> object:
+        """A mark of the compute lane's clock, for `end_compute_span`."""
+
+    @abstractmethod
+    def end_compute_span(self, name: str, begun: object) -> None: ...
+
+    # -- hostility and life ---------------------------------------------------------------------
+    def before_operation(self) -> None:  # noqa: B027 - a real device has nothing to add
+        """Called by a lane between an operation's fences and its work."""
+
+    def settle(self) -> None:  # noqa: B027
+        """Resolve spans that are still on the device; called between steps when tracing."""
+
+    def close(self) -> None:
+        """Finish the lanes' work and end their threads. Safe to call twice."""
+        for lane in (self.fetch, self.drain, self.update):
+            lane.close()
+
+
+def timed(wait: Callable[[], object]) -> float:
+    """Seconds that `wait` took."""
+    start = time.perf_counter()
+    wait()
+    return time.perf_counter() - start

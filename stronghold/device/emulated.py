@@ -1,0 +1,100 @@
+"""A device made of CPU memory: more hostile than a GPU, so that races show without one.
+
+Owns CPU tensors that stand for GPU memory, and one thread per lane, so that overlap and races are real. Seeded jitter
+comes before each operation, freed buffers are filled with NaN, the budget is enforced, the link can be paced. Compute
+is the calling thread: its work is done when it returns.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import random
+import threading
+import time
+
+import torch
+
+from stronghold.device.base import Device, Fence, HostLane, completed, timed
+from stronghold.telemetry.trace import NullTrace, Trace
+
+# Small enough that a copy never keeps a core from the training thread for long, large enough that the call does not
+# count: with 256 MB pieces half of a copy hides behind compute, with 1 MB pieces nine tenths.
+COPY_PIECE_BYTES = 1 << 20
+NAN_BYTE = 0xFF  # 0xFFFF and 0xFFFFFFFF are NaN in bfloat16, float16 and float32
+
+
+class EmulatedDevice(Device):
+    """CPU tensors, a thread per lane.
+
+    `jitter_s` is the longest random delay before an operation; `link_gbps` paces each direction (1e9 bytes/s; None: as
+    fast as memory); `poison` fills freed buffers with NaN.
+    """
+
+    def __init__(
+        self,
+        *,
+        budget_bytes: int | None = None,
+        trace: Trace | NullTrace | None = None,
+        poison: bool = True,
+        jitter_s: float = 0.0,
+        seed: int = 0,
+        link_gbps: float | None = None,
+    ) -> None:
+        super().__init__("emulated", budget_bytes, trace or NullTrace())
+        self._poison = poison
+        self._jitter_s = jitter_s
+        self._random = random.Random(seed)
+        self._random_lock = threading.Lock()
+        self._link_gbps = link_gbps
+        self.fetch = HostLane("fetch", self)
+        self.drain = HostLane("drain", self)
+        self.update = HostLane("update", self)
+
+    @property
+    def torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+    def _allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        buffer = torch.empty(numel, dtype=dtype)
+        self.poison(buffer)
+        return buffer
+
+    def pin(self, tensor: torch.Tensor) -> None:
+        """CPU memory needs no registration."""
+
+    def unpin(self, tensor: torch.Tensor) -> None:
+        """CPU memory needs no registration."""
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        # memmove, not Tensor.copy_: it releases the GIL and never starts torch's intra-op threads.
+        total = source.numel() * source.element_size()
+        start = time.perf_counter()
+        for begin in range(0, total, COPY_PIECE_BYTES):
+            size = min(COPY_PIECE_BYTES, total - begin)
+            ctypes.memmove(target.data_ptr() + begin, source.data_ptr() + begin, size)
+            if self._link_gbps is not None:
+                due = start + (begin + size) / (self._link_gbps * 1e9)
+                time.sleep(max(0.0, due - time.perf_counter()))
+
+    def poison(self, tensor: torch.Tensor) -> None:
+        if self._poison:
+            ctypes.memset(tensor.data_ptr(), NAN_BYTE, tensor.numel() * tensor.element_size())
+
+    def record_compute(self, operation: str) -> Fence:
+        return completed("compute", operation)
+
+    def compute_wait(self, fence: Fence) -> float:
+        return timed(fence.wait)
+
+    def begin_compute_span(self) -> float:
+        return time.perf_counter()
+
+    def end_compute_span(self, name: str, begun: object) -> None:
+        assert isinstance(begun, float)
+        self.trace.record("compute", name, begun, time.perf_counter())
+
+    def before_operation(self) -> None:
+        if self._jitter_s > 0.0:
+            with self._random_lock:
+                delay = self._random.uniform(0.0, self._jitter_s)
+            time.sleep(delay)

@@ -1,0 +1,200 @@
+"""Slots and residency: which layer's weights and gradients are on the device.
+
+Owns the device buffers. Never issues a copy: `runtime.executor` does, and tells the window what became of each slot.
+Entered by the training thread (and, on a GPU, by autograd's thread during backward), never by both at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from enum import Enum
+
+import torch
+
+from stronghold.device.base import Device, Fence, completed
+from stronghold.errors import StateError
+from stronghold.model.layout import LayerLayout
+
+
+class Residency(Enum):
+    """Where a layer's weights are. RESIDENT: compute waited for the fetch, not merely that it was queued."""
+
+    HOST = "host"
+    FETCHING = "fetching"
+    RESIDENT = "resident"
+
+
+TRANSITIONS: dict[Residency, frozenset[Residency]] = {
+    Residency.HOST: frozenset({Residency.FETCHING}),
+    Residency.FETCHING: frozenset({Residency.RESIDENT, Residency.HOST}),
+    # RESIDENT to FETCHING: a resident layer was updated, and is fetched again into its own slot.
+    Residency.RESIDENT: frozenset({Residency.HOST, Residency.FETCHING}),
+}
+
+
+@dataclass(slots=True, eq=False)
+class Slot:
+    """Room for one layer's weights. `free_after`: the fence of the last use, before it may be overwritten."""
+
+    weights: torch.Tensor
+    free_after: Fence
+    layer: int | None = None
+    ready: Fence | None = None
+
+
+@dataclass(slots=True, eq=False)
+class GradientSlot:
+    """Room for one layer's gradients in the compute dtype; `arrived` names the parameters that are in it."""
+
+    gradients: torch.Tensor
+    free_after: Fence
+    layer: int | None = None
+    arrived: set[int] = field(default_factory=set)
+
+
+class Window:
+    """`num_slots` weight slots that the layers outside `resident` take turns in; each resident layer has a slot of its own
+    size for good. Blocks gather gradients in `num_gradient_slots` shared slots, what is no block (embedding, head) in
+    one of its own, since its gradients come early and late in backward."""
+
+    def __init__(
+        self,
+        device: Device,
+        dtype: torch.dtype,
+        layers: Iterable[LayerLayout],
+        *,
+        resident: frozenset[int],
+        num_slots: int,
+        num_gradient_slots: int,
+    ) -> None:
+        layers = tuple(layers)
+        streamed = [layer for layer in layers if layer.index not in resident]
+        self._device = device
+        self._dtype = dtype
+        self._num_gradient_slots = num_gradient_slots
+        self.residency = {layer.index: Residency.HOST for layer in layers}
+        self.resident = resident
+        slot_numel = max((layer.numel for layer in streamed), default=0)
+        self._gradient_numel = max((layer.trainable_numel for layer in layers if layer.streamed), default=0)
+        self._slots = [self._slot(slot_numel, f"weight slot {i}") for i in range(num_slots if streamed else 0)]
+        self._own = {
+            layer.index: self._slot(layer.numel, f"weights of {layer.name}")
+            for layer in layers
+            if layer.index in resident
+        }
+        self._own_trainable = {
+            layer.index: layer.trainable_numel for layer in layers if not layer.streamed and layer.trainable_numel
+        }
+        self._gradient_slots: list[GradientSlot] = []
+        self._own_gradients: dict[int, GradientSlot] = {}
+        self._holding: dict[int, Slot] = dict(self._own)
+        for index, slot in self._own.items():
+            slot.layer = index
+
+    def _slot(self, numel: int, purpose: str) -> Slot:
+        return Slot(self._device.allocate(numel, self._dtype, purpose), completed("compute", "never used"))
+
+    def _gradient_slot(self, numel: int, purpose: str) -> GradientSlot:
+        return GradientSlot(self._device.allocate(numel, self._dtype, purpose), completed("drain", "never used"))
+
+    def prepare_training(self) -> None:
+        """Make the gradient slots; called once, at the first backward."""
+        if self._gradient_slots or self._own_gradients:
+            return
+        if self._gradient_numel:
+            self._gradient_slots = [
+                self._gradient_slot(self._gradient_numel, f"gradient slot {i}") for i in range(self._num_gradient_slots)
+            ]
+        self._own_gradients = {
+            index: self._gradient_slot(numel, f"gradients of resident layer {index}")
+            for index, numel in self._own_trainable.items()
+        }
+
+    # -- weights --------------------------------------------------------------------------------
+    def move(self, layer: int, to: Residency) -> None:
+        """Change the layer's state; StateError on a transition that the table does not have."""
+        state = self.residency[layer]
+        if to not in TRANSITIONS[state]:
+            raise StateError(f"layer {layer} cannot go from {state.value} to {to.value}")
+        self.residency[layer] = to
+
+    def slot_of(self, layer: int) -> Slot | None:
+        """The slot that holds the layer or is being filled with it."""
+        return self._holding.get(layer)
+
+    def held_layers(self) -> list[int]:
+        """Streamed layers that are in a slot or on their way into one."""
+        return [slot.layer for slot in self._slots if slot.layer is not None]
+
+    def free_slot(self) -> Slot | None:
+        """A slot that no layer claims; its `free_after` may still be pending."""
+        return next((slot for slot in self._slots if slot.layer is None), None)
+
+    def claim(self, slot: Slot, layer: int) -> None:
+        """The layer is on its way into `slot`."""
+        if slot.layer not in (None, layer):
+            raise StateError(f"layer {layer} cannot take the slot of layer {slot.layer}")
+        self.move(layer, Residency.FETCHING)
+        slot.layer = layer
+        self._holding[layer] = slot
+
+    def release(self, layer: int, after: Fence) -> None:
+        """Give a streamed layer's slot back, free after `after`; nothing is copied."""
+        if layer in self._own:
+            raise StateError(f"layer {layer} is resident and keeps its slot")
+        slot = self._holding.pop(layer)
+        if self.residency[layer] is Residency.FETCHING:
+            # A prefetch that nobody used: the next one into this slot queues behind it on the same lane.
+            slot.free_after = slot.ready or after
+        else:
+            slot.free_after = after
+            self._device.poison(slot.weights)
+        self.move(layer, Residency.HOST)
+        slot.layer = None
+        slot.ready = None
+        self._slots.remove(slot)  # the slot freed last is taken last
+        self._slots.append(slot)
+
+    # -- gradients ------------------------------------------------------------------------------
+    def gradient_slot_of(self, layer: int) -> GradientSlot | None:
+        """The gradient slot in which the layer's gradients are being gathered."""
+        own = self._own_gradients.get(layer)
+        if own is not None:
+            return own if own.layer == layer else None
+        return next((slot for slot in self._gradient_slots if slot.layer == layer), None)
+
+    def free_gradient_slot(self, layer: int) -> GradientSlot | None:
+        """A gradient slot for the layer that nobody gathers in; its `free_after` may still be pending."""
+        own = self._own_gradients.get(layer)
+        if own is not None:
+            return own
+        return next((slot for slot in self._gradient_slots if slot.layer is None), None)
+
+    def claim_gradients(self, slot: GradientSlot, layer: int) -> None:
+        """The layer's gradients are gathered in `slot` from now on."""
+        if slot.layer is not None:
+            raise StateError(f"layer {layer} cannot gather in the gradient slot of layer {slot.layer}")
+        slot.layer = layer
+        slot.arrived.clear()
+
+    def release_gradients(self, slot: GradientSlot, after: Fence) -> None:
+        """Give a gradient slot back, free after `after` (its drain)."""
+        slot.layer = None
+        slot.free_after = after
+        if slot in self._gradient_slots:  # the slot freed last is taken last, so that its drain can go on meanwhile
+            self._gradient_slots.remove(slot)
+            self._gradient_slots.append(slot)
+
+    def gathering(self) -> list[int]:
+        """Layers whose gradients are in a slot and not yet on their way out."""
+        slots = [*self._gradient_slots, *self._own_gradients.values()]
+        return [slot.layer for slot in slots if slot.layer is not None]
+
+    def close(self) -> None:
+        """Drop every buffer."""
+        self._slots.clear()
+        self._own.clear()
+        self._holding.clear()
+        self._gradient_slots.clear()
+        self._own_gradients.clear()

@@ -1,0 +1,158 @@
+"""The schedule: the ordered list of actions of one pass over the model, as data.
+
+Pure: no tensors, no threads. Made from the order in which layers are used and the number of slots; interpreted by
+`runtime.executor`, printed and read as text, compared in tests.
+
+A pass is a sequence of uses (forward of layer 0, ..., backward of layer 0) that repeats. Before each use its actions
+say which slots to give back and what to fetch; a slot is given up by the layer whose next use lies farthest ahead,
+which is the choice that fetches least (Belady, 1966).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from stronghold.errors import ConfigError
+
+
+class Kind(Enum):
+    """What an action does. FORWARD and BACKWARD wait for the layer's fetch and let compute go on."""
+
+    RELEASE = "release"
+    FETCH = "fetch"
+    FORWARD = "forward"
+    BACKWARD = "backward"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Action:
+    """One entry of the schedule; `str` and `parse` round-trip."""
+
+    kind: Kind
+    layer: int
+
+    def __str__(self) -> str:
+        return f"{self.kind.value} {self.layer}"
+
+    @staticmethod
+    def parse(text: str) -> Action:
+        kind, _, layer = text.strip().partition(" ")
+        return Action(kind=Kind(kind), layer=int(layer))
+
+    @property
+    def is_use(self) -> bool:
+        return self.kind in (Kind.FORWARD, Kind.BACKWARD)
+
+
+def canonical_uses(layers: Sequence[int], *, backward: bool) -> tuple[Action, ...]:
+    """Each layer once forward, in order, then (with `backward`) once backward in reverse."""
+    uses = [Action(kind=Kind.FORWARD, layer=layer) for layer in layers]
+    if backward:
+        uses += [Action(kind=Kind.BACKWARD, layer=layer) for layer in reversed(layers)]
+    return tuple(uses)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """`actions` of one pass. `steps[k]` are the actions of the k-th use, the use itself last."""
+
+    uses: tuple[Action, ...]
+    steps: tuple[tuple[Action, ...], ...]
+
+    @property
+    def actions(self) -> tuple[Action, ...]:
+        return tuple(action for step in self.steps for action in step)
+
+    def fetches(self, layer: int) -> int:
+        """How often one pass of the steady state fetches the layer."""
+        return self.actions.count(Action(kind=Kind.FETCH, layer=layer))
+
+    def __str__(self) -> str:
+        return "\n".join(str(action) for action in self.actions)
+
+    def neighbourhood(self, position: int, radius: int = 2) -> str:
+        """The uses around `position`, the one there marked, for error messages."""
+        low, high = max(0, position - radius), min(len(self.steps), position + radius + 1)
+        lines = [
+            f"{'->' if i == position else '  '} {', '.join(map(str, self.steps[i]))}" for i in range(low, high)
+        ]
+        return "\n".join(lines)
+
+
+def parse_schedule(text: str) -> Schedule:
+    """Inverse of `str(schedule)`."""
+    steps: list[tuple[Action, ...]] = []
+    step: list[Action] = []
+    for line in text.splitlines():
+        step.append(Action.parse(line))
+        if step[-1].is_use:
+            steps.append(tuple(step))
+            step = []
+    return Schedule(uses=tuple(step[-1] for step in steps), steps=tuple(steps))
+
+
+def make_schedule(
+    uses: Iterable[Action], *, num_slots: int, prefetch: int, resident: frozenset[int] = frozenset()
+) -> Schedule:
+    """The actions for `uses`, repeated for ever, with `num_slots` slots.
+
+    `prefetch`: how many further layers may be in slots or on their way while one computes (at most num_slots - 1).
+    Layers in `resident` need no slot; they are fetched once a pass, after their update, when they come within reach.
+    The steady state is returned: the pass that begins with what the previous one left in the slots.
+    """
+    uses = tuple(uses)
+    if not uses:
+        return Schedule(uses=(), steps=())
+    if num_slots < 1 and any(use.layer not in resident for use in uses):
+        raise ConfigError(f"stronghold.window: got {num_slots}, expected at least 1 slot")
+    held: set[int] = set()
+    steps: list[tuple[Action, ...]] = []
+    for _ in range(2):  # the first pass starts with empty slots, the second is the steady state
+        held -= resident  # stale after the update
+        steps = [_actions_of_use(uses, k, held, num_slots, prefetch, resident) for k in range(len(uses))]
+    return Schedule(uses=uses, steps=tuple(steps))
+
+
+def _actions_of_use(
+    uses: tuple[Action, ...], position: int, held: set[int], num_slots: int, prefetch: int, resident: frozenset[int]
+) -> tuple[Action, ...]:
+    use = uses[position]
+    ahead = _next_layers(uses, position, 1 + max(0, min(prefetch, num_slots - 1)), resident)
+    actions: list[Action] = []
+    for layer in ahead:
+        if layer in held:
+            continue
+        if layer in resident:
+            held.add(layer)
+            actions.append(Action(kind=Kind.FETCH, layer=layer))
+            continue
+        if len(held - resident) >= num_slots:
+            spare = [other for other in held - resident if other not in ahead]
+            victim = max(spare, key=lambda other: (_distance(uses, position, other), other))
+            held.remove(victim)
+            actions.append(Action(kind=Kind.RELEASE, layer=victim))
+        held.add(layer)
+        actions.append(Action(kind=Kind.FETCH, layer=layer))
+    return (*actions, use)
+
+
+def _next_layers(uses: tuple[Action, ...], position: int, count: int, resident: frozenset[int]) -> list[int]:
+    """The first `count` distinct streamed layers used from `position` on, cyclically, in order of need, and the resident
+    ones that are used forward between them. No further resident one past the pass's end: it is not updated yet."""
+    layers: dict[int, None] = {}
+    for k in range(len(uses)):
+        use = uses[(position + k) % len(uses)]
+        if use.layer not in resident:
+            layers.setdefault(use.layer)
+        elif use.kind is Kind.FORWARD and position + k < len(uses):
+            layers.setdefault(use.layer)
+        if len(layers.keys() - resident) == count:
+            break
+    return list(layers)
+
+
+def _distance(uses: tuple[Action, ...], position: int, layer: int) -> int:
+    """Uses until `layer` is needed again, from `position` on, cyclically."""
+    return next(k for k in range(1, len(uses) + 1) if uses[(position + k) % len(uses)].layer == layer)
