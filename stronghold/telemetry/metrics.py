@@ -1,0 +1,190 @@
+"""Counters of one step, and the line that reports them.
+
+Owns the clock of the step, its tokens and the seconds for which compute waited. Never reads a
+tensor's value before a line is formatted: a loss on the GPU stays there. The training thread alone
+enters. A step lasts from the end of the step before it (the first from its first tokens), so that
+an asynchronous device cannot hide work between two steps.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from stronghold.telemetry.trace import STEP_LANE, NullTrace, Trace
+
+WaitCause = Literal["fetch", "drain", "update"]
+Reading = float | torch.Tensor | Callable[[], float] | None
+"""A number, or where it can be read when someone asks; None: there is none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRecord:
+    """What one optimizer step did; `value` reads a loss and a norm that are still on the device."""
+
+    step: int
+    loss: Reading
+    grad_norm: Reading
+    learning_rate: float
+    tokens_per_s: float
+    tflops: float
+    step_s: float
+    wait_fetch_s: float
+    wait_drain_s: float
+    wait_update_s: float
+    skipped: bool
+
+
+class Metrics:
+    """Counts between two `end_step` calls.
+
+    `num_parameters` is the model's; `recomputes` says that every forward pass runs again in backward.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_parameters: int,
+        recomputes: bool = False,
+        trace: Trace | NullTrace | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._num_parameters = num_parameters
+        self._recomputes = recomputes
+        self._trace = trace or NullTrace()
+        self._clock = clock
+        self._start_s: float | None = None
+        self._num_tokens = 0
+        self._waits: dict[WaitCause, float] = {"fetch": 0.0, "drain": 0.0, "update": 0.0}
+
+    def waited(self, cause: WaitCause, seconds: float) -> None:
+        """Compute stood still for `seconds` until a weight came, a slot was free or an update was
+        done.
+        """
+        self._waits[cause] += seconds
+
+    def add_tokens(self, num_tokens: int) -> None:
+        """A training forward pass of `num_tokens` begins."""
+        if self._start_s is None:
+            self._start_s = self._clock()
+        self._num_tokens += num_tokens
+
+    def restart_clock(self) -> None:
+        """The time since the last step was not training (an evaluation, say): the next tokens start
+        the clock.
+        """
+        if self._num_tokens == 0:
+            self._start_s = None
+
+    def end_step(
+        self,
+        *,
+        step: int,
+        loss: Reading,
+        grad_norm: Reading,
+        learning_rate: float,
+        skipped: bool = False,
+    ) -> StepRecord:
+        """Close the step and start the next one's clock.
+
+        `step` counts from 1; `loss` is the mean over the step's micro-batches.
+        """
+        now_s = self._clock()
+        start_s = now_s if self._start_s is None else self._start_s
+        step_s = now_s - start_s
+        record = StepRecord(
+            step=step,
+            loss=_detached(loss),
+            grad_norm=_detached(grad_norm),
+            learning_rate=learning_rate,
+            tokens_per_s=self._num_tokens / step_s if step_s > 0.0 else 0.0,
+            tflops=tflops(self._num_parameters, self._num_tokens, step_s, self._recomputes),
+            step_s=step_s,
+            wait_fetch_s=self._waits["fetch"],
+            wait_drain_s=self._waits["drain"],
+            wait_update_s=self._waits["update"],
+            skipped=skipped,
+        )
+        self._trace.record(STEP_LANE, f"step {step}", start_s, now_s)
+        self._start_s = now_s
+        self._num_tokens = 0
+        self._waits = {"fetch": 0.0, "drain": 0.0, "update": 0.0}
+        return record
+
+    @staticmethod
+    def format(record: StepRecord) -> str:
+        """One line for the log; reads the loss and the norm, so it waits for the step's compute."""
+        loss, grad_norm = value(record.loss), value(record.grad_norm)
+        parts = [
+            f"step {record.step}",
+            "loss -" if loss is None else f"loss {loss:.4f}",
+            "grad norm -" if grad_norm is None else f"grad norm {grad_norm:.3f}",
+            f"lr {record.learning_rate:.2e}",
+            f"{record.tokens_per_s:,.0f} tokens/s",
+            f"{record.tflops:.2f} TFLOPS" if record.tflops >= 1 else f"{record.tflops:.3f} TFLOPS",
+            f"{record.step_s * 1e3:,.0f} ms",
+            f"waited ms: fetch {record.wait_fetch_s * 1e3:.1f}, "
+            f"drain {record.wait_drain_s * 1e3:.1f}, update {record.wait_update_s * 1e3:.1f}",
+        ]
+        if record.skipped:
+            parts.append("skipped: the gradients are not finite")
+        return " | ".join(parts)
+
+
+def tflops(num_parameters: int, num_tokens: int, seconds: float, recomputes: bool) -> float:
+    """Useful TFLOP/s of a dense model: 2 k P T / seconds, attention not counted.
+
+    k = 3 passes over the weights (forward 1, backward 2), 4 when the forward pass is recomputed;
+    the formula of the Megatron and DeepSpeed papers, `billions * k * 2 * tokens / (seconds * 1e3)`.
+    """
+    if seconds <= 0.0:
+        return 0.0
+    passes = 4 if recomputes else 3
+    return num_parameters / 1e9 * passes * 2 * num_tokens / (seconds * 1e3)
+
+
+def value(reading: Reading) -> float | None:
+    """The number itself; waits for the device when it is a tensor there."""
+    if reading is None or isinstance(reading, float | int):
+        return reading
+    return float(reading.item() if isinstance(reading, torch.Tensor) else reading())
+
+
+def count_tokens(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
+    """Tokens in the arguments of a forward call, for throughput.
+
+    The size of `input_ids`, wherever it is nested; else of the first integer tensor of two or more
+    dimensions; else the batch size (first dimension of the first tensor); else 0.
+    """
+    named = list(_tensors(kwargs)) + [pair for arg in args for pair in _tensors(arg)]
+    for name, tensor in named:
+        if name == "input_ids":
+            return tensor.numel()
+    for _, tensor in named:
+        if tensor.dim() >= 2 and not (tensor.is_floating_point() or tensor.dtype == torch.bool):
+            return tensor.numel()
+    for _, tensor in named:
+        if tensor.dim() >= 1:
+            return tensor.size(0)
+    return 0
+
+
+def _tensors(nested: object, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor in nested mappings and sequences, with the key that leads to it."""
+    if isinstance(nested, torch.Tensor):
+        yield name, nested
+    elif isinstance(nested, Mapping):
+        for key, item in nested.items():
+            yield from _tensors(item, str(key))
+    elif isinstance(nested, tuple | list):
+        for item in nested:
+            yield from _tensors(item, name)
+
+
+def _detached(reading: Reading) -> Reading:
+    """Hold the value without the graph that made it."""
+    return reading.detach() if isinstance(reading, torch.Tensor) else reading

@@ -1,0 +1,180 @@
+"""Spans of work on lanes, written as Chrome trace JSON (chrome://tracing, ui.perfetto.dev).
+
+Owns the recorded spans and their file. Never decides what is recorded, never synchronises a device:
+a lane that learns its times late records late. Every lane's thread and the training thread enter;
+an entry is one list append, which the interpreter makes atomic. Times are `time.perf_counter()`
+seconds.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from stronghold.errors import ConfigError
+
+STEP_LANE = "step"
+LANES = (STEP_LANE, "compute", "fetch", "drain", "update", "io")
+"""Rows of a trace from top to bottom; a lane that is not listed comes after these."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """One operation on a lane. The first word of `name` is its kind, a number in it its layer or
+    step.
+    """
+
+    lane: str
+    name: str
+    start_s: float
+    end_s: float
+    args: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def kind(self) -> str:
+        """The verb: "fetch" of "fetch 3"."""
+        return self.name.split(" ", 1)[0]
+
+    @property
+    def duration_s(self) -> float:
+        return self.end_s - self.start_s
+
+
+class Trace:
+    """Records spans in memory until `write`; `rank` becomes the process of the trace's rows."""
+
+    def __init__(self, rank: int = 0) -> None:
+        self._rank = rank
+        self._origin_s = time.perf_counter()
+        self._spans: list[tuple[str, str, float, float, dict[str, Any]]] = []
+
+    def record(self, lane: str, name: str, start_s: float, end_s: float, **args: Any) -> None:
+        """Add an operation that took from `start_s` to `end_s` (`time.perf_counter()` seconds)."""
+        self._spans.append((lane, name, start_s, end_s, args))
+
+    @contextmanager
+    def span(self, lane: str, name: str, **args: Any) -> Iterator[None]:
+        """Record the body's time, also when the body raises."""
+        start_s = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.record(lane, name, start_s, time.perf_counter(), **args)
+
+    def write(self, path: str | Path) -> None:
+        """Write every span recorded so far; a reader sees the old file or the new one, never a part
+        of it.
+        """
+        spans = [
+            Span(lane=lane, name=name, start_s=start_s, end_s=end_s, args=args)
+            for lane, name, start_s, end_s, args in list(self._spans)
+        ]
+        document = {
+            "displayTimeUnit": "ms",
+            "traceEvents": [
+                *_row_names(spans, self._rank),
+                *(_event(span, self._rank, self._origin_s) for span in spans),
+            ],
+        }
+        target = Path(path)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
+        partial.write_text(json.dumps(document, separators=(",", ":")), encoding="utf-8")
+        os.replace(partial, target)
+
+
+class NullTrace:
+    """Records nothing, at the cost of a call."""
+
+    def record(self, lane: str, name: str, start_s: float, end_s: float, **args: Any) -> None:
+        """Drop the operation."""
+
+    @contextmanager
+    def span(self, lane: str, name: str, **args: Any) -> Iterator[None]:
+        """Run the body."""
+        yield
+
+    def write(self, path: str | Path) -> None:
+        """Write no file."""
+
+
+def read(path: str | Path) -> list[Span]:
+    """The spans of a file that `Trace.write` made, by start; seconds count from the trace's
+    creation.
+
+    Raises ConfigError when the file is missing or is not a trace.
+    """
+    try:
+        document = json.loads(Path(path).read_text(encoding="utf-8"))
+        events = document["traceEvents"]
+        rows = {
+            (event["pid"], event["tid"]): str(event["args"]["name"])
+            for event in events
+            if event["ph"] == "M" and event["name"] == "thread_name"
+        }
+        spans = [
+            Span(
+                lane=rows[event["pid"], event["tid"]],
+                name=event["name"],
+                start_s=event["ts"] / 1e6,
+                end_s=(event["ts"] + event["dur"]) / 1e6,
+                args=event["args"],
+            )
+            for event in events
+            if event["ph"] == "X"
+        ]
+    except OSError as error:
+        raise ConfigError(f"trace {path}: cannot be read ({error.strerror or error})") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"trace {path}: not a trace that stronghold wrote ({type(error).__name__}: {error}); "
+            'set "trace" in the "stronghold" section to make one'
+        ) from error
+    return sorted(spans, key=lambda span: span.start_s)
+
+
+def lane_order(lanes: Iterable[str]) -> list[str]:
+    """The lanes that occur, from top to bottom: those of `LANES` first, others by name."""
+    present = set(lanes)
+    return [lane for lane in LANES if lane in present] + sorted(present - set(LANES))
+
+
+def _row_names(spans: list[Span], rank: int) -> Iterator[dict[str, Any]]:
+    """Metadata events: names of the process and its rows, and the order in which they are shown."""
+    yield {
+        "ph": "M",
+        "pid": rank,
+        "name": "process_name",
+        "args": {"name": f"stronghold rank {rank}"},
+    }
+    for lane in lane_order(span.lane for span in spans):
+        row = {"ph": "M", "pid": rank, "tid": _row(lane)}
+        yield {**row, "name": "thread_name", "args": {"name": lane}}
+        yield {**row, "name": "thread_sort_index", "args": {"sort_index": _row(lane)}}
+
+
+def _row(lane: str) -> int:
+    """A number for the lane's row that does not depend on which other lanes occur."""
+    if lane in LANES:
+        return LANES.index(lane)
+    return len(LANES) + sum(ord(letter) << (8 * place) for place, letter in enumerate(lane[:3]))
+
+
+def _event(span: Span, rank: int, origin_s: float) -> dict[str, Any]:
+    """A complete event; its times are microseconds with the clock's nanoseconds kept."""
+    return {
+        "ph": "X",
+        "pid": rank,
+        "tid": _row(span.lane),
+        "cat": span.kind,
+        "name": span.name,
+        "ts": round((span.start_s - origin_s) * 1e6, 3),
+        "dur": round(span.duration_s * 1e6, 3),
+        "args": dict(span.args),
+    }
