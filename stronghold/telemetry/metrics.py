@@ -42,7 +42,7 @@ class StepRecord:
 class Metrics:
     """Counts between two `end_step` calls.
 
-    `num_parameters` is the model's; `recomputes` says that every forward pass runs again in backward.
+    `num_parameters` is the model's; `recomputes` says that forward runs again in backward.
     """
 
     def __init__(
@@ -62,9 +62,7 @@ class Metrics:
         self._waits: dict[WaitCause, float] = {"fetch": 0.0, "drain": 0.0, "update": 0.0}
 
     def waited(self, cause: WaitCause, seconds: float) -> None:
-        """Compute stood still for `seconds` until a weight came, a slot was free or an update was
-        done.
-        """
+        """Compute stood still for `seconds`, for weights, a free slot or an update."""
         self._waits[cause] += seconds
 
     def add_tokens(self, num_tokens: int) -> None:
@@ -74,9 +72,7 @@ class Metrics:
         self._num_tokens += num_tokens
 
     def restart_clock(self) -> None:
-        """The time since the last step was not training (an evaluation, say): the next tokens start
-        the clock.
-        """
+        """What ran since the last step was no training: the next tokens start the clock."""
         if self._num_tokens == 0:
             self._start_s = None
 
