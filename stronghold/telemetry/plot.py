@@ -1,0 +1,286 @@
+"""Pictures of a run: the timeline of a trace, and curves of losses.
+
+Owns how they look. Never reads a trace file or computes a number that a log line shows. Runs after
+training, in one thread; draws with Agg, so it needs no display.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.collections import PolyCollection
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+from stronghold.errors import ConfigError
+from stronghold.telemetry.trace import STEP_LANE, Span, lane_order
+
+COLOURS = {
+    "forward": "#4e79a7",
+    "backward": "#e15759",
+    "recompute": "#9c755f",
+    "fetch": "#59a14f",
+    "drain": "#f28e2b",
+    "reduce": "#ff9da7",
+    "update": "#b07aa1",
+    "load": "#76b7b2",
+    "spill": "#d4a514",
+    "wait": "#d9d9d9",
+}
+OTHER_COLOUR = "#79706e"
+INK, FAINT = "#22262b", "#8a9099"
+WIDTH_INCHES, DPI = 15.0, 140
+ROW_INCHES, ROW_HEIGHT = 0.46, 0.74
+LABEL_POINTS = 8.5
+PIXELS_PER_CHARACTER = LABEL_POINTS * DPI / 72 * 0.62
+LABEL_MARGIN_PIXELS = 5
+DARK_LABELS = frozenset({"wait", "load", "spill", "reduce"})
+LANE_WIDTH = 0.925  # share of the figure's width that the axes take
+
+Point = tuple[float, float]
+
+
+def draw_timeline(
+    spans: Sequence[Span],
+    png: str | Path,
+    *,
+    step: int | None = None,
+    from_s: float | None = None,
+    to_s: float | None = None,
+) -> None:
+    """Draw one row per lane to `png`.
+
+    Shows the seconds `from_s` to `to_s` where given, else `step`, else the last step, else all.
+    ConfigError when there is nothing to draw or the step is not in the trace.
+    """
+    begin_s, end_s, title = _extent(spans, step, from_s, to_s)
+    visible = [
+        span
+        for span in spans
+        if span.lane != STEP_LANE and span.end_s > begin_s and span.start_s < end_s
+    ]
+    if not visible:
+        raise ConfigError(
+            f"timeline: no operation between {begin_s:.3f} s and {end_s:.3f} s of the trace"
+        )
+    lanes = lane_order(span.lane for span in visible)
+    height = ROW_INCHES * len(lanes) + 1.15
+    figure = Figure(figsize=(WIDTH_INCHES, height), dpi=DPI, facecolor="white")
+    axes = figure.add_axes((0.055, 0.56 / height, LANE_WIDTH, ROW_INCHES * len(lanes) / height))
+    axes.set_xlim(0.0, (end_s - begin_s) * 1e3)
+    axes.set_ylim(len(lanes) - 0.5, -0.5)
+    for row, lane in enumerate(lanes):
+        _draw_lane(axes, row, [span for span in visible if span.lane == lane], begin_s, end_s)
+    _draw_steps(axes, spans, begin_s, end_s)
+    _style_rows(axes, lanes, [_busy(visible, lane, begin_s, end_s) for lane in lanes])
+    axes.set_xlabel("ms", color=FAINT, fontsize=9)
+    figure.text(0.055, 1 - 0.30 / height, title, color=INK, fontsize=12, weight="bold", va="center")
+    _draw_legend(figure, visible, 1 - 0.30 / height)
+    _save(figure, png)
+
+
+def draw_losses(curves: Mapping[str, Sequence[Point]], png: str | Path, *, title: str) -> None:
+    """Draw (step, loss) curves to `png`, each over the ones before it.
+
+    The first is wide and pale and the others thin, so that equal curves show as one inside the
+    other; points that lie further apart than the first one's are marked.
+    """
+    figure = Figure(figsize=(9.0, 5.0), dpi=DPI, facecolor="white")
+    axes = figure.add_axes((0.075, 0.105, 0.90, 0.80))
+    styles = [("#a8c4e0", 5.0, "-"), (INK, 1.1, "-"), ("#e15759", 1.6, "-"), ("#59a14f", 1.6, "--")]
+    spacing = _spacing(next(iter(curves.values()), []))
+    for (name, points), (colour, width, dashes) in zip(curves.items(), styles, strict=False):
+        if not points:
+            continue
+        axes.plot(
+            [x for x, _ in points],
+            [y for _, y in points],
+            color=colour,
+            linewidth=width,
+            linestyle=dashes,
+            marker="o" if _spacing(points) > spacing else "",
+            markersize=4.5,
+            solid_capstyle="round",
+            label=f"{name}: {points[-1][1]:.3f} at step {points[-1][0]:,.0f}",
+        )
+    axes.set_xlabel("step", color=FAINT, fontsize=9)
+    axes.set_ylabel("nats per byte", color=FAINT, fontsize=9)
+    axes.set_title(title, color=INK, fontsize=12, weight="bold", loc="left")
+    axes.grid(color="#eceef1", linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.margins(x=0.01)
+    axes.tick_params(colors=FAINT, labelsize=9, length=0)
+    for side in axes.spines.values():
+        side.set_visible(False)
+    axes.legend(frameon=False, fontsize=9, labelcolor=INK)
+    _save(figure, png)
+
+
+def _spacing(points: Sequence[Point]) -> float:
+    """Mean distance of a curve's points along the axis of steps."""
+    return (points[-1][0] - points[0][0]) / (len(points) - 1) if len(points) > 1 else 0.0
+
+
+def _extent(
+    spans: Sequence[Span], step: int | None, from_s: float | None, to_s: float | None
+) -> tuple[float, float, str]:
+    """First and last second to show, and the title."""
+    if not spans:
+        raise ConfigError("timeline: the trace has no operations")
+    steps = {
+        int(span.name.split()[-1]): (span.start_s, span.end_s)
+        for span in spans
+        if span.lane == STEP_LANE
+    }
+    begin_s, end_s = min(s.start_s for s in spans), max(s.end_s for s in spans)
+    title = "all steps"
+    if step is not None and step not in steps:
+        known = f"steps {min(steps)} to {max(steps)}" if steps else "no steps"
+        raise ConfigError(f"timeline: step {step} is not in the trace, which has {known}")
+    if steps and from_s is None and to_s is None:
+        shown = max(steps) if step is None else step
+        begin_s, end_s = steps[shown]
+        title = f"step {shown}, {(end_s - begin_s) * 1e3:,.1f} ms"
+    else:
+        begin_s = begin_s if from_s is None else from_s
+        end_s = end_s if to_s is None else to_s
+        if from_s is not None or to_s is not None:
+            title = f"{begin_s:.3f} s to {end_s:.3f} s"
+    if end_s <= begin_s:
+        raise ConfigError(
+            f"timeline: the end, {end_s:.3f} s, is not after the start, {begin_s:.3f} s"
+        )
+    return begin_s, end_s, title
+
+
+def _draw_lane(axes: Axes, row: int, spans: Sequence[Span], begin_s: float, end_s: float) -> None:
+    """Boxes of one lane, the enclosing before the enclosed, with what fits written into them."""
+    boxes, edges, colours = [], [], []
+    pixels_per_ms = WIDTH_INCHES * DPI * LANE_WIDTH / ((end_s - begin_s) * 1e3)
+    low, high = row - ROW_HEIGHT / 2, row + ROW_HEIGHT / 2
+    label = _label_form(spans, pixels_per_ms)
+    for span in sorted(spans, key=lambda span: (span.start_s, -span.end_s)):
+        left = (max(span.start_s, begin_s) - begin_s) * 1e3
+        right = (min(span.end_s, end_s) - begin_s) * 1e3
+        width = (right - left) * pixels_per_ms
+        boxes.append([(left, low), (right, low), (right, high), (left, high)])
+        # White edges part neighbours; where boxes are thinner than the edges they would erase them.
+        edges.append(0.7 if width > 5 else 0.0)
+        colours.append(COLOURS.get(span.kind, OTHER_COLOUR))
+        if _fits(label(span), width):
+            axes.text(
+                (left + right) / 2,
+                row,
+                label(span),
+                ha="center",
+                va="center_baseline",
+                color=INK if span.kind in DARK_LABELS else "white",
+                fontsize=LABEL_POINTS,
+                clip_on=True,
+            )
+    axes.add_collection(
+        PolyCollection(boxes, facecolors=colours, edgecolors="white", linewidths=edges)
+    )
+
+
+def _label_form(spans: Sequence[Span], pixels_per_ms: float) -> Callable[[Span], str]:
+    """How to label every box of a kind: by name or by layer, whichever fits nine of ten, or not.
+
+    One form for all of a kind: a label on every third box reads as if that box were special.
+    """
+    forms: dict[str, Callable[[Span], str]] = {}
+    for kind in {span.kind for span in spans}:
+        members = [span for span in spans if span.kind == kind]
+        narrow_s = sorted(span.duration_s for span in members)[len(members) // 10]
+        width = narrow_s * 1e3 * pixels_per_ms
+        by_name = all(_fits(span.name, width) for span in members)
+        by_layer = all(_fits(_layer(span), width) for span in members)
+        forms[kind] = (
+            (lambda span: span.name) if by_name else _layer if by_layer else (lambda _: "")
+        )
+    return lambda span: forms[span.kind](span)
+
+
+def _layer(span: Span) -> str:
+    return span.name.partition(" ")[2]
+
+
+def _fits(label: str, width_pixels: float) -> bool:
+    return len(label) * PIXELS_PER_CHARACTER + LABEL_MARGIN_PIXELS <= width_pixels
+
+
+def _draw_steps(axes: Axes, spans: Sequence[Span], begin_s: float, end_s: float) -> None:
+    """A line where a step ends inside the picture."""
+    for span in spans:
+        if span.lane == STEP_LANE and begin_s < span.end_s < end_s:
+            at_ms = (span.end_s - begin_s) * 1e3
+            axes.axvline(at_ms, color=INK, linewidth=0.9, linestyle=(0, (4, 3)), zorder=3)
+            axes.annotate(
+                f"end of {span.name}",
+                (at_ms, 1.0),
+                xycoords=("data", "axes fraction"),
+                xytext=(-3, 2),
+                textcoords="offset points",
+                ha="right",
+                fontsize=7.5,
+                color=FAINT,
+            )
+
+
+def _style_rows(axes: Axes, lanes: Sequence[str], busy: Sequence[float]) -> None:
+    """Pale bands, the lanes' names, and how much of the time each was busy."""
+    for row in range(len(lanes)):
+        axes.axhspan(
+            row - ROW_HEIGHT / 2, row + ROW_HEIGHT / 2, color="#f4f5f7", zorder=0, linewidth=0
+        )
+    axes.set_yticks(
+        range(len(lanes)),
+        [f"{lane}\n{share:.0%} busy" for lane, share in zip(lanes, busy, strict=True)],
+    )
+    axes.tick_params(axis="y", length=0, labelsize=8.5, labelcolor=INK)
+    axes.tick_params(axis="x", colors=FAINT, labelsize=9)
+    axes.grid(axis="x", color="#dfe2e6", linewidth=0.7)
+    axes.set_axisbelow(True)
+    for side in axes.spines.values():
+        side.set_visible(False)
+
+
+def _busy(spans: Sequence[Span], lane: str, begin_s: float, end_s: float) -> float:
+    """Share of the shown time in which the lane had an operation, overlaps counted once."""
+    busy_s, covered_s = 0.0, begin_s
+    for span in sorted(spans, key=lambda span: span.start_s):
+        if span.lane != lane or span.kind == "wait":
+            continue
+        left, right = max(span.start_s, covered_s), min(span.end_s, end_s)
+        busy_s += max(0.0, right - left)
+        covered_s = max(covered_s, right)
+    return busy_s / (end_s - begin_s)
+
+
+def _draw_legend(figure: Figure, spans: Sequence[Span], middle: float) -> None:
+    kinds = {span.kind for span in spans}
+    entries = [Patch(color=COLOURS[kind], label=kind) for kind in COLOURS if kind in kinds]
+    if kinds - set(COLOURS):
+        entries.append(Patch(color=OTHER_COLOUR, label="other"))
+    figure.legend(
+        handles=entries,
+        loc="center right",
+        bbox_to_anchor=(0.985, middle),
+        ncols=len(entries),
+        frameon=False,
+        fontsize=9,
+        labelcolor=INK,
+        handlelength=1.0,
+        handleheight=1.0,
+        columnspacing=1.4,
+        handletextpad=0.5,
+    )
+
+
+def _save(figure: Figure, png: str | Path) -> None:
+    Path(png).parent.mkdir(parents=True, exist_ok=True)
+    FigureCanvasAgg(figure)
+    figure.savefig(png, format="png")
