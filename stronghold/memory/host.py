@@ -133,31 +133,37 @@ class HostStore:
             state.exp_avg = self._slab(numel, torch.float32, pinned=False)
             state.exp_avg_sq = self._slab(numel, torch.float32, pinned=False)
             if self._accumulate:
-                self.add_accumulator(state.layout.index)
+                state.accumulated = self._slab(numel, torch.float32, pinned=False)
             elif self._hold and numel:
-                state.held = self._entry(numel)
+                self.held_entry(state.layout.index)
         if self._accumulate or not self._hold:
-            largest = max((layer.trainable_numel for layer in self.layout.layers), default=0)
-            self._ring = [self._entry(largest) for _ in range(self._ring_entries)]
+            self._make_ring(self._ring_entries)
+
+    def _make_ring(self, num_entries: int) -> None:
+        largest = max((layer.trainable_numel for layer in self.layout.layers), default=0)
+        self._ring = [self._entry(largest) for _ in range(num_entries)]
 
     def _entry(self, numel: int) -> GradientEntry:
         return GradientEntry(self._slab(numel, self.dtype, pinned=True), completed("update", "never used"))
 
-    def add_accumulator(self, index: int) -> torch.Tensor:
-        """The layer's fp32 accumulator, made at the first call."""
-        state = self.layers[index]
-        if state.accumulated is None:
-            state.accumulated = self._slab(state.layout.trainable_numel, torch.float32, pinned=False)
-        return state.accumulated
+    def accumulator(self, index: int) -> torch.Tensor:
+        """The layer's fp32 sums over micro-batches."""
+        accumulated = self.layers[index].accumulated
+        if accumulated is None:
+            raise StateError(f"layer {index} has no accumulator: the plan does not accumulate")
+        return accumulated
 
-    def gradient_entry(self, index: int) -> GradientEntry:
-        """Where the layer's next drain goes; it may be overwritten after its `free_after`."""
-        held = self.layers[index].held
-        if held is not None and self.layers[index].accumulated is None:
-            return held
-        if not self._ring:  # only a layer called twice under the gate comes here: it is added up
-            numel = max(layer.trainable_numel for layer in self.layout.layers)
-            self._ring = [self._entry(numel) for _ in range(2)]
+    def held_entry(self, index: int) -> GradientEntry:
+        """The layer's own gradient entry; made now if the plan does not hold gradients (a layer that was called twice)."""
+        state = self.layers[index]
+        if state.held is None:
+            state.held = self._entry(state.layout.trainable_numel)
+        return state.held
+
+    def ring_entry(self) -> GradientEntry:
+        """The next entry of the ring; it may be overwritten after its `free_after`."""
+        if not self._ring:  # the plan holds gradients, and one of them came in two parts
+            self._make_ring(2)
         entry = self._ring[self._ring_cursor]
         self._ring_cursor = (self._ring_cursor + 1) % len(self._ring)
         return entry

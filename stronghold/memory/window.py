@@ -186,6 +186,10 @@ class Window:
             self._gradient_slots.remove(slot)
             self._gradient_slots.append(slot)
 
+    def shares_gradient_slots(self, layer: int) -> bool:
+        """Whether the layer takes turns with others, rather than having a gradient slot of its own."""
+        return layer not in self._own_gradients
+
     def gathering(self) -> list[int]:
         """Layers whose gradients are in a slot and not yet on their way out."""
         slots = [*self._gradient_slots, *self._own_gradients.values()]

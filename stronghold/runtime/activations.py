@@ -1,0 +1,273 @@
+"""Saved tensors: keep them, offload them to the host, or compute them again.
+
+Owns what autograd saves while a streamed layer runs. Entered by the training thread in forward and by autograd's thread
+in backward. Three policies, one mechanism (`torch.autograd.graph.saved_tensors_hooks` around each layer's forward):
+
+keep        a saved tensor that aliases a slot becomes a handle (layer, offset, shape, stride), since the slot will hold
+            another layer by the time of backward; everything else stays on the device
+offload     beside that, other saved tensors go to host memory on the drain lane, and come back on the fetch lane one
+            layer ahead of backward
+recompute   torch's own non-reentrant checkpoint around the layer, driven from hooks; it restores the random state
+
+[Note: foreign hooks] The user's own checkpointing also works by saved-tensor hooks. Torch applies the innermost pair
+alone, so ours pass on to the pair that was active before what they do not turn into handles.
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Generator
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils import checkpoint as torch_checkpoint
+
+from stronghold.device.base import Device, Fence
+from stronghold.memory.host import map_slab
+from stronghold.telemetry.metrics import Metrics
+
+MIN_OFFLOAD_BYTES = 16 << 10  # below this a copy costs more than the room it frees
+MAX_STORAGE_WASTE = 4  # a view of a storage this many times larger stays on the device
+
+Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
+
+
+class Slots(Protocol):
+    """What this room needs of the executor."""
+
+    def layer_in(self, storage_address: int) -> int | None: ...
+
+    def weights_of(self, layer: int) -> torch.Tensor: ...
+
+
+class SavedWeight(NamedTuple):
+    """A saved tensor inside a slot: resolved to whatever slot holds the layer in backward."""
+
+    layer: int
+    dtype: torch.dtype
+    offset: int
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+
+class SavedStorage:
+    """One storage on its way to the host and back; several saved tensors may be views of it.
+
+    Autograd's graph owns it: when the last node that saved it has run, it dies, and its host buffer returns to the pool.
+    """
+
+    __slots__ = ("__weakref__", "back", "host", "nbytes", "ready", "source", "stored", "version")
+
+    def __init__(self, source: torch.Tensor, host: torch.Tensor) -> None:
+        self.source: torch.Tensor | None = source
+        self.version = source._version
+        self.nbytes = source.untyped_storage().nbytes()
+        self.host = host
+        self.stored: Fence | None = None
+        self.back: torch.Tensor | None = None
+        self.ready: Fence | None = None
+
+
+class SavedActivation(NamedTuple):
+    """A view of a `SavedStorage`."""
+
+    storage: SavedStorage
+    dtype: torch.dtype
+    offset: int
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+
+class _Foreign(NamedTuple):
+    packed: Any
+
+
+def _active_hooks() -> Hooks | None:
+    """The innermost pair of saved-tensor hooks of this thread."""
+    hooks: Hooks | None = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return hooks
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor's whole storage as bytes."""
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+
+
+class Activations:
+    """Applies one policy to every streamed layer."""
+
+    def __init__(self, policy: str, device: Device, slots: Slots, metrics: Metrics) -> None:
+        self.policy = policy
+        self._device = device
+        self._slots = slots
+        self._metrics = metrics
+        self._open: dict[int, list[tuple[saved_tensors_hooks, Generator[None, None, None] | None]]] = defaultdict(list)
+        self._saved: dict[int, list[weakref.ref[SavedStorage]]] = defaultdict(list)
+        self._in_scope: dict[int, SavedStorage] = {}
+        self._leaving: list[SavedStorage] = []
+        self._pool: dict[int, list[torch.Tensor]] = defaultdict(list)
+        self._pinned: list[torch.Tensor] = []
+        self.host_bytes = 0
+
+    # -- around a layer's forward -----------------------------------------------------------------
+    def enter(
+        self, layer: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, recomputing: bool
+    ) -> None:
+        """The layer's forward begins; every `enter` has its `leave`, also when the forward raises."""
+        recomputation = None
+        if self.policy == "recompute" and not recomputing and torch.is_grad_enabled() and _active_hooks() is None:
+            recomputation = _recomputation(module, args, kwargs)
+            next(recomputation)
+        foreign = _active_hooks()
+        offload = self.policy == "offload" and foreign is None and not recomputing
+        self._in_scope.clear()
+        hooks = saved_tensors_hooks(
+            lambda tensor: self._pack(layer, tensor, foreign, offload),
+            lambda packed: self._unpack(packed, foreign),
+        )
+        hooks.__enter__()
+        self._open[layer].append((hooks, recomputation))
+
+    def leave(self, layer: int) -> None:
+        """The layer's forward returned or raised."""
+        hooks, recomputation = self._open[layer].pop()
+        hooks.__exit__(None, None, None)
+        self._in_scope.clear()
+        if recomputation is not None:
+            next(recomputation, None)
+        self._settle_leaving()
+
+    def _pack(self, layer: int, tensor: torch.Tensor, foreign: Hooks | None, offload: bool) -> Any:
+        held = self._slots.layer_in(tensor.untyped_storage().data_ptr())
+        if held is not None:
+            return SavedWeight(held, tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride())
+        if foreign is not None:
+            return _Foreign(foreign[0](tensor))
+        if offload and self._worth_offloading(tensor):
+            storage = self._store(layer, tensor)
+            return SavedActivation(storage, tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride())
+        return tensor
+
+    def _unpack(self, packed: Any, foreign: Hooks | None) -> torch.Tensor:
+        if isinstance(packed, torch.Tensor):
+            return packed
+        if isinstance(packed, SavedWeight):
+            slot = self._slots.weights_of(packed.layer)
+            return slot.view(packed.dtype).as_strided(packed.shape, packed.stride, packed.offset)
+        if isinstance(packed, SavedActivation):
+            back = self._load(packed.storage)
+            return back.view(packed.dtype).as_strided(packed.shape, packed.stride, packed.offset)
+        assert isinstance(packed, _Foreign) and foreign is not None
+        return foreign[1](packed.packed)
+
+    # -- offload ------------------------------------------------------------------------------------
+    def _worth_offloading(self, tensor: torch.Tensor) -> bool:
+        nbytes = tensor.untyped_storage().nbytes()
+        return (
+            tensor.device == self._device.torch_device
+            and tensor.layout is torch.strided
+            and not isinstance(tensor, nn.Parameter)
+            and tensor.numel() * tensor.element_size() >= MIN_OFFLOAD_BYTES
+            and nbytes <= MAX_STORAGE_WASTE * tensor.numel() * tensor.element_size()
+        )
+
+    def _store(self, layer: int, tensor: torch.Tensor) -> SavedStorage:
+        address = tensor.untyped_storage().data_ptr()
+        if (known := self._in_scope.get(address)) is not None:
+            return known
+        nbytes = tensor.untyped_storage().nbytes()
+        saved = SavedStorage(tensor, self._host_buffer(nbytes))
+        source, target, device = _bytes_of(tensor), saved.host, self._device
+        saved.stored = device.drain.submit(
+            f"offload {layer}",
+            lambda: device.copy(target, source),
+            after=(device.record_compute(f"activation {layer}"),),
+        )
+        self._in_scope[address] = saved
+        pool, host = self._pool[nbytes], saved.host
+        # A buffer that is reused while a transfer still reads it cannot happen: the next offload waits for compute, and
+        # compute waited for that transfer.
+        self._saved[layer].append(weakref.ref(saved, lambda _: pool.append(host)))
+        self._leaving.append(saved)
+        return saved
+
+    def _settle_leaving(self) -> None:
+        """Drop device tensors whose copy is done. The in-place check is autograd's own, which packing would lose."""
+        still: list[SavedStorage] = []
+        for saved in self._leaving:
+            assert saved.stored is not None
+            if saved.source is not None and saved.source._version != saved.version:
+                raise RuntimeError("a tensor needed for backward was modified in place while it was offloaded")
+            if saved.stored.done:
+                saved.source = None
+            else:
+                still.append(saved)
+        self._leaving = still
+
+    def _host_buffer(self, nbytes: int) -> torch.Tensor:
+        free = self._pool[nbytes]
+        if free:
+            return free.pop()
+        slab = map_slab(nbytes, torch.uint8)
+        self._device.pin(slab)
+        self._pinned.append(slab)
+        self.host_bytes += nbytes
+        return slab
+
+    def prefetch(self, layer: int) -> None:
+        """Backward of the layer comes next: begin to bring its activations back, in the order of need."""
+        alive = [(reference, saved) for reference in self._saved[layer] if (saved := reference()) is not None]
+        self._saved[layer] = [reference for reference, _ in alive]
+        for _, saved in reversed(alive):
+            self._bring_back(saved, layer)
+
+    def _bring_back(self, saved: SavedStorage, layer: int) -> None:
+        if saved.ready is not None:
+            return
+        device = self._device
+        back = torch.empty(saved.nbytes, dtype=torch.uint8, device=device.torch_device)
+        assert saved.stored is not None
+        saved.back = back
+        # After compute: the allocator may have taken the memory from work that is still queued there.
+        saved.ready = device.fetch.submit(
+            f"onload {layer}",
+            lambda: device.copy(back, saved.host),
+            after=(saved.stored, device.record_compute(f"room for activation {layer}")),
+        )
+
+    def _load(self, saved: SavedStorage) -> torch.Tensor:
+        if saved.ready is None:
+            self._bring_back(saved, -1)
+        assert saved.ready is not None and saved.back is not None
+        self._metrics.waited("fetch", self._device.compute_wait(saved.ready))
+        return saved.back
+
+    def close(self) -> None:
+        """Unregister the host buffers."""
+        for slab in self._pinned:
+            self._device.unpin(slab)
+        self._pinned.clear()
+        self._pool.clear()
+        self._saved.clear()
+
+
+def _recomputation(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Generator[None, None, None]:
+    """Torch's non-reentrant checkpoint as a generator: the first `next` opens it, the second closes it."""
+    make = torch_checkpoint._checkpoint_without_reentrant_generator  # type: ignore[attr-defined]
+    options: dict[str, Any] = {
+        "preserve_rng_state": True,
+        "context_fn": torch_checkpoint.noop_context_fn,
+        "determinism_check": "default",
+        "debug": False,
+        "early_stop": True,
+    }
+    names = list(inspect.signature(make).parameters)
+    positional = [options[name] for name in names[1:] if name in options]
+    generator: Generator[None, None, None] = make(module, *positional, *args, **kwargs)
+    return generator

@@ -1,0 +1,402 @@
+"""Interprets the schedule: the only issuer of fetches, releases and drains.
+
+Owns the phase of the step and, per layer, which fence says that its host weights are up to date. Entered by the
+training thread and, on a GPU, by autograd's thread during backward; the two never run at once.
+
+States of a step. IDLE -> FORWARD at the model's call, -> IDLE at its return; IDLE -> BACKWARD around autograd's run.
+Forward hooks that fire in BACKWARD are recomputation. Races and what prevents them:
+  * a slot is overwritten while compute reads it      -> the fetch waits for the fence recorded at the release
+  * compute reads a slot before it is filled          -> compute waits for the fetch's fence before RESIDENT
+  * a fetch reads weights that Adam is writing        -> the fetch waits for `updated(layer)`
+  * Adam writes weights that a late fetch still reads -> the update waits for the layer's last fetch
+  * a gradient slot is filled while it drains         -> compute waits for the slot's drain
+  * gradients drain before they exist                 -> the drain waits for compute's fence at the last arrival
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+from torch import nn
+
+from stronghold.device.base import Device, Fence, completed, timed
+from stronghold.errors import ConfigError
+from stronghold.memory.host import HostStore, view
+from stronghold.memory.window import GradientSlot, Residency, Window
+from stronghold.model.layout import ALIGN_NUMEL, ParameterSlice
+from stronghold.plan.planner import Plan
+from stronghold.plan.schedule import Action, Kind, Schedule, canonical_uses, make_schedule
+from stronghold.runtime.updater import Updater
+from stronghold.telemetry.metrics import Metrics
+
+MAX_RECORDED_USES = 4096  # a pass longer than this (token-by-token generation) keeps the schedule that it has
+
+
+class Phase(Enum):
+    """Where in the step the training thread is."""
+
+    IDLE = "idle"
+    FORWARD = "forward"
+    BACKWARD = "backward"
+
+
+@dataclass(slots=True)
+class _Track:
+    """One kind of pass (training or evaluation): its schedule, the position in it, and the uses seen so far."""
+
+    schedule: Schedule
+    cursor: int
+    recorded: list[Action]
+
+
+class Executor:
+    """Moves layers as their uses come. `parameters[i]` are the parameters of layer i in the layout's order."""
+
+    def __init__(
+        self,
+        *,
+        device: Device,
+        host: HostStore,
+        window: Window,
+        updater: Updater,
+        plan: Plan,
+        parameters: Sequence[Sequence[nn.Parameter]],
+        metrics: Metrics,
+    ) -> None:
+        self._device = device
+        self._host = host
+        self._window = window
+        self._updater = updater
+        self._plan = plan
+        self._parameters = parameters
+        self._metrics = metrics
+        self.phase = Phase.IDLE
+        num_layers = len(host.layers)
+        self._last_fetch: list[Fence] = [completed("fetch", "never fetched") for _ in range(num_layers)]
+        self._stale = set(range(num_layers)) & set(plan.resident)
+        self._layer_at: dict[int, int] = {}  # address of a slot's storage -> layer, for saved tensors
+        self._calls = [0] * num_layers  # forward calls with gradients since the last backward
+        self._open_span: tuple[str, object] | None = None
+        forward = canonical_uses([layer.index for layer in host.layout.layers], backward=False)
+        backward = canonical_uses([layer.index for layer in host.layout.layers if layer.streamed], backward=True)
+        self._training = self._track(forward + backward[len(backward) // 2 :])
+        self._evaluation = self._track(forward)
+        self._current = self._training
+        self.num_fetches = 0
+        self.fetched_bytes = 0
+        self.drained_bytes = 0
+
+    def _track(self, uses: Sequence[Action]) -> _Track:
+        schedule = make_schedule(
+            uses, num_slots=self._plan.window, prefetch=self._plan.prefetch, resident=self._plan.resident
+        )
+        return _Track(schedule=schedule, cursor=0, recorded=[])
+
+    @property
+    def schedule(self) -> Schedule:
+        """The training pass as it is predicted now."""
+        return self._training.schedule
+
+    # -- passes ---------------------------------------------------------------------------------
+    def begin_forward_pass(self, *, training: bool) -> None:
+        """The model was called; `training` says that gradients will be wanted."""
+        self._device.check()
+        track = self._training if training else self._evaluation
+        if track is not self._current:
+            self._current = track
+            track.cursor = 0
+            track.recorded.clear()
+        if self.phase is Phase.IDLE:
+            self.phase = Phase.FORWARD
+
+    def end_forward_pass(self) -> None:
+        """The model returned or raised."""
+        if self.phase is Phase.FORWARD:
+            self.phase = Phase.IDLE
+            if self._current is self._evaluation:
+                self._learn(self._evaluation)
+
+    def begin_backward_pass(self) -> None:
+        """Autograd is about to run."""
+        self._device.check()
+        self._window.prepare_training()
+        self._host.prepare_training()
+        self.phase = Phase.BACKWARD
+
+    def end_backward_pass(self) -> None:
+        """Autograd has returned or raised: drain what is left, put every parameter at rest."""
+        try:
+            self.end_span()
+            for layer in self._window.gathering():
+                self._drain(layer)
+            self._updater.end_backward()
+        finally:
+            self.phase = Phase.IDLE
+            self._calls = [0] * len(self._calls)
+            for layer in self._window.held_layers():
+                self._bind_to_host(layer)
+        self._learn(self._training)
+
+    def abandon_backward_pass(self) -> None:
+        """Autograd raised: the micro-batch's gradients are void, parameters go to rest."""
+        self._open_span = None
+        self.phase = Phase.IDLE
+        self._calls = [0] * len(self._calls)
+        for layer in self._window.gathering():
+            slot = self._window.gradient_slot_of(layer)
+            if slot is not None:
+                self._window.release_gradients(slot, self._device.record_compute(f"abandon {layer}"))
+        for layer in self._window.held_layers():
+            self._bind_to_host(layer)
+
+    def _learn(self, track: _Track) -> None:
+        """Adopt the order of uses that this pass showed when the schedule predicted another."""
+        seen = tuple(track.recorded)
+        if 0 < len(seen) <= MAX_RECORDED_USES and seen != track.schedule.uses:
+            relearned = self._track(seen)
+            track.schedule, track.cursor = relearned.schedule, 0
+        elif track.cursor >= len(track.schedule.uses):
+            track.cursor = 0
+        track.recorded.clear()
+
+    # -- uses -----------------------------------------------------------------------------------
+    def begin_use(self, layer: int, kind: Kind) -> None:
+        """Compute is about to touch the layer: do what the schedule says, then wait for its weights and bind them."""
+        self._device.check()
+        if kind is Kind.FORWARD and self.phase is Phase.BACKWARD:
+            kind = Kind.BACKWARD  # recomputation
+        use = Action(kind=kind, layer=layer)
+        if kind is Kind.FORWARD:
+            if torch.is_grad_enabled():
+                self._calls[layer] += 1
+            self._advance(use)
+        elif not self._current.recorded or self._current.recorded[-1] != use:
+            self._advance(use)
+        self.make_resident(layer)
+        self._begin_span(use)
+
+    def next_backward(self) -> int | None:
+        """The layer whose backward the schedule has next, or None."""
+        uses = self._current.schedule.uses[self._current.cursor :]
+        return next((use.layer for use in uses if use.kind is Kind.BACKWARD), None)
+
+    def end_forward(self, layer: int) -> None:
+        """The layer's forward returned or raised: the parameters go to rest, the slot stays until the schedule says so."""
+        if self.phase is Phase.BACKWARD:
+            return
+        self.end_span()
+        if layer not in self._plan.resident:
+            self._bind_to_host(layer)
+
+    def _advance(self, use: Action) -> None:
+        track = self._current
+        if len(track.recorded) <= MAX_RECORDED_USES:
+            track.recorded.append(use)
+        uses = track.schedule.uses
+        for k in range(len(uses)):
+            position = (track.cursor + k) % len(uses)
+            if uses[position] == use:
+                track.cursor = position + 1
+                for action in track.schedule.steps[position][:-1]:
+                    self._perform(action, keep=use.layer)
+                return
+
+    def _perform(self, action: Action, keep: int) -> None:
+        if action.kind is Kind.RELEASE:
+            if action.layer != keep and action.layer in self._window.held_layers():
+                self._release(action.layer)
+        elif self._needs_fetch(action.layer):
+            self._fetch(action.layer, keep=keep)
+
+    def _needs_fetch(self, layer: int) -> bool:
+        if layer in self._plan.resident:
+            return layer in self._stale
+        return self._window.residency[layer] is Residency.HOST
+
+    def make_resident(self, layer: int) -> None:
+        """Fetch the layer if nobody has, make compute wait for it, and bind its parameters to the slot."""
+        if self._needs_fetch(layer):
+            self._fetch(layer, keep=layer)
+        slot = self._window.slot_of(layer)
+        assert slot is not None
+        if self._window.residency[layer] is Residency.FETCHING:
+            assert slot.ready is not None
+            updated = self._updater.updated(layer)
+            if not updated.done:
+                self._metrics.waited("update", timed(updated.wait))
+            self._metrics.waited("fetch", self._device.compute_wait(slot.ready))
+            self._window.move(layer, Residency.RESIDENT)
+        self._bind(layer, slot.weights)
+
+    def weights_of(self, layer: int) -> torch.Tensor:
+        """The slot that holds the layer now, after fetching it if it left: what a saved tensor's handle resolves to."""
+        if self._window.residency[layer] is not Residency.RESIDENT:
+            self.make_resident(layer)
+        slot = self._window.slot_of(layer)
+        assert slot is not None
+        return slot.weights
+
+    def layer_in(self, storage_address: int) -> int | None:
+        """The streamed layer whose slot has this storage, or None when the address is no slot's."""
+        return self._layer_at.get(storage_address)
+
+    # -- transfers ------------------------------------------------------------------------------
+    def _fetch(self, layer: int, keep: int) -> None:
+        window = self._window
+        slot = window.slot_of(layer) if layer in self._plan.resident else window.free_slot()
+        if slot is None:
+            victim = next(held for held in window.held_layers() if held not in (keep, layer))
+            self._release(victim)
+            slot = window.free_slot()
+            assert slot is not None
+        if layer in self._plan.resident:
+            slot.free_after = self._device.record_compute(f"before fetch {layer}")
+        window.claim(slot, layer)
+        self._stale.discard(layer)
+        source = self._host.layers[layer].weights
+        target = slot.weights[: source.numel()]
+        device = self._device
+        slot.ready = device.fetch.submit(
+            f"fetch {layer}",
+            lambda: device.copy(target, source),
+            after=(slot.free_after, self._updater.updated(layer)),
+        )
+        self._last_fetch[layer] = slot.ready
+        if layer not in self._plan.resident:
+            self._layer_at[slot.weights.untyped_storage().data_ptr()] = layer
+        self.num_fetches += 1
+        self.fetched_bytes += source.numel() * source.element_size()
+
+    def _release(self, layer: int) -> None:
+        slot = self._window.slot_of(layer)
+        assert slot is not None
+        self._layer_at.pop(slot.weights.untyped_storage().data_ptr(), None)
+        self._bind_to_host(layer)
+        self._window.release(layer, self._device.record_compute(f"release {layer}"))
+
+    def _bind(self, layer: int, flat: torch.Tensor) -> None:
+        for parameter, part in zip(self._parameters[layer], self._host.layers[layer].layout.slices, strict=True):
+            parameter.data = view(flat, part)
+
+    def _bind_to_host(self, layer: int) -> None:
+        self._bind(layer, self._host.layers[layer].weights)
+
+    # -- gradients ------------------------------------------------------------------------------
+    def gradient_arrived(self, layer: int, position: int, part: ParameterSlice, parameter: torch.Tensor) -> None:
+        """Autograd has accumulated into `parameter.grad`: move it to the layer's gradient slot."""
+        if self.phase is not Phase.BACKWARD:
+            raise ConfigError(
+                f"gradient of {part.name} outside engine.backward: call engine.backward(loss), not loss.backward()"
+            )
+        gradient = parameter.grad
+        assert gradient is not None
+        parameter.grad = None
+        slot = self._window.gradient_slot_of(layer) or self._claim_gradient_slot(layer)
+        target = view(slot.gradients, part)
+        if gradient.is_sparse:
+            gradient = gradient.to_dense()
+        if position in slot.arrived:
+            target.add_(gradient)
+        else:
+            target.copy_(gradient)
+            slot.arrived.add(position)
+        if len(slot.arrived) == self._updater.num_trainable(layer) and self._calls[layer] <= 1:
+            self._drain(layer)
+
+    def _claim_gradient_slot(self, layer: int) -> GradientSlot:
+        slot = self._window.free_gradient_slot(layer)
+        if slot is None:  # every slot gathers for a layer whose other parameters may never get a gradient
+            oldest = next(other for other in self._window.gathering() if self._window.shares_gradient_slots(other))
+            self._drain(oldest)
+            slot = self._window.free_gradient_slot(layer)
+            assert slot is not None
+        self._metrics.waited("drain", self._device.compute_wait(slot.free_after))
+        self._window.claim_gradients(slot, layer)
+        return slot
+
+    def _drain(self, layer: int) -> None:
+        """Send what has arrived of the layer's gradients to the host and tell the updater."""
+        slot = self._window.gradient_slot_of(layer)
+        assert slot is not None
+        arrived = frozenset(slot.arrived)
+        entry = self._updater.entry_for(layer, arrived, self._calls[layer])
+        slices = self._host.layers[layer].layout.slices
+        device, gradients = self._device, slot.gradients
+        ranges = _runs([slices[position] for position in sorted(arrived)])
+
+        def copy() -> None:
+            for begin, end in ranges:
+                device.copy(entry.gradients[begin:end], gradients[begin:end])
+            device.poison(gradients)
+
+        produced = device.record_compute(f"gradients {layer}")
+        drained = device.drain.submit(f"drain {layer}", copy, after=(produced, entry.free_after))
+        self._window.release_gradients(slot, drained)
+        self.drained_bytes += sum(end - begin for begin, end in ranges) * gradients.element_size()
+        self._updater.drained(layer, arrived, entry, drained, self._last_fetch[layer], self._calls[layer])
+
+    # -- between steps --------------------------------------------------------------------------
+    def last_fetch(self, layer: int) -> Fence:
+        """The fence of the layer's newest fetch: an update must not write before it."""
+        return self._last_fetch[layer]
+
+    def weights_changed(self, layers: Sequence[int]) -> None:
+        """The host weights of `layers` are or will be new: what the device holds of them is stale. Fetch ahead what the
+        next forward needs first, each after its update."""
+        for layer in layers:
+            if layer in self._plan.resident:
+                self._stale.add(layer)
+            elif self._window.slot_of(layer) is not None:
+                self._release(layer)
+        track = self._training
+        for use in track.schedule.uses[: 2 + self._plan.prefetch]:
+            if self._needs_fetch(use.layer):
+                if use.layer not in self._plan.resident and self._window.free_slot() is None:
+                    break
+                self._fetch(use.layer, keep=use.layer)
+
+    def settle(self) -> None:
+        """Wait until every layer's newest weights are where its parameters point."""
+        self._device.check()
+        for layer in range(len(self._host.layers)):
+            self._updater.updated(layer).wait()
+        for layer in sorted(self._plan.resident):
+            self.make_resident(layer)
+
+    def bind_all_to_host(self) -> None:
+        """Point every parameter at its host slab: the state in which the model is given back."""
+        for layer in range(len(self._host.layers)):
+            self._bind_to_host(layer)
+
+    # -- trace ----------------------------------------------------------------------------------
+    def _begin_span(self, use: Action) -> None:
+        self.end_span()
+        self._open_span = (str(use), self._device.begin_compute_span())
+
+    def end_span(self) -> None:
+        """Close the compute lane's open row in the trace."""
+        if self._open_span is not None:
+            name, begun = self._open_span
+            self._device.end_compute_span(name, begun)
+            self._open_span = None
+
+
+def _runs(slices: Sequence[ParameterSlice]) -> list[tuple[int, int]]:
+    """Element ranges that cover `slices`, neighbours joined: one transfer for a layer whose gradients all arrived."""
+    runs: list[tuple[int, int]] = []
+    for part in slices:
+        begin, end = part.offset, part.offset + part.numel
+        if runs and _padding_only(runs[-1][1], begin):
+            runs[-1] = (runs[-1][0], end)
+        else:
+            runs.append((begin, end))
+    return runs
+
+
+def _padding_only(end: int, begin: int) -> bool:
+    return 0 <= begin - end < ALIGN_NUMEL
+
+

@@ -1,0 +1,139 @@
+"""Turns module and autograd events into executor triggers.
+
+Owns the hooks on the user's modules and parameters, and removes them. Never moves a byte. Three mechanisms only: module
+forward hooks, tensor hooks on a layer's outputs, and post-accumulate hooks on parameters. They hang on the modules, not
+on the engine, so that evaluation and generation with the raw model stream too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
+
+from stronghold.model.layout import ModelLayout
+from stronghold.model.partition import Layer, Partition
+from stronghold.plan.schedule import Kind
+from stronghold.runtime.activations import Activations
+from stronghold.runtime.executor import Executor, Phase
+
+
+class Hooks:
+    """The hooks of one engine. `trained`: parameters that the optimizer owns; gradients of others are dropped."""
+
+    def __init__(
+        self,
+        *,
+        partition: Partition,
+        layout: ModelLayout,
+        executor: Executor,
+        activations: Activations,
+        trained: Callable[[nn.Parameter], bool],
+    ) -> None:
+        self._executor = executor
+        self._activations = activations
+        self._handles: list[RemovableHandle] = []
+        self._depth = 0
+        # Resident layers whose module was seen to be called: the others' parameters may be read without a call
+        # (`F.linear(x, embedding.weight)`), so that they must be up to date when the model's forward begins.
+        self._resident = [layer.index for layer in partition.layers if not layer.streamed]
+        self._called: set[int] = set()
+        root = partition.model
+        self._keep(root.register_forward_pre_hook(self._before_model, prepend=True, with_kwargs=True))
+        for layer in partition.layers:
+            self._attach(layer)
+            for position, (named, part) in enumerate(
+                zip(layer.parameters, layout.layers[layer.index].slices, strict=True)
+            ):
+                if named.parameter.requires_grad:
+                    hook = self._gradient_hook(layer.index, position, part, trained(named.parameter))
+                    self._keep(named.parameter.register_post_accumulate_grad_hook(hook))
+        self._keep(root.register_forward_hook(self._after_model, always_call=True))
+
+    def _keep(self, handle: RemovableHandle) -> None:
+        self._handles.append(handle)
+
+    def _attach(self, layer: Layer) -> None:
+        if not layer.streamed:
+            for module in layer.modules:
+                self._keep(module.register_forward_pre_hook(self._resident_hook(layer.index), prepend=True))
+            return
+        for module in layer.modules:
+            self._keep(
+                module.register_forward_pre_hook(self._before_layer(layer.index), prepend=True, with_kwargs=True)
+            )
+            self._keep(module.register_forward_hook(self._after_layer(layer.index), always_call=True))
+
+    # -- the whole model --------------------------------------------------------------------------
+    def _before_model(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self._depth += 1
+        if self._depth > 1 or self._executor.phase is Phase.BACKWARD:
+            return
+        self._executor.begin_forward_pass(training=torch.is_grad_enabled())
+        for index in self._resident:
+            if index not in self._called:
+                self._executor.make_resident(index)
+
+    def _after_model(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._depth -= 1
+        if self._depth == 0:
+            self._executor.end_forward_pass()
+
+    # -- layers -----------------------------------------------------------------------------------
+    def _resident_hook(self, index: int) -> Callable[[nn.Module, Any], None]:
+        def before(module: nn.Module, args: Any) -> None:
+            self._called.add(index)
+            self._executor.begin_use(index, Kind.FORWARD)
+
+        return before
+
+    def _before_layer(self, index: int) -> Callable[[nn.Module, Any, Any], None]:
+        def before(module: nn.Module, args: Any, kwargs: Any) -> None:
+            recomputing = self._executor.phase is Phase.BACKWARD
+            self._executor.begin_use(index, Kind.FORWARD)
+            self._activations.enter(index, module, args, kwargs, recomputing=recomputing)
+
+        return before
+
+    def _after_layer(self, index: int) -> Callable[[nn.Module, Any, Any], None]:
+        def after(module: nn.Module, args: Any, output: Any) -> None:
+            self._activations.leave(index)
+            self._executor.end_forward(index)
+            if torch.is_grad_enabled():
+                for tensor in tree_leaves(output):
+                    if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
+                        tensor.register_hook(self._backward_hook(index))
+
+        return after
+
+    def _backward_hook(self, index: int) -> Callable[[torch.Tensor], None]:
+        def before(gradient: torch.Tensor) -> None:
+            if self._executor.phase is Phase.BACKWARD:
+                self._executor.begin_use(index, Kind.BACKWARD)
+                self._activations.prefetch(index)
+                following = self._executor.next_backward()
+                if following is not None:
+                    self._activations.prefetch(following)
+
+        return before
+
+    def _gradient_hook(
+        self, index: int, position: int, part: Any, trained: bool
+    ) -> Callable[[torch.Tensor], None]:
+        def arrived(parameter: torch.Tensor) -> None:
+            if trained:
+                self._executor.gradient_arrived(index, position, part, parameter)
+            else:
+                parameter.grad = None
+
+        return arrived
+
+    def close(self) -> None:
+        """Remove every hook."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()

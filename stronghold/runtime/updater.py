@@ -1,0 +1,296 @@
+"""The update lane: what happens to gradients on the host, and when weights become new.
+
+Owns which gradients of this step have arrived, their norms, the step counts, and the `updated` fences. Never copies
+between tiers. The training thread submits; the update lane's thread computes and writes norms, which the training
+thread reads only behind a fence.
+
+[Note: the gate] When the norm of the whole model (clipping) or a possible overflow decides over every layer, gradients
+are held until backward has ended; then layers are updated in forward order, so that the next forward starts at once and
+waits layer by layer. Without either, a layer is updated as soon as its gradients are complete.
+
+[Note: a gradient that comes twice] A parameter used in two autograd leaves (two forward calls before one backward on a
+GPU, reentrant checkpoints) hands over its gradient in parts. Parts of one backward are added in the compute dtype, as
+autograd itself adds them; sums over micro-batches are fp32.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from stronghold import native
+from stronghold.device.base import Device, Fence, completed
+from stronghold.errors import ConfigError
+from stronghold.memory.host import GradientEntry, HostStore, view
+from stronghold.plan.planner import Gradients
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GateResult:
+    """`grad_norm`: global L2 norm before clipping, loss scale removed. `overflow`: it is not finite, nothing was applied."""
+
+    grad_norm: float
+    overflow: bool
+
+
+class Updater:
+    """Applies Adam to layers. `parameters[i]` are layer i's parameters in the layout's order; hyper-parameters are read
+    from `optimizer.param_groups` when an update is submitted."""
+
+    def __init__(
+        self,
+        *,
+        device: Device,
+        host: HostStore,
+        optimizer: Optimizer | None,
+        parameters: Sequence[Sequence[nn.Parameter]],
+        mode: Gradients,
+        pool: native.Pool,
+    ) -> None:
+        self._device = device
+        self._host = host
+        self._mode = mode
+        self._pool = pool
+        self._parameters = parameters
+        num_layers = len(host.layers)
+        self._trainable = [
+            [k for k, part in enumerate(state.layout.slices) if part.trainable and part.numel] for state in host.layers
+        ]
+        self._updated: list[Fence] = [completed("update", "initial weights") for _ in range(num_layers)]
+        self._arrived: list[set[int]] = [set() for _ in range(num_layers)]
+        self._square_sums: list[dict[int, float]] = [{} for _ in range(num_layers)]
+        self._norm_done: list[Fence] = []
+        self._applied: set[int] = set()  # layers updated before the gate, in this step
+        self._late: dict[int, Fence] = {}  # layers whose early update waits for the end of backward, and their last fetch
+        self._boundary = True
+        # The groups are live dicts: schedulers write their learning rates into them.
+        groups = optimizer.param_groups if optimizer is not None else []
+        self._groups = {parameter: group for group in groups for parameter in group["params"]}
+        self.steps: list[list[int]] = [[0] * len(state.layout.slices) for state in host.layers]
+
+    # -- asked by the executor --------------------------------------------------------------------
+    def updated(self, layer: int) -> Fence:
+        """The fence of the layer's newest host weights."""
+        return self._updated[layer]
+
+    def num_trainable(self, layer: int) -> int:
+        return len(self._trainable[layer])
+
+    def begin_backward(self, *, boundary: bool) -> None:
+        """The next gradients belong to a micro-batch that ends the step (`boundary`) or not."""
+        early = self._mode is Gradients.RING
+        if early and (not boundary or self._applied):
+            raise ConfigError(
+                "a second engine.backward before engine.step would change weights that were updated already: set "
+                "gradient_accumulation_steps to the number of backward calls per step, or gradient_clipping above 0"
+            )
+        self._boundary = boundary
+
+    def entry_for(self, layer: int, arrived: frozenset[int], calls: int) -> GradientEntry:
+        """Where the drain of these gradients goes."""
+        if self._mode is Gradients.ACCUMULATED:
+            return self._host.ring_entry()
+        repeated = arrived & self._arrived[layer]
+        if self._mode is Gradients.RING and calls <= 1:
+            if layer in self._applied and repeated:
+                names = [self._host.layers[layer].layout.slices[k].name for k in sorted(repeated)]
+                raise ConfigError(
+                    f"a further gradient of {', '.join(names)} came after its layer was updated; set gradient_clipping "
+                    "above 0 or bf16.check_grad_overflow true, so that updates wait for the end of backward"
+                )
+            return self._host.ring_entry()
+        return self._host.ring_entry() if repeated else self._host.held_entry(layer)
+
+    def drained(
+        self,
+        layer: int,
+        arrived: frozenset[int],
+        entry: GradientEntry,
+        drained: Fence,
+        last_fetch: Fence,
+        calls: int,
+    ) -> None:
+        """Gradients of `arrived` are on their way into `entry`: queue what uses them."""
+        repeated = arrived & self._arrived[layer]
+        self._arrived[layer] |= arrived
+        if self._mode is Gradients.ACCUMULATED:
+            work = self._accumulation(layer, arrived, repeated, entry)
+            self._norm_done.append(self._submit("accumulate", layer, work, (drained,), entry))
+        elif self._mode is Gradients.RING and calls <= 1:
+            norms = self._norms(layer, arrived, entry.gradients)
+            adam = self._adam(layer, arrived, entry.gradients, 1.0)
+            self._updated[layer] = self._submit("update", layer, lambda: (norms(), adam()), (drained, last_fetch), entry)
+            self._applied.add(layer)
+            self._norm_done.append(self._updated[layer])
+        else:
+            work = self._holding(layer, arrived, repeated, entry)
+            self._norm_done.append(self._submit("norm", layer, work, (drained,), entry))
+            if self._mode is Gradients.RING:
+                self._late[layer] = last_fetch
+
+    def end_backward(self) -> None:
+        """Backward has ended: update what could not be updated early because more gradients might have come."""
+        for layer, last_fetch in self._late.items():
+            self._submit_update(layer, 1.0, last_fetch)
+            self._applied.add(layer)
+        self._late.clear()
+
+    # -- asked by the engine ----------------------------------------------------------------------
+    def close_gate(
+        self, *, clipping: float, inverse_scale: float, last_fetch: Callable[[int], Fence]
+    ) -> tuple[GateResult, list[int]]:
+        """End the step: wait for the norm, then queue the updates in forward order, or nothing on overflow.
+
+        `clipping`: largest global norm, 0 for none. `inverse_scale`: 1 / loss scale. Returns the layers that change.
+        The coefficient is min(1, clipping / (norm + 1e-6)), as in torch.nn.utils.clip_grad_norm_.
+        """
+        for fence in self._norm_done:
+            fence.wait()
+        norm = math.sqrt(self._total_square_sum()) * inverse_scale
+        early = self._mode is Gradients.RING
+        overflow = not early and not math.isfinite(norm)
+        changed = [layer for layer, arrived in enumerate(self._arrived) if arrived and not overflow]
+        if not early and not overflow:
+            coefficient = min(1.0, clipping / (norm + 1e-6)) if clipping > 0.0 else 1.0
+            for layer in changed:
+                self._submit_update(layer, coefficient * inverse_scale, last_fetch(layer))
+        self.forget()
+        return GateResult(grad_norm=norm, overflow=overflow), changed
+
+    def forget(self) -> None:
+        """Drop the gradients of the step that has ended or is abandoned."""
+        self._norm_done.clear()
+        self._applied.clear()
+        for layer in range(len(self._arrived)):
+            self._arrived[layer].clear()
+            self._square_sums[layer] = {}
+
+    def wait(self) -> None:
+        """Block until every queued update is done."""
+        for fence in self._updated:
+            fence.wait()
+
+    # -- work -------------------------------------------------------------------------------------
+    def _submit(
+        self, verb: str, layer: int, work: Callable[[], object], after: tuple[Fence, ...], entry: GradientEntry
+    ) -> Fence:
+        def run() -> None:
+            work()
+
+        entry.free_after = self._device.update.submit(f"{verb} {layer}", run, after)
+        return entry.free_after
+
+    def _submit_update(self, layer: int, scale: float, last_fetch: Fence) -> None:
+        state = self._host.layers[layer]
+        entry = state.held
+        if self._mode is Gradients.ACCUMULATED:
+            entry = GradientEntry(self._host.accumulator(layer), last_fetch)
+        assert entry is not None
+        arrived = frozenset(self._arrived[layer])
+        work = self._adam(layer, arrived, entry.gradients, scale)
+        self._updated[layer] = self._submit("update", layer, work, (last_fetch,), entry)
+
+    def _total_square_sum(self) -> float:
+        """Sum of squares of every gradient of the step: the same bits for every plan."""
+        for layer, arrived in enumerate(self._arrived):
+            if missing := arrived - self._square_sums[layer].keys():
+                # Accumulated in an earlier micro-batch, without a gradient in the last one.
+                self._norms(layer, frozenset(missing), self._host.accumulator(layer))()
+        # fsum rounds once: the grouping of parameters into layers cannot matter.
+        sums = [self._square_sums[layer][k] for layer, arrived in enumerate(self._arrived) for k in sorted(arrived)]
+        return math.fsum(sums) if all(map(math.isfinite, sums)) else math.nan
+
+    def _accumulation(
+        self, layer: int, arrived: frozenset[int], repeated: frozenset[int], entry: GradientEntry
+    ) -> Callable[[], None]:
+        accumulator = self._host.accumulator(layer)
+        slices = self._host.layers[layer].layout.slices
+        size = entry.gradients.element_size()
+        segments = [
+            (
+                entry.gradients.data_ptr() + slices[k].offset * size,
+                accumulator.data_ptr() + slices[k].offset * 4,
+                slices[k].numel,
+                k in repeated,
+            )
+            for k in sorted(arrived)
+        ]
+        norms = self._norms(layer, arrived, accumulator) if self._boundary else None
+
+        def run() -> None:
+            native.accumulate(self._pool, entry.gradients.dtype, segments)
+            if norms is not None:
+                norms()
+
+        return run
+
+    def _holding(
+        self, layer: int, arrived: frozenset[int], repeated: frozenset[int], entry: GradientEntry
+    ) -> Callable[[], None]:
+        held = self._host.held_entry(layer).gradients
+        slices = self._host.layers[layer].layout.slices
+        norms = self._norms(layer, arrived, held)
+
+        def run() -> None:
+            if entry.gradients is not held:
+                for k in sorted(arrived):
+                    target, part = view(held, slices[k]), view(entry.gradients, slices[k])
+                    if k in repeated:
+                        target.add_(part)
+                    else:
+                        target.copy_(part)
+            norms()
+
+        return run
+
+    def _norms(self, layer: int, arrived: frozenset[int], gradients: torch.Tensor) -> Callable[[], None]:
+        slices = self._host.layers[layer].layout.slices
+        positions = sorted(arrived)
+        base, size = gradients.data_ptr(), gradients.element_size()
+        segments = [(base + slices[k].offset * size, slices[k].numel) for k in positions]
+        sums = self._square_sums[layer]
+
+        def run() -> None:
+            sums.update(zip(positions, native.sum_squares(self._pool, gradients.dtype, segments), strict=True))
+
+        return run
+
+    def _adam(
+        self, layer: int, arrived: frozenset[int], gradients: torch.Tensor, scale: float
+    ) -> Callable[[], None]:
+        """Adam over the parameters that have a gradient, with the hyper-parameters of this moment."""
+        state = self._host.layers[layer]
+        assert state.exp_avg is not None and state.exp_avg_sq is not None
+        low, low_size = (state.low.data_ptr(), state.low.element_size()) if state.low is not None else (0, 0)
+        segments = []
+        for k in sorted(arrived):
+            part = state.layout.slices[k]
+            self.steps[layer][k] += 1
+            group = self._groups[self._parameters[layer][k]]
+            segments.append(
+                native.AdamSegment(
+                    weight=state.weights.data_ptr() + part.offset * state.weights.element_size(),
+                    low=low + part.offset * low_size,
+                    exp_avg=state.exp_avg.data_ptr() + part.offset * 4,
+                    exp_avg_sq=state.exp_avg_sq.data_ptr() + part.offset * 4,
+                    grad=gradients.data_ptr() + part.offset * gradients.element_size(),
+                    numel=part.numel,
+                    lr=float(group["lr"]),
+                    beta1=float(group["betas"][0]),
+                    beta2=float(group["betas"][1]),
+                    eps=float(group["eps"]),
+                    weight_decay=float(group["weight_decay"]),
+                    grad_scale=scale,
+                    step=self.steps[layer][k],
+                    adamw=bool(group["adamw"]),
+                    bias_correction=bool(group["bias_correction"]),
+                )
+            )
+        dtype = self._host.dtype
+        # The closure keeps `gradients` alive, whose address the segments hold.
+        return lambda: native.adam(self._pool, dtype, gradients.dtype, segments)
