@@ -1,0 +1,20 @@
+// The table of this target. Included last.
+
+#define SH_ADAM(W, G) \
+  { Adam<W, G, false>, Adam<W, G, true> }
+#define SH_ADAM_ROW(W) \
+  { SH_ADAM(W, GradF32), SH_ADAM(W, GradBf16), SH_ADAM(W, GradF16) }
+#define SH_TRAFFIC_ROW(W) \
+  { Traffic<W, GradF32>, Traffic<W, GradBf16>, Traffic<W, GradF16> }
+
+constexpr Kernels kKernels = {
+    SH_ISA_NAME,
+    {SH_ADAM_ROW(WeightF32), SH_ADAM_ROW(WeightBf16), SH_ADAM_ROW(WeightF16)},
+    {Accumulate<GradF32>, Accumulate<GradBf16>, Accumulate<GradF16>},
+    {SumSquares<GradF32>, SumSquares<GradBf16>, SumSquares<GradF16>},
+    {SH_TRAFFIC_ROW(WeightF32), SH_TRAFFIC_ROW(WeightBf16), SH_TRAFFIC_ROW(WeightF16)},
+};
+
+#undef SH_TRAFFIC_ROW
+#undef SH_ADAM_ROW
+#undef SH_ADAM

@@ -1,0 +1,342 @@
+"""The C ABI of `kernels/`, for Python: thread pools, Adam, accumulation and norms by address.
+
+Owns the loaded library and nothing else: memory belongs to the caller, who keeps it alive and in
+place for the length of a call. Any thread may enter; the interpreter lock is released inside a
+call, and calls on one pool from several threads take turns. Arrays may have any alignment and any
+number of elements; those that are written must not overlap others of the same call.
+
+The bits of every result depend on the arguments alone, not on the instruction set, the number of
+threads or the caller's floating-point mode: `kernels/include/stronghold.h`, [Note: same bits].
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import torch
+
+from stronghold.errors import ConfigError, StateError
+
+_ABI_VERSION = 1
+_SH_INVALID = 1
+_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+
+# Rows of a prepared call, laid out as the structures of stronghold.h; the size is checked on load.
+_ADAM_ROW = np.dtype(
+    [
+        ("weight", np.uint64),
+        ("low", np.uint64),
+        ("exp_avg", np.uint64),
+        ("exp_avg_sq", np.uint64),
+        ("grad", np.uint64),
+        ("numel", np.int64),
+        ("lr", np.float64),
+        ("beta1", np.float64),
+        ("beta2", np.float64),
+        ("eps", np.float64),
+        ("weight_decay", np.float64),
+        ("grad_scale", np.float64),
+        ("step", np.int64),
+        ("adamw", np.int32),
+        ("bias_correction", np.int32),
+    ]
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdamSegment:
+    """One array of parameters and everything that its step needs. Addresses are of host memory.
+
+    `weight` and `low` together are the fp32 master: for bf16 weights `low` is the int16 remainder,
+    for fp16 weights the fp32 master itself, for fp32 weights it is unused (0). `step` counts from
+    1. `grad_scale` multiplies the gradient: clip coefficient, 1 / loss scale, 1 / world.
+    """
+
+    weight: int
+    low: int
+    exp_avg: int
+    exp_avg_sq: int
+    grad: int
+    numel: int
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    grad_scale: float
+    step: int
+    adamw: bool
+    bias_correction: bool
+
+
+class AdamBatch:
+    """A prepared call of Adam: made once, then run every step with new numbers.
+
+    `rows` is a NumPy structured array with the fields of `AdamSegment`; assigning to
+    `rows["lr"]`, `rows["step"]`, `rows["grad"]` and so on, for all rows at once or for some,
+    changes the next call.
+    """
+
+    __slots__ = ("_address", "_grad_dtype", "_weight_dtype", "rows")
+
+    def __init__(
+        self, weight_dtype: torch.dtype, grad_dtype: torch.dtype, segments: Sequence[AdamSegment]
+    ) -> None:
+        self._weight_dtype = _dtype_code(weight_dtype)
+        self._grad_dtype = _dtype_code(grad_dtype)
+        self.rows = np.array(
+            [
+                (
+                    s.weight,
+                    s.low,
+                    s.exp_avg,
+                    s.exp_avg_sq,
+                    s.grad,
+                    s.numel,
+                    s.lr,
+                    s.beta1,
+                    s.beta2,
+                    s.eps,
+                    s.weight_decay,
+                    s.grad_scale,
+                    s.step,
+                    s.adamw,
+                    s.bias_correction,
+                )
+                for s in segments
+            ],
+            dtype=_ADAM_ROW,
+        )
+        self._address = self.rows.ctypes.data
+
+    def run(self, pool: Pool) -> None:
+        """One step on every segment, in place. Returns when all are done."""
+        _check(
+            _library().sh_adam(
+                pool.handle, self._weight_dtype, self._grad_dtype, self._address, len(self.rows)
+            )
+        )
+
+    def traffic(self, pool: Pool, to: AdamBatch | None = None) -> None:
+        """Moves the bytes that `run` moves and computes nothing: memory's limit for `run`.
+
+        Weights, remainders and moments are written where they were read, unchanged; or to the
+        arrays of `to`, aligned to 64 bytes, past the caches.
+        """
+        _check(
+            _library().sh_adam_traffic(
+                pool.handle,
+                self._weight_dtype,
+                self._grad_dtype,
+                self._address,
+                None if to is None else to._address,
+                len(self.rows),
+            )
+        )
+
+
+class Pool:
+    """Threads for the kernels: `num_threads` of them, the calling thread included.
+
+    They sleep between calls. With `cores` they, and the calling thread for the length of a call,
+    run on the listed cores only. `isa` forces an instruction set (see `isas()`); without it the
+    environment variable STRONGHOLD_ISA does, and else the best one is taken. All give the same
+    bits. A pool does not survive `os.fork()`. Close it when no call is running; closing twice is
+    harmless, a call on a closed pool raises `StateError`.
+    """
+
+    __slots__ = ("_handle", "_num_threads")
+
+    def __init__(
+        self, num_threads: int, cores: Sequence[int] | None = None, isa: str | None = None
+    ) -> None:
+        self._handle: int | None = None
+        self._num_threads = num_threads
+        listed = list(cores or ())
+        if cores is not None and not listed:
+            raise ConfigError("cores: got an empty list, expected core numbers or None")
+        handle = ctypes.c_void_p()
+        _check(
+            _library().sh_pool_create(
+                num_threads,
+                (ctypes.c_int32 * len(listed))(*listed),
+                len(listed),
+                None if isa is None else isa.encode(),
+                ctypes.byref(handle),
+            )
+        )
+        self._handle = handle.value
+
+    @property
+    def num_threads(self) -> int:
+        return self._num_threads
+
+    @property
+    def isa(self) -> str:
+        """The instruction set that this pool's calls run on."""
+        name: bytes = _library().sh_pool_isa(self.handle)
+        return name.decode()
+
+    @property
+    def handle(self) -> int:
+        """The `sh_pool*`; for this module and the benchmarks."""
+        if self._handle is None:
+            raise StateError("the pool of threads is closed")
+        return self._handle
+
+    def close(self) -> None:
+        """Joins the threads."""
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            _library().sh_pool_destroy(handle)
+
+    def __enter__(self) -> Pool:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self.close()
+
+
+def adam(
+    pool: Pool,
+    weight_dtype: torch.dtype,
+    grad_dtype: torch.dtype,
+    segments: Sequence[AdamSegment],
+) -> None:
+    """One step of Adam or AdamW on every segment, in place; the formula is in `stronghold.h`.
+
+    All segments share the two dtypes, each one of fp32, bf16 and fp16. For the same segments
+    step after step prepare an `AdamBatch` once.
+    """
+    AdamBatch(weight_dtype, grad_dtype, segments).run(pool)
+
+
+def accumulate(
+    pool: Pool, grad_dtype: torch.dtype, segments: Sequence[tuple[int, int, int, bool]]
+) -> None:
+    """acc = float(grad) or, with `add`, acc += float(grad), in fp32.
+
+    Segments are (address of the gradient, address of the fp32 accumulator, numel, add).
+    """
+    rows = np.array(segments, dtype=np.int64)
+    _check(
+        _library().sh_accumulate(
+            pool.handle, _dtype_code(grad_dtype), rows.ctypes.data, len(segments)
+        )
+    )
+
+
+def sum_squares(pool: Pool, dtype: torch.dtype, segments: Sequence[tuple[int, int]]) -> list[float]:
+    """The sum of squares of each segment, (address, numel), accumulated in double.
+
+    Finite input never overflows; NaN or infinity in a segment makes its sum non-finite.
+    """
+    rows = np.array(segments, dtype=np.int64)
+    out = np.empty(len(segments), dtype=np.float64)
+    _check(
+        _library().sh_sum_squares(
+            pool.handle, _dtype_code(dtype), rows.ctypes.data, len(segments), out.ctypes.data
+        )
+    )
+    sums: list[float] = out.tolist()
+    return sums
+
+
+def isas() -> list[str]:
+    """The instruction sets that this CPU can run, best first: "avx512", "avx2", "neon", "scalar"."""
+    names = []
+    while (name := _library().sh_isa_at(len(names))) is not None:
+        names.append(name.decode())
+    return names
+
+
+def isa() -> str:
+    """The instruction set of a pool that does not name one: STRONGHOLD_ISA, or the best."""
+    with Pool(1) as pool:
+        return pool.isa
+
+
+def available_cores() -> int:
+    """The number of cores that this process may use."""
+    if sys.platform == "linux":
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _dtype_code(dtype: torch.dtype) -> int:
+    code = _DTYPES.get(dtype)
+    if code is None:
+        raise ConfigError(f"the kernels take float32, bfloat16 and float16, got {dtype}")
+    return code
+
+
+def _check(status: int) -> None:
+    if status == 0:
+        return
+    message = _library().sh_last_error().decode()
+    if status == _SH_INVALID:
+        raise ConfigError(message)
+    raise OSError(message)
+
+
+@functools.cache
+def _library() -> ctypes.CDLL:
+    """Loads libstronghold and declares its functions."""
+    library = ctypes.CDLL(str(_library_path()))
+    address, int32, int64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
+    signatures: dict[str, tuple[Any, list[Any]]] = {
+        "sh_last_error": (ctypes.c_char_p, []),
+        "sh_abi_version": (int32, []),
+        "sh_adam_segment_bytes": (int64, []),
+        "sh_isa_at": (ctypes.c_char_p, [int32]),
+        "sh_pool_create": (int32, [int32, address, int32, ctypes.c_char_p, address]),
+        "sh_pool_destroy": (None, [address]),
+        "sh_pool_isa": (ctypes.c_char_p, [address]),
+        "sh_adam": (int32, [address, int32, int32, address, int64]),
+        "sh_adam_traffic": (int32, [address, int32, int32, address, address, int64]),
+        "sh_accumulate": (int32, [address, int32, address, int64]),
+        "sh_sum_squares": (int32, [address, int32, address, int64, address]),
+    }
+    for name, (result, arguments) in signatures.items():
+        function = getattr(library, name)
+        function.restype = result
+        function.argtypes = arguments
+    if (
+        library.sh_abi_version() != _ABI_VERSION
+        or library.sh_adam_segment_bytes() != _ADAM_ROW.itemsize
+    ):
+        raise StateError(
+            f"{library._name} is of another version than {__file__}; repeat `pip install`"
+        )
+    return library
+
+
+def _library_path() -> Path:
+    # An editable install keeps the built library beside site-packages, not beside this file: the
+    # package's search path has both.
+    package = sys.modules["stronghold"]
+    for root in package.__path__:
+        path = Path(root) / "_native" / "libstronghold.so"
+        if path.exists():
+            return path
+    raise ConfigError(
+        "stronghold's compiled kernels are missing: install the package with "
+        "`pip install .` (or `pip install -e .`), which needs a C++ compiler"
+    )
