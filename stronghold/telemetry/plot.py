@@ -130,6 +130,8 @@ def _extent(
     """First and last second to show, and the title."""
     if not spans:
         raise ConfigError("timeline: the trace has no operations")
+    if step is not None and (from_s is not None or to_s is not None):
+        raise ConfigError("timeline: got a step and seconds; give one of them")
     steps = {
         int(span.name.split()[-1]): (span.start_s, span.end_s)
         for span in spans

@@ -75,13 +75,10 @@ class Trace:
             Span(lane=lane, name=name, start_s=start_s, end_s=end_s, args=args)
             for lane, name, start_s, end_s, args in list(self._spans)
         ]
-        document = {
-            "displayTimeUnit": "ms",
-            "traceEvents": [
-                *_row_names(spans, self._rank),
-                *(_event(span, self._rank, self._origin_s) for span in spans),
-            ],
-        }
+        rows = {lane: row for row, lane in enumerate(lane_order(span.lane for span in spans))}
+        events = [*_row_names(rows, self._rank)]
+        events += [_event(span, rows[span.lane], self._rank, self._origin_s) for span in spans]
+        document = {"displayTimeUnit": "ms", "traceEvents": events}
         target = Path(path)
         target.parent.mkdir(parents=True, exist_ok=True)
         partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
@@ -145,33 +142,22 @@ def lane_order(lanes: Iterable[str]) -> list[str]:
     return [lane for lane in LANES if lane in present] + sorted(present - set(LANES))
 
 
-def _row_names(spans: list[Span], rank: int) -> Iterator[dict[str, Any]]:
+def _row_names(rows: Mapping[str, int], rank: int) -> Iterator[dict[str, Any]]:
     """Metadata events: names of the process and its rows, and the order in which they are shown."""
-    yield {
-        "ph": "M",
-        "pid": rank,
-        "name": "process_name",
-        "args": {"name": f"stronghold rank {rank}"},
-    }
-    for lane in lane_order(span.lane for span in spans):
-        row = {"ph": "M", "pid": rank, "tid": _row(lane)}
-        yield {**row, "name": "thread_name", "args": {"name": lane}}
-        yield {**row, "name": "thread_sort_index", "args": {"sort_index": _row(lane)}}
+    process = {"name": f"stronghold rank {rank}"}
+    yield {"ph": "M", "pid": rank, "name": "process_name", "args": process}
+    for lane, row in rows.items():
+        event = {"ph": "M", "pid": rank, "tid": row}
+        yield {**event, "name": "thread_name", "args": {"name": lane}}
+        yield {**event, "name": "thread_sort_index", "args": {"sort_index": row}}
 
 
-def _row(lane: str) -> int:
-    """A number for the lane's row that does not depend on which other lanes occur."""
-    if lane in LANES:
-        return LANES.index(lane)
-    return len(LANES) + sum(ord(letter) << (8 * place) for place, letter in enumerate(lane[:3]))
-
-
-def _event(span: Span, rank: int, origin_s: float) -> dict[str, Any]:
+def _event(span: Span, row: int, rank: int, origin_s: float) -> dict[str, Any]:
     """A complete event; its times are microseconds with the clock's nanoseconds kept."""
     return {
         "ph": "X",
         "pid": rank,
-        "tid": _row(span.lane),
+        "tid": row,
         "cat": span.kind,
         "name": span.name,
         "ts": round((span.start_s - origin_s) * 1e6, 3),

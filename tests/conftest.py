@@ -1,0 +1,71 @@
+"""The environment of every test: one rank, one torch thread, no lane thread left behind.
+
+The environment is set before torch and deepspeed are imported, because both read it then.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
+
+def free_port() -> int:
+    """A TCP port that nothing listens on: tests that run side by side must not meet on 29500."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+# Without these DeepSpeed looks for MPI; a rank of a launcher keeps its own.
+os.environ.setdefault("RANK", "0")
+os.environ.setdefault("LOCAL_RANK", "0")
+os.environ.setdefault("WORLD_SIZE", "1")
+os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+os.environ.setdefault("MASTER_PORT", str(free_port()))
+# libgomp's threads spin while they wait and starve the lanes of a machine with few cores.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("GOMP_SPINCOUNT", "0")
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
+
+HAS_CUDA = torch.cuda.is_available()
+if not HAS_CUDA:
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+LANE_PREFIX = "stronghold:"
+GRACE_S = 2.0  # a lane that was closed but not joined has ended by then; a leaked one never ends
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "gpu: needs a CUDA GPU; skipped where there is none")
+    torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if HAS_CUDA:
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="no CUDA GPU"))
+
+
+def lane_threads() -> list[str]:
+    """Names of the lane threads that are alive."""
+    return sorted(t.name for t in threading.enumerate() if t.name.startswith(LANE_PREFIX))
+
+
+@pytest.fixture(autouse=True)
+def no_lane_thread_is_left() -> Iterator[None]:
+    """Fail the test that leaves a lane's thread alive, rather than a later one that it starves."""
+    before = lane_threads()
+    yield
+    deadline = time.monotonic() + GRACE_S
+    while len(lane_threads()) > len(before) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    left = lane_threads()
+    if len(left) > len(before):
+        pytest.fail(f"the test left lane threads alive: {', '.join(left)}; close its engine")

@@ -1,0 +1,64 @@
+"""Laws of the `stronghold` command."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from stronghold import cli
+from stronghold.telemetry.trace import Trace
+
+
+@pytest.fixture
+def trace_file(tmp_path: Path) -> Path:
+    lanes = Trace()
+    lanes.record("compute", "forward 0", lanes._origin_s, lanes._origin_s + 0.01)
+    lanes.record("step", "step 1", lanes._origin_s, lanes._origin_s + 0.01)
+    lanes.write(tmp_path / "trace.json")
+    return tmp_path / "trace.json"
+
+
+def test_trace_draws_beside_the_file_and_prints_where(
+    trace_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["trace", str(trace_file)]) == 0
+    assert capsys.readouterr().out == f"{trace_file.with_suffix('.png')}\n"
+    assert trace_file.with_suffix(".png").stat().st_size > 0
+
+
+def test_trace_draws_where_it_is_told(trace_file: Path, tmp_path: Path) -> None:
+    picture = tmp_path / "a" / "b.png"
+    assert cli.main(["trace", str(trace_file), "-o", str(picture), "--step", "1"]) == 0
+    assert picture.stat().st_size > 0
+
+
+def test_a_mistake_is_one_line_on_stderr_and_status_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["trace", str(tmp_path / "absent.json")]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.count("\n") == 1
+    assert "absent.json" in captured.err
+
+
+@pytest.mark.parametrize("arguments", [["version"], ["--version"]])
+def test_the_installed_command_knows_its_version(arguments: list[str]) -> None:
+    command = [sys.executable, "-m", "stronghold.cli", *arguments]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    name, version = result.stdout.split()
+    assert name == "stronghold"
+    assert version[0].isdigit()
+
+
+@pytest.mark.parametrize("arguments", [[], ["trce"], ["trace"]])
+def test_a_wrong_call_shows_the_usage(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(arguments)
+    assert stopped.value.code == 2
+    assert "usage: stronghold" in capsys.readouterr().err
