@@ -260,8 +260,8 @@ def sum_squares(pool: Pool, dtype: torch.dtype, segments: Sequence[tuple[int, in
 
 
 def isas() -> list[str]:
-    """The instruction sets that this CPU can run, best first: "avx512", "avx2", "neon", "scalar"."""
-    names = []
+    """Those of "avx512", "avx2", "neon" and "scalar" that this CPU can run, best first."""
+    names: list[str] = []
     while (name := _library().sh_isa_at(len(names))) is not None:
         names.append(name.decode())
     return names
@@ -275,9 +275,7 @@ def isa() -> str:
 
 def available_cores() -> int:
     """The number of cores that this process may use."""
-    if sys.platform == "linux":
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    return len(os.sched_getaffinity(0))
 
 
 def _dtype_code(dtype: torch.dtype) -> int:

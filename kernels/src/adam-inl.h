@@ -84,6 +84,31 @@ SH_INLINE AdamArrays Offset(const AdamArrays& a, int64_t i) {
           a.exp_avg_sq + i * 4, a.grad + i * Grad::kBytes};
 }
 
+// Elements whose 2-byte arrays fill one cache line, and 4-byte arrays two.
+constexpr int64_t kGroup = 32;
+
+// [Note: prefetch] Seven to nine streams are more than the hardware's prefetchers follow well: on a
+// Xeon with AVX-512, asking for the group 256 elements ahead takes 8 % off a bf16 step and 4 % off
+// an fp32 step (half that distance: 3 %; four times: the same). Past the end of an array it asks
+// for a line that nobody needs; a prefetch cannot fault.
+constexpr int64_t kAhead = 256;
+
+template <int64_t kBytes>
+SH_INLINE void PrefetchGroup(const char* p) {
+  for (int64_t line = 0; line < kGroup * kBytes; line += 64) {
+    __builtin_prefetch(reinterpret_cast<const void*>(reinterpret_cast<uintptr_t>(p) + line));
+  }
+}
+
+template <class Weight, class Grad>
+SH_INLINE void PrefetchGroups(const AdamArrays& a, int64_t i) {
+  PrefetchGroup<Weight::kBytes>(a.weight + i * Weight::kBytes);
+  PrefetchGroup<Weight::kLowBytes>(a.low + i * Weight::kLowBytes);
+  PrefetchGroup<4>(a.exp_avg + i * 4);
+  PrefetchGroup<4>(a.exp_avg_sq + i * 4);
+  PrefetchGroup<Grad::kBytes>(a.grad + i * Grad::kBytes);
+}
+
 // Room for one vector of every array of a step.
 struct AdamPadding {
   alignas(64) char weight[kLanes * 4] = {};
@@ -106,6 +131,12 @@ template <class Weight, class Grad, bool kAdamW>
 void Adam(const AdamConstants& constants, AdamArrays a, int64_t numel) {
   const AdamVectors c(constants);
   int64_t i = 0;
+  for (; i + kGroup <= numel; i += kGroup) {
+    PrefetchGroups<Weight, Grad>(a, i + kAhead);
+    for (int64_t j = i; j < i + kGroup; j += kLanes) {
+      AdamVector<Weight, Grad, kAdamW>(c, Offset<Weight, Grad>(a, j));
+    }
+  }
   for (; i + kLanes <= numel; i += kLanes) {
     AdamVector<Weight, Grad, kAdamW>(c, Offset<Weight, Grad>(a, i));
   }
@@ -124,15 +155,18 @@ void Adam(const AdamConstants& constants, AdamArrays a, int64_t numel) {
 template <class Weight, class Grad, bool kInPlace>
 void TrafficLoop(const AdamArrays& from, const AdamArrays& to, int64_t numel) {
   F seen = Set(0.0f);
-  const int64_t whole = numel - numel % kLanes;
-  for (int64_t i = 0; i < whole; i += kLanes) {
-    const AdamArrays r = Offset<Weight, Grad>(from, i);
-    const AdamArrays w = Offset<Weight, Grad>(to, i);
-    seen = Or(seen, Grad::Load(r.grad));
-    CopyVector<Weight::kBytes, !kInPlace>(r.weight, w.weight);
-    CopyVector<Weight::kLowBytes, !kInPlace>(r.low, w.low);
-    CopyVector<4, !kInPlace>(r.exp_avg, w.exp_avg);
-    CopyVector<4, !kInPlace>(r.exp_avg_sq, w.exp_avg_sq);
+  const int64_t whole = numel - numel % kGroup;
+  for (int64_t i = 0; i < whole; i += kGroup) {
+    PrefetchGroups<Weight, Grad>(from, i + kAhead);
+    for (int64_t j = i; j < i + kGroup; j += kLanes) {
+      const AdamArrays r = Offset<Weight, Grad>(from, j);
+      const AdamArrays w = Offset<Weight, Grad>(to, j);
+      seen = Or(seen, Grad::Load(r.grad));
+      CopyVector<Weight::kBytes, !kInPlace>(r.weight, w.weight);
+      CopyVector<Weight::kLowBytes, !kInPlace>(r.low, w.low);
+      CopyVector<4, !kInPlace>(r.exp_avg, w.exp_avg);
+      CopyVector<4, !kInPlace>(r.exp_avg_sq, w.exp_avg_sq);
+    }
   }
   Keep(seen);
   StreamFence();

@@ -33,12 +33,8 @@
 namespace sh::scalar {
 namespace {
 #include "vec_scalar.h"
-//
-#include "adam-inl.h"
-//
-#include "reduce-inl.h"
-//
-#include "table-inl.h"
+
+#include "kernels-inl.h"
 }  // namespace
 }  // namespace sh::scalar
 
@@ -48,12 +44,8 @@ SH_TARGET_BEGIN("fma")
 namespace sh::scalar_fma {
 namespace {
 #include "vec_scalar.h"
-//
-#include "adam-inl.h"
-//
-#include "reduce-inl.h"
-//
-#include "table-inl.h"
+
+#include "kernels-inl.h"
 }  // namespace
 }  // namespace sh::scalar_fma
 SH_TARGET_END
@@ -64,12 +56,8 @@ SH_TARGET_BEGIN("avx2,fma,f16c")
 namespace sh::avx2 {
 namespace {
 #include "vec_avx2.h"
-//
-#include "adam-inl.h"
-//
-#include "reduce-inl.h"
-//
-#include "table-inl.h"
+
+#include "kernels-inl.h"
 }  // namespace
 }  // namespace sh::avx2
 SH_TARGET_END
@@ -80,12 +68,8 @@ SH_TARGET_BEGIN("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl")
 namespace sh::avx512 {
 namespace {
 #include "vec_avx512.h"
-//
-#include "adam-inl.h"
-//
-#include "reduce-inl.h"
-//
-#include "table-inl.h"
+
+#include "kernels-inl.h"
 }  // namespace
 }  // namespace sh::avx512
 SH_TARGET_END
@@ -98,12 +82,8 @@ SH_TARGET_END
 namespace sh::neon {
 namespace {
 #include "vec_neon.h"
-//
-#include "adam-inl.h"
-//
-#include "reduce-inl.h"
-//
-#include "table-inl.h"
+
+#include "kernels-inl.h"
 }  // namespace
 }  // namespace sh::neon
 #endif  // __aarch64__

@@ -1,4 +1,8 @@
-// The table of this target. Included last.
+// All kernels of one target and their table. Included by targets.cpp inside the target's region and
+// namespace, after its vec_*.h.
+
+#include "adam-inl.h"
+#include "reduce-inl.h"
 
 #define SH_ADAM(W, G) \
   { Adam<W, G, false>, Adam<W, G, true> }
