@@ -1,0 +1,180 @@
+"""Where a config comes from: a file, a dict, base64, or the launcher's arguments.
+
+Owns reading, and nothing about meaning: what comes out is the user's own words as a fresh dict. Reading is DeepSpeed's
+(Hjson, a superset of JSON with comments, and its refusal of duplicate keys), so that every file that DeepSpeed accepts is accepted;
+the errors are ours. Called in the training thread, once per engine.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import contextlib
+import copy
+import difflib
+import functools
+import json
+import logging
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from stronghold.errors import ConfigError, did_you_mean
+
+SECTION = "stronghold"
+Source = str | os.PathLike[str] | Mapping[str, Any] | None
+
+logger = logging.getLogger("stronghold")
+
+
+def read_config(source: Source, args: object | None = None) -> dict[str, Any]:
+    """The DeepSpeed config that `deepspeed.initialize(args, config=source)` would use, as a new dict.
+
+    `source` is a path, a mapping, or base64 of JSON text. `args.deepspeed_config` (or the older `args.deepscale_config`) is used
+    when `source` is None; both given is an error, as in DeepSpeed. Raises ConfigError; a caller's mapping is copied, never changed.
+    """
+    from_args = _from_arguments(args)
+    if from_args is not None and source is not None:
+        raise ConfigError(
+            f"two configs: args.deepspeed_config is {from_args!r} and initialize was called with config=. "
+            "Keep one: drop --deepspeed_config from the command, or config= from the call."
+        )
+    source = from_args if source is None else source
+    if source is None or source == "":
+        raise ConfigError('no config: pass config="ds_config.json" (or a dict), or --deepspeed_config FILE.')
+    if isinstance(source, Mapping):
+        return copy.deepcopy(dict(source))
+    if not isinstance(source, (str, os.PathLike)):
+        raise ConfigError(
+            f"config: got {type(source).__name__}, expected a path to a JSON file, a dict or a base64 string."
+        )
+    path = Path(source)
+    if _exists(path):
+        return _parse(_read_text(path), f'config file "{path}"')
+    decoded = _decode_base64(str(source))
+    if decoded is not None:
+        return _parse(decoded, "config given as base64")
+    raise ConfigError(_missing_file(str(source)))
+
+
+def section_enabled(config: Mapping[str, Any]) -> bool:
+    """Whether the config asks for stronghold: its section is there, and `enabled` is not false.
+
+    A top-level key that is nearly the section's name is logged as a warning, once: DeepSpeed ignores unknown keys.
+    """
+    for key in config:
+        if key != SECTION and isinstance(key, str):
+            _warn_if_nearly_ours(key)
+    section = config.get(SECTION)
+    if section is None or section == "auto":
+        return False
+    if isinstance(section, bool):
+        return section
+    if not isinstance(section, Mapping):
+        raise ConfigError(f'{SECTION}: got {section!r}, expected an object such as {{"enabled": true}}.')
+    enabled = section.get("enabled")
+    if enabled is None or enabled == "auto":
+        return True
+    if not isinstance(enabled, bool):
+        raise ConfigError(f"{SECTION}.enabled: got {enabled!r}, expected true or false.")
+    return enabled
+
+
+@functools.lru_cache(maxsize=1024)  # the cache is what makes it once per word
+def _warn_if_nearly_ours(key: str) -> None:
+    if difflib.get_close_matches(key.lower(), [SECTION], cutoff=0.8):
+        logger.warning('config key "%s" is ignored. Did you mean "%s"?', key, SECTION)
+
+
+def _from_arguments(args: object | None) -> Any:
+    current = getattr(args, "deepspeed_config", None)
+    older = getattr(args, "deepscale_config", None)
+    if current is not None and older is not None:
+        raise ConfigError(
+            "two configs: --deepspeed_config and --deepscale_config are both given. Drop --deepscale_config."
+        )
+    return older if current is None else current
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except (OSError, ValueError):  # a name too long for the file system, or with a null byte: base64, or nonsense
+        return False
+
+
+def _read_text(path: Path) -> str:
+    if path.is_dir():
+        raise ConfigError(f'config "{path}" is a directory, expected a JSON file.')
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f'config file "{path}" is not text in UTF-8 (byte {error.start}): save it as JSON in UTF-8.'
+        ) from error
+    except OSError as error:
+        raise ConfigError(f'config file "{path}" cannot be read: {error.strerror}.') from error
+
+
+def _decode_base64(text: str) -> str | None:
+    """The decoded text where it is an object, else None: most short file names are base64 of some bytes."""
+    try:
+        decoded = base64.urlsafe_b64decode(text).decode("utf-8")
+    except (binascii.Error, ValueError):
+        return None
+    return decoded if decoded.lstrip().startswith("{") else None
+
+
+def _parse(text: str, what: str) -> dict[str, Any]:
+    import hjson  # type: ignore[import-untyped]
+    from deepspeed.runtime.config_utils import dict_raise_error_on_duplicate_keys
+
+    if not text.strip():
+        raise ConfigError(f'{what} is empty: write at least {{"train_micro_batch_size_per_gpu": 1}}.')
+    syntax = _json_error(text)
+    try:
+        parsed = hjson.loads(text, object_pairs_hook=dict_raise_error_on_duplicate_keys)
+    except hjson.HjsonDecodeError as error:
+        place = (error.lineno, error.colno, error.msg) if syntax is None else syntax
+        raise ConfigError(_not_json(what, text, *place)) from error
+    except ValueError as error:
+        raise ConfigError(f"{what}: {error}. Keep one of each.") from error
+    if isinstance(parsed, dict):
+        return parsed
+    if syntax is not None:
+        raise ConfigError(_not_json(what, text, *syntax))
+    raise ConfigError(f"{what} holds {type(parsed).__name__}, expected a JSON object {{...}}.")
+
+
+def _json_error(text: str) -> tuple[int, int, str] | None:
+    """Where strict JSON ends (line, column, reason), None where it does not or ends at a comment, which Hjson allows.
+
+    Hjson reads an unquoted word up to the end of its line, so its own position is often far behind the mistake.
+    """
+    try:
+        json.loads(text)
+    except json.JSONDecodeError as error:
+        if text[error.pos : error.pos + 1] in ("#", "/"):
+            return None
+        return error.lineno, error.colno, error.msg
+    return None
+
+
+def _not_json(what: str, text: str, line: int, column: int, reason: str) -> str:
+    lines = text.splitlines()
+    found = lines[line - 1].strip() if line <= len(lines) else ""
+    return f"{what} is not JSON: line {line}, column {column}: {reason}, in: {found[:80]}"
+
+
+def _missing_file(source: str) -> str:
+    if source.lstrip().startswith("{"):
+        return "config is JSON text: pass the dict, json.loads(text), or the path of a file that holds it."
+    path = Path(source[:4096])
+    siblings: list[str] = []
+    with contextlib.suppress(OSError, ValueError):
+        siblings = [entry.name for entry in path.absolute().parent.iterdir()]
+    return (
+        f'config file "{source[:200]}" does not exist (working directory {os.getcwd()}).'
+        f"{did_you_mean(path.name, siblings)}"
+    )

@@ -1,0 +1,287 @@
+"""What the training loop needs from the DeepSpeed part of the config, and the one entry point that reads everything.
+
+Defaults, types and batch arithmetic are those of DeepSpeed's own DeepSpeedConfig, which is made here; the errors are ours. Called in
+the training thread, once per engine, before anything is allocated. DeepSpeed is imported at the first call.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import ValidationError
+
+from stronghold.config.keys import SECTIONS, refusals, unfilled, warn_of_ignored
+from stronghold.config.optimizer import AdamSettings, settings_from_config
+from stronghold.config.section import StrongholdConfig, parse_section
+from stronghold.config.source import SECTION, Source, read_config
+from stronghold.errors import ConfigError, did_you_mean
+
+if TYPE_CHECKING:
+    import torch
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+Precision = Literal["fp32", "bf16", "fp16"]
+BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerSettings:
+    """A learning-rate schedule by name: one of DeepSpeed's, or of torch.optim.lr_scheduler."""
+
+    type: str
+    params: Mapping[str, Any] = field(default_factory=dict)
+
+    def build(self, optimizer: torch.optim.Optimizer) -> Any:
+        """The schedule, attached to `optimizer`. Raises ConfigError where its own checks refuse the params."""
+        try:
+            return _schedule_class(self.type)(optimizer, **self.params)
+        except (TypeError, ValueError, AssertionError) as error:
+            raise ConfigError(f"scheduler.params of {self.type}: {error}.") from error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingConfig:
+    """The DeepSpeed keys that are honoured, with DeepSpeed's defaults filled in."""
+
+    precision: Precision
+    train_batch_size: int
+    train_micro_batch_size_per_gpu: int
+    gradient_accumulation_steps: int
+    gradient_clipping: float  # global L2 norm; 0.0 is off
+    check_grad_overflow: bool  # whether a step with NaN or infinite gradients is skipped
+    optimizer: AdamSettings | None  # None: the client's own, or forward only
+    scheduler: SchedulerSettings | None
+    steps_per_print: int | None  # None: never
+    wall_clock_breakdown: bool
+    dump_state: bool
+    dataloader_drop_last: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """Everything that was read: the user's words, DeepSpeed's reading of them, and ours."""
+
+    original: dict[str, Any]
+    deepspeed: DeepSpeedConfig
+    training: TrainingConfig
+    stronghold: StrongholdConfig
+
+
+def load(source: Source, args: object | None = None, world_size: int | None = None, mpu: Any = None) -> Settings:
+    """Reads and checks the whole config. `world_size` is the number of data-parallel ranks; None asks torch.distributed.
+
+    Raises ConfigError; every line of its message is one key, what was got and what to change.
+    """
+    original = read_config(source, args)
+    _check_sections(original)
+    section = parse_section(original.get(SECTION))
+    config = {key: value for key, value in original.items() if key != SECTION and value is not None}
+    problems = refusals(config) + unfilled(config)
+    if problems:
+        raise ConfigError("\n".join(problems))
+    _check_precision(config)
+    optimizer = settings_from_config(config.get("optimizer"))
+    scheduler = _scheduler(config.get("scheduler"))
+    clipping = _gradient_clipping(config)
+    steps_per_print = _steps_per_print(config.get("steps_per_print"))
+    deepspeed = _deepspeed_config(config, world_size, mpu)
+    warn_of_ignored(config)
+    precision: Precision = "fp32"
+    if deepspeed.bfloat16_config.enabled:
+        precision = "bf16"
+    elif deepspeed.float16_config.enabled:
+        precision = "fp16"
+    training = TrainingConfig(
+        precision=precision,
+        train_batch_size=deepspeed.train_batch_size,
+        train_micro_batch_size_per_gpu=deepspeed.train_micro_batch_size_per_gpu,
+        gradient_accumulation_steps=deepspeed.gradient_accumulation_steps,
+        gradient_clipping=float(deepspeed.gradient_clipping) if clipping is None else clipping,
+        check_grad_overflow=precision == "fp16"
+        or (precision == "bf16" and deepspeed.bfloat16_config.check_grad_overflow),
+        optimizer=optimizer,
+        scheduler=scheduler,
+        steps_per_print=steps_per_print,
+        wall_clock_breakdown=bool(deepspeed.wall_clock_breakdown),
+        dump_state=bool(deepspeed.dump_state),
+        dataloader_drop_last=bool(deepspeed.dataloader_drop_last),
+    )
+    return Settings(original=original, deepspeed=deepspeed, training=training, stronghold=section)
+
+
+def _check_sections(config: Mapping[str, Any]) -> None:
+    """DeepSpeed unpacks sections without looking: a number there is a TypeError far from its key."""
+    problems = [
+        f"{key}: got {config[key]!r}, expected an object {{...}}."
+        for key in sorted(SECTIONS - {"zero_optimization"})
+        if config.get(key) is not None and not isinstance(config[key], Mapping)
+    ]
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+def _check_precision(config: Mapping[str, Any]) -> None:
+    bf16 = config.get("bf16") or config.get("bfloat16") or {}
+    if bf16.get("enabled") and (config.get("fp16") or {}).get("enabled"):
+        raise ConfigError(
+            "fp16.enabled and bf16.enabled are both true, and a model has one dtype. "
+            'Set "fp16": {"enabled": false} (bf16 needs no loss scale), or the other way round.'
+        )
+
+
+def _gradient_clipping(config: Mapping[str, Any]) -> float | None:
+    value = config.get("gradient_clipping")
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not (math.isfinite(value) and value >= 0):
+        raise ConfigError(f"gradient_clipping: got {value!r}, expected a number >= 0 (0 turns clipping off).")
+    return float(value)
+
+
+def _steps_per_print(value: object) -> int | None:
+    if value is None or value == math.inf:  # infinity is how accelerate says never
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ConfigError(f"steps_per_print: got {value!r}, expected a number of steps, or no such key.")
+    return value or None
+
+
+def _scheduler(section: Any) -> SchedulerSettings | None:
+    if not section:
+        return None
+    name, params = section.get("type"), section.get("params") or {}
+    if not isinstance(name, str):
+        raise ConfigError(f'scheduler.type: got {name!r}, expected the name of a schedule such as "WarmupLR".')
+    if not isinstance(params, Mapping):
+        raise ConfigError(f"scheduler.params: got {params!r}, expected an object.")
+    accepted = inspect.signature(_schedule_class(name)).parameters
+    problems = []
+    for key in params:
+        if key not in accepted or key == "optimizer":
+            known = [word for word in accepted if word != "optimizer"]
+            hint = did_you_mean(key, known) or f" {name} takes: {', '.join(known)}."
+            problems.append(f"scheduler.params.{key}: unknown parameter of {name}.{hint}")
+    for key, parameter in accepted.items():
+        if parameter.default is parameter.empty and key not in params and key != "optimizer":
+            problems.append(f"scheduler.params.{key}: missing, and {name} needs it.")
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return SchedulerSettings(type=name, params=dict(params))
+
+
+def _schedule_class(name: str) -> type:
+    import torch
+    from deepspeed.runtime import lr_schedules
+
+    torch_schedules = torch.optim.lr_scheduler
+    if name in lr_schedules.VALID_LR_SCHEDULES:
+        return getattr(lr_schedules, name)  # type: ignore[no-any-return]
+    if name in torch_schedules.__all__:
+        return getattr(torch_schedules, name)  # type: ignore[no-any-return]
+    known = [*lr_schedules.VALID_LR_SCHEDULES, *torch_schedules.__all__]
+    hint = did_you_mean(name, known) or f" DeepSpeed's are {', '.join(lr_schedules.VALID_LR_SCHEDULES)}."
+    raise ConfigError(f'scheduler.type: unknown schedule "{name}".{hint}')
+
+
+def _batch_sizes(config: Mapping[str, Any], ranks: int) -> dict[str, int]:
+    """All of BATCH_KEYS from those that are given, by DeepSpeed's rules."""
+    problems = []
+    for key in BATCH_KEYS:
+        value = config.get(key)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            problems.append(f"{key}: got {value!r}, expected an integer >= 1.")
+    if problems:
+        raise ConfigError("\n".join(problems))
+    sizes: list[Any] = [config.get(key) for key in BATCH_KEYS]
+    total, micro, steps = sizes
+    if total is None and micro is None:
+        raise ConfigError('no batch size: add "train_micro_batch_size_per_gpu": 1 (or "train_batch_size").')
+    if steps is None:
+        steps = total // (micro * ranks) if total and micro else 1
+    if micro is None:
+        micro = total // (steps * ranks)
+    if total is None:
+        total = micro * steps * ranks
+    if total != micro * steps * ranks or not micro or not steps:
+        raise ConfigError(_batch_mismatch(config, total, micro, steps, ranks))
+    return dict(zip(BATCH_KEYS, (total, micro, steps), strict=True))
+
+
+def _batch_mismatch(config: Mapping[str, Any], total: int, micro: int, steps: int, ranks: int) -> str:
+    given = ", ".join(f"{key} {config[key]}" for key in BATCH_KEYS if config.get(key) is not None)
+    divisor = ranks * (config.get(BATCH_KEYS[1]) or 1) * (config.get(BATCH_KEYS[2]) or 1)
+    nearest = divisor * max(1, total // divisor)
+    return (
+        f"batch sizes do not multiply out: {given}, on {ranks} rank{'s' if ranks > 1 else ''}; train_batch_size must be "
+        "train_micro_batch_size_per_gpu x gradient_accumulation_steps x ranks, and "
+        f'{total} != {micro} x {steps} x {ranks}. Set "train_batch_size": {nearest}, or change the others.'
+    )
+
+
+def _ranks(mpu: Any) -> int:
+    from deepspeed import comm
+
+    if not comm.is_initialized():
+        return 1
+    return int(comm.get_world_size() if mpu is None else mpu.get_data_parallel_world_size())
+
+
+def _deepspeed_config(config: dict[str, Any], world_size: int | None, mpu: Any) -> DeepSpeedConfig:
+    """DeepSpeed's reading of the config, for `world_size` data-parallel ranks."""
+    from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
+
+    ranks = _ranks(mpu) if world_size is None else world_size
+    batch = _batch_sizes(config, ranks)
+    # DeepSpeed asks torch.distributed for the ranks, and it may not run yet: give it what does not depend on them.
+    without_total = {**config, **batch}
+    del without_total["train_batch_size"]
+    try:
+        deepspeed = DeepSpeedConfig(without_total, mpu)
+    except ValidationError as error:
+        raise ConfigError(_explain(error)) from error
+    except (DeepSpeedConfigError, ValueError, AssertionError, TypeError, AttributeError, KeyError) as error:
+        raise ConfigError(f"DeepSpeed refuses the config: {type(error).__name__}: {error}") from error
+    deepspeed.world_size = ranks
+    deepspeed.train_batch_size = batch["train_batch_size"]
+    return deepspeed
+
+
+# The title of a pydantic error is the class of DeepSpeed's that refused; users know the section.
+_SECTION_OF_CLASS = {
+    "DeepSpeedBF16Config": "bf16",
+    "DeepSpeedFP16Config": "fp16",
+    "DeepSpeedZeroConfig": "zero_optimization",
+    "CompileConfig": "compile",
+    "HybridEngineConfig": "hybrid_engine",
+    "DeepSpeedMonitorConfig": "",
+}
+
+
+def _explain(error: ValidationError) -> str:
+    section = _SECTION_OF_CLASS.get(error.title, error.title)
+    lines = []
+    for detail in error.errors(include_url=False):
+        key = ".".join(str(part) for part in (section, *detail["loc"]) if part != "")
+        if detail["type"] == "extra_forbidden":
+            lines.append(f"{key}: unknown key.{_hint(error.title, str(detail['loc'][-1]))}")
+        else:
+            lines.append(f"{key}: got {detail['input']!r}. {detail['msg']}.")
+    return "\n".join(lines)
+
+
+def _hint(title: str, key: str) -> str:
+    from deepspeed.runtime import precision_config
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    classes = (precision_config.DeepSpeedBF16Config, precision_config.DeepSpeedFP16Config, DeepSpeedZeroConfig)
+    known = [
+        field.alias or name
+        for model in classes
+        if model.__name__ == title
+        for name, field in model.model_fields.items()
+    ]
+    return did_you_mean(key, known) or " Remove it: DeepSpeed does not know it."
