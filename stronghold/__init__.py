@@ -1,0 +1,44 @@
+"""Trains models that do not fit the GPU, exactly and at nearly the speed of one that would hold them.
+
+`initialize` is `deepspeed.initialize` with one more choice: a "stronghold" section in the config selects
+`StrongholdEngine`. `CPUAdam` is the same Adam kernel as an ordinary optimizer.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from stronghold.errors import BudgetError, ConfigError, LaneError, StateError, StrongholdError
+
+if TYPE_CHECKING:
+    from stronghold.cpu_adam import CPUAdam
+    from stronghold.dispatch import initialize
+    from stronghold.engine import StrongholdEngine
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BudgetError",
+    "CPUAdam",
+    "ConfigError",
+    "LaneError",
+    "StateError",
+    "StrongholdEngine",
+    "StrongholdError",
+    "initialize",
+]
+
+# Importing DeepSpeed takes seconds: a command that only draws a trace should not wait for it.
+_HOME = {
+    "CPUAdam": "stronghold.cpu_adam",
+    "StrongholdEngine": "stronghold.engine",
+    "initialize": "stronghold.dispatch",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        import importlib
+
+        return getattr(importlib.import_module(_HOME[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -129,7 +129,7 @@ class HostStore:
             if low_dtype is not None:
                 state.low = self._slab(numel, low_dtype, pinned=False)
                 if low_dtype is torch.float32:
-                    state.low.copy_(state.weights[:numel])
+                    self.restart_master(state.layout.index)
             state.exp_avg = self._slab(numel, torch.float32, pinned=False)
             state.exp_avg_sq = self._slab(numel, torch.float32, pinned=False)
             if self._accumulate:
@@ -181,6 +181,16 @@ class HostStore:
             raise StateError(f"no master layout for {self.dtype}")
         upper = weights.contiguous().view(torch.int16).to(torch.int32)
         return ((upper << 16) + low.to(torch.int32)).view(torch.float32)
+
+    def restart_master(self, index: int) -> None:
+        """Make the master equal to the weight, which was written from outside."""
+        state = self.layers[index]
+        if state.low is None:
+            return
+        if state.low.dtype is torch.float32:
+            state.low.copy_(state.weights[: state.low.numel()])
+        else:
+            state.low.zero_()
 
     def close(self) -> None:
         """Unregister and drop every slab; parameters that are views keep their memory alive themselves."""

@@ -134,6 +134,8 @@ class Activations:
 
     def leave(self, layer: int) -> None:
         """The layer's forward returned or raised."""
+        if not self._open[layer]:  # the forward failed before `enter`
+            return
         hooks, recomputation = self._open[layer].pop()
         hooks.__exit__(None, None, None)
         self._in_scope.clear()

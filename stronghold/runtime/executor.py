@@ -303,7 +303,7 @@ class Executor:
         else:
             target.copy_(gradient)
             slot.arrived.add(position)
-        if len(slot.arrived) == self._updater.num_trainable(layer) and self._calls[layer] <= 1:
+        if len(slot.arrived) == self._updater.num_trained(layer) and self._calls[layer] <= 1:
             self._drain(layer)
 
     def _claim_gradient_slot(self, layer: int) -> GradientSlot:
@@ -365,6 +365,10 @@ class Executor:
             self._updater.updated(layer).wait()
         for layer in sorted(self._plan.resident):
             self.make_resident(layer)
+
+    def rest(self, layer: int) -> None:
+        """Point the layer's parameters at its host slab."""
+        self._bind_to_host(layer)
 
     def bind_all_to_host(self) -> None:
         """Point every parameter at its host slab: the state in which the model is given back."""

@@ -21,13 +21,13 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
 from stronghold import native
 from stronghold.device.base import Device, Fence, completed
 from stronghold.errors import ConfigError
 from stronghold.memory.host import GradientEntry, HostStore, view
 from stronghold.plan.planner import Gradients
+from stronghold.runtime.optimizer import EngineOptimizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +47,7 @@ class Updater:
         *,
         device: Device,
         host: HostStore,
-        optimizer: Optimizer | None,
+        optimizer: EngineOptimizer | None,
         parameters: Sequence[Sequence[nn.Parameter]],
         mode: Gradients,
         pool: native.Pool,
@@ -58,9 +58,6 @@ class Updater:
         self._pool = pool
         self._parameters = parameters
         num_layers = len(host.layers)
-        self._trainable = [
-            [k for k, part in enumerate(state.layout.slices) if part.trainable and part.numel] for state in host.layers
-        ]
         self._updated: list[Fence] = [completed("update", "initial weights") for _ in range(num_layers)]
         self._arrived: list[set[int]] = [set() for _ in range(num_layers)]
         self._square_sums: list[dict[int, float]] = [{} for _ in range(num_layers)]
@@ -69,8 +66,8 @@ class Updater:
         self._late: dict[int, Fence] = {}  # layers whose early update waits for the end of backward, and their last fetch
         self._boundary = True
         # The groups are live dicts: schedulers write their learning rates into them.
-        groups = optimizer.param_groups if optimizer is not None else []
-        self._groups = {parameter: group for group in groups for parameter in group["params"]}
+        self._groups = optimizer.group_of() if optimizer is not None else {}
+        self._num_trained = [sum(p in self._groups for p in of_layer) for of_layer in parameters]
         self.steps: list[list[int]] = [[0] * len(state.layout.slices) for state in host.layers]
 
     # -- asked by the executor --------------------------------------------------------------------
@@ -78,8 +75,13 @@ class Updater:
         """The fence of the layer's newest host weights."""
         return self._updated[layer]
 
-    def num_trainable(self, layer: int) -> int:
-        return len(self._trainable[layer])
+    def num_trained(self, layer: int) -> int:
+        """How many of the layer's parameters the optimizer owns."""
+        return self._num_trained[layer]
+
+    def trains(self, parameter: nn.Parameter) -> bool:
+        """Whether the optimizer owns the parameter: gradients of others are dropped."""
+        return parameter in self._groups
 
     def begin_backward(self, *, boundary: bool) -> None:
         """The next gradients belong to a micro-batch that ends the step (`boundary`) or not."""
@@ -271,7 +273,7 @@ class Updater:
         for k in sorted(arrived):
             part = state.layout.slices[k]
             self.steps[layer][k] += 1
-            group = self._groups[self._parameters[layer][k]]
+            group, flags = self._groups[self._parameters[layer][k]]
             segments.append(
                 native.AdamSegment(
                     weight=state.weights.data_ptr() + part.offset * state.weights.element_size(),
@@ -287,8 +289,8 @@ class Updater:
                     weight_decay=float(group["weight_decay"]),
                     grad_scale=scale,
                     step=self.steps[layer][k],
-                    adamw=bool(group["adamw"]),
-                    bias_correction=bool(group["bias_correction"]),
+                    adamw=flags.adamw,
+                    bias_correction=flags.bias_correction,
                 )
             )
         dtype = self._host.dtype

@@ -1,0 +1,174 @@
+"""A CUDA device: streams, events, and slabs registered as pinned. The only file that names `torch.cuda`.
+
+Owns two transfer streams and the registration of host slabs. Compute is the stream that is current in the calling
+thread: the user's. What overlaps what:
+  fetch stream  weights host -> device, beside compute
+  drain stream  gradients device -> host, beside compute and beside the fetch stream (the link is full duplex)
+  update lane   host threads only; it waits for the drain stream's events
+
+Each transfer lane has a host thread, because CUDA cannot wait for a host event: the thread waits for the host-side
+fences, enqueues the copy and records the event (see [Note: issued and done] in `base`).
+"""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from stronghold.device.base import Device, DeviceEvent, Fence, HostLane, Lane, Work, timed
+from stronghold.errors import ConfigError, StateError
+from stronghold.telemetry.trace import NullTrace, Trace
+
+_HOST_REGISTER_PORTABLE = 1
+
+
+def available() -> bool:
+    """Whether this process can use a CUDA device."""
+    return torch.cuda.is_available()
+
+
+def free_bytes(index: int) -> int:
+    """Bytes that the device has free now."""
+    return int(torch.cuda.mem_get_info(index)[0])
+
+
+class StreamLane(Lane):
+    """A lane whose work enqueues copies on a stream of its own."""
+
+    def __init__(self, name: str, device: CudaDevice) -> None:
+        self._cuda = device
+        self.stream = torch.cuda.Stream(device.torch_device)
+        super().__init__(name, device)
+
+    def _run(self, operation: str, work: Work, after: tuple[Fence, ...]) -> DeviceEvent:
+        for fence in after:
+            event = fence.wait_issued()
+            if event is not None:
+                assert isinstance(event, torch.cuda.Event)
+                self.stream.wait_event(event)
+        with torch.cuda.stream(self.stream):
+            begun = self._cuda.mark(self.stream)
+            work()
+            self._cuda.end_mark(self.name, operation, begun, self.stream)
+            done = torch.cuda.Event()
+            done.record(self.stream)
+        return done
+
+
+class CudaDevice(Device):
+    """One GPU. `budget_bytes` limits slots alone; activations come from torch's allocator."""
+
+    def __init__(
+        self, index: int = 0, *, budget_bytes: int | None = None, trace: Trace | NullTrace | None = None
+    ) -> None:
+        if not torch.cuda.is_available():
+            raise ConfigError(
+                'stronghold.device: got "cuda", but torch finds no CUDA device; install a CUDA build of torch and a '
+                'driver, or set "device": "emulated" to run on CPU memory'
+            )
+        if index >= torch.cuda.device_count():
+            raise ConfigError(
+                f"local rank {index} has no GPU: torch finds {torch.cuda.device_count()}; lower --num_gpus"
+            )
+        super().__init__(f"cuda:{index}", budget_bytes, trace or NullTrace())
+        self._device = torch.device("cuda", index)
+        torch.cuda.set_device(index)
+        self._spans: list[tuple[str, str, torch.cuda.Event, torch.cuda.Event]] = []
+        self._tracing = isinstance(self.trace, Trace)
+        self._origin: tuple[torch.cuda.Event, float] | None = None
+        self.fetch = StreamLane("fetch", self)
+        self.drain = StreamLane("drain", self)
+        self.update = HostLane("update", self)
+
+    @property
+    def torch_device(self) -> torch.device:
+        return self._device
+
+    def _allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        # Allocated once and never freed before close: which stream the allocator thinks it belongs to cannot matter.
+        return torch.empty(numel, dtype=dtype, device=self._device)
+
+    def pin(self, tensor: torch.Tensor) -> None:
+        nbytes = tensor.numel() * tensor.element_size()
+        status = torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), nbytes, _HOST_REGISTER_PORTABLE)
+        if int(status) != 0:
+            raise OSError(
+                f"cudaHostRegister of {nbytes} bytes failed with status {int(status)}: raise the limit of locked memory "
+                "(ulimit -l unlimited) or lower the model's host memory"
+            )
+
+    def unpin(self, tensor: torch.Tensor) -> None:
+        torch.cuda.cudart().cudaHostUnregister(tensor.data_ptr())
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        # torch does not know that our mappings are registered: is_pinned() asks the driver, which does.
+        target.copy_(source, non_blocking=True)
+
+    def poison(self, tensor: torch.Tensor) -> None:
+        """A real device has no bandwidth to spare for it."""
+
+    def record_compute(self, operation: str) -> Fence:
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self._device))
+        fence = Fence("compute", operation)
+        fence.issue(event)
+        return fence
+
+    def compute_wait(self, fence: Fence) -> float:
+        events: list[DeviceEvent | None] = []
+        seconds = timed(lambda: events.append(fence.wait_issued()))
+        event = events[0]
+        if event is not None:
+            assert isinstance(event, torch.cuda.Event)
+            torch.cuda.current_stream(self._device).wait_event(event)
+        return seconds
+
+    # -- trace ------------------------------------------------------------------------------------
+    def mark(self, stream: torch.cuda.Stream) -> torch.cuda.Event | None:
+        """A timed event on `stream`, or None when nothing is traced."""
+        if not self._tracing:
+            return None
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(stream)
+        return event
+
+    def end_mark(self, lane: str, name: str, begun: torch.cuda.Event | None, stream: torch.cuda.Stream) -> None:
+        """Close the span that `begun` opened; its times are read in `settle`."""
+        end = self.mark(stream)
+        if begun is not None and end is not None:
+            self._spans.append((lane, name, begun, end))
+
+    def begin_compute_span(self) -> object:
+        return self.mark(torch.cuda.current_stream(self._device))
+
+    def end_compute_span(self, name: str, begun: object) -> None:
+        assert begun is None or isinstance(begun, torch.cuda.Event)
+        self.end_mark("compute", name, begun, torch.cuda.current_stream(self._device))
+
+    def settle(self) -> None:
+        """Read the spans whose events have passed. Event times are relative: one event ties them to the host's clock."""
+        if not self._tracing:
+            return
+        if self._origin is None:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record(torch.cuda.current_stream(self._device))
+            event.synchronize()
+            self._origin = (event, time.perf_counter())
+        origin, at = self._origin
+        pending = []
+        for lane, name, begun, end in self._spans:
+            if not end.query():
+                pending.append((lane, name, begun, end))
+                continue
+            start_s = at + origin.elapsed_time(begun) * 1e-3
+            self.trace.record(lane, name, start_s, at + origin.elapsed_time(end) * 1e-3)
+        self._spans = pending
+
+    def close(self) -> None:
+        super().close()
+        torch.cuda.synchronize(self._device)
+        self.settle()
+        if self._spans:
+            raise StateError(f"{len(self._spans)} spans of {self.name} never ended")
+

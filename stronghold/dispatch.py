@@ -1,0 +1,141 @@
+"""`initialize`: which engine a config asks for, and what it is made of.
+
+Owns the choice between DeepSpeed's engine and ours, and the optimizer that ours shows. The training thread alone enters.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import deepspeed
+import torch
+from torch import nn
+
+from stronghold import config as configs
+from stronghold.device import cuda
+from stronghold.engine import StrongholdEngine
+from stronghold.errors import ConfigError
+from stronghold.runtime.optimizer import AdamFlags, EngineOptimizer
+
+logger = logging.getLogger("stronghold")
+
+ClientOptimizer = torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] | None
+
+
+def initialize(
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: ClientOptimizer = None,
+    model_parameters: Any = None,
+    training_data: Any = None,
+    lr_scheduler: Any = None,
+    distributed_port: int = 29500,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Any = None,
+    config: Any = None,
+    mesh_param: Any = None,
+    config_params: Any = None,
+) -> tuple[Any, Any, Any, Any]:
+    """`deepspeed.initialize` with the choice of stronghold's engine.
+
+    Same arguments, same tuple (engine, optimizer, data loader, LR scheduler). Without a "stronghold" section, or with
+    "enabled": false, DeepSpeed itself runs. With neither an optimizer nor model_parameters the engine only runs forward.
+    Raises ConfigError or BudgetError, saying what to change, before anything is allocated.
+    """
+    source = config if config is not None else config_params
+    if not _asks_for_stronghold(source, args):
+        return deepspeed.initialize(  # type: ignore[no-any-return]
+            args=args,
+            model=model,
+            optimizer=optimizer,
+            model_parameters=model_parameters,
+            training_data=training_data,
+            lr_scheduler=lr_scheduler,
+            distributed_port=distributed_port,
+            mpu=mpu,
+            dist_init_required=dist_init_required,
+            collate_fn=collate_fn,
+            config=config,
+            mesh_param=mesh_param,
+            config_params=config_params,
+        )
+    if model is None:
+        raise ConfigError("stronghold.initialize: model is missing")
+    world_size = int(os.environ.get("WORLD_SIZE", 1))
+    if world_size > 1:
+        raise ConfigError(f"stronghold runs on one GPU in this release, got WORLD_SIZE={world_size}: use --num_gpus 1")
+    settings = configs.load(source, args=args, world_size=1, mpu=mpu)
+    if settings.training.precision == "fp16":
+        raise ConfigError('fp16 with its loss scale is not part of this release: use "bf16": {"enabled": true}')
+    shown = make_optimizer(model, optimizer, model_parameters, settings)
+    _init_distributed(settings, distributed_port, dist_init_required)
+    engine = StrongholdEngine(
+        args=args,
+        model=model,
+        settings=settings,
+        optimizer=shown,
+        lr_scheduler=lr_scheduler,
+        training_data=training_data,
+        collate_fn=collate_fn,
+        mpu=mpu,
+    )
+    logger.info("stronghold engine active on %s", engine.device)
+    return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def _asks_for_stronghold(source: Any, args: Any) -> bool:
+    return configs.section_enabled(configs.read_config(source, args))
+
+
+def make_optimizer(
+    model: nn.Module, optimizer: ClientOptimizer, model_parameters: Any, settings: configs.Settings
+) -> EngineOptimizer | None:
+    """The optimizer that the engine shows: from the client's, or from the config and `model_parameters`."""
+    if optimizer is not None:
+        groups = _groups(model, model_parameters)
+        client = optimizer if isinstance(optimizer, torch.optim.Optimizer) else optimizer(_flat(groups))
+        found = configs.settings_from_client_optimizer(client)
+        flags = [AdamFlags(group.adamw, group.bias_correction) for group in found]
+        copies = [{"params": list(group["params"])} for group in client.param_groups]
+        return EngineOptimizer(copies, dict(client.defaults), flags, client=client)
+    adam = settings.training.optimizer
+    if adam is None:
+        return None
+    groups = _groups(model, model_parameters)
+    defaults = {"lr": adam.lr, "betas": adam.betas, "eps": adam.eps, "weight_decay": adam.weight_decay}
+    return EngineOptimizer(groups, defaults, AdamFlags(adam.adamw, adam.bias_correction))
+
+
+def _groups(model: nn.Module, model_parameters: Any) -> list[dict[str, Any]]:
+    """Parameter groups; frozen parameters stay out, since nothing updates them."""
+    listed: list[Any] = list(model.parameters() if model_parameters is None else model_parameters)
+    if not listed or not isinstance(listed[0], dict):
+        listed = [{"params": listed}]
+    groups = [{**group, "params": [p for p in group["params"] if p.requires_grad]} for group in listed]
+    if not any(group["params"] for group in groups):
+        raise ConfigError("model_parameters: no parameter has requires_grad; nothing would be trained")
+    return groups
+
+
+def _flat(groups: Iterable[dict[str, Any]]) -> list[Any]:
+    groups = list(groups)
+    return groups if len(groups) > 1 else list(groups[0]["params"])
+
+
+def _init_distributed(settings: configs.Settings, port: int, required: bool | None) -> None:
+    """The process group that scripts expect after `initialize`, when a launcher set the environment for one.
+
+    On CPU memory torch's own gloo group is made: DeepSpeed's CPU backend would compile a shared-memory kernel first,
+    which one rank has no use for.
+    """
+    if "RANK" not in os.environ or required is False or torch.distributed.is_initialized():
+        return
+    on_gpu = (settings.stronghold.device or "cuda") == "cuda" and cuda.available()
+    if on_gpu:
+        deepspeed.init_distributed(distributed_port=port)
+    else:
+        torch.distributed.init_process_group("gloo")

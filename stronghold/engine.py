@@ -1,0 +1,324 @@
+"""The DeepSpeed-compatible engine.
+
+Owns the counters of micro-batches and steps, the accumulation boundary, and the border with DeepSpeed: what a user, an
+LR schedule or a monitor sees. Never moves a byte: `runtime.stack` does. The training thread alone enters.
+
+It is a `deepspeed.DeepSpeedEngine` by name, so that frameworks recognise it, but runs none of that class's core: its
+`__init__` is not called, the one-line accessors read the `DeepSpeedConfig` that is kept here, and what cannot apply is
+refused by `surface`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import deepspeed
+import torch
+from torch import nn
+
+from stronghold.config import Settings
+from stronghold.errors import ConfigError
+from stronghold.plan.planner import Plan
+from stronghold.runtime.optimizer import EngineOptimizer
+from stronghold.runtime.stack import MemoryReport, Request, Stack
+from stronghold.surface import refuse
+from stronghold.telemetry.metrics import count_tokens
+
+logger = logging.getLogger("stronghold")
+
+
+@refuse
+class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
+    """Trains `model` through a window of layers. Made by `stronghold.initialize`.
+
+    `optimizer` is None for a forward-only engine, which holds the weights alone.
+    """
+
+    def __init__(
+        self,
+        *,
+        args: Any,
+        model: nn.Module,
+        settings: Settings,
+        optimizer: EngineOptimizer | None,
+        lr_scheduler: Any = None,
+        training_data: Any = None,
+        collate_fn: Any = None,
+        mpu: Any = None,
+    ) -> None:
+        nn.Module.__init__(self)
+        self._config = settings.deepspeed
+        self.config = settings.raw
+        self.settings = settings
+        training = settings.training
+        self.local_rank = int(getattr(args, "local_rank", None) or os.environ.get("LOCAL_RANK", 0))
+        self.local_rank = max(0, self.local_rank)
+        self.global_rank = 0
+        self.world_size = self.dp_world_size = self.mp_world_size = 1
+        self.mpu = mpu
+        self.collate_fn = collate_fn
+        self.global_steps = self.global_samples = self.micro_steps = self.skipped_steps = 0
+        self.optimizer = self.basic_optimizer = optimizer
+        self.client_optimizer = self.client_lr_scheduler = None
+        self.enable_backward_allreduce = False
+        self.inside_no_sync_ctxt = False
+        self.loaded_checkpoint_mp_world_size = self.loaded_checkpoint_dp_world_size = None
+        self._boundary_override: bool | None = None
+        self._step_applied = False
+        self._grad_norm: float | None = None
+        self._loss_sum: torch.Tensor | None = None
+        self._destroyed = False
+        self._stack = Stack(
+            model,
+            Request(
+                section=settings.stronghold,
+                precision=training.precision,
+                gated=training.gradient_clipping > 0.0 or training.check_grad_overflow,
+                accumulate=training.gradient_accumulation_steps > 1,
+                local_rank=self.local_rank,
+            ),
+            optimizer,
+        )
+        self.module = model
+        self.device = self._stack.device.torch_device
+        self._state_hook = model.register_state_dict_pre_hook(self._before_state_dict)
+        self._load_hooks = (
+            model.register_load_state_dict_pre_hook(self._before_load_state_dict),
+            model.register_load_state_dict_post_hook(self._after_load_state_dict),
+        )
+        self._make_deepspeed_parts(training_data)
+        if optimizer is not None:
+            optimizer.connect(self.step)
+        self.lr_scheduler = self._make_scheduler(lr_scheduler)
+        logger.info("%s", self._stack.plan)
+
+    def _make_deepspeed_parts(self, training_data: Any) -> None:
+        from deepspeed.monitor.monitor import MonitorMaster
+        from deepspeed.utils.timer import SynchronizedWallClockTimer, ThroughputTimer
+
+        self.timers = SynchronizedWallClockTimer()
+        self.tput_timer = ThroughputTimer(
+            self._config.timers_config, batch_size=self.train_batch_size(), steps_per_output=None
+        )
+        self.monitor = MonitorMaster(self._config.monitor_config) if self._monitors() else None
+        self.training_dataloader = self.deepspeed_io(training_data) if training_data is not None else None
+
+    def _monitors(self) -> bool:
+        monitors = self._config.monitor_config
+        return any(
+            getattr(getattr(monitors, name), "enabled", False) for name in ("tensorboard", "wandb", "csv_monitor", "comet")
+        )
+
+    def _make_scheduler(self, client: Any) -> Any:
+        if client is not None:
+            is_scheduler = hasattr(client, "step")
+            return client if is_scheduler or not callable(client) else client(self.optimizer)
+        return self._scheduler_from_config(self.optimizer) if self.optimizer is not None else None
+
+    # -- the step ---------------------------------------------------------------------------------
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Call the user's module, as it is at this moment, and return its output unchanged."""
+        if self.module.training and torch.is_grad_enabled():
+            self._stack.metrics.add_tokens(count_tokens(inputs, kwargs))
+        return self.module(*inputs, **kwargs)
+
+    def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
+        """Run autograd on a scalar loss, divided by the accumulation steps if `scale_wrt_gas`; returns that quotient.
+
+        Gradients go to the host layer by layer; parameters have none afterwards.
+        """
+        self._need_optimizer("backward")
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or loss.grad_fn is None:
+            raise ConfigError("engine.backward: expected a scalar loss with a graph (a tensor of one element)")
+        steps = self.gradient_accumulation_steps()
+        scaled: torch.Tensor = loss / steps if scale_wrt_gas and steps > 1 else loss
+        stack = self._stack
+        stack.updater.begin_backward(boundary=self.is_gradient_accumulation_boundary())
+        stack.executor.begin_backward_pass()
+        try:
+            scaled.backward(retain_graph=retain_graph)
+        except BaseException:
+            stack.executor.abandon_backward_pass()
+            stack.updater.forget()
+            raise
+        stack.executor.end_backward_pass()
+        value = scaled.detach()
+        self._loss_sum = value if self._loss_sum is None else self._loss_sum + value
+        return scaled
+
+    def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
+        """End the micro-batch; at an accumulation boundary clip, queue the updates and advance the schedule.
+
+        Waits for the gradients' norm, never for the updates: the next forward waits for them layer by layer.
+        """
+        self._need_optimizer("step")
+        self._step_applied = False
+        if self.is_gradient_accumulation_boundary():
+            self._take_step(lr_kwargs or {})
+        self.micro_steps += 1
+
+    def _take_step(self, lr_kwargs: dict[str, Any]) -> None:
+        stack = self._stack
+        stack.device.check()
+        learning_rate = float(self.optimizer.param_groups[0]["lr"])
+        gate, changed = stack.updater.close_gate(
+            clipping=float(self.gradient_clipping() or 0.0), inverse_scale=1.0, last_fetch=stack.executor.last_fetch
+        )
+        stack.executor.weights_changed(changed)
+        self._grad_norm = self.optimizer._global_grad_norm = gate.grad_norm
+        self.optimizer.overflow = gate.overflow
+        self._step_applied = not gate.overflow
+        if gate.overflow:
+            self.skipped_steps += 1
+            logger.warning("step %d skipped: the gradients are not finite", self.global_steps + 1)
+        elif self.lr_scheduler is not None:
+            self.lr_scheduler.step(**lr_kwargs)
+        self.global_steps += 1
+        self.global_samples += self.train_batch_size()
+        self._report(learning_rate, gate.overflow)
+
+    def _report(self, learning_rate: float, skipped: bool) -> None:
+        stack, loss = self._stack, self._loss_sum
+        self._loss_sum = None
+        stack.device.settle()
+        record = stack.metrics.end_step(
+            step=self.global_steps, loss=loss, grad_norm=self._grad_norm, learning_rate=learning_rate, skipped=skipped
+        )
+        self.last_record = record
+        every = self.steps_per_print()
+        if every and math.isfinite(every) and self.global_steps % int(every) == 0:
+            logger.info("%s", stack.metrics.format(record))
+        if self.monitor is not None and self.monitor.enabled:
+            self.monitor.write_events([("Train/Samples/lr", learning_rate, self.global_samples)])
+
+    def _need_optimizer(self, what: str) -> None:
+        if self.optimizer is None:
+            raise ConfigError(
+                f'engine.{what}: this engine has no optimizer; add an "optimizer" section to the config, or pass '
+                "optimizer= or model_parameters= to stronghold.initialize"
+            )
+
+    # -- accumulation -----------------------------------------------------------------------------
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the current micro-batch ends a step."""
+        if self._boundary_override is not None:
+            return self._boundary_override
+        return bool((self.micro_steps + 1) % self.gradient_accumulation_steps() == 0)
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """Override the boundary from now on; set it before the micro-batch's forward."""
+        self._boundary_override = is_boundary
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Change the accumulation steps. From one to several needs accumulators that were not planned: refused."""
+        before = self.gradient_accumulation_steps()
+        super().set_train_batch_size(train_batch_size)
+        after = self.gradient_accumulation_steps()
+        if before == 1 and after > 1:
+            self._config.gradient_accumulation_steps = before
+            self._config.train_batch_size = self.train_micro_batch_size_per_gpu() * before
+            raise ConfigError(
+                f"set_train_batch_size({train_batch_size}) needs {after} accumulation steps, but the plan has no fp32 "
+                "accumulators: start with gradient_accumulation_steps above 1"
+            )
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """One rank has nothing to synchronise: a null context."""
+        yield
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Nothing to do: gradients leave their parameters as they arrive, and the step forgets them."""
+
+    # -- what is read -----------------------------------------------------------------------------
+    def get_global_grad_norm(self) -> float | None:
+        """Global L2 norm of the last step's gradients before clipping; None before the first step."""
+        return self._grad_norm
+
+    def was_step_applied(self) -> bool:
+        """Whether the last `step` call changed weights: a boundary, and no overflow."""
+        return self._step_applied
+
+    @property
+    def plan(self) -> Plan:
+        """Where every byte is, and why."""
+        return self._stack.plan
+
+    def memory_report(self) -> MemoryReport:
+        """Peak bytes per tier, planned and measured."""
+        return self._stack.memory_report()
+
+    def synchronize(self) -> None:
+        """Wait until every parameter holds its newest value: before code that reads raw parameters between steps."""
+        self._stack.executor.settle()
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """The model's parameters, after pending updates."""
+        self.synchronize()
+        return super().parameters(recurse)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """The model's named parameters, after pending updates."""
+        self.synchronize()
+        return super().named_parameters(*args, **kwargs)
+
+    def module_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """The user module's state dict, after pending updates."""
+        self.synchronize()
+        state: dict[str, Any] = super().module_state_dict(*args, **kwargs)
+        return state
+
+    def load_module_state_dict(self, state_dict: dict[str, Any], strict: bool = True, custom_load_fn: Any = None) -> None:
+        """Load weights into the user's module; masters become these weights, moments stay."""
+        if custom_load_fn is not None:
+            self.synchronize()
+            custom_load_fn(src=state_dict, dst=self.module)
+            self._stack.adopt_weights()
+        else:
+            self.module.load_state_dict(state_dict, strict=strict)
+
+    def _before_state_dict(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        self.synchronize()
+
+    def _before_load_state_dict(self, *_: Any) -> None:
+        self.synchronize()
+
+    def _after_load_state_dict(self, module: nn.Module, incompatible: Any) -> None:
+        self._stack.adopt_weights()
+
+    # -- modes and life ---------------------------------------------------------------------------
+    def train(self, mode: bool = True) -> StrongholdEngine:
+        """Training mode of the module."""
+        self.module.train(mode)
+        self.training = mode
+        return self
+
+    def eval(self) -> StrongholdEngine:
+        """Evaluation mode of the module."""
+        return self.train(False)
+
+    def deepspeed_io(self, dataset: Any, *args: Any, **kwargs: Any) -> Any:
+        """DeepSpeed's own data loader over `dataset`."""
+        kwargs.setdefault("pin_memory", self.device.type == "cuda")
+        return super().deepspeed_io(dataset, *args, **kwargs)
+
+    def destroy(self) -> None:
+        """Finish pending work, end the lanes and give the model back whole, on the CPU. Safe to call twice."""
+        if not self._destroyed:
+            self._destroyed = True
+            self._state_hook.remove()
+            for hook in self._load_hooks:
+                hook.remove()
+            self._stack.close()
+
+    close = destroy
+
+    def __del__(self) -> None:
+        with contextlib.suppress(Exception):  # half-built, or the interpreter is ending
+            self.destroy()
+

@@ -1,0 +1,270 @@
+"""The parts of one engine, built in order and closed in reverse.
+
+Owns the life of every part: device, host slabs, window, update lane, executor, activations, hooks. Nothing here is
+DeepSpeed's; `engine` puts that border around it. The training thread alone enters.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import torch
+from torch import nn
+
+from stronghold import native
+from stronghold.config import StrongholdConfig
+from stronghold.device import cuda
+from stronghold.device.base import Device
+from stronghold.device.cuda import CudaDevice
+from stronghold.device.emulated import EmulatedDevice
+from stronghold.errors import ConfigError
+from stronghold.memory.host import LOW_DTYPE, HostStore
+from stronghold.memory.window import Window
+from stronghold.model.layout import ModelLayout, layout
+from stronghold.model.partition import Partition, partition
+from stronghold.plan.planner import Demand, Gradients, Plan, make_plan
+from stronghold.runtime.activations import Activations
+from stronghold.runtime.executor import Executor
+from stronghold.runtime.hooks import Hooks
+from stronghold.runtime.optimizer import EngineOptimizer
+from stronghold.runtime.updater import Updater
+from stronghold.telemetry.metrics import Metrics
+from stronghold.telemetry.trace import NullTrace, Trace
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+# Without stronghold.gpu_memory half of what the GPU has free goes to slots; the rest is left to activations.
+GPU_SHARE = 0.5
+CGROUP_FILES = (
+    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What the engine asks of a stack, read from the config once."""
+
+    section: StrongholdConfig
+    precision: str
+    gated: bool
+    accumulate: bool
+    local_rank: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryReport:
+    """Peak bytes per tier, as planned and as measured; activations are not planned yet."""
+
+    gpu_planned: int
+    gpu_peak: int
+    host_planned: int
+    host_peak: int
+    host_activations: int
+
+
+class Stack:
+    """Streams one model. Raises ConfigError or BudgetError before anything is allocated.
+
+    `close` gives the model back: every parameter a CPU tensor with its newest value, every hook removed.
+    """
+
+    def __init__(self, model: nn.Module, request: Request, optimizer: EngineOptimizer | None) -> None:
+        section = request.section
+        self._closed = False
+        self.dtype = DTYPES[request.precision]
+        self.partition: Partition = partition(model, section.layers)
+        _check_parameters(self.partition, request.precision)
+        self.layout: ModelLayout = layout(self.partition)
+        kind = section.device or ("cuda" if cuda.available() else "emulated")
+        self.plan: Plan = make_plan(self.layout, _demand(self.layout, self.dtype, request, optimizer, kind))
+        self.trace: Trace | NullTrace = Trace() if section.trace else NullTrace()
+        self._trace_path = section.trace
+        self.metrics = Metrics(
+            num_parameters=self.layout.num_parameters,
+            recomputes=self.plan.activations == "recompute",
+            trace=self.trace,
+        )
+        with contextlib.ExitStack() as undo:  # if a part cannot be made, those before it are closed
+            self.device = self._open_device(kind, request)
+            undo.callback(self.device.close)
+            self.pool = native.Pool(self.plan.cpu_threads)
+            undo.callback(self.pool.close)
+            self._build(model, optimizer)
+            self._parts = undo.pop_all()
+
+    def _open_device(self, kind: str, request: Request) -> Device:
+        section = request.section
+        if kind == "cuda":
+            return CudaDevice(request.local_rank, budget_bytes=section.gpu_memory, trace=self.trace)
+        emulated = section.emulated
+        return EmulatedDevice(
+            budget_bytes=section.gpu_memory,
+            trace=self.trace,
+            poison=emulated.poison,
+            jitter_s=emulated.jitter_s,
+            seed=emulated.seed,
+            link_gbps=emulated.link_gbps,
+        )
+
+    def _build(self, model: nn.Module, optimizer: EngineOptimizer | None) -> None:
+        plan = self.plan
+        parameters = [[named.parameter for named in layer.parameters] for layer in self.partition.layers]
+        self.host = HostStore(
+            self.layout,
+            self.dtype,
+            self.device,
+            hold=plan.gradients is Gradients.HELD,
+            accumulate=plan.gradients is Gradients.ACCUMULATED,
+            ring_entries=plan.ring_entries,
+        )
+        self.window = Window(
+            self.device,
+            self.dtype,
+            self.layout.layers,
+            resident=plan.resident,
+            num_slots=plan.window,
+            num_gradient_slots=plan.gradient_slots,
+        )
+        self.updater = Updater(
+            device=self.device,
+            host=self.host,
+            optimizer=optimizer,
+            parameters=parameters,
+            mode=plan.gradients,
+            pool=self.pool,
+        )
+        self.executor = Executor(
+            device=self.device,
+            host=self.host,
+            window=self.window,
+            updater=self.updater,
+            plan=plan,
+            parameters=parameters,
+            metrics=self.metrics,
+        )
+        # Layer by layer, and each parameter's original is freed before the next layer is copied: never two copies.
+        for index, of_layer in enumerate(parameters):
+            self.host.adopt(index, list(of_layer))
+            self.executor.rest(index)
+        _move_buffers(model, self.device.torch_device)
+        self.activations = Activations(plan.activations, self.device, self.executor, self.metrics)
+        self.hooks = Hooks(
+            partition=self.partition,
+            layout=self.layout,
+            executor=self.executor,
+            activations=self.activations,
+            trained=self.updater.trains,
+        )
+        self.executor.settle()
+
+    def memory_report(self) -> MemoryReport:
+        """Bytes so far; masters, moments and gradient slots are made at the first backward."""
+        return MemoryReport(
+            gpu_planned=self.plan.gpu_total_bytes,
+            gpu_peak=self.device.peak_bytes,
+            host_planned=self.plan.host_total_bytes,
+            host_peak=self.host.allocated_bytes,
+            host_activations=self.activations.host_bytes,
+        )
+
+    def adopt_weights(self) -> None:
+        """New values were written where the parameters point: bring them to the slabs, make them the masters."""
+        device = self.device
+        for index, state in enumerate(self.host.layers):
+            if index in self.plan.resident:
+                slot = self.window.slot_of(index)
+                assert slot is not None
+                source, target = slot.weights, state.weights
+                written = device.record_compute(f"weights {index} written")
+                device.drain.submit(
+                    f"save {index}", lambda s=source, t=target: device.copy(t, s[: t.numel()]), (written,)
+                ).wait()
+            self.host.restart_master(index)
+        self.executor.weights_changed([i for i in range(len(self.host.layers)) if i not in self.plan.resident])
+
+    def write_trace(self) -> None:
+        """Write the trace file, when the config asks for one."""
+        if self._trace_path:
+            self.device.settle()
+            Path(self._trace_path).parent.mkdir(parents=True, exist_ok=True)
+            self.trace.write(self._trace_path)
+
+    def close(self) -> None:
+        """Finish pending work, end the lanes, give the model back. Safe to call twice."""
+        if self._closed:
+            return
+        self._closed = True
+        with self._parts:  # the lanes and the pool end whatever happens below
+            self.hooks.close()
+            self.device.close()
+            self.executor.bind_all_to_host()
+            _move_buffers(self.partition.model, torch.device("cpu"))
+            self.write_trace()
+            self.activations.close()
+            self.host.close()
+            self.window.close()
+
+
+def _check_parameters(found: Partition, precision: str) -> None:
+    for layer in found.layers:
+        for named in layer.parameters:
+            dtype = named.parameter.dtype
+            if named.parameter.is_meta:
+                raise ConfigError(f"{named.name} is on the meta device: load its values before stronghold.initialize")
+            if not dtype.is_floating_point:
+                raise ConfigError(f"{named.name} is {dtype}: stronghold trains floating-point parameters")
+            if precision == "fp32" and dtype is not torch.float32:
+                section = "bf16" if dtype is torch.bfloat16 else "fp16"
+                raise ConfigError(
+                    f'{named.name} is {dtype}, but the config asks for fp32: add "{section}": {{"enabled": true}} or '
+                    "load the model in torch.float32"
+                )
+
+
+def _demand(
+    sizes: ModelLayout, dtype: torch.dtype, request: Request, optimizer: EngineOptimizer | None, kind: str
+) -> Demand:
+    section = request.section
+    low = LOW_DTYPE[dtype]
+    gpu_budget = section.gpu_memory
+    if gpu_budget is None and kind == "cuda" and cuda.available():
+        gpu_budget = int(cuda.free_bytes(request.local_rank) * GPU_SHARE)
+    held_now = sizes.num_parameters * dtype.itemsize  # the model's own memory, which the slabs replace
+    host_budget = section.host_memory or _available_host_bytes() + held_now
+    resident = section.resident_layers
+    num_blocks = sum(layer.streamed for layer in sizes.layers)
+    cores = len(os.sched_getaffinity(0))
+    compute_threads = torch.get_num_threads() if kind == "emulated" else 1
+    return Demand(
+        weight_bytes=dtype.itemsize,
+        low_bytes=low.itemsize if low is not None else 0,
+        gated=request.gated,
+        accumulate=request.accumulate,
+        training=optimizer is not None,
+        gpu_budget_bytes=gpu_budget,
+        host_budget_bytes=host_budget,
+        window=section.window,
+        prefetch=section.prefetch,
+        resident_layers=num_blocks if resident == "all" else resident,
+        activations=section.activations,
+        cpu_threads=section.cpu_threads,
+        num_cores=max(1, cores - compute_threads),
+    )
+
+
+def _available_host_bytes() -> int:
+    """What this process may still take: the machine's available memory, or its control group's if that is less."""
+    available = int(psutil.virtual_memory().available)
+    for limit_file, usage_file in CGROUP_FILES:
+        with contextlib.suppress(OSError, ValueError):  # absent, or "max"
+            available = min(available, int(Path(limit_file).read_text()) - int(Path(usage_file).read_text()))
+    return available
+
+
+def _move_buffers(model: nn.Module, device: torch.device) -> None:
+    for buffer in model.buffers():
+        buffer.data = buffer.data.to(device)
