@@ -68,6 +68,7 @@ def initialize(
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     if world_size > 1:
         raise ConfigError(f"stronghold runs on one GPU in this release, got WORLD_SIZE={world_size}: use --num_gpus 1")
+    _show_log()
     settings = configs.load(source, args=args, world_size=1, mpu=mpu)
     if settings.training.precision == "fp16":
         raise ConfigError('fp16 with its loss scale is not part of this release: use "bf16": {"enabled": true}')
@@ -85,6 +86,15 @@ def initialize(
     )
     logger.info("stronghold engine active on %s", engine.device)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def _show_log() -> None:
+    """Lines of the step go to the screen, as DeepSpeed's do, unless the program set logging up itself."""
+    if not logger.hasHandlers():
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("[stronghold] %(message)s"))
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
 
 
 def _asks_for_stronghold(source: Any, args: Any) -> bool:

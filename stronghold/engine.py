@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -53,7 +52,7 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
     ) -> None:
         nn.Module.__init__(self)
         self._config = settings.deepspeed
-        self.config = settings.raw
+        self.config = settings.original
         self.settings = settings
         training = settings.training
         self.local_rank = int(getattr(args, "local_rank", None) or os.environ.get("LOCAL_RANK", 0))
@@ -118,7 +117,8 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
         if client is not None:
             is_scheduler = hasattr(client, "step")
             return client if is_scheduler or not callable(client) else client(self.optimizer)
-        return self._scheduler_from_config(self.optimizer) if self.optimizer is not None else None
+        configured = self.settings.training.scheduler
+        return configured.build(self.optimizer) if configured is not None and self.optimizer is not None else None
 
     # -- the step ---------------------------------------------------------------------------------
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -190,8 +190,8 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
             step=self.global_steps, loss=loss, grad_norm=self._grad_norm, learning_rate=learning_rate, skipped=skipped
         )
         self.last_record = record
-        every = self.steps_per_print()
-        if every and math.isfinite(every) and self.global_steps % int(every) == 0:
+        every = self.settings.training.steps_per_print
+        if every and self.global_steps % every == 0:
             logger.info("%s", stack.metrics.format(record))
         if self.monitor is not None and self.monitor.enabled:
             self.monitor.write_events([("Train/Samples/lr", learning_rate, self.global_samples)])
