@@ -1,10 +1,12 @@
 """Blocks: which modules of a model are its repeated blocks.
 
-Owns the search, in this order: the paths that the user named, the table of known families, the structure of the module
-tree. Decides by module types, names and parameter shapes; never touches data, never runs the model, changes nothing.
+Owns the search, in this order: the paths that the user named, the table of known families, the
+structure of the module tree. Decides by module types, names and parameter shapes; never touches
+data, never runs the model, changes nothing.
 
-[Note: callable] A block is streamed by hooks around its call, so a block is a module that has a forward. ModuleList and ModuleDict
-have none: they are looked through, wherever they stand between a container and its blocks.
+[Note: callable] A block is streamed by hooks around its call, so a block is a module that has a
+forward. ModuleList and ModuleDict have none: they are looked through, wherever they stand between a
+container and its blocks.
 """
 
 from __future__ import annotations
@@ -22,15 +24,18 @@ from stronghold.model.families import family_paths
 
 _KEY = "stronghold.layers"
 
-# A list of small repeated parts (heads, adapters, a list of norms) beside the real stacks stays resident.
+# A list of small repeated parts (heads, adapters, a list of norms) beside the real stacks stays
+# resident.
 _MIN_SHARE_OF_LARGEST = 0.02
 
 
 def find_blocks(model: nn.Module, layers: str | Sequence[str] | None = None) -> list[nn.Module]:
-    """The distinct blocks of `model` that hold parameters, in registration order; none lies inside another.
+    """The distinct blocks of `model` that hold parameters, in registration order; none lies inside
+    another.
 
-    `layers`: dotted paths of block containers or of blocks, `*` matches within one component; None searches. ConfigError
-    when a path is unknown or names nothing with parameters, when named blocks are nested, or when nothing is found.
+    `layers`: dotted paths of block containers or of blocks, `*` matches within one component; None
+    searches. ConfigError when a path is unknown or names nothing with parameters, when named blocks
+    are nested, or when nothing is found.
     """
     if layers is not None:
         blocks = _named_blocks(model, [layers] if isinstance(layers, str) else list(layers))
@@ -42,7 +47,7 @@ def find_blocks(model: nn.Module, layers: str | Sequence[str] | None = None) -> 
     return sorted(_distinct(blocks), key=lambda block: order[id(block)])
 
 
-# --- by name -----------------------------------------------------------------------------------------------------------
+# --- by name --------------------------------------------------------------------------------------
 
 
 def _named_blocks(model: nn.Module, paths: list[str]) -> list[nn.Module]:
@@ -50,7 +55,8 @@ def _named_blocks(model: nn.Module, paths: list[str]) -> list[nn.Module]:
         raise ConfigError(
             f"{_KEY}: an empty list names no blocks; leave the key out to have them found."
         )
-    # Aliases of shared modules count: any name by which the user's code can reach a block is a good name.
+    # Aliases of shared modules count: any name by which the user's code can reach a block is a good
+    # name.
     modules = dict(model.named_modules(remove_duplicate=False))
     blocks: list[nn.Module] = []
     for path in paths:
@@ -61,7 +67,8 @@ def _named_blocks(model: nn.Module, paths: list[str]) -> list[nn.Module]:
                 f'{_KEY}: got "{path}", expected the dotted path of a module of {_class(model)} '
                 f'("*" stands for any one component).{did_you_mean(path, known)}'
             )
-        # A path that ends in a number or a wildcard names blocks, even if they are Sequentials; any other names a container.
+        # A path that ends in a number or a wildcard names blocks, even if they are Sequentials; any
+        # other names a container.
         last = path.rsplit(".", 1)[-1]
         as_block = last.isdigit() or "*" in last
         found = [
@@ -72,8 +79,8 @@ def _named_blocks(model: nn.Module, paths: list[str]) -> list[nn.Module]:
         ]
         if not found:
             raise ConfigError(
-                f'{_KEY}: "{path}" holds no module with parameters and a forward of its own, so there is nothing to '
-                "stream; name the blocks themselves or the list that holds them."
+                f'{_KEY}: "{path}" holds no module with parameters and a forward of its own, so '
+                "there is nothing to stream; name the blocks themselves or the list that holds them."
             )
         blocks += found
     _refuse_nested(model, _distinct(blocks))
@@ -81,7 +88,8 @@ def _named_blocks(model: nn.Module, paths: list[str]) -> list[nn.Module]:
 
 
 def _matches(path: str, names: Iterable[str]) -> list[str]:
-    """Names equal to `path`, component by component; else the outermost names that end in it (wrapped models)."""
+    """Names equal to `path`, component by component; else the outermost names that end in it
+    (wrapped models)."""
     pattern = path.split(".")
     split = [name.split(".") for name in names if name]
     exact = [parts for parts in split if _fits(parts, pattern)]
@@ -103,7 +111,8 @@ def _outermost(names: list[list[str]]) -> list[list[str]]:
 
 
 def _close_names(path: str, names: Iterable[str]) -> list[str]:
-    """Names to suggest: containers and modules of the asked depth come first, the hundreds inside blocks last."""
+    """Names to suggest: containers and modules of the asked depth come first, the hundreds inside
+    blocks last."""
     depth = path.count(".")
     return sorted(filter(None, names), key=lambda name: abs(name.count(".") - depth))
 
@@ -115,12 +124,12 @@ def _refuse_nested(model: nn.Module, blocks: list[nn.Module]) -> None:
         for inner in block.modules():
             if inner is not block and id(inner) in chosen:
                 raise ConfigError(
-                    f'{_KEY}: "{names[id(inner)]}" lies inside "{names[id(block)]}"; a layer moves as a whole, '
-                    "so name only one of them."
+                    f'{_KEY}: "{names[id(inner)]}" lies inside "{names[id(block)]}"; a layer moves '
+                    "as a whole, so name only one of them."
                 )
 
 
-# --- by family ---------------------------------------------------------------------------------------------------------
+# --- by family ------------------------------------------------------------------------------------
 
 
 def _family_blocks(model: nn.Module) -> list[nn.Module]:
@@ -140,12 +149,12 @@ def _family_blocks(model: nn.Module) -> list[nn.Module]:
     ]
 
 
-# --- by structure ------------------------------------------------------------------------------------------------------
+# --- by structure ---------------------------------------------------------------------------------
 
 
 def _structural_blocks(model: nn.Module) -> list[nn.Module]:
-    """Outermost groups of at least two blocks of one kind; failing that, the layers of plain lists that are most of the
-    model. Groups that are tiny beside the largest are left out."""
+    """Outermost groups of at least two blocks of one kind; failing that, the layers of plain lists
+    that are most of the model. Groups that are tiny beside the largest are left out."""
     repeated = _large_groups(model, _repeated_blocks)
     if repeated:
         return repeated
@@ -169,7 +178,8 @@ def _large_groups(
 def _outermost_groups(
     module: nn.Module, group_of: Callable[[nn.Module], list[nn.Module]]
 ) -> Iterator[list[nn.Module]]:
-    """Groups in registration order. Inside a group nothing is searched: a list of experts belongs to its block."""
+    """Groups in registration order. Inside a group nothing is searched: a list of experts belongs
+    to its block."""
     group = group_of(module)
     if group:
         yield group
@@ -180,12 +190,14 @@ def _outermost_groups(
 
 
 def _repeated_blocks(module: nn.Module) -> list[nn.Module]:
-    """The group of like blocks that `module` holds as a list or as numbered attributes (block0, block1), or none."""
+    """The group of like blocks that `module` holds as a list or as numbered attributes (block0,
+    block1), or none."""
     if not _is_container(module):
         return _numbered_siblings(module)
     blocks = [block for block in _expanded(module, open_sequential=True) if _numel(block)]
     like = _alike(blocks)
-    # A Sequential may begin with an embedding and end with a head; a ModuleList mixes kinds only as kinds of block.
+    # A Sequential may begin with an embedding and end with a head; a ModuleList mixes kinds only as
+    # kinds of block.
     if isinstance(module, nn.Sequential):
         return _distinct(like)
     return _distinct(blocks) if like and 2 * len(like) >= len(blocks) else []
@@ -195,7 +207,8 @@ def _numbered_siblings(module: nn.Module) -> list[nn.Module]:
     siblings: dict[str, list[nn.Module]] = {}
     for name, child in module.named_children():
         stem = re.fullmatch(r"(.*?)\d+", name)
-        # Numbered lists (a ResNet's layer1 to layer4) are containers: their own blocks are the finer choice.
+        # Numbered lists (a ResNet's layer1 to layer4) are containers: their own blocks are the
+        # finer choice.
         if stem and _is_callable(child) and not _is_container(child):
             siblings.setdefault(stem[1], []).append(child)
     return _distinct(block for group in siblings.values() for block in _alike(group))
@@ -212,7 +225,8 @@ def _plain_layers(module: nn.Module) -> list[nn.Module]:
 
 
 def _alike(blocks: list[nn.Module]) -> list[nn.Module]:
-    """Those of `blocks` that share their kind or all their shapes with another one and are more than one primitive."""
+    """Those of `blocks` that share their kind or all their shapes with another one and are more
+    than one primitive."""
     kinds = Counter(map(_kind, blocks))
     shapes = Counter(map(_shapes, blocks))
     return [
@@ -233,7 +247,7 @@ def _shapes(module: nn.Module) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(parameter.shape) for parameter in module.parameters())
 
 
-# --- what modules are --------------------------------------------------------------------------------------------------
+# --- what modules are -----------------------------------------------------------------------------
 
 
 def _is_callable(module: nn.Module) -> bool:
@@ -242,7 +256,8 @@ def _is_callable(module: nn.Module) -> bool:
 
 
 def _is_container(module: nn.Module) -> bool:
-    """A list of modules: ModuleList, ModuleDict, Sequential, or any other module whose children are all numbered."""
+    """A list of modules: ModuleList, ModuleDict, Sequential, or any other module whose children are
+    all numbered."""
     names = [name for name, _ in module.named_children()]
     if isinstance(module, nn.Sequential) or (names and not _is_callable(module)):
         return True
@@ -250,14 +265,15 @@ def _is_container(module: nn.Module) -> bool:
 
 
 def _is_primitive(module: nn.Module) -> bool:
-    """A linear map, a convolution, a norm, an embedding: at most a weight and a bias, and nothing inside."""
+    """A linear map, a convolution, a norm, an embedding: at most a weight and a bias, and nothing
+    inside."""
     inside = sum(_numel(child) for child in module.children())
     return not inside and len(list(module.parameters(recurse=False))) <= 2
 
 
 def _expanded(module: nn.Module, *, open_sequential: bool) -> Iterator[nn.Module]:
-    """The blocks in `module`, or itself. Lists without a forward are always opened, at any depth; those with one
-    (Sequential) only at the top and only with `open_sequential`."""
+    """The blocks in `module`, or itself. Lists without a forward are always opened, at any depth;
+    those with one (Sequential) only at the top and only with `open_sequential`."""
     if not _is_callable(module) or (open_sequential and _is_container(module)):
         for child in module.children():
             yield from _expanded(child, open_sequential=False)
@@ -283,8 +299,10 @@ def _nothing_found(model: nn.Module) -> str:
     )[:3]
     held = ", ".join(f'"{name}" ({numel:,} parameters)' for numel, name in largest) or "none"
     return (
-        f"{_KEY}: no repeated blocks found in {_class(model)}. Looked for a known family (config.model_type or class "
-        "name), then for a ModuleList, Sequential or numbered attributes that hold at least two like modules with "
-        f"parameters. Largest children: {held}. Name the blocks or the list that holds them, for example "
-        '"stronghold": {"layers": "model.layers"} or {"layers": ["encoder.block.*", "decoder.block.*"]}.'
+        f"{_KEY}: no repeated blocks found in {_class(model)}. Looked for a known family "
+        "(config.model_type or class name), then for a ModuleList, Sequential or numbered "
+        "attributes that hold at least two like modules with parameters. Largest children: "
+        f"{held}. Name the blocks, or the list that holds them, for example "
+        '"stronghold": {"layers": "model.layers"} or '
+        '{"layers": ["encoder.block.*", "decoder.block.*"]}.'
     )

@@ -1,8 +1,10 @@
-"""Layout: the offset of every parameter in its layer's arrays, and the padded sizes. The only place that computes offsets.
+"""Layout: the offset of every parameter in its layer's arrays, and the padded sizes. The only place
+that computes offsets.
 
-Owns no bytes and reads none: shapes alone decide, so a model on the meta device has the same layout as the real one.
-All numbers are elements, not bytes, so that one layout serves 16-bit weights, remainders and gradients and 32-bit
-moments alike: an element keeps its offset in each of them. Pure data, made once; any thread may read it.
+Owns no bytes and reads none: shapes alone decide, so a model on the meta device has the same layout
+as the real one. All numbers are elements, not bytes, so that one layout serves 16-bit weights,
+remainders and gradients and 32-bit moments alike: an element keeps its offset in each of them. Pure
+data, made once; any thread may read it.
 """
 
 from __future__ import annotations
@@ -14,18 +16,21 @@ from dataclasses import dataclass
 from stronghold.errors import StateError
 from stronghold.model.partition import Layer, NamedParameter, Partition
 
-# Every parameter starts at a multiple of this: 256 bytes in 16-bit and 512 in 32-bit arrays. The caching allocator of
-# CUDA hands out 512-byte multiples and cuBLAS picks its kernel by pointer alignment, up to 256 bytes: a view into a slot must look
-# like a fresh allocation, or the window would change bits. It is also the widest SIMD store, eight times over.
+# Every parameter starts at a multiple of this: 256 bytes in 16-bit and 512 in 32-bit arrays. The
+# caching allocator of CUDA hands out 512-byte multiples and cuBLAS picks its kernel by pointer
+# alignment, up to 256 bytes: a view into a slot must look like a fresh allocation, or the window
+# would change bits. It is also the widest SIMD store, eight times over.
 ALIGN_NUMEL = 128
 
-# The trainable part and the whole layer are padded to this: 4096 bytes in 16-bit arrays, a page and O_DIRECT's block.
+# The trainable part and the whole layer are padded to this: 4096 bytes in 16-bit arrays, a page and
+# O_DIRECT's block.
 PAGE_NUMEL = 2048
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterSlice:
-    """Where one parameter lies in each of its layer's arrays: `array[offset : offset + numel].view(shape)`."""
+    """Where one parameter lies in each of its layer's arrays: `array[offset : offset +
+    numel].view(shape)`."""
 
     name: str
     offset: int
@@ -38,8 +43,9 @@ class ParameterSlice:
 class LayerLayout:
     """One layer's arrays. `slices` follow `Layer.parameters`: trainable first, then frozen.
 
-    `trainable_numel` is the padded prefix that moments and gradients cover (0 when everything is frozen); `numel` is the
-    padded whole, which weights cover. `num_parameters` and `num_trainable` count without padding.
+    `trainable_numel` is the padded prefix that moments and gradients cover (0 when everything is
+    frozen); `numel` is the padded whole, which weights cover. `num_parameters` and `num_trainable`
+    count without padding.
     """
 
     index: int
@@ -80,17 +86,20 @@ class ModelLayout:
 
     @property
     def max_numel(self) -> int:
-        """Elements that a weight slot must hold: the largest streamed layer, padded; 0 without one."""
+        """Elements that a weight slot must hold: the largest streamed layer, padded; 0 without
+        one."""
         return max((self.layers[index].numel for index in self.streamed), default=0)
 
     @property
     def max_trainable_numel(self) -> int:
-        """Elements that a gradient slot must hold: the largest streamed trainable part, padded; 0 without one."""
+        """Elements that a gradient slot must hold: the largest streamed trainable part, padded; 0
+        without one."""
         return max((self.layers[index].trainable_numel for index in self.streamed), default=0)
 
 
 def layout(partition: Partition) -> ModelLayout:
-    """The layout of `partition`. Reads shapes only; StateError when a layer's parameters are not trainable first."""
+    """The layout of `partition`. Reads shapes only; StateError when a layer's parameters are not
+    trainable first."""
     return ModelLayout(layers=tuple(_layer_layout(layer) for layer in partition.layers))
 
 
@@ -99,8 +108,9 @@ def _layer_layout(layer: Layer) -> LayerLayout:
     frozen = [named for named in layer.parameters if not named.parameter.requires_grad]
     if [id(named) for named in layer.parameters] != [id(named) for named in trainable + frozen]:
         raise StateError(
-            f"layer {layer.index} ({layer.name!r}): a frozen parameter precedes a trainable one; moments and "
-            "gradients cover a prefix of the layer. Do not change requires_grad between partition() and layout()."
+            f"layer {layer.index} ({layer.name!r}): a frozen parameter precedes a trainable one, "
+            "but moments and gradients cover a prefix of the layer; requires_grad changed between "
+            "partition() and layout()"
         )
     first, end = _place(trainable, start=0)
     trainable_numel = _padded(end, PAGE_NUMEL)
@@ -121,7 +131,8 @@ def _layer_layout(layer: Layer) -> LayerLayout:
 def _place(
     parameters: Iterable[NamedParameter], *, start: int
 ) -> tuple[tuple[ParameterSlice, ...], int]:
-    """Slices one after the other from `start`, each aligned; and the unpadded end of the last one."""
+    """Slices one after the other from `start`, each aligned; and the unpadded end of the last
+    one."""
     slices, end = [], start
     for named in parameters:
         shape = tuple(named.parameter.shape)

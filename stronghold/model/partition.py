@@ -1,11 +1,12 @@
 """Partition: module -> layers. Says of every parameter which layer it moves with, or that it stays.
 
-Owns the law that every parameter of the model is in exactly one layer. Never reads a parameter's data (the meta device will do),
-never runs or changes the model. Made once by the training thread; immutable afterwards.
+Owns the law that every parameter of the model is in exactly one layer. Never reads a parameter's
+data (the meta device will do), never runs or changes the model. Made once by the training thread;
+immutable afterwards.
 
-[Note: residents] A block's parameters may leave the GPU only because nothing but the block's own forward uses them. A parameter
-that two blocks hold, or a block and something outside, leaves its block and stays resident, as does every parameter
-outside the blocks: embedding, final norm, head.
+[Note: residents] A block's parameters may leave the GPU only because nothing but the block's own
+forward uses them. A parameter that two blocks hold, or a block and something outside, leaves its
+block and stays resident, as does every parameter outside the blocks: embedding, final norm, head.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from stronghold.model.blocks import find_blocks
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class NamedParameter:
-    """A parameter with all its names: `name` is its first in `model.named_parameters()`, `aliases` has that one and,
-    when it is tied, the others, in registration order."""
+    """A parameter with all its names: `name` is its first in `model.named_parameters()`, `aliases`
+    has that one and, when it is tied, the others, in registration order."""
 
     name: str
     aliases: tuple[str, ...]
@@ -36,9 +37,10 @@ class NamedParameter:
 class Layer:
     """The unit that moves (`streamed`), or a group of parameters that never does.
 
-    `name` is the dotted path of the block, or of the first holder of a resident group; "" is the root. `modules` are those
-    whose forward uses the parameters: the block, or every module that directly holds one of the resident parameters.
-    `parameters`: each once, trainable first, then frozen, otherwise in registration order.
+    `name` is the dotted path of the block, or of the first holder of a resident group; "" is the
+    root. `modules` are those whose forward uses the parameters: the block, or every module that
+    directly holds one of the resident parameters. `parameters`: each once, trainable first, then
+    frozen, otherwise in registration order.
     """
 
     index: int
@@ -50,7 +52,8 @@ class Layer:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Partition:
-    """`layers` in the order of registration, which is the order in which forward is expected to use them."""
+    """`layers` in the order of registration, which is the order in which forward is expected to use
+    them."""
 
     layers: tuple[Layer, ...]
     model: nn.Module
@@ -62,10 +65,12 @@ class Partition:
 
 
 def partition(model: nn.Module, layers: str | Sequence[str] | None = None) -> Partition:
-    """Split `model` into layers; `layers` is the config key `stronghold.layers` (None: found by family or structure).
+    """Split `model` into layers; `layers` is the config key `stronghold.layers` (None: found by
+    family or structure).
 
-    ConfigError when no blocks are found, a path is unknown, or a parameter cannot be moved (`_check_movable`).
-    A later change of `requires_grad` or of the module tree is not seen: partition again.
+    ConfigError when no blocks are found, a path is unknown, or a parameter cannot be moved
+    (`_check_movable`). A later change of `requires_grad` or of the module tree is not seen:
+    partition again.
     """
     names = _names(model)
     _check_movable(names)
@@ -118,7 +123,8 @@ def _holders(model: nn.Module) -> dict[nn.Parameter, list[nn.Module]]:
 
 
 def _owners(model: nn.Module, blocks: list[nn.Module]) -> dict[nn.Parameter, nn.Module | None]:
-    """Every parameter with the one block that alone uses it, or None: it is resident ([Note: residents])."""
+    """Every parameter with the one block that alone uses it, or None: it is resident ([Note:
+    residents])."""
     users: dict[nn.Parameter, list[nn.Module | None]] = {}
     for block in blocks:
         for parameter in block.parameters():
@@ -130,7 +136,8 @@ def _owners(model: nn.Module, blocks: list[nn.Module]) -> dict[nn.Parameter, nn.
 
 
 def _outside(model: nn.Module, blocks: set[nn.Module]) -> Iterator[nn.Module]:
-    """Modules that are reached without entering a block; one that a block holds too is among them."""
+    """Modules that are reached without entering a block; one that a block holds too is among
+    them."""
     seen: set[nn.Module] = set(blocks)
     waiting = [model]
     while waiting:
@@ -142,17 +149,20 @@ def _outside(model: nn.Module, blocks: set[nn.Module]) -> Iterator[nn.Module]:
 
 
 def _check_movable(names: dict[nn.Parameter, list[str]]) -> None:
-    """ConfigError for what no slab can hold or keep: parameters without a shape yet, parameters that are not floating
-    point (quantised), and trainable parameters whose memory overlaps another's, a tie that moving would cut."""
+    """ConfigError for what no slab can hold or keep: parameters without a shape yet, parameters
+    that are not floating point (quantised), and trainable parameters whose memory overlaps
+    another's, a tie that moving would cut."""
     for parameter, (name, *_) in names.items():
         if is_lazy(parameter):
             raise ConfigError(
-                f'parameter "{name}" has no shape yet (lazy module): run one forward of the model before wrapping it.'
+                f'parameter "{name}" has no shape yet (lazy module): run one forward of the model '
+                "before wrapping it."
             )
         if not parameter.is_floating_point():
             raise ConfigError(
-                f'parameter "{name}" is {parameter.dtype}, expected a floating-point type: quantised weights are not '
-                "supported; what is no weight belongs in a buffer (register_buffer)."
+                f'parameter "{name}" is {parameter.dtype}, expected a floating-point type: '
+                "quantised weights are not supported; what is no weight belongs in a buffer "
+                "(register_buffer)."
             )
     spans = sorted(
         (
@@ -165,8 +175,8 @@ def _check_movable(names: dict[nn.Parameter, list[str]]) -> None:
     for (_, end, device, first, one), (start, _, other, second, two) in pairwise(spans):
         if device == other and start < end and (one.requires_grad or two.requires_grad):
             raise ConfigError(
-                f'parameters "{first}" and "{second}" are two nn.Parameter objects over the same memory; tie them by '
-                "assigning the same nn.Parameter to both modules."
+                f'parameters "{first}" and "{second}" are two nn.Parameter objects over the same '
+                "memory; tie them by assigning the same nn.Parameter to both modules."
             )
 
 
