@@ -1,0 +1,223 @@
+"""Training runs for tests: the same model and batches, through the engine or in a plain loop."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+import stronghold
+from stronghold import native
+
+Batch = dict[str, Any]
+Factory = Callable[[], tuple[nn.Module, Callable[[int], Batch]]]
+ADAM: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1}
+NO_CHECK = {"check_grad_overflow": False}
+
+
+@dataclass(kw_only=True)
+class Run:
+    """What a training run leaves: the loss of every micro-batch, and weights and norms at the end."""
+
+    losses: list[torch.Tensor] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    weights: dict[str, torch.Tensor] = field(default_factory=dict)
+    moments: dict[str, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+
+
+def assert_identical(run: Run, expected: Run) -> None:
+    """Every loss and every weight equal to the bit."""
+    for step, (loss, other) in enumerate(zip(run.losses, expected.losses, strict=True)):
+        assert torch.equal(loss, other), f"micro-batch {step}: {loss.item()!r} != {other.item()!r}"
+    assert run.weights.keys() == expected.weights.keys()
+    for name, weight in run.weights.items():
+        assert torch.equal(weight, expected.weights[name]), f"{name} differs"
+    for name in run.moments.keys() & expected.moments.keys():
+        for moment, other in zip(run.moments[name], expected.moments[name], strict=True):
+            assert torch.equal(moment, other), f"a moment of {name} differs"
+
+
+def loss_of(output: Any) -> torch.Tensor:
+    """The loss of a model's output: the output itself, its `loss`, or its "loss"."""
+    if isinstance(output, torch.Tensor):
+        return output
+    if isinstance(output, dict):
+        return output["loss"]  # type: ignore[no-any-return]
+    if isinstance(output, tuple):
+        return output[0]  # type: ignore[no-any-return]
+    return output.loss  # type: ignore[no-any-return]
+
+
+def config(
+    *, accumulation: int = 1, clipping: float = 1.0, precision: str = "fp32", section: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """A DeepSpeed config with the "stronghold" section given; overflow is checked when gradients are clipped."""
+    made: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": accumulation,
+        "gradient_clipping": clipping,
+        "steps_per_print": 10**9,
+        "optimizer": {"type": "AdamW", "params": {**ADAM, "betas": list(ADAM["betas"])}},
+        "stronghold": {"device": "emulated", **(section or {})},
+    }
+    if precision == "bf16":
+        made["bf16"] = {"enabled": True, "check_grad_overflow": clipping > 0.0}
+    return made
+
+
+def train_windowed(
+    factory: Factory,
+    *,
+    steps: int,
+    settings: dict[str, Any],
+    groups: Callable[[nn.Module], Iterable[Any]] | None = None,
+    inspect: Callable[[Any], None] | None = None,
+) -> Run:
+    """Train through the engine. `inspect` sees the engine before it is destroyed."""
+    torch.manual_seed(0)
+    model, make_batch = factory()
+    engine, _, _, _ = stronghold.initialize(
+        model=model, config=settings, model_parameters=groups(model) if groups else model.parameters()
+    )
+    run = Run()
+    try:
+        torch.manual_seed(1)
+        for micro in range(steps * engine.gradient_accumulation_steps()):
+            loss = loss_of(engine(**make_batch(micro)))
+            engine.backward(loss)
+            engine.step()
+            run.losses.append(loss.detach().clone())
+            if engine.was_step_applied():
+                run.norms.append(engine.get_global_grad_norm())
+        if inspect is not None:
+            inspect(engine)
+        run.weights = {name: value.clone() for name, value in engine.module_state_dict().items()}
+        run.moments = moments_of(engine)
+    finally:
+        engine.destroy()
+    return run
+
+
+def moments_of(engine: Any) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Adam's moments by parameter name."""
+    engine.synchronize()
+    found = {}
+    for state in engine._stack.host.layers:
+        for part in state.layout.slices:
+            if part.trainable:
+                chosen = slice(part.offset, part.offset + part.numel)
+                found[part.name] = (state.exp_avg[chosen].clone(), state.exp_avg_sq[chosen].clone())
+    return found
+
+
+def train_plain(
+    factory: Factory,
+    *,
+    steps: int,
+    accumulation: int = 1,
+    clipping: float = 1.0,
+    precision: str = "fp32",
+    groups: Callable[[nn.Module], Iterable[Any]] | None = None,
+) -> Run:
+    """The same training without a window: autograd, fp32 sums, torch's clipping formula, the same Adam kernel.
+
+    """
+    torch.manual_seed(0)
+    model, make_batch = factory()
+    if precision == "bf16":
+        for parameter in model.parameters():
+            parameter.data = parameter.data.bfloat16()
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    optimizer = KernelAdam(torch.optim.AdamW(groups(model) if groups else parameters, **ADAM))
+    sums: dict[nn.Parameter, torch.Tensor] = {}
+    run = Run()
+    torch.manual_seed(1)
+    for micro in range(steps * accumulation):
+        loss = loss_of(model(**make_batch(micro)))
+        (loss / accumulation if accumulation > 1 else loss).backward()
+        run.losses.append(loss.detach().clone())
+        if accumulation > 1:
+            _add_up(parameters, sums)
+        if (micro + 1) % accumulation == 0:
+            _step(parameters, sums, optimizer, clipping, run)
+    run.weights = {name: value.clone() for name, value in model.state_dict().items()}
+    return run
+
+
+def _add_up(parameters: list[nn.Parameter], sums: dict[nn.Parameter, torch.Tensor]) -> None:
+    for parameter in parameters:
+        if parameter.grad is not None:
+            gradient = parameter.grad.float()
+            sums[parameter] = sums[parameter] + gradient if parameter in sums else gradient
+            parameter.grad = None
+
+
+def _step(
+    parameters: list[nn.Parameter],
+    sums: dict[nn.Parameter, torch.Tensor],
+    optimizer: KernelAdam,
+    clipping: float,
+    run: Run,
+) -> None:
+    gradients = dict(sums) if sums else {p: p.grad for p in parameters if p.grad is not None}
+    run.norms.append(optimizer.step(gradients, clipping))
+    sums.clear()
+    for parameter in parameters:
+        parameter.grad = None
+
+
+class KernelAdam:
+    """The native kernel over whole tensors, one after the other: what the engine does, without everything it does."""
+
+    def __init__(self, groups_of: torch.optim.Optimizer) -> None:
+        self._groups = groups_of.param_groups
+        self._state: dict[nn.Parameter, dict[str, Any]] = {}
+        self._pool = native.Pool(1)
+
+    def step(self, gradients: dict[nn.Parameter, torch.Tensor], clipping: float) -> float:
+        """Clip by the global norm as torch.nn.utils.clip_grad_norm_ does, then update; returns the norm."""
+        sums = [native.sum_squares(self._pool, g.dtype, [(g.data_ptr(), g.numel())])[0] for g in gradients.values()]
+        norm = math.sqrt(math.fsum(sums))
+        scale = min(1.0, clipping / (norm + 1e-6)) if clipping > 0.0 else 1.0
+        for group in self._groups:
+            for parameter in group["params"]:
+                if parameter in gradients:
+                    self._update(parameter, gradients[parameter], group, scale)
+        return norm
+
+    def _update(self, parameter: nn.Parameter, gradient: torch.Tensor, group: dict[str, Any], scale: float) -> None:
+        if parameter not in self._state:
+            zeros = torch.zeros(parameter.numel())
+            low = torch.zeros(parameter.numel(), dtype=torch.int16) if parameter.dtype is torch.bfloat16 else None
+            self._state[parameter] = {"step": 0, "m": zeros, "v": zeros.clone(), "low": low}
+        state = self._state[parameter]
+        state["step"] += 1
+        gradient = gradient.contiguous()
+        native.adam(
+            self._pool,
+            parameter.dtype,
+            gradient.dtype,
+            [
+                native.AdamSegment(
+                    weight=parameter.data_ptr(),
+                    low=0 if state["low"] is None else state["low"].data_ptr(),
+                    exp_avg=state["m"].data_ptr(),
+                    exp_avg_sq=state["v"].data_ptr(),
+                    grad=gradient.data_ptr(),
+                    numel=parameter.numel(),
+                    lr=group["lr"],
+                    beta1=group["betas"][0],
+                    beta2=group["betas"][1],
+                    eps=group["eps"],
+                    weight_decay=group["weight_decay"],
+                    grad_scale=scale,
+                    step=state["step"],
+                    adamw=True,
+                    bias_correction=True,
+                )
+            ],
+        )
