@@ -1,4 +1,4 @@
-"""JSON to frozen, typed, checked settings. Read once, at construction; nobody else reads the raw dict.
+"""JSON to frozen, typed, checked settings; read once, and nobody else reads the raw dict.
 
 source      where the config comes from: file, dict, base64, arguments
 section     the "stronghold" section: schema and errors
@@ -8,7 +8,11 @@ training    `load`: all of it, with DeepSpeed's own defaults and batch arithmeti
 """
 
 from stronghold.config.keys import KEYS, Effect, Key
-from stronghold.config.optimizer import AdamSettings, settings_from_client_optimizer, settings_from_config
+from stronghold.config.optimizer import (
+    AdamSettings,
+    settings_from_client_optimizer,
+    settings_from_config,
+)
 from stronghold.config.section import EmulatedConfig, StrongholdConfig, parse_bytes, parse_section
 from stronghold.config.source import SECTION, Source, read_config, section_enabled
 from stronghold.config.training import Precision, SchedulerSettings, Settings, TrainingConfig, load

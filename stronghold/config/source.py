@@ -1,8 +1,9 @@
 """Where a config comes from: a file, a dict, base64, or the launcher's arguments.
 
-Owns reading, and nothing about meaning: what comes out is the user's own words as a fresh dict. Reading is DeepSpeed's
-(Hjson, a superset of JSON with comments, and its refusal of duplicate keys), so that every file that DeepSpeed accepts is accepted;
-the errors are ours. Called in the training thread, once per engine.
+Owns reading, and nothing about meaning: what comes out is the user's own words as a fresh dict.
+Reading is DeepSpeed's (Hjson, a superset of JSON with comments, and its refusal of duplicate keys),
+so that every file that DeepSpeed accepts is accepted; the errors are ours. Called in the training
+thread, once per engine.
 """
 
 from __future__ import annotations
@@ -29,25 +30,30 @@ logger = logging.getLogger("stronghold")
 
 
 def read_config(source: Source, args: object | None = None) -> dict[str, Any]:
-    """The DeepSpeed config that `deepspeed.initialize(args, config=source)` would use, as a new dict.
+    """The config that `deepspeed.initialize(args, config=source)` would use, as a new dict.
 
-    `source` is a path, a mapping, or base64 of JSON text. `args.deepspeed_config` (or the older `args.deepscale_config`) is used
-    when `source` is None; both given is an error, as in DeepSpeed. Raises ConfigError; a caller's mapping is copied, never changed.
+    `source` is a path, a mapping, or base64 of JSON text. `args.deepspeed_config` (or the older
+    `args.deepscale_config`) is used when `source` is None; both given is an error, as in DeepSpeed.
+    Raises ConfigError; a caller's mapping is copied, never changed.
     """
     from_args = _from_arguments(args)
     if from_args is not None and source is not None:
         raise ConfigError(
-            f"two configs: args.deepspeed_config is {from_args!r} and initialize was called with config=. "
+            f"two configs: args.deepspeed_config is {from_args!r} and initialize was called with "
+            "config=. "
             "Keep one: drop --deepspeed_config from the command, or config= from the call."
         )
     source = from_args if source is None else source
     if source is None or source == "":
-        raise ConfigError('no config: pass config="ds_config.json" (or a dict), or --deepspeed_config FILE.')
+        raise ConfigError(
+            'no config: pass config="ds_config.json" (or a dict), or --deepspeed_config FILE.'
+        )
     if isinstance(source, Mapping):
         return copy.deepcopy(dict(source))
     if not isinstance(source, (str, os.PathLike)):
         raise ConfigError(
-            f"config: got {type(source).__name__}, expected a path to a JSON file, a dict or a base64 string."
+            f"config: got {type(source).__name__}, expected a path to a JSON file, a dict or a "
+            "base64 string."
         )
     path = Path(source)
     if _exists(path):
@@ -61,7 +67,8 @@ def read_config(source: Source, args: object | None = None) -> dict[str, Any]:
 def section_enabled(config: Mapping[str, Any]) -> bool:
     """Whether the config asks for stronghold: its section is there, and `enabled` is not false.
 
-    A top-level key that is nearly the section's name is logged as a warning, once: DeepSpeed ignores unknown keys.
+    A top-level key that is nearly the section's name is logged as a warning, once: DeepSpeed
+    ignores unknown keys.
     """
     for key in config:
         if key != SECTION and isinstance(key, str):
@@ -72,7 +79,9 @@ def section_enabled(config: Mapping[str, Any]) -> bool:
     if isinstance(section, bool):
         return section
     if not isinstance(section, Mapping):
-        raise ConfigError(f'{SECTION}: got {section!r}, expected an object such as {{"enabled": true}}.')
+        raise ConfigError(
+            f'{SECTION}: got {section!r}, expected an object such as {{"enabled": true}}.'
+        )
     enabled = section.get("enabled")
     if enabled is None or enabled == "auto":
         return True
@@ -92,7 +101,8 @@ def _from_arguments(args: object | None) -> Any:
     older = getattr(args, "deepscale_config", None)
     if current is not None and older is not None:
         raise ConfigError(
-            "two configs: --deepspeed_config and --deepscale_config are both given. Drop --deepscale_config."
+            "two configs: --deepspeed_config and --deepscale_config are both given. Drop "
+            "--deepscale_config."
         )
     return older if current is None else current
 
@@ -100,7 +110,7 @@ def _from_arguments(args: object | None) -> Any:
 def _exists(path: Path) -> bool:
     try:
         return path.exists()
-    except (OSError, ValueError):  # a name too long for the file system, or with a null byte: base64, or nonsense
+    except (OSError, ValueError):  # too long for a name, or with a null byte
         return False
 
 
@@ -111,14 +121,15 @@ def _read_text(path: Path) -> str:
         return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise ConfigError(
-            f'config file "{path}" is not text in UTF-8 (byte {error.start}): save it as JSON in UTF-8.'
+            f'config file "{path}" is not text in UTF-8 (byte {error.start}): save it as JSON in '
+            f"UTF-8."
         ) from error
     except OSError as error:
         raise ConfigError(f'config file "{path}" cannot be read: {error.strerror}.') from error
 
 
 def _decode_base64(text: str) -> str | None:
-    """The decoded text where it is an object, else None: most short file names are base64 of some bytes."""
+    """The decoded text if it looks like an object: many file names are base64 of something."""
     try:
         decoded = base64.urlsafe_b64decode(text).decode("utf-8")
     except (binascii.Error, ValueError):
@@ -131,7 +142,9 @@ def _parse(text: str, what: str) -> dict[str, Any]:
     from deepspeed.runtime.config_utils import dict_raise_error_on_duplicate_keys
 
     if not text.strip():
-        raise ConfigError(f'{what} is empty: write at least {{"train_micro_batch_size_per_gpu": 1}}.')
+        raise ConfigError(
+            f'{what} is empty: write at least {{"train_micro_batch_size_per_gpu": 1}}.'
+        )
     syntax = _json_error(text)
     try:
         parsed = hjson.loads(text, object_pairs_hook=dict_raise_error_on_duplicate_keys)
@@ -148,9 +161,10 @@ def _parse(text: str, what: str) -> dict[str, Any]:
 
 
 def _json_error(text: str) -> tuple[int, int, str] | None:
-    """Where strict JSON ends (line, column, reason), None where it does not or ends at a comment, which Hjson allows.
+    """Where the text stops being JSON (line, column, reason); None at a comment, which Hjson has.
 
-    Hjson reads an unquoted word up to the end of its line, so its own position is often far behind the mistake.
+    Hjson reads an unquoted word up to the end of its line, so its own position is often far behind
+    the mistake.
     """
     try:
         json.loads(text)
@@ -169,7 +183,7 @@ def _not_json(what: str, text: str, line: int, column: int, reason: str) -> str:
 
 def _missing_file(source: str) -> str:
     if source.lstrip().startswith("{"):
-        return "config is JSON text: pass the dict, json.loads(text), or the path of a file that holds it."
+        return "config is JSON text: pass the dict, json.loads(text), or the path of a file."
     path = Path(source[:4096])
     siblings: list[str] = []
     with contextlib.suppress(OSError, ValueError):

@@ -1,7 +1,8 @@
-"""What the training loop needs from the DeepSpeed part of the config, and the one entry point that reads everything.
+"""What the loop needs of the DeepSpeed part of the config, and the entry point that reads it all.
 
-Defaults, types and batch arithmetic are those of DeepSpeed's own DeepSpeedConfig, which is made here; the errors are ours. Called in
-the training thread, once per engine, before anything is allocated. DeepSpeed is imported at the first call.
+Defaults, types and batch arithmetic are those of DeepSpeed's own DeepSpeedConfig, which is made
+here; the errors are ours. Called in the training thread, once per engine, before anything is
+allocated. DeepSpeed is imported at the first call.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import ValidationError
 
-from stronghold.config.keys import SECTIONS, refusals, unfilled, warn_of_ignored
+from stronghold.config.keys import ALIASES, SECTIONS, refusals, unfilled, warn_of_ignored
 from stronghold.config.optimizer import AdamSettings, settings_from_config
 from stronghold.config.section import StrongholdConfig, parse_section
 from stronghold.config.source import SECTION, Source, read_config
@@ -25,6 +26,11 @@ if TYPE_CHECKING:
     from deepspeed.runtime.config import DeepSpeedConfig
 
 Precision = Literal["fp32", "bf16", "fp16"]
+DTYPE_NAMES: dict[Precision, tuple[str, ...]] = {  # DeepSpeed's spellings
+    "fp32": ("fp32", "float32", "float", "torch.float32"),
+    "bf16": ("bf16", "bfloat16", "torch.bfloat16"),
+    "fp16": ("fp16", "float16", "half", "torch.float16"),
+}
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
@@ -36,7 +42,7 @@ class SchedulerSettings:
     params: Mapping[str, Any] = field(default_factory=dict)
 
     def build(self, optimizer: torch.optim.Optimizer) -> Any:
-        """The schedule, attached to `optimizer`. Raises ConfigError where its own checks refuse the params."""
+        """The schedule, attached to `optimizer`. Raises ConfigError where it refuses the params."""
         try:
             return _schedule_class(self.type)(optimizer, **self.params)
         except (TypeError, ValueError, AssertionError) as error:
@@ -57,8 +63,6 @@ class TrainingConfig:
     scheduler: SchedulerSettings | None
     steps_per_print: int | None  # None: never
     wall_clock_breakdown: bool
-    dump_state: bool
-    dataloader_drop_last: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,10 +75,13 @@ class Settings:
     stronghold: StrongholdConfig
 
 
-def load(source: Source, args: object | None = None, world_size: int | None = None, mpu: Any = None) -> Settings:
-    """Reads and checks the whole config. `world_size` is the number of data-parallel ranks; None asks torch.distributed.
+def load(
+    source: Source, args: object | None = None, world_size: int | None = None, mpu: Any = None
+) -> Settings:
+    """Reads and checks the whole config, for `world_size` data-parallel ranks.
 
-    Raises ConfigError; every line of its message is one key, what was got and what to change.
+    None asks torch.distributed, and is 1 where it does not run. Raises ConfigError; every line of
+    its message is one key, what was got and what to change.
     """
     original = read_config(source, args)
     _check_sections(original)
@@ -83,18 +90,14 @@ def load(source: Source, args: object | None = None, world_size: int | None = No
     problems = refusals(config) + unfilled(config)
     if problems:
         raise ConfigError("\n".join(problems))
-    _check_precision(config)
+    config = {key: value for key, value in config.items() if value != "auto"}
+    precision = _precision(config)
     optimizer = settings_from_config(config.get("optimizer"))
     scheduler = _scheduler(config.get("scheduler"))
     clipping = _gradient_clipping(config)
     steps_per_print = _steps_per_print(config.get("steps_per_print"))
     deepspeed = _deepspeed_config(config, world_size, mpu)
     warn_of_ignored(config)
-    precision: Precision = "fp32"
-    if deepspeed.bfloat16_config.enabled:
-        precision = "bf16"
-    elif deepspeed.float16_config.enabled:
-        precision = "fp16"
     training = TrainingConfig(
         precision=precision,
         train_batch_size=deepspeed.train_batch_size,
@@ -107,38 +110,61 @@ def load(source: Source, args: object | None = None, world_size: int | None = No
         scheduler=scheduler,
         steps_per_print=steps_per_print,
         wall_clock_breakdown=bool(deepspeed.wall_clock_breakdown),
-        dump_state=bool(deepspeed.dump_state),
-        dataloader_drop_last=bool(deepspeed.dataloader_drop_last),
     )
     return Settings(original=original, deepspeed=deepspeed, training=training, stronghold=section)
 
 
 def _check_sections(config: Mapping[str, Any]) -> None:
-    """DeepSpeed unpacks sections without looking: a number there is a TypeError far from its key."""
+    """DeepSpeed unpacks sections unseen: a number there is a TypeError far from its key."""
     problems = [
         f"{key}: got {config[key]!r}, expected an object {{...}}."
-        for key in sorted(SECTIONS - {"zero_optimization"})
+        for key in sorted({*SECTIONS, *ALIASES} - {"zero_optimization"})
         if config.get(key) is not None and not isinstance(config[key], Mapping)
     ]
     if problems:
         raise ConfigError("\n".join(problems))
 
 
-def _check_precision(config: Mapping[str, Any]) -> None:
-    bf16 = config.get("bf16") or config.get("bfloat16") or {}
-    if bf16.get("enabled") and (config.get("fp16") or {}).get("enabled"):
+def _precision(config: Mapping[str, Any]) -> Precision:
+    sections = {
+        "bf16": config.get("bf16") or config.get("bfloat16") or {},
+        "fp16": config.get("fp16") or {},
+    }
+    problems = [
+        f"{name}.enabled: got {section['enabled']!r}, expected true or false."
+        for name, section in sections.items()
+        if not isinstance(section.get("enabled", False), bool)
+    ]
+    if problems:
+        raise ConfigError("\n".join(problems))
+    bf16, fp16 = (bool(section.get("enabled")) for section in sections.values())
+    if bf16 and fp16:
         raise ConfigError(
             "fp16.enabled and bf16.enabled are both true, and a model has one dtype. "
             'Set "fp16": {"enabled": false} (bf16 needs no loss scale), or the other way round.'
         )
+    precision: Precision = "bf16" if bf16 else "fp16" if fp16 else "fp32"
+    wanted = (config.get("data_types") or {}).get("param_dtype")
+    if wanted is not None and wanted not in DTYPE_NAMES[precision]:
+        raise ConfigError(
+            f"data_types.param_dtype: got {wanted!r}, but the config trains in {precision}. "
+            "Remove it, or enable the section bf16 or fp16 that it means."
+        )
+    return precision
 
 
 def _gradient_clipping(config: Mapping[str, Any]) -> float | None:
     value = config.get("gradient_clipping")
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not (math.isfinite(value) and value >= 0):
-        raise ConfigError(f"gradient_clipping: got {value!r}, expected a number >= 0 (0 turns clipping off).")
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, (int, float))
+        or not (math.isfinite(value) and value >= 0)
+    ):
+        raise ConfigError(
+            f"gradient_clipping: got {value!r}, expected a number >= 0 (0 turns clipping off)."
+        )
     return float(value)
 
 
@@ -146,7 +172,9 @@ def _steps_per_print(value: object) -> int | None:
     if value is None or value == math.inf:  # infinity is how accelerate says never
         return None
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise ConfigError(f"steps_per_print: got {value!r}, expected a number of steps, or no such key.")
+        raise ConfigError(
+            f"steps_per_print: got {value!r}, expected a number of steps, or no such key."
+        )
     return value or None
 
 
@@ -155,7 +183,9 @@ def _scheduler(section: Any) -> SchedulerSettings | None:
         return None
     name, params = section.get("type"), section.get("params") or {}
     if not isinstance(name, str):
-        raise ConfigError(f'scheduler.type: got {name!r}, expected the name of a schedule such as "WarmupLR".')
+        raise ConfigError(
+            f'scheduler.type: got {name!r}, expected the name of a schedule such as "WarmupLR".'
+        )
     if not isinstance(params, Mapping):
         raise ConfigError(f"scheduler.params: got {params!r}, expected an object.")
     accepted = inspect.signature(_schedule_class(name)).parameters
@@ -183,7 +213,10 @@ def _schedule_class(name: str) -> type:
     if name in torch_schedules.__all__:
         return getattr(torch_schedules, name)  # type: ignore[no-any-return]
     known = [*lr_schedules.VALID_LR_SCHEDULES, *torch_schedules.__all__]
-    hint = did_you_mean(name, known) or f" DeepSpeed's are {', '.join(lr_schedules.VALID_LR_SCHEDULES)}."
+    hint = (
+        did_you_mean(name, known)
+        or f" DeepSpeed's are {', '.join(lr_schedules.VALID_LR_SCHEDULES)}."
+    )
     raise ConfigError(f'scheduler.type: unknown schedule "{name}".{hint}')
 
 
@@ -192,14 +225,18 @@ def _batch_sizes(config: Mapping[str, Any], ranks: int) -> dict[str, int]:
     problems = []
     for key in BATCH_KEYS:
         value = config.get(key)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+        if value is not None and (
+            isinstance(value, bool) or not isinstance(value, int) or value < 1
+        ):
             problems.append(f"{key}: got {value!r}, expected an integer >= 1.")
     if problems:
         raise ConfigError("\n".join(problems))
     sizes: list[Any] = [config.get(key) for key in BATCH_KEYS]
     total, micro, steps = sizes
     if total is None and micro is None:
-        raise ConfigError('no batch size: add "train_micro_batch_size_per_gpu": 1 (or "train_batch_size").')
+        raise ConfigError(
+            'no batch size: add "train_micro_batch_size_per_gpu": 1 (or "train_batch_size").'
+        )
     if steps is None:
         steps = total // (micro * ranks) if total and micro else 1
     if micro is None:
@@ -211,14 +248,17 @@ def _batch_sizes(config: Mapping[str, Any], ranks: int) -> dict[str, int]:
     return dict(zip(BATCH_KEYS, (total, micro, steps), strict=True))
 
 
-def _batch_mismatch(config: Mapping[str, Any], total: int, micro: int, steps: int, ranks: int) -> str:
+def _batch_mismatch(
+    config: Mapping[str, Any], total: int, micro: int, steps: int, ranks: int
+) -> str:
     given = ", ".join(f"{key} {config[key]}" for key in BATCH_KEYS if config.get(key) is not None)
     divisor = ranks * (config.get(BATCH_KEYS[1]) or 1) * (config.get(BATCH_KEYS[2]) or 1)
     nearest = divisor * max(1, total // divisor)
     return (
-        f"batch sizes do not multiply out: {given}, on {ranks} rank{'s' if ranks > 1 else ''}; train_batch_size must be "
-        "train_micro_batch_size_per_gpu x gradient_accumulation_steps x ranks, and "
-        f'{total} != {micro} x {steps} x {ranks}. Set "train_batch_size": {nearest}, or change the others.'
+        f"batch sizes do not multiply out: {given}, on {ranks} rank{'s' if ranks > 1 else ''}; "
+        "train_batch_size must be train_micro_batch_size_per_gpu x gradient_accumulation_steps x "
+        f'ranks, and {total} != {micro} x {steps} x {ranks}. Set "train_batch_size": {nearest}, '
+        "or change the others."
     )
 
 
@@ -236,15 +276,25 @@ def _deepspeed_config(config: dict[str, Any], world_size: int | None, mpu: Any) 
 
     ranks = _ranks(mpu) if world_size is None else world_size
     batch = _batch_sizes(config, ranks)
-    # DeepSpeed asks torch.distributed for the ranks, and it may not run yet: give it what does not depend on them.
+    # DeepSpeed asks torch.distributed for the ranks, and it may not run yet: give it what does not
+    # depend on them.
     without_total = {**config, **batch}
     del without_total["train_batch_size"]
     try:
         deepspeed = DeepSpeedConfig(without_total, mpu)
     except ValidationError as error:
         raise ConfigError(_explain(error)) from error
-    except (DeepSpeedConfigError, ValueError, AssertionError, TypeError, AttributeError, KeyError) as error:
-        raise ConfigError(f"DeepSpeed refuses the config: {type(error).__name__}: {error}") from error
+    except (
+        DeepSpeedConfigError,
+        ValueError,
+        AssertionError,
+        TypeError,
+        AttributeError,
+        KeyError,
+    ) as error:
+        raise ConfigError(
+            f"DeepSpeed refuses the config: {type(error).__name__}: {error}"
+        ) from error
     deepspeed.world_size = ranks
     deepspeed.train_batch_size = batch["train_batch_size"]
     return deepspeed
@@ -277,7 +327,11 @@ def _hint(title: str, key: str) -> str:
     from deepspeed.runtime import precision_config
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
-    classes = (precision_config.DeepSpeedBF16Config, precision_config.DeepSpeedFP16Config, DeepSpeedZeroConfig)
+    classes = (
+        precision_config.DeepSpeedBF16Config,
+        precision_config.DeepSpeedFP16Config,
+        DeepSpeedZeroConfig,
+    )
     known = [
         field.alias or name
         for model in classes
