@@ -270,11 +270,9 @@ def uneven() -> Any:
 @plain
 def sequential() -> Any:
     """A list of unlike layers, some without parameters, and nothing that repeats."""
-    return _Regression(
-        nn.Sequential(
-            nn.Linear(9, 33), nn.ReLU(), nn.Linear(33, 65), nn.LayerNorm(65), nn.GELU(), nn.Linear(65, 1)
-        )
-    ), _regression_batch  # fmt: skip
+    first, middle, last = nn.Linear(9, 33), nn.Linear(33, 65), nn.Linear(65, 1)
+    net = nn.Sequential(first, nn.ReLU(), middle, nn.LayerNorm(65), nn.GELU(), last)
+    return _Regression(net), _regression_batch
 
 
 class _Regression(nn.Module):

@@ -80,7 +80,7 @@ def _named_blocks(model: nn.Module, paths: list[str]) -> list[nn.Module]:
         if not found:
             raise ConfigError(
                 f'{_KEY}: "{path}" holds no module with parameters and a forward of its own, so '
-                "there is nothing to stream; name the blocks themselves or the list that holds them."
+                "there is nothing to stream; name the blocks, or the list that holds them."
             )
         blocks += found
     _refuse_nested(model, _distinct(blocks))
