@@ -75,7 +75,10 @@ SH_API const char* sh_pool_isa(const sh_pool* pool);
  *   SH_F32   weight float     low unused, may be NULL
  *   SH_BF16  weight uint16    low int16: bits(master) = (weight << 16) + low. The weight is the
  *                             master rounded to nearest, ties away from zero; no bit is lost.
- *   SH_F16   weight fp16      low float, the master; the weight is rounded to nearest even
+ *   SH_F16   weight fp16      low float, the master; the weight is rounded to nearest even.
+ * A weight that somebody else wrote before the call counts: with SH_F16 a weight that is not its
+ * master's rounding becomes the master; with SH_BF16 the old remainder, less than half a unit in
+ * the weight's last place, stays.
  * `step` counts from 1: the number of this update, used when bias_correction != 0. */
 typedef struct {
   void* weight;

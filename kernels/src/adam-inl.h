@@ -33,7 +33,12 @@ struct WeightBf16 {
 };
 struct WeightF16 {
   static constexpr int64_t kBytes = 2, kLowBytes = 4;
-  SH_INLINE static F Load(const char*, const char* low) { return LoadF32(low); }
+  // A weight that is not its master's rounding was written by somebody else, who meant it.
+  SH_INLINE static F Load(const char* weight, const char* low) {
+    const F master = LoadF32(low);
+    const F seen = LoadF16(weight);
+    return SelectEqual(RoundF16(master), seen, master, seen);
+  }
   SH_INLINE static void Store(char* weight, char* low, F x) {
     StoreF16(weight, x);
     StoreF32(low, x);

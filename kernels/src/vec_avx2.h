@@ -32,6 +32,11 @@ SH_INLINE void StoreF16(char* p, F x) {
   Store128(p, _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
 }
 
+SH_INLINE F RoundF16(F x) { return _mm256_cvtph_ps(_mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT)); }
+SH_INLINE F SelectEqual(F a, F b, F yes, F no) {
+  return _mm256_blendv_ps(no, yes, _mm256_cmp_ps(a, b, _CMP_EQ_OQ));
+}
+
 SH_INLINE F JoinBf16(const char* upper, const char* low) {
   const __m256i high = _mm256_slli_epi32(_mm256_cvtepu16_epi32(Load128(upper)), 16);
   return _mm256_castsi256_ps(_mm256_add_epi32(high, _mm256_cvtepi16_epi32(Load128(low))));

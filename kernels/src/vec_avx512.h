@@ -34,6 +34,13 @@ SH_INLINE void StoreF16(char* p, F x) {
   Store256(p, _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 }
 
+SH_INLINE F RoundF16(F x) {
+  return _mm512_cvtph_ps(_mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+}
+SH_INLINE F SelectEqual(F a, F b, F yes, F no) {
+  return _mm512_mask_mov_ps(no, _mm512_cmp_ps_mask(a, b, _CMP_EQ_OQ), yes);
+}
+
 SH_INLINE F JoinBf16(const char* upper, const char* low) {
   const __m512i high = _mm512_slli_epi32(_mm512_cvtepu16_epi32(Load256(upper)), 16);
   return _mm512_castsi512_ps(_mm512_add_epi32(high, _mm512_cvtepi16_epi32(Load256(low))));

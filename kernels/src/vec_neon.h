@@ -36,6 +36,9 @@ SH_INLINE F LoadBf16(const char* p) { return vreinterpretq_f32_u32(vshll_n_u16(L
 SH_INLINE F LoadF16(const char* p) { return vcvt_f32_f16(vreinterpret_f16_u16(Load4U16(p))); }
 SH_INLINE void StoreF16(char* p, F x) { Store4U16(p, vreinterpret_u16_f16(vcvt_f16_f32(x))); }
 
+SH_INLINE F RoundF16(F x) { return vcvt_f32_f16(vcvt_f16_f32(x)); }
+SH_INLINE F SelectEqual(F a, F b, F yes, F no) { return vbslq_f32(vceqq_f32(a, b), yes, no); }
+
 SH_INLINE F JoinBf16(const char* upper, const char* low) {
   const uint32x4_t rest = vreinterpretq_u32_s32(vmovl_s16(vreinterpret_s16_u16(Load4U16(low))));
   return vreinterpretq_f32_u32(vaddq_u32(vshll_n_u16(Load4U16(upper), 16), rest));

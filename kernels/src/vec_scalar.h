@@ -67,6 +67,13 @@ SH_INLINE void StoreF16(char* p, F x) {
   std::memcpy(p, &out, 2);
 }
 
+SH_INLINE F RoundF16(F x) {
+  char half[2];
+  StoreF16(half, x);
+  return LoadF16(half);
+}
+SH_INLINE F SelectEqual(F a, F b, F yes, F no) { return a == b ? yes : no; }
+
 SH_INLINE F JoinBf16(const char* upper, const char* low) {
   const int32_t rest = static_cast<int16_t>(LoadU16(low));
   return FromBits((static_cast<uint32_t>(LoadU16(upper)) << 16) + static_cast<uint32_t>(rest));

@@ -1,0 +1,170 @@
+// The C ABI under load, for the sanitizers: many pools, many callers, odd sizes and addresses, and
+// every instruction set against "scalar", bit for bit. Prints the instruction sets and a hash of
+// all results, which is the same on every architecture with the same libm.
+
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "stronghold.h"
+
+namespace {
+
+void Check(bool holds, const char* what, int line) {
+  if (holds) return;
+  std::fprintf(stderr, "line %d: %s: %s\n", line, what, sh_last_error());
+  std::exit(1);
+}
+#define CHECK(x) Check((x), #x, __LINE__)
+
+// xorshift: the same numbers on every machine.
+struct Random {
+  uint64_t state;
+  uint64_t Next() {
+    state ^= state << 13;
+    state ^= state >> 7;
+    state ^= state << 17;
+    return state * 0x2545F4914F6CDD1Dull;
+  }
+};
+
+// An array of exactly `bytes`, `skip` bytes past an aligned address: the address sanitizer sees
+// every byte that is touched beyond it.
+struct Array {
+  Array(int64_t bytes, int skip, Random* random) : storage(bytes + skip), skip(skip) {
+    for (char& c : storage) c = random == nullptr ? 0 : static_cast<char>(random->Next() >> 40);
+  }
+  void* data() { return storage.data() + skip; }
+  std::vector<char> storage;
+  int skip;
+};
+
+struct State {
+  State(int64_t numel, int skip, uint64_t seed) : random{seed * 2 + 1} {
+    for (int i = 0; i < 5; ++i) {
+      // Random bits: every exponent, infinities, NaNs and denormals are among them. The second
+      // moment starts at zero, as it is never negative.
+      arrays.emplace_back(numel * 4, skip, i == 3 ? nullptr : &random);
+    }
+    segment = {arrays[0].data(),
+               arrays[1].data(),
+               static_cast<float*>(arrays[2].data()),
+               static_cast<float*>(arrays[3].data()),
+               arrays[4].data(),
+               numel,
+               1e-3,
+               0.9,
+               0.999,
+               1e-8,
+               0.1,
+               0.5,
+               1,
+               0,
+               1};
+  }
+  Random random;
+  std::vector<Array> arrays;
+  sh_adam_segment segment;
+};
+
+std::vector<char> RunAll(sh_pool* pool, int64_t numel, int skip, uint64_t seed) {
+  std::vector<char> out;
+  const auto keep = [&out](const void* p, size_t bytes) {
+    out.insert(out.end(), static_cast<const char*>(p), static_cast<const char*>(p) + bytes);
+  };
+  for (int weight = 0; weight < 3; ++weight) {
+    for (int grad = 0; grad < 3; ++grad) {
+      State a(numel, skip, seed), b(numel / 2, skip, seed + 1);
+      for (int step = 1; step <= 3; ++step) {
+        sh_adam_segment both[2] = {a.segment, b.segment};
+        both[0].step = both[1].step = step;
+        both[0].adamw = step & 1;
+        CHECK(sh_adam(pool, static_cast<sh_dtype>(weight), static_cast<sh_dtype>(grad), both, 2) ==
+              SH_OK);
+      }
+      for (State* s : {&a, &b}) {
+        for (Array& array : s->arrays) keep(array.storage.data(), array.storage.size());
+      }
+    }
+    State s(numel, skip, seed);
+    const sh_dtype dtype = static_cast<sh_dtype>(weight);
+    for (int64_t add : {0, 1}) {
+      const sh_accumulate_segment segment = {s.segment.grad, s.segment.exp_avg, numel, add};
+      CHECK(sh_accumulate(pool, dtype, &segment, 1) == SH_OK);
+    }
+    keep(s.arrays[2].storage.data(), s.arrays[2].storage.size());
+    const sh_array_segment x[2] = {{s.segment.grad, numel}, {s.segment.weight, numel / 3}};
+    double sums[2];
+    CHECK(sh_sum_squares(pool, dtype, x, 2, sums) == SH_OK);
+    keep(sums, sizeof(sums));
+  }
+  return out;
+}
+
+sh_pool* MakePool(int num_threads, const char* isa) {
+  sh_pool* pool = nullptr;
+  CHECK(sh_pool_create(num_threads, nullptr, 0, isa, &pool) == SH_OK);
+  return pool;
+}
+
+uint64_t SameBitsEverywhere() {
+  uint64_t hash = 0xCBF29CE484222325ull;  // FNV-1a
+  for (int64_t numel : {0, 1, 3, 15, 17, 31, 33, 4097, 70001}) {
+    for (int skip : {0, 1, 4, 6}) {
+      sh_pool* scalar = MakePool(1, "scalar");
+      const std::vector<char> expected = RunAll(scalar, numel, skip, numel + skip);
+      sh_pool_destroy(scalar);
+      for (char c : expected) hash = (hash ^ static_cast<unsigned char>(c)) * 0x100000001B3ull;
+      for (int i = 0; sh_isa_at(i) != nullptr; ++i) {
+        sh_pool* pool = MakePool(1 + i % 3, sh_isa_at(i));
+        CHECK(RunAll(pool, numel, skip, numel + skip) == expected);
+        sh_pool_destroy(pool);
+      }
+    }
+  }
+  return hash;
+}
+
+void ManyCallersManyPools() {
+  sh_pool* shared = MakePool(3, nullptr);
+  std::vector<std::thread> callers;
+  for (int caller = 0; caller < 4; ++caller) {
+    callers.emplace_back([shared, caller] {
+      sh_pool* own = MakePool(2, nullptr);
+      for (int round = 0; round < 3; ++round) {
+        CHECK(RunAll(shared, 70001, 0, caller) == RunAll(own, 70001, 0, caller));
+      }
+      sh_pool_destroy(own);
+    });
+  }
+  for (std::thread& caller : callers) caller.join();
+  sh_pool_destroy(shared);
+}
+
+void ShortCallsNeverWaitForever() {
+  sh_pool* pool = MakePool(4, nullptr);
+  State s(66000, 0, 7);
+  for (int i = 1; i <= 2000; ++i) {
+    s.segment.step = i;
+    s.segment.numel = i % 33000;
+    CHECK(sh_adam(pool, SH_F32, SH_F32, &s.segment, 1) == SH_OK);
+  }
+  sh_pool_destroy(pool);
+  for (int i = 0; i < 50; ++i) sh_pool_destroy(MakePool(1 + i % 5, nullptr));
+}
+
+}  // namespace
+
+int main() {
+  std::string isas;
+  for (int i = 0; sh_isa_at(i) != nullptr; ++i) isas += std::string(" ") + sh_isa_at(i);
+  const uint64_t hash = SameBitsEverywhere();
+  ManyCallersManyPools();
+  ShortCallsNeverWaitForever();
+  std::printf("%s: %016llx: ok\n", isas.c_str() + 1, static_cast<unsigned long long>(hash));
+  return 0;
+}

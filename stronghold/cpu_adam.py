@@ -1,0 +1,224 @@
+"""`CPUAdam`: the kernels' Adam and AdamW as an ordinary `torch.optim.Optimizer`.
+
+Owns a thread pool and, in `self.state`, the moments and what half-precision parameters lack to
+their exact fp32 masters. It never writes gradients. One thread at a time may call `step`.
+
+State of a parameter, in the order of its elements and contiguous: `step` (int), `exp_avg` and
+`exp_avg_sq` (fp32), and `low`: for bf16 the signed 16-bit remainder, with
+bits(master) = (bits(weight) << 16) + low; for fp16 the fp32 master itself; none for fp32.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+
+from stronghold.errors import ConfigError
+from stronghold.native import AdamSegment, Pool, adam, available_cores
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_Closure = Callable[[], "torch.Tensor | float"]
+
+
+class CPUAdam(torch.optim.Optimizer):
+    """AdamW, or Adam with L2 decay (`adamw_mode=False`), on CPU parameters.
+
+    Parameters and gradients are fp32, bf16 or fp16, independently of each other. Arithmetic is
+    fp32 on exact fp32 masters; formula and order are in `kernels/include/stronghold.h`. The bits
+    depend neither on `num_threads` nor on the instruction set. Every hyperparameter may differ
+    between parameter groups. Parameters without a gradient are skipped. `num_threads` includes the
+    calling thread; by default it is the number of this process's cores.
+
+    `load_state_dict` also takes the state of `torch.optim.Adam` and `AdamW`.
+
+    Raises `ConfigError`, before anything is updated, for what it cannot do exactly: `amsgrad`,
+    sparse gradients, parameters that are not on the CPU, of another dtype, or whose elements
+    overlap in memory.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        adamw_mode: bool = True,
+        bias_correction: bool = True,
+        amsgrad: bool = False,
+        maximize: bool = False,
+        num_threads: int | None = None,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "adamw_mode": adamw_mode,
+            "bias_correction": bias_correction,
+            "amsgrad": amsgrad,
+            "maximize": maximize,
+        }
+        self._pool = Pool(available_cores() if num_threads is None else num_threads)
+        super().__init__(params, defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        try:
+            _check_group(self.param_groups[-1])
+            for param in self.param_groups[-1]["params"]:
+                _check_parameter(param)
+        except ConfigError:
+            self.param_groups.pop()
+            raise
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Threads are not copied or pickled; the copy starts as many of its own.
+        return {**super().__getstate__(), "num_threads": self._pool.num_threads}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        num_threads = state.pop("num_threads", None)
+        super().__setstate__(state)
+        if num_threads is not None:
+            self._pool = Pool(num_threads)
+        for group in self.param_groups:
+            # Groups that torch.optim.Adam or AdamW saved lack what only we have.
+            for name, value in self.defaults.items():
+                group.setdefault(name, value)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        # torch casts all state to the parameter's dtype, which would round the moments of
+        # half-precision parameters and destroy their remainders: take the saved values as they are.
+        params = [param for group in self.param_groups for param in group["params"]]
+        saved_ids = [i for group in state_dict["param_groups"] for i in group["params"]]
+        for saved_id, param in zip(saved_ids, params, strict=True):
+            if saved_id in state_dict["state"]:
+                self.state[param] = _adopted(param, state_dict["state"][saved_id])
+
+    @torch.no_grad()
+    def step(self, closure: _Closure | None = None) -> torch.Tensor | float | None:  # type: ignore[override]
+        """Updates every parameter that has a gradient; returns the closure's value, if any."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        work = [
+            (group, param)
+            for group in self.param_groups
+            for param in group["params"]
+            if param.grad is not None
+        ]
+        for group, param in work:
+            _check_group(group)
+            _check_parameter(param)
+        # One native call per pair of dtypes: hundreds of small tensors cost as one large one.
+        calls = defaultdict(list)
+        buffers = []  # keeps what is contiguous for the call alone alive until it returns
+        for group, param in work:
+            weight, grad = param.detach().contiguous(), cast(torch.Tensor, param.grad).contiguous()
+            buffers.append((param, weight, grad))
+            calls[weight.dtype, grad.dtype].append(self._segment(group, param, weight, grad))
+        for (weight_dtype, grad_dtype), segments in calls.items():
+            adam(self._pool, weight_dtype, grad_dtype, segments)
+        for param, weight, _ in buffers:
+            if weight.data_ptr() != param.data_ptr():
+                param.copy_(weight)
+        # The kernels write behind autograd's back: a backward that needs the old values must fail.
+        torch.autograd.graph.increment_version([param for _, param in work])
+        return loss
+
+    def _segment(
+        self, group: dict[str, Any], param: torch.Tensor, weight: torch.Tensor, grad: torch.Tensor
+    ) -> AdamSegment:
+        state = self.state[param]
+        if not state:
+            state.update(_initial_state(weight))
+        state["step"] += 1
+        low = state.get("low")
+        beta1, beta2 = group["betas"]
+        return AdamSegment(
+            weight=weight.data_ptr(),
+            low=0 if low is None else low.data_ptr(),
+            exp_avg=state["exp_avg"].data_ptr(),
+            exp_avg_sq=state["exp_avg_sq"].data_ptr(),
+            grad=grad.data_ptr(),
+            numel=weight.numel(),
+            lr=float(group["lr"]),
+            beta1=float(beta1),
+            beta2=float(beta2),
+            eps=group["eps"],
+            weight_decay=group["weight_decay"],
+            grad_scale=-1.0 if group["maximize"] else 1.0,
+            step=state["step"],
+            adamw=group["adamw_mode"],
+            bias_correction=group["bias_correction"],
+        )
+
+
+def _initial_state(weight: torch.Tensor) -> dict[str, Any]:
+    state: dict[str, Any] = {
+        "step": 0,
+        "exp_avg": torch.zeros_like(weight, dtype=torch.float32),
+        "exp_avg_sq": torch.zeros_like(weight, dtype=torch.float32),
+    }
+    if weight.dtype == torch.bfloat16:
+        state["low"] = torch.zeros_like(weight, dtype=torch.int16)
+    elif weight.dtype == torch.float16:
+        state["low"] = weight.float()
+    return state
+
+
+def _adopted(param: torch.Tensor, saved: dict[str, Any]) -> dict[str, Any]:
+    """Saved state as ours: own copies, our dtypes, what is missing made from the parameter."""
+    state = _initial_state(param.detach().contiguous())
+    for name, own in state.items():
+        value = saved.get(name)
+        if value is None:
+            continue
+        if name == "step":
+            state[name] = int(value)  # torch keeps it in a tensor
+            continue
+        if value.shape != own.shape:
+            raise ConfigError(
+                f"saved optimizer state: {name} has shape {tuple(value.shape)}, "
+                f"expected the parameter's {tuple(own.shape)}"
+            )
+        own.copy_(value)
+    return state
+
+
+def _check_group(group: dict[str, Any]) -> None:
+    if group["amsgrad"]:
+        raise ConfigError("CPUAdam does not do amsgrad=True; use torch.optim.AdamW(amsgrad=True)")
+    for beta in group["betas"]:
+        if not 0.0 <= beta < 1.0:
+            raise ConfigError(f"betas: got {group['betas']}, expected two numbers in [0, 1)")
+    for name in ("lr", "eps", "weight_decay"):
+        if not group[name] >= 0.0:
+            raise ConfigError(f"{name}: got {group[name]}, expected a number >= 0")
+
+
+def _check_parameter(param: torch.Tensor) -> None:
+    what = f"a parameter of shape {tuple(param.shape)}"
+    if param.device.type != "cpu":
+        raise ConfigError(f"CPUAdam: {what} is on {param.device}, expected the CPU")
+    if param.dtype not in _DTYPES or param.layout != torch.strided:
+        raise ConfigError(
+            f"CPUAdam: {what} is {param.dtype}, {param.layout}; "
+            "expected dense float32, bfloat16 or float16"
+        )
+    if any(
+        stride == 0 and size > 1 for stride, size in zip(param.stride(), param.shape, strict=True)
+    ):
+        raise ConfigError(f"CPUAdam: elements of {what} overlap in memory; pass its .clone()")
+    grad = param.grad
+    if grad is not None and (grad.layout != torch.strided or grad.dtype not in _DTYPES):
+        raise ConfigError(
+            f"CPUAdam: the gradient of {what} is {grad.dtype}, {grad.layout}; expected dense "
+            "float32, bfloat16 or float16 (for an embedding: sparse=False)"
+        )

@@ -1,0 +1,56 @@
+"""The plain oracle: what everything else is checked against, written to be read, not to be fast.
+
+Adam in fp64 NumPy, from the papers' formulas alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamHyper:
+    lr: float = 1e-3
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    adamw: bool = True
+    bias_correction: bool = True
+
+
+def adam_step(
+    p: Array, m: Array, v: Array, grad: Array, step: int, hyper: AdamHyper
+) -> tuple[Array, Array, Array]:
+    """One step in fp64: Kingma & Ba 2015, algorithm 1; with `adamw` Loshchilov & Hutter 2019."""
+    if hyper.adamw:
+        p = p * (1.0 - hyper.lr * hyper.weight_decay)
+    else:
+        grad = grad + hyper.weight_decay * p
+    m = hyper.beta1 * m + (1.0 - hyper.beta1) * grad
+    v = hyper.beta2 * v + (1.0 - hyper.beta2) * grad * grad
+    m_hat, v_hat = m, v
+    if hyper.bias_correction:
+        m_hat = m / (1.0 - hyper.beta1**step)
+        v_hat = v / (1.0 - hyper.beta2**step)
+    return p - hyper.lr * m_hat / (np.sqrt(v_hat) + hyper.eps), m, v
+
+
+def split_bf16(master: npt.NDArray[np.float32]) -> tuple[npt.NDArray[np.int16], ...]:
+    """fp32 -> (bf16 bits, remainder): nearest with ties away from zero, in 64-bit integers."""
+    bits = master.view(np.uint32).astype(np.int64)
+    upper = (bits + 0x8000) >> 16
+    low = bits - (upper << 16)
+    assert np.all((low >= -0x8000) & (low <= 0x7FFF))
+    return upper.astype(np.uint16).view(np.int16), low.astype(np.int16)
+
+
+def join_bf16(upper: npt.NDArray[np.int16], low: npt.NDArray[np.int16]) -> npt.NDArray[np.float32]:
+    """(bf16 bits, remainder) -> fp32: the inverse of `split_bf16`."""
+    bits = (upper.view(np.uint16).astype(np.int64) << 16) + low.astype(np.int64)
+    return (bits & 0xFFFFFFFF).astype(np.uint32).view(np.float32)
