@@ -24,9 +24,10 @@ from stronghold.model.families import family_paths
 
 _KEY = "stronghold.layers"
 
-# A list of small repeated parts (heads, adapters, a list of norms) beside the real stacks stays
-# resident.
+# A list of small repeated parts (heads, adapters, norms) beside the real stacks stays resident: a
+# fetch of so little costs more in hand-overs than in transfer.
 _MIN_SHARE_OF_LARGEST = 0.02
+_MIN_BLOCK_NUMEL = 1 << 20
 
 
 def find_blocks(model: nn.Module, layers: str | Sequence[str] | None = None) -> list[nn.Module]:
@@ -62,11 +63,7 @@ def _named_blocks(model: nn.Module, paths: list[str]) -> list[nn.Module]:
     for path in paths:
         names = _matches(path, modules)
         if not names:
-            known = _close_names(path, modules)
-            raise ConfigError(
-                f'{_KEY}: got "{path}", expected the dotted path of a module of {_class(model)} '
-                f'("*" stands for any one component).{did_you_mean(path, known)}'
-            )
+            raise ConfigError(_unknown_path(model, path, modules))
         # A path that ends in a number or a wildcard names blocks, even if they are Sequentials; any
         # other names a container.
         last = path.rsplit(".", 1)[-1]
@@ -110,11 +107,14 @@ def _outermost(names: list[list[str]]) -> list[list[str]]:
     ]
 
 
-def _close_names(path: str, names: Iterable[str]) -> list[str]:
-    """Names to suggest: containers and modules of the asked depth come first, the hundreds inside
-    blocks last."""
-    depth = path.count(".")
-    return sorted(filter(None, names), key=lambda name: abs(name.count(".") - depth))
+def _unknown_path(model: nn.Module, path: str, names: Iterable[str]) -> str:
+    lists = [name.split(".") for name, module in model.named_modules() if _is_container(module)]
+    found = ", ".join(f'"{".".join(parts)}"' for parts in _outermost(lists)[:4] if parts != [""])
+    return (
+        f'{_KEY}: got "{path}", expected the dotted path of a module of {_class(model)} '
+        f'("*" stands for any one component).{did_you_mean(path, filter(None, names))}'
+        + (f" Lists of modules in it: {found}." if found else "")
+    )
 
 
 def _refuse_nested(model: nn.Module, blocks: list[nn.Module]) -> None:
@@ -154,7 +154,7 @@ def _family_blocks(model: nn.Module) -> list[nn.Module]:
 
 def _structural_blocks(model: nn.Module) -> list[nn.Module]:
     """Outermost groups of at least two blocks of one kind; failing that, the layers of plain lists
-    that are most of the model. Groups that are tiny beside the largest are left out."""
+    that are most of the model. Small groups of small blocks are left out."""
     repeated = _large_groups(model, _repeated_blocks)
     if repeated:
         return repeated
@@ -171,7 +171,10 @@ def _large_groups(
     sizes = [sum(map(_numel, group)) for group in groups]
     least = _MIN_SHARE_OF_LARGEST * max(sizes, default=0)
     return [
-        block for group, size in zip(groups, sizes, strict=True) if size >= least for block in group
+        block
+        for group, size in zip(groups, sizes, strict=True)
+        if size >= min(least, _MIN_BLOCK_NUMEL * len(group))
+        for block in group
     ]
 
 
