@@ -120,14 +120,14 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
         (None, "auto", "none", "cpu"),
         'NVMe is not available yet. Set "device": "cpu" or remove offload_param.',
     ),
-    "zero_optimization.zenflow": (OFF, "No update is stale here. Remove the section."),
+    "zero_optimization.zenflow": ((None,), "No update is stale here. Remove the section."),
     "bf16.bf16_master_weights_and_grads": (
         OFF,
         "The weight is the upper half of its exact fp32 master. Set it to false or remove it.",
     ),
     "bf16.bf16_optimizer_states": (OFF, "Moments are fp32. Set it to false or remove it."),
     "fp16.fp16_master_weights_and_grads": (OFF, "Masters are fp32. Set it to false or remove it."),
-    "data_types.buffer_dtype": (OFF, "Buffers keep their dtype. Cast them before initialize."),
+    "data_types.buffer_dtype": ((None,), "Buffers keep their dtype. Cast them before initialize."),
     "torch_autocast.enabled": (OFF, 'Streamed weights have one dtype. Use "bf16" instead.'),
     "managed_gradient_accumulation": (
         (None, True, "auto"),
