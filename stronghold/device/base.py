@@ -1,15 +1,16 @@
 """Lanes, fences and raw buffers: the contract that every device fulfils.
 
-Owns the lane threads and the fences that they yield. Never knows what a layer is. The training thread submits
-operations and waits; each lane's own thread runs them in order.
+Owns the lane threads and the fences that they yield. Never knows what a layer is. The training
+thread submits operations and waits; each lane's own thread runs them in order.
 
-[Note: no deadlock] An operation may only wait for fences that exist when it is submitted, and every fence belongs
-to an operation that was submitted before. The order of submission is therefore a topological order of all waits,
-and since a lane is first in, first out, some lane can always go on.
+[Note: no deadlock] An operation may only wait for fences that exist when it is submitted, and every
+fence belongs to an operation that was submitted before. The order of submission is therefore a
+topological order of all waits, and since a lane is first in, first out, some lane can always go on.
 
-[Note: issued and done] A GPU cannot wait for a host event. A fence is first *issued* (the lane's thread has enqueued
-the work, after its host-side fences) and then *done* (the work has happened). Host lanes do both at once. Work on a
-stream waits for another stream's fence by `event`, which exists from the moment of issue.
+[Note: issued and done] A GPU cannot wait for a host event. A fence is first *issued* (the lane's
+thread has enqueued the work, after its host-side fences) and then *done* (the work has happened).
+Host lanes do both at once. Work on a stream waits for another stream's fence by `event`, which
+exists from the moment of issue.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from typing import Protocol
 
 import torch
 
-from stronghold.errors import BudgetError, LaneError
+from stronghold.errors import BudgetError, LaneError, StateError
 from stronghold.telemetry.trace import NullTrace, Trace
 
 THREAD_PREFIX = "stronghold:"
@@ -93,33 +94,43 @@ class Lane(ABC):
     def __init__(self, name: str, device: Device) -> None:
         self.name = name
         self._device = device
+        self._closed = False
         self._queue: queue.SimpleQueue[_Item | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._loop, name=THREAD_PREFIX + name, daemon=True)
         self._thread.start()
 
     def submit(self, operation: str, work: Work, after: Sequence[Fence] = ()) -> Fence:
-        """Queue `work` behind the lane's earlier operations and behind `after`; never blocks."""
+        """Queue `work` behind the lane's earlier operations and behind `after`; never blocks.
+
+        On a stream `work` only enqueues: the tensors that it names must live until the fence is
+        done. StateError after `close`, since nothing would ever yield the fence.
+        """
+        if self._closed:
+            raise StateError(f"{operation} was submitted to the {self.name} lane after its close")
         fence = Fence(self.name, operation)
         self._queue.put((operation, work, tuple(after), fence))
         return fence
 
     def close(self) -> None:
-        """Finish what is queued and end the thread."""
-        if self._thread.is_alive():
+        """Finish what is queued and end the thread. Safe to call twice."""
+        if not self._closed:
+            self._closed = True
             self._queue.put(None)
-            self._thread.join()
+        self._thread.join()
 
     def _loop(self) -> None:
         while (item := self._queue.get()) is not None:
             operation, work, after, fence = item
             try:
+                self._device.enter_operation()
                 fence.issue(self._run(operation, work, after))
             except LaneError as error:  # an operation that this one waited for: keep its name
                 self._fail(fence, error)
             except BaseException as cause:
-                error = LaneError(self.name, operation, cause)
-                error.__cause__ = cause
-                self._fail(fence, error)
+                failure = LaneError(self.name, operation, cause)
+                failure.__cause__ = cause
+                self._fail(fence, failure)
+                del failure
             # Closures hold tensors: keep none alive while the queue is empty.
             del item, operation, work, after, fence
 
@@ -144,7 +155,8 @@ class HostLane(Lane):
 
 
 class Device(ABC):
-    """Lanes `fetch`, `drain` and `update`, the compute lane of the training thread, and raw buffers.
+    """Lanes `fetch`, `drain` and `update`, the compute lane of the training thread, and raw
+    buffers.
 
     `budget_bytes` limits the sum of live `allocate` calls; None leaves it to the device.
     """
@@ -178,8 +190,9 @@ class Device(ABC):
         nbytes = numel * dtype.itemsize
         if self.budget_bytes is not None and self.allocated_bytes + nbytes > self.budget_bytes:
             raise BudgetError(
-                f"{purpose}: {nbytes} bytes on {self.name} would pass the budget of {self.budget_bytes} bytes "
-                f"({self.allocated_bytes} in use); raise stronghold.gpu_memory or lower stronghold.window"
+                f"{purpose}: {nbytes} bytes on {self.name} would pass the budget of "
+                f"{self.budget_bytes} bytes ({self.allocated_bytes} in use); raise "
+                "stronghold.gpu_memory or lower stronghold.window"
             )
         buffer = self._allocate(numel, dtype)
         self.allocated_bytes += nbytes
@@ -219,7 +232,8 @@ class Device(ABC):
 
     @abstractmethod
     def compute_wait(self, fence: Fence) -> float:
-        """Later compute runs after `fence`; returns the seconds for which the caller was blocked."""
+        """Later compute runs after `fence`; returns the seconds for which the caller was
+        blocked."""
 
     @abstractmethod
     def begin_compute_span(self) -> object:
@@ -229,6 +243,9 @@ class Device(ABC):
     def end_compute_span(self, name: str, begun: object) -> None: ...
 
     # -- hostility and life ---------------------------------------------------------------------
+    def enter_operation(self) -> None:  # noqa: B027 - only a real device has threads to prepare
+        """Called by a lane's thread before an operation waits for its fences."""
+
     def before_operation(self) -> None:  # noqa: B027 - a real device has nothing to add
         """Called by a lane between an operation's fences and its work."""
 

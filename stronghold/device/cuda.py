@@ -1,18 +1,21 @@
-"""A CUDA device: streams, events, and slabs registered as pinned. The only file that names `torch.cuda`.
+"""A CUDA device: streams, events, pinned slabs. The only file that names `torch.cuda`.
 
-Owns two transfer streams and the registration of host slabs. Compute is the stream that is current in the calling
-thread: the user's. What overlaps what:
+Owns two transfer streams and the registration of host slabs. Compute is the stream that is current
+in the calling thread: the user's. What overlaps what:
   fetch stream  weights host -> device, beside compute
-  drain stream  gradients device -> host, beside compute and beside the fetch stream (the link is full duplex)
+  drain stream  gradients device -> host, beside compute and, the link being full duplex, fetches
   update lane   host threads only; it waits for the drain stream's events
 
-Each transfer lane has a host thread, because CUDA cannot wait for a host event: the thread waits for the host-side
-fences, enqueues the copy and records the event (see [Note: issued and done] in `base`).
+Each transfer lane has a host thread, because CUDA cannot wait for a host event: the thread waits
+for the host-side fences, enqueues the copy and records the event (see [Note: issued and done] in
+`base`).
 """
 
 from __future__ import annotations
 
 import time
+from collections import deque
+from typing import Any
 
 import torch
 
@@ -33,12 +36,25 @@ def free_bytes(index: int) -> int:
     return int(torch.cuda.mem_get_info(index)[0])
 
 
+def _fence_event() -> torch.cuda.Event:
+    """An event for a fence; a host lane that waits for it sleeps, and leaves its core to Adam."""
+    return torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+
+
+def _timed_event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+
+def _cudart() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
+
+
 class StreamLane(Lane):
     """A lane whose work enqueues copies on a stream of its own."""
 
     def __init__(self, name: str, device: CudaDevice) -> None:
         self._cuda = device
-        self.stream = torch.cuda.Stream(device.torch_device)
+        self.stream = torch.cuda.Stream(device.torch_device)  # type: ignore[no-untyped-call]
         super().__init__(name, device)
 
     def _run(self, operation: str, work: Work, after: tuple[Fence, ...]) -> DeviceEvent:
@@ -51,7 +67,7 @@ class StreamLane(Lane):
             begun = self._cuda.mark(self.stream)
             work()
             self._cuda.end_mark(self.name, operation, begun, self.stream)
-            done = torch.cuda.Event()
+            done = _fence_event()
             done.record(self.stream)
         return done
 
@@ -60,23 +76,29 @@ class CudaDevice(Device):
     """One GPU. `budget_bytes` limits slots alone; activations come from torch's allocator."""
 
     def __init__(
-        self, index: int = 0, *, budget_bytes: int | None = None, trace: Trace | NullTrace | None = None
+        self,
+        index: int = 0,
+        *,
+        budget_bytes: int | None = None,
+        trace: Trace | NullTrace | None = None,
     ) -> None:
         if not torch.cuda.is_available():
             raise ConfigError(
-                'stronghold.device: got "cuda", but torch finds no CUDA device; install a CUDA build of torch and a '
-                'driver, or set "device": "emulated" to run on CPU memory'
+                'stronghold.device: got "cuda", but torch finds no CUDA device; install a CUDA '
+                'build of torch and a driver, or set "device": "emulated" to run on CPU memory'
             )
         if index >= torch.cuda.device_count():
             raise ConfigError(
-                f"local rank {index} has no GPU: torch finds {torch.cuda.device_count()}; lower --num_gpus"
+                f"local rank {index} has no GPU: torch finds {torch.cuda.device_count()}; "
+                "lower --num_gpus"
             )
         super().__init__(f"cuda:{index}", budget_bytes, trace or NullTrace())
         self._device = torch.device("cuda", index)
         torch.cuda.set_device(index)
-        self._spans: list[tuple[str, str, torch.cuda.Event, torch.cuda.Event]] = []
+        # A deque: lanes append while the training thread takes from the other end.
+        self._spans: deque[tuple[str, str, torch.cuda.Event, torch.cuda.Event]] = deque()
         self._tracing = isinstance(self.trace, Trace)
-        self._origin: tuple[torch.cuda.Event, float] | None = None
+        self._origin = self._make_origin() if self._tracing else None
         self.fetch = StreamLane("fetch", self)
         self.drain = StreamLane("drain", self)
         self.update = HostLane("update", self)
@@ -86,30 +108,37 @@ class CudaDevice(Device):
         return self._device
 
     def _allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        # Allocated once and never freed before close: which stream the allocator thinks it belongs to cannot matter.
-        return torch.empty(numel, dtype=dtype, device=self._device)
+        # Allocated once and never freed before close, so that it need not be recorded on the
+        # streams of the lanes. But the allocator may hand out memory that was freed while kernels
+        # of the caller's stream still use it; the fetch stream must not write before they end.
+        buffer = torch.empty(numel, dtype=dtype, device=self._device)
+        torch.cuda.current_stream(self._device).synchronize()
+        return buffer
 
     def pin(self, tensor: torch.Tensor) -> None:
         nbytes = tensor.numel() * tensor.element_size()
-        status = torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), nbytes, _HOST_REGISTER_PORTABLE)
+        status = _cudart().cudaHostRegister(tensor.data_ptr(), nbytes, _HOST_REGISTER_PORTABLE)
         if int(status) != 0:
             raise OSError(
-                f"cudaHostRegister of {nbytes} bytes failed with status {int(status)}: raise the limit of locked memory "
-                "(ulimit -l unlimited) or lower the model's host memory"
+                f"cudaHostRegister of {nbytes} bytes failed with status {int(status)}: raise the "
+                "limit of locked memory (ulimit -l unlimited) or lower the model's host memory"
             )
 
     def unpin(self, tensor: torch.Tensor) -> None:
-        torch.cuda.cudart().cudaHostUnregister(tensor.data_ptr())
+        status = _cudart().cudaHostUnregister(tensor.data_ptr())
+        if int(status) != 0:
+            raise StateError(f"cudaHostUnregister failed with status {int(status)}: never pinned?")
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        # torch does not know that our mappings are registered: is_pinned() asks the driver, which does.
+        # torch does not know that our mappings are registered: is_pinned() asks the driver, which
+        # does.
         target.copy_(source, non_blocking=True)
 
     def poison(self, tensor: torch.Tensor) -> None:
         """A real device has no bandwidth to spare for it."""
 
     def record_compute(self, operation: str) -> Fence:
-        event = torch.cuda.Event()
+        event = _fence_event()
         event.record(torch.cuda.current_stream(self._device))
         fence = Fence("compute", operation)
         fence.issue(event)
@@ -129,11 +158,13 @@ class CudaDevice(Device):
         """A timed event on `stream`, or None when nothing is traced."""
         if not self._tracing:
             return None
-        event = torch.cuda.Event(enable_timing=True)
+        event = _timed_event()
         event.record(stream)
         return event
 
-    def end_mark(self, lane: str, name: str, begun: torch.cuda.Event | None, stream: torch.cuda.Stream) -> None:
+    def end_mark(
+        self, lane: str, name: str, begun: torch.cuda.Event | None, stream: torch.cuda.Stream
+    ) -> None:
         """Close the span that `begun` opened; its times are read in `settle`."""
         end = self.mark(stream)
         if begun is not None and end is not None:
@@ -147,23 +178,30 @@ class CudaDevice(Device):
         self.end_mark("compute", name, begun, torch.cuda.current_stream(self._device))
 
     def settle(self) -> None:
-        """Read the spans whose events have passed. Event times are relative: one event ties them to the host's clock."""
-        if not self._tracing:
-            return
+        """Read the spans whose events have passed. Event times are relative: one event ties them to
+        the host's clock."""
         if self._origin is None:
-            event = torch.cuda.Event(enable_timing=True)
-            event.record(torch.cuda.current_stream(self._device))
-            event.synchronize()
-            self._origin = (event, time.perf_counter())
+            return
         origin, at = self._origin
-        pending = []
-        for lane, name, begun, end in self._spans:
-            if not end.query():
-                pending.append((lane, name, begun, end))
+        for _ in range(len(self._spans)):
+            lane, name, begun, end = self._spans.popleft()
+            if not end.query():  # type: ignore[no-untyped-call]
+                self._spans.append((lane, name, begun, end))
                 continue
             start_s = at + origin.elapsed_time(begun) * 1e-3
             self.trace.record(lane, name, start_s, at + origin.elapsed_time(end) * 1e-3)
-        self._spans = pending
+
+    def _make_origin(self) -> tuple[torch.cuda.Event, float]:
+        """An event before every span, and the host's time of it."""
+        event = _timed_event()
+        event.record(torch.cuda.current_stream(self._device))
+        event.synchronize()
+        return event, time.perf_counter()
+
+    def enter_operation(self) -> None:
+        # A new thread's current device is 0: waiting for an event there would make a context on a
+        # GPU that belongs to another rank.
+        torch.cuda.set_device(self._device)
 
     def close(self) -> None:
         super().close()
@@ -171,4 +209,3 @@ class CudaDevice(Device):
         self.settle()
         if self._spans:
             raise StateError(f"{len(self._spans)} spans of {self.name} never ended")
-

@@ -1,8 +1,8 @@
 """A device made of CPU memory: more hostile than a GPU, so that races show without one.
 
-Owns CPU tensors that stand for GPU memory, and one thread per lane, so that overlap and races are real. Seeded jitter
-comes before each operation, freed buffers are filled with NaN, the budget is enforced, the link can be paced. Compute
-is the calling thread: its work is done when it returns.
+Owns CPU tensors that stand for GPU memory, and one thread per lane, so that overlap and races are
+real. Seeded jitter comes before each operation, freed buffers are filled with NaN, the budget is
+enforced, the link can be paced. Compute is the calling thread: its work is done when it returns.
 """
 
 from __future__ import annotations
@@ -15,10 +15,12 @@ import time
 import torch
 
 from stronghold.device.base import Device, Fence, HostLane, completed, timed
+from stronghold.errors import StateError
 from stronghold.telemetry.trace import NullTrace, Trace
 
-# Small enough that a copy never keeps a core from the training thread for long, large enough that the call does not
-# count: with 256 MB pieces half of a copy hides behind compute, with 1 MB pieces nine tenths.
+# Small enough that a copy never keeps a core from the training thread for long, large enough that
+# the call does not count: with 256 MB pieces half of a copy hides behind compute, with 1 MB pieces
+# nine tenths.
 COPY_PIECE_BYTES = 1 << 20
 NAN_BYTE = 0xFF  # 0xFFFF and 0xFFFFFFFF are NaN in bfloat16, float16 and float32
 
@@ -26,8 +28,8 @@ NAN_BYTE = 0xFF  # 0xFFFF and 0xFFFFFFFF are NaN in bfloat16, float16 and float3
 class EmulatedDevice(Device):
     """CPU tensors, a thread per lane.
 
-    `jitter_s` is the longest random delay before an operation; `link_gbps` paces each direction (1e9 bytes/s; None: as
-    fast as memory); `poison` fills freed buffers with NaN.
+    `jitter_s` is the longest random delay before an operation; `link_gbps` paces each direction
+    (1e9 bytes/s; None: as fast as memory); `poison` fills freed buffers with NaN.
     """
 
     def __init__(
@@ -43,8 +45,8 @@ class EmulatedDevice(Device):
         super().__init__("emulated", budget_bytes, trace or NullTrace())
         self._poison = poison
         self._jitter_s = jitter_s
-        self._random = random.Random(seed)
-        self._random_lock = threading.Lock()
+        self._seed = seed
+        self._random: dict[str, random.Random] = {}
         self._link_gbps = link_gbps
         self.fetch = HostLane("fetch", self)
         self.drain = HostLane("drain", self)
@@ -68,6 +70,9 @@ class EmulatedDevice(Device):
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         # memmove, not Tensor.copy_: it releases the GIL and never starts torch's intra-op threads.
         total = source.numel() * source.element_size()
+        room = target.numel() * target.element_size()
+        if room != total or not (target.is_contiguous() and source.is_contiguous()):
+            raise StateError(f"a copy of {total} bytes into {room}: expected as many, contiguous")
         start = time.perf_counter()
         for begin in range(0, total, COPY_PIECE_BYTES):
             size = min(COPY_PIECE_BYTES, total - begin)
@@ -95,6 +100,8 @@ class EmulatedDevice(Device):
 
     def before_operation(self) -> None:
         if self._jitter_s > 0.0:
-            with self._random_lock:
-                delay = self._random.uniform(0.0, self._jitter_s)
-            time.sleep(delay)
+            # One generator per lane: a lane's delays are the same whatever the others do.
+            lane = threading.current_thread().name
+            if lane not in self._random:
+                self._random[lane] = random.Random(f"{self._seed} {lane}")
+            time.sleep(self._random[lane].uniform(0.0, self._jitter_s))

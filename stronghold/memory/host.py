@@ -1,15 +1,17 @@
 """Host bytes: the slabs in which a model's weights, masters, moments and gradients live.
 
-Owns every host mapping of the engine: exact-size, page-aligned, registered with the device once. Never knows when a
-layer is used. Allocated and read by the training thread; written by the drain lane (gradients) and the update lane
-(weights, masters, moments), which the fences of `runtime` keep apart.
+Owns every host mapping of the engine: exact-size, page-aligned, registered with the device once.
+Never knows when a layer is used. Allocated and read by the training thread; written by the drain
+lane (gradients) and the update lane (weights, masters, moments), which the fences of `runtime` keep
+apart.
 
 [Note: layouts] Per layer, in elements of its `LayerLayout` (one offset serves every array):
     weights     whole layer, in the compute dtype: the bytes that a fetch copies
     low         trainable part; bf16: int16 remainder, fp16: fp32 master, fp32: absent
     exp_avg, exp_avg_sq   trainable part, fp32
     accumulated trainable part, fp32: only when micro-batches are added up on the host
-Gradients arrive in entries of the compute dtype: one per layer when the gate holds them back, else a small ring.
+Gradients arrive in entries of the compute dtype: one per layer when the gate holds them back, else
+a small ring.
 """
 
 from __future__ import annotations
@@ -32,13 +34,20 @@ HUGE_PAGE_BYTES = 2 << 20
 
 
 def map_slab(numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """A flat zero tensor on its own anonymous mapping: exact size, page-aligned, committed page by page at first touch.
+    """A flat zero tensor on its own anonymous mapping: exact size, page-aligned, committed page by
+    page at first touch.
 
     Never torch's pinned allocator, which rounds up to powers of two.
     """
     if numel == 0:
         return torch.empty(0, dtype=dtype)
-    mapping = mmap.mmap(-1, numel * dtype.itemsize)
+    # Private: the default is shared memory, which gets no huge pages unless the system is told to.
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    mapping = mmap.mmap(-1, numel * dtype.itemsize, flags=flags)
+    if hasattr(mmap, "MADV_DONTFORK"):
+        # A forked data loader would make every later write copy its page: twice the host memory,
+        # and pinned pages that are no longer ours.
+        mapping.madvise(mmap.MADV_DONTFORK)
     if len(mapping) >= HUGE_PAGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
         mapping.madvise(mmap.MADV_HUGEPAGE)  # 10 to 27 % of Adam's bandwidth
     return torch.frombuffer(mapping, dtype=dtype)
@@ -51,7 +60,8 @@ def view(flat: torch.Tensor, part: ParameterSlice) -> torch.Tensor:
 
 @dataclass(slots=True)
 class GradientEntry:
-    """Host room for one layer's drained gradients, and the fence after which it may be overwritten."""
+    """Host room for one layer's drained gradients, and the fence after which it may be
+    overwritten."""
 
     gradients: torch.Tensor
     free_after: Fence
@@ -73,8 +83,9 @@ class LayerState:
 class HostStore:
     """All host state of one engine.
 
-    `dtype` is the compute dtype. `ring_entries` gradient entries of the largest trainable layer exist when gradients
-    are not held; `hold` gives every trainable layer its own entry; `accumulate` gives every one an fp32 accumulator.
+    `dtype` is the compute dtype. `ring_entries` gradient entries of the largest trainable layer
+    exist when gradients are not held; `hold` gives every trainable layer its own entry;
+    `accumulate` gives every one an fp32 accumulator.
     """
 
     def __init__(
@@ -93,7 +104,9 @@ class HostStore:
         self._hold = hold
         self._accumulate = accumulate
         self._ring_entries = ring_entries
-        self.layers = [LayerState(layout=layer, weights=torch.empty(0, dtype=dtype)) for layer in layout.layers]
+        self.layers = [
+            LayerState(layout=layer, weights=torch.empty(0, dtype=dtype)) for layer in layout.layers
+        ]
         self._ring: list[GradientEntry] = []
         self._ring_cursor = 0
         self._pinned: list[torch.Tensor] = []
@@ -109,7 +122,8 @@ class HostStore:
         return slab
 
     def adopt(self, index: int, parameters: list[torch.Tensor]) -> None:
-        """Make the layer's weight slab and copy `parameters` (in the layout's order) into it, cast to `dtype`."""
+        """Make the layer's weight slab and copy `parameters` (in the layout's order) into it, cast
+        to `dtype`."""
         state = self.layers[index]
         state.weights = self._slab(state.layout.numel, self.dtype, pinned=True)
         for part, parameter in zip(state.layout.slices, parameters, strict=True):
@@ -144,7 +158,9 @@ class HostStore:
         self._ring = [self._entry(largest) for _ in range(num_entries)]
 
     def _entry(self, numel: int) -> GradientEntry:
-        return GradientEntry(self._slab(numel, self.dtype, pinned=True), completed("update", "never used"))
+        return GradientEntry(
+            self._slab(numel, self.dtype, pinned=True), completed("update", "never used")
+        )
 
     def accumulator(self, index: int) -> torch.Tensor:
         """The layer's fp32 sums over micro-batches."""
@@ -154,7 +170,8 @@ class HostStore:
         return accumulated
 
     def held_entry(self, index: int) -> GradientEntry:
-        """The layer's own gradient entry; made now if the plan does not hold gradients (a layer that was called twice)."""
+        """The layer's own gradient entry; made now if the plan does not hold gradients (a layer
+        that was called twice)."""
         state = self.layers[index]
         if state.held is None:
             state.held = self._entry(state.layout.trainable_numel)
@@ -193,7 +210,8 @@ class HostStore:
             state.low.zero_()
 
     def close(self) -> None:
-        """Unregister and drop every slab; parameters that are views keep their memory alive themselves."""
+        """Unregister and drop every slab; parameters that are views keep their memory alive
+        themselves."""
         for slab in self._pinned:
             self._device.unpin(slab)
         self._pinned.clear()

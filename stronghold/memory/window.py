@@ -1,7 +1,8 @@
 """Slots and residency: which layer's weights and gradients are on the device.
 
-Owns the device buffers. Never issues a copy: `runtime.executor` does, and tells the window what became of each slot.
-Entered by the training thread (and, on a GPU, by autograd's thread during backward), never by both at once.
+Owns the device buffers. Never issues a copy: `runtime.executor` does, and tells the window what
+became of each slot. Entered by the training thread (and, on a GPU, by autograd's thread during
+backward), never by both at once.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from stronghold.model.layout import LayerLayout
 
 
 class Residency(Enum):
-    """Where a layer's weights are. RESIDENT: compute waited for the fetch, not merely that it was queued."""
+    """Where a layer's weights are. RESIDENT: compute waited for the fetch, not merely that it was
+    queued."""
 
     HOST = "host"
     FETCHING = "fetching"
@@ -35,7 +37,8 @@ TRANSITIONS: dict[Residency, frozenset[Residency]] = {
 
 @dataclass(slots=True, eq=False)
 class Slot:
-    """Room for one layer's weights. `free_after`: the fence of the last use, before it may be overwritten."""
+    """Room for one layer's weights. `free_after`: the fence of the last use, before it may be
+    overwritten."""
 
     weights: torch.Tensor
     free_after: Fence
@@ -45,7 +48,8 @@ class Slot:
 
 @dataclass(slots=True, eq=False)
 class GradientSlot:
-    """Room for one layer's gradients in the compute dtype; `arrived` names the parameters that are in it."""
+    """Room for one layer's gradients in the compute dtype; `arrived` names the parameters that are
+    in it."""
 
     gradients: torch.Tensor
     free_after: Fence
@@ -54,9 +58,10 @@ class GradientSlot:
 
 
 class Window:
-    """`num_slots` weight slots that the layers outside `resident` take turns in; each resident layer has a slot of its own
-    size for good. Blocks gather gradients in `num_gradient_slots` shared slots, what is no block (embedding, head) in
-    one of its own, since its gradients come early and late in backward."""
+    """`num_slots` weight slots that the layers outside `resident` take turns in; each resident
+    layer has a slot of its own size for good. Blocks gather gradients in `num_gradient_slots`
+    shared slots, what is no block (embedding, head) in one of its own, since its gradients come
+    early and late in backward."""
 
     def __init__(
         self,
@@ -76,15 +81,21 @@ class Window:
         self.residency = {layer.index: Residency.HOST for layer in layers}
         self.resident = resident
         slot_numel = max((layer.numel for layer in streamed), default=0)
-        self._gradient_numel = max((layer.trainable_numel for layer in layers if layer.streamed), default=0)
-        self._slots = [self._slot(slot_numel, f"weight slot {i}") for i in range(num_slots if streamed else 0)]
+        self._gradient_numel = max(
+            (layer.trainable_numel for layer in layers if layer.streamed), default=0
+        )
+        self._slots = [
+            self._slot(slot_numel, f"weight slot {i}") for i in range(num_slots if streamed else 0)
+        ]
         self._own = {
             layer.index: self._slot(layer.numel, f"weights of {layer.name}")
             for layer in layers
             if layer.index in resident
         }
         self._own_trainable = {
-            layer.index: layer.trainable_numel for layer in layers if not layer.streamed and layer.trainable_numel
+            layer.index: layer.trainable_numel
+            for layer in layers
+            if not layer.streamed and layer.trainable_numel
         }
         self._gradient_slots: list[GradientSlot] = []
         self._own_gradients: dict[int, GradientSlot] = {}
@@ -93,10 +104,14 @@ class Window:
             slot.layer = index
 
     def _slot(self, numel: int, purpose: str) -> Slot:
-        return Slot(self._device.allocate(numel, self._dtype, purpose), completed("compute", "never used"))
+        return Slot(
+            self._device.allocate(numel, self._dtype, purpose), completed("compute", "never used")
+        )
 
     def _gradient_slot(self, numel: int, purpose: str) -> GradientSlot:
-        return GradientSlot(self._device.allocate(numel, self._dtype, purpose), completed("drain", "never used"))
+        return GradientSlot(
+            self._device.allocate(numel, self._dtype, purpose), completed("drain", "never used")
+        )
 
     def prepare_training(self) -> None:
         """Make the gradient slots; called once, at the first backward."""
@@ -104,7 +119,8 @@ class Window:
             return
         if self._gradient_numel:
             self._gradient_slots = [
-                self._gradient_slot(self._gradient_numel, f"gradient slot {i}") for i in range(self._num_gradient_slots)
+                self._gradient_slot(self._gradient_numel, f"gradient slot {i}")
+                for i in range(self._num_gradient_slots)
             ]
         self._own_gradients = {
             index: self._gradient_slot(numel, f"gradients of resident layer {index}")
@@ -135,6 +151,8 @@ class Window:
         """The layer is on its way into `slot`."""
         if slot.layer not in (None, layer):
             raise StateError(f"layer {layer} cannot take the slot of layer {slot.layer}")
+        if slot is not self._own.get(layer, slot):
+            raise StateError(f"layer {layer} is resident and has a slot of its own")
         self.move(layer, Residency.FETCHING)
         slot.layer = layer
         self._holding[layer] = slot
@@ -143,9 +161,12 @@ class Window:
         """Give a streamed layer's slot back, free after `after`; nothing is copied."""
         if layer in self._own:
             raise StateError(f"layer {layer} is resident and keeps its slot")
-        slot = self._holding.pop(layer)
+        slot = self._holding.pop(layer, None)
+        if slot is None:
+            raise StateError(f"layer {layer} has no slot to give back")
         if self.residency[layer] is Residency.FETCHING:
-            # A prefetch that nobody used: the next one into this slot queues behind it on the same lane.
+            # A prefetch that nobody used: the next one into this slot queues behind it on the same
+            # lane.
             slot.free_after = slot.ready or after
         else:
             slot.free_after = after
@@ -165,7 +186,8 @@ class Window:
         return next((slot for slot in self._gradient_slots if slot.layer == layer), None)
 
     def free_gradient_slot(self, layer: int) -> GradientSlot | None:
-        """A gradient slot for the layer that nobody gathers in; its `free_after` may still be pending."""
+        """A gradient slot for the layer that nobody gathers in; its `free_after` may still be
+        pending."""
         own = self._own_gradients.get(layer)
         if own is not None:
             return own
@@ -174,20 +196,26 @@ class Window:
     def claim_gradients(self, slot: GradientSlot, layer: int) -> None:
         """The layer's gradients are gathered in `slot` from now on."""
         if slot.layer is not None:
-            raise StateError(f"layer {layer} cannot gather in the gradient slot of layer {slot.layer}")
+            raise StateError(
+                f"layer {layer} cannot gather in the gradient slot of layer {slot.layer}"
+            )
         slot.layer = layer
         slot.arrived.clear()
 
     def release_gradients(self, slot: GradientSlot, after: Fence) -> None:
         """Give a gradient slot back, free after `after` (its drain)."""
+        if slot.layer is None:
+            raise StateError("a gradient slot was given back twice")
         slot.layer = None
         slot.free_after = after
-        if slot in self._gradient_slots:  # the slot freed last is taken last, so that its drain can go on meanwhile
+        if slot in self._gradient_slots:
+            # The slot freed last is taken last, so that its drain can go on meanwhile.
             self._gradient_slots.remove(slot)
             self._gradient_slots.append(slot)
 
     def shares_gradient_slots(self, layer: int) -> bool:
-        """Whether the layer takes turns with others, rather than having a gradient slot of its own."""
+        """Whether the layer takes turns with others, rather than having a gradient slot of its
+        own."""
         return layer not in self._own_gradients
 
     def gathering(self) -> list[int]:

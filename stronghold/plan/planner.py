@@ -1,11 +1,13 @@
 """The plan: where each layer's bytes live and how many slots there are.
 
-Pure: no tensors, no threads. Made once, from sizes and budgets; printed with its reasons. The byte counts are the
-formula that `memory.window` and `memory.host` must meet exactly (a test compares them).
+Pure: no tensors, no threads. Made once, from sizes and budgets; printed with its reasons. The byte
+counts are the formula that `memory.window` and `memory.host` must meet exactly (a test compares
+them).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
@@ -14,7 +16,7 @@ from stronghold.model.layout import LayerLayout, ModelLayout
 
 MAX_GRADIENT_SLOTS = 2  # one gathers while the other drains
 RING_ENTRIES = 3  # one drains, one waits for its update, one is updated
-DEFAULT_WINDOW = 4  # without a budget: one computes, one drains behind, two are on their way
+DEFAULT_WINDOW = 4  # without a budget: one computes, one is still in use, two are on their way
 MIB = float(1 << 20)
 
 
@@ -22,13 +24,14 @@ class Gradients(Enum):
     """Where gradients wait on the host between their drain and the update."""
 
     RING = "ring"  # updated as they come
-    HELD = "held"  # every layer's, until the gate opens: the norm or an overflow decides over all of them
+    HELD = "held"  # every layer's, until the gate opens: norm or overflow decides over them all
     ACCUMULATED = "accumulated"  # fp32 sums over micro-batches
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demand:
-    """What the planner is asked: element sizes in bytes, budgets in bytes, and what the user pinned (None: derive)."""
+    """What the planner is asked: element sizes in bytes, budgets in bytes, and what the user pinned
+    (None: derive)."""
 
     weight_bytes: int
     low_bytes: int
@@ -47,7 +50,8 @@ class Demand:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What will run. `gpu_bytes` and `host_bytes` name every part of each tier's peak, activations excepted."""
+    """What will run. `gpu_bytes` and `host_bytes` name every part of each tier's peak, activations
+    excepted."""
 
     window: int
     prefetch: int
@@ -73,8 +77,11 @@ class Plan:
     def __str__(self) -> str:
         def table(title: str, parts: dict[str, int]) -> list[str]:
             total = sum(parts.values())
-            lines = [f"  {title:<5}{total / MIB:>12.2f} MiB = {total / max(1, self.num_parameters):.2f} bytes/parameter"]
-            return lines + [f"    {name:<24}{size / MIB:>10.2f} MiB" for name, size in parts.items() if size]
+            each = total / max(1, self.num_parameters)
+            return [
+                f"  {title:<5}{total / MIB:>12.2f} MiB = {each:.2f} bytes/parameter",
+                *(f"    {name:<24}{size / MIB:>10.2f} MiB" for name, size in parts.items() if size),
+            ]
 
         return "\n".join(
             ["stronghold plan"]
@@ -91,16 +98,24 @@ def make_plan(layout: ModelLayout, demand: Demand) -> Plan:
     reasons: list[str] = []
     kept = _kept_blocks(blocks, demand, reasons)
     streamed = [layer for layer in blocks if layer.index not in kept]
-    window, gradient_slots = _slots(blocks, streamed, outside, kept, demand, reasons)
-    prefetch = window - 1 if demand.prefetch is None else demand.prefetch
-    if prefetch >= max(window, 1):
-        raise ConfigError(
-            f"stronghold.prefetch: got {prefetch}, expected less than the window of {window}: of the window's slots one "
-            f"holds the layer that computes; set prefetch to at most {window - 1} or window to {prefetch + 1}"
-        )
+
+    def gpu_bytes(window: int, gradient_slots: int) -> dict[str, int]:
+        return _gpu_bytes(blocks, streamed, outside, kept, window, gradient_slots, demand)
+
+    def gpu_total(window: int, gradient_slots: int) -> int:
+        return sum(gpu_bytes(window, gradient_slots).values())
+
+    trainable = demand.training and any(layer.trainable_numel for layer in blocks)
+    most_gradients = MAX_GRADIENT_SLOTS if trainable else 0
+    window, gradient_slots, reason = _slots(len(streamed), most_gradients, gpu_total, demand)
+    reasons.append(reason)
+    prefetch = _prefetch(window, len(streamed), most_gradients, gpu_total, demand)
     gradients = _gradients(demand)
     threads = demand.cpu_threads or max(1, demand.num_cores)
-    reasons.append(f"activations: {demand.activations or 'keep'}; {threads} update threads; gradients: {gradients.value}")
+    activations = demand.activations or "keep"
+    reasons.append(
+        f"activations: {activations}; {threads} update threads; gradients: {gradients.value}"
+    )
     plan = Plan(
         window=window,
         prefetch=prefetch,
@@ -108,9 +123,9 @@ def make_plan(layout: ModelLayout, demand: Demand) -> Plan:
         gradient_slots=gradient_slots,
         gradients=gradients,
         ring_entries=0 if gradients is Gradients.HELD or not demand.training else RING_ENTRIES,
-        activations=demand.activations or "keep",
+        activations=activations,
         cpu_threads=threads,
-        gpu_bytes=_gpu_bytes(blocks, streamed, outside, kept, window, gradient_slots, demand),
+        gpu_bytes=gpu_bytes(window, gradient_slots),
         host_bytes=_host_bytes(layout, gradients, demand),
         num_parameters=layout.num_parameters,
         reasons=tuple(reasons),
@@ -123,10 +138,13 @@ def _kept_blocks(blocks: list[LayerLayout], demand: Demand, reasons: list[str]) 
     wanted = demand.resident_layers or 0
     if wanted > len(blocks):
         raise ConfigError(
-            f'stronghold.resident_layers: got {wanted}, but the model has {len(blocks)} blocks; "all" keeps every one'
+            f"stronghold.resident_layers: got {wanted}, but the model has {len(blocks)} blocks; "
+            '"all" keeps every one'
         )
     if wanted:
-        reasons.append(f"{wanted} of {len(blocks)} blocks stay on the gpu (stronghold.resident_layers)")
+        reasons.append(
+            f"{wanted} of {len(blocks)} blocks stay on the gpu (stronghold.resident_layers)"
+        )
     return frozenset(layer.index for layer in blocks[len(blocks) - wanted :])
 
 
@@ -137,52 +155,70 @@ def _gradients(demand: Demand) -> Gradients:
 
 
 def _slots(
-    blocks: list[LayerLayout],
-    streamed: list[LayerLayout],
-    outside: list[LayerLayout],
-    kept: frozenset[int],
-    demand: Demand,
-    reasons: list[str],
-) -> tuple[int, int]:
-    """Number of weight slots and gradient slots."""
-    most_gradients = MAX_GRADIENT_SLOTS if demand.training and any(b.trainable_numel for b in blocks) else 0
-    if demand.gpu_budget_bytes is None:
-        window = min(demand.window or DEFAULT_WINDOW, len(streamed))
-        reasons.append(f"window: {window} slots " + ("(stronghold.window)" if demand.window else "(no gpu budget)"))
-        return window, most_gradients
+    num_streamed: int, most_gradients: int, total: Callable[[int, int], int], demand: Demand
+) -> tuple[int, int, str]:
+    """Number of weight slots and gradient slots, and why. `total(window, gradient_slots)` are the
+    bytes on the gpu; `most_gradients` is 0 when no streamed layer trains."""
+    if demand.window is not None and demand.window < 1:
+        raise ConfigError(f"stronghold.window: got {demand.window}, expected at least 1 slot")
     budget = demand.gpu_budget_bytes
-
-    def total(window: int, gradient_slots: int) -> int:
-        return sum(_gpu_bytes(blocks, streamed, outside, kept, window, gradient_slots, demand).values())
-
-    least = min(1, len(streamed))
-    smallest = total(least, min(1, most_gradients))
+    if budget is None:
+        wanted = demand.window or max(DEFAULT_WINDOW, 1 + (demand.prefetch or 0))
+        window = min(wanted, num_streamed)
+        why = "stronghold.window" if demand.window else "no gpu budget"
+        return window, most_gradients, f"window: {window} slots ({why})"
+    fewest_gradients = min(1, most_gradients)
+    if demand.window is not None:
+        window = min(demand.window, num_streamed)
+        need = total(window, fewest_gradients)
+        if need > budget:
+            raise BudgetError(
+                f"stronghold.gpu_memory: got {budget} bytes, but stronghold.window of {window} "
+                f"slots needs {need}; raise gpu_memory to at least {need}, or leave window out, "
+                f"with which {total(min(1, num_streamed), fewest_gradients)} bytes suffice"
+            )
+        fit = (count for count in range(most_gradients, 0, -1) if total(window, count) <= budget)
+        return window, next(fit, 0), f"window: {window} slots (stronghold.window)"
+    window = min(1, num_streamed)
+    smallest = total(window, fewest_gradients)
     if smallest > budget:
         raise BudgetError(
-            f"stronghold.gpu_memory: got {budget} bytes, but the smallest window needs {smallest} bytes: one weight slot "
-            f"and one gradient slot of the largest layer, beside what stays on the gpu ({total(0, 0)} bytes); "
-            f"raise gpu_memory to at least {smallest}" + (", or lower resident_layers" if kept else "")
+            f"stronghold.gpu_memory: got {budget} bytes, but the smallest window needs {smallest}: "
+            "one weight slot and one gradient slot of the largest layer, beside "
+            f"{total(0, 0)} bytes that stay on the gpu; raise gpu_memory to at least {smallest}"
+            + (", or lower stronghold.resident_layers" if demand.resident_layers else "")
         )
-    if demand.window is not None:
-        window = min(demand.window, len(streamed))
-        gradient_slots = next((g for g in range(most_gradients, 0, -1) if total(window, g) <= budget), 0)
-        if total(window, gradient_slots) > budget or (most_gradients and not gradient_slots):
-            need = total(window, min(1, most_gradients))
-            raise BudgetError(
-                f"stronghold.window: {window} slots need {need} bytes, stronghold.gpu_memory allows {budget}; "
-                f"lower window or raise gpu_memory to {need}"
-            )
-        reasons.append(f"window: {window} slots (stronghold.window)")
-        return window, gradient_slots
-    # A second gradient slot lets a drain overlap the next backward: worth more than a third weight slot.
-    gradient_slots = most_gradients
-    if total(min(2, len(streamed)), most_gradients) > budget:
-        gradient_slots = min(1, most_gradients)
-    window = least
-    while window < len(streamed) and total(window + 1, gradient_slots) <= budget:
+    # A second gradient slot lets a drain overlap the next backward: worth more than a third
+    # weight slot.
+    fits = total(min(2, num_streamed), most_gradients) <= budget
+    gradient_slots = most_gradients if fits else fewest_gradients
+    while window < num_streamed and total(window + 1, gradient_slots) <= budget:
         window += 1
-    reasons.append(f"window: {window} slots, the most that {budget / MIB:.2f} MiB hold (stronghold.gpu_memory)")
-    return window, gradient_slots
+    why = f"the most that {budget / MIB:.2f} MiB hold (stronghold.gpu_memory)"
+    return window, gradient_slots, f"window: {window} slots, {why}"
+
+
+def _prefetch(
+    window: int,
+    num_streamed: int,
+    most_gradients: int,
+    total: Callable[[int, int], int],
+    demand: Demand,
+) -> int:
+    """How many layers are fetched ahead; one slot of the window holds the layer that computes."""
+    most = max(0, window - 1)
+    wanted = most if demand.prefetch is None else demand.prefetch
+    if wanted <= most or window == num_streamed:  # there are no more layers to fetch ahead
+        return min(wanted, most)
+    if demand.window is not None:
+        remedy = f"stronghold.window to {wanted + 1}"
+    else:
+        need = total(min(wanted + 1, num_streamed), most_gradients)
+        remedy = f"stronghold.gpu_memory to {need} bytes"
+    raise ConfigError(
+        f"stronghold.prefetch: got {wanted}, expected less than the window of {window} slots, one "
+        f"of which holds the layer that computes; lower prefetch to {most} or raise {remedy}"
+    )
 
 
 def _gpu_bytes(
@@ -198,7 +234,9 @@ def _gpu_bytes(
     own_gradients = sum(layer.trainable_numel for layer in outside) if demand.training else 0
     return {
         "weight slots": window * max((layer.numel for layer in streamed), default=0) * size,
-        "gradient slots": gradient_slots * max((layer.trainable_numel for layer in blocks), default=0) * size,
+        "gradient slots": gradient_slots
+        * max((layer.trainable_numel for layer in blocks), default=0)
+        * size,
         "resident blocks": sum(layer.numel for layer in blocks if layer.index in kept) * size,
         "outside the blocks": sum(layer.numel for layer in outside) * size,
         "their gradients": own_gradients * size,
@@ -207,7 +245,9 @@ def _gpu_bytes(
 
 def _host_bytes(layout: ModelLayout, gradients: Gradients, demand: Demand) -> dict[str, int]:
     trainable = sum(layer.trainable_numel for layer in layout.layers) if demand.training else 0
-    largest = max((layer.trainable_numel for layer in layout.layers), default=0) if demand.training else 0
+    largest = (
+        max((layer.trainable_numel for layer in layout.layers), default=0) if demand.training else 0
+    )
     ring = 0 if gradients is Gradients.HELD else RING_ENTRIES * largest * demand.weight_bytes
     return {
         "weights": sum(layer.numel for layer in layout.layers) * demand.weight_bytes,
@@ -224,11 +264,16 @@ def _check_host(plan: Plan, demand: Demand) -> None:
         return
     parts = ", ".join(f"{name} {size}" for name, size in plan.host_bytes.items() if size)
     held = plan.host_bytes["held gradients"]
-    advice = f"raise stronghold.host_memory or add RAM to at least {plan.host_total_bytes} bytes, or train fewer parameters"
+    advice = (
+        f"raise stronghold.host_memory or add RAM to at least {plan.host_total_bytes} bytes, or "
+        "train fewer parameters"
+    )
     if held:
         advice += (
-            f"; without gradient_clipping and bf16.check_grad_overflow gradients need not be held, which saves about {held}"
+            "; without gradient_clipping and bf16.check_grad_overflow gradients need not be held, "
+            f"which saves about {held}"
         )
     raise BudgetError(
-        f"host memory: the plan needs {plan.host_total_bytes} bytes ({parts}), {demand.host_budget_bytes} are available; {advice}"
+        f"host memory: the plan needs {plan.host_total_bytes} bytes ({parts}), "
+        f"{demand.host_budget_bytes} are available; {advice}"
     )

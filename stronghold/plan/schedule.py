@@ -1,24 +1,28 @@
 """The schedule: the ordered list of actions of one pass over the model, as data.
 
-Pure: no tensors, no threads. Made from the order in which layers are used and the number of slots; interpreted by
-`runtime.executor`, printed and read as text, compared in tests.
+Pure: no tensors, no threads. Made from the order in which layers are used and the number of slots;
+interpreted by `runtime.executor`, printed and read as text, compared in tests.
 
-A pass is a sequence of uses (forward of layer 0, ..., backward of layer 0) that repeats. Before each use its actions
-say which slots to give back and what to fetch; a slot is given up by the layer whose next use lies farthest ahead,
-which is the choice that fetches least (Belady, 1966).
+A pass is a sequence of uses (forward of layer 0, ..., backward of layer 0) that repeats. Before
+each use its actions say which slots to give back and what to fetch; a slot is given up by the layer
+whose next use lies farthest ahead, which is the choice that fetches least (Belady, 1966).
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
 from stronghold.errors import ConfigError
 
+SETTLING_PASSES = 4  # after these the slots begin every pass alike, or never will
+
 
 class Kind(Enum):
-    """What an action does. FORWARD and BACKWARD wait for the layer's fetch and let compute go on."""
+    """What an action does. FORWARD and BACKWARD wait for the layer's fetch and let compute go
+    on."""
 
     RELEASE = "release"
     FETCH = "fetch"
@@ -76,7 +80,8 @@ class Schedule:
         """The uses around `position`, the one there marked, for error messages."""
         low, high = max(0, position - radius), min(len(self.steps), position + radius + 1)
         lines = [
-            f"{'->' if i == position else '  '} {', '.join(map(str, self.steps[i]))}" for i in range(low, high)
+            f"{'->' if i == position else '  '} {', '.join(map(str, self.steps[i]))}"
+            for i in range(low, high)
         ]
         return "\n".join(lines)
 
@@ -98,61 +103,89 @@ def make_schedule(
 ) -> Schedule:
     """The actions for `uses`, repeated for ever, with `num_slots` slots.
 
-    `prefetch`: how many further layers may be in slots or on their way while one computes (at most num_slots - 1).
-    Layers in `resident` need no slot; they are fetched once a pass, after their update, when they come within reach.
-    The steady state is returned: the pass that begins with what the previous one left in the slots.
+    `prefetch`: how many further layers may be in slots or on their way while one computes (at most
+    num_slots - 1). Layers in `resident` need no slot; they are fetched once a pass, after their
+    update, when they come within reach. The steady state is returned: the pass that begins with
+    what the previous one left in the slots.
     """
     uses = tuple(uses)
     if not uses:
         return Schedule(uses=(), steps=())
     if num_slots < 1 and any(use.layer not in resident for use in uses):
         raise ConfigError(f"stronghold.window: got {num_slots}, expected at least 1 slot")
-    held: set[int] = set()
-    steps: list[tuple[Action, ...]] = []
-    for _ in range(2):  # the first pass starts with empty slots, the second is the steady state
-        held -= resident  # stale after the update
-        steps = [_actions_of_use(uses, k, held, num_slots, prefetch, resident) for k in range(len(uses))]
+    planner = _Pass(uses=uses, num_slots=num_slots, prefetch=prefetch, resident=resident)
+    start, end = frozenset[int](), planner.run(frozenset())[1]
+    for _ in range(SETTLING_PASSES):  # the first pass starts with empty slots
+        if start == end:
+            break
+        start, end = end, planner.run(end)[1]
+    while not start <= end:  # the best choices take turns: keep what every pass leaves
+        start &= end
+        end = planner.run(start)[1]
+    steps, end = planner.run(start)
+    left = tuple(Action(kind=Kind.RELEASE, layer=layer) for layer in sorted(end - start))
+    steps[0] = (*left, *steps[0])
     return Schedule(uses=uses, steps=tuple(steps))
 
 
-def _actions_of_use(
-    uses: tuple[Action, ...], position: int, held: set[int], num_slots: int, prefetch: int, resident: frozenset[int]
-) -> tuple[Action, ...]:
-    use = uses[position]
-    ahead = _next_layers(uses, position, 1 + max(0, min(prefetch, num_slots - 1)), resident)
-    actions: list[Action] = []
-    for layer in ahead:
-        if layer in held:
-            continue
-        if layer in resident:
+class _Pass:
+    """Chooses the actions of one pass, from what is in the slots when it begins."""
+
+    def __init__(
+        self, *, uses: tuple[Action, ...], num_slots: int, prefetch: int, resident: frozenset[int]
+    ) -> None:
+        self._uses = uses
+        self._num_slots = num_slots
+        self._reach = 1 + max(0, min(prefetch, num_slots - 1))
+        self._resident = resident
+        self._positions: dict[int, list[int]] = {}
+        for position, use in enumerate(uses):
+            self._positions.setdefault(use.layer, []).append(position)
+
+    def run(self, start: frozenset[int]) -> tuple[list[tuple[Action, ...]], frozenset[int]]:
+        """The actions of every use, and the streamed layers in slots at the end.
+
+        Resident layers are stale when a pass begins: they were updated.
+        """
+        held = set(start)
+        steps = [self._actions(position, held) for position in range(len(self._uses))]
+        return steps, frozenset(held - self._resident)
+
+    def _actions(self, position: int, held: set[int]) -> tuple[Action, ...]:
+        ahead = _next_layers(self._uses, position, self._reach, self._resident)
+        actions: list[Action] = []
+        for layer in ahead:
+            if layer in held:
+                continue
+            if layer not in self._resident and len(held - self._resident) >= self._num_slots:
+                spare = [other for other in held - self._resident if other not in ahead]
+                victim = max(spare, key=lambda other: (self._distance(position, other), other))
+                held.remove(victim)
+                actions.append(Action(kind=Kind.RELEASE, layer=victim))
             held.add(layer)
             actions.append(Action(kind=Kind.FETCH, layer=layer))
-            continue
-        if len(held - resident) >= num_slots:
-            spare = [other for other in held - resident if other not in ahead]
-            victim = max(spare, key=lambda other: (_distance(uses, position, other), other))
-            held.remove(victim)
-            actions.append(Action(kind=Kind.RELEASE, layer=victim))
-        held.add(layer)
-        actions.append(Action(kind=Kind.FETCH, layer=layer))
-    return (*actions, use)
+        return (*actions, self._uses[position])
+
+    def _distance(self, position: int, layer: int) -> int:
+        """Uses until `layer` is needed again, from `position` on, cyclically."""
+        positions = self._positions[layer]
+        following = bisect_right(positions, position)
+        if following < len(positions):
+            return positions[following] - position
+        return positions[0] + len(self._uses) - position
 
 
-def _next_layers(uses: tuple[Action, ...], position: int, count: int, resident: frozenset[int]) -> list[int]:
-    """The first `count` distinct streamed layers used from `position` on, cyclically, in order of need, and the resident
-    ones that are used forward between them. No further resident one past the pass's end: it is not updated yet."""
+def _next_layers(
+    uses: tuple[Action, ...], position: int, count: int, resident: frozenset[int]
+) -> list[int]:
+    """The first `count` distinct streamed layers used from `position` on, cyclically, in order of
+    need, and the resident ones that are used forward between them. No further resident one past the
+    pass's end: it is not updated yet."""
     layers: dict[int, None] = {}
     for k in range(len(uses)):
         use = uses[(position + k) % len(uses)]
-        if use.layer not in resident:
-            layers.setdefault(use.layer)
-        elif use.kind is Kind.FORWARD and position + k < len(uses):
+        if use.layer not in resident or (use.kind is Kind.FORWARD and position + k < len(uses)):
             layers.setdefault(use.layer)
         if len(layers.keys() - resident) == count:
             break
     return list(layers)
-
-
-def _distance(uses: tuple[Action, ...], position: int, layer: int) -> int:
-    """Uses until `layer` is needed again, from `position` on, cyclically."""
-    return next(k for k in range(1, len(uses) + 1) if uses[(position + k) % len(uses)].layer == layer)
