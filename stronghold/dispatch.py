@@ -1,6 +1,7 @@
 """`initialize`: which engine a config asks for, and what it is made of.
 
-Owns the choice between DeepSpeed's engine and ours, and the optimizer that ours shows. The training thread alone enters.
+Owns the choice between DeepSpeed's engine and ours, and the optimizer that ours shows. The training
+thread alone enters.
 """
 
 from __future__ import annotations
@@ -42,9 +43,10 @@ def initialize(
 ) -> tuple[Any, Any, Any, Any]:
     """`deepspeed.initialize` with the choice of stronghold's engine.
 
-    Same arguments, same tuple (engine, optimizer, data loader, LR scheduler). Without a "stronghold" section, or with
-    "enabled": false, DeepSpeed itself runs. With neither an optimizer nor model_parameters the engine only runs forward.
-    Raises ConfigError or BudgetError, saying what to change, before anything is allocated.
+    Same arguments, same tuple (engine, optimizer, data loader, LR scheduler). Without a
+    "stronghold" section, or with "enabled": false, DeepSpeed itself runs. With neither an optimizer
+    nor model_parameters the engine only runs forward. Raises ConfigError or BudgetError, saying
+    what to change, before anything is allocated.
     """
     source = config if config is not None else config_params
     if not _asks_for_stronghold(source, args):
@@ -67,11 +69,16 @@ def initialize(
         raise ConfigError("stronghold.initialize: model is missing")
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     if world_size > 1:
-        raise ConfigError(f"stronghold runs on one GPU in this release, got WORLD_SIZE={world_size}: use --num_gpus 1")
+        raise ConfigError(
+            f"WORLD_SIZE: got {world_size}, but stronghold runs on one GPU in this release; "
+            "use --num_gpus 1"
+        )
     _show_log()
     settings = configs.load(source, args=args, world_size=1, mpu=mpu)
     if settings.training.precision == "fp16":
-        raise ConfigError('fp16 with its loss scale is not part of this release: use "bf16": {"enabled": true}')
+        raise ConfigError(
+            'fp16 with its loss scale is not part of this release: use "bf16": {"enabled": true}'
+        )
     shown = make_optimizer(model, optimizer, model_parameters, settings)
     _init_distributed(settings, distributed_port, dist_init_required)
     engine = StrongholdEngine(
@@ -89,7 +96,9 @@ def initialize(
 
 
 def _show_log() -> None:
-    """Lines of the step go to the screen, as DeepSpeed's do, unless the program set logging up itself."""
+    """Lines of the step go to the screen, as DeepSpeed's do, unless the program set logging up
+    itself.
+    """
     if not logger.hasHandlers():
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("[stronghold] %(message)s"))
@@ -104,10 +113,14 @@ def _asks_for_stronghold(source: Any, args: Any) -> bool:
 def make_optimizer(
     model: nn.Module, optimizer: ClientOptimizer, model_parameters: Any, settings: configs.Settings
 ) -> EngineOptimizer | None:
-    """The optimizer that the engine shows: from the client's, or from the config and `model_parameters`."""
+    """The optimizer that the engine shows: from the client's, or from the config and
+    `model_parameters`.
+    """
     if optimizer is not None:
         groups = _groups(model, model_parameters)
-        client = optimizer if isinstance(optimizer, torch.optim.Optimizer) else optimizer(_flat(groups))
+        client = (
+            optimizer if isinstance(optimizer, torch.optim.Optimizer) else optimizer(_flat(groups))
+        )
         found = configs.settings_from_client_optimizer(client)
         flags = [AdamFlags(group.adamw, group.bias_correction) for group in found]
         copies = [{"params": list(group["params"])} for group in client.param_groups]
@@ -116,7 +129,12 @@ def make_optimizer(
     if adam is None:
         return None
     groups = _groups(model, model_parameters)
-    defaults = {"lr": adam.lr, "betas": adam.betas, "eps": adam.eps, "weight_decay": adam.weight_decay}
+    defaults = {
+        "lr": adam.lr,
+        "betas": adam.betas,
+        "eps": adam.eps,
+        "weight_decay": adam.weight_decay,
+    }
     return EngineOptimizer(groups, defaults, AdamFlags(adam.adamw, adam.bias_correction))
 
 
@@ -125,9 +143,13 @@ def _groups(model: nn.Module, model_parameters: Any) -> list[dict[str, Any]]:
     listed: list[Any] = list(model.parameters() if model_parameters is None else model_parameters)
     if not listed or not isinstance(listed[0], dict):
         listed = [{"params": listed}]
-    groups = [{**group, "params": [p for p in group["params"] if p.requires_grad]} for group in listed]
+    groups = [
+        {**group, "params": [p for p in group["params"] if p.requires_grad]} for group in listed
+    ]
     if not any(group["params"] for group in groups):
-        raise ConfigError("model_parameters: no parameter has requires_grad; nothing would be trained")
+        raise ConfigError(
+            "model_parameters: no parameter has requires_grad; nothing would be trained"
+        )
     return groups
 
 
@@ -137,10 +159,11 @@ def _flat(groups: Iterable[dict[str, Any]]) -> list[Any]:
 
 
 def _init_distributed(settings: configs.Settings, port: int, required: bool | None) -> None:
-    """The process group that scripts expect after `initialize`, when a launcher set the environment for one.
+    """The process group that scripts expect after `initialize`, when a launcher set the environment
+    for one.
 
-    On CPU memory torch's own gloo group is made: DeepSpeed's CPU backend would compile a shared-memory kernel first,
-    which one rank has no use for.
+    On CPU memory torch's own gloo group is made: DeepSpeed's CPU backend would compile a
+    shared-memory kernel first, which one rank has no use for.
     """
     if "RANK" not in os.environ or required is False or torch.distributed.is_initialized():
         return

@@ -1,11 +1,12 @@
 """The DeepSpeed-compatible engine.
 
-Owns the counters of micro-batches and steps, the accumulation boundary, and the border with DeepSpeed: what a user, an
-LR schedule or a monitor sees. Never moves a byte: `runtime.stack` does. The training thread alone enters.
+Owns the counters of micro-batches and steps, the accumulation boundary, and the border with
+DeepSpeed: what a user, an LR schedule or a monitor sees. Never moves a byte: `runtime.stack` does.
+The training thread alone enters.
 
-It is a `deepspeed.DeepSpeedEngine` by name, so that frameworks recognise it, but runs none of that class's core: its
-`__init__` is not called, the one-line accessors read the `DeepSpeedConfig` that is kept here, and what cannot apply is
-refused by `surface`.
+It is a `deepspeed.DeepSpeedEngine` by name, so that frameworks recognise it, but runs none of that
+class's core: its `__init__` is not called, the one-line accessors read the `DeepSpeedConfig` that
+is kept here, and what cannot apply is refused by `surface`.
 """
 
 from __future__ import annotations
@@ -55,8 +56,8 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
         self.config = settings.original
         self.settings = settings
         training = settings.training
-        self.local_rank = int(getattr(args, "local_rank", None) or os.environ.get("LOCAL_RANK", 0))
-        self.local_rank = max(0, self.local_rank)
+        named = getattr(args, "local_rank", None)  # -1 where argparse has no launcher
+        self.local_rank = max(0, int(os.environ.get("LOCAL_RANK", 0) if named is None else named))
         self.global_rank = 0
         self.world_size = self.dp_world_size = self.mp_world_size = 1
         self.mpu = mpu
@@ -105,12 +106,15 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
             self._config.timers_config, batch_size=self.train_batch_size(), steps_per_output=None
         )
         self.monitor = MonitorMaster(self._config.monitor_config) if self._monitors() else None
-        self.training_dataloader = self.deepspeed_io(training_data) if training_data is not None else None
+        self.training_dataloader = (
+            self.deepspeed_io(training_data) if training_data is not None else None
+        )
 
     def _monitors(self) -> bool:
         monitors = self._config.monitor_config
         return any(
-            getattr(getattr(monitors, name), "enabled", False) for name in ("tensorboard", "wandb", "csv_monitor", "comet")
+            getattr(getattr(monitors, name), "enabled", False)
+            for name in ("tensorboard", "wandb", "csv_monitor", "comet")
         )
 
     def _make_scheduler(self, client: Any) -> Any:
@@ -118,7 +122,11 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
             is_scheduler = hasattr(client, "step")
             return client if is_scheduler or not callable(client) else client(self.optimizer)
         configured = self.settings.training.scheduler
-        return configured.build(self.optimizer) if configured is not None and self.optimizer is not None else None
+        return (
+            configured.build(self.optimizer)
+            if configured is not None and self.optimizer is not None
+            else None
+        )
 
     # -- the step ---------------------------------------------------------------------------------
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -127,14 +135,19 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
             self._stack.metrics.add_tokens(count_tokens(inputs, kwargs))
         return self.module(*inputs, **kwargs)
 
-    def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
-        """Run autograd on a scalar loss, divided by the accumulation steps if `scale_wrt_gas`; returns that quotient.
+    def backward(
+        self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
+    ) -> torch.Tensor:
+        """Run autograd on a scalar loss, divided by the accumulation steps if `scale_wrt_gas`;
+        returns that quotient.
 
         Gradients go to the host layer by layer; parameters have none afterwards.
         """
-        self._need_optimizer("backward")
+        self._needed_optimizer("backward")
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or loss.grad_fn is None:
-            raise ConfigError("engine.backward: expected a scalar loss with a graph (a tensor of one element)")
+            raise ConfigError(
+                "engine.backward: expected a scalar loss with a graph (a tensor of one element)"
+            )
         steps = self.gradient_accumulation_steps()
         scaled: torch.Tensor = loss / steps if scale_wrt_gas and steps > 1 else loss
         stack = self._stack
@@ -147,31 +160,36 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
             stack.updater.forget()
             raise
         stack.executor.end_backward_pass()
+        stack.activations.end_backward()
         value = scaled.detach()
         self._loss_sum = value if self._loss_sum is None else self._loss_sum + value
         return scaled
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
-        """End the micro-batch; at an accumulation boundary clip, queue the updates and advance the schedule.
+        """End the micro-batch; at an accumulation boundary clip, queue the updates and advance the
+        schedule.
 
-        Waits for the gradients' norm, never for the updates: the next forward waits for them layer by layer.
+        Waits for the gradients' norm, never for the updates: the next forward waits for them layer
+        by layer.
         """
-        self._need_optimizer("step")
+        optimizer = self._needed_optimizer("step")
         self._step_applied = False
         if self.is_gradient_accumulation_boundary():
-            self._take_step(lr_kwargs or {})
+            self._take_step(optimizer, lr_kwargs or {})
         self.micro_steps += 1
 
-    def _take_step(self, lr_kwargs: dict[str, Any]) -> None:
+    def _take_step(self, optimizer: EngineOptimizer, lr_kwargs: dict[str, Any]) -> None:
         stack = self._stack
         stack.device.check()
-        learning_rate = float(self.optimizer.param_groups[0]["lr"])
+        learning_rate = float(optimizer.param_groups[0]["lr"])
         gate, changed = stack.updater.close_gate(
-            clipping=float(self.gradient_clipping() or 0.0), inverse_scale=1.0, last_fetch=stack.executor.last_fetch
+            clipping=float(self.gradient_clipping() or 0.0),
+            inverse_scale=1.0,
+            last_fetch=stack.executor.last_fetch,
         )
         stack.executor.weights_changed(changed)
-        self._grad_norm = self.optimizer._global_grad_norm = gate.grad_norm
-        self.optimizer.overflow = gate.overflow
+        self._grad_norm = optimizer._global_grad_norm = gate.grad_norm
+        optimizer.overflow = gate.overflow
         self._step_applied = not gate.overflow
         if gate.overflow:
             self.skipped_steps += 1
@@ -187,7 +205,11 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
         self._loss_sum = None
         stack.device.settle()
         record = stack.metrics.end_step(
-            step=self.global_steps, loss=loss, grad_norm=self._grad_norm, learning_rate=learning_rate, skipped=skipped
+            step=self.global_steps,
+            loss=loss,
+            grad_norm=self._grad_norm,
+            learning_rate=learning_rate,
+            skipped=skipped,
         )
         self.last_record = record
         every = self.settings.training.steps_per_print
@@ -196,12 +218,13 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
         if self.monitor is not None and self.monitor.enabled:
             self.monitor.write_events([("Train/Samples/lr", learning_rate, self.global_samples)])
 
-    def _need_optimizer(self, what: str) -> None:
+    def _needed_optimizer(self, what: str) -> EngineOptimizer:
         if self.optimizer is None:
             raise ConfigError(
-                f'engine.{what}: this engine has no optimizer; add an "optimizer" section to the config, or pass '
-                "optimizer= or model_parameters= to stronghold.initialize"
+                f'engine.{what}: this engine has no optimizer; add an "optimizer" section to the '
+                "config, or pass optimizer= to stronghold.initialize"
             )
+        return self.optimizer
 
     # -- accumulation -----------------------------------------------------------------------------
     def is_gradient_accumulation_boundary(self) -> bool:
@@ -215,7 +238,9 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
         self._boundary_override = is_boundary
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Change the accumulation steps. From one to several needs accumulators that were not planned: refused."""
+        """Change the accumulation steps. From one to several needs accumulators that were not
+        planned: refused.
+        """
         before = self.gradient_accumulation_steps()
         super().set_train_batch_size(train_batch_size)
         after = self.gradient_accumulation_steps()
@@ -223,8 +248,8 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
             self._config.gradient_accumulation_steps = before
             self._config.train_batch_size = self.train_micro_batch_size_per_gpu() * before
             raise ConfigError(
-                f"set_train_batch_size({train_batch_size}) needs {after} accumulation steps, but the plan has no fp32 "
-                "accumulators: start with gradient_accumulation_steps above 1"
+                f"set_train_batch_size({train_batch_size}) needs {after} accumulation steps, but "
+                "the plan has no fp32 accumulators: start with gradient_accumulation_steps above 1"
             )
 
     @contextlib.contextmanager
@@ -233,11 +258,13 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
         yield
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Nothing to do: gradients leave their parameters as they arrive, and the step forgets them."""
+        """Nothing to do: gradients leave their parameters as they arrive, and the step forgets
+        them.
+        """
 
     # -- what is read -----------------------------------------------------------------------------
     def get_global_grad_norm(self) -> float | None:
-        """Global L2 norm of the last step's gradients before clipping; None before the first step."""
+        """Global L2 norm of the last step's gradients before clipping; None before the first."""
         return self._grad_norm
 
     def was_step_applied(self) -> bool:
@@ -254,18 +281,20 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
         return self._stack.memory_report()
 
     def synchronize(self) -> None:
-        """Wait until every parameter holds its newest value: before code that reads raw parameters between steps."""
+        """Wait until every parameter holds its newest value: before code that reads raw parameters
+        between steps.
+        """
         self._stack.executor.settle()
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """The model's parameters, after pending updates."""
         self.synchronize()
-        return super().parameters(recurse)
+        yield from super().parameters(recurse)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """The model's named parameters, after pending updates."""
         self.synchronize()
-        return super().named_parameters(*args, **kwargs)
+        yield from super().named_parameters(*args, **kwargs)
 
     def module_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """The user module's state dict, after pending updates."""
@@ -273,7 +302,9 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
         state: dict[str, Any] = super().module_state_dict(*args, **kwargs)
         return state
 
-    def load_module_state_dict(self, state_dict: dict[str, Any], strict: bool = True, custom_load_fn: Any = None) -> None:
+    def load_module_state_dict(
+        self, state_dict: dict[str, Any], strict: bool = True, custom_load_fn: Any = None
+    ) -> None:
         """Load weights into the user's module; masters become these weights, moments stay."""
         if custom_load_fn is not None:
             self.synchronize()
@@ -308,7 +339,9 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
         return super().deepspeed_io(dataset, *args, **kwargs)
 
     def destroy(self) -> None:
-        """Finish pending work, end the lanes and give the model back whole, on the CPU. Safe to call twice."""
+        """Finish pending work, end the lanes and give the model back whole, on the CPU. Safe to
+        call twice.
+        """
         if not self._destroyed:
             self._destroyed = True
             self._state_hook.remove()
@@ -321,4 +354,3 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
     def __del__(self) -> None:
         with contextlib.suppress(Exception):  # half-built, or the interpreter is ending
             self.destroy()
-

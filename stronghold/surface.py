@@ -1,7 +1,7 @@
 """The public names of DeepSpeedEngine that cannot apply here, each with its reason.
 
-Owns the table alone. A test walks the installed DeepSpeedEngine: every public name must be implemented by
-StrongholdEngine, listed here as refused, or listed here as safe to inherit.
+Owns the table alone. A test walks the installed DeepSpeedEngine: every public name must be
+implemented by StrongholdEngine, listed here as refused, or listed here as safe to inherit.
 """
 
 from __future__ import annotations
@@ -15,9 +15,13 @@ _CHECKPOINT = (
     "checkpoints of masters and moments are not part of this release: save weights with "
     "torch.save(engine.module_state_dict(), path)"
 )
-_REDUCE = "gradients leave for the host layer by layer during backward: there is nothing to reduce afterwards"
+_REDUCE = "gradients leave for the host layer by layer during backward: nothing is left to reduce"
+_DATA = "build the data loader yourself and pass batches to the engine"
 _COMPILE = "torch.compile around streamed layers is not part of this release"
-_STATES = "layers move by the plan: set stronghold.window, stronghold.gpu_memory or stronghold.resident_layers instead"
+_STATES = (
+    "layers move by the plan: set stronghold.window, stronghold.gpu_memory or "
+    "stronghold.resident_layers instead"
+)
 
 # Names that would run DeepSpeed's own core on state that this engine does not have.
 REFUSED: dict[str, str] = {
@@ -27,7 +31,7 @@ REFUSED: dict[str, str] = {
     "allreduce_no_retain": _REDUCE,
     "all_gather_scalar": _PARALLEL,
     "buffered_allreduce_fallback": _REDUCE,
-    "clip_fp32_gradients": "gradients are clipped in engine.step by the global norm: set gradient_clipping",
+    "clip_fp32_gradients": "engine.step clips by the global norm: set gradient_clipping",
     "coalesce_grad_reduction": _REDUCE,
     "compile": _COMPILE,
     "get_autosp_backend": _COMPILE,
@@ -47,8 +51,8 @@ REFUSED: dict[str, str] = {
     "print_forward_breakdown": "set stronghold.trace to a file for a timeline of the step",
     "random_ltd_initialize": "random layer-token drop changes the model's layers while they stream",
     "scale": "call engine.backward(loss): it scales and streams",
-    "set_custom_curriculum_learning_schedule": "build the data loader yourself and pass batches to the engine",
-    "set_data_post_process_func": "build the data loader yourself and pass batches to the engine",
+    "set_custom_curriculum_learning_schedule": _DATA,
+    "set_data_post_process_func": _DATA,
     "sparse_all_gather": _PARALLEL,
     "sparse_allreduce": _REDUCE,
     "sparse_allreduce_bucket": _REDUCE,

@@ -17,7 +17,12 @@ from tests.training import Run, assert_identical, config, train_plain, train_win
 
 STEPS = 20
 NUM_LAYERS = 5
-WINDOWS: list[dict[str, Any]] = [{"window": 1}, {"window": 2}, {"window": 4}, {"resident_layers": "all"}]
+WINDOWS: list[dict[str, Any]] = [
+    {"window": 1},
+    {"window": 2},
+    {"window": 4},
+    {"resident_layers": "all"},
+]
 POLICIES = ["keep", "offload", "recompute"]
 PLACES = list(itertools.product(WINDOWS, POLICIES))
 THREADS_AND_ISAS = list(itertools.product([1, 2], native.isas()))
@@ -37,7 +42,9 @@ def llama() -> tuple[nn.Module, Callable[[int], dict[str, Any]]]:
     )
 
     def make_batch(seed: int) -> dict[str, Any]:
-        tokens = torch.randint(0, VOCABULARY, (2, 11), generator=torch.Generator().manual_seed(seed))
+        tokens = torch.randint(
+            0, VOCABULARY, (2, 11), generator=torch.Generator().manual_seed(seed)
+        )
         return {"input_ids": tokens, "labels": tokens}
 
     return LlamaForCausalLM(shape), make_batch
@@ -45,16 +52,25 @@ def llama() -> tuple[nn.Module, Callable[[int], dict[str, Any]]]:
 
 @functools.cache
 def plain(accumulation: int, clipping: float, precision: str) -> Run:
-    return train_plain(llama, steps=STEPS, accumulation=accumulation, clipping=clipping, precision=precision)
+    return train_plain(
+        llama, steps=STEPS, accumulation=accumulation, clipping=clipping, precision=precision
+    )
 
 
-def check(places: list[Any], accumulation: int, clipping: float, precision: str, monkeypatch: Any) -> None:
+def check(
+    places: list[Any], accumulation: int, clipping: float, precision: str, monkeypatch: Any
+) -> None:
     expected = plain(accumulation, clipping, precision)
-    # Threads and instruction sets take turns over windows and policies: the native tests cross them with everything.
-    for (window, policy), (threads, isa) in zip(places, itertools.cycle(THREADS_AND_ISAS), strict=False):
+    # Threads and instruction sets take turns over windows and policies: the native tests cross them
+    # with everything.
+    for (window, policy), (threads, isa) in zip(
+        places, itertools.cycle(THREADS_AND_ISAS), strict=False
+    ):
         monkeypatch.setenv("STRONGHOLD_ISA", isa)
         section = {**window, "activations": policy, "cpu_threads": threads}
-        settings = config(accumulation=accumulation, clipping=clipping, precision=precision, section=section)
+        settings = config(
+            accumulation=accumulation, clipping=clipping, precision=precision, section=section
+        )
         run = train_windowed(llama, steps=STEPS, settings=settings)
         assert_identical(run, expected)
         assert run.norms == expected.norms
@@ -88,6 +104,10 @@ def test_micro_batches_add_up_in_every_place(
 @pytest.mark.parametrize("seed", range(3))
 def test_jitter_never_changes_a_bit(seed: int) -> None:
     expected = plain(1, 0.5, "bf16")
-    section = {"window": 2, "activations": POLICIES[seed], "emulated": {"jitter_s": 0.002, "seed": seed}}
+    section = {
+        "window": 2,
+        "activations": POLICIES[seed],
+        "emulated": {"jitter_s": 0.002, "seed": seed},
+    }
     settings = config(clipping=0.5, precision="bf16", section=section)
     assert_identical(train_windowed(llama, steps=STEPS, settings=settings), expected)

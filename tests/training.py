@@ -21,7 +21,7 @@ NO_CHECK = {"check_grad_overflow": False}
 
 @dataclass(kw_only=True)
 class Run:
-    """What a training run leaves: the loss of every micro-batch, and weights and norms at the end."""
+    """What a run leaves: the loss of every micro-batch, and weights and norms at the end."""
 
     losses: list[torch.Tensor] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
@@ -53,9 +53,15 @@ def loss_of(output: Any) -> torch.Tensor:
 
 
 def config(
-    *, accumulation: int = 1, clipping: float = 1.0, precision: str = "fp32", section: dict[str, Any] | None = None
+    *,
+    accumulation: int = 1,
+    clipping: float = 1.0,
+    precision: str = "fp32",
+    section: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """A DeepSpeed config with the "stronghold" section given; overflow is checked when gradients are clipped."""
+    """A DeepSpeed config with the "stronghold" section given; overflow is checked when gradients
+    are clipped.
+    """
     made: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": accumulation,
@@ -81,7 +87,9 @@ def train_windowed(
     torch.manual_seed(0)
     model, make_batch = factory()
     engine, _, _, _ = stronghold.initialize(
-        model=model, config=settings, model_parameters=groups(model) if groups else model.parameters()
+        model=model,
+        config=settings,
+        model_parameters=groups(model) if groups else model.parameters(),
     )
     run = Run()
     try:
@@ -123,8 +131,8 @@ def train_plain(
     precision: str = "fp32",
     groups: Callable[[nn.Module], Iterable[Any]] | None = None,
 ) -> Run:
-    """The same training without a window: autograd, fp32 sums, torch's clipping formula, the same Adam kernel.
-
+    """The same training without a window: autograd, fp32 sums, torch's clipping formula, the same
+    Adam kernel.
     """
     torch.manual_seed(0)
     model, make_batch = factory()
@@ -171,7 +179,9 @@ def _step(
 
 
 class KernelAdam:
-    """The native kernel over whole tensors, one after the other: what the engine does, without everything it does."""
+    """The native kernel over whole tensors, one after the other: what the engine does, without
+    everything it does.
+    """
 
     def __init__(self, groups_of: torch.optim.Optimizer) -> None:
         self._groups = groups_of.param_groups
@@ -179,8 +189,13 @@ class KernelAdam:
         self._pool = native.Pool(1)
 
     def step(self, gradients: dict[nn.Parameter, torch.Tensor], clipping: float) -> float:
-        """Clip by the global norm as torch.nn.utils.clip_grad_norm_ does, then update; returns the norm."""
-        sums = [native.sum_squares(self._pool, g.dtype, [(g.data_ptr(), g.numel())])[0] for g in gradients.values()]
+        """Clip by the global norm as torch.nn.utils.clip_grad_norm_ does, then update; returns the
+        norm.
+        """
+        sums = [
+            native.sum_squares(self._pool, g.dtype, [(g.data_ptr(), g.numel())])[0]
+            for g in gradients.values()
+        ]
         norm = math.sqrt(math.fsum(sums))
         scale = min(1.0, clipping / (norm + 1e-6)) if clipping > 0.0 else 1.0
         for group in self._groups:
@@ -189,10 +204,16 @@ class KernelAdam:
                     self._update(parameter, gradients[parameter], group, scale)
         return norm
 
-    def _update(self, parameter: nn.Parameter, gradient: torch.Tensor, group: dict[str, Any], scale: float) -> None:
+    def _update(
+        self, parameter: nn.Parameter, gradient: torch.Tensor, group: dict[str, Any], scale: float
+    ) -> None:
         if parameter not in self._state:
             zeros = torch.zeros(parameter.numel())
-            low = torch.zeros(parameter.numel(), dtype=torch.int16) if parameter.dtype is torch.bfloat16 else None
+            low = (
+                torch.zeros(parameter.numel(), dtype=torch.int16)
+                if parameter.dtype is torch.bfloat16
+                else None
+            )
             self._state[parameter] = {"step": 0, "m": zeros, "v": zeros.clone(), "low": low}
         state = self._state[parameter]
         state["step"] += 1

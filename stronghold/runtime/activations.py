@@ -1,16 +1,21 @@
 """Saved tensors: keep them, offload them to the host, or compute them again.
 
-Owns what autograd saves while a streamed layer runs. Entered by the training thread in forward and by autograd's thread
-in backward. Three policies, one mechanism (`torch.autograd.graph.saved_tensors_hooks` around each layer's forward):
+Owns what autograd saves while a streamed layer runs. Entered by the training thread in forward and
+by autograd's thread in backward. Three policies, one mechanism
+(`torch.autograd.graph.saved_tensors_hooks` around each layer's forward):
 
-keep        a saved tensor that aliases a slot becomes a handle (layer, offset, shape, stride), since the slot will hold
+keep        a saved tensor that aliases a slot becomes a handle (layer, offset, shape, stride),
+since the slot will hold
             another layer by the time of backward; everything else stays on the device
-offload     beside that, other saved tensors go to host memory on the drain lane, and come back on the fetch lane one
+offload     beside that, other saved tensors go to host memory on the drain lane, and come back on
+the fetch lane one
             layer ahead of backward
-recompute   torch's own non-reentrant checkpoint around the layer, driven from hooks; it restores the random state
+recompute   torch's own non-reentrant checkpoint around the layer, driven from hooks; it restores
+the random state
 
-[Note: foreign hooks] The user's own checkpointing also works by saved-tensor hooks. Torch applies the innermost pair
-alone, so ours pass on to the pair that was active before what they do not turn into handles.
+[Note: foreign hooks] The user's own checkpointing also works by saved-tensor hooks. Torch applies
+the innermost pair alone, so ours pass on to the pair that was active before what they do not turn
+into handles.
 """
 
 from __future__ import annotations
@@ -57,7 +62,8 @@ class SavedWeight(NamedTuple):
 class SavedStorage:
     """One storage on its way to the host and back; several saved tensors may be views of it.
 
-    Autograd's graph owns it: when the last node that saved it has run, it dies, and its host buffer returns to the pool.
+    Autograd's graph owns it: when the last node that saved it has run, it dies, and its host buffer
+    returns to the pool.
     """
 
     __slots__ = ("__weakref__", "back", "host", "nbytes", "ready", "source", "stored", "version")
@@ -86,6 +92,14 @@ class _Foreign(NamedTuple):
     packed: Any
 
 
+class _Scope(NamedTuple):
+    """One running forward: what to close, and the buffers to put back after a recomputation."""
+
+    hooks: saved_tensors_hooks
+    recomputation: Generator[None, None, None] | None
+    buffers: list[torch.Tensor] | None
+
+
 def _active_hooks() -> Hooks | None:
     """The innermost pair of saved-tensor hooks of this thread."""
     hooks: Hooks | None = torch._C._autograd._top_saved_tensors_default_hooks(False)
@@ -105,7 +119,10 @@ class Activations:
         self._device = device
         self._slots = slots
         self._metrics = metrics
-        self._open: dict[int, list[tuple[saved_tensors_hooks, Generator[None, None, None] | None]]] = defaultdict(list)
+        self._open: dict[int, list[_Scope]] = defaultdict(list)
+        # Buffers as they were before each forward that will be recomputed, the newest last:
+        # backward comes in reverse.
+        self._buffers: dict[int, list[list[torch.Tensor]]] = defaultdict(list)
         self._saved: dict[int, list[weakref.ref[SavedStorage]]] = defaultdict(list)
         self._in_scope: dict[int, SavedStorage] = {}
         self._leaving: list[SavedStorage] = []
@@ -115,13 +132,23 @@ class Activations:
 
     # -- around a layer's forward -----------------------------------------------------------------
     def enter(
-        self, layer: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, recomputing: bool
+        self,
+        layer: int,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        recomputing: bool,
     ) -> None:
-        """The layer's forward begins; every `enter` has its `leave`, also when the forward raises."""
+        """The layer's forward begins; every `enter` has its `leave`, also when it raises."""
         recomputation = None
-        if self.policy == "recompute" and not recomputing and torch.is_grad_enabled() and _active_hooks() is None:
+        restored: list[torch.Tensor] | None = None
+        if self.will_recompute(recomputing=recomputing):
+            self._buffers[layer].append([buffer.clone() for buffer in module.buffers()])
             recomputation = _recomputation(module, args, kwargs)
             next(recomputation)
+        elif recomputing and self._buffers[layer]:
+            restored = _swap(module, self._buffers[layer].pop())
         foreign = _active_hooks()
         offload = self.policy == "offload" and foreign is None and not recomputing
         self._in_scope.clear()
@@ -130,28 +157,45 @@ class Activations:
             lambda packed: self._unpack(packed, foreign),
         )
         hooks.__enter__()
-        self._open[layer].append((hooks, recomputation))
+        self._open[layer].append(_Scope(hooks, recomputation, restored))
 
-    def leave(self, layer: int) -> None:
+    def will_recompute(self, *, recomputing: bool) -> bool:
+        """Whether a layer whose forward begins now will run it again in backward. Under the user's
+        own saved-tensor
+        hooks it will not: they decide."""
+        return (
+            self.policy == "recompute"
+            and not recomputing
+            and torch.is_grad_enabled()
+            and _active_hooks() is None
+        )
+
+    def leave(self, layer: int, module: nn.Module) -> None:
         """The layer's forward returned or raised."""
         if not self._open[layer]:  # the forward failed before `enter`
             return
-        hooks, recomputation = self._open[layer].pop()
-        hooks.__exit__(None, None, None)
+        scope = self._open[layer].pop()
+        scope.hooks.__exit__(None, None, None)
         self._in_scope.clear()
-        if recomputation is not None:
-            next(recomputation, None)
+        if scope.recomputation is not None:
+            next(scope.recomputation, None)
+        if scope.buffers is not None:
+            _swap(module, scope.buffers)
         self._settle_leaving()
 
     def _pack(self, layer: int, tensor: torch.Tensor, foreign: Hooks | None, offload: bool) -> Any:
         held = self._slots.layer_in(tensor.untyped_storage().data_ptr())
         if held is not None:
-            return SavedWeight(held, tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride())
+            return SavedWeight(
+                held, tensor.dtype, int(tensor.storage_offset()), tensor.shape, tensor.stride()
+            )
         if foreign is not None:
             return _Foreign(foreign[0](tensor))
         if offload and self._worth_offloading(tensor):
             storage = self._store(layer, tensor)
-            return SavedActivation(storage, tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride())
+            return SavedActivation(
+                storage, tensor.dtype, int(tensor.storage_offset()), tensor.shape, tensor.stride()
+            )
         return tensor
 
     def _unpack(self, packed: Any, foreign: Hooks | None) -> torch.Tensor:
@@ -163,10 +207,11 @@ class Activations:
         if isinstance(packed, SavedActivation):
             back = self._load(packed.storage)
             return back.view(packed.dtype).as_strided(packed.shape, packed.stride, packed.offset)
-        assert isinstance(packed, _Foreign) and foreign is not None
+        assert isinstance(packed, _Foreign)
+        assert foreign is not None
         return foreign[1](packed.packed)
 
-    # -- offload ------------------------------------------------------------------------------------
+    # -- offload ----------------------------------------------------------------------------------
     def _worth_offloading(self, tensor: torch.Tensor) -> bool:
         nbytes = tensor.untyped_storage().nbytes()
         return (
@@ -191,19 +236,23 @@ class Activations:
         )
         self._in_scope[address] = saved
         pool, host = self._pool[nbytes], saved.host
-        # A buffer that is reused while a transfer still reads it cannot happen: the next offload waits for compute, and
-        # compute waited for that transfer.
+        # A buffer that is reused while a transfer still reads it cannot happen: the next offload
+        # waits for compute, and compute waited for that transfer.
         self._saved[layer].append(weakref.ref(saved, lambda _: pool.append(host)))
         self._leaving.append(saved)
         return saved
 
     def _settle_leaving(self) -> None:
-        """Drop device tensors whose copy is done. The in-place check is autograd's own, which packing would lose."""
+        """Drop device tensors whose copy is done. The in-place check is autograd's own, which
+        packing would lose.
+        """
         still: list[SavedStorage] = []
         for saved in self._leaving:
             assert saved.stored is not None
             if saved.source is not None and saved.source._version != saved.version:
-                raise RuntimeError("a tensor needed for backward was modified in place while it was offloaded")
+                raise RuntimeError(
+                    "a tensor needed for backward was modified in place while it was offloaded"
+                )
             if saved.stored.done:
                 saved.source = None
             else:
@@ -221,8 +270,14 @@ class Activations:
         return slab
 
     def prefetch(self, layer: int) -> None:
-        """Backward of the layer comes next: begin to bring its activations back, in the order of need."""
-        alive = [(reference, saved) for reference in self._saved[layer] if (saved := reference()) is not None]
+        """Backward of the layer comes next: begin to bring its activations back, in the order of
+        need.
+        """
+        alive = [
+            (reference, saved)
+            for reference in self._saved[layer]
+            if (saved := reference()) is not None
+        ]
         self._saved[layer] = [reference for reference, _ in alive]
         for _, saved in reversed(alive):
             self._bring_back(saved, layer)
@@ -234,7 +289,8 @@ class Activations:
         back = torch.empty(saved.nbytes, dtype=torch.uint8, device=device.torch_device)
         assert saved.stored is not None
         saved.back = back
-        # After compute: the allocator may have taken the memory from work that is still queued there.
+        # After compute: the allocator may have taken the memory from work that is still queued
+        # there.
         saved.ready = device.fetch.submit(
             f"onload {layer}",
             lambda: device.copy(back, saved.host),
@@ -244,9 +300,14 @@ class Activations:
     def _load(self, saved: SavedStorage) -> torch.Tensor:
         if saved.ready is None:
             self._bring_back(saved, -1)
-        assert saved.ready is not None and saved.back is not None
+        assert saved.ready is not None
+        assert saved.back is not None
         self._metrics.waited("fetch", self._device.compute_wait(saved.ready))
         return saved.back
+
+    def end_backward(self) -> None:
+        """Backward is over: what was kept for a recomputation that never came is void."""
+        self._buffers.clear()
 
     def close(self) -> None:
         """Unregister the host buffers."""
@@ -257,11 +318,46 @@ class Activations:
         self._saved.clear()
 
 
+def _swap(module: nn.Module, values: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Give the module's buffers `values` and return what they had: running statistics must not move
+    twice in a step.
+    """
+    before = [buffer.clone() for buffer in module.buffers()]
+    for buffer, value in zip(module.buffers(), values, strict=True):
+        buffer.data.copy_(
+            value
+        )  # through .data: autograd must not take it for a change of a saved tensor
+    return before
+
+
+def without_cache(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments without key-value caches: a layer that runs twice would write into one twice.
+    Transformers' own
+    checkpointing drops them in the same way."""
+    args = tuple(None if _is_cache(value) else value for value in args)
+    kwargs = {name: None if _is_cache(value) else value for name, value in kwargs.items()}
+    if kwargs.get("use_cache"):
+        kwargs["use_cache"] = False
+    return args, kwargs
+
+
+def _is_cache(value: Any) -> bool:
+    # By name: transformers need not be installed, and importing it takes seconds.
+    return any(
+        kind.__name__ == "Cache" and kind.__module__.startswith("transformers")
+        for kind in type(value).__mro__
+    )
+
+
 def _recomputation(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Generator[None, None, None]:
-    """Torch's non-reentrant checkpoint as a generator: the first `next` opens it, the second closes it."""
-    make = torch_checkpoint._checkpoint_without_reentrant_generator  # type: ignore[attr-defined]
+    """Torch's non-reentrant checkpoint as a generator: the first `next` opens it, the second closes
+    it.
+    """
+    make = torch_checkpoint._checkpoint_without_reentrant_generator
     options: dict[str, Any] = {
         "preserve_rng_state": True,
         "context_fn": torch_checkpoint.noop_context_fn,

@@ -1,16 +1,21 @@
 """Interprets the schedule: the only issuer of fetches, releases and drains.
 
-Owns the phase of the step and, per layer, which fence says that its host weights are up to date. Entered by the
-training thread and, on a GPU, by autograd's thread during backward; the two never run at once.
+Owns the phase of the step and, per layer, which fence says that its host weights are up to date.
+Entered by the training thread and, on a GPU, by autograd's thread during backward; the two never
+run at once.
 
-States of a step. IDLE -> FORWARD at the model's call, -> IDLE at its return; IDLE -> BACKWARD around autograd's run.
-Forward hooks that fire in BACKWARD are recomputation. Races and what prevents them:
-  * a slot is overwritten while compute reads it      -> the fetch waits for the fence recorded at the release
-  * compute reads a slot before it is filled          -> compute waits for the fetch's fence before RESIDENT
+States of a step. IDLE -> FORWARD at the model's call, -> IDLE at its return; IDLE -> BACKWARD
+around autograd's run. Forward hooks that fire in BACKWARD are recomputation. Races and what
+prevents them:
+  * a slot is overwritten while compute reads it      -> the fetch waits for the fence recorded at
+  the release
+  * compute reads a slot before it is filled          -> compute waits for the fetch's fence before
+  RESIDENT
   * a fetch reads weights that Adam is writing        -> the fetch waits for `updated(layer)`
   * Adam writes weights that a late fetch still reads -> the update waits for the layer's last fetch
   * a gradient slot is filled while it drains         -> compute waits for the slot's drain
-  * gradients drain before they exist                 -> the drain waits for compute's fence at the last arrival
+  * gradients drain before they exist                 -> the drain waits for compute's fence at the
+  last arrival
 """
 
 from __future__ import annotations
@@ -32,7 +37,9 @@ from stronghold.plan.schedule import Action, Kind, Schedule, canonical_uses, mak
 from stronghold.runtime.updater import Updater
 from stronghold.telemetry.metrics import Metrics
 
-MAX_RECORDED_USES = 4096  # a pass longer than this (token-by-token generation) keeps the schedule that it has
+MAX_RECORDED_USES = (
+    4096  # a pass longer than this (token-by-token generation) keeps the schedule that it has
+)
 
 
 class Phase(Enum):
@@ -45,7 +52,9 @@ class Phase(Enum):
 
 @dataclass(slots=True)
 class _Track:
-    """One kind of pass (training or evaluation): its schedule, the position in it, and the uses seen so far."""
+    """One kind of pass (training or evaluation): its schedule, the position in it, and the uses
+    seen so far.
+    """
 
     schedule: Schedule
     cursor: int
@@ -53,7 +62,9 @@ class _Track:
 
 
 class Executor:
-    """Moves layers as their uses come. `parameters[i]` are the parameters of layer i in the layout's order."""
+    """Moves layers as their uses come. `parameters[i]` are the parameters of layer i in the
+    layout's order.
+    """
 
     def __init__(
         self,
@@ -75,13 +86,21 @@ class Executor:
         self._metrics = metrics
         self.phase = Phase.IDLE
         num_layers = len(host.layers)
-        self._last_fetch: list[Fence] = [completed("fetch", "never fetched") for _ in range(num_layers)]
+        self._last_fetch: list[Fence] = [
+            completed("fetch", "never fetched") for _ in range(num_layers)
+        ]
         self._stale = set(range(num_layers)) & set(plan.resident)
-        self._layer_at: dict[int, int] = {}  # address of a slot's storage -> layer, for saved tensors
+        self._layer_at: dict[
+            int, int
+        ] = {}  # address of a slot's storage -> layer, for saved tensors
         self._calls = [0] * num_layers  # forward calls with gradients since the last backward
+        self._streams = [layer.streamed for layer in host.layout.layers]
+        self._inside: list[int] = []  # blocks whose forward is running now, outermost first
         self._open_span: tuple[str, object] | None = None
         forward = canonical_uses([layer.index for layer in host.layout.layers], backward=False)
-        backward = canonical_uses([layer.index for layer in host.layout.layers if layer.streamed], backward=True)
+        backward = canonical_uses(
+            [layer.index for layer in host.layout.layers if layer.streamed], backward=True
+        )
         self._training = self._track(forward + backward[len(backward) // 2 :])
         self._evaluation = self._track(forward)
         self._current = self._training
@@ -91,7 +110,10 @@ class Executor:
 
     def _track(self, uses: Sequence[Action]) -> _Track:
         schedule = make_schedule(
-            uses, num_slots=self._plan.window, prefetch=self._plan.prefetch, resident=self._plan.resident
+            uses,
+            num_slots=self._plan.window,
+            prefetch=self._plan.prefetch,
+            resident=self._plan.resident,
         )
         return _Track(schedule=schedule, cursor=0, recorded=[])
 
@@ -148,7 +170,9 @@ class Executor:
         for layer in self._window.gathering():
             slot = self._window.gradient_slot_of(layer)
             if slot is not None:
-                self._window.release_gradients(slot, self._device.record_compute(f"abandon {layer}"))
+                self._window.release_gradients(
+                    slot, self._device.record_compute(f"abandon {layer}")
+                )
         for layer in self._window.held_layers():
             self._bind_to_host(layer)
 
@@ -164,8 +188,17 @@ class Executor:
 
     # -- uses -----------------------------------------------------------------------------------
     def begin_use(self, layer: int, kind: Kind) -> None:
-        """Compute is about to touch the layer: do what the schedule says, then wait for its weights and bind them."""
+        """Compute is about to touch the layer: do what the schedule says, then wait for its weights
+        and bind them.
+        """
         self._device.check()
+        if self._inside and not self._streams[layer]:
+            # A module shared with the block that is running: the schedule must not move that block
+            # away.
+            self.make_resident(layer)
+            return
+        if kind is Kind.FORWARD and self._streams[layer]:
+            self._inside.append(layer)
         if kind is Kind.FORWARD and self.phase is Phase.BACKWARD:
             kind = Kind.BACKWARD  # recomputation
         use = Action(kind=kind, layer=layer)
@@ -184,7 +217,11 @@ class Executor:
         return next((use.layer for use in uses if use.kind is Kind.BACKWARD), None)
 
     def end_forward(self, layer: int) -> None:
-        """The layer's forward returned or raised: the parameters go to rest, the slot stays until the schedule says so."""
+        """The layer's forward returned or raised: the parameters go to rest, the slot stays until
+        the schedule says so.
+        """
+        if layer in self._inside:
+            self._inside.remove(layer)
         if self.phase is Phase.BACKWARD:
             return
         self.end_span()
@@ -206,10 +243,16 @@ class Executor:
 
     def _perform(self, action: Action, keep: int) -> None:
         if action.kind is Kind.RELEASE:
-            if action.layer != keep and action.layer in self._window.held_layers():
+            busy = action.layer == keep or action.layer in self._inside
+            if not busy and action.layer in self._window.held_layers():
                 self._release(action.layer)
         elif self._needs_fetch(action.layer):
-            self._fetch(action.layer, keep=keep)
+            self._prefetch(action.layer, keep)
+
+    def _prefetch(self, layer: int, keep: int) -> None:
+        """Fetch ahead where there is room: an order of uses that was not predicted finds none."""
+        if layer in self._plan.resident or self._window.free_slot() is not None:
+            self._fetch(layer, keep=keep)
 
     def _needs_fetch(self, layer: int) -> bool:
         if layer in self._plan.resident:
@@ -217,7 +260,9 @@ class Executor:
         return self._window.residency[layer] is Residency.HOST
 
     def make_resident(self, layer: int) -> None:
-        """Fetch the layer if nobody has, make compute wait for it, and bind its parameters to the slot."""
+        """Fetch the layer if nobody has, make compute wait for it, and bind its parameters to the
+        slot.
+        """
         if self._needs_fetch(layer):
             self._fetch(layer, keep=layer)
         slot = self._window.slot_of(layer)
@@ -232,7 +277,9 @@ class Executor:
         self._bind(layer, slot.weights)
 
     def weights_of(self, layer: int) -> torch.Tensor:
-        """The slot that holds the layer now, after fetching it if it left: what a saved tensor's handle resolves to."""
+        """The slot that holds the layer now, after fetching it if it left: what a saved tensor's
+        handle resolves to.
+        """
         if self._window.residency[layer] is not Residency.RESIDENT:
             self.make_resident(layer)
         slot = self._window.slot_of(layer)
@@ -248,7 +295,14 @@ class Executor:
         window = self._window
         slot = window.slot_of(layer) if layer in self._plan.resident else window.free_slot()
         if slot is None:
-            victim = next(held for held in window.held_layers() if held not in (keep, layer))
+            busy = (keep, layer, *self._inside)
+            victim = next((held for held in window.held_layers() if held not in busy), None)
+            if victim is None:
+                raise ConfigError(
+                    f"layer {self._host.layers[layer].layout.name} is called inside "
+                    f"another layer, and the window of {self._plan.window} slots is full; "
+                    "raise stronghold.window"
+                )
             self._release(victim)
             slot = window.free_slot()
             assert slot is not None
@@ -278,18 +332,23 @@ class Executor:
         self._window.release(layer, self._device.record_compute(f"release {layer}"))
 
     def _bind(self, layer: int, flat: torch.Tensor) -> None:
-        for parameter, part in zip(self._parameters[layer], self._host.layers[layer].layout.slices, strict=True):
+        for parameter, part in zip(
+            self._parameters[layer], self._host.layers[layer].layout.slices, strict=True
+        ):
             parameter.data = view(flat, part)
 
     def _bind_to_host(self, layer: int) -> None:
         self._bind(layer, self._host.layers[layer].weights)
 
     # -- gradients ------------------------------------------------------------------------------
-    def gradient_arrived(self, layer: int, position: int, part: ParameterSlice, parameter: torch.Tensor) -> None:
+    def gradient_arrived(
+        self, layer: int, position: int, part: ParameterSlice, parameter: torch.Tensor
+    ) -> None:
         """Autograd has accumulated into `parameter.grad`: move it to the layer's gradient slot."""
         if self.phase is not Phase.BACKWARD:
             raise ConfigError(
-                f"gradient of {part.name} outside engine.backward: call engine.backward(loss), not loss.backward()"
+                f"gradient of {part.name} outside engine.backward: "
+                "call engine.backward(loss), not loss.backward()"
             )
         gradient = parameter.grad
         assert gradient is not None
@@ -308,8 +367,14 @@ class Executor:
 
     def _claim_gradient_slot(self, layer: int) -> GradientSlot:
         slot = self._window.free_gradient_slot(layer)
-        if slot is None:  # every slot gathers for a layer whose other parameters may never get a gradient
-            oldest = next(other for other in self._window.gathering() if self._window.shares_gradient_slots(other))
+        if (
+            slot is None
+        ):  # every slot gathers for a layer whose other parameters may never get a gradient
+            oldest = next(
+                other
+                for other in self._window.gathering()
+                if self._window.shares_gradient_slots(other)
+            )
             self._drain(oldest)
             slot = self._window.free_gradient_slot(layer)
             assert slot is not None
@@ -336,7 +401,9 @@ class Executor:
         drained = device.drain.submit(f"drain {layer}", copy, after=(produced, entry.free_after))
         self._window.release_gradients(slot, drained)
         self.drained_bytes += sum(end - begin for begin, end in ranges) * gradients.element_size()
-        self._updater.drained(layer, arrived, entry, drained, self._last_fetch[layer], self._calls[layer])
+        self._updater.drained(
+            layer, arrived, entry, drained, self._last_fetch[layer], self._calls[layer]
+        )
 
     # -- between steps --------------------------------------------------------------------------
     def last_fetch(self, layer: int) -> Fence:
@@ -344,7 +411,8 @@ class Executor:
         return self._last_fetch[layer]
 
     def weights_changed(self, layers: Sequence[int]) -> None:
-        """The host weights of `layers` are or will be new: what the device holds of them is stale. Fetch ahead what the
+        """The host weights of `layers` are or will be new: what the device holds of them is stale.
+        Fetch ahead what the
         next forward needs first, each after its update."""
         for layer in layers:
             if layer in self._plan.resident:
@@ -389,7 +457,9 @@ class Executor:
 
 
 def _runs(slices: Sequence[ParameterSlice]) -> list[tuple[int, int]]:
-    """Element ranges that cover `slices`, neighbours joined: one transfer for a layer whose gradients all arrived."""
+    """Element ranges that cover `slices`, neighbours joined: one transfer for a layer whose
+    gradients all arrived.
+    """
     runs: list[tuple[int, int]] = []
     for part in slices:
         begin, end = part.offset, part.offset + part.numel
@@ -402,5 +472,3 @@ def _runs(slices: Sequence[ParameterSlice]) -> list[tuple[int, int]]:
 
 def _padding_only(end: int, begin: int) -> bool:
     return 0 <= begin - end < ALIGN_NUMEL
-
-

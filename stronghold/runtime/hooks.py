@@ -1,8 +1,9 @@
 """Turns module and autograd events into executor triggers.
 
-Owns the hooks on the user's modules and parameters, and removes them. Never moves a byte. Three mechanisms only: module
-forward hooks, tensor hooks on a layer's outputs, and post-accumulate hooks on parameters. They hang on the modules, not
-on the engine, so that evaluation and generation with the raw model stream too.
+Owns the hooks on the user's modules and parameters, and removes them. Never moves a byte. Three
+mechanisms only: module forward hooks, tensor hooks on a layer's outputs, and post-accumulate hooks
+on parameters. They hang on the modules, not on the engine, so that evaluation and generation with
+the raw model stream too.
 """
 
 from __future__ import annotations
@@ -18,12 +19,14 @@ from torch.utils.hooks import RemovableHandle
 from stronghold.model.layout import ModelLayout
 from stronghold.model.partition import Layer, Partition
 from stronghold.plan.schedule import Kind
-from stronghold.runtime.activations import Activations
+from stronghold.runtime.activations import Activations, without_cache
 from stronghold.runtime.executor import Executor, Phase
 
 
 class Hooks:
-    """The hooks of one engine. `trained`: parameters that the optimizer owns; gradients of others are dropped."""
+    """The hooks of one engine. `trained`: parameters that the optimizer owns; gradients of others
+    are dropped.
+    """
 
     def __init__(
         self,
@@ -38,19 +41,24 @@ class Hooks:
         self._activations = activations
         self._handles: list[RemovableHandle] = []
         self._depth = 0
-        # Resident layers whose module was seen to be called: the others' parameters may be read without a call
-        # (`F.linear(x, embedding.weight)`), so that they must be up to date when the model's forward begins.
+        # Resident layers whose module was seen to be called: the others' parameters may be read
+        # without a call (`F.linear(x, embedding.weight)`), so that they must be up to date when the
+        # model's forward begins.
         self._resident = [layer.index for layer in partition.layers if not layer.streamed]
         self._called: set[int] = set()
         root = partition.model
-        self._keep(root.register_forward_pre_hook(self._before_model, prepend=True, with_kwargs=True))
+        self._keep(
+            root.register_forward_pre_hook(self._before_model, prepend=True, with_kwargs=True)
+        )
         for layer in partition.layers:
             self._attach(layer)
             for position, (named, part) in enumerate(
                 zip(layer.parameters, layout.layers[layer.index].slices, strict=True)
             ):
                 if named.parameter.requires_grad:
-                    hook = self._gradient_hook(layer.index, position, part, trained(named.parameter))
+                    hook = self._gradient_hook(
+                        layer.index, position, part, trained(named.parameter)
+                    )
                     self._keep(named.parameter.register_post_accumulate_grad_hook(hook))
         self._keep(root.register_forward_hook(self._after_model, always_call=True))
 
@@ -60,13 +68,19 @@ class Hooks:
     def _attach(self, layer: Layer) -> None:
         if not layer.streamed:
             for module in layer.modules:
-                self._keep(module.register_forward_pre_hook(self._resident_hook(layer.index), prepend=True))
+                self._keep(
+                    module.register_forward_pre_hook(self._resident_hook(layer.index), prepend=True)
+                )
             return
         for module in layer.modules:
             self._keep(
-                module.register_forward_pre_hook(self._before_layer(layer.index), prepend=True, with_kwargs=True)
+                module.register_forward_pre_hook(
+                    self._before_layer(layer.index), prepend=True, with_kwargs=True
+                )
             )
-            self._keep(module.register_forward_hook(self._after_layer(layer.index), always_call=True))
+            self._keep(
+                module.register_forward_hook(self._after_layer(layer.index), always_call=True)
+            )
 
     # -- the whole model --------------------------------------------------------------------------
     def _before_model(self, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -91,17 +105,20 @@ class Hooks:
 
         return before
 
-    def _before_layer(self, index: int) -> Callable[[nn.Module, Any, Any], None]:
-        def before(module: nn.Module, args: Any, kwargs: Any) -> None:
+    def _before_layer(self, index: int) -> Callable[[nn.Module, Any, Any], Any]:
+        def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
             recomputing = self._executor.phase is Phase.BACKWARD
             self._executor.begin_use(index, Kind.FORWARD)
+            if self._activations.will_recompute(recomputing=recomputing):
+                args, kwargs = without_cache(args, kwargs)
             self._activations.enter(index, module, args, kwargs, recomputing=recomputing)
+            return args, kwargs
 
         return before
 
     def _after_layer(self, index: int) -> Callable[[nn.Module, Any, Any], None]:
         def after(module: nn.Module, args: Any, output: Any) -> None:
-            self._activations.leave(index)
+            self._activations.leave(index, module)
             self._executor.end_forward(index)
             if torch.is_grad_enabled():
                 for tensor in tree_leaves(output):

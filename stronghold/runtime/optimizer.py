@@ -1,7 +1,7 @@
 """The optimizer that the user sees: live parameter groups, no arithmetic.
 
-Owns the parameter groups and the flags that say which Adam each group is. Never touches a weight: `step` is the
-engine's. The training thread alone enters.
+Owns the parameter groups and the flags that say which Adam each group is. Never touches a weight:
+`step` is the engine's. The training thread alone enters.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from stronghold.errors import ConfigError
 
 
 class AdamFlags(NamedTuple):
-    """Decoupled weight decay (AdamW) or L2 (Adam), and whether moments are corrected for their bias."""
+    """Decoupled weight decay (AdamW) or L2 (Adam), and whether moments are corrected for their
+    bias.
+    """
 
     adamw: bool
     bias_correction: bool
@@ -25,8 +27,9 @@ class AdamFlags(NamedTuple):
 class EngineOptimizer(torch.optim.Optimizer):
     """Stands for Adam on the host, wherever a `torch.optim.Optimizer` is expected.
 
-    `param_groups` are read when an update is submitted: schedulers may write "lr" and the others at any time between
-    steps. With `client`, the groups are the client's own dicts, so that a scheduler made for it keeps working.
+    `param_groups` are read when an update is submitted: schedulers may write "lr" and the others at
+    any time between steps. With `client`, the groups are the client's own dicts, so that a
+    scheduler made for it keeps working.
     """
 
     def __init__(
@@ -64,16 +67,22 @@ class EngineOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """The engine's step. A closure is refused: the engine's backward has its own place."""
         if closure is not None:
-            raise ConfigError("optimizer.step(closure): call engine.backward(loss) and engine.step() instead")
+            raise ConfigError(
+                "optimizer.step(closure): call engine.backward(loss) and engine.step() instead"
+            )
         if self._step is None:
             raise ConfigError("optimizer.step: this optimizer is not connected to an engine")
         self._step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Nothing to do: gradients leave their parameters as they arrive, and the step forgets them."""
+        """Nothing to do: gradients leave their parameters as they arrive, and the step forgets
+        them.
+        """
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Groups are fixed when the engine is made: layers, masters and moments follow from them."""
+        """Groups are fixed when the engine is made: layers, masters and moments follow."""
         if self._step is not None:
-            raise ConfigError("add_param_group after stronghold.initialize: pass every group to initialize")
+            raise ConfigError(
+                "add_param_group after stronghold.initialize: pass every group to initialize"
+            )
         super().add_param_group(param_group)

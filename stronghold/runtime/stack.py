@@ -1,7 +1,7 @@
 """The parts of one engine, built in order and closed in reverse.
 
-Owns the life of every part: device, host slabs, window, update lane, executor, activations, hooks. Nothing here is
-DeepSpeed's; `engine` puts that border around it. The training thread alone enters.
+Owns the life of every part: device, host slabs, window, update lane, executor, activations, hooks.
+Nothing here is DeepSpeed's; `engine` puts that border around it. The training thread alone enters.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -36,7 +37,8 @@ from stronghold.telemetry.metrics import Metrics
 from stronghold.telemetry.trace import NullTrace, Trace
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-# Without stronghold.gpu_memory half of what the GPU has free goes to slots; the rest is left to activations.
+# Without stronghold.gpu_memory half of what the GPU has free goes to slots; the rest is left to
+# activations.
 GPU_SHARE = 0.5
 CGROUP_FILES = (
     ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
@@ -69,10 +71,13 @@ class MemoryReport:
 class Stack:
     """Streams one model. Raises ConfigError or BudgetError before anything is allocated.
 
-    `close` gives the model back: every parameter a CPU tensor with its newest value, every hook removed.
+    `close` gives the model back: every parameter a CPU tensor with its newest value, every hook
+    removed.
     """
 
-    def __init__(self, model: nn.Module, request: Request, optimizer: EngineOptimizer | None) -> None:
+    def __init__(
+        self, model: nn.Module, request: Request, optimizer: EngineOptimizer | None
+    ) -> None:
         section = request.section
         self._closed = False
         self.dtype = DTYPES[request.precision]
@@ -80,7 +85,9 @@ class Stack:
         _check_parameters(self.partition, request.precision)
         self.layout: ModelLayout = layout(self.partition)
         kind = section.device or ("cuda" if cuda.available() else "emulated")
-        self.plan: Plan = make_plan(self.layout, _demand(self.layout, self.dtype, request, optimizer, kind))
+        self.plan: Plan = make_plan(
+            self.layout, _demand(self.layout, self.dtype, request, optimizer, kind)
+        )
         self.trace: Trace | NullTrace = Trace() if section.trace else NullTrace()
         self._trace_path = section.trace
         self.metrics = Metrics(
@@ -112,7 +119,9 @@ class Stack:
 
     def _build(self, model: nn.Module, optimizer: EngineOptimizer | None) -> None:
         plan = self.plan
-        parameters = [[named.parameter for named in layer.parameters] for layer in self.partition.layers]
+        parameters = [
+            [named.parameter for named in layer.parameters] for layer in self.partition.layers
+        ]
         self.host = HostStore(
             self.layout,
             self.dtype,
@@ -146,7 +155,8 @@ class Stack:
             parameters=parameters,
             metrics=self.metrics,
         )
-        # Layer by layer, and each parameter's original is freed before the next layer is copied: never two copies.
+        # Layer by layer, and each parameter's original is freed before the next layer is copied:
+        # never two copies.
         for index, of_layer in enumerate(parameters):
             self.host.adopt(index, list(of_layer))
             self.executor.rest(index)
@@ -172,19 +182,21 @@ class Stack:
         )
 
     def adopt_weights(self) -> None:
-        """New values were written where the parameters point: bring them to the slabs, make them the masters."""
+        """New values were written where the parameters point: bring them to the slabs, make them
+        the masters.
+        """
         device = self.device
         for index, state in enumerate(self.host.layers):
             if index in self.plan.resident:
                 slot = self.window.slot_of(index)
                 assert slot is not None
-                source, target = slot.weights, state.weights
+                save = partial(device.copy, state.weights, slot.weights[: state.weights.numel()])
                 written = device.record_compute(f"weights {index} written")
-                device.drain.submit(
-                    f"save {index}", lambda s=source, t=target: device.copy(t, s[: t.numel()]), (written,)
-                ).wait()
+                device.drain.submit(f"save {index}", save, (written,)).wait()
             self.host.restart_master(index)
-        self.executor.weights_changed([i for i in range(len(self.host.layers)) if i not in self.plan.resident])
+        self.executor.weights_changed(
+            [i for i in range(len(self.host.layers)) if i not in self.plan.resident]
+        )
 
     def write_trace(self) -> None:
         """Write the trace file, when the config asks for one."""
@@ -214,26 +226,37 @@ def _check_parameters(found: Partition, precision: str) -> None:
         for named in layer.parameters:
             dtype = named.parameter.dtype
             if named.parameter.is_meta:
-                raise ConfigError(f"{named.name} is on the meta device: load its values before stronghold.initialize")
+                raise ConfigError(
+                    f"{named.name} is on the meta device: "
+                    "load its values before stronghold.initialize"
+                )
             if not dtype.is_floating_point:
-                raise ConfigError(f"{named.name} is {dtype}: stronghold trains floating-point parameters")
+                raise ConfigError(
+                    f"{named.name} is {dtype}: stronghold trains floating-point parameters"
+                )
             if precision == "fp32" and dtype is not torch.float32:
                 section = "bf16" if dtype is torch.bfloat16 else "fp16"
                 raise ConfigError(
-                    f'{named.name} is {dtype}, but the config asks for fp32: add "{section}": {{"enabled": true}} or '
-                    "load the model in torch.float32"
+                    f"{named.name} is {dtype}, but the config asks for fp32: add "
+                    f'"{section}": {{"enabled": true}} or load the model in torch.float32'
                 )
 
 
 def _demand(
-    sizes: ModelLayout, dtype: torch.dtype, request: Request, optimizer: EngineOptimizer | None, kind: str
+    sizes: ModelLayout,
+    dtype: torch.dtype,
+    request: Request,
+    optimizer: EngineOptimizer | None,
+    kind: str,
 ) -> Demand:
     section = request.section
     low = LOW_DTYPE[dtype]
     gpu_budget = section.gpu_memory
     if gpu_budget is None and kind == "cuda" and cuda.available():
         gpu_budget = int(cuda.free_bytes(request.local_rank) * GPU_SHARE)
-    held_now = sizes.num_parameters * dtype.itemsize  # the model's own memory, which the slabs replace
+    held_now = (
+        sizes.num_parameters * dtype.itemsize
+    )  # the model's own memory, which the slabs replace
     host_budget = section.host_memory or _available_host_bytes() + held_now
     resident = section.resident_layers
     num_blocks = sum(layer.streamed for layer in sizes.layers)
@@ -257,11 +280,15 @@ def _demand(
 
 
 def _available_host_bytes() -> int:
-    """What this process may still take: the machine's available memory, or its control group's if that is less."""
+    """What this process may still take: the machine's available memory, or its control group's if
+    that is less.
+    """
     available = int(psutil.virtual_memory().available)
     for limit_file, usage_file in CGROUP_FILES:
         with contextlib.suppress(OSError, ValueError):  # absent, or "max"
-            available = min(available, int(Path(limit_file).read_text()) - int(Path(usage_file).read_text()))
+            available = min(
+                available, int(Path(limit_file).read_text()) - int(Path(usage_file).read_text())
+            )
     return available
 
 

@@ -1,16 +1,18 @@
 """The update lane: what happens to gradients on the host, and when weights become new.
 
-Owns which gradients of this step have arrived, their norms, the step counts, and the `updated` fences. Never copies
-between tiers. The training thread submits; the update lane's thread computes and writes norms, which the training
-thread reads only behind a fence.
+Owns which gradients of this step have arrived, their norms, the step counts, and the `updated`
+fences. Never copies between tiers. The training thread submits; the update lane's thread computes
+and writes norms, which the training thread reads only behind a fence.
 
-[Note: the gate] When the norm of the whole model (clipping) or a possible overflow decides over every layer, gradients
-are held until backward has ended; then layers are updated in forward order, so that the next forward starts at once and
-waits layer by layer. Without either, a layer is updated as soon as its gradients are complete.
+[Note: the gate] When the norm of the whole model (clipping) or a possible overflow decides over
+every layer, gradients are held until backward has ended; then layers are updated in forward order,
+so that the next forward starts at once and waits layer by layer. Without either, a layer is updated
+as soon as its gradients are complete.
 
-[Note: a gradient that comes twice] A parameter used in two autograd leaves (two forward calls before one backward on a
-GPU, reentrant checkpoints) hands over its gradient in parts. Parts of one backward are added in the compute dtype, as
-autograd itself adds them; sums over micro-batches are fp32.
+[Note: a gradient that comes twice] A parameter used in two autograd leaves (two forward calls
+before one backward on a GPU, reentrant checkpoints) hands over its gradient in parts. Parts of one
+backward are added in the compute dtype, as autograd itself adds them; sums over micro-batches are
+fp32.
 """
 
 from __future__ import annotations
@@ -32,14 +34,17 @@ from stronghold.runtime.optimizer import EngineOptimizer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GateResult:
-    """`grad_norm`: global L2 norm before clipping, loss scale removed. `overflow`: it is not finite, nothing was applied."""
+    """`grad_norm`: global L2 norm before clipping, loss scale removed. `overflow`: it is not
+    finite, nothing was applied.
+    """
 
     grad_norm: float
     overflow: bool
 
 
 class Updater:
-    """Applies Adam to layers. `parameters[i]` are layer i's parameters in the layout's order; hyper-parameters are read
+    """Applies Adam to layers. `parameters[i]` are layer i's parameters in the layout's order;
+    hyper-parameters are read
     from `optimizer.param_groups` when an update is submitted."""
 
     def __init__(
@@ -58,12 +63,16 @@ class Updater:
         self._pool = pool
         self._parameters = parameters
         num_layers = len(host.layers)
-        self._updated: list[Fence] = [completed("update", "initial weights") for _ in range(num_layers)]
+        self._updated: list[Fence] = [
+            completed("update", "initial weights") for _ in range(num_layers)
+        ]
         self._arrived: list[set[int]] = [set() for _ in range(num_layers)]
         self._square_sums: list[dict[int, float]] = [{} for _ in range(num_layers)]
         self._norm_done: list[Fence] = []
         self._applied: set[int] = set()  # layers updated before the gate, in this step
-        self._late: dict[int, Fence] = {}  # layers whose early update waits for the end of backward, and their last fetch
+        self._late: dict[
+            int, Fence
+        ] = {}  # layers whose early update waits for the end of backward, and their last fetch
         self._boundary = True
         # The groups are live dicts: schedulers write their learning rates into them.
         self._groups = optimizer.group_of() if optimizer is not None else {}
@@ -88,8 +97,9 @@ class Updater:
         early = self._mode is Gradients.RING
         if early and (not boundary or self._applied):
             raise ConfigError(
-                "a second engine.backward before engine.step would change weights that were updated already: set "
-                "gradient_accumulation_steps to the number of backward calls per step, or gradient_clipping above 0"
+                "a second engine.backward before engine.step would change weights that were "
+                "updated already: set gradient_accumulation_steps to the number of backward calls "
+                "per step, or gradient_clipping above 0"
             )
         self._boundary = boundary
 
@@ -102,8 +112,9 @@ class Updater:
             if layer in self._applied and repeated:
                 names = [self._host.layers[layer].layout.slices[k].name for k in sorted(repeated)]
                 raise ConfigError(
-                    f"a further gradient of {', '.join(names)} came after its layer was updated; set gradient_clipping "
-                    "above 0 or bf16.check_grad_overflow true, so that updates wait for the end of backward"
+                    f"a further gradient of {', '.join(names)} came after its layer was "
+                    "updated; set gradient_clipping above 0 or bf16.check_grad_overflow true, so "
+                    "that updates wait for the end of backward"
                 )
             return self._host.ring_entry()
         return self._host.ring_entry() if repeated else self._host.held_entry(layer)
@@ -126,7 +137,9 @@ class Updater:
         elif self._mode is Gradients.RING and calls <= 1:
             norms = self._norms(layer, arrived, entry.gradients)
             adam = self._adam(layer, arrived, entry.gradients, 1.0)
-            self._updated[layer] = self._submit("update", layer, lambda: (norms(), adam()), (drained, last_fetch), entry)
+            self._updated[layer] = self._submit(
+                "update", layer, lambda: (norms(), adam()), (drained, last_fetch), entry
+            )
             self._applied.add(layer)
             self._norm_done.append(self._updated[layer])
         else:
@@ -136,7 +149,9 @@ class Updater:
                 self._late[layer] = last_fetch
 
     def end_backward(self) -> None:
-        """Backward has ended: update what could not be updated early because more gradients might have come."""
+        """Backward has ended: update what could not be updated early because more gradients might
+        have come.
+        """
         for layer, last_fetch in self._late.items():
             self._submit_update(layer, 1.0, last_fetch)
             self._applied.add(layer)
@@ -146,10 +161,12 @@ class Updater:
     def close_gate(
         self, *, clipping: float, inverse_scale: float, last_fetch: Callable[[int], Fence]
     ) -> tuple[GateResult, list[int]]:
-        """End the step: wait for the norm, then queue the updates in forward order, or nothing on overflow.
+        """End the step: wait for the norm, then queue the updates in forward order, or nothing on
+        overflow.
 
-        `clipping`: largest global norm, 0 for none. `inverse_scale`: 1 / loss scale. Returns the layers that change.
-        The coefficient is min(1, clipping / (norm + 1e-6)), as in torch.nn.utils.clip_grad_norm_.
+        `clipping`: largest global norm, 0 for none. `inverse_scale`: 1 / loss scale. Returns the
+        layers that change. The coefficient is min(1, clipping / (norm + 1e-6)), as in
+        torch.nn.utils.clip_grad_norm_.
         """
         for fence in self._norm_done:
             fence.wait()
@@ -179,7 +196,12 @@ class Updater:
 
     # -- work -------------------------------------------------------------------------------------
     def _submit(
-        self, verb: str, layer: int, work: Callable[[], object], after: tuple[Fence, ...], entry: GradientEntry
+        self,
+        verb: str,
+        layer: int,
+        work: Callable[[], object],
+        after: tuple[Fence, ...],
+        entry: GradientEntry,
     ) -> Fence:
         def run() -> None:
             work()
@@ -204,7 +226,11 @@ class Updater:
                 # Accumulated in an earlier micro-batch, without a gradient in the last one.
                 self._norms(layer, frozenset(missing), self._host.accumulator(layer))()
         # fsum rounds once: the grouping of parameters into layers cannot matter.
-        sums = [self._square_sums[layer][k] for layer, arrived in enumerate(self._arrived) for k in sorted(arrived)]
+        sums = [
+            self._square_sums[layer][k]
+            for layer, arrived in enumerate(self._arrived)
+            for k in sorted(arrived)
+        ]
         return math.fsum(sums) if all(map(math.isfinite, sums)) else math.nan
 
     def _accumulation(
@@ -250,7 +276,9 @@ class Updater:
 
         return run
 
-    def _norms(self, layer: int, arrived: frozenset[int], gradients: torch.Tensor) -> Callable[[], None]:
+    def _norms(
+        self, layer: int, arrived: frozenset[int], gradients: torch.Tensor
+    ) -> Callable[[], None]:
         slices = self._host.layers[layer].layout.slices
         positions = sorted(arrived)
         base, size = gradients.data_ptr(), gradients.element_size()
@@ -258,17 +286,26 @@ class Updater:
         sums = self._square_sums[layer]
 
         def run() -> None:
-            sums.update(zip(positions, native.sum_squares(self._pool, gradients.dtype, segments), strict=True))
+            sums.update(
+                zip(
+                    positions,
+                    native.sum_squares(self._pool, gradients.dtype, segments),
+                    strict=True,
+                )
+            )
 
         return run
 
     def _adam(
         self, layer: int, arrived: frozenset[int], gradients: torch.Tensor, scale: float
     ) -> Callable[[], None]:
-        """Adam over the parameters that have a gradient, with the hyper-parameters of this moment."""
+        """Adam over the parameters that have a gradient, with this moment's hyper-parameters."""
         state = self._host.layers[layer]
-        assert state.exp_avg is not None and state.exp_avg_sq is not None
-        low, low_size = (state.low.data_ptr(), state.low.element_size()) if state.low is not None else (0, 0)
+        assert state.exp_avg is not None
+        assert state.exp_avg_sq is not None
+        low, low_size = (
+            (state.low.data_ptr(), state.low.element_size()) if state.low is not None else (0, 0)
+        )
         segments = []
         for k in sorted(arrived):
             part = state.layout.slices[k]
