@@ -26,6 +26,8 @@ COLOURS = {
     "drain": "#f28e2b",
     "reduce": "#ff9da7",
     "update": "#b07aa1",
+    "norm": "#d4a6c8",
+    "accumulate": "#86bcb6",
     "load": "#76b7b2",
     "spill": "#d4a514",
     "wait": "#d9d9d9",
@@ -189,14 +191,14 @@ def _draw_lane(axes: Axes, row: int, spans: Sequence[Span], begin_s: float, end_
 
 
 def _label_form(spans: Sequence[Span], pixels_per_ms: float) -> Callable[[Span], str]:
-    """How to label every box of a kind: by name or by layer, whichever fits nine of ten, or not.
+    """How to label every box of a kind: by name or by layer, whichever fits four of five, or not.
 
     One form for all of a kind: a label on every third box reads as if that box were special.
     """
     forms: dict[str, Callable[[Span], str]] = {}
     for kind in {span.kind for span in spans}:
         members = [span for span in spans if span.kind == kind]
-        narrow_s = sorted(span.duration_s for span in members)[len(members) // 10]
+        narrow_s = sorted(span.duration_s for span in members)[len(members) // 5]
         width = narrow_s * 1e3 * pixels_per_ms
         by_name = all(_fits(span.name, width) for span in members)
         by_layer = all(_fits(_layer(span), width) for span in members)

@@ -1,0 +1,254 @@
+"""Trains a Llama-style model on real text through a window smaller than the model.
+
+The training itself is `train`, and is what any DeepSpeed user writes. The rest checks what it did:
+the same losses without the window, the bytes against the plan, the time against a plain loop.
+Started by `scripts/quickstart` through the `deepspeed` launcher.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__" and not {"-h", "--help"} & set(sys.argv):
+    print("loading torch, deepspeed and transformers", flush=True)
+
+import deepspeed
+import torch
+from corpus import Corpus, read_text
+from plain import compare_times, plain_losses
+from report import compare_losses, compare_memory, leave, print_times
+from tqdm import tqdm
+from tqdm.contrib.logging import logging_redirect_tqdm
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import stronghold
+from stronghold.config.section import parse_bytes
+
+MIB = float(1 << 20)
+VOCABULARY = 256
+NUM_EVALUATIONS = 6
+PROMPT, WRITTEN_BYTES, TEMPERATURE = b"def ", 160, 0.7
+
+
+@dataclass(frozen=True, kw_only=True)
+class Size:
+    """A Llama with bytes as tokens, and the text it sees in a step."""
+
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    context: int
+
+    def build(self, dtype: torch.dtype) -> LlamaForCausalLM:
+        """The same weights on every call."""
+        torch.manual_seed(0)
+        config = LlamaConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=self.hidden,
+            intermediate_size=self.intermediate,
+            num_hidden_layers=self.layers,
+            num_attention_heads=self.heads,
+            num_key_value_heads=self.heads,
+            max_position_embeddings=self.context,
+            use_cache=False,
+        )
+        return LlamaForCausalLM(config).to(dtype)
+
+    def num_parameters(self) -> int:
+        """Of what `build` makes."""
+        layer = 4 * self.hidden**2 + 3 * self.hidden * self.intermediate + 2 * self.hidden
+        return self.layers * layer + 2 * VOCABULARY * self.hidden + self.hidden
+
+
+FULL = Size(hidden=384, intermediate=1024, layers=14, heads=6, context=128)
+TINY = Size(hidden=64, intermediate=192, layers=12, heads=2, context=64)
+
+
+def train(engine: Any, data: Corpus, steps: int) -> tuple[list[float], list[tuple[float, float]]]:
+    """Losses of all steps, and (step, loss on the held-out text) now and then."""
+    losses: list[torch.Tensor] = []
+    held_out = [(0.0, evaluate(engine, data))]
+    evaluations = {steps * k // NUM_EVALUATIONS for k in range(1, NUM_EVALUATIONS + 1)}
+    interval = 0.2 if sys.stderr.isatty() else 15.0  # a log file does not want many lines
+    with tqdm(total=steps, unit="step", mininterval=interval, dynamic_ncols=True) as bar:
+        for step in range(1, steps + 1):
+            loss = engine(**data.batch()).loss
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.detach())
+            if step in evaluations:
+                held_out.append((float(step), evaluate(engine, data)))
+            if step % 10 == 0:
+                bar.set_postfix(loss=f"{losses[-1]:.3f}", held_out=f"{held_out[-1][1]:.3f}")
+            bar.update()
+    return [loss.item() for loss in losses], held_out
+
+
+@torch.no_grad()
+def evaluate(engine: Any, data: Corpus) -> float:
+    """Mean loss over the held-out text, in nats per byte."""
+    engine.eval()
+    losses = [engine(**batch).loss.item() for batch in data.held_out_batches()]
+    engine.train()
+    return sum(losses) / len(losses)
+
+
+@torch.no_grad()
+def write_text(engine: Any, prompt: bytes, context: int, num_bytes: int) -> str:
+    """Continue `prompt` byte by byte, through the window."""
+    engine.eval()
+    generator = torch.Generator().manual_seed(0)
+    text = torch.tensor([list(prompt)])
+    for _ in range(num_bytes):
+        logits = engine(input_ids=text[:, -context:].to(engine.device)).logits[:, -1].float().cpu()
+        following = torch.multinomial(
+            torch.softmax(logits / TEMPERATURE, -1), 1, generator=generator
+        )
+        text = torch.cat([text, following], dim=1)
+    engine.train()
+    return bytes(text[0].tolist()).decode(errors="replace")
+
+
+def fast_bf16() -> bool:
+    """Whether bf16 is the natural precision: on a GPU, or on a CPU with instructions for it."""
+    if torch.cuda.is_available():
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    try:
+        words = set(Path("/proc/cpuinfo").read_text().split())
+    except OSError:
+        return False
+    return bool(words & {"amx_bf16", "avx512_bf16", "bf16"})
+
+
+def adapt(path: str, args: argparse.Namespace, size: Size) -> tuple[dict[str, Any], torch.dtype]:
+    """The config file with what it cannot know: precision, number of steps, where output goes.
+
+    Without fast bf16 training is in fp32. The GPU budget keeps its share of the model's weights.
+    """
+    config = json.loads(Path(path).read_text())
+    dtype = torch.bfloat16 if fast_bf16() else torch.float32
+    config["bf16"]["enabled"] = dtype is torch.bfloat16
+    config["scheduler"]["params"]["total_num_steps"] = max(args.steps, 2)
+    section = config["stronghold"]
+    share = parse_bytes(section["gpu_memory"]) / (FULL.num_parameters() * 2)
+    section["gpu_memory"] = int(share * size.num_parameters() * dtype.itemsize)
+    section["trace"] = str(args.output / "trace.json")
+    return config, dtype
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--text", help="train on this file (default: the standard library's sources)"
+    )
+    parser.add_argument("--steps", type=int, default=300, help="training steps (default: 300)")
+    parser.add_argument(
+        "--tiny", action="store_true", help="a model of 0.7 M parameters, to see it run"
+    )
+    parser.add_argument(
+        "--compare-steps",
+        type=int,
+        default=20,
+        metavar="N",
+        help="repeat so many steps without the window",
+    )
+    parser.add_argument(
+        "--no-timing", action="store_true", help="leave out the comparison of step times"
+    )
+    parser.add_argument(
+        "--output", type=Path, default=Path("runs/quickstart"), help="folder for what is left"
+    )
+    parser.add_argument("--local_rank", type=int, default=0, help=argparse.SUPPRESS)
+    args = deepspeed.add_config_arguments(parser).parse_args()
+    if args.steps < 1 or args.compare_steps < 0:
+        parser.error("--steps must be at least 1 and --compare-steps at least 0")
+    return args
+
+
+def end_processes() -> None:
+    """Leave the process group together: gloo aborts now and then when a process just ends."""
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()
+
+
+def main() -> int:
+    args = parse_arguments()
+    # The launcher's accelerator notice and the schedule's first step are no news to anybody here.
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    size = TINY if args.tiny else FULL
+    args.output.mkdir(parents=True, exist_ok=True)
+    config, dtype = adapt(args.deepspeed_config, args, size)
+    args.deepspeed_config = str(args.output / "config.json")
+    Path(args.deepspeed_config).write_text(json.dumps(config, indent=2) + "\n")
+    weight_bytes = size.num_parameters() * dtype.itemsize
+    budget_bytes = config["stronghold"]["gpu_memory"]
+    batch_size = config["train_micro_batch_size_per_gpu"]
+    try:
+        data = Corpus(read_text(args.text), batch_size=batch_size, context=size.context)
+    except (OSError, ValueError) as error:
+        print(f"--text: {error}", file=sys.stderr)
+        return 2
+    print(
+        f"{size.num_parameters() / 1e6:.1f} M parameters in {dtype}, "
+        f"{weight_bytes / MIB:.1f} MiB of weights for {budget_bytes / MIB:.1f} MiB of GPU memory; "
+        f"{data.num_bytes / MIB:.1f} MiB of text",
+        flush=True,
+    )
+
+    model = size.build(dtype)
+    engine, _, _, _ = stronghold.initialize(
+        args=args, model=model, model_parameters=model.parameters()
+    )
+    data.device = device = engine.device
+    begun = time.perf_counter()
+    with logging_redirect_tqdm([logging.getLogger("stronghold")]):
+        losses, held_out = train(engine, data, args.steps)
+    engine.synchronize()
+    train_s = time.perf_counter() - begun
+    before, after = held_out[0][1], held_out[-1][1]
+    print(f"held-out text: {before:.3f} -> {after:.3f} nats per byte, {train_s:.0f} s")
+    print(f"\nit writes:\n{write_text(engine, PROMPT, size.context, WRITTEN_BYTES)}")
+    memory = asdict(engine.memory_report())
+    kept = compare_memory(memory, weight_bytes, budget_bytes)
+    engine.destroy()  # writes the trace
+
+    logging.getLogger("stronghold").setLevel(logging.WARNING)
+    data.restart()
+    num_compared = min(args.compare_steps, args.steps)
+    plain = plain_losses(size.build(dtype).to(device), config, data, num_compared)
+    equal = compare_losses(losses, plain)
+    times: dict[str, float] = {}
+    if not args.no_timing:
+        times = compare_times(lambda: size.build(dtype), config, data)
+        print_times(times)
+    numbers = {
+        "num_parameters": size.num_parameters(),
+        "dtype": str(dtype),
+        "weight_bytes": weight_bytes,
+        "gpu_budget_bytes": budget_bytes,
+        "memory": memory,
+        "train_s": train_s,
+        "num_losses_compared": num_compared,
+        "losses_equal": equal,
+        "step_s": times,
+    }
+    title = (
+        f"{size.num_parameters() / 1e6:.1f} M parameters, "
+        f"GPU memory for {budget_bytes / weight_bytes:.0%} of the weights"
+    )
+    leave(args.output, title, losses, plain, held_out, numbers)
+    end_processes()
+    return 0 if equal and kept else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,97 @@
+"""What the quickstart prints and leaves: verdicts, pictures, and the numbers as JSON."""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+
+import stronghold
+from stronghold.telemetry import plot, trace
+
+MIB = float(1 << 20)
+
+
+def compare_losses(windowed: list[float], plain: list[float]) -> bool:
+    """Print both side by side; whether they are equal bit for bit."""
+    print("\nloss in step   with the window   without it")
+    for step in sorted({1, 2, 3, len(plain) // 2, len(plain)} - {0}):
+        a, b = windowed[step - 1], plain[step - 1]
+        print(f"{step:12d}   {a:<15.9f}   {b:<15.9f} {'==' if a == b else '!='}")
+    equal = windowed[: len(plain)] == plain
+    verdict = "are equal, bit for bit" if equal else "ARE NOT EQUAL: this is a bug"
+    print(f"the first {len(plain)} losses {verdict}")
+    return equal
+
+
+def compare_memory(report: Mapping[str, int], weight_bytes: int, budget_bytes: int) -> bool:
+    """Print peak bytes per tier against the plan; whether they agree and keep to the budget.
+
+    `report` has the fields of `engine.memory_report()`.
+    """
+    print("\nmemory        planned       peak")
+    within = report["gpu_peak"] <= budget_bytes
+    for tier in ("gpu", "host"):
+        planned, peak = report[f"{tier}_planned"], report[f"{tier}_peak"]
+        within = within and planned == peak
+        print(f"{tier:9s} {planned / MIB:8.2f} MiB {peak / MIB:7.2f} MiB", end="")
+        print(f"   of {budget_bytes / MIB:.2f} MiB allowed" if tier == "gpu" else "")
+    verdict = "every peak is what was planned" if within else "THE PEAKS ARE NOT AS PLANNED: a bug"
+    print(f"weights   {weight_bytes / MIB:8.2f} MiB; {verdict}")
+    return within
+
+
+def print_times(times: Mapping[str, float]) -> None:
+    """Step seconds of `plain.compare_times`."""
+    print(
+        "\ntime of a step, one torch thread, medians of alternating blocks:\n"
+        f"{times['window'] * 1e3:.0f} ms with the window, {times['plain'] * 1e3:.0f} ms in a plain "
+        f"loop with torch's fused AdamW: ratio {times['window'] / times['plain']:.2f}"
+    )
+
+
+def leave(
+    folder: Path,
+    title: str,
+    windowed: list[float],
+    plain: list[float],
+    held_out: list[plot.Point],
+    numbers: dict[str, Any],
+) -> None:
+    """Write losses.png, timeline.png and summary.json beside the trace."""
+    curves = {
+        "with the window": list(enumerate(windowed, 1)),
+        "without it": list(enumerate(plain, 1)),
+        "held-out text": held_out,
+    }
+    plot.draw_losses(curves, folder / "losses.png", title=title)
+    plot.draw_timeline(trace.read(folder / "trace.json"), folder / "timeline.png")
+    summary = {
+        "machine": machine(),
+        **numbers,
+        "losses": windowed,
+        "losses_without_window": plain,
+        "held_out": held_out,
+    }
+    (folder / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
+    names = "losses.png, timeline.png, summary.json, trace.json (opens in ui.perfetto.dev)"
+    print(f"\n{folder}/: {names}")
+
+
+def machine() -> dict[str, Any]:
+    """Where the numbers were measured."""
+    return {
+        "system": platform.platform(),
+        "cores": torch.get_num_threads(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "deepspeed": deepspeed.__version__,
+        "stronghold": stronghold.__version__,
+    }
