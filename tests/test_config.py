@@ -1,4 +1,4 @@
-"""Reading the config and our section of it: what is accepted, and that errors say what to change."""
+"""Reading the config and our section: what is accepted, and errors that say what to change."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_a_missing_file_names_its_nearest_neighbour(tmp_path: Path) -> None:
         ('{"a": 1\n "b": 2 "c": 3}', "line 2, column 2"),
         ('{"a": 1', "line 1, column 8"),
         ("hello", "line 1, column 1"),
-        ('{\n  # fine\n  "a": [1,\n}', "is not JSON: line"),
+        ('{\n  # fine\n  "a": [1,\n}', "line 4, column 1"),
         ("[1, 2]", r"holds list, expected a JSON object"),
         ('{"a": 1, "b": {"c": 1, "c": 2}}', r"Duplicate keys .*'c'.*Keep one"),
     ],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -81,6 +82,16 @@ def test_ranks_multiply_the_batch(ranks: int) -> None:
     assert settings.deepspeed.world_size == ranks
     settings = configs.load({**BASE, "train_batch_size": 12}, world_size=ranks)
     assert settings.training.gradient_accumulation_steps == 6 // ranks
+
+
+def test_ranks_are_those_that_run_in_parallel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deepspeed_config.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(deepspeed_config.dist, "get_world_size", lambda *_: 6)
+    mpu = SimpleNamespace(get_data_parallel_world_size=lambda: 3)
+    assert configs.load(BASE).training.train_batch_size == 12
+    assert configs.load(BASE, mpu=mpu).training.train_batch_size == 6
+    assert configs.load(BASE, world_size=1).training.train_batch_size == 2
+    assert "mpu: has no" in refusal(BASE, mpu=SimpleNamespace())
 
 
 def test_a_batch_mismatch_gives_the_numbers_and_the_edit() -> None:

@@ -190,7 +190,7 @@ def refusals(config: Mapping[str, Any]) -> list[str]:
         row = row_for(dotted)
         if row is None or row.effect is not Effect.REFUSED or not _covers_exactly(row, dotted):
             continue
-        if not any(_same(value, harmless) for harmless in row.harmless):
+        if value not in row.harmless:
             lines.append(f"{dotted}: got {value!r}. {row.note}")
     return lines
 
@@ -227,11 +227,6 @@ def _warn_once(message: str) -> None:
 
 def _covers_exactly(row: Key, dotted: str) -> bool:
     return row.name.count(".") == dotted.count(".")
-
-
-def _same(value: object, harmless: object) -> bool:
-    # True == 1 in Python, not in JSON.
-    return type(value) is type(harmless) and value == harmless
 
 
 def _walk(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -267,7 +267,14 @@ def _ranks(mpu: Any) -> int:
 
     if not comm.is_initialized():
         return 1
-    return int(comm.get_world_size() if mpu is None else mpu.get_data_parallel_world_size())
+    if mpu is None:
+        return int(comm.get_world_size())
+    count = getattr(mpu, "get_data_parallel_world_size", None)
+    if count is None:  # DeepSpeed then takes it for sequence parallelism
+        raise ConfigError(
+            "mpu: has no get_data_parallel_world_size; pass none, or one that has it."
+        )
+    return int(count())
 
 
 def _deepspeed_config(config: dict[str, Any], world_size: int | None, mpu: Any) -> DeepSpeedConfig:
