@@ -1,4 +1,4 @@
-"""Interprets the schedule: the only issuer of fetches, releases and drains.
+"""Interprets the schedule: the only issuer of fetches and releases.
 
 Owns the phase of the step and, per layer, which fence says that its host weights are up to date.
 Entered by the training thread and, on a GPU, by autograd's thread during backward; the two never
@@ -13,9 +13,6 @@ prevents them:
   RESIDENT
   * a fetch reads weights that Adam is writing        -> the fetch waits for `updated(layer)`
   * Adam writes weights that a late fetch still reads -> the update waits for the layer's last fetch
-  * a gradient slot is filled while it drains         -> compute waits for the slot's drain
-  * gradients drain before they exist                 -> the drain waits for compute's fence at the
-  last arrival
 """
 
 from __future__ import annotations
@@ -30,10 +27,11 @@ from torch import nn
 from stronghold.device.base import Device, Fence, completed, timed
 from stronghold.errors import ConfigError
 from stronghold.memory.host import HostStore, view
-from stronghold.memory.window import GradientSlot, Residency, Window
-from stronghold.model.layout import ALIGN_NUMEL, ParameterSlice
+from stronghold.memory.window import Residency, Window
+from stronghold.model.layout import ParameterSlice
 from stronghold.plan.planner import Plan
 from stronghold.plan.schedule import Action, Kind, Schedule, canonical_uses, make_schedule
+from stronghold.runtime.drains import GradientDrains
 from stronghold.runtime.updater import Updater
 from stronghold.telemetry.metrics import Metrics
 
@@ -106,7 +104,14 @@ class Executor:
         self._current = self._training
         self.num_fetches = 0
         self.fetched_bytes = 0
-        self.drained_bytes = 0
+        self.drains = GradientDrains(
+            device=device,
+            host=host,
+            window=window,
+            updater=updater,
+            metrics=metrics,
+            last_fetch=self.last_fetch,
+        )
 
     def _track(self, uses: Sequence[Action]) -> _Track:
         schedule = make_schedule(
@@ -152,8 +157,7 @@ class Executor:
         """Autograd has returned or raised: drain what is left, put every parameter at rest."""
         try:
             self.end_span()
-            for layer in self._window.gathering():
-                self._drain(layer)
+            self.drains.flush(self._calls)
             self._updater.end_backward()
         finally:
             self.phase = Phase.IDLE
@@ -167,12 +171,7 @@ class Executor:
         self._open_span = None
         self.phase = Phase.IDLE
         self._calls = [0] * len(self._calls)
-        for layer in self._window.gathering():
-            slot = self._window.gradient_slot_of(layer)
-            if slot is not None:
-                self._window.release_gradients(
-                    slot, self._device.record_compute(f"abandon {layer}")
-                )
+        self.drains.abandon()
         for layer in self._window.held_layers():
             self._bind_to_host(layer)
 
@@ -340,70 +339,16 @@ class Executor:
     def _bind_to_host(self, layer: int) -> None:
         self._bind(layer, self._host.layers[layer].weights)
 
-    # -- gradients ------------------------------------------------------------------------------
     def gradient_arrived(
         self, layer: int, position: int, part: ParameterSlice, parameter: torch.Tensor
     ) -> None:
-        """Autograd has accumulated into `parameter.grad`: move it to the layer's gradient slot."""
+        """Autograd has accumulated into `parameter.grad`: send it on its way to the host."""
         if self.phase is not Phase.BACKWARD:
             raise ConfigError(
                 f"gradient of {part.name} outside engine.backward: "
                 "call engine.backward(loss), not loss.backward()"
             )
-        gradient = parameter.grad
-        assert gradient is not None
-        parameter.grad = None
-        slot = self._window.gradient_slot_of(layer) or self._claim_gradient_slot(layer)
-        target = view(slot.gradients, part)
-        if gradient.is_sparse:
-            gradient = gradient.to_dense()
-        if position in slot.arrived:
-            target.add_(gradient)
-        else:
-            target.copy_(gradient)
-            slot.arrived.add(position)
-        if len(slot.arrived) == self._updater.num_trained(layer) and self._calls[layer] <= 1:
-            self._drain(layer)
-
-    def _claim_gradient_slot(self, layer: int) -> GradientSlot:
-        slot = self._window.free_gradient_slot(layer)
-        if (
-            slot is None
-        ):  # every slot gathers for a layer whose other parameters may never get a gradient
-            oldest = next(
-                other
-                for other in self._window.gathering()
-                if self._window.shares_gradient_slots(other)
-            )
-            self._drain(oldest)
-            slot = self._window.free_gradient_slot(layer)
-            assert slot is not None
-        self._metrics.waited("drain", self._device.compute_wait(slot.free_after))
-        self._window.claim_gradients(slot, layer)
-        return slot
-
-    def _drain(self, layer: int) -> None:
-        """Send what has arrived of the layer's gradients to the host and tell the updater."""
-        slot = self._window.gradient_slot_of(layer)
-        assert slot is not None
-        arrived = frozenset(slot.arrived)
-        entry = self._updater.entry_for(layer, arrived, self._calls[layer])
-        slices = self._host.layers[layer].layout.slices
-        device, gradients = self._device, slot.gradients
-        ranges = _runs([slices[position] for position in sorted(arrived)])
-
-        def copy() -> None:
-            for begin, end in ranges:
-                device.copy(entry.gradients[begin:end], gradients[begin:end])
-            device.poison(gradients)
-
-        produced = device.record_compute(f"gradients {layer}")
-        drained = device.drain.submit(f"drain {layer}", copy, after=(produced, entry.free_after))
-        self._window.release_gradients(slot, drained)
-        self.drained_bytes += sum(end - begin for begin, end in ranges) * gradients.element_size()
-        self._updater.drained(
-            layer, arrived, entry, drained, self._last_fetch[layer], self._calls[layer]
-        )
+        self.drains.arrived(layer, position, part, parameter, self._calls[layer])
 
     # -- between steps --------------------------------------------------------------------------
     def last_fetch(self, layer: int) -> Fence:
@@ -454,21 +399,3 @@ class Executor:
             name, begun = self._open_span
             self._device.end_compute_span(name, begun)
             self._open_span = None
-
-
-def _runs(slices: Sequence[ParameterSlice]) -> list[tuple[int, int]]:
-    """Element ranges that cover `slices`, neighbours joined: one transfer for a layer whose
-    gradients all arrived.
-    """
-    runs: list[tuple[int, int]] = []
-    for part in slices:
-        begin, end = part.offset, part.offset + part.numel
-        if runs and _padding_only(runs[-1][1], begin):
-            runs[-1] = (runs[-1][0], end)
-        else:
-            runs.append((begin, end))
-    return runs
-
-
-def _padding_only(end: int, begin: int) -> bool:
-    return 0 <= begin - end < ALIGN_NUMEL

@@ -1,0 +1,131 @@
+"""Gradients on their way out: gathered layer by layer in slots, drained to the host.
+
+Owns the issue of drains, on behalf of the executor. Never computes with a gradient, except that two
+parts of one are added in the slot. Entered by whoever runs autograd's hooks: the training thread,
+or autograd's own on a GPU. Races and what prevents them:
+  * a gradient slot is filled while it drains -> compute waits for the slot's drain
+  * gradients drain before they exist         -> the drain waits for compute's fence, recorded after
+                                                 the last arrival
+  * a host entry is overwritten in use        -> the drain waits for the entry's last reader
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from stronghold.device.base import Device, Fence
+from stronghold.errors import StateError
+from stronghold.memory.host import HostStore, view
+from stronghold.memory.window import GradientSlot, Window
+from stronghold.model.layout import ALIGN_NUMEL, ParameterSlice
+from stronghold.runtime.updater import Updater
+from stronghold.telemetry.metrics import Metrics
+
+
+class GradientDrains:
+    """Gathers and drains. `last_fetch(layer)`: the fence of the layer's newest fetch, which an update
+    must not overtake.
+    """
+
+    def __init__(
+        self,
+        *,
+        device: Device,
+        host: HostStore,
+        window: Window,
+        updater: Updater,
+        metrics: Metrics,
+        last_fetch: Callable[[int], Fence],
+    ) -> None:
+        self._device = device
+        self._host = host
+        self._window = window
+        self._updater = updater
+        self._metrics = metrics
+        self._last_fetch = last_fetch
+        self.drained_bytes = 0
+
+    def arrived(
+        self, layer: int, position: int, part: ParameterSlice, parameter: torch.Tensor, calls: int
+    ) -> None:
+        """Move `parameter.grad` to the layer's slot, and drain the slot when the layer is complete.
+
+        `calls`: forward calls of the layer since the last backward; after several, more parts of a
+        gradient may come, and the layer waits for the end of backward.
+        """
+        gradient = parameter.grad
+        assert gradient is not None
+        parameter.grad = None
+        slot = self._window.gradient_slot_of(layer) or self._claim(layer)
+        target = view(slot.gradients, part)
+        if gradient.is_sparse:
+            gradient = gradient.to_dense()
+        if position in slot.arrived:
+            target.add_(gradient)
+        else:
+            target.copy_(gradient)
+            slot.arrived.add(position)
+        if len(slot.arrived) == self._updater.num_trained(layer) and calls <= 1:
+            self._drain(layer, calls)
+
+    def _claim(self, layer: int) -> GradientSlot:
+        slot = self._window.free_gradient_slot(layer)
+        if slot is None:
+            # Every slot gathers for a layer whose other parameters may never get a gradient.
+            sharing = (g for g in self._window.gathering() if self._window.shares_gradient_slots(g))
+            self._drain(next(sharing), 2)
+            slot = self._window.free_gradient_slot(layer)
+            if slot is None:
+                raise StateError(f"layer {layer}: no gradient slot is free after a drain")
+        self._metrics.waited("drain", self._device.compute_wait(slot.free_after))
+        self._window.claim_gradients(slot, layer)
+        return slot
+
+    def flush(self, calls: Sequence[int]) -> None:
+        """Backward has ended: drain what is left."""
+        for layer in self._window.gathering():
+            self._drain(layer, calls[layer])
+
+    def abandon(self) -> None:
+        """Backward has failed: give the slots back undrained."""
+        for layer in self._window.gathering():
+            slot = self._window.gradient_slot_of(layer)
+            if slot is not None:
+                after = self._device.record_compute(f"abandon gradients {layer}")
+                self._window.release_gradients(slot, after)
+
+    def _drain(self, layer: int, calls: int) -> None:
+        slot = self._window.gradient_slot_of(layer)
+        assert slot is not None
+        arrived = frozenset(slot.arrived)
+        entry = self._updater.entry_for(layer, arrived, calls)
+        slices = self._host.layers[layer].layout.slices
+        ranges = _runs([slices[position] for position in sorted(arrived)])
+        device, gradients = self._device, slot.gradients
+
+        def copy() -> None:
+            for begin, end in ranges:
+                device.copy(entry.gradients[begin:end], gradients[begin:end])
+            device.poison(gradients)
+
+        produced = device.record_compute(f"gradients {layer}")
+        drained = device.drain.submit(f"drain {layer}", copy, after=(produced, entry.free_after))
+        self._window.release_gradients(slot, drained)
+        self.drained_bytes += sum(end - begin for begin, end in ranges) * gradients.element_size()
+        self._updater.drained(layer, arrived, entry, drained, self._last_fetch(layer), calls)
+
+
+def _runs(slices: Sequence[ParameterSlice]) -> list[tuple[int, int]]:
+    """Element ranges that cover `slices`, neighbours joined across their padding: one transfer for
+    a layer whose gradients all arrived.
+    """
+    runs: list[tuple[int, int]] = []
+    for part in slices:
+        begin, end = part.offset, part.offset + part.numel
+        if runs and 0 <= begin - runs[-1][1] < ALIGN_NUMEL:
+            runs[-1] = (runs[-1][0], end)
+        else:
+            runs.append((begin, end))
+    return runs
