@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -20,6 +20,7 @@ from stronghold.errors import ConfigError
 from stronghold.native import AdamSegment, Pool, adam, available_cores
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_EXPECTED = "float32, bfloat16 or float16"
 _Closure = Callable[[], "torch.Tensor | float"]
 
 
@@ -108,28 +109,30 @@ class CPUAdam(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         work = [
-            (group, param)
+            (group, param, param.grad)
             for group in self.param_groups
             for param in group["params"]
             if param.grad is not None
         ]
-        for group, param in work:
+        for group in self.param_groups:
             _check_group(group)
+        for _, param, _ in work:
             _check_parameter(param)
         # One native call per pair of dtypes: hundreds of small tensors cost as one large one.
         calls = defaultdict(list)
-        buffers = []  # keeps what is contiguous for the call alone alive until it returns
-        for group, param in work:
-            weight, grad = param.detach().contiguous(), cast(torch.Tensor, param.grad).contiguous()
-            buffers.append((param, weight, grad))
+        kept = []  # contiguous copies must live until the native calls are done
+        for group, param, grad in work:
+            weight = param if param.is_contiguous() else param.detach().contiguous()
+            grad = grad if grad.is_contiguous() else grad.contiguous()
+            kept.append((weight, grad))
             calls[weight.dtype, grad.dtype].append(self._segment(group, param, weight, grad))
         for (weight_dtype, grad_dtype), segments in calls.items():
             adam(self._pool, weight_dtype, grad_dtype, segments)
-        for param, weight, _ in buffers:
-            if weight.data_ptr() != param.data_ptr():
+        for (_, param, _), (weight, _) in zip(work, kept, strict=True):
+            if weight is not param:
                 param.copy_(weight)
         # The kernels write behind autograd's back: a backward that needs the old values must fail.
-        torch.autograd.graph.increment_version([param for _, param in work])
+        torch.autograd.graph.increment_version([param for _, param, _ in work])
         return loss
 
     def _segment(
@@ -148,9 +151,9 @@ class CPUAdam(torch.optim.Optimizer):
             exp_avg_sq=state["exp_avg_sq"].data_ptr(),
             grad=grad.data_ptr(),
             numel=weight.numel(),
-            lr=float(group["lr"]),
-            beta1=float(beta1),
-            beta2=float(beta2),
+            lr=group["lr"],
+            beta1=beta1,
+            beta2=beta2,
             eps=group["eps"],
             weight_decay=group["weight_decay"],
             grad_scale=-1.0 if group["maximize"] else 1.0,
@@ -204,21 +207,23 @@ def _check_group(group: dict[str, Any]) -> None:
 
 
 def _check_parameter(param: torch.Tensor) -> None:
-    what = f"a parameter of shape {tuple(param.shape)}"
-    if param.device.type != "cpu":
-        raise ConfigError(f"CPUAdam: {what} is on {param.device}, expected the CPU")
-    if param.dtype not in _DTYPES or param.layout != torch.strided:
-        raise ConfigError(
-            f"CPUAdam: {what} is {param.dtype}, {param.layout}; "
-            "expected dense float32, bfloat16 or float16"
-        )
-    if any(
-        stride == 0 and size > 1 for stride, size in zip(param.stride(), param.shape, strict=True)
-    ):
-        raise ConfigError(f"CPUAdam: elements of {what} overlap in memory; pass its .clone()")
     grad = param.grad
-    if grad is not None and (grad.layout != torch.strided or grad.dtype not in _DTYPES):
-        raise ConfigError(
-            f"CPUAdam: the gradient of {what} is {grad.dtype}, {grad.layout}; expected dense "
-            "float32, bfloat16 or float16 (for an embedding: sparse=False)"
+    problem = None
+    if param.device.type != "cpu":
+        problem = f"is on {param.device}, expected the CPU"
+    elif param.dtype not in _DTYPES or param.layout != torch.strided:
+        problem = f"is {param.dtype}, {param.layout}; expected dense {_EXPECTED}"
+    elif not param.is_contiguous() and _overlaps(param):
+        problem = "has elements that overlap in memory; pass its .clone()"
+    elif grad is not None and (grad.dtype not in _DTYPES or grad.layout != torch.strided):
+        problem = (
+            f"has a gradient that is {grad.dtype}, {grad.layout}; expected dense {_EXPECTED} "
+            "(of an embedding: sparse=False)"
         )
+    if problem is not None:
+        raise ConfigError(f"CPUAdam: a parameter of shape {tuple(param.shape)} {problem}")
+
+
+def _overlaps(param: torch.Tensor) -> bool:
+    shape_and_stride = zip(param.shape, param.stride(), strict=True)
+    return any(stride == 0 and size > 1 for size, stride in shape_and_stride)

@@ -1,0 +1,227 @@
+"""How near the CPU Adam is to memory's limit, and to the best that others offer.
+
+    python benchmarks/adam.py [--params 64] [--rounds 15] [--threads 1 2] [--save]
+
+Two flows, each with its contenders and its limit alternating in one process:
+
+  fp32  weight, gradient and moments fp32: 28 bytes per parameter. Ours, torch's fused AdamW,
+        DeepSpeedCPUAdam.
+  bf16  bf16 weight and gradient, exact fp32 master and moments. Ours is one pass of 26 bytes.
+        DeepSpeed's flow: cast the gradient to fp32, step the fp32 master, copy it back to bf16.
+
+The limit moves the same bytes from as many streams to as many and computes nothing: in place, as
+Adam does, and past the caches into other arrays; the faster of the two counts. It has the same
+threads, chunks and prefetching as ours. All arrays are alike: fresh mappings that ask for huge
+pages. Every thread count has a process of its own, because OpenMP reads its own once; OpenMP's
+waiting threads sleep, for all contenders, because they would hold the cores of the next.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+os.environ.setdefault("MAX_JOBS", "1")
+
+import torch
+from harness import alternate, describe, host_array, medians, provenance, save
+
+from stronghold import native
+from stronghold.cpu_adam import CPUAdam
+
+F32, BF16 = torch.float32, torch.bfloat16
+FP32_BYTES, BF16_BYTES = 28, 26
+SMALL_TENSORS, SMALL_NUMEL = 300, 1024
+Contenders = dict[str, Callable[[], object]]
+
+
+def batch(
+    weight: torch.Tensor, low: torch.Tensor | None, moments: list[torch.Tensor], grad: torch.Tensor
+) -> native.AdamBatch:
+    segment = native.AdamSegment(
+        weight=weight.data_ptr(),
+        low=0 if low is None else low.data_ptr(),
+        exp_avg=moments[0].data_ptr(),
+        exp_avg_sq=moments[1].data_ptr(),
+        grad=grad.data_ptr(),
+        numel=weight.numel(),
+        lr=1e-4,
+        beta1=0.9,
+        beta2=0.999,
+        eps=1e-8,
+        weight_decay=0.01,
+        grad_scale=1.0,
+        step=10,
+        adamw=True,
+        bias_correction=True,
+    )
+    return native.AdamBatch(weight.dtype, grad.dtype, [segment])
+
+
+def optimizers(params: list[torch.nn.Parameter], moments: list[torch.Tensor] | None) -> Contenders:
+    """torch's and DeepSpeed's steps on `params`, with the given moments or their own."""
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    arguments: dict[str, Any] = {"lr": 1e-4, "weight_decay": 0.01}
+    fused = torch.optim.AdamW(params, fused=True, **arguments)
+    deepspeed = DeepSpeedCPUAdam(params, adamw_mode=True, **arguments)
+    if moments is not None:
+        names = dict(zip(("exp_avg", "exp_avg_sq"), moments, strict=True))
+        fused.state[params[0]] = {"step": torch.tensor(10.0), **names}
+        deepspeed.state[params[0]] = {"step": 10, **names}
+    return {"torch fused AdamW": fused.step, "DeepSpeedCPUAdam": deepspeed.step}
+
+
+def contenders(numel: int, pool: native.Pool, memory: list[torch.Tensor]) -> Contenders:
+    """All of a flow's steps; `memory` takes the arrays, whose addresses alone the batches hold."""
+    moments = [host_array(numel, F32) for _ in range(2)]
+    grad32, master = host_array(numel, F32), host_array(numel, F32)
+    grad16, weight, low = (host_array(numel, BF16) for _ in range(3))
+    for array in (grad32, master, moments[0]):
+        array.normal_(0.0, 0.02)
+    moments[1].fill_(4e-4)
+    grad16.copy_(grad32)
+    weight.copy_(master)
+    elsewhere = [host_array(numel, F32) for _ in range(3)]
+    halves = elsewhere[2].view(BF16)
+    memory += [*moments, *elsewhere, grad32, master, grad16, weight, low]
+
+    param = torch.nn.Parameter(master)
+    param.grad = grad32
+    steps = optimizers([param], moments)
+    fp32 = batch(master, None, moments, grad32)
+    bf16 = batch(weight, low, moments, grad16)
+    fp32_to = batch(elsewhere[2], None, elsewhere[:2], grad32)
+    bf16_to = batch(halves[:numel], halves[numel:], elsewhere[:2], grad16)
+
+    def cast_step_copy() -> None:
+        grad32.copy_(grad16)
+        steps["DeepSpeedCPUAdam"]()
+        weight.copy_(param.detach())
+
+    return {
+        "fp32 limit, in place": lambda: fp32.traffic(pool),
+        "fp32 limit, past the caches": lambda: fp32.traffic(pool, fp32_to),
+        "fp32 stronghold": lambda: fp32.run(pool),
+        **{f"fp32 {name}": step for name, step in steps.items()},
+        "bf16 limit, in place": lambda: bf16.traffic(pool),
+        "bf16 limit, past the caches": lambda: bf16.traffic(pool, bf16_to),
+        "bf16 stronghold": lambda: bf16.run(pool),
+        "bf16 DeepSpeed cast, step, copy back": cast_step_copy,
+    }
+
+
+def small_contenders(threads: int) -> Contenders:
+    params = [torch.nn.Parameter(torch.randn(SMALL_NUMEL)) for _ in range(SMALL_TENSORS)]
+    for param in params:
+        param.grad = torch.randn(SMALL_NUMEL)
+    ours = CPUAdam(params, lr=1e-4, weight_decay=0.01, num_threads=threads)
+    steps = {"CPUAdam": ours.step, **optimizers(params, None)}
+    return {f"{SMALL_TENSORS} x {SMALL_NUMEL} {name}": step for name, step in steps.items()}
+
+
+def measure(numel: int, threads: int, rounds: int) -> dict[str, Any]:
+    torch.set_num_threads(threads)
+    memory: list[torch.Tensor] = []
+    with native.Pool(threads) as pool:
+        seconds = alternate(contenders(numel, pool, memory), rounds)
+        isa = pool.isa
+    memory.clear()
+    seconds.update(alternate(small_contenders(threads), rounds))
+    return {"threads": threads, "isa": isa, "median_s": medians(seconds), "seconds": seconds}
+
+
+def ratios(median_s: dict[str, float]) -> dict[str, tuple[float, float]]:
+    """Name -> (figure, what the project asks for)."""
+    limit = min(time for name, time in median_s.items() if name.startswith("bf16 limit"))
+    rivals = min(median_s["fp32 torch fused AdamW"], median_s["fp32 DeepSpeedCPUAdam"])
+    flow = median_s["bf16 DeepSpeed cast, step, copy back"]
+    return {
+        "fp32: speed, of the fastest rival's": (rivals / median_s["fp32 stronghold"], 0.95),
+        "bf16: speed, of memory's limit": (limit / median_s["bf16 stronghold"], 0.90),
+        "bf16: speed, of DeepSpeed's flow": (flow / median_s["bf16 stronghold"], 1.5),
+    }
+
+
+def table(results: list[dict[str, Any]], numel: int, record: dict[str, Any]) -> str:
+    heads = [f"{r['threads']} thread{'s'[: r['threads'] > 1]}" for r in results]
+    rounds = len(next(iter(results[0]["seconds"].values())))
+    lines = [
+        "# Adam on the CPU",
+        "",
+        f"{numel:,} parameters; medians of {rounds} alternating rounds; {results[0]['isa']}.",
+        "",
+        "| figure | " + " | ".join(heads) + " | asked |",
+        "|---|" + "---|" * (len(heads) + 1),
+    ]
+    figures = [ratios(r["median_s"]) for r in results]
+    for name, (_, asked) in figures[0].items():
+        cells = " | ".join(f"{figure[name][0]:.2f}" for figure in figures)
+        lines.append(f"| {name} | {cells} | {asked:.2f} |")
+    lines += ["", "| step | " + " | ".join(heads) + " |", "|---|" + "---|" * len(heads)]
+    for name in results[0]["median_s"]:
+        cells = []
+        for result in results:
+            time = result["median_s"][name]
+            if name.startswith(("fp32", "bf16")):
+                moved = numel * (FP32_BYTES if name.startswith("fp32") else BF16_BYTES)
+                cells.append(f"{time * 1e3:.1f} ms, {moved / time / 1e9:.1f} GB/s")
+            else:
+                cells.append(f"{time / SMALL_TENSORS * 1e6:.2f} us per tensor")
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    note = (
+        f"GB/s count {FP32_BYTES} bytes per parameter in fp32 and {BF16_BYTES} in bf16, for every "
+        "contender: what one pass must move. The limit has our threads and prefetching."
+    )
+    return "\n".join([*lines, "", note, "", describe(record), ""])
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--params", type=int, default=64, help="millions (2**20) of parameters")
+    parser.add_argument("--rounds", type=int, default=15)
+    every = native.available_cores()
+    parser.add_argument("--threads", type=int, nargs="+", default=sorted({1, every}))
+    parser.add_argument("--save", action="store_true", help="write benchmarks/results/adam.*")
+    parser.add_argument("--one", type=int, help=argparse.SUPPRESS)  # this process's thread count
+    return parser.parse_args()
+
+
+def in_own_process(threads: int, arguments: argparse.Namespace) -> dict[str, Any]:
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": str(threads),
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "GOMP_SPINCOUNT": "0",
+    }
+    sizes = ["--params", str(arguments.params), "--rounds", str(arguments.rounds)]
+    command = [sys.executable, str(Path(__file__)), "--one", str(threads), *sizes]
+    result = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    answer: dict[str, Any] = json.loads(result.stdout.splitlines()[-1])
+    return answer
+
+
+def main() -> None:
+    arguments = parse()
+    numel = arguments.params * 2**20
+    if arguments.one is not None:
+        print(json.dumps(measure(numel, arguments.one, arguments.rounds)))
+        return
+    record = provenance()
+    results = [in_own_process(threads, arguments) for threads in arguments.threads]
+    markdown = table(results, numel, record)
+    print(markdown)
+    if arguments.save:
+        for path in save("adam", markdown, {**record, "numel": numel, "results": results}):
+            print(f"wrote {path}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,113 @@
+"""What every benchmark shares: fair timing, and a record of where a figure comes from.
+
+Contenders alternate in one process, because the memory of shared machines changes speed from minute
+to minute; figures are medians. Results carry commit, command, machine and versions.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from datetime import datetime, timezone
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+def alternate(
+    contenders: Mapping[str, Callable[[], object]], rounds: int = 15, warmup: int = 2
+) -> dict[str, list[float]]:
+    """Seconds of every contender in every round; in a round each of them runs once, in order."""
+    seconds: dict[str, list[float]] = {name: [] for name in contenders}
+    for index in tqdm(range(-warmup, rounds), desc="rounds", disable=None, leave=False):
+        for name, run in contenders.items():
+            begun = time.perf_counter()
+            run()
+            if index >= 0:
+                seconds[name].append(time.perf_counter() - begun)
+    return seconds
+
+
+def medians(seconds: Mapping[str, list[float]]) -> dict[str, float]:
+    return {name: statistics.median(values) for name, values in seconds.items()}
+
+
+def host_array(numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """Zeros in fresh anonymous memory that asks for huge pages, present before anyone is timed."""
+    size = max(numel * dtype.itemsize, 1)
+    memory = mmap.mmap(-1, size)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    # The tensor's storage holds the buffer, and that the mapping.
+    return torch.frombuffer(memory, dtype=dtype, count=numel).zero_()
+
+
+def provenance() -> dict[str, Any]:
+    """Commit, command, machine, versions and time of this run."""
+    return {
+        "commit": _git("rev-parse", "--short=12", "HEAD")
+        + (" with changes" if _git("status", "--porcelain", "--untracked-files=no") else ""),
+        "command": " ".join(["python", os.path.relpath(sys.argv[0], ROOT), *sys.argv[1:]]),
+        "machine": _machine(),
+        "versions": {
+            "python": platform.python_version(),
+            **{name: metadata.version(name) for name in ("torch", "deepspeed", "stronghold")},
+        },
+        "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+    }
+
+
+def save(name: str, markdown: str, data: Mapping[str, Any]) -> list[Path]:
+    """Writes benchmarks/results/NAME.md and NAME.json; returns their paths."""
+    RESULTS.mkdir(exist_ok=True)
+    paths = [RESULTS / f"{name}.md", RESULTS / f"{name}.json"]
+    paths[0].write_text(markdown)
+    paths[1].write_text(json.dumps(data, indent=1) + "\n")
+    return paths
+
+
+def describe(record: Mapping[str, Any]) -> str:
+    """`provenance()` as Markdown lines."""
+    machine, versions = record["machine"], record["versions"]
+    return "\n".join(
+        [
+            f"- commit: {record['commit']}, {record['time']}",
+            f"- command: `{record['command']}`",
+            f"- machine: {machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']} GiB, "
+            f"{machine['system']}",
+            "- versions: " + ", ".join(f"{name} {value}" for name, value in versions.items()),
+        ]
+    )
+
+
+def _machine() -> dict[str, Any]:
+    cpu = platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        names = [line for line in info.read_text().splitlines() if line.startswith("model name")]
+        cpu = names[0].split(":", 1)[1].strip() if names else cpu
+    pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return {
+        "cpu": cpu,
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gib": round(pages / 2**30),
+        "system": f"{platform.system()} {platform.machine()}",
+    }
+
+
+def _git(*arguments: str) -> str:
+    result = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True)
+    return result.stdout.strip()
