@@ -168,8 +168,8 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--local_rank", type=int, default=0, help=argparse.SUPPRESS)
     args = deepspeed.add_config_arguments(parser).parse_args()
-    if args.steps < 1 or args.compare_steps < 0:
-        parser.error("--steps must be at least 1 and --compare-steps at least 0")
+    if args.steps < 1 or args.compare_steps < 1:
+        parser.error("--steps and --compare-steps: expected at least 1")
     return args
 
 
