@@ -4,6 +4,7 @@ by structure."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -370,6 +371,12 @@ def test_an_unknown_path_is_refused_with_a_suggestion(path: str, suggestion: str
     assert suggestion in str(caught.value)
 
 
+def test_a_path_of_a_wrapped_model_names_the_outermost_modules_that_end_in_it() -> None:
+    inner = Holder(layers=nn.ModuleList(pair()))
+    model = Holder(module=Holder(layers=nn.ModuleList([inner, *pair()])))
+    assert streamed(partition(model, "layers")) == numbered("module.layers", 3)
+
+
 def test_a_path_without_parameters_is_refused() -> None:
     with pytest.raises(ConfigError, match=r'stronghold\.layers: "dropout" holds no module'):
         partition(Holder(dropout=nn.Dropout(), blocks=nn.ModuleList(pair())), "dropout")
@@ -420,13 +427,19 @@ def test_a_known_family_may_have_one_block(monkeypatch: pytest.MonkeyPatch) -> N
         partition(model)
 
 
-def test_megatron_core_s_layout_is_known() -> None:
+def test_a_wrapped_family_is_known_by_its_own_config() -> None:
+    model = wrap_peft(build("llama", num_hidden_layers=1))
+    assert streamed(partition(model)) == ["base_model.model.model.layers.0"]
+
+
+def test_megatron_core_s_layout_is_known_although_its_model_type_is_no_name() -> None:
     class GPTModel(Holder):
-        pass
+        config = SimpleNamespace(model_type=1)
 
     decoder = Holder(layers=nn.ModuleList([Block()]), final_layernorm=nn.LayerNorm(HIDDEN))
     model = GPTModel(embedding=nn.Embedding(VOCAB, HIDDEN), decoder=decoder)
     assert streamed(partition(model)) == ["decoder.layers.0"]
+    assert streamed(partition(Holder(module=model))) == ["module.decoder.layers.0"]
 
 
 def test_a_class_name_whose_paths_are_absent_falls_back_to_structure() -> None:
@@ -496,6 +509,25 @@ def test_a_sequential_gives_its_repeated_blocks_and_keeps_its_ends() -> None:
     ends = nn.Embedding(VOCAB, HIDDEN), nn.Linear(HIDDEN, VOCAB)
     found = partition(nn.Sequential(ends[0], *pair(), nn.LayerNorm(HIDDEN), ends[1]))
     assert (streamed(found), resident(found)) == (["1", "2"], ["0", "3", "4"])
+
+
+def test_unlike_lists_in_a_list_are_searched_for_their_own_blocks() -> None:
+    first = nn.Sequential(nn.Embedding(VOCAB, HIDDEN), nn.LayerNorm(HIDDEN))
+    last = nn.Sequential(nn.LayerNorm(HIDDEN), nn.Linear(HIDDEN, VOCAB))
+    found = partition(nn.Sequential(first, nn.Sequential(*pair()), last))
+    assert streamed(found) == ["1.0", "1.1"]
+
+
+def test_blocks_of_the_same_shapes_are_alike_whatever_their_class() -> None:
+    class Early(Block):
+        pass
+
+    class Late(Block):
+        pass
+
+    # The body outweighs the list, so that being most of the model is not what finds it.
+    model = Holder(body=nn.Linear(200, 200), blocks=nn.ModuleList([Early(), Late()]))
+    assert streamed(partition(model)) == ["blocks.0", "blocks.1"]
 
 
 def test_numbered_lists_are_searched_for_their_own_blocks() -> None:

@@ -31,8 +31,7 @@ _MIN_BLOCK_NUMEL = 1 << 20
 
 
 def find_blocks(model: nn.Module, layers: str | Sequence[str] | None = None) -> list[nn.Module]:
-    """The distinct blocks of `model` that hold parameters, in registration order; none lies inside
-    another.
+    """The distinct blocks of `model` that hold parameters; none lies inside another.
 
     `layers`: dotted paths of block containers or of blocks, `*` matches within one component; None
     searches. ConfigError when a path is unknown or names nothing with parameters, when named blocks
@@ -44,8 +43,7 @@ def find_blocks(model: nn.Module, layers: str | Sequence[str] | None = None) -> 
         blocks = _family_blocks(model) or _structural_blocks(model)
         if not blocks:
             raise ConfigError(_nothing_found(model))
-    order = {id(module): position for position, module in enumerate(model.modules())}
-    return sorted(_distinct(blocks), key=lambda block: order[id(block)])
+    return _distinct(blocks)
 
 
 # --- by name --------------------------------------------------------------------------------------
