@@ -119,13 +119,23 @@ def make_schedule(
         if start == end:
             break
         start, end = end, planner.run(end)[1]
-    while not start <= end:  # the best choices take turns: keep what every pass leaves
+    takes_turns = start != end  # no choice of one pass is its own successor
+    while not start <= end:
         start &= end
-        end = planner.run(start)[1]
-    steps, end = planner.run(start)
-    left = tuple(Action(kind=Kind.RELEASE, layer=layer) for layer in sorted(end - start))
-    steps[0] = (*left, *steps[0])
+        end = planner.run(start, keep=True)[1]
+    steps, end = planner.run(start, keep=takes_turns)
+    steps[0] = _after(end - start, steps[0])
     return Schedule(uses=uses, steps=tuple(steps))
+
+
+def _after(left: frozenset[int], step: tuple[Action, ...]) -> tuple[Action, ...]:
+    """The pass's first step when its predecessor left these layers too: give back what the step
+    does not need, and do not fetch the rest."""
+    fetched = {action.layer for action in step if action.kind is Kind.FETCH}
+    releases = [Action(kind=Kind.RELEASE, layer=layer) for layer in sorted(left - fetched)]
+    releases += [action for action in step if action.kind is Kind.RELEASE]
+    fetches = [a for a in step if a.kind is Kind.FETCH and a.layer not in left]
+    return (*releases, *fetches, step[-1])
 
 
 class _Pass:
@@ -138,16 +148,21 @@ class _Pass:
         self._num_slots = num_slots
         self._reach = 1 + max(0, min(prefetch, num_slots - 1))
         self._resident = resident
+        self._kept: frozenset[int] = frozenset()
         self._positions: dict[int, list[int]] = {}
         for position, use in enumerate(uses):
             self._positions.setdefault(use.layer, []).append(position)
 
-    def run(self, start: frozenset[int]) -> tuple[list[tuple[Action, ...]], frozenset[int]]:
+    def run(
+        self, start: frozenset[int], *, keep: bool = False
+    ) -> tuple[list[tuple[Action, ...]], frozenset[int]]:
         """The actions of every use, and the streamed layers in slots at the end.
 
-        Resident layers are stale when a pass begins: they were updated.
+        With `keep` the layers of `start` are the last to go of those that the pass is done with, so
+        that it ends as it began. Resident layers are stale when a pass begins: they were updated.
         """
         held = set(start)
+        self._kept = start if keep else frozenset(self._positions)
         steps = [self._actions(position, held) for position in range(len(self._uses))]
         return steps, frozenset(held - self._resident)
 
@@ -167,12 +182,13 @@ class _Pass:
         return (*actions, self._uses[position])
 
     def _distance(self, position: int, layer: int) -> int:
-        """Uses until `layer` is needed again, from `position` on, cyclically."""
+        """Uses until `layer` is needed again, from `position` on: cyclically, if it is kept."""
         positions = self._positions[layer]
         following = bisect_right(positions, position)
         if following < len(positions):
             return positions[following] - position
-        return positions[0] + len(self._uses) - position
+        turns = 1 if layer in self._kept else 2
+        return positions[0] + turns * len(self._uses) - position
 
 
 def _next_layers(

@@ -1,0 +1,432 @@
+"""Laws of lanes, fences and buffers.
+
+What takes `device` holds on every device and runs on a GPU too where there is one; what takes
+`emulated` is about the emulated device's hostility.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from stronghold.device import emulated as emulated_module
+from stronghold.device.base import THREAD_PREFIX, Device, completed
+from stronghold.device.cuda import CudaDevice
+from stronghold.device.emulated import COPY_PIECE_BYTES, EmulatedDevice
+from stronghold.errors import BudgetError, LaneError, StateError
+from stronghold.memory.host import map_slab
+from stronghold.telemetry.trace import Trace
+
+WEIRD = (1, 2, 15, 17, 4097)
+SEAM = COPY_PIECE_BYTES + 1
+PATIENCE_S = 20.0  # a wait that must end; only a failing test ever takes so long
+
+
+def make_emulated(**options: object) -> Device:
+    return EmulatedDevice(**options)  # type: ignore[arg-type]
+
+
+def make_cuda(**options: object) -> Device:
+    return CudaDevice(**options)  # type: ignore[arg-type]
+
+
+MAKERS = [
+    pytest.param(make_emulated, id="emulated"),
+    pytest.param(make_cuda, id="cuda", marks=pytest.mark.gpu),
+]
+
+
+@pytest.fixture(params=MAKERS)
+def make_device(request: pytest.FixtureRequest) -> Iterator[Callable[..., Device]]:
+    devices: list[Device] = []
+
+    def make(**options: object) -> Device:
+        devices.append(request.param(**options))
+        return devices[-1]
+
+    yield make
+    for device in devices:
+        device.close()
+
+
+@pytest.fixture
+def device(make_device: Callable[..., Device]) -> Device:
+    return make_device()
+
+
+@pytest.fixture
+def emulated() -> Iterator[Callable[..., EmulatedDevice]]:
+    devices: list[EmulatedDevice] = []
+
+    def make(**options: object) -> EmulatedDevice:
+        devices.append(EmulatedDevice(**options))  # type: ignore[arg-type]
+        return devices[-1]
+
+    yield make
+    for device in devices:
+        device.close()
+
+
+def lanes(device: Device) -> list[str]:
+    """The lane threads that are alive: `thread - before` is what a device left."""
+    names = {THREAD_PREFIX + lane.name for lane in (device.fetch, device.drain, device.update)}
+    return [thread.name for thread in threading.enumerate() if thread.name in names]
+
+
+def raise_(error: BaseException) -> Callable[[], None]:
+    def work() -> None:
+        raise error
+
+    return work
+
+
+# -- order -------------------------------------------------------------------------------------
+def test_operations_of_a_lane_run_in_the_order_of_submission(device: Device) -> None:
+    seen: list[int] = []
+    for lane in (device.fetch, device.drain, device.update):
+        seen.clear()
+        fences = [lane.submit(f"count {k}", lambda k=k: seen.append(k)) for k in range(50)]
+        fences[-1].wait()
+        assert seen == list(range(50))
+        assert all(fence.done for fence in fences)
+
+
+def test_an_operation_waits_for_its_fences(device: Device) -> None:
+    gate, seen = threading.Event(), list[str]()
+
+    def slow() -> None:
+        gate.wait(PATIENCE_S)
+        seen.append("drain")
+
+    first = device.drain.submit("slow", slow)
+    second = device.update.submit("after", lambda: seen.append("update"), (first,))
+    third = device.fetch.submit("after both", lambda: seen.append("fetch"), (first, second))
+    # A lane that did not wait would have run by now; one that waits cannot.
+    time.sleep(0.05)
+    assert seen == []
+    assert not any(fence.done for fence in (first, second, third))
+    gate.set()
+    third.wait()
+    assert seen == ["drain", "update", "fetch"]
+
+
+def test_lanes_work_at_the_same_time(device: Device) -> None:
+    """Each lane's work ends only when the others' has begun: one after the other would hang."""
+    barrier = threading.Barrier(3, timeout=PATIENCE_S)
+    for lane in (device.fetch, device.drain, device.update):
+        fence = lane.submit("meet", lambda: [None, barrier.wait()][0])
+    fence.wait()
+    device.check()
+
+
+def test_a_fence_of_finished_work_is_done() -> None:
+    fence = completed("update", "nothing")
+    assert fence.done
+    fence.wait()
+    assert fence.wait_issued() is None
+    assert (fence.lane, fence.operation) == ("update", "nothing")
+
+
+def test_a_fence_says_whether_its_work_is_done(device: Device) -> None:
+    gate = threading.Event()
+    fence = device.update.submit("slow", lambda: [None, gate.wait(PATIENCE_S)][0])
+    assert (fence.lane, fence.operation) == ("update", "slow")
+    assert not fence.done
+    gate.set()
+    fence.wait()
+    assert fence.done
+
+
+def test_compute_waits_for_a_fence_and_says_how_long(device: Device) -> None:
+    fence = device.fetch.submit("slow", lambda: time.sleep(0.05))
+    assert device.compute_wait(fence) > 0.02
+    fence.wait()
+    assert device.compute_wait(fence) < 0.02
+    recorded = device.record_compute("all so far")
+    assert (recorded.lane, recorded.operation) == ("compute", "all so far")
+    recorded.wait()
+    assert recorded.done
+
+
+# -- bytes -------------------------------------------------------------------------------------
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("numel", [*WEIRD, SEAM])
+def test_bytes_go_to_the_device_and_back_unchanged(
+    device: Device, numel: int, dtype: torch.dtype
+) -> None:
+    """Random bytes, NaN patterns among them: compared as bytes, with a guard element behind."""
+    source, back = map_slab(numel, dtype), map_slab(numel + 1, dtype)
+    for slab in (source, back):
+        device.pin(slab)
+    generator = torch.Generator().manual_seed(numel)
+    size = numel * dtype.itemsize
+    source.view(torch.uint8).copy_(
+        torch.randint(0, 256, (size,), generator=generator, dtype=torch.uint8)
+    )
+    buffer = device.allocate(numel, dtype, "test")
+    there = device.fetch.submit("there", lambda: device.copy(buffer, source))
+    device.drain.submit("back", lambda: device.copy(back[:numel], buffer), (there,)).wait()
+    assert torch.equal(back[:numel].view(torch.uint8), source.view(torch.uint8))
+    assert not back[numel:].view(torch.uint8).any()
+    for slab in (source, back):
+        device.unpin(slab)
+
+
+def test_a_drain_behind_compute_reads_the_result(device: Device) -> None:
+    """A long matrix product, then its drain: the bytes are the product, not what was there."""
+    size = 512
+    weights = torch.full((size, size), 1.0 / size, device=device.torch_device)
+    values = device.allocate(size * size, torch.float32, "result").view(size, size)
+    result = map_slab(size * size, torch.float32)
+    device.pin(result)
+    values.zero_()
+    product = torch.ones(size, size, device=device.torch_device)
+    for _ in range(20):
+        product = product @ weights
+    values.copy_(product + 1.0)
+    produced = device.record_compute("product")
+    drained = device.drain.submit(
+        "drain", lambda: device.copy(result, values.view(-1)), (produced,)
+    )
+    drained.wait()
+    # Powers of two: every sum is exact.
+    assert torch.equal(result, torch.full((size * size,), 2.0))
+    device.unpin(result)
+
+
+def test_a_fetch_behind_compute_leaves_what_compute_reads(device: Device) -> None:
+    """The slot's race: compute still reads it when the next fetch is submitted."""
+    numel = 1 << 18
+    ones, twos = map_slab(numel, torch.float32), map_slab(numel, torch.float32)
+    ones.fill_(1.0)
+    twos.fill_(2.0)
+    for slab in (ones, twos):
+        device.pin(slab)
+    slot = device.allocate(numel, torch.float32, "slot")
+    device.compute_wait(device.fetch.submit("fetch 1", lambda: device.copy(slot, ones)))
+    total = torch.zeros(numel, device=device.torch_device)
+    for _ in range(50):
+        total = total + slot
+    used = device.record_compute("release 1")
+    device.compute_wait(device.fetch.submit("fetch 2", lambda: device.copy(slot, twos), (used,)))
+    total = total + slot
+    assert torch.equal(total.cpu(), torch.full((numel,), 52.0))
+    for slab in (ones, twos):
+        device.unpin(slab)
+
+
+# -- budget ------------------------------------------------------------------------------------
+def test_the_budget_is_kept_to_the_byte(make_device: Callable[..., Device]) -> None:
+    device = make_device(budget_bytes=100)
+    device.allocate(50, torch.uint8, "first")
+    device.allocate(25, torch.bfloat16, "second")
+    assert device.allocated_bytes == device.peak_bytes == 100
+    with pytest.raises(BudgetError, match=r"third: 1 bytes .* 100 bytes .*stronghold\.gpu_memory"):
+        device.allocate(1, torch.uint8, "third")
+    device.allocate(0, torch.float32, "nothing")
+    assert device.allocated_bytes == 100
+    device.release_all()
+    assert (device.allocated_bytes, device.peak_bytes) == (0, 100)
+
+
+# -- failure -----------------------------------------------------------------------------------
+def test_an_exception_reaches_every_waiter_under_its_first_name(device: Device) -> None:
+    cause = ValueError("the disk is gone")
+    failed = device.fetch.submit("fetch 7", raise_(cause))
+    waiting = device.update.submit("update 7", lambda: None, (failed,))
+    last = device.drain.submit("drain 7", lambda: None, (waiting,))
+    for fence in (last, waiting, failed):
+        with pytest.raises(LaneError, match="fetch 7 failed on the fetch lane: ValueError") as info:
+            fence.wait()
+        assert (info.value.lane, info.value.operation) == ("fetch", "fetch 7")
+        assert info.value.__cause__ is cause
+        with pytest.raises(LaneError):
+            fence.wait_issued()
+    for wait in (device.check, lambda: device.compute_wait(last)):
+        with pytest.raises(LaneError, match="fetch 7"):
+            wait()
+
+
+def test_work_behind_a_failure_is_not_run_and_the_lane_goes_on(device: Device) -> None:
+    ran: list[str] = []
+    failed = device.fetch.submit("fetch 1", raise_(OSError("no")))
+    skipped = device.fetch.submit("fetch 2", lambda: ran.append("skipped"), (failed,))
+    alone = device.fetch.submit("fetch 3", lambda: ran.append("alone"))
+    alone.wait()
+    with pytest.raises(LaneError, match="fetch 1"):
+        skipped.wait()
+    assert ran == ["alone"]
+
+
+def test_the_first_failure_is_the_one_that_is_reported(device: Device) -> None:
+    device.check()
+    for k in (1, 2):
+        with pytest.raises(LaneError):
+            device.drain.submit(f"drain {k}", raise_(KeyError(k))).wait()
+    with pytest.raises(LaneError, match="drain 1"):
+        device.check()
+
+
+@pytest.mark.parametrize("error", [SystemExit(1), KeyboardInterrupt(), MemoryError()])
+def test_no_exception_ends_a_lane_silently(device: Device, error: BaseException) -> None:
+    with pytest.raises(LaneError, match=type(error).__name__):
+        device.update.submit("update 1", raise_(error)).wait()
+    device.update.submit("update 2", lambda: None).wait()
+
+
+# -- life --------------------------------------------------------------------------------------
+def test_close_finishes_queued_work_and_ends_every_thread(device: Device) -> None:
+    seen: list[int] = []
+    assert len(lanes(device)) == 3
+    first = device.drain.submit("slow", lambda: time.sleep(0.02))
+    for k in range(5):
+        device.fetch.submit(f"fetch {k}", lambda k=k: seen.append(k), (first,))
+    device.close()
+    assert seen == list(range(5))
+    assert lanes(device) == []
+    device.close()
+
+
+def test_a_closed_lane_refuses_work_instead_of_never_doing_it(device: Device) -> None:
+    device.close()
+    for lane in (device.fetch, device.drain, device.update):
+        with pytest.raises(StateError, match=f"fetch 1 .*{lane.name} lane"):
+            lane.submit("fetch 1", lambda: None)
+
+
+def test_close_after_a_failure_leaves_no_thread(device: Device) -> None:
+    failed = device.fetch.submit("fetch 1", raise_(ValueError()))
+    device.update.submit("update 1", lambda: None, (failed,))
+    device.close()
+    assert lanes(device) == []
+    with pytest.raises(LaneError, match="fetch 1"):
+        device.check()
+
+
+def test_a_lane_keeps_nothing_alive_after_an_operation(device: Device) -> None:
+    """An idle lane must not hold the last closure: its tensors may be gigabytes."""
+
+    class Buffer:
+        pass
+
+    buffer = Buffer()
+    alive = weakref.ref(buffer)
+    waited = device.update.submit("before", lambda: None)
+    fence = device.fetch.submit("use", lambda b=buffer: None, (waited,))
+    fence.wait()
+    del buffer
+    # The fence is set a moment before the thread lets go.
+    deadline = time.monotonic() + PATIENCE_S
+    while alive() is not None and time.monotonic() < deadline:
+        gc.collect()
+        time.sleep(0.005)
+    assert alive() is None
+
+
+def test_spans_are_recorded_per_lane(make_device: Callable[..., Device]) -> None:
+    trace = Trace()
+    device = make_device(trace=trace)
+    begun = device.begin_compute_span()
+    device.fetch.submit("fetch 3", lambda: time.sleep(0.01)).wait()
+    device.update.submit("update 3", lambda: None).wait()
+    device.end_compute_span("forward 3", begun)
+    device.close()
+    spans = {(lane, name): end - start for lane, name, start, end, _ in trace._spans}
+    assert set(spans) == {("fetch", "fetch 3"), ("update", "update 3"), ("compute", "forward 3")}
+    assert all(seconds >= 0.0 for seconds in spans.values())
+
+
+# -- the emulated device's hostility -----------------------------------------------------------
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("numel", WEIRD)
+def test_poison_is_nan_in_every_element(
+    emulated: Callable[..., EmulatedDevice], numel: int, dtype: torch.dtype
+) -> None:
+    device = emulated()
+    fresh = device.allocate(numel, dtype, "slot")
+    assert fresh.isnan().all()
+    whole = torch.zeros(numel + 2, dtype=dtype)
+    device.poison(whole[1:-1])
+    assert whole[1:-1].isnan().all()
+    assert whole[0] == whole[-1] == 0.0
+    kept = torch.zeros(numel, dtype=dtype)
+    emulated(poison=False).poison(kept)
+    assert not kept.isnan().any()
+
+
+def test_a_copy_into_less_room_is_refused(emulated: Callable[..., EmulatedDevice]) -> None:
+    """It would write past the end of somebody else's memory."""
+    device = emulated()
+    for target, source in (
+        (torch.zeros(3), torch.zeros(4)),
+        (torch.zeros(4), torch.zeros(3)),
+        (torch.zeros(2, dtype=torch.bfloat16), torch.zeros(2)),
+        (torch.zeros(4, 4)[:, 0], torch.zeros(4)),
+    ):
+        with pytest.raises(StateError, match="a copy of"):
+            device.copy(target, source)
+
+
+def test_the_link_keeps_its_pace(emulated: Callable[..., EmulatedDevice]) -> None:
+    """40 MB at 0.4 GB/s take 0.1 s, never less; a busy machine may take longer, so the best of
+    three is bounded from above."""
+    device = emulated(link_gbps=0.4)
+    source, target = torch.zeros(10_000_000), torch.zeros(10_000_000)
+    seconds = []
+    for _ in range(3):
+        begun = time.perf_counter()
+        device.fetch.submit("fetch", lambda: device.copy(target, source)).wait()
+        seconds.append(time.perf_counter() - begun)
+    assert min(seconds) >= 0.1
+    assert min(seconds) < 0.15
+
+
+def test_the_directions_of_the_link_do_not_share_its_pace(
+    emulated: Callable[..., EmulatedDevice],
+) -> None:
+    device = emulated(link_gbps=0.2)
+    buffers = [torch.zeros(5_000_000) for _ in range(4)]
+    best = 1.0
+    for _ in range(3):
+        begun = time.perf_counter()
+        there = device.fetch.submit("there", lambda: device.copy(buffers[0], buffers[1]))
+        back = device.drain.submit("back", lambda: device.copy(buffers[2], buffers[3]))
+        there.wait()
+        back.wait()
+        best = min(best, time.perf_counter() - begun)
+    assert 0.1 <= best < 0.17  # one after the other: 0.2 s
+
+
+def test_jitter_is_seeded_lane_by_lane(
+    emulated: Callable[..., EmulatedDevice], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    delays: dict[str, list[float]] = {}
+
+    def sleep(seconds: float) -> None:
+        delays.setdefault(threading.current_thread().name, []).append(seconds)
+
+    def run(seed: int, num_drains: int) -> dict[str, list[float]]:
+        delays.clear()
+        device = emulated(jitter_s=0.5, seed=seed)
+        for _ in range(20):
+            device.fetch.submit("fetch", lambda: None)
+        for _ in range(num_drains):
+            device.drain.submit("drain", lambda: None)
+        device.close()
+        return {lane: list(of_lane) for lane, of_lane in delays.items()}
+
+    monkeypatch.setattr(emulated_module.time, "sleep", sleep)
+    first = run(seed=3, num_drains=20)
+    assert all(0.0 <= delay <= 0.5 for of_lane in first.values() for delay in of_lane)
+    assert run(seed=3, num_drains=20) == first
+    fetch = THREAD_PREFIX + "fetch"
+    # What one lane does never changes another's delays: a failure is found again.
+    assert run(seed=3, num_drains=5)[fetch] == first[fetch]
+    assert run(seed=4, num_drains=20)[fetch] != first[fetch]
+    assert first[fetch] != first[THREAD_PREFIX + "drain"]
