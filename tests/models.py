@@ -212,6 +212,38 @@ def frozen(num_layers: int = 4) -> Any:
     return model, token_batch
 
 
+@plain
+def frozen_prefix(num_layers: int = 4) -> Any:
+    """Everything up to block 1 is frozen: backward ends before it reaches the first blocks."""
+    model = Decoder([Block() for _ in range(num_layers)])
+    for part in (model.embedding, *model.blocks[:2]):
+        part.requires_grad_(False)
+    model.positions.requires_grad_(False)
+    return model, token_batch
+
+
+class _Adapted(Block):
+    """A frozen block with a low-rank trainable path beside it, as LoRA trains it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.requires_grad_(False)
+        self.low = nn.Linear(HIDDEN, 2, bias=False)
+        self.high = nn.Linear(2, HIDDEN, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.high(self.low(x))
+
+
+@plain
+def adapters(num_layers: int = 3) -> Any:
+    """Only the adapters in the blocks are trained; embedding, norm and head are frozen."""
+    model = Decoder([])
+    model.requires_grad_(False)
+    model.blocks.extend(_Adapted() for _ in range(num_layers))
+    return model, token_batch
+
+
 class _WithSpare(Block):
     def __init__(self) -> None:
         super().__init__()

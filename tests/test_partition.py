@@ -43,6 +43,8 @@ EXPECTED: dict[str, tuple[list[str], list[str]]] = {
     "gpt_checkpointed": (numbered("blocks", 3), AROUND),
     "weird_model": (numbered("blocks", 4), AROUND),
     "frozen": (numbered("blocks", 4), AROUND),
+    "frozen_prefix": (numbered("blocks", 4), AROUND),
+    "adapters": (numbered("blocks", 3), AROUND),
     "unused": (numbered("blocks", 4), [*AROUND, "spare"]),
     "tied_blocks": (
         numbered("blocks", 4),

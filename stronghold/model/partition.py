@@ -164,11 +164,12 @@ def _check_movable(names: dict[nn.Parameter, list[str]]) -> None:
                 "quantised weights are not supported; what is no weight belongs in a buffer "
                 "(register_buffer)."
             )
+    # Without an address (the meta device, tensors that wrap others) there is nothing to compare.
     spans = sorted(
         (
             (p.data_ptr(), p.data_ptr() + p.numel() * p.element_size(), p.device.type, name, p)
             for p, (name, *_) in names.items()
-            if p.device.type != "meta" and p.numel() and p.is_contiguous()
+            if p.numel() and p.is_contiguous() and p.data_ptr()
         ),
         key=lambda span: (span[2], span[0]),
     )
