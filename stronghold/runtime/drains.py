@@ -48,17 +48,22 @@ class GradientDrains:
         self.drained_bytes = 0
 
     def arrived(
-        self, layer: int, position: int, part: ParameterSlice, parameter: torch.Tensor, calls: int
+        self,
+        layer: int,
+        position: int,
+        part: ParameterSlice,
+        parameter: torch.Tensor,
+        calls: Sequence[int],
     ) -> None:
         """Move `parameter.grad` to the layer's slot, and drain the slot when the layer is complete.
 
-        `calls`: forward calls of the layer since the last backward; after several, more parts of a
+        `calls`: forward calls of each layer since the last backward; after several, more parts of a
         gradient may come, and the layer waits for the end of backward.
         """
         gradient = parameter.grad
         assert gradient is not None
         parameter.grad = None
-        slot = self._window.gradient_slot_of(layer) or self._claim(layer)
+        slot = self._window.gradient_slot_of(layer) or self._claim(layer, calls)
         target = view(slot.gradients, part)
         if gradient.is_sparse:
             gradient = gradient.to_dense()
@@ -67,15 +72,16 @@ class GradientDrains:
         else:
             target.copy_(gradient)
             slot.arrived.add(position)
-        if len(slot.arrived) == self._updater.num_trained(layer) and calls <= 1:
-            self._drain(layer, calls)
+        if len(slot.arrived) == self._updater.num_trained(layer) and calls[layer] <= 1:
+            self._drain(layer, calls[layer])
 
-    def _claim(self, layer: int) -> GradientSlot:
+    def _claim(self, layer: int, calls: Sequence[int]) -> GradientSlot:
         slot = self._window.free_gradient_slot(layer)
         if slot is None:
             # Every slot gathers for a layer whose other parameters may never get a gradient.
             sharing = (g for g in self._window.gathering() if self._window.shares_gradient_slots(g))
-            self._drain(next(sharing), 2)
+            oldest = next(sharing)
+            self._drain(oldest, calls[oldest])
             slot = self._window.free_gradient_slot(layer)
             if slot is None:
                 raise StateError(f"layer {layer}: no gradient slot is free after a drain")

@@ -196,13 +196,16 @@ class Executor:
             # away.
             self.make_resident(layer)
             return
+        self.end_span()  # what follows may wait, which is not the compute of the layer before
         if kind is Kind.FORWARD and self._streams[layer]:
             self._inside.append(layer)
         if kind is Kind.FORWARD and self.phase is Phase.BACKWARD:
             kind = Kind.BACKWARD  # recomputation
         use = Action(kind=kind, layer=layer)
         if kind is Kind.FORWARD:
-            if torch.is_grad_enabled():
+            # A resident layer's parameters never change device, so that autograd keeps one leaf for
+            # all of its calls, and hands its gradient over once.
+            if torch.is_grad_enabled() and layer not in self._plan.resident:
                 self._calls[layer] += 1
             self._advance(use)
         elif not self._current.recorded or self._current.recorded[-1] != use:
@@ -348,7 +351,7 @@ class Executor:
                 f"gradient of {part.name} outside engine.backward: "
                 "call engine.backward(loss), not loss.backward()"
             )
-        self.drains.arrived(layer, position, part, parameter, self._calls[layer])
+        self.drains.arrived(layer, position, part, parameter, self._calls)
 
     # -- between steps --------------------------------------------------------------------------
     def last_fetch(self, layer: int) -> Fence:
@@ -390,7 +393,6 @@ class Executor:
 
     # -- trace ----------------------------------------------------------------------------------
     def _begin_span(self, use: Action) -> None:
-        self.end_span()
         self._open_span = (str(use), self._device.begin_compute_span())
 
     def end_span(self) -> None:

@@ -1,0 +1,135 @@
+"""An exception in any lane surfaces in the training thread with the operation's name; nothing hangs."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import stronghold
+from stronghold import native
+from tests.models import MODELS
+from tests.training import config, loss_of
+
+MODES: dict[str, dict[str, Any]] = {
+    "early": {"clipping": 0.0},
+    "gated": {"clipping": 1.0},
+    "accumulated": {"clipping": 1.0, "accumulation": 2},
+}
+WITHIN_S = 30.0  # far above any step here: a hang fails the test rather than the suite
+
+
+def make_engine(**options: Any) -> tuple[Any, Callable[[int], dict[str, Any]]]:
+    model, make_batch = MODELS["gpt"](num_layers=4)
+    section = {"window": 2, "activations": options.pop("activations", "keep")}
+    settings = config(section=section, **options)
+    engine, _, _, _ = stronghold.initialize(
+        model=model, config=settings, model_parameters=model.parameters()
+    )
+    return engine, make_batch
+
+
+def run_steps(engine: Any, make_batch: Any, steps: range) -> None:
+    for micro in range(
+        steps.start * engine.gradient_accumulation_steps(),
+        steps.stop * engine.gradient_accumulation_steps(),
+    ):
+        engine.backward(loss_of(engine(**make_batch(micro))))
+        engine.step()
+
+
+def in_time(work: Callable[[], None]) -> BaseException | None:
+    """Run `work` in a thread; its exception, or None. Fails when it does not end."""
+    raised: list[BaseException] = []
+
+    def run() -> None:
+        torch.set_num_threads(1)
+        try:
+            work()
+        except BaseException as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(WITHIN_S)
+    assert not thread.is_alive(), "hangs"
+    return raised[0] if raised else None
+
+
+def fail_in(engine: Any, monkeypatch: pytest.MonkeyPatch, operation: str) -> None:
+    """Let the next operation of this name fail."""
+    device = engine._stack.device
+    for lane in (device.fetch, device.drain, device.update):
+        submit = lane.submit
+
+        def submit_failing(name: str, work: Any, after: Any = (), submit: Any = submit) -> Any:
+            def broken() -> None:
+                raise OSError("injected")
+
+            return submit(name, broken if name == operation else work, after)
+
+        monkeypatch.setattr(lane, "submit", submit_failing)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("verb", ["fetch", "drain", "update"])
+def test_a_failing_operation_names_itself_within_one_step(
+    verb: str, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, make_batch = make_engine(**MODES[mode])
+    run_steps(engine, make_batch, range(2))
+    layer = engine._stack.layout.streamed[1]
+    fail_in(engine, monkeypatch, f"{verb} {layer}")
+    # One step in which the operation fails, and the next one, whose first wait tells at the latest.
+    error = in_time(lambda: run_steps(engine, make_batch, range(2, 4)))
+    assert isinstance(error, stronghold.LaneError)
+    assert f"{verb} {layer} failed on the {verb} lane: OSError: injected" in str(error)
+    assert isinstance(error.__cause__, OSError)
+    assert in_time(engine.destroy) is None
+
+
+@pytest.mark.parametrize("verb", ["offload", "onload"])
+def test_a_failing_activation_transfer_names_itself(
+    verb: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from stronghold.runtime import activations
+
+    monkeypatch.setattr(activations, "MIN_OFFLOAD_BYTES", 1)
+    engine, make_batch = make_engine(activations="offload")
+    run_steps(engine, make_batch, range(2))
+    layer = engine._stack.layout.streamed[1]
+    fail_in(engine, monkeypatch, f"{verb} {layer}")
+    error = in_time(lambda: run_steps(engine, make_batch, range(2, 4)))
+    assert isinstance(error, stronghold.LaneError)
+    assert f"{verb} {layer} failed" in str(error)
+    assert in_time(engine.destroy) is None
+
+
+def test_a_failing_kernel_names_its_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, make_batch = make_engine()
+    run_steps(engine, make_batch, range(1))
+
+    def broken(*_: Any) -> None:
+        raise stronghold.StateError("injected")
+
+    monkeypatch.setattr(native, "adam", broken)
+    error = in_time(lambda: run_steps(engine, make_batch, range(1, 3)))
+    assert isinstance(error, stronghold.LaneError)
+    assert "update 0 failed on the update lane" in str(error)
+    with pytest.raises(stronghold.LaneError, match="update 0"):
+        engine.module_state_dict()
+    assert in_time(engine.destroy) is None
+
+
+def test_a_failed_engine_gives_the_model_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, make_batch = make_engine()
+    run_steps(engine, make_batch, range(1))
+    fail_in(engine, monkeypatch, f"fetch {engine._stack.layout.streamed[-1]}")
+    assert in_time(lambda: run_steps(engine, make_batch, range(1, 3))) is not None
+    model = engine.module
+    assert in_time(engine.destroy) is None
+    assert all(torch.isfinite(parameter).all() for parameter in model.parameters())
+    loss_of(model(**make_batch(0))).backward()

@@ -1,0 +1,132 @@
+"""Law 6 and law 7: peaks equal the plan's formula, and the link carries what it must and no more."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import stronghold
+from tests.models import HUGGING_FACE, MODELS, PLAIN
+from tests.training import config, loss_of
+
+STEPS = 3
+
+
+def trained(name: str, steps: int = STEPS, options: Any = None, **settings: Any) -> Any:
+    """An engine after `steps` steps; the caller destroys it."""
+    model, make_batch = MODELS[name](**(options or {}))
+    engine, _, _, _ = stronghold.initialize(
+        model=model, config=config(**settings), model_parameters=model.parameters()
+    )
+    train(engine, make_batch, range(steps))
+    return engine, make_batch
+
+
+def train(engine: Any, make_batch: Any, steps: range) -> None:
+    accumulation = engine.gradient_accumulation_steps()
+    for micro in range(steps.start * accumulation, steps.stop * accumulation):
+        engine.backward(loss_of(engine(**make_batch(micro))))
+        engine.step()
+
+
+@pytest.mark.parametrize(
+    ("clipping", "accumulation", "precision"),
+    [(0.0, 1, "bf16"), (1.0, 1, "bf16"), (1.0, 2, "bf16"), (1.0, 1, "fp32"), (0.0, 2, "fp32")],
+)
+@pytest.mark.parametrize("window", [1, 2, 64])
+@pytest.mark.parametrize("name", ["gpt", "frozen", "uneven", "weird_model", "llama", "t5"])
+def test_peaks_equal_the_plan(
+    name: str, window: int, clipping: float, accumulation: int, precision: str
+) -> None:
+    settings = {"clipping": clipping, "accumulation": accumulation, "precision": precision}
+    engine, make_batch = trained(name, section={"window": window}, **settings)
+    report = engine.memory_report()
+    assert report.gpu_peak == report.gpu_planned
+    assert report.host_peak == report.host_planned
+    train(engine, make_batch, range(STEPS, STEPS + 2))
+    assert engine.memory_report() == report  # the steady state allocates nothing
+    engine.destroy()
+
+
+@pytest.mark.parametrize("name", [*PLAIN, *HUGGING_FACE])
+def test_the_budget_is_used_and_never_passed(name: str) -> None:
+    engine, _ = trained(name, section={"window": 2})
+    needed = engine.plan.gpu_total_bytes
+    engine.destroy()
+    engine, _ = trained(name, section={"gpu_memory": needed})
+    assert engine.plan.window >= min(2, len(engine._stack.layout.streamed))
+    assert engine.memory_report().gpu_peak <= needed
+    engine.destroy()
+
+
+def test_bf16_without_clipping_takes_12_bytes_per_parameter() -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            hidden_size=128,
+            intermediate_size=352,
+            num_hidden_layers=16,
+            num_attention_heads=4,
+            vocab_size=256,
+            use_cache=False,
+        )
+    )
+    engine, _, _, _ = stronghold.initialize(
+        model=model,
+        config=config(clipping=0.0, precision="bf16", section={"window": 2}),
+        model_parameters=model.parameters(),
+    )
+    tokens = torch.arange(32).view(2, 16)
+    for _ in range(2):
+        engine.backward(engine(input_ids=tokens, labels=tokens).loss)
+        engine.step()
+    report, plan = engine.memory_report(), engine.plan
+    ring = plan.host_bytes["gradient ring (3 entries)"]
+    assert report.host_peak == report.host_planned
+    assert (report.host_peak - ring) / plan.num_parameters <= 12.5
+    engine.destroy()
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("window", [1, 2, 3, 64])
+def test_weights_cross_at_most_twice_and_gradients_once(window: int, accumulation: int) -> None:
+    engine, make_batch = trained("gpt", section={"window": window}, accumulation=accumulation)
+    executor, layout = engine._stack.executor, engine._stack.layout
+    engine.synchronize()
+    fetched, drained = executor.fetched_bytes, executor.drains.drained_bytes
+    steps = 4
+    train(engine, make_batch, range(STEPS, STEPS + steps))
+    engine.synchronize()
+    streamed = [layout.layers[i].numel * 4 for i in layout.streamed]
+    resident = sum(layout.layers[i].numel * 4 for i in layout.resident)
+    slots = min(window, len(streamed))
+    # Backward begins with the layers that forward ended with; the next forward fetches every layer,
+    # because it was updated, or, between micro-batches, those that backward did not end with.
+    per_step = 2 * sum(streamed) - slots * streamed[0] + resident
+    per_step += (accumulation - 1) * 2 * (sum(streamed) - slots * streamed[0])
+    assert executor.fetched_bytes - fetched == steps * per_step
+    gradients = sum(layer.trainable_numel for layer in layout.layers) * 4
+    padding = sum(
+        layer.trainable_numel - layer.slices[-1].offset - layer.slices[-1].numel
+        for layer in layout.layers
+    )
+    moved = executor.drains.drained_bytes - drained
+    assert moved == steps * accumulation * (gradients - 4 * padding)
+    engine.destroy()
+
+
+def test_a_forward_only_engine_costs_the_weights_alone() -> None:
+    model, make_batch = MODELS["gpt"]()
+    settings = config(precision="bf16", section={"window": 2})
+    del settings["optimizer"]
+    engine, optimizer, _, _ = stronghold.initialize(model=model, config=settings)
+    with torch.no_grad():
+        loss_of(engine(**make_batch(0)))
+    assert optimizer is None
+    layout = engine._stack.layout
+    weights = sum(layer.numel for layer in layout.layers) * 2
+    assert engine.memory_report().host_peak == engine.memory_report().host_planned == weights
+    engine.destroy()
