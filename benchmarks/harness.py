@@ -56,12 +56,14 @@ def host_array(numel: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def provenance() -> dict[str, Any]:
-    """Commit, command, machine, versions and time of this run."""
+    """Commit, command, machine, its load, versions and time of this run."""
     return {
         "commit": _git("rev-parse", "--short=12", "HEAD")
         + (" with changes" if _git("status", "--porcelain", "--untracked-files=no") else ""),
         "command": " ".join(["python", os.path.relpath(sys.argv[0], ROOT), *sys.argv[1:]]),
         "machine": _machine(),
+        # Near the number of cores: others were running, and figures with all threads show it.
+        "load_average": round(os.getloadavg()[0], 1),
         "versions": {
             "python": platform.python_version(),
             **{name: metadata.version(name) for name in ("torch", "deepspeed", "stronghold")},
@@ -87,7 +89,7 @@ def describe(record: Mapping[str, Any]) -> str:
             f"- commit: {record['commit']}, {record['time']}",
             f"- command: `{record['command']}`",
             f"- machine: {machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']} GiB, "
-            f"{machine['system']}",
+            f"{machine['system']}; load average {record['load_average']} at the start",
             "- versions: " + ", ".join(f"{name} {value}" for name, value in versions.items()),
         ]
     )

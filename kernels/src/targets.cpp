@@ -11,6 +11,7 @@
 #include <cstring>
 
 #if defined(__x86_64__)
+#include <cpuid.h>
 #include <immintrin.h>
 #elif defined(__aarch64__)
 #include <arm_neon.h>
@@ -90,12 +91,25 @@ namespace {
 
 namespace sh {
 
+#if defined(__x86_64__)
+namespace {
+
+// __builtin_cpu_supports() knows "f16c" only in newer compilers. That the system saves the AVX
+// registers is part of its answer for "avx2".
+bool HasF16c() {
+  unsigned a, b, c, d;
+  return __get_cpuid(1, &a, &b, &c, &d) != 0 && (c & bit_F16C) != 0;
+}
+
+}  // namespace
+#endif
+
 const Kernels* KernelsAt(int index) {
   const Kernels* found[4];
   int count = 0;
 #if defined(__x86_64__)
   const bool fma = __builtin_cpu_supports("fma");
-  const bool avx2 = fma && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c");
+  const bool avx2 = fma && __builtin_cpu_supports("avx2") && HasF16c();
   const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") &&
                       __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
                       __builtin_cpu_supports("avx512vl");
