@@ -19,7 +19,7 @@ from stronghold.device import emulated as emulated_module
 from stronghold.device.base import THREAD_PREFIX, Device, completed
 from stronghold.device.cuda import CudaDevice
 from stronghold.device.emulated import COPY_PIECE_BYTES, EmulatedDevice
-from stronghold.errors import BudgetError, LaneError, StateError
+from stronghold.errors import BudgetError, ConfigError, LaneError, StateError
 from stronghold.memory.host import map_slab
 from stronghold.telemetry.trace import Trace
 
@@ -340,6 +340,12 @@ def test_spans_are_recorded_per_lane(make_device: Callable[..., Device]) -> None
     spans = {(lane, name): end - start for lane, name, start, end, _ in trace._spans}
     assert set(spans) == {("fetch", "fetch 3"), ("update", "update 3"), ("compute", "forward 3")}
     assert all(seconds >= 0.0 for seconds in spans.values())
+
+
+def test_a_missing_gpu_is_named_with_what_to_set_instead(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match=r"stronghold\.device: got \"cuda\".*\"emulated\""):
+        CudaDevice()
 
 
 # -- the emulated device's hostility -----------------------------------------------------------

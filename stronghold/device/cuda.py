@@ -13,6 +13,7 @@ for the host-side fences, enqueues the copy and records the event (see [Note: is
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import deque
 from typing import Any
@@ -119,6 +120,7 @@ class CudaDevice(Device):
         nbytes = tensor.numel() * tensor.element_size()
         status = _cudart().cudaHostRegister(tensor.data_ptr(), nbytes, _HOST_REGISTER_PORTABLE)
         if int(status) != 0:
+            self._forget_error()
             raise OSError(
                 f"cudaHostRegister of {nbytes} bytes failed with status {int(status)}: raise the "
                 "limit of locked memory (ulimit -l unlimited) or lower the model's host memory"
@@ -127,7 +129,14 @@ class CudaDevice(Device):
     def unpin(self, tensor: torch.Tensor) -> None:
         status = _cudart().cudaHostUnregister(tensor.data_ptr())
         if int(status) != 0:
+            self._forget_error()
             raise StateError(f"cudaHostUnregister failed with status {int(status)}: never pinned?")
+
+    def _forget_error(self) -> None:
+        """The runtime keeps a failed call's error for the next kernel launch, which would report it
+        as its own: launch one."""
+        with contextlib.suppress(RuntimeError):
+            torch.ones(1, device=self._device)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         # torch does not know that our mappings are registered: is_pinned() asks the driver, which
