@@ -114,7 +114,9 @@ def write_text(engine: Any, prompt: bytes, context: int, num_bytes: int) -> str:
         )
         text = torch.cat([text, following], dim=1)
     engine.train()
-    return bytes(text[0].tolist()).decode(errors="replace")
+    # An untrained model writes control characters, which a terminal would obey.
+    shown = bytes(text[0].tolist()).decode(errors="replace")
+    return "".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in shown)
 
 
 def fast_bf16() -> bool:
