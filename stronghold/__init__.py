@@ -1,7 +1,7 @@
-"""Trains models that do not fit the GPU, exactly and at nearly the speed of one that would hold them.
+"""Trains models that do not fit the GPU, exactly, at nearly the speed of one that holds them.
 
-`initialize` is `deepspeed.initialize` with one more choice: a "stronghold" section in the config selects
-`StrongholdEngine`. `CPUAdam` is the same Adam kernel as an ordinary optimizer.
+`initialize` is `deepspeed.initialize` with one more choice: a "stronghold" section in the config
+selects `StrongholdEngine`. `CPUAdam` is the same Adam kernel as an ordinary optimizer.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""An exception in any lane surfaces in the training thread with the operation's name; nothing hangs."""
+"""A lane's exception surfaces in the training thread with the operation's name; nothing hangs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Law 6 and law 7: peaks equal the plan's formula, and the link carries what it must and no more."""
+"""Laws 6 and 7: peaks equal the plan's formula; the link carries what it must and no more."""
 
 from __future__ import annotations
 

@@ -39,15 +39,15 @@ def free_bytes(index: int) -> int:
 
 def _fence_event() -> torch.cuda.Event:
     """An event for a fence; a host lane that waits for it sleeps, and leaves its core to Adam."""
-    return torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+    return torch.cuda.Event(blocking=True)
 
 
 def _timed_event() -> torch.cuda.Event:
-    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    return torch.cuda.Event(enable_timing=True)
 
 
 def _cudart() -> Any:
-    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    return torch.cuda.cudart()
 
 
 class StreamLane(Lane):
@@ -55,7 +55,7 @@ class StreamLane(Lane):
 
     def __init__(self, name: str, device: CudaDevice) -> None:
         self._cuda = device
-        self.stream = torch.cuda.Stream(device.torch_device)  # type: ignore[no-untyped-call]
+        self.stream = torch.cuda.Stream(device.torch_device)
         super().__init__(name, device)
 
     def _run(self, operation: str, work: Work, after: tuple[Fence, ...]) -> DeviceEvent:
@@ -194,7 +194,7 @@ class CudaDevice(Device):
         origin, at = self._origin
         for _ in range(len(self._spans)):
             lane, name, begun, end = self._spans.popleft()
-            if not end.query():  # type: ignore[no-untyped-call]
+            if not end.query():
                 self._spans.append((lane, name, begun, end))
                 continue
             start_s = at + origin.elapsed_time(begun) * 1e-3

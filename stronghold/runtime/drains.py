@@ -25,8 +25,8 @@ from stronghold.telemetry.metrics import Metrics
 
 
 class GradientDrains:
-    """Gathers and drains. `last_fetch(layer)`: the fence of the layer's newest fetch, which an update
-    must not overtake.
+    """Gathers and drains. `last_fetch(layer)`: the fence of the layer's newest fetch; no update may
+    overtake it.
     """
 
     def __init__(
