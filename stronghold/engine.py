@@ -157,7 +157,6 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
             scaled.backward(retain_graph=retain_graph)
         except BaseException:
             stack.executor.abandon_backward_pass()
-            stack.updater.forget()
             raise
         stack.executor.end_backward_pass()
         stack.activations.end_backward()

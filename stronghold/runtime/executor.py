@@ -172,6 +172,7 @@ class Executor:
         self.phase = Phase.IDLE
         self._calls = [0] * len(self._calls)
         self.drains.abandon()
+        self._updater.abandon_backward()
         for layer in self._window.held_layers():
             self._bind_to_host(layer)
 

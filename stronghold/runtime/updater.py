@@ -17,6 +17,7 @@ fp32.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -30,6 +31,8 @@ from stronghold.errors import ConfigError
 from stronghold.memory.host import GradientEntry, HostStore, view
 from stronghold.plan.planner import Gradients
 from stronghold.runtime.optimizer import EngineOptimizer
+
+logger = logging.getLogger("stronghold")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +76,7 @@ class Updater:
         self._late: dict[
             int, Fence
         ] = {}  # layers whose early update waits for the end of backward, and their last fetch
+        self._torn: str | None = None  # what was updated by a step that failed
         self._boundary = True
         # The groups are live dicts: schedulers write their learning rates into them.
         self._groups = optimizer.group_of() if optimizer is not None else {}
@@ -94,6 +98,12 @@ class Updater:
 
     def begin_backward(self, *, boundary: bool) -> None:
         """The next gradients belong to a micro-batch that ends the step (`boundary`) or not."""
+        if self._torn is not None:
+            raise ConfigError(
+                f"backward failed after {self._torn} had been updated: weights are of two steps. "
+                "Start again from a checkpoint; with gradient_clipping above 0 updates wait for "
+                "the end of backward, and a failed one changes nothing"
+            )
         early = self._mode is Gradients.RING
         if early and (not boundary or self._applied):
             raise ConfigError(
@@ -147,6 +157,18 @@ class Updater:
             self._norm_done.append(self._submit("norm", layer, work, (drained,), entry))
             if self._mode is Gradients.RING:
                 self._late[layer] = last_fetch
+
+    def abandon_backward(self) -> None:
+        """Backward raised: the step's gradients are void. Weights that it changed cannot be changed
+        back: after that no further step is exact, and `begin_backward` refuses it.
+        """
+        names = [self._host.layers[layer].layout.name for layer in sorted(self._applied)]
+        if names:
+            self._torn = f"{names[0]} and {len(names) - 1} more layers" if names[1:] else names[0]
+        elif any(self._arrived):
+            logger.warning("backward failed: the gradients of this step so far are dropped")
+        self._late.clear()
+        self.forget()
 
     def end_backward(self) -> None:
         """Backward has ended: update what could not be updated early because more gradients might
