@@ -52,6 +52,11 @@ def loss_of(output: Any) -> torch.Tensor:
     return output.loss  # type: ignore[no-any-return]
 
 
+def on(device: torch.device, batch: Batch) -> Batch:
+    """The batch with its tensors on `device`."""
+    return {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
+
+
 def config(
     *,
     accumulation: int = 1,
@@ -95,7 +100,7 @@ def train_windowed(
     try:
         torch.manual_seed(1)
         for micro in range(steps * engine.gradient_accumulation_steps()):
-            loss = loss_of(engine(**make_batch(micro)))
+            loss = loss_of(engine(**on(engine.device, make_batch(micro))))
             engine.backward(loss)
             engine.step()
             run.losses.append(loss.detach().clone())

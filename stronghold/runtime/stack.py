@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 import torch
 from torch import nn
+from tqdm import tqdm
 
 from stronghold import native
 from stronghold.config import StrongholdConfig
@@ -157,7 +158,9 @@ class Stack:
         )
         # Layer by layer, and each parameter's original is freed before the next layer is copied:
         # never two copies.
-        for index, of_layer in enumerate(parameters):
+        # A large model takes minutes to move into its slabs; a small one shows no bar.
+        bar = tqdm(parameters, desc="taking the model over", unit="layer", delay=2.0, leave=False)
+        for index, of_layer in enumerate(bar):
             self.host.adopt(index, list(of_layer))
             self.executor.rest(index)
         _move_buffers(model, self.device.torch_device)

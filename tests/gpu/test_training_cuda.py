@@ -1,0 +1,122 @@
+"""The laws of training on a real GPU: the emulated tests' bodies with another device.
+
+What a plain loop on the same GPU gives is the reference: the same kernels in the same order, so
+that losses and weights must be equal to the bit.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.models import HUGGING_FACE, MODELS, PLAIN
+from tests.test_exactness import llama
+from tests.training import (
+    ADAM,
+    KernelAdam,
+    Run,
+    assert_identical,
+    config,
+    loss_of,
+    on,
+    train_windowed,
+)
+
+pytestmark = pytest.mark.gpu
+
+STEPS = 10
+POLICIES = ["keep", "offload", "recompute"]
+WINDOWS: list[dict[str, Any]] = [{"window": 1}, {"window": 2}, {"resident_layers": "all"}]
+
+
+def train_plain_on_gpu(factory: Any, *, precision: str, clipping: float, accumulation: int) -> Run:
+    """Autograd on the GPU; gradients copied to the CPU, added in fp32, applied by the kernel."""
+    torch.manual_seed(0)
+    model, make_batch = factory()
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    mirrors: dict[nn.Parameter, nn.Parameter] = {}
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to("cuda", dtype)
+        if parameter.requires_grad:
+            mirrors[parameter] = nn.Parameter(parameter.detach().cpu())
+    for buffer in model.buffers():
+        buffer.data = buffer.data.cuda()
+    optimizer = KernelAdam(torch.optim.AdamW(list(mirrors.values()), **ADAM))
+    run = Run()
+    sums: dict[nn.Parameter, torch.Tensor] = {}
+    torch.manual_seed(1)
+    for micro in range(STEPS * accumulation):
+        loss = loss_of(model(**on(torch.device("cuda"), make_batch(micro))))
+        (loss / accumulation if accumulation > 1 else loss).backward()
+        run.losses.append(loss.detach().clone())
+        for parameter, mirror in mirrors.items():
+            if parameter.grad is not None:
+                gradient = parameter.grad.cpu()
+                if accumulation > 1:
+                    gradient = gradient.float()
+                sums[mirror] = sums[mirror] + gradient if mirror in sums else gradient
+                parameter.grad = None
+        if (micro + 1) % accumulation == 0:
+            run.norms.append(optimizer.step(sums, clipping))
+            sums.clear()
+            for parameter, mirror in mirrors.items():
+                parameter.data.copy_(mirror)
+    run.weights = {name: value.cpu() for name, value in model.state_dict().items()}
+    return run
+
+
+@functools.cache
+def plain(name: str, precision: str, clipping: float, accumulation: int) -> Run:
+    factory = llama if name == "odd llama" else MODELS[name]
+    return train_plain_on_gpu(
+        factory, precision=precision, clipping=clipping, accumulation=accumulation
+    )
+
+
+def check(name: str, section: dict[str, Any], **options: Any) -> None:
+    factory = llama if name == "odd llama" else MODELS[name]
+    settings = config(section={"device": "cuda", **section}, **options)
+    run = train_windowed(factory, steps=STEPS, settings=settings)
+    run.weights = {key: value.cpu() for key, value in run.weights.items()}
+    assert_identical(run, plain(name, **{"precision": "fp32", "accumulation": 1, **options}))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("clipping", [0.0, 0.5])
+@pytest.mark.parametrize("accumulation", [1, 4])
+def test_window_and_policy_never_change_a_bit(
+    accumulation: int, clipping: float, precision: str
+) -> None:
+    for window, policy in itertools.product(WINDOWS, POLICIES):
+        section = {**window, "activations": policy}
+        check(
+            "odd llama",
+            section,
+            precision=precision,
+            clipping=clipping,
+            accumulation=accumulation,
+        )
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("name", [*PLAIN, *HUGGING_FACE])
+def test_any_model_trains_as_without_a_window(name: str, policy: str) -> None:
+    check(name, {"window": 1, "activations": policy}, clipping=0.5)
+
+
+def test_the_slots_are_all_that_the_engine_takes() -> None:
+    """Peak bytes of slots equal the plan's; torch's allocator holds them and activations."""
+
+    def inspect(engine: Any) -> None:
+        report = engine.memory_report()
+        assert report.gpu_peak == report.gpu_planned
+        assert report.host_peak == report.host_planned
+        assert torch.cuda.memory_allocated() >= report.gpu_planned
+
+    settings = config(section={"device": "cuda", "window": 2}, precision="bf16")
+    train_windowed(llama, steps=STEPS, settings=settings, inspect=inspect)
