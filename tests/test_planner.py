@@ -29,6 +29,7 @@ MODELS: dict[str, Sizes] = {
         (6144, 6144, True),
         (2048, 2048, False),
     ),
+    "largest last": ((2048, 2048, True), (2048, 2048, True), (8192, 8192, True)),
     "one layer": ((2048, 2048, True),),
     "one block": ((4096, 4096, False), (6144, 2048, True)),
     "frozen blocks": ((2048, 2048, False), (4096, 0, True), (4096, 0, True)),
@@ -201,7 +202,8 @@ def test_a_pinned_window_is_kept_or_refused_with_what_fits(model: str, window: i
     need = named_bytes(error, r"raise gpu_memory to at least (\d+)")
     plan = make_plan(layout, demand(window=window, gpu_budget_bytes=need))
     assert plan.window == kept
-    assert plan.gpu_total_bytes <= need
+    assert plan.gpu_total_bytes == need
+    assert plan.gradient_slots <= 1  # the least that trains, or `need` was not the least
     with pytest.raises(BudgetError):
         make_plan(layout, demand(window=window, gpu_budget_bytes=need - 1))
     # The other remedy of the message.

@@ -195,12 +195,11 @@ def _next_layers(
     uses: tuple[Action, ...], position: int, count: int, resident: frozenset[int]
 ) -> list[int]:
     """The first `count` distinct streamed layers used from `position` on, cyclically, in order of
-    need, and the resident ones that are used forward between them. No further resident one past the
-    pass's end: it is not updated yet."""
+    need, and the resident ones that are used forward between them."""
     layers: dict[int, None] = {}
     for k in range(len(uses)):
         use = uses[(position + k) % len(uses)]
-        if use.layer not in resident or (use.kind is Kind.FORWARD and position + k < len(uses)):
+        if use.layer not in resident or use.kind is Kind.FORWARD:
             layers.setdefault(use.layer)
         if len(layers.keys() - resident) == count:
             break
