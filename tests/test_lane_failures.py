@@ -12,8 +12,8 @@ import torch
 
 import stronghold
 from stronghold import native
-from tests.models import MODELS
-from tests.training import config, loss_of
+from tests.models import MODELS, loss_of
+from tests.training import config
 
 MODES: dict[str, dict[str, Any]] = {
     "early": {"clipping": 0.0},

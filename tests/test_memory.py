@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import stronghold
-from tests.models import HUGGING_FACE, MODELS, PLAIN
-from tests.training import config, loss_of
+from tests.models import HUGGING_FACE, MODELS, PLAIN, loss_of
+from tests.training import config
 
 STEPS = 3
 

@@ -14,8 +14,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.models import loss_of
 from tests.test_exactness import llama
-from tests.training import ADAM, Run, config, loss_of, train_windowed
+from tests.training import ADAM, Run, config, train_windowed
 
 STEPS = 20
 BOUND = {"fp32": 2.0**-16, "bf16": 2.0**-7}

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import stronghold
-from tests.models import HUGGING_FACE, MODELS, PLAIN
-from tests.training import Run, assert_identical, config, loss_of, train_plain, train_windowed
+from tests.models import HUGGING_FACE, MODELS, PLAIN, loss_of
+from tests.training import Run, assert_identical, config, train_plain, train_windowed
 
 STEPS = 4
 SECTIONS: dict[str, dict[str, Any]] = {

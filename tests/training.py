@@ -12,6 +12,7 @@ from torch import nn
 
 import stronghold
 from stronghold import native
+from tests.models import loss_of
 
 Batch = dict[str, Any]
 Factory = Callable[[], tuple[nn.Module, Callable[[int], Batch]]]
@@ -39,17 +40,6 @@ def assert_identical(run: Run, expected: Run) -> None:
     for name in run.moments.keys() & expected.moments.keys():
         for moment, other in zip(run.moments[name], expected.moments[name], strict=True):
             assert torch.equal(moment, other), f"a moment of {name} differs"
-
-
-def loss_of(output: Any) -> torch.Tensor:
-    """The loss of a model's output: the output itself, its `loss`, or its "loss"."""
-    if isinstance(output, torch.Tensor):
-        return output
-    if isinstance(output, dict):
-        return output["loss"]  # type: ignore[no-any-return]
-    if isinstance(output, tuple):
-        return output[0]  # type: ignore[no-any-return]
-    return output.loss  # type: ignore[no-any-return]
 
 
 def on(device: torch.device, batch: Batch) -> Batch:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.models import HUGGING_FACE, MODELS, PLAIN
+from tests.models import HUGGING_FACE, MODELS, PLAIN, loss_of
 from tests.test_exactness import llama
 from tests.training import (
     ADAM,
@@ -22,7 +22,6 @@ from tests.training import (
     Run,
     assert_identical,
     config,
-    loss_of,
     on,
     train_windowed,
 )
