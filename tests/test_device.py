@@ -275,8 +275,13 @@ def test_the_first_failure_is_the_one_that_is_reported(device: Device) -> None:
 
 @pytest.mark.parametrize("error", [SystemExit(1), KeyboardInterrupt(), MemoryError()])
 def test_no_exception_ends_a_lane_silently(device: Device, error: BaseException) -> None:
+    fence = device.update.submit("update 1", raise_(error))
+    deadline = time.monotonic() + PATIENCE_S
+    while not fence.done and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert fence.done, "the lane's thread died"
     with pytest.raises(LaneError, match=type(error).__name__):
-        device.update.submit("update 1", raise_(error)).wait()
+        fence.wait()
     device.update.submit("update 2", lambda: None).wait()
 
 
