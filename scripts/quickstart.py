@@ -33,7 +33,7 @@ from stronghold.config.section import parse_bytes
 
 MIB = float(1 << 20)
 VOCABULARY = 256
-NUM_EVALUATIONS = 6
+EVALUATED_AT = (0.04, 0.1, 0.2, 0.4, 0.6, 0.8, 1.0)  # of the steps; denser where the loss falls
 PROMPT, WRITTEN_BYTES, TEMPERATURE = b"def ", 160, 0.7
 
 
@@ -76,7 +76,7 @@ def train(engine: Any, data: Corpus, steps: int) -> tuple[list[float], list[tupl
     """Losses of all steps, and (step, loss on the held-out text) now and then."""
     losses: list[torch.Tensor] = []
     held_out = [(0.0, evaluate(engine, data))]
-    evaluations = {steps * k // NUM_EVALUATIONS for k in range(1, NUM_EVALUATIONS + 1)}
+    evaluations = {round(steps * part) for part in EVALUATED_AT}
     interval = 0.2 if sys.stderr.isatty() else 15.0  # a log file does not want many lines
     with tqdm(total=steps, unit="step", mininterval=interval, dynamic_ncols=True) as bar:
         for step in range(1, steps + 1):
@@ -182,72 +182,108 @@ def end_processes() -> None:
         torch.distributed.destroy_process_group()
 
 
-def main() -> int:
-    args = parse_arguments()
-    # The launcher's accelerator notice and the schedule's first step are no news to anybody here.
-    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """What is trained, on what, and with which config."""
+
+    size: Size
+    dtype: torch.dtype
+    config: dict[str, Any]
+    data: Corpus
+    steps: int
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.size.num_parameters() * self.dtype.itemsize
+
+    @property
+    def budget_bytes(self) -> int:
+        return int(self.config["stronghold"]["gpu_memory"])
+
+
+def prepare(args: argparse.Namespace) -> Task:
+    """The task that the arguments ask for; `args.deepspeed_config` becomes the adapted config."""
     size = TINY if args.tiny else FULL
-    args.output.mkdir(parents=True, exist_ok=True)
     config, dtype = adapt(args.deepspeed_config, args, size)
+    batch_size = config["train_micro_batch_size_per_gpu"]
+    data = Corpus(read_text(args.text), batch_size=batch_size, context=size.context)
+    args.output.mkdir(parents=True, exist_ok=True)
     args.deepspeed_config = str(args.output / "config.json")
     Path(args.deepspeed_config).write_text(json.dumps(config, indent=2) + "\n")
-    weight_bytes = size.num_parameters() * dtype.itemsize
-    budget_bytes = config["stronghold"]["gpu_memory"]
-    batch_size = config["train_micro_batch_size_per_gpu"]
-    try:
-        data = Corpus(read_text(args.text), batch_size=batch_size, context=size.context)
-    except (OSError, ValueError) as error:
-        print(f"--text: {error}", file=sys.stderr)
-        return 2
+    task = Task(size=size, dtype=dtype, config=config, data=data, steps=args.steps)
     print(
-        f"{size.num_parameters() / 1e6:.1f} M parameters in {dtype}, "
-        f"{weight_bytes / MIB:.1f} MiB of weights for {budget_bytes / MIB:.1f} MiB of GPU memory; "
+        f"{size.num_parameters() / 1e6:.1f} M parameters in {dtype}, {task.weight_bytes / MIB:.1f} "
+        f"MiB of weights for {task.budget_bytes / MIB:.1f} MiB of GPU memory; "
         f"{data.num_bytes / MIB:.1f} MiB of text",
         flush=True,
     )
+    return task
 
-    model = size.build(dtype)
+
+def run_with_window(args: argparse.Namespace, task: Task) -> dict[str, Any]:
+    """Train, and show what was learned; the numbers of the run."""
+    model = task.size.build(task.dtype)
     engine, _, _, _ = stronghold.initialize(
         args=args, model=model, model_parameters=model.parameters()
     )
-    data.device = device = engine.device
+    task.data.device = engine.device
     begun = time.perf_counter()
     with logging_redirect_tqdm([logging.getLogger("stronghold")]):
-        losses, held_out = train(engine, data, args.steps)
+        losses, held_out = train(engine, task.data, task.steps)
     engine.synchronize()
     train_s = time.perf_counter() - begun
     before, after = held_out[0][1], held_out[-1][1]
     print(f"held-out text: {before:.3f} -> {after:.3f} nats per byte, {train_s:.0f} s")
-    print(f"\nit writes:\n{write_text(engine, PROMPT, size.context, WRITTEN_BYTES)}")
+    print(f"\nit writes:\n{write_text(engine, PROMPT, task.size.context, WRITTEN_BYTES)}")
     memory = asdict(engine.memory_report())
-    kept = compare_memory(memory, weight_bytes, budget_bytes)
     engine.destroy()  # writes the trace
+    return {"losses": losses, "held_out": held_out, "memory": memory, "train_s": train_s}
 
+
+def run_without_window(args: argparse.Namespace, task: Task) -> dict[str, Any]:
+    """The first steps again in a plain loop, and the time of a step of both kinds."""
+
+    def build() -> LlamaForCausalLM:
+        return task.size.build(task.dtype)
+
+    task.data.restart()
+    model = build().to(task.data.device)
+    steps = min(args.compare_steps, task.steps)
+    numbers: dict[str, Any] = {"plain_losses": plain_losses(model, task.config, task.data, steps)}
+    numbers["step_s"] = {} if args.no_timing else compare_times(build, task.config, task.data)
+    return numbers
+
+
+def main() -> int:
+    args = parse_arguments()
+    # The launcher's accelerator notice and the schedule's first step are no news to anybody here.
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    if torch.cuda.is_available():  # attention's backward adds in another order on every run
+        torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        task = prepare(args)
+    except (OSError, ValueError) as error:
+        print(f"quickstart: {error}", file=sys.stderr)
+        return 2
+    windowed = run_with_window(args, task)
+    kept = compare_memory(windowed["memory"], task.weight_bytes, task.budget_bytes)
     logging.getLogger("stronghold").setLevel(logging.WARNING)
-    data.restart()
-    num_compared = min(args.compare_steps, args.steps)
-    plain = plain_losses(size.build(dtype).to(device), config, data, num_compared)
-    equal = compare_losses(losses, plain)
-    times: dict[str, float] = {}
-    if not args.no_timing:
-        times = compare_times(lambda: size.build(dtype), config, data)
-        print_times(times)
+    plain = run_without_window(args, task)
+    equal = compare_losses(windowed["losses"], plain["plain_losses"])
+    if plain["step_s"]:
+        print_times(plain["step_s"])
+    share = task.budget_bytes / task.weight_bytes
     numbers = {
-        "num_parameters": size.num_parameters(),
-        "dtype": str(dtype),
-        "weight_bytes": weight_bytes,
-        "gpu_budget_bytes": budget_bytes,
-        "memory": memory,
-        "train_s": train_s,
-        "num_losses_compared": num_compared,
+        "num_parameters": task.size.num_parameters(),
+        "dtype": str(task.dtype),
+        "weight_bytes": task.weight_bytes,
+        "gpu_budget_bytes": task.budget_bytes,
         "losses_equal": equal,
-        "step_s": times,
+        **plain,
+        **windowed,
     }
-    title = (
-        f"{size.num_parameters() / 1e6:.1f} M parameters, "
-        f"GPU memory for {budget_bytes / weight_bytes:.0%} of the weights"
-    )
-    leave(args.output, title, losses, plain, held_out, numbers)
+    title = f"{task.size.num_parameters() / 1e6:.1f} M parameters, memory for {share:.0%} of them"
+    leave(args.output, title, numbers)
     end_processes()
     return 0 if equal and kept else 1
 

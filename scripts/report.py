@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import platform
+import shlex
+import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -56,29 +61,16 @@ def print_times(times: Mapping[str, float]) -> None:
     )
 
 
-def leave(
-    folder: Path,
-    title: str,
-    windowed: list[float],
-    plain: list[float],
-    held_out: list[plot.Point],
-    numbers: dict[str, Any],
-) -> None:
+def leave(folder: Path, title: str, numbers: Mapping[str, Any]) -> None:
     """Write losses.png, timeline.png and summary.json beside the trace."""
     curves = {
-        "with the window": list(enumerate(windowed, 1)),
-        "without it": list(enumerate(plain, 1)),
-        "held-out text": held_out,
+        "with the window": list(enumerate(numbers["losses"], 1)),
+        "without it": list(enumerate(numbers["plain_losses"], 1)),
+        "held-out text": numbers["held_out"],
     }
     plot.draw_losses(curves, folder / "losses.png", title=title)
     plot.draw_timeline(trace.read(folder / "trace.json"), folder / "timeline.png")
-    summary = {
-        "machine": machine(),
-        **numbers,
-        "losses": windowed,
-        "losses_without_window": plain,
-        "held_out": held_out,
-    }
+    summary = {"machine": machine(), **numbers}
     (folder / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
     names = "losses.png, timeline.png, summary.json, trace.json (opens in ui.perfetto.dev)"
     print(f"\n{folder}/: {names}")
@@ -87,8 +79,12 @@ def leave(
 def machine() -> dict[str, Any]:
     """Where the numbers were measured."""
     return {
+        "command": shlex.join(["scripts/quickstart", *sys.argv[1:]]),
+        "commit": _git("describe", "--always", "--dirty"),
         "system": platform.platform(),
-        "cores": torch.get_num_threads(),
+        "cpu": _processor(),
+        "cores": len(os.sched_getaffinity(0)),
+        "threads_of_torch": torch.get_num_threads(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "python": platform.python_version(),
@@ -96,3 +92,20 @@ def machine() -> dict[str, Any]:
         "deepspeed": deepspeed.__version__,
         "stronghold": stronghold.__version__,
     }
+
+
+def _git(*arguments: str) -> str | None:
+    """What git answers about this checkout, None where there is no git or no checkout."""
+    here = Path(__file__).resolve().parent
+    with contextlib.suppress(OSError):
+        answer = subprocess.run(["git", *arguments], cwd=here, capture_output=True, text=True)
+        return answer.stdout.strip() or None
+    return None
+
+
+def _processor() -> str | None:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return None

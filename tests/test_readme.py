@@ -78,7 +78,7 @@ def test_the_quickstart_learns_compares_and_leaves_its_pictures(tmp_path: Path) 
     assert "every peak is what was planned" in output
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["losses_equal"] is True
-    assert summary["losses"][:2] == summary["losses_without_window"]
+    assert summary["losses"][:2] == summary["plain_losses"]
     assert 2 * summary["gpu_budget_bytes"] < summary["weight_bytes"]
     assert summary["memory"]["gpu_peak"] <= summary["gpu_budget_bytes"]
     for name in ("losses.png", "timeline.png", "trace.json", "config.json"):
