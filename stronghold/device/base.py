@@ -221,6 +221,10 @@ class Device(ABC):
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Copy contiguous bytes between host and device; called from a lane's work alone."""
 
+    def keep_for_lane(self, tensor: torch.Tensor) -> None:  # noqa: B027 - CPU memory is not reused
+        """Called from a lane's work: the allocator may not give the tensor's memory to others
+        before the lane is done with it, even if everybody drops the tensor."""
+
     @abstractmethod
     def poison(self, tensor: torch.Tensor) -> None:
         """Make any later read of a freed buffer visible where the device can afford it."""

@@ -143,6 +143,9 @@ class CudaDevice(Device):
         # does.
         target.copy_(source, non_blocking=True)
 
+    def keep_for_lane(self, tensor: torch.Tensor) -> None:
+        tensor.record_stream(torch.cuda.current_stream(self._device))
+
     def poison(self, tensor: torch.Tensor) -> None:
         """A real device has no bandwidth to spare for it."""
 

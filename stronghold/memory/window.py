@@ -225,6 +225,7 @@ class Window:
 
     def close(self) -> None:
         """Drop every buffer."""
+        self._device.release_all()
         self._slots.clear()
         self._own.clear()
         self._holding.clear()

@@ -285,15 +285,19 @@ class Activations:
     def _bring_back(self, saved: SavedStorage, layer: int) -> None:
         if saved.ready is not None:
             return
-        device = self._device
+        device, host = self._device, saved.host
         back = torch.empty(saved.nbytes, dtype=torch.uint8, device=device.torch_device)
         assert saved.stored is not None
         saved.back = back
-        # After compute: the allocator may have taken the memory from work that is still queued
-        # there.
+
+        def copy() -> None:
+            device.copy(back, host)
+            device.keep_for_lane(back)  # a graph that is dropped unused drops it while it is filled
+
         saved.ready = device.fetch.submit(
             f"onload {layer}",
-            lambda: device.copy(back, saved.host),
+            copy,
+            # After compute: the allocator may have taken the memory from work still queued there.
             after=(saved.stored, device.record_compute(f"room for activation {layer}")),
         )
 

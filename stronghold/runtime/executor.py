@@ -92,6 +92,9 @@ class Executor:
             int, int
         ] = {}  # address of a slot's storage -> layer, for saved tensors
         self._calls = [0] * num_layers  # forward calls with gradients since the last backward
+        # Where each layer's parameters point, and the views that they take there, by address.
+        self._bound = [-1] * num_layers
+        self._views: list[dict[int, list[torch.Tensor]]] = [{} for _ in range(num_layers)]
         self._streams = [layer.streamed for layer in host.layout.layers]
         self._inside: list[int] = []  # blocks whose forward is running now, outermost first
         self._open_span: tuple[str, object] | None = None
@@ -335,10 +338,16 @@ class Executor:
         self._window.release(layer, self._device.record_compute(f"release {layer}"))
 
     def _bind(self, layer: int, flat: torch.Tensor) -> None:
-        for parameter, part in zip(
-            self._parameters[layer], self._host.layers[layer].layout.slices, strict=True
-        ):
-            parameter.data = view(flat, part)
+        address = flat.data_ptr()
+        if self._bound[layer] == address:
+            return
+        views = self._views[layer].get(address)
+        if views is None:  # slots and slabs are few and stay: each view is made once
+            views = [view(flat, part) for part in self._host.layers[layer].layout.slices]
+            self._views[layer][address] = views
+        for parameter, values in zip(self._parameters[layer], views, strict=True):
+            parameter.data = values
+        self._bound[layer] = address
 
     def _bind_to_host(self, layer: int) -> None:
         self._bind(layer, self._host.layers[layer].weights)

@@ -101,7 +101,7 @@ class Stack:
             undo.callback(self.device.close)
             self.pool = native.Pool(self.plan.cpu_threads)
             undo.callback(self.pool.close)
-            self._build(model, optimizer)
+            self._build(model, optimizer, undo)
             self._parts = undo.pop_all()
 
     def _open_device(self, kind: str, request: Request) -> Device:
@@ -118,7 +118,9 @@ class Stack:
             link_gbps=emulated.link_gbps,
         )
 
-    def _build(self, model: nn.Module, optimizer: EngineOptimizer | None) -> None:
+    def _build(
+        self, model: nn.Module, optimizer: EngineOptimizer | None, undo: contextlib.ExitStack
+    ) -> None:
         plan = self.plan
         parameters = [
             [named.parameter for named in layer.parameters] for layer in self.partition.layers
@@ -131,6 +133,7 @@ class Stack:
             accumulate=plan.gradients is Gradients.ACCUMULATED,
             ring_entries=plan.ring_entries,
         )
+        undo.callback(self.host.close)
         self.window = Window(
             self.device,
             self.dtype,
