@@ -73,7 +73,7 @@ def initialize(
             f"WORLD_SIZE: got {world_size}, but stronghold runs on one GPU in this release; "
             "use --num_gpus 1"
         )
-    _show_log()
+    show_log()
     settings = configs.load(source, args=args, world_size=1, mpu=mpu)
     if settings.training.precision == "fp16":
         raise ConfigError(
@@ -95,7 +95,7 @@ def initialize(
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 
-def _show_log() -> None:
+def show_log() -> None:
     """Lines of the step go to the screen, as DeepSpeed's do, unless the program set logging up
     itself.
     """
@@ -122,6 +122,12 @@ def make_optimizer(
             optimizer if isinstance(optimizer, torch.optim.Optimizer) else optimizer(_flat(groups))
         )
         found = configs.settings_from_client_optimizer(client)
+        if client.state:
+            raise ConfigError(
+                "optimizer: it has taken steps already, and its moments cannot be taken over: pass "
+                "a new one"
+            )
+        _check_owned(model, client.param_groups, "optimizer")
         flags = [AdamFlags(group.adamw, group.bias_correction) for group in found]
         copies = [{"params": list(group["params"])} for group in client.param_groups]
         return EngineOptimizer(copies, dict(client.defaults), flags, client=client)
@@ -129,6 +135,7 @@ def make_optimizer(
     if adam is None:
         return None
     groups = _groups(model, model_parameters)
+    _check_owned(model, groups, "model_parameters")
     defaults = {
         "lr": adam.lr,
         "betas": adam.betas,
@@ -151,6 +158,16 @@ def _groups(model: nn.Module, model_parameters: Any) -> list[dict[str, Any]]:
             "model_parameters: no parameter has requires_grad; nothing would be trained"
         )
     return groups
+
+
+def _check_owned(model: nn.Module, groups: Iterable[dict[str, Any]], what: str) -> None:
+    own = set(model.parameters())
+    foreign = sum(parameter not in own for group in groups for parameter in group["params"])
+    if foreign:
+        raise ConfigError(
+            f"{what}: {foreign} of its parameters are not the model's, and would never be updated: "
+            "pass model.parameters() of the very model that initialize gets"
+        )
 
 
 def _flat(groups: Iterable[dict[str, Any]]) -> list[Any]:

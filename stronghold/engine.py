@@ -26,8 +26,9 @@ from stronghold.errors import ConfigError
 from stronghold.plan.planner import Plan
 from stronghold.runtime.optimizer import EngineOptimizer
 from stronghold.runtime.stack import MemoryReport, Request, Stack
+from stronghold.runtime.state import StateHooks, check_free
 from stronghold.surface import refuse
-from stronghold.telemetry.metrics import count_tokens
+from stronghold.telemetry.metrics import StepRecord, count_tokens
 
 logger = logging.getLogger("stronghold")
 
@@ -72,7 +73,12 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
         self._step_applied = False
         self._grad_norm: float | None = None
         self._loss_sum: torch.Tensor | None = None
+        self.last_record: StepRecord | None = None
         self._destroyed = False
+        check_free(model)
+        if optimizer is not None:
+            optimizer.connect(self.step)
+        self.lr_scheduler = self._make_scheduler(lr_scheduler)
         self._stack = Stack(
             model,
             Request(
@@ -86,15 +92,14 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
         )
         self.module = model
         self.device = self._stack.device.torch_device
-        self._state_hook = model.register_state_dict_pre_hook(self._before_state_dict)
-        self._load_hooks = (
-            model.register_load_state_dict_pre_hook(self._before_load_state_dict),
-            model.register_load_state_dict_post_hook(self._after_load_state_dict),
+        self._state_hooks = StateHooks(
+            model, wait=self._stack.executor.settle, loaded=self._stack.adopt_weights
         )
-        self._make_deepspeed_parts(training_data)
-        if optimizer is not None:
-            optimizer.connect(self.step)
-        self.lr_scheduler = self._make_scheduler(lr_scheduler)
+        try:
+            self._make_deepspeed_parts(training_data)
+        except BaseException:
+            self.destroy()
+            raise
         logger.info("%s", self._stack.plan)
 
     def _make_deepspeed_parts(self, training_data: Any) -> None:
@@ -190,6 +195,7 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
         self._grad_norm = optimizer._global_grad_norm = gate.grad_norm
         optimizer.overflow = gate.overflow
         self._step_applied = not gate.overflow
+        optimizer.count_step()
         if gate.overflow:
             self.skipped_steps += 1
             logger.warning("step %d skipped: the gradients are not finite", self.global_steps + 1)
@@ -270,6 +276,24 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
         """Whether the last `step` call changed weights: a boundary, and no overflow."""
         return self._step_applied
 
+    def get_data_parallel_rank(self) -> int:
+        """The only rank."""
+        return self.global_rank
+
+    def get_model_parallel_rank(self) -> int:
+        """The only rank."""
+        return 0
+
+    get_tensor_parallel_rank = get_model_parallel_rank
+
+    def get_sequence_parallel_group(self) -> None:
+        """There is none."""
+
+    @property
+    def is_compiled(self) -> bool:
+        """Never: `compile` is refused."""
+        return False
+
     @property
     def plan(self) -> Plan:
         """Where every byte is, and why."""
@@ -302,24 +326,25 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
         return state
 
     def load_module_state_dict(
-        self, state_dict: dict[str, Any], strict: bool = True, custom_load_fn: Any = None
+        self,
+        checkpoint: dict[str, Any],
+        strict: bool = True,
+        custom_load_fn: Any = None,
+        **zero3_and_experts: Any,
     ) -> None:
-        """Load weights into the user's module; masters become these weights, moments stay."""
+        """Load weights into the user's module; masters become these weights, moments stay.
+
+        `checkpoint` holds them under "module", as in DeepSpeed, or is the state dict itself. What
+        DeepSpeed takes for ZeRO-3 and for expert parallelism has nothing to act on.
+        """
+        nested = checkpoint.get("module")
+        state = nested if isinstance(nested, dict) else checkpoint
         if custom_load_fn is not None:
             self.synchronize()
-            custom_load_fn(src=state_dict, dst=self.module)
+            custom_load_fn(src=state, dst=self.module)
             self._stack.adopt_weights()
         else:
-            self.module.load_state_dict(state_dict, strict=strict)
-
-    def _before_state_dict(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        self.synchronize()
-
-    def _before_load_state_dict(self, *_: Any) -> None:
-        self.synchronize()
-
-    def _after_load_state_dict(self, module: nn.Module, incompatible: Any) -> None:
-        self._stack.adopt_weights()
+            self.module.load_state_dict(state, strict=strict)
 
     # -- modes and life ---------------------------------------------------------------------------
     def train(self, mode: bool = True) -> StrongholdEngine:
@@ -332,6 +357,16 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
         """Evaluation mode of the module."""
         return self.train(False)
 
+    def _apply(self, fn: Any, recurse: bool = True) -> StrongholdEngine:
+        """`to`, `cuda`, `half` and their kin: without effect, since where weights are and in which
+        dtype is the plan's.
+        """
+        logger.warning(
+            "engine.to, cuda, half and the like are without effect: weights are where the plan "
+            "puts them, in the dtype that the config asks for"
+        )
+        return self
+
     def deepspeed_io(self, dataset: Any, *args: Any, **kwargs: Any) -> Any:
         """DeepSpeed's own data loader over `dataset`."""
         kwargs.setdefault("pin_memory", self.device.type == "cuda")
@@ -343,9 +378,7 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
         """
         if not self._destroyed:
             self._destroyed = True
-            self._state_hook.remove()
-            for hook in self._load_hooks:
-                hook.remove()
+            self._state_hooks.close()
             self._stack.close()
 
     close = destroy

@@ -6,6 +6,7 @@ Owns the parameter groups and the flags that say which Adam each group is. Never
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -42,7 +43,8 @@ class EngineOptimizer(torch.optim.Optimizer):
         self.overflow = False
         self.loss_scale = 1.0
         self._global_grad_norm: float | None = None
-        self._step: Callable[[], None] | None = None
+        self._step: weakref.WeakMethod[Callable[[], None]] | None = None
+        self._client = client
         super().__init__(params, defaults)
         if client is not None:
             self.param_groups = client.param_groups
@@ -53,15 +55,24 @@ class EngineOptimizer(torch.optim.Optimizer):
         return self.loss_scale
 
     def connect(self, step: Callable[[], None]) -> None:
-        """`step()` will call `step`: the engine's."""
-        self._step = step
+        """`step()` will call `step`: the engine's method, whose engine is not kept alive."""
+        self._step = weakref.WeakMethod(step)
+
+    def count_step(self) -> None:
+        """The engine has taken a step: torch's schedules warn when no optimizer did before them."""
+        for shown in (self, self._client):
+            if shown is not None:
+                shown._opt_called = True  # type: ignore[attr-defined]
 
     def group_of(self) -> dict[nn.Parameter, tuple[dict[str, Any], AdamFlags]]:
-        """Each parameter's live group and flags."""
+        """The live group and the flags of each parameter that is trained: frozen ones get no
+        gradient.
+        """
         return {
             parameter: (group, flags)
             for group, flags in zip(self.param_groups, self.flags, strict=True)
             for parameter in group["params"]
+            if parameter.requires_grad
         }
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
@@ -70,9 +81,10 @@ class EngineOptimizer(torch.optim.Optimizer):
             raise ConfigError(
                 "optimizer.step(closure): call engine.backward(loss) and engine.step() instead"
             )
-        if self._step is None:
+        step = self._step() if self._step is not None else None
+        if step is None:
             raise ConfigError("optimizer.step: this optimizer is not connected to an engine")
-        self._step()
+        step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Nothing to do: gradients leave their parameters as they arrive, and the step forgets
@@ -86,3 +98,22 @@ class EngineOptimizer(torch.optim.Optimizer):
                 "add_param_group after stronghold.initialize: pass every group to initialize"
             )
         super().add_param_group(param_group)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over the hyper-parameters of `state_dict`, in the groups that are live.
+
+        Moments are refused: they belong to checkpoints, not to this object.
+        """
+        if state_dict.get("state"):
+            raise ConfigError(
+                "optimizer.load_state_dict: moments cannot be loaded in this release; pass a state "
+                'dict whose "state" is empty, as optimizer.state_dict() here gives it'
+            )
+        loaded = state_dict["param_groups"]
+        sizes = [len(group["params"]) for group in loaded]
+        if sizes != (own := [len(group["params"]) for group in self.param_groups]):
+            raise ConfigError(
+                f"optimizer.load_state_dict: got groups of {sizes} parameters, expected {own}"
+            )
+        for group, new in zip(self.param_groups, loaded, strict=True):
+            group.update({key: value for key, value in new.items() if key != "params"})
