@@ -151,7 +151,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--text", help="train on this file (default: the standard library's sources)"
     )
-    parser.add_argument("--steps", type=int, default=400, help="training steps (default: 400)")
+    parser.add_argument("--steps", type=int, default=250, help="training steps (default: 250)")
     parser.add_argument(
         "--tiny", action="store_true", help="a model of 0.7 M parameters, to see it run"
     )
