@@ -53,11 +53,29 @@ def _parser() -> argparse.ArgumentParser:
         "--to", type=float, dest="to_s", metavar="S", help="end at this second of the trace"
     )
     trace.set_defaults(run=_trace)
+
+    launch = commands.add_parser(
+        "launch",
+        help="run a command in which deepspeed.initialize obeys the config's section",
+        usage="stronghold launch -- COMMAND [ARGS ...]",
+        description="Run COMMAND in this process's place. Every Python below it imports "
+        'stronghold.plugin when it imports deepspeed, so that a config with a "stronghold" '
+        "section gets stronghold's engine.",
+    )
+    launch.add_argument("command", nargs=argparse.REMAINDER, metavar="COMMAND")
+    launch.set_defaults(run=_launch)
     return parser
 
 
 def _version(_: argparse.Namespace | None) -> str:
     return f"stronghold {version('stronghold')}"
+
+
+def _launch(arguments: argparse.Namespace) -> str:
+    from stronghold import run
+
+    command = arguments.command
+    return run.launch(command[1:] if command[:1] == ["--"] else command)
 
 
 def _trace(arguments: argparse.Namespace) -> str:

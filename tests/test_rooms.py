@@ -20,6 +20,7 @@ LEVELS = {
     "stronghold.dispatch": 7,
     "stronghold.plugin": 7,
     "stronghold.run": 7,
+    "stronghold.shim": 7,
     "stronghold.engine": 6,
     "stronghold.surface": 6,
     "stronghold.simulate": 6,

@@ -1,0 +1,57 @@
+"""Enables `stronghold.plugin` in every Python below `stronghold launch`, when deepspeed is
+imported.
+
+Python imports a module of this name at start, from the first directory of PYTHONPATH that has one.
+Owns one entry of `sys.meta_path`; costs a process that never imports deepspeed nothing. A
+sitecustomize that was there before runs as if this one were not.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections.abc import Callable, Sequence
+from importlib.machinery import ModuleSpec, PathFinder
+from importlib.util import module_from_spec
+from types import ModuleType
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+
+
+class DeepSpeedFinder:
+    """Finds deepspeed where Python would, and has the plugin enabled when it has been executed.
+
+    Frameworks probe with `importlib.util.find_spec("deepspeed")`, as often as they like: each spec
+    brings a loader of its own, and only the one that executes the module acts.
+    """
+
+    @staticmethod
+    def find_spec(
+        name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """The ordinary spec of deepspeed; None for every other name."""
+        if name != "deepspeed":
+            return None
+        spec = PathFinder.find_spec(name, path, target)
+        if spec is not None and spec.loader is not None:
+            load = spec.loader.exec_module
+            spec.loader.exec_module = functools.partial(_execute, load)  # type: ignore[method-assign]
+        return spec
+
+
+def _execute(load: Callable[[ModuleType], None], module: ModuleType) -> None:
+    load(module)
+    import stronghold.plugin  # noqa: F401  (the import is the effect)
+
+
+def _run_the_next_sitecustomize() -> None:
+    others = [entry for entry in sys.path if os.path.abspath(entry) != HERE]
+    spec = PathFinder.find_spec("sitecustomize", others)
+    if spec is not None and spec.loader is not None:
+        module = sys.modules["sitecustomize"] = module_from_spec(spec)
+        spec.loader.exec_module(module)
+
+
+sys.meta_path.insert(0, DeepSpeedFinder)
+_run_the_next_sitecustomize()
