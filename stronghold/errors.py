@@ -18,6 +18,10 @@ class BudgetError(ConfigError):
     """The plan does not fit a tier; raised before anything is allocated."""
 
 
+class CheckpointError(StrongholdError, OSError):
+    """A checkpoint on disk is damaged, incomplete or not ours; the message names the file."""
+
+
 class StateError(StrongholdError, RuntimeError):
     """An invariant of stronghold's own does not hold: a bug of ours."""
 
