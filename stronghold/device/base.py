@@ -155,7 +155,7 @@ class HostLane(Lane):
 
 
 class Device(ABC):
-    """Lanes `fetch`, `drain` and `update`, the compute lane of the training thread, and raw
+    """Lanes `fetch`, `drain`, `update` and `io`, the compute lane of the training thread, and raw
     buffers.
 
     `budget_bytes` limits the sum of live `allocate` calls; None leaves it to the device.
@@ -172,6 +172,14 @@ class Device(ABC):
         self.peak_bytes = 0
         self.trace = trace
         self._failure: LaneError | None = None
+        self._io: Lane | None = None
+
+    @property
+    def io(self) -> Lane:
+        """The lane of files: made when it is first used. Only the training thread may ask."""
+        if self._io is None:
+            self._io = HostLane("io", self)
+        return self._io
 
     # -- errors ---------------------------------------------------------------------------------
     def report(self, error: LaneError) -> None:
@@ -258,8 +266,9 @@ class Device(ABC):
 
     def close(self) -> None:
         """Finish the lanes' work and end their threads. Safe to call twice."""
-        for lane in (self.fetch, self.drain, self.update):
-            lane.close()
+        for lane in (self.fetch, self.drain, self.update, self._io):
+            if lane is not None:  # an update may wait for the io lane, which still runs
+                lane.close()
 
 
 def timed(wait: Callable[[], object]) -> float:

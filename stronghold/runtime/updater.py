@@ -71,6 +71,8 @@ class Updater:
         ]
         self._arrived: list[set[int]] = [set() for _ in range(num_layers)]
         self._square_sums: list[dict[int, float]] = [{} for _ in range(num_layers)]
+        # What still reads a layer's host state: the next update of it may not overtake that.
+        self._read: list[Fence] = [completed("io", "nothing reads") for _ in range(num_layers)]
         self._norm_done: list[Fence] = []
         self._applied: set[int] = set()  # layers updated before the gate, in this step
         self._late: dict[
@@ -95,6 +97,17 @@ class Updater:
     def trains(self, parameter: nn.Parameter) -> bool:
         """Whether the optimizer owns the parameter: gradients of others are dropped."""
         return parameter in self._groups
+
+    def update_after(self, layer: int, read: Fence) -> None:
+        """The layer's next update waits for `read`, which is submitted already: a snapshot without
+        a copy.
+        """
+        self._read[layer] = read
+
+    @property
+    def pending(self) -> bool:
+        """Whether gradients of a step that has not ended are there."""
+        return any(self._arrived)
 
     def begin_backward(self, *, boundary: bool) -> None:
         """The next gradients belong to a micro-batch that ends the step (`boundary`) or not."""
@@ -148,7 +161,11 @@ class Updater:
             norms = self._norms(layer, arrived, entry.gradients)
             adam = self._adam(layer, arrived, entry.gradients, 1.0)
             self._updated[layer] = self._submit(
-                "update", layer, lambda: (norms(), adam()), (drained, last_fetch), entry
+                "update",
+                layer,
+                lambda: (norms(), adam()),
+                (drained, last_fetch, self._read[layer]),
+                entry,
             )
             self._applied.add(layer)
             self._norm_done.append(self._updated[layer])
@@ -211,6 +228,16 @@ class Updater:
             self._arrived[layer].clear()
             self._square_sums[layer] = {}
 
+    def restart(self) -> None:
+        """The host state is about to be loaded anew: finish what is queued, drop the gradients of a
+        step that has not ended, and forget one that failed.
+        """
+        for fence in (*self._norm_done, *self._updated, *self._read):
+            fence.wait()
+        self._late.clear()
+        self.forget()
+        self._torn = None
+
     def wait(self) -> None:
         """Block until every queued update is done."""
         for fence in self._updated:
@@ -239,7 +266,8 @@ class Updater:
         assert entry is not None
         arrived = frozenset(self._arrived[layer])
         work = self._adam(layer, arrived, entry.gradients, scale)
-        self._updated[layer] = self._submit("update", layer, work, (last_fetch,), entry)
+        after = (last_fetch, self._read[layer])
+        self._updated[layer] = self._submit("update", layer, work, after, entry)
 
     def _total_square_sum(self) -> float:
         """Sum of squares of every gradient of the step: the same bits for every plan."""
