@@ -180,12 +180,19 @@ def _init_distributed(settings: configs.Settings, port: int, required: bool | No
     for one.
 
     On CPU memory torch's own gloo group is made: DeepSpeed's CPU backend would compile a
-    shared-memory kernel first, which one rank has no use for.
+    shared-memory kernel first, which one rank has no use for. DeepSpeed's monitors insist on
+    DeepSpeed's.
     """
-    if "RANK" not in os.environ or required is False or torch.distributed.is_initialized():
-        return
-    on_gpu = (settings.stronghold.device or "cuda") == "cuda" and cuda.available()
-    if on_gpu:
-        deepspeed.init_distributed(distributed_port=port)
-    else:
-        torch.distributed.init_process_group("gloo")
+    monitors = settings.deepspeed.monitor_config.enabled
+    if "RANK" in os.environ and required is not False:
+        on_gpu = (settings.stronghold.device or "cuda") == "cuda" and cuda.available()
+        begun = torch.distributed.is_initialized()
+        if monitors or (on_gpu and not begun):
+            deepspeed.init_distributed(distributed_port=port)
+        elif not begun:
+            torch.distributed.init_process_group("gloo")
+    if monitors and not deepspeed.comm.is_initialized():
+        raise ConfigError(
+            "DeepSpeed's monitors (tensorboard, wandb, csv_monitor, comet) need a process group: "
+            "start with the deepspeed launcher, or call deepspeed.init_distributed() first"
+        )

@@ -110,16 +110,10 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
         self.tput_timer = ThroughputTimer(
             self._config.timers_config, batch_size=self.train_batch_size(), steps_per_output=None
         )
-        self.monitor = MonitorMaster(self._config.monitor_config) if self._monitors() else None
+        monitors = self._config.monitor_config
+        self.monitor = MonitorMaster(monitors) if monitors.enabled else None
         self.training_dataloader = (
             self.deepspeed_io(training_data) if training_data is not None else None
-        )
-
-    def _monitors(self) -> bool:
-        monitors = self._config.monitor_config
-        return any(
-            getattr(getattr(monitors, name), "enabled", False)
-            for name in ("tensorboard", "wandb", "csv_monitor", "comet")
         )
 
     def _make_scheduler(self, client: Any) -> Any:
@@ -146,7 +140,8 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
         """Run autograd on a scalar loss, divided by the accumulation steps if `scale_wrt_gas`;
         returns that quotient.
 
-        Gradients go to the host layer by layer; parameters have none afterwards.
+        Gradients go to the host layer by layer; parameters have none afterwards. When autograd
+        raises, the step starts again: its earlier micro-batches are dropped too.
         """
         self._needed_optimizer("backward")
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or loss.grad_fn is None:
@@ -162,12 +157,18 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
             scaled.backward(retain_graph=retain_graph)
         except BaseException:
             stack.executor.abandon_backward_pass()
+            self._start_step_again()
             raise
         stack.executor.end_backward_pass()
         stack.activations.end_backward()
         value = scaled.detach()
         self._loss_sum = value if self._loss_sum is None else self._loss_sum + value
         return scaled
+
+    def _start_step_again(self) -> None:
+        """The step's gradients so far are void: the next micro-batch is its first."""
+        self.micro_steps -= self.micro_steps % self.gradient_accumulation_steps()
+        self._loss_sum = None
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """End the micro-batch; at an accumulation boundary clip, queue the updates and advance the
