@@ -282,8 +282,8 @@ def main() -> int:
         **plain,
         **windowed,
     }
-    title = f"{task.size.num_parameters() / 1e6:.1f} M parameters, memory for {share:.0%} of them"
-    leave(args.output, title, numbers)
+    count = f"{task.size.num_parameters() / 1e6:.1f} M parameters"
+    leave(args.output, f"{count}, GPU memory for {share:.0%} of the weights", numbers)
     end_processes()
     return 0 if equal and kept else 1
 

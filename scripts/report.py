@@ -84,6 +84,7 @@ def machine() -> dict[str, Any]:
         "system": platform.platform(),
         "cpu": _processor(),
         "cores": len(os.sched_getaffinity(0)),
+        "load_average": os.getloadavg()[0],
         "threads_of_torch": torch.get_num_threads(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,

@@ -142,6 +142,24 @@ def test_the_file_tree_of_the_readme_is_the_tree() -> None:
     assert rooms <= listed, "rooms that the README does not list"
 
 
+def test_the_figures_of_the_readme_are_those_of_the_results() -> None:
+    results = json.loads((ROOT / "benchmarks" / "results" / "quickstart.json").read_text())
+    mib, memory, num_parameters = 1 << 20, results["memory"], results["num_parameters"]
+    weights, step_s = results["weight_bytes"], results["step_s"]
+    rows = [
+        f"first {len(results['plain_losses'])} steps | equal, bit for bit",
+        f"| {memory['gpu_peak'] / mib:.1f} MiB, as planned | {2 * weights / mib:.1f} MiB, "
+        f"and {12 * num_parameters / mib:.1f} MiB for AdamW |",
+        f"| {memory['host_peak'] / num_parameters:.1f} bytes per parameter, as planned |",
+        f"| {step_s['window'] * 1e3:.0f} ms | {step_s['plain'] * 1e3:.0f} ms |",
+        f"after {len(results['losses'])} steps | {results['held_out'][-1][1]:.2f} nats per byte",
+    ]
+    assert [row for row in rows if row not in README] == []
+    assert results["losses_equal"] is True
+    assert memory["gpu_peak"] == memory["gpu_planned"]
+    assert memory["host_peak"] == memory["host_planned"]
+
+
 def test_the_links_of_the_readme_lead_somewhere() -> None:
     targets = re.findall(r"\]\(([^)]+)\)", README)
     assert targets
