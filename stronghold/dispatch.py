@@ -13,6 +13,7 @@ from typing import Any
 
 import deepspeed
 import torch
+from deepspeed.runtime.pipe.module import PipelineModule
 from torch import nn
 
 from stronghold import config as configs
@@ -67,6 +68,7 @@ def initialize(
         )
     if model is None:
         raise ConfigError("stronghold.initialize: model is missing")
+    _check_model(model)
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     if world_size > 1:
         raise ConfigError(
@@ -110,6 +112,20 @@ def _asks_for_stronghold(source: Any, args: Any) -> bool:
     return configs.section_enabled(configs.read_config(source, args))
 
 
+def _check_model(model: nn.Module) -> None:
+    if isinstance(model, PipelineModule):
+        raise ConfigError(
+            "model: a PipelineModule, which is cut for another engine of DeepSpeed's: pass a plain "
+            'module, or remove the "stronghold" section'
+        )
+    for name, parameter in model.named_parameters():
+        if getattr(parameter, "ds_id", None) is not None:
+            raise ConfigError(
+                f"{name} was partitioned by deepspeed.zero.Init: build the model outside of it "
+                '("zero_optimization": {"stage": 0} keeps Transformers from entering it)'
+            )
+
+
 def make_optimizer(
     model: nn.Module, optimizer: ClientOptimizer, model_parameters: Any, settings: configs.Settings
 ) -> EngineOptimizer | None:
@@ -132,8 +148,9 @@ def make_optimizer(
         copies = [{"params": list(group["params"])} for group in client.param_groups]
         return EngineOptimizer(copies, dict(client.defaults), flags, client=client)
     adam = settings.training.optimizer
-    if adam is None:
-        return None
+    frozen = not any(parameter.requires_grad for parameter in model.parameters())
+    if adam is None or (model_parameters is None and frozen):
+        return None  # a reference model, which gets the config of the model that trains
     groups = _groups(model, model_parameters)
     _check_owned(model, groups, "model_parameters")
     defaults = {

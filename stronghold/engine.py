@@ -26,7 +26,7 @@ from stronghold.errors import ConfigError
 from stronghold.plan.planner import Plan
 from stronghold.runtime.optimizer import EngineOptimizer
 from stronghold.runtime.stack import MemoryReport, Request, Stack
-from stronghold.runtime.state import StateHooks, check_free
+from stronghold.runtime.state import StateHooks, check_free, on_cpu
 from stronghold.surface import refuse
 from stronghold.telemetry.metrics import StepRecord, count_tokens
 
@@ -225,6 +225,8 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
             self.monitor.write_events([("Train/Samples/lr", learning_rate, self.global_samples)])
 
     def _needed_optimizer(self, what: str) -> EngineOptimizer:
+        if self._destroyed:
+            raise ConfigError(f"engine.{what}: this engine was destroyed; initialize a new one")
         if self.optimizer is None:
             raise ConfigError(
                 f'engine.{what}: this engine has no optimizer; add an "optimizer" section to the '
@@ -306,9 +308,10 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
 
     def synchronize(self) -> None:
         """Wait until every parameter holds its newest value: before code that reads raw parameters
-        between steps.
+        between steps. A destroyed engine's model is whole: nothing to wait for.
         """
-        self._stack.executor.settle()
+        if not self._destroyed:
+            self._stack.executor.settle()
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """The model's parameters, after pending updates."""
@@ -325,6 +328,14 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
         self.synchronize()
         state: dict[str, Any] = super().module_state_dict(*args, **kwargs)
         return state
+
+    def _zero3_consolidated_16bit_state_dict(
+        self, exclude_frozen_parameters: bool = False
+    ) -> dict[str, Any]:
+        """The state dict on the CPU: frameworks ask for it by DeepSpeed's name. Ties stay ties."""
+        return on_cpu(self.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters))
+
+    _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict
 
     def load_module_state_dict(
         self,

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 
 from stronghold.errors import ConfigError
@@ -47,6 +48,17 @@ class StateHooks:
         """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
+
+
+def on_cpu(state: dict[str, Any]) -> dict[str, Any]:
+    """The same state dict with its tensors on the CPU; names that shared memory still do."""
+    moved: dict[Any, torch.Tensor] = {}
+    for name, value in state.items():
+        memory = (value.data_ptr(), value.shape, value.dtype)
+        if memory not in moved:
+            moved[memory] = value.cpu()
+        state[name] = moved[memory]
+    return state
 
 
 def check_free(model: nn.Module) -> None:
