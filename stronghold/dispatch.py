@@ -77,10 +77,6 @@ def initialize(
         )
     show_log()
     settings = configs.load(source, args=args, world_size=1, mpu=mpu)
-    if settings.training.precision == "fp16":
-        raise ConfigError(
-            'fp16 with its loss scale is not part of this release: use "bf16": {"enabled": true}'
-        )
     shown = make_optimizer(model, optimizer, model_parameters, settings)
     _init_distributed(settings, distributed_port, dist_init_required)
     engine = StrongholdEngine(

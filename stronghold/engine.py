@@ -24,6 +24,7 @@ from torch import nn
 from stronghold.config import Settings
 from stronghold.errors import ConfigError
 from stronghold.plan.planner import Plan
+from stronghold.runtime.loss_scale import make_scaler
 from stronghold.runtime.optimizer import EngineOptimizer
 from stronghold.runtime.stack import MemoryReport, Request, Stack
 from stronghold.runtime.state import StateHooks, check_free, on_cpu
@@ -78,6 +79,10 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
         check_free(model)
         if optimizer is not None:
             optimizer.connect(self.step)
+            if training.precision == "fp16":
+                optimizer.loss_scaler = make_scaler(
+                    self._config.float16_config, self.zero_optimization_stage()
+                )
         self.lr_scheduler = self._make_scheduler(lr_scheduler)
         self._stack = Stack(
             model,
@@ -143,7 +148,7 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
         Gradients go to the host layer by layer; parameters have none afterwards. When autograd
         raises, the step starts again: its earlier micro-batches are dropped too.
         """
-        self._needed_optimizer("backward")
+        optimizer = self._needed_optimizer("backward")
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or loss.grad_fn is None:
             raise ConfigError(
                 "engine.backward: expected a scalar loss with a graph (a tensor of one element)"
@@ -154,7 +159,7 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
         stack.updater.begin_backward(boundary=self.is_gradient_accumulation_boundary())
         stack.executor.begin_backward_pass()
         try:
-            scaled.backward(retain_graph=retain_graph)
+            self._scaled_up(scaled, optimizer).backward(retain_graph=retain_graph)
         except BaseException:
             stack.executor.abandon_backward_pass()
             self._start_step_again()
@@ -169,6 +174,12 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
         """The step's gradients so far are void: the next micro-batch is its first."""
         self.micro_steps -= self.micro_steps % self.gradient_accumulation_steps()
         self._loss_sum = None
+
+    @staticmethod
+    def _scaled_up(loss: torch.Tensor, optimizer: EngineOptimizer) -> torch.Tensor:
+        """The loss times the loss scale, in fp32: a product of fp16 numbers would overflow."""
+        scale = optimizer.loss_scale
+        return loss if scale == 1.0 else loss.float() * scale
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """End the micro-batch; at an accumulation boundary clip, queue the updates and advance the
@@ -189,7 +200,7 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
         learning_rate = float(optimizer.param_groups[0]["lr"])
         gate, changed = stack.updater.close_gate(
             clipping=float(self.gradient_clipping() or 0.0),
-            inverse_scale=1.0,
+            inverse_scale=1.0 / optimizer.loss_scale,
             last_fetch=stack.executor.last_fetch,
         )
         stack.executor.weights_changed(changed)
@@ -204,6 +215,8 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
             self.lr_scheduler.step(**lr_kwargs)
         self.global_steps += 1
         self.global_samples += self.train_batch_size()
+        if optimizer.dynamic_loss_scale:
+            optimizer.loss_scaler.update_scale(gate.overflow)
         self._report(learning_rate, gate.overflow)
 
     def _report(self, learning_rate: float, skipped: bool) -> None:

@@ -67,6 +67,8 @@ def config(
     }
     if precision == "bf16":
         made["bf16"] = {"enabled": True, "check_grad_overflow": clipping > 0.0}
+    if precision == "fp16":
+        made["fp16"] = {"enabled": True, "initial_scale_power": 8}
     return made
 
 
@@ -183,16 +185,25 @@ class KernelAdam:
         self._state: dict[nn.Parameter, dict[str, Any]] = {}
         self._pool = native.Pool(1)
 
-    def step(self, gradients: dict[nn.Parameter, torch.Tensor], clipping: float) -> float:
+    def step(
+        self,
+        gradients: dict[nn.Parameter, torch.Tensor],
+        clipping: float,
+        loss_scale: float = 1.0,
+    ) -> float:
         """Clip by the global norm as torch.nn.utils.clip_grad_norm_ does, then update; returns the
-        norm.
+        norm. With a loss scale the gradients are divided by it, and none is applied when one is not
+        finite.
         """
         sums = [
             native.sum_squares(self._pool, g.dtype, [(g.data_ptr(), g.numel())])[0]
             for g in gradients.values()
         ]
-        norm = math.sqrt(math.fsum(sums))
+        if loss_scale != 1.0 and not all(map(math.isfinite, sums)):
+            return math.nan
+        norm = math.sqrt(math.fsum(sums)) / loss_scale
         scale = min(1.0, clipping / (norm + 1e-6)) if clipping > 0.0 else 1.0
+        scale /= loss_scale
         for group in self._groups:
             for parameter in group["params"]:
                 if parameter in gradients:
@@ -204,11 +215,11 @@ class KernelAdam:
     ) -> None:
         if parameter not in self._state:
             zeros = torch.zeros(parameter.numel())
-            low = (
-                torch.zeros(parameter.numel(), dtype=torch.int16)
-                if parameter.dtype is torch.bfloat16
-                else None
-            )
+            low = None
+            if parameter.dtype is torch.bfloat16:
+                low = torch.zeros(parameter.numel(), dtype=torch.int16)
+            elif parameter.dtype is torch.float16:
+                low = parameter.detach().float().flatten()  # the master itself
             self._state[parameter] = {"step": 0, "m": zeros, "v": zeros.clone(), "low": low}
         state = self._state[parameter]
         state["step"] += 1

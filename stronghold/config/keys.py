@@ -56,7 +56,9 @@ HONOURED = {
     "scheduler.params": "Arguments of the schedule.",
     "bf16.enabled": "bf16 weights and gradients; exact fp32 masters and moments on the host.",
     "bf16.check_grad_overflow": "Skips a step with NaN or infinite gradients. True when absent.",
-    "fp16": "Read and checked; the engine refuses it until loss scaling is connected. Use bf16.",
+    "fp16": "fp16 weights and gradients, fp32 masters and moments on the host, and DeepSpeed's loss "
+    "scale: loss_scale (0 is dynamic), initial_scale_power, loss_scale_window, min_loss_scale. "
+    "hysteresis and consecutive_hysteresis count under ZeRO stage 1 and 2 alone, as in DeepSpeed.",
     "data_types.param_dtype": "Must agree with bf16 or fp16.",
     "steps_per_print": "Steps between log lines. Absent or infinite: never.",
     "dataloader_drop_last": "For the loader made from training_data.",

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
+from deepspeed.runtime.fp16.loss_scaler import LossScaler, LossScalerBase
 from torch import nn
 
 from stronghold.errors import ConfigError
@@ -41,7 +42,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         client: torch.optim.Optimizer | None = None,
     ) -> None:
         self.overflow = False
-        self.loss_scale = 1.0
+        self.loss_scaler: LossScalerBase = LossScaler(1)  # the engine's, when it trains in fp16
         self._global_grad_norm: float | None = None
         self._step: weakref.WeakMethod[Callable[[], None]] | None = None
         self._client = client
@@ -51,8 +52,20 @@ class EngineOptimizer(torch.optim.Optimizer):
         self.flags = flags if isinstance(flags, list) else [flags] * len(self.param_groups)
 
     @property
-    def cur_scale(self) -> float:
-        return self.loss_scale
+    def loss_scale(self) -> float:
+        """What the next loss is multiplied with; 1 unless fp16 is on."""
+        return float(self.loss_scaler.cur_scale)
+
+    cur_scale = loss_scale
+
+    @property
+    def dynamic_loss_scale(self) -> bool:
+        """Whether the scale follows the overflows."""
+        return bool(self.loss_scaler.dynamic)
+
+    def override_loss_scale(self, loss_scale: float) -> None:
+        """Use this fixed scale from the next loss on."""
+        self.loss_scaler = LossScaler(loss_scale)
 
     def connect(self, step: Callable[[], None]) -> None:
         """`step()` will call `step`: the engine's method, whose engine is not kept alive."""
