@@ -19,7 +19,9 @@ Objective = Callable[[Any], torch.Tensor]
 
 
 class Twin:
-    """`engine` and `plain` train the same model. `initialize` goes to stronghold.initialize."""
+    """`engine` and `plain` train the same model. `of` is the engine's, when it has to exist before
+    (for an optimizer); `extra` goes into the config, `initialize` to stronghold.initialize.
+    """
 
     def __init__(
         self,
@@ -30,9 +32,11 @@ class Twin:
         accumulation: int = 1,
         section: dict[str, Any] | None = None,
         extra: dict[str, Any] | None = None,
+        of: nn.Module | None = None,
         **initialize: Any,
     ) -> None:
         self.model, self.make_batch = MODELS[name]()
+        self.model = self.model if of is None else of
         self.plain, _ = MODELS[name]()
         self.accumulation, self.clipping = accumulation, clipping
         self.settings = config(
@@ -42,7 +46,8 @@ class Twin:
             section={"window": 1, **(section or {})},
         )
         self.settings.update(extra or {})
-        initialize.setdefault("model_parameters", list(self.model.parameters()))
+        if "optimizer" not in initialize:
+            initialize.setdefault("model_parameters", list(self.model.parameters()))
         self.engine: Any = stronghold.initialize(
             model=self.model, config=self.settings, **initialize
         )[0]
@@ -52,9 +57,9 @@ class Twin:
         self.parameters = [p for p in self.plain.parameters() if p.requires_grad]
         self.restart_plain()
 
-    def restart_plain(self) -> None:
+    def restart_plain(self, groups: Any = None, hyper: dict[str, Any] | None = None) -> None:
         """A new optimizer for the plain model: moments and sums are gone."""
-        self.shown = torch.optim.AdamW(self.parameters, **ADAM)
+        self.shown = torch.optim.AdamW(groups or self.parameters, **(hyper or ADAM))
         self.adam = KernelAdam(self.shown)
         self.sums: dict[nn.Parameter, torch.Tensor] = {}
 
@@ -90,6 +95,7 @@ class Twin:
         gradients = {p: p.grad for p in self.parameters if p.grad is not None}
         norm = self.adam.step(self.sums or gradients, self.clipping)  # type: ignore[arg-type]
         self.drop_plain()
+        self.shown._opt_called = True  # type: ignore[attr-defined]  # for torch's schedules
         return norm
 
     def drop_plain(self) -> None:

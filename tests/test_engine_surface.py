@@ -1,0 +1,400 @@
+"""What the engine is to its surroundings: every public name of DeepSpeed's engine, and the user's
+model, which stays theirs.
+"""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import weakref
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+from torch import nn
+
+import stronghold
+from stronghold.engine import StrongholdEngine
+from stronghold.errors import ConfigError
+from stronghold.surface import INHERITED, REFUSED
+from tests.conftest import lane_threads
+from tests.models import MODELS, loss_of
+from tests.training import config
+from tests.twin import Twin, twin
+
+# DeepSpeed's own public names; those of nn.Module that it does not redefine mean the same here.
+PUBLIC = [
+    name
+    for name in dir(deepspeed.DeepSpeedEngine)
+    if not name.startswith("_")
+    and getattr(deepspeed.DeepSpeedEngine, name) is not getattr(nn.Module, name, None)
+]
+IMPLEMENTED = {*vars(StrongholdEngine)} - {*REFUSED}
+
+
+def make(name: str = "gpt", **options: Any) -> tuple[StrongholdEngine, Any]:
+    model, make_batch = MODELS[name]()
+    engine, *_ = stronghold.initialize(
+        model=model, config=config(**options), model_parameters=model.parameters()
+    )
+    return engine, make_batch
+
+
+# --- the contract with the installed DeepSpeed ----------------------------------------------------
+
+
+def test_every_public_name_of_deepspeeds_engine_has_its_place() -> None:
+    places = (IMPLEMENTED, set(REFUSED), INHERITED)
+    strangers = [name for name in PUBLIC if not any(name in place for place in places)]
+    assert strangers == [], "implement them, or list them in stronghold/surface.py"
+    twice = [name for name in PUBLIC if sum(name in place for place in places) > 1]
+    assert twice == []
+
+
+def test_the_tables_name_nothing_that_deepspeed_does_not_have() -> None:
+    assert set(PUBLIC) >= INHERITED
+    assert set(REFUSED) <= set(PUBLIC)
+
+
+def test_a_refused_name_says_why() -> None:
+    engine, _ = make()
+    for name, reason in REFUSED.items():
+        with pytest.raises(ConfigError) as refusal:
+            getattr(engine, name)("anything", of="any kind")
+        assert f"engine.{name}" in str(refusal.value)
+        assert reason in str(refusal.value)
+    engine.destroy()
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_every_inherited_name_answers_on_a_live_engine(training: bool) -> None:
+    model, make_batch = MODELS["gpt"]()
+    settings = config()
+    if not training:
+        del settings["optimizer"]
+    engine, *_ = stronghold.initialize(model=model, config=settings)
+    if training:
+        engine.backward(loss_of(engine(**make_batch(0))))
+        engine.step()
+    arguments = {
+        "set_train_micro_batch_size": (2,),
+        "is_map_style_dataset": ([1],),
+        "is_iterable_style_dataset": ([1],),
+    }
+    for name in sorted(INHERITED):
+        value = getattr(engine, name)
+        if callable(value):
+            value(*arguments.get(name, ()))
+    assert engine.train_batch_size() == 2
+    assert engine.gradient_clipping() == 1.0
+    assert engine.get_lr() == ([1e-2] if training else [])
+    assert engine.get_mom() == ([(0.9, 0.99)] if training else [])
+    assert engine.zero_optimization_stage() == 0
+    assert not engine.bfloat16_enabled()
+    engine.destroy()
+
+
+@pytest.mark.parametrize("name", sorted(set(PUBLIC) & IMPLEMENTED))
+def test_an_implemented_method_takes_what_deepspeeds_takes(name: str) -> None:
+    theirs, ours = getattr(deepspeed.DeepSpeedEngine, name), getattr(StrongholdEngine, name)
+    if not callable(theirs):
+        assert not callable(ours)
+        return
+    signature = inspect.signature(ours)
+    parameters = list(inspect.signature(theirs).parameters.values())[1:]
+    if name == "backward":  # behind a decorator that hides its signature
+        inner = deepspeed.DeepSpeedEngine.backward.__closure__
+        (theirs,) = (c.cell_contents for c in inner if inspect.isfunction(c.cell_contents))
+        parameters = list(inspect.signature(theirs).parameters.values())[1:]
+    required = [p for p in parameters if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
+    ordinary = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    engine = object()
+    signature.bind(engine, *[0 for _ in required])
+    signature.bind(engine, **{p.name: 0 for p in ordinary})
+    signature.bind(engine, *[0 for p in ordinary if p.kind is p.POSITIONAL_OR_KEYWORD][:3])
+
+
+def test_initialize_takes_what_deepspeeds_takes() -> None:
+    ours = inspect.signature(stronghold.initialize).parameters
+    theirs = inspect.signature(deepspeed.initialize).parameters
+    assert [(p.name, p.default) for p in ours.values()] == [
+        (p.name, p.default) for p in theirs.values()
+    ]
+
+
+# --- the user's model is theirs -------------------------------------------------------------------
+
+BOOKKEEPING = "_is_full_backward_hook"  # None until torch sees the first full backward hook
+
+
+def anatomy(model: nn.Module) -> list[dict[str, Any]]:
+    """Every attribute of every module: containers by their keys, the rest by identity."""
+    return [
+        {
+            name: tuple(value.items()) if isinstance(value, dict) else value
+            for name, value in vars(module).items()
+        }
+        for module in model.modules()
+    ]
+
+
+def hooks_of(model: nn.Module) -> int:
+    on_modules = sum(
+        len(value)
+        for module in model.modules()
+        for name, value in vars(module).items()
+        if "hook" in name and isinstance(value, dict)
+    )
+    return on_modules + sum(
+        len(getattr(p, name) or ())
+        for p in model.parameters()
+        for name in ("_backward_hooks", "_post_accumulate_grad_hooks")
+    )
+
+
+@pytest.mark.parametrize("name", ["gpt", "gpt_tied", "weird_model", "frozen", "unused", "llama"])
+def test_parameters_keep_identity_dtype_and_shape(name: str) -> None:
+    model, make_batch = MODELS[name]()
+    before = {k: (p, p.dtype, p.shape) for k, p in model.named_parameters(remove_duplicate=False)}
+    keys = list(model.state_dict())
+
+    def check() -> None:
+        after = dict(model.named_parameters(remove_duplicate=False))
+        assert list(after) == list(before)
+        for key, (parameter, dtype, shape) in before.items():
+            assert after[key] is parameter
+            assert (parameter.dtype, parameter.shape) == (dtype, shape)
+            assert parameter.grad is None
+        assert list(model.state_dict()) == keys
+
+    engine, *_ = stronghold.initialize(
+        model=model, config=config(section={"window": 1}), model_parameters=model.parameters()
+    )
+    check()
+    for step in range(2):
+        engine.backward(loss_of(engine(**make_batch(step))))
+        check()
+        engine.step()
+        check()
+    assert [f"module.{key}" for key in keys] == list(engine.state_dict())
+    engine.destroy()
+    check()
+
+
+def test_nothing_is_written_on_the_users_modules_but_hooks_that_go_again() -> None:
+    model, make_batch = MODELS["gpt"]()
+    before, names = anatomy(model), [set(vars(module)) for module in model.modules()]
+    assert hooks_of(model) == 0
+    engine, *_ = stronghold.initialize(
+        model=model, config=config(), model_parameters=model.parameters()
+    )
+    assert hooks_of(model) > 0
+    for step in range(2):
+        engine.backward(loss_of(engine(**make_batch(step))))
+        engine.step()
+    assert [set(vars(module)) for module in model.modules()] == names
+    assert all(set(vars(parameter)) == set() for parameter in model.parameters())
+    engine.destroy()
+    assert anatomy(model) == before
+    assert hooks_of(model) == 0
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_after_destroy_the_model_trains_on_in_plain_pytorch(precision: str) -> None:
+    both = Twin(precision=precision)
+    both.train(0)
+    both.train(1)
+    both.engine.destroy()
+    both.engine.destroy()
+    assert lane_threads() == []
+    for ours, theirs in zip(both.model.parameters(), both.plain.parameters(), strict=True):
+        assert ours.device.type == "cpu"
+        assert torch.equal(ours, theirs)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (both.model, both.plain)]
+    for step in range(2):
+        losses = [both.on(step)(model) for model in (both.model, both.plain)]
+        assert torch.equal(*losses)
+        for loss, optimizer in zip(losses, optimizers, strict=True):
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    for ours, theirs in zip(both.model.parameters(), both.plain.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+# --- the engine as an object ----------------------------------------------------------------------
+
+
+def test_the_engine_is_deepspeeds_by_name_and_passes_through_to_the_model() -> None:
+    model, make_batch = MODELS["gpt"]()
+    settings = config()
+    engine, optimizer, loader, scheduler = stronghold.initialize(
+        model=model, config=settings, model_parameters=model.parameters()
+    )
+    assert isinstance(engine, deepspeed.DeepSpeedEngine)
+    assert isinstance(engine, nn.Module)
+    assert engine.module is model
+    assert optimizer is engine.optimizer
+    assert isinstance(optimizer, torch.optim.Optimizer)
+    assert loader is None
+    assert scheduler is None
+    assert engine.config == settings
+    assert engine.config.get("zero_optimization") is None
+    assert engine.embedding is model.embedding
+    engine._accelerator = settings  # frameworks keep things on engines
+    assert engine._accelerator is settings
+    with pytest.raises(AttributeError, match="no_such_name"):
+        engine.no_such_name  # noqa: B018
+    assert engine.eval() is engine
+    assert not model.training
+    assert engine.train() is engine
+    assert model.training
+    assert torch.equal(engine(**make_batch(0)), model(**make_batch(0)))
+    engine.destroy()
+
+
+def test_the_modules_forward_is_called_as_it_is_at_that_moment() -> None:
+    """Lightning and TRL put another `forward` on the instance for a while."""
+    engine, make_batch = make()
+    model = engine.module
+    expected = engine(**make_batch(0)).item()
+    original = model.forward
+    model.forward = lambda **batch: 2 * original(**batch)
+    assert engine(**make_batch(0)).item() == pytest.approx(2 * expected)
+    engine.backward(engine(**make_batch(0)))
+    engine.step()
+    del model.forward
+    engine.destroy()
+
+
+def test_generation_runs_through_the_engine_and_the_raw_model() -> None:
+    engine, make_batch = make("llama", section={"window": 1})
+    plain, _ = MODELS["llama"]()
+    prompt = make_batch(0)["input_ids"][:, :4]
+    engine.eval()
+    expected = plain.eval().generate(prompt, max_new_tokens=4, do_sample=False)
+    assert torch.equal(engine.generate(prompt, max_new_tokens=4, do_sample=False), expected)
+    assert torch.equal(engine.module.generate(prompt, max_new_tokens=4, do_sample=False), expected)
+    engine.destroy()
+
+
+def test_moving_or_casting_the_engine_is_without_effect_and_says_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with twin(section={"window": 2}) as both:
+        both.train(0)
+        for move in (
+            lambda: both.engine.to("cpu"),
+            lambda: both.engine.half(),
+            lambda: both.engine.bfloat16(),
+            lambda: both.engine.to(torch.float64),
+        ):
+            assert move() is both.engine
+            assert "without effect" in caplog.text
+        both.train(1)
+        both.train(2)
+
+
+def test_zero_grad_between_micro_batches_is_harmless() -> None:
+    with twin(accumulation=2) as both:
+        for step in range(2):
+            both.engine.zero_grad()
+            both.backward(both.on(2 * step))
+            both.engine.optimizer.zero_grad(set_to_none=False)
+            both.engine.step()
+            both.engine.zero_grad(set_to_none=True)
+            both.backward(both.on(2 * step + 1))
+            both.step()
+
+
+# --- several engines, and their ends --------------------------------------------------------------
+
+
+def test_an_engine_that_is_dropped_ends_its_lanes_and_gives_the_model_back() -> None:
+    engine, make_batch = make()
+    model, optimizer = engine.module, engine.optimizer
+    engine.backward(loss_of(engine(**make_batch(0))))
+    engine.step()
+    gone = weakref.ref(engine)
+    del engine
+    gc.collect()
+    assert gone() is None
+    assert lane_threads() == []
+    assert hooks_of(model) == 0
+    assert all(torch.isfinite(parameter).all() for parameter in model.parameters())
+    with pytest.raises(ConfigError, match="not connected to an engine"):
+        optimizer.step()
+
+
+def test_an_engine_in_a_cycle_of_references_is_collected_too() -> None:
+    engine, _ = make()
+    engine.callbacks = [engine]
+    gone = weakref.ref(engine)
+    del engine
+    gc.collect()
+    assert gone() is None
+    assert lane_threads() == []
+
+
+def test_engines_do_not_know_of_each_other() -> None:
+    """A policy that trains, and a reference model that only answers."""
+    with (
+        twin(section={"window": 1}) as policy,
+        twin(extra={"optimizer": None}, model_parameters=None) as reference,
+        twin(precision="bf16", accumulation=2) as other,
+    ):
+        for step in range(3):
+            with torch.no_grad():
+                answer = reference.on(step)(reference.engine)
+                assert torch.equal(answer, reference.on(step)(reference.plain))
+            policy.train(step)
+            other.train(2 * step, 2 * step + 1)
+    assert lane_threads() == []
+
+
+def test_a_model_that_an_engine_streams_is_refused_until_it_is_given_back() -> None:
+    both = Twin()
+    for model in (both.model, nn.Sequential(both.model)):
+        with pytest.raises(ConfigError, match=r"already; call its destroy\(\) first"):
+            stronghold.initialize(
+                model=model, config=both.settings, model_parameters=model.parameters()
+            )
+    both.train(0)
+    both.check()
+    both.engine.destroy()
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_same_model_goes_through_a_second_engine_exactly(precision: str) -> None:
+    """As auto_find_batch_size does: destroy, and initialize again with another batch size."""
+    both = Twin(precision=precision)
+    both.train(0)
+    both.train(1)
+    both.engine.destroy()
+    # Moments and remainders end with their engine.
+    both.restart_plain()
+    both.settings["train_micro_batch_size_per_gpu"] = 1
+    both.engine, *_ = stronghold.initialize(
+        model=both.model, config=both.settings, model_parameters=both.model.parameters()
+    )
+    both.train(2)
+    both.train(3)
+    both.check()
+    assert both.engine.global_steps == 2
+    both.engine.destroy()
+
+
+def test_a_failure_while_the_engine_is_built_leaves_the_model_as_it_was() -> None:
+    model, make_batch = MODELS["gpt"]()
+    before = anatomy(model)
+    with pytest.raises(ValueError, match="torch Dataset"):
+        stronghold.initialize(
+            model=model,
+            config=config(),
+            model_parameters=model.parameters(),
+            training_data=object(),
+        )
+    assert lane_threads() == []
+    assert anatomy(model) == before
+    assert torch.isfinite(loss_of(model(**make_batch(0))))
