@@ -21,6 +21,7 @@ import deepspeed
 import torch
 from torch import nn
 
+from stronghold.checkpoint.engine_part import Checkpoints
 from stronghold.config import Settings
 from stronghold.errors import ConfigError
 from stronghold.plan.planner import Plan
@@ -35,7 +36,7 @@ logger = logging.getLogger("stronghold")
 
 
 @refuse
-class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
+class StrongholdEngine(Checkpoints, deepspeed.DeepSpeedEngine):  # type: ignore[misc]
     """Trains `model` through a window of layers. Made by `stronghold.initialize`.
 
     `optimizer` is None for a forward-only engine, which holds the weights alone.
@@ -98,7 +99,10 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
         self.module = model
         self.device = self._stack.device.torch_device
         self._state_hooks = StateHooks(
-            model, wait=self._stack.executor.settle, loaded=self._stack.adopt_weights
+            model,
+            wait=self._stack.executor.settle,
+            read=self._stack.updater.wait_for_readers,
+            loaded=self._stack.adopt_weights,
         )
         try:
             self._make_deepspeed_parts(training_data)
@@ -404,7 +408,10 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
         if not self._destroyed:
             self._destroyed = True
             self._state_hooks.close()
-            self._stack.close()
+            try:
+                self.wait_for_checkpoint()
+            finally:
+                self._stack.close()
 
     close = destroy
 

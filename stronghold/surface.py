@@ -11,10 +11,6 @@ from typing import Any, TypeVar
 from stronghold.errors import ConfigError
 
 _PARALLEL = "stronghold runs data-parallel replicas only: shard the model with DeepSpeed itself"
-_CHECKPOINT = (
-    "checkpoints of masters and moments are not part of this release: save weights with "
-    "torch.save(engine.module_state_dict(), path)"
-)
 _REDUCE = "gradients leave for the host layer by layer during backward: nothing is left to reduce"
 _DATA = "build the data loader yourself and pass batches to the engine"
 _COMPILE = "torch.compile around streamed layers is not part of this release"
@@ -45,11 +41,7 @@ REFUSED: dict[str, str] = {
     "empty_partition_cache": "there is no ZeRO-3 partition here",
     "get_optimizer_configuration": _ALIEN,
     "get_wall_clock_timers": "read engine.last_record, the seconds of the step and of its waits",
-    "load_checkpoint": _CHECKPOINT,
     "load_moe_state_dict": _PARALLEL,
-    "save_checkpoint": _CHECKPOINT,
-    "save_16bit_model": _CHECKPOINT,
-    "save_fp16_model": _CHECKPOINT,
     "offload_states": _STATES,
     "reload_states": _STATES,
     "print_forward_breakdown": "set stronghold.trace to a file for a timeline of the step",

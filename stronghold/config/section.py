@@ -142,6 +142,11 @@ class StrongholdConfig(_Section):
         default=None,
         description="File for a Chrome/Perfetto trace, with a row per lane. Left out: none.",
     )
+    async_checkpoint: bool = Field(
+        default=False,
+        description="Whether save_checkpoint returns at once and its files are written while the "
+        "next steps compute. The next save, load or destroy waits for them.",
+    )
     emulated: EmulatedConfig = Field(
         default_factory=EmulatedConfig,
         description="Settings of the emulated device; contradicts device cuda.",

@@ -254,6 +254,14 @@ class Device(ABC):
     @abstractmethod
     def end_compute_span(self, name: str, begun: object) -> None: ...
 
+    # -- random numbers -------------------------------------------------------------------------
+    def random_state(self) -> torch.Tensor | None:
+        """The state of the device's own generator; None where torch's CPU generator is all."""
+        return None
+
+    def set_random_state(self, state: torch.Tensor) -> None:  # noqa: B027
+        """Restore what `random_state` gave; without effect where there is no own generator."""
+
     # -- hostility and life ---------------------------------------------------------------------
     def enter_operation(self) -> None:  # noqa: B027 - only a real device has threads to prepare
         """Called by a lane's thread before an operation waits for its fences."""

@@ -210,6 +210,12 @@ class CudaDevice(Device):
         event.synchronize()
         return event, time.perf_counter()
 
+    def random_state(self) -> torch.Tensor:
+        return torch.cuda.get_rng_state(self._device)
+
+    def set_random_state(self, state: torch.Tensor) -> None:
+        torch.cuda.set_rng_state(state, self._device)
+
     def enter_operation(self) -> None:
         # A new thread's current device is 0: waiting for an event there would make a context on a
         # GPU that belongs to another rank.

@@ -199,6 +199,28 @@ class HostStore:
         upper = weights.contiguous().view(torch.int16).to(torch.int32)
         return ((upper << 16) + low.to(torch.int32)).view(torch.float32)
 
+    def write_master(
+        self, index: int, part: ParameterSlice, begin: int, master: torch.Tensor
+    ) -> None:
+        """Make `master` (flat, fp32) the exact master of the parameter's elements from `begin` on,
+        and round the weights from it: bf16 to nearest, ties away from zero, as updates do.
+        """
+        state = self.layers[index]
+        first = part.offset + begin
+        weights = state.weights[first : first + master.numel()]
+        if state.low is None:
+            weights.copy_(master)
+            return
+        low = state.low[first : first + master.numel()]
+        if self.dtype is torch.float16:
+            weights.copy_(master)
+            low.copy_(master)
+            return
+        bits = master.contiguous().view(torch.int32)
+        upper = (bits + 0x8000) >> 16
+        low.copy_(bits - (upper << 16))
+        weights.view(torch.int16).copy_(upper)
+
     def restart_master(self, index: int) -> None:
         """Make the master equal to the weight, which was written from outside."""
         state = self.layers[index]

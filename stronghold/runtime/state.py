@@ -17,12 +17,20 @@ from stronghold.errors import ConfigError
 
 
 class StateHooks:
-    """`wait` returns when every parameter holds its newest value; `loaded` takes over new ones."""
+    """`wait` returns when every parameter holds its newest value, `read` when nobody reads the
+    slabs any more; `loaded` takes over new values.
+    """
 
     def __init__(
-        self, model: nn.Module, *, wait: Callable[[], None], loaded: Callable[[], None]
+        self,
+        model: nn.Module,
+        *,
+        wait: Callable[[], None],
+        read: Callable[[], None],
+        loaded: Callable[[], None],
     ) -> None:
         self._wait = wait
+        self._read = read
         self._loaded = loaded
         self._handles = (
             model.register_state_dict_pre_hook(self._before_save),
@@ -40,6 +48,7 @@ class StateHooks:
                 "leave assign out"
             )
         self._wait()
+        self._read()
 
     def _after_load(self, *_: Any) -> None:
         self._loaded()

@@ -104,6 +104,11 @@ class Updater:
         """
         self._read[layer] = read
 
+    def wait_for_readers(self) -> None:
+        """Block until nothing reads the host state: before it is written from outside."""
+        for fence in self._read:
+            fence.wait()
+
     @property
     def pending(self) -> bool:
         """Whether gradients of a step that has not ended are there."""

@@ -1,0 +1,199 @@
+"""The engine's methods that save and load.
+
+Owns the save that is running. `StrongholdEngine` inherits it: what a method here needs of the
+engine is declared at the top of the class. The training thread alone enters.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from stronghold.checkpoint import directory, state
+from stronghold.checkpoint.load import Load
+from stronghold.checkpoint.save import Contents, Save
+from stronghold.checkpoint.weights import live_weights, write_weights
+from stronghold.config import Settings
+from stronghold.device.base import Fence
+from stronghold.errors import ConfigError
+from stronghold.runtime.optimizer import EngineOptimizer
+from stronghold.runtime.stack import Stack
+
+logger = logging.getLogger("stronghold")
+
+COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
+SCALER_STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+GAS = "gradient_accumulation_steps"
+
+
+class Checkpoints:
+    """`save_checkpoint`, `load_checkpoint` and their kin, as DeepSpeed's engine has them."""
+
+    _stack: Stack
+    module: nn.Module
+    settings: Settings
+    optimizer: EngineOptimizer | None
+    lr_scheduler: Any
+    training_dataloader: Any
+    global_steps: int
+    micro_steps: int
+    gradient_accumulation_steps: Callable[[], int]
+    synchronize: Callable[[], None]
+
+    _saving: Fence | None = None
+
+    def save_checkpoint(
+        self,
+        save_dir: str | Path,
+        tag: str | int | None = None,
+        client_state: dict[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Save everything that the next step depends on as `save_dir/tag` (`global_step{N}` without
+        one); True.
+
+        The tag appears complete or not at all, then `latest` names it. With
+        stronghold.async_checkpoint the files are written while the next steps compute, and a
+        failure surfaces as a lane's does; else OSError is raised here and training can go on.
+        ConfigError between the micro-batches of one step.
+        """
+        self.wait_for_checkpoint()
+        if self._stack.updater.pending:
+            raise ConfigError(
+                "save_checkpoint: gradients of a step that has not ended are waiting; call it "
+                f"after the engine.step that ends the step ({GAS} is "
+                f"{self.gradient_accumulation_steps()})"
+            )
+        save = Save(
+            self._stack,
+            self.optimizer,
+            Path(save_dir),
+            directory.check_tag(f"global_step{self.global_steps}" if tag is None else tag),
+            Contents(
+                client=self._client_state(client_state or {}),
+                counters={**{name: getattr(self, name) for name in COUNTERS}, GAS: self._gas()},
+                exclude_frozen=exclude_frozen_parameters,
+            ),
+            latest=save_latest,
+        )
+        if self.settings.stronghold.async_checkpoint:
+            self._saving = save.beside()
+        else:
+            save.now()
+        return True
+
+    def wait_for_checkpoint(self) -> None:
+        """Wait until a save that runs beside training is complete; raise its error if it failed."""
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            saving.wait()
+
+    def _gas(self) -> int:
+        return int(self.gradient_accumulation_steps())
+
+    def _client_state(self, client: dict[str, Any]) -> state.ClientState:
+        return state.ClientState(
+            scheduler=_state_of(self.lr_scheduler),
+            loader=_state_of(self.training_dataloader),
+            client=client,
+            loss_scale=_scale_of(self.optimizer),
+            random=state.random_states(self._stack.device),
+        )
+
+    def load_checkpoint(
+        self,
+        load_dir: str | Path,
+        tag: str | int | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Callable[..., Any] | None = None,
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        """Load `load_dir/tag` (the tag that `latest` names, without one) and return its path and
+        the client state that was saved; (None, None) when there is no `latest`.
+
+        Everything is verified before anything in memory changes: CheckpointError for files that are
+        missing, cut off, changed or foreign, ConfigError for a checkpoint of another model.
+        `load_module_only` loads the weights alone: masters become these weights, moments, counters
+        and random states stay.
+        """
+        self.wait_for_checkpoint()
+        root = Path(load_dir)
+        if tag is None:
+            tag = directory.read_latest(root)
+            if tag is None:
+                logger.warning(
+                    "load_checkpoint: no file named latest in %s; nothing is loaded", root
+                )
+                return None, None
+        wanted = load_optimizer_states and not load_module_only
+        load = Load(
+            directory.resolve(root, directory.check_tag(tag)),
+            self._stack,
+            self.optimizer if wanted else None,
+            names_must_match=load_module_strict,
+        )
+        load.into_slabs(custom_load_fn)
+        if not load_module_only:
+            self._restore(load, load_lr_scheduler_states)
+        return str(root / str(tag)), load.state.client
+
+    def _restore(self, load: Load, scheduler: bool) -> None:
+        saved, counters = load.state, load.manifest.counters
+        for name in COUNTERS:
+            setattr(self, name, counters[name])
+        if counters[GAS] != self._gas():  # saves are at boundaries: this one is the next step's
+            self.micro_steps = self.global_steps * self._gas()
+        if scheduler and saved.scheduler is not None and self.lr_scheduler is not None:
+            self.lr_scheduler.load_state_dict(saved.scheduler)
+        if saved.loader is not None and hasattr(self.training_dataloader, "load_state_dict"):
+            self.training_dataloader.load_state_dict(saved.loader)
+        scaler = getattr(self.optimizer, "loss_scaler", None)
+        if scaler is not None and saved.loss_scale is not None:
+            vars(scaler).update(saved.loss_scale)
+        state.restore_random_states(saved.random, self._stack.device)
+
+    # -- weights alone --------------------------------------------------------------------------
+    def save_16bit_model(
+        self,
+        save_dir: str | Path,
+        save_filename: str = "pytorch_model.bin",
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Write the model's state dict in the compute dtype to one file: safetensors by its suffix,
+        else torch's own format. True. Tied parameters are stored once.
+        """
+        self.synchronize()
+        weights = live_weights(self._stack, exclude_frozen=exclude_frozen_parameters)
+        write_weights(weights, Path(save_dir), save_filename)
+        return True
+
+    save_fp16_model = save_16bit_model
+
+    def _zero3_consolidated_16bit_state_dict(
+        self, exclude_frozen_parameters: bool = False
+    ) -> dict[str, torch.Tensor]:
+        """The state dict on the CPU without a copy: values change with the next step."""
+        self.synchronize()
+        return live_weights(self._stack, exclude_frozen=exclude_frozen_parameters)
+
+    _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict
+
+
+def _state_of(part: Any) -> dict[str, Any] | None:
+    return part.state_dict() if hasattr(part, "state_dict") else None
+
+
+def _scale_of(optimizer: EngineOptimizer | None) -> dict[str, Any] | None:
+    """What changes from step to step in a loss scaler of DeepSpeed's."""
+    scaler = getattr(optimizer, "loss_scaler", None)
+    if scaler is None:
+        return None
+    return {key: value for key, value in vars(scaler).items() if key in SCALER_STATE}

@@ -1,0 +1,289 @@
+"""Loading: from a checkpoint's files into the host slabs, parameter by parameter.
+
+Owns the match between a checkpoint's names and a model's, and every check that comes before memory
+changes. Never holds more than a piece of a tensor outside the slabs. The training thread alone
+enters.
+
+[Note: verified first] `Load` reads the manifest, matches names and shapes, checks the size and the
+checksum of every file that is needed, and unpacks the small state. Whatever is wrong is raised
+there, before `weights`, `optimizer` or `finish` write a byte.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from stronghold.checkpoint import state
+from stronghold.checkpoint.manifest import CONFIG, STATE, Manifest, TensorRecord
+from stronghold.checkpoint.save import named_groups, persistent_buffers
+from stronghold.checkpoint.tensorfile import TensorFile
+from stronghold.errors import CheckpointError, ConfigError, did_you_mean
+from stronghold.memory.host import LOW_DTYPE, view
+from stronghold.model.layout import ParameterSlice
+from stronghold.runtime.optimizer import EngineOptimizer
+from stronghold.runtime.stack import Stack
+
+SHOWN = 5  # names in an error; the rest is counted
+
+
+class Load:
+    """One verified checkpoint, ready to be written into `stack`: [Note: verified first].
+
+    `optimizer` is None for a load of weights alone. `names_must_match` is DeepSpeed's strictness;
+    shapes always must.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        stack: Stack,
+        optimizer: EngineOptimizer | None,
+        *,
+        names_must_match: bool,
+    ) -> None:
+        self._path = path
+        self._stack = stack
+        self._optimizer = optimizer
+        self.manifest = Manifest.read(path)
+        self._records = {a: record for record in self.manifest.tensors for a in record.aliases}
+        self._found = self._match(names_must_match)
+        if optimizer is not None:
+            self._check_optimizer(optimizer)
+        self.manifest.check(path, self._needed())
+        self._files = {
+            name: TensorFile(path / name) for name in self._needed() if name not in (STATE, CONFIG)
+        }
+        self._check_headers()
+        self.state = state.unpack(path)
+
+    # -- checks ---------------------------------------------------------------------------------
+    def _match(self, strict: bool) -> list[tuple[int, int, ParameterSlice, TensorRecord]]:
+        """(layer, position, slice, record) of every parameter that both have."""
+        found, missing, known = [], [], set()
+        for index, layer in enumerate(self._stack.partition.layers):
+            parts = self._stack.layout.layers[index].slices
+            for k, (named, part) in enumerate(zip(layer.parameters, parts, strict=True)):
+                known.update(named.aliases)
+                record = next((self._records[a] for a in named.aliases if a in self._records), None)
+                if record is not None:
+                    if record.shape != part.shape:
+                        raise ConfigError(
+                            f"{self._path}: {part.name} has the shape {list(record.shape)} there, "
+                            f"and {list(part.shape)} in this model"
+                        )
+                    found.append((index, k, part, record))
+                elif not (part.name in self.manifest.excluded and not part.trainable):
+                    missing.append(part.name)
+        buffers = {name for name, _ in persistent_buffers(self._stack.partition.model)}
+        extra = [r.name for r in self.manifest.tensors if known.isdisjoint(r.aliases)]
+        missing += sorted(buffers - self.manifest.buffers.keys())
+        extra += sorted(self.manifest.buffers.keys() - buffers)
+        if strict and (missing or extra):
+            raise ConfigError(self._mismatch(missing, extra))
+        for name, buffer in persistent_buffers(self._stack.partition.model):
+            shape = self.manifest.buffers.get(name, tuple(buffer.shape))
+            if shape != tuple(buffer.shape):
+                raise ConfigError(
+                    f"{self._path}: the buffer {name} has the shape {list(shape)} there, and "
+                    f"{list(buffer.shape)} in this model"
+                )
+        return found
+
+    def _mismatch(self, missing: list[str], extra: list[str]) -> str:
+        there = [*self._records, *self.manifest.buffers]
+        lines = [f"{self._path} is not of this model:"]
+        if missing:
+            hint = did_you_mean(missing[0], extra) if extra else ""
+            lines.append(f"it has no {_listed(missing)}.{hint}")
+        if extra:
+            lines.append(f"this model has no {_listed(extra)}.")
+        lines.append(
+            f"{len(there)} names are there; with load_module_strict=False those that match are "
+            "loaded"
+        )
+        return " ".join(lines)
+
+    def _check_optimizer(self, optimizer: EngineOptimizer) -> None:
+        advice = "pass load_optimizer_states=False to load the weights and start Adam anew"
+        saved = self.manifest.groups
+        live = named_groups(self._stack, optimizer)
+        assert live is not None
+        if saved is None:
+            raise ConfigError(f"{self._path} was saved by an engine without an optimizer; {advice}")
+        canonical = {a: record.name for a, record in self._records.items()}
+        there = [set(group["params"]) for group in saved]
+        here = [{canonical.get(name, name) for name in group["params"]} for group in live]
+        if there != here:
+            sizes = [len(group) for group in there], [len(group) for group in here]
+            names = sorted(set.symmetric_difference(set().union(*there), set().union(*here)))
+            differ = f"; only one of them has {_listed(names)}" if names else ""
+            raise ConfigError(
+                f"{self._path}: its parameter groups hold {sizes[0]} parameters and this "
+                f"optimizer's {sizes[1]}{differ}, or in another order; {advice}"
+            )
+
+    def _needed(self) -> set[str]:
+        names = {record.weights for _, _, _, record in self._found} | {STATE}
+        if self.manifest.buffers:
+            names.add("buffers.safetensors")
+        if self._optimizer is not None:
+            for _, _, _, record in self._found:
+                names.update(name for name in (record.low, record.moments) if name is not None)
+        if lost := sorted(names - self.manifest.files.keys()):
+            raise CheckpointError(f"{self._path}: the manifest does not list {', '.join(lost)}")
+        return names
+
+    def _check_headers(self) -> None:
+        """The files' headers must say what the manifest says."""
+        for _, _, part, record in self._found:
+            self._check_header(record.weights, record.name, record.dtype, part)
+            if self._optimizer is not None:
+                low_dtype = LOW_DTYPE[record.dtype]
+                if record.low and low_dtype is not None:
+                    self._check_header(record.low, record.name, low_dtype, part)
+                for moment in ("exp_avg", "exp_avg_sq") if record.moments else ():
+                    assert record.moments is not None
+                    name = f"{moment}.{record.name}"
+                    self._check_header(record.moments, name, torch.float32, part)
+
+    def _check_header(self, file: str, name: str, dtype: torch.dtype, part: ParameterSlice) -> None:
+        info = self._files[file].info(name)
+        if info.dtype is not dtype or info.shape != part.shape:
+            raise CheckpointError(
+                f"{self._path / file}: {name} is {info.dtype} {list(info.shape)}, and the manifest "
+                f"says {dtype} {list(part.shape)}"
+            )
+
+    # -- writing --------------------------------------------------------------------------------
+    def into_slabs(self, custom: Callable[..., Any] | None = None) -> None:
+        """Write weights, buffers and, unless the load is of weights alone, masters, moments, step
+        counts and the groups' hyper-parameters. Gradients of an unfinished step are dropped.
+
+        `custom(src=state_dict, dst=model)` places the weights itself, as in DeepSpeed; masters
+        become these weights.
+        """
+        stack = self._stack
+        layers = range(len(stack.host.layers))
+        stack.updater.restart()
+        for layer in layers:
+            stack.executor.last_fetch(layer).wait()
+        exact = self._optimizer is not None and custom is None
+        if exact and any(record.moments for _, _, _, record in self._found):
+            stack.host.prepare_training()
+        if custom is None:
+            self._weights(exact)
+        else:
+            stack.executor.settle()
+            custom(src=self._state_dict(), dst=stack.partition.model)
+            stack.adopt_weights()
+        if self._optimizer is not None:
+            self._moments()
+            self._hyper_parameters(self._optimizer)
+        if custom is None:
+            stack.executor.weights_changed(layers)
+        stack.executor.settle()
+
+    def _weights(self, exact: bool) -> None:
+        host, model = self._stack.host, self._stack.partition.model
+        for index, _, part, record in self._found:
+            target = host.layers[index].weights[part.offset : part.offset + part.numel]
+            with_master = exact and part.trainable
+            if record.dtype is host.dtype:
+                self._files[record.weights].read_into(record.name, target)
+                if with_master:
+                    self._same_low(index, part, record)
+                continue
+            begin = 0
+            for master in self._masters(record, exact=with_master):
+                if with_master and host.training:
+                    host.write_master(index, part, begin, master)
+                else:
+                    target[begin : begin + master.numel()].copy_(master)
+                begin += master.numel()
+        if not exact:
+            for index in range(len(host.layers)):
+                host.restart_master(index)
+        for name, buffer in persistent_buffers(model):
+            if name in self.manifest.buffers:
+                values = self._files["buffers.safetensors"].read(name)
+                buffer.data.copy_(values)
+
+    def _same_low(self, index: int, part: ParameterSlice, record: TensorRecord) -> None:
+        slabs = self._stack.host.layers[index]
+        if slabs.low is None:
+            return
+        low = slabs.low[part.offset : part.offset + part.numel]
+        if record.low is not None:
+            self._files[record.low].read_into(record.name, low)
+        elif low.dtype is torch.float32:
+            low.copy_(slabs.weights[part.offset : part.offset + part.numel])
+        else:
+            low.zero_()
+
+    def _masters(self, record: TensorRecord, *, exact: bool) -> Iterator[torch.Tensor]:
+        """The parameter in fp32, flat, in pieces: its exact master, or its rounded weights."""
+        yield from masters(self._files, record, exact=exact)
+
+    def _moments(self) -> None:
+        host, updater = self._stack.host, self._stack.updater
+        for index, k, part, record in self._found:
+            slabs = host.layers[index]
+            if not part.trainable:
+                continue
+            updater.steps[index][k] = record.step
+            for moment, slab in (("exp_avg", slabs.exp_avg), ("exp_avg_sq", slabs.exp_avg_sq)):
+                if slab is None:
+                    continue
+                if record.moments is None:
+                    view(slab, part).zero_()
+                else:
+                    name = f"{moment}.{record.name}"
+                    self._files[record.moments].read_into(name, view(slab, part))
+
+    def _hyper_parameters(self, optimizer: EngineOptimizer) -> None:
+        for group, saved in zip(optimizer.param_groups, self.manifest.groups or (), strict=True):
+            for key, value in saved.items():
+                live = group.get(key)
+                if key == "params":
+                    continue
+                if isinstance(live, torch.Tensor):
+                    live.fill_(value)
+                else:
+                    group[key] = tuple(value) if isinstance(live, tuple) else value
+
+    def _state_dict(self) -> dict[str, torch.Tensor]:
+        found = {
+            alias: self._files[record.weights].read(record.name)
+            for _, _, _, record in self._found
+            for alias in record.aliases
+        }
+        for name in self.manifest.buffers:
+            found[name] = self._files["buffers.safetensors"].read(name)
+        return found
+
+
+def masters(
+    files: dict[str, TensorFile], record: TensorRecord, *, exact: bool
+) -> Iterator[torch.Tensor]:
+    """A parameter in fp32, flat, in pieces: its exact master, or (not `exact`) its weights."""
+    if exact and record.low is not None:
+        if record.dtype is torch.float16:
+            yield from files[record.low].pieces(record.name)
+            return
+        weights = files[record.weights].pieces(record.name)
+        lows = files[record.low].pieces(record.name)
+        for weight, low in zip(weights, lows, strict=True):
+            upper = weight.view(torch.int16).to(torch.int32)
+            yield ((upper << 16) + low).view(torch.float32)
+        return
+    for weight in files[record.weights].pieces(record.name):
+        yield weight.float()
+
+
+def _listed(names: list[str]) -> str:
+    shown = ", ".join(names[:SHOWN])
+    return shown if len(names) <= SHOWN else f"{shown} and {len(names) - SHOWN} more"

@@ -1,0 +1,265 @@
+"""Saving: every layer's host slabs to files, while they are not written.
+
+Owns what goes into which file and in which order. Copies no slab: bytes go from where they lie to
+the file. The training thread collects; the jobs run on it or on the io lane.
+
+[Note: snapshot] A job reads a layer after its newest update, and the layer's next update waits for
+the job. So a save that runs beside the next steps writes exactly what a save that stops them
+writes. Everything small (buffers, counters, schedules) is copied when the save is asked for.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from stronghold.checkpoint import directory, state
+from stronghold.checkpoint.manifest import CONFIG, STATE, Manifest, TensorRecord
+from stronghold.checkpoint.tensorfile import (
+    Entry,
+    FileRecord,
+    entry_of,
+    write_durably,
+    write_tensors,
+)
+from stronghold.device.base import Fence
+from stronghold.memory.host import LayerState, view
+from stronghold.model.layout import ParameterSlice
+from stronghold.plan.planner import Gradients
+from stronghold.runtime.optimizer import EngineOptimizer
+from stronghold.runtime.stack import Stack
+
+PACKAGES = ("stronghold", "deepspeed", "torch")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contents:
+    """What the engine gives to a save, beside the slabs."""
+
+    client: state.ClientState
+    counters: dict[str, int]
+    exclude_frozen: bool = False
+
+
+def versions() -> dict[str, str]:
+    """Of the packages that made a checkpoint."""
+    return {name: importlib.metadata.version(name) for name in PACKAGES}
+
+
+class Save:
+    """One checkpoint on its way to disk: `layer` once for each of `order`, then `finish`."""
+
+    def __init__(
+        self,
+        stack: Stack,
+        optimizer: EngineOptimizer | None,
+        save_dir: Path,
+        tag: str,
+        contents: Contents,
+        *,
+        latest: bool,
+    ) -> None:
+        self._stack = stack
+        self._save_dir = save_dir
+        self._tag = directory.check_tag(tag)
+        self._latest = latest
+        self._contents = contents
+        self._versions = versions()
+        self._files: dict[str, FileRecord] = {}
+        self._buffers = copied_buffers(stack.partition.model)
+        self._state = state.pack(contents.client, contents.counters, self._versions)
+        self._config = model_config(stack.partition.model)
+        self._groups = named_groups(stack, optimizer)
+        self._records = [self._layer_records(index) for index in range(len(stack.host.layers))]
+        self._hidden = directory.begin(save_dir, tag)
+        self._failure: BaseException | None = None
+        # As the next updates will come, so that they wait least.
+        early = stack.plan.gradients is Gradients.RING
+        self.order = list(range(len(self._records)))[:: -1 if early else 1]
+
+    def now(self) -> None:
+        """Save on the calling thread, each layer after its pending update. Raises OSError, and then
+        leaves no trace on disk.
+        """
+        try:
+            for layer in self.order:
+                self._stack.updater.updated(layer).wait()
+                self._write_layer(layer)
+            self._finish()
+        except BaseException:
+            directory.remove(self._hidden)
+            raise
+
+    def beside(self) -> Fence:
+        """Save on the io lane; the fence fails with the save's error. Training may go on at once:
+        [Note: snapshot]."""
+        stack, lane = self._stack, self._stack.device.io
+        for layer in self.order:
+            work = partial(self._write_guarded, layer)
+            after = (stack.updater.updated(layer),)
+            name = f"save {stack.host.layers[layer].layout.name or 'root'}"
+            stack.updater.update_after(layer, lane.submit(name, work, after))
+        return lane.submit(f"publish {self._tag}", self._publish_or_raise)
+
+    def _write_guarded(self, layer: int) -> None:
+        """Write a layer; an error is kept for the last job, so that no update fails with it."""
+        if self._failure is None:
+            try:
+                self._write_layer(layer)
+            except BaseException as error:
+                self._failure = error
+
+    def _publish_or_raise(self) -> None:
+        try:
+            if self._failure is not None:
+                raise self._failure
+            self._finish()
+        except BaseException:
+            directory.remove(self._hidden)
+            raise
+
+    # -- one layer ------------------------------------------------------------------------------
+    def _layer_records(self, index: int) -> list[TensorRecord]:
+        stack, slabs = self._stack, self._stack.host.layers[index]
+        named = stack.partition.layers[index].parameters
+        has_low, has_moments = slabs.low is not None, slabs.exp_avg is not None
+        return [
+            TensorRecord(
+                name=part.name,
+                aliases=named[k].aliases,
+                shape=part.shape,
+                dtype=stack.dtype,
+                trainable=part.trainable,
+                step=stack.updater.steps[index][k],
+                weights=_file("weights", index),
+                low=_file("masters", index) if part.trainable and has_low else None,
+                moments=_file("moments", index) if part.trainable and has_moments else None,
+            )
+            for k, part in enumerate(slabs.layout.slices)
+            if part.trainable or not self._contents.exclude_frozen
+        ]
+
+    def _write_layer(self, index: int) -> None:
+        slabs, records = self._stack.host.layers[index], self._records[index]
+        parts = {part.name: part for part in slabs.layout.slices}
+        for kind, entries in (
+            ("weights", [entry_of(r.name, view(slabs.weights, parts[r.name])) for r in records]),
+            ("masters", [_low(slabs, parts[r.name]) for r in records if r.low]),
+            ("moments", [e for r in records if r.moments for e in _moments(slabs, parts[r.name])]),
+        ):
+            if entries:
+                self._write(_file(kind, index), entries)
+
+    def _write(self, name: str, entries: Sequence[Entry]) -> None:
+        self._files[name] = write_tensors(self._hidden / name, entries)
+
+    # -- the end --------------------------------------------------------------------------------
+    def _finish(self) -> None:
+        if self._buffers:
+            self._write("buffers.safetensors", [entry_of(*item) for item in self._buffers.items()])
+        small = {STATE: self._state} | ({CONFIG: self._config} if self._config else {})
+        for name, data in small.items():
+            self._files[name] = write_durably(self._hidden / name, [data])
+        stack = self._stack
+        records = [record for of_layer in self._records for record in of_layer]
+        kept = {record.name for record in records}
+        Manifest(
+            dtype=stack.dtype,
+            counters=self._contents.counters,
+            tensors=tuple(records),
+            excluded=tuple(part.name for part in _slices(stack) if part.name not in kept),
+            buffers={name: tuple(buffer.shape) for name, buffer in self._buffers.items()},
+            groups=self._groups,
+            files=self._files,
+            versions=self._versions,
+        ).write(self._hidden)
+        directory.publish(self._hidden, self._save_dir / self._tag)
+        if self._latest:
+            directory.write_latest(self._save_dir, self._tag)
+
+
+def _file(kind: str, index: int) -> str:
+    return f"{kind}-{index:05d}.safetensors"
+
+
+def _slices(stack: Stack) -> Iterator[ParameterSlice]:
+    for layer in stack.layout.layers:
+        yield from layer.slices
+
+
+def _low(slabs: LayerState, part: ParameterSlice) -> Entry:
+    assert slabs.low is not None
+    return entry_of(part.name, view(slabs.low, part))
+
+
+def _moments(slabs: LayerState, part: ParameterSlice) -> list[Entry]:
+    assert slabs.exp_avg is not None
+    assert slabs.exp_avg_sq is not None
+    return [
+        entry_of(f"exp_avg.{part.name}", view(slabs.exp_avg, part)),
+        entry_of(f"exp_avg_sq.{part.name}", view(slabs.exp_avg_sq, part)),
+    ]
+
+
+def copied_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Copies, on the CPU, of the buffers that a state dict has."""
+    return {
+        name: buffer.detach().to("cpu", copy=True).contiguous()
+        for name, buffer in persistent_buffers(model)
+    }
+
+
+def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """The buffers that a state dict has, each once, by name."""
+    transient = {
+        f"{prefix}.{name}" if prefix else name
+        for prefix, module in model.named_modules()
+        for name in module._non_persistent_buffers_set
+    }
+    yield from ((n, b) for n, b in model.named_buffers() if n not in transient)
+
+
+def model_config(model: nn.Module) -> bytes | None:
+    """The JSON of a Hugging Face model's configuration, from which `export` needs no other
+    directory; None for another model.
+    """
+    config: Any = getattr(model, "config", None)
+    to_json: Callable[..., str] | None = getattr(config, "to_json_string", None)
+    if to_json is None:
+        return None
+    return to_json(use_diff=False).encode()
+
+
+def named_groups(
+    stack: Stack, optimizer: EngineOptimizer | None
+) -> tuple[dict[str, Any], ...] | None:
+    """The optimizer's live groups, with parameters by name and numbers that JSON knows."""
+    if optimizer is None:
+        return None
+    names = {
+        named.parameter: named.name
+        for layer in stack.partition.layers
+        for named in layer.parameters
+    }
+    return tuple(
+        {
+            **{key: _plain(value) for key, value in group.items() if key != "params"},
+            "params": [names[parameter] for parameter in group["params"] if parameter in names],
+        }
+        for group in optimizer.param_groups
+    )
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        return value.item()
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value if isinstance(value, int | float | str | bool | None) else str(value)
