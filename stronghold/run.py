@@ -44,8 +44,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     target, rest = words[0], words[1:]
     if not as_module and not os.path.exists(target):
         raise SystemExit(f"stronghold.run: {target!r} does not exist\n{USAGE}")
-    import stronghold.plugin  # noqa: F401  (the import is the effect)
+    from stronghold import plugin  # here, since `launch` should not wait for deepspeed
 
+    plugin.enable()
     sys.argv = [target, *rank, *rest]
     if as_module:
         runpy.run_module(target, run_name="__main__", alter_sys=True)

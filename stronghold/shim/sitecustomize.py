@@ -11,7 +11,8 @@ from __future__ import annotations
 import functools
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from importlib.abc import Loader
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import module_from_spec
 from types import ModuleType
@@ -35,14 +36,17 @@ class DeepSpeedFinder:
             return None
         spec = PathFinder.find_spec(name, path, target)
         if spec is not None and spec.loader is not None:
-            load = spec.loader.exec_module
-            spec.loader.exec_module = functools.partial(_execute, load)  # type: ignore[method-assign]
+            act = functools.partial(_execute, spec.loader)
+            spec.loader.exec_module = act  # type: ignore[method-assign]
         return spec
 
 
-def _execute(load: Callable[[ModuleType], None], module: ModuleType) -> None:
-    load(module)
-    import stronghold.plugin  # noqa: F401  (the import is the effect)
+def _execute(loader: Loader, module: ModuleType) -> None:
+    del loader.exec_module  # the one above: the class's own is left
+    loader.exec_module(module)
+    from stronghold import plugin
+
+    plugin.enable()
 
 
 def _run_the_next_sitecustomize() -> None:

@@ -1,0 +1,79 @@
+"""What tests of Accelerate and the Trainer share: their process-wide state, and arguments."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import pytest
+from accelerate.state import AcceleratorState, GradientState
+from transformers import TrainingArguments
+
+import stronghold.plugin as switch
+
+RANK = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+
+
+@pytest.fixture
+def fresh_accelerate(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Accelerate keeps its state in the process and in the environment: neither outlives a test."""
+    # One rank needs no shared-memory kernel, and DeepSpeed would compile one for half a minute.
+    monkeypatch.setitem(deepspeed.ops.__compatible_ops__, "deepspeed_shm_comm", False)
+    before = dict(os.environ)
+    reset_accelerate()
+    yield
+    reset_accelerate()
+    os.environ.clear()
+    os.environ.update(before)
+
+
+def reset_accelerate() -> None:
+    """As in a new process."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    for name in [name for name in os.environ if name.startswith("ACCELERATE_")]:
+        del os.environ[name]
+    os.environ.update(RANK)
+
+
+@pytest.fixture
+def plugin() -> Iterator[None]:
+    """`import stronghold.plugin`, undone after the test."""
+    switch.enable()
+    yield
+    switch.disable()
+
+
+def trainer_arguments(
+    folder: Path, deepspeed_config: dict[str, Any] | None, **changed: Any
+) -> TrainingArguments:
+    """Arguments of a short run that uses much: accumulation with a shorter last window, clipping,
+    a schedule with warmup, decay, evaluation between."""
+    reset_accelerate()
+    for name in RANK if deepspeed_config is None else ():
+        os.environ.pop(name, None)  # or Accelerate would wrap the plain model for one rank
+    given: dict[str, Any] = {
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 3,
+        "num_train_epochs": 2,
+        "learning_rate": 1e-2,
+        "adam_beta2": 0.99,
+        "warmup_steps": 2,
+        "weight_decay": 0.1,
+        "max_grad_norm": 0.5,
+        "logging_steps": 1,
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "save_strategy": "no",
+        "report_to": [],
+        "disable_tqdm": True,
+        "dataloader_pin_memory": False,
+        "seed": 3,
+        "use_cpu": deepspeed_config is None,
+        "deepspeed": deepspeed_config,
+        **changed,
+    }
+    return TrainingArguments(str(folder), **given)
