@@ -30,7 +30,8 @@ PUBLIC = [
     if not name.startswith("_")
     and getattr(deepspeed.DeepSpeedEngine, name) is not getattr(nn.Module, name, None)
 ]
-IMPLEMENTED = {*vars(StrongholdEngine)} - {*REFUSED}
+OWN = [one for one in StrongholdEngine.__mro__ if one.__module__.startswith("stronghold")]
+IMPLEMENTED = {name for one in OWN for name in vars(one)} - {*REFUSED}
 
 
 def make(name: str = "gpt", **options: Any) -> tuple[StrongholdEngine, Any]:
