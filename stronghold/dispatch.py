@@ -84,7 +84,7 @@ def initialize(
         model=model,
         settings=settings,
         optimizer=shown,
-        lr_scheduler=lr_scheduler,
+        lr_scheduler=make_scheduler(lr_scheduler, shown, settings),
         training_data=training_data,
         collate_fn=collate_fn,
         mpu=mpu,
@@ -158,19 +158,40 @@ def make_optimizer(
     return EngineOptimizer(groups, defaults, AdamFlags(adam.adamw, adam.bias_correction))
 
 
+def make_scheduler(
+    client: Any, optimizer: EngineOptimizer | None, settings: configs.Settings
+) -> Any:
+    """The learning rate's schedule: the client's, what its callable makes, or the config's."""
+    if client is not None:
+        is_scheduler = hasattr(client, "step")
+        return client if is_scheduler or not callable(client) else client(optimizer)
+    configured = settings.training.scheduler
+    if configured is None or optimizer is None:
+        return None
+    return configured.build(optimizer)
+
+
 def _groups(model: nn.Module, model_parameters: Any) -> list[dict[str, Any]]:
     """Parameter groups; frozen parameters stay out, since nothing updates them."""
     listed: list[Any] = list(model.parameters() if model_parameters is None else model_parameters)
     if not listed or not isinstance(listed[0], dict):
         listed = [{"params": listed}]
     groups = [
-        {**group, "params": [p for p in group["params"] if p.requires_grad]} for group in listed
+        {**group, "params": [p for p in _parameters(group["params"]) if p.requires_grad]}
+        for group in listed
     ]
     if not any(group["params"] for group in groups):
         raise ConfigError(
             "model_parameters: no parameter has requires_grad; nothing would be trained"
         )
     return groups
+
+
+def _parameters(given: Any) -> list[Any]:
+    """In the forms that torch's optimizers take: one tensor, tensors, or (name, tensor) pairs."""
+    if isinstance(given, torch.Tensor):
+        return [given]
+    return [one[1] if isinstance(one, tuple) else one for one in given]
 
 
 def _check_owned(model: nn.Module, groups: Iterable[dict[str, Any]], what: str) -> None:

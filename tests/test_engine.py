@@ -216,6 +216,86 @@ def test_a_forward_only_engine_refuses_backward_and_step_and_says_why() -> None:
         assert report.host_peak == report.host_planned == weights
 
 
+# --- forwards and backwards in another order ------------------------------------------------------
+
+MODES: dict[str, dict[str, Any]] = {
+    "early": {"clipping": 0.0},
+    "gated": {"clipping": 0.5},
+    "accumulated": {"clipping": 0.5, "accumulation": 2},
+}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("what", ["evaluation", "inference", "a loss that is dropped"])
+def test_other_forwards_before_a_backward_change_nothing(what: str, mode: str, policy: str) -> None:
+    with twin(section={"activations": policy}, **MODES[mode]) as both:
+        engine = both.engine
+        for step in range(3):
+            for micro in range(both.accumulation):
+                batch = both.on(2 * step + micro)
+                loss = batch(engine)
+                if what == "evaluation":
+                    with torch.no_grad():
+                        assert torch.equal(both.on(9)(both.model), both.on(9)(both.plain))
+                elif what == "inference":
+                    with torch.inference_mode():
+                        assert torch.equal(both.on(9)(engine), both.on(9)(both.plain))
+                else:
+                    both.on(9)(engine)
+                engine.backward(loss)
+                both.plain_backward(batch)
+                if micro < both.accumulation - 1:
+                    engine.step()
+            both.step()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("mode", ["gated", "accumulated"])
+def test_a_retained_graph_can_run_backward_twice(mode: str, policy: str) -> None:
+    with twin(section={"activations": policy}, **MODES[mode]) as both:
+        for step in range(2):
+            both.engine.set_gradient_accumulation_boundary(True)
+            loss, expected = both.on(step)(both.engine), both.on(step)(both.plain)
+            both.engine.backward(loss, retain_graph=True)
+            both.engine.backward(loss)
+            for retain in (True, False):
+                (expected / both.accumulation).backward(retain_graph=retain)
+                if both.accumulation > 1:
+                    for parameter in both.parameters:
+                        before = both.sums.get(parameter)
+                        both.sums[parameter] = (
+                            parameter.grad if before is None else before + parameter.grad
+                        )
+                        parameter.grad = None
+            both.step()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_step_without_a_backward_changes_no_weight(mode: str) -> None:
+    with twin(**MODES[mode]) as both:
+        both.train(*range(both.accumulation))
+        for _ in range(both.accumulation):
+            both.engine.step()
+        assert both.engine.get_global_grad_norm() == 0.0
+        both.check()
+        both.train(*range(both.accumulation))
+
+
+def test_a_backward_that_fails_between_early_updates_refuses_every_further_one() -> None:
+    """Some layers are of the next step already: no further step could be exact."""
+    both = Twin(clipping=0.0)
+    both.train(0)
+    with (
+        failing_once(both.model.blocks[0].mlp.up, "backward"),
+        pytest.raises(torch.OutOfMemoryError),
+    ):
+        both.engine.backward(both.on(1)(both.engine))
+    with pytest.raises(ConfigError, match="weights are of two steps"):
+        both.engine.backward(both.on(1)(both.engine))
+    both.engine.destroy()
+
+
 # --- gradients that are not finite ----------------------------------------------------------------
 
 

@@ -209,6 +209,29 @@ def test_frozen_parameters_in_the_clients_optimizer_hold_no_gradient_back() -> N
     engine.destroy()
 
 
+@pytest.mark.parametrize("way", ["named", "generator", "one tensor", "named groups", "callable"])
+def test_parameters_may_be_given_in_every_form_that_torch_takes(way: str) -> None:
+    model, _ = MODELS["gpt"]()
+    named = dict(model.named_parameters())
+    single = named.pop("embedding.weight")
+    forms: dict[str, Any] = {
+        "named": {"model_parameters": model.named_parameters()},
+        "generator": {"model_parameters": filter(lambda p: p.requires_grad, model.parameters())},
+        "one tensor": {
+            "model_parameters": [{"params": single}, {"params": (p for p in named.values())}]
+        },
+        "named groups": {
+            "model_parameters": [{"params": named.items()}, {"params": [("embedding", single)]}]
+        },
+        "callable": {"optimizer": lambda parameters: torch.optim.AdamW(parameters, **ADAM)},
+    }
+    both = Twin(of=model, **forms[way])
+    both.train(0)
+    both.train(1)
+    both.check()
+    both.engine.destroy()
+
+
 @pytest.mark.parametrize(
     "optimizer",
     [torch.optim.SGD, torch.optim.Adagrad, torch.optim.RMSprop],
