@@ -24,6 +24,7 @@ from torch import nn
 from stronghold.checkpoint.engine_part import Checkpoints
 from stronghold.config import Settings
 from stronghold.errors import ConfigError
+from stronghold.instruments import Instruments
 from stronghold.plan.planner import Plan
 from stronghold.runtime.loss_scale import make_scaler
 from stronghold.runtime.optimizer import EngineOptimizer
@@ -69,7 +70,7 @@ class StrongholdEngine(Checkpoints, deepspeed.DeepSpeedEngine):  # type: ignore[
         self.optimizer = self.basic_optimizer = optimizer
         self.client_optimizer = self.client_lr_scheduler = None
         self.enable_backward_allreduce = False
-        self.inside_no_sync_ctxt = False
+        self.inside_no_sync_ctxt = self.has_moe_layers = False
         self.loaded_checkpoint_mp_world_size = self.loaded_checkpoint_dp_world_size = None
         self._boundary_override: bool | None = None
         self._step_applied = False
@@ -84,7 +85,7 @@ class StrongholdEngine(Checkpoints, deepspeed.DeepSpeedEngine):  # type: ignore[
                 optimizer.loss_scaler = make_scaler(
                     self._config.float16_config, self.zero_optimization_stage()
                 )
-        self.lr_scheduler = self._make_scheduler(lr_scheduler)
+        self.lr_scheduler = lr_scheduler
         self._stack = Stack(
             model,
             Request(
@@ -112,28 +113,11 @@ class StrongholdEngine(Checkpoints, deepspeed.DeepSpeedEngine):  # type: ignore[
         logger.info("%s", self._stack.plan)
 
     def _make_deepspeed_parts(self, training_data: Any) -> None:
-        from deepspeed.monitor.monitor import MonitorMaster
-        from deepspeed.utils.timer import SynchronizedWallClockTimer, ThroughputTimer
-
-        self.timers = SynchronizedWallClockTimer()
-        self.tput_timer = ThroughputTimer(
-            self._config.timers_config, batch_size=self.train_batch_size(), steps_per_output=None
-        )
-        monitors = self._config.monitor_config
-        self.monitor = MonitorMaster(monitors) if monitors.enabled else None
+        self._instruments = parts = Instruments(self._config, self, self.module)
+        self.timers, self.tput_timer = parts.timers, parts.throughput
+        self.monitor, self.flops_profiler = parts.monitor, parts.profiler
         self.training_dataloader = (
             self.deepspeed_io(training_data) if training_data is not None else None
-        )
-
-    def _make_scheduler(self, client: Any) -> Any:
-        if client is not None:
-            is_scheduler = hasattr(client, "step")
-            return client if is_scheduler or not callable(client) else client(self.optimizer)
-        configured = self.settings.training.scheduler
-        return (
-            configured.build(self.optimizer)
-            if configured is not None and self.optimizer is not None
-            else None
         )
 
     # -- the step ---------------------------------------------------------------------------------
@@ -141,7 +125,8 @@ class StrongholdEngine(Checkpoints, deepspeed.DeepSpeedEngine):  # type: ignore[
         """Call the user's module, as it is at this moment, and return its output unchanged."""
         if self.module.training and torch.is_grad_enabled():
             self._stack.metrics.add_tokens(count_tokens(inputs, kwargs))
-        return self.module(*inputs, **kwargs)
+        with self._instruments.forward(self.global_steps):
+            return self.module(*inputs, **kwargs)
 
     def backward(
         self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
@@ -163,7 +148,8 @@ class StrongholdEngine(Checkpoints, deepspeed.DeepSpeedEngine):  # type: ignore[
         stack.updater.begin_backward(boundary=self.is_gradient_accumulation_boundary())
         stack.executor.begin_backward_pass()
         try:
-            self._scaled_up(scaled, optimizer).backward(retain_graph=retain_graph)
+            with self._instruments.time("backward"):
+                optimizer.scaled(scaled).backward(retain_graph=retain_graph)
         except BaseException:
             stack.executor.abandon_backward_pass()
             self._start_step_again()
@@ -179,12 +165,6 @@ class StrongholdEngine(Checkpoints, deepspeed.DeepSpeedEngine):  # type: ignore[
         self.micro_steps -= self.micro_steps % self.gradient_accumulation_steps()
         self._loss_sum = None
 
-    @staticmethod
-    def _scaled_up(loss: torch.Tensor, optimizer: EngineOptimizer) -> torch.Tensor:
-        """The loss times the loss scale, in fp32: a product of fp16 numbers would overflow."""
-        scale = optimizer.loss_scale
-        return loss if scale == 1.0 else loss.float() * scale
-
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """End the micro-batch; at an accumulation boundary clip, queue the updates and advance the
         schedule.
@@ -194,8 +174,11 @@ class StrongholdEngine(Checkpoints, deepspeed.DeepSpeedEngine):  # type: ignore[
         """
         optimizer = self._needed_optimizer("step")
         self._step_applied = False
-        if self.is_gradient_accumulation_boundary():
-            self._take_step(optimizer, lr_kwargs or {})
+        step, boundary = self.global_steps, self.is_gradient_accumulation_boundary()
+        with self._instruments.time("step"):
+            if boundary:
+                self._take_step(optimizer, lr_kwargs or {})
+        self._instruments.end_micro_batch(step=step, samples=self.global_samples, boundary=boundary)
         self.micro_steps += 1
 
     def _take_step(self, optimizer: EngineOptimizer, lr_kwargs: dict[str, Any]) -> None:
@@ -238,8 +221,12 @@ class StrongholdEngine(Checkpoints, deepspeed.DeepSpeedEngine):  # type: ignore[
         every = self.settings.training.steps_per_print
         if every and self.global_steps % every == 0:
             logger.info("%s", stack.metrics.format(record))
-        if self.monitor is not None and self.monitor.enabled:
-            self.monitor.write_events([("Train/Samples/lr", learning_rate, self.global_samples)])
+        scale = self.optimizer.loss_scale if self.fp16_enabled() else None
+        self._instruments.end_step(record, samples=self.global_samples, loss_scale=scale)
+
+    def get_wall_clock_timers(self) -> dict[str, float]:
+        """Milliseconds of the last micro-batch, and of the step so far, by DeepSpeed's names."""
+        return self._instruments.last_times_ms
 
     def _needed_optimizer(self, what: str) -> EngineOptimizer:
         if self._destroyed:

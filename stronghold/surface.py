@@ -40,7 +40,6 @@ REFUSED: dict[str, str] = {
     "compile_zero_optimization_stage": _COMPILE,
     "empty_partition_cache": "there is no ZeRO-3 partition here",
     "get_optimizer_configuration": _ALIEN,
-    "get_wall_clock_timers": "read engine.last_record, the seconds of the step and of its waits",
     "load_moe_state_dict": _PARALLEL,
     "offload_states": _STATES,
     "reload_states": _STATES,

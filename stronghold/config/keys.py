@@ -42,6 +42,7 @@ class Key:
 
 
 OFF = (None, False, "auto")
+FP32 = ("fp32", "float32", "float", "torch.float32")  # DeepSpeed's spellings
 _PARALLEL = "Only data parallelism is supported"
 _REMOVED = "DeepSpeed removed this feature: delete the key."
 
@@ -56,27 +57,29 @@ HONOURED = {
     "scheduler.params": "Arguments of the schedule.",
     "bf16.enabled": "bf16 weights and gradients; exact fp32 masters and moments on the host.",
     "bf16.check_grad_overflow": "Skips a step with NaN or infinite gradients. True when absent.",
-    "fp16": "fp16 weights and gradients, fp32 masters and moments on the host, and DeepSpeed's loss "
-    "scale: loss_scale (0 is dynamic), initial_scale_power, loss_scale_window, min_loss_scale. "
+    "fp16": "fp16 weights and gradients, fp32 masters and moments on the host, and DeepSpeed's "
+    "loss scale: loss_scale (0: dynamic), initial_scale_power, loss_scale_window, min_loss_scale. "
     "hysteresis and consecutive_hysteresis count under ZeRO stage 1 and 2 alone, as in DeepSpeed.",
     "data_types.param_dtype": "Must agree with bf16 or fp16.",
+    "wall_clock_breakdown": "Milliseconds of fwd, bwd and step by DeepSpeed's timers, which wait "
+    "for the GPU.",
+    "flops_profiler": "DeepSpeed's profiler at profile_step. Latencies include waits for weights.",
+    "dump_state": "Logs DeepSpeed's reading of the config at start.",
     "steps_per_print": "Steps between log lines. Absent or infinite: never.",
     "dataloader_drop_last": "For the loader made from training_data.",
-    "tensorboard": "DeepSpeed's writer; it gets the learning rate of each step.",
-    "wandb": "DeepSpeed's writer; it gets the learning rate of each step.",
-    "csv_monitor": "DeepSpeed's writer; it gets the learning rate of each step.",
-    "comet": "DeepSpeed's writer; it gets the learning rate of each step.",
+    "tensorboard": "DeepSpeed's writer: train_loss, lr and loss_scale of each step, over samples.",
+    "wandb": "DeepSpeed's writer: train_loss, lr and loss_scale of each step, over samples.",
+    "csv_monitor": "DeepSpeed's writer: train_loss, lr and loss_scale of each step, over samples.",
+    "comet": "DeepSpeed's writer: train_loss, lr and loss_scale of each step, over samples.",
 }
 
 IGNORED = {
     "optimizer.legacy_fusion": "Chooses among DeepSpeed's own fp16 kernels.",
     "bf16.immediate_grad_update": "Gradients always leave as backward produces them.",
     "fp16.auto_cast": "Inputs are passed to the model as they are.",
-    "data_types": "Accumulation is always in fp32, and buffers keep their dtype.",
+    "data_types": "Set bf16 or fp16 instead.",
     "torch_autocast": "While it is off.",
-    "wall_clock_breakdown": "Every logged step says where the GPU waited.",
     "memory_breakdown": "The plan names every tier's bytes.",
-    "dump_state": "The plan is logged at start.",
     "zero_optimization": "Weights are streamed layer by layer, not partitioned in buckets.",
     "zero_optimization.offload_optimizer": "The optimizer is always on the host.",
     "zero_optimization.offload_param": "Weights are always on the host.",
@@ -96,9 +99,8 @@ IGNORED = {
     "gradient_predivide_factor": "The division by the number of ranks is part of Adam's pass.",
     "disable_allgather": "There is no such collective here.",
     "activation_checkpointing": 'Set "stronghold": {"activations": ...} instead.',
-    "flops_profiler": "Every logged step says its TFLOPS.",
     "comms_logger": 'Set "stronghold": {"trace": FILE} to see every transfer.',
-    "timers": "Settings of DeepSpeed's throughput timer.",
+    "timers": "Every logged step says its tokens per second, without waiting for the GPU.",
     "checkpoint": "Settings of DeepSpeed's checkpoint writers.",
     "datastates_ckpt": "A checkpoint writer of DeepSpeed's.",
     "aio": "Settings of DeepSpeed's asynchronous I/O.",
@@ -129,6 +131,10 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     ),
     "bf16.bf16_optimizer_states": (OFF, "Moments are fp32. Set it to false or remove it."),
     "fp16.fp16_master_weights_and_grads": (OFF, "Masters are fp32. Set it to false or remove it."),
+    "data_types.grad_accum_dtype": (
+        (None, "auto", *FP32),
+        'Micro-batches are added up in fp32: set it to "fp32" or remove it.',
+    ),
     "data_types.buffer_dtype": ((None,), "Buffers keep their dtype. Cast them before initialize."),
     "torch_autocast.enabled": (OFF, 'Streamed weights have one dtype. Use "bf16" instead.'),
     "managed_gradient_accumulation": (

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import ValidationError
 
-from stronghold.config.keys import ALIASES, SECTIONS, refusals, unfilled, warn_of_ignored
+from stronghold.config.keys import ALIASES, FP32, SECTIONS, refusals, unfilled, warn_of_ignored
 from stronghold.config.optimizer import AdamSettings, settings_from_config
 from stronghold.config.section import StrongholdConfig, parse_section
 from stronghold.config.source import SECTION, Source, read_config
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 Precision = Literal["fp32", "bf16", "fp16"]
 DTYPE_NAMES: dict[Precision, tuple[str, ...]] = {  # DeepSpeed's spellings
-    "fp32": ("fp32", "float32", "float", "torch.float32"),
+    "fp32": FP32,
     "bf16": ("bf16", "bfloat16", "torch.bfloat16"),
     "fp16": ("fp16", "float16", "half", "torch.float16"),
 }

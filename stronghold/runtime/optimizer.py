@@ -58,6 +58,11 @@ class EngineOptimizer(torch.optim.Optimizer):
 
     cur_scale = loss_scale
 
+    def scaled(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss times its scale, in fp32: a product of fp16 numbers would overflow."""
+        scale = self.loss_scale
+        return loss if scale == 1.0 else loss.float() * scale
+
     @property
     def dynamic_loss_scale(self) -> bool:
         """Whether the scale follows the overflows."""
