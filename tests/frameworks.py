@@ -30,13 +30,19 @@ def fresh_accelerate(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     os.environ.update(before)
 
 
-def reset_accelerate() -> None:
-    """As in a new process."""
+def reset_accelerate(*, ranked: bool = True) -> None:
+    """As in a new process, started by a launcher (`ranked`) or not.
+
+    Accelerate would wrap a plain model of a ranked process for data parallelism.
+    """
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
     for name in [name for name in os.environ if name.startswith("ACCELERATE_")]:
         del os.environ[name]
-    os.environ.update(RANK)
+    for name in RANK:
+        os.environ.pop(name, None)
+    if ranked:
+        os.environ.update(RANK)
 
 
 @pytest.fixture
@@ -52,9 +58,7 @@ def trainer_arguments(
 ) -> TrainingArguments:
     """Arguments of a short run that uses much: accumulation with a shorter last window, clipping,
     a schedule with warmup, decay, evaluation between."""
-    reset_accelerate()
-    for name in RANK if deepspeed_config is None else ():
-        os.environ.pop(name, None)  # or Accelerate would wrap the plain model for one rank
+    reset_accelerate(ranked=deepspeed_config is not None)
     given: dict[str, Any] = {
         "per_device_train_batch_size": 2,
         "gradient_accumulation_steps": 3,
