@@ -221,7 +221,7 @@ class StrongholdEngine(Checkpoints, deepspeed.DeepSpeedEngine):  # type: ignore[
         every = self.settings.training.steps_per_print
         if every and self.global_steps % every == 0:
             logger.info("%s", stack.metrics.format(record))
-        scale = self.optimizer.loss_scale if self.fp16_enabled() else None
+        scale = self.optimizer.loss_scale if self.optimizer and self.fp16_enabled() else None
         self._instruments.end_step(record, samples=self.global_samples, loss_scale=scale)
 
     def get_wall_clock_timers(self) -> dict[str, float]:
