@@ -12,8 +12,9 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
-from stronghold.errors import StrongholdError
+from stronghold.errors import ConfigError, StrongholdError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -53,6 +54,8 @@ def _parser() -> argparse.ArgumentParser:
         "--to", type=float, dest="to_s", metavar="S", help="end at this second of the trace"
     )
     trace.set_defaults(run=_trace)
+    _add_export(commands)
+    _add_import(commands)
 
     launch = commands.add_parser(
         "launch",
@@ -65,6 +68,66 @@ def _parser() -> argparse.ArgumentParser:
     launch.add_argument("command", nargs=argparse.REMAINDER, metavar="COMMAND")
     launch.set_defaults(run=_launch)
     return parser
+
+
+def _add_export(commands: Any) -> None:
+    export = commands.add_parser(
+        "export",
+        help="turn a checkpoint into what other tools open",
+        description="Write a checkpoint's weights as a model directory for from_pretrained (hf), "
+        "or masters and moments too as DeepSpeed's ZeRO stage 2 does (zero-stage2), which "
+        "zero_to_fp32.py, the universal-checkpoint converter and DeepSpeed itself read.",
+    )
+    export.add_argument("checkpoint", type=Path, help="what save_checkpoint was given, or a tag")
+    export.add_argument("out", type=Path, help="a new directory")
+    export.add_argument("--tag", help="the tag (default: the one that the file latest names)")
+    export.add_argument("--to", choices=["hf", "zero-stage2"], default="hf")
+    export.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="hf: of one file")
+    export.add_argument(
+        "--model-dir",
+        type=Path,
+        metavar="DIR",
+        help="hf: take configuration and tokenizer from here (default: the checkpoint's config)",
+    )
+    export.set_defaults(run=_export)
+
+
+def _add_import(commands: Any) -> None:
+    parser = commands.add_parser(
+        "import",
+        help="turn a checkpoint of DeepSpeed's into one of stronghold's",
+        description="Convert a checkpoint that DeepSpeed saved (ZeRO stage 0 to 3), fp32 masters "
+        "and moments included. Such files are pickles: import only what you trust.",
+    )
+    parser.add_argument("checkpoint", type=Path, help="DeepSpeed's save_dir, or a tag in it")
+    parser.add_argument("out", type=Path, help="the directory for load_checkpoint")
+    parser.add_argument("--tag", help="the tag (default: the one that the file latest names)")
+    parser.set_defaults(run=_import)
+
+
+def _export(arguments: argparse.Namespace) -> str:
+    from stronghold.checkpoint import export, zero_export
+    from stronghold.config.section import parse_bytes
+
+    source = export.locate(arguments.checkpoint, arguments.tag)
+    if arguments.to == "zero-stage2":
+        files = zero_export.export_zero(source, arguments.out)
+    else:
+        try:
+            size = parse_bytes(arguments.max_shard_size)
+        except ValueError as error:
+            raise ConfigError(f"--max-shard-size {arguments.max_shard_size}: {error}") from error
+        files = export.export_hf(
+            source, arguments.out, max_shard_bytes=size, model_dir=arguments.model_dir
+        )
+    return "\n".join(str(path) for path in files)
+
+
+def _import(arguments: argparse.Namespace) -> str:
+    from stronghold.checkpoint import export, zero_import
+
+    source = export.locate(arguments.checkpoint, arguments.tag)
+    return str(zero_import.import_zero(source, arguments.out, source.name))
 
 
 def _version(_: argparse.Namespace | None) -> str:

@@ -22,7 +22,7 @@ from stronghold.checkpoint.manifest import CONFIG, STATE, Manifest, TensorRecord
 from stronghold.checkpoint.save import named_groups, persistent_buffers
 from stronghold.checkpoint.tensorfile import TensorFile
 from stronghold.errors import CheckpointError, ConfigError, did_you_mean
-from stronghold.memory.host import LOW_DTYPE, view
+from stronghold.memory.host import LOW_DTYPE, join_master, view
 from stronghold.model.layout import ParameterSlice
 from stronghold.runtime.optimizer import EngineOptimizer
 from stronghold.runtime.stack import Stack
@@ -63,7 +63,8 @@ class Load:
     # -- checks ---------------------------------------------------------------------------------
     def _match(self, strict: bool) -> list[tuple[int, int, ParameterSlice, TensorRecord]]:
         """(layer, position, slice, record) of every parameter that both have."""
-        found, missing, known = [], [], set()
+        known: set[str] = set()
+        found, missing = [], []
         for index, layer in enumerate(self._stack.partition.layers):
             parts = self._stack.layout.layers[index].slices
             for k, (named, part) in enumerate(zip(layer.parameters, parts, strict=True)):
@@ -198,7 +199,7 @@ class Load:
                     self._same_low(index, part, record)
                 continue
             begin = 0
-            for master in self._masters(record, exact=with_master):
+            for master in masters(self._files, record, exact=with_master):
                 if with_master and host.training:
                     host.write_master(index, part, begin, master)
                 else:
@@ -223,10 +224,6 @@ class Load:
             low.copy_(slabs.weights[part.offset : part.offset + part.numel])
         else:
             low.zero_()
-
-    def _masters(self, record: TensorRecord, *, exact: bool) -> Iterator[torch.Tensor]:
-        """The parameter in fp32, flat, in pieces: its exact master, or its rounded weights."""
-        yield from masters(self._files, record, exact=exact)
 
     def _moments(self) -> None:
         host, updater = self._stack.host, self._stack.updater
@@ -270,18 +267,12 @@ def masters(
     files: dict[str, TensorFile], record: TensorRecord, *, exact: bool
 ) -> Iterator[torch.Tensor]:
     """A parameter in fp32, flat, in pieces: its exact master, or (not `exact`) its weights."""
-    if exact and record.low is not None:
-        if record.dtype is torch.float16:
-            yield from files[record.low].pieces(record.name)
-            return
-        weights = files[record.weights].pieces(record.name)
+    weights = files[record.weights].pieces(record.name)
+    if not exact or record.low is None:
+        yield from (join_master(weight, None) for weight in weights)
+    else:
         lows = files[record.low].pieces(record.name)
-        for weight, low in zip(weights, lows, strict=True):
-            upper = weight.view(torch.int16).to(torch.int32)
-            yield ((upper << 16) + low).view(torch.float32)
-        return
-    for weight in files[record.weights].pieces(record.name):
-        yield weight.float()
+        yield from (join_master(w, low) for w, low in zip(weights, lows, strict=True))
 
 
 def _listed(names: list[str]) -> str:

@@ -27,14 +27,14 @@ NOTE = "the weights are in the .safetensors files beside this one: see `strongho
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClientState:
     """`scheduler`, `loader`: state dicts, or None where there is none. `client`: what the caller
-    gave. `loss_scale`: the optimizer's scaler, or None.
+    gave. `loss_scale`: the optimizer's scaler, or None. `random`: None in an imported checkpoint.
     """
 
     scheduler: dict[str, Any] | None
     loader: dict[str, Any] | None
     client: dict[str, Any]
     loss_scale: dict[str, Any] | None
-    random: dict[str, Any]
+    random: dict[str, Any] | None
 
 
 def random_states(device: Device) -> dict[str, Any]:
@@ -47,8 +47,10 @@ def random_states(device: Device) -> dict[str, Any]:
     }
 
 
-def restore_random_states(states: dict[str, Any], device: Device) -> None:
-    """Set every generator; one that the checkpoint's device did not have is left."""
+def restore_random_states(states: dict[str, Any] | None, device: Device) -> None:
+    """Set every generator; one that the checkpoint does not have is left."""
+    if states is None:
+        return
     random.setstate(states["python"])
     np.random.set_state(states["numpy"])
     torch.set_rng_state(states["torch"])

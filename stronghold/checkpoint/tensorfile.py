@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from stronghold.errors import CheckpointError, StateError
@@ -77,7 +78,7 @@ def entry_of(name: str, tensor: torch.Tensor) -> Entry:
 
 def raw_bytes(tensor: torch.Tensor) -> memoryview:
     """The memory of a contiguous CPU tensor; writable, and the tensor's own."""
-    return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())
+    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
 
 
 def write_tensors(path: Path, entries: Sequence[Entry]) -> FileRecord:
@@ -200,6 +201,15 @@ class TensorFile:
         tensor = torch.empty(info.shape, dtype=info.dtype)
         self.read_into(name, tensor)
         return tensor
+
+    def mapped(self, name: str) -> torch.Tensor:
+        """The tensor over the file's own pages, which a write would copy: for savers that take
+        whole state dicts. Its storage is no larger than itself."""
+        info = self.info(name)
+        if info.num_bytes == 0:
+            return torch.empty(info.shape, dtype=info.dtype)
+        pages = np.memmap(self.path, np.uint8, mode="c", offset=info.begin, shape=(info.num_bytes,))
+        return torch.frombuffer(pages.data, dtype=info.dtype).view(info.shape)
 
     def pieces(self, name: str) -> Iterator[torch.Tensor]:
         """The tensor's elements in order, flat, a piece at a time; a piece is overwritten by the

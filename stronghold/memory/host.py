@@ -53,6 +53,30 @@ def map_slab(numel: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.frombuffer(mapping, dtype=dtype)
 
 
+def split_master(
+    master: torch.Tensor, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """A flat fp32 master as weights in `dtype` and what makes it exact again ([Note: layouts])."""
+    if dtype is torch.float32:
+        return master, None
+    if dtype is torch.float16:
+        return master.to(dtype), master
+    bits = master.contiguous().view(torch.int32)
+    upper = (bits + 0x8000) >> 16  # the carry past the sign is undone by the remainder
+    low = (bits - (upper << 16)).to(torch.int16)
+    return upper.to(torch.int16).view(torch.bfloat16), low
+
+
+def join_master(weights: torch.Tensor, low: torch.Tensor | None) -> torch.Tensor:
+    """The inverse of `split_master`; without `low` the weights themselves, in fp32."""
+    if low is None:
+        return weights.float()
+    if low.dtype is torch.float32:
+        return low
+    upper = weights.contiguous().view(torch.int16).to(torch.int32)
+    return ((upper << 16) + low.to(torch.int32)).view(torch.float32)
+
+
 def view(flat: torch.Tensor, part: ParameterSlice) -> torch.Tensor:
     """The parameter's own shape inside its layer's flat array."""
     return flat[part.offset : part.offset + part.numel].view(part.shape)
@@ -188,16 +212,8 @@ class HostStore:
     def master(self, index: int, part: ParameterSlice) -> torch.Tensor:
         """The exact fp32 master of one trainable parameter, as a fresh tensor of its shape."""
         state = self.layers[index]
-        weights = view(state.weights, part)
-        if state.low is None:
-            return weights.float().clone()
-        low = view(state.low, part)
-        if self.dtype is torch.float16:
-            return low.clone()
-        if self.dtype is not torch.bfloat16:
-            raise StateError(f"no master layout for {self.dtype}")
-        upper = weights.contiguous().view(torch.int16).to(torch.int32)
-        return ((upper << 16) + low.to(torch.int32)).view(torch.float32)
+        low = view(state.low, part) if state.low is not None else None
+        return join_master(view(state.weights, part), low).clone()
 
     def write_master(
         self, index: int, part: ParameterSlice, begin: int, master: torch.Tensor
@@ -206,20 +222,12 @@ class HostStore:
         and round the weights from it: bf16 to nearest, ties away from zero, as updates do.
         """
         state = self.layers[index]
-        first = part.offset + begin
-        weights = state.weights[first : first + master.numel()]
-        if state.low is None:
-            weights.copy_(master)
-            return
-        low = state.low[first : first + master.numel()]
-        if self.dtype is torch.float16:
-            weights.copy_(master)
-            low.copy_(master)
-            return
-        bits = master.contiguous().view(torch.int32)
-        upper = (bits + 0x8000) >> 16
-        low.copy_(bits - (upper << 16))
-        weights.view(torch.int16).copy_(upper)
+        chosen = slice(part.offset + begin, part.offset + begin + master.numel())
+        weights, low = split_master(master, self.dtype)
+        state.weights[chosen].copy_(weights)
+        if low is not None:
+            assert state.low is not None
+            state.low[chosen].copy_(low)
 
     def restart_master(self, index: int) -> None:
         """Make the master equal to the weight, which was written from outside."""
