@@ -17,10 +17,10 @@ import stronghold
 from stronghold.telemetry.trace import read
 from tests.training import config
 
-NUM_LAYERS = 16
+NUM_LAYERS = 20
 LAYER_NUMEL = 1 << 19  # 2 MiB in fp32
 LAYER_BYTES = 4 * LAYER_NUMEL
-WARM_UP, MEASURED = 3, 5
+WARM_UP, MEASURED = 2, 5
 SLACK = 1.15  # the figure: fill and drain of one layer, and the hand-over between threads
 
 
