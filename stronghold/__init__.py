@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from stronghold.cpu_adam import CPUAdam
     from stronghold.dispatch import initialize
     from stronghold.engine import StrongholdEngine
+    from stronghold.pretrained import from_pretrained
 
 __version__ = "0.1.0"
 
@@ -25,6 +26,7 @@ __all__ = [
     "StateError",
     "StrongholdEngine",
     "StrongholdError",
+    "from_pretrained",
     "initialize",
 ]
 
@@ -32,6 +34,7 @@ __all__ = [
 _HOME = {
     "CPUAdam": "stronghold.cpu_adam",
     "StrongholdEngine": "stronghold.engine",
+    "from_pretrained": "stronghold.pretrained",
     "initialize": "stronghold.dispatch",
 }
 

@@ -20,10 +20,12 @@ import mmap
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 from stronghold.device.base import Device, Fence, completed
 from stronghold.errors import StateError
 from stronghold.model.layout import LayerLayout, ModelLayout, ParameterSlice
+from stronghold.model.source import WeightSource
 
 LOW_DTYPE: dict[torch.dtype, torch.dtype | None] = {
     torch.bfloat16: torch.int16,
@@ -145,13 +147,18 @@ class HostStore:
             self._pinned.append(slab)
         return slab
 
-    def adopt(self, index: int, parameters: list[torch.Tensor]) -> None:
+    def adopt(
+        self, index: int, parameters: list[nn.Parameter], source: WeightSource | None = None
+    ) -> None:
         """Make the layer's weight slab and copy `parameters` (in the layout's order) into it, cast
-        to `dtype`."""
+        to `dtype`; those on the meta device are read from `source`."""
         state = self.layers[index]
         state.weights = self._slab(state.layout.numel, self.dtype, pinned=True)
         for part, parameter in zip(state.layout.slices, parameters, strict=True):
-            view(state.weights, part).copy_(parameter.detach())
+            if parameter.is_meta and source is not None:
+                source.read_into(parameter, view(state.weights, part))
+            else:
+                view(state.weights, part).copy_(parameter.detach())
 
     def prepare_training(self) -> None:
         """Make masters, moments and gradient entries; called once, at the first backward.

@@ -28,6 +28,7 @@ from stronghold.memory.host import LOW_DTYPE, HostStore
 from stronghold.memory.window import Window
 from stronghold.model.layout import ModelLayout, layout
 from stronghold.model.partition import Partition, partition
+from stronghold.model.source import WeightSource, forget_source, materialize, source_of
 from stronghold.plan.planner import Demand, Gradients, Plan, make_plan
 from stronghold.runtime.activations import Activations
 from stronghold.runtime.executor import Executor
@@ -83,11 +84,11 @@ class Stack:
         self._closed = False
         self.dtype = DTYPES[request.precision]
         self.partition: Partition = partition(model, section.layers)
-        _check_parameters(self.partition, request.precision)
+        _check_parameters(self.partition, request.precision, source_of(model))
         self.layout: ModelLayout = layout(self.partition)
         kind = section.device or ("cuda" if cuda.available() else "emulated")
         self.plan: Plan = make_plan(
-            self.layout, _demand(self.layout, self.dtype, request, optimizer, kind)
+            self.layout, _demand(self.partition, self.layout, self.dtype, request, optimizer, kind)
         )
         self.trace: Trace | NullTrace = Trace() if section.trace else NullTrace()
         self._trace_path = section.trace
@@ -163,9 +164,14 @@ class Stack:
         # never two copies.
         # A large model takes minutes to move into its slabs; a small one shows no bar.
         bar = tqdm(parameters, desc="taking the model over", unit="layer", delay=2.0, leave=False)
+        source = source_of(model)
         for index, of_layer in enumerate(bar):
-            self.host.adopt(index, list(of_layer))
+            self.host.adopt(index, list(of_layer), source)
+            for parameter in of_layer:
+                if parameter.is_meta:
+                    materialize(parameter, torch.empty(0, dtype=parameter.dtype))
             self.executor.rest(index)
+        forget_source(model)
         _move_buffers(model, self.device.torch_device)
         self.activations = Activations(plan.activations, self.device, self.executor, self.metrics)
         self.hooks = Hooks(
@@ -227,14 +233,15 @@ class Stack:
             self.window.close()
 
 
-def _check_parameters(found: Partition, precision: str) -> None:
+def _check_parameters(found: Partition, precision: str, source: WeightSource | None) -> None:
     for layer in found.layers:
         for named in layer.parameters:
             dtype = named.parameter.dtype
-            if named.parameter.is_meta:
+            has_values = source is not None and source.has(named.parameter)
+            if named.parameter.is_meta and not has_values:
                 raise ConfigError(
-                    f"{named.name} is on the meta device: "
-                    "load its values before stronghold.initialize"
+                    f"{named.name} is on the meta device: load its values before "
+                    "stronghold.initialize, or build the model with stronghold.from_pretrained"
                 )
             if not dtype.is_floating_point:
                 raise ConfigError(
@@ -249,6 +256,7 @@ def _check_parameters(found: Partition, precision: str) -> None:
 
 
 def _demand(
+    found: Partition,
     sizes: ModelLayout,
     dtype: torch.dtype,
     request: Request,
@@ -260,9 +268,9 @@ def _demand(
     gpu_budget = section.gpu_memory
     if gpu_budget is None and kind == "cuda" and cuda.available():
         gpu_budget = int(cuda.free_bytes(request.local_rank) * GPU_SHARE)
-    held_now = (
-        sizes.num_parameters * dtype.itemsize
-    )  # the model's own memory, which the slabs replace
+    # The model's own memory, which the slabs replace.
+    held = [p for layer in found.layers for p in layer.parameters if not p.parameter.is_meta]
+    held_now = sum(named.parameter.numel() for named in held) * dtype.itemsize
     host_budget = section.host_memory or _available_host_bytes() + held_now
     resident = section.resident_layers
     num_blocks = sum(layer.streamed for layer in sizes.layers)
