@@ -374,6 +374,8 @@ class Executor:
         next forward needs first, each after its update."""
         for layer in layers:
             if layer in self._plan.resident:
+                if self._window.residency[layer] is Residency.FETCHING:
+                    self.make_resident(layer)  # fetched ahead and not used: changed twice in a row
                 self._stale.add(layer)
             elif self._window.slot_of(layer) is not None:
                 self._release(layer)
