@@ -142,7 +142,6 @@ def test_a_loss_that_is_no_scalar_or_has_no_graph_is_refused() -> None:
         both.train(1)
 
 
-@pytest.mark.xfail(reason="the executor leaves the refused gradient in .grad", strict=False)
 def test_autograds_own_backward_is_refused_and_leaves_nothing_behind() -> None:
     with twin() as both:
         both.train(0)

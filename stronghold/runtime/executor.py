@@ -357,6 +357,7 @@ class Executor:
     ) -> None:
         """Autograd has accumulated into `parameter.grad`: send it on its way to the host."""
         if self.phase is not Phase.BACKWARD:
+            parameter.grad = None
             raise ConfigError(
                 f"gradient of {part.name} outside engine.backward: "
                 "call engine.backward(loss), not loss.backward()"
