@@ -199,6 +199,28 @@ def test_bf16_training_in_a_loop(loop: Any) -> None:
     assert streamed.losses[-1] < streamed.losses[0]
 
 
+def test_a_saved_state_is_the_state_again(loop: Any, tmp_path: Path) -> None:
+    first = loop(ds_config(), torch_parts)
+
+    def go_on(run: Loop) -> list[float]:
+        losses = []
+        for batch in batches(50, ACCUMULATION * 2):
+            with run.accelerator.accumulate(run.model):
+                loss = loss_of(run.model(**batch))
+                run.accelerator.backward(loss)
+            losses.append(loss.item())
+        return losses
+
+    first.accelerator.save_state(str(tmp_path))
+    expected = go_on(first)
+    first.accelerator.load_state(str(tmp_path))
+    assert go_on(first) == expected
+    second = loop(ds_config(stronghold={"device": "emulated", "window": 2}), torch_parts)
+    go_on(second)
+    second.accelerator.load_state(str(tmp_path))
+    assert go_on(second) == expected
+
+
 def test_two_accelerators_have_an_engine_each(loop: Any) -> None:
     policy = loop(ds_config(), torch_parts)
     reference, _ = MODELS["gpt"]()

@@ -73,6 +73,8 @@ def train(
     folder: Path,
     deepspeed: dict[str, Any] | None,
     model: nn.Module | None = None,
+    *,
+    resume: Path | None = None,
     **changed: Any,
 ) -> Trainer:
     """A Trainer after `train()`; its engine is alive."""
@@ -82,7 +84,7 @@ def train(
         train_dataset=samples(1),
         eval_dataset=samples(2, 4),
     )
-    trainer.train()
+    trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
     return trainer
 
 
@@ -223,3 +225,55 @@ def test_a_second_trainer_takes_the_model_over(trained: Any) -> None:
         first.accelerator.free_memory()
         models[name] = trained(deepspeed, first.model)
     assert_same_training(models["streamed"], models["plain"])
+
+
+# --- checkpoints ----------------------------------------------------------------------------------
+
+SAVING = {"save_strategy": "steps", "save_steps": 2}
+
+
+@pytest.mark.parametrize(
+    ("deepspeed", "window"), [(CLIENT, 1), (CONFIGURED, 2)], ids=["client", "configured"]
+)
+def test_a_resumed_training_is_the_uninterrupted_one(
+    trained: Any, tmp_path: Path, deepspeed: dict[str, Any], window: int
+) -> None:
+    whole = trained(deepspeed, **SAVING)
+    checkpoint = tmp_path / "0" / "checkpoint-4"
+    assert (checkpoint / "latest").read_text() == "global_step4"
+    elsewhere = {**deepspeed, "stronghold": {"device": "emulated", "window": window}}
+    resumed = trained(elsewhere, resume=checkpoint, **SAVING)
+    assert curve(resumed) == curve(whole)
+    assert len(curve(whole).losses) == 6
+    expected = whole.model.state_dict()
+    for name, weight in resumed.model.state_dict().items():
+        assert torch.equal(weight, expected[name]), name
+
+
+def test_the_best_model_comes_back_at_the_end(trained: Any, tmp_path: Path) -> None:
+    # The loss rises on samples that training never sees: the first checkpoint is the best.
+    trainer = trained(CLIENT, load_best_model_at_end=True, **SAVING)
+    best = Path(trainer.state.best_model_checkpoint)
+    assert best.name == "checkpoint-2"
+    opened = AutoModelForCausalLM.from_pretrained(best).state_dict()
+    for name, weight in trainer.model.state_dict().items():
+        assert torch.equal(weight, opened[name]), name
+    assert trainer.evaluate()["eval_loss"] == trainer.state.best_metric
+
+
+def test_adapters_train_and_resume_in_the_trainer(trained: Any, tmp_path: Path) -> None:
+    import peft
+
+    def adapted() -> nn.Module:
+        settings = peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "v_proj"])
+        return peft.get_peft_model(tiny_llama(), settings)
+
+    changed = {**SAVING, "gradient_checkpointing": True}
+    whole = trained(CLIENT, adapted(), **changed)
+    assert_same_training(whole, trained(None, adapted(), **changed))
+    resumed = trained(CLIENT, adapted(), resume=tmp_path / "0" / "checkpoint-4", **changed)
+    assert curve(resumed) == curve(whole)
+    resumed.save_model(str(tmp_path / "saved"))
+    opened = peft.PeftModel.from_pretrained(tiny_llama(), tmp_path / "saved").state_dict()
+    for name, weight in resumed.model.state_dict().items():
+        assert torch.equal(weight, opened[name]), name
