@@ -63,6 +63,8 @@ def on_cpu(state: dict[str, Any]) -> dict[str, Any]:
     """The same state dict with its tensors on the CPU; names that shared memory still do."""
     moved: dict[Any, torch.Tensor] = {}
     for name, value in state.items():
+        if not isinstance(value, torch.Tensor):  # a module's own extra state
+            continue
         memory = (value.data_ptr(), value.shape, value.dtype)
         if memory not in moved:
             moved[memory] = value.cpu()
