@@ -1,0 +1,254 @@
+"""Law 4: stop after any step, resume anywhere, and the next losses are the uninterrupted run's."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import stronghold
+from stronghold.checkpoint import save
+from stronghold.errors import ConfigError, LaneError
+from tests.checkpoints import assert_same, make_batch, make_model, session, snapshot, train
+
+STOPS = 3
+NEXT = 20
+LAYOUTS: list[dict[str, Any]] = [
+    {"window": 1, "activations": "recompute"},
+    {"resident_layers": "all", "cpu_threads": 2},
+    {"window": 2, "activations": "offload"},
+    {"window": 4, "resident_layers": 1, "cpu_threads": 2},
+    {"window": 2, "emulated": {"jitter_s": 0.0005, "seed": 3}},
+]
+RUNS: list[dict[str, Any]] = [
+    {"precision": "fp32", "clipping": 0.5},
+    {"precision": "bf16", "clipping": 0.5},
+    {"precision": "bf16", "clipping": 0.0},
+    {"precision": "bf16", "clipping": 0.5, "accumulation": 2},
+    {"precision": "fp32", "clipping": 0.0, "accumulation": 2},
+    {"precision": "fp16", "clipping": 0.5},
+]
+
+
+@pytest.mark.parametrize("options", RUNS, ids=str)
+def test_a_resumed_run_is_the_uninterrupted_one(options: dict[str, Any], tmp_path: Path) -> None:
+    with session(**options) as engine:
+        losses = []
+        for _ in range(STOPS):
+            losses += train(engine, 1)
+            assert engine.save_checkpoint(tmp_path) is True
+        losses += train(engine, NEXT)
+        expected = snapshot(engine)
+    gas, first = options.get("accumulation", 1), RUNS.index(options)
+    layouts = itertools.islice(itertools.cycle(LAYOUTS), first, first + STOPS)
+    for stop, layout in zip(range(1, STOPS + 1), layouts, strict=True):
+        with session(make_model(seed=9), section=layout, **options) as engine:
+            path, _ = engine.load_checkpoint(tmp_path, tag=f"global_step{stop}")
+            assert path == str(tmp_path / f"global_step{stop}")
+            resumed = train(engine, STOPS - stop + NEXT)
+            assert all(map(torch.equal, resumed, losses[stop * gas :])), f"stop {stop}, {layout}"
+            assert len(resumed) == len(losses) - stop * gas
+            assert_same(snapshot(engine), expected)
+
+
+def test_a_run_can_go_back_to_its_own_checkpoint(tmp_path: Path) -> None:
+    with session(precision="bf16") as engine:
+        train(engine, 2)
+        engine.save_checkpoint(tmp_path)
+        losses, after = train(engine, 4), snapshot(engine)
+        for _ in range(2):
+            engine.load_checkpoint(tmp_path)
+            assert all(map(torch.equal, train(engine, 4), losses))
+            assert_same(snapshot(engine), after)
+
+
+def test_counters_tags_client_state_and_generators_return(tmp_path: Path) -> None:
+    with session() as engine:
+        assert engine.load_checkpoint(tmp_path) == (None, None)
+        train(engine, 3)
+        random.seed(5), np.random.seed(5)
+        engine.save_checkpoint(tmp_path, client_state={"epoch": 2, "best": [0.5, None]})
+        engine.save_checkpoint(tmp_path, tag="other", save_latest=False)
+        expected = random.random(), np.random.random(), torch.rand(1)
+    assert (tmp_path / "latest").read_text() == "global_step3"
+    assert (tmp_path / "other" / "mp_rank_00_model_states.pt").exists()
+    with session() as engine:
+        path, client = engine.load_checkpoint(tmp_path)
+        assert (path, client) == (str(tmp_path / "global_step3"), {"epoch": 2, "best": [0.5, None]})
+        assert (engine.global_steps, engine.micro_steps, engine.global_samples) == (3, 3, 6)
+        assert (random.random(), np.random.random(), torch.rand(1)) == expected
+
+
+def test_another_number_of_accumulation_steps_starts_at_a_boundary(tmp_path: Path) -> None:
+    with session(accumulation=2) as engine:
+        train(engine, 3)
+        engine.save_checkpoint(tmp_path)
+    with session(accumulation=5) as engine:
+        engine.load_checkpoint(tmp_path)
+        assert engine.micro_steps == 15
+        train(engine, 1)
+        assert engine.global_steps == 4
+
+
+def test_weights_alone_leave_everything_else(tmp_path: Path) -> None:
+    with session(precision="bf16") as engine:
+        train(engine, 3)
+        engine.save_checkpoint(tmp_path)
+        saved = {name: value.clone() for name, value in engine.module_state_dict().items()}
+    for name in ("masters", "moments"):
+        for path in (tmp_path / "global_step3").glob(f"{name}-*"):
+            path.unlink()  # they are not needed
+    with session(make_model(seed=9), precision="bf16") as engine:
+        train(engine, 5)
+        before = snapshot(engine)
+        engine.load_checkpoint(tmp_path, load_module_only=True)
+        after = snapshot(engine)
+        for name, value in engine.module_state_dict().items():
+            assert torch.equal(value, saved[name])
+        changed = {name for name in before if not torch.equal(before[name], after[name])}
+        assert {name.split()[0] for name in changed} == {"weight", "low"}
+        assert all(not after[name].any() for name in after if name.startswith("low"))
+        train(engine, 2)
+
+
+def test_weights_load_into_an_engine_that_only_runs_forward(tmp_path: Path) -> None:
+    with session(precision="bf16") as engine:
+        train(engine, 2)
+        engine.save_checkpoint(tmp_path)
+        saved = {name: value.clone() for name, value in engine.module_state_dict().items()}
+    settings = {
+        "train_micro_batch_size_per_gpu": 1,
+        "bf16": {"enabled": True},
+        "stronghold": {"device": "emulated"},
+    }
+    reader, *_ = stronghold.initialize(model=make_model(seed=9), config=settings)
+    try:
+        reader.load_checkpoint(tmp_path)
+        for name, value in reader.module_state_dict().items():
+            assert torch.equal(value, saved[name])
+        assert not reader._stack.host.training
+    finally:
+        reader.destroy()
+
+
+@pytest.mark.parametrize(
+    ("source", "target"), [("bf16", "fp32"), ("fp32", "bf16"), ("fp16", "bf16")]
+)
+def test_masters_are_the_same_numbers_in_every_precision(
+    source: str, target: str, tmp_path: Path
+) -> None:
+    def masters(engine: Any) -> list[torch.Tensor]:
+        host = engine._stack.host
+        return [host.master(s.layout.index, p) for s in host.layers for p in s.layout.slices]
+
+    with session(precision=source) as engine:
+        train(engine, 3)
+        engine.save_checkpoint(tmp_path)
+        expected = masters(engine)
+    with session(make_model(seed=9), precision=target) as engine:
+        engine.load_checkpoint(tmp_path)
+        assert all(map(torch.equal, masters(engine), expected))
+        train(engine, 1)
+
+
+def test_a_save_beside_training_equals_one_that_stops_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for options in ({"clipping": 0.5}, {"clipping": 0.0}, {"accumulation": 2}):
+        options |= {"precision": "bf16"}
+        stopped, beside = tmp_path / f"{options}" / "stopped", tmp_path / f"{options}" / "beside"
+        with session(**options) as engine:
+            train(engine, 2)
+            engine.save_checkpoint(stopped)
+            losses = train(engine, 3)
+        write = save.Save._write_layer
+
+        def slow(self: Any, index: int, write: Any = write) -> None:
+            time.sleep(0.02)  # training has time to overtake a save that nothing holds back
+            write(self, index)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(save.Save, "_write_layer", slow)
+            with session(section={"async_checkpoint": True}, **options) as engine:
+                train(engine, 2)
+                engine.save_checkpoint(beside)
+                assert not (beside / "latest").exists()
+                assert all(map(torch.equal, train(engine, 3), losses))
+        assert (beside / "latest").read_text() == "global_step2"
+        files = sorted((stopped / "global_step2").glob("*.safetensors"))
+        assert len(files) > 10
+        for file in files:
+            assert file.read_bytes() == (beside / "global_step2" / file.name).read_bytes(), file
+
+
+def test_a_failed_save_beside_training_is_raised_where_it_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(self: Any, index: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(save.Save, "_write_layer", full)
+    with session(section={"async_checkpoint": True}) as engine:
+        train(engine, 1)
+        engine.save_checkpoint(tmp_path)
+        with pytest.raises(LaneError, match=r"publish global_step1 .*No space left"):
+            engine.wait_for_checkpoint()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_failed_save_leaves_training_and_the_disk_as_they_were(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with session() as engine:
+        losses = train(engine, 4)
+    with session() as engine:
+        resumed = train(engine, 2)
+        with monkeypatch.context() as patched:
+            patched.setattr(save.Save, "_finish", lambda self: (_ for _ in ()).throw(OSError(28)))
+            with pytest.raises(OSError):
+                engine.save_checkpoint(tmp_path)
+        assert list(tmp_path.iterdir()) == []
+        assert all(map(torch.equal, resumed + train(engine, 2), losses))
+
+
+def test_between_micro_batches_a_save_is_refused_and_a_load_starts_the_step_again(
+    tmp_path: Path,
+) -> None:
+    with session(accumulation=2) as engine:
+        train(engine, 1)
+        engine.save_checkpoint(tmp_path)
+        expected = train(engine, 2)
+        engine.backward(engine(**make_batch(7)).loss)
+        engine.step()
+        with pytest.raises(ConfigError, match="has not ended"):
+            engine.save_checkpoint(tmp_path)
+        engine.load_checkpoint(tmp_path)
+        assert all(map(torch.equal, train(engine, 2), expected))
+
+
+def test_frozen_parameters_can_be_left_out(tmp_path: Path) -> None:
+    def partly_frozen(seed: int) -> Any:
+        model = make_model(seed=seed)
+        for parameter in model.transformer.h[1].parameters():
+            parameter.requires_grad = False
+        return model
+
+    model = partly_frozen(0)
+    with session(model, precision="bf16") as engine:
+        train(engine, 2)
+        engine.save_checkpoint(tmp_path / "all")
+        engine.save_checkpoint(tmp_path / "trained", exclude_frozen_parameters=True)
+        losses = train(engine, 2)
+    for where in ("all", "trained"):
+        with session(partly_frozen(0), precision="bf16") as engine:
+            engine.load_checkpoint(tmp_path / where)
+            assert all(map(torch.equal, train(engine, 2), losses))
+    missing = pytest.raises(ConfigError, match=r"it has no transformer\.h\.1\.")
+    with session(precision="bf16") as engine, missing:  # here they are trained
+        engine.load_checkpoint(tmp_path / "trained")
