@@ -389,7 +389,7 @@ def test_the_same_model_goes_through_a_second_engine_exactly(precision: str) -> 
 def test_a_failure_while_the_engine_is_built_leaves_the_model_as_it_was() -> None:
     model, make_batch = MODELS["gpt"]()
     before = anatomy(model)
-    with pytest.raises(ValueError, match="torch Dataset"):
+    with pytest.raises(ValueError, match="torch Dataset") as caught:  # which keeps the engine alive
         stronghold.initialize(
             model=model,
             config=config(),
@@ -399,3 +399,4 @@ def test_a_failure_while_the_engine_is_built_leaves_the_model_as_it_was() -> Non
     assert lane_threads() == []
     assert anatomy(model) == before
     assert torch.isfinite(loss_of(model(**make_batch(0))))
+    assert caught.traceback
