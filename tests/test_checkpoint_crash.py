@@ -1,0 +1,165 @@
+"""A kill at any instant of a save leaves the newest complete checkpoint, and `latest` names it."""
+
+from __future__ import annotations
+
+import os
+import random
+import select
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from stronghold.checkpoint import directory
+from tests.checkpoints import session, train
+
+OPTIONS: dict[str, Any] = {"precision": "bf16", "clipping": 0.5}
+LONGEST_S = 0.4  # of the random wait before the kill: several saves
+REPEATED = "newest"
+
+
+def save_for_ever(save_dir: Path, asynchronous: bool, done: int) -> None:
+    """Train and save, saying each completed step through the pipe `done`."""
+    section = {"async_checkpoint": asynchronous, "window": 2}
+    with session(section=section, **OPTIONS) as engine:
+        engine.load_checkpoint(save_dir)
+        while True:
+            train(engine, 1)
+            engine.save_checkpoint(save_dir)
+            engine.wait_for_checkpoint()
+            engine.save_checkpoint(save_dir, tag=REPEATED, save_latest=False)  # replaces one
+            engine.wait_for_checkpoint()
+            os.write(done, engine.global_steps.to_bytes(4, "little"))
+
+
+def kill_while_saving(save_dir: Path, asynchronous: bool, wait_s: float) -> int:
+    """The last step that a killed process had saved completely, 0 for none. The wait starts when it
+    has saved once."""
+    read, write = os.pipe()
+    child = os.fork()  # a new interpreter would take seconds to import torch
+    if child == 0:
+        try:
+            save_for_ever(save_dir, asynchronous, write)
+        finally:
+            os._exit(1)
+    os.close(write)
+    try:
+        assert select.select([read], [], [], 60)[0], "the child never saved"
+        time.sleep(wait_s)
+    finally:
+        os.kill(child, signal.SIGKILL)
+        _, status = os.waitpid(child, 0)
+    said = b""
+    while piece := os.read(read, 1 << 16):
+        said += piece
+    os.close(read)
+    assert os.WIFSIGNALED(status), "the child ended by itself"
+    return int.from_bytes(said[-4:], "little") if said else 0
+
+
+def crash_and_load(save_dir: Path, kills: int, seed: int) -> int:
+    """Kill `kills` times; returns how often a save was cut in two."""
+    chosen, cut = random.Random(seed), 0
+    for kill in range(kills):
+        step = kill_while_saving(save_dir, kill % 2 == 1, chosen.uniform(0.0, LONGEST_S))
+        cut += any(path.is_dir() and path.name[0] == "." for path in save_dir.iterdir())
+        assert (save_dir / "latest").read_text() in (f"global_step{step}", f"global_step{step + 1}")
+        for tag in (None, REPEATED):
+            with session(**OPTIONS) as engine:
+                engine.load_checkpoint(save_dir, tag=tag)
+                assert engine.global_steps in (step, step + 1)
+        for path in save_dir.glob("global_step*"):
+            if path.name != (save_dir / "latest").read_text():
+                directory.remove(path)
+    return cut
+
+
+def test_kill_9_at_a_random_instant_costs_one_save(tmp_path: Path) -> None:
+    crash_and_load(tmp_path, kills=6, seed=0)
+    with session(**OPTIONS) as engine:
+        engine.load_checkpoint(tmp_path)
+        engine.save_checkpoint(tmp_path)
+    hidden = [path.name for path in tmp_path.iterdir() if path.name.startswith(".")]
+    assert hidden == [], "the next save removes what dead processes left"
+
+
+@pytest.mark.slow
+def test_kill_9_fifty_times(tmp_path: Path) -> None:
+    cut = crash_and_load(tmp_path, kills=50, seed=1)
+    assert cut >= 10, f"only {cut} of 50 kills hit a save: the test shows little"
+
+
+def test_leftovers_of_a_living_process_are_kept(tmp_path: Path) -> None:
+    mine = directory.begin(tmp_path, "one")
+    directory.begin(tmp_path, "two")
+    assert mine.is_dir()
+    dead = tmp_path / mine.name.replace(f"-{os.getpid()}-", f"-{os.getpid()}-1")
+    dead.mkdir()  # the same id, started at another time
+    directory.begin(tmp_path, "three")
+    assert mine.is_dir()
+    assert not dead.exists()
+
+
+@pytest.mark.parametrize("exchange", [True, False])
+def test_a_tag_is_replaced_without_a_moment_without_one(
+    exchange: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not exchange:
+        monkeypatch.setattr(directory, "_exchange", lambda one, two: False)
+    for content in ("old", "new"):
+        hidden = directory.begin(tmp_path, "tag")
+        (hidden / "file").write_text(content)
+        directory.publish(hidden, tmp_path / "tag")
+        assert (tmp_path / "tag" / "file").read_text() == content
+    assert [path.name for path in tmp_path.iterdir()] == ["tag"]
+
+
+def test_a_tag_that_stepped_aside_comes_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The instant between the two renames, where the file system cannot exchange."""
+    monkeypatch.setattr(directory, "_exchange", lambda one, two: False)
+    with session(**OPTIONS) as engine:
+        train(engine, 1)
+        engine.save_checkpoint(tmp_path)
+        tag = tmp_path / "global_step1"
+        tag.rename(directory.aside_of(tmp_path, tag.name))
+        engine.load_checkpoint(tmp_path)
+        assert tag.is_dir()
+        tag.rename(directory.aside_of(tmp_path, tag.name))
+        engine.save_checkpoint(tmp_path)
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["global_step1", "latest"]
+        engine.load_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["renameat2", "none"])
+def test_exchange_is_refused_politely(name: str, tmp_path: Path, monkeypatch: Any) -> None:
+    class Library:
+        def __init__(self, *_: Any, **__: Any) -> None:
+            if name == "renameat2":
+                self.renameat2 = self._fail
+
+        def _fail(self, *_: Any) -> int:
+            directory.ctypes.set_errno(directory.errno.EINVAL)
+            return -1
+
+    monkeypatch.setattr(directory.ctypes, "CDLL", Library)
+    assert directory._exchange(tmp_path, tmp_path) is False
+
+
+def test_tensors_survive(tmp_path: Path) -> None:
+    """What is loaded after a crash is what was saved, not only something complete."""
+    with session(**OPTIONS) as engine:
+        train(engine, 2)
+        engine.save_checkpoint(tmp_path)
+        expected = train(engine, 3)
+    kill_while_saving(tmp_path / "elsewhere", False, 0.0)
+    step = int((tmp_path / "elsewhere" / "latest").read_text().removeprefix("global_step"))
+    with session(**OPTIONS) as engine:
+        engine.load_checkpoint(tmp_path / "elsewhere", tag="global_step1")
+        train(engine, 1)
+        assert all(map(torch.equal, train(engine, 3), expected))
+    assert step >= 1
