@@ -189,10 +189,21 @@ def test_models_of_other_engines_are_refused(original: DeepSpeeds) -> None:
 
 SHOW = """
 import json, sys
-import deepspeed
-from stronghold import plugin
-found = {"argv": sys.argv, "name": __name__, "path": sys.path[0], "enabled": plugin.enabled()}
-print("FOUND" + json.dumps(found))
+import deepspeed, torch
+model = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(3)))
+config = {
+    "train_micro_batch_size_per_gpu": 1,
+    "optimizer": {"type": "AdamW"},
+    "stronghold": {"device": "emulated"},
+}
+engine, *_ = deepspeed.initialize(
+    model=model, config=config, model_parameters=model.parameters(), dist_init_required=False
+)
+engine.backward(engine(torch.ones(1, 4)).sum())
+engine.step()
+found = {"argv": sys.argv, "name": __name__, "path": sys.path[0], "steps": engine.global_steps}
+print("FOUND" + json.dumps({**found, "engine": type(engine).__name__}))
+engine.destroy()
 """
 
 
@@ -240,7 +251,8 @@ def test_a_script_sees_its_own_command_line(
         "argv": [str(script), *before, *after],
         "name": "__main__",
         "path": str(script.parent),
-        "enabled": True,
+        "steps": 1,
+        "engine": "StrongholdEngine",
     }
 
 
@@ -297,7 +309,7 @@ def test_launchers_start_a_script_through_run(launcher: str, script: Path) -> No
     assert ended.returncode == 0, ended.stderr[-2000:]
     line = ended.stdout[ended.stdout.index("FOUND") :].splitlines()[0]
     found = found_in(line)
-    assert found["enabled"]
+    assert found["engine"] == "StrongholdEngine"
     assert [word for word in found["argv"] if "local_rank" not in word] == [
         str(script),
         "--lr",

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
 from torch import nn
@@ -71,7 +72,7 @@ def samples(seed: int, number: int = NUM_SAMPLES) -> list[dict[str, torch.Tensor
 
 def train(
     folder: Path,
-    deepspeed: dict[str, Any] | None,
+    settings: dict[str, Any] | None,
     model: nn.Module | None = None,
     *,
     resume: Path | None = None,
@@ -80,7 +81,7 @@ def train(
     """A Trainer after `train()`; its engine is alive."""
     trainer = Trainer(
         model=tiny_llama() if model is None else model,
-        args=arguments(folder, deepspeed, **changed),
+        args=arguments(folder, settings, **changed),
         train_dataset=samples(1),
         eval_dataset=samples(2, 4),
     )
@@ -154,6 +155,17 @@ def test_the_trainer_trains_as_without_deepspeed(trained: Any, kept: str) -> Non
     assert weight_decays == {0.1, 0.0}, "the Trainer's decay and no-decay groups"
 
 
+def test_deepspeed_itself_trains_the_same_without_the_section(trained: Any) -> None:
+    stock = trained({key: value for key, value in CLIENT.items() if key != "stronghold"})
+    assert type(stock.model_wrapped) is deepspeed.DeepSpeedEngine
+    streamed = trained(CLIENT)
+    assert isinstance(streamed.model_wrapped, StrongholdEngine)
+    bound = pytest.approx(curve(stock).losses, abs=LOSS_BOUND["fp32"])
+    assert curve(streamed).losses == bound
+    assert curve(streamed).rates == curve(stock).rates
+    assert streamed.state.global_step == stock.state.global_step
+
+
 def test_auto_values_are_the_trainers(trained: Any) -> None:
     # With the optimizer in the config every parameter decays: equal to the plain run without decay.
     streamed, plain = trained(CONFIGURED, weight_decay=0.0), trained(None, weight_decay=0.0)
@@ -220,10 +232,10 @@ def test_a_smaller_batch_is_found_with_a_new_engine(trained: Any) -> None:
 def test_a_second_trainer_takes_the_model_over(trained: Any) -> None:
     # One Trainer trains once under DeepSpeed, whatever its engine: Accelerate forgets the engine.
     models = {}
-    for name, deepspeed in (("streamed", CLIENT), ("plain", None)):
-        first = trained(deepspeed)
+    for name, settings in (("streamed", CLIENT), ("plain", None)):
+        first = trained(settings)
         first.accelerator.free_memory()
-        models[name] = trained(deepspeed, first.model)
+        models[name] = trained(settings, first.model)
     assert_same_training(models["streamed"], models["plain"])
 
 
@@ -233,15 +245,15 @@ SAVING = {"save_strategy": "steps", "save_steps": 2}
 
 
 @pytest.mark.parametrize(
-    ("deepspeed", "window"), [(CLIENT, 1), (CONFIGURED, 2)], ids=["client", "configured"]
+    ("settings", "window"), [(CLIENT, 1), (CONFIGURED, 2)], ids=["client", "configured"]
 )
 def test_a_resumed_training_is_the_uninterrupted_one(
-    trained: Any, tmp_path: Path, deepspeed: dict[str, Any], window: int
+    trained: Any, tmp_path: Path, settings: dict[str, Any], window: int
 ) -> None:
-    whole = trained(deepspeed, **SAVING)
+    whole = trained(settings, **SAVING)
     checkpoint = tmp_path / "0" / "checkpoint-4"
     assert (checkpoint / "latest").read_text() == "global_step4"
-    elsewhere = {**deepspeed, "stronghold": {"device": "emulated", "window": window}}
+    elsewhere = {**settings, "stronghold": {"device": "emulated", "window": window}}
     resumed = trained(elsewhere, resume=checkpoint, **SAVING)
     assert curve(resumed) == curve(whole)
     assert len(curve(whole).losses) == 6
