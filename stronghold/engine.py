@@ -364,7 +364,9 @@ class StrongholdEngine(Checkpoints, deepspeed.DeepSpeedEngine):  # type: ignore[
 
     # -- modes and life ---------------------------------------------------------------------------
     def train(self, mode: bool = True) -> StrongholdEngine:
-        """Training mode of the module."""
+        """Training mode of the module. An evaluation does not count as a step's time."""
+        if mode and not self.training:
+            self._stack.metrics.restart_clock()
         self.module.train(mode)
         self.training = mode
         return self

@@ -391,3 +391,11 @@ def test_a_clients_schedule_that_fails(allocations: list[str]) -> None:
             lr_scheduler=broken,
         )
     assert allocations == []
+
+
+def test_a_double_model_is_told_what_it_can_be() -> None:
+    model, _ = MODELS["gpt"]()
+    with pytest.raises(ConfigError, match=r"asks for fp32: load the model in torch\.float32"):
+        stronghold.initialize(
+            model=model.double(), config=config(), model_parameters=model.parameters()
+        )

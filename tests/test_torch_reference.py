@@ -66,8 +66,10 @@ def test_twenty_steps_differ_from_torch_by_rounding_alone(clipping: float, preci
     assert mean <= BOUND[precision] * STEPS * ADAM["lr"]
     for loss, other in zip(run.losses, expected.losses, strict=True):
         assert abs(loss.item() - other.item()) <= LOSS_BOUND[precision]
-    for norm, other_norm in zip(run.norms, expected.norms, strict=True):
-        assert norm == pytest.approx(other_norm, rel=1e-4 if precision == "fp32" else 5e-2)
+    # Norms of bf16 gradients part with the trajectories; the first ones tell a wrong formula.
+    compared = STEPS if precision == "fp32" else 3
+    for norm, other_norm in zip(run.norms[:compared], expected.norms[:compared], strict=True):
+        assert norm == pytest.approx(other_norm, rel=1e-4 if precision == "fp32" else 2e-2)
 
 
 def test_the_bound_tells_a_wrong_optimizer() -> None:

@@ -248,10 +248,11 @@ def _check_parameters(found: Partition, precision: str, source: WeightSource | N
                     f"{named.name} is {dtype}: stronghold trains floating-point parameters"
                 )
             if precision == "fp32" and dtype is not torch.float32:
-                section = "bf16" if dtype is torch.bfloat16 else "fp16"
+                section = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(dtype)
+                add = f'add "{section}": {{"enabled": true}} or ' if section else ""
                 raise ConfigError(
-                    f"{named.name} is {dtype}, but the config asks for fp32: add "
-                    f'"{section}": {{"enabled": true}} or load the model in torch.float32'
+                    f"{named.name} is {dtype}, but the config asks for fp32: "
+                    f"{add}load the model in torch.float32"
                 )
 
 
