@@ -29,7 +29,7 @@ from stronghold.plan.planner import Plan
 from stronghold.runtime.loss_scale import make_scaler
 from stronghold.runtime.optimizer import EngineOptimizer
 from stronghold.runtime.stack import MemoryReport, Request, Stack
-from stronghold.runtime.state import StateHooks, check_free, on_cpu
+from stronghold.runtime.state import StateHooks, check_free
 from stronghold.surface import refuse
 from stronghold.telemetry.metrics import StepRecord, count_tokens
 
@@ -332,14 +332,6 @@ class StrongholdEngine(Checkpoints, deepspeed.DeepSpeedEngine):  # type: ignore[
         self.synchronize()
         state: dict[str, Any] = super().module_state_dict(*args, **kwargs)
         return state
-
-    def _zero3_consolidated_16bit_state_dict(
-        self, exclude_frozen_parameters: bool = False
-    ) -> dict[str, Any]:
-        """The state dict on the CPU: frameworks ask for it by DeepSpeed's name. Ties stay ties."""
-        return on_cpu(self.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters))
-
-    _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict
 
     def load_module_state_dict(
         self,

@@ -59,19 +59,6 @@ class StateHooks:
             handle.remove()
 
 
-def on_cpu(state: dict[str, Any]) -> dict[str, Any]:
-    """The same state dict with its tensors on the CPU; names that shared memory still do."""
-    moved: dict[Any, torch.Tensor] = {}
-    for name, value in state.items():
-        if not isinstance(value, torch.Tensor):  # a module's own extra state
-            continue
-        memory = (value.data_ptr(), value.shape, value.dtype)
-        if memory not in moved:
-            moved[memory] = value.cpu()
-        state[name] = moved[memory]
-    return state
-
-
 def check_free(model: nn.Module) -> None:
     """ConfigError when a live engine streams the model or a part of it."""
     for name, module in model.named_modules():
