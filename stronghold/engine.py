@@ -283,6 +283,9 @@ class StrongholdEngine(Checkpoints, deepspeed.DeepSpeedEngine):  # type: ignore[
         """Whether the last `step` call changed weights: a boundary, and no overflow."""
         return self._step_applied
 
+    def empty_partition_cache(self) -> None:
+        """Nothing to do: no partition of the weights is cached."""
+
     def get_data_parallel_rank(self) -> int:
         """The only rank."""
         return self.global_rank

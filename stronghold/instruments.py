@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from deepspeed.monitor.monitor import MonitorMaster
 from deepspeed.profiling.flops_profiler.profiler import FlopsProfiler
 from deepspeed.utils import timer as deepspeed_timer
+from deepspeed.utils.logging import set_log_level_from_string
 from torch import nn
 
 from stronghold.telemetry.metrics import StepRecord, value
@@ -79,6 +80,8 @@ class Instruments:
         monitors = config.monitor_config
         self.monitor = MonitorMaster(monitors) if monitors.enabled else NoMonitor()
         self.last_times_ms: dict[str, float] = {}
+        if config.log_level is not None:
+            set_log_level_from_string(config.log_level)
         if config.dump_state:
             config.print("DeepSpeed's reading of the config")
 

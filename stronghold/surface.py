@@ -38,7 +38,6 @@ REFUSED: dict[str, str] = {
     "get_deepspeed_compile_backend": _COMPILE,
     "register_compile_pass": _COMPILE,
     "compile_zero_optimization_stage": _COMPILE,
-    "empty_partition_cache": "there is no ZeRO-3 partition here",
     "get_optimizer_configuration": _ALIEN,
     "load_moe_state_dict": _PARALLEL,
     "offload_states": _STATES,

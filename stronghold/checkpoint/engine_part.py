@@ -21,13 +21,13 @@ from stronghold.checkpoint.weights import live_weights, write_weights
 from stronghold.config import Settings
 from stronghold.device.base import Fence
 from stronghold.errors import ConfigError
+from stronghold.runtime.loss_scale import restore_scaler, scaler_state
 from stronghold.runtime.optimizer import EngineOptimizer
 from stronghold.runtime.stack import Stack
 
 logger = logging.getLogger("stronghold")
 
 COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
-SCALER_STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 GAS = "gradient_accumulation_steps"
 
 
@@ -63,6 +63,8 @@ class Checkpoints:
         failure surfaces as a lane's does; else OSError is raised here and training can go on.
         ConfigError between the micro-batches of one step.
         """
+        if not save_dir:
+            raise ConfigError(f"save_checkpoint: save_dir is {save_dir!r}, expected a directory")
         self.wait_for_checkpoint()
         if self._stack.updater.pending:
             raise ConfigError(
@@ -155,9 +157,8 @@ class Checkpoints:
             self.lr_scheduler.load_state_dict(saved.scheduler)
         if saved.loader is not None and hasattr(self.training_dataloader, "load_state_dict"):
             self.training_dataloader.load_state_dict(saved.loader)
-        scaler = getattr(self.optimizer, "loss_scaler", None)
-        if scaler is not None and saved.loss_scale is not None:
-            vars(scaler).update(saved.loss_scale)
+        if self.optimizer is not None and saved.loss_scale is not None:
+            restore_scaler(self.optimizer.loss_scaler, saved.loss_scale)
         state.restore_random_states(saved.random, self._stack.device)
 
     # -- weights alone --------------------------------------------------------------------------
@@ -192,8 +193,4 @@ def _state_of(part: Any) -> dict[str, Any] | None:
 
 
 def _scale_of(optimizer: EngineOptimizer | None) -> dict[str, Any] | None:
-    """What changes from step to step in a loss scaler of DeepSpeed's."""
-    scaler = getattr(optimizer, "loss_scaler", None)
-    if scaler is None:
-        return None
-    return {key: value for key, value in vars(scaler).items() if key in SCALER_STATE}
+    return None if optimizer is None else scaler_state(optimizer.loss_scaler)

@@ -64,6 +64,7 @@ HONOURED = {
     "wall_clock_breakdown": "Milliseconds of fwd, bwd and step by DeepSpeed's timers, which wait "
     "for the GPU.",
     "flops_profiler": "DeepSpeed's profiler at profile_step. Latencies include waits for weights.",
+    "log_level": "The level of DeepSpeed's own logger.",
     "dump_state": "Logs DeepSpeed's reading of the config at start.",
     "steps_per_print": "Steps between log lines. Absent or infinite: never.",
     "dataloader_drop_last": "For the loader made from training_data.",
@@ -105,7 +106,6 @@ IGNORED = {
     "datastates_ckpt": "A checkpoint writer of DeepSpeed's.",
     "aio": "Settings of DeepSpeed's asynchronous I/O.",
     "disable_python_gc": "Python's garbage collector is left as it is.",
-    "log_level": "The level of DeepSpeed's own logger.",
     "vocabulary_size": "Only a hint about alignment.",
 }
 

@@ -299,12 +299,21 @@ def _deepspeed_config(config: dict[str, Any], world_size: int | None, mpu: Any) 
         AttributeError,
         KeyError,
     ) as error:
-        raise ConfigError(
+        raise _refusal(error)(
             f"DeepSpeed refuses the config: {type(error).__name__}: {error}"
         ) from error
     deepspeed.world_size = ranks
     deepspeed.train_batch_size = batch["train_batch_size"]
     return deepspeed
+
+
+def _refusal(error: Exception) -> type[ConfigError]:
+    """ConfigError, and DeepSpeed's own type of error too: programs catch that."""
+    from deepspeed.runtime.config import DeepSpeedConfigError
+
+    if not isinstance(error, DeepSpeedConfigError):
+        return ConfigError
+    return type("ConfigError", (ConfigError, DeepSpeedConfigError), {})
 
 
 # The title of a pydantic error is the class of DeepSpeed's that refused; users know the section.

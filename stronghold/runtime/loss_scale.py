@@ -77,10 +77,10 @@ def scaler_state(scaler: LossScalerBase) -> dict[str, Any]:
 
 
 def restore_scaler(scaler: LossScalerBase, state: dict[str, Any]) -> None:
-    """Take over what `scaler_state` gave, as far as this scaler has it.
+    """Take over what `scaler_state` gave, from one dynamic scaler to another.
 
-    A fixed scale stays what the config says, as in DeepSpeed.
+    A fixed scale stays what the config says, and one that starts after a run without fp16 is new.
     """
-    if scaler.dynamic:
+    if scaler.dynamic and state.keys() >= set(STATE):
         for name in STATE:
-            setattr(scaler, name, state.get(name, getattr(scaler, name)))
+            setattr(scaler, name, state[name])
