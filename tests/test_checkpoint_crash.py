@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import select
 import signal
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -41,9 +43,11 @@ def kill_while_saving(save_dir: Path, asynchronous: bool, wait_s: float) -> int:
     read, write = os.pipe()
     child = os.fork()  # a new interpreter would take seconds to import torch
     if child == 0:
+        gc.freeze()  # slabs of this process are not mapped there: nobody may unmap them
         try:
             save_for_ever(save_dir, asynchronous, write)
         finally:
+            traceback.print_exc()
             os._exit(1)
     os.close(write)
     try:

@@ -292,11 +292,12 @@ def _stage_0(path: Path, model: dict[str, Any]) -> ZeroCheckpoint:
             "which parameter is in which"
         )
     buffers = _buffers(model)
-    names = [name for name in model["module"] if name not in buffers]
+    aliases = _shared(model["module"])
+    names = [name for name in model["module"] if name not in buffers and name not in aliases]
     count = len(base["param_groups"][0]["params"])
     if len(names) != count:
         raise CheckpointError(
-            f"{path}: {len(names)} parameters and {count} in the optimizer: frozen and tied ones "
+            f"{path}: {len(names)} parameters and {count} in the optimizer: frozen ones "
             "cannot be told apart in ZeRO stage 0"
         )
     parameters = []
@@ -318,5 +319,16 @@ def _stage_0(path: Path, model: dict[str, Any]) -> ZeroCheckpoint:
         )
     groups = [_plain_group(base["param_groups"][0], names)]
     return ZeroCheckpoint(
-        stage=0, model=model, parameters=parameters, groups=groups, aliases={}, buffers=buffers
+        stage=0, model=model, parameters=parameters, groups=groups, aliases=aliases, buffers=buffers
     )
+
+
+def _shared(module: dict[str, Any]) -> dict[str, str]:
+    """Tied names: those whose memory an earlier one has already."""
+    first: dict[tuple[int, torch.Size], str] = {}
+    found = {}
+    for name, value in module.items():
+        key = value.data_ptr(), value.shape
+        if value.numel() and first.setdefault(key, name) != name:
+            found[name] = first[key]
+    return found
