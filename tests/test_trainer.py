@@ -20,6 +20,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Trainer
 
 from stronghold.engine import StrongholdEngine
+from stronghold.plan.planner import Gradients
 from tests.frameworks import fresh_accelerate, plugin
 from tests.frameworks import trainer_arguments as arguments
 from tests.test_torch_reference import BOUND, LOSS_BOUND
@@ -153,6 +154,13 @@ def test_the_trainer_trains_as_without_deepspeed(trained: Any, kept: str) -> Non
     assert max(curve(plain).norms) > 0.5, "no step was clipped: the test would not see clipping"
     weight_decays = {group["weight_decay"] for group in streamed.optimizer.param_groups}
     assert weight_decays == {0.1, 0.0}, "the Trainer's decay and no-decay groups"
+
+
+def test_updates_during_backward_train_as_without_deepspeed(trained: Any) -> None:
+    changed = {"max_grad_norm": 0.0, "gradient_accumulation_steps": 1}
+    streamed = trained(CLIENT, **changed)
+    assert streamed.model_wrapped.plan.gradients is Gradients.RING
+    assert_same_training(streamed, trained(None, **changed))
 
 
 def test_deepspeed_itself_trains_the_same_without_the_section(trained: Any) -> None:
