@@ -43,6 +43,8 @@ class StrongholdEngine(Checkpoints, deepspeed.DeepSpeedEngine):  # type: ignore[
     `optimizer` is None for a forward-only engine, which holds the weights alone.
     """
 
+    training: bool
+
     def __init__(
         self,
         *,
