@@ -99,8 +99,8 @@ class AdamBatch:
 
     def run(self, pool: Pool) -> None:
         """One step on every segment, in place. Returns when all are done."""
-        _check(
-            _library().sh_adam(
+        check(
+            library().sh_adam(
                 pool.handle, self._weight_dtype, self._grad_dtype, self._address, len(self.rows)
             )
         )
@@ -111,8 +111,8 @@ class AdamBatch:
         Weights, remainders and moments are written where they were read, unchanged; or to the
         arrays of `to`, aligned to 64 bytes, past the caches.
         """
-        _check(
-            _library().sh_adam_traffic(
+        check(
+            library().sh_adam_traffic(
                 pool.handle,
                 self._weight_dtype,
                 self._grad_dtype,
@@ -144,8 +144,8 @@ class Pool:
         if cores is not None and not listed:
             raise ConfigError("cores: got an empty list, expected core numbers or None")
         handle = ctypes.c_void_p()
-        _check(
-            _library().sh_pool_create(
+        check(
+            library().sh_pool_create(
                 num_threads,
                 (ctypes.c_int32 * len(listed))(*listed),
                 len(listed),
@@ -162,7 +162,7 @@ class Pool:
     @property
     def isa(self) -> str:
         """The instruction set that this pool's calls run on."""
-        name: bytes = _library().sh_pool_isa(self.handle)
+        name: bytes = library().sh_pool_isa(self.handle)
         return name.decode()
 
     @property
@@ -176,7 +176,7 @@ class Pool:
         """Joins the threads."""
         handle, self._handle = self._handle, None
         if handle is not None:
-            _library().sh_pool_destroy(handle)
+            library().sh_pool_destroy(handle)
 
     def __enter__(self) -> Pool:
         return self
@@ -215,8 +215,8 @@ def accumulate(
     Segments are (address of the gradient, address of the fp32 accumulator, numel, add).
     """
     rows = np.array(segments, dtype=np.int64)
-    _check(
-        _library().sh_accumulate(
+    check(
+        library().sh_accumulate(
             pool.handle, _dtype_code(grad_dtype), rows.ctypes.data, len(segments)
         )
     )
@@ -229,8 +229,8 @@ def sum_squares(pool: Pool, dtype: torch.dtype, segments: Sequence[tuple[int, in
     """
     rows = np.array(segments, dtype=np.int64)
     out = np.empty(len(segments), dtype=np.float64)
-    _check(
-        _library().sh_sum_squares(
+    check(
+        library().sh_sum_squares(
             pool.handle, _dtype_code(dtype), rows.ctypes.data, len(segments), out.ctypes.data
         )
     )
@@ -241,7 +241,7 @@ def sum_squares(pool: Pool, dtype: torch.dtype, segments: Sequence[tuple[int, in
 def isas() -> list[str]:
     """Those of "avx512", "avx2", "neon" and "scalar" that this CPU can run, best first."""
     names: list[str] = []
-    while (name := _library().sh_isa_at(len(names))) is not None:
+    while (name := library().sh_isa_at(len(names))) is not None:
         names.append(name.decode())
     return names
 
@@ -264,22 +264,25 @@ def _dtype_code(dtype: torch.dtype) -> int:
     return code
 
 
-def _check(status: int) -> None:
+def check(status: int) -> None:
+    """Raises what a call of the C ABI reports: `ConfigError`, or `OSError` with its errno."""
     if status == 0:
         return
-    message = _library().sh_last_error().decode()
+    message = library().sh_last_error().decode(errors="replace")
     if status == _SH_INVALID:
         raise ConfigError(message)
-    raise OSError(message)
+    number = library().sh_last_errno()
+    raise OSError(number, message) if number else OSError(message)
 
 
 @functools.cache
-def _library() -> ctypes.CDLL:
-    """Loads libstronghold and declares its functions."""
-    library = ctypes.CDLL(str(_library_path()))
+def library() -> ctypes.CDLL:
+    """libstronghold, loaded, its functions declared; those of files by `native_io`."""
+    loaded = ctypes.CDLL(str(_library_path()))
     address, int32, int64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
     signatures: dict[str, tuple[Any, list[Any]]] = {
         "sh_last_error": (ctypes.c_char_p, []),
+        "sh_last_errno": (int32, []),
         "sh_abi_version": (int32, []),
         "sh_adam_segment_bytes": (int64, []),
         "sh_isa_at": (ctypes.c_char_p, [int32]),
@@ -291,18 +294,28 @@ def _library() -> ctypes.CDLL:
         "sh_accumulate": (int32, [address, int32, address, int64]),
         "sh_sum_squares": (int32, [address, int32, address, int64, address]),
     }
+    declare(loaded, signatures)
+    if (
+        loaded.sh_abi_version() != _ABI_VERSION
+        or loaded.sh_adam_segment_bytes() != _ADAM_ROW.itemsize
+    ):
+        raise _of_another_version(loaded)
+    return loaded
+
+
+def declare(loaded: ctypes.CDLL, signatures: dict[str, tuple[Any, list[Any]]]) -> None:
+    """Gives functions of the library their types: name -> (of the result, of the arguments)."""
     for name, (result, arguments) in signatures.items():
-        function = getattr(library, name)
+        try:
+            function = getattr(loaded, name)
+        except AttributeError:
+            raise _of_another_version(loaded) from None
         function.restype = result
         function.argtypes = arguments
-    if (
-        library.sh_abi_version() != _ABI_VERSION
-        or library.sh_adam_segment_bytes() != _ADAM_ROW.itemsize
-    ):
-        raise StateError(
-            f"{library._name} is of another version than {__file__}; repeat `pip install`"
-        )
-    return library
+
+
+def _of_another_version(loaded: ctypes.CDLL) -> StateError:
+    return StateError(f"{loaded._name} is of another version than {__file__}; repeat `pip install`")
 
 
 def _library_path() -> Path:

@@ -31,11 +31,14 @@ typedef enum { SH_F32 = 0, SH_BF16 = 1, SH_F16 = 2 } sh_dtype;
 typedef enum {
   SH_OK = 0,
   SH_INVALID = 1, /* an argument breaks the contract; nothing was read or written */
-  SH_SYSTEM = 2   /* the system refused memory, a thread or an affinity mask */
+  SH_SYSTEM = 2   /* the system refused memory, a thread, an affinity mask or an I/O request */
 } sh_status;
 
 /* What the calling thread's last failed call says, in UTF-8. Valid until its next failure. */
 SH_API const char* sh_last_error(void);
+
+/* The errno of that failure; 0 when it had none. */
+SH_API int32_t sh_last_errno(void);
 
 /* SH_ABI_VERSION of the library, and the sizes of the structures that it was compiled with. */
 SH_API int32_t sh_abi_version(void);

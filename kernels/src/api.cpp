@@ -15,6 +15,7 @@ namespace {
 
 // Fixed room: an error must be reportable when memory is not to be had.
 thread_local char last_error[512] = "";
+thread_local int last_errno = 0;
 
 constexpr int32_t kMaxThreads = 4096;
 
@@ -36,8 +37,9 @@ const Kernels* ChooseKernels(const char* isa) {
 
 }  // namespace
 
-void SetLastError(const char* message) noexcept {
+void SetLastError(const char* message, int number) noexcept {
   std::strncpy(last_error, message, sizeof(last_error) - 1);
+  last_errno = number;
 }
 
 }  // namespace sh
@@ -45,6 +47,8 @@ void SetLastError(const char* message) noexcept {
 extern "C" {
 
 const char* sh_last_error(void) { return sh::last_error; }
+
+int32_t sh_last_errno(void) { return sh::last_errno; }
 
 int32_t sh_abi_version(void) { return SH_ABI_VERSION; }
 

@@ -6,6 +6,7 @@
 #include <exception>
 #include <stdexcept>
 #include <string>
+#include <system_error>
 
 #include "stronghold.h"
 
@@ -17,6 +18,16 @@ class Invalid : public std::invalid_argument {
   using std::invalid_argument::invalid_argument;
 };
 
+// The system refused: its errno, and words of ours that say what and where.
+class Refused : public std::runtime_error {
+ public:
+  Refused(int number, const std::string& message) : std::runtime_error(message), number_(number) {}
+  int number() const { return number_; }
+
+ private:
+  int number_;
+};
+
 inline void Require(bool holds, const char* message) {
   if (!holds) throw Invalid(message);
 }
@@ -26,7 +37,7 @@ inline void RequireAt(bool holds, int64_t index, const char* message) {
   if (!holds) throw Invalid("segment " + std::to_string(index) + ": " + message);
 }
 
-void SetLastError(const char* message) noexcept;
+void SetLastError(const char* message, int number = 0) noexcept;
 
 // Runs body(); what it throws becomes a status and sh_last_error().
 template <class Body>
@@ -37,6 +48,12 @@ int32_t Guarded(const Body& body) noexcept {
   } catch (const Invalid& error) {
     SetLastError(error.what());
     return SH_INVALID;
+  } catch (const Refused& error) {
+    SetLastError(error.what(), error.number());
+    return SH_SYSTEM;
+  } catch (const std::system_error& error) {
+    SetLastError(error.what(), error.code().value());
+    return SH_SYSTEM;
   } catch (const std::exception& error) {
     SetLastError(error.what());
     return SH_SYSTEM;
