@@ -76,7 +76,7 @@ def train(engine: Any, steps: int) -> list[torch.Tensor]:
 def snapshot(engine: Any) -> dict[str, torch.Tensor]:
     """Everything that a load may change, by name."""
     engine.synchronize()
-    found = {f"weight {k}": v.clone() for k, v in engine.module_state_dict().items()}
+    found = {f"weight {k}": v.cpu().clone() for k, v in engine.module_state_dict().items()}
     host = engine._stack.host
     if host.training:
         moments = moments_of(engine)

@@ -50,7 +50,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(options: dict[str, Any], tmp_pat
     for stop, layout in zip(range(1, STOPS + 1), layouts, strict=True):
         with session(make_model(seed=9), section=layout, **options) as engine:
             path, _ = engine.load_checkpoint(tmp_path, tag=f"global_step{stop}")
-            assert path == str(tmp_path / f"global_step{stop}")
+            assert Path(path).parent == tmp_path / f"global_step{stop}"
             resumed = train(engine, STOPS - stop + NEXT)
             assert all(map(torch.equal, resumed, losses[stop * gas :])), f"stop {stop}, {layout}"
             assert len(resumed) == len(losses) - stop * gas
@@ -80,7 +80,8 @@ def test_counters_tags_client_state_and_generators_return(tmp_path: Path) -> Non
     assert (tmp_path / "other" / "mp_rank_00_model_states.pt").exists()
     with session() as engine:
         path, client = engine.load_checkpoint(tmp_path)
-        assert (path, client) == (str(tmp_path / "global_step3"), {"epoch": 2, "best": [0.5, None]})
+        assert path == str(tmp_path / "global_step3" / "mp_rank_00_model_states.pt")
+        assert client == {"epoch": 2, "best": [0.5, None]}
         assert (engine.global_steps, engine.micro_steps, engine.global_samples) == (3, 3, 6)
         assert (random.random(), np.random.random(), torch.rand(1)) == expected
 
@@ -230,6 +231,49 @@ def test_between_micro_batches_a_save_is_refused_and_a_load_starts_the_step_agai
             engine.save_checkpoint(tmp_path)
         engine.load_checkpoint(tmp_path)
         assert all(map(torch.equal, train(engine, 2), expected))
+
+
+def test_weights_can_be_placed_by_the_caller(tmp_path: Path) -> None:
+    def place(src: dict[str, torch.Tensor], dst: torch.nn.Module) -> None:
+        for name, parameter in dst.named_parameters():
+            parameter.data.copy_(src[name] * 2)
+
+    with session(precision="bf16") as engine:
+        train(engine, 3)
+        engine.save_checkpoint(tmp_path)
+        saved, expected = engine.module_state_dict(), snapshot(engine)
+        saved = {name: value.clone() for name, value in saved.items()}
+    layout = {"resident_layers": 1, "window": 1}
+    with session(make_model(seed=9), section=layout, precision="bf16") as engine:
+        engine.load_checkpoint(tmp_path, custom_load_fn=place)
+        for name, value in engine.module_state_dict().items():
+            assert torch.equal(value, saved[name] * 2)
+        for name, value in snapshot(engine).items():
+            if name.startswith("low"):
+                assert not value.any()
+            elif not name.startswith("weight"):
+                assert torch.equal(value, expected[name]), name
+        train(engine, 1)
+
+
+def test_after_a_step_of_two_halves_a_checkpoint_is_the_way_back(tmp_path: Path) -> None:
+    """Without clipping, a failing backward has updated the layers behind the failure."""
+
+    def fail(gradient: torch.Tensor) -> None:
+        raise RuntimeError("on purpose")
+
+    with session(clipping=0.0, precision="bf16") as engine:
+        train(engine, 1)
+        engine.save_checkpoint(tmp_path)
+        expected = train(engine, 3)
+        hook = engine.module.transformer.h[0].ln_1.weight.register_hook(fail)
+        with pytest.raises(RuntimeError, match="on purpose"):
+            train(engine, 1)
+        hook.remove()
+        with pytest.raises(ConfigError, match="Start again from a checkpoint"):
+            train(engine, 1)
+        engine.load_checkpoint(tmp_path)
+        assert all(map(torch.equal, train(engine, 3), expected))
 
 
 def test_frozen_parameters_can_be_left_out(tmp_path: Path) -> None:

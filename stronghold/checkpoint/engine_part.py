@@ -16,6 +16,7 @@ from torch import nn
 
 from stronghold.checkpoint import directory, state
 from stronghold.checkpoint.load import Load
+from stronghold.checkpoint.manifest import STATE
 from stronghold.checkpoint.save import Contents, Save
 from stronghold.checkpoint.weights import live_weights, write_weights
 from stronghold.config import Settings
@@ -118,8 +119,9 @@ class Checkpoints:
         load_module_only: bool = False,
         custom_load_fn: Callable[..., Any] | None = None,
     ) -> tuple[str | None, dict[str, Any] | None]:
-        """Load `load_dir/tag` (the tag that `latest` names, without one) and return its path and
-        the client state that was saved; (None, None) when there is no `latest`.
+        """Load `load_dir/tag` (the tag that `latest` names, without one) and return the path of
+        its state file, as DeepSpeed does, and the client state that was saved; (None, None) when
+        there is no `latest`.
 
         Everything is verified before anything in memory changes: CheckpointError for files that are
         missing, cut off, changed or foreign, ConfigError for a checkpoint of another model.
@@ -136,8 +138,9 @@ class Checkpoints:
                 )
                 return None, None
         wanted = load_optimizer_states and not load_module_only
+        path = directory.resolve(root, directory.check_tag(tag))
         load = Load(
-            directory.resolve(root, directory.check_tag(tag)),
+            path,
             self._stack,
             self.optimizer if wanted else None,
             names_must_match=load_module_strict,
@@ -145,7 +148,7 @@ class Checkpoints:
         load.into_slabs(custom_load_fn)
         if not load_module_only:
             self._restore(load, load_lr_scheduler_states)
-        return str(root / str(tag)), load.state.client
+        return str(path / STATE), load.state.client
 
     def _restore(self, load: Load, scheduler: bool) -> None:
         saved, counters = load.state, load.manifest.counters
