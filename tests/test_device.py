@@ -20,7 +20,7 @@ from stronghold.device.base import THREAD_PREFIX, Device, completed
 from stronghold.device.cuda import CudaDevice
 from stronghold.device.emulated import COPY_PIECE_BYTES, EmulatedDevice
 from stronghold.errors import BudgetError, ConfigError, LaneError, StateError
-from stronghold.memory.host import map_slab
+from stronghold.memory.slab import map_slab
 from stronghold.telemetry.trace import Trace
 
 WEIRD = (1, 2, 15, 17, 4097)

@@ -12,7 +12,8 @@ import torch
 from stronghold.device.base import completed
 from stronghold.device.emulated import EmulatedDevice
 from stronghold.errors import StateError
-from stronghold.memory.host import HUGE_PAGE_BYTES, LOW_DTYPE, HostStore, map_slab, view
+from stronghold.memory.host import LOW_DTYPE, HostStore, view
+from stronghold.memory.slab import HUGE_PAGE_BYTES, map_slab
 from stronghold.model.layout import LayerLayout, ModelLayout, ParameterSlice
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -163,6 +164,22 @@ def test_a_slab_is_private_may_have_huge_pages_and_is_not_copied_by_a_fork() -> 
     assert "dc" in flags
     if os.path.exists("/sys/kernel/mm/transparent_hugepage"):
         assert "hg" in flags
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/smaps"), reason="the kernel tells no maps")
+def test_a_forked_child_unmaps_nothing_of_its_own() -> None:
+    """The child inherits the object that unmaps a slab, but not the slab: its address must be taken
+    by nobody else, and letting the object go must be harmless."""
+    slab = map_slab(HUGE_PAGE_BYTES, torch.uint8)
+    address = slab.data_ptr()
+    child = os.fork()
+    if child == 0:
+        with open("/proc/self/maps") as maps:
+            found = [line.split()[1] for line in maps if line.startswith(f"{address:x}-")]
+        del slab
+        os._exit(0 if found == ["---p"] else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert not slab.any()
 
 
 # -- weights -----------------------------------------------------------------------------------

@@ -16,7 +16,6 @@ a small ring.
 
 from __future__ import annotations
 
-import mmap
 from dataclasses import dataclass
 
 import torch
@@ -24,6 +23,7 @@ from torch import nn
 
 from stronghold.device.base import Device, Fence, completed
 from stronghold.errors import StateError
+from stronghold.memory.slab import map_slab
 from stronghold.model.layout import LayerLayout, ModelLayout, ParameterSlice
 from stronghold.model.source import WeightSource
 
@@ -32,27 +32,6 @@ LOW_DTYPE: dict[torch.dtype, torch.dtype | None] = {
     torch.float16: torch.float32,
     torch.float32: None,
 }
-HUGE_PAGE_BYTES = 2 << 20
-
-
-def map_slab(numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """A flat zero tensor on its own anonymous mapping: exact size, page-aligned, committed page by
-    page at first touch.
-
-    Never torch's pinned allocator, which rounds up to powers of two.
-    """
-    if numel == 0:
-        return torch.empty(0, dtype=dtype)
-    # Private: the default is shared memory, which gets no huge pages unless the system is told to.
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    mapping = mmap.mmap(-1, numel * dtype.itemsize, flags=flags)
-    if hasattr(mmap, "MADV_DONTFORK"):
-        # A forked data loader would make every later write copy its page: twice the host memory,
-        # and pinned pages that are no longer ours.
-        mapping.madvise(mmap.MADV_DONTFORK)
-    if len(mapping) >= HUGE_PAGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
-        mapping.madvise(mmap.MADV_HUGEPAGE)  # 10 to 27 % of Adam's bandwidth
-    return torch.frombuffer(mapping, dtype=dtype)
 
 
 def split_master(

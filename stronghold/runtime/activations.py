@@ -32,7 +32,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import checkpoint as torch_checkpoint
 
 from stronghold.device.base import Device, Fence
-from stronghold.memory.host import map_slab
+from stronghold.memory.slab import map_slab
 from stronghold.telemetry.metrics import Metrics
 
 MIN_OFFLOAD_BYTES = 16 << 10  # below this a copy costs more than the room it frees

@@ -16,7 +16,7 @@ import torch
 
 from stronghold.device.cuda import CudaDevice
 from stronghold.errors import ConfigError, StateError
-from stronghold.memory.host import map_slab
+from stronghold.memory.slab import map_slab
 from stronghold.telemetry.trace import Trace
 
 pytestmark = pytest.mark.gpu
