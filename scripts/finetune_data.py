@@ -170,22 +170,24 @@ class Encoder:
         for k, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
-            begin = self._begin_of_turn(messages[:k], text, where)
+            begin, asked = self._begin_of_turn(messages[:k], text, where)
             upto = self._render(messages[: k + 1], where)
             end = len(upto)
-            if not text.startswith(upto):
-                # Templates that drop the reasoning of earlier turns render a turn differently when
-                # it is the last: its text must be found, and its end mark follows.
+            if not (asked and text.startswith(upto)):
+                # Templates of reasoning models render a turn differently when it is the last, or
+                # ask for more than the turn then has: its text must be found, and its end mark
+                # follows.
                 begin, end = _found(str(message.get("content") or ""), begin, upto, text, where)
             yield begin, begin + len(text[begin:end].rstrip())
 
-    def _begin_of_turn(self, before: list[Any], text: str, where: str) -> int:
+    def _begin_of_turn(self, before: list[Any], text: str, where: str) -> tuple[int, bool]:
+        """Where the turn after `before` begins in `text`, and whether its header is behind that."""
         if not before:
-            return 0
+            return 0, False
         for ask in (True, False):
             prompt = self._render(before, where, ask=ask)
             if text.startswith(prompt):
-                return len(prompt)
+                return len(prompt), ask
         raise DataError(
             f"{where}: the chat template renders the turns before an answer in another way once it "
             "is there, so that the answer cannot be told apart; give prompt and completion instead"

@@ -52,6 +52,9 @@ FORGETFUL = (
     "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 
+# As others do: the prompt opens a thought that no turn in the data has.
+ASKING = TEMPLATE.replace("<assistant>{% endif", "<assistant>[think]{% endif")
+
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
     characters = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "<eos>", "<user>", "<assistant>"]
@@ -138,8 +141,12 @@ CONVERSATION = [
 
 @pytest.mark.parametrize(
     ("template", "trained"),
-    [(TEMPLATE, "one<eos>|two<eos>"), (FORGETFUL, "one<eos>|[thought]two<eos>")],
-    ids=["stable", "forgetful"],
+    [
+        (TEMPLATE, "one<eos>|two<eos>"),
+        (FORGETFUL, "one<eos>|[thought]two<eos>"),
+        (ASKING, "one<eos>|two<eos>"),
+    ],
+    ids=["stable", "forgetful", "asking"],
 )
 def test_of_a_conversation_what_the_assistant_says_is_trained(
     tokenizer: Any, tmp_path: Path, template: str, trained: str
@@ -339,6 +346,14 @@ def test_arguments_are_refused_at_once(
     with pytest.raises(SystemExit, match="2"):
         program.parse_arguments(whole)
     assert re.search(message, capsys.readouterr().err)
+
+
+def test_the_command_of_the_readme_is_complete() -> None:
+    readme = (SCRIPTS.parent / "README.md").read_text()
+    (line,) = re.findall(r"^scripts/finetune (.*)$", readme, flags=re.MULTILINE)
+    args = program.parse_arguments(line.split())
+    assert args.config.samefile(SCRIPTS.parent / "configs" / "8b_24gb_ram.json")
+    assert (args.epochs, args.max_steps, args.packing, args.resume) == (1.0, None, True, False)
 
 
 # --- runs -----------------------------------------------------------------------------------------
