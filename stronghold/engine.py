@@ -73,6 +73,7 @@ class StrongholdEngine(Checkpoints, deepspeed.DeepSpeedEngine):  # type: ignore[
         self.client_optimizer = self.client_lr_scheduler = None
         self.enable_backward_allreduce = False
         self.inside_no_sync_ctxt = self.has_moe_layers = False
+        self.sparse_tensor_module_names: set[str] = set()
         self.loaded_checkpoint_mp_world_size = self.loaded_checkpoint_dp_world_size = None
         self._boundary_override: bool | None = None
         self._step_applied = False

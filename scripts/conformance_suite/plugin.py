@@ -1,0 +1,115 @@
+"""A pytest plugin under which DeepSpeed's own unit tests meet stronghold's engine.
+
+Owns what is different in the process of the tests, and nothing on disk: `deepspeed.initialize`
+adds a "stronghold" section to every config; distributed tests run in this process, on one rank; the
+CPU accelerator says that it computes in half precision, which the emulated device does; the tests
+of DeepSpeed's CPU Adam get ours. Each outcome is a line of JSON in the file that
+STRONGHOLD_CONFORMANCE names.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import importlib
+import json
+import os
+import tempfile
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+from deepspeed.accelerator import get_accelerator
+
+import stronghold
+from conformance_suite.table import not_run
+from stronghold.config import read_config
+from stronghold.errors import ConfigError
+from stronghold.model.partition import partition
+
+ONE_RANK = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_SIZE": "1"}
+CPU_ADAM_TESTS = "test_cpu_adam.py"
+
+
+def initialize(
+    args: Any = None, model: Any = None, config: Any = None, config_params: Any = None, **rest: Any
+) -> Any:
+    """`stronghold.initialize` of the same config with our section in it."""
+    settings = read_config(config if config is not None else config_params, args)
+    settings.setdefault("stronghold", {"device": "emulated", **blocks_of(model)})
+    for name in ("deepspeed_config", "deepscale_config"):
+        if getattr(args, name, None) is not None:
+            setattr(args, name, None)
+    return stronghold.initialize(args=args, model=model, config=settings, **rest)
+
+
+def blocks_of(model: Any) -> dict[str, Any]:
+    """What a user adds for a toy without repeated blocks: the names of its parts."""
+    if not isinstance(model, torch.nn.Module):
+        return {}
+    try:
+        partition(model)
+    except ConfigError:
+        parts = [n for n, part in model.named_children() if any(True for _ in part.parameters())]
+        return {"layers": parts} if parts else {}
+    return {}
+
+
+def on_one_rank(test: Any, num_procs: int, init_method: str) -> None:
+    """Run a distributed test here, instead of in `num_procs` processes."""
+    if test.init_distributed and not deepspeed.comm.is_initialized():
+        if not torch.distributed.is_initialized():
+            store = tempfile.mkstemp()[1]
+            torch.distributed.init_process_group(
+                "gloo", init_method=f"file://{store}", rank=0, world_size=1
+            )
+        deepspeed.init_distributed("gloo", auto_mpi_discovery=False)
+    test.run(**test._fixture_kwargs)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    os.environ.update(ONE_RANK)
+    torch.set_num_threads(1)
+    deepspeed.initialize = initialize
+    type(get_accelerator()).is_fp16_supported = lambda self: True
+    importlib.import_module("unit.util").bf16_required_version_check = lambda *args: True
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """One rank for every class; what the table says is not run is left out, and recorded."""
+    left_out = []
+    for item in items:
+        owner = getattr(item, "cls", None)
+        if getattr(owner, "is_dist_test", False):
+            owner.world_size = 1
+            owner._launch_procs = on_one_rank
+        if item.path.name == CPU_ADAM_TESTS:
+            deepspeed.ops.adam.DeepSpeedCPUAdam = stronghold.CPUAdam
+        row = next((r for r in not_run() if fnmatch.fnmatchcase(name_of(item), r.pattern)), None)
+        if row is None:
+            write(name_of(item), "begun", "")
+        else:
+            write(name_of(item), "not run", row.reason)
+            left_out.append(item)
+    items[:] = [item for item in items if item not in left_out]
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Any:
+    report = (yield).get_result()
+    if report.when == "call" or report.outcome != "passed":
+        text = report.longreprtext
+        if report.skipped and isinstance(report.longrepr, tuple):
+            text = str(report.longrepr[2])
+        write(name_of(item), report.outcome, text)
+
+
+def name_of(item: pytest.Item) -> str:
+    """ "file::class::test" under tests/unit."""
+    return item.nodeid.removeprefix("unit/")
+
+
+def write(test: str, outcome: str, text: str) -> None:
+    with open(os.environ["STRONGHOLD_CONFORMANCE"], "a", encoding="utf-8") as file:
+        file.write(json.dumps({"test": test, "outcome": outcome, "text": text}) + "\n")

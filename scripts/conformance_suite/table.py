@@ -1,0 +1,173 @@
+"""Which of DeepSpeed's unit tests are run, and why some of them cannot apply to this engine.
+
+The one table of scripts/conformance. A row explains a test that failed or was skipped when its
+pattern matches the test's name and its symptom is found in what pytest said: another failure of
+the same test stays unexplained. Rows are tried in order. A row without a symptom is not run.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from dataclasses import dataclass
+
+# Under tests/unit of a DeepSpeed checkout. Left out: ZeRO's own internals (Init, partitioning,
+# leaves, tiling, ZeRO++, MiCS), pipelines, experts, tensor and sequence parallelism, inference,
+# hybrid engine, compression, torch.compile, and operators that need a GPU.
+FILES = (
+    "runtime/test_lr_schedulers.py",
+    "runtime/test_ds_initialize.py",
+    "runtime/test_ds_config_dict.py",
+    "runtime/test_ds_config_model.py",
+    "runtime/test_precision_config_dynamic_scale.py",
+    "runtime/test_precision_config_loss_scale.py",
+    "runtime/test_data.py",
+    "runtime/test_multi_output_model.py",
+    "runtime/test_multiple_models.py",
+    "runtime/test_no_sync_ctxt.py",
+    "runtime/test_runtime_utils.py",
+    "runtime/half_precision/test_dynamic_loss_scale.py",
+    "runtime/half_precision/test_fp16.py",
+    "runtime/half_precision/test_zero_optim_overflow.py",
+    "runtime/zero/test_ignore_unused_parameters.py",
+    "runtime/zero/test_unwrap_model.py",
+    "runtime/zero/test_zero_grad_clip.py",
+    "v1/test_engine_log_level.py",
+    "v1/half_precision/test_bf16.py",
+    "v1/half_precision/test_gradient_clipping_default.py",
+    "v1/half_precision/test_mixed_precision_dtype.py",
+    "v1/zero/test_zero_cpu_offload_grad_accum.py",
+    "v1/zero/test_zero2_offload_multi_backward.py",
+    "v1/zero/test_zero_user_backward.py",
+    "checkpoint/test_latest_checkpoint.py",
+    "checkpoint/test_lr_scheduler.py",
+    "checkpoint/test_other_optimizer.py",
+    "checkpoint/test_shared_weights.py",
+    "checkpoint/test_tag_validation.py",
+    "checkpoint/test_zero_optimizer.py",
+    "launcher/test_ds_arguments.py",
+    "launcher/test_run.py",
+    "launcher/test_user_args.py",
+    "monitor/test_monitor.py",
+    "ops/adam/test_adamw.py",
+    "ops/adam/test_cpu_adam.py",
+    "profiling/flops_profiler/test_flops_profiler.py",
+)
+
+REASONS = {
+    "stage 3": "ZeRO stage 3 is refused: set stage 0, 1 or 2; layers stream without partitioning",
+    "ranks": "needs several ranks; these runs have one",
+    "internals": "reads the insides of a DeepSpeed optimizer, which this engine does not have",
+    "class": "asserts the class of the optimizer; ours is stronghold's, over the same groups",
+    "grad by hand": "writes or reads .grad by hand; gradients leave for the host during backward",
+    "user backward": "calls loss.backward() or engine.scale: refused in favour of engine.backward",
+    "unmanaged": "managed_gradient_accumulation false is refused",
+    "buffers": "data_types.buffer_dtype is refused: buffers keep their dtype",
+    "dtype": "a half-precision model under a config that asks for fp32 is refused, with the edit",
+    "removed": "the installed DeepSpeed has removed the feature and refuses it itself",
+    "optimizer": "an optimizer other than Adam or AdamW is refused by name",
+    "raw read": "reads raw parameters right after step; engine.synchronize() comes first",
+    "no sync": "asserts that ZeRO refuses no_sync, or a step inside it; one rank has none to make",
+    "unused": "asserts that ZeRO 2 refuses unused parameters; here they get no update",
+    "error type": "asserts AssertionError; ours is ConfigError, a ValueError, with the edit",
+    "zero files": "reads files of DeepSpeed's own checkpoint layout; stronghold export writes them",
+    "package": "needs a package that is not installed",
+    "gpu": "DeepSpeed skips it, or its own reference fails, without a GPU",
+    "operator": "needs an operator that DeepSpeed builds for a GPU, or compiles at run time",
+    "experts": "expert parallelism is refused",
+    "superoffload": "an interface of SuperOffload's: subgroups and arithmetic rollback",
+    "half moments": "half-precision moments are refused: they are fp32 here",
+    "two engines": "makes a second engine of one model: refused before the first one's destroy()",
+    "switched off": "DeepSpeed has switched the test off",
+    "pytest": "the test's own fixture does not work under the installed pytest",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """`pattern`: shell pattern of "file::class::test". `symptom`: regular expression, or None for a
+    test that is not run."""
+
+    pattern: str
+    symptom: str | None
+    reason: str
+
+
+ROWS = (
+    # What is not run: it would compile for minutes, or wait for ranks that are not there.
+    Row("ops/adam/test_cpu_adam.py::*test_fused_adam_equal*", None, "operator"),
+    Row("ops/adam/test_cpu_adam.py::test_zenflow*", None, "operator"),
+    Row("*FusedAdam*", None, "operator"),
+    Row("runtime/half_precision/test_fp16.py::TestFP16OptimizerForMoE::*", None, "experts"),
+    Row("launcher/test_user_args.py::*pdsh*", None, "package"),
+    # What this engine refuses, in its own words.
+    Row("*", r"Stage 3 partitions parameters|was partitioned by deepspeed\.zero\.Init", "stage 3"),
+    Row(
+        "*",
+        r"engine\.scale does not apply|call engine\.backward\(loss\), not loss",
+        "user backward",
+    ),
+    Row("*", r"managed_gradient_accumulation: got False", "unmanaged"),
+    Row("*", r"data_types\.buffer_dtype: got", "buffers"),
+    Row("*", r"but the config asks for fp32", "dtype"),
+    Row("*", r"amp: got .* DeepSpeed removed Apex", "removed"),
+    Row("*", r"DeepSpeedConfigError: .*has been removed", "removed"),
+    Row("*", r"which cannot run on the CPU here|cannot run on the CPU here; Adam", "optimizer"),
+    Row("*", r"an engine streams it already", "two engines"),
+    Row("*", r"batch sizes do not multiply out", "ranks"),
+    # What a test takes for granted.
+    Row("*", r"assumes a world size of 2|is not divisible by 2|num_stages \(2\)", "ranks"),
+    Row("*", r"'EngineOptimizer' object has no attribute", "internals"),
+    Row("*", r"Optimizer should be ZeROOptimizer", "internals"),
+    Row("runtime/test_ds_initialize.py::Test*Optimizer::*", r"EngineOptimizer", "class"),
+    Row("runtime/test_ds_config_dict.py::TestNoModel::*", r"model is missing", "error type"),
+    Row("runtime/test_no_sync_ctxt.py::*", r"DID NOT RAISE.*AssertionError", "no sync"),
+    Row(
+        "runtime/test_no_sync_ctxt.py::*",
+        r"'NoneType' object has no attribute 'norm'",
+        "grad by hand",
+    ),
+    Row(
+        "runtime/half_precision/test_zero_optim_overflow.py::*",
+        r"^E +(Assertion|assert)",
+        "grad by hand",
+    ),
+    Row("runtime/zero/test_ignore_unused*", r"DID NOT RAISE.*AssertionError", "unused"),
+    Row("runtime/zero/test_zero_grad_clip.py::*", r"Could not initialize deepspeed", "stage 3"),
+    Row("v1/zero/test_zero2_offload_multi_backward.py::*", r"differs by", "raw read"),
+    Row("v1/zero/test_zero_user_backward.py::*", r"DistributedDataParallel device_ids", "gpu"),
+    Row(
+        "checkpoint/test_tag_validation.py::*unique_tag*", r"DID NOT RAISE.*AssertionError", "ranks"
+    ),
+    Row("checkpoint/test_zero_optimizer.py::*", r"fixture '.*' not found", "pytest"),
+    Row("checkpoint/*", r"is not a model state file", "zero files"),
+    Row(
+        "checkpoint/test_zero_optimizer.py::*frozen_weights*",
+        r"'NoneType' object has no attribute 'keys'",
+        "zero files",
+    ),
+    Row("monitor/*", r"No module named '(comet_ml|tensorboard|wandb)'", "package"),
+    Row("ops/adam/test_cpu_adam.py::*", r"no attribute '(step|rollback)_subgroup'", "superoffload"),
+    # What DeepSpeed itself skips on a CPU.
+    Row("*", r"Skipped: .*(has not been implemented on this system|is not compatible)", "operator"),
+    Row("*", r"Skipped: .*(CPU [aA]ccelerator|NCCL|not supported)", "gpu"),
+    Row("*", r"Skipped: .*half precision inf/nan output", "gpu"),
+    Row("ops/adam/test_cpu_adam.py::TestCPUAdamGPUError::*", r"DID NOT RAISE", "gpu"),
+    Row("ops/adam/test_cpu_adam.py::*", r"argument 'fp32_optimizer_states'", "half moments"),
+    Row("*", r"Skipped: .*(skip for now|timesout)", "switched off"),
+    Row("*", r"Skipped: .*Amp is not installed", "removed"),
+)
+
+
+def not_run() -> list[Row]:
+    """The rows whose tests are not run."""
+    return [row for row in ROWS if row.symptom is None]
+
+
+def explain(test: str, text: str) -> str | None:
+    """The reason why a test that did not pass cannot apply; None: it is unexplained."""
+    for row in ROWS:
+        known = row.symptom is not None and fnmatch.fnmatchcase(test, row.pattern)
+        if known and re.search(str(row.symptom), text, re.MULTILINE | re.DOTALL):
+            return row.reason
+    return None
