@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 IGNORED = -100  # transformers' label for what is not trained
+RECORDS = (".jsonl", ".ndjson", ".json")  # suffixes of files with an object on each line
 FORMS = '{"text"}, {"prompt", "completion"} or {"messages"}'
 TEXT_PIECE_CHARACTERS = 1 << 16  # a text file is tokenized in pieces of whole lines
 
@@ -66,10 +67,11 @@ class Encoder:
         self._end = tokenizer.eos_token_id
 
     def read(self, path: Path, progress: Progress = lambda num_bytes: None) -> Examples:
-        """All examples of a JSONL file, or of any other as plain text. DataError names the line."""
+        """All examples of a file of `RECORDS`, or of any other as plain text. DataError names the
+        line."""
         found = Examples()
         lines = _lines(path, progress)
-        if path.suffix == ".jsonl":
+        if path.suffix.lower() in RECORDS:
             for number, line in lines:
                 if line.strip():
                     self._add_record(found, _record(path, number, line), f"{path}, line {number}")
@@ -125,12 +127,12 @@ class Encoder:
 
     # -- tokens -----------------------------------------------------------------------------------
     def _ids(self, text: str) -> list[int]:
-        ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        ids: list[int] = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         return ids
 
     def _starting(self, text: str) -> list[int]:
         """With what the tokenizer puts in front of a text, and without an end."""
-        ids: list[int] = self._tokenizer(text)["input_ids"]
+        ids: list[int] = self._tokenizer(text, verbose=False)["input_ids"]
         return ids[:-1] if ids and ids[-1] == self._end else ids
 
     def _ended(self, tokens: list[int]) -> list[int]:
@@ -148,7 +150,9 @@ class Encoder:
                 '{"prompt", "completion"}, or add chat_template.jinja to the model directory'
             )
         text = self._render(messages, where)
-        encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        encoded = self._tokenizer(
+            text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
+        )
         trained = [False] * len(encoded["input_ids"])
         for begin, end in self._spans(messages, text, where):
             for k, (first, last) in enumerate(encoded["offset_mapping"]):

@@ -163,7 +163,8 @@ def test_of_a_conversation_what_the_assistant_says_is_trained(
 def test_a_text_is_trained_whole_in_pieces_of_a_row(tokenizer: Any, tmp_path: Path) -> None:
     text = "".join(chr(97 + k % 26) for k in range(24))
     expected = [(text + "<eos>")[1:10], text[11:20], text[21:] + "<eos>"]
-    for file in (jsonl(tmp_path / "a.jsonl", {"text": text}), tmp_path / "a.txt"):
+    records = [jsonl(tmp_path / f"a.{suffix}", {"text": text}) for suffix in ("jsonl", "json")]
+    for file in (*records, tmp_path / "a.txt"):
         if file.suffix == ".txt":
             file.write_text(text)
         found = data.Encoder(tokenizer, 10).read(file)
@@ -408,6 +409,25 @@ def test_a_run_learns_resumes_as_if_uninterrupted_and_leaves_a_model(
     assert losses(resumed) == losses(whole)
     for name, weight in resumed.model.state_dict().items():
         assert torch.equal(weight, trained[name]), name
+
+
+@pytest.mark.usefixtures("fresh_accelerate", "plugin")
+def test_weights_are_saved_from_where_they_are(
+    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second copy of the model would not fit the RAM that the first one fills."""
+    saved: list[str] = []
+
+    def save(self: Any, output_dir: str, state_dict: dict[str, torch.Tensor]) -> None:
+        for name, parameter in self.model.named_parameters():
+            if ".layers." in name:
+                assert state_dict[name].data_ptr() == parameter.data_ptr(), name
+                saved.append(name)
+
+    monkeypatch.setattr(training.StreamedTrainer, "_save", save)
+    file = sums(tmp_path / "a.jsonl")
+    training.finetune(arguments(model_dir, file, tmp_path, "--sequence=48", "--max-steps=1"))
+    assert len(saved) == 3 * 9  # at the end alone, and not once more in the checkpoint
 
 
 @pytest.mark.usefixtures("fresh_accelerate")
