@@ -75,7 +75,7 @@ def pytest_configure(config: pytest.Config) -> None:
     importlib.import_module("unit.util").bf16_required_version_check = lambda *args: True
 
 
-@pytest.hookimpl(tryfirst=True)
+@pytest.hookimpl(trylast=True)  # after DeepSpeed's own markers have left tests out
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """One rank for every class; what the table says is not run is left out, and recorded."""
     left_out = []
