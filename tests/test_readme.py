@@ -33,7 +33,7 @@ FAST_VARIANTS = {
     "scripts/test": [
         *("env", "STRONGHOLD_CHECKED=1", "scripts/test", "--collect-only", "tests/test_cli.py")
     ],
-    # Run in test_finetune, which makes a model.
+    # Run in test_finetune, which makes a model for it.
     "scripts/finetune --model DIR --data FILE --config 8b_24gb_ram --output OUT": None,
     "stronghold trace trace.json -o timeline.png": None,  # run where the trace is made
 }
