@@ -25,14 +25,17 @@ TIMERS = {"fwd", "bwd", "bwd_inner", "step"}
 @pytest.fixture(scope="module", autouse=True)
 def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """DeepSpeed's monitors ask its process group for the rank."""
-    store = tmp_path_factory.mktemp("group") / "store"
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=0, world_size=1
-    )
+    mine = not torch.distributed.is_initialized()  # another test may have left one
+    if mine:
+        store = tmp_path_factory.mktemp("group") / "store"
+        torch.distributed.init_process_group(
+            "gloo", init_method=f"file://{store}", rank=0, world_size=1
+        )
     deepspeed.init_distributed("gloo", auto_mpi_discovery=False)
     yield
-    deepspeed.comm.destroy_process_group()
-    deepspeed.comm.comm.cdb = None
+    if mine:
+        deepspeed.comm.destroy_process_group()
+        deepspeed.comm.comm.cdb = None
 
 
 def rows(folder: Path, name: str) -> list[tuple[int, float]]:
