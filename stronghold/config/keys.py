@@ -220,7 +220,8 @@ def warn_of_ignored(config: Mapping[str, Any]) -> None:
     ignored = []
     for dotted, value in _walk(config):
         row = row_for(dotted)
-        if "." not in dotted and dotted not in KNOWN and (hint := did_you_mean(dotted, KNOWN)):
+        foreign = "." not in dotted and dotted not in KNOWN and not dotted.startswith("_")
+        if foreign and (hint := did_you_mean(dotted, KNOWN)):
             _warn_once(f'config key "{dotted}" is unknown and ignored.{hint}')
         elif row is not None and row.effect is Effect.IGNORED and not isinstance(value, Mapping):
             ignored.append(dotted)
