@@ -1,15 +1,16 @@
 """How near the I/O queue is to the disk: against fio, and against DeepSpeed's async_io.
 
     python benchmarks/nvme.py [--gib 1] [--rounds 7] [--depth 8] [--folder DIR] [--deepspeed]
-                              [--save]
+                              [--rest 1.0] [--save]
 
 Sequential reads and overwrites of one file, past the page cache, in blocks of 1 and 8 MiB. All
 contenders share the file, its blocks on the disk, the block size and the depth. They take turns, in
-an order that rotates from round to round, because the disks of shared machines change speed from
-second to second; a ratio is the median of the rounds' ratios. fio (`apt-get install fio`,
-`dnf install fio`) reports its own running time, without its start. Ours is one operation of the
-whole file, from its submission to its end, into memory of the file's size; fio's buffers are one
-block per request in flight.
+another order in every round, because the disks of shared machines change speed from second to
+second; a ratio is the median of the rounds' ratios. Before each turn the disk rests: many clouds
+ration it with a bucket that fills in idle time, and fio, which idles while it starts, would find it
+fuller than the others. fio (`apt-get install fio`, `dnf install fio`) reports its own running time,
+without its start. Ours is one operation of the whole file, from its submission to its end, into
+memory of the file's size, as is DeepSpeed's; fio's buffers are one block per request in flight.
 
   io_uring  our default, and fio's io_uring; with memory registered (fio: fixedbufs) and without
   threads   our fallback, and fio's psync with as many threads, each in its part of the file
@@ -22,6 +23,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import shutil
 import statistics
 import subprocess
@@ -139,15 +141,16 @@ def contenders(
     return runs
 
 
-def rotate(runs: Contenders, rounds: int, label: str) -> dict[str, list[Spent]]:
-    """Every contender in every round, each round's first one behind the last round's."""
-    names = list(runs)
+def take_turns(runs: Contenders, rounds: int, rest_s: float, label: str) -> dict[str, list[Spent]]:
+    """Every contender in every round, in an order that is shuffled for each, after a rest."""
+    names, shuffle = list(runs), random.Random(0).shuffle
     spent: dict[str, list[Spent]] = {name: [] for name in names}
     for name in names:
-        runs[name]()  # once untimed: caches, page tables, mappings
-    for index in tqdm(range(rounds), desc=label, disable=None, leave=False):
-        at = index % len(names)
-        for name in names[at:] + names[:at]:
+        runs[name]()  # once untimed: page tables, mappings, the program's own pages
+    for _ in tqdm(range(rounds), desc=label, disable=None, leave=False):
+        shuffle(names)
+        for name in names:
+            time.sleep(rest_s)
             spent[name].append(runs[name]())
     return spent
 
@@ -174,7 +177,8 @@ def measure(path: Path, block: int, arguments: argparse.Namespace) -> list[dict[
         ours(*files["threads"], memory, WRITE)  # the blocks of a preallocated file, written once
         for kind in (READ, WRITE):
             runs = contenders(files, memory, kind, block, arguments)
-            spent = rotate(runs, arguments.rounds, f"{kind} {block // MIB} MiB")
+            label = f"{kind} {block // MIB} MiB"
+            spent = take_turns(runs, arguments.rounds, arguments.rest, label)
             results.append({"kind": kind, "block_bytes": block, "spent": spent})
     return results
 
@@ -201,7 +205,8 @@ def table(results: list[dict[str, Any]], arguments: argparse.Namespace, record: 
         "# The I/O queue and the disk",
         "",
         f"One file of {arguments.gib} GiB, {arguments.depth} blocks in flight, O_DIRECT; "
-        f"{arguments.rounds} rounds, everybody in each of them, the order rotating.",
+        f"{arguments.rounds} rounds, everybody in each of them, in a shuffled order, "
+        f"after {arguments.rest:g} s of rest each.",
         "",
         "| rate of ours / of the rival, median of the rounds | " + " | ".join(heads) + " | asked |",
         row + "---|",
@@ -227,6 +232,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--gib", type=int, default=1, help="size of the file")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--depth", type=int, default=8, help="blocks in flight")
+    parser.add_argument("--rest", type=float, default=1.0, help="seconds of rest before each run")
     parser.add_argument("--folder", type=Path, help="a folder on the disk to be measured")
     parser.add_argument("--deepspeed", action="store_true", help="measure async_io, too")
     parser.add_argument("--save", action="store_true", help="write benchmarks/results/nvme.*")
