@@ -59,6 +59,14 @@ def lane_threads() -> list[str]:
 
 
 @pytest.fixture(autouse=True)
+def own_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A port that is free now: the one chosen when the session began may be taken by the time that
+    a test makes a process group."""
+    if not torch.distributed.is_initialized():
+        monkeypatch.setenv("MASTER_PORT", str(free_port()))
+
+
+@pytest.fixture(autouse=True)
 def no_lane_thread_is_left() -> Iterator[None]:
     """Fail the test that leaves a lane's thread alive, rather than a later one that it starves."""
     before = lane_threads()
