@@ -13,7 +13,8 @@ without its start.
 
 Against fio, which has one buffer per block in flight, ours reads and writes block by block in as
 much memory: caches count. Against DeepSpeed's async_io both move the whole file in one call, to and
-from memory of its size.
+from memory of its size. In a virtual machine the rate also depends on which pages one happens to
+get, so everybody takes fresh memory for every turn, before the clock runs.
 
   io_uring  ours and fio's, memory registered with the kernel
   threads   our fallback, and fio's psync with as many threads, each in its part of the file
@@ -34,7 +35,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -46,7 +46,7 @@ import torch
 from harness import describe, host_array, provenance, save
 from tqdm import tqdm
 
-from stronghold.native_io import IoFile, IoQueue
+from stronghold.native_io import IoQueue
 
 MIB, GIB = 2**20, 2**30
 BLOCKS = (1 * MIB, 8 * MIB)
@@ -64,7 +64,7 @@ Contenders = dict[str, Callable[[], Spent]]
 RIVALS = [
     ("stronghold io_uring", "fio io_uring", 0.95),
     ("stronghold threads", "fio psync, threads", 0.95),
-    ("stronghold io_uring, whole file", "DeepSpeed async_io", 1.0),
+    ("stronghold, whole file", "DeepSpeed async_io", 1.0),
 ]
 
 
@@ -74,34 +74,37 @@ def timed(run: Callable[[], object]) -> Spent:
     return Spent(time.perf_counter() - begun, time.process_time() - cpu)
 
 
-def whole(queue: IoQueue, file: IoFile, memory: torch.Tensor, kind: str) -> Spent:
-    """The file as one operation."""
-    submit = queue.read if kind == READ else queue.write
-    return timed(lambda: queue.wait(submit(file, 0, memory.data_ptr(), memory.nbytes)))
+def filled(nbytes: int) -> torch.Tensor:
+    """Fresh memory of random bytes: a disk may hold zeros without writing them."""
+    memory = host_array(nbytes, torch.uint8)
+    memory.view(torch.int64).random_()
+    return memory
 
 
-def by_block(
-    queue: IoQueue, file: IoFile, memory: torch.Tensor, kind: str, block: int, depth: int
+def stronghold(
+    path: Path, nbytes: int, kind: str, block: int, depth: int, engine: str, whole: bool
 ) -> Spent:
-    """The file as one operation per block, in `depth` blocks of memory that take turns."""
-    submit = queue.read if kind == READ else queue.write
-    base = memory.data_ptr()
+    """The file as one operation, or as one per block in `depth` blocks that take turns."""
+    memory = filled(nbytes if whole else depth * block)
+    base, size = memory.data_ptr(), nbytes if whole else block
+    with IoQueue(depth, block, engine, [(base, memory.nbytes)]) as queue:
+        file = queue.open(path, nbytes)
+        submit = queue.read if kind == READ else queue.write
 
-    def run() -> None:
-        # Reads that share memory leave a mixture there: nobody looks at it.
-        tickets = [
-            submit(file, index * block, base + index % depth * block, block, commit=False)
-            for index in range(file.size // block)
-        ]
-        queue.commit()
-        for ticket in tickets:
-            queue.wait(ticket)
+        def run() -> None:
+            # Reads that share memory leave a mixture there: nobody looks at it.
+            tickets = [
+                submit(file, offset, base + offset % memory.nbytes, size, commit=False)
+                for offset in range(0, nbytes, size)
+            ]
+            queue.commit()
+            for ticket in tickets:
+                queue.wait(ticket)
 
-    return timed(run)
+        return timed(run)
 
 
 def fio(path: Path, nbytes: int, kind: str, block: int, depth: int, engine: str) -> Spent:
-    """One run of fio; `engine` is the part of its contender's name after "fio "."""
     options: dict[str, object] = {
         "name": "stronghold",
         "filename": path,
@@ -111,7 +114,7 @@ def fio(path: Path, nbytes: int, kind: str, block: int, depth: int, engine: str)
         "output-format": "json",
         "group_reporting": 1,
     }
-    if engine.startswith("psync"):
+    if engine == "psync":
         part = nbytes // depth
         options |= {"ioengine": "psync", "numjobs": depth, "size": part, "offset_increment": part}
     else:
@@ -128,36 +131,38 @@ def fio(path: Path, nbytes: int, kind: str, block: int, depth: int, engine: str)
     return Spent(seconds, (job["usr_cpu"] + job["sys_cpu"]) / 100 * job["job_runtime"] / 1000)
 
 
-def deepspeed(path: Path, nbytes: int, block: int, depth: int) -> dict[str, Callable[[], Spent]]:
+def deepspeed(path: Path, nbytes: int, kind: str, block: int, depth: int) -> Spent:
     from deepspeed.ops.op_builder import AsyncIOBuilder
 
     handle = AsyncIOBuilder().load(verbose=False).aio_handle(block, depth, False, True, 1)
     memory = handle.new_cpu_locked_tensor(nbytes, torch.empty(0, dtype=torch.uint8))
-    memory.random_(0, 256)
-    return {
-        READ: lambda: timed(lambda: handle.sync_pread(memory, str(path), 0)),
-        WRITE: lambda: timed(lambda: handle.sync_pwrite(memory, str(path), 0)),
+    memory.view(torch.int64).random_()
+    move = handle.sync_pread if kind == READ else handle.sync_pwrite
+    spent = timed(lambda: move(memory, str(path), 0))
+    handle.free_cpu_locked_tensor(memory)
+    return spent
+
+
+def contenders(path: Path, kind: str, block: int, arguments: argparse.Namespace) -> Contenders:
+    task = (path, arguments.gib * GIB, kind, block, arguments.depth)
+    runs: Contenders = {
+        "stronghold threads": partial(stronghold, *task, "threads", False),
+        "fio psync, threads": partial(fio, *task, "psync"),
     }
-
-
-def contenders(
-    files: dict[str, tuple[IoQueue, IoFile]],
-    memory: torch.Tensor,
-    kind: str,
-    block: int,
-    arguments: argparse.Namespace,
-) -> Contenders:
-    path, depth = Path(files["threads"][1].path), arguments.depth
-    runs: Contenders = {}
-    for name, (queue, file) in files.items():
-        rival = "psync, threads" if name == "threads" else name
-        runs[f"stronghold {name}"] = partial(by_block, queue, file, memory, kind, block, depth)
-        runs[f"fio {rival}"] = partial(fio, path, memory.nbytes, kind, block, depth, rival)
+    if io_uring_is_permitted():
+        runs["stronghold io_uring"] = partial(stronghold, *task, "io_uring", False)
+        runs["fio io_uring"] = partial(fio, *task, "io_uring")
     if arguments.deepspeed:
-        best = files.get("io_uring", files["threads"])
-        runs["stronghold io_uring, whole file"] = partial(whole, *best, memory, kind)
-        runs["DeepSpeed async_io"] = deepspeed(path, memory.nbytes, block, depth)[kind]
+        runs["stronghold, whole file"] = partial(stronghold, *task, None, True)
+        runs["DeepSpeed async_io"] = partial(deepspeed, *task)
     return runs
+
+
+def io_uring_is_permitted() -> bool:
+    with IoQueue(1, MIB) as queue:
+        if queue.engine != "io_uring":
+            print(f"threads alone are measured: {queue.note}", file=sys.stderr)
+        return queue.engine == "io_uring"
 
 
 def take_turns(runs: Contenders, rounds: int, rest_s: float, label: str) -> dict[str, list[Spent]]:
@@ -174,27 +179,14 @@ def take_turns(runs: Contenders, rounds: int, rest_s: float, label: str) -> dict
     return spent
 
 
-def measure(path: Path, block: int, arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    nbytes = arguments.gib * GIB
-    memory = host_array(nbytes, torch.uint8)
-    memory.view(torch.int64).random_()  # a disk may hold zeros without writing them
-    lent = [(memory.data_ptr(), nbytes)]
+def measure(path: Path, arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    with IoQueue(1, MIB) as queue, queue.open(path, arguments.gib * GIB) as file:
+        if not file.direct:
+            print(f"no O_DIRECT in {path.parent}: this is memory's speed", file=sys.stderr)
     results = []
-    with ExitStack() as stack:
-        queues = {"threads": IoQueue(arguments.depth, block, "threads")}
-        try:
-            queues["io_uring"] = IoQueue(arguments.depth, block, "io_uring", lent)
-        except OSError as error:
-            print(f"io_uring is refused here, threads alone are measured: {error}", file=sys.stderr)
-        files = {}
-        for name, queue in queues.items():
-            stack.enter_context(queue)
-            files[name] = (queue, queue.open(path, nbytes))
-            if not files[name][1].direct:
-                print(f"no O_DIRECT in {path.parent}: this is memory's speed", file=sys.stderr)
-        whole(*files["threads"], memory, WRITE)  # the blocks of a preallocated file, written once
-        for kind in (READ, WRITE):
-            runs = contenders(files, memory, kind, block, arguments)
+    for block in BLOCKS:
+        for kind in (WRITE, READ):  # the untimed round writes the blocks of the new file
+            runs = contenders(path, kind, block, arguments)
             label = f"{kind} {block // MIB} MiB"
             spent = take_turns(runs, arguments.rounds, arguments.rest, label)
             results.append({"kind": kind, "block_bytes": block, "spent": spent})
@@ -265,13 +257,11 @@ def main() -> None:
         )
     version = subprocess.run(["fio", "--version"], capture_output=True, text=True, check=True)
     record = {**provenance(), "fio": version.stdout.strip()}
-    results = []
     with tempfile.TemporaryDirectory(prefix="stronghold-nvme-", dir=arguments.folder) as folder:
         free = shutil.disk_usage(folder).free
         if free < 2 * arguments.gib * GIB:
             raise SystemExit(f"{folder} has {free / GIB:.1f} GiB free, too little: see --folder")
-        for block in BLOCKS:
-            results += measure(Path(folder) / "file", block, arguments)
+        results = measure(Path(folder) / "file", arguments)
     markdown = table(results, arguments, record)
     print(markdown)
     if arguments.save:
