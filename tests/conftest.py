@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 
 def free_port() -> int:
@@ -64,6 +66,15 @@ def own_port(monkeypatch: pytest.MonkeyPatch) -> None:
     a test makes a process group."""
     if not torch.distributed.is_initialized():
         monkeypatch.setenv("MASTER_PORT", str(free_port()))
+
+
+@pytest.fixture(autouse=True)
+def no_stale_group() -> None:
+    """DeepSpeed keeps the first process group that it saw, also after a test destroyed it."""
+    groups: Any = sys.modules.get("deepspeed.utils.groups")
+    kept = getattr(groups, "_WORLD_GROUP", None)
+    if kept is not None and kept not in torch.distributed.distributed_c10d._world.pg_map:
+        groups._WORLD_GROUP = None
 
 
 @pytest.fixture(autouse=True)
