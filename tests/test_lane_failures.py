@@ -66,11 +66,13 @@ def fail_in(engine: Any, monkeypatch: pytest.MonkeyPatch, operation: str) -> Non
     for lane in (device.fetch, device.drain, device.update):
         submit = lane.submit
 
-        def submit_failing(name: str, work: Any, after: Any = (), submit: Any = submit) -> Any:
+        def submit_failing(
+            name: str, work: Any, after: Any = (), *, nbytes: int = 0, submit: Any = submit
+        ) -> Any:
             def broken() -> None:
                 raise OSError("injected")
 
-            return submit(name, broken if name == operation else work, after)
+            return submit(name, broken if name == operation else work, after, nbytes=nbytes)
 
         monkeypatch.setattr(lane, "submit", submit_failing)
 

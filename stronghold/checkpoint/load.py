@@ -226,12 +226,12 @@ class Load:
             low.zero_()
 
     def _moments(self) -> None:
-        host, updater = self._stack.host, self._stack.updater
+        host = self._stack.host
         for index, k, part, record in self._found:
             slabs = host.layers[index]
             if not part.trainable:
                 continue
-            updater.steps[index][k] = record.step
+            self._stack.adam.counts[index][k] = record.step
             for moment, slab in (("exp_avg", slabs.exp_avg), ("exp_avg_sq", slabs.exp_avg_sq)):
                 if slab is None:
                     continue

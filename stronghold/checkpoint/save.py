@@ -137,7 +137,7 @@ class Save:
                 shape=part.shape,
                 dtype=stack.dtype,
                 trainable=part.trainable,
-                step=stack.updater.steps[index][k],
+                step=stack.adam.counts[index][k],
                 weights=_file("weights", index),
                 low=_file("masters", index) if part.trainable and has_low else None,
                 moments=_file("moments", index) if part.trainable and has_moments else None,

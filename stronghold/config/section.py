@@ -91,6 +91,12 @@ class EmulatedConfig(_Section):
         description="Pace of each direction of the link between host and device, in 1e9 bytes per "
         "second. Left out: as fast as memory copies.",
     )
+    update_gbps: float | None = Field(
+        default=None,
+        gt=0,
+        description="Pace of the CPU optimizer, in 1e9 bytes of host memory per second. Left out: "
+        "as fast as it is.",
+    )
 
 
 class StrongholdConfig(_Section):

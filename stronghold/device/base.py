@@ -85,30 +85,51 @@ def completed(lane: str, operation: str) -> Fence:
 
 
 Work = Callable[[], None]
-_Item = tuple[str, Work, tuple[Fence, ...], Fence]
+_Item = tuple[str, Work, tuple[Fence, ...], int, Fence]
 
 
 class Lane(ABC):
-    """An ordered queue of work with a thread of its own."""
+    """An ordered queue of work."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    @abstractmethod
+    def submit(
+        self, operation: str, work: Work, after: Sequence[Fence] = (), *, nbytes: int = 0
+    ) -> Fence:
+        """Queue `work` behind the lane's earlier operations and behind `after`; never blocks.
+
+        `operation` is a verb and what it is done to ("fetch 3"). `nbytes` are the bytes that it
+        moves over what bounds its lane: the link, host memory, the disk; a paced or simulated
+        device makes seconds of them. On a stream `work` only enqueues: the tensors that it names
+        must live until the fence is done. StateError after `close`, since nothing would ever yield
+        the fence.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Finish what is queued. Safe to call twice."""
+
+
+class ThreadLane(Lane):
+    """A lane with a thread of its own."""
 
     def __init__(self, name: str, device: Device) -> None:
-        self.name = name
+        super().__init__(name)
         self._device = device
         self._closed = False
         self._queue: queue.SimpleQueue[_Item | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._loop, name=THREAD_PREFIX + name, daemon=True)
         self._thread.start()
 
-    def submit(self, operation: str, work: Work, after: Sequence[Fence] = ()) -> Fence:
-        """Queue `work` behind the lane's earlier operations and behind `after`; never blocks.
-
-        On a stream `work` only enqueues: the tensors that it names must live until the fence is
-        done. StateError after `close`, since nothing would ever yield the fence.
-        """
+    def submit(
+        self, operation: str, work: Work, after: Sequence[Fence] = (), *, nbytes: int = 0
+    ) -> Fence:
         if self._closed:
             raise StateError(f"{operation} was submitted to the {self.name} lane after its close")
         fence = Fence(self.name, operation)
-        self._queue.put((operation, work, tuple(after), fence))
+        self._queue.put((operation, work, tuple(after), nbytes, fence))
         return fence
 
     def close(self) -> None:
@@ -123,10 +144,10 @@ class Lane(ABC):
 
     def _loop(self) -> None:
         while (item := self._queue.get()) is not None:
-            operation, work, after, fence = item
+            operation, work, after, nbytes, fence = item
             try:
                 self._device.enter_operation()
-                fence.issue(self._run(operation, work, after))
+                fence.issue(self._run(operation, work, after, nbytes))
             except LaneError as error:  # an operation that this one waited for: keep its name
                 self._fail(fence, error)
             except BaseException as cause:
@@ -142,19 +163,23 @@ class Lane(ABC):
         fence.fail(error)
 
     @abstractmethod
-    def _run(self, operation: str, work: Work, after: tuple[Fence, ...]) -> DeviceEvent | None:
+    def _run(
+        self, operation: str, work: Work, after: tuple[Fence, ...], nbytes: int
+    ) -> DeviceEvent | None:
         """Wait for `after`, run `work`, return the event that marks its end (None: it is done)."""
 
 
-class HostLane(Lane):
+class HostLane(ThreadLane):
     """A lane whose work happens on the host: `work` returns when it is done."""
 
-    def _run(self, operation: str, work: Work, after: tuple[Fence, ...]) -> None:
+    def _run(self, operation: str, work: Work, after: tuple[Fence, ...], nbytes: int) -> None:
         for fence in after:
             fence.wait()
         self._device.before_operation()
         with self._device.trace.span(self.name, operation):
+            start_s = time.perf_counter()
             work()
+            self._device.pace(self.name, nbytes, start_s)
 
 
 class Device(ABC):
@@ -271,6 +296,10 @@ class Device(ABC):
 
     def before_operation(self) -> None:  # noqa: B027 - a real device has nothing to add
         """Called by a lane between an operation's fences and its work."""
+
+    def pace(self, lane: str, nbytes: int, start_s: float) -> None:  # noqa: B027
+        """Called by a host lane after an operation of `nbytes` that began at `start_s`
+        (`time.perf_counter()`): a device that stands for a slower one waits here."""
 
     def settle(self) -> None:  # noqa: B027
         """Resolve spans that are still on the device; called between steps when tracing."""

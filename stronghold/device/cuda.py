@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from stronghold.device.base import Device, DeviceEvent, Fence, HostLane, Lane, Work, timed
+from stronghold.device.base import Device, DeviceEvent, Fence, HostLane, ThreadLane, Work, timed
 from stronghold.errors import ConfigError, StateError
 from stronghold.telemetry.trace import NullTrace, Trace
 
@@ -50,7 +50,7 @@ def _cudart() -> Any:
     return torch.cuda.cudart()
 
 
-class StreamLane(Lane):
+class StreamLane(ThreadLane):
     """A lane whose work enqueues copies on a stream of its own."""
 
     def __init__(self, name: str, device: CudaDevice) -> None:
@@ -58,7 +58,9 @@ class StreamLane(Lane):
         self.stream = torch.cuda.Stream(device.torch_device)
         super().__init__(name, device)
 
-    def _run(self, operation: str, work: Work, after: tuple[Fence, ...]) -> DeviceEvent:
+    def _run(
+        self, operation: str, work: Work, after: tuple[Fence, ...], nbytes: int
+    ) -> DeviceEvent:
         for fence in after:
             event = fence.wait_issued()
             if event is not None:

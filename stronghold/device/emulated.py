@@ -28,8 +28,9 @@ NAN_BYTE = 0xFF  # 0xFFFF and 0xFFFFFFFF are NaN in bfloat16, float16 and float3
 class EmulatedDevice(Device):
     """CPU tensors, a thread per lane.
 
-    `jitter_s` is the longest random delay before an operation; `link_gbps` paces each direction
-    (1e9 bytes/s; None: as fast as memory); `poison` fills freed buffers with NaN.
+    `jitter_s` is the longest random delay before an operation; `link_gbps` paces each direction of
+    the link, `update_gbps` the update lane (1e9 bytes/s; None: as fast as they are); `poison` fills
+    freed buffers with NaN.
     """
 
     def __init__(
@@ -41,6 +42,7 @@ class EmulatedDevice(Device):
         jitter_s: float = 0.0,
         seed: int = 0,
         link_gbps: float | None = None,
+        update_gbps: float | None = None,
     ) -> None:
         super().__init__("emulated", budget_bytes, trace or NullTrace())
         self._poison = poison
@@ -48,6 +50,7 @@ class EmulatedDevice(Device):
         self._seed = seed
         self._random: dict[str, random.Random] = {}
         self._link_gbps = link_gbps
+        self._pace_gbps = {"update": update_gbps} if update_gbps is not None else {}
         self.fetch = HostLane("fetch", self)
         self.drain = HostLane("drain", self)
         self.update = HostLane("update", self)
@@ -105,3 +108,7 @@ class EmulatedDevice(Device):
             if lane not in self._random:
                 self._random[lane] = random.Random(f"{self._seed} {lane}")
             time.sleep(self._random[lane].uniform(0.0, self._jitter_s))
+
+    def pace(self, lane: str, nbytes: int, start_s: float) -> None:
+        if (gbps := self._pace_gbps.get(lane)) is not None:
+            time.sleep(max(0.0, start_s + nbytes / (gbps * 1e9) - time.perf_counter()))

@@ -16,6 +16,7 @@ a small ring.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -90,7 +91,8 @@ class HostStore:
 
     `dtype` is the compute dtype. `ring_entries` gradient entries of the largest trainable layer
     exist when gradients are not held; `hold` gives every trainable layer its own entry;
-    `accumulate` gives every one an fp32 accumulator.
+    `accumulate` gives every one an fp32 accumulator. `allocate` makes a flat zero tensor of host
+    memory.
     """
 
     def __init__(
@@ -102,6 +104,7 @@ class HostStore:
         hold: bool,
         accumulate: bool,
         ring_entries: int,
+        allocate: Callable[[int, torch.dtype], torch.Tensor] = map_slab,
     ) -> None:
         self.layout = layout
         self.dtype = dtype
@@ -109,6 +112,7 @@ class HostStore:
         self._hold = hold
         self._accumulate = accumulate
         self._ring_entries = ring_entries
+        self._allocate = allocate
         self.layers = [
             LayerState(layout=layer, weights=torch.empty(0, dtype=dtype)) for layer in layout.layers
         ]
@@ -119,7 +123,7 @@ class HostStore:
         self.training = False
 
     def _slab(self, numel: int, dtype: torch.dtype, *, pinned: bool) -> torch.Tensor:
-        slab = map_slab(numel, dtype)
+        slab = self._allocate(numel, dtype)
         self.allocated_bytes += numel * dtype.itemsize
         if pinned and numel:
             self._device.pin(slab)

@@ -233,6 +233,7 @@ class Activations:
             f"offload {layer}",
             lambda: device.copy(target, source),
             after=(device.record_compute(f"activation {layer}"),),
+            nbytes=nbytes,
         )
         self._in_scope[address] = saved
         pool, host = self._pool[nbytes], saved.host
@@ -299,6 +300,7 @@ class Activations:
             copy,
             # After compute: the allocator may have taken the memory from work still queued there.
             after=(saved.stored, device.record_compute(f"room for activation {layer}")),
+            nbytes=saved.nbytes,
         )
 
     def _load(self, saved: SavedStorage) -> torch.Tensor:

@@ -20,6 +20,7 @@ from stronghold.errors import StateError
 from stronghold.memory.host import HostStore, view
 from stronghold.memory.window import GradientSlot, Window
 from stronghold.model.layout import ALIGN_NUMEL, ParameterSlice
+from stronghold.runtime.adam import AdamSteps
 from stronghold.runtime.updater import Updater
 from stronghold.telemetry.metrics import Metrics
 
@@ -36,6 +37,7 @@ class GradientDrains:
         host: HostStore,
         window: Window,
         updater: Updater,
+        adam: AdamSteps,
         metrics: Metrics,
         last_fetch: Callable[[int], Fence],
     ) -> None:
@@ -43,6 +45,7 @@ class GradientDrains:
         self._host = host
         self._window = window
         self._updater = updater
+        self._adam = adam
         self._metrics = metrics
         self._last_fetch = last_fetch
         self.drained_bytes = 0
@@ -72,7 +75,7 @@ class GradientDrains:
         else:
             target.copy_(gradient)
             slot.arrived.add(position)
-        if len(slot.arrived) == self._updater.num_trained(layer) and calls[layer] <= 1:
+        if len(slot.arrived) == self._adam.num_trained(layer) and calls[layer] <= 1:
             self._drain(layer, calls[layer])
 
     def _claim(self, layer: int, calls: Sequence[int]) -> GradientSlot:
@@ -117,9 +120,11 @@ class GradientDrains:
             device.poison(gradients)
 
         produced = device.record_compute(f"gradients {layer}")
-        drained = device.drain.submit(f"drain {layer}", copy, after=(produced, entry.free_after))
+        nbytes = sum(end - begin for begin, end in ranges) * gradients.element_size()
+        after = (produced, entry.free_after)
+        drained = device.drain.submit(f"drain {layer}", copy, after=after, nbytes=nbytes)
         self._window.release_gradients(slot, drained)
-        self.drained_bytes += sum(end - begin for begin, end in ranges) * gradients.element_size()
+        self.drained_bytes += nbytes
         self._updater.drained(layer, arrived, entry, drained, self._last_fetch(layer), calls)
 
 

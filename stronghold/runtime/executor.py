@@ -31,6 +31,7 @@ from stronghold.memory.window import Residency, Window
 from stronghold.model.layout import ParameterSlice
 from stronghold.plan.planner import Plan
 from stronghold.plan.schedule import Action, Kind, Schedule, canonical_uses, make_schedule
+from stronghold.runtime.adam import AdamSteps
 from stronghold.runtime.drains import GradientDrains
 from stronghold.runtime.updater import Updater
 from stronghold.telemetry.metrics import Metrics
@@ -73,6 +74,7 @@ class Executor:
         updater: Updater,
         plan: Plan,
         parameters: Sequence[Sequence[nn.Parameter]],
+        adam: AdamSteps,
         metrics: Metrics,
     ) -> None:
         self._device = device
@@ -112,6 +114,7 @@ class Executor:
             host=host,
             window=window,
             updater=updater,
+            adam=adam,
             metrics=metrics,
             last_fetch=self.last_fetch,
         )
@@ -323,6 +326,7 @@ class Executor:
             f"fetch {layer}",
             lambda: device.copy(target, source),
             after=(slot.free_after, self._updater.updated(layer)),
+            nbytes=source.numel() * source.element_size(),
         )
         self._last_fetch[layer] = slot.ready
         if layer not in self._plan.resident:

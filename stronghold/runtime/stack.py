@@ -23,14 +23,17 @@ from stronghold.device import cuda
 from stronghold.device.base import Device
 from stronghold.device.cuda import CudaDevice
 from stronghold.device.emulated import EmulatedDevice
+from stronghold.device.kernels import NativeKernels
 from stronghold.errors import ConfigError
 from stronghold.memory.host import LOW_DTYPE, HostStore
+from stronghold.memory.slab import map_slab
 from stronghold.memory.window import Window
 from stronghold.model.layout import ModelLayout, layout
 from stronghold.model.partition import Partition, partition
 from stronghold.model.source import WeightSource, forget_source, materialize, source_of
 from stronghold.plan.planner import Demand, Gradients, Plan, make_plan
 from stronghold.runtime.activations import Activations
+from stronghold.runtime.adam import AdamSteps
 from stronghold.runtime.executor import Executor
 from stronghold.runtime.hooks import Hooks
 from stronghold.runtime.optimizer import EngineOptimizer
@@ -117,6 +120,7 @@ class Stack:
             jitter_s=emulated.jitter_s,
             seed=emulated.seed,
             link_gbps=emulated.link_gbps,
+            update_gbps=emulated.update_gbps,
         )
 
     def _build(
@@ -133,6 +137,7 @@ class Stack:
             hold=plan.gradients is Gradients.HELD,
             accumulate=plan.gradients is Gradients.ACCUMULATED,
             ring_entries=plan.ring_entries,
+            allocate=map_slab,
         )
         undo.callback(self.host.close)
         self.window = Window(
@@ -143,13 +148,13 @@ class Stack:
             num_slots=plan.window,
             num_gradient_slots=plan.gradient_slots,
         )
+        self.adam = AdamSteps(optimizer, parameters, self.layout.layers)
         self.updater = Updater(
             device=self.device,
             host=self.host,
-            optimizer=optimizer,
-            parameters=parameters,
+            adam=self.adam,
             mode=plan.gradients,
-            pool=self.pool,
+            kernels=NativeKernels(self.pool),
         )
         self.executor = Executor(
             device=self.device,
@@ -158,6 +163,7 @@ class Stack:
             updater=self.updater,
             plan=plan,
             parameters=parameters,
+            adam=self.adam,
             metrics=self.metrics,
         )
         # Layer by layer, and each parameter's original is freed before the next layer is copied:
@@ -179,7 +185,7 @@ class Stack:
             layout=self.layout,
             executor=self.executor,
             activations=self.activations,
-            trained=self.updater.trains,
+            trained=self.adam.trains,
         )
         self.executor.settle()
 

@@ -1,8 +1,8 @@
 """The update lane: what happens to gradients on the host, and when weights become new.
 
-Owns which gradients of this step have arrived, their norms, the step counts, and the `updated`
-fences. Never copies between tiers. The training thread submits; the update lane's thread computes
-and writes norms, which the training thread reads only behind a fence.
+Owns which gradients of this step have arrived, their norms, and the `updated` fences. Never copies
+between tiers. The training thread submits; the update lane's thread computes and writes norms,
+which the training thread reads only behind a fence.
 
 [Note: the gate] When the norm of the whole model (clipping) or a possible overflow decides over
 every layer, gradients are held until backward has ended; then layers are updated in forward order,
@@ -19,18 +19,17 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 
-from stronghold import native
 from stronghold.device.base import Device, Fence, completed
+from stronghold.device.kernels import Kernels
 from stronghold.errors import ConfigError
 from stronghold.memory.host import GradientEntry, HostStore, view
 from stronghold.plan.planner import Gradients
-from stronghold.runtime.optimizer import EngineOptimizer
+from stronghold.runtime.adam import AdamSteps, TrainingArrays, adam_bytes, adam_segments
 
 logger = logging.getLogger("stronghold")
 
@@ -46,25 +45,22 @@ class GateResult:
 
 
 class Updater:
-    """Applies Adam to layers. `parameters[i]` are layer i's parameters in the layout's order;
-    hyper-parameters are read
-    from `optimizer.param_groups` when an update is submitted."""
+    """Applies Adam to layers. Hyper-parameters are read when an update is submitted."""
 
     def __init__(
         self,
         *,
         device: Device,
         host: HostStore,
-        optimizer: EngineOptimizer | None,
-        parameters: Sequence[Sequence[nn.Parameter]],
+        adam: AdamSteps,
         mode: Gradients,
-        pool: native.Pool,
+        kernels: Kernels,
     ) -> None:
         self._device = device
         self._host = host
         self._mode = mode
-        self._pool = pool
-        self._parameters = parameters
+        self._kernels = kernels
+        self._adam_steps = adam
         num_layers = len(host.layers)
         self._updated: list[Fence] = [
             completed("update", "initial weights") for _ in range(num_layers)
@@ -80,23 +76,11 @@ class Updater:
         ] = {}  # layers whose early update waits for the end of backward, and their last fetch
         self._torn: str | None = None  # what was updated by a step that failed
         self._boundary = True
-        # The groups are live dicts: schedulers write their learning rates into them.
-        self._groups = optimizer.group_of() if optimizer is not None else {}
-        self._num_trained = [sum(p in self._groups for p in of_layer) for of_layer in parameters]
-        self.steps: list[list[int]] = [[0] * len(state.layout.slices) for state in host.layers]
 
     # -- asked by the executor --------------------------------------------------------------------
     def updated(self, layer: int) -> Fence:
         """The fence of the layer's newest host weights."""
         return self._updated[layer]
-
-    def num_trained(self, layer: int) -> int:
-        """How many of the layer's parameters the optimizer owns."""
-        return self._num_trained[layer]
-
-    def trains(self, parameter: nn.Parameter) -> bool:
-        """Whether the optimizer owns the parameter: gradients of others are dropped."""
-        return parameter in self._groups
 
     def update_after(self, layer: int, read: Fence) -> None:
         """The layer's next update waits for `read`, which is submitted already: a snapshot without
@@ -161,22 +145,31 @@ class Updater:
         self._arrived[layer] |= arrived
         if self._mode is Gradients.ACCUMULATED:
             work = self._accumulation(layer, arrived, repeated, entry)
-            self._norm_done.append(self._submit("accumulate", layer, work, (drained,), entry))
+            # Gradients are read, sums read and written; the last micro-batch reads them for a norm.
+            size = entry.gradients.element_size() + (12 if self._boundary else 8)
+            nbytes = size * self._numel(layer, arrived)
+            self._norm_done.append(
+                self._submit("accumulate", layer, work, (drained,), entry, nbytes)
+            )
         elif self._mode is Gradients.RING and calls <= 1:
             norms = self._norms(layer, arrived, entry.gradients)
             adam = self._adam(layer, arrived, entry.gradients, 1.0)
+            dtype = entry.gradients.dtype
+            size = dtype.itemsize + adam_bytes(self._host.dtype, dtype)
             self._updated[layer] = self._submit(
                 "update",
                 layer,
                 lambda: (norms(), adam()),
                 (drained, last_fetch, self._read[layer]),
                 entry,
+                size * self._numel(layer, arrived),
             )
             self._applied.add(layer)
             self._norm_done.append(self._updated[layer])
         else:
             work = self._holding(layer, arrived, repeated, entry)
-            self._norm_done.append(self._submit("norm", layer, work, (drained,), entry))
+            nbytes = entry.gradients.element_size() * self._numel(layer, arrived)
+            self._norm_done.append(self._submit("norm", layer, work, (drained,), entry, nbytes))
             if self._mode is Gradients.RING:
                 self._late[layer] = last_fetch
 
@@ -256,11 +249,13 @@ class Updater:
         work: Callable[[], object],
         after: tuple[Fence, ...],
         entry: GradientEntry,
+        nbytes: int,
     ) -> Fence:
         def run() -> None:
             work()
 
-        entry.free_after = self._device.update.submit(f"{verb} {layer}", run, after)
+        lane = self._device.update
+        entry.free_after = lane.submit(f"{verb} {layer}", run, after, nbytes=nbytes)
         return entry.free_after
 
     def _submit_update(self, layer: int, scale: float, last_fetch: Fence) -> None:
@@ -272,7 +267,8 @@ class Updater:
         arrived = frozenset(self._arrived[layer])
         work = self._adam(layer, arrived, entry.gradients, scale)
         after = (last_fetch, self._read[layer])
-        self._updated[layer] = self._submit("update", layer, work, after, entry)
+        nbytes = adam_bytes(self._host.dtype, entry.gradients.dtype) * self._numel(layer, arrived)
+        self._updated[layer] = self._submit("update", layer, work, after, entry, nbytes)
 
     def _total_square_sum(self) -> float:
         """Sum of squares of every gradient of the step: the same bits for every plan."""
@@ -306,7 +302,7 @@ class Updater:
         norms = self._norms(layer, arrived, accumulator) if self._boundary else None
 
         def run() -> None:
-            native.accumulate(self._pool, entry.gradients.dtype, segments)
+            self._kernels.accumulate(entry.gradients.dtype, segments)
             if norms is not None:
                 norms()
 
@@ -341,13 +337,8 @@ class Updater:
         sums = self._square_sums[layer]
 
         def run() -> None:
-            sums.update(
-                zip(
-                    positions,
-                    native.sum_squares(self._pool, gradients.dtype, segments),
-                    strict=True,
-                )
-            )
+            found = self._kernels.sum_squares(gradients.dtype, segments)
+            sums.update(zip(positions, found, strict=True))
 
         return run
 
@@ -358,33 +349,20 @@ class Updater:
         state = self._host.layers[layer]
         assert state.exp_avg is not None
         assert state.exp_avg_sq is not None
-        low, low_size = (
-            (state.low.data_ptr(), state.low.element_size()) if state.low is not None else (0, 0)
+        arrays = TrainingArrays(
+            begin=0,
+            end=state.layout.trainable_numel,
+            weights=state.weights,
+            low=state.low,
+            exp_avg=state.exp_avg,
+            exp_avg_sq=state.exp_avg_sq,
+            gradients=gradients,
         )
-        segments = []
-        for k in sorted(arrived):
-            part = state.layout.slices[k]
-            self.steps[layer][k] += 1
-            group, flags = self._groups[self._parameters[layer][k]]
-            segments.append(
-                native.AdamSegment(
-                    weight=state.weights.data_ptr() + part.offset * state.weights.element_size(),
-                    low=low + part.offset * low_size,
-                    exp_avg=state.exp_avg.data_ptr() + part.offset * 4,
-                    exp_avg_sq=state.exp_avg_sq.data_ptr() + part.offset * 4,
-                    grad=gradients.data_ptr() + part.offset * gradients.element_size(),
-                    numel=part.numel,
-                    lr=float(group["lr"]),
-                    beta1=float(group["betas"][0]),
-                    beta2=float(group["betas"][1]),
-                    eps=float(group["eps"]),
-                    weight_decay=float(group["weight_decay"]),
-                    grad_scale=scale,
-                    step=self.steps[layer][k],
-                    adamw=flags.adamw,
-                    bias_correction=flags.bias_correction,
-                )
-            )
+        segments = adam_segments(self._adam_steps.advance(layer, arrived, scale), arrays)
         dtype = self._host.dtype
         # The closure keeps `gradients` alive, whose address the segments hold.
-        return lambda: native.adam(self._pool, dtype, gradients.dtype, segments)
+        return lambda: self._kernels.adam(dtype, gradients.dtype, segments)
+
+    def _numel(self, layer: int, arrived: frozenset[int]) -> int:
+        slices = self._host.layers[layer].layout.slices
+        return sum(slices[k].numel for k in arrived)

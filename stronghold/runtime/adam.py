@@ -1,0 +1,150 @@
+"""Which Adam each parameter gets: groups, hyper-parameters and step counts become kernel segments.
+
+Owns how often every parameter was updated. Never touches a weight and never decides when: the
+update lane, the device and the NVMe pipeline do. The training thread calls `advance`; any lane may
+turn its result into segments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from stronghold import native
+from stronghold.model.layout import LayerLayout, ParameterSlice
+from stronghold.runtime.optimizer import EngineOptimizer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingArrays:
+    """Elements [begin, end) of one layer's arrays, on one device: element `begin` of the layer is
+    element 0 of each tensor. `low` is None for fp32 weights; `gradients` have the compute dtype or
+    are fp32 sums.
+    """
+
+    begin: int
+    end: int
+    weights: torch.Tensor
+    low: torch.Tensor | None
+    exp_avg: torch.Tensor
+    exp_avg_sq: torch.Tensor
+    gradients: torch.Tensor
+
+
+class ParameterStep(NamedTuple):
+    """One parameter's step: its place in the layer, and the numbers that were read for it."""
+
+    part: ParameterSlice
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    grad_scale: float
+    step: int
+    adamw: bool
+    bias_correction: bool
+
+
+class AdamSteps:
+    """`parameters[i]` are layer i's parameters in the layout's order; hyper-parameters are read
+    from `optimizer.param_groups` at `advance`: schedulers write into the live groups.
+    """
+
+    def __init__(
+        self,
+        optimizer: EngineOptimizer | None,
+        parameters: Sequence[Sequence[nn.Parameter]],
+        layers: Sequence[LayerLayout],
+    ) -> None:
+        self._parameters = parameters
+        self._layers = layers
+        self._groups = optimizer.group_of() if optimizer is not None else {}
+        self._num_trained = [sum(p in self._groups for p in of_layer) for of_layer in parameters]
+        self.counts: list[list[int]] = [[0] * len(layer.slices) for layer in layers]
+
+    def num_trained(self, layer: int) -> int:
+        """How many of the layer's parameters the optimizer owns."""
+        return self._num_trained[layer]
+
+    def trains(self, parameter: nn.Parameter) -> bool:
+        """Whether the optimizer owns the parameter: gradients of others are dropped."""
+        return parameter in self._groups
+
+    def advance(
+        self, layer: int, arrived: frozenset[int], scale: float
+    ) -> tuple[ParameterStep, ...]:
+        """Count one step of the parameters that have a gradient, with this moment's numbers.
+        `scale` multiplies the gradients: clip coefficient and 1 / loss scale.
+        """
+        counts, steps = self.counts[layer], []
+        for k in sorted(arrived):
+            counts[k] += 1
+            group, flags = self._groups[self._parameters[layer][k]]
+            steps.append(
+                ParameterStep(
+                    part=self._layers[layer].slices[k],
+                    lr=float(group["lr"]),
+                    beta1=float(group["betas"][0]),
+                    beta2=float(group["betas"][1]),
+                    eps=float(group["eps"]),
+                    weight_decay=float(group["weight_decay"]),
+                    grad_scale=scale,
+                    step=counts[k],
+                    adamw=flags.adamw,
+                    bias_correction=flags.bias_correction,
+                )
+            )
+        return tuple(steps)
+
+
+def adam_segments(
+    steps: Sequence[ParameterStep], arrays: TrainingArrays
+) -> list[native.AdamSegment]:
+    """The parts of `steps` that lie in the arrays' range. The caller keeps the arrays alive until
+    the kernel has run.
+    """
+
+    def base(array: torch.Tensor | None) -> tuple[int, int]:
+        if array is None:
+            return 0, 0
+        size = array.element_size()
+        return array.data_ptr() - arrays.begin * size, size
+
+    weight, weight_size = base(arrays.weights)
+    low, low_size = base(arrays.low)
+    exp_avg, _ = base(arrays.exp_avg)
+    exp_avg_sq, _ = base(arrays.exp_avg_sq)
+    grad, grad_size = base(arrays.gradients)
+    segments = []
+    for step in steps:
+        part = step.part
+        begin = max(part.offset, arrays.begin)
+        numel = min(part.offset + part.numel, arrays.end) - begin
+        if numel > 0:
+            segments.append(
+                native.AdamSegment(
+                    weight + begin * weight_size,
+                    low + begin * low_size,
+                    exp_avg + begin * 4,
+                    exp_avg_sq + begin * 4,
+                    grad + begin * grad_size,
+                    numel,
+                    *step[1:7],
+                    *step[7:],
+                )
+            )
+    return segments
+
+
+def adam_bytes(weight_dtype: torch.dtype, grad_dtype: torch.dtype) -> int:
+    """Bytes of memory that Adam reads and writes for one parameter: master (fp32 weights, bf16
+    weights and their remainders both ways; fp16 weights only written) and two fp32 moments both
+    ways, the gradient one way.
+    """
+    master = {torch.float32: 8, torch.bfloat16: 8, torch.float16: 10}[weight_dtype]
+    return master + 16 + grad_dtype.itemsize
