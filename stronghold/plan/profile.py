@@ -1,0 +1,300 @@
+"""The profile: rates and sizes of one machine, measured by `stronghold doctor` or shipped.
+
+Pure: no tensors, no threads, no clock. Owns the JSON of a profile and where a machine's own lies;
+never measures anything. Rates are sustained, in 1e9 bytes per second (`*_gbps`) or FLOP per second;
+sizes are bytes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import logging
+import math
+import os
+import platform
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from stronghold.errors import ConfigError, did_you_mean
+
+VERSION = 1
+MACHINES = Path(__file__).parent / "machines"
+ENVIRONMENT = "STRONGHOLD_PROFILE"
+DTYPES = ("bf16", "fp16", "fp32")
+EMULATED = "emulated"
+
+# What `kernels/src/adam-inl.h` moves per parameter with bf16 weights and bf16 gradients: the
+# weight, its 16-bit remainder and two fp32 moments are read and written, the gradient is read.
+ADAM_BF16_BYTES = 2 * (2 + 2 + 4 + 4) + 2
+# The same with fp32 weights and gradients, which have no remainder.
+ADAM_FP32_BYTES = 2 * (4 + 4 + 4) + 4
+
+_logger = logging.getLogger("stronghold")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MachineProfile:
+    """What a machine can do. ConfigError for a rate that is not a positive, finite number.
+
+    `measured` is the ISO date of the measurement, "" for a shipped profile; `sources` says where a
+    shipped profile's rates come from, and what host was assumed.
+
+    `fetch_gbps` and `drain_gbps` are pinned host -> device and device -> host, each alone;
+    `duplex_gbps` is the sum of both directions when both run. `memory_gbps` is the host memory's
+    bandwidth by number of threads, read and written bytes counted, with the mix of accesses of
+    Adam. `adam_gbps` is the CPU Adam's, counted in `ADAM_BF16_BYTES` per parameter. `flops` is a
+    large matrix multiplication's rate on the device, by dtype. `gpu_memory_gbps` counts what a copy
+    on the device reads and writes. `nvme_*` are transfers past the page cache at the best depth,
+    None where no disk was measured; `nvme_mixed_gbps` is the sum when reads and writes run
+    together, and `nvme_path` the directory.
+    """
+
+    name: str
+    measured: str
+    sources: tuple[str, ...]
+    num_gpus: int = 1
+    gpu_memory_bytes: int
+    host_memory_bytes: int
+    num_cores: int
+    fetch_gbps: float
+    drain_gbps: float
+    duplex_gbps: float
+    memory_gbps: dict[int, float]
+    adam_gbps: dict[int, float]
+    flops: dict[str, float]
+    gpu_memory_gbps: float
+    nvme_read_gbps: float | None = None
+    nvme_write_gbps: float | None = None
+    nvme_mixed_gbps: float | None = None
+    nvme_path: str = ""
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            _CHECKS[str(field.type)](f"profile.{field.name}", getattr(self, field.name))
+        missing = [dtype for dtype in DTYPES if dtype not in self.flops]
+        if missing or len(self.flops) != len(DTYPES):
+            raise ConfigError(
+                f"profile.flops: got {', '.join(self.flops) or 'nothing'}, expected a rate for "
+                f"each of {', '.join(DTYPES)}"
+            )
+
+    def memory_rate(self, threads: int) -> float:
+        """Host memory bandwidth with so many threads, in 1e9 bytes/s: between two measured numbers
+        of threads on the line between them, outside them the nearest."""
+        return _interpolate(self.memory_gbps, threads)
+
+    def adam_rate(self, threads: int) -> float:
+        """The CPU Adam's rate with so many threads, as `memory_rate`."""
+        return _interpolate(self.adam_gbps, threads)
+
+    def to_json(self) -> str:
+        """The profile with its version, as JSON that a person can read and edit."""
+        return json.dumps({"version": VERSION, **dataclasses.asdict(self)}, indent=2) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str, where: str) -> MachineProfile:
+        """The profile of `to_json`; ConfigError, naming `where`, for anything else."""
+        try:
+            raw = json.loads(text)
+        except ValueError as error:
+            raise ConfigError(f"{where}: not JSON: {error}; {_AGAIN}") from error
+        if not isinstance(raw, dict):
+            raise ConfigError(f"{where}: got a {type(raw).__name__}, expected an object; {_AGAIN}")
+        version = raw.pop("version", None)
+        if version != VERSION:
+            raise ConfigError(
+                f"{where}: version: got {version!r}, expected {VERSION}: another stronghold wrote "
+                f"it; {_AGAIN}"
+            )
+        try:
+            return cls(**_fields(raw))
+        except ConfigError as error:
+            raise ConfigError(f"{where}: {error}") from error
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the JSON, whole or not at all, making the directories that are missing."""
+        target = Path(path)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        partial = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+        try:
+            partial.write_text(self.to_json(), encoding="utf-8")
+            os.replace(partial, target)
+        finally:
+            partial.unlink(missing_ok=True)
+
+    @classmethod
+    def load(cls, path_or_name: str | os.PathLike[str]) -> MachineProfile:
+        """A shipped profile by name, or any by path; ConfigError where there is none."""
+        name = os.fspath(path_or_name)
+        path = Path(name).expanduser()
+        if name in machine_names():
+            path = MACHINES / f"{name}.json"
+        try:
+            return cls.from_json(path.read_text(encoding="utf-8"), str(path))
+        except FileNotFoundError:
+            known = machine_names()
+            raise ConfigError(
+                f"machine profile {name!r}: no such file, and no machine of that name."
+                f"{did_you_mean(name, known)} Known machines: {', '.join(known)}; "
+                "`stronghold doctor` measures this one"
+            ) from None
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"machine profile {name!r}: cannot be read: {error}") from error
+
+
+def machine_names() -> list[str]:
+    """Names of the profiles that ship with the package."""
+    return sorted(path.stem for path in MACHINES.glob("*.json"))
+
+
+def default_path(gpu: str | None = None) -> Path:
+    """Where this machine's profile lies: one file per host and kind of GPU.
+
+    `gpu` is the GPU's name; None is the emulated device. The environment variable
+    STRONGHOLD_PROFILE names another file for all of them; a shipped name there stays as shipped.
+    """
+    chosen = os.environ.get(ENVIRONMENT)
+    if chosen and chosen not in machine_names():
+        return Path(chosen).expanduser()
+    return _folder() / f"{_slug(platform.node())}-{_slug(gpu or EMULATED)}.json"
+
+
+def find(gpu: str | None = None) -> MachineProfile | None:
+    """This machine's own profile, None if it was never measured.
+
+    With the GPU's name, that GPU's. Without, the newest of this host's, a GPU's before the emulated
+    device's. STRONGHOLD_PROFILE, a path or a shipped name, overrides both and must exist; a file
+    in the cache that cannot be read counts as absent, with a warning.
+    """
+    chosen = os.environ.get(ENVIRONMENT)
+    if chosen:
+        return MachineProfile.load(chosen)
+    if gpu is not None:
+        candidates = [default_path(gpu)]
+    else:
+        emulated = default_path()
+        found = _folder().glob(f"{_slug(platform.node())}-*.json")
+        candidates = sorted(
+            found, key=lambda path: (path == emulated, -path.stat().st_mtime, path.name)
+        )
+    for path in candidates:
+        if path.exists():
+            try:
+                return MachineProfile.load(path)
+            except ConfigError as error:
+                _logger.warning("%s", error)
+    return None
+
+
+# -- reading and checking -------------------------------------------------------------------------
+
+_AGAIN = "write it again with `stronghold doctor`"
+
+
+def _fields(raw: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of MachineProfile in a JSON object: every key known, none missing."""
+    fields = dataclasses.fields(MachineProfile)
+    known = [field.name for field in fields]
+    for key in raw:
+        if key not in known:
+            raise ConfigError(
+                f"profile.{key}: unknown key.{did_you_mean(key, known)} "
+                f"Known keys: version, {', '.join(known)}"
+            )
+    needed = [field.name for field in fields if field.default is dataclasses.MISSING]
+    missing = [name for name in needed if name not in raw]
+    if missing:
+        raise ConfigError(f"profile: missing {', '.join(missing)}; {_AGAIN}")
+    arguments = dict(raw)
+    if isinstance(raw["sources"], list):
+        arguments["sources"] = tuple(raw["sources"])
+    for key in ("memory_gbps", "adam_gbps"):  # JSON's keys are strings
+        if isinstance(raw[key], dict):
+            arguments[key] = {_threads(f"profile.{key}", k): v for k, v in raw[key].items()}
+    return arguments
+
+
+def _threads(where: str, key: str) -> int:
+    if not re.fullmatch(r"[0-9]+", key):
+        raise ConfigError(f"{where}: got the key {key!r}, expected a number of threads")
+    return int(key)
+
+
+def _is_rate(value: object) -> bool:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return number and math.isfinite(value) and value > 0  # type: ignore[arg-type, operator]
+
+
+def _check_text(where: str, value: object) -> None:
+    if not isinstance(value, str):
+        raise ConfigError(f"{where}: got {value!r}, expected text")
+
+
+def _check_texts(where: str, value: object) -> None:
+    if not isinstance(value, tuple) or not all(isinstance(text, str) for text in value):
+        raise ConfigError(f"{where}: got {value!r}, expected a list of texts")
+
+
+def _check_count(where: str, value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ConfigError(f"{where}: got {value!r}, expected a whole number of at least 1")
+
+
+def _check_rate(where: str, value: object) -> None:
+    if not _is_rate(value):
+        raise ConfigError(f"{where}: got {value!r}, expected a positive number")
+
+
+def _check_optional_rate(where: str, value: object) -> None:
+    if value is not None:
+        _check_rate(where, value)
+
+
+def _check_rates(where: str, value: object) -> None:
+    if not isinstance(value, Mapping) or not value:
+        raise ConfigError(f"{where}: got {value!r}, expected a rate for each of some keys")
+    for key, rate in value.items():
+        _check_rate(f"{where}.{key}", rate)
+
+
+def _check_rates_by_threads(where: str, value: object) -> None:
+    _check_rates(where, value)
+    assert isinstance(value, Mapping)
+    for threads in value:
+        _check_count(where, threads)
+
+
+# By the annotation of the field.
+_CHECKS = {
+    "str": _check_text,
+    "tuple[str, ...]": _check_texts,
+    "int": _check_count,
+    "float": _check_rate,
+    "float | None": _check_optional_rate,
+    "dict[str, float]": _check_rates,
+    "dict[int, float]": _check_rates_by_threads,
+}
+
+
+def _interpolate(rates: Mapping[int, float], threads: int) -> float:
+    known = sorted(rates)
+    if threads <= known[0]:
+        return rates[known[0]]
+    for low, high in itertools.pairwise(known):
+        if threads <= high:
+            share = (threads - low) / (high - low)
+            return rates[low] + share * (rates[high] - rates[low])
+    return rates[known[-1]]
+
+
+def _folder() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "stronghold"
+
+
+def _slug(text: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-") or "unknown"
