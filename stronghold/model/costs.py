@@ -1,0 +1,321 @@
+"""Costs: what each layer's forward computes, and what autograd keeps of it until backward.
+
+Owns the counting, by one forward pass over tensors without memory. Reads no value and allocates
+none, leaves the model as it was. Entered by one thread, before training; needs neither a GPU nor
+weights.
+
+A block that is called like one before it is not run again: it answers with tensors of the same
+shapes, and what the first one computed and saved is entered once more (`model.calls`).
+
+[Note: shared] What enters two different blocks (rotary tables, masks, an encoder's output) is kept
+once, whatever policy the blocks have: it is charged to the resident layer that ran before them, and
+to no block.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.func import functional_call
+from torch.utils._pytree import tree_flatten
+from torch.utils.flop_counter import FlopCounterMode
+
+from stronghold.errors import ConfigError, did_you_mean
+from stronghold.model.calls import Call, kinds, record, structure
+from stronghold.model.gpu_operators import AsOnGpu
+from stronghold.model.partition import Layer, Partition
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerCost:
+    """One layer's forward of one micro-batch.
+
+    `forward_flops`: of matrix products, convolutions and attention, as torch's `FlopCounterMode`
+    counts them (a causal attention like one without a mask: all of q k^T). `saved_bytes`: what
+    autograd keeps until backward, without parameters and buffers, every storage once in the whole
+    model. `boundary_bytes`: the tensors that enter the layer, which recomputation keeps in place of
+    `saved_bytes`; 0 for a layer that is no block. Neither counts what enters several blocks ([Note:
+    shared]).
+    """
+
+    forward_flops: float
+    saved_bytes: int
+    boundary_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelCosts:
+    """`layers` in the partition's order, for one micro-batch of `batch` sequences of `seq` tokens;
+    `tokens` is their product, `dtype` the precision: "bf16", "fp16" or "fp32"."""
+
+    layers: tuple[LayerCost, ...]
+    batch: int
+    seq: int
+    tokens: int
+    dtype: str
+
+    @property
+    def forward_flops(self) -> float:
+        """Of one forward of the whole model over one micro-batch."""
+        return sum(layer.forward_flops for layer in self.layers)
+
+    @property
+    def saved_bytes(self) -> int:
+        """What a forward of the whole model keeps, without recomputation."""
+        return sum(layer.saved_bytes for layer in self.layers)
+
+
+def trace_costs(
+    model: nn.Module,
+    partition: Partition,
+    *,
+    batch: int,
+    seq: int,
+    dtype: str,
+    inputs: Mapping[str, Any] | None = None,
+) -> ModelCosts:
+    """The costs of `model`, in training or evaluation mode as it is, on a GPU.
+
+    Its parameters may be anywhere, their values are not used. `inputs` are the keyword arguments of
+    one call, on the meta device; without them the model gets token ids of `batch` by `seq`, and
+    labels where its forward has such an argument. Attention through
+    `scaled_dot_product_attention` costs what the fused kernel of a GPU does. Work outside the
+    layers' modules, such as the loss, belongs to the resident layer that ran last.
+
+    ConfigError for an unknown `dtype`, for a forward whose arguments are not known here, and for
+    one that depends on values.
+    """
+    if dtype not in DTYPES:
+        raise ConfigError(
+            f"dtype: got {dtype!r}, expected one of {', '.join(DTYPES)}."
+            f"{did_you_mean(dtype, DTYPES)}"
+        )
+    for name, value in (("batch", batch), ("seq", seq)):
+        if value < 1:
+            raise ConfigError(f"{name}: got {value}, expected at least 1")
+    given = dict(inputs) if inputs is not None else _token_inputs(model, batch, seq)
+    weights = _without_memory(model, DTYPES[dtype])
+    tracer = _Tracer(partition, weights)
+    with tracer.attached(), torch.enable_grad():
+        try:
+            output = functional_call(model, weights, (), given)
+        except (NotImplementedError, RuntimeError) as error:
+            raise ConfigError(
+                f"{type(model).__name__}: its forward cannot run on tensors without values: "
+                f"{str(error).splitlines()[0]}. Its costs cannot be counted before a run"
+            ) from error
+        del output
+    return ModelCosts(layers=tracer.costs(), batch=batch, seq=seq, tokens=batch * seq, dtype=dtype)
+
+
+def _token_inputs(model: nn.Module, batch: int, seq: int) -> dict[str, Any]:
+    """Arguments of a language model's forward: ids, labels where they are known, and no cache, as a
+    trainer calls it."""
+    parameters = inspect.signature(model.forward).parameters
+    ids = torch.empty(batch, seq, dtype=torch.long, device="meta")
+    known = {"input_ids": ids, "labels": ids, "use_cache": False}
+    given = {name: value for name, value in known.items() if name in parameters}
+    unnamed = [
+        name
+        for name, parameter in parameters.items()
+        if parameter.default is parameter.empty
+        and parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
+        and name not in given
+    ]
+    if "input_ids" not in given and unnamed:  # nanoGPT's `idx`, a Sequential's `input`
+        given[unnamed.pop(0)] = ids
+    if unnamed or not given:
+        raise ConfigError(
+            f"{type(model).__name__}.forward needs {', '.join(unnamed) or 'unnamed arguments'}, "
+            "which are not known here; expected a model that is called with input_ids (and labels)"
+        )
+    return given
+
+
+def _without_memory(model: nn.Module, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Parameters in `dtype` and buffers, by name, tied ones once, on the meta device."""
+    found: dict[str, torch.Tensor] = {}
+    for name, parameter in model.named_parameters():
+        kind = dtype if parameter.is_floating_point() else parameter.dtype
+        found[name] = torch.empty_like(
+            parameter, dtype=kind, device="meta", requires_grad=parameter.requires_grad
+        )
+    for name, buffer in model.named_buffers():
+        found[name] = torch.empty_like(buffer, device="meta")
+    return found
+
+
+# -- tracing --------------------------------------------------------------------------------------
+
+
+class _Tracer:
+    """The books of one forward pass: who is running, what was saved, what entered which block."""
+
+    def __init__(self, partition: Partition, weights: Mapping[str, torch.Tensor]) -> None:
+        self._partition = partition
+        self._flops = [0.0] * len(partition.layers)
+        self._saved: list[tuple[int, int]] = []  # (layer, storage), first come first served
+        self._entered: dict[int, set[int]] = {}  # storage -> blocks
+        self._around: dict[int, int] = {}  # storage -> resident layer that ran last, on entry
+        self._bytes: dict[int, int] = {}
+        # Storages by identity; held, so that none is reused for another.
+        self._held: dict[int, torch.UntypedStorage] = {}
+        self._weights = {self._key(tensor) for tensor in weights.values()}
+        self._running: list[int] = []
+        resident = [layer.index for layer in partition.layers if not layer.streamed]
+        self._outside = resident[0] if resident else 0
+        self._counter = FlopCounterMode(display=False)
+        self._counted = 0.0
+        self._known: dict[Any, Call] = {}
+
+    @contextmanager
+    def attached(self) -> Iterator[None]:
+        """The layers' modules report to this tracer inside, and are as before afterwards."""
+        inside = {
+            inner for layer in self._partition.streamed for inner in layer.modules[0].modules()
+        }
+        with ExitStack() as undo:
+            for layer in self._partition.layers:
+                for module in layer.modules:
+                    if layer.streamed:
+                        undo.enter_context(_calling(module, self._block_call(layer, module)))
+                    elif module not in inside:
+                        undo.enter_context(_calling(module, self._resident_call(layer, module)))
+            undo.enter_context(saved_tensors_hooks(self._pack, lambda packed: packed))
+            undo.enter_context(AsOnGpu())
+            undo.enter_context(self._counter)
+            yield
+            self._settle_flops()
+
+    def costs(self) -> tuple[LayerCost, ...]:
+        """Per layer, once the forward is over."""
+        shared = {key for key, blocks in self._entered.items() if len(blocks) > 1}
+        saved = [0] * len(self._flops)
+        boundary = [0] * len(self._flops)
+        for key in shared:
+            saved[self._around[key]] += self._bytes[key]
+        counted = set(shared)
+        for layer, key in self._saved:
+            if key not in counted:
+                counted.add(key)
+                saved[layer] += self._bytes[key]
+        for key, blocks in self._entered.items():
+            if key not in shared:
+                boundary[next(iter(blocks))] += self._bytes[key]
+        return tuple(
+            LayerCost(forward_flops=flops, saved_bytes=kept, boundary_bytes=enters)
+            for flops, kept, enters in zip(self._flops, saved, boundary, strict=True)
+        )
+
+    # -- who runs ---------------------------------------------------------------------------------
+    def _resident_call(self, layer: Layer, module: nn.Module) -> Callable[..., Any]:
+        forward = module.forward
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self._outside = layer.index
+            with self._running_layer(layer.index):
+                return forward(*args, **kwargs)
+
+        return call
+
+    def _block_call(self, layer: Layer, block: nn.Module) -> Callable[..., Any]:
+        forward, made_like = block.forward, structure(block)
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            leaves, spec = tree_flatten((args, kwargs))
+            if layer.index in self._running:  # recomputed or recursive: the same call
+                return forward(*args, **kwargs)
+            with self._running_layer(layer.index):
+                for leaf in leaves:
+                    if isinstance(leaf, torch.Tensor):
+                        self._enter(layer.index, leaf)
+                kind = (made_like, spec, kinds(leaves), torch.is_grad_enabled())
+                known = self._known.get(kind)
+                if known is not None:
+                    return self._again(layer.index, known, leaves)
+                begin = len(self._saved)
+                output = forward(*args, **kwargs)
+                flops = self._settle_flops()
+                saved = dict.fromkeys(key for _, key in self._saved[begin:])
+                call = record(
+                    flops=flops,
+                    saved=[(key, self._bytes[key]) for key in saved],
+                    leaves=leaves,
+                    output=output,
+                    key_of=self._key,
+                )
+                if call is not None:
+                    self._known[kind] = call
+                return output
+
+        return run
+
+    @contextmanager
+    def _running_layer(self, index: int) -> Iterator[None]:
+        self._settle_flops()
+        self._running.append(index)
+        try:
+            yield
+            self._settle_flops()
+        finally:
+            self._running.pop()
+
+    @property
+    def _now(self) -> int:
+        return self._running[-1] if self._running else self._outside
+
+    # -- the books --------------------------------------------------------------------------------
+    def _key(self, tensor: torch.Tensor) -> int:
+        storage = tensor.untyped_storage()
+        key = int(storage._cdata)
+        self._held[key] = storage
+        self._bytes[key] = storage.nbytes()
+        return key
+
+    def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        key = self._key(tensor)
+        if key not in self._weights:
+            self._saved.append((self._now, key))
+        return tensor
+
+    def _enter(self, layer: int, tensor: torch.Tensor) -> None:
+        key = self._key(tensor)
+        if key not in self._weights:
+            self._entered.setdefault(key, set()).add(layer)
+            self._around.setdefault(key, self._outside)
+
+    def _settle_flops(self) -> float:
+        """Charge what was computed since the last call to the layer that runs; returns it."""
+        total = float(self._counter.get_total_flops())
+        new, self._counted = total - self._counted, total
+        self._flops[self._now] += new
+        return new
+
+    def _again(self, layer: int, call: Call, leaves: list[Any]) -> Any:
+        self._flops[layer] += call.flops
+        output, saved = call.answer(leaves)
+        self._saved += [(layer, self._key(tensor)) for tensor in saved]
+        return output
+
+
+@contextmanager
+def _calling(module: nn.Module, call: Callable[..., Any]) -> Iterator[None]:
+    """Calls of `module` go to `call` inside; an instance's own `forward` is put back."""
+    own = vars(module).get("forward")
+    module.forward = call
+    try:
+        yield
+    finally:
+        if own is None:
+            del module.forward
+        else:
+            module.forward = own
