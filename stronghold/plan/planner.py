@@ -7,6 +7,7 @@ them).
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
@@ -43,7 +44,7 @@ class Demand:
     window: int | None = None
     prefetch: int | None = None
     resident_layers: int | None = None
-    activations: str | None = None
+    activations: str | tuple[str, ...] | None = None  # one policy, or one per layer
     cpu_threads: int | None = None
     num_cores: int = 1
 
@@ -59,11 +60,12 @@ class Plan:
     gradient_slots: int
     gradients: Gradients
     ring_entries: int
-    activations: str
+    activations: tuple[str, ...]  # by layer; what is no block keeps its own
     cpu_threads: int
     gpu_bytes: dict[str, int]
     host_bytes: dict[str, int]
     num_parameters: int
+    recomputed: float  # share of the parameters whose forward runs again in backward
     reasons: tuple[str, ...]
 
     @property
@@ -112,9 +114,10 @@ def make_plan(layout: ModelLayout, demand: Demand) -> Plan:
     prefetch = _prefetch(window, len(streamed), most_gradients, gpu_total, demand)
     gradients = _gradients(demand)
     threads = demand.cpu_threads or max(1, demand.num_cores)
-    activations = demand.activations or "keep"
+    activations = _activations(layout, demand)
     reasons.append(
-        f"activations: {activations}; {threads} update threads; gradients: {gradients.value}"
+        f"activations: {_in_words(activations, blocks)}; {threads} update threads; gradients: "
+        f"{gradients.value}"
     )
     plan = Plan(
         window=window,
@@ -128,6 +131,7 @@ def make_plan(layout: ModelLayout, demand: Demand) -> Plan:
         gpu_bytes=gpu_bytes(window, gradient_slots),
         host_bytes=_host_bytes(layout, gradients, demand),
         num_parameters=layout.num_parameters,
+        recomputed=_recomputed(layout, activations),
         reasons=tuple(reasons),
     )
     _check_host(plan, demand)
@@ -146,6 +150,30 @@ def _kept_blocks(blocks: list[LayerLayout], demand: Demand, reasons: list[str]) 
             f"{wanted} of {len(blocks)} blocks stay on the gpu (stronghold.resident_layers)"
         )
     return frozenset(layer.index for layer in blocks[len(blocks) - wanted :])
+
+
+def _activations(layout: ModelLayout, demand: Demand) -> tuple[str, ...]:
+    chosen = demand.activations or "keep"
+    if isinstance(chosen, str):
+        return tuple(chosen if layer.streamed else "keep" for layer in layout.layers)
+    return chosen
+
+
+def _in_words(activations: tuple[str, ...], blocks: list[LayerLayout]) -> str:
+    """ "keep", or "keep 3, recompute 5" where blocks differ."""
+    counts = Counter(activations[layer.index] for layer in blocks)
+    if len(counts) < 2:
+        return next(iter(counts), "keep")
+    return ", ".join(f"{policy} {count}" for policy, count in sorted(counts.items()))
+
+
+def _recomputed(layout: ModelLayout, activations: tuple[str, ...]) -> float:
+    again = sum(
+        layer.num_parameters
+        for layer, policy in zip(layout.layers, activations, strict=True)
+        if policy == "recompute"
+    )
+    return again / max(1, layout.num_parameters)
 
 
 def _gradients(demand: Demand) -> Gradients:

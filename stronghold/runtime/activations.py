@@ -1,7 +1,7 @@
 """Saved tensors: keep them, offload them to the host, or compute them again.
 
 Owns what autograd saves while a streamed layer runs. Entered by the training thread in forward and
-by autograd's thread in backward. Three policies, one mechanism
+by autograd's thread in backward. Three policies, chosen layer by layer, one mechanism
 (`torch.autograd.graph.saved_tensors_hooks` around each layer's forward):
 
 keep        a saved tensor that aliases a slot becomes a handle (layer, offset, shape, stride),
@@ -23,7 +23,7 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -112,10 +112,12 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Activations:
-    """Applies one policy to every streamed layer."""
+    """Applies each layer's policy: `policies[layer]`, by the layout's index."""
 
-    def __init__(self, policy: str, device: Device, slots: Slots, metrics: Metrics) -> None:
-        self.policy = policy
+    def __init__(
+        self, policies: Sequence[str], device: Device, slots: Slots, metrics: Metrics
+    ) -> None:
+        self._policies = policies
         self._device = device
         self._slots = slots
         self._metrics = metrics
@@ -143,14 +145,14 @@ class Activations:
         """The layer's forward begins; every `enter` has its `leave`, also when it raises."""
         recomputation = None
         restored: list[torch.Tensor] | None = None
-        if self.will_recompute(recomputing=recomputing):
+        if self.will_recompute(layer, recomputing=recomputing):
             self._buffers[layer].append([buffer.clone() for buffer in module.buffers()])
             recomputation = _recomputation(module, args, kwargs)
             next(recomputation)
         elif recomputing and self._buffers[layer]:
             restored = _swap(module, self._buffers[layer].pop())
         foreign = _active_hooks()
-        offload = self.policy == "offload" and foreign is None and not recomputing
+        offload = self._policies[layer] == "offload" and foreign is None and not recomputing
         self._in_scope.clear()
         hooks = saved_tensors_hooks(
             lambda tensor: self._pack(layer, tensor, foreign, offload),
@@ -159,12 +161,12 @@ class Activations:
         hooks.__enter__()
         self._open[layer].append(_Scope(hooks, recomputation, restored))
 
-    def will_recompute(self, *, recomputing: bool) -> bool:
+    def will_recompute(self, layer: int, *, recomputing: bool) -> bool:
         """Whether a layer whose forward begins now will run it again in backward. Under the user's
         own saved-tensor
         hooks it will not: they decide."""
         return (
-            self.policy == "recompute"
+            self._policies[layer] == "recompute"
             and not recomputing
             and torch.is_grad_enabled()
             and _active_hooks() is None

@@ -109,7 +109,7 @@ class Hooks:
         def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
             recomputing = self._executor.phase is Phase.BACKWARD
             self._executor.begin_use(index, Kind.FORWARD)
-            if self._activations.will_recompute(recomputing=recomputing):
+            if self._activations.will_recompute(index, recomputing=recomputing):
                 args, kwargs = without_cache(args, kwargs)
             self._activations.enter(index, module, args, kwargs, recomputing=recomputing)
             return args, kwargs

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import psutil
 import torch
 from torch import nn
 from tqdm import tqdm
@@ -25,6 +24,7 @@ from stronghold.device.cuda import CudaDevice
 from stronghold.device.emulated import EmulatedDevice
 from stronghold.device.kernels import NativeKernels
 from stronghold.errors import ConfigError
+from stronghold.limits import available_host_bytes
 from stronghold.memory.host import LOW_DTYPE, HostStore
 from stronghold.memory.slab import map_slab
 from stronghold.memory.window import Window
@@ -45,10 +45,6 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # Without stronghold.gpu_memory half of what the GPU has free goes to slots; the rest is left to
 # activations.
 GPU_SHARE = 0.5
-CGROUP_FILES = (
-    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +93,7 @@ class Stack:
         self._trace_path = section.trace
         self.metrics = Metrics(
             num_parameters=self.layout.num_parameters,
-            recomputes=self.plan.activations == "recompute",
+            recomputed=self.plan.recomputed,
             trace=self.trace,
         )
         with contextlib.ExitStack() as undo:  # if a part cannot be made, those before it are closed
@@ -278,7 +274,7 @@ def _demand(
     # The model's own memory, which the slabs replace.
     held = [p for layer in found.layers for p in layer.parameters if not p.parameter.is_meta]
     held_now = sum(named.parameter.numel() for named in held) * dtype.itemsize
-    host_budget = section.host_memory or _available_host_bytes() + held_now
+    host_budget = section.host_memory or available_host_bytes() + held_now
     resident = section.resident_layers
     num_blocks = sum(layer.streamed for layer in sizes.layers)
     cores = len(os.sched_getaffinity(0))
@@ -298,19 +294,6 @@ def _demand(
         cpu_threads=section.cpu_threads,
         num_cores=max(1, cores - compute_threads),
     )
-
-
-def _available_host_bytes() -> int:
-    """What this process may still take: the machine's available memory, or its control group's if
-    that is less.
-    """
-    available = int(psutil.virtual_memory().available)
-    for limit_file, usage_file in CGROUP_FILES:
-        with contextlib.suppress(OSError, ValueError):  # absent, or "max"
-            available = min(
-                available, int(Path(limit_file).read_text()) - int(Path(usage_file).read_text())
-            )
-    return available
 
 
 def _move_buffers(model: nn.Module, device: torch.device) -> None:

@@ -42,19 +42,20 @@ class StepRecord:
 class Metrics:
     """Counts between two `end_step` calls.
 
-    `num_parameters` is the model's; `recomputes` says that forward runs again in backward.
+    `num_parameters` is the model's; `recomputed` is the share of it whose forward runs again in
+    backward.
     """
 
     def __init__(
         self,
         *,
         num_parameters: int,
-        recomputes: bool = False,
+        recomputed: float = 0.0,
         trace: Trace | NullTrace | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._num_parameters = num_parameters
-        self._recomputes = recomputes
+        self._recomputed = recomputed
         self._trace = trace or NullTrace()
         self._clock = clock
         self._start_s: float | None = None
@@ -98,7 +99,7 @@ class Metrics:
             grad_norm=_detached(grad_norm),
             learning_rate=learning_rate,
             tokens_per_s=self._num_tokens / step_s if step_s > 0.0 else 0.0,
-            tflops=tflops(self._num_parameters, self._num_tokens, step_s, self._recomputes),
+            tflops=tflops(self._num_parameters, self._num_tokens, step_s, self._recomputed),
             step_s=step_s,
             wait_fetch_s=self._waits["fetch"],
             wait_drain_s=self._waits["drain"],
@@ -131,15 +132,15 @@ class Metrics:
         return " | ".join(parts)
 
 
-def tflops(num_parameters: int, num_tokens: int, seconds: float, recomputes: bool) -> float:
+def tflops(num_parameters: int, num_tokens: int, seconds: float, recomputed: float) -> float:
     """Useful TFLOP/s of a dense model: 2 k P T / seconds, attention not counted.
 
-    k = 3 passes over the weights (forward 1, backward 2), 4 when the forward pass is recomputed;
-    the formula of the Megatron and DeepSpeed papers, `billions * k * 2 * tokens / (seconds * 1e3)`.
+    k = 3 passes over the weights (forward 1, backward 2), 4 when the forward pass is `recomputed`
+    (1.0; a share of it counts as such); the formula of the Megatron and DeepSpeed papers, `billions * k * 2 * tokens / (seconds * 1e3)`.
     """
     if seconds <= 0.0:
         return 0.0
-    passes = 4 if recomputes else 3
+    passes = 3 + recomputed
     return num_parameters / 1e9 * passes * 2 * num_tokens / (seconds * 1e3)
 
 
