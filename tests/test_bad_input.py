@@ -161,7 +161,7 @@ def test_a_machine_that_lacks_memory_is_refused_without_a_budget_in_the_config(
     from stronghold.runtime import stack
 
     model, _ = MODELS["gpt"]()
-    monkeypatch.setattr(stack, "_available_host_bytes", lambda: 10_000)
+    monkeypatch.setattr(stack, "available_host_bytes", lambda: 10_000)
     refused(allocations, model, config(), BudgetError, "add RAM to at least")
 
 

@@ -26,6 +26,7 @@ LEVELS = {
     "stronghold.surface": 6,
     "stronghold.simulate": 6,
     "stronghold.checkpoint": 6,
+    "stronghold.doctor": 6,
     "stronghold.pretrained": 6,
     "stronghold.runtime": 5,
     "stronghold.plan": 4,
@@ -37,6 +38,7 @@ LEVELS = {
     "stronghold.native": 0,
     "stronghold.native_io": 0,
     "stronghold.errors": 0,
+    "stronghold.limits": 0,
     "stronghold.telemetry": 0,
 }
 THREAD_MAKERS = {"Thread", "Timer", "ThreadPoolExecutor", "ProcessPoolExecutor", "start_new_thread"}
