@@ -10,6 +10,7 @@ import json
 import mmap
 import os
 import platform
+import re
 import statistics
 import subprocess
 import sys
@@ -61,7 +62,7 @@ def provenance() -> dict[str, Any]:
         "commit": _git("rev-parse", "--short=12", "HEAD")
         + (" with changes" if _git("status", "--porcelain", "--untracked-files=no") else ""),
         "command": " ".join(["python", os.path.relpath(sys.argv[0], ROOT), *sys.argv[1:]]),
-        "machine": _machine(),
+        "machine": {**_machine(), **_gpu()},
         # Near the number of cores: others were running, and figures with all threads show it.
         "load_average": round(os.getloadavg()[0], 1),
         "versions": {
@@ -90,6 +91,7 @@ def describe(record: Mapping[str, Any]) -> str:
             f"- command: `{record['command']}`",
             f"- machine: {machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']} GiB, "
             f"{machine['system']}; load average {record['load_average']} at the start",
+            *([f"- GPU: {machine['gpu']}"] if machine.get("gpu") else []),
             "- versions: " + ", ".join(f"{name} {value}" for name, value in versions.items()),
         ]
     )
@@ -108,6 +110,19 @@ def _machine() -> dict[str, Any]:
         "memory_gib": round(pages / 2**30),
         "system": f"{platform.system()} {platform.machine()}",
     }
+
+
+def hardware() -> str:
+    """A word for file names: the GPU's name, or that there is none."""
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else "emulated cpu"
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+
+
+def _gpu() -> dict[str, str]:
+    if not torch.cuda.is_available():
+        return {}
+    found = torch.cuda.get_device_properties(0)
+    return {"gpu": f"{found.name}, {found.total_memory / 2**30:.0f} GiB, CUDA {torch.version.cuda}"}
 
 
 def _git(*arguments: str) -> str:

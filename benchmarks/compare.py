@@ -1,0 +1,314 @@
+"""Methods of training side by side: the same model, data, seed, precision and clipping.
+
+    python benchmarks/compare.py --method all --layers 4 --hidden 256 --heads 4 --seq 128
+
+Every method has a process of its own. A method whose losses leave the reference's is marked wrong;
+out of memory is a result. The reference is `plain`; where it does not fit the caps it runs once
+more without them. `--method MODULE:CLASS` runs a `methods.base.Method` of your own. On a machine
+without a GPU layers compute on the emulated device, and what needs a GPU says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from harness import describe, hardware, provenance, save
+from methods import METHODS, process
+from methods.judge import FACTOR, FLOOR, bounds, verdict
+from methods.task import Task, tflops_megatron, tflops_useful
+from tqdm import tqdm
+
+from stronghold.config.section import parse_bytes
+
+GIB, MB = float(1 << 30), 1e6
+STAND_INS = ("l2l", "fsdp2-offload", "zero-offload")  # references where plain does not fit at all
+Row = dict[str, Any]
+
+
+def run_method(name: str, task: Task, timeout_s: float) -> Row:
+    """One method's row, without a verdict on its losses."""
+    row = process.run(
+        name,
+        task.to_json(),
+        machine=task.machine,
+        host_cap_bytes=task.host_memory,
+        timeout_s=timeout_s,
+    )
+    if row["status"] == "ok":
+        row |= rates(row, task)
+        cap = task.gpu_memory
+        if cap is not None and (row["device_peak_bytes"] or 0) > cap:
+            row |= {"status": "out of memory", "reason": "over the cap on GPU memory"}
+    return row
+
+
+def rates(row: Row, task: Task) -> Row:
+    """Throughput over all measured steps and their updates; the median of single steps."""
+    step_s = row["wall_s"] / task.steps
+    tokens, parameters = task.tokens_per_step, row["num_parameters"]
+    recomputes = row["activations"] == "recompute"
+    return {
+        "samples_per_s": task.batch * task.accumulation / step_s,
+        "tokens_per_s": tokens / step_s,
+        "median_step_s": statistics.median(row["step_s"]),
+        "tflops": tflops_megatron(parameters, tokens, step_s, recomputes),
+        "useful_tflops": tflops_useful(
+            parameters, tokens, step_s, layers=task.layers, hidden=task.hidden, seq=task.seq
+        ),
+    }
+
+
+def compare(names: Sequence[str], task: Task, timeout_s: float = 3600.0) -> dict[str, Any]:
+    """Rows of all methods, judged; the reference's losses and bound beside them."""
+    rows = []
+    for name in tqdm(names, desc="methods", disable=None):
+        rows.append(run_method(name, task, timeout_s))
+    reference = find_reference(rows, task, timeout_s)
+    losses, allowed = reference["losses"], reference["bounds"]
+    for row in rows:
+        if row["status"] == "ok":
+            word, largest, first = verdict(row["losses"], losses, allowed)
+            row |= {"verdict": word, "loss_difference": largest, "first_wrong_step": first}
+    return {"task": dataclasses.asdict(task), "rows": rows, "reference": reference}
+
+
+def find_reference(rows: list[Row], task: Task, timeout_s: float) -> dict[str, Any]:
+    """Plain's losses: from its row, else from a run without caps, else a stand-in's; and the bound
+    from the same run in another order of summation."""
+    free = dataclasses.replace(task, gpu_memory=None, host_memory=None, activations="recompute")
+    for name in ("plain", *STAND_INS):
+        row = next((r for r in rows if r["method"] == name and r["status"] == "ok"), None)
+        source = f"{name}, the row above"
+        if row is None and name == "plain":
+            row, source = run_method(name, free, timeout_s), "plain, without caps"
+        if row is not None and row["status"] == "ok":
+            other = None
+            if task.batch % 2 == 0:
+                halves = dataclasses.replace(free, halves=True)
+                other = run_method(name, halves, timeout_s).get("losses")
+            allowed = bounds(row["losses"], other, task.precision)
+            return {
+                "source": source,
+                "losses": row["losses"],
+                "other_order": other,
+                "bounds": allowed,
+            }
+    return {"source": None, "losses": None, "other_order": None, "bounds": []}
+
+
+# -- what is printed ------------------------------------------------------------------------------
+def table(result: dict[str, Any]) -> str:
+    """Markdown: one row per method, then the losses of every step."""
+    lines = [
+        "| method | result | losses | samples/s | tokens/s | ms/step | TFLOPS | useful TFLOPS "
+        "| GPU peak | host peak | over the link |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
+        *(line(row) for row in result["rows"]),
+        "",
+    ]
+    return "\n".join([*lines, *explain(result), "", *loss_table(result)])
+
+
+def line(row: Row) -> str:
+    if row["status"] != "ok":
+        reason = " ".join(str(row.get("reason", "")).split()).replace("|", "/")
+        cells = [row["status"] + (f": {reason[:160]}" if reason else ""), *[""] * 9]
+        return f"| {row['method']} | " + " | ".join(cells) + " |"
+    word, largest = row["verdict"], row["loss_difference"]
+    losses = word if largest is None else f"{word}, {largest:.1e}"
+    if word == "wrong":
+        losses = f"**wrong** from step {row['first_wrong_step']}, {largest:.1e}"
+    peak, link = row["device_peak_bytes"], row["link_bytes"]
+    cells = [
+        "ok",
+        losses,
+        f"{row['samples_per_s']:.4g}",
+        f"{row['tokens_per_s']:,.0f}",
+        f"{row['median_step_s'] * 1e3:,.1f}",
+        f"{row['tflops']:.3g}",
+        f"{row['useful_tflops']:.3g}",
+        "not counted" if peak is None else size(peak),
+        size(row["host_anonymous_peak_bytes"]),
+        "not counted" if link is None else f"{link / MB:,.1f} MB",
+    ]
+    return f"| {row['method']} | " + " | ".join(cells) + " |"
+
+
+def size(num_bytes: int) -> str:
+    unit, name = (GIB, "GiB") if num_bytes >= GIB else (GIB / 1024, "MiB")
+    return f"{num_bytes / unit:,.2f} {name}"
+
+
+def explain(result: dict[str, Any]) -> list[str]:
+    """What the columns mean, for this run."""
+    task, reference = Task(**result["task"]), result["reference"]
+    ok = [row for row in result["rows"] if row["status"] == "ok"]
+    policies = ", ".join(f"{row['method']} {row['activations']}" for row in ok)
+    floor = FLOOR[task.precision]
+    lines = [
+        f"- losses: largest relative difference from the reference ({reference['source'] or 'none'}"
+        f") over {task.num_steps} steps. Wrong: beyond {floor:g}, and beyond {FACTOR:g} times the "
+        "distance between two runs of the reference that add in different orders"
+        + (f" (at most {max(reference['bounds']):.1e} here)." if reference["bounds"] else "."),
+        f"- samples/s and tokens/s over {task.steps} steps after {task.warmup} of warm-up, until "
+        "the last update is done; ms/step is the median of single steps. TFLOPS counts a "
+        "recomputed forward as work (k = 4), useful TFLOPS is (6 P T + attention) / s.",
+        f"- activations: {policies or 'none ran'}.",
+        "- host peak: anonymous and shared resident bytes of the process, sampled every 50 ms; "
+        "torch and the frameworks are in it.",
+    ]
+    if task.machine == "emulated":
+        lines.append(
+            "- the device is emulated: the CPU computes, GPU peak is the bytes of all live tensors "
+            "that would be on the GPU, counted during warm-up; host peak contains them too."
+        )
+    return lines
+
+
+def loss_table(result: dict[str, Any]) -> list[str]:
+    """Losses by step: the reference, then every method."""
+    ok = [row for row in result["rows"] if row["status"] == "ok"]
+    reference = result["reference"]["losses"]
+    if not ok:
+        return []
+    names = [row["method"] for row in ok]
+    columns = [row["losses"] for row in ok]
+    if reference is not None:
+        names, columns = ["reference", *names], [reference, *columns]
+    lines = ["| step | " + " | ".join(names) + " |", "|---|" + "---|" * len(names)]
+    for step, values in enumerate(zip(*columns, strict=True), 1):
+        lines.append(f"| {step} | " + " | ".join(f"{value:.8f}" for value in values) + " |")
+    return lines
+
+
+def title(task: Task) -> str:
+    """The model and what a step is, in words."""
+    model = task.model_dir or (
+        f"{task.family}, {task.layers} layers, hidden {task.hidden}, {task.heads} heads"
+    )
+    caps = [
+        f"{name} capped at {size(cap)}"
+        for name, cap in (("GPU", task.gpu_memory), ("host", task.host_memory))
+        if cap is not None
+    ]
+    step = f"{task.accumulation} x {task.batch} x {task.seq} = {task.tokens_per_step:,} tokens"
+    return (
+        f"{model}; {task.precision}; a step is {step}; clipping {task.clipping:g}; activations "
+        f"{task.activations}" + "".join(f"; {cap}" for cap in caps)
+    )
+
+
+# -- the command ----------------------------------------------------------------------------------
+def add_task_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments that make a `Task`; the cases share them."""
+    model = parser.add_argument_group("model")
+    model.add_argument("--family", choices=["gpt", "llama"], default="gpt")
+    model.add_argument("--layers", type=int, default=4)
+    model.add_argument("--hidden", type=int, default=128)
+    model.add_argument("--heads", type=int, default=4)
+    model.add_argument("--kv-heads", type=int, help="llama: heads of keys and values")
+    model.add_argument("--intermediate", type=int, help="llama: width of the MLP")
+    model.add_argument("--vocab", type=int, default=50304)
+    model.add_argument("--model", dest="model_dir", metavar="DIR", help="a local HF directory")
+    step = parser.add_argument_group("a step")
+    step.add_argument("--seq", type=int, default=64)
+    step.add_argument("--batch", type=int, default=4, help="samples in a micro-batch")
+    step.add_argument("--accumulation", type=int, default=1, help="micro-batches in a step")
+    step.add_argument("--steps", type=int, default=10, help="measured steps")
+    step.add_argument("--warmup", type=int, default=3)
+    step.add_argument("--seed", type=int, default=0)
+    step.add_argument("--precision", choices=["fp32", "bf16"], help="default: bf16 on CUDA")
+    step.add_argument("--optimizer-clipping", dest="clipping", type=float, default=1.0)
+    step.add_argument("--lr", type=float, default=1e-3)
+    step.add_argument(
+        "--activations",
+        choices=["keep", "recompute", "offload"],
+        default="keep",
+        help="what every method does with them, where it can; l2l always recomputes",
+    )
+    machine = parser.add_argument_group("machine")
+    machine.add_argument("--machine", default="here", help="here or emulated")
+    machine.add_argument("--gpu-memory", type=parse_bytes, metavar="SIZE", help="cap, as 24GB")
+    machine.add_argument("--host-memory", type=parse_bytes, metavar="SIZE", help="cap, as 90GB")
+    machine.add_argument("--window", type=int, help="stronghold's slots")
+    machine.add_argument("--prefetch", type=int, help="stronghold's layers ahead")
+    machine.add_argument("--link-gbps", type=float, help="pace of the emulated link, stronghold's")
+    machine.add_argument("--threads", type=int, help="of torch and of the CPU optimizer")
+    machine.add_argument("--nvme-dir", help="for zero-infinity-nvme")
+    machine.add_argument("--trace", help="stronghold's trace, a file")
+
+
+def task_of(arguments: argparse.Namespace) -> Task:
+    """The task that parsed arguments ask for."""
+    here = "cuda" if torch.cuda.is_available() else "emulated"
+    machine = here if arguments.machine == "here" else arguments.machine
+    names = {field.name for field in dataclasses.fields(Task)} - {"machine", "precision"}
+    values = {name: value for name, value in vars(arguments).items() if name in names}
+    precision = arguments.precision or ("bf16" if machine == "cuda" else "fp32")
+    for name in ("model_dir", "nvme_dir", "trace"):
+        if values.get(name):
+            values[name] = str(Path(values[name]).resolve())
+    return Task(machine=machine, precision=precision, **values)
+
+
+def method_names(words: Sequence[str]) -> list[str]:
+    """Methods by name, "all", or MODULE:CLASS; commas and repetition both join."""
+    names: list[str] = []
+    for word in ",".join(words).split(","):
+        if word != "all" and word not in METHODS and ":" not in word:
+            raise SystemExit(f"--method {word}: expected all, {', '.join(METHODS)}")
+        names += [name for name in (METHODS if word == "all" else [word]) if name not in names]
+    return names
+
+
+def page(result: dict[str, Any], record: dict[str, Any]) -> str:
+    """The Markdown page of one comparison."""
+    heads = ["# Methods side by side", "", title(Task(**result["task"])), ""]
+    return "\n".join([*heads, table(result), "", describe(record), ""])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=(__doc__ or "").splitlines()[0],
+        epilog="methods: " + "; ".join(f"{n}: {entry.about}" for n, entry in METHODS.items()),
+    )
+    parser.add_argument("--method", action="append", help="a name, several with commas, or all")
+    add_task_arguments(parser)
+    parser.add_argument("--timeout", type=float, default=3600.0, help="seconds for a method")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything measured")
+    parser.add_argument("--save", action="store_true", help="write benchmarks/results/")
+    arguments = parser.parse_args()
+    task, names = task_of(arguments), method_names(arguments.method or ["all"])
+    record = provenance()
+    result = compare(names, task, arguments.timeout)
+    markdown = page(result, record)
+    print(markdown)
+    data = {**record, **result}
+    if arguments.json:
+        arguments.json.write_text(json.dumps(data, indent=1) + "\n")
+    if arguments.save:
+        name = f"{model_name(task, result)}_{hardware()}_{record['time'][:10]}"
+        for path in save(name, markdown, data):
+            print(f"wrote {path}")
+    wrong = [row["method"] for row in result["rows"] if row.get("verdict") == "wrong"]
+    return 1 if wrong else 0
+
+
+def model_name(task: Task, result: dict[str, Any]) -> str:
+    """Such as gpt-1.7b."""
+    if task.model_dir:
+        return Path(task.model_dir).name.lower()
+    counts = [row["num_parameters"] for row in result["rows"] if row.get("num_parameters")]
+    return f"{task.family}-{counts[0] / 1e9:.3g}b" if counts else f"{task.family}-l{task.layers}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

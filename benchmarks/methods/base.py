@@ -1,0 +1,73 @@
+"""What a method is: one way of training the task's model, and the words for not being able to."""
+
+from __future__ import annotations
+
+import contextlib
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+
+import torch
+
+from methods.memory import DeviceMemory
+from methods.task import Batch, Task
+
+
+class Unavailable(Exception):
+    """This method cannot run here; the message says what it needs."""
+
+
+class Method(ABC):
+    """Trains the task's model. Made and driven by `child`, in a process of its own.
+
+    `activations` is what the method really does, whatever the task asks; `link_bytes` are what the
+    last step moved between host and device, None where nobody counts; `counts_device` says whether
+    `device_memory` sees all of the method's bytes on an emulated device.
+    """
+
+    counts_device = False
+
+    def __init__(self, task: Task, device_memory: DeviceMemory) -> None:
+        self.task = task
+        self.device_memory = device_memory
+        self.activations: str = task.activations
+        self.link_bytes: int | None = None
+        self.num_parameters = 0
+        self.notes: list[str] = []
+
+    @abstractmethod
+    def step(self, batches: list[Batch]) -> torch.Tensor:
+        """One optimizer step over micro-batches of equal size; the mean of their losses, which may
+        still be on its way on the device."""
+
+    def synchronize(self) -> None:  # noqa: B027 - most have nothing beside the device's queue
+        """Wait until everything that `step` began is done, updates included."""
+
+    def close(self) -> None:  # noqa: B027
+        """Leave nothing behind."""
+
+    def report(self) -> dict[str, object]:
+        """What else the row should hold; called before `close`."""
+        return {}
+
+    def needs_policy(self, *offered: str) -> None:
+        """Unavailable when the task asks for another activation policy than those offered."""
+        if self.task.activations not in offered:
+            raise Unavailable(
+                f"--activations {self.task.activations}: not offered, use {' or '.join(offered)}"
+            )
+
+
+@contextlib.contextmanager
+def process_group(backend: str) -> Iterator[None]:
+    """A process group of one rank, left in order: gloo aborts now and then when a process ends."""
+    torch.distributed.init_process_group(backend)
+    try:
+        yield
+    finally:
+        end_process_group()
+
+
+def end_process_group() -> None:
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()

@@ -1,0 +1,141 @@
+"""One method in a process of its own: builds it, runs the steps, writes what was measured as JSON.
+
+    python -m methods.child METHOD TASK_JSON RESULT_FILE
+
+Whatever happens becomes a result: running out of memory, a missing package, a failure. A kill by
+the kernel leaves no file, which `process` reads as such.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from methods import resolve
+from methods.base import Method, Unavailable
+from methods.memory import device_memory
+from methods.task import Data, Task
+
+OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "cannot allocate memory")
+
+
+def main() -> int:
+    name, text, result_file = sys.argv[1:]
+    task = Task.from_json(text)
+    if task.threads is not None:
+        torch.set_num_threads(task.threads)
+    result: dict[str, Any] = {"base_host_bytes": status_bytes("VmRSS")}
+    method: Method | None = None
+    try:
+        memory = device_memory(task)
+        method = resolve(name)(task, memory)
+        result |= {"status": "ok", **train(method, task)}
+    except BaseException as error:
+        result |= classify(error)
+    result["host_peak_bytes"] = status_bytes("VmHWM")
+    Path(result_file).write_text(json.dumps(result))
+    if method is not None:
+        with contextlib.suppress(Exception):
+            method.close()
+    return 0
+
+
+def train(method: Method, task: Task) -> dict[str, Any]:
+    """Losses of all steps, and the seconds of those after the warm-up.
+
+    A step's time runs from the end of one to the end of the next, where the loss of the step before
+    was read: compute is never more than one step behind. The total ends when every update is done.
+    """
+    data = Data(task, vocab_of(task))
+    losses: list[float] = []
+    step_s: list[float] = []
+    pending: torch.Tensor | None = None
+    begun = previous = time.perf_counter()
+    for index in tqdm(range(task.num_steps), desc=type(method).__name__, disable=None):
+        batches = data.step(index)
+        if index == task.warmup:
+            finish(method, task)
+            begun = previous = time.perf_counter()
+        counting = method.counts_device and index < task.warmup
+        with method.device_memory.counting() if counting else contextlib.nullcontext():
+            loss = method.step(batches)
+        if pending is not None:
+            losses.append(pending.item())
+        pending = loss
+        now = time.perf_counter()
+        if index >= task.warmup:
+            step_s.append(now - previous)
+        previous = now
+    finish(method, task)
+    wall_s = time.perf_counter() - begun
+    assert pending is not None
+    losses.append(pending.item())
+    seen = task.machine == "cuda" or method.counts_device
+    return {
+        "losses": losses,
+        "step_s": step_s,
+        "wall_s": wall_s,
+        "num_parameters": method.num_parameters,
+        "activations": method.activations,
+        "device_peak_bytes": method.device_memory.peak_bytes if seen else None,
+        "link_bytes": method.link_bytes,
+        "notes": method.notes,
+        **method.report(),
+    }
+
+
+def finish(method: Method, task: Task) -> None:
+    method.synchronize()
+    if task.machine == "cuda":
+        torch.cuda.synchronize()
+
+
+def vocab_of(task: Task) -> int:
+    if task.model_dir is None:
+        return task.vocab
+    config = json.loads((Path(task.model_dir) / "config.json").read_text())
+    return int(config["vocab_size"])
+
+
+def classify(error: BaseException) -> dict[str, Any]:
+    """The result row of an exception, judged by it and by what caused it."""
+    chain: list[BaseException] = []
+    cause: BaseException | None = error
+    while cause is not None and cause not in chain:
+        chain.append(cause)
+        cause = cause.__cause__ or cause.__context__
+    for link in chain:
+        text = f"{type(link).__name__}: {link}".splitlines()[0][:400]
+        if isinstance(link, Unavailable):
+            return {"status": "not here", "reason": str(link)}
+        is_memory = isinstance(link, torch.OutOfMemoryError | MemoryError)
+        if is_memory or type(link).__name__ == "BudgetError" or _says_memory(link):
+            return {"status": "out of memory", "reason": text}
+    text = f"{type(error).__name__}: {error}".strip()[:400]
+    trail = "".join(traceback.format_exception(error))[-4000:]
+    return {"status": "failed", "reason": text, "traceback": trail}
+
+
+def _says_memory(error: BaseException) -> bool:
+    message = str(error).lower()
+    return isinstance(error, RuntimeError | OSError) and any(w in message for w in OUT_OF_MEMORY)
+
+
+def status_bytes(key: str) -> int:
+    """A size in /proc/self/status."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(key + ":"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,189 @@
+"""L2L, layer to layer: one block at a time on the device, its optimizer there too.
+
+After Pudipeddi et al. 2020 (arXiv 2002.05645). Everything of the blocks rests in host memory; a
+block's weights come to the device once per pass, and all micro-batches of the step run through it
+before the next block comes. Only the blocks' inputs are kept, so backward computes each block
+again. When the global norm is known, the state of one block after the other is brought to the
+device, updated there by torch's fused AdamW, and taken back. Nothing overlaps: that is the method.
+Embedding, final norm and head stay on the device.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.optim.adamw import adamw
+
+from methods.base import Method
+from methods.memory import DeviceMemory
+from methods.model import Model, build, count_parameters
+from methods.plain import Masters
+from methods.task import Batch, Task
+
+CLIPPING_EPSILON = 1e-6  # torch.nn.utils.clip_grad_norm_'s
+STATE = ("master", "exp_avg", "exp_avg_sq")
+
+
+class LayerStore:
+    """One block's state in host memory, pinned on CUDA: bf16 or fp32 weights, fp32 gradient, master
+    and moments, flat. In fp32 the weights are the master."""
+
+    def __init__(self, block: nn.Module, task: Task) -> None:
+        pinned = task.machine == "cuda"
+        weights = [parameter.detach().flatten() for parameter in block.parameters()]
+        numel = sum(weight.numel() for weight in weights)
+
+        def room(dtype: torch.dtype) -> torch.Tensor:
+            return torch.zeros(numel, dtype=dtype, pin_memory=pinned)
+
+        self.weights = room(task.dtype)
+        torch.cat(weights, out=self.weights)
+        self.master = self.weights if task.dtype is torch.float32 else room(torch.float32)
+        self.master.copy_(self.weights)
+        self.exp_avg, self.exp_avg_sq = room(torch.float32), room(torch.float32)
+        self.gradient = room(torch.float32)
+
+
+class L2L(Method):
+    counts_device = True
+
+    def __init__(self, task: Task, device_memory: DeviceMemory) -> None:
+        super().__init__(task, device_memory)
+        self.activations = "recompute"
+        if task.model_dir is not None:
+            raise NotImplementedError("l2l runs the built-in models, not --model DIR")
+        model = build(task, recompute=False)
+        assert isinstance(model, Model)
+        self.num_parameters = count_parameters(model)
+        self._stores = [LayerStore(block, task) for block in model.blocks]
+        block = model.blocks[0]
+        model.blocks = nn.ModuleList()
+        self._model = model.to(task.device)
+        device_memory.adopt(model.parameters())
+        self._block = block.to(task.device)  # every layer takes its turn in this one
+        device_memory.adopt(block.parameters())
+        with device_memory.counting():
+            self._outside = Masters(list(model.parameters()), task)
+        self._taken = 0
+        self._num_updates = 0
+
+    def step(self, batches: list[Batch]) -> torch.Tensor:
+        self._taken = 0
+        inputs, outputs, leaves = self._forward(batches)
+        losses = self._head(outputs, batches)
+        squares = self._backward(inputs, outputs, leaves)
+        self._update(squares)
+        self.link_bytes = self._taken
+        return torch.stack(losses).mean()
+
+    def _forward(
+        self, batches: list[Batch]
+    ) -> tuple[list[list[torch.Tensor]], list[torch.Tensor], list[torch.Tensor]]:
+        """Inputs of every block, outputs of the last, and the embedding's outputs with graph."""
+        embedded = [self._model.embed(batch["input_ids"]) for batch in batches]
+        current = [x.detach() for x in embedded]
+        inputs = []
+        with torch.no_grad():
+            for store in self._stores:
+                self._load(store)
+                inputs.append(current)
+                current = [self._block(x) for x in current]
+        return inputs, [x.requires_grad_() for x in current], embedded
+
+    def _head(self, outputs: list[torch.Tensor], batches: list[Batch]) -> list[torch.Tensor]:
+        losses = []
+        for x, batch in zip(outputs, batches, strict=True):
+            loss = self._model.loss(x, batch["labels"])
+            (loss / len(batches)).backward()
+            losses.append(loss.detach())
+        return losses
+
+    def _backward(
+        self,
+        inputs: list[list[torch.Tensor]],
+        outputs: list[torch.Tensor],
+        embedded: list[torch.Tensor],
+    ) -> list[torch.Tensor]:
+        """Gradients of all layers to the host; sums of their squares."""
+        upstream = [x.grad for x in outputs]
+        squares = []
+        for store, layer_inputs in zip(reversed(self._stores), reversed(inputs), strict=True):
+            self._load(store)
+            sums: torch.Tensor | None = None
+            for index, x in enumerate(layer_inputs):
+                x.requires_grad_()
+                self._block(x).backward(upstream[index])
+                upstream[index], x.grad = x.grad, None
+                parts = [p.grad.float().flatten() for p in self._block.parameters()]
+                self._block.zero_grad()
+                gradient = torch.cat(parts)
+                sums = gradient if sums is None else sums.add_(gradient)
+            assert sums is not None
+            squares.append(sums.square().sum())
+            self._move(store.gradient, sums)
+            layer_inputs.clear()
+        for x, gradient in zip(embedded, upstream, strict=True):
+            x.backward(gradient)
+        return squares
+
+    def _update(self, squares: list[torch.Tensor]) -> None:
+        outside = [m.grad.square().sum() for m in self._outside.masters if m.grad is not None]
+        scale = self._coefficient(torch.stack([*squares, *outside]).sum())
+        for master in self._outside.masters:
+            if master.grad is not None:
+                master.grad.mul_(scale)
+        self._outside.update()
+        self._num_updates += 1
+        for store in self._stores:
+            self._update_layer(store, scale)
+
+    def _coefficient(self, sum_of_squares: torch.Tensor) -> torch.Tensor:
+        if self.task.clipping <= 0.0:
+            return torch.ones((), device=self.task.device)
+        norm = sum_of_squares.sqrt()
+        return (self.task.clipping / (norm + CLIPPING_EPSILON)).clamp(max=1.0)
+
+    def _update_layer(self, store: LayerStore, scale: torch.Tensor) -> None:
+        """AdamW on the device, by the functional form of torch's fused optimizer."""
+        task = self.task
+        there = [self._bring(getattr(store, name)) for name in (*STATE, "gradient")]
+        master, exp_avg, exp_avg_sq, gradient = there
+        gradient.mul_(scale)
+        adamw(
+            [master],
+            [gradient],
+            [exp_avg],
+            [exp_avg_sq],
+            [],
+            [torch.tensor(float(self._num_updates - 1), device=task.device)],
+            fused=True,
+            amsgrad=False,
+            beta1=task.betas[0],
+            beta2=task.betas[1],
+            lr=task.lr,
+            weight_decay=task.weight_decay,
+            eps=task.eps,
+            maximize=False,
+        )
+        for name, tensor in zip(STATE, there, strict=False):
+            self._move(getattr(store, name), tensor)
+        if store.master is not store.weights:
+            self._move(store.weights, master.to(store.weights.dtype))
+
+    def _load(self, store: LayerStore) -> None:
+        """The one block on the device becomes this layer."""
+        flat = self._bring(store.weights)
+        offset = 0
+        for parameter in self._block.parameters():
+            parameter.data = flat[offset : offset + parameter.numel()].view(parameter.shape)
+            offset += parameter.numel()
+
+    def _bring(self, tensor: torch.Tensor) -> torch.Tensor:
+        self._taken += tensor.nbytes
+        return torch.empty_like(tensor, device=self.task.device, pin_memory=False).copy_(
+            tensor, non_blocking=True
+        )
+
+    def _move(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        self._taken += source.nbytes
+        target.copy_(source)

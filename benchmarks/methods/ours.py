@@ -1,0 +1,127 @@
+"""stronghold itself: the engine, as any DeepSpeed user writes it."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import torch
+
+from methods.base import Method, end_process_group
+from methods.memory import DeviceMemory
+from methods.model import build, count_parameters
+from methods.task import Batch, Task
+
+# Of the cap on GPU memory when no window is given; the rest is for activations, which the plan does
+# not count. The same share as the engine takes of free memory.
+WINDOW_SHARE = 0.5
+
+
+class Stronghold(Method):
+    counts_device = True
+
+    def __init__(self, task: Task, device_memory: DeviceMemory) -> None:
+        super().__init__(task, device_memory)
+        import stronghold
+
+        model = build(task, recompute=False)
+        self.num_parameters = count_parameters(model)
+        self._engine, *_ = stronghold.initialize(
+            model=model, model_parameters=model.parameters(), config=config(task)
+        )
+        self._count_transfers()
+        self._count_memory()
+        self.notes.append(self._engine.plan.reasons[0] if self._engine.plan.reasons else "")
+
+    def step(self, batches: list[Batch]) -> torch.Tensor:
+        self._moved = {"fetch": 0, "drain": 0}
+        losses = []
+        for batch in batches:
+            loss = self._engine(**batch).loss
+            self._engine.backward(loss)
+            self._engine.step()
+            losses.append(loss.detach())
+        self.link_bytes = sum(self._moved.values())
+        return torch.stack(losses).mean()
+
+    def synchronize(self) -> None:
+        self._engine.synchronize()
+
+    def report(self) -> dict[str, object]:
+        plan, memory = self._engine.plan, self._engine.memory_report()
+        return {
+            "window": plan.window,
+            "prefetch": plan.prefetch,
+            "plan": str(plan),
+            "host_planned_bytes": memory.host_planned,
+            "device_planned_bytes": memory.gpu_planned,
+        }
+
+    def close(self) -> None:
+        self._engine.destroy()
+        end_process_group()
+
+    def _count_transfers(self) -> None:
+        """Sum the bytes of every copy by the lane that makes it."""
+        device = self._engine._stack.device
+        copy, self._moved = device.copy, {"fetch": 0, "drain": 0}
+
+        def counted(target: torch.Tensor, source: torch.Tensor) -> None:
+            lane = threading.current_thread().name.rpartition(":")[2]
+            self._moved[lane] = self._moved.get(lane, 0) + source.nbytes
+            copy(target, source)
+
+        device.copy = counted
+
+    def _count_memory(self) -> None:
+        """What the emulated device allocates it counts itself."""
+        if self.task.machine == "cuda":
+            return
+        device, memory = self._engine._stack.device, self.device_memory
+        allocate = device._allocate
+
+        def uncounted(numel: int, dtype: torch.dtype) -> torch.Tensor:
+            with memory.host():
+                return allocate(numel, dtype)
+
+        device._allocate = uncounted
+        memory.add_source(lambda: device.allocated_bytes)
+
+
+def config(task: Task) -> dict[str, Any]:
+    """The DeepSpeed JSON of a task, with our section."""
+    section: dict[str, Any] = {
+        "device": task.machine,
+        "activations": task.activations,
+        "window": task.window,
+        "prefetch": task.prefetch,
+        "host_memory": task.host_memory,
+        "cpu_threads": task.threads,
+        "trace": task.trace,
+    }
+    if task.gpu_memory is not None and task.window is None:
+        section["gpu_memory"] = int(task.gpu_memory * WINDOW_SHARE)
+    if task.machine == "emulated":
+        section["emulated"] = {"poison": False, "link_gbps": task.link_gbps}
+    return {**deepspeed_config(task), "stronghold": section}
+
+
+def deepspeed_config(task: Task) -> dict[str, Any]:
+    """What all engines with DeepSpeed's interface are told."""
+    parts = 2 if task.halves else 1
+    return {
+        "train_micro_batch_size_per_gpu": task.batch // parts,
+        "gradient_accumulation_steps": task.accumulation * parts,
+        "gradient_clipping": task.clipping,
+        "steps_per_print": 10**9,
+        "bf16": {"enabled": task.precision == "bf16"},
+        "optimizer": {
+            "type": "AdamW",
+            "params": {
+                "lr": task.lr,
+                "betas": list(task.betas),
+                "eps": task.eps,
+                "weight_decay": task.weight_decay,
+            },
+        },
+    }
