@@ -1,0 +1,334 @@
+"""NVMe store: the files that hold what RAM cannot, and the memory that their bytes pass through.
+
+Owns the open files and their queues, the staging ring and this run's directories (`extents` says
+what lies where, `ownership` whose a directory is, `disks` whether it fits). Never knows when
+something is used: callers order reads and writes of the same bytes, and the uses of the ring's
+entries, by fences of their own. Any thread may submit and wait, several at once; reads and writes
+have queues of their own, so that neither waits behind the other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+
+import torch
+
+from stronghold.device.base import Device
+from stronghold.errors import ConfigError, StateError
+from stronghold.memory import disks
+from stronghold.memory.extents import Extent, ExtentRequest, Striping, lay_out
+from stronghold.memory.ownership import RunDirectory, reclaim
+from stronghold.memory.slab import map_slab
+from stronghold.memory.spillfile import SpillFile, Verb
+from stronghold.native_io import ALIGNMENT, IoQueue
+
+# Blocks of 1 MiB are transferred at the disk's full rate by every engine; 16 in flight cover the
+# latency of the fastest single disk (15 GB/s x 1 ms) with no more memory than a piece.
+DEPTH = 16
+BLOCK_BYTES = 1 << 20
+
+logger = logging.getLogger("stronghold")
+
+
+class Pending:
+    """A transfer under way; keeps its memory alive. One thread waits for it."""
+
+    __slots__ = ("_error", "_store", "_tickets", "_waited", "memory", "nbytes", "verb")
+
+    def __init__(self, store: NvmeStore, verb: Verb, memory: torch.Tensor) -> None:
+        self._store = store
+        self._tickets: list[tuple[IoQueue, int]] = []
+        self._waited = False
+        self._error: OSError | None = None
+        self.verb = verb
+        self.memory = memory
+        self.nbytes = 0  # of what was submitted
+
+    def _add(self, queue: IoQueue, ticket: int, nbytes: int) -> None:
+        self._tickets.append((queue, ticket))
+        self.nbytes += nbytes
+
+    def _commit(self) -> None:
+        for queue in {queue for queue, _ in self._tickets}:
+            queue.commit()
+
+    def wait(self) -> None:
+        """Wait until all of it has ended. Raises `OSError` with file, offset and length of what
+        failed, at every call; nothing is in flight then, and what a read's memory, or a write's
+        range of the extent, holds is undefined."""
+        if not self._waited:
+            self._waited = True
+            for queue, ticket in self._tickets:
+                try:
+                    queue.wait(ticket)
+                except OSError as error:
+                    self._error = self._error or error
+            self._store._ended(self, failed=self._error is not None)
+        if self._error is not None:
+            raise self._error
+
+
+class NvmeStore:
+    """All spilled state of one engine: extents in one file for each path, and the staging ring.
+
+    `rates` weigh the paths (in any unit); left out, several paths are measured, a fraction of a
+    second each. `capacity_bytes` bounds the files together. The ring has `ring_entries` entries of
+    `piece_bytes`, page-locked by `device` where one is given. Up to `depth` blocks of `block_bytes`
+    are in flight on each path and in each direction; `engine` as in `IoQueue`.
+
+    First the directories of dead runs under the paths are reclaimed. Raises ConfigError for a path
+    that cannot be used, BudgetError when the files do not fit, both before anything is written, and
+    `OSError` for all other refusals of the system.
+    """
+
+    def __init__(
+        self,
+        paths: Sequence[str | os.PathLike[str]],
+        *,
+        extents: Sequence[ExtentRequest],
+        ring_entries: int,
+        piece_bytes: int,
+        capacity_bytes: int | None = None,
+        rates: Sequence[float] | None = None,
+        engine: str | None = None,
+        depth: int = DEPTH,
+        block_bytes: int = BLOCK_BYTES,
+        device: Device | None = None,
+    ) -> None:
+        self._process = os.getpid()
+        self._stack = contextlib.ExitStack()
+        self._closed = False
+        self._lock = threading.Lock()
+        self._in_flight: set[Pending] = set()
+        self.bytes_read = 0
+        self.bytes_written = 0
+        self.paths = tuple(Path(path) for path in paths)
+        self.piece_bytes = piece_bytes
+        self.ring_entries = ring_entries
+        self._extents = lay_out(extents)
+        self.file_bytes = sum(extent.nbytes for extent in self._extents.values())
+        self._queue_options = (depth, block_bytes, engine)
+        if ring_entries < 0 or piece_bytes < ALIGNMENT or piece_bytes % ALIGNMENT:
+            raise StateError(f"ring: got {ring_entries} entries of {piece_bytes} bytes")
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._stack.close)
+            self._open(rates, capacity_bytes, device)
+            undo.pop_all()
+
+    # ---- Opening and closing -------------------------------------------------------------------
+
+    def _open(
+        self, rates: Sequence[float] | None, capacity_bytes: int | None, device: Device | None
+    ) -> None:
+        disks.check_paths(self.paths)
+        for path in self.paths:
+            reclaim(path)
+        disks.check_capacity(self.file_bytes, capacity_bytes)
+        self.rates = self._rates(rates)
+        self._striping = Striping(self.rates, self._queue_options[1])
+        sizes = self._striping.file_bytes(self.file_bytes)
+        disks.check_space(dict(zip(self.paths, sizes, strict=True)))
+        self._ring = self._make_ring(device)
+        self._files = [self._file(path, size) for path, size in zip(self.paths, sizes, strict=True)]
+        self._report()
+
+    def _rates(self, rates: Sequence[float] | None) -> tuple[float, ...]:
+        if rates is not None and len(rates) != len(self.paths):
+            raise ConfigError(f"rates: got {len(rates)}, expected one for each of {self.paths}")
+        if rates is not None:
+            return tuple(rates)
+        if len(self.paths) == 1:
+            return (1.0,)
+        disks.check_space(dict.fromkeys(self.paths, disks.PROBE_BYTES))
+        depth, block_bytes, engine = self._queue_options
+        measured = []
+        for path in self.paths:
+            try:
+                rate = disks.measure_rate(path, depth=depth, block_bytes=block_bytes, engine=engine)
+            except PermissionError as error:
+                raise disks.unwritable(path, error) from error
+            logger.info("%s reads %.2f and writes %.2f GB/s", path, rate.read_gbps, rate.write_gbps)
+            measured.append(rate.both_gbps)
+        return tuple(measured)
+
+    def _folder(self, path: Path) -> Path:
+        try:
+            folder = RunDirectory(path)
+        except OSError as error:
+            if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+                raise disks.unwritable(path, error) from error
+            raise
+        self._stack.callback(folder.close)
+        return folder.path
+
+    def _make_ring(self, device: Device | None) -> torch.Tensor:
+        ring = map_slab(self.ring_bytes, torch.uint8)
+        if device is not None and self.ring_bytes:
+            device.pin(ring)
+            self._stack.callback(device.unpin, ring)
+        return ring
+
+    def _file(self, path: Path, nbytes: int) -> SpillFile:
+        depth, block_bytes, engine = self._queue_options
+        file = SpillFile(
+            self._folder(path),
+            nbytes,
+            depth=depth,
+            block_bytes=block_bytes,
+            engine=engine,
+            registered=[(self._ring.data_ptr(), self.ring_bytes)] if self.ring_bytes else [],
+        )
+        self._stack.callback(file.close)
+        return file
+
+    def _report(self) -> None:
+        logger.info("%d bytes of NVMe files, by %s", self.file_bytes, self._files[0].engine)
+        cached = [str(file.folder.parent) for file in self._files if not file.direct]
+        if cached:
+            logger.warning(
+                "no O_DIRECT in %s: transfers pass through the page cache, which takes RAM and "
+                "time. Name a local disk in %s",
+                ", ".join(cached),
+                disks.PATH_KEY,
+            )
+        sparse = [str(file.folder.parent) for file in self._files if not file.preallocated]
+        if sparse and self.file_bytes:
+            logger.warning(
+                "the file system of %s cannot reserve space: if others fill the disk, the run "
+                "fails during training",
+                ", ".join(sparse),
+            )
+
+    def close(self) -> None:
+        """Finish what was submitted, close and free the files, remove the directories.
+
+        Twice is harmless; in a forked child it does nothing. No other call may be running.
+        """
+        if self._closed or os.getpid() != self._process:
+            return
+        self._closed = True
+        self._stack.close()
+        self._in_flight.clear()
+
+    def __enter__(self) -> NvmeStore:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self.close()
+
+    # ---- The ring ------------------------------------------------------------------------------
+
+    @property
+    def ring_bytes(self) -> int:
+        """Host bytes of the staging ring, all that the store takes."""
+        return self.ring_entries * self.piece_bytes
+
+    @property
+    def registered(self) -> bool:
+        """Whether the kernel knows the ring, and spares the pinning of its pages."""
+        return all(file.registered for file in self._files)
+
+    def entry(self, index: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
+        """One entry of the ring as a flat tensor of `piece_bytes`; `index` counts from 0.
+
+        The caller decides when it may be written again.
+        """
+        if not 0 <= index < self.ring_entries:
+            raise StateError(f"ring entry {index}: there are {self.ring_entries}")
+        begin = index * self.piece_bytes
+        return self._ring[begin : begin + self.piece_bytes].view(dtype)
+
+    # ---- Transfers -----------------------------------------------------------------------------
+
+    def extent(self, layer: int, array: str) -> Extent:
+        """The extent of one array of one layer. StateError when none was requested."""
+        found = self._extents.get((layer, array))
+        if found is None:
+            raise StateError(f"{array} of layer {layer} is not spilled")
+        return found
+
+    def holds(self, layer: int, array: str) -> bool:
+        """Whether the array has an extent."""
+        return (layer, array) in self._extents
+
+    def submit_read(self, extent: Extent, begin: int, target: torch.Tensor) -> Pending:
+        """Start reading the bytes of `extent` from `begin` on into all of `target`.
+
+        `target` is a contiguous CPU tensor of any dtype; its address, its bytes and `begin` are
+        multiples of 4096. What was never written reads as zeros. `OSError` for a truncated file.
+        """
+        return self._submit("read", extent, begin, target)
+
+    def submit_write(self, extent: Extent, begin: int, source: torch.Tensor) -> Pending:
+        """Start writing all of `source` to `extent` from `begin` on; as in `submit_read`.
+
+        `source` must not change until the wait.
+        """
+        return self._submit("write", extent, begin, source)
+
+    def read_into(self, extent: Extent, begin: int, target: torch.Tensor) -> None:
+        """`submit_read` and wait."""
+        self.submit_read(extent, begin, target).wait()
+
+    def write_from(self, extent: Extent, begin: int, source: torch.Tensor) -> None:
+        """`submit_write` and wait."""
+        self.submit_write(extent, begin, source).wait()
+
+    def _submit(self, verb: Verb, extent: Extent, begin: int, memory: torch.Tensor) -> Pending:
+        if self._closed:
+            raise StateError(f"{verb} of {extent}: the NVMe store is closed")
+        _check_range(verb, extent, begin, memory)
+        pending = Pending(self, verb, memory)
+        with self._lock:
+            self._in_flight.add(pending)
+        try:
+            for segment in self._striping.segments(extent.begin + begin, memory.nbytes):
+                file = self._files[segment.file]
+                pending._add(*file.submit(verb, segment, memory.data_ptr()), segment.nbytes)
+        except BaseException:
+            with contextlib.suppress(OSError):  # the first refusal is the one to report
+                pending.wait()
+            raise
+        pending._commit()
+        return pending
+
+    def _ended(self, pending: Pending, *, failed: bool) -> None:
+        with self._lock:
+            self._in_flight.discard(pending)
+            if failed:
+                return
+            if pending.verb == "read":
+                self.bytes_read += pending.nbytes
+            else:
+                self.bytes_written += pending.nbytes
+
+
+def _check_range(verb: Verb, extent: Extent, begin: int, memory: torch.Tensor) -> None:
+    """Raises StateError: what callers ask for follows from the layout, not from the user."""
+    nbytes, address = memory.nbytes, memory.data_ptr()
+    if not memory.is_contiguous() or memory.device.type != "cpu":
+        raise StateError(f"{verb} of {extent}: expected contiguous memory on the CPU")
+    if begin % ALIGNMENT or nbytes % ALIGNMENT or address % ALIGNMENT:
+        raise StateError(
+            f"{verb} of {extent}: got {nbytes} bytes from byte {begin} at address {address:#x}, "
+            f"expected multiples of {ALIGNMENT}"
+        )
+    if begin < 0 or begin + nbytes > extent.nbytes:
+        raise StateError(
+            f"{verb} of {extent}: got bytes {begin} to {begin + nbytes} of {extent.nbytes}"
+        )
