@@ -29,7 +29,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from stronghold.errors import ConfigError, did_you_mean
 from stronghold.model.calls import Call, kinds, record, structure
-from stronghold.model.gpu_operators import AsOnGpu
+from stronghold.model.gpu_operators import MORE_FLOPS, AsOnGpu
 from stronghold.model.partition import Layer, Partition
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -108,10 +108,11 @@ def trace_costs(
     with tracer.attached(), torch.enable_grad():
         try:
             output = functional_call(model, weights, (), given)
-        except (NotImplementedError, RuntimeError) as error:
+        except Exception as error:
+            reason = (str(error).splitlines() or [""])[0]
             raise ConfigError(
-                f"{type(model).__name__}: its forward cannot run on tensors without values: "
-                f"{str(error).splitlines()[0]}. Its costs cannot be counted before a run"
+                f"{type(model).__name__}: its forward failed on tensors without values, so that "
+                f"its costs cannot be counted before a run: {type(error).__name__}: {reason}"
             ) from error
         del output
     return ModelCosts(layers=tracer.costs(), batch=batch, seq=seq, tokens=batch * seq, dtype=dtype)
@@ -173,7 +174,7 @@ class _Tracer:
         self._running: list[int] = []
         resident = [layer.index for layer in partition.layers if not layer.streamed]
         self._outside = resident[0] if resident else 0
-        self._counter = FlopCounterMode(display=False)
+        self._counter = FlopCounterMode(display=False, custom_mapping=MORE_FLOPS)
         self._counted = 0.0
         self._known: dict[Any, Call] = {}
 
