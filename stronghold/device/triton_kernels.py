@@ -1,0 +1,277 @@
+"""The kernels on a GPU: Adam, accumulation and norms as launches of Triton programs.
+
+Owns the tables of segments that it keeps on the device, and the numbers of a step; the formulas are
+in `triton_programs`. Launches go to the calling thread's current stream and return at once. The
+training thread alone enters, with the device current.
+
+The bits are those of `native`. What that needs of a GPU is in [Note: same operations] of
+`triton_programs`; that the compiled code has it, `tests/test_device_kernels.py` reads off the PTX.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from stronghold import native
+from stronghold.device.base import Device
+from stronghold.errors import ConfigError
+
+# What a launch must ask of the compiler for the host's bits: [Note: same operations].
+EXACT = {"enable_fp_fusion": False, "enable_reflect_ftz": False}
+
+BLOCK = 1024  # elements of a program: 8 per thread, so that bf16 is loaded by 16 bytes
+NUM_WARPS = 4
+SUM_BLOCK = 65536  # kSumBlock of targets.h: part of the sum's definition
+SUM_WARPS = 1  # the sum's 32 lanes are the threads
+VECTOR_BYTES = 16
+
+# 3.5 KiB each. A layer takes a few, and as many again where its gradients change places; more than
+# this, and tables are sent anew.
+MAX_TABLES = 1024
+
+# The other half of a master, beside its weight. An fp32 weight has none, and none is read.
+_LOW = {torch.float32: torch.float32, torch.bfloat16: torch.int16, torch.float16: torch.float32}
+
+_Rows = npt.NDArray[np.int64]  # [segments, 1 + arrays]: numel, addresses
+
+
+class _Launch(NamedTuple):
+    """The segments of one launch, on the device."""
+
+    table: torch.Tensor
+    num_rows: int
+    num_blocks: int
+    aligned: bool  # every array starts on VECTOR_BYTES
+
+
+class TritonKernels:
+    """`Kernels` for a CUDA device. ConfigError when Triton is missing.
+
+    Each first call with new dtypes compiles, for about a second. A call whose segments were seen
+    before copies nothing to the device: only its numbers travel, with the launch.
+    """
+
+    def __init__(self, device: Device) -> None:
+        try:
+            from stronghold.device import triton_programs
+        except ImportError as error:
+            raise ConfigError(
+                "updates on the GPU need Triton, which torch brings where it is built for CUDA; "
+                f"importing it failed: {error}. Install it with `pip install triton`"
+            ) from error
+        self._programs: Any = triton_programs
+        self._device = device
+        self._tables: OrderedDict[bytes, torch.Tensor] = OrderedDict()
+
+    def adam(
+        self,
+        weight_dtype: torch.dtype,
+        grad_dtype: torch.dtype,
+        segments: Sequence[native.AdamSegment],
+    ) -> None:
+        """One step of Adam or AdamW on every segment, in place; the formula is in `stronghold.h`.
+
+        Segments with the same numbers share a launch. ConfigError for a segment that breaks its
+        contract, before anything is written.
+        """
+        fields = native.AdamBatch(weight_dtype, grad_dtype, segments).rows
+        _check_numbers(fields)
+        arrays = {
+            "weight": weight_dtype,
+            "low": _LOW[weight_dtype],
+            "exp_avg": torch.float32,
+            "exp_avg_sq": torch.float32,
+            "grad": grad_dtype,
+        }
+        if weight_dtype == torch.float32:
+            fields["low"] = fields["weight"]
+        rows = np.stack([fields[name].astype(np.int64) for name in ("numel", *arrays)], axis=1)
+        _check_arrays(rows, arrays)
+        for constants, adamw, indices in _groups(fields):
+            for launch in self._launches(rows[indices], BLOCK):
+                self._programs.adam[(launch.num_blocks,)](
+                    launch.table,
+                    launch.num_rows,
+                    constants,
+                    WEIGHT=self._element(weight_dtype),
+                    LOW=self._element(_LOW[weight_dtype]),
+                    GRAD=self._element(grad_dtype),
+                    ADAMW=adamw,
+                    ALIGNED=launch.aligned,
+                    BLOCK=BLOCK,
+                    num_warps=NUM_WARPS,
+                    **EXACT,
+                )
+
+    def accumulate(
+        self, grad_dtype: torch.dtype, segments: Sequence[tuple[int, int, int, bool]]
+    ) -> None:
+        """acc = float(grad) or, with `add`, acc += float(grad), in fp32.
+
+        Segments are (address of the gradient, address of the fp32 accumulator, numel, add).
+        """
+        fields = np.array(segments, dtype=np.int64).reshape(-1, 4)
+        rows = fields[:, [2, 0, 1]]
+        _check_arrays(rows, {"grad": grad_dtype, "acc": torch.float32})
+        for add in (False, True):
+            for launch in self._launches(rows[(fields[:, 3] != 0) == add], BLOCK):
+                self._programs.accumulate[(launch.num_blocks,)](
+                    launch.table,
+                    launch.num_rows,
+                    GRAD=self._element(grad_dtype),
+                    ADD=add,
+                    ALIGNED=launch.aligned,
+                    BLOCK=BLOCK,
+                    num_warps=NUM_WARPS,
+                    **EXACT,
+                )
+
+    def sum_squares(self, dtype: torch.dtype, segments: Sequence[tuple[int, int]]) -> list[float]:
+        """The sum of squares of each segment, (address, numel), in double; waits for the stream."""
+        sums: list[float] = self.sum_squares_async(dtype, segments).tolist()
+        return sums
+
+    def sum_squares_async(
+        self, dtype: torch.dtype, segments: Sequence[tuple[int, int]]
+    ) -> torch.Tensor:
+        """The same sums as an fp64 tensor of [segments] on the device, valid for what the current
+        stream runs after this call."""
+        rows = np.array(segments, dtype=np.int64).reshape(-1, 2)[:, ::-1]
+        _check_arrays(rows, {"x": dtype})
+        sums = torch.empty(len(rows), dtype=torch.float64, device=self._device.torch_device)
+        first = 0
+        for launch in self._launches(rows, SUM_BLOCK):
+            partials = sums.new_empty(launch.num_blocks)
+            if launch.num_blocks > 0:
+                self._programs.sum_squares[(launch.num_blocks,)](
+                    launch.table,
+                    launch.num_rows,
+                    partials,
+                    TYPE=self._element(dtype),
+                    BLOCK=SUM_BLOCK,
+                    num_warps=SUM_WARPS,
+                    **EXACT,
+                )
+            self._programs.sum_blocks[(launch.num_rows,)](
+                launch.table,
+                partials,
+                sums[first : first + launch.num_rows].view(torch.int64),
+                BLOCK=SUM_BLOCK,
+                num_warps=SUM_WARPS,
+                **EXACT,
+            )
+            first += launch.num_rows
+        return sums
+
+    def _launches(self, rows: _Rows, block: int) -> Iterator[_Launch]:
+        """`rows` in as many launches as they need, in their order."""
+        num_table_rows = self._programs.ROWS.value
+        for start in range(0, len(rows), num_table_rows):
+            part = rows[start : start + num_table_rows]
+            blocks = -(-part[:, 0] // block)
+            ends = np.cumsum(blocks)
+            table = np.zeros((1 + part.shape[1], num_table_rows), dtype=np.int64)
+            table[0, : len(part)] = ends - blocks
+            table[1:, : len(part)] = part.T
+            yield _Launch(
+                table=self._on_device(table),
+                num_rows=len(part),
+                num_blocks=int(ends[-1]),
+                aligned=not np.any(part[:, 1:] % VECTOR_BYTES),
+            )
+
+    def _on_device(self, table: npt.NDArray[np.int64]) -> torch.Tensor:
+        """The table's copy on the device: kept from an earlier call, or sent in stream order.
+
+        The source needs no pinned memory and may go at once: a copy as small as this is staged by
+        the driver before the call returns, and does not wait for the stream.
+        """
+        key = table.tobytes()
+        found = self._tables.get(key)
+        if found is None:
+            found = torch.from_numpy(table).to(self._device.torch_device, non_blocking=True)
+            self._tables[key] = found
+            if len(self._tables) > MAX_TABLES:
+                self._tables.popitem(last=False)
+        else:
+            self._tables.move_to_end(key)
+        # Should it be dropped, its memory waits for this stream, which need not be the first one's.
+        self._device.keep_for_lane(found)
+        return found
+
+    def _element(self, dtype: torch.dtype) -> Any:
+        """The type that a program reads. bf16 is read as bits: it is fp32 without the lower 16."""
+        tl = self._programs.tl
+        return {torch.float32: tl.float32, torch.float16: tl.float16}.get(dtype, tl.int16)
+
+
+def _groups(
+    fields: npt.NDArray[np.void],
+) -> list[tuple[tuple[float, ...], bool, list[int]]]:
+    """(constants, AdamW's form or not, indices) of the segments that can share a launch.
+
+    The constants are those of `AdamConstants` in `targets.h`, in its order, computed in double and
+    rounded once as `ConstantsOf` in `adam.cpp` does: with the C library's pow, not NumPy's.
+    """
+    corrections = np.ones((2, len(fields)))
+    for i in np.flatnonzero(fields["bias_correction"]).tolist():
+        step = float(fields["step"][i])
+        for k, beta in enumerate(("beta1", "beta2")):
+            corrections[k, i] -= math.pow(fields[beta][i], step)
+    lr, weight_decay = fields["lr"], fields["weight_decay"]
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        constants = np.stack(
+            [
+                fields["grad_scale"],
+                weight_decay,
+                1.0 - lr * weight_decay,
+                fields["beta1"],
+                1.0 - fields["beta1"],
+                fields["beta2"],
+                1.0 - fields["beta2"],
+                1.0 / np.sqrt(corrections[1]),
+                fields["eps"],
+                -lr / corrections[0],
+            ],
+            axis=1,
+        ).astype(np.float32)
+    # With no weight decay the L2 form is the decoupled one with the factor 1.
+    adamw = (fields["adamw"] != 0) | (weight_decay == 0.0)
+    groups: dict[tuple[bytes, bool], list[int]] = {}  # by bits: -0.0 is not 0.0
+    for i in np.flatnonzero(fields["numel"]).tolist():
+        groups.setdefault((constants[i].tobytes(), bool(adamw[i])), []).append(i)
+    return [(tuple(constants[at[0]].tolist()), form, at) for (_, form), at in groups.items()]
+
+
+def _check_numbers(fields: npt.NDArray[np.void]) -> None:
+    """The conditions of `stronghold.h`, written so that NaN fails."""
+    for name in ("beta1", "beta2"):
+        _check((fields[name] >= 0.0) & (fields[name] < 1.0), name, fields[name], "in [0, 1)")
+    _check(fields["eps"] >= 0.0, "eps", fields["eps"], ">= 0")
+    for name in ("lr", "weight_decay"):
+        _check(np.isfinite(fields[name]), name, fields[name], "finite")
+    counted = (fields["bias_correction"] == 0) | (fields["step"] >= 1)
+    _check(counted, "step", fields["step"], ">= 1")
+
+
+def _check_arrays(rows: _Rows, arrays: dict[str, torch.dtype]) -> None:
+    """Sizes, and addresses that a GPU can load from."""
+    numel = rows[:, 0]
+    _check(numel >= 0, "numel", numel, ">= 0")
+    for column, (name, dtype) in enumerate(arrays.items(), start=1):
+        address = rows[:, column]
+        good = (address != 0) & (address % dtype.itemsize == 0)
+        _check(good | (numel == 0), name, address, f"an address aligned to {dtype.itemsize} bytes")
+
+
+def _check(good: npt.NDArray[np.bool_], name: str, values: npt.NDArray[Any], expected: str) -> None:
+    if not np.all(good):
+        i = int(np.argmin(good))
+        raise ConfigError(f"segment {i}: {name}: got {values[i]}, expected {expected}")

@@ -1,0 +1,216 @@
+# mypy: ignore-errors
+# Triton compiles these functions from their source; they are no Python that mypy could follow.
+"""The programs that `triton_kernels` launches: the formulas of `kernels/src/` for a GPU.
+
+Each performs the rounded operations of `adam-inl.h` and `reduce-inl.h` in their order. Importing
+this file needs Triton, which torch brings where it is built for CUDA; `TritonKernels` alone does.
+
+[Note: same operations] A GPU's fma, multiplication, addition, division and square root round
+correctly and keep denormals when they are asked to: `tl.fma`, `tl.div_rn` and `tl.sqrt_rn` become
+`fma.rn`, `div.rn` and `sqrt.rn`, where `/` and `tl.sqrt` may be approximations. Nothing else may
+fuse a product with a sum, or flush a denormal: the options of `triton_kernels.EXACT`.
+
+[Note: table] One launch serves up to ROWS segments of any sizes. Column by column, int64 [COLUMNS,
+ROWS], the table has of each segment: the number of blocks before it, its numel, its arrays'
+addresses. A segment starts on a block of its own; program i of the launch works on block i.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+ROWS: tl.constexpr = tl.constexpr(64)
+FIRST: tl.constexpr = tl.constexpr(0)
+NUMEL: tl.constexpr = tl.constexpr(1)
+ARRAYS: tl.constexpr = tl.constexpr(2)
+SUM_LANES: tl.constexpr = tl.constexpr(32)
+# Loads in flight per lane while its sum waits for them: a lane is a chain of additions.
+SUM_UNROLL: tl.constexpr = tl.constexpr(16)
+
+
+@triton.jit
+def _row_of(table, num_rows, block):
+    """The segment that a block belongs to: the last one with no more blocks before it."""
+    rows = tl.arange(0, ROWS)
+    first = tl.load(table + FIRST * ROWS + rows, mask=rows < num_rows, other=2147483647)
+    return tl.sum((first <= block).to(tl.int32), axis=0) - 1
+
+
+@triton.jit
+def _field(table, row, column: tl.constexpr):
+    return tl.load(table + column * ROWS + row)
+
+
+@triton.jit
+def _array(table, row, index: tl.constexpr, dtype: tl.constexpr, ALIGNED: tl.constexpr):
+    """The `index`-th array of a segment, as a pointer; ALIGNED: to 16 bytes."""
+    array = _field(table, row, ARRAYS + index).to(tl.pointer_type(dtype), bitcast=True)
+    if ALIGNED:
+        array = tl.multiple_of(array, 16)
+    return array
+
+
+@triton.jit
+def _canonical(x):
+    """`x`, every NaN as 0x7FC00000. By bits: a compiler may take one NaN for another."""
+    bits = x.to(tl.int32, bitcast=True)
+    bits = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FC00000, bits)
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _load(pointers, mask):
+    """Elements as fp32, which holds every value of the three dtypes; 0 where masked."""
+    x = tl.load(pointers) if mask is None else tl.load(pointers, mask=mask, other=0)
+    if x.dtype == tl.int16:  # bf16, as bits
+        return (x.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    return x.to(tl.float32)
+
+
+@triton.jit
+def _load_master(weight, low, mask):
+    if weight.dtype.element_ty == tl.float32:
+        return _load(weight, mask)
+    if weight.dtype.element_ty == tl.int16:
+        high = tl.load(weight, mask=mask).to(tl.int32) << 16
+        return (high + tl.load(low, mask=mask).to(tl.int32)).to(tl.float32, bitcast=True)
+    # A weight that is not its master's rounding was written by somebody else, who meant it.
+    master, seen = _load(low, mask), _load(weight, mask)
+    return tl.where(master.to(tl.float16).to(tl.float32) == seen, master, seen)
+
+
+@triton.jit
+def _store_master(weight, low, p, mask):
+    if weight.dtype.element_ty == tl.float32:
+        tl.store(weight, p, mask=mask)
+    elif weight.dtype.element_ty == tl.int16:
+        bits = p.to(tl.int32, bitcast=True)
+        tl.store(weight, ((bits + 0x8000) >> 16).to(tl.int16), mask=mask)
+        tl.store(low, bits.to(tl.int16), mask=mask)
+    else:
+        # The conversion's own NaN differs between devices.
+        half = p.to(tl.float16).to(tl.int16, bitcast=True)
+        half = tl.where(p == p, half, 0x7E00).to(tl.int16)
+        tl.store(weight, half.to(tl.float16, bitcast=True), mask=mask)
+        tl.store(low, p, mask=mask)
+
+
+@triton.jit
+def _adam_block(arrays, mask, constants, ADAMW: tl.constexpr):
+    """The formula of `stronghold.h`. The order of operations is the contract."""
+    weight, low, exp_avg, exp_avg_sq, grad = arrays
+    grad_scale, weight_decay, decay_factor, beta1, one_minus_beta1 = constants[:5]
+    beta2, one_minus_beta2, inv_sqrt_bias_correction2, eps, neg_step_size = constants[5:]
+    p = _load_master(weight, low, mask)
+    g = _load(grad, mask) * grad_scale
+    if ADAMW:
+        p = p * decay_factor
+    else:
+        g = tl.fma(weight_decay, p, g)
+    m = _canonical(tl.fma(beta1, _load(exp_avg, mask), one_minus_beta1 * g))
+    v = _canonical(tl.fma(beta2, _load(exp_avg_sq, mask), (one_minus_beta2 * g) * g))
+    d = tl.fma(tl.sqrt_rn(v), inv_sqrt_bias_correction2, eps)
+    p = _canonical(tl.fma(neg_step_size, tl.div_rn(m, d), p))
+    tl.store(exp_avg, m, mask=mask)
+    tl.store(exp_avg_sq, v, mask=mask)
+    _store_master(weight, low, p, mask)
+
+
+@triton.jit
+def adam(
+    table,
+    num_rows,
+    constants,
+    WEIGHT: tl.constexpr,
+    LOW: tl.constexpr,
+    GRAD: tl.constexpr,
+    ADAMW: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One step of Adam on BLOCK elements. Arrays: weight, low, exp_avg, exp_avg_sq, grad;
+    constants: those of `AdamConstants` in `targets.h`, in its order."""
+    block = tl.program_id(0)
+    row = _row_of(table, num_rows, block)
+    start = (block - _field(table, row, FIRST)) * BLOCK
+    rest = _field(table, row, NUMEL) - start
+    i = tl.arange(0, BLOCK)
+    arrays = (
+        _array(table, row, 0, WEIGHT, ALIGNED) + start + i,
+        _array(table, row, 1, LOW, ALIGNED) + start + i,
+        _array(table, row, 2, tl.float32, ALIGNED) + start + i,
+        _array(table, row, 3, tl.float32, ALIGNED) + start + i,
+        _array(table, row, 4, GRAD, ALIGNED) + start + i,
+    )
+    if rest >= BLOCK:  # without a mask loads and stores are of 16 bytes
+        _adam_block(arrays, None, constants, ADAMW)
+    else:
+        _adam_block(arrays, i < rest, constants, ADAMW)
+
+
+@triton.jit
+def accumulate(
+    table,
+    num_rows,
+    GRAD: tl.constexpr,
+    ADD: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """acc = float(grad), or acc + float(grad), on BLOCK elements. Arrays: grad, acc."""
+    block = tl.program_id(0)
+    row = _row_of(table, num_rows, block)
+    start = (block - _field(table, row, FIRST)) * BLOCK
+    i = tl.arange(0, BLOCK)
+    grad = _array(table, row, 0, GRAD, ALIGNED) + start + i
+    acc = _array(table, row, 1, tl.float32, ALIGNED) + start + i
+    mask = i < _field(table, row, NUMEL) - start
+    x = _load(grad, mask)
+    if ADD:
+        x = _load(acc, mask) + x
+    tl.store(acc, _canonical(x), mask=mask)
+
+
+@triton.jit
+def _halve(x):
+    """The first half of `x` plus its second half."""
+    left, right = tl.split(tl.trans(tl.reshape(x, [2, x.shape[0] // 2])))
+    return left + right
+
+
+@triton.jit
+def sum_squares(table, num_rows, partials, TYPE: tl.constexpr, BLOCK: tl.constexpr):
+    """partials[i] = the sum of squares of block i, in double: element j goes to lane j % 32, then
+    the 32 lanes are halved five times. Arrays: x."""
+    block = tl.program_id(0)
+    row = _row_of(table, num_rows, block)
+    start = (block - _field(table, row, FIRST)) * BLOCK
+    numel = tl.minimum(_field(table, row, NUMEL) - start, BLOCK).to(tl.int32)
+    lane = tl.arange(0, SUM_LANES)
+    x = _array(table, row, 0, TYPE, False) + start + lane
+    sums = tl.zeros([SUM_LANES], tl.float64)
+    for i in range(0, numel, SUM_LANES * SUM_UNROLL):
+        for k in tl.static_range(SUM_UNROLL):
+            at = i + k * SUM_LANES
+            square = _load(x + at, lane + at < numel).to(tl.float64)
+            sums = tl.fma(square, square, sums)  # the square is exact; a masked zero adds nothing
+    sums = _halve(_halve(_halve(_halve(sums))))
+    left, right = tl.split(sums)
+    tl.store(partials + block, left + right)
+
+
+@triton.jit
+def sum_blocks(table, partials, sums, BLOCK: tl.constexpr):
+    """sums[i], as bits = the sum of segment i's blocks in their order; a NaN is the one that
+    `numeric_limits` gives."""
+    row = tl.program_id(0)
+    first = _field(table, row, FIRST).to(tl.int32)
+    end = first + tl.cdiv(_field(table, row, NUMEL), BLOCK).to(tl.int32)
+    total = tl.full([], 0.0, tl.float64)
+    for i in range(first, end, SUM_UNROLL):
+        for k in tl.static_range(SUM_UNROLL):
+            total += tl.load(partials + i + k, mask=i + k < end, other=0.0)
+    bits = total.to(tl.int64, bitcast=True)
+    is_nan = (bits & 0x7FFFFFFFFFFFFFFF) > 0x7FF0000000000000
+    tl.store(sums + row, tl.where(is_nan, 0x7FF8000000000000, bits))
