@@ -73,11 +73,12 @@ class AsOnGpu(TorchFunctionMode):
 
 def _with_attention(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call a Python function of `F` that asks `F` for attention: a mode does not see inside."""
+    before = F.scaled_dot_product_attention
     F.scaled_dot_product_attention = attention
     try:
         return func(*args, **kwargs)
     finally:
-        F.scaled_dot_product_attention = WRITTEN_OUT
+        F.scaled_dot_product_attention = before
 
 
 def dropout(

@@ -10,11 +10,11 @@ data, made once; any thread may read it.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from stronghold.errors import StateError
-from stronghold.model.partition import Layer, NamedParameter, Partition
+from stronghold.model.partition import Layer, Partition
 
 # Every parameter starts at a multiple of this: 256 bytes in 16-bit and 512 in 32-bit arrays. The
 # caching allocator of CUDA hands out 512-byte multiples and cuBLAS picks its kernel by pointer
@@ -25,6 +25,15 @@ ALIGN_NUMEL = 128
 # The trainable part and the whole layer are padded to this: 4096 bytes in 16-bit arrays, a page and
 # O_DIRECT's block.
 PAGE_NUMEL = 2048
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterShape:
+    """What decides where a parameter lies."""
+
+    name: str
+    shape: tuple[int, ...]
+    trainable: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,11 +113,26 @@ def layout(partition: Partition) -> ModelLayout:
 
 
 def _layer_layout(layer: Layer) -> LayerLayout:
-    trainable = [named for named in layer.parameters if named.parameter.requires_grad]
-    frozen = [named for named in layer.parameters if not named.parameter.requires_grad]
-    if [id(named) for named in layer.parameters] != [id(named) for named in trainable + frozen]:
+    shapes = [
+        ParameterShape(
+            name=named.name,
+            shape=tuple(named.parameter.shape),
+            trainable=named.parameter.requires_grad,
+        )
+        for named in layer.parameters
+    ]
+    return layer_layout(shapes, index=layer.index, name=layer.name, streamed=layer.streamed)
+
+
+def layer_layout(
+    parameters: Sequence[ParameterShape], *, index: int, name: str, streamed: bool
+) -> LayerLayout:
+    """The layout of one layer; StateError when its parameters are not trainable first."""
+    trainable = [parameter for parameter in parameters if parameter.trainable]
+    frozen = [parameter for parameter in parameters if not parameter.trainable]
+    if list(parameters) != trainable + frozen:
         raise StateError(
-            f"layer {layer.index} ({layer.name!r}): a frozen parameter precedes a trainable one, "
+            f"layer {index} ({name!r}): a frozen parameter precedes a trainable one, "
             "but moments and gradients cover a prefix of the layer; requires_grad changed between "
             "partition() and layout()"
         )
@@ -117,9 +141,9 @@ def _layer_layout(layer: Layer) -> LayerLayout:
     second, end = _place(frozen, start=trainable_numel)
     slices = first + second
     return LayerLayout(
-        index=layer.index,
-        name=layer.name,
-        streamed=layer.streamed,
+        index=index,
+        name=name,
+        streamed=streamed,
         slices=slices,
         trainable_numel=trainable_numel,
         numel=_padded(end, PAGE_NUMEL),
@@ -129,21 +153,20 @@ def _layer_layout(layer: Layer) -> LayerLayout:
 
 
 def _place(
-    parameters: Iterable[NamedParameter], *, start: int
+    parameters: Iterable[ParameterShape], *, start: int
 ) -> tuple[tuple[ParameterSlice, ...], int]:
     """Slices one after the other from `start`, each aligned; and the unpadded end of the last
     one."""
     slices, end = [], start
-    for named in parameters:
-        shape = tuple(named.parameter.shape)
-        offset, numel = _padded(end, ALIGN_NUMEL), math.prod(shape)
+    for parameter in parameters:
+        offset, numel = _padded(end, ALIGN_NUMEL), math.prod(parameter.shape)
         slices.append(
             ParameterSlice(
-                name=named.name,
+                name=parameter.name,
                 offset=offset,
                 numel=numel,
-                shape=shape,
-                trainable=named.parameter.requires_grad,
+                shape=parameter.shape,
+                trainable=parameter.trainable,
             )
         )
         end = offset + numel
