@@ -24,7 +24,10 @@ METHODS = {
     "zero-offload": Entry("methods.zero:ZeroOffload", "DeepSpeed ZeRO-2, optimizer on the CPU"),
     "zero-infinity": Entry("methods.zero:ZeroInfinity", "DeepSpeed ZeRO-3, all states in RAM"),
     "zero-infinity-nvme": Entry("methods.zero:ZeroInfinityNvme", "DeepSpeed ZeRO-3, NVMe"),
-    "superoffload": Entry("methods.zero:SuperOffload", "DeepSpeed SuperOffload"),
+    "superoffload": Entry("methods.zero:SuperOffload", "DeepSpeed SuperOffload as its scripts do"),
+    "superoffload-param": Entry(
+        "methods.zero:SuperOffloadParam", "DeepSpeed SuperOffload, weights in RAM too"
+    ),
     "fsdp2-offload": Entry("methods.fsdp2:Fsdp2Offload", "torch fully_shard, CPUOffloadPolicy"),
     "torchao-offload": Entry("methods.torchao:TorchaoOffload", "torchao CPUOffloadOptimizer"),
     "stronghold": Entry("methods.ours:Stronghold", "this package"),

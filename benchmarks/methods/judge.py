@@ -14,7 +14,7 @@ import math
 from collections.abc import Sequence
 
 FACTOR = 8.0
-FLOOR = {"fp32": 1e-5, "bf16": 2e-3}
+FLOOR = {"fp32": 1e-5, "bf16": 2e-4}
 
 
 def bounds(

@@ -21,9 +21,10 @@ from methods.task import Task
 LOSS_ROWS = 4096  # logits of at most so many tokens exist at once
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass
 class Output:
-    """What a framework's model returns, as far as training needs it."""
+    """What a framework's model returns, as far as training needs it. ZeRO-3 walks its `__dict__`
+    and writes to it."""
 
     loss: torch.Tensor
 

@@ -1,0 +1,73 @@
+"""torch's own: fully_shard around every block with CPUOffloadPolicy, fused AdamW on the CPU."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+
+from methods.base import Method, end_process_group
+from methods.memory import DeviceMemory
+from methods.model import build, count_parameters
+from methods.task import Batch, Task
+
+
+class Fsdp2Offload(Method):
+    """fp32 weights, gradients and moments in host memory; blocks are cast and gathered on the
+    device."""
+
+    def __init__(self, task: Task, device_memory: DeviceMemory) -> None:
+        super().__init__(task, device_memory)
+        self.needs_policy("keep", "recompute")
+        cuda = task.machine == "cuda"
+        if cuda:
+            torch.cuda.set_device(task.device)
+        torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
+        mesh = init_device_mesh("cuda" if cuda else "cpu", (1,))
+        model = build(task, recompute=task.recomputes)
+        self.num_parameters = count_parameters(model)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.data = parameter.data.float()
+        precision = MixedPrecisionPolicy(param_dtype=task.dtype, reduce_dtype=torch.float32)
+        options = {
+            "mesh": mesh,
+            "mp_policy": precision,
+            "offload_policy": CPUOffloadPolicy(pin_memory=cuda),
+        }
+        for block in blocks_of(model):
+            fully_shard(block, **options)
+        fully_shard(model, **options)
+        for buffer in model.buffers():
+            buffer.data = buffer.data.to(task.device)
+        self._model = model
+        self._optimizer = torch.optim.AdamW(
+            model.parameters(),
+            lr=task.lr,
+            betas=task.betas,
+            eps=task.eps,
+            weight_decay=task.weight_decay,
+            fused=True,
+        )
+
+    def step(self, batches: list[Batch]) -> torch.Tensor:
+        losses = []
+        for batch in batches:
+            loss = self._model(**batch).loss
+            (loss / len(batches)).backward()
+            losses.append(loss.detach())
+        if self.task.clipping > 0.0:
+            torch.nn.utils.clip_grad_norm_(self._model.parameters(), self.task.clipping)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        return torch.stack(losses).mean()
+
+    def close(self) -> None:
+        end_process_group()
+
+
+def blocks_of(model: nn.Module) -> nn.ModuleList:
+    """The longest list of modules: the repeated blocks."""
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    return max(lists, key=len)
