@@ -22,7 +22,7 @@ from deepspeed.runtime import config as deepspeed_config
 from stronghold import config as configs
 from stronghold.config import source
 from stronghold.config.keys import KEYS, Effect
-from stronghold.config.section import EmulatedConfig, StrongholdConfig
+from stronghold.config.section import EmulatedConfig, NvmeConfig, StrongholdConfig
 from stronghold.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -245,6 +245,7 @@ def test_null_and_auto_mean_that_the_key_is_absent(absent: Any) -> None:
         ("layers", [1, [], [1], {}]),
         ("trace", [True, "", 3]),
         ("emulated", [True, 3, "fast"]),
+        ("nvme", [True, 3, "/mnt/nvme0"]),
     ],
 )
 def test_a_wrong_value_names_its_key_and_what_is_expected(key: str, values: list[Any]) -> None:
@@ -316,6 +317,7 @@ def test_the_page_names_every_key() -> None:
     page = make_docs().page()
     names = [*StrongholdConfig.model_fields, *(row.name for row in KEYS)]
     names += [f"emulated.{name}" for name in EmulatedConfig.model_fields]
+    names += [f"nvme.{name}" for name in NvmeConfig.model_fields]
     assert [name for name in names if f"| `{name}` |" not in page] == []
     assert all(effect in {row.effect for row in KEYS} for effect in Effect)
 

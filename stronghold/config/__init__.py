@@ -3,6 +3,7 @@
 source      where the config comes from: file, dict, base64, arguments
 section     the "stronghold" section: schema and errors
 keys        the table of DeepSpeed's keys: honoured, without effect, refused
+offload     what the section, DeepSpeed's offload keys and its aio say about NVMe
 optimizer   Adam's hyper-parameters from the config or from a client's optimizer
 training    `load`: all of it, with DeepSpeed's own defaults and batch arithmetic
 """
@@ -13,7 +14,13 @@ from stronghold.config.optimizer import (
     settings_from_client_optimizer,
     settings_from_config,
 )
-from stronghold.config.section import EmulatedConfig, StrongholdConfig, parse_bytes, parse_section
+from stronghold.config.section import (
+    EmulatedConfig,
+    NvmeConfig,
+    StrongholdConfig,
+    parse_bytes,
+    parse_section,
+)
 from stronghold.config.source import SECTION, Source, read_config, section_enabled
 from stronghold.config.training import Precision, SchedulerSettings, Settings, TrainingConfig, load
 
@@ -24,6 +31,7 @@ __all__ = [
     "Effect",
     "EmulatedConfig",
     "Key",
+    "NvmeConfig",
     "Precision",
     "SchedulerSettings",
     "Settings",

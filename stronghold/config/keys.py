@@ -60,6 +60,15 @@ HONOURED = {
     "fp16": "fp16 weights and gradients, fp32 masters and moments on the host, and DeepSpeed's "
     "loss scale: loss_scale (0: dynamic), initial_scale_power, loss_scale_window, min_loss_scale. "
     "hysteresis and consecutive_hysteresis count under ZeRO stage 1 and 2 alone, as in DeepSpeed.",
+    "zero_optimization.offload_optimizer.device": '"nvme" lets moments and masters spill: '
+    '"stronghold": {"nvme": {"spill": "masters"}}.',
+    "zero_optimization.offload_optimizer.nvme_path": "The nvme.path of the section.",
+    "zero_optimization.offload_param.device": '"nvme" lets weights spill, too: '
+    '"stronghold": {"nvme": {"spill": "weights"}}.',
+    "zero_optimization.offload_param.nvme_path": "The nvme.path of the section; where it differs "
+    "from offload_optimizer.nvme_path, state is striped over both.",
+    "aio.queue_depth": "The nvme.depth of the section.",
+    "aio.block_size": "The nvme.block of the section.",
     "data_types.param_dtype": "Must agree with bf16 or fp16.",
     "wall_clock_breakdown": "Milliseconds of fwd, bwd and step by DeepSpeed's timers, which wait "
     "for the GPU.",
@@ -82,8 +91,8 @@ IGNORED = {
     "torch_autocast": "While it is off.",
     "memory_breakdown": "The plan names every tier's bytes.",
     "zero_optimization": "Weights are streamed layer by layer, not partitioned in buckets.",
-    "zero_optimization.offload_optimizer": "The optimizer is always on the host.",
-    "zero_optimization.offload_param": "Weights are always on the host.",
+    "zero_optimization.offload_optimizer": "The optimizer is on the host; buffers are the plan's.",
+    "zero_optimization.offload_param": "Weights are on the host; buffers are the plan's.",
     "zero_allow_untested_optimizer": "Adam and AdamW are tested; others are refused.",
     "zero_force_ds_cpu_optimizer": "The optimizer is always stronghold's own.",
     "hybrid_engine": "While it is off.",
@@ -104,7 +113,7 @@ IGNORED = {
     "timers": "Every logged step says its tokens per second, without waiting for the GPU.",
     "checkpoint": "Settings of DeepSpeed's checkpoint writers.",
     "datastates_ckpt": "A checkpoint writer of DeepSpeed's.",
-    "aio": "Settings of DeepSpeed's asynchronous I/O.",
+    "aio": "Each disk has one thread that submits, and bytes pass through RAM.",
     "disable_python_gc": "Python's garbage collector is left as it is.",
     "vocabulary_size": "Only a hint about alignment.",
 }
@@ -115,14 +124,6 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
         (None, "auto", 0, 1, 2),
         'Stage 3 partitions parameters before stronghold sees them. Set "zero_optimization": '
         '{"stage": 0}; 0, 1 and 2 are accepted and without effect.',
-    ),
-    "zero_optimization.offload_optimizer.device": (
-        (None, "auto", "none", "cpu"),
-        'NVMe is not available yet. Set "device": "cpu" or remove offload_optimizer.',
-    ),
-    "zero_optimization.offload_param.device": (
-        (None, "auto", "none", "cpu"),
-        'NVMe is not available yet. Set "device": "cpu" or remove offload_param.',
     ),
     "zero_optimization.zenflow": ((None,), "No update is stale here. Remove the section."),
     "bf16.bf16_master_weights_and_grads": (

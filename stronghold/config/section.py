@@ -21,6 +21,7 @@ from pydantic import (
     WithJsonSchema,
     model_validator,
 )
+from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
 from stronghold.config.source import SECTION
@@ -31,6 +32,10 @@ UNITS = {prefix + "b": 1000**i for i, prefix in enumerate(("", "k", "m", "g", "t
 }
 SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-z]+)\s*", re.IGNORECASE)
 BYTES_EXPECTED = 'bytes: an integer, "24GB" (1e9 bytes each) or "24GiB" (2**30 bytes each)'
+
+BLOCK_ALIGNMENT, MAX_BLOCK_BYTES = 4096, 1 << 30  # those of stronghold_io.h, as MAX_DEPTH
+BLOCK_EXPECTED = 'bytes in multiples of 4096, up to 1 GiB, such as 1048576 or "1MiB"'
+MAX_DEPTH = 4096
 
 
 def parse_bytes(value: object) -> int:
@@ -53,7 +58,17 @@ def parse_bytes(value: object) -> int:
     return size
 
 
+def parse_block(value: object) -> int:
+    """`parse_bytes` for a block of O_DIRECT. Raises ValueError."""
+    size = parse_bytes(value)
+    if size % BLOCK_ALIGNMENT or size > MAX_BLOCK_BYTES:
+        raise ValueError(f"expected {BLOCK_EXPECTED}")
+    return size
+
+
 Bytes = Annotated[int, BeforeValidator(parse_bytes), WithJsonSchema({"type": "bytes"})]
+Block = Annotated[int, BeforeValidator(parse_block), WithJsonSchema({"type": "block"})]
+Name = Annotated[str, Field(min_length=1)]
 Positive = Annotated[int, Field(ge=1)]
 NotNegative = Annotated[int, Field(ge=0)]
 
@@ -99,6 +114,43 @@ class EmulatedConfig(_Section):
     )
 
 
+class NvmeConfig(_Section):
+    """Where state goes that RAM cannot hold, and how it is read and written."""
+
+    path: Name | Annotated[list[Name], Field(min_length=1)] | None = Field(
+        default=None,
+        description="Directory on an NVMe disk, or a list of them on several, over which the state "
+        "is striped by their measured rates. Left out: DeepSpeed's nvme_path.",
+    )
+    capacity: Bytes | None = Field(
+        default=None, description="Most bytes of the files together. Left out: what is free."
+    )
+    spill: Literal["moments", "masters", "weights"] | None = Field(
+        default=None,
+        description="How far the plan may spill: Adam's moments alone, then the rest of the "
+        "masters, then the weights. Left out: as far as host_memory makes it.",
+    )
+    engine: Literal["io_uring", "threads"] | None = Field(
+        default=None,
+        description="How files are read and written. Left out: io_uring where the kernel permits "
+        "it, else threads.",
+    )
+    depth: Annotated[int, Field(ge=1, le=MAX_DEPTH)] | None = Field(
+        default=None,
+        description="Blocks in flight on each disk and in each direction. Left out: 16.",
+    )
+    block: Block | None = Field(
+        default=None, description="Bytes of one request to the disk. Left out: 1 MiB."
+    )
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """The directories; none before DeepSpeed's keys are read as well."""
+        if self.path is None:
+            return ()
+        return (self.path,) if isinstance(self.path, str) else tuple(self.path)
+
+
 class StrongholdConfig(_Section):
     """The section as the user wrote it: None is a key that was left out."""
 
@@ -138,6 +190,11 @@ class StrongholdConfig(_Section):
     cpu_threads: Positive | None = Field(
         default=None,
         description="Threads of the CPU optimizer. Left out: the cores that torch does not use.",
+    )
+    nvme: NvmeConfig | None = Field(
+        default=None,
+        description="A third tier for the state that host_memory cannot hold. Left out: none, "
+        "unless DeepSpeed's offload keys ask for it.",
     )
     layers: str | Annotated[list[str], Field(min_length=1)] | None = Field(
         default=None,
@@ -194,6 +251,15 @@ def parse_section(section: object) -> StrongholdConfig:
         raise ConfigError(_explain(error)) from error
 
 
+def parse_nvme_value(name: str, value: object, key: str) -> Any:
+    """What `nvme.<name>` makes of a value that stands under another `key`. Raises ConfigError."""
+    try:
+        return getattr(NvmeConfig.model_validate({name: value}), name)
+    except ValidationError as error:
+        expected = describe_type(NvmeConfig.model_json_schema()["properties"][name])
+        raise ConfigError(f"{key}: got {value!r}, expected {expected}.") from error
+
+
 def describe_type(schema: Mapping[str, Any]) -> str:
     """One property of a JSON schema in words, such as 'an integer >= 1'."""
     if "anyOf" in schema:
@@ -205,6 +271,8 @@ def describe_type(schema: Mapping[str, Any]) -> str:
         return f"{', '.join(rest)} or {last}" if rest else last
     if "$ref" in schema:
         return "an object"
+    if {"minimum", "maximum"} <= schema.keys():
+        return f"an {schema['type']} from {schema['minimum']} to {schema['maximum']}"
     kind = schema.get("type")
     if kind == "array":
         return f"a list of at least one {describe_type(schema['items']).removeprefix('a ')}"
@@ -214,6 +282,7 @@ def describe_type(schema: Mapping[str, Any]) -> str:
         "number": "a number",
         "string": "a string",
         "bytes": BYTES_EXPECTED,
+        "block": BLOCK_EXPECTED,
     }[str(kind)]
     if "minimum" in schema:
         words += f" >= {schema['minimum']}"
@@ -233,33 +302,34 @@ def _explain(error: ValidationError) -> str:
     return "\n".join(lines.values())
 
 
+def nested_section(field: FieldInfo) -> type[BaseModel] | None:
+    """The model of a key that holds a section of its own, else None."""
+    for choice in (field.annotation, *get_args(field.annotation)):
+        if isinstance(choice, type) and issubclass(choice, BaseModel):
+            return choice
+    return None
+
+
 def _key_path(location: tuple[int | str, ...]) -> tuple[str, ...]:
     """The keys of the config in a pydantic location, without the names of the union's branches."""
     path: list[str] = []
-    model: type[BaseModel] = StrongholdConfig
+    model: type[BaseModel] | None = StrongholdConfig
     for part in location:
+        if model is None:
+            break
         path.append(str(part))
-        if not (isinstance(part, str) and part in model.model_fields):
-            break
-        annotation = model.model_fields[part].annotation
-        nested = [
-            t
-            for t in (annotation, *get_args(annotation))
-            if isinstance(t, type) and issubclass(t, BaseModel)
-        ]
-        if not nested:
-            break
-        model = nested[0]
+        field = model.model_fields.get(path[-1])
+        model = None if field is None else nested_section(field)
     return tuple(path)
 
 
 def _explain_one(path: tuple[str, ...], detail: Any) -> str:
     if not path:
         return f"{detail['msg']}."
-    model, key = (
-        (EmulatedConfig, f"{SECTION}.{path[0]}") if len(path) > 1 else (StrongholdConfig, SECTION)
-    )
-    dotted = f"{key}.{path[-1]}"
+    model: type[BaseModel] = StrongholdConfig
+    for key in path[:-1]:
+        model = nested_section(model.model_fields[key]) or model
+    dotted = ".".join((SECTION, *path))
     if detail["type"] == "extra_forbidden":
         known = list(model.model_fields)
         hint = did_you_mean(path[-1], known) or f" Known keys: {', '.join(known)}."

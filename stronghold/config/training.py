@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import ValidationError
 
 from stronghold.config.keys import ALIASES, FP32, SECTIONS, refusals, unfilled, warn_of_ignored
+from stronghold.config.offload import resolve_nvme
 from stronghold.config.optimizer import AdamSettings, settings_from_config
 from stronghold.config.section import StrongholdConfig, parse_section
 from stronghold.config.source import SECTION, Source, read_config
@@ -97,6 +98,7 @@ def load(
     clipping = _gradient_clipping(config)
     steps_per_print = _steps_per_print(config.get("steps_per_print"))
     deepspeed = _deepspeed_config(config, world_size, mpu)
+    section = resolve_nvme(section, deepspeed.zero_config, config.get("aio"))
     warn_of_ignored(config)
     training = TrainingConfig(
         precision=precision,

@@ -1,0 +1,199 @@
+"""What the config says about NVMe: our section, DeepSpeed's offload and aio keys, and both."""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import Any
+
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+import pytest
+
+from stronghold import config as configs
+from stronghold.config import NvmeConfig, keys
+from stronghold.errors import ConfigError
+
+BASE = {"train_micro_batch_size_per_gpu": 2}
+ZERO = "zero_optimization"
+AIO = {
+    "block_size": 1 << 20,
+    "queue_depth": 8,
+    "intra_op_parallelism": 2,
+    "single_submit": False,
+    "overlap_events": True,
+    "use_gds": False,
+}
+
+
+def nvme(**config: Any) -> NvmeConfig | None:
+    """The effective settings of a config."""
+    return configs.load({**BASE, **config}).stronghold.nvme
+
+
+def refusal(**config: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        configs.load({**BASE, **config})
+    return str(caught.value)
+
+
+def offload(optimizer: Any = None, param: Any = None) -> dict[str, Any]:
+    """A zero_optimization section in which state goes to these nvme_paths."""
+    section: dict[str, Any] = {"stage": 2}
+    for key, path in (("offload_optimizer", optimizer), ("offload_param", param)):
+        if path is not None:
+            section[key] = {"device": "nvme", "nvme_path": path}
+    return section
+
+
+def test_without_a_word_about_it_there_is_no_nvme() -> None:
+    assert nvme() is None
+    assert nvme(stronghold={"nvme": None}) is None
+    assert nvme(stronghold={"nvme": "auto"}, aio=AIO) is None
+    for device in ("cpu", "none"):
+        zero = {"offload_optimizer": {"device": device}, "offload_param": {"device": device}}
+        assert nvme(zero_optimization=zero) is None
+
+
+def test_the_section_is_read() -> None:
+    section = {
+        "path": ["/a", "/b"],
+        "capacity": "10GB",
+        "spill": "masters",
+        "engine": "threads",
+        "depth": 32,
+        "block": "8MiB",
+    }
+    settings = nvme(stronghold={"nvme": section})
+    assert settings is not None
+    assert settings.model_dump() == {**section, "capacity": 10**10, "block": 8 << 20}
+    assert settings.paths == ("/a", "/b")
+    one = nvme(stronghold={"nvme": {"path": "/a"}})
+    assert one is not None
+    assert one.paths == ("/a",)
+
+
+@pytest.mark.parametrize(
+    ("key", "values"),
+    [
+        ("path", ["", [], 3, [""], ["/a", 3]]),
+        ("capacity", [0, "3G", True]),
+        ("spill", ["gradients", 1]),
+        ("engine", ["libaio", 2]),
+        ("depth", [0, 4097, "8", 1.5, True]),
+        ("block", [0, 4095, "1MB", 2 << 30]),
+    ],
+)
+def test_a_wrong_value_has_its_dotted_name(key: str, values: list[Any]) -> None:
+    for value in values:
+        message = refusal(stronghold={"nvme": {"path": "/a", key: value}})
+        assert message.startswith(f"stronghold.nvme.{key}: got {value!r}, expected "), message
+        assert message.count("\n") == 0
+
+
+def test_a_misspelt_key_is_named() -> None:
+    message = refusal(stronghold={"nvme": {"path": "/a", "dept": 3}})
+    assert message == 'stronghold.nvme.dept: unknown key. Did you mean "depth"?'
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "param", "paths", "spill"),
+    [
+        ("/a", None, ("/a",), "masters"),
+        (None, "/a", ("/a",), "weights"),
+        ("/a", "/a", ("/a",), "weights"),
+        ("/a", "/b", ("/a", "/b"), "weights"),
+    ],
+)
+def test_deepspeeds_keys_mean_the_same(
+    optimizer: str | None, param: str | None, paths: tuple[str, ...], spill: str
+) -> None:
+    settings = nvme(zero_optimization=offload(optimizer, param), aio=AIO)
+    assert settings is not None
+    assert settings.paths == paths
+    assert (settings.spill, settings.depth, settings.block) == (spill, 8, 1 << 20)
+    path: Any = list(paths) if len(paths) > 1 else paths[0]
+    section = {"path": path, "spill": spill, "depth": 8, "block": "1MiB"}
+    assert nvme(stronghold={"nvme": section}) == settings
+    both = nvme(stronghold={"nvme": section}, zero_optimization=offload(optimizer, param), aio=AIO)
+    assert both == settings
+
+
+def test_each_side_fills_what_the_other_leaves_out() -> None:
+    settings = nvme(
+        stronghold={"nvme": {"capacity": 4096, "engine": "threads"}},
+        zero_optimization=offload("/a"),
+        aio={"queue_depth": 4},
+    )
+    assert settings == NvmeConfig(
+        path="/a", capacity=4096, spill="masters", engine="threads", depth=4
+    )
+    assert nvme(stronghold={"nvme": {"path": "/a"}}, aio={"block_size": 8192}) == NvmeConfig(
+        path="/a", block=8192
+    )
+
+
+def test_contradictions_are_refused_together() -> None:
+    message = refusal(
+        stronghold={"nvme": {"path": "/b", "spill": "moments", "depth": 16, "block": 4096}},
+        zero_optimization=offload("/a"),
+        aio=AIO,
+    )
+    assert message.splitlines() == [
+        f"stronghold.nvme.path: got '/b', and {ZERO}.offload_optimizer.nvme_path asks for '/a'. "
+        "Remove one of the two, or make them equal.",
+        f"stronghold.nvme.spill: got 'moments', and {ZERO}.offload_optimizer.device asks for "
+        "'masters'. Remove one of the two, or make them equal.",
+        "stronghold.nvme.depth: got 16, and aio.queue_depth asks for 8. "
+        "Remove one of the two, or make them equal.",
+        "stronghold.nvme.block: got 4096, and aio.block_size asks for 1048576. "
+        "Remove one of the two, or make them equal.",
+    ]
+
+
+def test_the_order_of_paths_and_a_last_slash_are_no_contradiction() -> None:
+    section = {"nvme": {"path": ["/b/", "/a"]}}
+    settings = nvme(stronghold=section, zero_optimization=offload("/a", "/b"))
+    assert settings is not None
+    assert settings.paths == ("/b/", "/a")
+
+
+def test_a_path_must_come_from_somewhere() -> None:
+    message = refusal(stronghold={"nvme": {}})
+    assert message.startswith("stronghold.nvme.path: missing")
+    message = refusal(zero_optimization={"offload_param": {"device": "nvme"}})
+    assert message.startswith(f"{ZERO}.offload_param.nvme_path: missing")
+
+
+@pytest.mark.parametrize(
+    ("aio", "line"),
+    [
+        ({"queue_depth": "8"}, "aio.queue_depth: got '8', expected an integer from 1 to 4096."),
+        ({"queue_depth": 0}, "aio.queue_depth: got 0, expected an integer from 1 to 4096."),
+        ({"block_size": 1000}, "aio.block_size: got 1000, expected bytes in multiples of 4096"),
+        (3, "aio: got 3, expected an object"),
+        ({"queue_depth": "auto"}, 'aio.queue_depth: got "auto", which nothing filled in'),
+    ],
+)
+def test_a_wrong_value_of_aio_has_its_own_name(aio: Any, line: str) -> None:
+    assert refusal(stronghold={"nvme": {"path": "/a"}}, aio=aio).startswith(line)
+
+
+def test_an_unknown_device_is_refused() -> None:
+    message = refusal(zero_optimization={"offload_optimizer": {"device": "disk"}})
+    assert message.startswith(f"{ZERO}.offload_optimizer.device: got 'disk'.")
+
+
+def test_keys_without_meaning_here_are_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    keys._warn_once.cache_clear()
+    zero = offload("/a")
+    zero["offload_optimizer"]["buffer_count"] = 4
+    del zero["stage"]
+    with caplog.at_level(logging.WARNING, "stronghold"):
+        for _ in range(2):
+            nvme(zero_optimization=zero, aio=AIO)
+    assert [record.message for record in caplog.records] == [
+        "config keys without effect under stronghold: aio.intra_op_parallelism, "
+        "aio.overlap_events, aio.single_submit, aio.use_gds, "
+        "zero_optimization.offload_optimizer.buffer_count"
+    ]
