@@ -54,6 +54,7 @@ def _parser() -> argparse.ArgumentParser:
         "--to", type=float, dest="to_s", metavar="S", help="end at this second of the trace"
     )
     trace.set_defaults(run=_trace)
+    _add_doctor(commands)
     _add_export(commands)
     _add_import(commands)
 
@@ -68,6 +69,27 @@ def _parser() -> argparse.ArgumentParser:
     launch.add_argument("command", nargs=argparse.REMAINDER, metavar="COMMAND")
     launch.set_defaults(run=_launch)
     return parser
+
+
+def _add_doctor(commands: Any) -> None:
+    doctor = commands.add_parser(
+        "doctor",
+        help="measure this machine and say what is wrong with it",
+        description="Measure the link to the GPU, memory, the CPU's Adam, matrix products and a "
+        "disk, in less than a minute; print what each bounds, and write the profile that plans are "
+        "made from. Without a GPU the emulated device is measured, which is CPU memory.",
+    )
+    doctor.add_argument("--json", type=Path, metavar="PATH", help="write the profile there")
+    doctor.add_argument(
+        "--path",
+        type=Path,
+        default=Path(),
+        metavar="DIR",
+        help="measure this directory's disk with a temporary file (default: the current one's)",
+    )
+    doctor.add_argument("--device", choices=["cuda", "emulated"], help="default: a GPU if any")
+    doctor.add_argument("--quick", action="store_true", help="rougher, in a few seconds")
+    doctor.set_defaults(run=_doctor)
 
 
 def _add_export(commands: Any) -> None:
@@ -103,6 +125,28 @@ def _add_import(commands: Any) -> None:
     parser.add_argument("out", type=Path, help="the directory for load_checkpoint")
     parser.add_argument("--tag", help="the tag (default: the one that the file latest names)")
     parser.set_defaults(run=_import)
+
+
+def _doctor(arguments: argparse.Namespace) -> str:
+    from tqdm import tqdm
+
+    form = "{desc:<40} {percentage:3.0f}% |{bar}| {elapsed}"
+    with tqdm(total=100, desc="loading torch", bar_format=form, leave=False, disable=None) as bar:
+        from stronghold import doctor
+        from stronghold.doctor.report import table
+        from stronghold.plan import profile
+
+        def progress(what: str, share: float) -> None:
+            bar.set_description(what, refresh=False)
+            bar.n = round(100 * share)
+            bar.refresh()
+
+        findings = doctor.examine(
+            arguments.device, arguments.path, quick=arguments.quick, progress=progress
+        )
+    path = arguments.json or profile.default_path(doctor.gpu_name(arguments.device))
+    findings.profile.save(path)
+    return f"{table(findings)}\n\nThe profile is in {path}"
 
 
 def _export(arguments: argparse.Namespace) -> str:

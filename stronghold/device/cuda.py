@@ -37,6 +37,18 @@ def free_bytes(index: int) -> int:
     return int(torch.cuda.mem_get_info(index)[0])
 
 
+def identity(index: int) -> tuple[str, int, str]:
+    """The device's name, its bytes of memory, and its address on the PCI bus as sysfs names it."""
+    found: Any = torch.cuda.get_device_properties(index)  # torch's stubs leave the address out
+    address = f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
+    return str(found.name), int(found.total_memory), address
+
+
+def num_devices() -> int:
+    """The GPUs that this process sees."""
+    return torch.cuda.device_count()
+
+
 def _fence_event() -> torch.cuda.Event:
     """An event for a fence; a host lane that waits for it sleeps, and leaves its core to Adam."""
     return torch.cuda.Event(blocking=True)
