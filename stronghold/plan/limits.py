@@ -1,0 +1,183 @@
+"""Limits: the time below which no schedule can bring a step, and what sets it.
+
+Pure: arithmetic on sizes and rates, no plan is simulated. A limit is the time of the busiest
+resource if it never waited: compute, each direction of the link, host memory, the disk. Any thread.
+
+[Note: formula] For P streamed parameters of e bytes, T tokens in n micro-batches, k = 2 loads of
+the weights and r further forward passes per micro-batch:
+
+    step >= max((6 + 2 r) P T / F + attention, (k e P n + A) / B, (e P n + A) / B, q P / M, D / S)
+
+with F the FLOP/s, B the link's bytes/s per direction, M the host memory's, S the disk's, A the
+bytes of activations that are offloaded in a step, D the disk's bytes and q the bytes of host memory
+that a parameter costs. Beside it stand the fetch and the drain of one layer, which nothing hides.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from stronghold.plan.profile import ADAM_BF16_BYTES, ADAM_FP32_BYTES, MachineProfile
+
+WEIGHT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
+LOADS = 2  # k: forward and backward; a window that turns round at the end saves no more than itself
+SUM_BYTES = 4  # of an accumulated gradient
+
+COMPUTE = "compute"
+MEMORY = "host memory bandwidth"
+FETCH = "link host to device"
+DRAIN = "link device to host"
+DUPLEX = "link, both directions together"
+DISK = "nvme"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepLoad:
+    """What one optimizer step moves and computes, whatever the schedule.
+
+    `forward_flops` and `recomputed_flops` are of one micro-batch, the latter the part that backward
+    computes again. `streamed_parameters` cross the link; `trained_parameters` of them have
+    gradients and are updated on the host. `layer_parameters` is the largest streamed layer.
+    `offloaded_bytes` of activations leave and return in every micro-batch. `nvme_*_bytes` are of a
+    step.
+    """
+
+    dtype: str
+    forward_flops: float
+    recomputed_flops: float = 0.0
+    micro_batches: int = 1
+    streamed_parameters: int = 0
+    trained_parameters: int = 0
+    layer_parameters: int = 0
+    offloaded_bytes: int = 0
+    nvme_read_bytes: int = 0
+    nvme_write_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """`seconds` no step can beat; `bound` is the part that sets them, `parts` the seconds of every
+    resource, `fill_s` what one layer's way in and out adds."""
+
+    seconds: float
+    bound: str
+    parts: dict[str, float]
+    fill_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BreakEven:
+    """Tokens from which compute takes longer than the optimizer (`cpu`, per step) and than the
+    weights' way to the GPU (`link`, per micro-batch), whatever the size of the model."""
+
+    cpu: float
+    link: float
+
+
+def physical_limit(load: StepLoad, machine: MachineProfile) -> Limits:
+    """The lower bound of a step's time ([Note: formula])."""
+    parts = {
+        COMPUTE: compute_s(load, machine),
+        FETCH: fetch_bytes(load) / (machine.fetch_gbps * 1e9),
+        DRAIN: drain_bytes(load) / (machine.drain_gbps * 1e9),
+        DUPLEX: (fetch_bytes(load) + drain_bytes(load)) / (machine.duplex_gbps * 1e9),
+        MEMORY: memory_bytes(load) / (memory_gbps(machine) * 1e9),
+        DISK: disk_s(load, machine),
+    }
+    bound = max(parts, key=lambda name: parts[name])
+    fill_s = _fill_s(load, machine)
+    return Limits(seconds=parts[bound] + fill_s, bound=bound, parts=parts, fill_s=fill_s)
+
+
+def break_even(machine: MachineProfile, dtype: str, *, recompute: bool) -> BreakEven:
+    """Tokens at which the terms of [Note: formula] are equal, without attention:
+    q F / ((6 + 2 r) M) and k e F / ((6 + 2 r) B)."""
+    flops_per_parameter = 8.0 if recompute else 6.0
+    rate = machine.flops[dtype] / flops_per_parameter
+    moved = LOADS * WEIGHT_BYTES[dtype]
+    return BreakEven(
+        cpu=bytes_per_parameter(dtype) * rate / (memory_gbps(machine) * 1e9),
+        link=moved * rate / (machine.fetch_gbps * 1e9),
+    )
+
+
+# -- the terms ------------------------------------------------------------------------------------
+
+
+def compute_s(load: StepLoad, machine: MachineProfile) -> float:
+    """Forward, a backward of twice its FLOPs (one product for the input's gradient, one for the
+    weight's), and what is computed again, at the rate of a large matrix multiplication. For
+    matrices alone forward is 2 P T; attention is in the counted FLOPs."""
+    flops = 3.0 * load.forward_flops + load.recomputed_flops
+    return load.micro_batches * flops / machine.flops[load.dtype]
+
+
+def fetch_bytes(load: StepLoad) -> float:
+    """Host to device: k e P per micro-batch, since a window holds a small part of the layers
+    between forward and backward; and activations that come back."""
+    weights = LOADS * WEIGHT_BYTES[load.dtype] * load.streamed_parameters
+    return float(load.micro_batches * (weights + load.offloaded_bytes))
+
+
+def drain_bytes(load: StepLoad) -> float:
+    """Device to host: gradients in the weights' type once per micro-batch (their slots are needed
+    for the next layer), and activations that leave."""
+    gradients = WEIGHT_BYTES[load.dtype] * load.trained_parameters
+    return float(load.micro_batches * (gradients + load.offloaded_bytes))
+
+
+def memory_bytes(load: StepLoad) -> float:
+    """Host memory, read and written: the optimizer and the sums of gradients for the trained
+    parameters, and every transfer's end in host memory, the disk's too."""
+    size = WEIGHT_BYTES[load.dtype]
+    updated = _kernel_bytes(load.dtype, load.micro_batches) * load.trained_parameters
+    weights = LOADS * size * load.streamed_parameters
+    gradients = size * load.trained_parameters
+    transfers = load.micro_batches * (weights + gradients + 2 * load.offloaded_bytes)
+    return float(updated + transfers + load.nvme_read_bytes + load.nvme_write_bytes)
+
+
+def disk_s(load: StepLoad, machine: MachineProfile) -> float:
+    """The disk: reads and writes at their own rates, and both together at the mixed one. Infinite
+    where bytes are asked of a disk that the profile does not have."""
+    reads, writes = load.nvme_read_bytes, load.nvme_write_bytes
+    if not reads + writes:
+        return 0.0
+    if machine.nvme_read_gbps is None or machine.nvme_write_gbps is None:
+        return float("inf")
+    alone = max(reads / machine.nvme_read_gbps, writes / machine.nvme_write_gbps)
+    mixed = machine.nvme_mixed_gbps
+    return max(alone, (reads + writes) / mixed if mixed else 0.0) / 1e9
+
+
+def bytes_per_parameter(dtype: str, micro_batches: int = 1) -> int:
+    """q: bytes of host memory that a step of a trained, streamed parameter reads and writes.
+
+    32 in bf16 and fp16: 26 in the kernel of `stronghold.plan.profile`, k e + e = 6 of transfers. (A
+    design with a whole fp32 master beside the 16-bit weight writes 2 more: 34.)
+    """
+    size = WEIGHT_BYTES[dtype]
+    return _kernel_bytes(dtype, micro_batches) + micro_batches * (LOADS + 1) * size
+
+
+def memory_gbps(machine: MachineProfile) -> float:
+    """The host memory's bandwidth with as many threads as it takes."""
+    return max(machine.memory_gbps.values())
+
+
+def _kernel_bytes(dtype: str, micro_batches: int) -> int:
+    """Adam, and before it sums: the first gradient starts a sum (read e, write 4), each further one
+    is added (read e and 4, write 4), and the last is read by Adam beside the sum."""
+    adam = ADAM_FP32_BYTES if dtype == "fp32" else ADAM_BF16_BYTES
+    if micro_batches == 1:
+        return adam
+    size = WEIGHT_BYTES[dtype]
+    added = (micro_batches - 2) * (size + 2 * SUM_BYTES)
+    return adam + size + SUM_BYTES + added + SUM_BYTES
+
+
+def _fill_s(load: StepLoad, machine: MachineProfile) -> float:
+    """A layer's fetch before the first compute and its drain after the last."""
+    nbytes = WEIGHT_BYTES[load.dtype] * load.layer_parameters
+    drained = nbytes if load.trained_parameters else 0
+    return (nbytes / machine.fetch_gbps + drained / machine.drain_gbps) / 1e9
