@@ -1,10 +1,13 @@
-"""What the tests of file I/O share: engines, aligned memory, a forked child."""
+"""What the tests of file I/O share: engines, aligned memory, mounts, a forked child."""
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
-from collections.abc import Callable
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -38,6 +41,22 @@ class Memory:
         self.address = self.bytes.ctypes.data
         if seed is not None:
             self.bytes[:] = np.random.default_rng(seed).integers(0, 256, self.nbytes, np.uint8)
+
+
+@contextlib.contextmanager
+def mounted(path: Path, *arguments: str) -> Iterator[Path]:
+    """A file system at `path` for a while; mounting one needs root, and skips without."""
+    command = ["mount", *arguments, str(path)]
+    try:
+        made = subprocess.run(command, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        pytest.skip("no mount command")
+    if made.returncode != 0:
+        pytest.skip(f"{' '.join(command)} is refused: {made.stderr.strip()}")
+    try:
+        yield path
+    finally:
+        subprocess.run(["umount", str(path)], check=True)
 
 
 def in_child(body: Callable[[], object]) -> str:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from pages import ENGINES, PAGE, Memory, in_child
+from pages import ENGINES, PAGE, Memory, in_child, mounted
 
 from stronghold.errors import ConfigError
 from stronghold.native_io import IoFile, IoQueue
@@ -28,15 +28,8 @@ def engine(request: pytest.FixtureRequest) -> str:
 def small_disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A tmpfs of 1 MiB; mounting one needs root."""
     path = tmp_path_factory.mktemp("small_disk")
-    command = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(path)]
-    try:
-        mounted = subprocess.run(command, capture_output=True, text=True, check=False)
-    except FileNotFoundError:
-        pytest.skip("no mount command")
-    if mounted.returncode != 0:
-        pytest.skip(f"mounting a tmpfs is refused: {mounted.stderr.strip()}")
-    yield path
-    subprocess.run(["umount", str(path)], check=True)
+    with mounted(path, "-t", "tmpfs", "-o", "size=1m", "tmpfs"):
+        yield path
 
 
 def failure(queue: IoQueue, ticket: int) -> OSError:
