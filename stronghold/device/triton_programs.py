@@ -117,7 +117,7 @@ def _adam_block(arrays, mask, constants, ADAMW: tl.constexpr):
     _store_master(weight, low, p, mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def adam(
     table,
     num_rows,
@@ -149,7 +149,7 @@ def adam(
         _adam_block(arrays, i < rest, constants, ADAMW)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def accumulate(
     table,
     num_rows,
@@ -179,7 +179,7 @@ def _halve(x):
     return left + right
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def sum_squares(table, num_rows, partials, TYPE: tl.constexpr, BLOCK: tl.constexpr):
     """partials[i] = the sum of squares of block i, in double: element j goes to lane j % 32, then
     the 32 lanes are halved five times. Arrays: x."""
