@@ -293,11 +293,14 @@ class NvmeStore:
         if self._closed:
             raise StateError(f"{verb} of {extent}: the NVMe store is closed")
         _check_range(verb, extent, begin, memory)
+        segments = list(self._striping.segments(extent.begin + begin, memory.nbytes))
+        for segment in segments:  # all of them before any is started
+            self._files[segment.file].check_length(verb, segment)
         pending = Pending(self, verb, memory)
         with self._lock:
             self._in_flight.add(pending)
         try:
-            for segment in self._striping.segments(extent.begin + begin, memory.nbytes):
+            for segment in segments:
                 file = self._files[segment.file]
                 pending._add(*file.submit(verb, segment, memory.data_ptr()), segment.nbytes)
         except BaseException:

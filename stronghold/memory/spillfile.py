@@ -96,15 +96,14 @@ class SpillFile:
 
     def submit(self, verb: Verb, segment: Segment, address: int) -> tuple[IoQueue, int]:
         """Submit the segment of a transfer whose memory begins at `address`, without starting it:
-        the caller commits. Its queue and ticket. `OSError` when the file was truncated."""
-        self._check_length(verb, segment)
+        the caller commits. Its queue and ticket."""
         queue, file = self._sides[verb]
         start = queue.read if verb == "read" else queue.write
         ticket = start(file, segment.offset, address + segment.begin, segment.nbytes, commit=False)
         return queue, ticket
 
-    def _check_length(self, verb: Verb, segment: Segment) -> None:
-        """[Note: truncation]"""
+    def check_length(self, verb: Verb, segment: Segment) -> None:
+        """`OSError` when the file was truncated ([Note: truncation])."""
         length = os.fstat(self._descriptor).st_size
         if length < self.nbytes:
             raise OSError(
