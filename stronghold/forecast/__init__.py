@@ -1,0 +1,1 @@
+"""`stronghold plan`: what fits, how fast, and what bounds it, before anything runs."""
