@@ -20,7 +20,8 @@ from stronghold import config as configs
 from stronghold.device import cuda
 from stronghold.engine import StrongholdEngine
 from stronghold.errors import ConfigError
-from stronghold.runtime.optimizer import AdamFlags, EngineOptimizer
+from stronghold.runtime.adam import AdamFlags
+from stronghold.runtime.optimizer import EngineOptimizer
 
 logger = logging.getLogger("stronghold")
 

@@ -11,60 +11,23 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import stronghold
 from stronghold.telemetry.trace import read
+from tests.sleeping import SleepingModel
 from tests.training import config
 
 NUM_LAYERS = 20
 LAYER_NUMEL = 1 << 19  # 2 MiB in fp32
-LAYER_BYTES = 4 * LAYER_NUMEL
 WARM_UP, MEASURED = 2, 5
 SLACK = 1.15  # the issue's figure: fill and drain of one layer, and the hand-over between threads
-
-
-class _Sleep(torch.autograd.Function):
-    """Passes `x` on; takes `forward_s` in forward and `backward_s` in backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, forward_s: float, backward_s: float) -> torch.Tensor:
-        ctx.backward_s = backward_s
-        time.sleep(forward_s)
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
-        time.sleep(ctx.backward_s)
-        return gradient, None, None
-
-
-class _Layer(nn.Module):
-    def __init__(self, forward_s: float, backward_s: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(LAYER_NUMEL))
-        self._seconds = (forward_s, backward_s)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return _Sleep.apply(x + self.weight[: len(x)], *self._seconds)  # type: ignore[no-any-return]
-
-
-class _Model(nn.Module):
-    def __init__(self, forward_s: float, backward_s: float) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(_Layer(forward_s, backward_s) for _ in range(NUM_LAYERS))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x.square().mean()
 
 
 def measure(
     section: dict[str, Any], clipping: float, forward_s: float, trace: Any
 ) -> dict[str, float]:
     """Medians over the measured steps, in seconds: the step, and how busy each lane was in it."""
-    model = _Model(forward_s, 2 * forward_s)
+    model = SleepingModel([(LAYER_NUMEL, forward_s, 2 * forward_s)] * NUM_LAYERS)
     settings = config(clipping=clipping, section={"trace": str(trace), **section})
     settings["stronghold"]["emulated"] = {"poison": False, **section.get("emulated", {})}
     engine, _, _, _ = stronghold.initialize(

@@ -9,14 +9,31 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
 
 from stronghold import native
 from stronghold.model.layout import LayerLayout, ParameterSlice
-from stronghold.runtime.optimizer import EngineOptimizer
+
+Group = dict[str, Any]
+"""A live parameter group of a `torch.optim.Optimizer`."""
+
+
+class AdamFlags(NamedTuple):
+    """Decoupled weight decay (AdamW) or L2 (Adam), and whether moments are corrected for their
+    bias.
+    """
+
+    adamw: bool
+    bias_correction: bool
+
+
+class Grouped(Protocol):
+    """What is needed of an optimizer: the group and the flags of each parameter that it trains."""
+
+    def group_of(self) -> dict[nn.Parameter, tuple[Group, AdamFlags]]: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +74,7 @@ class AdamSteps:
 
     def __init__(
         self,
-        optimizer: EngineOptimizer | None,
+        optimizer: Grouped | None,
         parameters: Sequence[Sequence[nn.Parameter]],
         layers: Sequence[LayerLayout],
     ) -> None:

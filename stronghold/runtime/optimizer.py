@@ -8,22 +8,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from deepspeed.runtime.fp16.loss_scaler import LossScaler, LossScalerBase
 from torch import nn
 
 from stronghold.errors import ConfigError
-
-
-class AdamFlags(NamedTuple):
-    """Decoupled weight decay (AdamW) or L2 (Adam), and whether moments are corrected for their
-    bias.
-    """
-
-    adamw: bool
-    bias_correction: bool
+from stronghold.runtime.adam import AdamFlags
 
 
 class EngineOptimizer(torch.optim.Optimizer):

@@ -136,7 +136,8 @@ def tflops(num_parameters: int, num_tokens: int, seconds: float, recomputed: flo
     """Useful TFLOP/s of a dense model: 2 k P T / seconds, attention not counted.
 
     k = 3 passes over the weights (forward 1, backward 2), 4 when the forward pass is `recomputed`
-    (1.0; a share of it counts as such); the formula of the Megatron and DeepSpeed papers, `billions * k * 2 * tokens / (seconds * 1e3)`.
+    (1.0; a share of it counts as such); the formula of the Megatron and DeepSpeed papers,
+    `billions * k * 2 * tokens / (seconds * 1e3)`.
     """
     if seconds <= 0.0:
         return 0.0

@@ -1,0 +1,351 @@
+"""Predicts a step: the real executor on virtual clocks.
+
+Owns the model of compute (how long each layer's forward and backward take, what they keep) and the
+imitation of what a training step calls: hooks, backward, gate. Moves no byte and computes nothing.
+The calling thread alone enters; a simulation takes milliseconds.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from stronghold.device.base import Fence
+from stronghold.device.simulated import Operation, Rates, SimulatedDevice, meta_slab
+from stronghold.errors import StateError
+from stronghold.memory.host import HostStore
+from stronghold.memory.window import Window
+from stronghold.model.costs import ModelCosts
+from stronghold.model.layout import LayerLayout, ModelLayout, ParameterSlice
+from stronghold.plan.planner import Gradients, Plan
+from stronghold.plan.profile import MachineProfile
+from stronghold.plan.schedule import Kind
+from stronghold.runtime.adam import AdamFlags, AdamSteps, Group
+from stronghold.runtime.executor import Executor
+from stronghold.runtime.updater import Updater
+from stronghold.telemetry.metrics import Metrics
+
+STEPS = 4  # from the third on a step begins as it ends
+MEASURED = 2  # of the last ones: two alternate where the window holds an odd share
+LAUNCH_S = 4e-4  # the calling thread's time to launch one layer's kernels and run its hooks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerLoad:
+    """One layer in one micro-batch: seconds of forward and of backward (without recomputation), and
+    bytes that offloading its activations moves each way.
+    """
+
+    forward_s: float
+    backward_s: float
+    saved_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """What a step computes: `layers` in the layout's order, for each of `micro_batches` of `tokens`
+    tokens.
+    """
+
+    layers: tuple[LayerLoad, ...]
+    tokens: int
+    micro_batches: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """One step in the steady state.
+
+    `busy` is each lane's share of the step; `critical` how many seconds of the step each lane is on
+    the critical path; `bound` the lane with the most of them. Peaks are of slots and slabs,
+    activations excepted. `operations` are the last step's, with times of the simulation.
+    """
+
+    step_s: float
+    tokens_per_s: float
+    busy: dict[str, float]
+    critical: dict[str, float]
+    bound: str
+    gpu_peak_bytes: int
+    host_peak_bytes: int
+    operations: tuple[Operation, ...]
+
+
+def workload_of(costs: ModelCosts, machine: MachineProfile, *, micro_batches: int = 1) -> Workload:
+    """The seconds that `machine` needs for `costs`, at its rate of matrix multiplication; backward
+    computes twice what forward does.
+    """
+    flops = machine.flops[costs.dtype]
+    return Workload(
+        layers=tuple(
+            LayerLoad(
+                forward_s=layer.forward_flops / flops,
+                backward_s=2 * layer.forward_flops / flops,
+                saved_bytes=layer.saved_bytes,
+            )
+            for layer in costs.layers
+        ),
+        tokens=costs.tokens,
+        micro_batches=micro_batches,
+    )
+
+
+def rates_of(machine: MachineProfile, plan: Plan) -> Rates:
+    """The lanes' rates on `machine` under `plan`."""
+    most = max(machine.memory_gbps)
+    read = machine.nvme_read_gbps or 1.0
+    write = machine.nvme_write_gbps or 1.0
+    return Rates(
+        fetch_gbps=machine.fetch_gbps,
+        drain_gbps=machine.drain_gbps,
+        duplex_gbps=machine.duplex_gbps,
+        update_gbps=machine.adam_rate(plan.cpu_threads),
+        memory_gbps=machine.memory_rate(most),
+        device_gbps=machine.gpu_memory_gbps,
+        load_gbps=read,
+        spill_gbps=write,
+        io_gbps=machine.nvme_mixed_gbps or max(read, write),
+        launch_s=LAUNCH_S,
+    )
+
+
+def simulate(
+    layout: ModelLayout,
+    plan: Plan,
+    workload: Workload,
+    rates: Rates,
+    *,
+    dtype: torch.dtype,
+    asynchronous: bool = True,
+) -> Prediction:
+    """What a step of `plan` takes. `asynchronous`: the device is a GPU, not the emulated one."""
+    if len(workload.layers) != len(layout.layers):
+        raise StateError(f"simulate: {len(workload.layers)} loads for {len(layout.layers)} layers")
+    run = _Run(condensed(layout), plan, workload, rates, dtype, asynchronous)
+    ends = []
+    for _ in range(STEPS):
+        begun = len(run.device.operations)
+        run.step()
+        ends.append(run.device.compute_s)
+    step_s = (ends[-1] - ends[-1 - MEASURED]) / MEASURED
+    operations = run.device.operations
+    critical = _critical(operations, ends[-1], ends[-1 - MEASURED])
+    critical = {lane: seconds / MEASURED for lane, seconds in critical.items()}
+    busy: dict[str, float] = defaultdict(float)
+    for operation in operations:
+        inside = min(operation.end_s, ends[-1]) - max(operation.start_s, ends[-1 - MEASURED])
+        busy[operation.lane] += max(0.0, inside) / (MEASURED * step_s) if step_s > 0.0 else 0.0
+    return Prediction(
+        step_s=step_s,
+        tokens_per_s=workload.tokens * workload.micro_batches / step_s if step_s > 0.0 else 0.0,
+        busy=dict(busy),
+        critical=critical,
+        bound=max(critical, key=lambda lane: critical[lane], default="compute"),
+        gpu_peak_bytes=run.device.peak_bytes,
+        host_peak_bytes=run.host.allocated_bytes,
+        operations=tuple(operations[begun:]),
+    )
+
+
+def condensed(layout: ModelLayout) -> ModelLayout:
+    """The layout with at most two parameters a layer, trainable and frozen, of the same sizes: the
+    same bytes move, in fewer Python objects.
+    """
+    return ModelLayout(layers=tuple(_condensed(layer) for layer in layout.layers))
+
+
+def _condensed(layer: LayerLayout) -> LayerLayout:
+    frozen = layer.num_parameters - layer.num_trainable
+    slices = [
+        ParameterSlice(name=name, offset=offset, numel=numel, shape=(numel,), trainable=trains)
+        for name, offset, numel, trains in (
+            (f"{layer.name}.trainable", 0, layer.num_trainable, True),
+            (f"{layer.name}.frozen", layer.trainable_numel, frozen, False),
+        )
+        if numel
+    ]
+    return replace(layer, slices=tuple(slices))
+
+
+class _Groups:
+    """Every trainable parameter in one group; the numbers do not matter."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self._parameters = parameters
+
+    def group_of(self) -> dict[nn.Parameter, tuple[Group, AdamFlags]]:
+        group = {"lr": 0.0, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
+        flags = AdamFlags(adamw=True, bias_correction=True)
+        return {p: (group, flags) for p in self._parameters if p.requires_grad}
+
+
+class _Run:
+    """The parts of one engine on a simulated device, and what calls them in a step."""
+
+    def __init__(
+        self,
+        layout: ModelLayout,
+        plan: Plan,
+        workload: Workload,
+        rates: Rates,
+        dtype: torch.dtype,
+        asynchronous: bool,
+    ) -> None:
+        self._plan = plan
+        self._work = workload
+        self._layout = layout
+        self._dtype = dtype
+        self.device = device = SimulatedDevice(rates, asynchronous=asynchronous)
+        self._parameters = [
+            [
+                nn.Parameter(
+                    torch.empty(part.shape, dtype=dtype, device="meta"),
+                    requires_grad=part.trainable,
+                )
+                for part in layer.slices
+            ]
+            for layer in layout.layers
+        ]
+        adam = AdamSteps(
+            _Groups([p for of_layer in self._parameters for p in of_layer]),
+            self._parameters,
+            layout.layers,
+        )
+        self.host = HostStore(
+            layout,
+            dtype,
+            device,
+            hold=plan.gradients is Gradients.HELD,
+            accumulate=plan.gradients is Gradients.ACCUMULATED,
+            ring_entries=plan.ring_entries,
+            allocate=meta_slab,
+        )
+        window = Window(
+            device,
+            dtype,
+            layout.layers,
+            resident=plan.resident,
+            num_slots=plan.window,
+            num_gradient_slots=plan.gradient_slots,
+        )
+        self._updater = Updater(
+            device=device,
+            host=self.host,
+            adam=adam,
+            mode=plan.gradients,
+            kernels=device.kernels,
+        )
+        self._executor = Executor(
+            device=device,
+            host=self.host,
+            window=window,
+            updater=self._updater,
+            plan=plan,
+            parameters=self._parameters,
+            adam=adam,
+            metrics=Metrics(num_parameters=layout.num_parameters),
+        )
+        for index, of_layer in enumerate(self._parameters):
+            self.host.adopt(index, list(of_layer))
+            self._executor.rest(index)
+        self._executor.settle()
+        self._stored: dict[int, Fence] = {}
+        self._coming: dict[int, Fence] = {}
+
+    def step(self) -> None:
+        """One optimizer step, as `engine` and `runtime.hooks` drive it."""
+        for micro_batch in range(self._work.micro_batches):
+            self._forward()
+            boundary = micro_batch == self._work.micro_batches - 1
+            self._updater.begin_backward(boundary=boundary)
+            self._executor.begin_backward_pass()
+            self._backward()
+            self._executor.end_backward_pass()
+        _, changed = self._updater.close_gate(
+            clipping=1.0, inverse_scale=1.0, last_fetch=self._executor.last_fetch
+        )
+        self._executor.weights_changed(changed)
+
+    def _forward(self) -> None:
+        self._executor.begin_forward_pass(training=True)
+        for layer in self._layout.layers:
+            index = layer.index
+            self._executor.begin_use(index, Kind.FORWARD)
+            self.device.compute(f"forward {index}", self._work.layers[index].forward_s)
+            if self._policy(layer) == "offload":
+                self._stored[index] = self.device.drain.submit(
+                    f"offload {index}",
+                    _nothing,
+                    (self.device.record_compute("activations"),),
+                    nbytes=self._work.layers[index].saved_bytes,
+                )
+            self._executor.end_forward(index)
+        self._executor.end_forward_pass()
+
+    def _backward(self) -> None:
+        for layer in reversed(self._layout.layers):
+            index, load = layer.index, self._work.layers[layer.index]
+            policy = self._policy(layer)
+            if layer.streamed:
+                self._executor.begin_use(index, Kind.BACKWARD)
+                self._bring_back(index)
+                following = self._executor.next_backward()
+                if following is not None:
+                    self._bring_back(following)
+                if index in self._coming:
+                    self.device.compute_wait(self._coming.pop(index))
+            seconds = load.backward_s + (load.forward_s if policy == "recompute" else 0.0)
+            self.device.compute(f"backward {index}", seconds)
+            for position, part in enumerate(layer.slices):
+                if part.trainable:
+                    parameter = self._parameters[index][position]
+                    parameter.grad = torch.empty(part.shape, dtype=self._dtype, device="meta")
+                    self._executor.gradient_arrived(index, position, part, parameter)
+
+    def _policy(self, layer: LayerLayout) -> str:
+        return self._plan.activations[layer.index] if layer.streamed else "keep"
+
+    def _bring_back(self, index: int) -> None:
+        stored = self._stored.pop(index, None)
+        if stored is not None:
+            after = (stored, self.device.record_compute("room for activations"))
+            nbytes = self._work.layers[index].saved_bytes
+            self._coming[index] = self.device.fetch.submit(
+                f"onload {index}", _nothing, after, nbytes=nbytes
+            )
+
+
+def _nothing() -> None:
+    pass
+
+
+def _critical(operations: Sequence[Operation], end_s: float, since_s: float) -> dict[str, float]:
+    """Seconds of each lane on the path of causes that ends with compute at `end_s`."""
+    seconds: dict[str, float] = defaultdict(float)
+    for operation, until_s in _path(operations, end_s):
+        begin_s = max(operation.start_s, since_s)
+        seconds[operation.lane] += max(0.0, min(operation.end_s, until_s) - begin_s)
+        if operation.start_s <= since_s:
+            break
+    return dict(seconds)
+
+
+def _path(operations: Sequence[Operation], end_s: float) -> Iterator[tuple[Operation, float]]:
+    index = next(
+        (
+            k
+            for k in range(len(operations) - 1, -1, -1)
+            if operations[k].lane == "compute" and operations[k].end_s <= end_s
+        ),
+        -1,
+    )
+    until_s = end_s
+    while index >= 0:
+        operation = operations[index]
+        yield operation, until_s
+        until_s = operation.start_s
+        index = operation.cause

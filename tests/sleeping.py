@@ -1,0 +1,53 @@
+"""A model whose compute is sleep: it leaves the cores free, as a GPU does, and takes known times."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+
+class _Sleep(torch.autograd.Function):
+    """Passes `x` on; takes `forward_s` in forward and `backward_s` in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, forward_s: float, backward_s: float) -> torch.Tensor:
+        ctx.backward_s = backward_s
+        time.sleep(forward_s)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
+        time.sleep(ctx.backward_s)
+        return gradient, None, None
+
+
+class SleepingLayer(nn.Module):
+    """`numel` parameters; autograd saves the input of each call (and one number)."""
+
+    def __init__(self, numel: int, forward_s: float, backward_s: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(numel))
+        self._seconds = (forward_s, backward_s)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        # Autograd saves the product's operands after the sleep, so that a recomputation, which ends
+        # with what is needed, sleeps too.
+        x = _Sleep.apply(x, *self._seconds)
+        return x * (1.0 + 1e-3 * self.weight[: x.shape[-1]].mean())
+
+
+class SleepingModel(nn.Module):
+    """Layers of (numel, forward_s, backward_s), one after the other; the output is a loss."""
+
+    def __init__(self, layers: Sequence[tuple[int, float, float]]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(SleepingLayer(*layer) for layer in layers)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
