@@ -145,7 +145,11 @@ def _doctor(arguments: argparse.Namespace) -> str:
             arguments.device, arguments.path, quick=arguments.quick, progress=progress
         )
     path = arguments.json or profile.default_path(doctor.gpu_name(arguments.device))
-    findings.profile.save(path)
+    try:
+        findings.profile.save(path)
+    except OSError as error:
+        print(table(findings))  # a minute's work is not lost with the file
+        raise ConfigError(f"--json {path}: cannot be written: {error}") from error
     return f"{table(findings)}\n\nThe profile is in {path}"
 
 

@@ -1,171 +1,121 @@
-"""Laws of the physical limit: the published formula, term by term."""
+"""Laws of what the system allows: control groups of both versions, as their files say it."""
 
 from __future__ import annotations
 
-import dataclasses
-import math
-from typing import Any
+import os
+import resource
+from pathlib import Path
 
+import psutil
 import pytest
 
-from stronghold.plan.limits import (
-    COMPUTE,
-    DISK,
-    DRAIN,
-    DUPLEX,
-    FETCH,
-    MEMORY,
-    BreakEven,
-    StepLoad,
-    break_even,
-    bytes_per_parameter,
-    physical_limit,
-)
-from stronghold.plan.profile import MachineProfile, machine_names
+from stronghold import limits
 
-MACHINE = MachineProfile(
-    name="round",
-    measured="",
-    sources=(),
-    gpu_memory_bytes=24 << 30,
-    host_memory_bytes=128 << 30,
-    num_cores=16,
-    fetch_gbps=20.0,
-    drain_gbps=25.0,
-    duplex_gbps=40.0,
-    memory_gbps={1: 10.0, 8: 60.0, 16: 50.0},
-    adam_gbps={1: 10.0, 8: 50.0},
-    flops={"bf16": 150e12, "fp16": 150e12, "fp32": 75e12},
-    gpu_memory_gbps=900.0,
-    nvme_read_gbps=5.0,
-    nvme_write_gbps=3.0,
-    nvme_mixed_gbps=6.0,
-)
-PARAMETERS = 8 * 10**9
-TOKENS = 4096
+GIB = 1 << 30
+UNLIMITED = 0x7FFFFFFFFFFFF000  # what version 1 says
 
 
-def load(**changes: Any) -> StepLoad:
-    plain = {
-        "dtype": "bf16",
-        "forward_flops": 2.0 * PARAMETERS * TOKENS,
-        "streamed_parameters": PARAMETERS,
-        "trained_parameters": PARAMETERS,
-    }
-    return StepLoad(**(plain | changes))
+def tree(root: Path, files: dict[str, object]) -> Path:
+    for name, content in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{content}\n")
+    return root
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-def test_compute_is_six_or_eight_flops_per_parameter_and_token(recompute: bool) -> None:
-    forward = 2.0 * PARAMETERS * TOKENS
-    parts = physical_limit(load(recomputed_flops=forward if recompute else 0.0), MACHINE).parts
-    factor = 8 if recompute else 6
-    assert parts[COMPUTE] == pytest.approx(factor * PARAMETERS * TOKENS / 150e12)
-
-
-def test_weights_cross_twice_and_gradients_once() -> None:
-    parts = physical_limit(load(), MACHINE).parts
-    assert parts[FETCH] == pytest.approx(2 * 2 * PARAMETERS / 20e9)
-    assert parts[DRAIN] == pytest.approx(2 * PARAMETERS / 25e9)
-    assert parts[DUPLEX] == pytest.approx(6 * PARAMETERS / 40e9)
-
-
-def test_offloaded_activations_cross_both_ways_and_touch_memory_twice() -> None:
-    plain, offloaded = (
-        physical_limit(load(offloaded_bytes=nbytes), MACHINE).parts for nbytes in (0, 10**10)
+def test_a_group_of_version_2_limits_with_all_groups_above_it(tmp_path: Path) -> None:
+    root = tree(
+        tmp_path,
+        {
+            "proc/self/cgroup": "0::/user/job",
+            "sys/fs/cgroup/user/memory.max": 8 * GIB,
+            "sys/fs/cgroup/user/memory.current": 6 * GIB,
+            "sys/fs/cgroup/user/memory.stat": f"anon 1\ninactive_file {GIB}\nactive_file 9",
+            "sys/fs/cgroup/user/job/memory.max": "max",
+            "sys/fs/cgroup/user/job/memory.current": 5 * GIB,
+            "sys/fs/cgroup/user/cpu.max": "400000 100000",
+            "sys/fs/cgroup/user/job/cpu.max": "max 100000",
+        },
     )
-    assert offloaded[FETCH] - plain[FETCH] == pytest.approx(10 / 20)
-    assert offloaded[DRAIN] - plain[DRAIN] == pytest.approx(10 / 25)
-    assert offloaded[MEMORY] - plain[MEMORY] == pytest.approx(20 / 60)
+    assert limits.memory_groups(root) == [(8 * GIB, 5 * GIB)]  # cached files are given up first
+    assert limits.cpu_quota(root) == 4.0
 
 
-def test_host_memory_is_32_bytes_per_parameter_at_the_best_number_of_threads() -> None:
-    assert bytes_per_parameter("bf16") == 32
-    parts = physical_limit(load(), MACHINE).parts
-    assert parts[MEMORY] == pytest.approx(32 * PARAMETERS / 60e9)
+def test_a_container_sees_its_own_group_as_the_root(tmp_path: Path) -> None:
+    """/proc/self/cgroup may name a path of the host that the container has not mounted."""
+    root = tree(
+        tmp_path,
+        {
+            "proc/self/cgroup": "0::/../docker/abc",
+            "sys/fs/cgroup/memory.max": 4 * GIB,
+            "sys/fs/cgroup/memory.current": GIB,
+            "sys/fs/cgroup/cpu.max": "150000 100000",
+        },
+    )
+    assert limits.memory_groups(root) == [(4 * GIB, GIB)]
+    assert limits.cpu_quota(root) == 1.5
 
 
-@pytest.mark.parametrize(("dtype", "micro_batches"), [("bf16", 1), ("fp32", 1), ("bf16", 2)])
-def test_the_two_ways_to_count_host_memory_agree(dtype: str, micro_batches: int) -> None:
-    parts = physical_limit(load(dtype=dtype, micro_batches=micro_batches), MACHINE).parts
-    expected = bytes_per_parameter(dtype, micro_batches) * PARAMETERS / 60e9
-    assert parts[MEMORY] == pytest.approx(expected)
-
-
-def test_every_micro_batch_moves_the_weights_and_adds_its_gradients() -> None:
-    """Two: 6 bytes of transfers more, one sum of 2 read and 4 written, which Adam reads."""
-    assert bytes_per_parameter("bf16", 2) - bytes_per_parameter("bf16", 1) == 6 + (2 + 4) + 4
-    assert bytes_per_parameter("bf16", 5) - bytes_per_parameter("bf16", 4) == 6 + (2 + 4 + 4)
-    one, four = (physical_limit(load(micro_batches=n), MACHINE).parts for n in (1, 4))
-    for name in (COMPUTE, FETCH, DRAIN, DUPLEX):
-        assert four[name] == pytest.approx(4 * one[name])
-    assert one[MEMORY] < four[MEMORY] < 4 * one[MEMORY]
-
-
-def test_frozen_parameters_cost_their_way_in_alone() -> None:
-    parts = physical_limit(load(trained_parameters=0), MACHINE).parts
-    assert parts[DRAIN] == 0.0
-    assert parts[FETCH] == physical_limit(load(), MACHINE).parts[FETCH]
-    assert parts[MEMORY] == pytest.approx(4 * PARAMETERS / 60e9)
-
-
-def test_a_model_that_is_not_streamed_is_bound_by_compute_alone() -> None:
-    limits = physical_limit(load(streamed_parameters=0, trained_parameters=0), MACHINE)
-    assert limits.bound == COMPUTE
-    assert limits.seconds == limits.parts[COMPUTE]
-    assert sum(limits.parts.values()) == limits.parts[COMPUTE]
+def test_groups_of_version_1_are_read_by_controller(tmp_path: Path) -> None:
+    root = tree(
+        tmp_path,
+        {
+            "proc/self/cgroup": "5:memory:/job\n4:cpu,cpuacct:/job\n3:cpuset:/\n0::/",
+            "sys/fs/cgroup/memory/memory.limit_in_bytes": UNLIMITED,
+            "sys/fs/cgroup/memory/memory.usage_in_bytes": 20 * GIB,
+            "sys/fs/cgroup/memory/job/memory.limit_in_bytes": 16 * GIB,
+            "sys/fs/cgroup/memory/job/memory.usage_in_bytes": 3 * GIB,
+            "sys/fs/cgroup/memory/job/memory.stat": f"inactive_file 7\ntotal_inactive_file {GIB}",
+            "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_quota_us": -1,
+            "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_period_us": 100000,
+            "sys/fs/cgroup/cpu,cpuacct/job/cpu.cfs_quota_us": 250000,
+            "sys/fs/cgroup/cpu,cpuacct/job/cpu.cfs_period_us": 100000,
+        },
+    )
+    assert limits.memory_groups(root) == [(16 * GIB, 2 * GIB)]
+    assert limits.cpu_quota(root) == 2.5
 
 
 @pytest.mark.parametrize(
-    ("reads", "writes", "seconds"), [(50, 0, 10.0), (0, 30, 10.0), (30, 30, 10.0), (0, 0, 0.0)]
+    "files",
+    [
+        {},
+        {"proc/self/cgroup": ""},
+        {"proc/self/cgroup": "0::/"},
+        {"proc/self/cgroup": "0::/", "sys/fs/cgroup/memory.max": "max"},
+        {"proc/self/cgroup": "0::/", "sys/fs/cgroup/memory.max": GIB},  # and nobody says how much
+        {"proc/self/cgroup": "nonsense", "sys/fs/cgroup/cpu.max": "nonsense"},
+    ],
 )
-def test_the_disk_takes_its_slowest_rate(reads: int, writes: int, seconds: float) -> None:
-    asked = load(nvme_read_bytes=reads * 10**9, nvme_write_bytes=writes * 10**9)
-    assert physical_limit(asked, MACHINE).parts[DISK] == pytest.approx(seconds)
-    without = physical_limit(load(), MACHINE).parts[MEMORY]
-    extra = physical_limit(asked, MACHINE).parts[MEMORY] - without
-    assert extra == pytest.approx((reads + writes) / 60)
+def test_without_limits_there_are_none(tmp_path: Path, files: dict[str, object]) -> None:
+    root = tree(tmp_path, files)
+    assert limits.memory_groups(root) == []
+    assert limits.cpu_quota(root) is None
 
 
-def test_a_disk_that_is_not_there_is_never_done() -> None:
-    machine = dataclasses.replace(
-        MACHINE, nvme_read_gbps=None, nvme_write_gbps=None, nvme_mixed_gbps=None
-    )
-    assert math.isinf(physical_limit(load(nvme_read_bytes=1), machine).seconds)
-
-
-def test_the_limit_is_its_largest_part_and_a_layers_way_in_and_out() -> None:
-    limits = physical_limit(load(layer_parameters=10**9), MACHINE)
-    assert limits.fill_s == pytest.approx(2 / 20 + 2 / 25)
-    assert limits.seconds == max(limits.parts.values()) + limits.fill_s
-    assert limits.parts[limits.bound] == max(limits.parts.values())
-
-
-@pytest.mark.parametrize("recompute", [False, True])
-def test_at_break_even_compute_takes_as_long(recompute: bool) -> None:
-    tokens = break_even(MACHINE, "bf16", recompute=recompute)
-    for count, part in ((tokens.cpu, MEMORY), (tokens.link, FETCH)):
-        for parameters in (10**8, 10**11):  # whatever the size
-            forward = 2.0 * parameters * count
-            parts = physical_limit(
-                load(
-                    forward_flops=forward,
-                    recomputed_flops=forward if recompute else 0.0,
-                    streamed_parameters=parameters,
-                    trained_parameters=parameters,
-                ),
-                MACHINE,
-            ).parts
-            assert parts[COMPUTE] == pytest.approx(parts[part])
-
-
-def test_break_even_is_the_published_formula() -> None:
-    assert break_even(MACHINE, "bf16", recompute=True) == BreakEven(
-        cpu=pytest.approx(32 * 150e12 / (8 * 60e9)), link=pytest.approx(4 * 150e12 / (8 * 20e9))
+def test_the_least_of_machine_and_groups_is_available(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "memory_groups", lambda: [(3 * GIB, GIB), (5000, 2000)])
+    assert limits.available_host_bytes() == 3000
+    monkeypatch.setattr(limits, "memory_groups", lambda: [(5000, 9000)])
+    assert limits.available_host_bytes() == 0
+    monkeypatch.setattr(limits, "memory_groups", list)
+    assert limits.available_host_bytes() == pytest.approx(
+        psutil.virtual_memory().available, rel=0.2
     )
 
 
-@pytest.mark.parametrize("name", machine_names())
-def test_every_shipped_machine_has_a_limit(name: str) -> None:
-    limits = physical_limit(load(), MachineProfile.load(name))
-    assert 0.0 < limits.seconds < 1e3
+def test_the_groups_limit_is_what_the_host_has() -> None:
+    roomy = limits.HostLimits(memory_bytes=8 * GIB, available_bytes=GIB, cgroup_bytes=9 * GIB)
+    assert roomy.usable_bytes == 8 * GIB
+    tight = limits.HostLimits(memory_bytes=8 * GIB, available_bytes=GIB, cgroup_bytes=2 * GIB)
+    assert tight.usable_bytes == 2 * GIB
+
+
+def test_this_machines_limits_are_those_that_the_system_states() -> None:
+    now = limits.host_limits()
+    assert now.memory_bytes == psutil.virtual_memory().total
+    assert now.num_cores == len(os.sched_getaffinity(0))
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    assert now.locked_bytes == (None if soft == resource.RLIM_INFINITY else soft)
+    assert now.swap_bytes == psutil.swap_memory().total
+    assert 0 < now.available_bytes <= now.usable_bytes

@@ -46,10 +46,10 @@ def examine(
     """Measure this machine: less than a minute, with `quick` a few seconds and rougher.
 
     `device` is "cuda", "emulated", None for a GPU where there is one, or a device of the caller's
-    that nobody else uses meanwhile. The emulated device's figures are those of CPU memory and of
-    torch's CPU threads. `path` is a directory on the disk to measure, None for none; a temporary
-    file in it is gone when this returns or raises. ConfigError for a device or directory that is
-    not there.
+    that has no buffers and no other user meanwhile. The emulated device's figures are those of CPU
+    memory and of torch's CPU threads. `path` is a directory on the disk to measure, None for none;
+    a temporary file in it is gone when this returns or raises. ConfigError for a device or a
+    directory that is not there.
     """
     folder = None if path is None else Path(path).expanduser()
     if folder is not None and not folder.is_dir():

@@ -313,9 +313,16 @@ def _no_io_uring(findings: Findings) -> Problem | None:
     disk = findings.disk
     if disk is None or disk.error or disk.engine == "io_uring":
         return None
+    if not disk.note:  # nothing was refused: it was not asked for
+        return Problem(
+            what="files are read and written by threads",
+            got=disk.engine,
+            expected="io_uring, which costs less processor time",
+            remedy="unset STRONGHOLD_IO_ENGINE",
+        )
     return Problem(
         what="the kernel refuses io_uring",
-        got=disk.note or disk.engine,
+        got=disk.note,
         expected="io_uring, which costs less processor time than threads that read and write",
         remedy="sysctl kernel.io_uring_disabled=0; in a container, a seccomp profile that permits "
         "io_uring_setup, io_uring_enter and io_uring_register",

@@ -52,15 +52,16 @@ class LinkRates:
 
 
 def effort(quick: bool, available_bytes: int) -> Effort:
-    """What is worth moving on this machine: arrays twice as large as the last cache, so that memory
-    is measured, but never more than an eighth of the memory that is free.
+    """What is worth moving on this machine: arrays larger than all last caches together, so that
+    memory is measured, but never more than an eighth of the memory that is free.
     """
     if quick:
         return Effort(
             adam_numel=8 * MIB, copy_bytes=32 * MIB, rounds=3, product_s=0.05, disk_bytes=32 * MIB
         )
     most = min(128 * MIB, available_bytes // 8 // ADAM_RESIDENT_BYTES)
-    numel = min(most, max(16 * MIB, 2 * _last_cache_bytes() // ADAM_RESIDENT_BYTES))
+    # 64 Mi parameters take 0.9 GB; a processor of several chiplets names the cache of one alone.
+    numel = min(most, max(64 * MIB, 2 * _last_cache_bytes() // ADAM_RESIDENT_BYTES))
     copy_bytes = min(256 * MIB, available_bytes // 16)
     return Effort(
         adam_numel=max(numel, MIB),
@@ -127,7 +128,10 @@ def threads_in_words(count: int) -> str:
 
 
 def link_rates(device: Device, size: Effort, step: Step) -> LinkRates:
-    """Copies between pinned host slabs and the device, alone and together, and on the device."""
+    """Copies between pinned host slabs and the device, alone and together, and on the device.
+
+    The device has no buffers but these, and none afterwards.
+    """
     nbytes = size.copy_bytes // 4096 * 4096
     hosts = [map_slab(nbytes, torch.uint8).fill_(1) for _ in range(2)]
     # Filled: CPU memory that was never written is one page of zeros, which stays in the cache.
@@ -153,6 +157,7 @@ def link_rates(device: Device, size: Effort, step: Step) -> LinkRates:
             device.unpin(host)
     step("device memory")
     on_device = _on_compute(device, lambda: slots[0].copy_(slots[1]), size.rounds, _COPIES)
+    device.release_all()
     return LinkRates(
         fetch_gbps=nbytes / fetch / 1e9,
         drain_gbps=nbytes / drain / 1e9,

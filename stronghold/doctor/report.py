@@ -27,9 +27,7 @@ def table(findings: Findings) -> str:
     lines = [title, ""]
     for name, figure, meaning in rows:
         head = f"{name:<{widths[0]}}  {figure:>{widths[1]}}  "
-        lines += textwrap.wrap(
-            meaning, WIDTH, initial_indent=head, subsequent_indent=" " * len(head)
-        ) or [head.rstrip()]
+        lines += _wrapped(head, " " * len(head), meaning) or [head.rstrip()]
     return "\n".join([*lines, "", *_problems(findings)])
 
 
@@ -179,11 +177,15 @@ def _problems(findings: Findings) -> list[str]:
     lines = ["1 problem:" if len(problems) == 1 else f"{len(problems)} problems:"]
     for number, problem in enumerate(problems, 1):
         text = f"{problem.what}: {problem.got}; expected {problem.expected}."
-        lines += textwrap.wrap(text, WIDTH, initial_indent=f"{number}. ", subsequent_indent="   ")
-        lines += textwrap.wrap(
-            problem.remedy, WIDTH, initial_indent="   -> ", subsequent_indent="      "
-        )
+        lines += _wrapped(f"{number}. ", "   ", text)
+        lines += _wrapped("   -> ", "      ", problem.remedy)
     return lines
+
+
+def _wrapped(first: str, later: str, text: str) -> list[str]:
+    return textwrap.wrap(
+        text, WIDTH, initial_indent=first, subsequent_indent=later, break_on_hyphens=False
+    )
 
 
 def _gbps(rate: float) -> str:
