@@ -172,7 +172,7 @@ def _remove_tree(path: Path) -> None:
                 shutil.rmtree(entry)
             elif entry.name != OWNER:
                 entry.unlink()
-        (path / OWNER).unlink()
+        (path / OWNER).unlink(missing_ok=True)
         path.rmdir()
 
 
