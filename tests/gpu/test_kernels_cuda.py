@@ -1,0 +1,191 @@
+"""The kernels on a real GPU: the host's bits, in stream order, without waiting."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import pytest
+import torch
+from device_kernels import (
+    BF16,
+    DTYPES,
+    F16,
+    F32,
+    accumulated,
+    assert_same,
+    bits,
+    run_adam,
+    some_arrays,
+    sums,
+    values,
+)
+
+from stronghold import native
+from stronghold.device.cuda import CudaDevice
+from stronghold.device.kernels import NativeKernels
+from stronghold.device.triton_kernels import TritonKernels
+
+pytestmark = pytest.mark.gpu
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+SIZES = (1, 0, 15, 17, 4097, 1 << 20)
+NUM_STEPS = 50
+SLEEP_CYCLES = 1_000_000_000  # half a second at 2 GHz
+
+
+@pytest.fixture(scope="module")
+def host() -> Iterator[NativeKernels]:
+    with native.Pool(native.available_cores()) as pool:
+        yield NativeKernels(pool)
+
+
+@pytest.fixture
+def kernels() -> Iterator[TritonKernels]:
+    device = CudaDevice()
+    yield TritonKernels(device)
+    device.close()
+
+
+# -- same bits ------------------------------------------------------------------------------------
+@pytest.mark.parametrize("weight_dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("grad_dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("adamw", [True, False], ids=["adamw", "l2"])
+@pytest.mark.parametrize("bias_correction", [True, False], ids=["corrected", "plain"])
+@pytest.mark.parametrize("special", [False, True], ids=["ordinary", "special"])
+def test_adam_on_the_gpu_has_the_hosts_bits(
+    host: NativeKernels,
+    kernels: TritonKernels,
+    weight_dtype: torch.dtype,
+    grad_dtype: torch.dtype,
+    adamw: bool,
+    bias_correction: bool,
+    special: bool,
+) -> None:
+    changes = {"adamw": adamw, "bias_correction": bias_correction}
+    ours, theirs = (
+        some_arrays(SIZES, weight_dtype, grad_dtype, device, special=special)
+        for device in (CUDA, CPU)
+    )
+    for first in (1, 2, 10):  # the first steps show where it begins to differ
+        steps = {1: (1,), 2: range(2, 10), 10: range(10, NUM_STEPS + 1)}[first]
+        run_adam(kernels, ours, steps, **changes)
+        run_adam(host, theirs, steps, **changes)
+        assert_same(ours, theirs, f"by step {steps[-1]}:")
+
+
+@pytest.mark.parametrize("weight_dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("skip", [1, 8])
+def test_adam_on_the_gpu_takes_arrays_at_any_element(
+    host: NativeKernels, kernels: TritonKernels, weight_dtype: torch.dtype, skip: int
+) -> None:
+    ours, theirs = (
+        some_arrays((1, 17, 4097, 70_000), weight_dtype, F16, device, skip=skip)
+        for device in (CUDA, CPU)
+    )
+    for kernel, arrays in ((kernels, ours), (host, theirs)):
+        run_adam(kernel, arrays, (1, 2, 3))
+    assert_same(ours, theirs)
+
+
+@pytest.mark.parametrize("exponent", [-149, -130, -126, -60, 0, 60, 120])
+def test_numbers_at_every_end_of_the_range_have_the_hosts_bits(
+    host: NativeKernels, kernels: TritonKernels, exponent: int
+) -> None:
+    """Weights, moments and gradients of one size: whole vectors underflow, or overflow, together,
+    where division and square root take their slow paths."""
+    states = []
+    for kernel, device in ((kernels, CUDA), (host, CPU)):
+        arrays = some_arrays((100_003,), F32, F32, device)
+        for part in arrays:
+            for tensor in (part.weight, part.exp_avg, part.exp_avg_sq, *part.grads):
+                tensor.mul_(1 / tensor.abs().max()).mul_(math.ldexp(1.0, exponent // 2))
+                tensor.mul_(math.ldexp(1.0, exponent - exponent // 2))
+        torch.cuda.synchronize()
+        run_adam(kernel, arrays, (1, 2, 3), eps=1e-30, grad_scale=1.0)
+        states.append(arrays)
+    assert_same(*states)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("skip", [0, 1])
+def test_accumulation_on_the_gpu_has_the_hosts_bits(
+    host: NativeKernels, kernels: TritonKernels, dtype: torch.dtype, skip: int
+) -> None:
+    ours = accumulated(kernels, SIZES, dtype, CUDA, skip)
+    theirs = accumulated(host, SIZES, dtype, CPU, skip)
+    assert all(map(torch.equal, ours, theirs))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("special", [False, True])
+def test_sums_on_the_gpu_have_the_hosts_bits(
+    host: NativeKernels, kernels: TritonKernels, dtype: torch.dtype, special: bool
+) -> None:
+    sizes = (*SIZES, 65_535, 65_536, 65_537, 0, (1 << 22) + 33)
+    assert torch.equal(
+        sums(kernels, sizes, dtype, CUDA, special), sums(host, sizes, dtype, CPU, special)
+    )
+    many = [k % 40 for k in range(150)]
+    assert torch.equal(sums(kernels, many, dtype, CUDA), sums(host, many, dtype, CPU))
+
+
+# -- order ----------------------------------------------------------------------------------------
+def test_launches_wait_for_nothing_and_keep_the_streams_order(
+    host: NativeKernels, kernels: TritonKernels
+) -> None:
+    """Also with segments that were never seen: sending their table does not wait for the stream."""
+    warm = some_arrays((33,), BF16, BF16, CUDA)
+    run_adam(kernels, warm, (1,))  # compiles
+    gradient = warm[0].grads[0]
+    kernels.sum_squares(BF16, [(gradient.data_ptr(), 33)])
+    ours, theirs = (some_arrays((4097, 1 << 20), BF16, BF16, d) for d in (CUDA, CPU))
+    torch.cuda.synchronize()
+    torch.cuda._sleep(SLEEP_CYCLES)
+    for part in ours:
+        part.grads[1].mul_(2.0)
+    run_adam(kernels, ours, (1,))
+    gradient = ours[1].grads[1]
+    norms = kernels.sum_squares_async(BF16, [(gradient.data_ptr(), gradient.numel())])
+    gradient.zero_()
+    busy = torch.cuda.Event()
+    busy.record()
+    assert not busy.query(), "a launch waited for the stream"
+    for part in theirs:
+        part.grads[1].mul_(2.0)
+    run_adam(host, theirs, (1,))
+    assert_same(ours, theirs)
+    gradient = theirs[1].grads[1]
+    assert norms.tolist() == host.sum_squares(BF16, [(gradient.data_ptr(), gradient.numel())])
+
+
+def test_the_callers_stream_is_the_one_that_computes(
+    host: NativeKernels, kernels: TritonKernels
+) -> None:
+    """A table that another stream sent serves too, and dropping it harms nobody."""
+    ours, theirs = (some_arrays((70_000,), F32, BF16, d) for d in (CUDA, CPU))
+    run_adam(kernels, ours, (1, 2, 3))
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(SLEEP_CYCLES)
+        for part in ours:
+            part.grads[1].mul_(0.5)
+        run_adam(kernels, ours, (4,))
+    kernels._tables.clear()
+    torch.full((64, 7), -1, dtype=torch.int64, device=CUDA)  # where a freed table was
+    stream.synchronize()
+    run_adam(host, theirs, (1, 2, 3))
+    for part in theirs:
+        part.grads[1].mul_(0.5)
+    run_adam(host, theirs, (4,))
+    assert_same(ours, theirs)
+
+
+def test_a_finished_sum_does_not_change_when_its_input_does(kernels: TritonKernels) -> None:
+    x = values(100_000, 1).to(CUDA)
+    found = kernels.sum_squares_async(F32, [(x.data_ptr(), x.numel())])
+    before = bits(found).clone()
+    x.zero_()
+    assert torch.equal(bits(found), before)
+    assert kernels.sum_squares(F32, [(x.data_ptr(), x.numel())]) == [0.0]
