@@ -301,6 +301,20 @@ def test_nothing_is_left_after_close_or_a_dropped_store(engine: str, folders: li
         assert [list(folder.iterdir()) for folder in folders] == [[], [], []]
 
 
+def test_a_store_may_be_smaller_than_its_paths(
+    folders: list[Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Files without a byte, no extent at all, no ring."""
+    for extents in ([], [pages(0)], [pages(1)]):
+        with store_of(folders, *extents, ring_entries=0) as store:
+            assert (store.ring_bytes, store.file_bytes) == (0, sum(e.nbytes for e in extents))
+            for request in extents:
+                target = memory(request.nbytes // PAGE)
+                store.read_into(store.extent(0, "exp_avg"), 0, target)
+                assert not target.any()
+    assert caplog.records == []
+
+
 def test_files_have_no_names(folders: list[Path]) -> None:
     with store_of(folders[:1], pages(8)):
         assert [path.name for path in folders[0].rglob("*") if path.is_file()] == ["owner.json"]

@@ -1,4 +1,4 @@
-"""Laws of ownership: what dead runs leave is removed; living runs and forked parents lose nothing."""
+"""Laws of ownership: what dead runs leave is removed; the living and the forked lose nothing."""
 
 from __future__ import annotations
 

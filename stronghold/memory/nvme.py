@@ -63,13 +63,14 @@ class Pending:
         """Wait until all of it has ended. Raises `OSError` with file, offset and length of what
         failed, at every call; nothing is in flight then, and what a read's memory, or a write's
         range of the extent, holds is undefined."""
+        while self._tickets:
+            queue, ticket = self._tickets.pop()
+            try:
+                queue.wait(ticket)
+            except OSError as error:
+                self._error = error  # the last that is met: of the lowest offset
         if not self._waited:
             self._waited = True
-            for queue, ticket in self._tickets:
-                try:
-                    queue.wait(ticket)
-                except OSError as error:
-                    self._error = self._error or error
             self._store._ended(self, failed=self._error is not None)
         if self._error is not None:
             raise self._error
@@ -81,7 +82,7 @@ class NvmeStore:
     `rates` weigh the paths (in any unit); left out, several paths are measured, a fraction of a
     second each. `capacity_bytes` bounds the files together. The ring has `ring_entries` entries of
     `piece_bytes`, page-locked by `device` where one is given. Up to `depth` blocks of `block_bytes`
-    are in flight on each path and in each direction; `engine` as in `IoQueue`.
+    are in flight on each path and in each direction (16 of 1 MiB); `engine` as in `IoQueue`.
 
     First the directories of dead runs under the paths are reclaimed. Raises ConfigError for a path
     that cannot be used, BudgetError when the files do not fit, both before anything is written, and
@@ -98,8 +99,8 @@ class NvmeStore:
         capacity_bytes: int | None = None,
         rates: Sequence[float] | None = None,
         engine: str | None = None,
-        depth: int = DEPTH,
-        block_bytes: int = BLOCK_BYTES,
+        depth: int | None = None,
+        block_bytes: int | None = None,
         device: Device | None = None,
     ) -> None:
         self._process = os.getpid()
@@ -114,7 +115,7 @@ class NvmeStore:
         self.ring_entries = ring_entries
         self._extents = lay_out(extents)
         self.file_bytes = sum(extent.nbytes for extent in self._extents.values())
-        self._queue_options = (depth, block_bytes, engine)
+        self._queue_options = (depth or DEPTH, block_bytes or BLOCK_BYTES, engine)
         if ring_entries < 0 or piece_bytes < ALIGNMENT or piece_bytes % ALIGNMENT:
             raise StateError(f"ring: got {ring_entries} entries of {piece_bytes} bytes")
         with contextlib.ExitStack() as undo:
@@ -198,8 +199,10 @@ class NvmeStore:
                 ", ".join(cached),
                 disks.PATH_KEY,
             )
-        sparse = [str(file.folder.parent) for file in self._files if not file.preallocated]
-        if sparse and self.file_bytes:
+        sparse = [
+            str(file.folder.parent) for file in self._files if file.nbytes and not file.preallocated
+        ]
+        if sparse:
             logger.warning(
                 "the file system of %s cannot reserve space: if others fill the disk, the run "
                 "fails during training",
