@@ -104,9 +104,9 @@ class StrongholdEngine(Checkpoints, deepspeed.DeepSpeedEngine):  # type: ignore[
         self.device = self._stack.device.torch_device
         self._state_hooks = StateHooks(
             model,
-            wait=self._stack.executor.settle,
-            read=self._stack.updater.wait_for_readers,
-            loaded=self._stack.adopt_weights,
+            wait=self._stack.runtime.settle,
+            read=self._stack.runtime.ledger.wait_for_readers,
+            loaded=self._stack.runtime.adopt_weights,
         )
         try:
             self._make_deepspeed_parts(training_data)
@@ -147,18 +147,16 @@ class StrongholdEngine(Checkpoints, deepspeed.DeepSpeedEngine):  # type: ignore[
             )
         steps = self.gradient_accumulation_steps()
         scaled: torch.Tensor = loss / steps if scale_wrt_gas and steps > 1 else loss
-        stack = self._stack
-        stack.updater.begin_backward(boundary=self.is_gradient_accumulation_boundary())
-        stack.executor.begin_backward_pass()
+        runtime = self._stack.runtime
+        runtime.begin_backward(boundary=self.is_gradient_accumulation_boundary())
         try:
             with self._instruments.time("backward"):
                 optimizer.scaled(scaled).backward(retain_graph=retain_graph)
         except BaseException:
-            stack.executor.abandon_backward_pass()
+            runtime.abandon_backward()
             self._start_step_again()
             raise
-        stack.executor.end_backward_pass()
-        stack.activations.end_backward()
+        runtime.end_backward()
         value = scaled.detach()
         self._loss_sum = value if self._loss_sum is None else self._loss_sum + value
         return scaled
@@ -188,12 +186,10 @@ class StrongholdEngine(Checkpoints, deepspeed.DeepSpeedEngine):  # type: ignore[
         stack = self._stack
         stack.device.check()
         learning_rate = float(optimizer.param_groups[0]["lr"])
-        gate, changed = stack.updater.close_gate(
+        gate = stack.runtime.close_gate(
             clipping=float(self.gradient_clipping() or 0.0),
             inverse_scale=1.0 / optimizer.loss_scale,
-            last_fetch=stack.executor.last_fetch,
         )
-        stack.executor.weights_changed(changed)
         self._grad_norm = optimizer._global_grad_norm = gate.grad_norm
         optimizer.overflow = gate.overflow
         self._step_applied = not gate.overflow
@@ -321,7 +317,7 @@ class StrongholdEngine(Checkpoints, deepspeed.DeepSpeedEngine):  # type: ignore[
         between steps. A destroyed engine's model is whole: nothing to wait for.
         """
         if not self._destroyed:
-            self._stack.executor.settle()
+            self._stack.runtime.settle()
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """The model's parameters, after pending updates."""
@@ -356,7 +352,7 @@ class StrongholdEngine(Checkpoints, deepspeed.DeepSpeedEngine):  # type: ignore[
         if custom_load_fn is not None:
             self.synchronize()
             custom_load_fn(src=state, dst=self.module)
-            self._stack.adopt_weights()
+            self._stack.runtime.adopt_weights()
         else:
             self.module.load_state_dict(state, strict=strict)
 

@@ -94,7 +94,7 @@ def test_bf16_without_clipping_takes_12_bytes_per_parameter() -> None:
 @pytest.mark.parametrize("window", [1, 2, 3, 64])
 def test_weights_cross_at_most_twice_and_gradients_once(window: int, accumulation: int) -> None:
     engine, make_batch = trained("gpt", section={"window": window}, accumulation=accumulation)
-    executor, layout = engine._stack.executor, engine._stack.layout
+    executor, layout = engine._stack.runtime.executor, engine._stack.layout
     engine.synchronize()
     fetched, drained = executor.fetched_bytes, executor.drains.drained_bytes
     steps = 4

@@ -67,7 +67,7 @@ class Checkpoints:
         if not save_dir:
             raise ConfigError(f"save_checkpoint: save_dir is {save_dir!r}, expected a directory")
         self.wait_for_checkpoint()
-        if self._stack.updater.pending:
+        if self._stack.runtime.ledger.pending:
             raise ConfigError(
                 "save_checkpoint: gradients of a step that has not ended are waiting; call it "
                 f"after the engine.step that ends the step ({GAS} is "

@@ -168,25 +168,22 @@ class Load:
         become these weights.
         """
         stack = self._stack
-        layers = range(len(stack.host.layers))
-        stack.updater.restart()
-        for layer in layers:
-            stack.executor.last_fetch(layer).wait()
+        stack.runtime.restart()
         exact = self._optimizer is not None and custom is None
         if exact and any(record.moments for _, _, _, record in self._found):
             stack.host.prepare_training()
         if custom is None:
             self._weights(exact)
         else:
-            stack.executor.settle()
+            stack.runtime.settle()
             custom(src=self._state_dict(), dst=stack.partition.model)
-            stack.adopt_weights()
+            stack.runtime.adopt_weights()
         if self._optimizer is not None:
             self._moments()
             self._hyper_parameters(self._optimizer)
         if custom is None:
-            stack.executor.weights_changed(layers)
-        stack.executor.settle()
+            stack.runtime.loaded()
+        stack.runtime.settle()
 
     def _weights(self, exact: bool) -> None:
         host, model = self._stack.host, self._stack.partition.model

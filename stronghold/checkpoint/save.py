@@ -90,7 +90,7 @@ class Save:
         """
         try:
             for layer in self.order:
-                self._stack.updater.updated(layer).wait()
+                self._stack.runtime.ledger.updated(layer).wait()
                 self._write_layer(layer)
             self._finish()
         except BaseException:
@@ -101,11 +101,12 @@ class Save:
         """Save on the io lane; the fence fails with the save's error. Training may go on at once:
         [Note: snapshot]."""
         stack, lane = self._stack, self._stack.device.io
+        ledger = stack.runtime.ledger
         for layer in self.order:
             work = partial(self._write_guarded, layer)
-            after = (stack.updater.updated(layer),)
+            after = (ledger.updated(layer),)
             name = f"save {stack.host.layers[layer].layout.name or 'root'}"
-            stack.updater.update_after(layer, lane.submit(name, work, after))
+            ledger.update_after(layer, lane.submit(name, work, after))
         return lane.submit(f"publish {self._tag}", self._publish_or_raise)
 
     def _write_guarded(self, layer: int) -> None:

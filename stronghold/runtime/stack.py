@@ -1,7 +1,7 @@
 """The parts of one engine, built in order and closed in reverse.
 
-Owns the life of every part: device, host slabs, window, update lane, executor, activations, hooks.
-Nothing here is DeepSpeed's; `engine` puts that border around it. The training thread alone enters.
+Owns the life of every part: device, host slabs, and the runtime that trains with them. Nothing here
+is DeepSpeed's; `engine` puts that border around it. The training thread alone enters.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -27,17 +26,14 @@ from stronghold.errors import ConfigError
 from stronghold.limits import available_host_bytes
 from stronghold.memory.host import LOW_DTYPE, HostStore
 from stronghold.memory.slab import map_slab
-from stronghold.memory.window import Window
 from stronghold.model.layout import ModelLayout, layout
 from stronghold.model.partition import Partition, partition
 from stronghold.model.source import WeightSource, forget_source, materialize, source_of
 from stronghold.plan.planner import Demand, Gradients, Plan, make_plan
-from stronghold.runtime.activations import Activations
 from stronghold.runtime.adam import AdamSteps
-from stronghold.runtime.executor import Executor
-from stronghold.runtime.hooks import Hooks
 from stronghold.runtime.optimizer import EngineOptimizer
-from stronghold.runtime.updater import Updater
+from stronghold.runtime.runtime import Runtime
+from stronghold.runtime.streaming import Streaming
 from stronghold.telemetry.metrics import Metrics
 from stronghold.telemetry.trace import NullTrace, Trace
 
@@ -70,7 +66,7 @@ class MemoryReport:
 
 
 class Stack:
-    """Streams one model. Raises ConfigError or BudgetError before anything is allocated.
+    """Trains one model. Raises ConfigError or BudgetError before anything is allocated.
 
     `close` gives the model back: every parameter a CPU tensor with its newest value, every hook
     removed.
@@ -136,30 +132,14 @@ class Stack:
             allocate=map_slab,
         )
         undo.callback(self.host.close)
-        self.window = Window(
-            self.device,
-            self.dtype,
-            self.layout.layers,
-            resident=plan.resident,
-            num_slots=plan.window,
-            num_gradient_slots=plan.gradient_slots,
-        )
         self.adam = AdamSteps(optimizer, parameters, self.layout.layers)
-        self.updater = Updater(
+        self.runtime: Runtime = Streaming(
             device=self.device,
             host=self.host,
-            adam=self.adam,
-            mode=plan.gradients,
-            kernels=NativeKernels(self.pool),
-        )
-        self.executor = Executor(
-            device=self.device,
-            host=self.host,
-            window=self.window,
-            updater=self.updater,
             plan=plan,
             parameters=parameters,
             adam=self.adam,
+            kernels=NativeKernels(self.pool),
             metrics=self.metrics,
         )
         # Layer by layer, and each parameter's original is freed before the next layer is copied:
@@ -172,44 +152,19 @@ class Stack:
             for parameter in of_layer:
                 if parameter.is_meta:
                     materialize(parameter, torch.empty(0, dtype=parameter.dtype))
-            self.executor.rest(index)
+            self.runtime.adopted(index)
         forget_source(model)
         _move_buffers(model, self.device.torch_device)
-        self.activations = Activations(plan.activations, self.device, self.executor, self.metrics)
-        self.hooks = Hooks(
-            partition=self.partition,
-            layout=self.layout,
-            executor=self.executor,
-            activations=self.activations,
-            trained=self.adam.trains,
-        )
-        self.executor.settle()
+        self.runtime.start(self.partition)
 
     def memory_report(self) -> MemoryReport:
         """Bytes so far; masters, moments and gradient slots are made at the first backward."""
         return MemoryReport(
             gpu_planned=self.plan.gpu_total_bytes,
-            gpu_peak=self.device.peak_bytes,
+            gpu_peak=self.device.peak_bytes + self.runtime.kept_gradient_bytes,
             host_planned=self.plan.host_total_bytes,
             host_peak=self.host.allocated_bytes,
-            host_activations=self.activations.host_bytes,
-        )
-
-    def adopt_weights(self) -> None:
-        """New values were written where the parameters point: bring them to the slabs, make them
-        the masters.
-        """
-        device = self.device
-        for index, state in enumerate(self.host.layers):
-            if index in self.plan.resident:
-                slot = self.window.slot_of(index)
-                assert slot is not None
-                save = partial(device.copy, state.weights, slot.weights[: state.weights.numel()])
-                written = device.record_compute(f"weights {index} written")
-                device.drain.submit(f"save {index}", save, (written,)).wait()
-            self.host.restart_master(index)
-        self.executor.weights_changed(
-            [i for i in range(len(self.host.layers)) if i not in self.plan.resident]
+            host_activations=self.runtime.host_activation_bytes,
         )
 
     def write_trace(self) -> None:
@@ -225,14 +180,13 @@ class Stack:
             return
         self._closed = True
         with self._parts:  # the lanes and the pool end whatever happens below
-            self.hooks.close()
+            self.runtime.detach()
             self.device.close()
-            self.executor.bind_all_to_host()
+            self.runtime.give_back()
             _move_buffers(self.partition.model, torch.device("cpu"))
             self.write_trace()
-            self.activations.close()
             self.host.close()
-            self.window.close()
+            self.runtime.close()
 
 
 def _check_parameters(found: Partition, precision: str, source: WeightSource | None) -> None:

@@ -17,31 +17,16 @@ fp32.
 
 from __future__ import annotations
 
-import logging
-import math
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 
-from stronghold.device.base import Device, Fence, completed
+from stronghold.device.base import Device, Fence
 from stronghold.device.kernels import Kernels
-from stronghold.errors import ConfigError
 from stronghold.memory.host import GradientEntry, HostStore, view
 from stronghold.plan.planner import Gradients
 from stronghold.runtime.adam import AdamSteps, TrainingArrays, adam_bytes, adam_segments
-
-logger = logging.getLogger("stronghold")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GateResult:
-    """`grad_norm`: global L2 norm before clipping, loss scale removed. `overflow`: it is not
-    finite, nothing was applied.
-    """
-
-    grad_norm: float
-    overflow: bool
+from stronghold.runtime.ledger import GateResult, Ledger, open_gate
 
 
 class Updater:
@@ -62,72 +47,28 @@ class Updater:
         self._kernels = kernels
         self._adam_steps = adam
         num_layers = len(host.layers)
-        self._updated: list[Fence] = [
-            completed("update", "initial weights") for _ in range(num_layers)
-        ]
-        self._arrived: list[set[int]] = [set() for _ in range(num_layers)]
+        self.ledger = Ledger([state.layout for state in host.layers], mode)
         self._square_sums: list[dict[int, float]] = [{} for _ in range(num_layers)]
-        # What still reads a layer's host state: the next update of it may not overtake that.
-        self._read: list[Fence] = [completed("io", "nothing reads") for _ in range(num_layers)]
         self._norm_done: list[Fence] = []
-        self._applied: set[int] = set()  # layers updated before the gate, in this step
-        self._late: dict[
-            int, Fence
-        ] = {}  # layers whose early update waits for the end of backward, and their last fetch
-        self._torn: str | None = None  # what was updated by a step that failed
-        self._boundary = True
+        # Layers whose early update waits for the end of backward, and their last fetch.
+        self._late: dict[int, Fence] = {}
 
     # -- asked by the executor --------------------------------------------------------------------
     def updated(self, layer: int) -> Fence:
-        """The fence of the layer's newest host weights."""
-        return self._updated[layer]
-
-    def update_after(self, layer: int, read: Fence) -> None:
-        """The layer's next update waits for `read`, which is submitted already: a snapshot without
-        a copy.
-        """
-        self._read[layer] = read
-
-    def wait_for_readers(self) -> None:
-        """Block until nothing reads the host state: before it is written from outside."""
-        for fence in self._read:
-            fence.wait()
-
-    @property
-    def pending(self) -> bool:
-        """Whether gradients of a step that has not ended are there."""
-        return any(self._arrived)
+        """The fence of the layer's newest weights."""
+        return self.ledger.updated(layer)
 
     def begin_backward(self, *, boundary: bool) -> None:
         """The next gradients belong to a micro-batch that ends the step (`boundary`) or not."""
-        if self._torn is not None:
-            raise ConfigError(
-                f"backward failed after {self._torn} had been updated: weights are of two steps. "
-                "Start again from a checkpoint; with gradient_clipping above 0 updates wait for "
-                "the end of backward, and a failed one changes nothing"
-            )
-        early = self._mode is Gradients.RING
-        if early and (not boundary or self._applied):
-            raise ConfigError(
-                "a second engine.backward before engine.step would change weights that were "
-                "updated already: set gradient_accumulation_steps to the number of backward calls "
-                "per step, or gradient_clipping above 0"
-            )
-        self._boundary = boundary
+        self.ledger.begin_backward(boundary=boundary)
 
     def entry_for(self, layer: int, arrived: frozenset[int], calls: int) -> GradientEntry:
         """Where the drain of these gradients goes."""
         if self._mode is Gradients.ACCUMULATED:
             return self._host.ring_entry()
-        repeated = arrived & self._arrived[layer]
+        repeated = arrived & self.ledger.arrived[layer]
         if self._mode is Gradients.RING and calls <= 1:
-            if layer in self._applied and repeated:
-                names = [self._host.layers[layer].layout.slices[k].name for k in sorted(repeated)]
-                raise ConfigError(
-                    f"a further gradient of {', '.join(names)} came after its layer was "
-                    "updated; set gradient_clipping above 0 or bf16.check_grad_overflow true, so "
-                    "that updates wait for the end of backward"
-                )
+            self.ledger.refuse_further(layer, repeated)
             return self._host.ring_entry()
         return self._host.ring_entry() if repeated else self._host.held_entry(layer)
 
@@ -141,12 +82,11 @@ class Updater:
         calls: int,
     ) -> None:
         """Gradients of `arrived` are on their way into `entry`: queue what uses them."""
-        repeated = arrived & self._arrived[layer]
-        self._arrived[layer] |= arrived
+        repeated = self.ledger.arrive(layer, arrived)
         if self._mode is Gradients.ACCUMULATED:
             work = self._accumulation(layer, arrived, repeated, entry)
             # Gradients are read, sums read and written; the last micro-batch reads them for a norm.
-            size = entry.gradients.element_size() + (12 if self._boundary else 8)
+            size = entry.gradients.element_size() + (12 if self.ledger.boundary else 8)
             nbytes = size * self._numel(layer, arrived)
             self._norm_done.append(
                 self._submit("accumulate", layer, work, (drained,), entry, nbytes)
@@ -156,16 +96,17 @@ class Updater:
             adam = self._adam(layer, arrived, entry.gradients, 1.0)
             dtype = entry.gradients.dtype
             size = dtype.itemsize + adam_bytes(self._host.dtype, dtype)
-            self._updated[layer] = self._submit(
+            updated = self._submit(
                 "update",
                 layer,
                 lambda: (norms(), adam()),
-                (drained, last_fetch, self._read[layer]),
+                (drained, last_fetch, self.ledger.read(layer)),
                 entry,
                 size * self._numel(layer, arrived),
             )
-            self._applied.add(layer)
-            self._norm_done.append(self._updated[layer])
+            self.ledger.update(layer, updated)
+            self.ledger.applied.add(layer)
+            self._norm_done.append(updated)
         else:
             work = self._holding(layer, arrived, repeated, entry)
             nbytes = entry.gradients.element_size() * self._numel(layer, arrived)
@@ -174,14 +115,8 @@ class Updater:
                 self._late[layer] = last_fetch
 
     def abandon_backward(self) -> None:
-        """Backward raised: the step's gradients are void. Weights that it changed cannot be changed
-        back: after that no further step is exact, and `begin_backward` refuses it.
-        """
-        names = [self._host.layers[layer].layout.name for layer in sorted(self._applied)]
-        if names:
-            self._torn = f"{names[0]} and {len(names) - 1} more layers" if names[1:] else names[0]
-        elif any(self._arrived):
-            logger.warning("backward failed: the gradients of this step so far are dropped")
+        """Backward raised: the step's gradients are void, and weights that it changed stay so."""
+        self.ledger.abandon_backward()
         self._late.clear()
         self.forget()
 
@@ -191,7 +126,7 @@ class Updater:
         """
         for layer, last_fetch in self._late.items():
             self._submit_update(layer, 1.0, last_fetch)
-            self._applied.add(layer)
+            self.ledger.applied.add(layer)
         self._late.clear()
 
     # -- asked by the engine ----------------------------------------------------------------------
@@ -207,39 +142,35 @@ class Updater:
         """
         for fence in self._norm_done:
             fence.wait()
-        norm = math.sqrt(self._total_square_sum()) * inverse_scale
         early = self._mode is Gradients.RING
-        overflow = not early and not math.isfinite(norm)
-        changed = [layer for layer, arrived in enumerate(self._arrived) if arrived and not overflow]
-        if not early and not overflow:
-            coefficient = min(1.0, clipping / (norm + 1e-6)) if clipping > 0.0 else 1.0
+        gate, scale = open_gate(
+            self._all_square_sums(), clipping=clipping, inverse_scale=inverse_scale, early=early
+        )
+        arrived = self.ledger.arrived
+        changed = [layer for layer, of_layer in enumerate(arrived) if of_layer]
+        if gate.overflow:
+            changed = []
+        elif not early:
             for layer in changed:
-                self._submit_update(layer, coefficient * inverse_scale, last_fetch(layer))
+                self._submit_update(layer, scale, last_fetch(layer))
         self.forget()
-        return GateResult(grad_norm=norm, overflow=overflow), changed
+        return gate, changed
 
     def forget(self) -> None:
         """Drop the gradients of the step that has ended or is abandoned."""
         self._norm_done.clear()
-        self._applied.clear()
-        for layer in range(len(self._arrived)):
-            self._arrived[layer].clear()
-            self._square_sums[layer] = {}
+        self.ledger.forget()
+        self._square_sums = [{} for _ in self._square_sums]
 
     def restart(self) -> None:
         """The host state is about to be loaded anew: finish what is queued, drop the gradients of a
         step that has not ended, and forget one that failed.
         """
-        for fence in (*self._norm_done, *self._updated, *self._read):
+        for fence in self._norm_done:
             fence.wait()
         self._late.clear()
         self.forget()
-        self._torn = None
-
-    def wait(self) -> None:
-        """Block until every queued update is done."""
-        for fence in self._updated:
-            fence.wait()
+        self.ledger.restart()
 
     # -- work -------------------------------------------------------------------------------------
     def _submit(
@@ -264,25 +195,23 @@ class Updater:
         if self._mode is Gradients.ACCUMULATED:
             entry = GradientEntry(self._host.accumulator(layer), last_fetch)
         assert entry is not None
-        arrived = frozenset(self._arrived[layer])
+        arrived = frozenset(self.ledger.arrived[layer])
         work = self._adam(layer, arrived, entry.gradients, scale)
-        after = (last_fetch, self._read[layer])
+        after = (last_fetch, self.ledger.read(layer))
         nbytes = adam_bytes(self._host.dtype, entry.gradients.dtype) * self._numel(layer, arrived)
-        self._updated[layer] = self._submit("update", layer, work, after, entry, nbytes)
+        self.ledger.update(layer, self._submit("update", layer, work, after, entry, nbytes))
 
-    def _total_square_sum(self) -> float:
-        """Sum of squares of every gradient of the step: the same bits for every plan."""
-        for layer, arrived in enumerate(self._arrived):
+    def _all_square_sums(self) -> list[float]:
+        """The sum of squares of every gradient of the step: the same bits for every plan."""
+        for layer, arrived in enumerate(self.ledger.arrived):
             if missing := arrived - self._square_sums[layer].keys():
                 # Accumulated in an earlier micro-batch, without a gradient in the last one.
                 self._norms(layer, frozenset(missing), self._host.accumulator(layer))()
-        # fsum rounds once: the grouping of parameters into layers cannot matter.
-        sums = [
+        return [
             self._square_sums[layer][k]
-            for layer, arrived in enumerate(self._arrived)
+            for layer, arrived in enumerate(self.ledger.arrived)
             for k in sorted(arrived)
         ]
-        return math.fsum(sums) if all(map(math.isfinite, sums)) else math.nan
 
     def _accumulation(
         self, layer: int, arrived: frozenset[int], repeated: frozenset[int], entry: GradientEntry
@@ -299,7 +228,7 @@ class Updater:
             )
             for k in sorted(arrived)
         ]
-        norms = self._norms(layer, arrived, accumulator) if self._boundary else None
+        norms = self._norms(layer, arrived, accumulator) if self.ledger.boundary else None
 
         def run() -> None:
             self._kernels.accumulate(entry.gradients.dtype, segments)

@@ -1,0 +1,152 @@
+"""What became of every layer's gradients in this step, and since when its weights are new.
+
+Owns, by layer: the parameters whose gradients have arrived, whether the layer was updated before
+the gate, the fence of its newest weights, and what still reads its arrays. Never computes and never
+submits: whoever updates a layer writes here what it did. Entered by the training thread, and by
+autograd's in backward; the two never run at once.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from stronghold.device.base import Fence, completed
+from stronghold.errors import ConfigError
+from stronghold.model.layout import LayerLayout
+from stronghold.plan.planner import Gradients
+
+logger = logging.getLogger("stronghold")
+
+CLIPPING_EPSILON = 1e-6  # torch.nn.utils.clip_grad_norm_'s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GateResult:
+    """`grad_norm`: global L2 norm before clipping, loss scale removed. `overflow`: it is not
+    finite, nothing was applied.
+    """
+
+    grad_norm: float
+    overflow: bool
+
+
+def open_gate(
+    square_sums: Sequence[float], *, clipping: float, inverse_scale: float, early: bool
+) -> tuple[GateResult, float]:
+    """What the sums of squares of every gradient decide, and the factor of the gradients.
+
+    `clipping`: largest global norm, 0 for none. `inverse_scale`: 1 / loss scale. `early`: updates
+    were made as gradients came, so that nothing is left to decide. The coefficient is min(1,
+    clipping / (norm + 1e-6)), as in torch.nn.utils.clip_grad_norm_.
+    """
+    # fsum rounds once: neither the order nor the grouping of parameters into layers can matter.
+    finite = all(map(math.isfinite, square_sums))
+    norm = (math.sqrt(math.fsum(square_sums)) if finite else math.nan) * inverse_scale
+    overflow = not early and not math.isfinite(norm)
+    coefficient = min(1.0, clipping / (norm + CLIPPING_EPSILON)) if clipping > 0.0 else 1.0
+    return GateResult(grad_norm=norm, overflow=overflow), coefficient * inverse_scale
+
+
+class Ledger:
+    """The account of one engine's layers. `early`: `Gradients.RING`, updates as gradients come."""
+
+    def __init__(self, layers: Sequence[LayerLayout], mode: Gradients) -> None:
+        self._layers = layers
+        self.early = mode is Gradients.RING
+        self.arrived: list[set[int]] = [set() for _ in layers]
+        self.applied: set[int] = set()  # layers updated before the gate, in this step
+        self.boundary = True  # whether the running micro-batch ends the step
+        self._updated = [completed("update", "initial weights") for _ in layers]
+        # What still reads a layer's arrays: the next update of it may not overtake that.
+        self._read = [completed("io", "nothing reads") for _ in layers]
+        self._torn: str | None = None  # what was updated by a step that failed
+
+    # -- fences -----------------------------------------------------------------------------------
+    def updated(self, layer: int) -> Fence:
+        """The fence of the layer's newest weights and moments, where they lie between steps."""
+        return self._updated[layer]
+
+    def update(self, layer: int, fence: Fence) -> None:
+        """The layer's arrays are new after `fence`."""
+        self._updated[layer] = fence
+
+    def read(self, layer: int) -> Fence:
+        """The fence of the layer's newest reader: an update must not write before it."""
+        return self._read[layer]
+
+    def update_after(self, layer: int, read: Fence) -> None:
+        """The layer's next update waits for `read`, which is submitted already: a snapshot without
+        a copy.
+        """
+        self._read[layer] = read
+
+    def wait_for_readers(self) -> None:
+        """Block until nothing reads the arrays: before they are written from outside."""
+        for fence in self._read:
+            fence.wait()
+
+    # -- the step ---------------------------------------------------------------------------------
+    @property
+    def pending(self) -> bool:
+        """Whether gradients of a step that has not ended are there."""
+        return any(self.arrived)
+
+    def begin_backward(self, *, boundary: bool) -> None:
+        """The next gradients belong to a micro-batch that ends the step (`boundary`) or not."""
+        if self._torn is not None:
+            raise ConfigError(
+                f"backward failed after {self._torn} had been updated: weights are of two steps. "
+                "Start again from a checkpoint; with gradient_clipping above 0 updates wait for "
+                "the end of backward, and a failed one changes nothing"
+            )
+        if self.early and (not boundary or self.applied):
+            raise ConfigError(
+                "a second engine.backward before engine.step would change weights that were "
+                "updated already: set gradient_accumulation_steps to the number of backward calls "
+                "per step, or gradient_clipping above 0"
+            )
+        self.boundary = boundary
+
+    def refuse_further(self, layer: int, repeated: frozenset[int]) -> None:
+        """ConfigError when gradients come again for a layer that was updated before the gate."""
+        if layer in self.applied and repeated:
+            names = [self._layers[layer].slices[k].name for k in sorted(repeated)]
+            raise ConfigError(
+                f"a further gradient of {', '.join(names)} came after its layer was "
+                "updated; set gradient_clipping above 0 or bf16.check_grad_overflow true, so "
+                "that updates wait for the end of backward"
+            )
+
+    def arrive(self, layer: int, arrived: frozenset[int]) -> frozenset[int]:
+        """Gradients of `arrived` have come; returns those that had come before in this step."""
+        repeated = arrived & self.arrived[layer]
+        self.arrived[layer] |= arrived
+        return repeated
+
+    def abandon_backward(self) -> None:
+        """Backward raised: the step's gradients are void. Weights that it changed cannot be changed
+        back: after that no further step is exact, and `begin_backward` refuses it.
+        """
+        names = [self._layers[layer].name for layer in sorted(self.applied)]
+        if names:
+            self._torn = f"{names[0]} and {len(names) - 1} more layers" if names[1:] else names[0]
+        elif self.pending:
+            logger.warning("backward failed: the gradients of this step so far are dropped")
+
+    def forget(self) -> None:
+        """Drop the gradients of the step that has ended or is abandoned."""
+        self.applied.clear()
+        for arrived in self.arrived:
+            arrived.clear()
+
+    def restart(self) -> None:
+        """The arrays are about to be loaded anew: wait for what writes and reads them, forget a
+        step that failed.
+        """
+        for fence in (*self._updated, *self._read):
+            fence.wait()
+        self.forget()
+        self._torn = None

@@ -1,0 +1,97 @@
+"""The contract between an engine and what trains its model: streamed through a window, or whole.
+
+Owns nothing. `streaming` and `whole` fulfil it; `stack` builds one of them, and the engine and its
+checkpoints do not ask which. The training thread alone calls.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from stronghold.model.partition import Partition
+from stronghold.runtime.ledger import GateResult, Ledger
+
+
+class Runtime(Protocol):
+    """One model's passes and updates. Between steps every parameter of the model holds its newest
+    value once `settle` has returned.
+    """
+
+    @property
+    def ledger(self) -> Ledger:
+        """What has arrived, and the fences of the layers' arrays."""
+        ...
+
+    @property
+    def host_activation_bytes(self) -> int:
+        """Host memory that holds saved tensors."""
+        ...
+
+    @property
+    def kept_gradient_bytes(self) -> int:
+        """The most bytes of gradients that were ever left in torch's own memory on the device."""
+        ...
+
+    # -- life -------------------------------------------------------------------------------------
+    def adopted(self, layer: int) -> None:
+        """The layer's values are in its arrays: its parameters point there from now on."""
+        ...
+
+    def start(self, partition: Partition) -> None:
+        """Every layer is adopted: the model may be called."""
+        ...
+
+    def detach(self) -> None:
+        """The model is about to be given back: take everything off its modules."""
+        ...
+
+    def give_back(self) -> None:
+        """The lanes have ended: point every parameter at host memory."""
+        ...
+
+    def close(self) -> None:
+        """Drop every buffer."""
+        ...
+
+    # -- the step ---------------------------------------------------------------------------------
+    def begin_backward(self, *, boundary: bool) -> None:
+        """Autograd is about to run on a micro-batch that ends the step (`boundary`) or not.
+        ConfigError when no further gradients can be taken.
+        """
+        ...
+
+    def end_backward(self) -> None:
+        """Autograd has returned: every gradient is taken over, and no parameter has one."""
+        ...
+
+    def abandon_backward(self) -> None:
+        """Autograd raised: the step's gradients so far are void."""
+        ...
+
+    def close_gate(self, *, clipping: float, inverse_scale: float) -> GateResult:
+        """End the step: wait for the norm, then queue the updates, or nothing on overflow.
+
+        `clipping`: largest global norm, 0 for none. `inverse_scale`: 1 / loss scale.
+        """
+        ...
+
+    # -- between steps ----------------------------------------------------------------------------
+    def settle(self) -> None:
+        """Wait until every layer's newest weights are where its parameters point."""
+        ...
+
+    def restart(self) -> None:
+        """The arrays are about to be loaded anew: finish what is queued, drop the gradients of a
+        step that has not ended, and forget one that failed.
+        """
+        ...
+
+    def loaded(self) -> None:
+        """New values were written to the arrays: after `settle` the parameters show them."""
+        ...
+
+    def adopt_weights(self) -> None:
+        """New values were written where the parameters point: make them the arrays' values and
+        their masters.
+        """
+        ...

@@ -1,0 +1,153 @@
+"""A model that is streamed: layers take turns in the window's slots.
+
+Owns the parts of it: window, update lane, executor, activations and hooks, and the order in which
+an event of the step reaches them. Each part's own file says what it does. The training thread alone
+calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+from torch import nn
+
+from stronghold.device.base import Device
+from stronghold.device.kernels import Kernels
+from stronghold.memory.host import HostStore
+from stronghold.memory.window import Window
+from stronghold.model.partition import Partition
+from stronghold.plan.planner import Plan
+from stronghold.runtime.activations import Activations
+from stronghold.runtime.adam import AdamSteps
+from stronghold.runtime.executor import Executor
+from stronghold.runtime.hooks import Hooks
+from stronghold.runtime.ledger import GateResult, Ledger
+from stronghold.runtime.updater import Updater
+from stronghold.telemetry.metrics import Metrics
+
+
+class Streaming:
+    """A `Runtime`. `parameters[i]` are the parameters of layer i in the layout's order; `kernels`
+    run on the update lane.
+    """
+
+    kept_gradient_bytes = 0  # hooks move each gradient to a slot as it comes
+
+    def __init__(
+        self,
+        *,
+        device: Device,
+        host: HostStore,
+        plan: Plan,
+        parameters: Sequence[Sequence[nn.Parameter]],
+        adam: AdamSteps,
+        kernels: Kernels,
+        metrics: Metrics,
+    ) -> None:
+        self._device = device
+        self._host = host
+        self._plan = plan
+        self._adam = adam
+        self._hooks: Hooks | None = None
+        self.window = Window(
+            device,
+            host.dtype,
+            host.layout.layers,
+            resident=plan.resident,
+            num_slots=plan.window,
+            num_gradient_slots=plan.gradient_slots,
+        )
+        self.updater = Updater(
+            device=device, host=host, adam=adam, mode=plan.gradients, kernels=kernels
+        )
+        self.executor = Executor(
+            device=device,
+            host=host,
+            window=self.window,
+            updater=self.updater,
+            plan=plan,
+            parameters=parameters,
+            adam=adam,
+            metrics=metrics,
+        )
+        self.activations = Activations(plan.activations, device, self.executor, metrics)
+
+    @property
+    def ledger(self) -> Ledger:
+        return self.updater.ledger
+
+    @property
+    def host_activation_bytes(self) -> int:
+        return self.activations.host_bytes
+
+    # -- life -------------------------------------------------------------------------------------
+    def adopted(self, layer: int) -> None:
+        self.executor.rest(layer)
+
+    def start(self, partition: Partition) -> None:
+        self._hooks = Hooks(
+            partition=partition,
+            layout=self._host.layout,
+            executor=self.executor,
+            activations=self.activations,
+            trained=self._adam.trains,
+        )
+        self.executor.settle()
+
+    def detach(self) -> None:
+        if self._hooks is not None:
+            self._hooks.close()
+
+    def give_back(self) -> None:
+        self.executor.bind_all_to_host()
+
+    def close(self) -> None:
+        self.activations.close()
+        self.window.close()
+
+    # -- the step ---------------------------------------------------------------------------------
+    def begin_backward(self, *, boundary: bool) -> None:
+        self.updater.begin_backward(boundary=boundary)
+        self.executor.begin_backward_pass()
+
+    def end_backward(self) -> None:
+        self.executor.end_backward_pass()
+        self.activations.end_backward()
+
+    def abandon_backward(self) -> None:
+        self.executor.abandon_backward_pass()
+
+    def close_gate(self, *, clipping: float, inverse_scale: float) -> GateResult:
+        gate, changed = self.updater.close_gate(
+            clipping=clipping, inverse_scale=inverse_scale, last_fetch=self.executor.last_fetch
+        )
+        self.executor.weights_changed(changed)
+        return gate
+
+    # -- between steps ----------------------------------------------------------------------------
+    def settle(self) -> None:
+        self.executor.settle()
+
+    def restart(self) -> None:
+        self.updater.restart()
+        for layer in range(len(self._host.layers)):
+            self.executor.last_fetch(layer).wait()
+
+    def loaded(self) -> None:
+        self.executor.weights_changed(range(len(self._host.layers)))
+
+    def adopt_weights(self) -> None:
+        device = self._device
+        for index, state in enumerate(self._host.layers):
+            if index in self._plan.resident:
+                slot = self.window.slot_of(index)
+                assert slot is not None
+                save = partial(device.copy, state.weights, slot.weights[: state.weights.numel()])
+                written = device.record_compute(f"weights {index} written")
+                nbytes = state.weights.numel() * state.weights.element_size()
+                device.drain.submit(f"save {index}", save, (written,), nbytes=nbytes).wait()
+            self._host.restart_master(index)
+        self.executor.weights_changed(
+            [i for i in range(len(self._host.layers)) if i not in self._plan.resident]
+        )
