@@ -7,14 +7,13 @@ import errno
 import mmap
 import os
 import random
-import struct
 import sys
 import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
-from pages import ENGINES, PAGE, Memory, in_child
+from pages import ENGINES, PAGE, Memory, in_child, refuse_io_uring
 
 from stronghold.errors import ConfigError, StateError
 from stronghold.native_io import IoQueue
@@ -295,26 +294,6 @@ def test_the_environment_names_the_engine(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setenv("STRONGHOLD_IO_ENGINE", "uring")
     with pytest.raises(ConfigError, match="STRONGHOLD_IO_ENGINE"):
         IoQueue(1, PAGE)
-
-
-def refuse_io_uring(number: int) -> None:
-    """A seccomp filter as containers have it: io_uring_setup (425 everywhere) fails."""
-
-    class Program(ctypes.Structure):
-        _fields_ = (("length", ctypes.c_ushort), ("filter", ctypes.c_void_p))
-
-    load_number, if_equal, answer = 0x20, 0x15, 0x06  # BPF: ld word, jeq, ret
-    rules = [
-        (load_number, 0, 0, 0),
-        (if_equal, 0, 1, 425),
-        (answer, 0, 0, 0x00050000 | number),  # SECCOMP_RET_ERRNO
-        (answer, 0, 0, 0x7FFF0000),  # SECCOMP_RET_ALLOW
-    ]
-    code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *rule) for rule in rules))
-    libc = ctypes.CDLL(None, use_errno=True)
-    assert libc.prctl(38, 1, 0, 0, 0) == 0, "PR_SET_NO_NEW_PRIVS"
-    program = Program(len(rules), ctypes.addressof(code))
-    assert libc.prctl(22, 2, ctypes.byref(program), 0, 0) == 0, "PR_SET_SECCOMP"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="seccomp is Linux's")

@@ -10,6 +10,7 @@ import os
 import random
 import re
 import subprocess
+import sys
 import threading
 import weakref
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from pages import ENGINES, PAGE, mounted
+from pages import ENGINES, PAGE, in_child, mounted, refuse_io_uring
 
 from stronghold.device.emulated import EmulatedDevice
 from stronghold.errors import BudgetError, ConfigError, StateError
@@ -411,6 +412,26 @@ def test_a_file_system_without_direct_transfers_works_with_a_warning(
         store.write_from(extent, 0, written)
         store.read_into(extent, 0, read)
         assert torch.equal(read, written)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="seccomp is Linux's")
+def test_an_engine_that_the_kernel_refuses_is_named(
+    folders: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("STRONGHOLD_IO_ENGINE", raising=False)
+
+    def stores() -> object:
+        refuse_io_uring(errno.EPERM)
+        with pytest.raises(ConfigError) as caught:
+            store_of(folders[:1], pages(1), engine="io_uring")
+        with store_of(folders[:1], pages(1)) as store:
+            store.write_from(store.extent(0, "exp_avg"), 0, memory(1))
+            return f"{caught.value} | {store._files[0].engine}"
+
+    answer = in_child(stores)
+    assert answer.startswith('stronghold.nvme.engine: got "io_uring", which the kernel refuses')
+    assert answer.endswith("| threads (io_uring_setup: Operation not permitted)")
+    assert list(folders[0].iterdir()) == []
 
 
 # ---- Faults during the run --------------------------------------------------------------------

@@ -25,9 +25,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
+from stronghold.errors import ConfigError
 from stronghold.memory import disks
 from stronghold.memory.extents import Segment
 from stronghold.native_io import IoFile, IoQueue
+
+ENGINE_KEY = "stronghold.nvme.engine"
 
 Verb = Literal["read", "write"]
 
@@ -37,7 +40,8 @@ class SpillFile:
     direction, unlinked ([Note: unlinked]).
 
     Each direction keeps up to `depth` blocks of `block_bytes` in flight; `engine` and `registered`
-    as in `IoQueue`. BudgetError where the disk is full, `OSError` where it refuses otherwise.
+    as in `IoQueue`. BudgetError where the disk is full, ConfigError where the kernel refuses
+    `engine`, `OSError` where the system refuses otherwise.
     `direct` and `preallocated` say what was granted, as in `IoFile`.
     """
 
@@ -55,7 +59,7 @@ class SpillFile:
         self.path = folder / "spill"
         self.nbytes = nbytes
         with contextlib.ExitStack() as undo:
-            queues = [IoQueue(depth, block_bytes, engine, registered) for _ in range(2)]
+            queues = [_open_queue(depth, block_bytes, engine, registered) for _ in range(2)]
             for queue in queues:
                 undo.callback(queue.close)
             self._reading, self._writing = queues
@@ -116,3 +120,17 @@ class SpillFile:
     def close(self) -> None:
         """Finish what was submitted and give the file's bytes back. Twice is harmless."""
         self._close.close()
+
+
+def _open_queue(
+    depth: int, block_bytes: int, engine: str | None, registered: Sequence[tuple[int, int]]
+) -> IoQueue:
+    try:
+        return IoQueue(depth, block_bytes, engine, registered)
+    except OSError as error:
+        if engine is None:
+            raise
+        raise ConfigError(
+            f'{ENGINE_KEY}: got "{engine}", which the kernel refuses here ({error.strerror}). '
+            'Remove it, or set "threads".'
+        ) from error
