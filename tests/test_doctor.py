@@ -3,6 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import fcntl
+import os
+import pty
+import select
+import struct
+import subprocess
+import sys
+import termios
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -23,7 +32,7 @@ from stronghold.plan import profile
 from stronghold.plan.profile import ADAM_BF16_BYTES, MachineProfile
 
 MIB, GIB = 1 << 20, 1 << 30
-SMALL = Effort(adam_numel=MIB, copy_bytes=16 * MIB, rounds=3, product_s=0.01, disk_bytes=8 * MIB)
+SMALL = Effort(adam_numel=MIB, copy_bytes=8 * MIB, rounds=3, product_s=0.01, disk_bytes=8 * MIB)
 
 
 @pytest.fixture(autouse=True)
@@ -117,6 +126,26 @@ def test_a_paced_link_is_measured_at_its_pace() -> None:
     assert rates.pin_error == ""
 
 
+class Lopsided(EmulatedDevice):
+    """A link of which one direction is twice as fast."""
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        rate = 0.2 if threading.current_thread().name.endswith(":fetch") else 0.4
+        time.sleep(target.numel() / (rate * 1e9))
+
+
+def test_each_direction_is_measured_by_itself_and_both_until_both_end() -> None:
+    """Copies of equal size would leave the faster direction idle for half the time: 0.4."""
+    device = Lopsided(poison=False)
+    try:
+        rates = measure.link_rates(device, SMALL, lambda _: None)
+    finally:
+        device.close()
+    assert 0.15 < rates.fetch_gbps <= 0.2
+    assert 0.3 < rates.drain_gbps <= 0.4
+    assert 0.45 < rates.duplex_gbps <= 0.61
+
+
 def test_rates_count_the_bytes_and_operations(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a clock on which everything takes a second, rates are what was moved."""
 
@@ -133,7 +162,7 @@ def test_rates_count_the_bytes_and_operations(monkeypatch: pytest.MonkeyPatch) -
         flops = measure.product_flops(device, torch.float32, SMALL)
     finally:
         device.close()
-    copies = 4 * 16 * MIB / 1e9
+    copies = 4 * 8 * MIB / 1e9
     assert rates.fetch_gbps == rates.drain_gbps == copies
     assert rates.duplex_gbps == rates.gpu_memory_gbps == 2 * copies
     assert flops == 2.0 * 256**3
@@ -618,3 +647,30 @@ def test_the_command_refuses_a_directory_that_is_not_there(
 def test_a_problem_reads_as_a_sentence() -> None:
     problem = Problem(what="slow", got="1", expected="2", remedy="do this")
     assert str(problem) == "slow: got 1, expected 2; do this"
+
+
+def test_something_is_on_the_screen_within_two_seconds(tmp_path: Path) -> None:
+    """Before torch is loaded, which alone takes longer on a cold machine."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 100, 0, 0))
+    command = [sys.executable, "-m", "stronghold.cli", "doctor", "--device", "emulated"]
+    begun = time.perf_counter()
+    process = subprocess.Popen(
+        [*command, "--json", str(tmp_path / "box.json")],
+        cwd=tmp_path,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=theirs,
+    )
+    try:
+        ready, _, _ = select.select([ours], [], [], 10.0)
+        seconds = time.perf_counter() - begun
+        assert ready
+        assert "loading torch" in os.read(ours, 1000).decode(errors="replace")
+        assert seconds < 2.0
+    finally:
+        process.kill()
+        process.wait()
+        os.close(ours)
+        os.close(theirs)
+    assert list(tmp_path.iterdir()) == []  # nothing is left of a killed one

@@ -1,0 +1,39 @@
+"""`stronghold doctor` on a real GPU: the same laws, and figures that only a GPU reaches."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from stronghold import doctor
+from stronghold.device import cuda
+
+pytestmark = pytest.mark.gpu
+
+
+def test_a_gpu_is_measured_as_what_it_is(tmp_path: Path) -> None:
+    findings = doctor.examine("cuda", tmp_path, quick=True)
+    machine = findings.profile
+    properties = torch.cuda.get_device_properties(0)
+    assert not findings.emulated
+    assert machine.name.startswith(properties.name)
+    assert doctor.gpu_name() == properties.name
+    assert machine.gpu_memory_bytes == properties.total_memory
+    assert machine.num_gpus == torch.cuda.device_count()
+    assert findings.pin_error == ""
+    # A quick run's copies take milliseconds: wide bounds.
+    assert machine.duplex_gbps <= 1.2 * (machine.fetch_gbps + machine.drain_gbps)
+    assert machine.gpu_memory_gbps > machine.fetch_gbps
+    assert machine.flops["fp16"] > machine.flops["fp32"]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_address_is_one_of_the_pci_buss() -> None:
+    address = cuda.identity(0)[2]
+    folder = Path("/sys/bus/pci/devices")
+    if not folder.exists() or not any(folder.iterdir()):
+        pytest.skip("the system shows no PCI bus")
+    assert (folder / address).exists()
+    assert (folder / address / "vendor").read_text().strip() == "0x10de"
