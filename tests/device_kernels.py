@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from reference import split_bf16
 
 from stronghold import native
 from stronghold.device.kernels import Kernels
+from tests.reference import split_bf16
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 DTYPES = (F32, BF16, F16)

@@ -22,7 +22,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from device_kernels import (
+
+from stronghold import native
+from stronghold.device import triton_kernels
+from stronghold.device.emulated import EmulatedDevice
+from stronghold.device.kernels import Kernels, NativeKernels
+from stronghold.device.triton_kernels import TritonKernels
+from stronghold.errors import ConfigError
+from tests.device_kernels import (
     BF16,
     DTYPES,
     F16,
@@ -36,13 +43,6 @@ from device_kernels import (
     some_arrays,
     sums,
 )
-
-from stronghold import native
-from stronghold.device import triton_kernels
-from stronghold.device.emulated import EmulatedDevice
-from stronghold.device.kernels import Kernels, NativeKernels
-from stronghold.device.triton_kernels import TritonKernels
-from stronghold.errors import ConfigError
 
 # The interpreter computes with NumPy, which warns of the infinities and NaNs that are wanted here.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")

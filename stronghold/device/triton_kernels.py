@@ -188,20 +188,19 @@ class TritonKernels:
             )
 
     def _on_device(self, table: npt.NDArray[np.int64]) -> torch.Tensor:
-        """The table's copy on the device: kept from an earlier call, or sent in stream order.
-
-        The source needs no pinned memory and may go at once: a copy as small as this is staged by
-        the driver before the call returns, and does not wait for the stream.
-        """
+        """The table's copy on the device: kept from an earlier call, or sent in stream order."""
         key = table.tobytes()
-        found = self._tables.get(key)
+        found = self._tables.pop(key, None)
         if found is None:
-            found = torch.from_numpy(table).to(self._device.torch_device, non_blocking=True)
-            self._tables[key] = found
-            if len(self._tables) > MAX_TABLES:
-                self._tables.popitem(last=False)
-        else:
-            self._tables.move_to_end(key)
+            source = torch.from_numpy(table)
+            if self._device.torch_device.type == "cuda":
+                # From pageable memory the copy may wait for the stream. Torch's allocator rounds
+                # these few KiB up by little, and keeps them until the copy is done.
+                source = source.pin_memory()
+            found = source.to(self._device.torch_device, non_blocking=True)
+        self._tables[key] = found
+        if len(self._tables) > MAX_TABLES:
+            self._tables.popitem(last=False)
         # Should it be dropped, its memory waits for this stream, which need not be the first one's.
         self._device.keep_for_lane(found)
         return found

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
 import pytest
 import torch
-from device_kernels import (
+
+from stronghold import native
+from stronghold.device.cuda import CudaDevice
+from stronghold.device.kernels import NativeKernels
+from stronghold.device.triton_kernels import TritonKernels
+from tests.device_kernels import (
     BF16,
     DTYPES,
     F16,
@@ -20,11 +24,6 @@ from device_kernels import (
     sums,
     values,
 )
-
-from stronghold import native
-from stronghold.device.cuda import CudaDevice
-from stronghold.device.kernels import NativeKernels
-from stronghold.device.triton_kernels import TritonKernels
 
 pytestmark = pytest.mark.gpu
 
@@ -94,17 +93,22 @@ def test_numbers_at_every_end_of_the_range_have_the_hosts_bits(
 ) -> None:
     """Weights, moments and gradients of one size: whole vectors underflow, or overflow, together,
     where division and square root take their slow paths."""
-    states = []
-    for kernel, device in ((kernels, CUDA), (host, CPU)):
-        arrays = some_arrays((100_003,), F32, F32, device)
-        for part in arrays:
-            for tensor in (part.weight, part.exp_avg, part.exp_avg_sq, *part.grads):
-                tensor.mul_(1 / tensor.abs().max()).mul_(math.ldexp(1.0, exponent // 2))
-                tensor.mul_(math.ldexp(1.0, exponent - exponent // 2))
-        torch.cuda.synchronize()
+    theirs = some_arrays((100_003,), F32, F32, CPU)
+    ours = some_arrays((100_003,), F32, F32, CUDA)
+    for a, b in zip(ours, theirs, strict=True):
+        b.exp_avg_sq.div_(b.exp_avg_sq.max())
+        for part in (b.weight, b.exp_avg, *b.grads):
+            part.div_(part.abs().max())
+        for name in ("weight", "exp_avg", "exp_avg_sq"):
+            part = getattr(b, name)
+            part.copy_(torch.ldexp(part.double(), torch.tensor(exponent)))
+            getattr(a, name).copy_(part)
+        for mine, part in zip(a.grads, b.grads, strict=True):
+            part.copy_(torch.ldexp(part.double(), torch.tensor(exponent)))
+            mine.copy_(part)
+    for kernel, arrays in ((kernels, ours), (host, theirs)):
         run_adam(kernel, arrays, (1, 2, 3), eps=1e-30, grad_scale=1.0)
-        states.append(arrays)
-    assert_same(*states)
+    assert_same(ours, theirs)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -135,8 +139,8 @@ def test_launches_wait_for_nothing_and_keep_the_streams_order(
     host: NativeKernels, kernels: TritonKernels
 ) -> None:
     """Also with segments that were never seen: sending their table does not wait for the stream."""
-    warm = some_arrays((33,), BF16, BF16, CUDA)
-    run_adam(kernels, warm, (1,))  # compiles
+    warm = some_arrays((33, 34), BF16, BF16, CUDA)
+    run_adam(kernels, warm, (1, 2, 3))  # compiles, and pins room for tables
     gradient = warm[0].grads[0]
     kernels.sum_squares(BF16, [(gradient.data_ptr(), 33)])
     ours, theirs = (some_arrays((4097, 1 << 20), BF16, BF16, d) for d in (CUDA, CPU))
