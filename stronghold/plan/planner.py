@@ -45,6 +45,10 @@ class Demand:
     prefetch: int | None = None
     resident_layers: int | None = None
     activations: str | tuple[str, ...] | None = None  # one policy, or one per layer
+    # Bytes that each layer's forward keeps, and that recomputation keeps in their place; empty:
+    # unknown, and the gpu budget is for weights and gradients alone.
+    saved_bytes: tuple[int, ...] = ()
+    boundary_bytes: tuple[int, ...] = ()
     cpu_threads: int | None = None
     num_cores: int = 1
 
@@ -52,7 +56,7 @@ class Demand:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """What will run. `gpu_bytes` and `host_bytes` name every part of each tier's peak, activations
-    excepted."""
+    excepted: `activation_bytes` are theirs on the gpu, 0 where they are not known."""
 
     window: int
     prefetch: int
@@ -65,6 +69,7 @@ class Plan:
     gpu_bytes: dict[str, int]
     host_bytes: dict[str, int]
     num_parameters: int
+    activation_bytes: int
     recomputed: float  # share of the parameters whose forward runs again in backward
     reasons: tuple[str, ...]
 
@@ -88,7 +93,7 @@ class Plan:
         return "\n".join(
             ["stronghold plan"]
             + [f"  {reason}" for reason in self.reasons]
-            + table("gpu", self.gpu_bytes)
+            + table("gpu", self.gpu_bytes | {"activations": self.activation_bytes})
             + table("host", self.host_bytes)
         )
 
@@ -104,8 +109,11 @@ def make_plan(layout: ModelLayout, demand: Demand) -> Plan:
     def gpu_bytes(window: int, gradient_slots: int) -> dict[str, int]:
         return _gpu_bytes(blocks, streamed, outside, kept, window, gradient_slots, demand)
 
+    activations = _activations(layout, demand)
+    kept_bytes = activation_bytes(layout, activations, demand)
+
     def gpu_total(window: int, gradient_slots: int) -> int:
-        return sum(gpu_bytes(window, gradient_slots).values())
+        return kept_bytes + sum(gpu_bytes(window, gradient_slots).values())
 
     trainable = demand.training and any(layer.trainable_numel for layer in blocks)
     most_gradients = MAX_GRADIENT_SLOTS if trainable else 0
@@ -114,7 +122,6 @@ def make_plan(layout: ModelLayout, demand: Demand) -> Plan:
     prefetch = _prefetch(window, len(streamed), most_gradients, gpu_total, demand)
     gradients = _gradients(demand)
     threads = demand.cpu_threads or max(1, demand.num_cores)
-    activations = _activations(layout, demand)
     reasons.append(
         f"activations: {_in_words(activations, blocks)}; {threads} update threads; gradients: "
         f"{gradients.value}"
@@ -131,6 +138,7 @@ def make_plan(layout: ModelLayout, demand: Demand) -> Plan:
         gpu_bytes=gpu_bytes(window, gradient_slots),
         host_bytes=_host_bytes(layout, gradients, demand),
         num_parameters=layout.num_parameters,
+        activation_bytes=kept_bytes,
         recomputed=_recomputed(layout, activations),
         reasons=tuple(reasons),
     )
@@ -157,6 +165,31 @@ def _activations(layout: ModelLayout, demand: Demand) -> tuple[str, ...]:
     if isinstance(chosen, str):
         return tuple(chosen if layer.streamed else "keep" for layer in layout.layers)
     return chosen
+
+
+def activation_bytes(layout: ModelLayout, activations: tuple[str, ...], demand: Demand) -> int:
+    """Bytes of activations on the gpu when forward has ended and backward begins.
+
+    What is kept, the inputs of what is recomputed, and beside them the largest of: what the layers
+    outside the blocks keep (the head's logits go first), what one recomputation makes anew, two
+    offloaded layers on their way.
+    """
+    if not demand.saved_bytes:
+        return 0
+    saved, boundary = demand.saved_bytes, demand.boundary_bytes
+    blocks = [layer.index for layer in layout.layers if layer.streamed]
+    by_policy = {
+        policy: [index for index in blocks if activations[index] == policy]
+        for policy in ("keep", "recompute", "offload")
+    }
+    outside = sum(saved[layer.index] for layer in layout.layers if not layer.streamed)
+    passing = max(
+        outside,
+        max((saved[index] for index in by_policy["recompute"]), default=0),
+        2 * max((saved[index] for index in by_policy["offload"]), default=0),
+    )
+    kept = sum(saved[index] for index in by_policy["keep"])
+    return kept + sum(boundary[index] for index in by_policy["recompute"]) + passing
 
 
 def _in_words(activations: tuple[str, ...], blocks: list[LayerLayout]) -> str:
@@ -213,7 +246,7 @@ def _slots(
         raise BudgetError(
             f"stronghold.gpu_memory: got {budget} bytes, but the smallest window needs {smallest}: "
             "one weight slot and one gradient slot of the largest layer, beside "
-            f"{total(0, 0)} bytes that stay on the gpu; raise gpu_memory to at least {smallest}"
+            f"{total(0, 0)} bytes of what stays on the gpu; raise gpu_memory to at least {smallest}"
             + (", or lower stronghold.resident_layers" if demand.resident_layers else "")
         )
     # A second gradient slot lets a drain overlap the next backward: worth more than a third
