@@ -8,6 +8,8 @@ traceback.
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import json
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
@@ -55,6 +57,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     trace.set_defaults(run=_trace)
     _add_doctor(commands)
+    _add_plan(commands)
     _add_export(commands)
     _add_import(commands)
 
@@ -90,6 +93,40 @@ def _add_doctor(commands: Any) -> None:
     doctor.add_argument("--device", choices=["cuda", "emulated"], help="default: a GPU if any")
     doctor.add_argument("--quick", action="store_true", help="rougher, in a few seconds")
     doctor.set_defaults(run=_doctor)
+
+
+def _add_plan(commands: Any) -> None:
+    plan = commands.add_parser(
+        "plan",
+        help="say what fits, how fast it will train, and what bounds it",
+        description="Plan a model on a machine without running it: memory on every tier, the "
+        "predicted step, what bounds it, the physical limit, what more would buy, and a config "
+        "that runs. Needs neither a GPU nor the model's weights. Exits with 1 if nothing fits.",
+    )
+    model = plan.add_argument_group("model")
+    model.add_argument("--model", type=Path, metavar="DIR", help="a Hugging Face model's, or file")
+    for name in ("layers", "hidden", "heads", "vocab"):
+        model.add_argument(f"--{name}", type=int, metavar="N", help="a GPT's, without --model")
+    machine = plan.add_argument_group("machine")
+    machine.add_argument(
+        "--machine", metavar="PROFILE", help="a name or a file (default: what doctor wrote here)"
+    )
+    machine.add_argument("--gpu", metavar="SIZE", help="GPU memory, such as 24GiB")
+    machine.add_argument("--host", metavar="SIZE", help="host memory")
+    machine.add_argument("--nvme", metavar="SIZE", help="files on NVMe (default: none)")
+    machine.add_argument("--nvme-path", type=Path, metavar="DIR", help="where they lie")
+    training = plan.add_argument_group("training")
+    training.add_argument("--batch", type=int, default=1, metavar="N", help="of a micro-batch")
+    training.add_argument("--seq", type=int, metavar="N", help="tokens of a sequence")
+    training.add_argument("--accumulation", type=int, default=1, metavar="N", help="micro-batches")
+    training.add_argument("--precision", choices=["bf16", "fp16", "fp32"], default="bf16")
+    training.add_argument("--clipping", type=float, default=1.0, metavar="NORM", help="0: none")
+    output = plan.add_argument_group("output")
+    output.add_argument("--write", type=Path, metavar="FILE", help="write the config there")
+    output.add_argument("--json", action="store_true", help="print the figures as JSON")
+    output.add_argument("--sweep", choices=["window", "batch", "seq", "layers"], help="draw a plot")
+    output.add_argument("-o", "--output", type=Path, metavar="FILE", help="the plot (sweep.png)")
+    plan.set_defaults(run=_plan)
 
 
 def _add_export(commands: Any) -> None:
@@ -151,6 +188,37 @@ def _doctor(arguments: argparse.Namespace) -> str:
         print(table(findings))  # a minute's work is not lost with the file
         raise ConfigError(f"--json {path}: cannot be written: {error}") from error
     return f"{table(findings)}\n\nThe profile is in {path}"
+
+
+def _plan(arguments: argparse.Namespace) -> str:
+    from stronghold import forecast
+
+    names = [field.name for field in dataclasses.fields(forecast.Words)]
+    words = forecast.Words(**{name: getattr(arguments, name) for name in names})
+    question = forecast.understand(words)
+    if arguments.sweep:
+        png = arguments.output or Path(f"sweep_{arguments.sweep}.png")
+        return forecast.sweep(question, arguments.sweep, png)
+    found = forecast.answer(question)
+    path = arguments.write
+    if path is not None and found.config is not None:
+        _write(path, json.dumps(found.config, indent=2) + "\n")
+    if arguments.json:
+        text = json.dumps(found.as_json(), indent=2)
+    else:
+        text = forecast.page(found, config_path=None if path is None else str(path))
+    if not found.fits:
+        print(text)
+        raise SystemExit(1)
+    return text
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--write {path}: cannot be written: {error.strerror}") from error
 
 
 def _export(arguments: argparse.Namespace) -> str:

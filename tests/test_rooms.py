@@ -27,6 +27,7 @@ LEVELS = {
     "stronghold.simulate": 6,
     "stronghold.checkpoint": 6,
     "stronghold.doctor": 6,
+    "stronghold.forecast": 6,
     "stronghold.pretrained": 6,
     "stronghold.runtime": 5,
     "stronghold.plan": 4,

@@ -1,1 +1,20 @@
 """`stronghold plan`: what fits, how fast, and what bounds it, before anything runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from stronghold.forecast.answer import answer
+from stronghold.forecast.page import page
+from stronghold.forecast.question import Question, Words, understand
+
+__all__ = ["Question", "Words", "answer", "page", "sweep", "understand"]
+
+
+def sweep(question: Question, axis: str, png: Path) -> str:
+    """Predict along an axis, draw it to `png`; a table of it in words."""
+    from stronghold.forecast import sweeps  # matplotlib: only for those who draw
+
+    points = sweeps.sweep(question, axis)
+    sweeps.draw(points, axis, f"{question.subject.name}, {question.machine.name}", png)
+    return f"{sweeps.table(points, axis)}\n\nThe plot is in {png}"

@@ -32,7 +32,8 @@ class Subject:
     """A model to plan for.
 
     `costs_of` takes batch, seq and dtype. `positions` is the longest sequence that the model knows,
-    None where nothing says. `with_layers` makes the same model with another number of blocks.
+    None where nothing says. `with_layers` makes the same model with another number of blocks,
+    `with_positions` one that knows so long a sequence where its sizes depend on that.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Subject:
     costs_of: Callable[[int, int, str], ModelCosts]
     positions: int | None
     with_layers: Callable[[int], Subject]
+    with_positions: Callable[[int], Subject]
 
     @property
     def num_blocks(self) -> int:
@@ -54,8 +56,9 @@ def from_sizes(layers: int, hidden: int, heads: int, vocab: int, positions: int)
         name=f"GPT, hidden {hidden}, {heads} heads, vocabulary {vocab}",
         layout=sizes,
         costs_of=costs_of,
-        positions=positions,
+        positions=None,
         with_layers=lambda count: from_sizes(count, hidden, heads, vocab, positions),
+        with_positions=lambda longest: from_sizes(layers, hidden, heads, vocab, longest),
     )
 
 
@@ -116,13 +119,15 @@ def _of_config(config: Any, where: str) -> Subject:
         with _quiet():
             return trace_costs(model, layers, batch=batch, seq=seq, dtype=dtype)
 
-    return Subject(
+    subject = Subject(
         name=f"{type(model).__name__} of {where}",
         layout=layout(layers),
         costs_of=costs_of,
         positions=getattr(config, "max_position_embeddings", None),
         with_layers=lambda count: _of_config(_with_layers(config, count), where),
+        with_positions=lambda longest: subject,
     )
+    return subject
 
 
 def _build(config: Any, where: str) -> Any:

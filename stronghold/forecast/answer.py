@@ -1,0 +1,226 @@
+"""The answer to a question: plan, simulate, and set it beside the physical limit.
+
+Owns the order of these, and nothing of how each works. Allocates nothing that is of the model's
+size. One thread enters.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from stronghold.errors import BudgetError
+from stronghold.forecast.forecast import Asked, Forecast, Gain, Tier, Timing
+from stronghold.forecast.question import Question
+from stronghold.memory.host import LOW_DTYPE
+from stronghold.model.costs import DTYPES, ModelCosts
+from stronghold.plan.limits import Limits, StepLoad, break_even, physical_limit
+from stronghold.plan.planner import Demand, Plan, make_plan
+from stronghold.simulate import Prediction, rates_of, simulate, workload_of
+
+GIB = 1 << 30
+# A lane of the simulator by the resource that it waits for.
+RESOURCES = {
+    "compute": "compute",
+    "fetch": "link host to device",
+    "drain": "link device to host",
+    "update": "host memory bandwidth",
+    "load": "nvme",
+    "spill": "nvme",
+    "io": "nvme",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outlook:
+    """What one question comes to, without what a change would buy."""
+
+    plan: Plan | None
+    timing: Timing | None
+    refusal: str | None
+    limits: Limits
+
+
+def answer(question: Question) -> Forecast:
+    """The whole forecast; ConfigError for what no planner could be asked."""
+    found = outlook(question)
+    sizes = question.subject.layout
+    return Forecast(
+        asked=Asked(
+            model=question.subject.name,
+            num_parameters=sizes.num_parameters,
+            num_blocks=question.subject.num_blocks,
+            machine=question.machine.name,
+            dtype=question.dtype,
+            batch=question.batch,
+            seq=question.seq,
+            accumulation=question.accumulation,
+            clipping=question.clipping,
+        ),
+        refusal=found.refusal,
+        notes=tuple(_notes(question)),
+        tiers=() if found.plan is None else _tiers(question, found.plan),
+        reasons=() if found.plan is None else found.plan.reasons,
+        timing=found.timing,
+        limits=found.limits,
+        break_even=break_even(
+            question.machine,
+            question.dtype,
+            recompute=found.plan is None or found.plan.recomputed > 0.5,
+        ),
+        gains=tuple(_gain(change, other) for change, other in _changes(question)),
+        config=None if found.plan is None else config_of(question, found.plan),
+    )
+
+
+def outlook(question: Question) -> Outlook:
+    """Plan and prediction, or why there is none."""
+    subject, machine = question.subject, question.machine
+    costs = subject.costs_of(question.batch, question.seq, question.dtype)
+    try:
+        plan = make_plan(subject.layout, _demand(question))
+    except BudgetError as error:
+        limits = physical_limit(_load(question, costs, None), machine)
+        return Outlook(plan=None, timing=None, refusal=str(error), limits=limits)
+    prediction = simulate(
+        subject.layout,
+        plan,
+        workload_of(costs, machine, micro_batches=question.accumulation),
+        rates_of(machine, plan),
+        dtype=DTYPES[question.dtype],
+    )
+    return Outlook(
+        plan=plan,
+        timing=_timing(prediction),
+        refusal=None,
+        limits=physical_limit(_load(question, costs, plan), machine),
+    )
+
+
+def _demand(question: Question) -> Demand:
+    dtype = DTYPES[question.dtype]
+    low = LOW_DTYPE[dtype]
+    return Demand(
+        weight_bytes=dtype.itemsize,
+        low_bytes=low.itemsize if low is not None else 0,
+        gated=question.clipping > 0.0 or question.dtype != "fp32",
+        accumulate=question.accumulation > 1,
+        gpu_budget_bytes=question.gpu_bytes,
+        host_budget_bytes=question.host_bytes,
+        window=question.window,
+        activations="recompute",
+        num_cores=max(1, question.machine.num_cores - 1),
+    )
+
+
+def _timing(prediction: Prediction) -> Timing:
+    share = prediction.critical.get(prediction.bound, 0.0) / prediction.step_s
+    return Timing(
+        step_s=prediction.step_s,
+        tokens_per_s=prediction.tokens_per_s,
+        bound=RESOURCES.get(prediction.bound, prediction.bound),
+        bound_share=share,
+        busy=dict(prediction.busy),
+    )
+
+
+def _load(question: Question, costs: ModelCosts, plan: Plan | None) -> StepLoad:
+    """What must move and be computed: of the plan's streamed layers; without a plan, of every block
+    with recomputation."""
+    layers = question.subject.layout.layers
+    streamed = [
+        layer
+        for layer in layers
+        if layer.streamed and (plan is None or layer.index not in plan.resident)
+    ]
+    policies = {
+        layer.index: "recompute" if plan is None else plan.activations[layer.index]
+        for layer in layers
+        if layer.streamed
+    }
+    again = [costs.layers[index] for index, policy in policies.items() if policy == "recompute"]
+    moved = [costs.layers[index] for index, policy in policies.items() if policy == "offload"]
+    return StepLoad(
+        dtype=question.dtype,
+        forward_flops=costs.forward_flops,
+        recomputed_flops=sum(layer.forward_flops for layer in again),
+        micro_batches=question.accumulation,
+        streamed_parameters=sum(layer.num_parameters for layer in streamed),
+        trained_parameters=sum(layer.num_trainable for layer in streamed),
+        layer_parameters=max((layer.num_parameters for layer in streamed), default=0),
+        offloaded_bytes=sum(layer.saved_bytes for layer in moved),
+    )
+
+
+def _tiers(question: Question, plan: Plan) -> tuple[Tier, ...]:
+    return (
+        Tier(name="gpu", budget_bytes=question.gpu_bytes, parts=dict(plan.gpu_bytes)),
+        Tier(name="host", budget_bytes=question.host_bytes, parts=dict(plan.host_bytes)),
+    )
+
+
+def _notes(question: Question) -> list[str]:
+    positions = question.subject.positions
+    if positions is not None and question.seq > positions:
+        return [
+            f"--seq {question.seq} is longer than the {positions} positions that the model knows"
+        ]
+    return []
+
+
+# -- what a change would buy ----------------------------------------------------------------------
+
+
+def _changes(question: Question) -> list[tuple[str, Question]]:
+    more = [
+        ("1 GiB more on the gpu", replace(question, gpu_bytes=question.gpu_bytes + GIB)),
+        ("1 GiB more of host memory", replace(question, host_bytes=question.host_bytes + GIB)),
+    ]
+    if question.nvme_bytes:
+        more.append(("1 GiB more of nvme", replace(question, nvme_bytes=question.nvme_bytes + GIB)))
+    twice = f"twice the tokens: batch {2 * question.batch}"
+    return [*more, (twice, replace(question, batch=2 * question.batch))]
+
+
+def _gain(change: str, question: Question) -> Gain:
+    timing = outlook(question).timing
+    return Gain(
+        change=change,
+        step_s=None if timing is None else timing.step_s,
+        tokens_per_s=None if timing is None else timing.tokens_per_s,
+    )
+
+
+# -- the config -----------------------------------------------------------------------------------
+
+
+def config_of(question: Question, plan: Plan) -> dict[str, Any]:
+    """A config that runs `plan`: for `stronghold.initialize`, DeepSpeed's launcher or a trainer."""
+    section: dict[str, Any] = {
+        "gpu_memory": question.gpu_bytes,
+        "host_memory": question.host_bytes,
+        "window": plan.window,
+        "prefetch": plan.prefetch,
+    }
+    policies = {plan.activations[index] for index in question.subject.layout.streamed}
+    if len(policies) == 1:
+        section["activations"] = policies.pop()
+    kept = len(plan.resident & set(question.subject.layout.streamed))
+    if kept:
+        section["resident_layers"] = kept
+    if question.nvme_bytes:
+        section["nvme"] = {"path": question.nvme_path, "capacity": question.nvme_bytes}
+    config: dict[str, Any] = {
+        "_plan": f"stronghold plan: {question.subject.name}; {question.machine.name}; "
+        f"{question.seq} tokens per sequence",
+        "train_micro_batch_size_per_gpu": question.batch,
+        "gradient_accumulation_steps": question.accumulation,
+        "gradient_clipping": question.clipping,
+    }
+    if question.dtype != "fp32":
+        config[question.dtype] = {"enabled": True}
+    config["optimizer"] = {
+        "type": "AdamW",
+        "params": {"lr": 1e-5, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1},
+    }
+    return config | {"stronghold": section}

@@ -1,0 +1,224 @@
+"""A sweep: the same forecast for many values of one thing, and its picture.
+
+Owns the values that are worth a look and how the picture looks; `answer` predicts each. One thread
+enters; draws with Agg, so it needs no display.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+
+from stronghold.errors import ConfigError
+from stronghold.forecast.answer import outlook
+from stronghold.forecast.page import seconds
+from stronghold.forecast.question import Question
+from stronghold.telemetry.plot import COLOURS, DPI, FAINT, INK, OTHER_COLOUR
+
+AXES = ("window", "batch", "seq", "layers")
+MOST_POINTS = 16
+GROWTH = 1.3  # from one number of layers to the next
+SHORTEST = 128  # sequence
+
+# By the words of `answer`: a bound has the colour of its lane in a timeline.
+BOUND_COLOURS = {
+    "compute": COLOURS["forward"],
+    "link host to device": COLOURS["fetch"],
+    "link device to host": COLOURS["drain"],
+    "host memory bandwidth": COLOURS["update"],
+    "nvme": COLOURS["load"],
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Point:
+    """One value's prediction; None where it does not fit."""
+
+    value: int
+    step_s: float | None
+    tokens_per_s: float | None
+    bound: str
+    limit_s: float
+    tokens: int
+
+
+def sweep(question: Question, axis: str) -> list[Point]:
+    """Predictions along one of AXES, in increasing order, until one does not fit."""
+    points: list[Point] = []
+    for value, asked in _questions(question, axis):
+        found = outlook(asked)
+        timing = found.timing
+        points.append(
+            Point(
+                value=value,
+                step_s=None if timing is None else timing.step_s,
+                tokens_per_s=None if timing is None else timing.tokens_per_s,
+                bound="" if timing is None else timing.bound,
+                limit_s=found.limits.seconds,
+                tokens=asked.tokens,
+            )
+        )
+        # Windows alone need not fit from the first on to a last one: the largest come last too.
+        if timing is None:
+            break
+    if all(point.step_s is None for point in points):
+        raise ConfigError(f"--sweep {axis}: not even {axis} {points[0].value} fits")
+    return points
+
+
+def _questions(question: Question, axis: str) -> Iterator[tuple[int, Question]]:
+    subject = question.subject
+    if axis == "window":
+        for value in _spread(1, subject.num_blocks):
+            yield value, replace(question, window=value)
+    elif axis == "batch":
+        for exponent in range(MOST_POINTS):
+            yield 2**exponent, replace(question, batch=2**exponent)
+    elif axis == "seq":
+        longest = subject.positions or SHORTEST * 2 ** (MOST_POINTS - 1)
+        value = min(SHORTEST, longest)
+        while value <= longest:
+            yield value, replace(question, seq=value, subject=subject.with_positions(value))
+            value *= 2
+    else:
+        first = max(1, subject.num_blocks // 4)
+        counts = dict.fromkeys(round(first * GROWTH**k) for k in range(MOST_POINTS))
+        for count in counts:
+            yield count, replace(question, subject=subject.with_layers(count))
+
+
+def _spread(first: int, last: int) -> list[int]:
+    """At most MOST_POINTS whole numbers from `first` to `last`, denser at the beginning."""
+    if last - first < MOST_POINTS:
+        return list(range(first, last + 1))
+    ratio = (last / first) ** (1 / (MOST_POINTS - 1))
+    return sorted({round(first * ratio**k) for k in range(MOST_POINTS)})
+
+
+def table(points: Sequence[Point], axis: str) -> str:
+    """One line per point."""
+    lines = [f"{axis:>9}  {'step':>9}  {'tokens/s':>9}  {'limit':>9}  bound"]
+    for point in points:
+        if point.step_s is None or point.tokens_per_s is None:
+            lines.append(f"{point.value:>9,}  does not fit")
+            continue
+        lines.append(
+            f"{point.value:>9,}  {seconds(point.step_s):>9}  {point.tokens_per_s:>9,.0f}  "
+            f"{seconds(point.limit_s):>9}  {point.bound}"
+        )
+    return "\n".join(lines)
+
+
+# -- the picture ----------------------------------------------------------------------------------
+
+
+def draw(points: Sequence[Point], axis: str, title: str, png: str | Path) -> None:
+    """Step time and tokens per second over the swept values, each beside the physical limit, a dot
+    in the colour of what bounds it."""
+    figure = Figure(figsize=(11.0, 4.6), dpi=DPI, facecolor="white")
+    fitting = [point for point in points if point.step_s is not None]
+    scale, unit = (1e3, "ms") if max(point.step_s or 0.0 for point in fitting) < 1 else (1.0, "s")
+    left, right = (figure.add_axes((x, 0.135, 0.415, 0.70)) for x in (0.062, 0.56))
+    _curve(left, fitting, lambda point: (point.step_s or 0.0) * scale)
+    _limit(left, fitting, lambda point: point.limit_s * scale)
+    left.set_ylabel(f"step, {unit}", color=FAINT, fontsize=9)
+    _curve(right, fitting, lambda point: point.tokens_per_s or 0.0)
+    _limit(right, fitting, lambda point: point.tokens / point.limit_s)
+    right.set_ylabel("tokens per second", color=FAINT, fontsize=9)
+    best = max(fitting, key=lambda point: point.tokens_per_s or 0.0)
+    right.annotate(
+        f"{best.tokens_per_s:,.0f} tokens/s, {seconds(best.step_s or 0.0)} a step",
+        (best.value, best.tokens_per_s or 0.0),
+        xytext=(0, 8),
+        textcoords="offset points",
+        ha="center",
+        fontsize=8.5,
+        color=INK,
+    )
+    for axes in (left, right):
+        _style(axes, axis, points)
+    figure.text(0.062, 0.945, title, color=INK, fontsize=12, weight="bold", va="center")
+    _legend(figure, fitting)
+    Path(png).parent.mkdir(parents=True, exist_ok=True)
+    FigureCanvasAgg(figure)
+    figure.savefig(png, format="png")
+
+
+def _curve(axes: Axes, points: Sequence[Point], value: Callable[[Point], float]) -> None:
+    xs, ys = [point.value for point in points], [value(point) for point in points]
+    axes.plot(xs, ys, color=INK, linewidth=1.1, zorder=2)
+    colours = [BOUND_COLOURS.get(point.bound, OTHER_COLOUR) for point in points]
+    axes.scatter(xs, ys, s=34, c=colours, zorder=3, edgecolors="white", linewidths=0.8)
+
+
+def _limit(axes: Axes, points: Sequence[Point], value: Callable[[Point], float]) -> None:
+    xs, ys = [point.value for point in points], [value(point) for point in points]
+    axes.plot(xs, ys, color=FAINT, linewidth=1.2, linestyle=(0, (4, 3)), zorder=1)
+
+
+def _style(axes: Axes, axis: str, points: Sequence[Point]) -> None:
+    values = [point.value for point in points]
+    if values[-1] >= 16 * values[0]:
+        axes.set_xscale("log", base=2)
+    shown = values[:: max(1, -(-len(values) // 9))]
+    axes.set_xticks(shown, [f"{value:,}" for value in shown])
+    axes.minorticks_off()
+    for point in points:
+        if point.step_s is None:
+            axes.axvline(point.value, color=BOUND_COLOURS["link device to host"], linewidth=1.2)
+            axes.annotate(
+                f"{point.value:,} does not fit",
+                (point.value, 0.5),
+                xycoords=("data", "axes fraction"),
+                xytext=(-4, 0),
+                textcoords="offset points",
+                rotation=90,
+                ha="right",
+                va="center",
+                fontsize=8,
+                color=FAINT,
+            )
+    names = {"window": "window, slots", "batch": "sequences per micro-batch", "seq": "tokens"}
+    axes.set_xlabel(names.get(axis, "layers"), color=FAINT, fontsize=9)
+    axes.set_ylim(bottom=0.0)
+    axes.margins(y=0.14)
+    axes.grid(color="#eceef1", linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.tick_params(colors=FAINT, labelsize=9, length=0)
+    for side in axes.spines.values():
+        side.set_visible(False)
+
+
+def _legend(figure: Figure, points: Sequence[Point]) -> None:
+    bounds = dict.fromkeys(point.bound for point in points)
+    entries = [
+        Line2D(
+            [],
+            [],
+            marker="o",
+            linestyle="",
+            color=BOUND_COLOURS.get(bound, OTHER_COLOUR),
+            label=f"bound by {bound}",
+        )
+        for bound in bounds
+    ]
+    entries.append(
+        Line2D([], [], color=FAINT, linewidth=1.2, linestyle=(0, (4, 3)), label="physical limit")
+    )
+    figure.legend(
+        handles=entries,
+        loc="center right",
+        bbox_to_anchor=(0.985, 0.895),
+        ncols=len(entries),
+        frameon=False,
+        fontsize=8.5,
+        labelcolor=INK,
+        columnspacing=1.4,
+        handletextpad=0.4,
+    )
