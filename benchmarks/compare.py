@@ -235,7 +235,7 @@ def add_task_arguments(parser: argparse.ArgumentParser) -> None:
         help="what every method does with them, where it can; l2l always recomputes",
     )
     machine = parser.add_argument_group("machine")
-    machine.add_argument("--machine", default="here", help="here or emulated")
+    machine.add_argument("--machine", default="here", help="here (default) or emulated")
     machine.add_argument("--gpu-memory", type=parse_bytes, metavar="SIZE", help="cap, as 24GB")
     machine.add_argument("--host-memory", type=parse_bytes, metavar="SIZE", help="cap, as 90GB")
     machine.add_argument("--window", type=int, help="stronghold's slots")
@@ -246,10 +246,15 @@ def add_task_arguments(parser: argparse.ArgumentParser) -> None:
     machine.add_argument("--trace", help="stronghold's trace, a file")
 
 
+def machine_word(word: str) -> str:
+    """ "cuda" or "emulated"; "here" is the one that this machine has."""
+    here = "cuda" if torch.cuda.is_available() else "emulated"
+    return here if word == "here" else word
+
+
 def task_of(arguments: argparse.Namespace) -> Task:
     """The task that parsed arguments ask for."""
-    here = "cuda" if torch.cuda.is_available() else "emulated"
-    machine = here if arguments.machine == "here" else arguments.machine
+    machine = machine_word(arguments.machine)
     names = {field.name for field in dataclasses.fields(Task)} - {"machine", "precision"}
     values = {name: value for name, value in vars(arguments).items() if name in names}
     precision = arguments.precision or ("bf16" if machine == "cuda" else "fp32")
