@@ -21,10 +21,11 @@ from stronghold.memory.host import HostStore
 from stronghold.memory.window import Window
 from stronghold.model.costs import ModelCosts
 from stronghold.model.layout import LayerLayout, ModelLayout, ParameterSlice
-from stronghold.plan.planner import Gradients, Plan
+from stronghold.plan.planner import Demand, Gradients, Plan
 from stronghold.plan.profile import MachineProfile
 from stronghold.plan.schedule import Kind
-from stronghold.runtime.adam import AdamFlags, AdamSteps, Group
+from stronghold.plan.search import Choice, Lanes, search
+from stronghold.runtime.adam import AdamFlags, AdamSteps, Group, adam_bytes
 from stronghold.runtime.executor import Executor
 from stronghold.runtime.updater import Updater
 from stronghold.telemetry.metrics import Metrics
@@ -94,8 +95,8 @@ def workload_of(costs: ModelCosts, machine: MachineProfile, *, micro_batches: in
     )
 
 
-def rates_of(machine: MachineProfile, plan: Plan) -> Rates:
-    """The lanes' rates on `machine` under `plan`."""
+def rates_of(machine: MachineProfile, cpu_threads: int) -> Rates:
+    """The lanes' rates on `machine` with so many threads for the CPU's Adam."""
     most = max(machine.memory_gbps)
     read = machine.nvme_read_gbps or 1.0
     write = machine.nvme_write_gbps or 1.0
@@ -103,13 +104,27 @@ def rates_of(machine: MachineProfile, plan: Plan) -> Rates:
         fetch_gbps=machine.fetch_gbps,
         drain_gbps=machine.drain_gbps,
         duplex_gbps=machine.duplex_gbps,
-        update_gbps=machine.adam_rate(plan.cpu_threads),
+        update_gbps=machine.adam_rate(cpu_threads),
         memory_gbps=machine.memory_rate(most),
         device_gbps=machine.gpu_memory_gbps,
         load_gbps=read,
         spill_gbps=write,
         io_gbps=machine.nvme_mixed_gbps or max(read, write),
         launch_s=LAUNCH_S,
+    )
+
+
+def lanes_of(workload: Workload, rates: Rates, dtype: torch.dtype) -> Lanes:
+    """What a step puts on the lanes at least, for the search's lower bounds."""
+    return Lanes(
+        forward_s=tuple(layer.forward_s for layer in workload.layers),
+        backward_s=tuple(layer.backward_s for layer in workload.layers),
+        saved_bytes=tuple(layer.saved_bytes for layer in workload.layers),
+        weight_bytes=dtype.itemsize,
+        micro_batches=workload.micro_batches,
+        fetch_s_per_byte=1e-9 / rates.fetch_gbps,
+        drain_s_per_byte=1e-9 / rates.drain_gbps,
+        update_s_per_parameter=adam_bytes(dtype, dtype) * 1e-9 / rates.update_gbps,
     )
 
 
@@ -149,6 +164,23 @@ def simulate(
         host_peak_bytes=run.host.allocated_bytes,
         operations=tuple(operations[begun:]),
     )
+
+
+def fastest_plan(
+    layout: ModelLayout,
+    demand: Demand,
+    workload: Workload,
+    rates: Rates,
+    *,
+    dtype: torch.dtype,
+    asynchronous: bool = True,
+) -> Choice:
+    """The fastest plan for `demand`, by simulation; BudgetError when none fits."""
+
+    def predict(plan: Plan) -> Prediction:
+        return simulate(layout, plan, workload, rates, dtype=dtype, asynchronous=asynchronous)
+
+    return search(layout, demand, lanes_of(workload, rates, dtype), predict)
 
 
 def condensed(layout: ModelLayout) -> ModelLayout:

@@ -1,0 +1,283 @@
+"""The search: which of the plans that fit is the fastest.
+
+Pure: no tensors, no threads. Owns the candidates and the order in which they are tried; what a
+candidate takes is told by `predict`, which runs the real executor on virtual clocks (`simulate`).
+What the user pinned in the demand stays as it is.
+
+[Note: lower bounds first] A candidate's step cannot be shorter than the work on its lanes.
+Candidates are tried in the order of that bound, and a round ends when the bound alone is more than
+the best step found: nothing that is left can be faster.
+
+[Note: rounds] First a share of the blocks to keep and what happens to activations, with a window of
+usual size; then the window, for the best few of these; then the share more finely.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from stronghold.errors import BudgetError, ConfigError
+from stronghold.model.layout import ModelLayout
+from stronghold.plan.planner import Demand, Gradients, Plan, make_plan
+
+USUAL_WINDOW = 3  # one computes, one is still in use or drains, one is on its way
+WINDOWS = (1, 2, 4, 5, 6, 8, 12, 16, 24)
+SHARES = 8  # resident blocks are tried in steps of an eighth of the model, then of a part of that
+FINER = (1 / 16, 1 / 32, 1 / 64)
+FEW = 3  # of the first round's best, whose window is varied
+EQUAL = 1e-3  # a plan must be faster than another by this share to be preferred to a smaller one
+
+
+class Forecast(Protocol):
+    """What the search reads of a prediction."""
+
+    @property
+    def step_s(self) -> float: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lanes:
+    """Seconds of work that a step puts on its lanes, per layer or per byte: what bounds a plan from
+    below. `forward_s` and `backward_s` are of one micro-batch and layer.
+    """
+
+    forward_s: tuple[float, ...]
+    backward_s: tuple[float, ...]
+    saved_bytes: tuple[int, ...]
+    weight_bytes: int
+    micro_batches: int
+    fetch_s_per_byte: float
+    drain_s_per_byte: float
+    update_s_per_parameter: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """The fastest plan, its forecast, and how many were simulated of those that fit."""
+
+    plan: Plan
+    forecast: Forecast
+    demand: Demand
+    num_tried: int
+    num_fitting: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Candidate:
+    """A plan that fits; `bound_s` is the least that its step can take, `nbytes` its gpu's peak."""
+
+    demand: Demand
+    plan: Plan
+    bound_s: float
+    nbytes: int
+
+
+def search(
+    layout: ModelLayout, demand: Demand, lanes: Lanes, predict: Callable[[Plan], Forecast]
+) -> Choice:
+    """The fastest plan within the demand's budgets, by `predict`.
+
+    BudgetError when none fits: it is the one of the smallest plan, and names what would make it
+    fit.
+    """
+    return _Search(layout, demand, lanes, predict).run()
+
+
+class _Search:
+    def __init__(
+        self,
+        layout: ModelLayout,
+        demand: Demand,
+        lanes: Lanes,
+        predict: Callable[[Plan], Forecast],
+    ) -> None:
+        self._layout = layout
+        self._demand = demand
+        self._lanes = lanes
+        self._predict = predict
+        self._seen: set[object] = set()
+        self._tried: list[tuple[Forecast, _Candidate]] = []
+        self._num_fitting = 0
+
+    def run(self) -> Choice:
+        num_blocks = len(self._layout.streamed)
+        pinned = self._demand.resident_layers
+        shares = {round(num_blocks * k / SHARES) for k in range(SHARES + 1)}
+        residents = sorted(shares) if pinned is None else [pinned]
+        self._round(self._demands(residents, [USUAL_WINDOW]))
+        if not self._tried:  # the usual window is too large, or not what is pinned
+            self._round(self._demands(residents, WINDOWS))
+        if not self._tried:
+            raise _refusal(self._layout, self._demand)
+        for _, candidate in self._best(FEW):
+            self._round(self._demands([self._residents(candidate)], [*WINDOWS, num_blocks]))
+        for step in FINER if pinned is None else ():
+            for _, candidate in self._best(1):
+                near, away = self._residents(candidate), max(1, round(step * num_blocks))
+                around = [r for r in (near - away, near + away) if 0 <= r <= num_blocks]
+                self._round(self._demands(around, [candidate.plan.window]))
+        forecast, best = self._best(1)[0]
+        return Choice(
+            plan=best.plan,
+            forecast=forecast,
+            demand=best.demand,
+            num_tried=len(self._tried),
+            num_fitting=self._num_fitting,
+        )
+
+    def _residents(self, candidate: _Candidate) -> int:
+        return candidate.demand.resident_layers or 0
+
+    def _best(self, count: int) -> list[tuple[Forecast, _Candidate]]:
+        """The fastest so far; of equals the one that takes the least of the gpu."""
+        least = min(forecast.step_s for forecast, _ in self._tried)
+        return sorted(
+            self._tried,
+            key=lambda pair: (round(pair[0].step_s / (least * EQUAL)), pair[1].nbytes),
+        )[:count]
+
+    def _round(self, demands: Iterable[Demand]) -> None:
+        """Try what is new and fits, the most promising first ([Note: lower bounds first])."""
+        fitting = sorted(self._fitting(demands), key=lambda entry: (entry.bound_s, entry.nbytes))
+        self._num_fitting += len(fitting)
+        least = min((forecast.step_s for forecast, _ in self._tried), default=math.inf)
+        for candidate in fitting:
+            if candidate.bound_s >= least:
+                break
+            forecast = self._predict(candidate.plan)
+            self._tried.append((forecast, candidate))
+            least = min(least, forecast.step_s)
+
+    def _demands(self, residents: Iterable[int], windows: Iterable[int]) -> Iterator[Demand]:
+        pinned, prefetch = self._demand.window, self._demand.prefetch
+        for resident in residents:
+            streamed = len(self._layout.streamed) - resident
+            tried = {min(window, max(1, streamed)) for window in windows}
+            for window in sorted(tried) if pinned is None else [pinned]:
+                if prefetch is None or prefetch < window:
+                    yield replace(self._demand, resident_layers=resident, window=window)
+
+    def _fitting(self, demands: Iterable[Demand]) -> Iterator[_Candidate]:
+        for wish in demands:
+            for filled in _filled(self._layout, wish):
+                try:
+                    plan = make_plan(self._layout, filled)
+                except (BudgetError, ConfigError):
+                    continue
+                key = (plan.window, plan.prefetch, plan.resident, plan.activations)
+                if key not in self._seen:
+                    self._seen.add(key)
+                    yield _Candidate(
+                        demand=filled,
+                        plan=plan,
+                        bound_s=lower_bound(self._layout, plan, self._lanes),
+                        nbytes=plan.gpu_total_bytes + plan.activation_bytes,
+                    )
+
+
+def _filled(layout: ModelLayout, demand: Demand) -> Iterator[Demand]:
+    """The demand with its activation policies: as pinned; or as many blocks kept as fit, and the
+    others recomputed or offloaded."""
+    if demand.activations is not None or not demand.saved_bytes:
+        yield demand
+        return
+    blocks = layout.streamed
+    for other in ("recompute", "offload"):
+        low, high = -1, len(blocks)  # `low` kept blocks fit, `high + 1` do not
+        while low < high:
+            middle = (low + high + 1) // 2
+            if _fits(layout, _with_kept(layout, demand, middle, other)):
+                low = middle
+            else:
+                high = middle - 1
+        if low >= 0:
+            yield _with_kept(layout, demand, low, other)
+            if low == len(blocks):
+                return
+
+
+def _with_kept(layout: ModelLayout, demand: Demand, kept: int, other: str) -> Demand:
+    """The last `kept` blocks keep what they save: backward needs it first."""
+    blocks = layout.streamed
+    chosen = set(blocks[len(blocks) - kept :])
+    policies = tuple(
+        other if layer.streamed and layer.index not in chosen else "keep" for layer in layout.layers
+    )
+    return replace(demand, activations=policies)
+
+
+def _fits(layout: ModelLayout, demand: Demand) -> bool:
+    try:
+        make_plan(layout, demand)
+    except BudgetError:
+        return False
+    return True
+
+
+def lower_bound(layout: ModelLayout, plan: Plan, lanes: Lanes) -> float:
+    """Seconds of the busiest lane's own work in a step of `plan` ([Note: lower bounds first])."""
+    blocks = [layer for layer in layout.layers if layer.streamed]
+    passes = lanes.micro_batches
+    again = sum(
+        lanes.forward_s[b.index] for b in blocks if plan.activations[b.index] == "recompute"
+    )
+    forward, backward = sum(lanes.forward_s), sum(lanes.backward_s) + again
+    away = [b for b in blocks if b.index not in plan.resident]
+    offloaded = passes * sum(
+        lanes.saved_bytes[b.index] for b in blocks if plan.activations[b.index] == "offload"
+    )
+    updated = layout.layers
+    size = lanes.weight_bytes
+    # At most a window of layers survives each turn between forward and backward; at a step's end
+    # their weights have changed.
+    least = sorted(b.numel for b in away)[: max(0, len(away) - plan.window)]
+    fetched = size * (sum(b.numel for b in away) + (2 * passes - 1) * sum(least))
+    fetched += size * sum(layer.numel for layer in updated if layer.index in plan.resident)
+    drained = size * passes * sum(layer.num_trainable for layer in updated)
+    update = sum(layer.num_trainable for layer in updated) * lanes.update_s_per_parameter
+    compute = passes * (forward + backward)
+    if plan.gradients is not Gradients.RING:
+        # Updates begin when backward has ended, and the next backward needs them all.
+        compute += max(0.0, update - forward)
+    return max(
+        compute,
+        update,
+        (fetched + offloaded) * lanes.fetch_s_per_byte,
+        (drained + offloaded) * lanes.drain_s_per_byte,
+    )
+
+
+def _refusal(layout: ModelLayout, demand: Demand) -> BudgetError:
+    """Why even the smallest candidate does not fit: its own error names what would help."""
+    smallest = replace(
+        demand,
+        resident_layers=demand.resident_layers or 0,
+        activations=demand.activations or "recompute",
+    )
+    try:
+        make_plan(layout, smallest)
+    except BudgetError as error:
+        return error
+    return BudgetError(
+        "no plan fits the budgets with what is pinned: leave stronghold.window, prefetch, "
+        "resident_layers or activations out"
+    )
+
+
+def largest_micro_batch(fits: Callable[[int], bool], limit: int = 1 << 20) -> int:
+    """The largest micro-batch for which `fits` holds, 0 when not even one does. `fits` may not
+    become true again once it was false.
+    """
+    if not fits(1):
+        return 0
+    low, high = 1, 2
+    while high <= limit and fits(high):
+        low, high = high, 2 * high
+    high = min(high, limit + 1)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
