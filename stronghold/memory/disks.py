@@ -22,6 +22,7 @@ from stronghold.memory.slab import map_slab
 from stronghold.native_io import ALIGNMENT, IoFile, IoQueue
 
 PATH_KEY = "stronghold.nvme.path"
+ENGINE_KEY = "stronghold.nvme.engine"
 CAPACITY_KEY = "stronghold.nvme.capacity"
 PROBE_BYTES = 64 << 20  # tens of milliseconds of an NVMe disk, half a second of a spinning one
 GIB = 1 << 30
@@ -50,7 +51,7 @@ def measure_rate(
     pieces = map_slab(PROBE_BYTES, torch.uint8)
     pieces.fill_(0x5A)  # not zeros: some disks store those for nothing
     with (
-        IoQueue(depth, block_bytes, engine) as queue,
+        open_queue(depth, block_bytes, engine) as queue,
         contextlib.closing(RunDirectory(path)) as folder,  # a crash here is cleaned up, too
         queue.open(folder.path / "probe", PROBE_BYTES) as file,
     ):
@@ -65,6 +66,24 @@ def _seconds(queue: IoQueue, file: IoFile, pieces: torch.Tensor, *, write: bool)
     submit = queue.write if write else queue.read
     queue.wait(submit(file, 0, pieces.data_ptr(), PROBE_BYTES))
     return max(time.perf_counter() - begin, 1e-9)
+
+
+def open_queue(
+    depth: int,
+    block_bytes: int,
+    engine: str | None,
+    registered: Sequence[tuple[int, int]] = (),
+) -> IoQueue:
+    """An `IoQueue`; ConfigError where the kernel refuses the engine that the config names."""
+    try:
+        return IoQueue(depth, block_bytes, engine, registered)
+    except OSError as error:
+        if engine is None:
+            raise
+        raise ConfigError(
+            f'{ENGINE_KEY}: got "{engine}", which the kernel refuses here ({error.strerror}). '
+            'Remove it, or set "threads".'
+        ) from error
 
 
 def check_paths(paths: Sequence[Path]) -> None:

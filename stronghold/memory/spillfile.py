@@ -25,12 +25,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-from stronghold.errors import ConfigError
 from stronghold.memory import disks
 from stronghold.memory.extents import Segment
 from stronghold.native_io import IoFile, IoQueue
-
-ENGINE_KEY = "stronghold.nvme.engine"
 
 Verb = Literal["read", "write"]
 
@@ -59,7 +56,7 @@ class SpillFile:
         self.path = folder / "spill"
         self.nbytes = nbytes
         with contextlib.ExitStack() as undo:
-            queues = [_open_queue(depth, block_bytes, engine, registered) for _ in range(2)]
+            queues = [disks.open_queue(depth, block_bytes, engine, registered) for _ in range(2)]
             for queue in queues:
                 undo.callback(queue.close)
             self._reading, self._writing = queues
@@ -120,17 +117,3 @@ class SpillFile:
     def close(self) -> None:
         """Finish what was submitted and give the file's bytes back. Twice is harmless."""
         self._close.close()
-
-
-def _open_queue(
-    depth: int, block_bytes: int, engine: str | None, registered: Sequence[tuple[int, int]]
-) -> IoQueue:
-    try:
-        return IoQueue(depth, block_bytes, engine, registered)
-    except OSError as error:
-        if engine is None:
-            raise
-        raise ConfigError(
-            f'{ENGINE_KEY}: got "{engine}", which the kernel refuses here ({error.strerror}). '
-            'Remove it, or set "threads".'
-        ) from error
