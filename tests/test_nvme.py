@@ -433,7 +433,7 @@ def test_an_engine_that_the_kernel_refuses_is_named(
         refuse_io_uring(errno.EPERM)
         with pytest.raises(ConfigError) as caught:
             store_of(folders[:1], pages(1), engine="io_uring")
-        with pytest.raises(ConfigError, match="stronghold.nvme.engine"):
+        with pytest.raises(ConfigError, match=r"stronghold\.nvme\.engine"):
             store_of(folders[:2], pages(1), engine="io_uring", rates=None)
         with store_of(folders[:1], pages(1)) as store:
             store.write_from(store.extent(0, "exp_avg"), 0, memory(1))
