@@ -155,7 +155,7 @@ class _Search:
         pinned, prefetch = self._demand.window, self._demand.prefetch
         for resident in residents:
             streamed = len(self._layout.streamed) - resident
-            tried = {min(window, max(1, streamed)) for window in windows}
+            tried = {max(1, min(window, streamed)) for window in windows}
             for window in sorted(tried) if pinned is None else [pinned]:
                 if prefetch is None or prefetch < window:
                     yield replace(self._demand, resident_layers=resident, window=window)
