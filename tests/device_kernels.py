@@ -15,13 +15,15 @@ from tests.reference import split_bf16
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 DTYPES = (F32, BF16, F16)
-SIZES = (1, 0, 15, 17, 4097)
+SIZES = (1, 0, 15, 17, 4097, 1023)
+GUARD = 16  # elements: one vector of any kernel
 # A lone bit pattern per hardware hazard: NaN, infinities, both zeros, denormals of fp32 and of
 # fp16, the largest numbers, and squares that underflow.
 SPECIAL = [
     *(math.nan, math.inf, -math.inf, 0.0, -0.0, 1e-40, -1e-45, 3.4e38, -3.4e38, 1e-20, 65519.0),
     *(65520.0, 6e-8, 5.9e-8, -3e-8, 2.98e-8, 6.1e-5),
 ]
+STATE = ("weight", "low", "exp_avg", "exp_avg_sq")
 HYPER = {
     "lr": 1e-3,
     "beta1": 0.9,
@@ -53,10 +55,17 @@ def values(numel: int, seed: int, special: bool = False) -> torch.Tensor:
 
 
 def placed(tensor: torch.Tensor, device: torch.device, skip: int) -> torch.Tensor:
-    """A copy on `device`, `skip` elements past an aligned address."""
-    room = torch.zeros(tensor.numel() + skip, dtype=tensor.dtype, device=device)
-    room[skip:] = tensor.to(device)
-    return room[skip:]
+    """A copy on `device`, `skip` elements past an aligned address, ones on both sides."""
+    room = torch.ones(skip + tensor.numel() + GUARD, dtype=tensor.dtype, device=device)
+    inside = room[skip : skip + tensor.numel()]
+    inside.copy_(tensor)
+    return inside
+
+
+def surroundings(tensor: torch.Tensor) -> torch.Tensor:
+    """The bits of what `placed` made, with the ones: nothing may write there."""
+    assert tensor._base is not None
+    return bits(tensor._base)
 
 
 class Arrays:
@@ -100,7 +109,9 @@ class Arrays:
         )
 
     def state(self) -> list[torch.Tensor]:
-        return [bits(part) for part in (self.weight, self.low, self.exp_avg, self.exp_avg_sq)]
+        return [
+            surroundings(part) for part in (self.weight, self.low, self.exp_avg, self.exp_avg_sq)
+        ]
 
 
 def some_arrays(
@@ -133,9 +144,7 @@ def run_adam(
 
 def assert_same(left: Sequence[Arrays], right: Sequence[Arrays], where: str = "") -> None:
     for a, b in zip(left, right, strict=True):
-        for name, x, y in zip(
-            ("weight", "low", "exp_avg", "exp_avg_sq"), a.state(), b.state(), strict=True
-        ):
+        for name, x, y in zip(STATE, a.state(), b.state(), strict=True):
             differ = int((x != y).sum())
             assert torch.equal(x, y), f"{where} {name}: {differ} of {len(x)} differ"
 
@@ -154,7 +163,7 @@ def accumulated(
             for grad, acc, (_, add) in zip(grads, accs, pairs, strict=True)
         ],
     )
-    return [bits(acc) for acc in accs]
+    return [surroundings(acc) for acc in accs]
 
 
 def sums(

@@ -242,6 +242,18 @@ def test_interpreted_adam_takes_arrays_at_any_element(
 
 
 @interpreted
+def test_interpreted_masters_at_every_remainder_keep_their_bits(triton: TritonKernels):
+    """Ties included: a step with a learning rate of 0 joins, does nothing, and splits."""
+    arrays = Arrays(1 << 16, BF16, BF16, device=CPU)
+    rest = torch.arange(-(1 << 15), 1 << 15).to(torch.int16)
+    arrays.low.copy_(rest)
+    weight = arrays.weight.clone()
+    triton.adam(BF16, BF16, [arrays.segment(1, lr=0.0, weight_decay=0.0)])
+    assert torch.equal(arrays.weight, weight)
+    assert torch.equal(arrays.low, rest)
+
+
+@interpreted
 def test_interpreted_adam_takes_more_segments_than_a_table_has_rows(
     host: NativeKernels, triton: TritonKernels
 ):

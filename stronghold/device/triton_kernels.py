@@ -24,7 +24,7 @@ from stronghold.device.base import Device
 from stronghold.errors import ConfigError
 
 # What a launch must ask of the compiler for the host's bits: [Note: same operations].
-EXACT = {"enable_fp_fusion": False, "enable_reflect_ftz": False}
+EXACT = {"enable_fp_fusion": False}
 
 BLOCK = 1024  # elements of a program: 8 per thread, so that bf16 is loaded by 16 bytes
 NUM_WARPS = 4

@@ -5,10 +5,11 @@
 Each performs the rounded operations of `adam-inl.h` and `reduce-inl.h` in their order. Importing
 this file needs Triton, which torch brings where it is built for CUDA; `TritonKernels` alone does.
 
-[Note: same operations] A GPU's fma, multiplication, addition, division and square root round
-correctly and keep denormals when they are asked to: `tl.fma`, `tl.div_rn` and `tl.sqrt_rn` become
-`fma.rn`, `div.rn` and `sqrt.rn`, where `/` and `tl.sqrt` may be approximations. Nothing else may
-fuse a product with a sum, or flush a denormal: the options of `triton_kernels.EXACT`.
+[Note: same operations] A GPU's addition, multiplication, fma, division and square root round to
+nearest and keep denormals if they are asked to: `tl.fma`, `tl.div_rn` and `tl.sqrt_rn` become PTX's
+`fma.rn`, `div.rn` and `sqrt.rn`, where `/` and `tl.sqrt` become approximations. Launched with
+`triton_kernels.EXACT`, `+` and `*` become `add.rn` and `mul.rn`, which ptxas may not fuse. The bits
+of a NaN are the hardware's own, hence `_canonical` before every store.
 
 [Note: table] One launch serves up to ROWS segments of any sizes. Column by column, int64 [COLUMNS,
 ROWS], the table has of each segment: the number of blocks before it, its numel, its arrays'

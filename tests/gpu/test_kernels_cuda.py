@@ -28,7 +28,7 @@ from tests.device_kernels import (
 pytestmark = pytest.mark.gpu
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
-SIZES = (1, 0, 15, 17, 4097, 1 << 20)
+SIZES = (1, 0, 15, 17, 4097, 1023, 1 << 20)
 NUM_STEPS = 50
 SLEEP_CYCLES = 1_000_000_000  # half a second at 2 GHz
 
