@@ -6,17 +6,21 @@ size. One thread enters.
 
 from __future__ import annotations
 
+import contextlib
+from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from stronghold.errors import BudgetError
+from stronghold.errors import BudgetError, ConfigError
 from stronghold.forecast.forecast import Asked, Forecast, Gain, Tier, Timing
 from stronghold.forecast.question import Question
 from stronghold.memory.host import LOW_DTYPE
 from stronghold.model.costs import DTYPES, ModelCosts
 from stronghold.plan.limits import Limits, StepLoad, break_even, physical_limit
-from stronghold.plan.planner import Demand, Plan, make_plan
-from stronghold.simulate import Prediction, rates_of, simulate, workload_of
+from stronghold.plan.planner import Demand, Plan
+from stronghold.plan.search import Choice
+from stronghold.simulate import Prediction, fastest_plan, rates_of, workload_of
 
 GIB = 1 << 30
 # A lane of the simulator by the resource that it waits for.
@@ -33,9 +37,10 @@ RESOURCES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outlook:
-    """What one question comes to, without what a change would buy."""
+    """What one question comes to, without what a change would buy: a plan and its timing, or why
+    there is none."""
 
-    plan: Plan | None
+    choice: Choice | None
     timing: Timing | None
     refusal: str | None
     limits: Limits
@@ -45,6 +50,7 @@ def answer(question: Question) -> Forecast:
     """The whole forecast; ConfigError for what no planner could be asked."""
     found = outlook(question)
     sizes = question.subject.layout
+    plan = None if found.choice is None else found.choice.plan
     return Forecast(
         asked=Asked(
             model=question.subject.name,
@@ -59,67 +65,74 @@ def answer(question: Question) -> Forecast:
         ),
         refusal=found.refusal,
         notes=tuple(_notes(question)),
-        tiers=() if found.plan is None else _tiers(question, found.plan),
-        reasons=() if found.plan is None else found.plan.reasons,
+        tiers=() if plan is None else _tiers(question, plan),
+        reasons=() if plan is None else plan.reasons,
         timing=found.timing,
         limits=found.limits,
         break_even=break_even(
-            question.machine,
-            question.dtype,
-            recompute=found.plan is None or found.plan.recomputed > 0.5,
+            question.machine, question.dtype, recompute=plan is None or plan.recomputed > 0.5
         ),
-        gains=tuple(_gain(change, other) for change, other in _changes(question)),
-        config=None if found.plan is None else config_of(question, found.plan),
+        gains=tuple(_gains(question, found)),
+        config=None if plan is None else config_of(question, plan),
     )
 
 
 def outlook(question: Question) -> Outlook:
-    """Plan and prediction, or why there is none."""
-    subject, machine = question.subject, question.machine
-    costs = subject.costs_of(question.batch, question.seq, question.dtype)
+    """The fastest plan, or why none fits."""
+    costs = question.subject.costs_of(question.batch, question.seq, question.dtype)
     try:
-        plan = make_plan(subject.layout, _demand(question))
+        choice = _fastest(question, _demand(question, costs))
     except BudgetError as error:
-        limits = physical_limit(_load(question, costs, None), machine)
-        return Outlook(plan=None, timing=None, refusal=str(error), limits=limits)
-    prediction = simulate(
-        subject.layout,
-        plan,
+        limits = physical_limit(_load(question, costs, None), question.machine)
+        return Outlook(choice=None, timing=None, refusal=str(error), limits=limits)
+    return Outlook(
+        choice=choice,
+        timing=_timing(choice),
+        refusal=None,
+        limits=physical_limit(_load(question, costs, choice.plan), question.machine),
+    )
+
+
+def _fastest(question: Question, demand: Demand) -> Choice:
+    machine = question.machine
+    costs = question.subject.costs_of(question.batch, question.seq, question.dtype)
+    return fastest_plan(
+        question.subject.layout,
+        demand,
         workload_of(costs, machine, micro_batches=question.accumulation),
-        rates_of(machine, plan),
+        rates_of(machine, demand.cpu_threads or demand.num_cores),
         dtype=DTYPES[question.dtype],
     )
-    return Outlook(
-        plan=plan,
-        timing=_timing(prediction),
-        refusal=None,
-        limits=physical_limit(_load(question, costs, plan), machine),
-    )
 
 
-def _demand(question: Question) -> Demand:
+def _demand(question: Question, costs: ModelCosts) -> Demand:
     dtype = DTYPES[question.dtype]
     low = LOW_DTYPE[dtype]
     return Demand(
         weight_bytes=dtype.itemsize,
         low_bytes=low.itemsize if low is not None else 0,
+        # 16-bit gradients are checked for overflow before any is used: DeepSpeed's default.
         gated=question.clipping > 0.0 or question.dtype != "fp32",
         accumulate=question.accumulation > 1,
         gpu_budget_bytes=question.gpu_bytes,
         host_budget_bytes=question.host_bytes,
         window=question.window,
-        activations="recompute",
-        num_cores=max(1, question.machine.num_cores - 1),
+        saved_bytes=tuple(layer.saved_bytes for layer in costs.layers),
+        boundary_bytes=tuple(layer.boundary_bytes for layer in costs.layers),
+        num_cores=max(1, question.machine.num_cores - 1),  # one launches the GPU's work
     )
 
 
-def _timing(prediction: Prediction) -> Timing:
-    share = prediction.critical.get(prediction.bound, 0.0) / prediction.step_s
+def _timing(choice: Choice) -> Timing:
+    prediction = choice.forecast
+    assert isinstance(prediction, Prediction)
+    shares: defaultdict[str, float] = defaultdict(float)
+    for lane, seconds in prediction.critical.items():
+        shares[RESOURCES.get(lane, lane)] += seconds / prediction.step_s
     return Timing(
         step_s=prediction.step_s,
         tokens_per_s=prediction.tokens_per_s,
-        bound=RESOURCES.get(prediction.bound, prediction.bound),
-        bound_share=share,
+        shares=dict(sorted(shares.items(), key=lambda share: -share[1])),
         busy=dict(prediction.busy),
     )
 
@@ -154,7 +167,11 @@ def _load(question: Question, costs: ModelCosts, plan: Plan | None) -> StepLoad:
 
 def _tiers(question: Question, plan: Plan) -> tuple[Tier, ...]:
     return (
-        Tier(name="gpu", budget_bytes=question.gpu_bytes, parts=dict(plan.gpu_bytes)),
+        Tier(
+            name="gpu",
+            budget_bytes=question.gpu_bytes,
+            parts=plan.gpu_bytes | {"activations": plan.activation_bytes},
+        ),
         Tier(name="host", budget_bytes=question.host_bytes, parts=dict(plan.host_bytes)),
     )
 
@@ -182,13 +199,44 @@ def _changes(question: Question) -> list[tuple[str, Question]]:
     return [*more, (twice, replace(question, batch=2 * question.batch))]
 
 
-def _gain(change: str, question: Question) -> Gain:
-    timing = outlook(question).timing
-    return Gain(
-        change=change,
-        step_s=None if timing is None else timing.step_s,
-        tokens_per_s=None if timing is None else timing.tokens_per_s,
-    )
+def _gains(question: Question, found: Outlook) -> Iterator[Gain]:
+    """Every change's gain; where nothing fits, of those changes alone that help."""
+    for change, asked in _changes(question):
+        if found.choice is None:
+            timing = outlook(asked).timing
+            if timing is None:
+                continue
+        else:
+            timing = _near(asked, found.choice)
+            if found.timing is not None and timing is not None and asked.tokens == question.tokens:
+                # More memory takes nothing away: the plan without it still fits.
+                timing = min(timing, found.timing, key=lambda timing: timing.step_s)
+        yield Gain(
+            change=change,
+            step_s=None if timing is None else timing.step_s,
+            tokens_per_s=None if timing is None else timing.tokens_per_s,
+        )
+
+
+def _near(question: Question, choice: Choice) -> Timing | None:
+    """The fastest of the plans near `choice` under another question: its window and share of
+    resident blocks, or one more or less of either, with whatever activations then fit. None where
+    not one of them fits, nor any other plan."""
+    costs = question.subject.costs_of(question.batch, question.seq, question.dtype)
+    demand = _demand(question, costs)
+    blocks = set(question.subject.layout.streamed)
+    kept, window = len(choice.plan.resident & blocks), choice.plan.window
+    near = [(kept, window), (kept + 1, window), (kept, window + 1), (kept - 1, window)]
+    found = []
+    for resident, slots in near:
+        if not 0 <= resident <= len(blocks) or slots > len(blocks) - resident:
+            continue
+        pinned = replace(demand, resident_layers=resident, window=demand.window or max(1, slots))
+        with contextlib.suppress(ConfigError):
+            found.append(_timing(_fastest(question, pinned)))
+    if not found:
+        return outlook(question).timing
+    return min(found, key=lambda timing: timing.step_s)
 
 
 # -- the config -----------------------------------------------------------------------------------

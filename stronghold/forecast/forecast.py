@@ -26,14 +26,18 @@ class Tier:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:
-    """A predicted step. `bound` is the resource in words, `bound_share` its part of the step;
-    `busy` every lane's."""
+    """A predicted step. `shares` are the parts of the step that each resource, in words, is on the
+    critical path, the largest first; `busy` each lane's part of it."""
 
     step_s: float
     tokens_per_s: float
-    bound: str
-    bound_share: float
+    shares: dict[str, float]
     busy: dict[str, float]
+
+    @property
+    def bound(self) -> str:
+        """The resource that sets most of the step."""
+        return next(iter(self.shares), "nothing")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,4 +91,7 @@ class Forecast:
 
     def as_json(self) -> dict[str, Any]:
         """Every figure, in the units of its name."""
-        return {"fits": self.fits, "tokens": self.asked.tokens, **asdict(self)}
+        figures = {"fits": self.fits, "tokens": self.asked.tokens, **asdict(self)}
+        if self.timing is not None:
+            figures["timing"]["bound"] = self.timing.bound
+        return figures

@@ -9,7 +9,7 @@ import json
 import textwrap
 from collections.abc import Iterator, Sequence
 
-from stronghold.forecast.forecast import Asked, Forecast, Gain, Tier, Timing
+from stronghold.forecast.forecast import Forecast, Gain, Tier, Timing
 
 WIDTH = 100
 GIB = float(1 << 30)
@@ -24,7 +24,7 @@ def page(forecast: Forecast, *, config_path: str | None = None) -> str:
         blocks.append(_wrap(forecast.refusal))
     blocks += [_notes(forecast), _memory(forecast.tiers), _plan(forecast.reasons)]
     if forecast.timing is not None:
-        blocks.append(_prediction(forecast.timing, forecast.asked))
+        blocks.append(_prediction(forecast.timing))
     blocks += [_limit(forecast), _gains(forecast), _config(forecast, config_path)]
     return "\n\n".join("\n".join(lines) for lines in blocks if lines)
 
@@ -61,15 +61,20 @@ def _memory(tiers: Sequence[Tier]) -> list[str]:
 
 
 def _plan(reasons: Sequence[str]) -> list[str]:
+    if not reasons:
+        return []
     return ["Plan", *(line for reason in reasons for line in _wrap(reason, "  ", "    "))]
 
 
-def _prediction(timing: Timing, asked: Asked) -> list[str]:
+def _prediction(timing: Timing) -> list[str]:
+    first, *others = timing.shares.items() or [("nothing", 0.0)]
+    bound = f"{first[0]}, {first[1]:.0%} of the step"
+    rest = ", ".join(f"{name} {share:.0%}" for name, share in others if share >= SAME)
     busy = ", ".join(f"{lane} {share:.0%}" for lane, share in timing.busy.items() if share >= SAME)
     return [
         "Prediction",
         *_labelled("step", f"{seconds(timing.step_s)}, {timing.tokens_per_s:,.0f} tokens/s"),
-        *_labelled("bound", f"{timing.bound}, {timing.bound_share:.0%} of the step"),
+        *_labelled("bound", f"{bound}; then {rest}" if rest else bound),
         *_labelled("lanes busy", busy),
     ]
 
