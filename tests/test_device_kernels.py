@@ -48,8 +48,8 @@ from tests.device_kernels import (
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
 
 CPU = torch.device("cpu")
-INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 HAS_TRITON = importlib.util.find_spec("triton") is not None
+INTERPRETING = HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1"
 TIMEOUT_S = 1200
 
 
@@ -302,6 +302,17 @@ def test_interpreted_tables_are_kept_while_the_segments_stay(
     for step in (1, 2, 3):
         run_adam(triton, arrays, (step,))
     assert len(triton._tables) == 3
+
+
+@interpreted
+def test_interpreted_kernels_refuse_other_dtypes(triton: TritonKernels):
+    x = torch.zeros(4, dtype=torch.float64)
+    with pytest.raises(ConfigError, match="got torch.float64"):
+        triton.sum_squares(torch.float64, [(x.data_ptr(), 4)])
+    with pytest.raises(ConfigError, match="got torch.float64"):
+        triton.accumulate(torch.float64, [(x.data_ptr(), x.data_ptr(), 4, False)])
+    with pytest.raises(ConfigError, match="got torch.float64"):
+        triton.adam(torch.float64, F32, [])
 
 
 @interpreted

@@ -208,7 +208,15 @@ class TritonKernels:
     def _element(self, dtype: torch.dtype) -> Any:
         """The type that a program reads. bf16 is read as bits: it is fp32 without the lower 16."""
         tl = self._programs.tl
-        return {torch.float32: tl.float32, torch.float16: tl.float16}.get(dtype, tl.int16)
+        elements = {
+            torch.float32: tl.float32,
+            torch.float16: tl.float16,
+            torch.bfloat16: tl.int16,
+            torch.int16: tl.int16,  # remainders
+        }
+        if dtype not in elements:
+            raise ConfigError(f"the kernels take float32, bfloat16 and float16, got {dtype}")
+        return elements[dtype]
 
 
 def _groups(
@@ -271,6 +279,6 @@ def _check_arrays(rows: _Rows, arrays: dict[str, torch.dtype]) -> None:
 
 
 def _check(good: npt.NDArray[np.bool_], name: str, values: npt.NDArray[Any], expected: str) -> None:
-    if not np.all(good):
+    if not good.all():
         i = int(np.argmin(good))
         raise ConfigError(f"segment {i}: {name}: got {values[i]}, expected {expected}")
