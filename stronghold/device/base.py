@@ -176,7 +176,7 @@ class HostLane(ThreadLane):
         for fence in after:
             fence.wait()
         self._device.before_operation()
-        with self._device.trace.span(self.name, operation):
+        with self._device.trace.span(self.name, operation, **moved(nbytes)):
             start_s = time.perf_counter()
             work()
             self._device.pace(self.name, nbytes, start_s)
@@ -309,6 +309,11 @@ class Device(ABC):
         for lane in (self.fetch, self.drain, self.update, self._io):
             if lane is not None:  # an update may wait for the io lane, which still runs
                 lane.close()
+
+
+def moved(nbytes: int) -> dict[str, int]:
+    """What a span tells beside its times: the bytes that its operation moved, if it did."""
+    return {"nbytes": nbytes} if nbytes else {}
 
 
 def timed(wait: Callable[[], object]) -> float:

@@ -20,7 +20,16 @@ from typing import Any
 
 import torch
 
-from stronghold.device.base import Device, DeviceEvent, Fence, HostLane, ThreadLane, Work, timed
+from stronghold.device.base import (
+    Device,
+    DeviceEvent,
+    Fence,
+    HostLane,
+    ThreadLane,
+    Work,
+    moved,
+    timed,
+)
 from stronghold.errors import ConfigError, StateError
 from stronghold.telemetry.trace import NullTrace, Trace
 
@@ -81,7 +90,7 @@ class StreamLane(ThreadLane):
         with torch.cuda.stream(self.stream):
             begun = self._cuda.mark(self.stream)
             work()
-            self._cuda.end_mark(self.name, operation, begun, self.stream)
+            self._cuda.end_mark(self.name, operation, begun, self.stream, nbytes)
             done = _fence_event()
             done.record(self.stream)
         return done
@@ -111,9 +120,8 @@ class CudaDevice(Device):
         self._device = torch.device("cuda", index)
         torch.cuda.set_device(index)
         # A deque: lanes append while the training thread takes from the other end.
-        self._spans: deque[tuple[str, str, torch.cuda.Event, torch.cuda.Event]] = deque()
-        self._tracing = isinstance(self.trace, Trace)
-        self._origin = self._make_origin() if self._tracing else None
+        self._spans: deque[tuple[str, str, torch.cuda.Event, torch.cuda.Event, int]] = deque()
+        self._origin = self._make_origin() if self.trace.recording else None
         self.fetch = StreamLane("fetch", self)
         self.drain = StreamLane("drain", self)
         self.update = HostLane("update", self)
@@ -182,19 +190,24 @@ class CudaDevice(Device):
     # -- trace ------------------------------------------------------------------------------------
     def mark(self, stream: torch.cuda.Stream) -> torch.cuda.Event | None:
         """A timed event on `stream`, or None when nothing is traced."""
-        if not self._tracing:
+        if not self.trace.recording:
             return None
         event = _timed_event()
         event.record(stream)
         return event
 
     def end_mark(
-        self, lane: str, name: str, begun: torch.cuda.Event | None, stream: torch.cuda.Stream
+        self,
+        lane: str,
+        name: str,
+        begun: torch.cuda.Event | None,
+        stream: torch.cuda.Stream,
+        nbytes: int = 0,
     ) -> None:
         """Close the span that `begun` opened; its times are read in `settle`."""
         end = self.mark(stream)
         if begun is not None and end is not None:
-            self._spans.append((lane, name, begun, end))
+            self._spans.append((lane, name, begun, end, nbytes))
 
     def begin_compute_span(self) -> object:
         return self.mark(torch.cuda.current_stream(self._device))
@@ -210,12 +223,13 @@ class CudaDevice(Device):
             return
         origin, at = self._origin
         for _ in range(len(self._spans)):
-            lane, name, begun, end = self._spans.popleft()
+            lane, name, begun, end, nbytes = self._spans.popleft()
             if not end.query():
-                self._spans.append((lane, name, begun, end))
+                self._spans.append((lane, name, begun, end, nbytes))
                 continue
             start_s = at + origin.elapsed_time(begun) * 1e-3
-            self.trace.record(lane, name, start_s, at + origin.elapsed_time(end) * 1e-3)
+            end_s = at + origin.elapsed_time(end) * 1e-3
+            self.trace.record(lane, name, start_s, end_s, **moved(nbytes))
 
     def _make_origin(self) -> tuple[torch.cuda.Event, float]:
         """An event before every span, and the host's time of it."""

@@ -47,16 +47,21 @@ class Span:
 
 
 class Trace:
-    """Records spans in memory until `write`; `rank` becomes the process of the trace's rows."""
+    """Records spans in memory until `write`; `rank` becomes the process of the trace's rows.
+
+    `recording` may be switched off and on: what is made while it is off costs a test.
+    """
 
     def __init__(self, rank: int = 0) -> None:
+        self.recording = True
         self._rank = rank
         self._origin_s = time.perf_counter()
         self._spans: list[tuple[str, str, float, float, dict[str, Any]]] = []
 
     def record(self, lane: str, name: str, start_s: float, end_s: float, **args: Any) -> None:
         """Add an operation that took from `start_s` to `end_s` (`time.perf_counter()` seconds)."""
-        self._spans.append((lane, name, start_s, end_s, args))
+        if self.recording:
+            self._spans.append((lane, name, start_s, end_s, args))
 
     @contextmanager
     def span(self, lane: str, name: str, **args: Any) -> Iterator[None]:
@@ -67,14 +72,22 @@ class Trace:
         finally:
             self.record(lane, name, start_s, time.perf_counter(), **args)
 
+    def spans(self) -> list[Span]:
+        """What was recorded so far, in the order of recording."""
+        return [
+            Span(lane=lane, name=name, start_s=start_s, end_s=end_s, args=args)
+            for lane, name, start_s, end_s, args in list(self._spans)
+        ]
+
+    def clear(self) -> None:
+        """Forget what was recorded so far."""
+        self._spans.clear()
+
     def write(self, path: str | Path) -> None:
         """Write every span recorded so far; a reader sees the old file or the new one, never a part
         of it.
         """
-        spans = [
-            Span(lane=lane, name=name, start_s=start_s, end_s=end_s, args=args)
-            for lane, name, start_s, end_s, args in list(self._spans)
-        ]
+        spans = self.spans()
         rows = {lane: row for row, lane in enumerate(lane_order(span.lane for span in spans))}
         events = [*_row_names(rows, self._rank)]
         events += [_event(span, rows[span.lane], self._rank, self._origin_s) for span in spans]
@@ -89,6 +102,8 @@ class Trace:
 class NullTrace:
     """Records nothing, at the cost of a call."""
 
+    recording = False
+
     def record(self, lane: str, name: str, start_s: float, end_s: float, **args: Any) -> None:
         """Drop the operation."""
 
@@ -96,6 +111,13 @@ class NullTrace:
     def span(self, lane: str, name: str, **args: Any) -> Iterator[None]:
         """Run the body."""
         yield
+
+    def spans(self) -> list[Span]:
+        """None."""
+        return []
+
+    def clear(self) -> None:
+        """There is nothing to forget."""
 
     def write(self, path: str | Path) -> None:
         """Write no file."""
