@@ -307,11 +307,11 @@ def test_interpreted_tables_are_kept_while_the_segments_stay(
 @interpreted
 def test_interpreted_kernels_refuse_other_dtypes(triton: TritonKernels):
     x = torch.zeros(4, dtype=torch.float64)
-    with pytest.raises(ConfigError, match="got torch.float64"):
+    with pytest.raises(ConfigError, match=r"got torch\.float64"):
         triton.sum_squares(torch.float64, [(x.data_ptr(), 4)])
-    with pytest.raises(ConfigError, match="got torch.float64"):
+    with pytest.raises(ConfigError, match=r"got torch\.float64"):
         triton.accumulate(torch.float64, [(x.data_ptr(), x.data_ptr(), 4, False)])
-    with pytest.raises(ConfigError, match="got torch.float64"):
+    with pytest.raises(ConfigError, match=r"got torch\.float64"):
         triton.adam(torch.float64, F32, [])
 
 
