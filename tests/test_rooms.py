@@ -25,6 +25,7 @@ LEVELS = {
     "stronghold.instruments": 6,
     "stronghold.surface": 6,
     "stronghold.simulate": 6,
+    "stronghold.warmup": 6,
     "stronghold.checkpoint": 6,
     "stronghold.doctor": 6,
     "stronghold.forecast": 6,
