@@ -66,18 +66,61 @@ def rates(row: Row, task: Task) -> Row:
     }
 
 
-def compare(names: Sequence[str], task: Task, timeout_s: float = 3600.0) -> dict[str, Any]:
-    """Rows of all methods, judged; the reference's losses and bound beside them."""
+def compare(
+    names: Sequence[str],
+    task: Task,
+    timeout_s: float = 3600.0,
+    reference: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Rows of all methods, judged; the reference's losses and bound beside them. `reference` is
+    that of an earlier result on the same data."""
     rows = []
     for name in tqdm(names, desc="methods", disable=None):
         rows.append(run_method(name, task, timeout_s))
-    reference = find_reference(rows, task, timeout_s)
-    losses, allowed = reference["losses"], reference["bounds"]
+    if reference is None:
+        reference = find_reference(rows, task, timeout_s)
+    judge_rows(rows, reference)
+    return {"task": dataclasses.asdict(task), "rows": rows, "reference": reference}
+
+
+def judge_rows(rows: list[Row], reference: dict[str, Any]) -> None:
+    """Write a verdict on every row that ran."""
     for row in rows:
         if row["status"] == "ok":
-            word, largest, first = verdict(row["losses"], losses, allowed)
+            word, largest, first = verdict(row["losses"], reference["losses"], reference["bounds"])
             row |= {"verdict": word, "loss_difference": largest, "first_wrong_step": first}
-    return {"task": dataclasses.asdict(task), "rows": rows, "reference": reference}
+
+
+def earlier_reference(file: Path, task: Task) -> dict[str, Any]:
+    """The reference of a result file, if it is of the same training."""
+    kept = json.loads(file.read_text())
+    other = Task(**kept["task"])
+    if trained(other) != trained(task):
+        raise SystemExit(f"{file}: another training: {title(other)}; expected {title(task)}")
+    found: dict[str, Any] = kept["reference"]
+    return found | {"source": f"{found['source']} of {file.name}"}
+
+
+def trained(task: Task) -> Task:
+    """The task without what does not change a loss."""
+    neutral = Task()
+    names = ("activations", "window", "prefetch", "gpu_memory", "host_memory", "link_gbps")
+    names += ("threads", "nvme_dir", "trace", "halves")
+    return dataclasses.replace(task, **{name: getattr(neutral, name) for name in names})
+
+
+def join(files: Sequence[Path]) -> dict[str, Any]:
+    """One result of several on the same task, made a method at a time."""
+    found = [json.loads(file.read_text()) for file in files]
+    first = found[0]
+    for file, other in zip(files, found, strict=True):
+        if Task(**other["task"]) != Task(**first["task"]):
+            raise SystemExit(f"{file}: another task than {files[0]}'s; join results of one task")
+    rows = [row for result in found for row in result["rows"]]
+    reference = next((r["reference"] for r in found if r["reference"]["losses"]), None)
+    reference = reference or first["reference"]
+    judge_rows(rows, reference)
+    return {"task": first["task"], "rows": rows, "reference": reference}
 
 
 def find_reference(rows: list[Row], task: Task, timeout_s: float) -> dict[str, Any]:
@@ -207,6 +250,14 @@ def title(task: Task) -> str:
 
 
 # -- the command ----------------------------------------------------------------------------------
+def byte_size(text: str) -> int:
+    """24GB, 24GiB, or whole bytes."""
+    try:
+        return parse_bytes(int(text) if text.isdigit() else text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"got {text!r}, {error}") from error
+
+
 def add_task_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments that make a `Task`; the cases share them."""
     model = parser.add_argument_group("model")
@@ -236,8 +287,8 @@ def add_task_arguments(parser: argparse.ArgumentParser) -> None:
     )
     machine = parser.add_argument_group("machine")
     machine.add_argument("--machine", default="here", help="here (default) or emulated")
-    machine.add_argument("--gpu-memory", type=parse_bytes, metavar="SIZE", help="cap, as 24GB")
-    machine.add_argument("--host-memory", type=parse_bytes, metavar="SIZE", help="cap, as 90GB")
+    machine.add_argument("--gpu-memory", type=byte_size, metavar="SIZE", help="cap, as 24GB")
+    machine.add_argument("--host-memory", type=byte_size, metavar="SIZE", help="cap, as 90GB")
     machine.add_argument("--window", type=int, help="stronghold's slots")
     machine.add_argument("--prefetch", type=int, help="stronghold's layers ahead")
     machine.add_argument("--link-gbps", type=float, help="pace of the emulated link, stronghold's")
@@ -289,11 +340,18 @@ def main() -> int:
     add_task_arguments(parser)
     parser.add_argument("--timeout", type=float, default=3600.0, help="seconds for a method")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything measured")
+    parser.add_argument("--reference", type=Path, metavar="FILE", help="judge by this JSON's")
+    parser.add_argument("--join", type=Path, nargs="+", metavar="FILE", help="run nothing: join")
     parser.add_argument("--save", action="store_true", help="write benchmarks/results/")
     arguments = parser.parse_args()
-    task, names = task_of(arguments), method_names(arguments.method or ["all"])
     record = provenance()
-    result = compare(names, task, arguments.timeout)
+    if arguments.join:
+        result = join(arguments.join)
+        task = Task(**result["task"])
+    else:
+        task, names = task_of(arguments), method_names(arguments.method or ["all"])
+        kept = earlier_reference(arguments.reference, task) if arguments.reference else None
+        result = compare(names, task, arguments.timeout, kept)
     markdown = page(result, record)
     print(markdown)
     data = {**record, **result}

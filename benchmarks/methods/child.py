@@ -9,7 +9,9 @@ the kernel leaves no file, which `process` reads as such.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
+import signal
 import sys
 import time
 import traceback
@@ -24,10 +26,12 @@ from methods.base import Method, Unavailable
 from methods.memory import device_memory
 from methods.task import Data, Task
 
+PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "cannot allocate memory")
 
 
 def main() -> int:
+    die_with_parent()
     name, text, result_file = sys.argv[1:]
     task = Task.from_json(text)
     if task.threads is not None:
@@ -46,6 +50,12 @@ def main() -> int:
         with contextlib.suppress(Exception):
             method.close()
     return 0
+
+
+def die_with_parent() -> None:
+    """An interrupted comparison leaves no process on the GPU."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def train(method: Method, task: Task) -> dict[str, Any]:

@@ -15,7 +15,9 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +79,8 @@ def run(
                 start_new_session=True,
             )
             try:
-                seen = watch(process, host_cap_bytes, time.monotonic() + timeout_s)
+                with terminating_as_exit():
+                    seen = watch(process, host_cap_bytes, time.monotonic() + timeout_s)
             finally:
                 end(process)
                 remove_shared_memory(port)
@@ -92,6 +95,23 @@ def run(
         if result["status"] in ("failed", "out of memory"):
             result["log"] = tail
         return {"method": method, **seen["memory"], **result}
+
+
+@contextlib.contextmanager
+def terminating_as_exit() -> Iterator[None]:
+    """SIGTERM unwinds the stack, so that the method's processes end too."""
+
+    def leave(*_: object) -> None:
+        raise SystemExit(128 + signal.SIGTERM)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def watch(

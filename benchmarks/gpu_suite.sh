@@ -1,0 +1,272 @@
+#!/usr/bin/env bash
+# Everything that needs a GPU, in pieces of at most eight minutes each, without network.
+#
+#   gpu_suite.sh list            the pieces, and what became of them
+#   gpu_suite.sh check           what is missing here, and the lines that fetch it where there is a network
+#   gpu_suite.sh setup [WHEELS]  install wheels from a folder (default .whl) and build the package, offline
+#   gpu_suite.sh run PIECE...    run pieces; `next` is the first that is not done, `all` every one left
+#   gpu_suite.sh pack FOLDER     copy what was measured, flat, to bring it back from another machine
+#
+# A piece that is done is not run again; one that was cut off goes on where it was where it can (the
+# searches keep every try). State, logs and results are in runs/gpu_suite; carry that folder to go on
+# elsewhere. Pages for the repository: rerun a join with --save, or copy results/*.md and *.json.
+#
+#   STRONGHOLD_GPU_STATE   another folder for all of it
+#   PIECE_S                seconds that a piece may take (default 480)
+#   PYTHON                 the interpreter (default: .venv's, else python3)
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+STATE="${STRONGHOLD_GPU_STATE:-runs/gpu_suite}"
+RESULTS="$STATE/results"
+PIECE_S="${PIECE_S:-480}"
+if [ -z "${PYTHON:-}" ]; then
+  PYTHON=python3
+  if [ -x .venv/bin/python ]; then PYTHON=.venv/bin/python; fi
+fi
+export PYTHONUNBUFFERED=1 OMP_WAIT_POLICY=PASSIVE GOMP_SPINCOUNT=0 MPLCONFIGDIR="$PWD/$STATE/matplotlib"
+
+# import name = what pip calls it. Torch is taken as it is.
+NEEDED="deepspeed=deepspeed hjson=hjson pydantic=pydantic pydantic_core=pydantic-core
+  annotated_types=annotated-types typing_inspection=typing-inspection
+  typing_extensions=typing-extensions cpuinfo=py-cpuinfo msgpack=msgpack einops=einops
+  psutil=psutil tqdm=tqdm packaging=packaging numpy=numpy matplotlib=matplotlib
+  safetensors=safetensors ninja=ninja cmake=cmake scikit_build_core=scikit-build-core
+  pathspec=pathspec pytest=pytest"
+SOURCE_ONLY=" deepspeed hjson "  # no wheel on the index for every version: build one instead
+
+# -- models ---------------------------------------------------------------------------------------
+model() {
+  case "$1" in
+    1b) echo "--family llama --layers 16 --hidden 2048 --heads 32 --kv-heads 8 --intermediate 8192 --vocab 32768" ;;
+    3b) echo "--family llama --layers 28 --hidden 3072 --heads 24 --kv-heads 8 --intermediate 8192 --vocab 32768" ;;
+    8b) echo "--family llama --layers 32 --hidden 4096 --heads 32 --kv-heads 8 --intermediate 14336 --vocab 32768" ;;
+    *) echo "gpu_suite: no model $1" >&2; return 2 ;;
+  esac
+}
+STEP="--seq 2048 --batch 8 --steps 5 --warmup 3 --precision bf16 --activations recompute --lr 1e-4"
+PEERS="zero-offload zero-infinity superoffload superoffload-param fsdp2-offload l2l plain stronghold"
+
+# -- pieces, in the order of what is wanted first ---------------------------------------------------
+pieces() {
+  echo "doctor"
+  echo "tests-device"
+  echo "tests-training"
+  echo "tests-rest"
+  echo "compile"
+  echo "agree"
+  echo "fits"
+  local size cap method
+  for size in 3b 8b; do
+    echo "reference-$size"
+    for cap in 24 80; do
+      for method in stronghold zero-offload zero-infinity superoffload superoffload-param fsdp2-offload l2l plain; do
+        echo "compare-$size-${cap}gb-$method"
+      done
+      echo "table-$size-${cap}gb"
+    done
+  done
+  echo "limits-3b"
+  echo "tokens-ours"
+  echo "tokens-peers"
+  echo "trace"
+  for method in stronghold zero-infinity zero-offload superoffload-param fsdp2-offload l2l plain; do
+    echo "largest-$method"
+  done
+  echo "window"
+}
+
+piece() {
+  local name="$1"
+  case "$name" in
+    doctor) "$PYTHON" -m stronghold.cli doctor --json "$RESULTS/doctor.json" ;;
+    tests-device) gpu_tests tests/gpu/test_device_cuda.py tests/gpu/test_kernels_cuda.py tests/test_device.py ;;
+    tests-training) gpu_tests tests/gpu/test_training_cuda.py tests/gpu/test_checkpoint_cuda.py ;;
+    tests-rest) gpu_tests tests --ignore=tests/gpu/test_device_cuda.py --ignore=tests/gpu/test_kernels_cuda.py \
+      --ignore=tests/test_device.py --ignore=tests/gpu/test_training_cuda.py \
+      --ignore=tests/gpu/test_checkpoint_cuda.py ;;
+    # DeepSpeed compiles its kernels at first use; here, so that no measured process does.
+    compile) "$PYTHON" -c 'from deepspeed.ops.op_builder import CPUAdamBuilder; CPUAdamBuilder().load()' ;;
+    agree) "$PYTHON" benchmarks/compare.py --method plain,l2l,zero-offload,zero-infinity,superoffload,fsdp2-offload,stronghold \
+      --layers 8 --hidden 512 --heads 8 --seq 512 --batch 8 --precision bf16 --steps 20 --json "$RESULTS/agree.json" ;;
+    fits) "$PYTHON" benchmarks/compare.py --method plain,stronghold $(model 1b) $STEP --activations keep --batch 4 \
+      --json "$RESULTS/fits.json" ;;
+    reference-*) reference "${name#reference-}" ;;
+    compare-*) compare_one "${name#compare-}" ;;
+    table-*) table "${name#table-}" ;;
+    limits-3b) "$PYTHON" benchmarks/limits.py --method plain,stronghold $(model 3b) $STEP --batch 16 \
+      --json "$RESULTS/limits-3b.json" ;;
+    tokens-ours) tokens plain,stronghold ;;
+    tokens-peers) tokens superoffload,fsdp2-offload --sweep 4,16 ;;
+    trace) trace ;;
+    largest-*) largest "${name#largest-}" ;;
+    window) "$PYTHON" benchmarks/case5_window.py --output "$RESULTS" $(model 3b) $STEP --sweep 2,3,4,8,16 ;;
+    *) echo "gpu_suite: no piece $name; see: gpu_suite.sh list" >&2; return 2 ;;
+  esac
+}
+
+gpu_tests() { "$PYTHON" -m pytest -q -m gpu -p no:cacheprovider "$@"; }
+
+# The reference is made once per model, without caps; l2l stands in where plain does not fit at all.
+reference() {
+  "$PYTHON" benchmarks/compare.py --method plain,l2l $(model "$1") $STEP --json "$RESULTS/reference-$1.json"
+}
+
+compare_one() {  # SIZE-CAPgb-METHOD
+  local size="${1%%-*}" rest="${1#*-}"
+  local cap="${rest%%gb-*}" method="${rest#*gb-}" kept=()
+  if [ -f "$RESULTS/reference-$size.json" ]; then kept=(--reference "$RESULTS/reference-$size.json"); fi
+  "$PYTHON" benchmarks/compare.py --method "$method" $(model "$size") $STEP --gpu-memory "${cap}GB" \
+    "${kept[@]}" --json "$RESULTS/compare-$size-${cap}gb-$method.json"
+}
+
+table() {  # SIZE-CAPgb
+  local files=()
+  for method in $PEERS; do
+    if [ -f "$RESULTS/compare-$1-$method.json" ]; then files+=("$RESULTS/compare-$1-$method.json"); fi
+  done
+  if [ "${#files[@]}" -eq 0 ]; then echo "gpu_suite: no compare-$1-* has run" >&2; return 1; fi
+  "$PYTHON" benchmarks/compare.py --join "${files[@]}" --json "$RESULTS/table-$1.json" | tee "$RESULTS/table-$1.md"
+}
+
+tokens() {
+  local methods="$1"
+  shift
+  "$PYTHON" benchmarks/case6_tokens.py --method "$methods" --output "$RESULTS/tokens-${methods%%,*}" $(model 3b) \
+    --seq 2048 --steps 3 --warmup 2 --precision bf16 --activations recompute --sweep 1,2,4,8,16 "$@"
+}
+
+trace() {
+  "$PYTHON" benchmarks/compare.py --method stronghold $(model 3b) $STEP --steps 2 --gpu-memory 24GB \
+    --trace "$RESULTS/trace.json" --json "$RESULTS/trace-run.json"
+  "$PYTHON" -m stronghold.cli trace "$RESULTS/trace.json" -o "$RESULTS/trace.png"
+  gzip -f "$RESULTS/trace.json"
+}
+
+largest() {
+  "$PYTHON" benchmarks/case1_largest.py --method "$1" --family gpt --hidden 4096 --heads 32 --seq 1024 --batch 4 \
+    --precision bf16 --gpu-memory 24GB --host-memory 100GB --resolution 2 \
+    --tries "$STATE/tries-$1.json" --output "$RESULTS/largest-$1"
+}
+
+# -- verbs ----------------------------------------------------------------------------------------
+status_of() {
+  if [ -f "$STATE/$1.done" ]; then cat "$STATE/$1.done"; elif [ -f "$STATE/$1.failed" ]; then cat "$STATE/$1.failed"; else echo "-"; fi
+}
+
+list() {
+  local name
+  for name in $(pieces); do printf '%-40s %s\n' "$name" "$(status_of "$name")"; done
+}
+
+run_piece() {
+  local name="$1" begun="$SECONDS" code=0
+  pieces | grep -x -- "$name" >/dev/null || { echo "gpu_suite: no piece $name; see: gpu_suite.sh list" >&2; return 2; }
+  if [ -f "$STATE/$name.done" ]; then echo "gpu_suite: $name is done already"; return 0; fi
+  mkdir -p "$RESULTS"
+  rm -f "$STATE/$name.failed"
+  echo "gpu_suite: $name"
+  # A process of its own, so that timeout can end it and everything that it started.
+  timeout --kill-after=10 "$PIECE_S" bash benchmarks/gpu_suite.sh _piece "$name" 2>&1 | tee "$STATE/$name.log" || code=$?
+  if [ "$code" -eq 0 ]; then
+    echo "done in $((SECONDS - begun)) s" >"$STATE/$name.done"
+  elif [ "$code" -eq 124 ] || [ "$code" -eq 137 ]; then
+    echo "cut off after $((SECONDS - begun)) s; run it again to go on" >"$STATE/$name.failed"
+  else
+    echo "failed with status $code, see $STATE/$name.log" >"$STATE/$name.failed"
+  fi
+  echo "gpu_suite: $name: $(status_of "$name")"
+  return "$code"
+}
+
+next_piece() {
+  local name
+  for name in $(pieces); do
+    if [ "$(status_of "$name")" = "-" ]; then echo "$name"; return; fi
+  done
+}
+
+run() {
+  [ $# -gt 0 ] || { echo "gpu_suite: run PIECE..., next or all" >&2; return 2; }
+  local name worst=0
+  for name in "$@"; do
+    case "$name" in
+      next) name="$(next_piece)"
+        if [ -z "$name" ]; then echo "gpu_suite: nothing is left"; continue; fi
+        run_piece "$name" || worst=$? ;;
+      all) for one in $(pieces); do run_piece "$one" || worst=$?; done ;;
+      *) run_piece "$name" || worst=$? ;;
+    esac
+  done
+  return "$worst"
+}
+
+check() {
+  local missing=() pair compiler=""
+  "$PYTHON" - <<'PY' || return 1
+import sys
+try:
+    import torch
+except ImportError:
+    sys.exit(f"check: {sys.executable} has no torch: name another with PYTHON=")
+gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "NO GPU"
+print(f"check: python {sys.version.split()[0]}, torch {torch.__version__}, CUDA {torch.version.cuda}, {gpu}")
+PY
+  for pair in $NEEDED; do
+    "$PYTHON" -c "import importlib.util, sys; sys.exit(importlib.util.find_spec('${pair%%=*}') is None)" ||
+      missing+=("${pair##*=}")
+  done
+  for compiler in ${CXX:-g++ c++ clang++} none; do command -v "$compiler" >/dev/null && break; done
+  if [ "$compiler" = none ]; then echo "check: no C++ compiler, for stronghold's and DeepSpeed's kernels: install g++"; fi
+  command -v nvcc >/dev/null || echo "check: no nvcc: DeepSpeed's CPU Adam wants a CUDA toolkit of torch's version"
+  "$PYTHON" -c 'import stronghold.native as n; print("check: kernels for", n.isa())' 2>/dev/null ||
+    echo "check: stronghold's kernels are not built: gpu_suite.sh setup"
+  if [ "${#missing[@]}" -gt 0 ]; then
+    echo "check: missing: ${missing[*]}"
+    echo "check: where there is a network, in this repository:"
+    carry_lines "${missing[@]}"
+    return 1
+  fi
+  if [ "$compiler" = none ]; then return 1; fi
+  echo "check: everything is here"
+}
+
+# The lines that put what is missing into .whl, for the Python of this machine.
+carry_lines() {
+  local version platform="" name pin
+  version="$("$PYTHON" -c 'import sys; print(f"{sys.version_info[0]}.{sys.version_info[1]}")')"
+  for name in 28 27 17; do platform="$platform --platform manylinux_2_${name}_$(uname -m)"; done
+  platform="$platform --platform manylinux2014_$(uname -m) --platform any"
+  for name in "$@"; do
+    pin="$(grep -i -m1 "^$name==" constraints.txt | sed 's/ *;.*//' || true)"
+    if [[ "$SOURCE_ONLY" == *" $name "* ]]; then
+      echo "  DS_BUILD_OPS=0 DS_ACCELERATOR=cpu python3 -m pip wheel --no-deps --no-build-isolation -w .whl ${pin:-$name}"
+    else
+      echo "  python3 -m pip download --no-deps --only-binary=:all: --python-version $version --implementation cp$platform -d .whl ${pin:-$name}"
+    fi
+  done
+}
+
+setup() {
+  local wheels="${1:-.whl}" found=()
+  shopt -s nullglob
+  found=("$wheels"/*.whl)
+  if [ "${#found[@]}" -gt 0 ]; then
+    "$PYTHON" -m pip install -q --no-index --no-deps --no-compile "${found[@]}"
+  fi
+  "$PYTHON" -m pip install -q --no-index --no-deps --no-build-isolation -e .
+  check
+}
+
+pack() {
+  [ $# -eq 1 ] || { echo "gpu_suite: pack FOLDER" >&2; return 2; }
+  mkdir -p "$1"
+  tar -C "$(dirname "$STATE")" -czf "$1/gpu_suite.tgz" --exclude=matplotlib "$(basename "$STATE")"
+  echo "gpu_suite: $1/gpu_suite.tgz; unpack it in runs/ to go on"
+}
+
+case "${1:-}" in
+  list | check | setup | pack | run) verb="$1"; shift; "$verb" "$@" ;;
+  _piece) piece "$2" ;;
+  *) sed -n '2,18p' benchmarks/gpu_suite.sh | sed 's/^# \{0,1\}//' >&2; exit 2 ;;
+esac
