@@ -81,9 +81,11 @@ def test_traced_steps_predict_the_following(
     assert found.fetch_gbps == pytest.approx(0.02, rel=0.2)
     assert found.drain_gbps == pytest.approx(0.02, rel=0.2)
     assert found.update_gbps == pytest.approx(0.2, rel=0.2)
-    for load in workload.layers:
-        assert load.forward_s == pytest.approx(FORWARD_S, rel=0.5)
-        assert load.backward_s == pytest.approx(BACKWARD_S, rel=0.5)
+    # The median: a layer may have been in the way of other processes.
+    forward_s = statistics.median(load.forward_s for load in workload.layers)
+    backward_s = statistics.median(load.backward_s for load in workload.layers)
+    assert forward_s == pytest.approx(FORWARD_S, rel=0.3)
+    assert backward_s == pytest.approx(BACKWARD_S, rel=0.3)
     predicted = simulate(
         layout, plan, workload, found, dtype=torch.float32, asynchronous=False
     ).step_s
