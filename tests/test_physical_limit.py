@@ -102,6 +102,27 @@ def test_every_micro_batch_moves_the_weights_and_adds_its_gradients() -> None:
     assert one[MEMORY] < four[MEMORY] < 4 * one[MEMORY]
 
 
+def test_what_is_still_in_the_window_when_the_direction_turns_is_not_loaded_again() -> None:
+    """Two micro-batches turn three times before the update, after which everything is stale."""
+    saved = 3 * 2 * 10**9 / 20e9
+    plain, window = (
+        physical_limit(load(micro_batches=2, window_parameters=size), MACHINE).parts
+        for size in (0, 10**9)
+    )
+    assert plain[FETCH] - window[FETCH] == pytest.approx(saved)
+    assert plain[MEMORY] - window[MEMORY] == pytest.approx(saved * 20 / 60)
+    assert plain[DRAIN] == window[DRAIN]
+
+
+def test_what_stays_and_is_updated_on_the_host_crosses_once_each_way() -> None:
+    parts = physical_limit(
+        load(streamed_parameters=0, trained_parameters=0, refreshed_parameters=10**9), MACHINE
+    ).parts
+    assert parts[FETCH] == pytest.approx(2 / 20)
+    assert parts[DRAIN] == pytest.approx(2 / 25)
+    assert parts[MEMORY] == pytest.approx((26 + 2 + 2) / 60)
+
+
 def test_frozen_parameters_cost_their_way_in_alone() -> None:
     parts = physical_limit(load(trained_parameters=0), MACHINE).parts
     assert parts[DRAIN] == 0.0

@@ -16,7 +16,7 @@ from stronghold.errors import BudgetError, ConfigError
 from stronghold.forecast.forecast import Asked, Forecast, Gain, Tier, Timing
 from stronghold.forecast.question import Question
 from stronghold.memory.host import LOW_DTYPE
-from stronghold.model.costs import DTYPES, ModelCosts
+from stronghold.model.costs import DTYPES, LayerCost, ModelCosts
 from stronghold.plan.limits import Limits, StepLoad, break_even, physical_limit
 from stronghold.plan.planner import Demand, Plan
 from stronghold.plan.search import Choice
@@ -138,30 +138,32 @@ def _timing(choice: Choice) -> Timing:
 
 
 def _load(question: Question, costs: ModelCosts, plan: Plan | None) -> StepLoad:
-    """What must move and be computed: of the plan's streamed layers; without a plan, of every block
-    with recomputation."""
+    """What `plan` must move and compute; without one, what the least memory would need: every block
+    streamed and recomputed."""
     layers = question.subject.layout.layers
-    streamed = [
-        layer
-        for layer in layers
-        if layer.streamed and (plan is None or layer.index not in plan.resident)
-    ]
-    policies = {
-        layer.index: "recompute" if plan is None else plan.activations[layer.index]
-        for layer in layers
-        if layer.streamed
-    }
-    again = [costs.layers[index] for index, policy in policies.items() if policy == "recompute"]
-    moved = [costs.layers[index] for index, policy in policies.items() if policy == "offload"]
+    blocks = [layer for layer in layers if layer.streamed]
+    streamed = [layer for layer in blocks if plan is None or layer.index not in plan.resident]
+    away = {layer.index for layer in streamed}
+    staying = [layer for layer in layers if layer.index not in away]
+    policies = ["recompute" if plan is None else plan.activations[b.index] for b in blocks]
+
+    def of_policy(policy: str) -> list[LayerCost]:
+        return [
+            costs.layers[b.index] for b, of in zip(blocks, policies, strict=True) if of == policy
+        ]
+
+    largest = sorted((layer.num_parameters for layer in streamed), reverse=True)
     return StepLoad(
         dtype=question.dtype,
         forward_flops=costs.forward_flops,
-        recomputed_flops=sum(layer.forward_flops for layer in again),
+        recomputed_flops=sum(layer.forward_flops for layer in of_policy("recompute")),
         micro_batches=question.accumulation,
-        streamed_parameters=sum(layer.num_parameters for layer in streamed),
+        streamed_parameters=sum(largest),
+        window_parameters=0 if plan is None else sum(largest[: plan.window]),
         trained_parameters=sum(layer.num_trainable for layer in streamed),
-        layer_parameters=max((layer.num_parameters for layer in streamed), default=0),
-        offloaded_bytes=sum(layer.saved_bytes for layer in moved),
+        refreshed_parameters=sum(layer.num_trainable for layer in staying),
+        layer_parameters=next(iter(largest), 0),
+        offloaded_bytes=sum(layer.saved_bytes for layer in of_policy("offload")),
     )
 
 
@@ -219,19 +221,23 @@ def _gains(question: Question, found: Outlook) -> Iterator[Gain]:
 
 
 def _near(question: Question, choice: Choice) -> Timing | None:
-    """The fastest of the plans near `choice` under another question: its window and share of
-    resident blocks, or one more or less of either, with whatever activations then fit. None where
-    not one of them fits, nor any other plan."""
+    """The fastest of the plans near `choice` under another question: its window and its number of
+    resident blocks, or of either what a GiB holds more, with whatever activations then fit. None
+    where not one of them fits, nor any other plan."""
     costs = question.subject.costs_of(question.batch, question.seq, question.dtype)
     demand = _demand(question, costs)
-    blocks = set(question.subject.layout.streamed)
+    sizes = question.subject.layout
+    blocks = set(sizes.streamed)
     kept, window = len(choice.plan.resident & blocks), choice.plan.window
-    near = [(kept, window), (kept + 1, window), (kept, window + 1), (kept - 1, window)]
+    held = max(1, GIB // max(1, sizes.max_numel * demand.weight_bytes))
+    near = [(kept, window), (kept + held, window), (kept, window + held), (kept - 1, window)]
     found = []
     for resident, slots in near:
-        if not 0 <= resident <= len(blocks) or slots > len(blocks) - resident:
+        resident = min(resident, len(blocks))
+        slots = max(1, min(slots, len(blocks) - resident))
+        if resident < 0:
             continue
-        pinned = replace(demand, resident_layers=resident, window=demand.window or max(1, slots))
+        pinned = replace(demand, resident_layers=resident, window=demand.window or slots)
         with contextlib.suppress(ConfigError):
             found.append(_timing(_fastest(question, pinned)))
     if not found:
@@ -244,18 +250,18 @@ def _near(question: Question, choice: Choice) -> Timing | None:
 
 def config_of(question: Question, plan: Plan) -> dict[str, Any]:
     """A config that runs `plan`: for `stronghold.initialize`, DeepSpeed's launcher or a trainer."""
+    blocks = question.subject.layout.streamed
+    kept = len(plan.resident.intersection(blocks))
     section: dict[str, Any] = {
-        "gpu_memory": question.gpu_bytes,
+        "gpu_memory": question.gpu_bytes - plan.activation_bytes,  # which the key does not count
         "host_memory": question.host_bytes,
-        "window": plan.window,
-        "prefetch": plan.prefetch,
+        "resident_layers": "all" if kept == len(blocks) else kept,
     }
-    policies = {plan.activations[index] for index in question.subject.layout.streamed}
-    if len(policies) == 1:
-        section["activations"] = policies.pop()
-    kept = len(plan.resident & set(question.subject.layout.streamed))
-    if kept:
-        section["resident_layers"] = kept
+    if kept < len(blocks):
+        section |= {"window": plan.window, "prefetch": plan.prefetch}
+    # Where blocks differ, what needs the least memory: the config has one word for all of them.
+    policies = {plan.activations[index] for index in blocks}
+    section["activations"] = (policies - {"keep"} or {"keep"}).pop()
     if question.nvme_bytes:
         section["nvme"] = {"path": question.nvme_path, "capacity": question.nvme_bytes}
     config: dict[str, Any] = {

@@ -95,8 +95,10 @@ def _read(file: Path) -> Any:
         )
     try:
         return transformers.AutoConfig.for_model(kind, **raw)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"--model {file}: transformers refuses it: {error}") from error
+    except Exception as error:
+        raise ConfigError(
+            f"--model {file}: transformers refuses it: {type(error).__name__}: {error}"
+        ) from error
 
 
 def _transformers() -> Any:

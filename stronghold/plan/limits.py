@@ -8,9 +8,10 @@ the weights and r further forward passes per micro-batch:
 
     step >= max((6 + 2 r) P T / F + attention, (k e P n + A) / B, (e P n + A) / B, q P / M, D / S)
 
-with F the FLOP/s, B the link's bytes/s per direction, M the host memory's, S the disk's, A the
-bytes of activations that are offloaded in a step, D the disk's bytes and q the bytes of host memory
-that a parameter costs. Beside it stand the fetch and the drain of one layer, which nothing hides.
+less what is still in the window when the direction turns, and with F the FLOP/s, B the link's
+bytes/s per direction, M the host memory's, S the disk's, A the bytes of activations that are
+offloaded in a step, D the disk's bytes and q the bytes of host memory that a parameter costs.
+Beside it stand the fetch and the drain of one layer, which nothing hides.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from dataclasses import dataclass
 from stronghold.plan.profile import ADAM_BF16_BYTES, ADAM_FP32_BYTES, MachineProfile
 
 WEIGHT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
-LOADS = 2  # k: forward and backward; a window that turns round at the end saves no more than itself
+LOADS = 2  # k: forward and backward
 SUM_BYTES = 4  # of an accumulated gradient
 
 COMPUTE = "compute"
@@ -36,8 +37,10 @@ class StepLoad:
     """What one optimizer step moves and computes, whatever the schedule.
 
     `forward_flops` and `recomputed_flops` are of one micro-batch, the latter the part that backward
-    computes again. `streamed_parameters` cross the link; `trained_parameters` of them have
-    gradients and are updated on the host. `layer_parameters` is the largest streamed layer.
+    computes again. `streamed_parameters` cross the link, but for `window_parameters` of them that
+    are still there when the direction turns; `trained_parameters` of them have gradients and are
+    updated on the host. `refreshed_parameters` stay on the device but are updated on the host.
+    `layer_parameters` is the largest streamed layer.
     `offloaded_bytes` of activations leave and return in every micro-batch. `nvme_*_bytes` are of a
     step.
     """
@@ -47,7 +50,9 @@ class StepLoad:
     recomputed_flops: float = 0.0
     micro_batches: int = 1
     streamed_parameters: int = 0
+    window_parameters: int = 0
     trained_parameters: int = 0
+    refreshed_parameters: int = 0
     layer_parameters: int = 0
     offloaded_bytes: int = 0
     nvme_read_bytes: int = 0
@@ -112,29 +117,40 @@ def compute_s(load: StepLoad, machine: MachineProfile) -> float:
     return load.micro_batches * flops / machine.flops[load.dtype]
 
 
+def loaded_parameters(load: StepLoad) -> int:
+    """Parameters that go to the device in a step: k P per micro-batch, without those in the window
+    at each turn between forward and backward, but with them after an update, which changed them;
+    and once what was updated away from where it stays."""
+    turns = LOADS * load.micro_batches - 1
+    streamed = LOADS * load.micro_batches * load.streamed_parameters
+    return streamed - turns * load.window_parameters + load.refreshed_parameters
+
+
+def drained_parameters(load: StepLoad) -> int:
+    """Gradients that leave in a step: of streamed layers in every micro-batch (their slots are
+    needed for the next layer), of those that stay at least once."""
+    return load.micro_batches * load.trained_parameters + load.refreshed_parameters
+
+
 def fetch_bytes(load: StepLoad) -> float:
-    """Host to device: k e P per micro-batch, since a window holds a small part of the layers
-    between forward and backward; and activations that come back."""
-    weights = LOADS * WEIGHT_BYTES[load.dtype] * load.streamed_parameters
-    return float(load.micro_batches * (weights + load.offloaded_bytes))
+    """Host to device: weights, and activations that come back."""
+    weights = WEIGHT_BYTES[load.dtype] * loaded_parameters(load)
+    return float(weights + load.micro_batches * load.offloaded_bytes)
 
 
 def drain_bytes(load: StepLoad) -> float:
-    """Device to host: gradients in the weights' type once per micro-batch (their slots are needed
-    for the next layer), and activations that leave."""
-    gradients = WEIGHT_BYTES[load.dtype] * load.trained_parameters
-    return float(load.micro_batches * (gradients + load.offloaded_bytes))
+    """Device to host: gradients in the weights' type, and activations that leave."""
+    gradients = WEIGHT_BYTES[load.dtype] * drained_parameters(load)
+    return float(gradients + load.micro_batches * load.offloaded_bytes)
 
 
 def memory_bytes(load: StepLoad) -> float:
-    """Host memory, read and written: the optimizer and the sums of gradients for the trained
-    parameters, and every transfer's end in host memory, the disk's too."""
-    size = WEIGHT_BYTES[load.dtype]
+    """Host memory, read and written: the optimizer and the sums of gradients for what is updated on
+    the host, and every transfer's end in host memory, the disk's too."""
     updated = _kernel_bytes(load.dtype, load.micro_batches) * load.trained_parameters
-    weights = LOADS * size * load.streamed_parameters
-    gradients = size * load.trained_parameters
-    transfers = load.micro_batches * (weights + gradients + 2 * load.offloaded_bytes)
-    return float(updated + transfers + load.nvme_read_bytes + load.nvme_write_bytes)
+    updated += _kernel_bytes(load.dtype, 1) * load.refreshed_parameters
+    disk = load.nvme_read_bytes + load.nvme_write_bytes
+    return updated + fetch_bytes(load) + drain_bytes(load) + disk
 
 
 def disk_s(load: StepLoad, machine: MachineProfile) -> float:

@@ -1,0 +1,424 @@
+"""Laws of `stronghold plan`: what it prints is what the planner and the simulator said, what it
+writes runs, and it never promises more than the machine can do."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
+
+import stronghold
+from stronghold import cli, forecast
+from stronghold.config import load
+from stronghold.errors import ConfigError
+from stronghold.forecast.question import Question, Words, understand
+from stronghold.forecast.subject import from_config, from_sizes
+from stronghold.forecast.sweeps import sweep
+from stronghold.plan.profile import MachineProfile, machine_names
+
+SIZES = ["--layers", "6", "--hidden", "128", "--heads", "4", "--vocab", "500", "--seq", "64"]
+SMALL = Words(layers=6, hidden=128, heads=4, vocab=500, seq=64, machine="rtx4090")
+LLAMA_70B = LlamaConfig(
+    hidden_size=8192,
+    intermediate_size=28672,
+    num_hidden_layers=80,
+    num_attention_heads=64,
+    num_key_value_heads=8,
+    vocab_size=128256,
+    tie_word_embeddings=False,
+    architectures=["LlamaForCausalLM"],
+)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> Path:
+    LLAMA_70B.save_pretrained(tmp_path / "llama")
+    return tmp_path / "llama"
+
+
+def run(*arguments: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
+    try:
+        status = cli.main(["plan", *arguments])
+    except SystemExit as stopped:
+        status = int(str(stopped.code))
+    captured = capsys.readouterr()
+    return status, captured.out, captured.err
+
+
+def asked(**changes: Any) -> Question:
+    return understand(Words(**{f: getattr(SMALL, f) for f in SMALL.__slots__} | changes))
+
+
+# -- the page -------------------------------------------------------------------------------------
+
+
+def test_the_page_says_what_fits_how_fast_and_why(capsys: pytest.CaptureFixture[str]) -> None:
+    status, page, _ = run(*SIZES, "--machine", "rtx4090", "--gpu", "1GiB", capsys=capsys)
+    assert status == 0
+    for expected in (
+        "6 blocks",
+        "batch 1 x 64 tokens = 64 tokens per step, clipped at 1",
+        "RTX 4090",
+        "\nFITS\n",
+        "  gpu ",
+        "of 1.00 GiB",
+        "window:",
+        "tokens/s",
+        "of the step",
+        "Physical limit",
+        "the plan reaches",
+        "break even",
+        "1 GiB more on the gpu",
+        "1 GiB more of host memory",
+        "twice the tokens: batch 2",
+        '"stronghold": {',
+    ):
+        assert expected in page
+    assert max(map(len, page.split("Config")[0].splitlines())) <= 100
+
+
+def test_json_has_the_figures_of_the_page(capsys: pytest.CaptureFixture[str]) -> None:
+    call = [*SIZES, "--machine", "a100-80gb"]
+    _, page, _ = run(*call, capsys=capsys)
+    status, text, _ = run(*call, "--json", capsys=capsys)
+    figures = json.loads(text)
+    assert status == 0
+    assert figures["fits"] is True
+    assert figures["tokens"] == 64
+    timing = figures["timing"]
+    assert timing["tokens_per_s"] * timing["step_s"] == pytest.approx(64)
+    assert f"{timing['tokens_per_s']:,.0f} tokens/s" in page
+    assert f"{timing['bound']}, {next(iter(timing['shares'].values())):.0%} of the step" in page
+    assert list(timing["shares"].values()) == sorted(timing["shares"].values(), reverse=True)
+    assert figures["limits"]["bound"] in page
+    assert [tier["name"] for tier in figures["tiers"]] == ["gpu", "host"]
+
+
+@pytest.mark.parametrize("machine", machine_names())
+@pytest.mark.parametrize(
+    ("gpu", "accumulation", "clipping"), [(None, 1, 1.0), ("300MB", 1, 0.0), ("300MB", 3, 1.0)]
+)
+def test_no_prediction_beats_the_physical_limit(
+    machine: str, gpu: str | None, accumulation: int, clipping: float
+) -> None:
+    found = forecast.answer(
+        asked(
+            layers=8,
+            hidden=1024,
+            heads=8,
+            machine=machine,
+            gpu=gpu,
+            accumulation=accumulation,
+            clipping=clipping,
+        )
+    )
+    assert found.timing is not None
+    assert found.timing.step_s >= found.limits.seconds * 0.999
+    assert sum(found.timing.shares.values()) <= 1.001
+
+
+def test_more_memory_is_never_said_to_cost_anything(tmp_path: Path) -> None:
+    """And it buys much where a slow link streams what the GPU could hold."""
+    machine = MachineProfile.load("rtx4090")
+    slow = dataclasses.replace(machine, fetch_gbps=1.0, drain_gbps=1.0, duplex_gbps=1.5)
+    slow.save(tmp_path / "slow.json")
+    found = forecast.answer(
+        asked(hidden=1024, heads=8, gpu="90MB", clipping=0.0, machine=str(tmp_path / "slow.json"))
+    )
+    assert found.timing is not None
+    gains = {gain.change: gain for gain in found.gains}
+    for change in ("1 GiB more on the gpu", "1 GiB more of host memory"):
+        step_s = gains[change].step_s
+        assert step_s is not None
+        assert step_s <= found.timing.step_s
+    assert found.timing.bound.startswith("link")
+    more = gains["1 GiB more on the gpu"].step_s
+    assert more is not None
+    assert more < 0.95 * found.timing.step_s
+
+
+def test_tiers_are_within_their_budgets_and_count_every_parameter() -> None:
+    found = forecast.answer(asked(gpu="1GiB", host="1GiB"))
+    for tier in found.tiers:
+        assert 0 < tier.planned_bytes <= tier.budget_bytes == 1 << 30
+    host = found.tiers[1].parts
+    assert host["weights"] >= 2 * found.asked.num_parameters
+    assert host["moments"] >= 8 * found.asked.num_parameters
+    assert found.tiers[0].parts["activations"] > 0
+
+
+# -- what does not fit ----------------------------------------------------------------------------
+
+
+def test_what_does_not_fit_is_said_with_the_change_that_makes_it_fit(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    call = [*SIZES, "--machine", "rtx4090"]
+    status, page, _ = run(*call, "--host", "1MiB", capsys=capsys)
+    assert status == 1
+    assert "DOES NOT FIT" in page
+    assert "Prediction" not in page
+    assert "Physical limit" in page
+    needed = re.search(r"at\s+least\s+(\d+)", page)
+    assert needed is not None
+    status, page, _ = run(*call, "--host", f"{needed[1]}B", capsys=capsys)
+    assert status == 0
+    assert "\nFITS\n" in page
+    status, _, _ = run(*call, "--host", f"{int(needed[1]) - 1}B", capsys=capsys)
+    assert status == 1
+
+
+def test_a_gpu_too_small_for_one_layer_is_told_what_it_needs(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    call = [*SIZES, "--machine", "rtx4090"]
+    status, page, _ = run(*call, "--gpu", "1MiB", capsys=capsys)
+    assert status == 1
+    needed = re.search(r"gpu_memory\s+to\s+at\s+least\s+(\d+)", page)
+    assert needed is not None
+    status, _, _ = run(*call, "--gpu", f"{needed[1]}B", capsys=capsys)
+    assert status == 0
+
+
+def test_a_change_that_helps_is_named_where_nothing_fits() -> None:
+    found = forecast.answer(asked(host="1MiB"))
+    assert not found.fits
+    assert found.config is None
+    assert [gain.change for gain in found.gains] == ["1 GiB more of host memory"]
+
+
+# -- the config -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
+def test_the_config_loads_and_says_what_was_planned(
+    precision: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "configs" / "small.json"
+    options = ["--batch", "2", "--accumulation", "3", "--clipping", "0.5", "--gpu", "200MB"]
+    status, page, _ = run(
+        *SIZES,
+        *options,
+        *("--machine", "rtx3090", "--precision", precision, "--write", str(path)),
+        capsys=capsys,
+    )
+    assert status == 0
+    assert f"The config is in {path}" in page
+    settings = load(path)
+    assert settings.training.precision == precision
+    assert settings.training.train_micro_batch_size_per_gpu == 2
+    assert settings.training.gradient_accumulation_steps == 3
+    assert settings.training.gradient_clipping == 0.5
+    assert 100_000_000 < settings.stronghold.gpu_memory < 200_000_000  # activations need the rest
+
+
+@pytest.mark.parametrize("gpu", ["4MB", "6MB", "40MB"])
+def test_the_config_runs_as_it_was_planned(gpu: str, tmp_path: Path) -> None:
+    """On the emulated device: window, residents and bytes are those of the page."""
+    config = GPT2Config(n_layer=6, n_embd=128, n_head=4, vocab_size=500, n_positions=64)
+    config.save_pretrained(tmp_path)
+    question = asked(
+        model=tmp_path, layers=None, hidden=None, heads=None, vocab=None, gpu=gpu, host="100MB"
+    )
+    found = forecast.answer(question)
+    assert found.config is not None
+    written = json.loads(json.dumps(found.config))
+    written["stronghold"]["device"] = "emulated"
+    engine, *_ = stronghold.initialize(
+        model=AutoModelForCausalLM.from_config(config), config=written
+    )
+    try:
+        ids = torch.zeros(1, 64, dtype=torch.long)
+        engine.backward(engine(input_ids=ids, labels=ids).loss)
+        engine.step()
+        report = engine._stack.memory_report()
+        device, host = found.tiers
+        planned = device.planned_bytes - device.parts["activations"]
+        assert report.gpu_peak == report.gpu_planned == planned
+        assert report.host_peak == report.host_planned == host.planned_bytes
+        section = found.config["stronghold"]
+        assert engine._stack.plan.window == section.get("window", 0)
+        assert engine._stack.plan.prefetch == section.get("prefetch", 0)
+    finally:
+        engine.destroy()
+
+
+def test_a_config_that_cannot_be_written_is_a_mistake_of_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    status, _, error = run(
+        *SIZES, "--machine", "rtx4090", "--write", str(tmp_path / "file" / "x.json"), capsys=capsys
+    )
+    assert status == 2
+    assert "--write" in error
+    assert error.count("\n") == 1
+
+
+# -- the model ------------------------------------------------------------------------------------
+
+
+def test_a_directory_and_its_config_file_are_the_same_model(llama: Path) -> None:
+    by_directory, by_file = from_config(llama), from_config(llama / "config.json")
+    assert by_directory.layout == by_file.layout
+    assert by_directory.layout.num_parameters == 70_553_706_496
+    assert by_directory.num_blocks == 80
+
+
+def test_sizes_are_gpt2s(tmp_path: Path) -> None:
+    GPT2Config(n_layer=4, n_embd=64, n_head=4, vocab_size=300, n_positions=32).save_pretrained(
+        tmp_path
+    )
+    assert from_sizes(4, 64, 4, 300, 32).layout == from_config(tmp_path).layout
+
+
+def test_more_layers_are_the_same_model_grown(llama: Path) -> None:
+    subject = from_config(llama)
+    for other, blocks in ((subject.with_layers(3), 3), (from_sizes(2, 64, 4, 9, 8), 2)):
+        assert other.num_blocks == blocks
+        grown = other.with_layers(7)
+        assert grown.num_blocks == 7
+        assert len(grown.costs_of(1, 8, "bf16").layers) == len(grown.layout.layers)
+
+
+def test_a_sequence_beyond_the_models_positions_is_noted(tmp_path: Path) -> None:
+    GPT2Config(n_layer=2, n_embd=64, n_head=4, vocab_size=300, n_positions=32).save_pretrained(
+        tmp_path
+    )
+    words = Words(model=tmp_path, machine="h200")
+    assert understand(words).seq == 32
+    assert forecast.answer(understand(words)).notes == ()
+    notes = forecast.answer(understand(dataclasses.replace(words, seq=33))).notes
+    assert any("33" in note and "32 positions" in note for note in notes)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "cannot be read as JSON"),
+        ("{}", "model_type: got None"),
+        ('{"model_type": "lama"}', "model_type: got 'lama'"),
+        ('{"model_type": "llama", "num_attention_heads": 0}', "--model"),
+    ],
+)
+def test_a_config_that_is_none_is_said(text: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        from_config(tmp_path)
+
+
+def test_without_transformers_the_way_out_is_named(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ConfigError, match="pip install transformers"):
+        from_config(llama)
+
+
+# -- mistakes -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--machine", "rtx4090"], "--layers, --hidden, --heads, --vocab: missing"),
+        ([*SIZES[:4], "--machine", "rtx4090"], "--heads, --vocab: missing"),
+        ([*SIZES, "--machine", "rtx4090", "--model", "."], "--model and --layers"),
+        (["--model", "nowhere", "--machine", "rtx4090"], "neither a directory nor a file"),
+        ([*SIZES, "--machine", "rtx4900"], 'Did you mean "rtx4090"'),
+        ([*SIZES, "--machine", "rtx4090", "--gpu", "24G"], "--gpu 24G: expected bytes"),
+        ([*SIZES, "--machine", "rtx4090", "--batch", "0"], "--batch: got 0"),
+        ([*SIZES, "--machine", "rtx4090", "--clipping", "-1"], "--clipping: got -1"),
+        ([*SIZES, "--machine", "rtx4090", "--heads", "3"], "--heads: got 3"),
+    ],
+)
+def test_a_mistake_is_one_line_with_the_options_name(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, page, error = run(*arguments, capsys=capsys)
+    assert (status, page) == (2, "")
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_a_machine_that_was_not_measured_is_told_how(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("STRONGHOLD_PROFILE", raising=False)
+    status, _, error = run(*SIZES, capsys=capsys)
+    assert status == 2
+    assert "stronghold doctor" in error
+    assert "rtx4090" in error
+
+
+def test_this_machines_profile_is_the_default(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("STRONGHOLD_PROFILE", "v100-32gb")
+    status, page, _ = run(*SIZES, capsys=capsys)
+    assert status == 0
+    assert "on V100 32 GB" in page
+
+
+# -- sweeps ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("axis", ["window", "batch", "seq", "layers"])
+def test_a_sweep_draws_and_prints_its_points(
+    axis: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    png = tmp_path / "deep" / f"{axis}.png"
+    limits = ["--gpu", "100MB", "--host", "300MB", "--machine", "v100-32gb"]
+    status, text, _ = run(*SIZES, *limits, "--sweep", axis, "-o", str(png), capsys=capsys)
+    assert status == 0
+    assert f"The plot is in {png}" in text
+    assert png.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    rows = [line for line in text.splitlines() if re.match(r"\s+[\d,]+  ", line)]
+    assert len(rows) >= 4
+
+
+def test_a_sweep_ends_with_the_first_value_that_does_not_fit() -> None:
+    points = sweep(asked(gpu="100MB"), "batch")
+    assert [point.value for point in points] == [2**k for k in range(len(points))]
+    assert all(point.step_s is not None for point in points[:-1])
+    assert points[-1].step_s is None
+
+
+def test_a_swept_point_is_the_forecast_of_that_question() -> None:
+    question = asked(gpu="100MB")
+    points = {point.value: point for point in sweep(question, "batch")}
+    timing = forecast.answer(asked(gpu="100MB", batch=4)).timing
+    assert timing is not None
+    assert points[4].step_s == timing.step_s
+    assert points[4].tokens == 4 * 64
+
+
+# -- speed ----------------------------------------------------------------------------------------
+
+
+def test_a_70b_model_of_80_layers_is_planned_in_five_seconds(llama: Path) -> None:
+    words = Words(model=llama, machine="h100-80gb", host="1200GiB", batch=8)
+    understand(Words(model=llama, machine="h100-80gb"))  # imports
+    begin = time.process_time()  # of this process: others may be at work here
+    found = forecast.answer(understand(words))
+    assert time.process_time() - begin < 5.0
+    assert found.fits
+    assert found.asked.num_blocks == 80
