@@ -33,6 +33,7 @@ from torch.utils import checkpoint as torch_checkpoint
 
 from stronghold.device.base import Device, Fence
 from stronghold.memory.slab import map_slab
+from stronghold.runtime.activation_sizes import ActivationSizes
 from stronghold.telemetry.metrics import Metrics
 
 MIN_OFFLOAD_BYTES = 16 << 10  # below this a copy costs more than the room it frees
@@ -131,6 +132,7 @@ class Activations:
         self._pool: dict[int, list[torch.Tensor]] = defaultdict(list)
         self._pinned: list[torch.Tensor] = []
         self.host_bytes = 0
+        self.sizes = ActivationSizes(len(policies))
 
     # -- around a layer's forward -----------------------------------------------------------------
     def enter(
@@ -154,6 +156,8 @@ class Activations:
         foreign = _active_hooks()
         offload = self._policies[layer] == "offload" and foreign is None and not recomputing
         self._in_scope.clear()
+        if not recomputing:
+            self.sizes.enter(layer, (args, kwargs))
         hooks = saved_tensors_hooks(
             lambda tensor: self._pack(layer, tensor, foreign, offload),
             lambda packed: self._unpack(packed, foreign),
@@ -177,6 +181,7 @@ class Activations:
         if not self._open[layer]:  # the forward failed before `enter`
             return
         scope = self._open[layer].pop()
+        self.sizes.leave()
         scope.hooks.__exit__(None, None, None)
         self._in_scope.clear()
         if scope.recomputation is not None:
@@ -191,6 +196,7 @@ class Activations:
             return SavedWeight(
                 held, tensor.dtype, int(tensor.storage_offset()), tensor.shape, tensor.stride()
             )
+        self.sizes.saw(layer, tensor)
         if foreign is not None:
             return _Foreign(foreign[0](tensor))
         if offload and self._worth_offloading(tensor):
