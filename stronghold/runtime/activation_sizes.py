@@ -23,7 +23,8 @@ class ActivationSizes:
         self.saved = [0] * num_layers
         self.boundary = [0] * num_layers
         self._layer: int | None = None  # whose forward runs, unless it is a recomputation
-        self._seen: set[int] = set()
+        # Held while the forward runs: an address that was freed would be given to another.
+        self._seen: dict[int, torch.UntypedStorage] = {}
         self._bytes = 0
 
     def enter(self, layer: int, inputs: Any) -> None:
@@ -43,6 +44,7 @@ class ActivationSizes:
     def leave(self) -> None:
         """It returned or raised."""
         self._layer = None
+        self._seen.clear()
 
     def saw(self, layer: int, tensor: torch.Tensor) -> None:
         """Autograd saves the tensor, which is in no slot."""
@@ -50,6 +52,6 @@ class ActivationSizes:
             return
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in self._seen:
-            self._seen.add(storage.data_ptr())
+            self._seen[storage.data_ptr()] = storage
             self._bytes += storage.nbytes()
             self.saved[layer] = max(self.saved[layer], self._bytes)
