@@ -171,7 +171,7 @@ class Load:
         stack.runtime.restart()
         exact = self._optimizer is not None and custom is None
         if exact and any(record.moments for _, _, _, record in self._found):
-            stack.host.prepare_training()
+            stack.prepare_training()
         if custom is None:
             self._weights(exact)
         else:

@@ -187,6 +187,12 @@ class StrongholdConfig(_Section):
     resident_layers: NotNegative | Literal["all"] | None = Field(
         default=None, description="Layers that stay on the GPU and are never streamed."
     )
+    resident_updates: Literal["gpu", "host"] | None = Field(
+        default=None,
+        description="Where layers that stay on the GPU are updated: there, with masters and "
+        "moments beside them and nothing on the host, or on the host, from which they are fetched "
+        "each step.",
+    )
     cpu_threads: Positive | None = Field(
         default=None,
         description="Threads of the CPU optimizer. Left out: the cores that torch does not use.",

@@ -24,6 +24,7 @@ from typing import Protocol
 
 import torch
 
+from stronghold.device.kernels import Kernels
 from stronghold.errors import BudgetError, LaneError, StateError
 from stronghold.telemetry.trace import NullTrace, Trace
 
@@ -257,6 +258,12 @@ class Device(ABC):
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Copy contiguous bytes between host and device; called from a lane's work alone."""
 
+    @abstractmethod
+    def copy_now(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Copy contiguous bytes between host and device, outside of every lane, and return when
+        they are there: for what is rare (adoption, checkpoints, the end). Any thread; the caller
+        has waited for what writes `source` and for what uses `target`."""
+
     def keep_for_lane(self, tensor: torch.Tensor) -> None:  # noqa: B027 - CPU memory is not reused
         """Called from a lane's work: the allocator may not give the tensor's memory to others
         before the lane is done with it, even if everybody drops the tensor."""
@@ -266,6 +273,16 @@ class Device(ABC):
         """Make any later read of a freed buffer visible where the device can afford it."""
 
     # -- the compute lane -----------------------------------------------------------------------
+    @property
+    @abstractmethod
+    def kernels(self) -> Kernels:
+        """The update's arithmetic on this device's memory, in order with compute. Made when it is
+        first asked for; entered by whoever calls hooks."""
+
+    def charge_compute(self, nbytes: int) -> None:  # noqa: B027 - a real device takes its own time
+        """What was just called on the compute lane moves `nbytes` of device memory: a simulated
+        device makes seconds of them."""
+
     @abstractmethod
     def record_compute(self, operation: str) -> Fence:
         """The fence of everything that the calling thread has enqueued on the compute lane."""

@@ -30,6 +30,7 @@ from stronghold.device.base import (
     moved,
     timed,
 )
+from stronghold.device.triton_kernels import TritonKernels
 from stronghold.errors import ConfigError, StateError
 from stronghold.telemetry.trace import NullTrace, Trace
 
@@ -122,6 +123,7 @@ class CudaDevice(Device):
         # A deque: lanes append while the training thread takes from the other end.
         self._spans: deque[tuple[str, str, torch.cuda.Event, torch.cuda.Event, int]] = deque()
         self._origin = self._make_origin() if self.trace.recording else None
+        self._kernels: TritonKernels | None = None
         self.fetch = StreamLane("fetch", self)
         self.drain = StreamLane("drain", self)
         self.update = HostLane("update", self)
@@ -164,6 +166,20 @@ class CudaDevice(Device):
         # torch does not know that our mappings are registered: is_pinned() asks the driver, which
         # does.
         target.copy_(source, non_blocking=True)
+
+    def copy_now(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        # A stream of its own: any thread may call, and the caller has waited for the other streams.
+        self.enter_operation()
+        stream = torch.cuda.Stream(self._device)
+        with torch.cuda.stream(stream):
+            target.copy_(source, non_blocking=True)
+        stream.synchronize()
+
+    @property
+    def kernels(self) -> TritonKernels:
+        if self._kernels is None:
+            self._kernels = TritonKernels(self)
+        return self._kernels
 
     def keep_for_lane(self, tensor: torch.Tensor) -> None:
         tensor.record_stream(torch.cuda.current_stream(self._device))

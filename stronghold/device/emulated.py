@@ -14,7 +14,9 @@ import time
 
 import torch
 
+from stronghold import native
 from stronghold.device.base import Device, Fence, HostLane, completed, timed
+from stronghold.device.kernels import NativeKernels
 from stronghold.errors import StateError
 from stronghold.telemetry.trace import NullTrace, Trace
 
@@ -51,6 +53,7 @@ class EmulatedDevice(Device):
         self._random: dict[str, random.Random] = {}
         self._link_gbps = link_gbps
         self._pace_gbps = {"update": update_gbps} if update_gbps is not None else {}
+        self._pool: native.Pool | None = None
         self.fetch = HostLane("fetch", self)
         self.drain = HostLane("drain", self)
         self.update = HostLane("update", self)
@@ -84,6 +87,16 @@ class EmulatedDevice(Device):
                 due = start + (begin + size) / (self._link_gbps * 1e9)
                 time.sleep(max(0.0, due - time.perf_counter()))
 
+    def copy_now(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        self.copy(target, source)
+
+    @property
+    def kernels(self) -> NativeKernels:
+        # A pool of its own: work on the compute lane must not wait for the update lane's.
+        if self._pool is None:
+            self._pool = native.Pool(torch.get_num_threads())
+        return NativeKernels(self._pool)
+
     def poison(self, tensor: torch.Tensor) -> None:
         if self._poison:
             ctypes.memset(tensor.data_ptr(), NAN_BYTE, tensor.numel() * tensor.element_size())
@@ -108,6 +121,11 @@ class EmulatedDevice(Device):
             if lane not in self._random:
                 self._random[lane] = random.Random(f"{self._seed} {lane}")
             time.sleep(self._random[lane].uniform(0.0, self._jitter_s))
+
+    def close(self) -> None:
+        super().close()
+        if self._pool is not None:
+            self._pool.close()
 
     def pace(self, lane: str, nbytes: int, start_s: float) -> None:
         if (gbps := self._pace_gbps.get(lane)) is not None:

@@ -317,6 +317,9 @@ class SimulatedDevice(Device):
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """There are no bytes: the lane's clock moved."""
 
+    def copy_now(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Between steps, which are not simulated."""
+
     def poison(self, tensor: torch.Tensor) -> None:
         """There are no bytes."""
 

@@ -16,7 +16,7 @@ a small ring.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -64,6 +64,22 @@ def view(flat: torch.Tensor, part: ParameterSlice) -> torch.Tensor:
     return flat[part.offset : part.offset + part.numel].view(part.shape)
 
 
+def fill(
+    weights: torch.Tensor,
+    layout: LayerLayout,
+    parameters: Sequence[nn.Parameter],
+    source: WeightSource | None,
+) -> None:
+    """Copy `parameters` (in the layout's order) into the layer's flat host array, cast to its
+    dtype; those on the meta device are read from `source`.
+    """
+    for part, parameter in zip(layout.slices, parameters, strict=True):
+        if parameter.is_meta and source is not None:
+            source.read_into(parameter, view(weights, part))
+        else:
+            view(weights, part).copy_(parameter.detach())
+
+
 @dataclass(slots=True)
 class GradientEntry:
     """Host room for one layer's drained gradients, and the fence after which it may be
@@ -75,10 +91,13 @@ class GradientEntry:
 
 @dataclass(slots=True)
 class LayerState:
-    """One layer's slabs; the training arrays stay None until `HostStore.prepare_training`."""
+    """One layer's arrays; those of training stay None until the first backward. They are slabs on
+    the host, or `on_device`, where `memory.resident` made them.
+    """
 
     layout: LayerLayout
     weights: torch.Tensor
+    on_device: bool = False
     low: torch.Tensor | None = None
     exp_avg: torch.Tensor | None = None
     exp_avg_sq: torch.Tensor | None = None
@@ -89,8 +108,10 @@ class LayerState:
 class HostStore:
     """All host state of one engine.
 
-    `dtype` is the compute dtype. `ring_entries` gradient entries of the largest trainable layer
-    exist when gradients are not held; `hold` gives every trainable layer its own entry;
+    `layers` has every layer of the model; those in `elsewhere` take nothing here: their arrays are
+    made by `memory.resident`. `dtype` is the compute dtype. `ring_entries` gradient entries of the
+    largest trainable layer exist when gradients are not held; `hold` gives every trainable layer
+    its own entry;
     `accumulate` gives every one an fp32 accumulator. `allocate` makes a flat zero tensor of host
     memory.
     """
@@ -104,6 +125,7 @@ class HostStore:
         hold: bool,
         accumulate: bool,
         ring_entries: int,
+        elsewhere: frozenset[int] = frozenset(),
         allocate: Callable[[int, torch.dtype], torch.Tensor] = map_slab,
     ) -> None:
         self.layout = layout
@@ -114,8 +136,14 @@ class HostStore:
         self._ring_entries = ring_entries
         self._allocate = allocate
         self.layers = [
-            LayerState(layout=layer, weights=torch.empty(0, dtype=dtype)) for layer in layout.layers
+            LayerState(
+                layout=layer,
+                weights=torch.empty(0, dtype=dtype),
+                on_device=layer.index in elsewhere,
+            )
+            for layer in layout.layers
         ]
+        self._mine = [state for state in self.layers if not state.on_device]
         self._ring: list[GradientEntry] = []
         self._ring_cursor = 0
         self._pinned: list[torch.Tensor] = []
@@ -137,11 +165,7 @@ class HostStore:
         to `dtype`; those on the meta device are read from `source`."""
         state = self.layers[index]
         state.weights = self._slab(state.layout.numel, self.dtype, pinned=True)
-        for part, parameter in zip(state.layout.slices, parameters, strict=True):
-            if parameter.is_meta and source is not None:
-                source.read_into(parameter, view(state.weights, part))
-            else:
-                view(state.weights, part).copy_(parameter.detach())
+        fill(state.weights, state.layout, parameters, source)
 
     def prepare_training(self) -> None:
         """Make masters, moments and gradient entries; called once, at the first backward.
@@ -152,7 +176,7 @@ class HostStore:
             return
         self.training = True
         low_dtype = LOW_DTYPE[self.dtype]
-        for state in self.layers:
+        for state in self._mine:
             numel = state.layout.trainable_numel
             if low_dtype is not None:
                 state.low = self._slab(numel, low_dtype, pinned=False)
@@ -168,7 +192,7 @@ class HostStore:
             self._make_ring(self._ring_entries)
 
     def _make_ring(self, num_entries: int) -> None:
-        largest = max((layer.trainable_numel for layer in self.layout.layers), default=0)
+        largest = max((state.layout.trainable_numel for state in self._mine), default=0)
         self._ring = [self._entry(largest) for _ in range(num_entries)]
 
     def _entry(self, numel: int) -> GradientEntry:

@@ -49,19 +49,21 @@ class Slot:
 @dataclass(slots=True, eq=False)
 class GradientSlot:
     """Room for one layer's gradients in the compute dtype; `arrived` names the parameters that are
-    in it."""
+    in it. `held`: gathering is over, and the gradients stay until the step ends."""
 
     gradients: torch.Tensor
     free_after: Fence
     layer: int | None = None
+    held: bool = False
     arrived: set[int] = field(default_factory=set)
 
 
 class Window:
     """`num_slots` weight slots that the layers outside `resident` take turns in; each resident
-    layer has a slot of its own size for good. Blocks gather gradients in `num_gradient_slots`
-    shared slots, what is no block (embedding, head) in one of its own, since its gradients come
-    early and late in backward."""
+    layer has a slot of its own size for good, unless it is `elsewhere`: updated on the device, its
+    weights never come or go. Blocks gather gradients in `num_gradient_slots` shared slots; what is
+    in `own_gradients` has one of its own: what is no block (embedding, head), since its gradients
+    come early and late in backward, and whatever holds them on the device until the gate."""
 
     def __init__(
         self,
@@ -72,8 +74,12 @@ class Window:
         resident: frozenset[int],
         num_slots: int,
         num_gradient_slots: int,
+        elsewhere: frozenset[int] = frozenset(),
+        own_gradients: frozenset[int] | None = None,
     ) -> None:
         layers = tuple(layers)
+        if own_gradients is None:
+            own_gradients = frozenset(layer.index for layer in layers if not layer.streamed)
         streamed = [layer for layer in layers if layer.index not in resident]
         self._device = device
         self._dtype = dtype
@@ -82,7 +88,8 @@ class Window:
         self.resident = resident
         slot_numel = max((layer.numel for layer in streamed), default=0)
         self._gradient_numel = max(
-            (layer.trainable_numel for layer in layers if layer.streamed), default=0
+            (layer.trainable_numel for layer in layers if layer.index not in own_gradients),
+            default=0,
         )
         self._slots = [
             self._slot(slot_numel, f"weight slot {i}") for i in range(num_slots if streamed else 0)
@@ -90,15 +97,16 @@ class Window:
         self._own = {
             layer.index: self._slot(layer.numel, f"weights of {layer.name}")
             for layer in layers
-            if layer.index in resident
+            if layer.index in resident - elsewhere
         }
         self._own_trainable = {
             layer.index: layer.trainable_numel
             for layer in layers
-            if not layer.streamed and layer.trainable_numel
+            if layer.index in own_gradients and layer.trainable_numel
         }
         self._gradient_slots: list[GradientSlot] = []
         self._own_gradients: dict[int, GradientSlot] = {}
+        self._beside: dict[int, GradientSlot] = {}  # gathering for layers whose own slot is held
         self._holding: dict[int, Slot] = dict(self._own)
         for index, slot in self._own.items():
             slot.layer = index
@@ -182,16 +190,22 @@ class Window:
         """The gradient slot in which the layer's gradients are being gathered."""
         own = self._own_gradients.get(layer)
         if own is not None:
-            return own if own.layer == layer else None
+            return own if own.layer == layer else self._beside.get(layer)
         return next((slot for slot in self._gradient_slots if slot.layer == layer), None)
 
     def free_gradient_slot(self, layer: int) -> GradientSlot | None:
         """A gradient slot for the layer that nobody gathers in; its `free_after` may still be
-        pending."""
+        pending. While the layer's own slot is held it is torch's memory, for as long as the layer
+        gathers: what comes twice in a step is rare, and not planned."""
         own = self._own_gradients.get(layer)
-        if own is not None:
-            return own
-        return next((slot for slot in self._gradient_slots if slot.layer is None), None)
+        if own is None:
+            return next((slot for slot in self._gradient_slots if slot.layer is None), None)
+        if own.held:
+            self._beside[layer] = GradientSlot(
+                torch.empty_like(own.gradients), completed("compute", "never used")
+            )
+            return self._beside[layer]
+        return own
 
     def claim_gradients(self, slot: GradientSlot, layer: int) -> None:
         """The layer's gradients are gathered in `slot` from now on."""
@@ -206,12 +220,32 @@ class Window:
         """Give a gradient slot back, free after `after` (its drain)."""
         if slot.layer is None:
             raise StateError("a gradient slot was given back twice")
+        if self._beside.get(slot.layer) is slot:
+            del self._beside[slot.layer]
         slot.layer = None
         slot.free_after = after
         if slot in self._gradient_slots:
             # The slot freed last is taken last, so that its drain can go on meanwhile.
             self._gradient_slots.remove(slot)
             self._gradient_slots.append(slot)
+
+    def hold_gradients(self, slot: GradientSlot) -> None:
+        """Gathering is over: the layer's own slot keeps its gradients until `drop_held`."""
+        if slot.layer is None or self._own_gradients.get(slot.layer) is not slot:
+            raise StateError("gradients can be held in a layer's own slot alone")
+        slot.layer = None
+        slot.held = True
+
+    def held_gradients(self, layer: int) -> torch.Tensor:
+        """What the layer's own slot holds, or will."""
+        return self._own_gradients[layer].gradients
+
+    def drop_held(self, layer: int) -> None:
+        """The layer's held gradients were used, or are void; harmless when it holds none."""
+        slot = self._own_gradients.get(layer)
+        if slot is not None and slot.held:
+            slot.held = False
+            self._device.poison(slot.gradients)
 
     def shares_gradient_slots(self, layer: int) -> bool:
         """Whether the layer takes turns with others, rather than having a gradient slot of its
@@ -220,7 +254,8 @@ class Window:
 
     def gathering(self) -> list[int]:
         """Layers whose gradients are in a slot and not yet on their way out."""
-        slots = [*self._gradient_slots, *self._own_gradients.values()]
+        own = [*self._own_gradients.values(), *self._beside.values()]
+        slots = [*self._gradient_slots, *own]
         return [slot.layer for slot in slots if slot.layer is not None]
 
     def close(self) -> None:
@@ -231,3 +266,4 @@ class Window:
         self._holding.clear()
         self._gradient_slots.clear()
         self._own_gradients.clear()
+        self._beside.clear()

@@ -8,7 +8,7 @@ them).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum
 
@@ -44,6 +44,8 @@ class Demand:
     window: int | None = None
     prefetch: int | None = None
     resident_layers: int | None = None
+    resident_updates: str | None = None  # "gpu" or "host": where resident layers are updated
+    whole: bool | None = None  # None: where every layer stays on the gpu and is updated there
     activations: str | tuple[str, ...] | None = None  # one policy, or one per layer
     # Bytes that each layer's forward keeps, and that recomputation keeps in their place; empty:
     # unknown, and the gpu budget is for weights and gradients alone.
@@ -56,11 +58,19 @@ class Demand:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """What will run. `gpu_bytes` and `host_bytes` name every part of each tier's peak, activations
-    excepted: `activation_bytes` are theirs on the gpu, 0 where they are not known."""
+    excepted: `activation_bytes` are theirs on the gpu, 0 where they are not known.
+
+    Layers in `updated_on_gpu`, which are resident, have their masters, moments and sums there too,
+    and nothing on the host. `whole`: every layer is one of them, and nothing stands on the model's
+    path: no hooks, no slots, no copies.
+    """
 
     window: int
     prefetch: int
     resident: frozenset[int]
+    updated_on_gpu: frozenset[int]
+    whole: bool
+    own_gradients: frozenset[int]  # layers that gather gradients in a slot of their own
     gradient_slots: int
     gradients: Gradients
     ring_entries: int
@@ -100,14 +110,12 @@ class Plan:
 
 def make_plan(layout: ModelLayout, demand: Demand) -> Plan:
     """The plan for `layout`; BudgetError, before anything is allocated, when it cannot fit."""
-    blocks = [layer for layer in layout.layers if layer.streamed]
-    outside = [layer for layer in layout.layers if not layer.streamed]
     reasons: list[str] = []
-    kept = _kept_blocks(blocks, demand, reasons)
-    streamed = [layer for layer in blocks if layer.index not in kept]
+    gradients = _gradients(demand)
+    places = _places(layout, demand, gradients, reasons)
 
     def gpu_bytes(window: int, gradient_slots: int) -> dict[str, int]:
-        return _gpu_bytes(blocks, streamed, outside, kept, window, gradient_slots, demand)
+        return _gpu_bytes(places, window, gradient_slots, demand)
 
     activations = _activations(layout, demand)
     kept_bytes = activation_bytes(layout, activations, demand)
@@ -115,28 +123,31 @@ def make_plan(layout: ModelLayout, demand: Demand) -> Plan:
     def gpu_total(window: int, gradient_slots: int) -> int:
         return kept_bytes + sum(gpu_bytes(window, gradient_slots).values())
 
-    trainable = demand.training and any(layer.trainable_numel for layer in blocks)
-    most_gradients = MAX_GRADIENT_SLOTS if trainable else 0
-    window, gradient_slots, reason = _slots(len(streamed), most_gradients, gpu_total, demand)
+    most_gradients = _most_gradient_slots(places, demand)
+    num_streamed = len(places.streamed)
+    window, gradient_slots, reason = _slots(num_streamed, most_gradients, gpu_total, demand)
     reasons.append(reason)
-    prefetch = _prefetch(window, len(streamed), most_gradients, gpu_total, demand)
-    gradients = _gradients(demand)
+    prefetch = _prefetch(window, num_streamed, most_gradients, gpu_total, demand)
     threads = demand.cpu_threads or max(1, demand.num_cores)
     reasons.append(
-        f"activations: {_in_words(activations, blocks)}; {threads} update threads; gradients: "
-        f"{gradients.value}"
+        f"activations: {_in_words(activations, places.blocks)}; {threads} update threads; "
+        f"gradients: {gradients.value}"
     )
+    on_host = [layer for layer in layout.layers if layer.index not in places.on_gpu]
     plan = Plan(
         window=window,
         prefetch=prefetch,
-        resident=frozenset(layer.index for layer in outside) | kept,
+        resident=places.resident,
+        updated_on_gpu=places.on_gpu,
+        whole=places.whole,
+        own_gradients=frozenset(layer.index for layer in places.gathering_alone),
         gradient_slots=gradient_slots,
         gradients=gradients,
-        ring_entries=0 if gradients is Gradients.HELD or not demand.training else RING_ENTRIES,
+        ring_entries=RING_ENTRIES if _needs_ring(on_host, gradients, demand) else 0,
         activations=activations,
         cpu_threads=threads,
         gpu_bytes=gpu_bytes(window, gradient_slots),
-        host_bytes=_host_bytes(layout, gradients, demand),
+        host_bytes=_host_bytes(on_host, gradients, demand),
         num_parameters=layout.num_parameters,
         activation_bytes=kept_bytes,
         recomputed=_recomputed(layout, activations),
@@ -144,6 +155,75 @@ def make_plan(layout: ModelLayout, demand: Demand) -> Plan:
     )
     _check_host(plan, demand)
     return plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Places:
+    """Which layers move, which stay, and what those that are updated on the gpu have there."""
+
+    blocks: list[LayerLayout]
+    outside: list[LayerLayout]
+    streamed: list[LayerLayout]
+    resident: frozenset[int]
+    on_gpu: frozenset[int]
+    whole: bool
+    gradients: Gradients
+    gathering_alone: list[LayerLayout]  # in a gradient slot of their own
+    taking_turns: list[LayerLayout]  # in the shared ones
+
+
+def _places(
+    layout: ModelLayout, demand: Demand, gradients: Gradients, reasons: list[str]
+) -> _Places:
+    blocks = [layer for layer in layout.layers if layer.streamed]
+    outside = [layer for layer in layout.layers if not layer.streamed]
+    kept = _kept_blocks(blocks, demand, reasons)
+    resident = frozenset(layer.index for layer in outside) | kept
+    on_gpu = resident if demand.resident_updates == "gpu" else frozenset[int]()
+    whole = _is_whole(layout, on_gpu, demand)
+    if whole:
+        reasons.append("the model stays whole on the gpu: no hooks, no copies")
+    elif on_gpu:
+        reasons.append("resident layers are updated on the gpu (stronghold.resident_updates)")
+    # Until the gate opens, a layer's gradients stay where they were gathered.
+    held = on_gpu if gradients is Gradients.HELD else frozenset[int]()
+    alone = [layer for layer in layout.layers if not layer.streamed or layer.index in held]
+    return _Places(
+        blocks=blocks,
+        outside=outside,
+        streamed=[layer for layer in blocks if layer.index not in kept],
+        resident=resident,
+        on_gpu=on_gpu,
+        whole=whole,
+        gradients=gradients,
+        gathering_alone=[] if whole else alone,
+        taking_turns=[] if whole else [layer for layer in blocks if layer.index not in held],
+    )
+
+
+def _is_whole(layout: ModelLayout, on_gpu: frozenset[int], demand: Demand) -> bool:
+    policies = set(_activations(layout, demand))
+    possible = len(on_gpu) == len(layout.layers) and policies <= {"keep"}
+    if demand.whole and not possible:
+        raise ConfigError(
+            "a model is whole on the gpu when every layer stays and is updated there, and "
+            'activations are kept: set stronghold.resident_layers to "all", '
+            'stronghold.resident_updates to "gpu" and stronghold.activations to "keep"'
+        )
+    return possible if demand.whole is None else demand.whole
+
+
+def _most_gradient_slots(places: _Places, demand: Demand) -> int:
+    """One slot gathers while the other drains; gradients that stay on the gpu need no second."""
+    trainable = [layer.index for layer in places.taking_turns if layer.trainable_numel]
+    if not demand.training or not trainable:
+        return 0
+    return 1 if places.on_gpu.issuperset(trainable) else MAX_GRADIENT_SLOTS
+
+
+def _needs_ring(on_host: list[LayerLayout], gradients: Gradients, demand: Demand) -> bool:
+    trainable = any(layer.trainable_numel for layer in on_host)
+    return demand.training and trainable and gradients is not Gradients.HELD
 
 
 def _kept_blocks(blocks: list[LayerLayout], demand: Demand, reasons: list[str]) -> frozenset[int]:
@@ -248,6 +328,11 @@ def _slots(
             "one weight slot and one gradient slot of the largest layer, beside "
             f"{total(0, 0)} bytes of what stays on the gpu; raise gpu_memory to at least {smallest}"
             + (", or lower stronghold.resident_layers" if demand.resident_layers else "")
+            + (
+                ', or set stronghold.resident_updates to "host"'
+                if demand.resident_updates == "gpu"
+                else ""
+            )
         )
     # A second gradient slot lets a drain overlap the next backward: worth more than a third
     # weight slot.
@@ -282,42 +367,45 @@ def _prefetch(
     )
 
 
-def _gpu_bytes(
-    blocks: list[LayerLayout],
-    streamed: list[LayerLayout],
-    outside: list[LayerLayout],
-    kept: frozenset[int],
-    window: int,
-    gradient_slots: int,
-    demand: Demand,
-) -> dict[str, int]:
+def _gpu_bytes(places: _Places, window: int, gradient_slots: int, demand: Demand) -> dict[str, int]:
     size = demand.weight_bytes
-    own_gradients = sum(layer.trainable_numel for layer in outside) if demand.training else 0
+    kept = [layer for layer in places.blocks if layer.index in places.resident]
+    on_gpu = [layer for layer in (*places.blocks, *places.outside) if layer.index in places.on_gpu]
+    trained = sum(layer.trainable_numel for layer in on_gpu) if demand.training else 0
+    alone = sum(layer.trainable_numel for layer in places.gathering_alone if demand.training)
+    by_torch = sum(layer.num_trainable for layer in on_gpu) if demand.training else 0
     return {
-        "weight slots": window * max((layer.numel for layer in streamed), default=0) * size,
+        "weight slots": window * _largest(layer.numel for layer in places.streamed) * size,
         "gradient slots": gradient_slots
-        * max((layer.trainable_numel for layer in blocks), default=0)
+        * _largest(layer.trainable_numel for layer in places.taking_turns)
         * size,
-        "resident blocks": sum(layer.numel for layer in blocks if layer.index in kept) * size,
-        "outside the blocks": sum(layer.numel for layer in outside) * size,
-        "their gradients": own_gradients * size,
+        "resident blocks": sum(layer.numel for layer in kept) * size,
+        "outside the blocks": sum(layer.numel for layer in places.outside) * size,
+        "gradients of resident layers": alone * size,
+        "rest of the masters": trained * demand.low_bytes,
+        "moments": trained * 8,
+        "accumulated gradients": trained * 4 if places.gradients is Gradients.ACCUMULATED else 0,
+        "gradients (kept by torch)": by_torch * size if places.whole else 0,
     }
 
 
-def _host_bytes(layout: ModelLayout, gradients: Gradients, demand: Demand) -> dict[str, int]:
-    trainable = sum(layer.trainable_numel for layer in layout.layers) if demand.training else 0
-    largest = (
-        max((layer.trainable_numel for layer in layout.layers), default=0) if demand.training else 0
-    )
+def _host_bytes(layers: list[LayerLayout], gradients: Gradients, demand: Demand) -> dict[str, int]:
+    """Of the layers that are updated on the host."""
+    trainable = sum(layer.trainable_numel for layer in layers) if demand.training else 0
+    largest = _largest(layer.trainable_numel for layer in layers) if demand.training else 0
     ring = 0 if gradients is Gradients.HELD else RING_ENTRIES * largest * demand.weight_bytes
     return {
-        "weights": sum(layer.numel for layer in layout.layers) * demand.weight_bytes,
+        "weights": sum(layer.numel for layer in layers) * demand.weight_bytes,
         "rest of the masters": trainable * demand.low_bytes,
         "moments": trainable * 8,
         "held gradients": trainable * demand.weight_bytes if gradients is Gradients.HELD else 0,
         "accumulated gradients": trainable * 4 if gradients is Gradients.ACCUMULATED else 0,
         f"gradient ring ({RING_ENTRIES} entries)": ring,
     }
+
+
+def _largest(numels: Iterable[int]) -> int:
+    return max(numels, default=0)
 
 
 def _check_host(plan: Plan, demand: Demand) -> None:

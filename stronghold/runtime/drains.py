@@ -1,6 +1,7 @@
 """Gradients on their way out: gathered layer by layer in slots, drained to the host.
 
-Owns the issue of drains, on behalf of the executor. Never computes with a gradient, except that two
+Owns the issue of drains, on behalf of the executor; what `residents` updates on the device stays
+there. Never computes with a gradient, except that two
 parts of one are added in the slot. Entered by whoever runs autograd's hooks: the training thread,
 or autograd's own on a GPU. Races and what prevents them:
   * a gradient slot is filled while it drains -> compute waits for the slot's drain
@@ -21,13 +22,14 @@ from stronghold.memory.host import HostStore, view
 from stronghold.memory.window import GradientSlot, Window
 from stronghold.model.layout import ALIGN_NUMEL, ParameterSlice
 from stronghold.runtime.adam import AdamSteps
+from stronghold.runtime.residents import Residents
 from stronghold.runtime.updater import Updater
 from stronghold.telemetry.metrics import Metrics
 
 
 class GradientDrains:
-    """Gathers and drains. `last_fetch(layer)`: the fence of the layer's newest fetch; no update may
-    overtake it.
+    """Gathers, and drains or hands to `residents`. `last_fetch(layer)`: the fence of the layer's
+    newest fetch; no update may overtake it.
     """
 
     def __init__(
@@ -40,6 +42,7 @@ class GradientDrains:
         adam: AdamSteps,
         metrics: Metrics,
         last_fetch: Callable[[int], Fence],
+        residents: Residents | None = None,
     ) -> None:
         self._device = device
         self._host = host
@@ -48,6 +51,7 @@ class GradientDrains:
         self._adam = adam
         self._metrics = metrics
         self._last_fetch = last_fetch
+        self._residents = residents
         self.drained_bytes = 0
 
     def arrived(
@@ -108,6 +112,9 @@ class GradientDrains:
     def _drain(self, layer: int, calls: int) -> None:
         slot = self._window.gradient_slot_of(layer)
         assert slot is not None
+        if self._residents is not None and layer in self._residents:
+            self._residents.gathered(layer, slot)
+            return
         arrived = frozenset(slot.arrived)
         entry = self._updater.entry_for(layer, arrived, calls)
         slices = self._host.layers[layer].layout.slices

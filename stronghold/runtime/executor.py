@@ -26,13 +26,15 @@ from torch import nn
 
 from stronghold.device.base import Device, Fence, completed, timed
 from stronghold.errors import ConfigError
-from stronghold.memory.host import HostStore, view
+from stronghold.memory.host import HostStore
 from stronghold.memory.window import Residency, Window
 from stronghold.model.layout import ParameterSlice
 from stronghold.plan.planner import Plan
 from stronghold.plan.schedule import Action, Kind, Schedule, canonical_uses, make_schedule
 from stronghold.runtime.adam import AdamSteps
+from stronghold.runtime.binding import Bindings
 from stronghold.runtime.drains import GradientDrains
+from stronghold.runtime.residents import Residents
 from stronghold.runtime.updater import Updater
 from stronghold.telemetry.metrics import Metrics
 
@@ -76,27 +78,27 @@ class Executor:
         parameters: Sequence[Sequence[nn.Parameter]],
         adam: AdamSteps,
         metrics: Metrics,
+        residents: Residents | None = None,
     ) -> None:
         self._device = device
         self._host = host
         self._window = window
         self._updater = updater
         self._plan = plan
-        self._parameters = parameters
+        self._bindings = Bindings(host.layers, parameters)
         self._metrics = metrics
         self.phase = Phase.IDLE
         num_layers = len(host.layers)
         self._last_fetch: list[Fence] = [
             completed("fetch", "never fetched") for _ in range(num_layers)
         ]
-        self._stale = set(range(num_layers)) & set(plan.resident)
+        # Resident layers whose weights come from the host; the others' are never old.
+        self._refreshed = plan.resident - plan.updated_on_gpu
+        self._stale = set(self._refreshed)
         self._layer_at: dict[
             int, int
         ] = {}  # address of a slot's storage -> layer, for saved tensors
         self._calls = [0] * num_layers  # forward calls with gradients since the last backward
-        # Where each layer's parameters point, and the views that they take there, by address.
-        self._bound = [-1] * num_layers
-        self._views: list[dict[int, list[torch.Tensor]]] = [{} for _ in range(num_layers)]
         self._streams = [layer.streamed for layer in host.layout.layers]
         self._inside: list[int] = []  # blocks whose forward is running now, outermost first
         self._open_span: tuple[str, object] | None = None
@@ -117,6 +119,7 @@ class Executor:
             adam=adam,
             metrics=metrics,
             last_fetch=self.last_fetch,
+            residents=residents,
         )
 
     def _track(self, uses: Sequence[Action]) -> _Track:
@@ -169,7 +172,7 @@ class Executor:
             self.phase = Phase.IDLE
             self._calls = [0] * len(self._calls)
             for layer in self._window.held_layers():
-                self._bind_to_host(layer)
+                self._bindings.rest(layer)
         self._learn(self._training)
 
     def abandon_backward_pass(self) -> None:
@@ -180,7 +183,7 @@ class Executor:
         self.drains.abandon()
         self._updater.abandon_backward()
         for layer in self._window.held_layers():
-            self._bind_to_host(layer)
+            self._bindings.rest(layer)
 
     def _learn(self, track: _Track) -> None:
         """Adopt the order of uses that this pass showed when the schedule predicted another."""
@@ -235,7 +238,7 @@ class Executor:
             return
         self.end_span()
         if layer not in self._plan.resident:
-            self._bind_to_host(layer)
+            self._bindings.rest(layer)
 
     def _advance(self, use: Action) -> None:
         track = self._current
@@ -265,13 +268,15 @@ class Executor:
 
     def _needs_fetch(self, layer: int) -> bool:
         if layer in self._plan.resident:
-            return layer in self._stale
+            return layer in self._stale  # never one that is updated on the device
         return self._window.residency[layer] is Residency.HOST
 
     def make_resident(self, layer: int) -> None:
         """Fetch the layer if nobody has, make compute wait for it, and bind its parameters to the
-        slot.
+        slot. What is updated on the device is there, and was written in order with compute.
         """
+        if layer in self._plan.updated_on_gpu:
+            return
         if self._needs_fetch(layer):
             self._fetch(layer, keep=layer)
         slot = self._window.slot_of(layer)
@@ -283,7 +288,7 @@ class Executor:
                 self._metrics.waited("update", timed(updated.wait))
             self._metrics.waited("fetch", self._device.compute_wait(slot.ready))
             self._window.move(layer, Residency.RESIDENT)
-        self._bind(layer, slot.weights)
+        self._bindings.bind(layer, slot.weights)
 
     def weights_of(self, layer: int) -> torch.Tensor:
         """The slot that holds the layer now, after fetching it if it left: what a saved tensor's
@@ -338,23 +343,8 @@ class Executor:
         slot = self._window.slot_of(layer)
         assert slot is not None
         self._layer_at.pop(slot.weights.untyped_storage().data_ptr(), None)
-        self._bind_to_host(layer)
+        self._bindings.rest(layer)
         self._window.release(layer, self._device.record_compute(f"release {layer}"))
-
-    def _bind(self, layer: int, flat: torch.Tensor) -> None:
-        address = flat.data_ptr()
-        if self._bound[layer] == address:
-            return
-        views = self._views[layer].get(address)
-        if views is None:  # slots and slabs are few and stay: each view is made once
-            views = [view(flat, part) for part in self._host.layers[layer].layout.slices]
-            self._views[layer][address] = views
-        for parameter, values in zip(self._parameters[layer], views, strict=True):
-            parameter.data = values
-        self._bound[layer] = address
-
-    def _bind_to_host(self, layer: int) -> None:
-        self._bind(layer, self._host.layers[layer].weights)
 
     def gradient_arrived(
         self, layer: int, position: int, part: ParameterSlice, parameter: torch.Tensor
@@ -378,6 +368,8 @@ class Executor:
         Fetch ahead what the
         next forward needs first, each after its update."""
         for layer in layers:
+            if layer in self._plan.updated_on_gpu:
+                continue
             if layer in self._plan.resident:
                 if self._window.residency[layer] is Residency.FETCHING:
                     self.make_resident(layer)  # fetched ahead and not used: changed twice in a row
@@ -396,17 +388,18 @@ class Executor:
         self._device.check()
         for layer in range(len(self._host.layers)):
             self._updater.updated(layer).wait()
-        for layer in sorted(self._plan.resident):
+        for layer in sorted(self._refreshed):
             self.make_resident(layer)
 
     def rest(self, layer: int) -> None:
-        """Point the layer's parameters at its host slab."""
-        self._bind_to_host(layer)
+        """Point the layer's parameters at its own arrays."""
+        self._bindings.rest(layer)
 
-    def bind_all_to_host(self) -> None:
-        """Point every parameter at its host slab: the state in which the model is given back."""
-        for layer in range(len(self._host.layers)):
-            self._bind_to_host(layer)
+    def rest_all(self) -> None:
+        """Point every parameter at its layer's own arrays: the state in which the model is given
+        back.
+        """
+        self._bindings.rest_all()
 
     # -- trace ----------------------------------------------------------------------------------
     def _begin_span(self, use: Action) -> None:

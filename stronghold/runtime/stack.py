@@ -25,6 +25,7 @@ from stronghold.device.kernels import NativeKernels
 from stronghold.errors import ConfigError
 from stronghold.limits import available_host_bytes
 from stronghold.memory.host import LOW_DTYPE, HostStore
+from stronghold.memory.resident import DeviceStore
 from stronghold.memory.slab import map_slab
 from stronghold.model.layout import ModelLayout, layout
 from stronghold.model.partition import Partition, partition
@@ -129,13 +130,18 @@ class Stack:
             hold=plan.gradients is Gradients.HELD,
             accumulate=plan.gradients is Gradients.ACCUMULATED,
             ring_entries=plan.ring_entries,
+            elsewhere=plan.updated_on_gpu,
             allocate=map_slab,
         )
         undo.callback(self.host.close)
+        self.store = DeviceStore(
+            self.host, self.device, accumulate=plan.gradients is Gradients.ACCUMULATED
+        )
         self.adam = AdamSteps(optimizer, parameters, self.layout.layers)
         self.runtime: Runtime = Streaming(
             device=self.device,
             host=self.host,
+            store=self.store,
             plan=plan,
             parameters=parameters,
             adam=self.adam,
@@ -148,7 +154,8 @@ class Stack:
         bar = tqdm(parameters, desc="taking the model over", unit="layer", delay=2.0, leave=False)
         source = source_of(model)
         for index, of_layer in enumerate(bar):
-            self.host.adopt(index, list(of_layer), source)
+            on_device = self.host.layers[index].on_device
+            (self.store if on_device else self.host).adopt(index, list(of_layer), source)
             for parameter in of_layer:
                 if parameter.is_meta:
                     materialize(parameter, torch.empty(0, dtype=parameter.dtype))
@@ -156,6 +163,13 @@ class Stack:
         forget_source(model)
         _move_buffers(model, self.device.torch_device)
         self.runtime.start(self.partition)
+
+    def prepare_training(self) -> None:
+        """Make masters, moments and what gathers gradients on the host; harmless when they are
+        there.
+        """
+        self.host.prepare_training()
+        self.store.prepare_training()
 
     def memory_report(self) -> MemoryReport:
         """Bytes so far; masters, moments and gradient slots are made at the first backward."""
@@ -182,6 +196,7 @@ class Stack:
         with self._parts:  # the lanes and the pool end whatever happens below
             self.runtime.detach()
             self.device.close()
+            self.store.give_back()
             self.runtime.give_back()
             _move_buffers(self.partition.model, torch.device("cpu"))
             self.write_trace()
@@ -244,6 +259,8 @@ def _demand(
         window=section.window,
         prefetch=section.prefetch,
         resident_layers=num_blocks if resident == "all" else resident,
+        resident_updates=section.resident_updates,
+        whole=False,
         activations=section.activations,
         cpu_threads=section.cpu_threads,
         num_cores=max(1, cores - compute_threads),

@@ -15,21 +15,25 @@ from torch import nn
 from stronghold.device.base import Device
 from stronghold.device.kernels import Kernels
 from stronghold.memory.host import HostStore
+from stronghold.memory.resident import DeviceStore
 from stronghold.memory.window import Window
 from stronghold.model.partition import Partition
 from stronghold.plan.planner import Plan
 from stronghold.runtime.activations import Activations
 from stronghold.runtime.adam import AdamSteps
+from stronghold.runtime.device_updates import DeviceUpdates
 from stronghold.runtime.executor import Executor
 from stronghold.runtime.hooks import Hooks
 from stronghold.runtime.ledger import GateResult, Ledger
+from stronghold.runtime.residents import Residents
 from stronghold.runtime.updater import Updater
 from stronghold.telemetry.metrics import Metrics
 
 
 class Streaming:
-    """A `Runtime`. `parameters[i]` are the parameters of layer i in the layout's order; `kernels`
-    run on the update lane.
+    """A `Runtime`. `store` has the arrays of the layers that are updated on the device, `host`
+    those of the others. `parameters[i]` are the parameters of layer i in the layout's order;
+    `kernels` run on the update lane.
     """
 
     kept_gradient_bytes = 0  # hooks move each gradient to a slot as it comes
@@ -39,6 +43,7 @@ class Streaming:
         *,
         device: Device,
         host: HostStore,
+        store: DeviceStore,
         plan: Plan,
         parameters: Sequence[Sequence[nn.Parameter]],
         adam: AdamSteps,
@@ -47,6 +52,7 @@ class Streaming:
     ) -> None:
         self._device = device
         self._host = host
+        self._store = store
         self._plan = plan
         self._adam = adam
         self._hooks: Hooks | None = None
@@ -57,9 +63,33 @@ class Streaming:
             resident=plan.resident,
             num_slots=plan.window,
             num_gradient_slots=plan.gradient_slots,
+            elsewhere=plan.updated_on_gpu,
+            own_gradients=plan.own_gradients,
+        )
+        self._ledger = Ledger(host.layout.layers, plan.gradients)
+        residents = Residents(
+            device=device,
+            store=store,
+            window=self.window,
+            updates=DeviceUpdates(
+                device=device,
+                states=host.layers,
+                parameters=parameters,
+                adam=adam,
+                ledger=self._ledger,
+                metrics=metrics,
+            ),
+            ledger=self._ledger,
+            mode=plan.gradients,
         )
         self.updater = Updater(
-            device=device, host=host, adam=adam, mode=plan.gradients, kernels=kernels
+            device=device,
+            host=host,
+            adam=adam,
+            mode=plan.gradients,
+            kernels=kernels,
+            ledger=self._ledger,
+            residents=residents,
         )
         self.executor = Executor(
             device=device,
@@ -70,12 +100,13 @@ class Streaming:
             parameters=parameters,
             adam=adam,
             metrics=metrics,
+            residents=residents,
         )
         self.activations = Activations(plan.activations, device, self.executor, metrics)
 
     @property
     def ledger(self) -> Ledger:
-        return self.updater.ledger
+        return self._ledger
 
     @property
     def host_activation_bytes(self) -> int:
@@ -100,7 +131,7 @@ class Streaming:
             self._hooks.close()
 
     def give_back(self) -> None:
-        self.executor.bind_all_to_host()
+        self.executor.rest_all()
 
     def close(self) -> None:
         self.activations.close()
@@ -108,7 +139,8 @@ class Streaming:
 
     # -- the step ---------------------------------------------------------------------------------
     def begin_backward(self, *, boundary: bool) -> None:
-        self.updater.begin_backward(boundary=boundary)
+        self._ledger.begin_backward(boundary=boundary)
+        self._store.prepare_training()
         self.executor.begin_backward_pass()
 
     def end_backward(self) -> None:
@@ -140,7 +172,7 @@ class Streaming:
     def adopt_weights(self) -> None:
         device = self._device
         for index, state in enumerate(self._host.layers):
-            if index in self._plan.resident:
+            if index in self._plan.resident and not state.on_device:
                 slot = self.window.slot_of(index)
                 assert slot is not None
                 save = partial(device.copy, state.weights, slot.weights[: state.weights.numel()])

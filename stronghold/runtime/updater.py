@@ -27,6 +27,7 @@ from stronghold.memory.host import GradientEntry, HostStore, view
 from stronghold.plan.planner import Gradients
 from stronghold.runtime.adam import AdamSteps, TrainingArrays, adam_bytes, adam_segments
 from stronghold.runtime.ledger import GateResult, Ledger, open_gate
+from stronghold.runtime.residents import Residents
 
 
 class Updater:
@@ -40,15 +41,17 @@ class Updater:
         adam: AdamSteps,
         mode: Gradients,
         kernels: Kernels,
+        ledger: Ledger,
+        residents: Residents | None = None,
     ) -> None:
         self._device = device
         self._host = host
         self._mode = mode
         self._kernels = kernels
         self._adam_steps = adam
-        num_layers = len(host.layers)
-        self.ledger = Ledger([state.layout for state in host.layers], mode)
-        self._square_sums: list[dict[int, float]] = [{} for _ in range(num_layers)]
+        self.ledger = ledger
+        self._residents = residents
+        self._square_sums: list[dict[int, float]] = [{} for _ in host.layers]
         self._norm_done: list[Fence] = []
         # Layers whose early update waits for the end of backward, and their last fetch.
         self._late: dict[int, Fence] = {}
@@ -146,19 +149,20 @@ class Updater:
         gate, scale = open_gate(
             self._all_square_sums(), clipping=clipping, inverse_scale=inverse_scale, early=early
         )
-        arrived = self.ledger.arrived
-        changed = [layer for layer, of_layer in enumerate(arrived) if of_layer]
-        if gate.overflow:
-            changed = []
-        elif not early:
+        changed = [] if gate.overflow else [layer for layer, _ in self._on_host()]
+        if not early and not gate.overflow:
             for layer in changed:
                 self._submit_update(layer, scale, last_fetch(layer))
+            if self._residents is not None:
+                self._residents.update(scale)
         self.forget()
         return gate, changed
 
     def forget(self) -> None:
         """Drop the gradients of the step that has ended or is abandoned."""
         self._norm_done.clear()
+        if self._residents is not None:
+            self._residents.forget()
         self.ledger.forget()
         self._square_sums = [{} for _ in self._square_sums]
 
@@ -203,14 +207,20 @@ class Updater:
 
     def _all_square_sums(self) -> list[float]:
         """The sum of squares of every gradient of the step: the same bits for every plan."""
-        for layer, arrived in enumerate(self.ledger.arrived):
+        for layer, arrived in self._on_host():
             if missing := arrived - self._square_sums[layer].keys():
                 # Accumulated in an earlier micro-batch, without a gradient in the last one.
                 self._norms(layer, frozenset(missing), self._host.accumulator(layer))()
+        sums = [self._square_sums[layer][k] for layer, arrived in self._on_host() for k in arrived]
+        return sums if self._residents is None else sums + self._residents.square_sums()
+
+    def _on_host(self) -> list[tuple[int, set[int]]]:
+        """The layers that have gradients and are updated here, in forward order."""
+        states = zip(self.ledger.arrived, self._host.layers, strict=True)
         return [
-            self._square_sums[layer][k]
-            for layer, arrived in enumerate(self.ledger.arrived)
-            for k in sorted(arrived)
+            (layer, arrived)
+            for layer, (arrived, state) in enumerate(states)
+            if arrived and not state.on_device
         ]
 
     def _accumulation(

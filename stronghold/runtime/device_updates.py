@@ -1,0 +1,152 @@
+"""Norms and Adam of layers on the device: one batch of kernels for any number of layers.
+
+Owns no bytes and decides nothing: `residents` and `whole` say which gradients and when. Everything
+here is enqueued on the compute lane, so that it is in order with forward and backward, and entered
+by whoever enters that lane. Races and what prevents them:
+  * Adam writes what a checkpoint reads -> compute waits for the ledger's newest reader
+  * a checkpoint reads what Adam writes -> it waits for the ledger's `updated`, recorded after Adam
+  * a graph that was kept still needs the weights of before -> Adam raises the parameters' versions
+  as any operation in place does, and autograd refuses
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import nn
+
+from stronghold import native
+from stronghold.device.base import Device
+from stronghold.errors import LaneError
+from stronghold.memory.host import LayerState
+from stronghold.runtime.adam import AdamSteps, adam_bytes
+from stronghold.runtime.ledger import Ledger
+from stronghold.telemetry.metrics import Metrics
+
+GradientsOfLayers = Mapping[int, Mapping[int, int]]
+"""By layer and position: the address of a contiguous gradient, which the caller keeps alive."""
+
+
+class DeviceUpdates:
+    """Works on `states`, every layer of the model by index; only those on the device may be named
+    in a call. `parameters[i]` are layer i's parameters in the layout's order.
+    """
+
+    def __init__(
+        self,
+        *,
+        device: Device,
+        states: Sequence[LayerState],
+        parameters: Sequence[Sequence[nn.Parameter]],
+        adam: AdamSteps,
+        ledger: Ledger,
+        metrics: Metrics,
+    ) -> None:
+        self._device = device
+        self._states = states
+        self._parameters = parameters
+        self._adam_steps = adam
+        self._ledger = ledger
+        self._metrics = metrics
+
+    def square_sums(self, gradients: GradientsOfLayers, dtype: torch.dtype) -> torch.Tensor:
+        """The sum of squares of each gradient, fp64, on the device: valid for later compute."""
+        segments = [
+            (address, self._states[layer].layout.slices[k].numel)
+            for layer, of_layer in gradients.items()
+            for k, address in of_layer.items()
+        ]
+        with self._named("norm", gradients):
+            sums = self._device.kernels.sum_squares_async(dtype, segments)
+        self._device.charge_compute(dtype.itemsize * sum(numel for _, numel in segments))
+        return sums
+
+    def accumulate(
+        self, layer: int, gradients: Mapping[int, int], dtype: torch.dtype, repeated: frozenset[int]
+    ) -> None:
+        """Add gradients to the layer's fp32 sums; those that are not `repeated` begin one."""
+        state = self._states[layer]
+        assert state.accumulated is not None
+        base, slices = state.accumulated.data_ptr(), state.layout.slices
+        segments = [
+            (address, base + slices[k].offset * 4, slices[k].numel, k in repeated)
+            for k, address in gradients.items()
+        ]
+        with self._named("accumulate", [layer]):
+            self._device.kernels.accumulate(dtype, segments)
+        moved = (numel * (dtype.itemsize + (8 if add else 4)) for _, _, numel, add in segments)
+        self._device.charge_compute(sum(moved))
+
+    def update(self, gradients: GradientsOfLayers, dtype: torch.dtype, scale: float) -> None:
+        """Adam over every gradient, multiplied by `scale`, with this moment's hyper-parameters; the
+        layers' arrays are new after the fence that the ledger has then.
+        """
+        segments: list[native.AdamSegment] = []
+        written: list[nn.Parameter] = []
+        for layer, of_layer in gradients.items():
+            segments += self._segments(layer, of_layer, scale)
+            written += [self._parameters[layer][k] for k in of_layer]
+            read = self._ledger.read(layer)
+            if not read.done:
+                self._metrics.waited("update", self._device.compute_wait(read))
+        weight_dtype = self._states[next(iter(gradients))].weights.dtype
+        with self._named("update", gradients):
+            self._device.kernels.adam(weight_dtype, dtype, segments)
+        numel = sum(segment.numel for segment in segments)
+        self._device.charge_compute(adam_bytes(weight_dtype, dtype) * numel)
+        torch.autograd.graph.increment_version(written)
+        updated = self._device.record_compute(_operation("update", gradients))
+        for layer in gradients:
+            self._ledger.update(layer, updated)
+
+    def _segments(
+        self, layer: int, gradients: Mapping[int, int], scale: float
+    ) -> list[native.AdamSegment]:
+        state = self._states[layer]
+        assert state.exp_avg is not None
+        assert state.exp_avg_sq is not None
+        weights, weight_size = state.weights.data_ptr(), state.weights.element_size()
+        low, low_size = (
+            (state.low.data_ptr(), state.low.element_size()) if state.low is not None else (0, 0)
+        )
+        exp_avg, exp_avg_sq = state.exp_avg.data_ptr(), state.exp_avg_sq.data_ptr()
+        steps = self._adam_steps.advance(layer, frozenset(gradients), scale)
+        return [
+            native.AdamSegment(
+                weights + step.part.offset * weight_size,
+                low + step.part.offset * low_size,
+                exp_avg + step.part.offset * 4,
+                exp_avg_sq + step.part.offset * 4,
+                gradients[k],
+                step.part.numel,
+                *step[1:],
+            )
+            for k, step in zip(sorted(gradients), steps, strict=True)
+        ]
+
+    @contextlib.contextmanager
+    def _named(self, verb: str, layers: Mapping[int, object] | Sequence[int]) -> Iterator[None]:
+        """A row in the trace, and a failure that names its operation, as a lane's does."""
+        operation, begun = _operation(verb, layers), self._device.begin_compute_span()
+        try:
+            yield
+        except Exception as cause:
+            error = LaneError("compute", operation, cause)
+            self._device.report(error)
+            raise error from cause
+        self._device.end_compute_span(operation, begun)
+
+
+def _operation(verb: str, layers: Mapping[int, object] | Sequence[int]) -> str:
+    first, *others = layers
+    return f"{verb} {first}" if not others else f"{verb} {first} and {len(others)} more layers"
+
+
+def addresses(
+    flat: torch.Tensor, state: LayerState, positions: frozenset[int] | set[int]
+) -> dict[int, int]:
+    """Where parameters lie in a flat array of their layer."""
+    base, size, slices = flat.data_ptr(), flat.element_size(), state.layout.slices
+    return {k: base + slices[k].offset * size for k in sorted(positions)}
