@@ -18,7 +18,7 @@ from stronghold.device.base import Fence
 from stronghold.device.simulated import Operation, Rates, SimulatedDevice, meta_slab
 from stronghold.errors import StateError
 from stronghold.memory.host import HostStore
-from stronghold.memory.window import Window
+from stronghold.memory.resident import DeviceStore
 from stronghold.model.costs import ModelCosts
 from stronghold.model.layout import LayerLayout, ModelLayout, ParameterSlice
 from stronghold.plan.planner import Demand, Gradients, Plan
@@ -26,8 +26,7 @@ from stronghold.plan.profile import MachineProfile
 from stronghold.plan.schedule import Kind
 from stronghold.plan.search import Choice, Lanes, search
 from stronghold.runtime.adam import AdamFlags, AdamSteps, Group, adam_bytes
-from stronghold.runtime.executor import Executor
-from stronghold.runtime.updater import Updater
+from stronghold.runtime.streaming import Streaming
 from stronghold.telemetry.metrics import Metrics
 
 STEPS = 4  # from the third on a step begins as it ends
@@ -254,37 +253,31 @@ class _Run:
             hold=plan.gradients is Gradients.HELD,
             accumulate=plan.gradients is Gradients.ACCUMULATED,
             ring_entries=plan.ring_entries,
+            elsewhere=plan.updated_on_gpu,
             allocate=meta_slab,
         )
-        window = Window(
+        store = DeviceStore(
+            self.host,
             device,
-            dtype,
-            layout.layers,
-            resident=plan.resident,
-            num_slots=plan.window,
-            num_gradient_slots=plan.gradient_slots,
+            accumulate=plan.gradients is Gradients.ACCUMULATED,
+            allocate=meta_slab,
         )
-        self._updater = Updater(
+        self._streaming = Streaming(
             device=device,
             host=self.host,
-            adam=adam,
-            mode=plan.gradients,
-            kernels=device.kernels,
-        )
-        self._executor = Executor(
-            device=device,
-            host=self.host,
-            window=window,
-            updater=self._updater,
+            store=store,
             plan=plan,
             parameters=self._parameters,
             adam=adam,
+            kernels=device.kernels,
             metrics=Metrics(num_parameters=layout.num_parameters),
         )
+        self._executor = self._streaming.executor
         for index, of_layer in enumerate(self._parameters):
-            self.host.adopt(index, list(of_layer))
-            self._executor.rest(index)
-        self._executor.settle()
+            on_device = self.host.layers[index].on_device
+            (store if on_device else self.host).adopt(index, list(of_layer))
+            self._streaming.adopted(index)
+        self._streaming.settle()
         self._stored: dict[int, Fence] = {}
         self._coming: dict[int, Fence] = {}
 
@@ -293,14 +286,10 @@ class _Run:
         for micro_batch in range(self._work.micro_batches):
             self._forward()
             boundary = micro_batch == self._work.micro_batches - 1
-            self._updater.begin_backward(boundary=boundary)
-            self._executor.begin_backward_pass()
+            self._streaming.begin_backward(boundary=boundary)
             self._backward()
-            self._executor.end_backward_pass()
-        _, changed = self._updater.close_gate(
-            clipping=1.0, inverse_scale=1.0, last_fetch=self._executor.last_fetch
-        )
-        self._executor.weights_changed(changed)
+            self._streaming.end_backward()
+        self._streaming.close_gate(clipping=1.0, inverse_scale=1.0)
 
     def _forward(self) -> None:
         self._executor.begin_forward_pass(training=True)

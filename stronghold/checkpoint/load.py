@@ -191,7 +191,7 @@ class Load:
             target = host.layers[index].weights[part.offset : part.offset + part.numel]
             with_master = exact and part.trainable
             if record.dtype is host.dtype:
-                self._files[record.weights].read_into(record.name, target)
+                self._fill(record.weights, record.name, index, target)
                 if with_master:
                     self._same_low(index, part, record)
                 continue
@@ -210,13 +210,23 @@ class Load:
                 values = self._files["buffers.safetensors"].read(name)
                 buffer.data.copy_(values)
 
+    def _fill(self, file: str, name: str, index: int, target: torch.Tensor) -> None:
+        """Fill flat memory of layer `index`; on the device it comes a piece at a time."""
+        if not self._stack.host.layers[index].on_device:
+            self._files[file].read_into(name, target)
+            return
+        begin = 0
+        for piece in self._files[file].pieces(name):
+            target[begin : begin + piece.numel()].copy_(piece)  # waits: the piece is filled again
+            begin += piece.numel()
+
     def _same_low(self, index: int, part: ParameterSlice, record: TensorRecord) -> None:
         slabs = self._stack.host.layers[index]
         if slabs.low is None:
             return
         low = slabs.low[part.offset : part.offset + part.numel]
         if record.low is not None:
-            self._files[record.low].read_into(record.name, low)
+            self._fill(record.low, record.name, index, low)
         elif low.dtype is torch.float32:
             low.copy_(slabs.weights[part.offset : part.offset + part.numel])
         else:
@@ -236,7 +246,7 @@ class Load:
                     view(slab, part).zero_()
                 else:
                     name = f"{moment}.{record.name}"
-                    self._files[record.moments].read_into(name, view(slab, part))
+                    self._fill(record.moments, name, index, view(slab, part).flatten())
 
     def _hyper_parameters(self, optimizer: EngineOptimizer) -> None:
         for group, saved in zip(optimizer.param_groups, self.manifest.groups or (), strict=True):

@@ -1,7 +1,8 @@
 """Saving: every layer's host slabs to files, while they are not written.
 
 Owns what goes into which file and in which order. Copies no slab: bytes go from where they lie to
-the file. The training thread collects; the jobs run on it or on the io lane.
+the file, through a piece of host memory where they lie on the device. The training thread collects;
+the jobs run on it or on the io lane.
 
 [Note: snapshot] A job reads a layer after its newest update, and the layer's next update waits for
 the job. So a save that runs beside the next steps writes exactly what a save that stops them
@@ -26,6 +27,7 @@ from stronghold.checkpoint.tensorfile import (
     Entry,
     FileRecord,
     entry_of,
+    staged_entry,
     write_durably,
     write_tensors,
 )
@@ -150,13 +152,26 @@ class Save:
     def _write_layer(self, index: int) -> None:
         slabs, records = self._stack.host.layers[index], self._records[index]
         parts = {part.name: part for part in slabs.layout.slices}
-        for kind, entries in (
-            ("weights", [entry_of(r.name, view(slabs.weights, parts[r.name])) for r in records]),
-            ("masters", [_low(slabs, parts[r.name]) for r in records if r.low]),
-            ("moments", [e for r in records if r.moments for e in _moments(slabs, parts[r.name])]),
-        ):
+        weights = [self._entry(r.name, slabs, slabs.weights, parts[r.name]) for r in records]
+        masters = [self._entry(r.name, slabs, slabs.low, parts[r.name]) for r in records if r.low]
+        moments = [
+            self._entry(f"{moment}.{r.name}", slabs, flat, parts[r.name])
+            for r in records
+            if r.moments
+            for moment, flat in (("exp_avg", slabs.exp_avg), ("exp_avg_sq", slabs.exp_avg_sq))
+        ]
+        for kind, entries in (("weights", weights), ("masters", masters), ("moments", moments)):
             if entries:
                 self._write(_file(kind, index), entries)
+
+    def _entry(
+        self, name: str, state: LayerState, flat: torch.Tensor | None, part: ParameterSlice
+    ) -> Entry:
+        """From where the array lies: host memory, or piece by piece from the device."""
+        assert flat is not None
+        if state.on_device:
+            return staged_entry(name, view(flat, part), self._stack.device.copy_now)
+        return entry_of(name, view(flat, part))
 
     def _write(self, name: str, entries: Sequence[Entry]) -> None:
         self._files[name] = write_tensors(self._hidden / name, entries)
@@ -193,20 +208,6 @@ def _file(kind: str, index: int) -> str:
 def _slices(stack: Stack) -> Iterator[ParameterSlice]:
     for layer in stack.layout.layers:
         yield from layer.slices
-
-
-def _low(slabs: LayerState, part: ParameterSlice) -> Entry:
-    assert slabs.low is not None
-    return entry_of(part.name, view(slabs.low, part))
-
-
-def _moments(slabs: LayerState, part: ParameterSlice) -> list[Entry]:
-    assert slabs.exp_avg is not None
-    assert slabs.exp_avg_sq is not None
-    return [
-        entry_of(f"exp_avg.{part.name}", view(slabs.exp_avg, part)),
-        entry_of(f"exp_avg_sq.{part.name}", view(slabs.exp_avg_sq, part)),
-    ]
 
 
 def copied_buffers(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -76,6 +76,25 @@ def entry_of(name: str, tensor: torch.Tensor) -> Entry:
     return Entry(name=name, dtype=tensor.dtype, shape=tuple(tensor.shape), pieces=pieces)
 
 
+def staged_entry(
+    name: str, tensor: torch.Tensor, copy: Callable[[torch.Tensor, torch.Tensor], None]
+) -> Entry:
+    """An entry that writes a contiguous `tensor` of any device, a piece at a time: `copy` brings
+    each into host memory and returns when it is there.
+    """
+
+    def pieces() -> Iterator[memoryview]:
+        flat = tensor.detach().reshape(-1)
+        room = torch.empty(min(flat.numel(), PIECE_BYTES // flat.itemsize), dtype=flat.dtype)
+        for begin in range(0, flat.numel(), max(1, room.numel())):
+            source = flat[begin : begin + room.numel()]
+            piece = room[: source.numel()]
+            copy(piece, source)
+            yield raw_bytes(piece)
+
+    return Entry(name=name, dtype=tensor.dtype, shape=tuple(tensor.shape), pieces=pieces)
+
+
 def raw_bytes(tensor: torch.Tensor) -> memoryview:
     """The memory of a contiguous CPU tensor; writable, and the tensor's own."""
     return tensor.detach().reshape(-1).view(torch.uint8).numpy().data

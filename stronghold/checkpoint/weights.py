@@ -1,7 +1,8 @@
 """The weights alone, as a state dict that owns no memory.
 
 Owns the view of the host slabs that other savers (torch, safetensors, transformers) take for
-ordinary tensors. Copies nothing but buffers. The training thread alone enters.
+ordinary tensors. Copies nothing but buffers and what is on the device. The training thread alone
+enters.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from stronghold.runtime.stack import Stack
 
 def live_weights(stack: Stack, *, exclude_frozen: bool = False) -> dict[str, torch.Tensor]:
     """The model's state dict: parameters as CPU tensors over the slabs, each with a storage of its
-    own size, so that a saver neither copies the rest of a slab nor takes neighbours for tied.
+    own size, so that a saver neither copies the rest of a slab nor takes neighbours for tied. What
+    lies on the device is copied.
 
     Tied names share one tensor. The caller has waited for pending updates.
     """
@@ -28,7 +30,10 @@ def live_weights(stack: Stack, *, exclude_frozen: bool = False) -> dict[str, tor
     for slabs, layer in zip(stack.host.layers, stack.partition.layers, strict=True):
         for part, named in zip(slabs.layout.slices, layer.parameters, strict=True):
             if part.trainable or not exclude_frozen:
-                tensors[named.parameter] = alone(view(slabs.weights, part))
+                values = view(slabs.weights, part)
+                tensors[named.parameter] = (
+                    values.to("cpu", copy=True) if slabs.on_device else alone(values)
+                )
     found: dict[str, torch.Tensor] = {}
     for name, value in stack.partition.model.state_dict(keep_vars=True).items():
         if not isinstance(value, nn.Parameter):

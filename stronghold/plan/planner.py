@@ -8,51 +8,18 @@ them).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
-from enum import Enum
 
 from stronghold.errors import BudgetError, ConfigError
 from stronghold.model.layout import LayerLayout, ModelLayout
+from stronghold.plan.demand import Demand as Demand
+from stronghold.plan.demand import Gradients as Gradients
+from stronghold.plan.places import RING_ENTRIES as RING_ENTRIES
+from stronghold.plan.places import place, policies_of
 
-MAX_GRADIENT_SLOTS = 2  # one gathers while the other drains
-RING_ENTRIES = 3  # one drains, one waits for its update, one is updated
 DEFAULT_WINDOW = 4  # without a budget: one computes, one is still in use, two are on their way
 MIB = float(1 << 20)
-
-
-class Gradients(Enum):
-    """Where gradients wait on the host between their drain and the update."""
-
-    RING = "ring"  # updated as they come
-    HELD = "held"  # every layer's, until the gate opens: norm or overflow decides over them all
-    ACCUMULATED = "accumulated"  # fp32 sums over micro-batches
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Demand:
-    """What the planner is asked: element sizes in bytes, budgets in bytes, and what the user pinned
-    (None: derive)."""
-
-    weight_bytes: int
-    low_bytes: int
-    gated: bool
-    accumulate: bool
-    training: bool = True
-    gpu_budget_bytes: int | None = None
-    host_budget_bytes: int | None = None
-    window: int | None = None
-    prefetch: int | None = None
-    resident_layers: int | None = None
-    resident_updates: str | None = None  # "gpu" or "host": where resident layers are updated
-    whole: bool | None = None  # None: where every layer stays on the gpu and is updated there
-    activations: str | tuple[str, ...] | None = None  # one policy, or one per layer
-    # Bytes that each layer's forward keeps, and that recomputation keeps in their place; empty:
-    # unknown, and the gpu budget is for weights and gradients alone.
-    saved_bytes: tuple[int, ...] = ()
-    boundary_bytes: tuple[int, ...] = ()
-    cpu_threads: int | None = None
-    num_cores: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,19 +78,14 @@ class Plan:
 def make_plan(layout: ModelLayout, demand: Demand) -> Plan:
     """The plan for `layout`; BudgetError, before anything is allocated, when it cannot fit."""
     reasons: list[str] = []
-    gradients = _gradients(demand)
-    places = _places(layout, demand, gradients, reasons)
-
-    def gpu_bytes(window: int, gradient_slots: int) -> dict[str, int]:
-        return _gpu_bytes(places, window, gradient_slots, demand)
-
-    activations = _activations(layout, demand)
+    places = place(layout, demand, reasons)
+    activations = policies_of(layout, demand)
     kept_bytes = activation_bytes(layout, activations, demand)
 
     def gpu_total(window: int, gradient_slots: int) -> int:
-        return kept_bytes + sum(gpu_bytes(window, gradient_slots).values())
+        return kept_bytes + sum(places.gpu_bytes(window, gradient_slots).values())
 
-    most_gradients = _most_gradient_slots(places, demand)
+    most_gradients = places.most_gradient_slots
     num_streamed = len(places.streamed)
     window, gradient_slots, reason = _slots(num_streamed, most_gradients, gpu_total, demand)
     reasons.append(reason)
@@ -131,23 +93,22 @@ def make_plan(layout: ModelLayout, demand: Demand) -> Plan:
     threads = demand.cpu_threads or max(1, demand.num_cores)
     reasons.append(
         f"activations: {_in_words(activations, places.blocks)}; {threads} update threads; "
-        f"gradients: {gradients.value}"
+        f"gradients: {places.gradients.value}"
     )
-    on_host = [layer for layer in layout.layers if layer.index not in places.on_gpu]
     plan = Plan(
         window=window,
         prefetch=prefetch,
         resident=places.resident,
-        updated_on_gpu=places.on_gpu,
+        updated_on_gpu=frozenset(layer.index for layer in places.on_gpu),
         whole=places.whole,
-        own_gradients=frozenset(layer.index for layer in places.gathering_alone),
+        own_gradients=frozenset(layer.index for layer in places.alone),
         gradient_slots=gradient_slots,
-        gradients=gradients,
-        ring_entries=RING_ENTRIES if _needs_ring(on_host, gradients, demand) else 0,
+        gradients=places.gradients,
+        ring_entries=places.ring_entries,
         activations=activations,
         cpu_threads=threads,
-        gpu_bytes=gpu_bytes(window, gradient_slots),
-        host_bytes=_host_bytes(on_host, gradients, demand),
+        gpu_bytes=places.gpu_bytes(window, gradient_slots),
+        host_bytes=places.host_bytes(),
         num_parameters=layout.num_parameters,
         activation_bytes=kept_bytes,
         recomputed=_recomputed(layout, activations),
@@ -155,96 +116,6 @@ def make_plan(layout: ModelLayout, demand: Demand) -> Plan:
     )
     _check_host(plan, demand)
     return plan
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Places:
-    """Which layers move, which stay, and what those that are updated on the gpu have there."""
-
-    blocks: list[LayerLayout]
-    outside: list[LayerLayout]
-    streamed: list[LayerLayout]
-    resident: frozenset[int]
-    on_gpu: frozenset[int]
-    whole: bool
-    gradients: Gradients
-    gathering_alone: list[LayerLayout]  # in a gradient slot of their own
-    taking_turns: list[LayerLayout]  # in the shared ones
-
-
-def _places(
-    layout: ModelLayout, demand: Demand, gradients: Gradients, reasons: list[str]
-) -> _Places:
-    blocks = [layer for layer in layout.layers if layer.streamed]
-    outside = [layer for layer in layout.layers if not layer.streamed]
-    kept = _kept_blocks(blocks, demand, reasons)
-    resident = frozenset(layer.index for layer in outside) | kept
-    on_gpu = resident if demand.resident_updates == "gpu" else frozenset[int]()
-    whole = _is_whole(layout, on_gpu, demand)
-    if whole:
-        reasons.append("the model stays whole on the gpu: no hooks, no copies")
-    elif on_gpu:
-        reasons.append("resident layers are updated on the gpu (stronghold.resident_updates)")
-    # Until the gate opens, a layer's gradients stay where they were gathered.
-    held = on_gpu if gradients is Gradients.HELD else frozenset[int]()
-    alone = [layer for layer in layout.layers if not layer.streamed or layer.index in held]
-    return _Places(
-        blocks=blocks,
-        outside=outside,
-        streamed=[layer for layer in blocks if layer.index not in kept],
-        resident=resident,
-        on_gpu=on_gpu,
-        whole=whole,
-        gradients=gradients,
-        gathering_alone=[] if whole else alone,
-        taking_turns=[] if whole else [layer for layer in blocks if layer.index not in held],
-    )
-
-
-def _is_whole(layout: ModelLayout, on_gpu: frozenset[int], demand: Demand) -> bool:
-    policies = set(_activations(layout, demand))
-    possible = len(on_gpu) == len(layout.layers) and policies <= {"keep"}
-    if demand.whole and not possible:
-        raise ConfigError(
-            "a model is whole on the gpu when every layer stays and is updated there, and "
-            'activations are kept: set stronghold.resident_layers to "all", '
-            'stronghold.resident_updates to "gpu" and stronghold.activations to "keep"'
-        )
-    return possible if demand.whole is None else demand.whole
-
-
-def _most_gradient_slots(places: _Places, demand: Demand) -> int:
-    """One slot gathers while the other drains; gradients that stay on the gpu need no second."""
-    trainable = [layer.index for layer in places.taking_turns if layer.trainable_numel]
-    if not demand.training or not trainable:
-        return 0
-    return 1 if places.on_gpu.issuperset(trainable) else MAX_GRADIENT_SLOTS
-
-
-def _needs_ring(on_host: list[LayerLayout], gradients: Gradients, demand: Demand) -> bool:
-    trainable = any(layer.trainable_numel for layer in on_host)
-    return demand.training and trainable and gradients is not Gradients.HELD
-
-
-def _kept_blocks(blocks: list[LayerLayout], demand: Demand, reasons: list[str]) -> frozenset[int]:
-    wanted = demand.resident_layers or 0
-    if wanted > len(blocks):
-        raise ConfigError(
-            f"stronghold.resident_layers: got {wanted}, but the model has {len(blocks)} blocks; "
-            '"all" keeps every one'
-        )
-    if wanted:
-        reasons.append(
-            f"{wanted} of {len(blocks)} blocks stay on the gpu (stronghold.resident_layers)"
-        )
-    return frozenset(layer.index for layer in blocks[len(blocks) - wanted :])
-
-
-def _activations(layout: ModelLayout, demand: Demand) -> tuple[str, ...]:
-    chosen = demand.activations or "keep"
-    if isinstance(chosen, str):
-        return tuple(chosen if layer.streamed else "keep" for layer in layout.layers)
-    return chosen
 
 
 def activation_bytes(layout: ModelLayout, activations: tuple[str, ...], demand: Demand) -> int:
@@ -287,12 +158,6 @@ def _recomputed(layout: ModelLayout, activations: tuple[str, ...]) -> float:
         if policy == "recompute"
     )
     return again / max(1, layout.num_parameters)
-
-
-def _gradients(demand: Demand) -> Gradients:
-    if demand.accumulate:
-        return Gradients.ACCUMULATED
-    return Gradients.HELD if demand.gated else Gradients.RING
 
 
 def _slots(
@@ -365,47 +230,6 @@ def _prefetch(
         f"stronghold.prefetch: got {wanted}, expected less than the window of {window} slots, one "
         f"of which holds the layer that computes; lower prefetch to {most} or raise {remedy}"
     )
-
-
-def _gpu_bytes(places: _Places, window: int, gradient_slots: int, demand: Demand) -> dict[str, int]:
-    size = demand.weight_bytes
-    kept = [layer for layer in places.blocks if layer.index in places.resident]
-    on_gpu = [layer for layer in (*places.blocks, *places.outside) if layer.index in places.on_gpu]
-    trained = sum(layer.trainable_numel for layer in on_gpu) if demand.training else 0
-    alone = sum(layer.trainable_numel for layer in places.gathering_alone if demand.training)
-    by_torch = sum(layer.num_trainable for layer in on_gpu) if demand.training else 0
-    return {
-        "weight slots": window * _largest(layer.numel for layer in places.streamed) * size,
-        "gradient slots": gradient_slots
-        * _largest(layer.trainable_numel for layer in places.taking_turns)
-        * size,
-        "resident blocks": sum(layer.numel for layer in kept) * size,
-        "outside the blocks": sum(layer.numel for layer in places.outside) * size,
-        "gradients of resident layers": alone * size,
-        "rest of the masters": trained * demand.low_bytes,
-        "moments": trained * 8,
-        "accumulated gradients": trained * 4 if places.gradients is Gradients.ACCUMULATED else 0,
-        "gradients (kept by torch)": by_torch * size if places.whole else 0,
-    }
-
-
-def _host_bytes(layers: list[LayerLayout], gradients: Gradients, demand: Demand) -> dict[str, int]:
-    """Of the layers that are updated on the host."""
-    trainable = sum(layer.trainable_numel for layer in layers) if demand.training else 0
-    largest = _largest(layer.trainable_numel for layer in layers) if demand.training else 0
-    ring = 0 if gradients is Gradients.HELD else RING_ENTRIES * largest * demand.weight_bytes
-    return {
-        "weights": sum(layer.numel for layer in layers) * demand.weight_bytes,
-        "rest of the masters": trainable * demand.low_bytes,
-        "moments": trainable * 8,
-        "held gradients": trainable * demand.weight_bytes if gradients is Gradients.HELD else 0,
-        "accumulated gradients": trainable * 4 if gradients is Gradients.ACCUMULATED else 0,
-        f"gradient ring ({RING_ENTRIES} entries)": ring,
-    }
-
-
-def _largest(numels: Iterable[int]) -> int:
-    return max(numels, default=0)
 
 
 def _check_host(plan: Plan, demand: Demand) -> None:

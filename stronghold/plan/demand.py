@@ -1,0 +1,50 @@
+"""What the planner is asked.
+
+Pure data: no tensors, no threads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Gradients(Enum):
+    """Where gradients wait on the host between their drain and the update."""
+
+    RING = "ring"  # updated as they come
+    HELD = "held"  # every layer's, until the gate opens: norm or overflow decides over them all
+    ACCUMULATED = "accumulated"  # fp32 sums over micro-batches
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Demand:
+    """What the planner is asked: element sizes in bytes, budgets in bytes, and what the user pinned
+    (None: derive)."""
+
+    weight_bytes: int
+    low_bytes: int
+    gated: bool
+    accumulate: bool
+    training: bool = True
+    gpu_budget_bytes: int | None = None
+    host_budget_bytes: int | None = None
+    window: int | None = None
+    prefetch: int | None = None
+    resident_layers: int | None = None
+    resident_updates: str | None = None  # "gpu" or "host": where resident layers are updated
+    whole: bool | None = None  # None: where every layer stays on the gpu and is updated there
+    activations: str | tuple[str, ...] | None = None  # one policy, or one per layer
+    # Bytes that each layer's forward keeps, and that recomputation keeps in their place; empty:
+    # unknown, and the gpu budget is for weights and gradients alone.
+    saved_bytes: tuple[int, ...] = ()
+    boundary_bytes: tuple[int, ...] = ()
+    cpu_threads: int | None = None
+    num_cores: int = 1
+
+    @property
+    def gradients(self) -> Gradients:
+        """What the micro-batches and the gate ask of gradients."""
+        if self.accumulate:
+            return Gradients.ACCUMULATED
+        return Gradients.HELD if self.gated else Gradients.RING
