@@ -160,6 +160,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         ),
         task=task,
         machine=machine,
+        layers="various",
     )
     return 0
 

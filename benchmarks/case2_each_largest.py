@@ -89,6 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         draw=lambda png: draw_bars(bars, png, title=title, unit="samples/s"),
         task=task,
         machine=machine,
+        layers="various",
     )
     return 0
 

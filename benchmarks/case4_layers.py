@@ -52,6 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         draw=lambda png: draw_lines(series, png, title=title, x="layers", y="ms per step"),
         task=task,
         machine=machine,
+        layers=", ".join(map(str, sweep)),
     )
     return 0
 

@@ -23,8 +23,6 @@ from methods import METHODS
 from methods.task import Task
 from tqdm import tqdm
 
-from stronghold.plan.profile import MachineProfile
-
 Row = dict[str, Any]
 ARTIFACT: dict[str, Any] = {  # GPT of the SC22 artifact, on one V100 of 32 GB with 90 GB of RAM
     "family": "gpt",
@@ -97,6 +95,7 @@ class Machine(ABC):
     """Where a case is asked."""
 
     word: str
+    description = "Measured."
     simulated = False
 
     @abstractmethod
@@ -118,6 +117,12 @@ class Measured(Machine):
     def __init__(self, word: str, timeout_s: float) -> None:
         self.word = word
         self._timeout_s = timeout_s
+        self._references: dict[Task, dict[str, Any]] = {}  # a sweep of windows needs one
+        if word == "emulated":
+            self.description = (
+                "Measured on the emulated device: the CPU computes, and GPU memory is counted, so "
+                "that times say nothing about a GPU."
+            )
 
     def methods(self) -> list[str]:
         """On the emulated device those whose GPU bytes are counted: others know no cap there."""
@@ -129,7 +134,11 @@ class Measured(Machine):
         return compare.run_method(method, task, self._timeout_s)
 
     def compare(self, names: Sequence[str], task: Task) -> list[Row]:
-        rows: list[Row] = compare.compare(names, task, self._timeout_s)["rows"]
+        trained = compare.trained(task)
+        known = self._references.get(trained)
+        result = compare.compare(names, task, self._timeout_s, known)
+        self._references[trained] = result["reference"]
+        rows: list[Row] = result["rows"]
         return rows
 
 
@@ -139,7 +148,7 @@ def machine_of(arguments: argparse.Namespace, task: Task) -> Machine:
     if word.startswith("simulated"):
         from case_simulated import Simulated  # the planner and the executor, and no GPU
 
-        return Simulated(MachineProfile.load(word.partition(":")[2] or "v100-32gb"))
+        return Simulated(word.partition(":")[2] or "v100-32gb")
     return Measured("emulated" if task.machine == "emulated" else "here", arguments.timeout)
 
 
@@ -244,19 +253,19 @@ def leave(
     draw: Callable[[Path], None],
     task: Task,
     machine: Machine,
+    layers: str = "",
 ) -> None:
-    """Print the page; write it, its data and its picture."""
+    """Print the page; write it, its data and its picture. `layers` says how many where it is not
+    the task that does."""
     record = provenance()
-    where = "simulated" if machine.simulated else hardware()
-    stem = f"{name}_{machine.word.replace(' ', '-')}_{where}_{record['time'][:10]}"
-    if machine.simulated:
-        stem = f"{name}_{machine.word.replace(' ', '-')}_{record['time'][:10]}"
+    where = machine.word.replace(" ", "-") if machine.simulated else hardware()
+    stem = f"{name}_{where}_{record['time'][:10]}"
     folder = RESULTS if arguments.save else arguments.output
     folder.mkdir(parents=True, exist_ok=True)
     png = folder / f"{stem}.png"
     draw(png)
     picture = [f"![{title}]({png.name})", ""] if png.exists() else []
-    heads = [f"# {title}", "", compare.title(task), "", machine_in_words(machine), ""]
+    heads = [f"# {title}", "", compare.title(task, layers), "", machine.description, ""]
     page = "\n".join([*heads, *picture, body, "", describe(record), ""])
     print(page)
     (folder / f"{stem}.md").write_text(page)
@@ -264,19 +273,6 @@ def leave(
     everything |= {"simulated": machine.simulated, "task": dataclasses.asdict(task), **data}
     (folder / f"{stem}.json").write_text(json.dumps(everything, indent=1) + "\n")
     print(f"wrote {folder / stem}.md, .json" + (", .png" if png.exists() else ""))
-
-
-def machine_in_words(machine: Machine) -> str:
-    if machine.simulated:
-        return (
-            f"**Predicted**, not measured: {machine.word}, stronghold's executor on virtual clocks."
-        )
-    if machine.word == "emulated":
-        return (
-            "Measured on the emulated device: the CPU computes, and GPU memory is counted, so that "
-            "times say nothing about a GPU."
-        )
-    return "Measured."
 
 
 def progress(items: Sequence[Any], what: str) -> Any:

@@ -55,13 +55,14 @@ def rates(row: Row, task: Task) -> Row:
     step_s = row["wall_s"] / task.steps
     tokens, parameters = task.tokens_per_step, row["num_parameters"]
     recomputes = row["activations"] == "recompute"
+    layers = 0 if task.model_dir else task.layers  # of a directory only the parameters are known
     return {
         "samples_per_s": task.batch * task.accumulation / step_s,
         "tokens_per_s": tokens / step_s,
         "median_step_s": statistics.median(row["step_s"]),
         "tflops": tflops_megatron(parameters, tokens, step_s, recomputes),
         "useful_tflops": tflops_useful(
-            parameters, tokens, step_s, layers=task.layers, hidden=task.hidden, seq=task.seq
+            parameters, tokens, step_s, layers=layers, hidden=task.hidden, seq=task.seq
         ),
     }
 
@@ -232,10 +233,10 @@ def loss_table(result: dict[str, Any]) -> list[str]:
     return lines
 
 
-def title(task: Task) -> str:
-    """The model and what a step is, in words."""
+def title(task: Task, layers: str = "") -> str:
+    """The model and what a step is, in words; `layers` in place of the task's number of them."""
     model = task.model_dir or (
-        f"{task.family}, {task.layers} layers, hidden {task.hidden}, {task.heads} heads"
+        f"{task.family}, {layers or task.layers} layers, hidden {task.hidden}, {task.heads} heads"
     )
     caps = [
         f"{name} capped at {size(cap)}"

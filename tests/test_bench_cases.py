@@ -131,13 +131,13 @@ def left(folder: Path) -> dict[str, object]:
 
 
 def test_the_largest_size_on_the_emulated_device_is_found(tmp_path: Path) -> None:
-    """Between two and four layers of 12,704 parameters at 16 bytes, and activations."""
-    arguments = [*TINY, "--gpu-memory", "800000", "--method", "plain", "--output", str(tmp_path)]
+    """One layer of 12,704 parameters at 16 bytes, and activations."""
+    arguments = [*TINY, "--gpu-memory", "420000", "--method", "plain", "--output", str(tmp_path)]
     assert case1_largest.main(arguments) == 0
     (row,) = left(tmp_path)["rows"]
-    assert 2 <= row["layers"] <= 3
-    assert "the cap is 800000" in row["reason"]
-    assert row["device_peak_bytes"] <= 800_000
+    assert row["layers"] == 1
+    assert "the cap is 420000" in row["reason"]
+    assert 16 * row["num_parameters"] < row["device_peak_bytes"] <= 420_000
 
 
 def test_a_window_sweep_on_the_emulated_device_has_times_and_bytes(tmp_path: Path) -> None:
@@ -147,6 +147,43 @@ def test_a_window_sweep_on_the_emulated_device_has_times_and_bytes(tmp_path: Pat
     assert point["row"]["verdict"] == "equal"
     assert point["row"]["median_step_s"] > 0.0
     assert point["row"]["link_bytes"] > 0
+
+
+# -- predicted, at the artifact's sizes -----------------------------------------------------------
+def test_predicted_cases_say_so_and_stand_beside_the_published_figures(tmp_path: Path) -> None:
+    mains = {
+        case1_largest: [],
+        case2_each_largest: [],
+        case3_plains_largest: [],
+        case4_layers: ["--sweep", "16,32"],
+        case5_window: ["--sweep", "2,15"],
+        case6_tokens: ["--sweep", "1,4", "--layers", "32"],
+    }
+    for case, more in mains.items():
+        folder = tmp_path / case.__name__
+        window = [] if case is case5_window else ["--window", "15"]
+        assert case.main([*SIMULATED, *more, *window, "--output", str(folder)]) == 0
+        found = left(folder)
+        assert found["simulated"] is True
+        (page,) = folder.glob("*.md")
+        assert "**Predicted**, not measured" in page.read_text()
+        assert ("published*" in page.read_text()) is (case is not case6_tokens)
+
+
+def test_the_predicted_largest_size_is_bounded_by_the_hosts_memory(tmp_path: Path) -> None:
+    """16 bytes per parameter in fp32 with held gradients, 90 GB."""
+    assert case1_largest.main([*SIMULATED, "--output", str(tmp_path)]) == 0
+    (row,) = left(tmp_path)["rows"]
+    assert 0.97 * 90e9 <= 16 * row["num_parameters"] <= 90e9
+    assert "host memory" in row["reason"]
+
+
+def test_others_are_not_predicted(tmp_path: Path) -> None:
+    arguments = [*SIMULATED, "--method", "plain,stronghold", "--output", str(tmp_path)]
+    assert case3_plains_largest.main(arguments) == 0
+    rows = {row["method"]: row for row in left(tmp_path)["rows"]}
+    assert rows["plain"]["status"] == "not here"
+    assert rows["stronghold"]["samples_per_s"] > 0.0
 
 
 @pytest.mark.slow

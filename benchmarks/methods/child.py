@@ -65,12 +65,13 @@ def train(method: Method, task: Task) -> dict[str, Any]:
     was read: compute is never more than one step behind. The total ends when every update is done.
     """
     data = Data(task, vocab_of(task))
+    steps = [data.step(index) for index in range(task.num_steps)]  # before the clock starts
     losses: list[float] = []
     step_s: list[float] = []
     pending: torch.Tensor | None = None
     begun = previous = time.perf_counter()
-    for index in tqdm(range(task.num_steps), desc=type(method).__name__, disable=None):
-        batches = data.step(index)
+    bar = tqdm(steps, desc=type(method).__name__, disable=None)
+    for index, batches in enumerate(bar):
         if index == task.warmup:
             finish(method, task)
             begun = previous = time.perf_counter()

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.optim.adamw import adamw
 
-from methods.base import Method
+from methods.base import Method, Unavailable
 from methods.memory import DeviceMemory
 from methods.model import Model, build, count_parameters
 from methods.plain import Masters
@@ -51,12 +51,14 @@ class L2L(Method):
         super().__init__(task, device_memory)
         self.activations = "recompute"
         if task.model_dir is not None:
-            raise NotImplementedError("l2l runs the built-in models, not --model DIR")
+            raise Unavailable("not offered with --model: it must know where the blocks are")
         model = build(task, recompute=False)
         assert isinstance(model, Model)
         self.num_parameters = count_parameters(model)
-        self._stores = [LayerStore(block, task) for block in model.blocks]
-        block = model.blocks[0]
+        block, self._stores = model.blocks[0], []
+        for index in range(len(model.blocks)):
+            self._stores.append(LayerStore(model.blocks[index], task))
+            model.blocks[index] = nn.Identity()  # its weights are freed before the next are copied
         model.blocks = nn.ModuleList()
         self._model = model.to(task.device)
         device_memory.adopt(model.parameters())

@@ -51,6 +51,7 @@ class CudaMemory(DeviceMemory):
             if task.gpu_memory < total:
                 fraction = task.gpu_memory / total
                 torch.cuda.set_per_process_memory_fraction(fraction, task.device)
+        torch.cuda.init()
         torch.cuda.reset_peak_memory_stats(task.device)
         self._device = task.device
 
