@@ -202,7 +202,7 @@ def _plan(arguments: argparse.Namespace) -> str:
     found = forecast.answer(question)
     path = arguments.write
     if path is not None and found.config is not None:
-        _write(path, json.dumps(found.config, indent=2) + "\n")
+        _write(path, forecast.config_text(found.config) + "\n")
     if arguments.json:
         text = json.dumps(found.as_json(), indent=2)
     else:

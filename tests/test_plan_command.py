@@ -395,11 +395,17 @@ def test_a_sweep_draws_and_prints_its_points(
     assert len(rows) >= 4
 
 
-def test_a_sweep_ends_with_the_first_value_that_does_not_fit() -> None:
-    points = sweep(asked(gpu="100MB"), "batch")
-    assert [point.value for point in points] == [2**k for k in range(len(points))]
+@pytest.mark.parametrize("axis", ["batch", "layers"])
+def test_a_sweep_ends_with_the_largest_that_fits_and_the_next_that_does_not(axis: str) -> None:
+    question = asked(gpu="100MB", host="60MB")
+    points = sweep(question, axis)
+    values = [point.value for point in points]
+    assert values == sorted(set(values))
     assert all(point.step_s is not None for point in points[:-1])
     assert points[-1].step_s is None
+    assert points[-1].value == points[-2].value + 1
+    assert forecast.answer(asked(gpu="100MB", host="60MB", **{axis: values[-2]})).fits
+    assert not forecast.answer(asked(gpu="100MB", host="60MB", **{axis: values[-1]})).fits
 
 
 def test_a_swept_point_is_the_forecast_of_that_question() -> None:

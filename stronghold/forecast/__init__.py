@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from stronghold.forecast.answer import answer
-from stronghold.forecast.page import page
+from stronghold.forecast.page import config_text, page
 from stronghold.forecast.question import Question, Words, understand
 
-__all__ = ["Question", "Words", "answer", "page", "sweep", "understand"]
+__all__ = ["Question", "Words", "answer", "config_text", "page", "sweep", "understand"]
 
 
 def sweep(question: Question, axis: str, png: Path) -> str:

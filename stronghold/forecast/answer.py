@@ -18,7 +18,7 @@ from stronghold.forecast.question import Question
 from stronghold.memory.host import LOW_DTYPE
 from stronghold.model.costs import DTYPES, LayerCost, ModelCosts
 from stronghold.plan.limits import Limits, StepLoad, break_even, physical_limit
-from stronghold.plan.planner import Demand, Plan
+from stronghold.plan.planner import Demand, Plan, make_plan
 from stronghold.plan.search import Choice
 from stronghold.simulate import Prediction, fastest_plan, rates_of, workload_of
 
@@ -93,6 +93,21 @@ def outlook(question: Question) -> Outlook:
     )
 
 
+def fits(question: Question) -> bool:
+    """Whether anything fits: nothing takes less than to stream every block, and to recompute or
+    offload what it keeps."""
+    costs = question.subject.costs_of(question.batch, question.seq, question.dtype)
+    demand = _demand(question, costs)
+    smallest = replace(
+        demand, resident_layers=0, activations="recompute", window=demand.window or 1
+    )
+    try:
+        make_plan(question.subject.layout, smallest)
+    except BudgetError:
+        return False
+    return True
+
+
 def _fastest(question: Question, demand: Demand) -> Choice:
     machine = question.machine
     costs = question.subject.costs_of(question.batch, question.seq, question.dtype)
@@ -117,6 +132,7 @@ def _demand(question: Question, costs: ModelCosts) -> Demand:
         gpu_budget_bytes=question.gpu_bytes,
         host_budget_bytes=question.host_bytes,
         window=question.window,
+        resident_layers=question.resident_layers,
         saved_bytes=tuple(layer.saved_bytes for layer in costs.layers),
         boundary_bytes=tuple(layer.boundary_bytes for layer in costs.layers),
         num_cores=max(1, question.machine.num_cores - 1),  # one launches the GPU's work
@@ -144,7 +160,8 @@ def _load(question: Question, costs: ModelCosts, plan: Plan | None) -> StepLoad:
     blocks = [layer for layer in layers if layer.streamed]
     streamed = [layer for layer in blocks if plan is None or layer.index not in plan.resident]
     away = {layer.index for layer in streamed}
-    staying = [layer for layer in layers if layer.index not in away]
+    at_home = frozenset() if plan is None else plan.updated_on_gpu
+    staying = [layer for layer in layers if layer.index not in away | at_home]
     policies = ["recompute" if plan is None else plan.activations[b.index] for b in blocks]
 
     def of_policy(policy: str) -> list[LayerCost]:
@@ -179,12 +196,15 @@ def _tiers(question: Question, plan: Plan) -> tuple[Tier, ...]:
 
 
 def _notes(question: Question) -> list[str]:
+    notes = []
     positions = question.subject.positions
     if positions is not None and question.seq > positions:
-        return [
+        notes.append(
             f"--seq {question.seq} is longer than the {positions} positions that the model knows"
-        ]
-    return []
+        )
+    if question.nvme_bytes:
+        notes.append("--nvme: nothing is planned there yet; the plan is of gpu and host memory")
+    return notes
 
 
 # -- what a change would buy ----------------------------------------------------------------------
@@ -195,8 +215,6 @@ def _changes(question: Question) -> list[tuple[str, Question]]:
         ("1 GiB more on the gpu", replace(question, gpu_bytes=question.gpu_bytes + GIB)),
         ("1 GiB more of host memory", replace(question, host_bytes=question.host_bytes + GIB)),
     ]
-    if question.nvme_bytes:
-        more.append(("1 GiB more of nvme", replace(question, nvme_bytes=question.nvme_bytes + GIB)))
     twice = f"twice the tokens: batch {2 * question.batch}"
     return [*more, (twice, replace(question, batch=2 * question.batch))]
 
@@ -256,14 +274,13 @@ def config_of(question: Question, plan: Plan) -> dict[str, Any]:
         "gpu_memory": question.gpu_bytes - plan.activation_bytes,  # which the key does not count
         "host_memory": question.host_bytes,
         "resident_layers": "all" if kept == len(blocks) else kept,
+        "resident_updates": "gpu" if plan.updated_on_gpu else "host",
     }
     if kept < len(blocks):
         section |= {"window": plan.window, "prefetch": plan.prefetch}
     # Where blocks differ, what needs the least memory: the config has one word for all of them.
     policies = {plan.activations[index] for index in blocks}
     section["activations"] = (policies - {"keep"} or {"keep"}).pop()
-    if question.nvme_bytes:
-        section["nvme"] = {"path": question.nvme_path, "capacity": question.nvme_bytes}
     config: dict[str, Any] = {
         "_plan": f"stronghold plan: {question.subject.name}; {question.machine.name}; "
         f"{question.seq} tokens per sequence",

@@ -6,8 +6,10 @@ Pure: owns the words and the layout. The command prints it.
 from __future__ import annotations
 
 import json
+import re
 import textwrap
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from stronghold.forecast.forecast import Forecast, Gain, Tier, Timing
 
@@ -131,7 +133,21 @@ def _config(forecast: Forecast, path: str | None) -> list[str]:
         return []
     if path is not None:
         return [f"The config is in {path}"]
-    return ["Config", *textwrap.indent(json.dumps(forecast.config, indent=2), "  ").splitlines()]
+    return ["Config", *textwrap.indent(config_text(forecast.config), "  ").splitlines()]
+
+
+def config_text(config: dict[str, Any]) -> str:
+    """The config as a file: one key per line, short lists and sections in one line as people write
+    them."""
+    text = json.dumps(config, indent=2)
+    # Innermost lists, and objects of one key.
+    text = re.sub(r"\[\s+([^][{}]*?)\s+\]", _in_one_line, text)
+    return re.sub(r'\{\s+("[^][{},]*?)\s+\}', _in_one_line, text)
+
+
+def _in_one_line(match: re.Match[str]) -> str:
+    inner = re.sub(r"\s*\n\s*", " ", match[1])
+    return f"{match[0][0]}{inner}{match[0][-1]}"
 
 
 # -- figures --------------------------------------------------------------------------------------

@@ -20,8 +20,8 @@ CLIPPING = 1.0  # DeepSpeed's default
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """What is asked. Budgets are bytes; `nvme_bytes` is 0 without that tier. `window` is pinned
-    where it is given."""
+    """What is asked. Budgets are bytes; `nvme_bytes` is 0 without that tier. `window` and
+    `resident_layers` are pinned where they are given."""
 
     subject: Subject
     machine: MachineProfile
@@ -35,6 +35,7 @@ class Question:
     nvme_bytes: int = 0
     nvme_path: str = ""
     window: int | None = None
+    resident_layers: int | None = None
 
     @property
     def tokens(self) -> int:

@@ -6,6 +6,7 @@ enters; draws with Agg, so it needs no display.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from stronghold.errors import ConfigError
-from stronghold.forecast.answer import outlook
+from stronghold.forecast.answer import fits, outlook
 from stronghold.forecast.page import seconds
 from stronghold.forecast.question import Question
 from stronghold.telemetry.plot import COLOURS, DPI, FAINT, INK, OTHER_COLOUR
@@ -49,48 +50,67 @@ class Point:
 
 
 def sweep(question: Question, axis: str) -> list[Point]:
-    """Predictions along one of AXES, in increasing order, until one does not fit."""
+    """Predictions along one of AXES, in increasing order, until one does not fit; of layers and
+    batches the largest that fits is the last but one."""
     points: list[Point] = []
     for value, asked in _questions(question, axis):
-        found = outlook(asked)
-        timing = found.timing
-        points.append(
-            Point(
-                value=value,
-                step_s=None if timing is None else timing.step_s,
-                tokens_per_s=None if timing is None else timing.tokens_per_s,
-                bound="" if timing is None else timing.bound,
-                limit_s=found.limits.seconds,
-                tokens=asked.tokens,
-            )
-        )
-        # Windows alone need not fit from the first on to a last one: the largest come last too.
-        if timing is None:
+        points.append(_point(value, asked))
+        if points[-1].step_s is None:
             break
     if all(point.step_s is None for point in points):
         raise ConfigError(f"--sweep {axis}: not even {axis} {points[0].value} fits")
+    if points[-1].step_s is None and axis in ("batch", "layers"):
+        low, high = points[-2].value, points[-1].value
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if fits(_with(question, axis, middle)) else (low, middle)
+        last = [_point(value, _with(question, axis, value)) for value in (low, high)]
+        points = [*points[:-2], *(points[-2:-1] if low > points[-2].value else []), *last]
     return points
 
 
-def _questions(question: Question, axis: str) -> Iterator[tuple[int, Question]]:
+def _point(value: int, asked: Question) -> Point:
+    found = outlook(asked)
+    timing = found.timing
+    return Point(
+        value=value,
+        step_s=None if timing is None else timing.step_s,
+        tokens_per_s=None if timing is None else timing.tokens_per_s,
+        bound="" if timing is None else timing.bound,
+        limit_s=found.limits.seconds,
+        tokens=asked.tokens,
+    )
+
+
+def _with(question: Question, axis: str, value: int) -> Question:
     subject = question.subject
     if axis == "window":
-        for value in _spread(1, subject.num_blocks):
-            yield value, replace(question, window=value)
-    elif axis == "batch":
-        for exponent in range(MOST_POINTS):
-            yield 2**exponent, replace(question, batch=2**exponent)
-    elif axis == "seq":
+        # Resident blocks would need no window: with them every window is as good.
+        return replace(question, window=value, resident_layers=0)
+    if axis == "batch":
+        return replace(question, batch=value)
+    if axis == "seq":
+        return replace(question, seq=value, subject=subject.with_positions(value))
+    return replace(question, subject=subject.with_layers(value))
+
+
+def _questions(question: Question, axis: str) -> Iterator[tuple[int, Question]]:
+    for value in _values(question, axis):
+        yield value, _with(question, axis, value)
+
+
+def _values(question: Question, axis: str) -> list[int]:
+    subject = question.subject
+    if axis == "window":
+        return _spread(1, subject.num_blocks)
+    if axis == "batch":
+        return [2**exponent for exponent in range(MOST_POINTS)]
+    if axis == "seq":
         longest = subject.positions or SHORTEST * 2 ** (MOST_POINTS - 1)
-        value = min(SHORTEST, longest)
-        while value <= longest:
-            yield value, replace(question, seq=value, subject=subject.with_positions(value))
-            value *= 2
-    else:
-        first = max(1, subject.num_blocks // 4)
-        counts = dict.fromkeys(round(first * GROWTH**k) for k in range(MOST_POINTS))
-        for count in counts:
-            yield count, replace(question, subject=subject.with_layers(count))
+        first = min(SHORTEST, longest)
+        return [first * 2**k for k in range(MOST_POINTS) if first * 2**k <= longest]
+    first = max(1, subject.num_blocks // 4)
+    return sorted({round(first * GROWTH**k) for k in range(MOST_POINTS)})
 
 
 def _spread(first: int, last: int) -> list[int]:
@@ -132,12 +152,12 @@ def draw(points: Sequence[Point], axis: str, title: str, png: str | Path) -> Non
     _limit(right, fitting, lambda point: point.tokens / point.limit_s)
     right.set_ylabel("tokens per second", color=FAINT, fontsize=9)
     best = max(fitting, key=lambda point: point.tokens_per_s or 0.0)
-    right.annotate(
-        f"{best.tokens_per_s:,.0f} tokens/s, {seconds(best.step_s or 0.0)} a step",
-        (best.value, best.tokens_per_s or 0.0),
-        xytext=(0, 8),
-        textcoords="offset points",
-        ha="center",
+    right.text(
+        1.0,
+        1.025,
+        f"most: {best.tokens_per_s:,.0f} tokens/s at {best.value:,}",
+        transform=right.transAxes,
+        ha="right",
         fontsize=8.5,
         color=INK,
     )
@@ -166,8 +186,7 @@ def _style(axes: Axes, axis: str, points: Sequence[Point]) -> None:
     values = [point.value for point in points]
     if values[-1] >= 16 * values[0]:
         axes.set_xscale("log", base=2)
-    shown = values[:: max(1, -(-len(values) // 9))]
-    axes.set_xticks(shown, [f"{value:,}" for value in shown])
+    axes.set_xticks(_apart(values, axes), [f"{value:,}" for value in _apart(values, axes)])
     axes.minorticks_off()
     for point in points:
         if point.step_s is None:
@@ -195,6 +214,18 @@ def _style(axes: Axes, axis: str, points: Sequence[Point]) -> None:
         side.set_visible(False)
 
 
+def _apart(values: Sequence[int], axes: Axes) -> list[int]:
+    """Those of the values that are far enough apart to be written below the axis."""
+    log = axes.get_xscale() == "log"
+    places = [math.log(value) if log else float(value) for value in values]
+    least = (places[-1] - places[0]) / 12
+    shown: list[tuple[int, float]] = []
+    for value, place in zip(reversed(values), reversed(places), strict=True):
+        if not shown or shown[-1][1] - place >= least:
+            shown.append((value, place))
+    return [value for value, _ in reversed(shown)]
+
+
 def _legend(figure: Figure, points: Sequence[Point]) -> None:
     bounds = dict.fromkeys(point.bound for point in points)
     entries = [
@@ -213,8 +244,8 @@ def _legend(figure: Figure, points: Sequence[Point]) -> None:
     )
     figure.legend(
         handles=entries,
-        loc="center right",
-        bbox_to_anchor=(0.985, 0.895),
+        loc="center left",
+        bbox_to_anchor=(0.05, 0.89),
         ncols=len(entries),
         frameon=False,
         fontsize=8.5,
