@@ -117,7 +117,7 @@ class Measured(Machine):
     def __init__(self, word: str, timeout_s: float) -> None:
         self.word = word
         self._timeout_s = timeout_s
-        self._references: dict[Task, dict[str, Any]] = {}  # a sweep of windows needs one
+        self._references: dict[str, dict[str, Any]] = {}  # a sweep of windows needs one
         if word == "emulated":
             self.description = (
                 "Measured on the emulated device: the CPU computes, and GPU memory is counted, so "
@@ -134,7 +134,7 @@ class Measured(Machine):
         return compare.run_method(method, task, self._timeout_s)
 
     def compare(self, names: Sequence[str], task: Task) -> list[Row]:
-        trained = compare.trained(task)
+        trained = compare.trained(task).to_json()
         known = self._references.get(trained)
         result = compare.compare(names, task, self._timeout_s, known)
         self._references[trained] = result["reference"]
@@ -171,6 +171,8 @@ def parse(
     word = parser.parse_known_args(argv)[0].machine
     if word not in ("here", "emulated") and not word.startswith("simulated"):
         parser.error(f"--machine {word}: expected here, emulated or simulated:PROFILE")
+    if word.startswith("simulated") and parser.parse_known_args(argv)[0].save:
+        parser.error("--save: a prediction is not a result; leave it in a folder with --output")
     small = compare.machine_word("here" if word == "here" else "emulated") == "emulated"
     defaults = SMALL if small and not word.startswith("simulated") else ARTIFACT
     parser.set_defaults(**defaults)

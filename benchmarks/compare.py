@@ -106,7 +106,7 @@ def trained(task: Task) -> Task:
     """The task without what does not change a loss."""
     neutral = Task()
     names = ("activations", "window", "prefetch", "gpu_memory", "host_memory", "link_gbps")
-    names += ("threads", "nvme_dir", "trace", "halves")
+    names += ("threads", "nvme_dir", "trace", "section", "halves")
     return dataclasses.replace(task, **{name: getattr(neutral, name) for name in names})
 
 
@@ -259,6 +259,14 @@ def byte_size(text: str) -> int:
         raise argparse.ArgumentTypeError(f"got {text!r}, {error}") from error
 
 
+def json_object(text: str) -> dict[str, Any]:
+    """A JSON object on the command line."""
+    found = json.loads(text)
+    if not isinstance(found, dict):
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected a JSON object")
+    return found
+
+
 def add_task_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments that make a `Task`; the cases share them."""
     model = parser.add_argument_group("model")
@@ -295,6 +303,9 @@ def add_task_arguments(parser: argparse.ArgumentParser) -> None:
     machine.add_argument("--link-gbps", type=float, help="pace of the emulated link, stronghold's")
     machine.add_argument("--threads", type=int, help="of torch and of the CPU optimizer")
     machine.add_argument("--nvme-dir", help="for zero-infinity-nvme")
+    machine.add_argument(
+        "--section", type=json_object, default={}, metavar="JSON", help="more of stronghold's keys"
+    )
     machine.add_argument("--trace", help="stronghold's trace, a file")
 
 

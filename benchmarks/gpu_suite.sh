@@ -13,6 +13,7 @@
 #
 #   STRONGHOLD_GPU_STATE   another folder for all of it
 #   PIECE_S                seconds that a piece may take (default 480)
+#   HOST_MEMORY            cap on every method's host memory, as 100GB (default: what the machine has)
 #   PYTHON                 the interpreter (default: .venv's, else python3)
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -45,6 +46,7 @@ model() {
   esac
 }
 STEP="--seq 2048 --batch 8 --steps 5 --warmup 3 --precision bf16 --activations recompute --lr 1e-4"
+if [ -n "${HOST_MEMORY:-}" ]; then STEP="$STEP --host-memory $HOST_MEMORY"; fi
 PEERS="zero-offload zero-infinity superoffload superoffload-param fsdp2-offload l2l plain stronghold"
 
 # -- pieces, in the order of what is wanted first ---------------------------------------------------
@@ -89,8 +91,9 @@ piece() {
     compile) "$PYTHON" -c 'from deepspeed.ops.op_builder import CPUAdamBuilder; CPUAdamBuilder().load()' ;;
     agree) "$PYTHON" benchmarks/compare.py --method plain,l2l,zero-offload,zero-infinity,superoffload,fsdp2-offload,stronghold \
       --layers 8 --hidden 512 --heads 8 --seq 512 --batch 8 --precision bf16 --steps 20 --json "$RESULTS/agree.json" ;;
+    # Where the model fits: every block stays on the GPU with its optimizer.
     fits) "$PYTHON" benchmarks/compare.py --method plain,stronghold $(model 1b) $STEP --activations keep --batch 4 \
-      --json "$RESULTS/fits.json" ;;
+      --section '{"resident_layers": "all", "resident_updates": "gpu"}' --json "$RESULTS/fits.json" ;;
     reference-*) reference "${name#reference-}" ;;
     compare-*) compare_one "${name#compare-}" ;;
     table-*) table "${name#table-}" ;;
@@ -145,7 +148,7 @@ trace() {
 
 largest() {
   "$PYTHON" benchmarks/case1_largest.py --method "$1" --family gpt --hidden 4096 --heads 32 --seq 1024 --batch 4 \
-    --precision bf16 --gpu-memory 24GB --host-memory 100GB --resolution 2 \
+    --precision bf16 --gpu-memory 24GB --host-memory "${HOST_MEMORY:-100GB}" --resolution 2 \
     --tries "$STATE/tries-$1.json" --output "$RESULTS/largest-$1"
 }
 
@@ -268,5 +271,5 @@ pack() {
 case "${1:-}" in
   list | check | setup | pack | run) verb="$1"; shift; "$verb" "$@" ;;
   _piece) piece "$2" ;;
-  *) sed -n '2,18p' benchmarks/gpu_suite.sh | sed 's/^# \{0,1\}//' >&2; exit 2 ;;
+  *) sed -n '2,19p' benchmarks/gpu_suite.sh | sed 's/^# \{0,1\}//' >&2; exit 2 ;;
 esac

@@ -178,6 +178,12 @@ def test_the_predicted_largest_size_is_bounded_by_the_hosts_memory(tmp_path: Pat
     assert "host memory" in row["reason"]
 
 
+def test_a_prediction_is_not_saved_as_a_result(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        case3_plains_largest.main([*SIMULATED, "--save"])
+    assert "a prediction is not a result" in capsys.readouterr().err
+
+
 def test_others_are_not_predicted(tmp_path: Path) -> None:
     arguments = [*SIMULATED, "--method", "plain,stronghold", "--output", str(tmp_path)]
     assert case3_plains_largest.main(arguments) == 0

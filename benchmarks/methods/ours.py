@@ -103,7 +103,7 @@ def config(task: Task) -> dict[str, Any]:
         section["gpu_memory"] = int(task.gpu_memory * WINDOW_SHARE)
     if task.machine == "emulated":
         section["emulated"] = {"poison": False, "link_gbps": task.link_gbps}
-    return {**deepspeed_config(task), "stronghold": section}
+    return {**deepspeed_config(task), "stronghold": section | task.section}
 
 
 def deepspeed_config(task: Task) -> dict[str, Any]:

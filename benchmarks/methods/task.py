@@ -7,7 +7,7 @@ task travels to a method's process as JSON.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
 import torch
@@ -24,7 +24,8 @@ class Task:
 
     `batch` samples of `seq` tokens are one micro-batch; `accumulation` of them are a step.
     `machine` is where layers compute: "cuda", or "emulated" on the CPU. Caps are bytes; None: no
-    cap. `halves` runs every micro-batch as two, which is the same sum in another order.
+    cap. `halves` runs every micro-batch as two, which is the same sum in another order. `section`
+    are more keys of stronghold's config.
     """
 
     family: Literal["gpt", "llama"] = "gpt"
@@ -56,6 +57,7 @@ class Task:
     nvme_dir: str | None = None
     halves: bool = False
     trace: str | None = None
+    section: dict[str, Any] = field(default_factory=dict)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -93,7 +95,7 @@ class Task:
     @classmethod
     def from_json(cls, text: str) -> Task:
         values: dict[str, Any] = json.loads(text)
-        return cls(**{field.name: values[field.name] for field in fields(cls)})
+        return cls(**{one.name: values[one.name] for one in fields(cls)})
 
 
 class Data:
