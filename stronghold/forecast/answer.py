@@ -94,18 +94,16 @@ def outlook(question: Question) -> Outlook:
 
 
 def fits(question: Question) -> bool:
-    """Whether anything fits: nothing takes less than to stream every block, and to recompute or
+    """Whether anything fits: nothing takes less than to stream every block, and to recompute or to
     offload what it keeps."""
     costs = question.subject.costs_of(question.batch, question.seq, question.dtype)
     demand = _demand(question, costs)
-    smallest = replace(
-        demand, resident_layers=0, activations="recompute", window=demand.window or 1
-    )
-    try:
-        make_plan(question.subject.layout, smallest)
-    except BudgetError:
-        return False
-    return True
+    smallest = replace(demand, resident_layers=0, window=demand.window or 1)
+    for policy in ("recompute", "offload"):
+        with contextlib.suppress(BudgetError):
+            make_plan(question.subject.layout, replace(smallest, activations=policy))
+            return True
+    return False
 
 
 def _fastest(question: Question, demand: Demand) -> Choice:
