@@ -96,6 +96,7 @@ class StrongholdEngine(Checkpoints, deepspeed.DeepSpeedEngine):  # type: ignore[
                 precision=training.precision,
                 gated=training.gradient_clipping > 0.0 or training.check_grad_overflow,
                 accumulate=training.gradient_accumulation_steps > 1,
+                micro_batches=training.gradient_accumulation_steps,
                 local_rank=self.local_rank,
             ),
             optimizer,

@@ -112,12 +112,23 @@ def moments_of(engine: Any) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """Adam's moments by parameter name."""
     engine.synchronize()
     found = {}
-    for state in engine._stack.host.layers:
+    host = engine._stack.host
+    for state in host.layers:
+        engine._stack.runtime.ledger.stored(state.layout.index).wait()
         for part in state.layout.slices:
             if part.trainable:
-                chosen = slice(part.offset, part.offset + part.numel)
-                found[part.name] = (state.exp_avg[chosen].clone(), state.exp_avg_sq[chosen].clone())
+                found[part.name] = (
+                    whole(host, state.layout.index, "exp_avg", part),
+                    whole(host, state.layout.index, "exp_avg_sq", part),
+                )
     return found
+
+
+def whole(host: Any, index: int, array: str, part: Any) -> torch.Tensor:
+    """One parameter's part of an array, flat, from wherever it lies."""
+    at, end = part.offset, part.offset + part.numel
+    pieces = [found[array].clone() for _, _, found in host.pieces(index, (array,), at, end)]
+    return torch.cat(pieces) if pieces else torch.empty(0)
 
 
 def train_plain(

@@ -22,7 +22,7 @@ from stronghold.checkpoint.manifest import CONFIG, STATE, Manifest, TensorRecord
 from stronghold.checkpoint.save import named_groups, persistent_buffers
 from stronghold.checkpoint.tensorfile import TensorFile
 from stronghold.errors import CheckpointError, ConfigError, did_you_mean
-from stronghold.memory.host import LOW_DTYPE, join_master, view
+from stronghold.memory.host import LOW_DTYPE, join_master
 from stronghold.model.layout import ParameterSlice
 from stronghold.runtime.optimizer import EngineOptimizer
 from stronghold.runtime.stack import Stack
@@ -188,10 +188,9 @@ class Load:
     def _weights(self, exact: bool) -> None:
         host, model = self._stack.host, self._stack.partition.model
         for index, _, part, record in self._found:
-            target = host.layers[index].weights[part.offset : part.offset + part.numel]
             with_master = exact and part.trainable
             if record.dtype is host.dtype:
-                self._fill(record.weights, record.name, index, target)
+                self._fill(index, "weights", part, record.weights, record.name)
                 if with_master:
                     self._same_low(index, part, record)
                 continue
@@ -200,7 +199,11 @@ class Load:
                 if with_master and host.training:
                     host.write_master(index, part, begin, master)
                 else:
-                    target[begin : begin + master.numel()].copy_(master)
+                    at = part.offset + begin
+                    for first, last, found in host.pieces(
+                        index, ("weights",), at, at + master.numel(), mode="replace"
+                    ):
+                        found["weights"].copy_(master[first - at : last - at])
                 begin += master.numel()
         if not exact:
             for index in range(len(host.layers)):
@@ -210,43 +213,48 @@ class Load:
                 values = self._files["buffers.safetensors"].read(name)
                 buffer.data.copy_(values)
 
-    def _fill(self, file: str, name: str, index: int, target: torch.Tensor) -> None:
-        """Fill flat memory of layer `index`; on the device it comes a piece at a time."""
-        if not self._stack.host.layers[index].on_device:
-            self._files[file].read_into(name, target)
+    def _fill(self, index: int, array: str, part: ParameterSlice, file: str, name: str) -> None:
+        """Read a tensor of a file into a parameter's part of an array, wherever that lies."""
+        host, at, end = self._stack.host, part.offset, part.offset + part.numel
+        if host.layers[index].on_device:
+            begin, target = 0, getattr(host.layers[index], array)[at:end]
+            for piece in self._files[file].pieces(name):
+                target[begin : begin + piece.numel()].copy_(piece)  # waits: it is filled again
+                begin += piece.numel()
             return
-        begin = 0
-        for piece in self._files[file].pieces(name):
-            target[begin : begin + piece.numel()].copy_(piece)  # waits: the piece is filled again
-            begin += piece.numel()
+        for first, _, found in host.pieces(index, (array,), at, end, mode="replace"):
+            self._files[file].read_part(name, first - at, found[array])
 
     def _same_low(self, index: int, part: ParameterSlice, record: TensorRecord) -> None:
-        slabs = self._stack.host.layers[index]
-        if slabs.low is None:
+        host, at, end = self._stack.host, part.offset, part.offset + part.numel
+        if not host.has(index, "low"):
             return
-        low = slabs.low[part.offset : part.offset + part.numel]
         if record.low is not None:
-            self._fill(record.low, record.name, index, low)
-        elif low.dtype is torch.float32:
-            low.copy_(slabs.weights[part.offset : part.offset + part.numel])
+            self._fill(index, "low", part, record.low, record.name)
+        elif LOW_DTYPE[host.dtype] is torch.float32:
+            for _, _, found in host.pieces(index, ("weights", "low"), at, end, mode="edit"):
+                found["low"].copy_(found["weights"])
         else:
-            low.zero_()
+            self._clear(index, "low", part)
+
+    def _clear(self, index: int, array: str, part: ParameterSlice) -> None:
+        at, end = part.offset, part.offset + part.numel
+        for _, _, found in self._stack.host.pieces(index, (array,), at, end, mode="replace"):
+            found[array].zero_()
 
     def _moments(self) -> None:
         host = self._stack.host
         for index, k, part, record in self._found:
-            slabs = host.layers[index]
             if not part.trainable:
                 continue
             self._stack.adam.counts[index][k] = record.step
-            for moment, slab in (("exp_avg", slabs.exp_avg), ("exp_avg_sq", slabs.exp_avg_sq)):
-                if slab is None:
+            for moment in ("exp_avg", "exp_avg_sq"):
+                if not host.has(index, moment):
                     continue
                 if record.moments is None:
-                    view(slab, part).zero_()
+                    self._clear(index, moment, part)
                 else:
-                    name = f"{moment}.{record.name}"
-                    self._fill(record.moments, name, index, view(slab, part).flatten())
+                    self._fill(index, moment, part, record.moments, f"{moment}.{record.name}")
 
     def _hyper_parameters(self, optimizer: EngineOptimizer) -> None:
         for group, saved in zip(optimizer.param_groups, self.manifest.groups or (), strict=True):

@@ -1,8 +1,8 @@
 """Saving: every layer's host slabs to files, while they are not written.
 
 Owns what goes into which file and in which order. Copies no slab: bytes go from where they lie to
-the file, through a piece of host memory where they lie on the device. The training thread collects;
-the jobs run on it or on the io lane.
+the file, through a piece of host memory where they lie on the device or in a file. The training
+thread collects; the jobs run on it or on the io lane.
 
 [Note: snapshot] A job reads a layer after its newest update, and the layer's next update waits for
 the job. So a save that runs beside the next steps writes exactly what a save that stops them
@@ -24,15 +24,18 @@ from torch import nn
 from stronghold.checkpoint import directory, state
 from stronghold.checkpoint.manifest import CONFIG, STATE, Manifest, TensorRecord
 from stronghold.checkpoint.tensorfile import (
+    PIECE_BYTES,
     Entry,
     FileRecord,
     entry_of,
+    raw_bytes,
     staged_entry,
     write_durably,
     write_tensors,
 )
 from stronghold.device.base import Fence
-from stronghold.memory.host import LayerState, view
+from stronghold.memory.host import HostStore, view
+from stronghold.memory.tiers import array_dtypes
 from stronghold.model.layout import ParameterSlice
 from stronghold.plan.planner import Gradients
 from stronghold.runtime.optimizer import EngineOptimizer
@@ -92,7 +95,7 @@ class Save:
         """
         try:
             for layer in self.order:
-                self._stack.runtime.ledger.updated(layer).wait()
+                self._stack.runtime.ledger.stored(layer).wait()
                 self._write_layer(layer)
             self._finish()
         except BaseException:
@@ -106,7 +109,7 @@ class Save:
         ledger = stack.runtime.ledger
         for layer in self.order:
             work = partial(self._write_guarded, layer)
-            after = (ledger.updated(layer),)
+            after = (ledger.stored(layer),)
             name = f"save {stack.host.layers[layer].layout.name or 'root'}"
             ledger.update_after(layer, lane.submit(name, work, after))
         return lane.submit(f"publish {self._tag}", self._publish_or_raise)
@@ -130,9 +133,9 @@ class Save:
 
     # -- one layer ------------------------------------------------------------------------------
     def _layer_records(self, index: int) -> list[TensorRecord]:
-        stack, slabs = self._stack, self._stack.host.layers[index]
+        stack, layer = self._stack, self._stack.layout.layers[index]
         named = stack.partition.layers[index].parameters
-        has_low, has_moments = slabs.low is not None, slabs.exp_avg is not None
+        has_low, has_moments = stack.host.has(index, "low"), stack.host.has(index, "exp_avg")
         return [
             TensorRecord(
                 name=part.name,
@@ -145,33 +148,32 @@ class Save:
                 low=_file("masters", index) if part.trainable and has_low else None,
                 moments=_file("moments", index) if part.trainable and has_moments else None,
             )
-            for k, part in enumerate(slabs.layout.slices)
+            for k, part in enumerate(layer.slices)
             if part.trainable or not self._contents.exclude_frozen
         ]
 
     def _write_layer(self, index: int) -> None:
-        slabs, records = self._stack.host.layers[index], self._records[index]
-        parts = {part.name: part for part in slabs.layout.slices}
-        weights = [self._entry(r.name, slabs, slabs.weights, parts[r.name]) for r in records]
-        masters = [self._entry(r.name, slabs, slabs.low, parts[r.name]) for r in records if r.low]
+        records = self._records[index]
+        parts = {part.name: part for part in self._stack.layout.layers[index].slices}
+        weights = [self._entry(index, "weights", r.name, parts[r.name]) for r in records]
+        masters = [self._entry(index, "low", r.name, parts[r.name]) for r in records if r.low]
         moments = [
-            self._entry(f"{moment}.{r.name}", slabs, flat, parts[r.name])
+            self._entry(index, moment, f"{moment}.{r.name}", parts[r.name])
             for r in records
             if r.moments
-            for moment, flat in (("exp_avg", slabs.exp_avg), ("exp_avg_sq", slabs.exp_avg_sq))
+            for moment in ("exp_avg", "exp_avg_sq")
         ]
         for kind, entries in (("weights", weights), ("masters", masters), ("moments", moments)):
             if entries:
                 self._write(_file(kind, index), entries)
 
-    def _entry(
-        self, name: str, state: LayerState, flat: torch.Tensor | None, part: ParameterSlice
-    ) -> Entry:
-        """From where the array lies: host memory, or piece by piece from the device."""
-        assert flat is not None
-        if state.on_device:
+    def _entry(self, index: int, array: str, name: str, part: ParameterSlice) -> Entry:
+        """From where the array lies: a slab, or piece by piece from a file or the device."""
+        host = self._stack.host
+        if host.layers[index].on_device:
+            flat = getattr(host.layers[index], array)
             return staged_entry(name, view(flat, part), self._stack.device.copy_now)
-        return entry_of(name, view(flat, part))
+        return array_entry(host, index, array, part, name)
 
     def _write(self, name: str, entries: Sequence[Entry]) -> None:
         self._files[name] = write_tensors(self._hidden / name, entries)
@@ -208,6 +210,20 @@ def _file(kind: str, index: int) -> str:
 def _slices(stack: Stack) -> Iterator[ParameterSlice]:
     for layer in stack.layout.layers:
         yield from layer.slices
+
+
+def array_entry(host: HostStore, index: int, array: str, part: ParameterSlice, name: str) -> Entry:
+    """An entry that writes a parameter's part of one array from where it lies."""
+
+    def pieces() -> Iterator[memoryview]:
+        begin, end = part.offset, part.offset + part.numel
+        for _, _, found in host.pieces(index, (array,), begin, end):
+            data = raw_bytes(found[array])
+            for at in range(0, len(data), PIECE_BYTES):
+                yield data[at : at + PIECE_BYTES]
+
+    dtype = array_dtypes(host.dtype)[array]
+    return Entry(name=name, dtype=dtype, shape=part.shape, pieces=pieces)
 
 
 def copied_buffers(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -207,11 +207,17 @@ class TensorFile:
 
     def read_into(self, name: str, target: torch.Tensor) -> None:
         """Fill contiguous CPU memory of the tensor's own type and size."""
-        info = self.info(name)
-        if target.dtype is not info.dtype or target.numel() * target.itemsize != info.num_bytes:
-            raise StateError(f"{name}: {info.dtype} {info.shape} does not fit the target")
+        if target.nbytes != self.info(name).num_bytes:
+            raise StateError(f"{name}: {self.info(name).shape} does not fit the target")
+        self.read_part(name, 0, target)
+
+    def read_part(self, name: str, begin: int, target: torch.Tensor) -> None:
+        """Fill contiguous CPU memory of the tensor's own type with its elements from `begin` on."""
+        info, at = self.info(name), begin * target.itemsize
+        if target.dtype is not info.dtype or at + target.nbytes > info.num_bytes:
+            raise StateError(f"{name}: {info.dtype} {info.shape} does not fill the target")
         with open(self.path, "rb", buffering=0) as file:
-            file.seek(info.begin)
+            file.seek(info.begin + at)
             self._fill(file, raw_bytes(target), name)
 
     def read(self, name: str) -> torch.Tensor:

@@ -184,8 +184,12 @@ class HostLane(ThreadLane):
 
 
 class Device(ABC):
-    """Lanes `fetch`, `drain`, `update` and `io`, the compute lane of the training thread, and raw
-    buffers.
+    """Lanes `fetch`, `drain` and `update`, those of files, the compute lane of the training thread,
+    and raw buffers.
+
+    Lanes of files are made when they are first used, which only the training thread may be the
+    first to do: `load` reads ahead of updates, `stage` ahead of fetches, `spill` writes, `io` is
+    for checkpoints. Each has a thread of its own, so that none of them waits behind another.
 
     `budget_bytes` limits the sum of live `allocate` calls; None leaves it to the device.
     """
@@ -201,14 +205,35 @@ class Device(ABC):
         self.peak_bytes = 0
         self.trace = trace
         self._failure: LaneError | None = None
-        self._io: Lane | None = None
+        self._of_files: dict[str, Lane] = {}
 
     @property
     def io(self) -> Lane:
-        """The lane of files: made when it is first used. Only the training thread may ask."""
-        if self._io is None:
-            self._io = HostLane("io", self)
-        return self._io
+        """Files of checkpoints."""
+        return self._file_lane("io")
+
+    @property
+    def load(self) -> Lane:
+        """NVMe to host, ahead of updates."""
+        return self._file_lane("load")
+
+    @property
+    def stage(self) -> Lane:
+        """NVMe to host, ahead of fetches."""
+        return self._file_lane("stage")
+
+    @property
+    def spill(self) -> Lane:
+        """Host to NVMe."""
+        return self._file_lane("spill")
+
+    def _file_lane(self, name: str) -> Lane:
+        if name not in self._of_files:
+            self._of_files[name] = self._make_file_lane(name)
+        return self._of_files[name]
+
+    def _make_file_lane(self, name: str) -> Lane:
+        return HostLane(name, self)
 
     # -- errors ---------------------------------------------------------------------------------
     def report(self, error: LaneError) -> None:
@@ -323,9 +348,9 @@ class Device(ABC):
 
     def close(self) -> None:
         """Finish the lanes' work and end their threads. Safe to call twice."""
-        for lane in (self.fetch, self.drain, self.update, self._io):
-            if lane is not None:  # an update may wait for the io lane, which still runs
-                lane.close()
+        # A transfer or an update may wait for a lane of files, which still runs.
+        for lane in (self.fetch, self.drain, self.update, *self._of_files.values()):
+            lane.close()
 
 
 def moved(nbytes: int) -> dict[str, int]:

@@ -24,6 +24,7 @@ from stronghold.telemetry.trace import NullTrace, Trace
 # the call does not count: with 256 MB pieces half of a copy hides behind compute, with 1 MB pieces
 # nine tenths.
 COPY_PIECE_BYTES = 1 << 20
+DISK_LANES = {"load": "read", "stage": "read", "spill": "write"}
 NAN_BYTE = 0xFF  # 0xFFFF and 0xFFFFFFFF are NaN in bfloat16, float16 and float32
 
 
@@ -31,8 +32,9 @@ class EmulatedDevice(Device):
     """CPU tensors, a thread per lane.
 
     `jitter_s` is the longest random delay before an operation; `link_gbps` paces each direction of
-    the link, `update_gbps` the update lane (1e9 bytes/s; None: as fast as they are); `poison` fills
-    freed buffers with NaN.
+    the link, `update_gbps` the update lane, `nvme_gbps` what lanes read from files, all together,
+    and what they write (1e9 bytes/s; None: as fast as they are); `poison` fills freed buffers with
+    NaN.
     """
 
     def __init__(
@@ -45,6 +47,7 @@ class EmulatedDevice(Device):
         seed: int = 0,
         link_gbps: float | None = None,
         update_gbps: float | None = None,
+        nvme_gbps: float | None = None,
     ) -> None:
         super().__init__("emulated", budget_bytes, trace or NullTrace())
         self._poison = poison
@@ -52,7 +55,10 @@ class EmulatedDevice(Device):
         self._seed = seed
         self._random: dict[str, random.Random] = {}
         self._link_gbps = link_gbps
-        self._pace_gbps = {"update": update_gbps} if update_gbps is not None else {}
+        self._update_gbps = update_gbps
+        self._nvme_gbps = nvme_gbps
+        self._disk_lock = threading.Lock()
+        self._disk_free_s = {"read": 0.0, "write": 0.0}  # when the disk has done what it was given
         self._pool: native.Pool | None = None
         self.fetch = HostLane("fetch", self)
         self.drain = HostLane("drain", self)
@@ -128,5 +134,12 @@ class EmulatedDevice(Device):
             self._pool.close()
 
     def pace(self, lane: str, nbytes: int, start_s: float) -> None:
-        if (gbps := self._pace_gbps.get(lane)) is not None:
-            time.sleep(max(0.0, start_s + nbytes / (gbps * 1e9) - time.perf_counter()))
+        due_s = start_s
+        if lane == "update" and self._update_gbps is not None:
+            due_s += nbytes / (self._update_gbps * 1e9)
+        elif lane in DISK_LANES and self._nvme_gbps is not None:
+            direction = DISK_LANES[lane]
+            with self._disk_lock:
+                begin_s = max(start_s, self._disk_free_s[direction])
+                due_s = self._disk_free_s[direction] = begin_s + nbytes / (self._nvme_gbps * 1e9)
+        time.sleep(max(0.0, due_s - time.perf_counter()))

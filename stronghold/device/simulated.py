@@ -9,8 +9,9 @@ on it unchanged. The calling thread alone enters.
 operation ends is known when it is submitted, and no queue of events is needed.
 
 [Note: shared resources] Both directions of the link share what duplex allows, the CPU's Adam shares
-host memory with both, loads share the disk with spills. Who was submitted first keeps its rate; who
-overlaps it later gets what is left for as long as they overlap, so that no byte is moved twice.
+host memory with both, loads and stages share the disk with each other and with spills. Who was
+submitted first keeps its rate; who overlaps it later gets what is left for as long as they overlap,
+so that no byte is moved twice.
 
 [Note: two clocks] On a GPU the calling thread runs ahead of compute: it stands still only until a
 transfer is issued, or for a fence that it waits for itself. `asynchronous=False` is the emulated
@@ -202,6 +203,10 @@ class SimulatedDevice(Device):
         """Nothing is computed."""
         return self._kernels
 
+    def _make_file_lane(self, name: str) -> Lane:
+        self._lanes[name] = SimulatedLane(name, self, streams=False)
+        return self._lanes[name]
+
     # -- time -------------------------------------------------------------------------------------
     def is_stream(self, lane: str) -> bool:
         """Whether a stream can wait for this lane's fences by itself."""
@@ -269,11 +274,14 @@ class SimulatedDevice(Device):
                 "fetch": rates.memory_gbps - rates.fetch_gbps,
                 "drain": rates.memory_gbps - rates.drain_gbps,
             }
-        elif lane in ("load", "spill"):
-            own = rates.load_gbps if lane == "load" else rates.spill_gbps
-            other = "spill" if lane == "load" else "load"
-            beside = rates.io_gbps - (rates.spill_gbps if lane == "load" else rates.load_gbps)
-            shared = {other: beside}
+        elif lane == "spill":
+            own = rates.spill_gbps
+            beside = rates.io_gbps - rates.load_gbps
+            shared = {"load": beside, "stage": beside}
+        elif lane in ("load", "stage"):
+            own = rates.load_gbps
+            other = "stage" if lane == "load" else "load"
+            shared = {"spill": rates.io_gbps - rates.spill_gbps, other: 0.0}
         else:
             return 0.0, {}
         return own * 1e9, {

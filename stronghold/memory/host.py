@@ -12,27 +12,29 @@ apart.
     accumulated trainable part, fp32: only when micro-batches are added up on the host
 Gradients arrive in entries of the compute dtype: one per layer when the gate holds them back, else
 a small ring.
+
+[Note: files] An array that the plan spills has no slab: `tiers` says in which file it lies, and
+`pieces` gives any array, wherever it lies. Spilled weights are mapped: at rest a parameter is a
+view of the file's pages.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
 from stronghold.device.base import Device, Fence, completed
 from stronghold.errors import StateError
+from stronghold.memory.mapping import flush
 from stronghold.memory.slab import map_slab
+from stronghold.memory.tiers import LOW_DTYPE as LOW_DTYPE
+from stronghold.memory.tiers import Mode, Tiers, Views
 from stronghold.model.layout import LayerLayout, ModelLayout, ParameterSlice
 from stronghold.model.source import WeightSource
-
-LOW_DTYPE: dict[torch.dtype, torch.dtype | None] = {
-    torch.bfloat16: torch.int16,
-    torch.float16: torch.float32,
-    torch.float32: None,
-}
 
 
 def split_master(
@@ -91,8 +93,8 @@ class GradientEntry:
 
 @dataclass(slots=True)
 class LayerState:
-    """One layer's arrays; those of training stay None until the first backward. They are slabs on
-    the host, or `on_device`, where `memory.resident` made them.
+    """One layer's arrays; those of training stay None until the first backward, and where they
+    lie in files. They are slabs on the host, or `on_device`, where `memory.resident` made them.
     """
 
     layout: LayerLayout
@@ -111,9 +113,8 @@ class HostStore:
     `layers` has every layer of the model; those in `elsewhere` take nothing here: their arrays are
     made by `memory.resident`. `dtype` is the compute dtype. `ring_entries` gradient entries of the
     largest trainable layer exist when gradients are not held; `hold` gives every trainable layer
-    its own entry;
-    `accumulate` gives every one an fp32 accumulator. `allocate` makes a flat zero tensor of host
-    memory.
+    its own entry; `accumulate` gives every one an fp32 accumulator. `allocate` makes a flat zero
+    tensor of host memory. `tiers` names the arrays that lie in files instead ([Note: files]).
     """
 
     def __init__(
@@ -127,8 +128,10 @@ class HostStore:
         ring_entries: int,
         elsewhere: frozenset[int] = frozenset(),
         allocate: Callable[[int, torch.dtype], torch.Tensor] = map_slab,
+        tiers: Tiers | None = None,
     ) -> None:
         self.layout = layout
+        self.tiers = tiers or Tiers(layout, dtype)
         self.dtype = dtype
         self._device = device
         self._hold = hold
@@ -147,7 +150,7 @@ class HostStore:
         self._ring: list[GradientEntry] = []
         self._ring_cursor = 0
         self._pinned: list[torch.Tensor] = []
-        self.allocated_bytes = 0
+        self.allocated_bytes = self.tiers.ring_bytes
         self.training = False
 
     def _slab(self, numel: int, dtype: torch.dtype, *, pinned: bool) -> torch.Tensor:
@@ -164,8 +167,21 @@ class HostStore:
         """Make the layer's weight slab and copy `parameters` (in the layout's order) into it, cast
         to `dtype`; those on the meta device are read from `source`."""
         state = self.layers[index]
-        state.weights = self._slab(state.layout.numel, self.dtype, pinned=True)
-        fill(state.weights, state.layout, parameters, source)
+        if not self.tiers.holds(index, "weights"):
+            state.weights = self._slab(state.layout.numel, self.dtype, pinned=True)
+            fill(state.weights, state.layout, parameters, source)
+            return
+        state.weights = self.tiers.mapped(index, "weights")
+        for part, parameter in zip(state.layout.slices, parameters, strict=True):
+            values = parameter.detach()
+            if parameter.is_meta and source is not None:  # a copy of one parameter at a time
+                values = torch.empty(part.shape, dtype=self.dtype)
+                source.read_into(parameter, values)
+            flat, at = values.reshape(-1), part.offset
+            for begin, end, found in self.pieces(
+                index, ("weights",), at, at + part.numel, mode="replace"
+            ):
+                found["weights"].copy_(flat[begin - at : end - at])
 
     def prepare_training(self) -> None:
         """Make masters, moments and gradient entries; called once, at the first backward.
@@ -178,17 +194,24 @@ class HostStore:
         low_dtype = LOW_DTYPE[self.dtype]
         for state in self._mine:
             numel = state.layout.trainable_numel
+            index = state.layout.index
+
+            def room(array: str, dtype: torch.dtype, of: int = index, numel: int = numel) -> Any:
+                spilled = self.tiers.holds(of, array)
+                return None if spilled else self._slab(numel, dtype, pinned=False)
+
             if low_dtype is not None:
-                state.low = self._slab(numel, low_dtype, pinned=False)
+                state.low = room("low", low_dtype)
                 if low_dtype is torch.float32:
-                    self.restart_master(state.layout.index)
-            state.exp_avg = self._slab(numel, torch.float32, pinned=False)
-            state.exp_avg_sq = self._slab(numel, torch.float32, pinned=False)
+                    self.restart_master(index)
+            state.exp_avg = room("exp_avg", torch.float32)
+            state.exp_avg_sq = room("exp_avg_sq", torch.float32)
             if self._accumulate:
-                state.accumulated = self._slab(numel, torch.float32, pinned=False)
-            elif self._hold and numel:
-                self.held_entry(state.layout.index)
-        if self._accumulate or not self._hold:
+                state.accumulated = room("accumulated", torch.float32)
+            elif self._hold and numel and not self.tiers.holds(index, "gradients"):
+                self.held_entry(index)
+        passing = any(self.tiers.holds(s.layout.index, "gradients") for s in self._mine)
+        if self._accumulate or not self._hold or passing:
             self._make_ring(self._ring_entries)
 
     def _make_ring(self, num_entries: int) -> None:
@@ -223,11 +246,57 @@ class HostStore:
         self._ring_cursor = (self._ring_cursor + 1) % len(self._ring)
         return entry
 
+    # -- arrays, wherever they lie ----------------------------------------------------------------
+    def has(self, index: int, array: str) -> bool:
+        """Whether the layer has the array now, in a slab or in a file."""
+        filed = self.training and self.tiers.holds(index, array)
+        return array == "weights" or filed or getattr(self.layers[index], array) is not None
+
+    def pieces(
+        self, index: int, arrays: Sequence[str], begin: int, end: int, *, mode: Mode = "read"
+    ) -> Iterator[tuple[int, int, Views]]:
+        """Elements [begin, end) of `arrays`, piece by piece: (from, to, flat tensors by name).
+
+        One piece where all lie in slabs. Tensors are valid until the next piece; "edit" and
+        "replace" make what the caller writes to them the arrays' values, and the caller of
+        "replace" writes all of it. The caller has waited for the layer's updates.
+        """
+        filed = [array for array in arrays if self.tiers.holds(index, array)]
+        slabs = {a: getattr(self.layers[index], a) for a in arrays if a not in filed}
+        if not filed:
+            yield begin, end, {array: slab[begin:end] for array, slab in slabs.items()}
+            return
+        for first, last, found in self.tiers.staged(index, filed, begin, end, mode):
+            found.update({array: slab[first:last] for array, slab in slabs.items()})
+            yield first, last, found
+
+    def flush(self, index: int) -> None:
+        """New weights were written where the parameters rest: bring them to the file."""
+        if self.tiers.holds(index, "weights"):
+            flush(self.layers[index].weights)
+
+    def bring_back(self, index: int) -> None:
+        """Move spilled weights to memory of their own, which outlives the store."""
+        if not self.tiers.holds(index, "weights"):
+            return
+        state = self.layers[index]
+        home = self._allocate(state.layout.numel, self.dtype)
+        for begin, end, found in self.pieces(index, ("weights",), 0, state.layout.numel):
+            home[begin:end].copy_(found["weights"])
+        state.weights = home
+
+    def _master_arrays(self, index: int) -> tuple[str, ...]:
+        return ("weights", "low") if self.has(index, "low") else ("weights",)
+
     def master(self, index: int, part: ParameterSlice) -> torch.Tensor:
         """The exact fp32 master of one trainable parameter, as a fresh tensor of its shape."""
-        state = self.layers[index]
-        low = view(state.low, part) if state.low is not None else None
-        return join_master(view(state.weights, part), low).clone()
+        master = torch.empty(part.shape, dtype=torch.float32)
+        flat, at = master.view(-1), part.offset
+        for begin, end, found in self.pieces(
+            index, self._master_arrays(index), at, at + part.numel
+        ):
+            flat[begin - at : end - at] = join_master(found["weights"], found.get("low"))
+        return master
 
     def write_master(
         self, index: int, part: ParameterSlice, begin: int, master: torch.Tensor
@@ -235,23 +304,27 @@ class HostStore:
         """Make `master` (flat, fp32) the exact master of the parameter's elements from `begin` on,
         and round the weights from it: bf16 to nearest, ties away from zero, as updates do.
         """
-        state = self.layers[index]
-        chosen = slice(part.offset + begin, part.offset + begin + master.numel())
-        weights, low = split_master(master, self.dtype)
-        state.weights[chosen].copy_(weights)
-        if low is not None:
-            assert state.low is not None
-            state.low[chosen].copy_(low)
+        at = part.offset + begin
+        arrays = self._master_arrays(index)
+        for first, last, found in self.pieces(
+            index, arrays, at, at + master.numel(), mode="replace"
+        ):
+            weights, low = split_master(master[first - at : last - at], self.dtype)
+            found["weights"].copy_(weights)
+            if low is not None:
+                found["low"].copy_(low)
 
     def restart_master(self, index: int) -> None:
         """Make the master equal to the weight, which was written from outside."""
-        state = self.layers[index]
-        if state.low is None:
+        if not self.has(index, "low"):
             return
-        if state.low.dtype is torch.float32:
-            state.low.copy_(state.weights[: state.low.numel()])
-        else:
-            state.low.zero_()
+        numel = self.layers[index].layout.trainable_numel
+        if LOW_DTYPE[self.dtype] is torch.int16:
+            for _, _, found in self.pieces(index, ("low",), 0, numel, mode="replace"):
+                found["low"].zero_()
+            return
+        for _, _, found in self.pieces(index, ("weights", "low"), 0, numel, mode="edit"):
+            found["low"].copy_(found["weights"])
 
     def close(self) -> None:
         """Unregister and drop every slab; parameters that are views keep their memory alive

@@ -23,7 +23,8 @@ import torch
 from stronghold.device.base import Device
 from stronghold.errors import ConfigError, StateError
 from stronghold.memory import disks
-from stronghold.memory.extents import Extent, ExtentRequest, Striping, lay_out
+from stronghold.memory.extents import Extent, ExtentRequest, Segment, Striping, lay_out
+from stronghold.memory.mapping import map_shared
 from stronghold.memory.ownership import RunDirectory, reclaim
 from stronghold.memory.slab import map_slab
 from stronghold.memory.spillfile import SpillFile, Verb
@@ -268,6 +269,18 @@ class NvmeStore:
     def holds(self, layer: int, array: str) -> bool:
         """Whether the array has an extent."""
         return (layer, array) in self._extents
+
+    def mapped(self, extent: Extent) -> torch.Tensor:
+        """The extent's pages as flat bytes, valid also after `close`; see [Note: coherence] of
+        `mapping` for when they may be read. `OSError` where the file system cannot map files."""
+        segments = self._striping.segments(extent.begin, extent.nbytes)
+        parts = [(self._files[s.file].descriptor, s.offset, s.nbytes) for s in segments]
+        return map_shared(parts, f"{extent} in {', '.join(map(str, self.paths))}")
+
+    def check(self) -> None:
+        """`OSError` when a file was truncated: reading a mapping of it would end the process."""
+        for file in self._files:
+            file.check_length("mapping", Segment(file=0, offset=0, begin=0, nbytes=file.nbytes))
 
     def submit_read(self, extent: Extent, begin: int, target: torch.Tensor) -> Pending:
         """Start reading the bytes of `extent` from `begin` on into all of `target`.

@@ -62,8 +62,8 @@ class SpillFile:
             self._reading, self._writing = queues
             written = self._create()
             read = self._reading.open(self.path, nbytes, writable=False)
-            self._descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
-            undo.callback(os.close, self._descriptor)
+            self.descriptor = os.open(self.path, os.O_RDWR | os.O_CLOEXEC)  # to look at and to map
+            undo.callback(os.close, self.descriptor)
             with contextlib.suppress(OSError):  # where open files have names: it goes with `folder`
                 self.path.unlink()
             self._close = undo.pop_all()
@@ -103,9 +103,9 @@ class SpillFile:
         ticket = start(file, segment.offset, address + segment.begin, segment.nbytes, commit=False)
         return queue, ticket
 
-    def check_length(self, verb: Verb, segment: Segment) -> None:
+    def check_length(self, verb: str, segment: Segment) -> None:
         """`OSError` when the file was truncated ([Note: truncation])."""
-        length = os.fstat(self._descriptor).st_size
+        length = os.fstat(self.descriptor).st_size
         if length < self.nbytes:
             raise OSError(
                 errno.ENODATA,

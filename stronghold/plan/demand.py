@@ -41,6 +41,11 @@ class Demand:
     boundary_bytes: tuple[int, ...] = ()
     cpu_threads: int | None = None
     num_cores: int = 1
+    nvme: bool = False  # whether there is such a tier
+    nvme_capacity_bytes: int | None = None
+    spill: str | None = None  # a word of `spills.DEPTHS`: all of it spills; None: what must
+    piece_bytes: int | None = None
+    micro_batches: int = 1
 
     @property
     def gradients(self) -> Gradients:

@@ -14,7 +14,6 @@ from stronghold.model.layout import LayerLayout, ModelLayout
 from stronghold.plan.demand import Demand, Gradients
 
 MAX_GRADIENT_SLOTS = 2  # one gathers while the other drains
-RING_ENTRIES = 3  # one drains, one waits for its update, one is updated
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,12 +48,6 @@ class Places:
         there = {layer.index for layer in self.on_gpu}
         return 1 if all(layer.index in there for layer in trainable) else MAX_GRADIENT_SLOTS
 
-    @property
-    def ring_entries(self) -> int:
-        trainable = any(layer.trainable_numel for layer in self.on_host)
-        needed = self.demand.training and trainable and self.gradients is not Gradients.HELD
-        return RING_ENTRIES if needed else 0
-
     def gpu_bytes(self, window: int, gradient_slots: int) -> dict[str, int]:
         """Every part of the gpu's peak, activations excepted, with so many slots."""
         size, training = self.demand.weight_bytes, self.demand.training
@@ -73,20 +66,6 @@ class Places:
             "moments": trained * 8,
             "accumulated gradients": trained * 4 if accumulates else 0,
             "gradients (kept by torch)": by_torch * size if self.whole else 0,
-        }
-
-    def host_bytes(self) -> dict[str, int]:
-        """Every part of the host's peak: of the layers that are updated there."""
-        size, training, mode = self.demand.weight_bytes, self.demand.training, self.gradients
-        trained = sum(layer.trainable_numel for layer in self.on_host) if training else 0
-        entry = _largest(layer.trainable_numel for layer in self.on_host) * size
-        return {
-            "weights": sum(layer.numel for layer in self.on_host) * size,
-            "rest of the masters": trained * self.demand.low_bytes,
-            "moments": trained * 8,
-            "held gradients": trained * size if mode is Gradients.HELD else 0,
-            "accumulated gradients": trained * 4 if mode is Gradients.ACCUMULATED else 0,
-            f"gradient ring ({RING_ENTRIES} entries)": self.ring_entries * entry,
         }
 
 

@@ -9,14 +9,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from stronghold.errors import BudgetError, ConfigError
 from stronghold.model.layout import LayerLayout, ModelLayout
 from stronghold.plan.demand import Demand as Demand
 from stronghold.plan.demand import Gradients as Gradients
-from stronghold.plan.places import RING_ENTRIES as RING_ENTRIES
+from stronghold.plan.host_tier import RING_ENTRIES as RING_ENTRIES
+from stronghold.plan.host_tier import plan_host
 from stronghold.plan.places import place, policies_of
+from stronghold.plan.spills import Spilled, Staging
 
 DEFAULT_WINDOW = 4  # without a budget: one computes, one is still in use, two are on their way
 MIB = float(1 << 20)
@@ -49,6 +51,11 @@ class Plan:
     activation_bytes: int
     recomputed: float  # share of the parameters whose forward runs again in backward
     reasons: tuple[str, ...]
+    spilled: Spilled = ()  # by layer, the arrays that lie in files
+    staging: Staging = field(default_factory=Staging)
+    nvme_bytes: dict[str, int] = field(default_factory=dict)
+    nvme_read_bytes: int = 0  # in a step
+    nvme_written_bytes: int = 0
 
     @property
     def gpu_total_bytes(self) -> int:
@@ -57,6 +64,10 @@ class Plan:
     @property
     def host_total_bytes(self) -> int:
         return sum(self.host_bytes.values())
+
+    @property
+    def nvme_total_bytes(self) -> int:
+        return sum(self.nvme_bytes.values())
 
     def __str__(self) -> str:
         def table(title: str, parts: dict[str, int]) -> list[str]:
@@ -72,6 +83,13 @@ class Plan:
             + [f"  {reason}" for reason in self.reasons]
             + table("gpu", self.gpu_bytes | {"activations": self.activation_bytes})
             + table("host", self.host_bytes)
+            + ([*table("nvme", self.nvme_bytes), f"  {self._wear()}"] if self.nvme_bytes else [])
+        )
+
+    def _wear(self) -> str:
+        return (
+            f"nvme traffic per step: {self.nvme_read_bytes / MIB:.2f} MiB read, "
+            f"{self.nvme_written_bytes / MIB:.2f} MiB written"
         )
 
 
@@ -95,7 +113,8 @@ def make_plan(layout: ModelLayout, demand: Demand) -> Plan:
         f"activations: {_in_words(activations, places.blocks)}; {threads} update threads; "
         f"gradients: {places.gradients.value}"
     )
-    plan = Plan(
+    host = plan_host(places.on_host, places.gradients, demand, reasons)
+    return Plan(
         window=window,
         prefetch=prefetch,
         resident=places.resident,
@@ -104,18 +123,21 @@ def make_plan(layout: ModelLayout, demand: Demand) -> Plan:
         own_gradients=frozenset(layer.index for layer in places.alone),
         gradient_slots=gradient_slots,
         gradients=places.gradients,
-        ring_entries=places.ring_entries,
+        ring_entries=host.ring_entries,
         activations=activations,
         cpu_threads=threads,
         gpu_bytes=places.gpu_bytes(window, gradient_slots),
-        host_bytes=places.host_bytes(),
+        host_bytes=host.host_bytes,
         num_parameters=layout.num_parameters,
         activation_bytes=kept_bytes,
         recomputed=_recomputed(layout, activations),
         reasons=tuple(reasons),
+        spilled=host.spilled,
+        staging=host.staging,
+        nvme_bytes=host.nvme_bytes,
+        nvme_read_bytes=host.nvme_read_bytes,
+        nvme_written_bytes=host.nvme_written_bytes,
     )
-    _check_host(plan, demand)
-    return plan
 
 
 def activation_bytes(layout: ModelLayout, activations: tuple[str, ...], demand: Demand) -> int:
@@ -229,24 +251,4 @@ def _prefetch(
     raise ConfigError(
         f"stronghold.prefetch: got {wanted}, expected less than the window of {window} slots, one "
         f"of which holds the layer that computes; lower prefetch to {most} or raise {remedy}"
-    )
-
-
-def _check_host(plan: Plan, demand: Demand) -> None:
-    if demand.host_budget_bytes is None or plan.host_total_bytes <= demand.host_budget_bytes:
-        return
-    parts = ", ".join(f"{name} {size}" for name, size in plan.host_bytes.items() if size)
-    held = plan.host_bytes["held gradients"]
-    advice = (
-        f"raise stronghold.host_memory or add RAM to at least {plan.host_total_bytes} bytes, or "
-        "train fewer parameters"
-    )
-    if held:
-        advice += (
-            "; without gradient_clipping and bf16.check_grad_overflow gradients need not be held, "
-            f"which saves about {held}"
-        )
-    raise BudgetError(
-        f"host memory: the plan needs {plan.host_total_bytes} bytes ({parts}), "
-        f"{demand.host_budget_bytes} are available; {advice}"
     )

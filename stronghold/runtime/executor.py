@@ -326,13 +326,7 @@ class Executor:
         self._stale.discard(layer)
         source = self._host.layers[layer].weights
         target = slot.weights[: source.numel()]
-        device = self._device
-        slot.ready = device.fetch.submit(
-            f"fetch {layer}",
-            lambda: device.copy(target, source),
-            after=(slot.free_after, self._updater.updated(layer)),
-            nbytes=source.numel() * source.element_size(),
-        )
+        slot.ready = self._updater.spills.fetch(layer, target, slot.free_after)
         self._last_fetch[layer] = slot.ready
         if layer not in self._plan.resident:
             self._layer_at[slot.weights.untyped_storage().data_ptr()] = layer
@@ -388,6 +382,7 @@ class Executor:
         self._device.check()
         for layer in range(len(self._host.layers)):
             self._updater.updated(layer).wait()
+        self._host.tiers.check()
         for layer in sorted(self._refreshed):
             self.make_resident(layer)
 

@@ -60,18 +60,24 @@ class Ledger:
         self.applied: set[int] = set()  # layers updated before the gate, in this step
         self.boundary = True  # whether the running micro-batch ends the step
         self._updated = [completed("update", "initial weights") for _ in layers]
+        self._stored = list(self._updated)
         # What still reads a layer's arrays: the next update of it may not overtake that.
         self._read = [completed("io", "nothing reads") for _ in layers]
         self._torn: str | None = None  # what was updated by a step that failed
 
     # -- fences -----------------------------------------------------------------------------------
     def updated(self, layer: int) -> Fence:
-        """The fence of the layer's newest weights and moments, where they lie between steps."""
+        """The fence of the layer's newest weights, where they lie between steps."""
         return self._updated[layer]
 
-    def update(self, layer: int, fence: Fence) -> None:
-        """The layer's arrays are new after `fence`."""
+    def stored(self, layer: int) -> Fence:
+        """The fence of all of the layer's newest arrays, where they lie between steps."""
+        return self._stored[layer]
+
+    def update(self, layer: int, fence: Fence, *, stored: Fence | None = None) -> None:
+        """The layer's weights are new after `fence`, its other arrays after `stored` (the same)."""
         self._updated[layer] = fence
+        self._stored[layer] = stored or fence
 
     def read(self, layer: int) -> Fence:
         """The fence of the layer's newest reader: an update must not write before it."""
@@ -146,7 +152,7 @@ class Ledger:
         """The arrays are about to be loaded anew: wait for what writes and reads them, forget a
         step that failed.
         """
-        for fence in (*self._updated, *self._read):
+        for fence in (*self._updated, *self._stored, *self._read):
             fence.wait()
         self.forget()
         self._torn = None

@@ -25,8 +25,10 @@ from stronghold.device.kernels import NativeKernels
 from stronghold.errors import ConfigError
 from stronghold.limits import available_host_bytes
 from stronghold.memory.host import LOW_DTYPE, HostStore
+from stronghold.memory.nvme import NvmeStore
 from stronghold.memory.resident import DeviceStore
 from stronghold.memory.slab import map_slab
+from stronghold.memory.tiers import Tiers, extent_requests
 from stronghold.model.layout import ModelLayout, layout
 from stronghold.model.partition import Partition, partition
 from stronghold.model.source import WeightSource, forget_source, materialize, source_of
@@ -52,6 +54,7 @@ class Request:
     precision: str
     gated: bool
     accumulate: bool
+    micro_batches: int = 1
     local_rank: int = 0
 
 
@@ -64,6 +67,8 @@ class MemoryReport:
     host_planned: int
     host_peak: int
     host_activations: int
+    nvme_planned: int = 0
+    nvme_peak: int = 0
 
 
 class Stack:
@@ -98,7 +103,8 @@ class Stack:
             undo.callback(self.device.close)
             self.pool = native.Pool(self.plan.cpu_threads)
             undo.callback(self.pool.close)
-            self._build(model, optimizer, undo)
+            tiers = self._open_tiers(request, undo)
+            self._build(model, optimizer, tiers, undo)
             self._parts = undo.pop_all()
 
     def _open_device(self, kind: str, request: Request) -> Device:
@@ -114,10 +120,42 @@ class Stack:
             seed=emulated.seed,
             link_gbps=emulated.link_gbps,
             update_gbps=emulated.update_gbps,
+            nvme_gbps=emulated.nvme_gbps,
+        )
+
+    def _open_tiers(self, request: Request, undo: contextlib.ExitStack) -> Tiers:
+        """Open the files of what spills, before anything large is allocated."""
+        plan, nvme = self.plan, request.section.nvme
+        if nvme is None or not any(plan.spilled):
+            return Tiers(self.layout, self.dtype)
+        store = NvmeStore(
+            nvme.paths,
+            extents=extent_requests(self.layout, self.dtype, plan.spilled),
+            ring_entries=plan.staging.entries,
+            piece_bytes=plan.staging.piece_bytes,
+            capacity_bytes=nvme.capacity,
+            engine=nvme.engine,
+            depth=nvme.depth,
+            block_bytes=nvme.block,
+            device=self.device,
+        )
+        undo.callback(store.close)
+        undo.callback(self.device.close)  # first: lanes may still read and write the files
+        return Tiers(
+            self.layout,
+            self.dtype,
+            store,
+            plan.spilled,
+            update_entries=plan.staging.update_entries,
+            fetch_entries=plan.staging.fetch_entries,
         )
 
     def _build(
-        self, model: nn.Module, optimizer: EngineOptimizer | None, undo: contextlib.ExitStack
+        self,
+        model: nn.Module,
+        optimizer: EngineOptimizer | None,
+        tiers: Tiers,
+        undo: contextlib.ExitStack,
     ) -> None:
         plan = self.plan
         parameters = [
@@ -132,6 +170,7 @@ class Stack:
             ring_entries=plan.ring_entries,
             elsewhere=plan.updated_on_gpu,
             allocate=map_slab,
+            tiers=tiers,
         )
         undo.callback(self.host.close)
         self.store = DeviceStore(
@@ -179,6 +218,8 @@ class Stack:
             host_planned=self.plan.host_total_bytes,
             host_peak=self.host.allocated_bytes,
             host_activations=self.runtime.host_activation_bytes,
+            nvme_planned=self.plan.nvme_total_bytes,
+            nvme_peak=self.host.tiers.file_bytes,
         )
 
     def write_trace(self) -> None:
@@ -197,11 +238,16 @@ class Stack:
             self.runtime.detach()
             self.device.close()
             self.store.give_back()
+            self._bring_back()
             self.runtime.give_back()
             _move_buffers(self.partition.model, torch.device("cpu"))
             self.write_trace()
             self.host.close()
             self.runtime.close()
+
+    def _bring_back(self) -> None:
+        for index in range(len(self.layout.layers)):
+            self.host.bring_back(index)
 
 
 def _check_parameters(found: Partition, precision: str, source: WeightSource | None) -> None:
@@ -264,6 +310,10 @@ def _demand(
         activations=section.activations,
         cpu_threads=section.cpu_threads,
         num_cores=max(1, cores - compute_threads),
+        nvme=section.nvme is not None,
+        nvme_capacity_bytes=section.nvme.capacity if section.nvme else None,
+        spill=section.nvme.spill if section.nvme else None,
+        micro_batches=request.micro_batches,
     )
 
 

@@ -179,6 +179,7 @@ class Streaming:
                 written = device.record_compute(f"weights {index} written")
                 nbytes = state.weights.numel() * state.weights.element_size()
                 device.drain.submit(f"save {index}", save, (written,), nbytes=nbytes).wait()
+            self._host.flush(index)
             self._host.restart_master(index)
         self.executor.weights_changed(
             [i for i in range(len(self._host.layers)) if i not in self._plan.resident]

@@ -28,6 +28,7 @@ from stronghold.plan.planner import Gradients
 from stronghold.runtime.adam import AdamSteps, TrainingArrays, adam_bytes, adam_segments
 from stronghold.runtime.ledger import GateResult, Ledger, open_gate
 from stronghold.runtime.residents import Residents
+from stronghold.runtime.spills import Spills
 
 
 class Updater:
@@ -51,6 +52,7 @@ class Updater:
         self._adam_steps = adam
         self.ledger = ledger
         self._residents = residents
+        self.spills = Spills(device=device, host=host, kernels=kernels, ledger=ledger)
         self._square_sums: list[dict[int, float]] = [{} for _ in host.layers]
         self._norm_done: list[Fence] = []
         # Layers whose early update waits for the end of backward, and their last fetch.
@@ -95,27 +97,37 @@ class Updater:
                 self._submit("accumulate", layer, work, (drained,), entry, nbytes)
             )
         elif self._mode is Gradients.RING and calls <= 1:
-            norms = self._norms(layer, arrived, entry.gradients)
-            adam = self._adam(layer, arrived, entry.gradients, 1.0)
-            dtype = entry.gradients.dtype
-            size = dtype.itemsize + adam_bytes(self._host.dtype, dtype)
-            updated = self._submit(
-                "update",
-                layer,
-                lambda: (norms(), adam()),
-                (drained, last_fetch, self.ledger.read(layer)),
-                entry,
-                size * self._numel(layer, arrived),
-            )
-            self.ledger.update(layer, updated)
-            self.ledger.applied.add(layer)
-            self._norm_done.append(updated)
+            self._update_early(layer, arrived, entry, drained, last_fetch)
         else:
             work = self._holding(layer, arrived, repeated, entry)
             nbytes = entry.gradients.element_size() * self._numel(layer, arrived)
             self._norm_done.append(self._submit("norm", layer, work, (drained,), entry, nbytes))
             if self._mode is Gradients.RING:
                 self._late[layer] = last_fetch
+
+    def _update_early(
+        self,
+        layer: int,
+        arrived: frozenset[int],
+        entry: GradientEntry,
+        drained: Fence,
+        last_fetch: Fence,
+    ) -> None:
+        norms = self._norms(layer, arrived, entry.gradients)
+        after = (drained, last_fetch, self.ledger.read(layer))
+        dtype, numel = entry.gradients.dtype, self._numel(layer, arrived)
+        if self.spills.updates(layer):
+            nbytes = dtype.itemsize * numel
+            self._norm_done.append(self._submit("norm", layer, norms, (drained,), entry, nbytes))
+            steps = self._adam_steps.advance(layer, arrived, 1.0)
+            entry.free_after = self.spills.update(layer, steps, entry.gradients, after)
+        else:
+            adam = self._adam(layer, arrived, entry.gradients, 1.0)
+            nbytes = (dtype.itemsize + adam_bytes(self._host.dtype, dtype)) * numel
+            updated = self._submit("update", layer, lambda: (norms(), adam()), after, entry, nbytes)
+            self.ledger.update(layer, updated)
+            self._norm_done.append(updated)
+        self.ledger.applied.add(layer)
 
     def abandon_backward(self) -> None:
         """Backward raised: the step's gradients are void, and weights that it changed stay so."""
@@ -194,14 +206,17 @@ class Updater:
         return entry.free_after
 
     def _submit_update(self, layer: int, scale: float, last_fetch: Fence) -> None:
-        state = self._host.layers[layer]
-        entry = state.held
+        entry = self._host.layers[layer].held
         if self._mode is Gradients.ACCUMULATED:
             entry = GradientEntry(self._host.accumulator(layer), last_fetch)
         assert entry is not None
         arrived = frozenset(self.ledger.arrived[layer])
-        work = self._adam(layer, arrived, entry.gradients, scale)
         after = (last_fetch, self.ledger.read(layer))
+        if self.spills.updates(layer):
+            steps = self._adam_steps.advance(layer, arrived, scale)
+            entry.free_after = self.spills.update(layer, steps, entry.gradients, after)
+            return
+        work = self._adam(layer, arrived, entry.gradients, scale)
         nbytes = adam_bytes(self._host.dtype, entry.gradients.dtype) * self._numel(layer, arrived)
         self.ledger.update(layer, self._submit("update", layer, work, after, entry, nbytes))
 

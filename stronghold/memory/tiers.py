@@ -1,0 +1,251 @@
+"""Tiers: which arrays of which layer lie in files, and the pieces in which they pass the host.
+
+Owns the entries of the staging ring and the lock of the one that serves checkpoints. Never decides
+what spills (the plan does) nor when a piece moves (`runtime.spills` does, by fences). The training
+thread makes it; `load` and `spill` are called by lanes, `staged` by the training thread and the io
+lane.
+
+[Note: a piece] One entry holds elements [begin, end) of several arrays of one layer, one array
+after the other. Layers are padded to `PAGE_NUMEL` elements and pieces are cut at its multiples, so
+that every array's part begins and ends on a page, whatever its element size.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+
+from stronghold.device.base import Fence, completed
+from stronghold.memory.extents import ARRAYS, Extent, ExtentRequest
+from stronghold.model.layout import PAGE_NUMEL, LayerLayout, ModelLayout
+
+LOW_DTYPE: dict[torch.dtype, torch.dtype | None] = {
+    torch.bfloat16: torch.int16,
+    torch.float16: torch.float32,
+    torch.float32: None,
+}
+
+Mode = Literal["read", "edit", "replace"]
+Views = dict[str, torch.Tensor]
+
+
+class Transfer(Protocol):
+    """What this room needs of a `Pending`."""
+
+    def wait(self) -> None: ...
+
+
+class Store(Protocol):
+    """What this room needs of an `NvmeStore`."""
+
+    @property
+    def piece_bytes(self) -> int: ...
+
+    @property
+    def ring_bytes(self) -> int: ...
+
+    @property
+    def file_bytes(self) -> int: ...
+
+    def entry(self, index: int, dtype: torch.dtype = ...) -> torch.Tensor: ...
+
+    def extent(self, layer: int, array: str) -> Extent: ...
+
+    def submit_read(self, extent: Extent, begin: int, target: torch.Tensor) -> Transfer: ...
+
+    def submit_write(self, extent: Extent, begin: int, source: torch.Tensor) -> Transfer: ...
+
+    def mapped(self, extent: Extent) -> torch.Tensor: ...
+
+    def check(self) -> None: ...
+
+
+@dataclass(slots=True, eq=False)
+class StagingEntry:
+    """Room for one piece, and the fence after which it may be overwritten."""
+
+    memory: torch.Tensor
+    free_after: Fence
+
+
+class StagingRing:
+    """Entries that pieces take in turn."""
+
+    def __init__(self, entries: Sequence[torch.Tensor]) -> None:
+        self._entries = [StagingEntry(e, completed("spill", "never used")) for e in entries]
+        self._cursor = 0
+
+    def next(self) -> StagingEntry:
+        """The entry whose use lies longest back; it may be written after its `free_after`."""
+        entry = self._entries[self._cursor]
+        self._cursor = (self._cursor + 1) % len(self._entries)
+        return entry
+
+
+class Tiers:
+    """What of one model lies in `store`: `spilled[i]` names the arrays of layer i.
+
+    The ring's first entry serves `staged`, the next `update_entries` updates, the last
+    `fetch_entries` fetches.
+    """
+
+    def __init__(
+        self,
+        layout: ModelLayout,
+        dtype: torch.dtype,
+        store: Store | None = None,
+        spilled: Sequence[frozenset[str]] = (),
+        *,
+        update_entries: int = 0,
+        fetch_entries: int = 0,
+    ) -> None:
+        self._layers = layout.layers
+        self._dtypes = array_dtypes(dtype)
+        self._store = store
+        missing = [frozenset[str]()] * (len(layout.layers) - len(spilled))
+        self._spilled = (*spilled, *missing)
+        self._staged = threading.Lock()
+        entries = (
+            [store.entry(i) for i in range(1 + update_entries + fetch_entries)] if store else []
+        )
+        self._other = entries[:1]
+        self.updates = StagingRing(entries[1 : 1 + update_entries])
+        self.fetches = StagingRing(entries[1 + update_entries :])
+
+    @property
+    def ring_bytes(self) -> int:
+        """Host bytes of the staging ring."""
+        return self._store.ring_bytes if self._store is not None else 0
+
+    @property
+    def file_bytes(self) -> int:
+        """Bytes of the files."""
+        return self._store.file_bytes if self._store is not None else 0
+
+    def holds(self, layer: int, array: str) -> bool:
+        """Whether the array lies in a file."""
+        return array in self._spilled[layer]
+
+    def spilled(self, layer: int) -> tuple[str, ...]:
+        """The layer's arrays that lie in files, always in one order."""
+        return tuple(array for array in ARRAYS if array in self._spilled[layer])
+
+    def check(self) -> None:
+        """`OSError` when a file was truncated: mapped weights must not be read then."""
+        if self._store is not None:
+            self._store.check()
+
+    # -- pieces -----------------------------------------------------------------------------------
+    def cuts(
+        self, layer: int, arrays: Sequence[str], begin: int = 0, end: int | None = None
+    ) -> Iterator[tuple[int, int]]:
+        """Ranges of elements, each no more than an entry holds, that cover [begin, end) of the
+        layer (all that these arrays have) at multiples of `PAGE_NUMEL`.
+        """
+        assert self._store is not None
+        whole = numel_of(self._layers[layer], arrays)
+        end = whole if end is None else end
+        size = sum(self._dtypes[array].itemsize for array in arrays)
+        step = self._store.piece_bytes // (size * PAGE_NUMEL) * PAGE_NUMEL
+        at = begin // PAGE_NUMEL * PAGE_NUMEL
+        while at < end:
+            yield at, min(at + step, whole)
+            at += step
+
+    def views(self, memory: torch.Tensor, arrays: Sequence[str], numel: int) -> Views:
+        """Where `numel` elements of each array lie in an entry ([Note: a piece])."""
+        found: Views = {}
+        at = 0
+        for array in arrays:
+            dtype = self._dtypes[array]
+            nbytes = numel * dtype.itemsize
+            found[array] = memory[at : at + nbytes].view(dtype)
+            at += nbytes
+        return found
+
+    def nbytes(self, arrays: Sequence[str], numel: int) -> int:
+        """Bytes of a piece."""
+        return numel * sum(self._dtypes[array].itemsize for array in arrays)
+
+    def load(self, layer: int, begin: int, views: Views) -> None:
+        """Read elements from `begin` on of each array; `OSError` names file, offset and length."""
+        self._move("submit_read", layer, begin, views)
+
+    def spill(self, layer: int, begin: int, views: Views) -> None:
+        """The inverse of `load`."""
+        self._move("submit_write", layer, begin, views)
+
+    def _move(self, submit: str, layer: int, begin: int, views: Views) -> None:
+        """All arrays at once; returns when none of them is in flight, also when one failed."""
+        assert self._store is not None
+        start = getattr(self._store, submit)
+        with contextlib.ExitStack() as transfers:
+            for array, memory in views.items():
+                extent = self._store.extent(layer, array)
+                transfers.callback(start(extent, begin * memory.element_size(), memory).wait)
+
+    # -- outside of the lanes ---------------------------------------------------------------------
+    def staged(
+        self, layer: int, arrays: Sequence[str], begin: int, end: int, mode: Mode
+    ) -> Iterator[tuple[int, int, Views]]:
+        """Elements [begin, end) of arrays that lie in files, piece by piece: (from, to, tensors).
+
+        A tensor is valid until the next piece. "edit" writes back what the caller made of it, and
+        "replace" too, whose caller writes every element. Nothing else may touch the range.
+        """
+        with self._staged:
+            for low, high in self.cuts(layer, arrays, begin, end):
+                views = self.views(self._other[0], arrays, high - low)
+                first, last = max(begin, low), min(end, high)
+                if mode != "replace" or (first, last) != (low, high):
+                    self.load(layer, low, views)
+                yield first, last, {a: view[first - low : last - low] for a, view in views.items()}
+                if mode != "read":
+                    self.spill(layer, low, views)
+
+    def mapped(self, layer: int, array: str) -> torch.Tensor:
+        """The array's pages in the page cache, as a flat tensor ([Note: coherence] of
+        `mapping`)."""
+        assert self._store is not None
+        return self._store.mapped(self._store.extent(layer, array)).view(self._dtypes[array])
+
+
+def array_dtypes(dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """The element type of every array of a layer with weights of `dtype`."""
+    dtypes = {
+        "weights": dtype,
+        "exp_avg": torch.float32,
+        "exp_avg_sq": torch.float32,
+        "gradients": dtype,
+        "accumulated": torch.float32,
+    }
+    low = LOW_DTYPE[dtype]
+    return dtypes if low is None else {**dtypes, "low": low}
+
+
+def numel_of(layer: LayerLayout, arrays: Sequence[str]) -> int:
+    """Elements that all of `arrays` have: weights cover the layer, the others its trainable
+    part."""
+    return layer.numel if tuple(arrays) == ("weights",) else layer.trainable_numel
+
+
+def extent_requests(
+    layout: ModelLayout, dtype: torch.dtype, spilled: Sequence[frozenset[str]]
+) -> list[ExtentRequest]:
+    """The extents of all that spills, layer by layer: what an update reads lies together."""
+    dtypes = array_dtypes(dtype)
+    return [
+        ExtentRequest(
+            layer=layer.index,
+            array=array,
+            nbytes=numel_of(layer, [array]) * dtypes[array].itemsize,
+        )
+        for layer, arrays in zip(layout.layers, spilled, strict=True)
+        for array in ARRAYS
+        if array in arrays
+    ]

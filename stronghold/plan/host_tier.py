@@ -1,0 +1,150 @@
+"""The host's and the disk's share of a plan: what lies in RAM, what spills, what passes between.
+
+Pure arithmetic on sizes. The byte counts are the formula that `memory.host` and `memory.nvme` must
+meet exactly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from stronghold.errors import BudgetError, ConfigError
+from stronghold.model.layout import LayerLayout
+from stronghold.plan import spills
+from stronghold.plan.demand import Demand, Gradients
+from stronghold.plan.spills import Spilled, Staging
+
+RING_ENTRIES = 3  # one drains, one waits for its update, one is updated
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostTier:
+    """`host_bytes` and `nvme_bytes` by purpose (the latter empty when nothing spills); `spilled`
+    by layer; the traffic is of a step."""
+
+    host_bytes: dict[str, int]
+    nvme_bytes: dict[str, int]
+    ring_entries: int
+    spilled: Spilled
+    staging: Staging
+    nvme_read_bytes: int
+    nvme_written_bytes: int
+
+
+def plan_host(
+    layers: Sequence[LayerLayout], gradients: Gradients, demand: Demand, reasons: list[str]
+) -> HostTier:
+    """The share for `layers`, those that are updated on the host; BudgetError, before anything is
+    allocated, when it cannot fit.
+    """
+    sizes = _sizes(gradients, demand)
+
+    def of(spilled: Spilled) -> HostTier:
+        return _tier(layers, gradients, demand, sizes, spilled)
+
+    def fits(spilled: Spilled) -> bool:
+        budget = demand.host_budget_bytes
+        return budget is None or sum(of(spilled).host_bytes.values()) <= budget
+
+    if not demand.nvme:
+        spilled = spills.nothing(layers)
+    elif demand.spill == "weights":
+        raise ConfigError('stronghold.nvme.spill: "weights" comes later; "masters" is the most')
+    elif demand.spill is not None:
+        spilled = spills.everything(layers, sizes, spills.DEPTHS[demand.spill])
+        reasons.append(f"nvme: {demand.spill} spill, and all that goes first (stronghold.nvme)")
+    else:
+        spilled = spills.fewest(layers, sizes, 2, fits=fits)
+    tier = of(spilled)
+    if demand.nvme and demand.spill is None:
+        kinds = [kind for kind, size in tier.nvme_bytes.items() if size]
+        what = f"{', '.join(kinds)} spill, the last layers first" if kinds else "nothing spills"
+        reasons.append(f"nvme: {what}; host memory holds the rest")
+    _check(tier, demand)
+    return tier
+
+
+def _sizes(gradients: Gradients, demand: Demand) -> dict[str, int]:
+    """Bytes of an element of every array that a layer has on the host."""
+    if not demand.training:
+        return {"weights": demand.weight_bytes}
+    sizes = {"weights": demand.weight_bytes, "exp_avg": 4, "exp_avg_sq": 4}
+    if demand.low_bytes:
+        sizes["low"] = demand.low_bytes
+    if gradients is Gradients.HELD:
+        sizes["gradients"] = demand.weight_bytes
+    if gradients is Gradients.ACCUMULATED:
+        sizes["accumulated"] = 4
+    return sizes
+
+
+def _tier(
+    layers: Sequence[LayerLayout],
+    gradients: Gradients,
+    demand: Demand,
+    sizes: dict[str, int],
+    spilled: Spilled,
+) -> HostTier:
+    def slabs(*arrays: str) -> int:
+        return sum(
+            spills.numel_of(layer, array) * sizes.get(array, 0)
+            for layer in layers
+            for array in arrays
+            if array not in spilled[layer.index]
+        )
+
+    staging = spills.staging_of(layers, spilled, sizes, demand.piece_bytes)
+    # Gradients that are held in host memory need no ring; those that spill pass it.
+    passing = gradients is not Gradients.HELD or any("gradients" in found for found in spilled)
+    largest = max((layer.trainable_numel for layer in layers), default=0)
+    ring_entries = RING_ENTRIES if passing and largest and demand.training else 0
+    read, written = spills.traffic(layers, spilled, sizes, demand.micro_batches)
+    return HostTier(
+        host_bytes={
+            "weights": slabs("weights"),
+            "rest of the masters": slabs("low"),
+            "moments": slabs(*spills.MOMENTS),
+            "held gradients": slabs("gradients"),
+            "accumulated gradients": slabs("accumulated"),
+            f"gradient ring ({RING_ENTRIES} entries)": ring_entries * largest * demand.weight_bytes,
+            f"staging ring ({staging.entries} pieces)": staging.nbytes,
+        },
+        nvme_bytes=spills.file_bytes(layers, spilled, sizes) if any(spilled) else {},
+        ring_entries=ring_entries,
+        spilled=spilled,
+        staging=staging,
+        nvme_read_bytes=read,
+        nvme_written_bytes=written,
+    )
+
+
+def _check(tier: HostTier, demand: Demand) -> None:
+    on_disk, capacity = sum(tier.nvme_bytes.values()), demand.nvme_capacity_bytes
+    if capacity is not None and on_disk > capacity:
+        raise BudgetError(
+            f"stronghold.nvme.capacity: what spills needs {on_disk} bytes, {capacity} are allowed; "
+            "raise it, or give more to stronghold.host_memory so that less spills"
+        )
+    need, budget = sum(tier.host_bytes.values()), demand.host_budget_bytes
+    if budget is None or need <= budget:
+        return
+    parts = ", ".join(f"{name} {size}" for name, size in tier.host_bytes.items() if size)
+    held = tier.host_bytes["held gradients"]
+    advice = (
+        f"raise stronghold.host_memory or add RAM to at least {need} bytes, or train fewer "
+        "parameters"
+    )
+    if held:
+        advice += (
+            "; without gradient_clipping and bf16.check_grad_overflow gradients need not be held, "
+            f"which saves about {held}"
+        )
+    if not demand.nvme:
+        advice += f"; or name a directory on an NVMe disk in stronghold.nvme.path: {need - budget} "
+        advice += "bytes and more can lie there"
+    elif demand.spill not in (None, "weights"):
+        advice += f'; or leave stronghold.nvme.spill ("{demand.spill}") out: more can spill'
+    raise BudgetError(
+        f"host memory: the plan needs {need} bytes ({parts}), {budget} are available; {advice}"
+    )
