@@ -24,6 +24,9 @@ SEARCH_PATH = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
 
 # Each command of the README, and how it is run here: what takes minutes is run for less.
 QUICK = ["--tiny", "--steps", "3", "--compare-steps", "2", "--no-timing"]
+PLAN = (
+    "stronghold plan --layers 32 --hidden 4096 --heads 32 --vocab 50304 --machine rtx4090 --batch 8"
+)
 FAST_VARIANTS = {
     "scripts/quickstart": ["scripts/quickstart", *QUICK],
     "scripts/quickstart --tiny --steps 20": None,  # the same as the one above
@@ -36,6 +39,8 @@ FAST_VARIANTS = {
     # Run in test_finetune, which makes a model for it.
     "scripts/finetune --model DIR --data FILE --config 8b_24gb_ram --output OUT": None,
     "stronghold trace trace.json -o timeline.png": None,  # run where the trace is made
+    "stronghold doctor": None,  # a minute; run in test_doctor, for less
+    PLAN: shlex.split(PLAN),
 }
 
 
@@ -160,6 +165,12 @@ def test_the_figures_of_the_readme_are_those_of_the_results() -> None:
     assert results["losses_equal"] is True
     assert memory["gpu_peak"] == memory["gpu_planned"]
     assert memory["host_peak"] == memory["host_planned"]
+
+
+def test_the_plan_of_the_readme_is_made() -> None:
+    command = FAST_VARIANTS[PLAN]
+    assert command is not None
+    assert "\nFITS\n" in run([sys.executable, "-m", "stronghold.cli", *command[1:]])
 
 
 def test_the_links_of_the_readme_lead_somewhere() -> None:

@@ -144,7 +144,7 @@ def draw(points: Sequence[Point], axis: str, title: str, png: str | Path) -> Non
     figure = Figure(figsize=(11.0, 4.6), dpi=DPI, facecolor="white")
     fitting = [point for point in points if point.step_s is not None]
     scale, unit = (1e3, "ms") if max(point.step_s or 0.0 for point in fitting) < 1 else (1.0, "s")
-    left, right = (figure.add_axes((x, 0.135, 0.415, 0.70)) for x in (0.062, 0.56))
+    left, right = (figure.add_axes((x, 0.135, 0.415, 0.685)) for x in (0.062, 0.56))
     _curve(left, fitting, lambda point: (point.step_s or 0.0) * scale)
     _limit(left, fitting, lambda point: point.limit_s * scale)
     left.set_ylabel(f"step, {unit}", color=FAINT, fontsize=9)
@@ -190,7 +190,7 @@ def _style(axes: Axes, axis: str, points: Sequence[Point]) -> None:
     axes.minorticks_off()
     for point in points:
         if point.step_s is None:
-            axes.axvline(point.value, color=BOUND_COLOURS["link device to host"], linewidth=1.2)
+            axes.axvline(point.value, color=FAINT, linewidth=1.2, linestyle=(0, (1, 2)))
             axes.annotate(
                 f"{point.value:,} does not fit",
                 (point.value, 0.5),
@@ -245,7 +245,7 @@ def _legend(figure: Figure, points: Sequence[Point]) -> None:
     figure.legend(
         handles=entries,
         loc="center left",
-        bbox_to_anchor=(0.05, 0.89),
+        bbox_to_anchor=(0.05, 0.895),
         ncols=len(entries),
         frameon=False,
         fontsize=8.5,
