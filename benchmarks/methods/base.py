@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Sequence
 
 import torch
 
 from methods.memory import DeviceMemory
 from methods.task import Batch, Task
+
+
+NORM_PIECE = 1 << 16
+CLIPPING_EPSILON = 1e-6  # torch.nn.utils.clip_grad_norm_'s
 
 
 class Unavailable(Exception):
@@ -57,14 +60,19 @@ class Method(ABC):
             )
 
 
-@contextlib.contextmanager
-def process_group(backend: str) -> Iterator[None]:
-    """A process group of one rank, left in order: gloo aborts now and then when a process ends."""
-    torch.distributed.init_process_group(backend)
-    try:
-        yield
-    finally:
-        end_process_group()
+def clip(gradients: Sequence[torch.Tensor], largest: float) -> None:
+    """Scale fp32 gradients in place to a global norm of `largest`, as torch.nn.utils does; 0: not
+    at all.
+
+    The norm is taken in pieces: on a CPU torch adds a whole tensor's squares in fp32, one after the
+    other, and for 64 M elements its norm is 0.5 % too small. In pieces it is as fast, and right.
+    """
+    if largest <= 0.0 or not gradients:
+        return
+    pieces = [piece for g in gradients for piece in g.reshape(-1).split(NORM_PIECE)]
+    norms = torch.stack(torch._foreach_norm(pieces)).double()
+    coefficient = largest / (torch.linalg.vector_norm(norms) + CLIPPING_EPSILON)
+    torch._foreach_mul_(list(gradients), coefficient.clamp(max=1.0).float())
 
 
 def end_process_group() -> None:

@@ -14,13 +14,12 @@ import torch
 from torch import nn
 from torch.optim.adamw import adamw
 
-from methods.base import Method, Unavailable
+from methods.base import CLIPPING_EPSILON, Method, Unavailable
 from methods.memory import DeviceMemory
 from methods.model import Model, build, count_parameters
 from methods.plain import Masters
 from methods.task import Batch, Task
 
-CLIPPING_EPSILON = 1e-6  # torch.nn.utils.clip_grad_norm_'s
 STATE = ("master", "exp_avg", "exp_avg_sq")
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from methods.base import Method
+from methods.base import Method, clip
 from methods.memory import DeviceMemory
 from methods.model import build, count_parameters
 from methods.task import Batch, Task
@@ -53,8 +53,7 @@ class Masters:
 
     def clip(self) -> None:
         """By the global norm of all masters' gradients."""
-        if self._clipping > 0.0:
-            torch.nn.utils.clip_grad_norm_(self.masters, self._clipping)
+        clip([m.grad for m in self.masters if m.grad is not None], self._clipping)
 
     def update(self) -> None:
         """AdamW, then the weights; gradients are dropped."""
