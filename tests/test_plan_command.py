@@ -164,6 +164,37 @@ def test_tiers_are_within_their_budgets_and_count_every_parameter() -> None:
     assert found.tiers[0].parts["activations"] > 0
 
 
+def test_what_host_memory_cannot_hold_goes_to_nvme(tmp_path: Path) -> None:
+    """The page, the limit and the config all know of it; no step is faster than the disk."""
+    words = {"layers": 12, "hidden": 768, "heads": 12, "host": "600MB"}
+    assert not forecast.answer(asked(**words)).fits
+    found = forecast.answer(asked(**words, nvme="1TB", nvme_path=tmp_path))
+    assert found.timing is not None
+    nvme = found.tiers[2]
+    assert nvme.name == "nvme"
+    assert 0 < nvme.planned_bytes <= nvme.budget_bytes == 10**12
+    assert found.timing.step_s >= found.limits.parts["nvme"] > 0.0
+    assert found.config is not None
+    settings = load(found.config)
+    assert settings.stronghold.nvme is not None
+    assert settings.stronghold.nvme.paths == (str(tmp_path),)
+    assert "1 GiB more of nvme" in [gain.change for gain in found.gains]
+
+
+def test_nvme_needs_a_measured_disk(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    machine = dataclasses.replace(
+        MachineProfile.load("rtx4090"),
+        nvme_read_gbps=None,
+        nvme_write_gbps=None,
+        nvme_mixed_gbps=None,
+    )
+    machine.save(tmp_path / "diskless.json")
+    options = ["--machine", str(tmp_path / "diskless.json"), "--nvme", "1TB"]
+    status, _, error = run(*SIZES, *options, capsys=capsys)
+    assert status == 2
+    assert "stronghold doctor --path" in error
+
+
 # -- what does not fit ----------------------------------------------------------------------------
 
 

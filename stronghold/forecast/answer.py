@@ -30,6 +30,7 @@ RESOURCES = {
     "drain": "link device to host",
     "update": "host memory bandwidth",
     "load": "nvme",
+    "stage": "nvme",
     "spill": "nvme",
     "io": "nvme",
 }
@@ -64,7 +65,7 @@ def answer(question: Question) -> Forecast:
             clipping=question.clipping,
         ),
         refusal=found.refusal,
-        notes=tuple(_notes(question)),
+        notes=tuple(_notes(question, plan)),
         tiers=() if plan is None else _tiers(question, plan),
         reasons=() if plan is None else plan.reasons,
         timing=found.timing,
@@ -85,11 +86,9 @@ def outlook(question: Question) -> Outlook:
     except BudgetError as error:
         limits = physical_limit(_load(question, costs, None), question.machine)
         return Outlook(choice=None, timing=None, refusal=str(error), limits=limits)
+    limits = physical_limit(_load(question, costs, choice.plan), question.machine)
     return Outlook(
-        choice=choice,
-        timing=_timing(choice),
-        refusal=None,
-        limits=physical_limit(_load(question, costs, choice.plan), question.machine),
+        choice=choice, timing=_timing(question, choice, limits), refusal=None, limits=limits
     )
 
 
@@ -134,15 +133,26 @@ def _demand(question: Question, costs: ModelCosts) -> Demand:
         saved_bytes=tuple(layer.saved_bytes for layer in costs.layers),
         boundary_bytes=tuple(layer.boundary_bytes for layer in costs.layers),
         num_cores=max(1, question.machine.num_cores - 1),  # one launches the GPU's work
+        nvme=question.nvme_bytes > 0,
+        nvme_capacity_bytes=question.nvme_bytes or None,
+        micro_batches=question.accumulation,
     )
 
 
-def _timing(choice: Choice) -> Timing:
+def _timing(question: Question, choice: Choice, limits: Limits) -> Timing:
     prediction = choice.forecast
     assert isinstance(prediction, Prediction)
     shares: defaultdict[str, float] = defaultdict(float)
     for lane, seconds in prediction.critical.items():
         shares[RESOURCES.get(lane, lane)] += seconds / prediction.step_s
+    if choice.plan.nvme_bytes and prediction.step_s < limits.seconds:
+        # The simulator knows no disk: with it a step takes what the busiest resource does, or more.
+        return Timing(
+            step_s=limits.seconds,
+            tokens_per_s=question.tokens / limits.seconds,
+            shares={limits.bound: limits.parts[limits.bound] / limits.seconds},
+            busy={},
+        )
     return Timing(
         step_s=prediction.step_s,
         tokens_per_s=prediction.tokens_per_s,
@@ -179,29 +189,37 @@ def _load(question: Question, costs: ModelCosts, plan: Plan | None) -> StepLoad:
         refreshed_parameters=sum(layer.num_trainable for layer in staying),
         layer_parameters=next(iter(largest), 0),
         offloaded_bytes=sum(layer.saved_bytes for layer in of_policy("offload")),
+        nvme_read_bytes=0 if plan is None else plan.nvme_read_bytes,
+        nvme_write_bytes=0 if plan is None else plan.nvme_written_bytes,
     )
 
 
 def _tiers(question: Question, plan: Plan) -> tuple[Tier, ...]:
-    return (
+    tiers = [
         Tier(
             name="gpu",
             budget_bytes=question.gpu_bytes,
             parts=plan.gpu_bytes | {"activations": plan.activation_bytes},
         ),
         Tier(name="host", budget_bytes=question.host_bytes, parts=dict(plan.host_bytes)),
-    )
+    ]
+    if question.nvme_bytes:
+        nvme = Tier(name="nvme", budget_bytes=question.nvme_bytes, parts=dict(plan.nvme_bytes))
+        tiers.append(nvme)
+    return tuple(tiers)
 
 
-def _notes(question: Question) -> list[str]:
+def _notes(question: Question, plan: Plan | None) -> list[str]:
     notes = []
+    if plan is not None and plan.nvme_bytes:
+        notes.append(
+            "transfers of files are not simulated: the step may take longer than predicted"
+        )
     positions = question.subject.positions
     if positions is not None and question.seq > positions:
         notes.append(
             f"--seq {question.seq} is longer than the {positions} positions that the model knows"
         )
-    if question.nvme_bytes:
-        notes.append("--nvme: nothing is planned there yet; the plan is of gpu and host memory")
     return notes
 
 
@@ -213,6 +231,8 @@ def _changes(question: Question) -> list[tuple[str, Question]]:
         ("1 GiB more on the gpu", replace(question, gpu_bytes=question.gpu_bytes + GIB)),
         ("1 GiB more of host memory", replace(question, host_bytes=question.host_bytes + GIB)),
     ]
+    if question.nvme_bytes:
+        more.append(("1 GiB more of nvme", replace(question, nvme_bytes=question.nvme_bytes + GIB)))
     twice = f"twice the tokens: batch {2 * question.batch}"
     return [*more, (twice, replace(question, batch=2 * question.batch))]
 
@@ -255,7 +275,9 @@ def _near(question: Question, choice: Choice) -> Timing | None:
             continue
         pinned = replace(demand, resident_layers=resident, window=demand.window or slots)
         with contextlib.suppress(ConfigError):
-            found.append(_timing(_fastest(question, pinned)))
+            choice = _fastest(question, pinned)
+            load = _load(question, costs, choice.plan)
+            found.append(_timing(question, choice, physical_limit(load, question.machine)))
     if not found:
         return outlook(question).timing
     return min(found, key=lambda timing: timing.step_s)
@@ -279,6 +301,8 @@ def config_of(question: Question, plan: Plan) -> dict[str, Any]:
     # Where blocks differ, what needs the least memory: the config has one word for all of them.
     policies = {plan.activations[index] for index in blocks}
     section["activations"] = (policies - {"keep"} or {"keep"}).pop()
+    if plan.nvme_bytes:
+        section["nvme"] = {"path": question.nvme_path, "capacity": question.nvme_bytes}
     config: dict[str, Any] = {
         "_plan": f"stronghold plan: {question.subject.name}; {question.machine.name}; "
         f"{question.seq} tokens per sequence",

@@ -77,7 +77,7 @@ def _prediction(timing: Timing) -> list[str]:
         "Prediction",
         *_labelled("step", f"{seconds(timing.step_s)}, {timing.tokens_per_s:,.0f} tokens/s"),
         *_labelled("bound", f"{bound}; then {rest}" if rest else bound),
-        *_labelled("lanes busy", busy),
+        *(_labelled("lanes busy", busy) if busy else []),
     ]
 
 
