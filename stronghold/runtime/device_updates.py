@@ -64,17 +64,22 @@ class DeviceUpdates:
         return sums
 
     def accumulate(
-        self, layer: int, gradients: Mapping[int, int], dtype: torch.dtype, repeated: frozenset[int]
+        self,
+        gradients: GradientsOfLayers,
+        dtype: torch.dtype,
+        repeated: Mapping[int, frozenset[int]],
     ) -> None:
-        """Add gradients to the layer's fp32 sums; those that are not `repeated` begin one."""
-        state = self._states[layer]
-        assert state.accumulated is not None
-        base, slices = state.accumulated.data_ptr(), state.layout.slices
-        segments = [
-            (address, base + slices[k].offset * 4, slices[k].numel, k in repeated)
-            for k, address in gradients.items()
-        ]
-        with self._named("accumulate", [layer]):
+        """Add gradients to their layers' fp32 sums; those that are not `repeated` begin one."""
+        segments = []
+        for layer, of_layer in gradients.items():
+            accumulated = self._states[layer].accumulated
+            assert accumulated is not None
+            base, slices = accumulated.data_ptr(), self._states[layer].layout.slices
+            segments += [
+                (address, base + slices[k].offset * 4, slices[k].numel, k in repeated[layer])
+                for k, address in of_layer.items()
+            ]
+        with self._named("accumulate", gradients):
             self._device.kernels.accumulate(dtype, segments)
         moved = (numel * (dtype.itemsize + (8 if add else 4)) for _, _, numel, add in segments)
         self._device.charge_compute(sum(moved))
@@ -127,7 +132,7 @@ class DeviceUpdates:
         ]
 
     @contextlib.contextmanager
-    def _named(self, verb: str, layers: Mapping[int, object] | Sequence[int]) -> Iterator[None]:
+    def _named(self, verb: str, layers: Mapping[int, object]) -> Iterator[None]:
         """A row in the trace, and a failure that names its operation, as a lane's does."""
         operation, begun = _operation(verb, layers), self._device.begin_compute_span()
         try:
@@ -139,7 +144,7 @@ class DeviceUpdates:
         self._device.end_compute_span(operation, begun)
 
 
-def _operation(verb: str, layers: Mapping[int, object] | Sequence[int]) -> str:
+def _operation(verb: str, layers: Mapping[int, object]) -> str:
     first, *others = layers
     return f"{verb} {first}" if not others else f"{verb} {first} and {len(others)} more layers"
 

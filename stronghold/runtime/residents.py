@@ -64,8 +64,8 @@ class Residents:
             self._update_early(layer, arrived, slot)
         elif self._mode is Gradients.ACCUMULATED:
             repeated = self._ledger.arrive(layer, arrived)
-            found = addresses(slot.gradients, self._states[layer], arrived)
-            self._updates.accumulate(layer, found, slot.gradients.dtype, repeated)
+            gradients = {layer: addresses(slot.gradients, self._states[layer], arrived)}
+            self._updates.accumulate(gradients, slot.gradients.dtype, {layer: repeated})
             self._release(layer, slot)
         else:
             self._hold(layer, arrived, slot)

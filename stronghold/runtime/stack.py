@@ -37,6 +37,7 @@ from stronghold.runtime.adam import AdamSteps
 from stronghold.runtime.optimizer import EngineOptimizer
 from stronghold.runtime.runtime import Runtime
 from stronghold.runtime.streaming import Streaming
+from stronghold.runtime.whole import Whole
 from stronghold.telemetry.metrics import Metrics
 from stronghold.telemetry.trace import NullTrace, Trace
 
@@ -177,16 +178,7 @@ class Stack:
             self.host, self.device, accumulate=plan.gradients is Gradients.ACCUMULATED
         )
         self.adam = AdamSteps(optimizer, parameters, self.layout.layers)
-        self.runtime: Runtime = Streaming(
-            device=self.device,
-            host=self.host,
-            store=self.store,
-            plan=plan,
-            parameters=parameters,
-            adam=self.adam,
-            kernels=NativeKernels(self.pool),
-            metrics=self.metrics,
-        )
+        self.runtime = self._make_runtime(parameters)
         # Layer by layer, and each parameter's original is freed before the next layer is copied:
         # never two copies.
         # A large model takes minutes to move into its slabs; a small one shows no bar.
@@ -202,6 +194,28 @@ class Stack:
         forget_source(model)
         _move_buffers(model, self.device.torch_device)
         self.runtime.start(self.partition)
+
+    def _make_runtime(self, parameters: list[list[nn.Parameter]]) -> Runtime:
+        if self.plan.whole:
+            return Whole(
+                device=self.device,
+                host=self.host,
+                store=self.store,
+                plan=self.plan,
+                parameters=parameters,
+                adam=self.adam,
+                metrics=self.metrics,
+            )
+        return Streaming(
+            device=self.device,
+            host=self.host,
+            store=self.store,
+            plan=self.plan,
+            parameters=parameters,
+            adam=self.adam,
+            kernels=NativeKernels(self.pool),
+            metrics=self.metrics,
+        )
 
     def prepare_training(self) -> None:
         """Make masters, moments and what gathers gradients on the host; harmless when they are
@@ -306,7 +320,6 @@ def _demand(
         prefetch=section.prefetch,
         resident_layers=num_blocks if resident == "all" else resident,
         resident_updates=section.resident_updates,
-        whole=False,
         activations=section.activations,
         cpu_threads=section.cpu_threads,
         num_cores=max(1, cores - compute_threads),
