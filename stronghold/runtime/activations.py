@@ -49,6 +49,8 @@ class Slots(Protocol):
 
     def weights_of(self, layer: int) -> torch.Tensor: ...
 
+    def stays(self, storage_address: int) -> bool: ...
+
 
 class SavedWeight(NamedTuple):
     """A saved tensor inside a slot: resolved to whatever slot holds the layer in backward."""
@@ -226,6 +228,7 @@ class Activations:
             tensor.device == self._device.torch_device
             and tensor.layout is torch.strided
             and not isinstance(tensor, nn.Parameter)
+            and not self._slots.stays(tensor.untyped_storage().data_ptr())
             and tensor.numel() * tensor.element_size() >= MIN_OFFLOAD_BYTES
             and nbytes <= MAX_STORAGE_WASTE * tensor.numel() * tensor.element_size()
         )

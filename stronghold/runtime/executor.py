@@ -95,6 +95,9 @@ class Executor:
         # Resident layers whose weights come from the host; the others' are never old.
         self._refreshed = plan.resident - plan.updated_on_gpu
         self._stale = set(self._refreshed)
+        staying = [host.layers[layer].weights for layer in plan.updated_on_gpu]
+        staying += [slot.weights for layer in self._refreshed if (slot := window.slot_of(layer))]
+        self._staying = {weights.untyped_storage().data_ptr() for weights in staying}
         self._layer_at: dict[
             int, int
         ] = {}  # address of a slot's storage -> layer, for saved tensors
@@ -303,6 +306,10 @@ class Executor:
     def layer_in(self, storage_address: int) -> int | None:
         """The streamed layer whose slot has this storage, or None when the address is no slot's."""
         return self._layer_at.get(storage_address)
+
+    def stays(self, storage_address: int) -> bool:
+        """Whether the storage holds weights that stay on the device: saved, they need no copy."""
+        return storage_address in self._staying
 
     # -- transfers ------------------------------------------------------------------------------
     def _fetch(self, layer: int, keep: int) -> None:

@@ -97,6 +97,7 @@ class Whole:
         self._device.check()
         self._ledger.begin_backward(boundary=boundary)
         self._refuse_strays()
+        self._host.prepare_training()
         self._store.prepare_training()
 
     def end_backward(self) -> None:
