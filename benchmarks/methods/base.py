@@ -10,7 +10,6 @@ import torch
 from methods.memory import DeviceMemory
 from methods.task import Batch, Task
 
-
 NORM_PIECE = 1 << 16
 CLIPPING_EPSILON = 1e-6  # torch.nn.utils.clip_grad_norm_'s
 
@@ -69,10 +68,19 @@ def clip(gradients: Sequence[torch.Tensor], largest: float) -> None:
     """
     if largest <= 0.0 or not gradients:
         return
-    pieces = [piece for g in gradients for piece in g.reshape(-1).split(NORM_PIECE)]
-    norms = torch.stack(torch._foreach_norm(pieces)).double()
-    coefficient = largest / (torch.linalg.vector_norm(norms) + CLIPPING_EPSILON)
+    if gradients[0].is_cuda:
+        norms = torch.stack(torch._foreach_norm(list(gradients)))
+    else:
+        norms = torch.cat([norms_of_pieces(g.reshape(-1)) for g in gradients])
+    coefficient = largest / (torch.linalg.vector_norm(norms.double()) + CLIPPING_EPSILON)
     torch._foreach_mul_(list(gradients), coefficient.clamp(max=1.0).float())
+
+
+def norms_of_pieces(flat: torch.Tensor) -> torch.Tensor:
+    """Norms of NORM_PIECE elements each, and of the rest."""
+    whole = flat.numel() // NORM_PIECE * NORM_PIECE
+    rows = torch.linalg.vector_norm(flat[:whole].view(-1, NORM_PIECE), dim=1)
+    return torch.cat([rows, torch.linalg.vector_norm(flat[whole:]).reshape(1)])
 
 
 def end_process_group() -> None:
