@@ -378,11 +378,14 @@ def main() -> int:
 
 
 def model_name(task: Task, result: dict[str, Any]) -> str:
-    """Such as gpt-1.7b."""
+    """Such as gpt-1.72b-bf16."""
     if task.model_dir:
-        return Path(task.model_dir).name.lower()
+        return f"{Path(task.model_dir).name.lower()}-{task.precision}"
     counts = [row["num_parameters"] for row in result["rows"] if row.get("num_parameters")]
-    return f"{task.family}-{counts[0] / 1e9:.3g}b" if counts else f"{task.family}-l{task.layers}"
+    if not counts:
+        return f"{task.family}-{task.layers}-layers-{task.precision}"
+    unit, letter = (1e9, "b") if counts[0] >= 1e9 else (1e6, "m")
+    return f"{task.family}-{counts[0] / unit:.3g}{letter}-{task.precision}"
 
 
 if __name__ == "__main__":
