@@ -46,7 +46,7 @@ MODES = [(0.0, 1), (0.5, 1), (0.5, 2), (0.0, 2)]  # ring, held, accumulated
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize(("clipping", "accumulation"), MODES)
-@pytest.mark.parametrize("spill", ["moments", "masters"])
+@pytest.mark.parametrize("spill", ["moments", "masters", "weights"])
 def test_what_spills_never_changes_a_bit(
     spill: str, clipping: float, accumulation: int, precision: str, tmp_path: Path
 ) -> None:

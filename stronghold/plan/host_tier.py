@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from stronghold.errors import BudgetError, ConfigError
+from stronghold.errors import BudgetError
 from stronghold.model.layout import LayerLayout
 from stronghold.plan import spills
 from stronghold.plan.demand import Demand, Gradients
@@ -49,13 +49,11 @@ def plan_host(
 
     if not demand.nvme:
         spilled = spills.nothing(layers)
-    elif demand.spill == "weights":
-        raise ConfigError('stronghold.nvme.spill: "weights" comes later; "masters" is the most')
     elif demand.spill is not None:
         spilled = spills.everything(layers, sizes, spills.DEPTHS[demand.spill])
         reasons.append(f"nvme: {demand.spill} spill, and all that goes first (stronghold.nvme)")
     else:
-        spilled = spills.fewest(layers, sizes, 2, fits=fits)
+        spilled = spills.fewest(layers, sizes, len(spills.KINDS), fits=fits)
     tier = of(spilled)
     if demand.nvme and demand.spill is None:
         kinds = [kind for kind, size in tier.nvme_bytes.items() if size]

@@ -11,6 +11,9 @@ A layer's way through an update, for each piece of the staging ring ([Note: a pi
 A fetch of spilled weights, for each piece of the other ring:
   stage lane   reads weights into an entry
   fetch lane   copies them to the slot; the entry is free after it
+Gradients that wait for the gate and have no room in RAM drain into the gradient ring, are read for
+their norm by the update lane, and go to a file; the update's pieces bring them back. fp32 sums over
+micro-batches pass the staging ring as moments do: loaded, added to, written.
 Loads are submitted as soon as the update is, on a lane of their own: they run ahead, as far as
 there are entries, over the border between layers too. Races and what prevents them:
   * an entry is overwritten while it is used     -> a load waits for the entry's `free_after`: its
@@ -27,18 +30,20 @@ there are entries, over the border between layers too. Races and what prevents t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
 
 from stronghold.device.base import Device, Fence, completed
 from stronghold.device.kernels import Kernels
-from stronghold.memory.host import HostStore
+from stronghold.memory.host import GradientEntry, HostStore
 from stronghold.memory.tiers import Views
+from stronghold.model.layout import ParameterSlice
 from stronghold.plan.spills import WRITTEN
 from stronghold.runtime.adam import ParameterStep, TrainingArrays, adam_bytes, adam_segments
 from stronghold.runtime.ledger import Ledger
+from stronghold.runtime.piece_norms import PieceNorms
 
 
 class Spills:
@@ -76,7 +81,7 @@ class Spills:
         updated: Fence | None = None
         spilled = self._written[layer]
         for begin, end in self._tiers.cuts(layer, arrays):
-            if not any(begin < s.part.offset + s.part.numel and s.part.offset < end for s in steps):
+            if not any(_overlap(step.part, begin, end) for step in steps):
                 continue  # no gradient came for these elements
             entry = self._tiers.updates.next()
             views = self._tiers.views(entry.memory, arrays, end - begin)
@@ -144,6 +149,138 @@ class Spills:
 
         return partial(adam, arrays)
 
+    # -- gradients --------------------------------------------------------------------------------
+    def holds_gradients(self, layer: int) -> bool:
+        """Whether gradients wait for the gate in a file."""
+        return self._tiers.holds(layer, "gradients")
+
+    def hold(
+        self,
+        layer: int,
+        entry: GradientEntry,
+        drained: Fence,
+        work: Callable[[torch.Tensor], None],
+        nbytes: int,
+        *,
+        first: bool,
+    ) -> Fence:
+        """Queue the way of gradients from `entry` to their file, where the update finds them.
+
+        `work` is given the array that will be written: it merges what is in `entry` into it if it
+        is another one, and takes norms; it moves `nbytes`. `first`: nothing of this step is there
+        yet. Returns the fence of `work`.
+        """
+        device, target = self._device, entry
+        after: tuple[Fence, ...] = (drained,)
+        numel = self._host.layers[layer].layout.trainable_numel
+        if not first:
+            target = self._host.ring_entry()
+            after = (drained, self._gradient_transfer("load", layer, target, numel, ()))
+        views = {"gradients": target.gradients[:numel]}
+        worked = device.update.submit(
+            f"norm {layer}", partial(work, views["gradients"]), after, nbytes=nbytes
+        )
+        entry.free_after = worked
+        target.free_after = self._gradient_transfer("spill", layer, target, numel, (worked,))
+        self._written[layer] = target.free_after
+        return worked
+
+    def _gradient_transfer(
+        self, verb: str, layer: int, entry: GradientEntry, numel: int, after: tuple[Fence, ...]
+    ) -> Fence:
+        lane, move = (
+            (self._device.load, self._tiers.load)
+            if verb == "load"
+            else (self._device.spill, self._tiers.spill)
+        )
+        return lane.submit(
+            f"{verb} gradients {layer}",
+            partial(move, layer, 0, {"gradients": entry.gradients[:numel]}),
+            (*after, entry.free_after, self._written[layer]),
+            nbytes=self._tiers.nbytes(("gradients",), numel),
+        )
+
+    def accumulates(self, layer: int) -> bool:
+        """Whether the layer's fp32 sums lie in a file."""
+        return self._tiers.holds(layer, "accumulated")
+
+    def accumulate(
+        self,
+        layer: int,
+        gradients: torch.Tensor,
+        parts: Sequence[tuple[int, ParameterSlice, bool]],
+        drained: Fence,
+        sums: dict[int, float] | None,
+        *,
+        first: bool,
+    ) -> Fence:
+        """Queue the addition of `gradients` to the layer's sums: those of `parts`, (position,
+        slice, whether to add or to begin a sum). `first`: the layer has no sums in this step yet.
+        The sums' own sums of squares go into `sums` by position. Returns the fence of it.
+        """
+        device, arrays = self._device, ("accumulated",)
+        norms = PieceNorms(self._kernels, sums) if sums is not None else None
+        worked, spilled = drained, self._written[layer]
+        for begin, end in self._tiers.cuts(layer, arrays):
+            inside = [part for part in parts if _overlap(part[1], begin, end)]
+            if not inside:
+                continue
+            entry, nbytes = self._tiers.updates.next(), self._tiers.nbytes(arrays, end - begin)
+            views = self._tiers.views(entry.memory, arrays, end - begin)
+            after = (worked, entry.free_after)
+            if not first:
+                loaded = device.load.submit(
+                    f"load sums {layer}",
+                    partial(self._tiers.load, layer, begin, views),
+                    (entry.free_after, self._written[layer]),
+                    nbytes=nbytes,
+                )
+                after = (worked, loaded)
+            worked = device.update.submit(
+                f"accumulate {layer}",
+                partial(
+                    self._accumulate, gradients, views["accumulated"], begin, end, inside, norms
+                ),
+                after,
+                nbytes=(gradients.element_size() + (12 if norms is not None else 8))
+                * (end - begin),
+            )
+            entry.free_after = spilled = device.spill.submit(
+                f"spill sums {layer}",
+                partial(self._tiers.spill, layer, begin, views),
+                (worked, spilled),
+                nbytes=nbytes,
+            )
+        self._written[layer] = spilled
+        return worked
+
+    def _accumulate(
+        self,
+        gradients: torch.Tensor,
+        accumulated: torch.Tensor,
+        begin: int,
+        end: int,
+        parts: Sequence[tuple[int, ParameterSlice, bool]],
+        norms: PieceNorms | None,
+    ) -> None:
+        base, to, size = gradients.data_ptr(), accumulated.data_ptr(), gradients.element_size()
+        segments = []
+        for _, part, add in parts:
+            low, high = max(begin, part.offset), min(end, part.offset + part.numel)
+            segments.append((base + low * size, to + (low - begin) * 4, high - low, add))
+        self._kernels.accumulate(gradients.dtype, segments)
+        if norms is not None:
+            norms.add(accumulated, begin, end, [(k, part) for k, part, _ in parts])
+
+    def sums_of(self, layer: int, position: int, part: ParameterSlice) -> float:
+        """The sum of squares of one parameter's sums; waits for them."""
+        self._written[layer].wait()
+        sums: dict[int, float] = {}
+        norms, at = PieceNorms(self._kernels, sums), part.offset
+        for begin, end, found in self._host.pieces(layer, ("accumulated",), at, at + part.numel):
+            norms.add(found["accumulated"], begin, end, [(position, part)])
+        return sums.get(position, 0.0)
+
     # -- fetches ----------------------------------------------------------------------------------
     def fetch(self, layer: int, target: torch.Tensor, free: Fence) -> Fence:
         """Queue the copy of the layer's newest weights to `target`, which may be written after
@@ -175,3 +312,7 @@ class Spills:
                 nbytes=nbytes,
             )
         return fetched
+
+
+def _overlap(part: ParameterSlice, begin: int, end: int) -> bool:
+    return part.numel > 0 and begin < part.offset + part.numel and part.offset < end

@@ -18,10 +18,11 @@ fp32.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
-from stronghold.device.base import Device, Fence
+from stronghold.device.base import Device, Fence, completed
 from stronghold.device.kernels import Kernels
 from stronghold.memory.host import GradientEntry, HostStore, view
 from stronghold.plan.planner import Gradients
@@ -71,6 +72,8 @@ class Updater:
         """Where the drain of these gradients goes."""
         if self._mode is Gradients.ACCUMULATED:
             return self._host.ring_entry()
+        if self._mode is Gradients.HELD and self.spills.holds_gradients(layer):
+            return self._host.ring_entry()
         repeated = arrived & self.ledger.arrived[layer]
         if self._mode is Gradients.RING and calls <= 1:
             self.ledger.refuse_further(layer, repeated)
@@ -87,9 +90,18 @@ class Updater:
         calls: int,
     ) -> None:
         """Gradients of `arrived` are on their way into `entry`: queue what uses them."""
+        first = not self.ledger.arrived[layer]
         repeated = self.ledger.arrive(layer, arrived)
-        if self._mode is Gradients.ACCUMULATED:
-            work = self._accumulation(layer, arrived, repeated, entry)
+        if self._mode is Gradients.ACCUMULATED and self.spills.accumulates(layer):
+            slices = self._host.layers[layer].layout.slices
+            parts = [(k, slices[k], k in repeated) for k in sorted(arrived)]
+            sums = self._square_sums[layer] if self.ledger.boundary else None
+            entry.free_after = self.spills.accumulate(
+                layer, entry.gradients, parts, drained, sums, first=first
+            )
+            self._norm_done.append(entry.free_after)
+        elif self._mode is Gradients.ACCUMULATED:
+            work: Callable[[], None] = self._accumulation(layer, arrived, repeated, entry)
             # Gradients are read, sums read and written; the last micro-batch reads them for a norm.
             size = entry.gradients.element_size() + (12 if self.ledger.boundary else 8)
             nbytes = size * self._numel(layer, arrived)
@@ -98,8 +110,15 @@ class Updater:
             )
         elif self._mode is Gradients.RING and calls <= 1:
             self._update_early(layer, arrived, entry, drained, last_fetch)
+        elif self._mode is Gradients.HELD and self.spills.holds_gradients(layer):
+            merge = self._holding(layer, arrived, repeated, entry.gradients)
+            nbytes = entry.gradients.element_size() * self._numel(layer, arrived)
+            self._norm_done.append(
+                self.spills.hold(layer, entry, drained, merge, nbytes, first=first)
+            )
         else:
-            work = self._holding(layer, arrived, repeated, entry)
+            held = self._host.held_entry(layer).gradients
+            work = partial(self._holding(layer, arrived, repeated, entry.gradients), held)
             nbytes = entry.gradients.element_size() * self._numel(layer, arrived)
             self._norm_done.append(self._submit("norm", layer, work, (drained,), entry, nbytes))
             if self._mode is Gradients.RING:
@@ -206,28 +225,44 @@ class Updater:
         return entry.free_after
 
     def _submit_update(self, layer: int, scale: float, last_fetch: Fence) -> None:
-        entry = self._host.layers[layer].held
-        if self._mode is Gradients.ACCUMULATED:
-            entry = GradientEntry(self._host.accumulator(layer), last_fetch)
-        assert entry is not None
         arrived = frozenset(self.ledger.arrived[layer])
         after = (last_fetch, self.ledger.read(layer))
+        entry = self._waiting(layer)
         if self.spills.updates(layer):
             steps = self._adam_steps.advance(layer, arrived, scale)
-            entry.free_after = self.spills.update(layer, steps, entry.gradients, after)
+            used = self.spills.update(layer, steps, entry.gradients if entry else None, after)
+            if entry is not None:
+                entry.free_after = used
             return
+        assert entry is not None
         work = self._adam(layer, arrived, entry.gradients, scale)
         nbytes = adam_bytes(self._host.dtype, entry.gradients.dtype) * self._numel(layer, arrived)
         self.ledger.update(layer, self._submit("update", layer, work, after, entry, nbytes))
+
+    def _waiting(self, layer: int) -> GradientEntry | None:
+        """Where the layer's gradients wait for the gate; None when that is a file."""
+        if self._mode is not Gradients.ACCUMULATED:
+            return self._host.layers[layer].held
+        if self.spills.accumulates(layer):
+            return None
+        return GradientEntry(self._host.accumulator(layer), completed("update", "sums"))
 
     def _all_square_sums(self) -> list[float]:
         """The sum of squares of every gradient of the step: the same bits for every plan."""
         for layer, arrived in self._on_host():
             if missing := arrived - self._square_sums[layer].keys():
                 # Accumulated in an earlier micro-batch, without a gradient in the last one.
-                self._norms(layer, frozenset(missing), self._host.accumulator(layer))()
+                self._late_norms(layer, missing)
         sums = [self._square_sums[layer][k] for layer, arrived in self._on_host() for k in arrived]
         return sums if self._residents is None else sums + self._residents.square_sums()
+
+    def _late_norms(self, layer: int, missing: set[int]) -> None:
+        if not self.spills.accumulates(layer):
+            self._norms(layer, frozenset(missing), self._host.accumulator(layer))()
+            return
+        slices = self._host.layers[layer].layout.slices
+        for k in missing:
+            self._square_sums[layer][k] = self.spills.sums_of(layer, k, slices[k])
 
     def _on_host(self) -> list[tuple[int, set[int]]]:
         """The layers that have gradients and are updated here, in forward order."""
@@ -263,36 +298,44 @@ class Updater:
         return run
 
     def _holding(
-        self, layer: int, arrived: frozenset[int], repeated: frozenset[int], entry: GradientEntry
-    ) -> Callable[[], None]:
-        held = self._host.held_entry(layer).gradients
+        self,
+        layer: int,
+        arrived: frozenset[int],
+        repeated: frozenset[int],
+        drained: torch.Tensor,
+    ) -> Callable[[torch.Tensor], None]:
+        """What merges `drained` into what is held, where that is another array, and takes norms."""
         slices = self._host.layers[layer].layout.slices
-        norms = self._norms(layer, arrived, held)
+        sums = self._square_sums[layer]  # of this step, also if the step is abandoned meanwhile
 
-        def run() -> None:
-            if entry.gradients is not held:
+        def run(held: torch.Tensor) -> None:
+            if drained.data_ptr() != held.data_ptr():
                 for k in sorted(arrived):
-                    target, part = view(held, slices[k]), view(entry.gradients, slices[k])
+                    target, part = view(held, slices[k]), view(drained, slices[k])
                     if k in repeated:
                         target.add_(part)
                     else:
                         target.copy_(part)
-            norms()
+            self._norms(layer, arrived, held, sums)()
 
         return run
 
     def _norms(
-        self, layer: int, arrived: frozenset[int], gradients: torch.Tensor
+        self,
+        layer: int,
+        arrived: frozenset[int],
+        gradients: torch.Tensor,
+        sums: dict[int, float] | None = None,
     ) -> Callable[[], None]:
         slices = self._host.layers[layer].layout.slices
         positions = sorted(arrived)
         base, size = gradients.data_ptr(), gradients.element_size()
         segments = [(base + slices[k].offset * size, slices[k].numel) for k in positions]
-        sums = self._square_sums[layer]
+        into = self._square_sums[layer] if sums is None else sums
 
         def run() -> None:
             found = self._kernels.sum_squares(gradients.dtype, segments)
-            sums.update(zip(positions, found, strict=True))
+            into.update(zip(positions, found, strict=True))
 
         return run
 
