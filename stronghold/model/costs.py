@@ -24,13 +24,14 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.func import functional_call
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_flatten, tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from stronghold.errors import ConfigError, did_you_mean
 from stronghold.model.calls import Call, kinds, record, structure
 from stronghold.model.gpu_operators import MORE_FLOPS, AsOnGpu
 from stronghold.model.partition import Layer, Partition
+from stronghold.model.passing import Passing
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -44,12 +45,14 @@ class LayerCost:
     autograd keeps until backward, without parameters and buffers, every storage once in the whole
     model. `boundary_bytes`: the tensors that enter the layer, which recomputation keeps in place of
     `saved_bytes`; 0 for a layer that is no block. Neither counts what enters several blocks ([Note:
-    shared]).
+    shared]). `passing_bytes`: the most that its forward or backward has at once beside what is
+    saved: products on their way, gradients of activations and of one parameter.
     """
 
     forward_flops: float
     saved_bytes: int
     boundary_bytes: int
+    passing_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,17 +108,37 @@ def trace_costs(
     given = dict(inputs) if inputs is not None else _token_inputs(model, batch, seq)
     weights = _without_memory(model, DTYPES[dtype])
     tracer = _Tracer(partition, weights)
+    named = {f"model.{name}": tensor for name, tensor in weights.items()}
     with tracer.attached(), torch.enable_grad():
         try:
-            output = functional_call(model, weights, (), given)
+            functional_call(_Step(model, tracer), named, (), given)
         except Exception as error:
             reason = (str(error).splitlines() or [""])[0]
             raise ConfigError(
-                f"{type(model).__name__}: its forward failed on tensors without values, so that "
+                f"{type(model).__name__}: a step failed on tensors without values, so that "
                 f"its costs cannot be counted before a run: {type(error).__name__}: {reason}"
             ) from error
-        del output
     return ModelCosts(layers=tracer.costs(), batch=batch, seq=seq, tokens=batch * seq, dtype=dtype)
+
+
+class _Step(nn.Module):
+    """Forward and backward while the model has the weights without memory: the user's own
+    checkpointing calls it again in backward."""
+
+    def __init__(self, model: nn.Module, tracer: _Tracer) -> None:
+        super().__init__()
+        self.model = model
+        self._tracer = tracer
+
+    def forward(self, **given: Any) -> None:
+        # Of the output the loss alone lives on, as in a training loop.
+        self._tracer.trace_backward(_loss(self.model(**given)))
+
+
+def _loss(output: Any) -> torch.Tensor | None:
+    """The output's first scalar with a graph."""
+    leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+    return next((leaf for leaf in leaves if leaf.requires_grad and leaf.numel() == 1), None)
 
 
 def _token_inputs(model: nn.Module, batch: int, seq: int) -> dict[str, Any]:
@@ -150,9 +173,15 @@ def _without_memory(model: nn.Module, dtype: torch.dtype) -> dict[str, torch.Ten
         found[name] = torch.empty_like(
             parameter, dtype=kind, device="meta", requires_grad=parameter.requires_grad
         )
+        if parameter.requires_grad:
+            found[name].register_post_accumulate_grad_hook(_drop_gradient)
     for name, buffer in model.named_buffers():
         found[name] = torch.empty_like(buffer, device="meta")
     return found
+
+
+def _drop_gradient(parameter: torch.Tensor) -> None:
+    parameter.grad = None
 
 
 # -- tracing --------------------------------------------------------------------------------------
@@ -170,13 +199,17 @@ class _Tracer:
         self._bytes: dict[int, int] = {}
         # Storages by identity; held, so that none is reused for another.
         self._held: dict[int, torch.UntypedStorage] = {}
+        self._passing = Passing(lambda: self._now)
         self._weights = {self._key(tensor) for tensor in weights.values()}
         self._running: list[int] = []
+        self._forward_is_over = False
         resident = [layer.index for layer in partition.layers if not layer.streamed]
         self._outside = resident[0] if resident else 0
         self._counter = FlopCounterMode(display=False, custom_mapping=MORE_FLOPS)
         self._counted = 0.0
-        self._known: dict[Any, Call] = {}
+        self._known: dict[Any, tuple[int, Call]] = {}  # the layer that was called, and how
+        self._like: dict[int, int] = {}  # layer that did not run -> layer that ran in its place
+        self._ran: list[tuple[int, list[torch.Tensor]]] = []  # outputs of blocks that ran
 
     @contextmanager
     def attached(self) -> Iterator[None]:
@@ -193,9 +226,24 @@ class _Tracer:
                         undo.enter_context(_calling(module, self._resident_call(layer, module)))
             undo.enter_context(saved_tensors_hooks(self._pack, lambda packed: packed))
             undo.enter_context(AsOnGpu())
+            undo.enter_context(self._passing)
             undo.enter_context(self._counter)
             yield
-            self._settle_flops()
+
+    def trace_backward(self, loss: torch.Tensor | None) -> None:
+        """Backward of what follows the blocks, and of each block that ran, for what they have in
+        passing. A parameter's gradient is gone when it is whole, as in a training step."""
+        self._settle_flops()
+        self._forward_is_over = True
+        if loss is not None:
+            torch.autograd.backward(loss, retain_graph=True)
+        while self._ran:
+            layer, outputs = self._ran.pop()
+            self._running.append(layer)
+            # Where blocks differ, this goes on through those before it.
+            gradients = [torch.empty_like(leaf) for leaf in outputs]
+            torch.autograd.backward(outputs, gradients, retain_graph=True)
+            self._running.pop()
 
     def costs(self) -> tuple[LayerCost, ...]:
         """Per layer, once the forward is over."""
@@ -212,9 +260,16 @@ class _Tracer:
         for key, blocks in self._entered.items():
             if key not in shared:
                 boundary[next(iter(blocks))] += self._bytes[key]
+        kept = {self._passing.number(storage) for storage in self._held.values()}
+        passing = self._passing.most(len(saved), kept)
         return tuple(
-            LayerCost(forward_flops=flops, saved_bytes=kept, boundary_bytes=enters)
-            for flops, kept, enters in zip(self._flops, saved, boundary, strict=True)
+            LayerCost(
+                forward_flops=self._flops[index],
+                saved_bytes=saved[index],
+                boundary_bytes=boundary[index],
+                passing_bytes=passing[self._like.get(index, index)],
+            )
+            for index in range(len(saved))
         )
 
     # -- who runs ---------------------------------------------------------------------------------
@@ -222,6 +277,8 @@ class _Tracer:
         forward = module.forward
 
         def call(*args: Any, **kwargs: Any) -> Any:
+            if self._forward_is_over:
+                return forward(*args, **kwargs)
             self._outside = layer.index
             with self._running_layer(layer.index):
                 return forward(*args, **kwargs)
@@ -232,16 +289,16 @@ class _Tracer:
         forward, made_like = block.forward, structure(block)
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            leaves, spec = tree_flatten((args, kwargs))
-            if layer.index in self._running:  # recomputed or recursive: the same call
+            if self._forward_is_over or layer.index in self._running:  # the same call, again
                 return forward(*args, **kwargs)
+            leaves, spec = tree_flatten((args, kwargs))
             with self._running_layer(layer.index):
                 for leaf in leaves:
                     if isinstance(leaf, torch.Tensor):
                         self._enter(layer.index, leaf)
                 kind = (made_like, spec, kinds(leaves), torch.is_grad_enabled())
-                known = self._known.get(kind)
-                if known is not None:
+                if kind in self._known:
+                    self._like[layer.index], known = self._known[kind]
                     return self._again(layer.index, known, leaves)
                 begin = len(self._saved)
                 output = forward(*args, **kwargs)
@@ -255,7 +312,8 @@ class _Tracer:
                     key_of=self._key,
                 )
                 if call is not None:
-                    self._known[kind] = call
+                    self._known[kind] = (layer.index, call)
+                self._ran.append((layer.index, _with_graph(output)))
                 return output
 
         return run
@@ -283,6 +341,8 @@ class _Tracer:
         return key
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self._forward_is_over:
+            return tensor
         key = self._key(tensor)
         if key not in self._weights:
             self._saved.append((self._now, key))
@@ -306,6 +366,11 @@ class _Tracer:
         output, saved = call.answer(leaves)
         self._saved += [(layer, self._key(tensor)) for tensor in saved]
         return output
+
+
+def _with_graph(output: Any) -> list[torch.Tensor]:
+    leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+    return [leaf for leaf in leaves if leaf.grad_fn is not None]
 
 
 @contextmanager
