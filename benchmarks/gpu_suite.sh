@@ -4,7 +4,8 @@
 #   gpu_suite.sh list            the pieces, and what became of them
 #   gpu_suite.sh check           what is missing here, and the lines that fetch it where there is a network
 #   gpu_suite.sh setup [WHEELS]  install wheels from a folder (default .whl) and build the package, offline
-#   gpu_suite.sh run PIECE...    run pieces; `next` is the first that is not done, `all` every one left
+#   gpu_suite.sh run PIECE...    run pieces; `next` is the first not tried, or else cut off; `all` every
+#                                one that is not done
 #   gpu_suite.sh pack FOLDER     copy what was measured, flat, to bring it back from another machine
 #
 # A piece that is done is not run again; one that was cut off goes on where it was where it can (the
@@ -118,9 +119,10 @@ reference() {
 compare_one() {  # SIZE-CAPgb-METHOD
   local size="${1%%-*}" rest="${1#*-}"
   local cap="${rest%%gb-*}" method="${rest#*gb-}" kept=()
+  rm -f "$RESULTS/compare-$1.json"
   if [ -f "$RESULTS/reference-$size.json" ]; then kept=(--reference "$RESULTS/reference-$size.json"); fi
   "$PYTHON" benchmarks/compare.py --method "$method" $(model "$size") $STEP --gpu-memory "${cap}GB" \
-    "${kept[@]}" --json "$RESULTS/compare-$size-${cap}gb-$method.json"
+    "${kept[@]}" --json "$RESULTS/compare-$1.json" || [ -f "$RESULTS/compare-$1.json" ]  # wrong losses are a result
 }
 
 table() {  # SIZE-CAPgb
@@ -186,6 +188,9 @@ next_piece() {
   local name
   for name in $(pieces); do
     if [ "$(status_of "$name")" = "-" ]; then echo "$name"; return; fi
+  done
+  for name in $(pieces); do
+    if [[ "$(status_of "$name")" == cut* ]]; then echo "$name"; return; fi
   done
 }
 

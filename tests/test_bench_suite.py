@@ -96,6 +96,19 @@ def test_a_piece_that_fails_says_so_and_stays_to_be_done(tmp_path: Path) -> None
     assert "failed with status 1" in line
 
 
+def test_the_next_piece_is_the_first_not_tried_and_then_one_that_was_cut_off(
+    tmp_path: Path,
+) -> None:
+    names = pieces(tmp_path)
+    for name in names:
+        (tmp_path / f"{name}.failed").write_text("failed with status 1, see its log\n")
+    assert "nothing is left" in suite("run", "next", state=tmp_path).stdout
+    (tmp_path / "table-8b-80gb.failed").write_text("cut off after 480 s; run it again to go on\n")
+    assert "gpu_suite: table-8b-80gb" in suite("run", "next", state=tmp_path).stdout
+    (tmp_path / "table-3b-80gb.failed").unlink()
+    assert "gpu_suite: table-3b-80gb" in suite("run", "next", state=tmp_path).stdout
+
+
 def test_unknown_words_are_refused(tmp_path: Path) -> None:
     assert suite("run", "nothing", state=tmp_path).returncode == 2
     assert suite("dance", state=tmp_path).returncode == 2
