@@ -276,5 +276,5 @@ pack() {
 case "${1:-}" in
   list | check | setup | pack | run) verb="$1"; shift; "$verb" "$@" ;;
   _piece) piece "$2" ;;
-  *) sed -n '2,19p' benchmarks/gpu_suite.sh | sed 's/^# \{0,1\}//' >&2; exit 2 ;;
+  *) sed -n '2,18p' benchmarks/gpu_suite.sh | sed 's/^# \{0,1\}//' >&2; exit 2 ;;
 esac
