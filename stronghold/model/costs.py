@@ -45,8 +45,8 @@ class LayerCost:
     autograd keeps until backward, without parameters and buffers, every storage once in the whole
     model. `boundary_bytes`: the tensors that enter the layer, which recomputation keeps in place of
     `saved_bytes`; 0 for a layer that is no block. Neither counts what enters several blocks ([Note:
-    shared]). `passing_bytes`: the most that its forward or backward has at once beside what is
-    saved: products on their way, gradients of activations and of one parameter.
+    shared]). `passing_bytes`: the most that its forward has at once beside what is
+    saved; for the layer that ran last, the head, also what the loss and its backward have.
     """
 
     forward_flops: float
@@ -209,7 +209,6 @@ class _Tracer:
         self._counted = 0.0
         self._known: dict[Any, tuple[int, Call]] = {}  # the layer that was called, and how
         self._like: dict[int, int] = {}  # layer that did not run -> layer that ran in its place
-        self._ran: list[tuple[int, list[torch.Tensor]]] = []  # outputs of blocks that ran
 
     @contextmanager
     def attached(self) -> Iterator[None]:
@@ -231,19 +230,12 @@ class _Tracer:
             yield
 
     def trace_backward(self, loss: torch.Tensor | None) -> None:
-        """Backward of what follows the blocks, and of each block that ran, for what they have in
-        passing. A parameter's gradient is gone when it is whole, as in a training step."""
+        """Backward of the loss, for what it has in passing: through the head, to the last block
+        that did not run. A parameter's gradient is gone when it is whole, as in a training step."""
         self._settle_flops()
         self._forward_is_over = True
         if loss is not None:
-            torch.autograd.backward(loss, retain_graph=True)
-        while self._ran:
-            layer, outputs = self._ran.pop()
-            self._running.append(layer)
-            # Where blocks differ, this goes on through those before it.
-            gradients = [torch.empty_like(leaf) for leaf in outputs]
-            torch.autograd.backward(outputs, gradients, retain_graph=True)
-            self._running.pop()
+            torch.autograd.backward(loss)
 
     def costs(self) -> tuple[LayerCost, ...]:
         """Per layer, once the forward is over."""
@@ -313,7 +305,6 @@ class _Tracer:
                 )
                 if call is not None:
                     self._known[kind] = (layer.index, call)
-                self._ran.append((layer.index, _with_graph(output)))
                 return output
 
         return run
@@ -366,11 +357,6 @@ class _Tracer:
         output, saved = call.answer(leaves)
         self._saved += [(layer, self._key(tensor)) for tensor in saved]
         return output
-
-
-def _with_graph(output: Any) -> list[torch.Tensor]:
-    leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
-    return [leaf for leaf in leaves if leaf.grad_fn is not None]
 
 
 @contextmanager

@@ -144,6 +144,8 @@ def _costs(sizes: _Sizes, batch: int, seq: int, dtype: str) -> ModelCosts:
         # sum of weights.
         saved_bytes=tokens * 8 + row + tokens * sizes.vocab * 4 + 4,
         boundary_bytes=0,
+        # In backward the gradients of the softmax and of its logarithm, both fp32.
+        passing_bytes=2 * tokens * sizes.vocab * 4,
     )
     positions = LayerCost(forward_flops=0.0, saved_bytes=seq * 8, boundary_bytes=0)
     norm = LayerCost(forward_flops=0.0, saved_bytes=row + statistics, boundary_bytes=0)
