@@ -130,13 +130,19 @@ def _demand(question: Question, costs: ModelCosts) -> Demand:
         host_budget_bytes=question.host_bytes,
         window=question.window,
         resident_layers=question.resident_layers,
-        saved_bytes=tuple(layer.saved_bytes for layer in costs.layers),
+        saved_bytes=tuple(_at_once(layer) for layer in costs.layers),
         boundary_bytes=tuple(layer.boundary_bytes for layer in costs.layers),
         num_cores=max(1, question.machine.num_cores - 1),  # one launches the GPU's work
         nvme=question.nvme_bytes > 0,
         nvme_capacity_bytes=question.nvme_bytes or None,
         micro_batches=question.accumulation,
     )
+
+
+def _at_once(layer: LayerCost) -> int:
+    """What a layer keeps; of one outside the blocks, such as the head, also what it has in passing,
+    for that is there while everything else is kept."""
+    return layer.saved_bytes + (0 if layer.boundary_bytes else layer.passing_bytes)
 
 
 def _timing(question: Question, choice: Choice, limits: Limits) -> Timing:

@@ -11,6 +11,7 @@ be a wrong number.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -155,6 +156,8 @@ def _decides(attribute: str) -> bool:
 def _setting(value: Any) -> Any:
     if isinstance(value, tuple | list | dict | set) and len(value) <= MAX_CONTAINER:
         return repr(value)
+    if isinstance(value, functools.partial):
+        return id(value.func), repr(value.args), repr(value.keywords)
     return _kind(value)
 
 
