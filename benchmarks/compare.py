@@ -287,7 +287,7 @@ def add_task_arguments(parser: argparse.ArgumentParser) -> None:
     step.add_argument("--seed", type=int, default=0)
     step.add_argument("--precision", choices=["fp32", "bf16"], help="default: bf16 on CUDA")
     step.add_argument("--optimizer-clipping", dest="clipping", type=float, default=1.0)
-    step.add_argument("--lr", type=float, default=1e-3)
+    step.add_argument("--lr", type=float, default=3e-4)
     step.add_argument(
         "--activations",
         choices=["keep", "recompute", "offload"],
