@@ -31,6 +31,7 @@ from stronghold.config.section import parse_bytes
 GIB, MB = float(1 << 30), 1e6
 STAND_INS = ("l2l", "fsdp2-offload", "zero-offload")  # references where plain does not fit at all
 Row = dict[str, Any]
+NO_REFERENCE: Row = {"source": None, "losses": None, "other_order": None, "bounds": []}
 
 
 def run_method(name: str, task: Task, timeout_s: float) -> Row:
@@ -145,7 +146,7 @@ def find_reference(rows: list[Row], task: Task, timeout_s: float) -> dict[str, A
                 "other_order": other,
                 "bounds": allowed,
             }
-    return {"source": None, "losses": None, "other_order": None, "bounds": []}
+    return NO_REFERENCE
 
 
 # -- what is printed ------------------------------------------------------------------------------
@@ -353,6 +354,7 @@ def main() -> int:
     parser.add_argument("--timeout", type=float, default=3600.0, help="seconds for a method")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything measured")
     parser.add_argument("--reference", type=Path, metavar="FILE", help="judge by this JSON's")
+    parser.add_argument("--no-reference", action="store_true", help="losses stay unchecked")
     parser.add_argument("--join", type=Path, nargs="+", metavar="FILE", help="run nothing: join")
     parser.add_argument("--save", action="store_true", help="write benchmarks/results/")
     arguments = parser.parse_args()
@@ -363,6 +365,7 @@ def main() -> int:
     else:
         task, names = task_of(arguments), method_names(arguments.method or ["all"])
         kept = earlier_reference(arguments.reference, task) if arguments.reference else None
+        kept = NO_REFERENCE if arguments.no_reference else kept
         result = compare(names, task, arguments.timeout, kept)
     markdown = page(result, record)
     print(markdown)

@@ -143,7 +143,7 @@ tokens() {
 
 trace() {
   "$PYTHON" benchmarks/compare.py --method stronghold $(model 3b) $STEP --steps 2 --gpu-memory 24GB \
-    --trace "$RESULTS/trace.json" --json "$RESULTS/trace-run.json"
+    --no-reference --trace "$RESULTS/trace.json" --json "$RESULTS/trace-run.json"
   "$PYTHON" -m stronghold.cli trace "$RESULTS/trace.json" -o "$RESULTS/trace.png"
   gzip -f "$RESULTS/trace.json"
 }
