@@ -125,6 +125,7 @@ def lanes_of(workload: Workload, rates: Rates, dtype: torch.dtype) -> Lanes:
         fetch_s_per_byte=1e-9 / rates.fetch_gbps,
         drain_s_per_byte=1e-9 / rates.drain_gbps,
         update_s_per_parameter=adam_bytes(dtype, dtype) * 1e-9 / rates.update_gbps,
+        device_update_s_per_parameter=adam_bytes(dtype, dtype) * 1e-9 / rates.device_gbps,
     )
 
 

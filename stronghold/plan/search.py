@@ -28,6 +28,7 @@ WINDOWS = (1, 2, 4, 5, 6, 8, 12, 16, 24)
 SHARES = 8  # resident blocks are tried in steps of an eighth of the model, then of a part of that
 FINER = (1 / 16, 1 / 32, 1 / 64)
 FEW = 3  # of the first round's best, whose window is varied
+UPDATES = ("host", "gpu")  # of resident layers
 EQUAL = 1e-3  # a plan must be faster than another by this share to be preferred to a smaller one
 
 
@@ -52,6 +53,7 @@ class Lanes:
     fetch_s_per_byte: float
     drain_s_per_byte: float
     update_s_per_parameter: float
+    device_update_s_per_parameter: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,12 +155,19 @@ class _Search:
 
     def _demands(self, residents: Iterable[int], windows: Iterable[int]) -> Iterator[Demand]:
         pinned, prefetch = self._demand.window, self._demand.prefetch
+        updates = self._demand.resident_updates
         for resident in residents:
             streamed = len(self._layout.streamed) - resident
             tried = {max(1, min(window, streamed)) for window in windows}
             for window in sorted(tried) if pinned is None else [pinned]:
                 if prefetch is None or prefetch < window:
-                    yield replace(self._demand, resident_layers=resident, window=window)
+                    for where in UPDATES if updates is None else (updates,):
+                        yield replace(
+                            self._demand,
+                            resident_layers=resident,
+                            resident_updates=where,
+                            window=window,
+                        )
 
     def _fitting(self, demands: Iterable[Demand]) -> Iterator[_Candidate]:
         for wish in demands:
@@ -167,7 +176,13 @@ class _Search:
                     plan = make_plan(self._layout, filled)
                 except (BudgetError, ConfigError):
                     continue
-                key = (plan.window, plan.prefetch, plan.resident, plan.activations)
+                key = (
+                    plan.window,
+                    plan.prefetch,
+                    plan.resident,
+                    plan.updated_on_gpu,
+                    plan.activations,
+                )
                 if key not in self._seen:
                     self._seen.add(key)
                     yield _Candidate(
@@ -229,7 +244,8 @@ def lower_bound(layout: ModelLayout, plan: Plan, lanes: Lanes) -> float:
     offloaded = passes * sum(
         lanes.saved_bytes[b.index] for b in blocks if plan.activations[b.index] == "offload"
     )
-    updated = layout.layers
+    updated = [layer for layer in layout.layers if layer.index not in plan.updated_on_gpu]
+    there = [layer for layer in layout.layers if layer.index in plan.updated_on_gpu]
     size = lanes.weight_bytes
     # At most a window of layers survives each turn between forward and backward; at a step's end
     # their weights have changed.
@@ -239,6 +255,7 @@ def lower_bound(layout: ModelLayout, plan: Plan, lanes: Lanes) -> float:
     drained = size * passes * sum(layer.num_trainable for layer in updated)
     update = sum(layer.num_trainable for layer in updated) * lanes.update_s_per_parameter
     compute = passes * (forward + backward)
+    compute += sum(layer.num_trainable for layer in there) * lanes.device_update_s_per_parameter
     if plan.gradients is not Gradients.RING:
         # Updates begin when backward has ended, and the next backward needs them all.
         compute += max(0.0, update - forward)
@@ -255,6 +272,7 @@ def _refusal(layout: ModelLayout, demand: Demand) -> BudgetError:
     smallest = replace(
         demand,
         resident_layers=demand.resident_layers or 0,
+        resident_updates=demand.resident_updates or "host",
         activations=demand.activations or "recompute",
     )
     try:
