@@ -26,6 +26,7 @@ from stronghold.config import Settings
 from stronghold.errors import ConfigError
 from stronghold.instruments import Instruments
 from stronghold.plan.planner import Plan
+from stronghold.refine import Refinement
 from stronghold.runtime.loss_scale import make_scaler
 from stronghold.runtime.optimizer import EngineOptimizer
 from stronghold.runtime.stack import MemoryReport, Request, Stack
@@ -101,13 +102,16 @@ class StrongholdEngine(Checkpoints, deepspeed.DeepSpeedEngine):  # type: ignore[
             ),
             optimizer,
         )
+        self._refinement = Refinement(
+            self._stack, micro_batches=training.gradient_accumulation_steps
+        )
         self.module = model
         self.device = self._stack.device.torch_device
         self._state_hooks = StateHooks(
             model,
-            wait=self._stack.runtime.settle,
-            read=self._stack.runtime.ledger.wait_for_readers,
-            loaded=self._stack.runtime.adopt_weights,
+            wait=self._stack.settle,
+            read=self._stack.wait_for_readers,
+            loaded=self._stack.adopt_weights,
         )
         try:
             self._make_deepspeed_parts(training_data)
@@ -205,6 +209,7 @@ class StrongholdEngine(Checkpoints, deepspeed.DeepSpeedEngine):  # type: ignore[
         if optimizer.dynamic_loss_scale:
             optimizer.loss_scaler.update_scale(gate.overflow)
         self._report(learning_rate, gate.overflow)
+        self._refinement.end_step()
 
     def _report(self, learning_rate: float, skipped: bool) -> None:
         stack, loss = self._stack, self._loss_sum

@@ -162,7 +162,7 @@ def simulate(
         critical=critical,
         bound=max(critical, key=lambda lane: critical[lane], default="compute"),
         gpu_peak_bytes=run.device.peak_bytes,
-        host_peak_bytes=run.host.allocated_bytes,
+        host_peak_bytes=run.host.peak_bytes,
         operations=tuple(operations[begun:]),
     )
 

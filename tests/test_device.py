@@ -224,14 +224,16 @@ def test_a_fetch_behind_compute_leaves_what_compute_reads(device: Device) -> Non
 # -- budget ------------------------------------------------------------------------------------
 def test_the_budget_is_kept_to_the_byte(make_device: Callable[..., Device]) -> None:
     device = make_device(budget_bytes=100)
-    device.allocate(50, torch.uint8, "first")
-    device.allocate(25, torch.bfloat16, "second")
+    first = device.allocate(50, torch.uint8, "first")
+    second = device.allocate(25, torch.bfloat16, "second")
     assert device.allocated_bytes == device.peak_bytes == 100
     with pytest.raises(BudgetError, match=r"third: 1 bytes .* 100 bytes .*stronghold\.gpu_memory"):
         device.allocate(1, torch.uint8, "third")
     device.allocate(0, torch.float32, "nothing")
     assert device.allocated_bytes == 100
-    device.release_all()
+    device.release(second)
+    assert (device.allocated_bytes, device.peak_bytes) == (50, 100)
+    device.release(first)
     assert (device.allocated_bytes, device.peak_bytes) == (0, 100)
 
 

@@ -26,6 +26,7 @@ LEVELS = {
     "stronghold.surface": 6,
     "stronghold.simulate": 6,
     "stronghold.warmup": 6,
+    "stronghold.refine": 6,
     "stronghold.checkpoint": 6,
     "stronghold.doctor": 6,
     "stronghold.forecast": 6,

@@ -261,9 +261,15 @@ class Device(ABC):
         self.peak_bytes = max(self.peak_bytes, self.allocated_bytes)
         return buffer
 
-    def release_all(self) -> None:
-        """Every buffer of `allocate` was dropped by its owner."""
-        self.allocated_bytes = 0
+    def release(self, *buffers: torch.Tensor) -> None:
+        """These buffers of `allocate` are about to be dropped by their owner."""
+        self.allocated_bytes -= sum(buffer.numel() * buffer.element_size() for buffer in buffers)
+
+    def activation_peak_bytes(self) -> int | None:
+        """The most device memory that was in use beside `allocate`d buffers, since the process
+        began; None where nobody counts.
+        """
+        return None
 
     @property
     @abstractmethod
@@ -342,6 +348,10 @@ class Device(ABC):
     def pace(self, lane: str, nbytes: int, start_s: float) -> None:  # noqa: B027
         """Called by a host lane after an operation of `nbytes` that began at `start_s`
         (`time.perf_counter()`): a device that stands for a slower one waits here."""
+
+    def record_spans(self, recording: bool) -> None:
+        """Switch the trace on or off, between two steps."""
+        self.trace.recording = recording
 
     def settle(self) -> None:  # noqa: B027
         """Resolve spans that are still on the device; called between steps when tracing."""

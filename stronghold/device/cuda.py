@@ -212,6 +212,11 @@ class CudaDevice(Device):
         event.record(stream)
         return event
 
+    def record_spans(self, recording: bool) -> None:
+        if recording and self._origin is None:
+            self._origin = self._make_origin()
+        super().record_spans(recording)
+
     def end_mark(
         self,
         lane: str,
@@ -253,6 +258,9 @@ class CudaDevice(Device):
         event.record(torch.cuda.current_stream(self._device))
         event.synchronize()
         return event, time.perf_counter()
+
+    def activation_peak_bytes(self) -> int:
+        return int(torch.cuda.max_memory_allocated(self._device)) - self.allocated_bytes
 
     def random_state(self) -> torch.Tensor:
         return torch.cuda.get_rng_state(self._device)

@@ -157,7 +157,7 @@ def link_rates(device: Device, size: Effort, step: Step) -> LinkRates:
             device.unpin(host)
     step("device memory")
     on_device = _on_compute(device, lambda: slots[0].copy_(slots[1]), size.rounds, _COPIES)
-    device.release_all()
+    device.release(*slots)
     return LinkRates(
         fetch_gbps=nbytes / fetch / 1e9,
         drain_gbps=nbytes / drain / 1e9,

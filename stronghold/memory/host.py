@@ -21,7 +21,7 @@ view of the file's pages.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -91,7 +91,7 @@ class GradientEntry:
     free_after: Fence
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class LayerState:
     """One layer's arrays; those of training stay None until the first backward, and where they
     lie in files. They are slabs on the host, or `on_device`, where `memory.resident` made them.
@@ -149,16 +149,17 @@ class HostStore:
         self._mine = [state for state in self.layers if not state.on_device]
         self._ring: list[GradientEntry] = []
         self._ring_cursor = 0
-        self._pinned: list[torch.Tensor] = []
-        self.allocated_bytes = self.tiers.ring_bytes
+        self._pinned: dict[int, torch.Tensor] = {}  # by address
+        self.allocated_bytes = self.peak_bytes = self.tiers.ring_bytes
         self.training = False
 
     def _slab(self, numel: int, dtype: torch.dtype, *, pinned: bool) -> torch.Tensor:
         slab = self._allocate(numel, dtype)
         self.allocated_bytes += numel * dtype.itemsize
+        self.peak_bytes = max(self.peak_bytes, self.allocated_bytes)
         if pinned and numel:
             self._device.pin(slab)
-            self._pinned.append(slab)
+            self._pinned[slab.data_ptr()] = slab
         return slab
 
     def adopt(
@@ -288,6 +289,31 @@ class HostStore:
     def _master_arrays(self, index: int) -> tuple[str, ...]:
         return ("weights", "low") if self.has(index, "low") else ("weights",)
 
+    def give_up(self, index: int) -> LayerState:
+        """The layer moves to the device between two steps: its arrays, no longer this store's, as
+        the last ones to hold them. The layer's own state has none and waits for others.
+        """
+        state = self.layers[index]
+        left = replace(state)
+        arrays = (state.weights, state.low, state.exp_avg, state.exp_avg_sq, state.accumulated)
+        self._give_back(*arrays, state.held.gradients if state.held is not None else None)
+        state.weights = torch.empty(0, dtype=self.dtype)
+        state.low = state.exp_avg = state.exp_avg_sq = state.accumulated = None
+        state.held = None
+        state.on_device = True
+        self._mine.remove(state)
+        if not self._mine:  # nothing drains any more
+            self._give_back(*(entry.gradients for entry in self._ring))
+            self._ring.clear()
+        return left
+
+    def _give_back(self, *slabs: torch.Tensor | None) -> None:
+        for slab in slabs:
+            if slab is not None:
+                self.allocated_bytes -= slab.numel() * slab.element_size()
+                if self._pinned.pop(slab.data_ptr(), None) is not None:
+                    self._device.unpin(slab)
+
     def master(self, index: int, part: ParameterSlice) -> torch.Tensor:
         """The exact fp32 master of one trainable parameter, as a fresh tensor of its shape."""
         master = torch.empty(part.shape, dtype=torch.float32)
@@ -329,7 +355,7 @@ class HostStore:
     def close(self) -> None:
         """Unregister and drop every slab; parameters that are views keep their memory alive
         themselves."""
-        for slab in self._pinned:
+        for slab in self._pinned.values():
             self._device.unpin(slab)
         self._pinned.clear()
         self._ring.clear()

@@ -55,6 +55,28 @@ class DeviceStore:
         fill(passing, state.layout, parameters, source)
         self._device.copy_now(state.weights, passing)
 
+    def take(self, index: int) -> None:
+        """Move a host layer here between two steps, with all that it has; its host memory is given
+        back, but for what the model's parameters still show.
+        """
+        state, left = self._host.layers[index], self._host.give_up(index)
+        state.weights = self._moved(left.weights, f"weights of {state.layout.name or 'the root'}")
+        if left.exp_avg is not None and left.exp_avg_sq is not None:
+            if left.low is not None:
+                state.low = self._moved(left.low, "masters of resident layers")
+            state.exp_avg = self._moved(left.exp_avg, "moments of resident layers")
+            state.exp_avg_sq = self._moved(left.exp_avg_sq, "moments of resident layers")
+            if self._accumulate:
+                numel = state.layout.trainable_numel
+                state.accumulated = self._zeros(numel, torch.float32, "accumulated gradients")
+        self.layers.append(state)
+        self.layers.sort(key=lambda one: one.layout.index)
+
+    def _moved(self, array: torch.Tensor, purpose: str) -> torch.Tensor:
+        there = self._device.allocate(array.numel(), array.dtype, purpose)
+        self._device.copy_now(there, array)
+        return there
+
     def prepare_training(self) -> None:
         """Make masters, moments and accumulators; called at every backward, works at the first."""
         if self._training:
@@ -80,5 +102,7 @@ class DeviceStore:
         for state in self.layers:
             weights = self._allocate(state.layout.numel, self._dtype)
             self._device.copy_now(weights, state.weights)
+            mine = (state.weights, state.low, state.exp_avg, state.exp_avg_sq, state.accumulated)
+            self._device.release(*(array for array in mine if array is not None))
             state.weights = weights
             state.low = state.exp_avg = state.exp_avg_sq = state.accumulated = None

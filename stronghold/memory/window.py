@@ -259,8 +259,10 @@ class Window:
         return [slot.layer for slot in slots if slot.layer is not None]
 
     def close(self) -> None:
-        """Drop every buffer."""
-        self._device.release_all()
+        """Drop every buffer. Twice is harmless."""
+        gathering = [*self._gradient_slots, *self._own_gradients.values()]
+        self._device.release(*(slot.weights for slot in (*self._slots, *self._own.values())))
+        self._device.release(*(slot.gradients for slot in gathering))
         self._slots.clear()
         self._own.clear()
         self._holding.clear()

@@ -39,6 +39,7 @@ class Demand:
     # unknown, and the gpu budget is for weights and gradients alone.
     saved_bytes: tuple[int, ...] = ()
     boundary_bytes: tuple[int, ...] = ()
+    reserve_bytes: int = 0  # of the gpu budget that are activations' at least
     cpu_threads: int | None = None
     num_cores: int = 1
     nvme: bool = False  # whether there is such a tier

@@ -101,7 +101,9 @@ def make_plan(layout: ModelLayout, demand: Demand) -> Plan:
     kept_bytes = activation_bytes(layout, activations, demand)
 
     def gpu_total(window: int, gradient_slots: int) -> int:
-        return kept_bytes + sum(places.gpu_bytes(window, gradient_slots).values())
+        return max(kept_bytes, demand.reserve_bytes) + sum(
+            places.gpu_bytes(window, gradient_slots).values()
+        )
 
     most_gradients = places.most_gradient_slots
     num_streamed = len(places.streamed)

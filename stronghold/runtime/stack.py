@@ -22,7 +22,7 @@ from stronghold.device.base import Device
 from stronghold.device.cuda import CudaDevice
 from stronghold.device.emulated import EmulatedDevice
 from stronghold.device.kernels import NativeKernels
-from stronghold.errors import ConfigError
+from stronghold.errors import ConfigError, StateError
 from stronghold.limits import available_host_bytes
 from stronghold.memory.host import LOW_DTYPE, HostStore
 from stronghold.memory.nvme import NvmeStore
@@ -39,7 +39,7 @@ from stronghold.runtime.runtime import Runtime
 from stronghold.runtime.streaming import Streaming
 from stronghold.runtime.whole import Whole
 from stronghold.telemetry.metrics import Metrics
-from stronghold.telemetry.trace import NullTrace, Trace
+from stronghold.telemetry.trace import Trace
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # Without stronghold.gpu_memory half of what the GPU has free goes to slots; the rest is left to
@@ -61,7 +61,9 @@ class Request:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryReport:
-    """Peak bytes per tier, as planned and as measured; activations are not planned yet."""
+    """Peak bytes per tier, as planned (the most of the plans so far) and as measured; activations
+    excepted.
+    """
 
     gpu_planned: int
     gpu_peak: int
@@ -89,10 +91,15 @@ class Stack:
         _check_parameters(self.partition, request.precision, source_of(model))
         self.layout: ModelLayout = layout(self.partition)
         kind = section.device or ("cuda" if cuda.available() else "emulated")
-        self.plan: Plan = make_plan(
-            self.layout, _demand(self.partition, self.layout, self.dtype, request, optimizer, kind)
+        self.section = section
+        on_gpu = kind == "cuda" and cuda.available()
+        self.gpu_free_bytes = cuda.free_bytes(request.local_rank) if on_gpu else None
+        self.demand: Demand = _demand(
+            self.partition, self.layout, self.dtype, request, optimizer, self.gpu_free_bytes
         )
-        self.trace: Trace | NullTrace = Trace() if section.trace else NullTrace()
+        self.plan: Plan = make_plan(self.layout, self.demand)
+        self.trace = Trace()
+        self.trace.recording = section.trace is not None
         self._trace_path = section.trace
         self.metrics = Metrics(
             num_parameters=self.layout.num_parameters,
@@ -107,6 +114,7 @@ class Stack:
             tiers = self._open_tiers(request, undo)
             self._build(model, optimizer, tiers, undo)
             self._parts = undo.pop_all()
+        self._planned = (self.plan.gpu_total_bytes, self.plan.host_total_bytes)
 
     def _open_device(self, kind: str, request: Request) -> Device:
         section = request.section
@@ -178,7 +186,8 @@ class Stack:
             self.host, self.device, accumulate=plan.gradients is Gradients.ACCUMULATED
         )
         self.adam = AdamSteps(optimizer, parameters, self.layout.layers)
-        self.runtime = self._make_runtime(parameters)
+        self._parameters = parameters
+        self.runtime = self._make_runtime(plan)
         # Layer by layer, and each parameter's original is freed before the next layer is copied:
         # never two copies.
         # A large model takes minutes to move into its slabs; a small one shows no bar.
@@ -195,14 +204,14 @@ class Stack:
         _move_buffers(model, self.device.torch_device)
         self.runtime.start(self.partition)
 
-    def _make_runtime(self, parameters: list[list[nn.Parameter]]) -> Runtime:
-        if self.plan.whole:
+    def _make_runtime(self, plan: Plan) -> Runtime:
+        if plan.whole:
             return Whole(
                 device=self.device,
                 host=self.host,
                 store=self.store,
-                plan=self.plan,
-                parameters=parameters,
+                plan=plan,
+                parameters=self._parameters,
                 adam=self.adam,
                 metrics=self.metrics,
             )
@@ -210,12 +219,50 @@ class Stack:
             device=self.device,
             host=self.host,
             store=self.store,
-            plan=self.plan,
-            parameters=parameters,
+            plan=plan,
+            parameters=self._parameters,
             adam=self.adam,
             kernels=NativeKernels(self.pool),
             metrics=self.metrics,
         )
+
+    def settle(self) -> None:
+        """Wait until every parameter shows its newest value."""
+        self.runtime.settle()
+
+    def wait_for_readers(self) -> None:
+        """Block until nothing reads the arrays: before they are written from outside."""
+        self.runtime.ledger.wait_for_readers()
+
+    def adopt_weights(self) -> None:
+        """New values were written where the parameters point: make them the masters."""
+        self.runtime.adopt_weights()
+
+    def replan(self, plan: Plan) -> None:
+        """Go on with `plan`, between two steps: nothing is lost, and no more than one plan's
+        buffers are on the device at a time.
+
+        Layers may move to the device for good; StateError for one that would have to come back, and
+        for another way to gather gradients.
+        """
+        back = self.plan.updated_on_gpu - plan.updated_on_gpu
+        if back or plan.gradients is not self.plan.gradients:
+            raise StateError(f"replan: layers {sorted(back)} or gradients cannot change places")
+        self.runtime.restart()
+        self.runtime.settle()
+        self.runtime.detach()
+        self.runtime.give_back()
+        self.runtime.close()
+        for layer in sorted(plan.updated_on_gpu - self.plan.updated_on_gpu):
+            self.store.take(layer)
+        self.plan = plan
+        self.metrics.recomputed = plan.recomputed
+        self.runtime = self._make_runtime(plan)
+        for layer in range(len(self._parameters)):
+            self.runtime.adopted(layer)
+        self.runtime.start(self.partition)
+        gpu, host = self._planned
+        self._planned = (max(gpu, plan.gpu_total_bytes), max(host, plan.host_total_bytes))
 
     def prepare_training(self) -> None:
         """Make masters, moments and what gathers gradients on the host; harmless when they are
@@ -227,10 +274,10 @@ class Stack:
     def memory_report(self) -> MemoryReport:
         """Bytes so far; masters, moments and gradient slots are made at the first backward."""
         return MemoryReport(
-            gpu_planned=self.plan.gpu_total_bytes,
+            gpu_planned=self._planned[0],
             gpu_peak=self.device.peak_bytes + self.runtime.kept_gradient_bytes,
-            host_planned=self.plan.host_total_bytes,
-            host_peak=self.host.allocated_bytes,
+            host_planned=self._planned[1],
+            host_peak=self.host.peak_bytes,
             host_activations=self.runtime.host_activation_bytes,
             nvme_planned=self.plan.nvme_total_bytes,
             nvme_peak=self.host.tiers.file_bytes,
@@ -293,13 +340,13 @@ def _demand(
     dtype: torch.dtype,
     request: Request,
     optimizer: EngineOptimizer | None,
-    kind: str,
+    gpu_free_bytes: int | None,
 ) -> Demand:
     section = request.section
     low = LOW_DTYPE[dtype]
     gpu_budget = section.gpu_memory
-    if gpu_budget is None and kind == "cuda" and cuda.available():
-        gpu_budget = int(cuda.free_bytes(request.local_rank) * GPU_SHARE)
+    if gpu_budget is None and gpu_free_bytes is not None:
+        gpu_budget = int(gpu_free_bytes * GPU_SHARE)
     # The model's own memory, which the slabs replace.
     held = [p for layer in found.layers for p in layer.parameters if not p.parameter.is_meta]
     held_now = sum(named.parameter.numel() for named in held) * dtype.itemsize
@@ -307,7 +354,7 @@ def _demand(
     resident = section.resident_layers
     num_blocks = sum(layer.streamed for layer in sizes.layers)
     cores = len(os.sched_getaffinity(0))
-    compute_threads = torch.get_num_threads() if kind == "emulated" else 1
+    compute_threads = torch.get_num_threads() if gpu_free_bytes is None else 1
     return Demand(
         weight_bytes=dtype.itemsize,
         low_bytes=low.itemsize if low is not None else 0,
@@ -320,7 +367,8 @@ def _demand(
         prefetch=section.prefetch,
         resident_layers=num_blocks if resident == "all" else resident,
         resident_updates=section.resident_updates,
-        activations=section.activations,
+        # On a GPU of unknown room: the policy that takes least, until what is kept is known.
+        activations=section.activations or (None if gpu_free_bytes is None else "recompute"),
         cpu_threads=section.cpu_threads,
         num_cores=max(1, cores - compute_threads),
         nvme=section.nvme is not None,

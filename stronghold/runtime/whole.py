@@ -90,7 +90,7 @@ class Whole:
         self._bindings.rest_all()
 
     def close(self) -> None:
-        self._device.release_all()
+        """It has no buffers of its own."""
 
     # -- the step ---------------------------------------------------------------------------------
     def begin_backward(self, *, boundary: bool) -> None:

@@ -55,7 +55,7 @@ class Metrics:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._num_parameters = num_parameters
-        self._recomputed = recomputed
+        self.recomputed = recomputed  # of the steps to come
         self._trace = trace or NullTrace()
         self._clock = clock
         self._start_s: float | None = None
@@ -99,7 +99,7 @@ class Metrics:
             grad_norm=_detached(grad_norm),
             learning_rate=learning_rate,
             tokens_per_s=self._num_tokens / step_s if step_s > 0.0 else 0.0,
-            tflops=tflops(self._num_parameters, self._num_tokens, step_s, self._recomputed),
+            tflops=tflops(self._num_parameters, self._num_tokens, step_s, self.recomputed),
             step_s=step_s,
             wait_fetch_s=self._waits["fetch"],
             wait_drain_s=self._waits["drain"],

@@ -1,0 +1,184 @@
+"""The plan, refined by what the first steps showed.
+
+Owns the decision when to measure, and whether another plan is worth a change. Never changes a plan
+by itself: `Stack.replan` does, between two steps. The training thread alone enters, at the end of
+each step.
+
+[Note: which steps] In the first step memory is touched for the first time, and the schedule is
+learnt in it: it tells nothing. The next ones are traced, and what their layers keep for backward is
+counted. Then the search runs once, with the seconds and rates that were measured.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from enum import Enum
+
+from stronghold.device.simulated import Rates
+from stronghold.errors import BudgetError
+from stronghold.plan.demand import Demand
+from stronghold.plan.planner import activation_bytes
+from stronghold.runtime.stack import Stack
+from stronghold.runtime.streaming import Streaming
+from stronghold.simulate import fastest_plan, simulate
+from stronghold.warmup import measured_rates, measured_workload
+
+logger = logging.getLogger("stronghold")
+
+UNTOLD_STEPS = 1
+TRACED_STEPS = 2
+# Of what the GPU had free, for slots and activations, once these are known: the rest is for
+# workspaces and for what the allocator cannot use.
+GPU_SHARE = 0.9
+WORTH = 0.97  # of the present plan's step: a change costs a settled device, and copies
+# Of lanes that moved nothing while they were traced, in 1e9 bytes/s: a PCIe 4 link, a desktop's
+# memory, one solid-state disk.
+OTHERWISE = Rates(
+    fetch_gbps=20.0,
+    drain_gbps=20.0,
+    duplex_gbps=35.0,
+    update_gbps=40.0,
+    memory_gbps=60.0,
+    device_gbps=800.0,
+    load_gbps=3.0,
+    spill_gbps=2.0,
+    io_gbps=4.0,
+)
+EMULATED_GBPS = 8.0  # of device memory that is the host's
+
+
+class Stage(Enum):
+    """What the next step is for."""
+
+    UNTOLD = "untold"
+    TRACED = "traced"
+    SETTLED = "settled"
+
+
+class Refinement:
+    """Refines the plan of `stack` once, if it leaves the search anything to choose.
+
+    `micro_batches` are those of a step. The user's trace, if there is one, goes on.
+    """
+
+    def __init__(self, stack: Stack, *, micro_batches: int) -> None:
+        self._stack = stack
+        self._micro_batches = micro_batches
+        self._tracing = stack.trace.recording
+        self._steps = 0
+        self._first_span = 0
+        self.stage = Stage.UNTOLD if _is_open(stack.demand) else Stage.SETTLED
+        if self.stage is Stage.UNTOLD and UNTOLD_STEPS == 0:
+            self._begin_tracing()
+
+    def end_step(self) -> None:
+        """A step has ended, and its updates are queued."""
+        if self.stage is Stage.SETTLED:
+            return
+        runtime = self._stack.runtime
+        if not isinstance(runtime, Streaming):
+            self.stage = Stage.SETTLED
+            return
+        self._steps += 1
+        if self.stage is Stage.UNTOLD and self._steps == UNTOLD_STEPS:
+            self._begin_tracing()
+        elif self._steps == UNTOLD_STEPS + TRACED_STEPS:
+            self.stage = Stage.SETTLED
+            self._refine(runtime)
+            if not self._tracing:
+                self._stack.device.record_spans(False)
+                self._stack.trace.clear()
+
+    def _begin_tracing(self) -> None:
+        self.stage = Stage.TRACED
+        self._first_span = len(self._stack.trace.spans())
+        self._stack.device.record_spans(True)
+        runtime = self._stack.runtime
+        if isinstance(runtime, Streaming):
+            runtime.activations.sizes.counting = True
+
+    def _refine(self, runtime: Streaming) -> None:
+        stack, sizes = self._stack, runtime.activations.sizes
+        sizes.counting = False
+        runtime.settle()
+        stack.device.settle()
+        spans = stack.trace.spans()[self._first_span :]
+        asynchronous = stack.device.torch_device.type == "cuda"
+        otherwise = OTHERWISE if asynchronous else replace(OTHERWISE, device_gbps=EMULATED_GBPS)
+        rates = measured_rates(spans, otherwise)
+        workload = measured_workload(
+            spans,
+            stack.layout,
+            activations=stack.plan.activations,
+            saved_bytes=sizes.saved,
+            tokens=1,
+            micro_batches=self._micro_batches,
+            num_steps=TRACED_STEPS,
+        )
+        demand = _known_demand(stack, sizes.saved, sizes.boundary)
+        try:
+            choice = fastest_plan(
+                stack.layout, demand, workload, rates, dtype=stack.dtype, asynchronous=asynchronous
+            )
+        except BudgetError as error:  # activations leave less than there was: the plan works
+            logger.info("the plan stays as it is: %s", error)
+            return
+        present = simulate(
+            stack.layout,
+            stack.plan,
+            workload,
+            rates,
+            dtype=stack.dtype,
+            asynchronous=asynchronous,
+        )
+        if not stack.plan.updated_on_gpu <= choice.plan.updated_on_gpu:
+            return
+        if choice.forecast.step_s < WORTH * present.step_s:
+            stack.replan(choice.plan)
+            logger.info(
+                "refined after %d steps, from %.1f to %.1f ms/step as predicted: %s",
+                self._steps,
+                present.step_s * 1e3,
+                choice.forecast.step_s * 1e3,
+                stack.plan,
+            )
+
+
+def _known_demand(stack: Stack, saved: Sequence[int], boundary: Sequence[int]) -> Demand:
+    """What the planner is asked once it is known what each block saves for backward, and what
+    enters it, in bytes: activations take their part of the GPU's memory.
+
+    The emulated device's activations are the host's: nothing is known of their budget.
+    """
+    section, measured = stack.section, stack.device.activation_peak_bytes()
+    if stack.gpu_free_bytes is None or measured is None:
+        return stack.demand
+    budget = int(stack.gpu_free_bytes * GPU_SHARE)
+    known = replace(
+        stack.demand,
+        activations=section.activations,
+        gpu_budget_bytes=budget,
+        saved_bytes=tuple(saved),
+        boundary_bytes=tuple(boundary),
+        reserve_bytes=0 if section.gpu_memory is None else budget - section.gpu_memory,
+    )
+    # What was in use beside the blocks' own: logits, the loss, the caller's tensors.
+    beside = measured - activation_bytes(stack.layout, stack.plan.activations, known)
+    outside = [layer.index for layer in stack.layout.layers if not layer.streamed]
+    if outside and beside > 0:
+        more = list(saved)
+        more[outside[-1]] += beside
+        known = replace(known, saved_bytes=tuple(more))
+    return known
+
+
+def _is_open(demand: Demand) -> bool:
+    """Whether there is a budget to use up, and anything that the user did not pin. Layers with
+    arrays in files do not change places.
+    """
+    if demand.nvme:
+        return False
+    pinned = (demand.window, demand.resident_layers, demand.activations)
+    return demand.training and demand.gpu_budget_bytes is not None and None in pinned

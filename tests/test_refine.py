@@ -1,0 +1,122 @@
+"""The plan is refined between two steps: faster, and not one bit or byte is lost."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+
+import stronghold
+from stronghold.refine import TRACED_STEPS, UNTOLD_STEPS, Stage
+from tests.models import MODELS, loss_of
+from tests.sleeping import SleepingModel
+from tests.training import assert_identical, config, train_plain, train_windowed
+
+REFINED = UNTOLD_STEPS + TRACED_STEPS  # steps
+SLOW = {"link_gbps": 0.005, "update_gbps": 0.03}  # so that whatever stays on the device pays
+
+
+def budget_of(factory: Any, share: float) -> int:
+    """A share of what the whole model takes on the device, with its optimizer's state."""
+    model, _ = factory()
+    return int(share * 16 * sum(p.numel() for p in model.parameters()))
+
+
+@pytest.mark.parametrize(
+    ("clipping", "accumulation", "precision"),
+    [(1.0, 1, "fp32"), (0.0, 1, "bf16"), (1.0, 3, "bf16")],
+    ids=["held", "ring", "accumulated"],
+)
+def test_a_refined_plan_goes_on_with_the_same_bits(
+    clipping: float, accumulation: int, precision: str
+) -> None:
+    factory = MODELS["llama"]
+    section = {"gpu_memory": budget_of(factory, 0.8), "cpu_threads": 1, "emulated": dict(SLOW)}
+    settings = config(
+        clipping=clipping, accumulation=accumulation, precision=precision, section=section
+    )
+    seen: dict[str, Any] = {}
+
+    def inspect(engine: Any) -> None:
+        seen["plan"], seen["report"] = engine.plan, engine.memory_report()
+        seen["stage"] = engine._refinement.stage
+
+    run = train_windowed(factory, steps=REFINED + 4, settings=settings, inspect=inspect)
+    assert seen["stage"] is Stage.SETTLED
+    assert seen["plan"].updated_on_gpu, "the search left every layer on the host"
+    assert seen["report"].gpu_peak <= section["gpu_memory"]
+    assert seen["report"].gpu_peak <= seen["report"].gpu_planned
+    expected = train_plain(
+        factory,
+        steps=REFINED + 4,
+        clipping=clipping,
+        accumulation=accumulation,
+        precision=precision,
+    )
+    assert_identical(run, expected)
+
+
+def test_a_refined_plan_is_faster_and_the_trace_is_gone() -> None:
+    model = SleepingModel([(1 << 16, 0.001, 0.002)] * 6)
+    numel = sum(p.numel() for p in model.parameters())
+    section = {"gpu_memory": 10 * numel, "cpu_threads": 1, "emulated": {**SLOW, "poison": False}}
+    engine, _, _, _ = stronghold.initialize(
+        model=model, config=config(section=section), model_parameters=model.parameters()
+    )
+    before, x, seconds = engine.plan, torch.ones(1, 1 << 10), []
+    for _ in range(REFINED + 4):
+        begun = time.perf_counter()
+        engine.backward(engine(x))
+        engine.step()
+        seconds.append(time.perf_counter() - begun)
+    assert engine.plan != before
+    assert min(seconds[REFINED:]) < 0.8 * min(seconds[UNTOLD_STEPS:REFINED])
+    assert not engine._stack.trace.recording
+    assert not engine._stack.trace.spans()
+    engine.destroy()
+
+
+def test_a_pinned_plan_stays(tmp_path: Any) -> None:
+    section = {
+        "gpu_memory": 10**8,
+        "window": 2,
+        "activations": "keep",
+        "resident_layers": 0,
+        "emulated": dict(SLOW),
+    }
+    seen: list[Any] = []
+    factory = MODELS["llama"]
+    model, make_batch = factory()
+    engine, _, _, _ = stronghold.initialize(
+        model=model, config=config(section=section), model_parameters=model.parameters()
+    )
+    plan = engine.plan
+    for step in range(REFINED + 1):
+        engine.backward(loss_of(engine(**make_batch(step))))
+        engine.step()
+        seen.append(engine.plan)
+    assert all(one is plan for one in seen)
+    engine.destroy()
+
+
+def test_parameters_are_whole_after_a_change_of_plan() -> None:
+    factory = MODELS["llama"]
+    section = {"gpu_memory": budget_of(factory, 0.8), "cpu_threads": 1, "emulated": dict(SLOW)}
+    model, make_batch = factory()
+    engine, _, _, _ = stronghold.initialize(
+        model=model, config=config(section=section), model_parameters=model.parameters()
+    )
+    identities = [id(p) for p in model.parameters()]
+    for step in range(REFINED):
+        engine.backward(loss_of(engine(**make_batch(step))))
+        engine.step()
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    for value in state.values():
+        assert torch.isfinite(value).all()
+    model.load_state_dict(state)
+    assert [id(p) for p in model.parameters()] == identities
+    engine.destroy()
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, state[name]), name
