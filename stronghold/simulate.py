@@ -28,6 +28,7 @@ from stronghold.plan.schedule import Kind
 from stronghold.plan.search import Choice, Lanes, search
 from stronghold.runtime.adam import AdamFlags, AdamSteps, Group, adam_bytes
 from stronghold.runtime.streaming import Streaming
+from stronghold.runtime.whole import Whole
 from stronghold.telemetry.metrics import Metrics
 
 STEPS = 4  # from the third on a step begins as it ends
@@ -161,7 +162,7 @@ def simulate(
         busy=dict(busy),
         critical=critical,
         bound=max(critical, key=lambda lane: critical[lane], default="compute"),
-        gpu_peak_bytes=run.device.peak_bytes,
+        gpu_peak_bytes=run.gpu_peak_bytes,
         host_peak_bytes=run.host.peak_bytes,
         operations=tuple(operations[begun:]),
     )
@@ -265,22 +266,34 @@ class _Run:
             accumulate=plan.gradients is Gradients.ACCUMULATED,
             allocate=meta_slab,
         )
-        self._streaming = Streaming(
-            device=device,
-            host=self.host,
-            store=store,
-            plan=plan,
-            parameters=self._parameters,
-            adam=adam,
-            kernels=device.kernels,
-            metrics=Metrics(num_parameters=layout.num_parameters),
-        )
-        self._executor = self._streaming.executor
+        metrics = Metrics(num_parameters=layout.num_parameters)
+        self._runtime: Streaming | Whole
+        if plan.whole:
+            self._runtime = Whole(
+                device=device,
+                host=self.host,
+                store=store,
+                plan=plan,
+                parameters=self._parameters,
+                adam=adam,
+                metrics=metrics,
+            )
+        else:
+            self._runtime = Streaming(
+                device=device,
+                host=self.host,
+                store=store,
+                plan=plan,
+                parameters=self._parameters,
+                adam=adam,
+                kernels=device.kernels,
+                metrics=metrics,
+            )
         for index, of_layer in enumerate(self._parameters):
             on_device = self.host.layers[index].on_device
             (store if on_device else self.host).adopt(index, list(of_layer))
-            self._streaming.adopted(index)
-        self._streaming.settle()
+            self._runtime.adopted(index)
+        self._runtime.settle()
         self._stored: dict[int, Fence] = {}
         self._coming: dict[int, Fence] = {}
 
@@ -289,16 +302,25 @@ class _Run:
         for micro_batch in range(self._work.micro_batches):
             self._forward()
             boundary = micro_batch == self._work.micro_batches - 1
-            self._streaming.begin_backward(boundary=boundary)
+            self._runtime.begin_backward(boundary=boundary)
             self._backward()
-            self._streaming.end_backward()
-        self._streaming.close_gate(clipping=1.0, inverse_scale=1.0)
+            self._runtime.end_backward()
+        self._runtime.close_gate(clipping=1.0, inverse_scale=1.0)
+
+    @property
+    def gpu_peak_bytes(self) -> int:
+        return self.device.peak_bytes + self._runtime.kept_gradient_bytes
 
     def _forward(self) -> None:
-        self._executor.begin_forward_pass(training=True)
+        if isinstance(self._runtime, Whole):
+            for index, load in enumerate(self._work.layers):
+                self.device.compute(f"forward {index}", load.forward_s)
+            return
+        executor = self._runtime.executor
+        executor.begin_forward_pass(training=True)
         for layer in self._layout.layers:
             index = layer.index
-            self._executor.begin_use(index, Kind.FORWARD)
+            executor.begin_use(index, Kind.FORWARD)
             self.device.compute(f"forward {index}", self._work.layers[index].forward_s)
             if self._policy(layer) == "offload":
                 self._stored[index] = self.device.drain.submit(
@@ -307,17 +329,18 @@ class _Run:
                     (self.device.record_compute("activations"),),
                     nbytes=self._work.layers[index].saved_bytes,
                 )
-            self._executor.end_forward(index)
-        self._executor.end_forward_pass()
+            executor.end_forward(index)
+        executor.end_forward_pass()
 
     def _backward(self) -> None:
+        executor = None if isinstance(self._runtime, Whole) else self._runtime.executor
         for layer in reversed(self._layout.layers):
             index, load = layer.index, self._work.layers[layer.index]
             policy = self._policy(layer)
-            if layer.streamed:
-                self._executor.begin_use(index, Kind.BACKWARD)
+            if layer.streamed and executor is not None:
+                executor.begin_use(index, Kind.BACKWARD)
                 self._bring_back(index)
-                following = self._executor.next_backward()
+                following = executor.next_backward()
                 if following is not None:
                     self._bring_back(following)
                 if index in self._coming:
@@ -328,7 +351,8 @@ class _Run:
                 if part.trainable:
                     parameter = self._parameters[index][position]
                     parameter.grad = torch.empty(part.shape, dtype=self._dtype, device="meta")
-                    self._executor.gradient_arrived(index, position, part, parameter)
+                    if executor is not None:
+                        executor.gradient_arrived(index, position, part, parameter)
 
     def _policy(self, layer: LayerLayout) -> str:
         return self._plan.activations[layer.index] if layer.streamed else "keep"

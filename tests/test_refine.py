@@ -14,6 +14,7 @@ from tests.models import MODELS, loss_of
 from tests.sleeping import SleepingModel
 from tests.training import assert_identical, config, train_plain, train_windowed
 
+SHARE = 0.8  # the model does not fit whole
 REFINED = UNTOLD_STEPS + TRACED_STEPS  # steps
 SLOW = {"link_gbps": 0.005, "update_gbps": 0.03}  # so that whatever stays on the device pays
 
@@ -33,7 +34,7 @@ def test_a_refined_plan_goes_on_with_the_same_bits(
     clipping: float, accumulation: int, precision: str
 ) -> None:
     factory = MODELS["llama"]
-    section = {"gpu_memory": budget_of(factory, 0.8), "cpu_threads": 1, "emulated": dict(SLOW)}
+    section = {"gpu_memory": budget_of(factory, SHARE), "cpu_threads": 1, "emulated": dict(SLOW)}
     settings = config(
         clipping=clipping, accumulation=accumulation, precision=precision, section=section
     )
@@ -103,7 +104,7 @@ def test_a_pinned_plan_stays(tmp_path: Any) -> None:
 
 def test_parameters_are_whole_after_a_change_of_plan() -> None:
     factory = MODELS["llama"]
-    section = {"gpu_memory": budget_of(factory, 0.8), "cpu_threads": 1, "emulated": dict(SLOW)}
+    section = {"gpu_memory": budget_of(factory, SHARE), "cpu_threads": 1, "emulated": dict(SLOW)}
     model, make_batch = factory()
     engine, _, _, _ = stronghold.initialize(
         model=model, config=config(section=section), model_parameters=model.parameters()
@@ -120,3 +121,17 @@ def test_parameters_are_whole_after_a_change_of_plan() -> None:
     engine.destroy()
     for name, value in model.state_dict().items():
         assert torch.equal(value, state[name]), name
+
+
+def test_a_model_that_fits_becomes_whole() -> None:
+    factory = MODELS["llama"]
+    section = {"gpu_memory": budget_of(factory, 2.0), "cpu_threads": 1, "emulated": dict(SLOW)}
+    plans: list[Any] = []
+    run = train_windowed(
+        factory,
+        steps=REFINED + 3,
+        settings=config(section=section),
+        inspect=lambda engine: plans.append(engine.plan),
+    )
+    assert plans[0].whole
+    assert_identical(run, train_plain(factory, steps=REFINED + 3))

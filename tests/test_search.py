@@ -173,3 +173,13 @@ def test_the_largest_micro_batch_is_the_last_that_fits() -> None:
     for last in (0, 1, 2, 3, 7, 8, 100):
         assert largest_micro_batch(lambda batch, last=last: batch <= last) == last
     assert largest_micro_batch(lambda batch: True, limit=64) == 64
+
+
+def test_a_model_that_fits_whole_stays_whole() -> None:
+    layout, costs, machine, demand = demand_of(PAIRS[3]._replace(gpu_gib=30))
+    workload, rates = workload_of(costs, machine), rates_of(machine, machine.num_cores)
+    choice = fastest_plan(layout, demand, workload, rates, dtype=torch.bfloat16)
+    assert choice.plan.whole
+    compute_s = sum(load.forward_s + load.backward_s for load in workload.layers)
+    adam_s = 26 * layout.num_parameters * 1e-9 / rates.device_gbps
+    assert choice.forecast.step_s == pytest.approx(compute_s + adam_s, rel=0.05)

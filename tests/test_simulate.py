@@ -6,6 +6,7 @@ import random
 import statistics
 import time
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from stronghold.simulate import LayerLoad, Prediction, Workload, simulate
 from tests.sleeping import SleepingModel
 from tests.training import config
 
-WARM_UP, MEASURED = 2, 3
+WARM_UP, MEASURED = 2, 4
 NUM_PLANS = 30
 MEDIAN_ERROR, WORST_ERROR = 0.05, 0.15  # the figures
 INPUT_NUMEL = 1 << 13
@@ -113,7 +114,9 @@ def run(case: Case) -> tuple[float, Prediction, tuple[int, int]]:
         micro_batches=case.accumulation,
     )
     prediction = simulate(layout, plan, workload, rates, dtype=torch.float32, asynchronous=False)
-    return statistics.median(steps[WARM_UP:]), prediction, (report.gpu_peak, report.host_peak)
+    # Steps may alternate, and other processes only ever slow them down: the fastest pair.
+    pairs = [(a + b) / 2 for a, b in pairwise(steps[WARM_UP:])]
+    return min(pairs), prediction, (report.gpu_peak, report.host_peak)
 
 
 def compare(seeds: range) -> None:

@@ -29,6 +29,7 @@ SHARES = 8  # resident blocks are tried in steps of an eighth of the model, then
 FINER = (1 / 16, 1 / 32, 1 / 64)
 FEW = 3  # of the first round's best, whose window is varied
 UPDATES = ("host", "gpu")  # of resident layers
+WHOLE = 1.03  # a model that fits whole stays whole, unless another plan is faster than this
 EQUAL = 1e-3  # a plan must be faster than another by this share to be preferred to a smaller one
 
 
@@ -121,7 +122,7 @@ class _Search:
                 near, away = self._residents(candidate), max(1, round(step * num_blocks))
                 around = [r for r in (near - away, near + away) if 0 <= r <= num_blocks]
                 self._round(self._demands(around, [candidate.plan.window]))
-        forecast, best = self._best(1)[0]
+        forecast, best = self._chosen()
         return Choice(
             plan=best.plan,
             forecast=forecast,
@@ -129,6 +130,13 @@ class _Search:
             num_tried=len(self._tried),
             num_fitting=self._num_fitting,
         )
+
+    def _chosen(self) -> tuple[Forecast, _Candidate]:
+        best = self._best(1)[0]
+        whole = [pair for pair in self._tried if pair[1].plan.whole]
+        if whole and whole[0][0].step_s <= WHOLE * best[0].step_s:
+            return whole[0]
+        return best
 
     def _residents(self, candidate: _Candidate) -> int:
         return candidate.demand.resident_layers or 0
@@ -147,8 +155,8 @@ class _Search:
         self._num_fitting += len(fitting)
         least = min((forecast.step_s for forecast, _ in self._tried), default=math.inf)
         for candidate in fitting:
-            if candidate.bound_s >= least:
-                break
+            if candidate.bound_s >= least and not candidate.plan.whole:
+                continue
             forecast = self._predict(candidate.plan)
             self._tried.append((forecast, candidate))
             least = min(least, forecast.step_s)
