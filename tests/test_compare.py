@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import sys
 from pathlib import Path
@@ -86,6 +87,36 @@ def test_bytes_are_counted_where_the_table_says_so(result: dict[str, Any]) -> No
     assert row_of(result, "fsdp2-offload")["device_peak_bytes"] is None
     # Weights, gradients and two moments of everything, at least.
     assert peaks["plain"] >= 16 * row_of(result, "plain")["num_parameters"]
+
+
+# -- results made a method at a time ---------------------------------------------------------------
+def test_results_of_one_task_are_joined_and_judged_by_one_reference(
+    result: dict[str, Any], tmp_path: Path
+) -> None:
+    files = [tmp_path / "plain.json", tmp_path / "wrong.json"]
+    files[0].write_text(json.dumps(result | {"rows": [row_of(result, "plain")]}))
+    alone = {**row_of(result, WRONG), "verdict": "unchecked"}
+    files[1].write_text(json.dumps(result | {"rows": [alone], "reference": compare.NO_REFERENCE}))
+    joined = compare.join(files)
+    assert [row["verdict"] for row in joined["rows"]] == ["equal", "wrong"]
+    other = dataclasses.asdict(dataclasses.replace(TASK, seq=8))
+    files[1].write_text(json.dumps(result | {"task": other}))
+    with pytest.raises(SystemExit, match="another task"):
+        compare.join(files)
+
+
+def test_an_earlier_reference_counts_for_the_same_training_alone(
+    result: dict[str, Any], tmp_path: Path
+) -> None:
+    file = tmp_path / "reference.json"
+    file.write_text(json.dumps(result))
+    capped = dataclasses.replace(TASK, gpu_memory=10**9, window=2, activations="recompute")
+    found = compare.earlier_reference(file, capped)
+    assert found["losses"] == result["reference"]["losses"]
+    assert "reference.json" in found["source"]
+    for change in ({"lr": 1.0}, {"accumulation": 1}, {"precision": "bf16"}, {"clipping": 0.0}):
+        with pytest.raises(SystemExit, match="another training"):
+            compare.earlier_reference(file, dataclasses.replace(TASK, **change))
 
 
 # -- out of memory --------------------------------------------------------------------------------
