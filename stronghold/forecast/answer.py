@@ -17,7 +17,7 @@ from stronghold.forecast.forecast import Asked, Forecast, Gain, Tier, Timing
 from stronghold.forecast.question import Question
 from stronghold.memory.host import LOW_DTYPE
 from stronghold.model.costs import DTYPES, LayerCost, ModelCosts
-from stronghold.plan.limits import Limits, StepLoad, break_even, physical_limit
+from stronghold.plan.limits import DISK, Limits, StepLoad, break_even, physical_limit
 from stronghold.plan.planner import Demand, Plan, make_plan
 from stronghold.plan.search import Choice
 from stronghold.simulate import Prediction, fastest_plan, rates_of, workload_of
@@ -65,7 +65,7 @@ def answer(question: Question) -> Forecast:
             clipping=question.clipping,
         ),
         refusal=found.refusal,
-        notes=tuple(_notes(question, plan)),
+        notes=tuple(_notes(question)),
         tiers=() if plan is None else _tiers(question, plan),
         reasons=() if plan is None else plan.reasons,
         timing=found.timing,
@@ -151,17 +151,12 @@ def _timing(question: Question, choice: Choice, limits: Limits) -> Timing:
     shares: defaultdict[str, float] = defaultdict(float)
     for lane, seconds in prediction.critical.items():
         shares[RESOURCES.get(lane, lane)] += seconds / prediction.step_s
-    if choice.plan.nvme_bytes and prediction.step_s < limits.seconds:
-        # The simulator knows no disk: with it a step takes what the busiest resource does, or more.
-        return Timing(
-            step_s=limits.seconds,
-            tokens_per_s=question.tokens / limits.seconds,
-            shares={limits.bound: limits.parts[limits.bound] / limits.seconds},
-            busy={},
-        )
+    # Loads and spills that overlap share a disk in the simulator by a rule that is a few per cent
+    # generous: no step is faster than the disk.
+    step_s = max(prediction.step_s, limits.parts[DISK])
     return Timing(
-        step_s=prediction.step_s,
-        tokens_per_s=prediction.tokens_per_s,
+        step_s=step_s,
+        tokens_per_s=question.tokens / step_s,
         shares=dict(sorted(shares.items(), key=lambda share: -share[1])),
         busy=dict(prediction.busy),
     )
@@ -215,12 +210,8 @@ def _tiers(question: Question, plan: Plan) -> tuple[Tier, ...]:
     return tuple(tiers)
 
 
-def _notes(question: Question, plan: Plan | None) -> list[str]:
+def _notes(question: Question) -> list[str]:
     notes = []
-    if plan is not None and plan.nvme_bytes:
-        notes.append(
-            "transfers of files are not simulated: the step may take longer than predicted"
-        )
     positions = question.subject.positions
     if positions is not None and question.seq > positions:
         notes.append(
