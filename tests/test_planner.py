@@ -327,3 +327,13 @@ def test_the_same_question_has_the_same_answer() -> None:
         "offload" if layer.streamed else "keep" for layer in layout.layers
     ]
     assert make_plan(layout, demand(num_cores=5)).cpu_threads == 5
+
+
+def test_the_last_blocks_may_keep_their_activations() -> None:
+    layout = layout_of(MODELS["even"])
+    blocks = layout.streamed
+    for kept in range(len(blocks) + 2):
+        plan = make_plan(layout, demand(activations="recompute", kept_activations=kept))
+        policies = [plan.activations[index] for index in blocks]
+        num_again = max(0, len(blocks) - kept)
+        assert policies == ["recompute"] * num_again + ["keep"] * (len(blocks) - num_again)

@@ -190,6 +190,11 @@ class StrongholdConfig(_Section):
         description="What happens to what autograd saves in forward: it stays on the GPU, goes to "
         "the host and comes back, or is computed again in backward.",
     )
+    kept_activations: NotNegative | None = Field(
+        default=None,
+        description="How many of the last blocks keep what they save on the GPU, although "
+        "activations says otherwise: backward needs theirs first.",
+    )
     resident_layers: NotNegative | Literal["all"] | None = Field(
         default=None, description="Layers that stay on the GPU and are never streamed."
     )
@@ -236,6 +241,13 @@ class StrongholdConfig(_Section):
                 "({window}): a layer that is fetched needs a slot beside the one in use. "
                 "Lower prefetch or raise window",
                 {"section": SECTION, "prefetch": self.prefetch, "window": self.window},
+            )
+        if self.kept_activations is not None and self.activations is None:
+            raise PydanticCustomError(
+                "contradiction",
+                "{section}.kept_activations: says which blocks differ from {section}.activations, "
+                "which is left out. Add activations, or leave both out",
+                {"section": SECTION},
             )
         if self.device == "cuda" and "emulated" in self.model_fields_set:
             raise PydanticCustomError(

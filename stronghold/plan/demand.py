@@ -35,6 +35,7 @@ class Demand:
     resident_updates: str | None = None  # "gpu" or "host": where resident layers are updated
     whole: bool | None = None  # None: where every layer stays on the gpu and is updated there
     activations: str | tuple[str, ...] | None = None  # one policy, or one per layer
+    kept_activations: int = 0  # of the last blocks, whose policy is "keep" whatever the one is
     # Bytes that each layer's forward keeps, and that recomputation keeps in their place; empty:
     # unknown, and the gpu budget is for weights and gradients alone.
     saved_bytes: tuple[int, ...] = ()

@@ -129,9 +129,13 @@ def _is_whole(layout: ModelLayout, num_on_gpu: int, demand: Demand) -> bool:
 def policies_of(layout: ModelLayout, demand: Demand) -> tuple[str, ...]:
     """Each layer's activation policy; what is no block keeps its own."""
     chosen = demand.activations or "keep"
-    if isinstance(chosen, str):
-        return tuple(chosen if layer.streamed else "keep" for layer in layout.layers)
-    return chosen
+    if not isinstance(chosen, str):
+        return chosen
+    blocks = layout.streamed
+    kept = {*blocks[max(0, len(blocks) - demand.kept_activations) :]}
+    return tuple(
+        chosen if layer.streamed and layer.index not in kept else "keep" for layer in layout.layers
+    )
 
 
 def _largest(numels: Iterable[int]) -> int:

@@ -369,6 +369,7 @@ def _demand(
         resident_updates=section.resident_updates,
         # On a GPU of unknown room: the policy that takes least, until what is kept is known.
         activations=section.activations or (None if gpu_free_bytes is None else "recompute"),
+        kept_activations=section.kept_activations or 0,
         cpu_threads=section.cpu_threads,
         num_cores=max(1, cores - compute_threads),
         nvme=section.nvme is not None,
