@@ -36,6 +36,8 @@ from stronghold.telemetry.metrics import StepRecord, count_tokens
 
 logger = logging.getLogger("stronghold")
 
+WEAR_STEP = 3  # the first step that starts as it ends: its seconds tell the wear per hour
+
 
 @refuse
 class StrongholdEngine(Checkpoints, deepspeed.DeepSpeedEngine):  # type: ignore[misc]
@@ -223,6 +225,8 @@ class StrongholdEngine(Checkpoints, deepspeed.DeepSpeedEngine):  # type: ignore[
             skipped=skipped,
         )
         self.last_record = record
+        if self.plan.nvme_bytes and self.global_steps == WEAR_STEP:
+            logger.info("%s", self.plan.wear(record.step_s))
         every = self.settings.training.steps_per_print
         if every and self.global_steps % every == 0:
             logger.info("%s", stack.metrics.format(record))

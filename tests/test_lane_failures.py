@@ -60,19 +60,25 @@ def in_time(work: Callable[[], None]) -> BaseException | None:
     return raised[0] if raised else None
 
 
-def fail_in(engine: Any, monkeypatch: pytest.MonkeyPatch, operation: str) -> None:
-    """Let the next operation of this name fail."""
-    device = engine._stack.device
-    for lane in (device.fetch, device.drain, device.update):
+def fail_in(
+    engine: Any, monkeypatch: pytest.MonkeyPatch, operation: str, only: int | None = None
+) -> None:
+    """Let the next operations of this name fail; with `only` the one of that number, from 1 on."""
+    device, seen = engine._stack.device, 0
+    for lane in (device.fetch, device.drain, device.update, *device._of_files.values()):
         submit = lane.submit
 
         def submit_failing(
             name: str, work: Any, after: Any = (), *, nbytes: int = 0, submit: Any = submit
         ) -> Any:
+            nonlocal seen
+            seen += name == operation
+
             def broken() -> None:
                 raise OSError("injected")
 
-            return submit(name, broken if name == operation else work, after, nbytes=nbytes)
+            fails = name == operation and only in (None, seen)
+            return submit(name, broken if fails else work, after, nbytes=nbytes)
 
         monkeypatch.setattr(lane, "submit", submit_failing)
 

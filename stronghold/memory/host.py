@@ -20,6 +20,7 @@ view of the file's pages.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -35,6 +36,8 @@ from stronghold.memory.tiers import LOW_DTYPE as LOW_DTYPE
 from stronghold.memory.tiers import Mode, Tiers, Views
 from stronghold.model.layout import LayerLayout, ModelLayout, ParameterSlice
 from stronghold.model.source import WeightSource
+
+logger = logging.getLogger("stronghold")
 
 
 def split_master(
@@ -276,15 +279,46 @@ class HostStore:
         if self.tiers.holds(index, "weights"):
             flush(self.layers[index].weights)
 
-    def bring_back(self, index: int) -> None:
-        """Move spilled weights to memory of their own, which outlives the store."""
-        if not self.tiers.holds(index, "weights"):
+    def bring_back(self, available_bytes: int) -> None:
+        """Move spilled weights to memory of their own, which outlives the store. Where they do not
+        fit `available_bytes` they stay in the files' pages, and the disk keeps their bytes until
+        the model is dropped. `OSError` when a file cannot be read: its layers' weights are NaN
+        then, never something else.
+        """
+        spilled = [s for s in self._mine if self.tiers.holds(s.layout.index, "weights")]
+        need = sum(state.weights.nbytes for state in spilled)
+        if need > available_bytes:
+            logger.warning(
+                "the weights of %d layers (%d bytes) do not fit into host memory (%d available): "
+                "they stay on NVMe, where they take room until the model is dropped. To keep them, "
+                "save a checkpoint",
+                len(spilled),
+                need,
+                available_bytes,
+            )
             return
-        state = self.layers[index]
-        home = self._allocate(state.layout.numel, self.dtype)
-        for begin, end, found in self.pieces(index, ("weights",), 0, state.layout.numel):
+        lost: dict[str, OSError] = {}
+        for state in spilled:
+            try:
+                state.weights = self._read_back(state)
+            except OSError as error:
+                lost[state.layout.name] = error
+                nan = torch.full((1,), torch.nan, dtype=self.dtype)
+                state.weights = nan.expand(state.layout.numel)
+        if lost:
+            first = next(iter(lost.values()))
+            raise OSError(
+                first.errno,
+                f"the weights of {', '.join(lost)} cannot be read back from NVMe, and are NaN now; "
+                f"load a checkpoint. {first}",
+            ) from first
+
+    def _read_back(self, state: LayerState) -> torch.Tensor:
+        numel = state.layout.numel
+        home = self._allocate(numel, self.dtype)
+        for begin, end, found in self.pieces(state.layout.index, ("weights",), 0, numel):
             home[begin:end].copy_(found["weights"])
-        state.weights = home
+        return home
 
     def _master_arrays(self, index: int) -> tuple[str, ...]:
         return ("weights", "low") if self.has(index, "low") else ("weights",)

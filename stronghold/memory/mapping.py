@@ -16,10 +16,15 @@ import ctypes
 import os
 import weakref
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from stronghold.errors import ConfigError
+
+PAGE_BYTES = 4096
+MAX_MAPPINGS = Path("/proc/sys/vm/max_map_count")
 _PROT_NONE, _PROT_READ_WRITE = 0, 3
 _MAP_SHARED, _MAP_PRIVATE, _MAP_FIXED = 0x01, 0x02, 0x10
 _MAP_ANONYMOUS, _MAP_NORESERVE = 0x20, 0x4000
@@ -51,6 +56,20 @@ def map_shared(parts: Sequence[tuple[int, int, int]], what: str) -> torch.Tensor
     memory = (ctypes.c_byte * total).from_address(address)
     weakref.finalize(memory, libc.munmap, address, total).atexit = False
     return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+def check_mappings(nbytes: int, num_files: int, unit_bytes: int) -> None:
+    """ConfigError when `nbytes` striped over the files need more mappings than a process gets."""
+    limit = int(MAX_MAPPINGS.read_text()) // 2 if MAX_MAPPINGS.exists() else 1 << 15
+    need = -(-nbytes // unit_bytes)
+    if num_files > 1 and need > limit:
+        least = -(-nbytes // limit // PAGE_BYTES) * PAGE_BYTES
+        raise ConfigError(
+            f"stronghold.nvme.block: got {unit_bytes} bytes, but weights on {num_files} disks are "
+            f"mapped block by block, and {need} blocks are more than the {limit} that the system "
+            f"lets us map (half of vm.max_map_count); raise block to at least {least}, or name one "
+            "path in stronghold.nvme.path"
+        )
 
 
 def flush(mapped: torch.Tensor) -> None:

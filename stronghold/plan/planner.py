@@ -83,14 +83,21 @@ class Plan:
             + [f"  {reason}" for reason in self.reasons]
             + table("gpu", self.gpu_bytes | {"activations": self.activation_bytes})
             + table("host", self.host_bytes)
-            + ([*table("nvme", self.nvme_bytes), f"  {self._wear()}"] if self.nvme_bytes else [])
+            + ([*table("nvme", self.nvme_bytes), f"  {self.wear()}"] if self.nvme_bytes else [])
         )
 
-    def _wear(self) -> str:
-        return (
-            f"nvme traffic per step: {self.nvme_read_bytes / MIB:.2f} MiB read, "
+    def wear(self, step_s: float | None = None) -> str:
+        """Bytes that a step reads from NVMe and writes to it; per hour too where a step takes
+        `step_s`.
+        """
+        line = (
+            f"nvme, per step: {self.nvme_read_bytes / MIB:.2f} MiB read, "
             f"{self.nvme_written_bytes / MIB:.2f} MiB written"
         )
+        if not step_s:
+            return line
+        hourly = self.nvme_written_bytes * 3600.0 / step_s
+        return f"{line}; {hourly / 1e12:.3f} TB written per hour of such steps ({step_s:.2f} s)"
 
 
 def make_plan(layout: ModelLayout, demand: Demand) -> Plan:

@@ -25,7 +25,8 @@ from stronghold.model.layout import PAGE_NUMEL, LayerLayout
 UPDATE_ENTRIES = 4
 FETCH_ENTRIES = 3
 OTHER_ENTRIES = 1
-PIECE_BYTES = 8 << 20  # 16 blocks of 1 MiB in flight are two pieces' halves; milliseconds of a disk
+# Beside milliseconds of a disk the tenths that a hand-over between lanes takes do not count.
+PIECE_BYTES = 32 << 20
 PAGE_BYTES = 4096
 
 MOMENTS = ("exp_avg", "exp_avg_sq")

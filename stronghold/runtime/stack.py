@@ -25,7 +25,8 @@ from stronghold.device.kernels import NativeKernels
 from stronghold.errors import ConfigError, StateError
 from stronghold.limits import available_host_bytes
 from stronghold.memory.host import LOW_DTYPE, HostStore
-from stronghold.memory.nvme import NvmeStore
+from stronghold.memory.mapping import check_mappings
+from stronghold.memory.nvme import BLOCK_BYTES, NvmeStore
 from stronghold.memory.resident import DeviceStore
 from stronghold.memory.slab import map_slab
 from stronghold.memory.tiers import Tiers, extent_requests
@@ -137,6 +138,8 @@ class Stack:
         plan, nvme = self.plan, request.section.nvme
         if nvme is None or not any(plan.spilled):
             return Tiers(self.layout, self.dtype)
+        mapped = plan.nvme_bytes["weights"]
+        check_mappings(mapped, len(nvme.paths), nvme.block or BLOCK_BYTES)
         store = NvmeStore(
             nvme.paths,
             extents=extent_requests(self.layout, self.dtype, plan.spilled),
@@ -299,16 +302,14 @@ class Stack:
             self.runtime.detach()
             self.device.close()
             self.store.give_back()
-            self._bring_back()
-            self.runtime.give_back()
-            _move_buffers(self.partition.model, torch.device("cpu"))
-            self.write_trace()
-            self.host.close()
-            self.runtime.close()
-
-    def _bring_back(self) -> None:
-        for index in range(len(self.layout.layers)):
-            self.host.bring_back(index)
+            try:
+                self.host.bring_back(available_host_bytes())
+            finally:  # of a layer that cannot be read every parameter is NaN, and the error says so
+                self.runtime.give_back()
+                _move_buffers(self.partition.model, torch.device("cpu"))
+                self.write_trace()
+                self.host.close()
+                self.runtime.close()
 
 
 def _check_parameters(found: Partition, precision: str, source: WeightSource | None) -> None:
