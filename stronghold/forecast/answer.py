@@ -295,9 +295,10 @@ def config_of(question: Question, plan: Plan) -> dict[str, Any]:
     }
     if kept < len(blocks):
         section |= {"window": plan.window, "prefetch": plan.prefetch}
-    # Where blocks differ, what needs the least memory: the config has one word for all of them.
-    policies = {plan.activations[index] for index in blocks}
-    section["activations"] = (policies - {"keep"} or {"keep"}).pop()
+    policies = [plan.activations[index] for index in blocks]
+    section["activations"] = policies[0] if policies else "keep"
+    if 0 < policies.count("keep") < len(policies):
+        section["kept_activations"] = policies.count("keep")  # the search keeps the last blocks'
     if plan.nvme_bytes:
         section["nvme"] = {"path": question.nvme_path, "capacity": question.nvme_bytes}
     config: dict[str, Any] = {
