@@ -213,7 +213,8 @@ def explain(result: dict[str, Any]) -> list[str]:
     if task.machine == "emulated":
         lines.append(
             "- the device is emulated: the CPU computes, GPU peak is the bytes of all live tensors "
-            "that would be on the GPU, counted during warm-up; host peak contains them too."
+            "that would be on the GPU, counted during warm-up; host peak contains them too. Speeds "
+            "say nothing about a GPU, nor, on a machine that others use, about each other."
         )
     return lines
 
