@@ -15,6 +15,7 @@ import stronghold
 from stronghold import native
 from stronghold.checkpoint import save
 from stronghold.errors import ConfigError
+from stronghold.memory import window
 from tests.checkpoints import assert_same, make_model, session, snapshot
 from tests.checkpoints import train as train_session
 from tests.models import HUGGING_FACE, MODELS, PLAIN, loss_of
@@ -141,6 +142,7 @@ def test_what_is_updated_on_the_gpu_has_no_slab_and_no_transfer(
 ) -> None:
     engine, make_batch = engine_of(place, mode)
     stack = engine._stack
+    train(engine, make_batch, range(1))
     submitted: list[str] = []
     for lane in (stack.device.fetch, stack.device.drain, stack.device.update):
 
@@ -149,7 +151,9 @@ def test_what_is_updated_on_the_gpu_has_no_slab_and_no_transfer(
             return submit(name, *args, **kwargs)
 
         monkeypatch.setattr(lane, "submit", noted)
-    train(engine, make_batch, range(3))
+    with monkeypatch.context() as patched:  # what a rare gradient takes beside its layer's slot
+        patched.setattr(window, "GradientSlot", None)
+        train(engine, make_batch, range(1, 4))
     here = engine.plan.updated_on_gpu
     moved = {int(name.split()[1]) for name in submitted}
     assert moved == set(range(len(stack.layout.layers))) - here
@@ -377,7 +381,8 @@ def test_loaded_weights_are_the_new_masters(place: str) -> None:
     runs = []
     for section in ({"window": 1}, on_gpu(place)):
         with session(precision="bf16", section=section) as engine:
-            train_session(engine, 2)
+            train_session(engine, 4)
+            assert any(state.low.any() for state in engine._stack.host.layers)
             new = {name: value / 2 for name, value in make_model(seed=7).state_dict().items()}
             engine.module.load_state_dict(new)
             train_session(engine, 2)
