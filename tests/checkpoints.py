@@ -83,7 +83,7 @@ def snapshot(engine: Any) -> dict[str, torch.Tensor]:
         found |= {f"moment {i} {k}": m for k, v in moments.items() for i, m in enumerate(v)}
         for state in host.layers:
             if state.low is not None:
-                found[f"low {state.layout.index}"] = state.low.clone()
+                found[f"low {state.layout.index}"] = state.low.to("cpu", copy=True)
     found["steps"] = torch.tensor([step for layer in engine._stack.adam.counts for step in layer])
     found["torch's random state"] = torch.get_rng_state()
     rates = [group["lr"] for group in engine.optimizer.param_groups]

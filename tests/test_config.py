@@ -241,6 +241,7 @@ def test_null_and_auto_mean_that_the_key_is_absent(absent: Any) -> None:
         ("prefetch", [-1, 0.5, "1", False]),
         ("activations", ["Keep", True, "none"]),
         ("resident_layers", [-1, "some", 1.5, True]),
+        ("resident_updates", ["cuda", True, 1]),
         ("cpu_threads", [0, "4", 2.0]),
         ("layers", [1, [], [1], {}]),
         ("trace", [True, "", 3]),

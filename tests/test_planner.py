@@ -12,6 +12,7 @@ import torch
 from stronghold.device.emulated import EmulatedDevice
 from stronghold.errors import BudgetError, ConfigError
 from stronghold.memory.host import LOW_DTYPE, HostStore
+from stronghold.memory.resident import DeviceStore
 from stronghold.memory.window import Window
 from stronghold.model.layout import LayerLayout, ModelLayout
 from stronghold.plan.planner import RING_ENTRIES, Demand, Gradients, Plan, make_plan
@@ -74,6 +75,8 @@ def taken(layout: ModelLayout, plan: Plan, dtype: torch.dtype, *, training: bool
             resident=plan.resident,
             num_slots=plan.window,
             num_gradient_slots=plan.gradient_slots,
+            elsewhere=plan.updated_on_gpu,
+            own_gradients=plan.own_gradients,
         )
         store = HostStore(
             layout,
@@ -82,13 +85,18 @@ def taken(layout: ModelLayout, plan: Plan, dtype: torch.dtype, *, training: bool
             hold=plan.gradients is Gradients.HELD,
             accumulate=plan.gradients is Gradients.ACCUMULATED,
             ring_entries=plan.ring_entries,
+            elsewhere=plan.updated_on_gpu,
         )
+        there = DeviceStore(store, device, accumulate=plan.gradients is Gradients.ACCUMULATED)
         for layer in layout.layers:
-            store.adopt(layer.index, [])
+            (there if layer.index in plan.updated_on_gpu else store).adopt(layer.index, [])
         if training:
             window.prepare_training()
             store.prepare_training()
-        return [device.peak_bytes, store.allocated_bytes]
+            there.prepare_training()
+        # Autograd makes and keeps the gradients of a model that is whole, without padding.
+        kept = plan.whole and training and sum(layer.num_trainable for layer in layout.layers)
+        return [device.peak_bytes + kept * dtype.itemsize, store.allocated_bytes]
     finally:
         device.close()
 
@@ -115,13 +123,26 @@ def named_bytes(error: pytest.ExceptionInfo[BaseException], pattern: str) -> int
 )
 @pytest.mark.parametrize(
     "pinned",
-    [{}, {"window": 1}, {"window": 3}, {"window": 99}, {"resident_layers": 1}, {"window": 2}],
+    [
+        {},
+        {"window": 1},
+        {"window": 3},
+        {"window": 99},
+        {"window": 2},
+        {"resident_layers": 1},
+        {"resident_updates": "gpu"},
+        {"resident_layers": 1, "resident_updates": "gpu"},
+        {"resident_layers": "all", "resident_updates": "gpu", "whole": False},
+        {"resident_layers": "all", "resident_updates": "gpu"},
+    ],
     ids=str,
 )
 def test_the_plans_bytes_are_the_bytes_that_are_taken(
-    model: str, dtype: torch.dtype, mode: dict[str, Any], pinned: dict[str, int]
+    model: str, dtype: torch.dtype, mode: dict[str, Any], pinned: dict[str, Any]
 ) -> None:
     layout = layout_of(MODELS[model])
+    if pinned.get("resident_layers") == "all":
+        pinned = {**pinned, "resident_layers": len(layout.streamed)}
     plan = make_plan(layout, demand(dtype, **mode, **pinned))
     training = mode.get("training", True)
     assert taken(layout, plan, dtype, training=training) == [
@@ -152,6 +173,39 @@ def test_bf16_training_takes_twelve_bytes_a_parameter_and_a_ring() -> None:
     plan = make_plan(layout, demand())
     numel = sum(layer.numel for layer in layout.layers)
     assert plan.host_total_bytes == 12 * numel + RING_ENTRIES * 2 * 4096
+
+
+def test_bf16_on_the_gpu_takes_twelve_bytes_a_parameter_and_its_gradients() -> None:
+    layout = layout_of(MODELS["even"])
+    pinned = {"resident_layers": len(layout.streamed), "resident_updates": "gpu"}
+    numel = sum(layer.numel for layer in layout.layers)
+    early = make_plan(layout, demand(whole=False, **pinned))
+    # Embedding and head gather in slots of their own, the blocks in one that they share.
+    assert early.gpu_total_bytes == 12 * numel + 2 * (4096 + 4096) + 2 * 2048
+    held = make_plan(layout, demand(whole=False, gated=True, **pinned))
+    assert held.gpu_total_bytes == 14 * numel
+    summed = make_plan(layout, demand(accumulate=True, **pinned))
+    assert summed.gpu_total_bytes == 16 * numel + 2 * layout.num_trainable
+    assert early.host_total_bytes == held.host_total_bytes == summed.host_total_bytes == 0
+
+
+@pytest.mark.parametrize(
+    "pinned",
+    [
+        {"resident_updates": "gpu"},
+        {"resident_layers": 6},
+        {"resident_layers": 6, "resident_updates": "gpu", "activations": "recompute"},
+    ],
+    ids=str,
+)
+def test_a_model_is_whole_when_all_of_it_stays_and_is_updated_there(pinned: Any) -> None:
+    layout = layout_of(MODELS["even"])
+    assert not make_plan(layout, demand(**pinned)).whole
+    with pytest.raises(ConfigError, match=r'resident_layers to "all", stronghold\.resident_upd'):
+        make_plan(layout, demand(whole=True, **pinned))
+    everything = {**pinned, "resident_layers": 6, "resident_updates": "gpu", "activations": "keep"}
+    assert make_plan(layout, demand(**everything)).whole
+    assert not make_plan(layout, demand(whole=False, **everything)).whole
 
 
 # -- the gpu's budget --------------------------------------------------------------------------
