@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from pages import ENGINES, mounted
 
 import stronghold
+from stronghold.checkpoint.tensorfile import TensorFile
 from tests.models import MODELS, loss_of
 from tests.training import Run, assert_identical, config, moments_of, train_windowed
 
@@ -58,11 +60,134 @@ def test_what_spills_never_changes_a_bit(
     assert run.norms == expected.norms
 
 
+@pytest.mark.parametrize(
+    "name", ["frozen", "weird_model", "gpt_tied", "uneven", "called_twice", "layer_drop"]
+)
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_every_kind_of_model_spills(name: str, accumulation: int, tmp_path: Path) -> None:
+    section = {**spilling(tmp_path, "weights", jitter_s=0.0003), "activations": "recompute"}
+    settings = {"precision": "bf16", "clipping": 0.5, "accumulation": accumulation}
+    assert_identical(trained(name, section, **settings), in_memory(name, "bf16", 0.5, accumulation))
+
+
+@pytest.mark.parametrize("window", [{"window": 1}, {"window": 64}, {"resident_layers": "all"}])
+@pytest.mark.parametrize("clipping", [0.0, 0.5])
+def test_the_window_never_changes_a_bit(
+    clipping: float, window: dict[str, Any], tmp_path: Path
+) -> None:
+    section = {**spilling(tmp_path, "weights", jitter_s=0.0003), **window}
+    run = train_windowed(
+        MODELS["gpt"], steps=STEPS, settings=config(section=section, clipping=clipping)
+    )
+    assert_identical(run, in_memory("gpt", "fp32", clipping, 1))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_several_disks_never_change_a_bit(engine: str, tmp_path: Path) -> None:
+    """Blocks of a page: a piece, and a mapping, is of many blocks on both disks."""
+    paths = [tmp_path / "a", tmp_path / "b"]
+    for path in paths:
+        path.mkdir()
+    nvme = {"path": [str(path) for path in paths], "spill": "weights", "block": 4096}
+    run = trained("gpt", {"nvme": {**nvme, "engine": engine}}, precision="bf16", clipping=0.5)
+    assert_identical(run, in_memory("gpt", "bf16", 0.5, 1))
+
+
+def test_a_file_system_without_direct_transfers_never_changes_a_bit(tmp_path: Path) -> None:
+    with mounted(tmp_path, "-t", "tmpfs", "tmpfs"):
+        run = trained("gpt", spilling(tmp_path, "weights"), precision="bf16", clipping=0.5)
+        assert_identical(run, in_memory("gpt", "bf16", 0.5, 1))
+
+
+# -- weights at rest -------------------------------------------------------------------------------
+def test_spilled_weights_are_real_between_steps(tmp_path: Path) -> None:
+    """Every value, after every step, through the parameters; with transfers past the page cache
+    between the reads."""
+    found: dict[str, list[dict[str, torch.Tensor]]] = {}
+    for name, section in (("ram", {}), ("nvme", spilling(tmp_path, "weights", jitter_s=0.0003))):
+        engine, make_batch = made({"window": 1, **section}, precision="bf16", clipping=0.5)
+        shapes = {n: (p.shape, p.dtype, p.device) for n, p in engine.module.named_parameters()}
+        found[name] = []
+        for step in range(4):
+            engine.backward(loss_of(engine(**make_batch(step))))
+            engine.step()
+            engine.synchronize()
+            now = {n: p.detach().clone() for n, p in engine.module.named_parameters()}
+            found[name].append(now)
+            assert shapes == {n: (p.shape, p.dtype, p.device) for n, p in now.items()}
+        engine.destroy()
+    for step, (here, there) in enumerate(zip(found["ram"], found["nvme"], strict=True)):
+        for name, value in here.items():
+            assert torch.equal(value, there[name]), (step, name)
+
+
+def test_loaded_weights_are_trained(tmp_path: Path) -> None:
+    """`load_state_dict` writes through the file's pages, which the next transfers must see."""
+    other, _ = MODELS["gpt"](seed=7)
+    runs = []
+    for section in ({}, spilling(tmp_path, "weights", jitter_s=0.0003)):
+        engine, make_batch = made({"window": 2, **section}, precision="bf16", clipping=0.5)
+        losses = []
+        for step in range(4):
+            if step == 2:
+                engine.module.load_state_dict(other.state_dict())
+            loss = loss_of(engine(**make_batch(step)))
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.detach().clone())
+        state = {n: v.clone() for n, v in engine.module_state_dict().items()}
+        runs.append(Run(losses=losses, weights=state, moments=moments_of(engine)))
+        engine.destroy()
+    assert_identical(runs[1], runs[0])
+
+
+def test_a_forward_only_engine_spills_its_weights(tmp_path: Path) -> None:
+    model, make_batch = MODELS["gpt"]()
+    expected = loss_of(model(**make_batch(0)))
+    settings = config(section={"window": 1, **spilling(tmp_path, "weights")})
+    del settings["optimizer"]
+    engine, _, _, _ = stronghold.initialize(model=model, config=settings)
+    with torch.no_grad():
+        for _ in range(2):
+            assert torch.equal(loss_of(engine(**make_batch(0))), expected)
+    report = engine.memory_report()
+    assert report.host_peak == report.host_planned == engine.plan.staging.nbytes
+    engine.destroy()
+    assert torch.equal(loss_of(model(**make_batch(0))), expected)
+
+
+def test_the_weights_alone_are_saved_from_where_they_lie(tmp_path: Path) -> None:
+    engine, make_batch = made({"window": 2, **spilling(tmp_path, "weights")}, precision="bf16")
+    engine.backward(loss_of(engine(**make_batch(0))))
+    engine.step()
+    for name in ("model.safetensors", "model.bin"):
+        engine.save_16bit_model(tmp_path / "saved", name)
+    expected = {n: v.clone() for n, v in engine.module_state_dict().items()}
+    engine.destroy()
+    found = torch.load(tmp_path / "saved/model.bin", weights_only=True)
+    file = TensorFile(tmp_path / "saved/model.safetensors")
+    for name, value in expected.items():
+        assert torch.equal(found[name], value)
+        assert torch.equal(file.read(name), value)
+
+
+def made(section: dict[str, Any], **settings: Any) -> Any:
+    torch.manual_seed(0)
+    model, make_batch = MODELS["gpt"]()
+    engine, _, _, _ = stronghold.initialize(
+        model=model,
+        config=config(section=section, **settings),
+        model_parameters=model.parameters(),
+    )
+    return engine, make_batch
+
+
+# -- checkpoints -----------------------------------------------------------------------------------
 def test_a_run_resumes_on_other_tiers(tmp_path: Path) -> None:
     expected = in_memory("gpt", "bf16", 0.5, 1)
     sections = {
         "ram": {"window": 2},
-        "nvme": {"window": 1, **spilling(tmp_path, "masters", jitter_s=0.0005)},
+        "nvme": {"window": 1, **spilling(tmp_path, "weights", jitter_s=0.0005)},
     }
     for first, second in (("ram", "nvme"), ("nvme", "ram"), ("nvme", "nvme")):
         saved = tmp_path / f"{first}-{second}"

@@ -45,6 +45,8 @@ class Bindings:
         self.bind(layer, self._layers[layer].weights)
 
     def rest_all(self) -> None:
-        """Point every parameter at its layer's own arrays."""
+        """Point every parameter at its layer's own arrays, and keep no other memory alive: slots,
+        or files that are mapped."""
         for layer in range(len(self._layers)):
             self.rest(layer)
+            self._views[layer].clear()
