@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import time
 from collections.abc import Iterator
@@ -10,15 +11,21 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.nn import functional as F
 
 import stronghold
-from stronghold import native
+from stronghold import native, simulate
 from stronghold.checkpoint import save
 from stronghold.errors import ConfigError
 from stronghold.memory import window
+from stronghold.model.layout import layout
+from stronghold.model.partition import partition
+from stronghold.plan.demand import Demand
+from stronghold.plan.planner import make_plan
 from tests.checkpoints import assert_same, make_model, session, snapshot
 from tests.checkpoints import train as train_session
-from tests.models import HUGGING_FACE, MODELS, PLAIN, loss_of
+from tests.models import HIDDEN, HUGGING_FACE, MODELS, PLAIN, Decoder, loss_of
 from tests.test_engine import failing_once
 from tests.test_exactness import llama
 from tests.training import Run, assert_identical, config, train_plain, train_windowed
@@ -214,6 +221,33 @@ def test_a_forward_only_engine_that_is_whole_costs_the_weights_alone() -> None:
     engine.destroy()
 
 
+@pytest.mark.parametrize("mode", [{}, {"gated": True}, {"accumulate": True}], ids=str)
+def test_a_simulated_step_takes_what_the_plan_says(mode: dict[str, bool]) -> None:
+    """The same parts, without memory: nothing of them reads a value on its way."""
+    found = layout(partition(MODELS["gpt"](num_layers=4)[0]))
+    load = simulate.LayerLoad(forward_s=1e-3, backward_s=2e-3, saved_bytes=0)
+    workload = simulate.Workload(
+        layers=(load,) * len(found.layers), tokens=1, micro_batches=1 + ("accumulate" in mode)
+    )
+    rates = simulate.Rates(
+        fetch_gbps=1.0,
+        drain_gbps=1.0,
+        duplex_gbps=2.0,
+        update_gbps=1.0,
+        memory_gbps=100.0,
+        device_gbps=10.0,
+        handover_s=1e-5,
+    )
+    for resident, whole in ((0, None), (2, None), (4, False), (4, None)):
+        wish = Demand(weight_bytes=2, low_bytes=2, **{"gated": False, "accumulate": False, **mode})
+        places = {"resident_layers": resident, "resident_updates": "gpu", "whole": whole}
+        plan = make_plan(found, dataclasses.replace(wish, window=2, **places))
+        dtype = torch.bfloat16
+        prediction = simulate.simulate(found, plan, workload, rates, dtype=dtype)
+        peaks = prediction.gpu_peak_bytes, prediction.host_peak_bytes
+        assert peaks == (plan.gpu_total_bytes, plan.host_total_bytes)
+
+
 # -- gradients that come twice, late, never, or not finite -----------------------------------------
 @pytest.mark.parametrize("mode", ["held", "accumulated"])
 @pytest.mark.parametrize("place", ON_GPU)
@@ -296,6 +330,36 @@ def test_a_graph_older_than_the_step_is_refused_as_in_a_plain_loop() -> None:
         engine.backward(old)
     train(engine, make_batch, range(1, 2))
     engine.destroy()
+
+
+class ReadsDetached(nn.Module):
+    """Backward needs the weight once more after its gradient is complete."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.inner(F.linear(x, self.inner.weight.detach())))
+
+
+def detached() -> Any:
+    torch.manual_seed(3)
+    return Decoder([ReadsDetached() for _ in range(3)]), MODELS["gpt"]()[1]
+
+
+@pytest.mark.parametrize("activations", ["keep", "recompute"])
+@pytest.mark.parametrize("clipping", [0.0, 0.5])
+def test_a_detached_read_is_exact_or_refused(clipping: float, activations: str) -> None:
+    expected = train_plain(detached, steps=3, clipping=clipping)
+    for place in ({"window": 1}, on_gpu("half"), on_gpu("whole")):
+        settings = config(clipping=clipping, section={**place, "activations": activations})
+        early = clipping == 0.0 and place.get("resident_updates") == "gpu"
+        if early and (activations == "recompute" or place["resident_layers"] != "all"):
+            with pytest.raises(ConfigError, match="reads a trained weight detached"):
+                train_windowed(detached, steps=3, settings=settings)
+        else:
+            assert_identical(train_windowed(detached, steps=3, settings=settings), expected)
 
 
 @pytest.mark.parametrize("mode", ["ring", "held", "accumulated"])

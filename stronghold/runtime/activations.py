@@ -32,6 +32,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import checkpoint as torch_checkpoint
 
 from stronghold.device.base import Device, Fence
+from stronghold.errors import ConfigError
 from stronghold.memory.slab import map_slab
 from stronghold.runtime.activation_sizes import ActivationSizes
 from stronghold.telemetry.metrics import Metrics
@@ -89,6 +90,13 @@ class SavedActivation(NamedTuple):
     offset: int
     shape: torch.Size
     stride: tuple[int, ...]
+
+
+class SavedResident(NamedTuple):
+    """A saved tensor over weights that stay on the device, and its version then."""
+
+    tensor: torch.Tensor
+    version: int
 
 
 class _Foreign(NamedTuple):
@@ -199,6 +207,8 @@ class Activations:
                 held, tensor.dtype, int(tensor.storage_offset()), tensor.shape, tensor.stride()
             )
         self.sizes.saw(layer, tensor)
+        if self._slots.stays(tensor.untyped_storage().data_ptr()):
+            return SavedResident(tensor, tensor._version)
         if foreign is not None:
             return _Foreign(foreign[0](tensor))
         if offload and self._worth_offloading(tensor):
@@ -214,6 +224,15 @@ class Activations:
         if isinstance(packed, SavedWeight):
             slot = self._slots.weights_of(packed.layer)
             return slot.view(packed.dtype).as_strided(packed.shape, packed.stride, packed.offset)
+        if isinstance(packed, SavedResident):
+            if packed.tensor._version != packed.version:  # torch does not look: it has our handle
+                raise ConfigError(
+                    "backward needs weights as they were before an update on the gpu: the graph is "
+                    "older than the step, or the model reads a trained weight detached, which "
+                    "autograd does not count; for the latter set stronghold.resident_updates to "
+                    '"host", or gradient_clipping above 0'
+                )
+            return packed.tensor
         if isinstance(packed, SavedActivation):
             back = self._load(packed.storage)
             return back.view(packed.dtype).as_strided(packed.shape, packed.stride, packed.offset)
@@ -228,7 +247,6 @@ class Activations:
             tensor.device == self._device.torch_device
             and tensor.layout is torch.strided
             and not isinstance(tensor, nn.Parameter)
-            and not self._slots.stays(tensor.untyped_storage().data_ptr())
             and tensor.numel() * tensor.element_size() >= MIN_OFFLOAD_BYTES
             and nbytes <= MAX_STORAGE_WASTE * tensor.numel() * tensor.element_size()
         )

@@ -63,6 +63,16 @@ class DeviceUpdates:
         self._device.charge_compute(dtype.itemsize * sum(numel for _, numel in segments))
         return sums
 
+    def read(self, sums: Sequence[torch.Tensor]) -> list[float]:
+        """What `square_sums` gave, on the host: the one wait of the training thread for backward on
+        the device.
+        """
+        if not sums:
+            return []
+        self._device.record_compute("norms").wait()
+        found: list[float] = torch.cat(list(sums)).tolist()
+        return found
+
     def accumulate(
         self,
         gradients: GradientsOfLayers,

@@ -15,8 +15,9 @@ has arrived, or backward has ended):
 Races and what prevents them:
   * a slot is filled again while kernels read it -> they are on the same lane, in order
   * Adam writes weights that backward still needs (RING) -> a parameter's gradient is complete after
-  every node of the graph that has the parameter as an input; what autograd saved of it under a
-  detached name is guarded by its version, as for any operation in place
+  every node of the graph that has the parameter as an input. What was saved of it detached may be
+  needed later: Adam raises the parameter's version, and whoever unpacks an older one refuses
+  (autograd, or `activations` where its handles stand in between)
   * the norm of the gate is read before backward has ended on the device -> reading waits for it
 """
 
@@ -105,8 +106,7 @@ class Residents:
         sums = list(self._early_sums)
         if self._mode is not Gradients.RING and (gradients := self._waiting()):
             sums.append(self._updates.square_sums(gradients, self._dtype()))
-        found: list[float] = torch.cat(sums).tolist() if sums else []
-        return found
+        return self._updates.read(sums)
 
     def update(self, scale: float) -> None:
         """The gate is open: update every layer that has gradients, which are multiplied by `scale`.

@@ -139,11 +139,12 @@ class Whole:
     def close_gate(self, *, clipping: float, inverse_scale: float) -> GateResult:
         self._refuse_strays()
         gradients, dtype = self._waiting()
-        sums: list[float] = []
-        if gradients:
-            sums = self._updates.square_sums(gradients, dtype).tolist()  # waits for backward
+        sums = [self._updates.square_sums(gradients, dtype)] if gradients else []
         gate, scale = open_gate(
-            sums, clipping=clipping, inverse_scale=inverse_scale, early=not self._gated
+            self._updates.read(sums),
+            clipping=clipping,
+            inverse_scale=inverse_scale,
+            early=not self._gated,
         )
         if gradients and not gate.overflow:
             self._updates.update(gradients, dtype, scale)
