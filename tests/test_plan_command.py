@@ -166,7 +166,7 @@ def test_tiers_are_within_their_budgets_and_count_every_parameter() -> None:
 
 def test_what_host_memory_cannot_hold_goes_to_nvme(tmp_path: Path) -> None:
     """The page, the limit and the config all know of it; no step is faster than the disk."""
-    words = {"layers": 12, "hidden": 768, "heads": 12, "host": "600MB"}
+    words = {"layers": 12, "hidden": 768, "heads": 12, "host": "350MB", "gpu": "450MiB"}
     assert not forecast.answer(asked(**words)).fits
     found = forecast.answer(asked(**words, nvme="1TB", nvme_path=tmp_path))
     assert found.timing is not None
@@ -201,7 +201,7 @@ def test_nvme_needs_a_measured_disk(tmp_path: Path, capsys: pytest.CaptureFixtur
 def test_what_does_not_fit_is_said_with_the_change_that_makes_it_fit(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    call = [*SIZES, "--machine", "rtx4090"]
+    call = [*SIZES, "--machine", "rtx4090", "--gpu", "8MB"]
     status, page, _ = run(*call, "--host", "1MiB", capsys=capsys)
     assert status == 1
     assert "DOES NOT FIT" in page
@@ -229,10 +229,11 @@ def test_a_gpu_too_small_for_one_layer_is_told_what_it_needs(
 
 
 def test_a_change_that_helps_is_named_where_nothing_fits() -> None:
-    found = forecast.answer(asked(host="1MiB"))
+    found = forecast.answer(asked(host="1MiB", gpu="8MB"))
     assert not found.fits
     assert found.config is None
-    assert [gain.change for gain in found.gains] == ["1 GiB more of host memory"]
+    changes = ["1 GiB more on the gpu", "1 GiB more of host memory"]
+    assert [gain.change for gain in found.gains] == changes
 
 
 # -- the config -----------------------------------------------------------------------------------
@@ -428,15 +429,15 @@ def test_a_sweep_draws_and_prints_its_points(
 
 @pytest.mark.parametrize("axis", ["batch", "layers"])
 def test_a_sweep_ends_with_the_largest_that_fits_and_the_next_that_does_not(axis: str) -> None:
-    question = asked(gpu="100MB", host="60MB")
+    question = asked(gpu="40MB", host="60MB")
     points = sweep(question, axis)
     values = [point.value for point in points]
     assert values == sorted(set(values))
     assert all(point.step_s is not None for point in points[:-1])
     assert points[-1].step_s is None
     assert points[-1].value == points[-2].value + 1
-    assert forecast.answer(asked(gpu="100MB", host="60MB", **{axis: values[-2]})).fits
-    assert not forecast.answer(asked(gpu="100MB", host="60MB", **{axis: values[-1]})).fits
+    assert forecast.answer(asked(gpu="40MB", host="60MB", **{axis: values[-2]})).fits
+    assert not forecast.answer(asked(gpu="40MB", host="60MB", **{axis: values[-1]})).fits
 
 
 def test_a_swept_point_is_the_forecast_of_that_question() -> None:

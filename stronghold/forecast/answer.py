@@ -17,8 +17,9 @@ from stronghold.forecast.forecast import Asked, Forecast, Gain, Tier, Timing
 from stronghold.forecast.question import Question
 from stronghold.memory.host import LOW_DTYPE
 from stronghold.model.costs import DTYPES, LayerCost, ModelCosts
+from stronghold.plan import search
 from stronghold.plan.limits import DISK, Limits, StepLoad, break_even, physical_limit
-from stronghold.plan.planner import Demand, Plan, make_plan
+from stronghold.plan.planner import Demand, Plan
 from stronghold.plan.search import Choice
 from stronghold.simulate import Prediction, fastest_plan, rates_of, workload_of
 
@@ -93,16 +94,9 @@ def outlook(question: Question) -> Outlook:
 
 
 def fits(question: Question) -> bool:
-    """Whether anything fits: nothing takes less than to stream every block, and to recompute or to
-    offload what it keeps."""
+    """Whether anything fits."""
     costs = question.subject.costs_of(question.batch, question.seq, question.dtype)
-    demand = _demand(question, costs)
-    smallest = replace(demand, resident_layers=0, window=demand.window or 1)
-    for policy in ("recompute", "offload"):
-        with contextlib.suppress(BudgetError):
-            make_plan(question.subject.layout, replace(smallest, activations=policy))
-            return True
-    return False
+    return search.fits(question.subject.layout, _demand(question, costs))
 
 
 def _fastest(question: Question, demand: Demand) -> Choice:

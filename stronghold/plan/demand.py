@@ -48,6 +48,11 @@ class Demand:
     spill: str | None = None  # a word of `spills.DEPTHS`: all of it spills; None: what must
     piece_bytes: int | None = None
     micro_batches: int = 1
+    searched: frozenset[str] = frozenset()  # what a search put in, not the user
+
+    def why(self, key: str) -> str:
+        """Where the value of a key comes from, for the plan's reasons."""
+        return "the fastest, by simulation" if key in self.searched else f"stronghold.{key}"
 
     @property
     def gradients(self) -> Gradients:

@@ -33,10 +33,15 @@ class HostTier:
 
 
 def plan_host(
-    layers: Sequence[LayerLayout], gradients: Gradients, demand: Demand, reasons: list[str]
+    layers: Sequence[LayerLayout],
+    gradients: Gradients,
+    demand: Demand,
+    reasons: list[str],
+    *,
+    offloaded_bytes: int = 0,
 ) -> HostTier:
-    """The share for `layers`, those that are updated on the host; BudgetError, before anything is
-    allocated, when it cannot fit.
+    """The share for `layers`, those that are updated on the host, beside `offloaded_bytes` of
+    activations; BudgetError, before anything is allocated, when it cannot fit.
     """
     sizes = _sizes(gradients, demand)
 
@@ -45,7 +50,8 @@ def plan_host(
 
     def fits(spilled: Spilled) -> bool:
         budget = demand.host_budget_bytes
-        return budget is None or sum(of(spilled).host_bytes.values()) <= budget
+        needed = offloaded_bytes + sum(of(spilled).host_bytes.values())
+        return budget is None or needed <= budget
 
     if not demand.nvme:
         spilled = spills.nothing(layers)
@@ -59,7 +65,7 @@ def plan_host(
         kinds = [kind for kind, size in tier.nvme_bytes.items() if size]
         what = f"{', '.join(kinds)} spill, the last layers first" if kinds else "nothing spills"
         reasons.append(f"nvme: {what}; host memory holds the rest")
-    _check(tier, demand)
+    _check(tier, demand, offloaded_bytes)
     return tier
 
 
@@ -117,17 +123,18 @@ def _tier(
     )
 
 
-def _check(tier: HostTier, demand: Demand) -> None:
+def _check(tier: HostTier, demand: Demand, offloaded_bytes: int) -> None:
     on_disk, capacity = sum(tier.nvme_bytes.values()), demand.nvme_capacity_bytes
     if capacity is not None and on_disk > capacity:
         raise BudgetError(
             f"stronghold.nvme.capacity: what spills needs {on_disk} bytes, {capacity} are allowed; "
             "raise it, or give more to stronghold.host_memory so that less spills"
         )
-    need, budget = sum(tier.host_bytes.values()), demand.host_budget_bytes
+    wanted = tier.host_bytes | {"offloaded activations": offloaded_bytes}
+    need, budget = sum(wanted.values()), demand.host_budget_bytes
     if budget is None or need <= budget:
         return
-    parts = ", ".join(f"{name} {size}" for name, size in tier.host_bytes.items() if size)
+    parts = ", ".join(f"{name} {size}" for name, size in wanted.items() if size)
     held = tier.host_bytes["held gradients"]
     advice = (
         f"raise stronghold.host_memory or add RAM to at least {need} bytes, or train fewer "

@@ -80,7 +80,8 @@ def place(layout: ModelLayout, demand: Demand, reasons: list[str]) -> Places:
     if whole:
         reasons.append("the model stays whole on the gpu: no hooks, no copies")
     elif on_gpu:
-        reasons.append("resident layers are updated on the gpu (stronghold.resident_updates)")
+        why = demand.why("resident_updates")
+        reasons.append(f"resident layers are updated on the gpu ({why})")
     # Until the gate opens, gradients on the gpu stay where they were gathered. The gradients of
     # what is no block come early and late in backward.
     held = there if demand.gradients is Gradients.HELD else set[int]()
@@ -110,7 +111,7 @@ def _kept(blocks: list[LayerLayout], demand: Demand, reasons: list[str]) -> list
         )
     if wanted:
         reasons.append(
-            f"{wanted} of {len(blocks)} blocks stay on the gpu (stronghold.resident_layers)"
+            f"{wanted} of {len(blocks)} blocks stay on the gpu ({demand.why('resident_layers')})"
         )
     return blocks[len(blocks) - wanted :]
 

@@ -49,6 +49,7 @@ class Plan:
     host_bytes: dict[str, int]
     num_parameters: int
     activation_bytes: int
+    offloaded_bytes: int  # of activations that wait on the host, 0 where they are not known
     recomputed: float  # share of the parameters whose forward runs again in backward
     reasons: tuple[str, ...]
     spilled: Spilled = ()  # by layer, the arrays that lie in files
@@ -82,7 +83,7 @@ class Plan:
             ["stronghold plan"]
             + [f"  {reason}" for reason in self.reasons]
             + table("gpu", self.gpu_bytes | {"activations": self.activation_bytes})
-            + table("host", self.host_bytes)
+            + table("host", self.host_bytes | {"offloaded activations": self.offloaded_bytes})
             + ([*table("nvme", self.nvme_bytes), f"  {self.wear()}"] if self.nvme_bytes else [])
         )
 
@@ -122,7 +123,8 @@ def make_plan(layout: ModelLayout, demand: Demand) -> Plan:
         f"activations: {_in_words(activations, places.blocks)}; {threads} update threads; "
         f"gradients: {places.gradients.value}"
     )
-    host = plan_host(places.on_host, places.gradients, demand, reasons)
+    offloaded = offloaded_bytes(activations, demand)
+    host = plan_host(places.on_host, places.gradients, demand, reasons, offloaded_bytes=offloaded)
     return Plan(
         window=window,
         prefetch=prefetch,
@@ -139,6 +141,7 @@ def make_plan(layout: ModelLayout, demand: Demand) -> Plan:
         host_bytes=host.host_bytes,
         num_parameters=layout.num_parameters,
         activation_bytes=kept_bytes,
+        offloaded_bytes=offloaded,
         recomputed=_recomputed(layout, activations),
         reasons=tuple(reasons),
         spilled=host.spilled,
@@ -174,6 +177,17 @@ def activation_bytes(layout: ModelLayout, activations: tuple[str, ...], demand: 
     return kept + sum(boundary[index] for index in by_policy["recompute"]) + passing
 
 
+def offloaded_bytes(activations: tuple[str, ...], demand: Demand) -> int:
+    """Bytes of activations that wait on the host while backward begins."""
+    if not demand.saved_bytes:
+        return 0
+    return sum(
+        saved
+        for saved, policy in zip(demand.saved_bytes, activations, strict=True)
+        if policy == "offload"
+    )
+
+
 def _in_words(activations: tuple[str, ...], blocks: list[LayerLayout]) -> str:
     """ "keep", or "keep 3, recompute 5" where blocks differ."""
     counts = Counter(activations[layer.index] for layer in blocks)
@@ -202,7 +216,7 @@ def _slots(
     if budget is None:
         wanted = demand.window or max(DEFAULT_WINDOW, 1 + (demand.prefetch or 0))
         window = min(wanted, num_streamed)
-        why = "stronghold.window" if demand.window else "no gpu budget"
+        why = demand.why("window") if demand.window else "no gpu budget"
         return window, most_gradients, f"window: {window} slots ({why})"
     fewest_gradients = min(1, most_gradients)
     if demand.window is not None:
@@ -215,7 +229,7 @@ def _slots(
                 f"with which {total(min(1, num_streamed), fewest_gradients)} bytes suffice"
             )
         fit = (count for count in range(most_gradients, 0, -1) if total(window, count) <= budget)
-        return window, next(fit, 0), f"window: {window} slots (stronghold.window)"
+        return window, next(fit, 0), f"window: {window} slots ({demand.why('window')})"
     window = min(1, num_streamed)
     smallest = total(window, fewest_gradients)
     if smallest > budget:

@@ -21,7 +21,8 @@ from typing import Protocol
 
 from stronghold.errors import BudgetError, ConfigError
 from stronghold.model.layout import ModelLayout
-from stronghold.plan.planner import Demand, Gradients, Plan, make_plan
+from stronghold.plan.places import policies_of
+from stronghold.plan.planner import Demand, Gradients, Plan, activation_bytes, make_plan
 
 USUAL_WINDOW = 3  # one computes, one is still in use or drains, one is on its way
 WINDOWS = (1, 2, 4, 5, 6, 8, 12, 16, 24)
@@ -98,7 +99,10 @@ class _Search:
         predict: Callable[[Plan], Forecast],
     ) -> None:
         self._layout = layout
-        self._demand = demand
+        keys = ("window", "resident_layers", "resident_updates", "activations")
+        self._demand = replace(
+            demand, searched=frozenset(key for key in keys if getattr(demand, key) is None)
+        )
         self._lanes = lanes
         self._predict = predict
         self._seen: set[object] = set()
@@ -112,7 +116,8 @@ class _Search:
         residents = sorted(shares) if pinned is None else [pinned]
         self._round(self._demands(residents, [USUAL_WINDOW]))
         if not self._tried:  # the usual window is too large, or not what is pinned
-            self._round(self._demands(residents, WINDOWS))
+            most = [] if pinned is not None else [_most_resident(self._layout, self._demand)]
+            self._round(self._demands(sorted({*residents, *most}), WINDOWS))
         if not self._tried:
             raise _refusal(self._layout, self._demand)
         for _, candidate in self._best(FEW):
@@ -208,11 +213,13 @@ def _filled(layout: ModelLayout, demand: Demand) -> Iterator[Demand]:
         yield demand
         return
     blocks = layout.streamed
+    # What is not kept may be too much for the host: then nothing of this policy fits.
+    free = replace(demand, host_budget_bytes=None)
     for other in ("recompute", "offload"):
         low, high = -1, len(blocks)  # `low` kept blocks fit, `high + 1` do not
         while low < high:
             middle = (low + high + 1) // 2
-            if _fits(layout, _with_kept(layout, demand, middle, other)):
+            if _fits(layout, _with_kept(layout, free, middle, other)):
                 low = middle
             else:
                 high = middle - 1
@@ -275,19 +282,73 @@ def lower_bound(layout: ModelLayout, plan: Plan, lanes: Lanes) -> float:
     )
 
 
-def _refusal(layout: ModelLayout, demand: Demand) -> BudgetError:
-    """Why even the smallest candidate does not fit: its own error names what would help."""
-    smallest = replace(
+def _frugal(demand: Demand, resident: int, updates: str, policy: str) -> Demand:
+    """The demand at its smallest on the gpu, with so many resident blocks."""
+    return replace(
         demand,
-        resident_layers=demand.resident_layers or 0,
-        resident_updates=demand.resident_updates or "host",
-        activations=demand.activations or "recompute",
+        window=demand.window or 1,
+        prefetch=0 if demand.window is None else demand.prefetch,
+        resident_layers=resident,
+        resident_updates=updates,
+        activations=demand.activations or policy,
     )
-    try:
-        make_plan(layout, smallest)
-    except BudgetError as error:
-        return error
-    return BudgetError(
+
+
+def _smallest(layout: ModelLayout, demand: Demand, resident: int, updates: str) -> Demand:
+    """The frugal demand whose activations take less."""
+    wishes = [_frugal(demand, resident, updates, policy) for policy in ("recompute", "offload")]
+    return min(
+        wishes,
+        key=lambda wish: activation_bytes(layout, policies_of(layout, wish), wish),
+    )
+
+
+def _most_resident(layout: ModelLayout, demand: Demand) -> int:
+    """How many blocks the gpu can hold with their optimizer's state, whatever the host has: what
+    takes least of the host. 0 when not even the smallest plan fits.
+    """
+    free = replace(demand, host_budget_bytes=None)
+    low, high = 0, len(layout.streamed)
+    while low < high:
+        middle = (low + high + 1) // 2
+        if _fits(layout, _smallest(layout, free, middle, demand.resident_updates or "gpu")):
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def _least(layout: ModelLayout, demand: Demand) -> Iterator[Demand]:
+    """What takes least of the host where the gpu has room for it, then what takes least of the gpu:
+    when neither fits, nothing does.
+    """
+    resident = demand.resident_layers
+    most = _most_resident(layout, demand) if resident is None else resident
+    for count, updates in ((most, "gpu"), (resident or 0, "host")):
+        yield _smallest(layout, demand, count, demand.resident_updates or updates)
+
+
+def fits(layout: ModelLayout, demand: Demand) -> bool:
+    """Whether any plan is within the budgets."""
+    blocks = len(layout.streamed)
+    whole = _frugal(demand, demand.resident_layers or blocks, "gpu", "keep")  # needs no slots
+    return any(_fits(layout, wish) for wish in (*_least(layout, demand), whole))
+
+
+def _refusal(layout: ModelLayout, demand: Demand) -> BudgetError:
+    """Why not even the smallest candidate fits: its own error names what would help."""
+    found: BudgetError | None = None
+    for wish in _least(layout, demand):
+        try:
+            make_plan(layout, replace(wish, host_budget_bytes=None))
+        except BudgetError as error:
+            found = error  # the gpu is too small for this one
+            continue
+        try:
+            make_plan(layout, wish)
+        except BudgetError as error:
+            return error
+    return found or BudgetError(
         "no plan fits the budgets with what is pinned: leave stronghold.window, prefetch, "
         "resident_layers or activations out"
     )
