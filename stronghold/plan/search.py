@@ -21,14 +21,14 @@ from typing import Protocol
 
 from stronghold.errors import BudgetError, ConfigError
 from stronghold.model.layout import ModelLayout
-from stronghold.plan.places import policies_of
-from stronghold.plan.planner import Demand, Gradients, Plan, activation_bytes, make_plan
+from stronghold.plan.planner import Demand, Gradients, Plan, make_plan
 
 USUAL_WINDOW = 3  # one computes, one is still in use or drains, one is on its way
 WINDOWS = (1, 2, 4, 5, 6, 8, 12, 16, 24)
 SHARES = 8  # resident blocks are tried in steps of an eighth of the model, then of a part of that
 FINER = (1 / 16, 1 / 32, 1 / 64)
 FEW = 3  # of the first round's best, whose window is varied
+POLICIES = ("recompute", "offload")  # of what is not kept
 UPDATES = ("host", "gpu")  # of resident layers
 WHOLE = 1.03  # a model that fits whole stays whole, unless another plan is faster than this
 EQUAL = 1e-3  # a plan must be faster than another by this share to be preferred to a smaller one
@@ -116,7 +116,9 @@ class _Search:
         residents = sorted(shares) if pinned is None else [pinned]
         self._round(self._demands(residents, [USUAL_WINDOW]))
         if not self._tried:  # the usual window is too large, or not what is pinned
-            most = [] if pinned is not None else [_most_resident(self._layout, self._demand)]
+            most = [_most_resident(self._layout, self._demand, policy) for policy in POLICIES]
+            if pinned is not None:
+                most = []
             self._round(self._demands(sorted({*residents, *most}), WINDOWS))
         if not self._tried:
             raise _refusal(self._layout, self._demand)
@@ -215,7 +217,7 @@ def _filled(layout: ModelLayout, demand: Demand) -> Iterator[Demand]:
     blocks = layout.streamed
     # What is not kept may be too much for the host: then nothing of this policy fits.
     free = replace(demand, host_budget_bytes=None)
-    for other in ("recompute", "offload"):
+    for other in POLICIES:
         low, high = -1, len(blocks)  # `low` kept blocks fit, `high + 1` do not
         while low < high:
             middle = (low + high + 1) // 2
@@ -294,16 +296,7 @@ def _frugal(demand: Demand, resident: int, updates: str, policy: str) -> Demand:
     )
 
 
-def _smallest(layout: ModelLayout, demand: Demand, resident: int, updates: str) -> Demand:
-    """The frugal demand whose activations take less."""
-    wishes = [_frugal(demand, resident, updates, policy) for policy in ("recompute", "offload")]
-    return min(
-        wishes,
-        key=lambda wish: activation_bytes(layout, policies_of(layout, wish), wish),
-    )
-
-
-def _most_resident(layout: ModelLayout, demand: Demand) -> int:
+def _most_resident(layout: ModelLayout, demand: Demand, policy: str) -> int:
     """How many blocks the gpu can hold with their optimizer's state, whatever the host has: what
     takes least of the host. 0 when not even the smallest plan fits.
     """
@@ -311,7 +304,7 @@ def _most_resident(layout: ModelLayout, demand: Demand) -> int:
     low, high = 0, len(layout.streamed)
     while low < high:
         middle = (low + high + 1) // 2
-        if _fits(layout, _smallest(layout, free, middle, demand.resident_updates or "gpu")):
+        if _fits(layout, _frugal(free, middle, demand.resident_updates or "gpu", policy)):
             low = middle
         else:
             high = middle - 1
@@ -320,12 +313,14 @@ def _most_resident(layout: ModelLayout, demand: Demand) -> int:
 
 def _least(layout: ModelLayout, demand: Demand) -> Iterator[Demand]:
     """What takes least of the host where the gpu has room for it, then what takes least of the gpu:
-    when neither fits, nothing does.
+    when none of them fits, nothing does.
     """
-    resident = demand.resident_layers
-    most = _most_resident(layout, demand) if resident is None else resident
-    for count, updates in ((most, "gpu"), (resident or 0, "host")):
-        yield _smallest(layout, demand, count, demand.resident_updates or updates)
+    resident, updates = demand.resident_layers, demand.resident_updates
+    for policy in POLICIES:  # offloading takes least of the gpu, recomputation of the host
+        most = _most_resident(layout, demand, policy) if resident is None else resident
+        yield _frugal(demand, most, updates or "gpu", policy)
+    for policy in POLICIES:
+        yield _frugal(demand, resident or 0, updates or "host", policy)
 
 
 def fits(layout: ModelLayout, demand: Demand) -> bool:
@@ -336,19 +331,23 @@ def fits(layout: ModelLayout, demand: Demand) -> bool:
 
 
 def _refusal(layout: ModelLayout, demand: Demand) -> BudgetError:
-    """Why not even the smallest candidate fits: its own error names what would help."""
-    found: BudgetError | None = None
-    for wish in _least(layout, demand):
-        try:
-            make_plan(layout, replace(wish, host_budget_bytes=None))
-        except BudgetError as error:
-            found = error  # the gpu is too small for this one
-            continue
-        try:
-            make_plan(layout, wish)
-        except BudgetError as error:
-            return error
-    return found or BudgetError(
+    """Why nothing fits: the error of what needs least of the tier that is too small, which names
+    how much that is.
+    """
+    wishes = list(_least(layout, demand))
+    on_gpu = [w for w in wishes if _fits(layout, replace(w, host_budget_bytes=None))]
+
+    def need(wish: Demand) -> int:
+        plan = make_plan(layout, replace(wish, gpu_budget_bytes=None, host_budget_bytes=None))
+        if on_gpu:
+            return plan.host_total_bytes + plan.offloaded_bytes
+        return plan.gpu_total_bytes + plan.activation_bytes
+
+    try:
+        make_plan(layout, min(on_gpu or wishes, key=need))
+    except BudgetError as error:
+        return error
+    return BudgetError(
         "no plan fits the budgets with what is pinned: leave stronghold.window, prefetch, "
         "resident_layers or activations out"
     )
