@@ -19,7 +19,7 @@ from stronghold.device.simulated import Operation, Rates, SimulatedDevice, meta_
 from stronghold.errors import StateError
 from stronghold.memory.host import HostStore
 from stronghold.memory.resident import DeviceStore
-from stronghold.memory.tiers import NullStore, Tiers, extent_requests
+from stronghold.memory.tiers import null_tiers
 from stronghold.model.costs import ModelCosts
 from stronghold.model.layout import LayerLayout, ModelLayout, ParameterSlice
 from stronghold.plan.planner import Demand, Gradients, Plan
@@ -258,7 +258,7 @@ class _Run:
             ring_entries=plan.ring_entries,
             elsewhere=plan.updated_on_gpu,
             allocate=meta_slab,
-            tiers=_null_tiers(layout, plan, dtype),
+            tiers=null_tiers(layout, dtype, plan.spilled, plan.staging),
         )
         store = DeviceStore(
             self.host,
@@ -365,25 +365,6 @@ class _Run:
             self._coming[index] = self.device.fetch.submit(
                 f"onload {index}", _nothing, after, nbytes=nbytes
             )
-
-
-def _null_tiers(layout: ModelLayout, plan: Plan, dtype: torch.dtype) -> Tiers:
-    if not any(plan.spilled):
-        return Tiers(layout, dtype)
-    staging = plan.staging
-    store = NullStore(
-        extent_requests(layout, dtype, plan.spilled),
-        ring_entries=staging.entries,
-        piece_bytes=staging.piece_bytes,
-    )
-    return Tiers(
-        layout,
-        dtype,
-        store,
-        plan.spilled,
-        update_entries=staging.update_entries,
-        fetch_entries=staging.fetch_entries,
-    )
 
 
 def _nothing() -> None:

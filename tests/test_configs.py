@@ -106,6 +106,7 @@ CASES = [
     ("32b_80gb_ram", "Qwen3-32B"),
     ("32b_80gb_ram", "Qwen2.5-32B"),
 ]
+NVME_CASES = [("32b_24gb_nvme", "Qwen3-32B"), ("32b_24gb_nvme", "Qwen2.5-32B")]
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.iterdir()), ids=lambda path: path.name)
@@ -119,7 +120,7 @@ def test_every_config_loads_without_a_word(path: Path, caplog: pytest.LogCapture
 
 def test_every_config_for_a_machine_is_planned_here() -> None:
     named = {path.stem for path in CONFIGS.glob("*.json")} - {"quickstart"}
-    assert named == {config for config, _ in CASES}
+    assert named == {config for config, _ in CASES + NVME_CASES}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,6 +166,8 @@ def plan(settings: Settings, of: ModelLayout, ram: int, accumulation: int | None
             prefetch=section.prefetch,
             resident_layers=section.resident_layers,
             activations=section.activations,
+            nvme=section.nvme is not None,
+            spill=section.nvme.spill if section.nvme else None,
         ),
     )
 
@@ -191,7 +194,37 @@ def test_the_model_fits_the_machine_that_the_config_is_for(config: str, model: s
     assert planned.gradient_slots == 2
 
 
-@pytest.mark.parametrize(("config", "model"), CASES)
+@pytest.mark.parametrize(("config", "model"), NVME_CASES)
+def test_the_model_fits_the_ram_and_the_disk_that_the_config_is_for(
+    config: str, model: str
+) -> None:
+    settings = load(CONFIGS / f"{config}.json")
+    has, of = machine(settings, config), sizes(model)
+    planned = plan(settings, of, has.ram)
+    numel = sum(layer.numel for layer in of.layers)
+    assert planned.nvme_bytes["moments"] == 8 * numel
+    assert planned.nvme_bytes["rest of the masters"] == 2 * numel
+    assert planned.nvme_bytes["held gradients"] == 2 * numel
+    # RAM is full but for less than one layer: of the weights no more spill than must.
+    left = int(has.ram * RAM_SHARE) - planned.host_total_bytes
+    assert 0 <= left < 2 * max(layer.numel for layer in of.layers)
+    assert planned.nvme_bytes["weights"] < 2 * 0.3 * numel
+    free, moved = (
+        int(found) * 10**9
+        for found in re.search(
+            r"(\d+) GB free on NVMe disks, which read and write (\d+) GB",
+            settings.original["_machine"],
+        ).groups()
+    )
+    assert planned.nvme_total_bytes <= free
+    # Weights are read for both passes, and for the update.
+    read = planned.nvme_read_bytes - 2 * planned.nvme_bytes["weights"]
+    assert read == planned.nvme_written_bytes == pytest.approx(moved, rel=0.05)
+    assert planned.window >= 3
+    assert planned.gradient_slots == 2
+
+
+@pytest.mark.parametrize(("config", "model"), CASES + NVME_CASES)
 def test_the_gpu_has_room_for_activations(config: str, model: str) -> None:
     """What is certainly there in one forward and backward with recomputation: the input of every
     layer in bf16, logits in bf16 and fp32, and their fp32 gradient."""

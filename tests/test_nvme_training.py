@@ -4,6 +4,8 @@ planned."""
 from __future__ import annotations
 
 import functools
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -121,16 +123,21 @@ def test_spilled_weights_are_real_between_steps(tmp_path: Path) -> None:
             assert torch.equal(value, there[name]), (step, name)
 
 
-def test_loaded_weights_are_trained(tmp_path: Path) -> None:
-    """`load_state_dict` writes through the file's pages, which the next transfers must see."""
+@pytest.mark.parametrize("spill", ["moments", "masters", "weights"])
+def test_loaded_weights_are_trained(spill: str, tmp_path: Path) -> None:
+    """`load_state_dict` writes through the file's pages, which the next transfers must see; and
+    masters become these weights, also if what the last step made of them is still on its way."""
     other, _ = MODELS["gpt"](seed=7)
-    runs = []
-    for section in ({}, spilling(tmp_path, "weights", jitter_s=0.0003)):
+    runs, masters = [], []
+    for section in ({}, spilling(tmp_path, spill)):
         engine, make_batch = made({"window": 2, **section}, precision="bf16", clipping=0.5)
+        late(engine)
         losses = []
         for step in range(4):
             if step == 2:
                 engine.module.load_state_dict(other.state_dict())
+                late_writes_end(engine)
+                masters.append(masters_of(engine))
             loss = loss_of(engine(**make_batch(step)))
             engine.backward(loss)
             engine.step()
@@ -139,6 +146,31 @@ def test_loaded_weights_are_trained(tmp_path: Path) -> None:
         runs.append(Run(losses=losses, weights=state, moments=moments_of(engine)))
         engine.destroy()
     assert_identical(runs[1], runs[0])
+    for expected, found in zip(*masters, strict=True):
+        assert torch.equal(expected, found)
+
+
+def masters_of(engine: Any) -> list[torch.Tensor]:
+    host = engine._stack.host
+    return [host.master(s.layout.index, part) for s in host.layers for part in s.layout.slices]
+
+
+def late_writes_end(engine: Any) -> None:
+    for layer in range(len(engine._stack.host.layers)):
+        engine._stack.runtime.ledger.stored(layer).wait()
+
+
+def late(engine: Any) -> None:
+    """Let the spill lane write late."""
+    tiers, caller = engine._stack.host.tiers, threading.current_thread()
+    spill = tiers.spill
+
+    def sleep_and_spill(*what: Any) -> None:
+        if threading.current_thread() is not caller:
+            time.sleep(0.02)
+        spill(*what)
+
+    tiers.spill = sleep_and_spill
 
 
 def test_a_forward_only_engine_spills_its_weights(tmp_path: Path) -> None:

@@ -133,8 +133,9 @@ class NvmeConfig(_Section):
     )
     spill: Literal["moments", "masters", "weights"] | None = Field(
         default=None,
-        description="How far the plan may spill: Adam's moments alone, then the rest of the "
-        "masters, then the weights. Left out: as far as host_memory makes it.",
+        description="What lies on NVMe even where RAM could hold it: Adam's moments; with "
+        '"masters" also what makes the weights fp32 masters; with "weights" everything. Left out: '
+        "what host_memory cannot hold, in this order, the last layers first.",
     )
     engine: Literal["io_uring", "threads"] | None = Field(
         default=None,

@@ -23,6 +23,7 @@ import torch
 from stronghold.device.base import Fence, completed
 from stronghold.memory.extents import ARRAYS, Extent, ExtentRequest, lay_out
 from stronghold.model.layout import PAGE_NUMEL, LayerLayout, ModelLayout
+from stronghold.native_io import ALIGNMENT
 
 LOW_DTYPE: dict[torch.dtype, torch.dtype | None] = {
     torch.bfloat16: torch.int16,
@@ -30,6 +31,7 @@ LOW_DTYPE: dict[torch.dtype, torch.dtype | None] = {
     torch.float32: None,
 }
 
+SIMULATED_PIECES = 8  # of a layer, at most
 Mode = Literal["read", "edit", "replace"]
 Views = dict[str, torch.Tensor]
 
@@ -65,15 +67,31 @@ class Store(Protocol):
     def check(self) -> None: ...
 
 
+class Ring(Protocol):
+    """What this room needs of a plan's staging ring."""
+
+    @property
+    def update_entries(self) -> int: ...
+
+    @property
+    def fetch_entries(self) -> int: ...
+
+    @property
+    def piece_bytes(self) -> int: ...
+
+    @property
+    def nbytes(self) -> int: ...
+
+
 class NullStore:
     """A store of no bytes, for simulations: sizes and extents, on the meta device."""
 
     def __init__(
-        self, extents: Sequence[ExtentRequest], *, ring_entries: int, piece_bytes: int
+        self, extents: Sequence[ExtentRequest], *, ring_bytes: int, piece_bytes: int
     ) -> None:
         self._extents = lay_out(extents)
         self.piece_bytes = piece_bytes
-        self.ring_bytes = ring_entries * piece_bytes
+        self.ring_bytes = ring_bytes
         self.file_bytes = sum(extent.nbytes for extent in self._extents.values())
 
     def entry(self, index: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
@@ -281,3 +299,32 @@ def extent_requests(
         for array in ARRAYS
         if array in arrays
     ]
+
+
+def null_tiers(
+    layout: ModelLayout,
+    dtype: torch.dtype,
+    spilled: Sequence[frozenset[str]],
+    staging: Ring,
+) -> Tiers:
+    """Tiers without bytes, for simulations.
+
+    Where a layer takes many pieces they are simulated as few: the pipeline is the same, its ends a
+    little coarser, and a simulation takes milliseconds again.
+    """
+    if not any(spilled):
+        return Tiers(layout, dtype)
+    requests = extent_requests(layout, dtype, spilled)
+    by_layer = [sum(r.nbytes for r in requests if r.layer == i) for i in range(len(spilled))]
+    coarse = max(by_layer) // SIMULATED_PIECES // ALIGNMENT * ALIGNMENT
+    store = NullStore(
+        requests, ring_bytes=staging.nbytes, piece_bytes=max(staging.piece_bytes, coarse)
+    )
+    return Tiers(
+        layout,
+        dtype,
+        store,
+        spilled,
+        update_entries=staging.update_entries,
+        fetch_entries=staging.fetch_entries,
+    )

@@ -385,10 +385,12 @@ class Executor:
                 self._fetch(use.layer, keep=use.layer)
 
     def settle(self) -> None:
-        """Wait until every layer's newest weights are where its parameters point."""
+        """Wait until every layer's newest weights are where its parameters point, and all of its
+        arrays where they lie between steps.
+        """
         self._device.check()
         for layer in range(len(self._host.layers)):
-            self._updater.updated(layer).wait()
+            self._updater.ledger.stored(layer).wait()
         self._host.tiers.check()
         for layer in sorted(self._refreshed):
             self.make_resident(layer)

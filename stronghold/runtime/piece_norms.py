@@ -37,6 +37,9 @@ class PieceNorms:
         parts: Sequence[tuple[int, ParameterSlice]],
     ) -> None:
         """Add what lies in `flat`, elements [begin, end) of the layer, of each of `parts`."""
+        if flat.is_meta:  # a simulation's, of which blocks would be most of its time
+            self._sums.update((position, 0.0) for position, _ in parts)
+            return
         blocks: list[tuple[int, torch.Tensor]] = []
         for position, part in parts:
             at, stop = max(begin, part.offset), min(end, part.offset + part.numel)
