@@ -21,6 +21,7 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from stronghold.errors import ConfigError, StateError
@@ -79,6 +80,15 @@ class AdamSegment(NamedTuple):
     bias_correction: bool
 
 
+AdamRows = npt.NDArray[Any]
+"""Segments as a NumPy structured array with the fields of `AdamSegment`: `adam_rows` makes it."""
+
+
+def adam_rows(segments: Sequence[AdamSegment] | AdamRows) -> AdamRows:
+    """A copy of `segments` whose numbers can be assigned by field, for all rows at once."""
+    return np.array(segments, dtype=_ADAM_ROW)
+
+
 class AdamBatch:
     """A prepared call of Adam: made once, then run every step with new numbers.
 
@@ -90,11 +100,14 @@ class AdamBatch:
     __slots__ = ("_address", "_grad_dtype", "_weight_dtype", "rows")
 
     def __init__(
-        self, weight_dtype: torch.dtype, grad_dtype: torch.dtype, segments: Sequence[AdamSegment]
+        self,
+        weight_dtype: torch.dtype,
+        grad_dtype: torch.dtype,
+        segments: Sequence[AdamSegment] | AdamRows,
     ) -> None:
         self._weight_dtype = _dtype_code(weight_dtype)
         self._grad_dtype = _dtype_code(grad_dtype)
-        self.rows = np.array(segments, dtype=_ADAM_ROW)
+        self.rows = adam_rows(segments)
         self._address = self.rows.ctypes.data
 
     def run(self, pool: Pool) -> None:
@@ -197,7 +210,7 @@ def adam(
     pool: Pool,
     weight_dtype: torch.dtype,
     grad_dtype: torch.dtype,
-    segments: Sequence[AdamSegment],
+    segments: Sequence[AdamSegment] | AdamRows,
 ) -> None:
     """One step of Adam or AdamW on every segment, in place; the formula is in `stronghold.h`.
 

@@ -28,7 +28,7 @@ class Kernels(Protocol):
         self,
         weight_dtype: torch.dtype,
         grad_dtype: torch.dtype,
-        segments: Sequence[native.AdamSegment],
+        segments: Sequence[native.AdamSegment] | native.AdamRows,
     ) -> None:
         """One step of Adam or AdamW on every segment, in place; the formula is in `stronghold.h`.
 
@@ -77,7 +77,7 @@ class NativeKernels:
         self,
         weight_dtype: torch.dtype,
         grad_dtype: torch.dtype,
-        segments: Sequence[native.AdamSegment],
+        segments: Sequence[native.AdamSegment] | native.AdamRows,
     ) -> None:
         native.adam(self._pool, weight_dtype, grad_dtype, segments)
 

@@ -153,7 +153,7 @@ class NullKernels:
         self,
         weight_dtype: torch.dtype,
         grad_dtype: torch.dtype,
-        segments: Sequence[native.AdamSegment],
+        segments: Sequence[native.AdamSegment] | native.AdamRows,
     ) -> None:
         """Nothing."""
 

@@ -1,8 +1,9 @@
 """The kernels on a GPU: Adam, accumulation and norms as launches of Triton programs.
 
 Owns the tables of segments that it keeps on the device, and the numbers of a step; the formulas are
-in `triton_programs`. Launches go to the calling thread's current stream and return at once. The
-training thread alone enters, with the device current.
+in `triton_programs`. Launches go to the calling thread's current stream and return at once.
+Entered with the device current by the training thread, and by autograd's in backward; never by both
+at once.
 
 The bits are those of `native`. What that needs of a GPU is in [Note: same operations] of
 `triton_programs`; that the compiled code has it, `tests/test_device_kernels.py` reads off the PTX.
@@ -74,7 +75,7 @@ class TritonKernels:
         self,
         weight_dtype: torch.dtype,
         grad_dtype: torch.dtype,
-        segments: Sequence[native.AdamSegment],
+        segments: Sequence[native.AdamSegment] | native.AdamRows,
     ) -> None:
         """One step of Adam or AdamW on every segment, in place; the formula is in `stronghold.h`.
 

@@ -7,7 +7,7 @@ turn its result into segments.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -117,6 +117,11 @@ class AdamSteps:
                 )
             )
         return tuple(steps)
+
+    def retract(self, layer: int, arrived: Iterable[int]) -> None:
+        """Undo the count of `advance`: its steps were not taken."""
+        for k in arrived:
+            self.counts[layer][k] -= 1
 
 
 def adam_segments(

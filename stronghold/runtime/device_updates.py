@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -27,6 +28,15 @@ from stronghold.telemetry.metrics import Metrics
 
 GradientsOfLayers = Mapping[int, Mapping[int, int]]
 """By layer and position: the address of a contiguous gradient, which the caller keeps alive."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Update:
+    """One prepared batch of Adam; `rows` wait for the gradients' scale."""
+
+    gradients: GradientsOfLayers
+    dtype: torch.dtype
+    rows: native.AdamRows
 
 
 class DeviceUpdates:
@@ -94,31 +104,43 @@ class DeviceUpdates:
         moved = (numel * (dtype.itemsize + (8 if add else 4)) for _, _, numel, add in segments)
         self._device.charge_compute(sum(moved))
 
-    def update(self, gradients: GradientsOfLayers, dtype: torch.dtype, scale: float) -> None:
-        """Adam over every gradient, multiplied by `scale`, with this moment's hyper-parameters; the
-        layers' arrays are new after the fence that the ledger has then.
+    def prepare(self, gradients: GradientsOfLayers, dtype: torch.dtype) -> Update:
+        """Everything of `apply` but the gradients' scale, with this moment's hyper-parameters: the
+        host's share of an update, done while the device is still busy with backward.
         """
         segments: list[native.AdamSegment] = []
-        written: list[nn.Parameter] = []
         for layer, of_layer in gradients.items():
-            segments += self._segments(layer, of_layer, scale)
-            written += [self._parameters[layer][k] for k in of_layer]
+            segments += self._segments(layer, of_layer)
+        return Update(gradients=gradients, dtype=dtype, rows=native.adam_rows(segments))
+
+    def cancel(self, update: Update) -> None:
+        """The step is skipped: what was prepared is not counted."""
+        for layer, of_layer in update.gradients.items():
+            self._adam_steps.retract(layer, of_layer)
+
+    def apply(self, update: Update, scale: float) -> None:
+        """Adam over every gradient, multiplied by `scale`; the layers' arrays are new after the
+        fence that the ledger has then.
+        """
+        gradients, rows = update.gradients, update.rows
+        for layer in gradients:
             read = self._ledger.read(layer)
             if not read.done:
                 self._metrics.waited("update", self._device.compute_wait(read))
+        rows["grad_scale"] = scale
         weight_dtype = self._states[next(iter(gradients))].weights.dtype
         with self._named("update", gradients):
-            self._device.kernels.adam(weight_dtype, dtype, segments)
-        numel = sum(segment.numel for segment in segments)
-        self._device.charge_compute(adam_bytes(weight_dtype, dtype) * numel)
-        torch.autograd.graph.increment_version(written)
+            self._device.kernels.adam(weight_dtype, update.dtype, rows)
+        numel = int(rows["numel"].sum())
+        self._device.charge_compute(adam_bytes(weight_dtype, update.dtype) * numel)
+        torch.autograd.graph.increment_version(
+            [self._parameters[layer][k] for layer, of_layer in gradients.items() for k in of_layer]
+        )
         updated = self._device.record_compute(_operation("update", gradients))
         for layer in gradients:
             self._ledger.update(layer, updated)
 
-    def _segments(
-        self, layer: int, gradients: Mapping[int, int], scale: float
-    ) -> list[native.AdamSegment]:
+    def _segments(self, layer: int, gradients: Mapping[int, int]) -> list[native.AdamSegment]:
         state = self._states[layer]
         assert state.exp_avg is not None
         assert state.exp_avg_sq is not None
@@ -127,7 +149,7 @@ class DeviceUpdates:
             (state.low.data_ptr(), state.low.element_size()) if state.low is not None else (0, 0)
         )
         exp_avg, exp_avg_sq = state.exp_avg.data_ptr(), state.exp_avg_sq.data_ptr()
-        steps = self._adam_steps.advance(layer, frozenset(gradients), scale)
+        steps = self._adam_steps.advance(layer, frozenset(gradients), 1.0)
         return [
             native.AdamSegment(
                 weights + step.part.offset * weight_size,

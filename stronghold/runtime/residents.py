@@ -30,7 +30,7 @@ from stronghold.memory.host import view
 from stronghold.memory.resident import DeviceStore
 from stronghold.memory.window import GradientSlot, Window
 from stronghold.plan.planner import Gradients
-from stronghold.runtime.device_updates import DeviceUpdates, GradientsOfLayers, addresses
+from stronghold.runtime.device_updates import DeviceUpdates, GradientsOfLayers, Update, addresses
 from stronghold.runtime.ledger import Ledger
 
 
@@ -54,6 +54,7 @@ class Residents:
         self._mode = mode
         self._states = {state.layout.index: state for state in store.layers}
         self._early_sums: list[torch.Tensor] = []  # of layers updated before the gate
+        self._prepared: Update | None = None  # waits for the gate's decision
 
     def __contains__(self, layer: int) -> bool:
         return layer in self._states
@@ -78,7 +79,7 @@ class Residents:
         gradients = {layer: addresses(slot.gradients, self._states[layer], arrived)}
         self._early_sums.append(self._updates.square_sums(gradients, dtype))
         ledger.applied.add(layer)  # also when Adam fails halfway
-        self._updates.update(gradients, dtype, 1.0)
+        self._updates.apply(self._updates.prepare(gradients, dtype), 1.0)
         self._release(layer, slot)
 
     def _hold(self, layer: int, arrived: frozenset[int], slot: GradientSlot) -> None:
@@ -106,17 +107,22 @@ class Residents:
         sums = list(self._early_sums)
         if self._mode is not Gradients.RING and (gradients := self._waiting()):
             sums.append(self._updates.square_sums(gradients, self._dtype()))
+            self._prepared = self._updates.prepare(gradients, self._dtype())
         return self._updates.read(sums)
 
     def update(self, scale: float) -> None:
         """The gate is open: update every layer that has gradients, which are multiplied by `scale`.
         Layers that were updated early are done already.
         """
-        if self._mode is not Gradients.RING and (gradients := self._waiting()):
-            self._updates.update(gradients, self._dtype(), scale)
+        prepared, self._prepared = self._prepared, None
+        if prepared is not None:
+            self._updates.apply(prepared, scale)
 
     def forget(self) -> None:
         """The step has ended or is abandoned: its gradients were used, or are void."""
+        if self._prepared is not None:  # the gate stays closed: overflow
+            self._updates.cancel(self._prepared)
+            self._prepared = None
         self._early_sums.clear()
         if self._mode is Gradients.HELD:
             for layer in self._states:

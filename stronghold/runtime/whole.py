@@ -139,15 +139,20 @@ class Whole:
     def close_gate(self, *, clipping: float, inverse_scale: float) -> GateResult:
         self._refuse_strays()
         gradients, dtype = self._waiting()
-        sums = [self._updates.square_sums(gradients, dtype)] if gradients else []
+        sums, prepared = [], None
+        if gradients:
+            sums.append(self._updates.square_sums(gradients, dtype))
+            prepared = self._updates.prepare(gradients, dtype)
         gate, scale = open_gate(
             self._updates.read(sums),
             clipping=clipping,
             inverse_scale=inverse_scale,
             early=not self._gated,
         )
-        if gradients and not gate.overflow:
-            self._updates.update(gradients, dtype, scale)
+        if prepared is not None and gate.overflow:
+            self._updates.cancel(prepared)
+        elif prepared is not None:
+            self._updates.apply(prepared, scale)
         self._kept.clear()
         self._ledger.forget()
         return gate
