@@ -203,7 +203,8 @@ class StrongholdConfig(_Section):
         default=None,
         description="Where layers that stay on the GPU are updated: there, with masters and "
         "moments beside them and nothing on the host, or on the host, from which they are fetched "
-        "each step.",
+        "each step. When every layer stays and is updated there, and activations are kept, the "
+        "model is whole: nothing of the engine is on its path.",
     )
     cpu_threads: Positive | None = Field(
         default=None,
