@@ -113,6 +113,14 @@ def test_where_layers_stay_and_are_updated_never_changes_a_bit(
     assert run.norms == expected.norms
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_three_tiers_at_once_change_nothing(mode: str, tmp_path: Path) -> None:
+    files = {"path": str(tmp_path), "spill": "weights"}
+    settings = config(precision="bf16", section=on_gpu("half", nvme=files), **MODES[mode])
+    run = train_windowed(llama, steps=STEPS, settings=settings, inspect=as_planned)
+    assert_identical(run, plain(mode, "bf16"))
+
+
 @functools.cache
 def plain_of(name: str) -> Run:
     return train_plain(MODELS[name], steps=STEPS, clipping=0.5)
