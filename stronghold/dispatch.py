@@ -20,6 +20,7 @@ from stronghold import config as configs
 from stronghold.device import cuda
 from stronghold.engine import StrongholdEngine
 from stronghold.errors import ConfigError
+from stronghold.runtime import distributed
 from stronghold.runtime.adam import AdamFlags
 from stronghold.runtime.optimizer import EngineOptimizer
 
@@ -70,17 +71,16 @@ def initialize(
     if model is None:
         raise ConfigError("stronghold.initialize: model is missing")
     _check_model(model)
-    world_size = int(os.environ.get("WORLD_SIZE", 1))
-    if world_size > 1:
-        raise ConfigError(
-            f"WORLD_SIZE: got {world_size}, but stronghold runs on one GPU in this release; "
-            "use --num_gpus 1"
-        )
     show_log()
-    settings = configs.load(source, args=args, world_size=1, mpu=mpu)
+    num_ranks = distributed.data_parallel_size(mpu)
+    settings = configs.load(source, args=args, world_size=num_ranks, mpu=mpu)
     shown = make_optimizer(model, optimizer, model_parameters, settings)
     _init_distributed(settings, distributed_port, dist_init_required)
+    section = settings.stronghold
+    on_gpu = (section.device or "cuda") == "cuda" and cuda.available()
+    ranks = distributed.join(mpu, on_gpu=on_gpu, silence_s=section.rank_timeout_s)
     engine = StrongholdEngine(
+        ranks=ranks,
         args=args,
         model=model,
         settings=settings,
@@ -99,10 +99,11 @@ def show_log() -> None:
     itself.
     """
     if not logger.hasHandlers():
+        others = int(os.environ.get("RANK", 0)) > 0
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("[stronghold] %(message)s"))
         logger.addHandler(handler)
-        logger.setLevel(logging.INFO)
+        logger.setLevel(logging.WARNING if others else logging.INFO)
 
 
 def _asks_for_stronghold(source: Any, args: Any) -> bool:

@@ -27,6 +27,7 @@ from stronghold.errors import ConfigError
 from stronghold.instruments import Instruments
 from stronghold.plan.planner import Plan
 from stronghold.refine import Refinement
+from stronghold.runtime.distributed import Ranks, places_of
 from stronghold.runtime.loss_scale import make_scaler
 from stronghold.runtime.optimizer import EngineOptimizer
 from stronghold.runtime.stack import MemoryReport, Request, Stack
@@ -59,6 +60,7 @@ class StrongholdEngine(Checkpoints, deepspeed.DeepSpeedEngine):  # type: ignore[
         training_data: Any = None,
         collate_fn: Any = None,
         mpu: Any = None,
+        ranks: Ranks | None = None,
     ) -> None:
         nn.Module.__init__(self)
         self._config = settings.deepspeed
@@ -67,8 +69,9 @@ class StrongholdEngine(Checkpoints, deepspeed.DeepSpeedEngine):  # type: ignore[
         training = settings.training
         named = getattr(args, "local_rank", None)  # -1 where argparse has no launcher
         self.local_rank = max(0, int(os.environ.get("LOCAL_RANK", 0) if named is None else named))
-        self.global_rank = 0
-        self.world_size = self.dp_world_size = self.mp_world_size = 1
+        self._ranks = ranks
+        self.global_rank, self.world_size, self.dp_world_size = places_of(ranks)
+        self.mp_world_size = 1 if mpu is None else int(mpu.get_model_parallel_world_size())
         self.mpu = mpu
         self.collate_fn = collate_fn
         self.global_steps = self.global_samples = self.micro_steps = self.skipped_steps = 0
@@ -101,6 +104,7 @@ class StrongholdEngine(Checkpoints, deepspeed.DeepSpeedEngine):  # type: ignore[
                 accumulate=training.gradient_accumulation_steps > 1,
                 micro_batches=training.gradient_accumulation_steps,
                 local_rank=self.local_rank,
+                ranks=ranks,
             ),
             optimizer,
         )
@@ -275,7 +279,7 @@ class StrongholdEngine(Checkpoints, deepspeed.DeepSpeedEngine):  # type: ignore[
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """One rank has nothing to synchronise: a null context."""
+        """A null context: gradients of every micro-batch leave for the host at once."""
         yield
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -296,12 +300,12 @@ class StrongholdEngine(Checkpoints, deepspeed.DeepSpeedEngine):  # type: ignore[
         """Nothing to do: no partition of the weights is cached."""
 
     def get_data_parallel_rank(self) -> int:
-        """The only rank."""
-        return self.global_rank
+        """This rank among those that share the model's state."""
+        return self._ranks.rank if self._ranks is not None else 0
 
     def get_model_parallel_rank(self) -> int:
-        """The only rank."""
-        return 0
+        """This rank among those of `mpu`, 0 without one."""
+        return 0 if self.mpu is None else int(self.mpu.get_model_parallel_rank())
 
     get_tensor_parallel_rank = get_model_parallel_rank
 

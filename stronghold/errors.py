@@ -26,6 +26,10 @@ class StateError(StrongholdError, RuntimeError):
     """An invariant of stronghold's own does not hold: a bug of ours."""
 
 
+class RankError(StrongholdError, RuntimeError):
+    """Another rank has ended, is stopped or went another way; the message names it."""
+
+
 class LaneError(StrongholdError, RuntimeError):
     """An operation on a lane failed; `__cause__` is the original exception."""
 

@@ -176,9 +176,9 @@ def _known_demand(stack: Stack, saved: Sequence[int], boundary: Sequence[int]) -
 
 def _is_open(demand: Demand) -> bool:
     """Whether there is a budget to use up, and anything that the user did not pin. Layers with
-    arrays in files do not change places.
+    arrays in files do not change places, and several ranks keep the plan that they agree on.
     """
-    if demand.nvme:
+    if demand.nvme or demand.num_ranks > 1:
         return False
     pinned = (demand.window, demand.resident_layers, demand.activations)
     return demand.training and demand.gpu_budget_bytes is not None and None in pinned

@@ -358,10 +358,12 @@ def test_a_gpu_that_is_not_there(allocations: list[str]) -> None:
     trains(model, make_batch, config(section={"device": "emulated"}))
 
 
-def test_more_than_one_rank(allocations: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_without_a_process_group(allocations: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     model, _ = MODELS["gpt"]()
     monkeypatch.setenv("WORLD_SIZE", "2")
-    refused(allocations, model, config(), ConfigError, "WORLD_SIZE: got 2", "--num_gpus 1")
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)
+    advice = ("WORLD_SIZE: got 2", "deepspeed.init_distributed")
+    refused(allocations, model, config(), ConfigError, *advice, dist_init_required=False)
 
 
 def test_an_optimizer_object_that_cannot_run_here(allocations: list[str]) -> None:

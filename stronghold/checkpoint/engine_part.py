@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from stronghold.checkpoint import directory, state
 from stronghold.checkpoint.load import Load
 from stronghold.checkpoint.manifest import STATE
 from stronghold.checkpoint.save import Contents, Save
+from stronghold.checkpoint.shared_save import SharedSave, together
 from stronghold.checkpoint.weights import live_weights, write_weights
 from stronghold.config import Settings
 from stronghold.device.base import Fence
@@ -73,7 +75,9 @@ class Checkpoints:
                 f"after the engine.step that ends the step ({GAS} is "
                 f"{self.gradient_accumulation_steps()})"
             )
-        save = Save(
+        ranks = self._stack.ranks
+        make = Save if ranks is None else partial(SharedSave, ranks=ranks)
+        save = make(
             self._stack,
             self.optimizer,
             Path(save_dir),
@@ -107,7 +111,14 @@ class Checkpoints:
             client=client,
             loss_scale=_scale_of(self.optimizer),
             random=state.random_states(self._stack.device),
+            random_of_ranks=self._random_of_ranks(),
         )
+
+    def _random_of_ranks(self) -> list[Any] | None:
+        ranks = self._stack.ranks
+        if ranks is None:
+            return None
+        return ranks.files.objects(state.random_states(self._stack.device), "random states")
 
     def load_checkpoint(
         self,
@@ -162,7 +173,19 @@ class Checkpoints:
             self.training_dataloader.load_state_dict(saved.loader)
         if self.optimizer is not None and saved.loss_scale is not None:
             restore_scaler(self.optimizer.loss_scaler, saved.loss_scale)
-        state.restore_random_states(saved.random, self._stack.device)
+        state.restore_random_states(self._own_random(saved), self._stack.device)
+
+    def _own_random(self, saved: state.ClientState) -> dict[str, Any] | None:
+        """Of as many ranks each its own again; of another number the first goes on with the
+        first's, and the others with what they have."""
+        ranks = self._stack.ranks
+        if ranks is None or saved.random is None:
+            return saved.random
+        of_ranks = saved.random_of_ranks or []
+        if len(of_ranks) == ranks.num_ranks:
+            found: dict[str, Any] = of_ranks[ranks.rank]
+            return found
+        return saved.random if ranks.rank == 0 else None
 
     # -- weights alone --------------------------------------------------------------------------
     def save_16bit_model(
@@ -175,9 +198,22 @@ class Checkpoints:
         else torch's own format. True. Tied parameters are stored once.
         """
         self.synchronize()
-        weights = live_weights(self._stack, exclude_frozen=exclude_frozen_parameters)
-        write_weights(weights, Path(save_dir), save_filename)
+        ranks = self._stack.ranks
+        if ranks is None:
+            self._write_weights(save_dir, save_filename, exclude_frozen_parameters)
+            return True
+
+        def write() -> None:
+            if ranks.rank == 0:
+                self._write_weights(save_dir, save_filename, exclude_frozen_parameters)
+
+        self.wait_for_checkpoint()
+        together(ranks, write)
         return True
+
+    def _write_weights(self, save_dir: str | Path, filename: str, exclude_frozen: bool) -> None:
+        weights = live_weights(self._stack, exclude_frozen=exclude_frozen)
+        write_weights(weights, Path(save_dir), filename)
 
     save_fp16_model = save_16bit_model
 

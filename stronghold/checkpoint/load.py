@@ -20,6 +20,7 @@ import torch
 from stronghold.checkpoint import state
 from stronghold.checkpoint.manifest import CONFIG, STATE, Manifest, TensorRecord
 from stronghold.checkpoint.save import named_groups, persistent_buffers
+from stronghold.checkpoint.shared_save import together
 from stronghold.checkpoint.tensorfile import TensorFile
 from stronghold.errors import CheckpointError, ConfigError, did_you_mean
 from stronghold.memory.host import LOW_DTYPE, join_master
@@ -53,7 +54,7 @@ class Load:
         self._found = self._match(names_must_match)
         if optimizer is not None:
             self._check_optimizer(optimizer)
-        self.manifest.check(path, self._needed())
+        self._check_files()
         self._files = {
             name: TensorFile(path / name) for name in self._needed() if name not in (STATE, CONFIG)
         }
@@ -137,6 +138,15 @@ class Load:
         if lost := sorted(names - self.manifest.files.keys()):
             raise CheckpointError(f"{self._path}: the manifest does not list {', '.join(lost)}")
         return names
+
+    def _check_files(self) -> None:
+        """Sizes and checksums; several ranks divide the files among them."""
+        ranks, names = self._stack.ranks, sorted(self._needed())
+        if ranks is None:
+            self.manifest.check(self._path, set(names))
+            return
+        mine = set(names[ranks.rank :: ranks.num_ranks])
+        together(ranks, lambda: self.manifest.check(self._path, mine))
 
     def _check_headers(self) -> None:
         """The files' headers must say what the manifest says."""

@@ -83,11 +83,14 @@ class Save:
         self._config = model_config(stack.partition.model)
         self._groups = named_groups(stack, optimizer)
         self._records = [self._layer_records(index) for index in range(len(stack.host.layers))]
-        self._hidden = directory.begin(save_dir, tag)
+        self._hidden = self._begin()
         self._failure: BaseException | None = None
         # As the next updates will come, so that they wait least.
         early = stack.plan.gradients is Gradients.RING
         self.order = list(range(len(self._records)))[:: -1 if early else 1]
+
+    def _begin(self) -> Path:
+        return directory.begin(self._save_dir, self._tag)
 
     def now(self) -> None:
         """Save on the calling thread, each layer after its pending update. Raises OSError, and then

@@ -35,6 +35,7 @@ class ClientState:
     client: dict[str, Any]
     loss_scale: dict[str, Any] | None
     random: dict[str, Any] | None
+    random_of_ranks: list[Any] | None = None  # of every rank, `random` being the first's
 
 
 def random_states(device: Device) -> dict[str, Any]:
@@ -69,6 +70,7 @@ def pack(state: ClientState, counters: dict[str, int], versions: dict[str, str])
         "loss_scaler": state.loss_scale,
         "client_state": state.client,
         "random": state.random,
+        "random_of_ranks": state.random_of_ranks,
         "dp_world_size": 1,
         "mp_world_size": 1,
         "ds_version": versions["deepspeed"],
@@ -89,6 +91,7 @@ def unpack(directory: Path) -> ClientState:
             client=stored["client_state"],
             loss_scale=stored["loss_scaler"],
             random=stored["random"],
+            random_of_ranks=stored.get("random_of_ranks"),
         )
     except (pickle.UnpicklingError, KeyError, TypeError, ImportError, RuntimeError) as error:
         raise CheckpointError(f"{path}: {error}") from error

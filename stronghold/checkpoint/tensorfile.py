@@ -102,12 +102,18 @@ def raw_bytes(tensor: torch.Tensor) -> memoryview:
 
 def write_tensors(path: Path, entries: Sequence[Entry]) -> FileRecord:
     """Write a new file and make it durable. Raises OSError where the file system does."""
+    return write_durably(path, _file_pieces(header_of(entries)[0], entries))
+
+
+def header_of(entries: Sequence[Entry]) -> tuple[bytes, list[int]]:
+    """What stands before the data of a file, and where in the data each entry begins."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
+    begins, end = [], 0
     for entry in entries:
         if entry.dtype not in NAMES:
             raise CheckpointError(f"{entry.name}: safetensors has no type for {entry.dtype}")
         begin, end = end, end + entry.num_bytes
+        begins.append(begin)
         header[entry.name] = {
             "dtype": NAMES[entry.dtype],
             "shape": list(entry.shape),
@@ -115,11 +121,11 @@ def write_tensors(path: Path, entries: Sequence[Entry]) -> FileRecord:
         }
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # data starts aligned
-    return write_durably(path, _file_pieces(text, entries))
+    return len(text).to_bytes(8, "little") + text, begins
 
 
 def _file_pieces(header: bytes, entries: Sequence[Entry]) -> Iterator[bytes | memoryview]:
-    yield len(header).to_bytes(8, "little") + header
+    yield header
     for entry in entries:
         written = 0
         for piece in entry.pieces():

@@ -229,6 +229,12 @@ class StrongholdConfig(_Section):
         description="Whether save_checkpoint returns at once and its files are written while the "
         "next steps compute. The next save, load or destroy waits for them.",
     )
+    rank_timeout_s: float = Field(
+        default=60.0,
+        gt=0,
+        description="Of several ranks: how long one may give no sign of life before the others end "
+        "with its name, in seconds.",
+    )
     emulated: EmulatedConfig = Field(
         default_factory=EmulatedConfig,
         description="Settings of the emulated device; contradicts device cuda.",

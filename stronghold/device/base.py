@@ -206,6 +206,25 @@ class Device(ABC):
         self.trace = trace
         self._failure: LaneError | None = None
         self._of_files: dict[str, Lane] = {}
+        self._wires: dict[str, Lane] = {}
+
+    @property
+    def gather(self) -> Lane:
+        """Weights between ranks. Only the training thread may be the first to ask."""
+        return self._wire_lane("gather")
+
+    @property
+    def reduce(self) -> Lane:
+        """Gradients between ranks. Only the training thread may be the first to ask."""
+        return self._wire_lane("reduce")
+
+    def _wire_lane(self, name: str) -> Lane:
+        if name not in self._wires:
+            self._wires[name] = self._make_wire_lane(name)
+        return self._wires[name]
+
+    def _make_wire_lane(self, name: str) -> Lane:
+        return HostLane(name, self)
 
     @property
     def io(self) -> Lane:
@@ -358,8 +377,9 @@ class Device(ABC):
 
     def close(self) -> None:
         """Finish the lanes' work and end their threads. Safe to call twice."""
-        # A transfer or an update may wait for a lane of files, which still runs.
-        for lane in (self.fetch, self.drain, self.update, *self._of_files.values()):
+        # A transfer or an update may wait for a lane of files or of ranks, which still runs.
+        others = (*self._of_files.values(), *self._wires.values())
+        for lane in (self.fetch, self.drain, self.update, *others):
             lane.close()
 
 

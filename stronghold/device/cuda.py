@@ -25,6 +25,7 @@ from stronghold.device.base import (
     DeviceEvent,
     Fence,
     HostLane,
+    Lane,
     ThreadLane,
     Work,
     moved,
@@ -131,6 +132,9 @@ class CudaDevice(Device):
     @property
     def torch_device(self) -> torch.device:
         return self._device
+
+    def _make_wire_lane(self, name: str) -> Lane:
+        return StreamLane(name, self)
 
     def _allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         # Allocated once and never freed before close, so that it need not be recorded on the

@@ -13,6 +13,10 @@ apart.
 Gradients arrive in entries of the compute dtype: one per layer when the gate holds them back, else
 a small ring.
 
+[Note: ranks] Of several ranks each holds elements [begin, end) of a layer's trainable part in the
+last four and in its entries. Weights are the node's (`memory.shared`): they have all elements, of
+which this rank writes its own.
+
 [Note: files] An array that the plan spills has no slab: `tiers` says in which file it lies, and
 `pieces` gives any array, wherever it lies. Spilled weights are mapped: at rest a parameter is a
 view of the file's pages.
@@ -31,37 +35,17 @@ from torch import nn
 from stronghold.device.base import Device, Fence, completed
 from stronghold.errors import StateError
 from stronghold.memory.mapping import flush
+from stronghold.memory.masters import join_master as join_master
+from stronghold.memory.masters import split_master as split_master
+from stronghold.memory.shared import NodeWeights
 from stronghold.memory.slab import map_slab
 from stronghold.memory.tiers import LOW_DTYPE as LOW_DTYPE
 from stronghold.memory.tiers import Mode, Tiers, Views
 from stronghold.model.layout import LayerLayout, ModelLayout, ParameterSlice
+from stronghold.model.shards import Shards
 from stronghold.model.source import WeightSource
 
 logger = logging.getLogger("stronghold")
-
-
-def split_master(
-    master: torch.Tensor, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """A flat fp32 master as weights in `dtype` and what makes it exact again ([Note: layouts])."""
-    if dtype is torch.float32:
-        return master, None
-    if dtype is torch.float16:
-        return master.to(dtype), master
-    bits = master.contiguous().view(torch.int32)
-    upper = (bits + 0x8000) >> 16  # the carry past the sign is undone by the remainder
-    low = (bits - (upper << 16)).to(torch.int16)
-    return upper.to(torch.int16).view(torch.bfloat16), low
-
-
-def join_master(weights: torch.Tensor, low: torch.Tensor | None) -> torch.Tensor:
-    """The inverse of `split_master`; without `low` the weights themselves, in fp32."""
-    if low is None:
-        return weights.float()
-    if low.dtype is torch.float32:
-        return low
-    upper = weights.contiguous().view(torch.int16).to(torch.int32)
-    return ((upper << 16) + low.to(torch.int32)).view(torch.float32)
 
 
 def view(flat: torch.Tensor, part: ParameterSlice) -> torch.Tensor:
@@ -98,16 +82,26 @@ class GradientEntry:
 class LayerState:
     """One layer's arrays; those of training stay None until the first backward, and where they
     lie in files. They are slabs on the host, or `on_device`, where `memory.resident` made them.
+    Those of training have the elements [begin, end) of the layer: this rank's of `shards`.
     """
 
     layout: LayerLayout
     weights: torch.Tensor
+    shards: Shards
     on_device: bool = False
     low: torch.Tensor | None = None
     exp_avg: torch.Tensor | None = None
     exp_avg_sq: torch.Tensor | None = None
     accumulated: torch.Tensor | None = None
     held: GradientEntry | None = None
+
+    @property
+    def begin(self) -> int:
+        return self.shards.trained(self.layout)[0]
+
+    @property
+    def end(self) -> int:
+        return self.shards.trained(self.layout)[1]
 
 
 class HostStore:
@@ -118,6 +112,7 @@ class HostStore:
     largest trainable layer exist when gradients are not held; `hold` gives every trainable layer
     its own entry; `accumulate` gives every one an fp32 accumulator. `allocate` makes a flat zero
     tensor of host memory. `tiers` names the arrays that lie in files instead ([Note: files]).
+    `shards` is this rank's part, `shared` the node's weights ([Note: ranks]).
     """
 
     def __init__(
@@ -132,8 +127,12 @@ class HostStore:
         elsewhere: frozenset[int] = frozenset(),
         allocate: Callable[[int, torch.dtype], torch.Tensor] = map_slab,
         tiers: Tiers | None = None,
+        shards: Shards | None = None,
+        shared: NodeWeights | None = None,
     ) -> None:
         self.layout = layout
+        self.shards = shards or Shards()
+        self._shared = shared
         self.tiers = tiers or Tiers(layout, dtype)
         self.dtype = dtype
         self._device = device
@@ -145,6 +144,7 @@ class HostStore:
             LayerState(
                 layout=layer,
                 weights=torch.empty(0, dtype=dtype),
+                shards=self.shards,
                 on_device=layer.index in elsewhere,
             )
             for layer in layout.layers
@@ -158,12 +158,15 @@ class HostStore:
 
     def _slab(self, numel: int, dtype: torch.dtype, *, pinned: bool) -> torch.Tensor:
         slab = self._allocate(numel, dtype)
-        self.allocated_bytes += numel * dtype.itemsize
+        self._count(slab, pinned=pinned)
+        return slab
+
+    def _count(self, slab: torch.Tensor, *, pinned: bool) -> None:
+        self.allocated_bytes += slab.nbytes
         self.peak_bytes = max(self.peak_bytes, self.allocated_bytes)
-        if pinned and numel:
+        if pinned and slab.numel():
             self._device.pin(slab)
             self._pinned[slab.data_ptr()] = slab
-        return slab
 
     def adopt(
         self, index: int, parameters: list[nn.Parameter], source: WeightSource | None = None
@@ -171,6 +174,13 @@ class HostStore:
         """Make the layer's weight slab and copy `parameters` (in the layout's order) into it, cast
         to `dtype`; those on the meta device are read from `source`."""
         state = self.layers[index]
+        if self._shared is not None:
+            state.weights = self._shared.room(index)
+            for begin, end in self.shards.weights(state.layout):
+                self._count(state.weights[begin:end], pinned=True)
+            if self._shared.fills:
+                fill(state.weights, state.layout, parameters, source)
+            return
         if not self.tiers.holds(index, "weights"):
             state.weights = self._slab(state.layout.numel, self.dtype, pinned=True)
             fill(state.weights, state.layout, parameters, source)
@@ -197,7 +207,7 @@ class HostStore:
         self.training = True
         low_dtype = LOW_DTYPE[self.dtype]
         for state in self._mine:
-            numel = state.layout.trainable_numel
+            numel = state.end - state.begin
             index = state.layout.index
 
             def room(array: str, dtype: torch.dtype, of: int = index, numel: int = numel) -> Any:
@@ -219,7 +229,7 @@ class HostStore:
             self._make_ring(self._ring_entries)
 
     def _make_ring(self, num_entries: int) -> None:
-        largest = max((state.layout.trainable_numel for state in self._mine), default=0)
+        largest = max((state.end - state.begin for state in self._mine), default=0)
         self._ring = [self._entry(largest) for _ in range(num_entries)]
 
     def _entry(self, numel: int) -> GradientEntry:
@@ -239,7 +249,7 @@ class HostStore:
         that was called twice)."""
         state = self.layers[index]
         if state.held is None:
-            state.held = self._entry(state.layout.trainable_numel)
+            state.held = self._entry(state.end - state.begin)
         return state.held
 
     def ring_entry(self) -> GradientEntry:
@@ -261,14 +271,25 @@ class HostStore:
     ) -> Iterator[tuple[int, int, Views]]:
         """Elements [begin, end) of `arrays`, piece by piece: (from, to, flat tensors by name).
 
-        One piece where all lie in slabs. Tensors are valid until the next piece; "edit" and
-        "replace" make what the caller writes to them the arrays' values, and the caller of
-        "replace" writes all of it. The caller has waited for the layer's updates.
+        Of several ranks each gets the pieces that are its own. One piece where all lie in slabs.
+        Tensors are valid until the next piece; "edit" and "replace" make what the caller writes to
+        them the arrays' values, and the caller of "replace" writes all of it. The caller has waited
+        for the layer's updates.
         """
         filed = [array for array in arrays if self.tiers.holds(index, array)]
         slabs = {a: getattr(self.layers[index], a) for a in arrays if a not in filed}
-        if not filed:
+        if not filed and self.shards.num_ranks == 1:
             yield begin, end, {array: slab[begin:end] for array, slab in slabs.items()}
+            return
+        if not filed:
+            state = self.layers[index]
+            base = {array: 0 if array == "weights" else state.begin for array in slabs}
+            for first, last in self.shards.within(state.layout, begin, end):
+                yield (
+                    first,
+                    last,
+                    {a: s[first - base[a] : last - base[a]] for a, s in slabs.items()},
+                )
             return
         for first, last, found in self.tiers.staged(index, filed, begin, end, mode):
             found.update({array: slab[first:last] for array, slab in slabs.items()})

@@ -39,7 +39,17 @@ def map_slab(numel: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(0, dtype=dtype)
     # Private: the default is shared memory, which gets no huge pages unless the system is told to.
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    mapping = mmap.mmap(-1, numel * dtype.itemsize, flags=flags)
+    return _slab(mmap.mmap(-1, numel * dtype.itemsize, flags=flags), dtype)
+
+
+def map_shared(descriptor: int, nbytes: int) -> torch.Tensor:
+    """The first `nbytes` of a file of memory, as bytes that other processes see too; otherwise as
+    `map_slab`.
+    """
+    return _slab(mmap.mmap(descriptor, nbytes, flags=mmap.MAP_SHARED), torch.uint8)
+
+
+def _slab(mapping: mmap.mmap, dtype: torch.dtype) -> torch.Tensor:
     if hasattr(mmap, "MADV_DONTFORK"):
         mapping.madvise(mmap.MADV_DONTFORK)
     if len(mapping) >= HUGE_PAGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):

@@ -185,6 +185,11 @@ class Window:
         self._slots.remove(slot)  # the slot freed last is taken last
         self._slots.append(slot)
 
+    @property
+    def num_gradient_slots(self) -> int:
+        """How many layers can gather in shared slots at once."""
+        return self._num_gradient_slots
+
     # -- gradients ------------------------------------------------------------------------------
     def gradient_slot_of(self, layer: int) -> GradientSlot | None:
         """The gradient slot in which the layer's gradients are being gathered."""

@@ -47,6 +47,12 @@ class ParameterSlice:
     shape: tuple[int, ...]
     trainable: bool
 
+    def within(self, begin: int, end: int) -> slice:
+        """The elements of the layer that are the parameter's and in [begin, end), counted from
+        `begin`; empty where it has none there."""
+        low = max(self.offset, begin)
+        return slice(low - begin, max(low, min(self.offset + self.numel, end)) - begin)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerLayout:
@@ -106,13 +112,13 @@ class ModelLayout:
         return max((self.layers[index].trainable_numel for index in self.streamed), default=0)
 
 
-def layout(partition: Partition) -> ModelLayout:
-    """The layout of `partition`. Reads shapes only; StateError when a layer's parameters are not
-    trainable first."""
-    return ModelLayout(layers=tuple(_layer_layout(layer) for layer in partition.layers))
+def layout(partition: Partition, num_ranks: int = 1) -> ModelLayout:
+    """The layout of `partition`, whose parts `num_ranks` divides into whole pages. Reads shapes
+    only; StateError when a layer's parameters are not trainable first."""
+    return ModelLayout(layers=tuple(_layer_layout(layer, num_ranks) for layer in partition.layers))
 
 
-def _layer_layout(layer: Layer) -> LayerLayout:
+def _layer_layout(layer: Layer, num_ranks: int) -> LayerLayout:
     shapes = [
         ParameterShape(
             name=named.name,
@@ -121,11 +127,18 @@ def _layer_layout(layer: Layer) -> LayerLayout:
         )
         for named in layer.parameters
     ]
-    return layer_layout(shapes, index=layer.index, name=layer.name, streamed=layer.streamed)
+    return layer_layout(
+        shapes, index=layer.index, name=layer.name, streamed=layer.streamed, num_ranks=num_ranks
+    )
 
 
 def layer_layout(
-    parameters: Sequence[ParameterShape], *, index: int, name: str, streamed: bool
+    parameters: Sequence[ParameterShape],
+    *,
+    index: int,
+    name: str,
+    streamed: bool,
+    num_ranks: int = 1,
 ) -> LayerLayout:
     """The layout of one layer; StateError when its parameters are not trainable first."""
     trainable = [parameter for parameter in parameters if parameter.trainable]
@@ -137,7 +150,7 @@ def layer_layout(
             "partition() and layout()"
         )
     first, end = _place(trainable, start=0)
-    trainable_numel = _padded(end, PAGE_NUMEL)
+    trainable_numel = _padded(end, num_ranks * PAGE_NUMEL)
     second, end = _place(frozen, start=trainable_numel)
     slices = first + second
     return LayerLayout(
@@ -146,7 +159,7 @@ def layer_layout(
         streamed=streamed,
         slices=slices,
         trainable_numel=trainable_numel,
-        numel=_padded(end, PAGE_NUMEL),
+        numel=trainable_numel + _padded(end - trainable_numel, num_ranks * PAGE_NUMEL),
         num_parameters=sum(part.numel for part in slices),
         num_trainable=sum(part.numel for part in first),
     )

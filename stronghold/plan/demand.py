@@ -49,6 +49,10 @@ class Demand:
     piece_bytes: int | None = None
     micro_batches: int = 1
     searched: frozenset[str] = frozenset()  # what a search put in, not the user
+    # Data-parallel ranks, each with its part of the host's arrays. `reduces_in_room`: sums over
+    # them need a buffer of the largest layer's gradients (on CPU memory; NCCL adds in place).
+    num_ranks: int = 1
+    reduces_in_room: bool = False
 
     def why(self, key: str) -> str:
         """Where the value of a key comes from, for the plan's reasons."""
@@ -59,4 +63,6 @@ class Demand:
         """What the micro-batches and the gate ask of gradients."""
         if self.accumulate:
             return Gradients.ACCUMULATED
-        return Gradients.HELD if self.gated else Gradients.RING
+        # Whether any of several ranks has a gradient of a parameter is known at the gate.
+        gated = self.gated or self.num_ranks > 1
+        return Gradients.HELD if gated else Gradients.RING

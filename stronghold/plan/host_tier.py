@@ -92,7 +92,7 @@ def _tier(
 ) -> HostTier:
     def slabs(*arrays: str) -> int:
         return sum(
-            spills.numel_of(layer, array) * sizes.get(array, 0)
+            spills.numel_of(layer, array) // demand.num_ranks * sizes.get(array, 0)
             for layer in layers
             for array in arrays
             if array not in spilled[layer.index]
@@ -101,7 +101,7 @@ def _tier(
     staging = spills.staging_of(layers, spilled, sizes, demand.piece_bytes)
     # Gradients that are held in host memory need no ring; those that spill pass it.
     passing = gradients is not Gradients.HELD or any("gradients" in found for found in spilled)
-    largest = max((layer.trainable_numel for layer in layers), default=0)
+    largest = max((layer.trainable_numel for layer in layers), default=0) // demand.num_ranks
     ring_entries = RING_ENTRIES if passing and largest and demand.training else 0
     read, written = spills.traffic(layers, spilled, sizes, demand.micro_batches)
     return HostTier(

@@ -66,7 +66,14 @@ class Places:
             "moments": trained * 8,
             "accumulated gradients": trained * 4 if accumulates else 0,
             "gradients (kept by torch)": by_torch * size if self.whole else 0,
+            "gradients of other ranks": self._reduction_numel * size,
         }
+
+    @property
+    def _reduction_numel(self) -> int:
+        if not (self.demand.training and self.demand.reduces_in_room):
+            return 0
+        return _largest(layer.trainable_numel for layer in self.on_host)
 
 
 def place(layout: ModelLayout, demand: Demand, reasons: list[str]) -> Places:

@@ -57,6 +57,7 @@ class Plan:
     nvme_bytes: dict[str, int] = field(default_factory=dict)
     nvme_read_bytes: int = 0  # in a step
     nvme_written_bytes: int = 0
+    num_ranks: int = 1  # bytes are of each
 
     @property
     def gpu_total_bytes(self) -> int:
@@ -71,11 +72,13 @@ class Plan:
         return sum(self.nvme_bytes.values())
 
     def __str__(self) -> str:
+        ranks = f" x {self.num_ranks} ranks" if self.num_ranks > 1 else ""
+
         def table(title: str, parts: dict[str, int]) -> list[str]:
             total = sum(parts.values())
             each = total / max(1, self.num_parameters)
             return [
-                f"  {title:<5}{total / MIB:>12.2f} MiB = {each:.2f} bytes/parameter",
+                f"  {title:<5}{total / MIB:>12.2f} MiB = {each:.2f} bytes/parameter{ranks}",
                 *(f"    {name:<24}{size / MIB:>10.2f} MiB" for name, size in parts.items() if size),
             ]
 
@@ -149,6 +152,7 @@ def make_plan(layout: ModelLayout, demand: Demand) -> Plan:
         nvme_bytes=host.nvme_bytes,
         nvme_read_bytes=host.nvme_read_bytes,
         nvme_written_bytes=host.nvme_written_bytes,
+        num_ranks=demand.num_ranks,
     )
 
 

@@ -88,6 +88,11 @@ class AdamSteps:
         """How many of the layer's parameters the optimizer owns."""
         return self._num_trained[layer]
 
+    def trained(self, layer: int) -> frozenset[int]:
+        """Positions of the layer's parameters that the optimizer owns."""
+        of_layer = enumerate(self._parameters[layer])
+        return frozenset(k for k, parameter in of_layer if parameter in self._groups)
+
     def trains(self, parameter: nn.Parameter) -> bool:
         """Whether the optimizer owns the parameter: gradients of others are dropped."""
         return parameter in self._groups

@@ -70,7 +70,7 @@ class GradientDrains:
         gradient = parameter.grad
         assert gradient is not None
         parameter.grad = None
-        slot = self._window.gradient_slot_of(layer) or self._claim(layer, calls)
+        slot = self._slot_for(layer, calls)
         target = view(slot.gradients, part)
         if gradient.is_sparse:
             gradient = gradient.to_dense()
@@ -81,6 +81,15 @@ class GradientDrains:
             slot.arrived.add(position)
         if len(slot.arrived) == self._adam.num_trained(layer) and calls[layer] <= 1:
             self._drain(layer, calls[layer])
+
+    def prepare(self) -> None:
+        """Backward is about to begin."""
+
+    def reached(self, layer: int) -> None:
+        """Backward has come to the layer, or would have: this rank may not use it."""
+
+    def _slot_for(self, layer: int, calls: Sequence[int]) -> GradientSlot:
+        return self._window.gradient_slot_of(layer) or self._claim(layer, calls)
 
     def _claim(self, layer: int, calls: Sequence[int]) -> GradientSlot:
         slot = self._window.free_gradient_slot(layer)

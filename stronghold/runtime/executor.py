@@ -27,7 +27,7 @@ from torch import nn
 from stronghold.device.base import Device, Fence, completed, timed
 from stronghold.errors import ConfigError
 from stronghold.memory.host import HostStore
-from stronghold.memory.window import Residency, Window
+from stronghold.memory.window import Residency, Slot, Window
 from stronghold.model.layout import ParameterSlice
 from stronghold.plan.planner import Plan
 from stronghold.plan.schedule import Action, Kind, Schedule, canonical_uses, make_schedule
@@ -38,9 +38,8 @@ from stronghold.runtime.residents import Residents
 from stronghold.runtime.updater import Updater
 from stronghold.telemetry.metrics import Metrics
 
-MAX_RECORDED_USES = (
-    4096  # a pass longer than this (token-by-token generation) keeps the schedule that it has
-)
+# A pass longer than this (token-by-token generation) keeps the schedule that it has.
+MAX_RECORDED_USES = 4096
 
 
 class Phase(Enum):
@@ -98,9 +97,7 @@ class Executor:
         staying = [host.layers[layer].weights for layer in plan.updated_on_gpu]
         staying += [slot.weights for layer in self._refreshed if (slot := window.slot_of(layer))]
         self._staying = {weights.untyped_storage().data_ptr() for weights in staying}
-        self._layer_at: dict[
-            int, int
-        ] = {}  # address of a slot's storage -> layer, for saved tensors
+        self._layer_at: dict[int, int] = {}  # storage of a slot -> layer, for saved tensors
         self._calls = [0] * num_layers  # forward calls with gradients since the last backward
         self._streams = [layer.streamed for layer in host.layout.layers]
         self._inside: list[int] = []  # blocks whose forward is running now, outermost first
@@ -114,7 +111,7 @@ class Executor:
         self._current = self._training
         self.num_fetches = 0
         self.fetched_bytes = 0
-        self.drains = GradientDrains(
+        self.drains: GradientDrains = GradientDrains(
             device=device,
             host=host,
             window=window,
@@ -143,13 +140,15 @@ class Executor:
     def begin_forward_pass(self, *, training: bool) -> None:
         """The model was called; `training` says that gradients will be wanted."""
         self._device.check()
-        track = self._training if training else self._evaluation
+        self._turn_to(self._training if training else self._evaluation)
+        if self.phase is Phase.IDLE:
+            self.phase = Phase.FORWARD
+
+    def _turn_to(self, track: _Track) -> None:
         if track is not self._current:
             self._current = track
             track.cursor = 0
             track.recorded.clear()
-        if self.phase is Phase.IDLE:
-            self.phase = Phase.FORWARD
 
     def end_forward_pass(self) -> None:
         """The model returned or raised."""
@@ -251,10 +250,13 @@ class Executor:
         for k in range(len(uses)):
             position = (track.cursor + k) % len(uses)
             if uses[position] == use:
-                track.cursor = position + 1
-                for action in track.schedule.steps[position][:-1]:
-                    self._perform(action, keep=use.layer)
+                self._follow(track, position)
                 return
+
+    def _follow(self, track: _Track, position: int) -> None:
+        track.cursor = position + 1
+        for action in track.schedule.steps[position][:-1]:
+            self._perform(action, keep=track.schedule.uses[position].layer)
 
     def _perform(self, action: Action, keep: int) -> None:
         if action.kind is Kind.RELEASE:
@@ -331,14 +333,18 @@ class Executor:
             slot.free_after = self._device.record_compute(f"before fetch {layer}")
         window.claim(slot, layer)
         self._stale.discard(layer)
+        nbytes = self._fill(slot, layer)
+        if layer not in self._plan.resident:
+            self._layer_at[slot.weights.untyped_storage().data_ptr()] = layer
+        self.num_fetches += 1
+        self.fetched_bytes += nbytes
+
+    def _fill(self, slot: Slot, layer: int) -> int:
         source = self._host.layers[layer].weights
         target = slot.weights[: source.numel()]
         slot.ready = self._updater.spills.fetch(layer, target, slot.free_after)
         self._last_fetch[layer] = slot.ready
-        if layer not in self._plan.resident:
-            self._layer_at[slot.weights.untyped_storage().data_ptr()] = layer
-        self.num_fetches += 1
-        self.fetched_bytes += source.numel() * source.element_size()
+        return source.nbytes
 
     def _release(self, layer: int) -> None:
         slot = self._window.slot_of(layer)
@@ -366,8 +372,7 @@ class Executor:
 
     def weights_changed(self, layers: Sequence[int]) -> None:
         """The host weights of `layers` are or will be new: what the device holds of them is stale.
-        Fetch ahead what the
-        next forward needs first, each after its update."""
+        Fetch ahead what the next forward needs first, each after its update."""
         for layer in layers:
             if layer in self._plan.updated_on_gpu:
                 continue

@@ -35,7 +35,9 @@ from stronghold.model.partition import Partition, partition
 from stronghold.model.source import WeightSource, forget_source, materialize, source_of
 from stronghold.plan.planner import Demand, Gradients, Plan, make_plan
 from stronghold.runtime.adam import AdamSteps
+from stronghold.runtime.distributed import Ranks
 from stronghold.runtime.optimizer import EngineOptimizer
+from stronghold.runtime.ranks.sharing import Sharing, check_alike, check_section, node_weights
 from stronghold.runtime.runtime import Runtime
 from stronghold.runtime.streaming import Streaming
 from stronghold.runtime.whole import Whole
@@ -58,6 +60,7 @@ class Request:
     accumulate: bool
     micro_batches: int = 1
     local_rank: int = 0
+    ranks: Ranks | None = None  # several train together
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +93,11 @@ class Stack:
         self.dtype = DTYPES[request.precision]
         self.partition: Partition = partition(model, section.layers)
         _check_parameters(self.partition, request.precision, source_of(model))
-        self.layout: ModelLayout = layout(self.partition)
+        self.ranks = request.ranks
+        if self.ranks is not None:
+            check_section(section)
+        num_ranks = self.ranks.num_ranks if self.ranks is not None else 1
+        self.layout: ModelLayout = layout(self.partition, num_ranks)
         kind = section.device or ("cuda" if cuda.available() else "emulated")
         self.section = section
         on_gpu = kind == "cuda" and cuda.available()
@@ -99,6 +106,8 @@ class Stack:
             self.partition, self.layout, self.dtype, request, optimizer, self.gpu_free_bytes
         )
         self.plan: Plan = make_plan(self.layout, self.demand)
+        if self.ranks is not None:
+            check_alike(self.ranks, self.layout, self.plan, request.precision)
         self.trace = Trace()
         self.trace.recording = section.trace is not None
         self._trace_path = section.trace
@@ -108,9 +117,12 @@ class Stack:
             trace=self.trace,
         )
         with contextlib.ExitStack() as undo:  # if a part cannot be made, those before it are closed
+            if self.ranks is not None:
+                undo.callback(self.ranks.close)
             self.device = self._open_device(kind, request)
             undo.callback(self.device.close)
-            self.pool = native.Pool(self.plan.cpu_threads)
+            cores = self.ranks.cores if self.ranks is not None else None
+            self.pool = native.Pool(self.plan.cpu_threads, cores)
             undo.callback(self.pool.close)
             tiers = self._open_tiers(request, undo)
             self._build(model, optimizer, tiers, undo)
@@ -173,6 +185,8 @@ class Stack:
         parameters = [
             [named.parameter for named in layer.parameters] for layer in self.partition.layers
         ]
+        ranks = self.ranks
+        shared = node_weights(ranks, self.layout, self.dtype) if ranks is not None else None
         self.host = HostStore(
             self.layout,
             self.dtype,
@@ -183,8 +197,13 @@ class Stack:
             elsewhere=plan.updated_on_gpu,
             allocate=map_slab,
             tiers=tiers,
+            shards=ranks.shards if ranks is not None else None,
+            shared=shared,
         )
         undo.callback(self.host.close)
+        self._sharing = None
+        if ranks is not None and shared is not None:
+            self._sharing = Sharing(self.device, self.host, shared, parameters, ranks)
         self.store = DeviceStore(
             self.host, self.device, accumulate=plan.gradients is Gradients.ACCUMULATED
         )
@@ -194,7 +213,14 @@ class Stack:
         # Layer by layer, and each parameter's original is freed before the next layer is copied:
         # never two copies.
         # A large model takes minutes to move into its slabs; a small one shows no bar.
-        bar = tqdm(parameters, desc="taking the model over", unit="layer", delay=2.0, leave=False)
+        bar = tqdm(
+            parameters,
+            desc="taking the model over",
+            unit="layer",
+            delay=2.0,
+            leave=False,
+            disable=shared is not None and not shared.fills,
+        )
         source = source_of(model)
         for index, of_layer in enumerate(bar):
             on_device = self.host.layers[index].on_device
@@ -205,6 +231,8 @@ class Stack:
             self.runtime.adopted(index)
         forget_source(model)
         _move_buffers(model, self.device.torch_device)
+        if self.ranks is not None:
+            self.ranks.control.barrier("taking the model over")
         self.runtime.start(self.partition)
 
     def _make_runtime(self, plan: Plan) -> Runtime:
@@ -227,6 +255,7 @@ class Stack:
             adam=self.adam,
             kernels=NativeKernels(self.pool),
             metrics=self.metrics,
+            sharing=self._sharing,
         )
 
     def settle(self) -> None:
@@ -348,13 +377,17 @@ def _demand(
     gpu_budget = section.gpu_memory
     if gpu_budget is None and gpu_free_bytes is not None:
         gpu_budget = int(gpu_free_bytes * GPU_SHARE)
+    if gpu_budget is not None and request.ranks is not None:
+        gpu_budget = request.ranks.least(gpu_budget)  # one plan: all ranks move the same layers
     # The model's own memory, which the slabs replace.
     held = [p for layer in found.layers for p in layer.parameters if not p.parameter.is_meta]
     held_now = sum(named.parameter.numel() for named in held) * dtype.itemsize
-    host_budget = section.host_memory or available_host_bytes() + held_now
+    ranks = request.ranks
+    sharers = ranks.num_local if ranks is not None else 1
+    host_budget = section.host_memory or available_host_bytes() // sharers + held_now
     resident = section.resident_layers
     num_blocks = sum(layer.streamed for layer in sizes.layers)
-    cores = len(os.sched_getaffinity(0))
+    cores = len(os.sched_getaffinity(0)) if ranks is None else len(ranks.cores)
     compute_threads = torch.get_num_threads() if gpu_free_bytes is None else 1
     return Demand(
         weight_bytes=dtype.itemsize,
@@ -367,7 +400,7 @@ def _demand(
         window=section.window,
         prefetch=section.prefetch,
         resident_layers=num_blocks if resident == "all" else resident,
-        resident_updates=section.resident_updates,
+        resident_updates=section.resident_updates if ranks is None else "host",
         # On a GPU of unknown room: the policy that takes least, until what is kept is known.
         activations=section.activations or (None if gpu_free_bytes is None else "recompute"),
         kept_activations=section.kept_activations or 0,
@@ -377,6 +410,8 @@ def _demand(
         nvme_capacity_bytes=section.nvme.capacity if section.nvme else None,
         spill=section.nvme.spill if section.nvme else None,
         micro_batches=request.micro_batches,
+        num_ranks=ranks.num_ranks if ranks is not None else 1,
+        reduces_in_room=ranks is not None and gpu_free_bytes is None,
     )
 
 

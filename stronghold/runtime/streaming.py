@@ -25,6 +25,7 @@ from stronghold.runtime.device_updates import DeviceUpdates
 from stronghold.runtime.executor import Executor
 from stronghold.runtime.hooks import Hooks
 from stronghold.runtime.ledger import GateResult, Ledger
+from stronghold.runtime.ranks.sharing import Sharing
 from stronghold.runtime.residents import Residents
 from stronghold.runtime.updater import Updater
 from stronghold.telemetry.metrics import Metrics
@@ -49,7 +50,9 @@ class Streaming:
         adam: AdamSteps,
         kernels: Kernels,
         metrics: Metrics,
+        sharing: Sharing | None = None,
     ) -> None:
+        self._sharing = sharing
         self._device = device
         self._host = host
         self._store = store
@@ -90,8 +93,10 @@ class Streaming:
             kernels=kernels,
             ledger=self._ledger,
             residents=residents,
+            agreement=sharing.gate if sharing is not None else None,
         )
-        self.executor = Executor(
+        make_executor = Executor if sharing is None else sharing.make_executor
+        self.executor: Executor = make_executor(
             device=device,
             host=host,
             window=self.window,
@@ -134,6 +139,8 @@ class Streaming:
         self.executor.rest_all()
 
     def close(self) -> None:
+        if self._sharing is not None:
+            self._sharing.close()
         self.activations.close()
         self.window.close()
 
@@ -148,6 +155,8 @@ class Streaming:
         self.activations.end_backward()
 
     def abandon_backward(self) -> None:
+        if self._sharing is not None:
+            self._sharing.fail("engine.backward raised there")
         self.executor.abandon_backward_pass()
 
     def close_gate(self, *, clipping: float, inverse_scale: float) -> GateResult:
@@ -165,8 +174,15 @@ class Streaming:
         self.updater.restart()
         for layer in range(len(self._host.layers)):
             self.executor.last_fetch(layer).wait()
+        self._meet("before a load")
+
+    def _meet(self, operation: str) -> None:
+        """Several ranks go on together."""
+        if self._sharing is not None:
+            self._sharing.meet(operation)
 
     def loaded(self) -> None:
+        self._meet("after a load")
         self.executor.weights_changed(range(len(self._host.layers)))
 
     def adopt_weights(self) -> None:
@@ -181,6 +197,7 @@ class Streaming:
                 device.drain.submit(f"save {index}", save, (written,), nbytes=nbytes).wait()
             self._host.flush(index)
             self._host.restart_master(index)
+        self._meet("after new weights")
         self.executor.weights_changed(
             [i for i in range(len(self._host.layers)) if i not in self._plan.resident]
         )

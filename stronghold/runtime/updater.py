@@ -17,19 +17,37 @@ fp32.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Protocol
 
 import torch
 
 from stronghold.device.base import Device, Fence, completed
 from stronghold.device.kernels import Kernels
-from stronghold.memory.host import GradientEntry, HostStore, view
+from stronghold.memory.host import GradientEntry, HostStore
 from stronghold.plan.planner import Gradients
 from stronghold.runtime.adam import AdamSteps, TrainingArrays, adam_bytes, adam_segments
 from stronghold.runtime.ledger import GateResult, Ledger, open_gate
 from stronghold.runtime.residents import Residents
 from stronghold.runtime.spills import Spills
+
+
+class Agreement(Protocol):
+    """What several ranks decide together."""
+
+    def meet(self, square_sums: Sequence[dict[int, float]]) -> tuple[list[float], list[set[int]]]:
+        """This rank's sums of squares, by layer and parameter -> those of the step, and the
+        parameters with a gradient on any rank, by layer."""
+        ...
+
+    def publishing(self, layer: int, work: Callable[[], object]) -> Callable[[], None]:
+        """`work`, after which the layer counts as updated by this rank."""
+        ...
+
+    def forget(self) -> None:
+        """The step's gradients were used, or are void."""
+        ...
 
 
 class Updater:
@@ -45,7 +63,9 @@ class Updater:
         kernels: Kernels,
         ledger: Ledger,
         residents: Residents | None = None,
+        agreement: Agreement | None = None,
     ) -> None:
+        self._agreement = agreement
         self._device = device
         self._host = host
         self._mode = mode
@@ -177,8 +197,11 @@ class Updater:
         for fence in self._norm_done:
             fence.wait()
         early = self._mode is Gradients.RING
+        square_sums = self._all_square_sums()
+        if self._agreement is not None:
+            square_sums, self.ledger.arrived[:] = self._agreement.meet(self._square_sums)
         gate, scale = open_gate(
-            self._all_square_sums(), clipping=clipping, inverse_scale=inverse_scale, early=early
+            square_sums, clipping=clipping, inverse_scale=inverse_scale, early=early
         )
         changed = [] if gate.overflow else [layer for layer, _ in self._on_host()]
         if not early and not gate.overflow:
@@ -192,6 +215,8 @@ class Updater:
     def forget(self) -> None:
         """Drop the gradients of the step that has ended or is abandoned."""
         self._norm_done.clear()
+        if self._agreement is not None:
+            self._agreement.forget()
         if self._residents is not None:
             self._residents.forget()
         self.ledger.forget()
@@ -236,6 +261,8 @@ class Updater:
             return
         assert entry is not None
         work = self._adam(layer, arrived, entry.gradients, scale)
+        if self._agreement is not None:
+            work = self._agreement.publishing(layer, work)
         nbytes = adam_bytes(self._host.dtype, entry.gradients.dtype) * self._numel(layer, arrived)
         self.ledger.update(layer, self._submit("update", layer, work, after, entry, nbytes))
 
@@ -277,16 +304,15 @@ class Updater:
         self, layer: int, arrived: frozenset[int], repeated: frozenset[int], entry: GradientEntry
     ) -> Callable[[], None]:
         accumulator = self._host.accumulator(layer)
-        slices = self._host.layers[layer].layout.slices
         size = entry.gradients.element_size()
         segments = [
             (
-                entry.gradients.data_ptr() + slices[k].offset * size,
-                accumulator.data_ptr() + slices[k].offset * 4,
-                slices[k].numel,
+                entry.gradients.data_ptr() + own.start * size,
+                accumulator.data_ptr() + own.start * 4,
+                own.stop - own.start,
                 k in repeated,
             )
-            for k in sorted(arrived)
+            for k, own in self._own(layer, arrived)
         ]
         norms = self._norms(layer, arrived, accumulator) if self.ledger.boundary else None
 
@@ -305,13 +331,12 @@ class Updater:
         drained: torch.Tensor,
     ) -> Callable[[torch.Tensor], None]:
         """What merges `drained` into what is held, where that is another array, and takes norms."""
-        slices = self._host.layers[layer].layout.slices
         sums = self._square_sums[layer]  # of this step, also if the step is abandoned meanwhile
 
         def run(held: torch.Tensor) -> None:
             if drained.data_ptr() != held.data_ptr():
-                for k in sorted(arrived):
-                    target, part = view(held, slices[k]), view(drained, slices[k])
+                for k, own in self._own(layer, arrived):
+                    target, part = held[own], drained[own]
                     if k in repeated:
                         target.add_(part)
                     else:
@@ -327,15 +352,14 @@ class Updater:
         gradients: torch.Tensor,
         sums: dict[int, float] | None = None,
     ) -> Callable[[], None]:
-        slices = self._host.layers[layer].layout.slices
-        positions = sorted(arrived)
+        parts = self._own(layer, arrived)
         base, size = gradients.data_ptr(), gradients.element_size()
-        segments = [(base + slices[k].offset * size, slices[k].numel) for k in positions]
+        segments = [(base + own.start * size, own.stop - own.start) for _, own in parts]
         into = self._square_sums[layer] if sums is None else sums
 
         def run() -> None:
             found = self._kernels.sum_squares(gradients.dtype, segments)
-            into.update(zip(positions, found, strict=True))
+            into.update(zip((k for k, _ in parts), found, strict=True))
 
         return run
 
@@ -347,9 +371,9 @@ class Updater:
         assert state.exp_avg is not None
         assert state.exp_avg_sq is not None
         arrays = TrainingArrays(
-            begin=0,
-            end=state.layout.trainable_numel,
-            weights=state.weights,
+            begin=state.begin,
+            end=state.end,
+            weights=state.weights[state.begin : state.end],
             low=state.low,
             exp_avg=state.exp_avg,
             exp_avg_sq=state.exp_avg_sq,
@@ -360,6 +384,12 @@ class Updater:
         # The closure keeps `gradients` alive, whose address the segments hold.
         return lambda: self._kernels.adam(dtype, gradients.dtype, segments)
 
+    def _own(self, layer: int, arrived: frozenset[int]) -> list[tuple[int, slice]]:
+        """The elements of each parameter that this rank has, counted from the first one of its
+        range; an empty slice where it has none."""
+        state = self._host.layers[layer]
+        slices = state.layout.slices
+        return [(k, slices[k].within(state.begin, state.end)) for k in sorted(arrived)]
+
     def _numel(self, layer: int, arrived: frozenset[int]) -> int:
-        slices = self._host.layers[layer].layout.slices
-        return sum(slices[k].numel for k in arrived)
+        return sum(own.stop - own.start for _, own in self._own(layer, arrived))

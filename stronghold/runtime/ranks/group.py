@@ -1,0 +1,180 @@
+"""Collectives of one group of ranks, one after the other.
+
+Owns a process group of torch's and the count of bytes that it received. Never decides what is moved
+or when: every rank calls the same methods in the same order, on one thread per group. A wait for
+other ranks ends with RankError when one of them is lost (`watch`).
+
+[Note: the mean] On the CPU a rank gets every rank's piece of its own range and adds them in fp32,
+in the order of the ranks, with one rounding at the end: as many bytes as a ring, and the sum that
+one rank gets that accumulates as many micro-batches. NCCL adds in its own order.
+"""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import distributed
+
+from stronghold.errors import RankError
+
+if TYPE_CHECKING:
+    from stronghold.runtime.ranks.watch import Watch
+
+logger = logging.getLogger("stronghold")
+
+SLICE_S = 1.0  # of a wait, after which the others are looked at
+SAY_EVERY_S = 60.0  # who is waited for
+PIECE_NUMEL = 1 << 18  # elements that are added at once: they stay in the cache
+
+# Newer releases of torch have new names for both.
+_all_gather: Callable[..., Any] = getattr(
+    distributed, "all_gather_single", distributed.all_gather_into_tensor
+)
+_reduce_scatter: Callable[..., Any] = getattr(
+    distributed, "reduce_scatter_single", distributed.reduce_scatter_tensor
+)
+
+
+class Group:
+    """The ranks `members` (global numbers, this one among them) on `backend`, "gloo" or "nccl".
+
+    `number` is the group's place in the watch's rows. `all_members`: the groups that all processes
+    of the program make now, in one order; they make them together.
+    """
+
+    def __init__(
+        self, members: list[int], all_members: list[list[int]], backend: str, number: int
+    ) -> None:
+        self._backend = backend
+        self._number = number
+        self.watch: Watch | None = None
+        # Not with local synchronisation: torch uses the names of such groups again, and the second
+        # engine of a program would look for the addresses of the first.
+        made = [distributed.new_group(ranks, backend=backend) for ranks in all_members]
+        self._handle: Any = made[all_members.index(members)]
+        self.num_ranks = len(members)
+        self.rank = members.index(distributed.get_rank())
+        self.received_bytes = 0
+
+    # -- of layers --------------------------------------------------------------------------------
+    def gather(self, whole: torch.Tensor, own: torch.Tensor, operation: str) -> None:
+        """Fill `whole` with every rank's equal part in order; `own` is this rank's view of it."""
+        target, source = whole.view(torch.uint8), own.view(torch.uint8)
+        if self._backend == "nccl":
+            self._begin()
+            _all_gather(target, source, group=self._handle)
+        else:
+            self._run(
+                operation,
+                lambda: _all_gather(target, source, group=self._handle, async_op=True),
+            )
+        self._count(whole)
+
+    def mean(self, whole: torch.Tensor, room: torch.Tensor | None, operation: str) -> None:
+        """Put the mean over the ranks of `whole` into this rank's equal part of it; the other parts
+        are then undefined. `room` has as many elements as `whole`; NCCL needs none.
+        """
+        share = whole.numel() // self.num_ranks
+        own = whole[self.rank * share : (self.rank + 1) * share]
+        if self._backend == "nccl":
+            self._begin()
+            average = distributed.ReduceOp.AVG
+            _reduce_scatter(own, whole, op=average, group=self._handle)
+        else:
+            assert room is not None
+            pieces = room[: whole.numel()]
+            target, source = pieces.view(torch.uint8), whole.view(torch.uint8)
+            self._run(
+                operation,
+                lambda: distributed.all_to_all_single(
+                    target, source, group=self._handle, async_op=True
+                ),
+            )
+            mean_of(pieces.view(self.num_ranks, share), own)
+        self._count(whole)
+
+    def _count(self, whole: torch.Tensor) -> None:
+        nbytes = whole.numel() * whole.element_size()
+        self.received_bytes += nbytes * (self.num_ranks - 1) // self.num_ranks
+
+    # -- of numbers and objects -------------------------------------------------------------------
+    def numbers(self, mine: torch.Tensor, operation: str) -> torch.Tensor:
+        """Every rank's flat CPU tensor of one length, by rank."""
+        found = mine.new_empty(self.num_ranks, mine.numel())
+        self._run(
+            operation,
+            lambda: _all_gather(found.view(-1), mine, group=self._handle, async_op=True),
+        )
+        return found
+
+    def objects(self, mine: object, operation: str = "exchange") -> list[object]:
+        """Every rank's object, by rank."""
+        data = pickle.dumps(mine)
+        sizes = self.numbers(torch.tensor([len(data)]), operation).flatten().tolist()
+        padded = torch.zeros(max(sizes), dtype=torch.uint8)
+        padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        rows = self.numbers(padded, operation)
+        pairs = zip(rows, sizes, strict=True)
+        return [pickle.loads(row[:size].numpy().tobytes()) for row, size in pairs]
+
+    def barrier(self, operation: str = "barrier") -> None:
+        """Return when every rank has called it."""
+        self.numbers(torch.zeros(1, dtype=torch.uint8), operation)
+
+    # -- waiting ----------------------------------------------------------------------------------
+    def _begin(self) -> None:
+        if self.watch is not None:
+            self.watch.begin(self._number)
+
+    def _run(self, operation: str, start: Callable[[], Any]) -> None:
+        self._begin()
+        begun, said = time.monotonic(), SAY_EVERY_S
+        try:
+            work = start()
+            while not self._wait(work):
+                if self.watch is None:
+                    continue
+                self.watch.check(operation)
+                if (waited := time.monotonic() - begun) > said:
+                    said += SAY_EVERY_S
+                    behind = self.watch.behind(self._number)
+                    logger.warning("%s waits for %s since %.0f s", operation, behind, waited)
+        except RankError:
+            raise
+        except RuntimeError as error:
+            if self.watch is None:
+                raise
+            raise self.watch.explain(operation, self._number, error) from error
+
+    def _wait(self, work: Any) -> bool:
+        """Whether the work ends within a slice of time; raises its error."""
+        try:
+            work.wait(timedelta(seconds=SLICE_S))
+        except RuntimeError:
+            if not work.is_completed():
+                return False
+            work.wait()  # its own error, or it ended just now
+        return True
+
+    def close(self) -> None:
+        """Leave the group; harmless when the program has ended all groups before."""
+        handle, self._handle = self._handle, None
+        if handle is not None and distributed.is_initialized():
+            distributed.destroy_process_group(handle)
+
+
+def mean_of(pieces: torch.Tensor, target: torch.Tensor) -> None:
+    """The mean of the rows of `pieces` ([Note: the mean])."""
+    count = pieces.shape[0]
+    for begin in range(0, target.numel(), PIECE_NUMEL):
+        part = pieces[:, begin : begin + PIECE_NUMEL]
+        total = part[0].float()
+        for row in part[1:]:
+            total = total + row
+        target[begin : begin + PIECE_NUMEL] = total / count

@@ -1,0 +1,334 @@
+"""What the processes of `test_ranks` run: each function is entered by every rank."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import stronghold
+from stronghold.errors import ConfigError
+from tests.models import MODELS, loss_of
+from tests.training import Run, config
+
+
+def rank() -> int:
+    return int(os.environ["RANK"])
+
+
+def num_ranks() -> int:
+    return int(os.environ["WORLD_SIZE"])
+
+
+class Choosy(nn.Module):
+    """What a batch's number decides: which blocks run, and whether a parameter is used."""
+
+    def __init__(self, width: int = 24, num_layers: int = 5) -> None:
+        super().__init__()
+        self.first = nn.Linear(width, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(num_layers))
+        self.sometimes = nn.Parameter(torch.ones(width))
+        self.never = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: torch.Tensor, number: int) -> torch.Tensor:
+        y = self.first(x)
+        for index, block in enumerate(self.blocks):
+            if (number + index) % 3:
+                y = block(y, number)
+        if number % 2:
+            y = y * self.sometimes
+        return (y - x).square().mean()
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+        self.even = nn.Parameter(torch.zeros(width))
+
+    def forward(self, x: torch.Tensor, number: int) -> torch.Tensor:
+        y = x + torch.tanh(self.linear(x))
+        return y + self.even if number % 2 == 0 else y
+
+
+def choosy() -> tuple[nn.Module, Callable[[int], dict[str, Any]]]:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = Choosy()
+
+    def make_batch(seed: int) -> dict[str, Any]:
+        random = torch.Generator().manual_seed(seed)
+        return {"x": torch.randn(3, 24, generator=random), "number": seed}
+
+    return model.train(), make_batch
+
+
+def train(
+    name: str,
+    settings: dict[str, Any],
+    *,
+    steps: int = 3,
+    options: dict[str, Any] | None = None,
+    batches_per_step: int = 2,
+    each_step: Callable[[Any, int], None] | None = None,
+) -> Run:
+    """Train on the same `batches_per_step` micro-batches a step, whatever the number of ranks.
+    Losses are this rank's.
+    """
+    factory = choosy if name == "choosy" else MODELS[name]
+    model, make_batch = factory(**(options or {}))
+    accumulation = batches_per_step // num_ranks()
+    settings = {**settings, "gradient_accumulation_steps": accumulation}
+    engine, *_ = stronghold.initialize(
+        model=model, config=settings, model_parameters=model.parameters()
+    )
+    run = Run()
+    try:
+        for step in range(steps):
+            for micro in range(accumulation):
+                index = step * batches_per_step + micro * num_ranks() + rank()
+                with engine.no_sync():
+                    loss = loss_of(engine(**make_batch(index)))
+                    engine.backward(loss)
+                engine.step()
+                run.losses.append(loss.detach().clone())
+            run.norms.append(engine.get_global_grad_norm())
+            if each_step is not None:
+                each_step(engine, step)
+        run.weights = {name: p.detach().clone() for name, p in engine.named_parameters()}
+    finally:
+        engine.destroy()
+    return run
+
+
+# Frozen and tied parameters, blocks called twice, unused ones, experts chosen by the data.
+ZOO = "gpt gpt_tied frozen unused tied_blocks called_twice experts adapters uneven"
+CASES: dict[str, Callable[[], Run]] = {
+    **{name: partial(train, name, config(clipping=0.0)) for name in ZOO.split()},
+    "choosy": partial(train, "choosy", config(clipping=0.0), steps=5),
+    "choosy, one slot": partial(
+        train, "choosy", config(clipping=0.0, section={"window": 1}), steps=5
+    ),
+    "weird sizes": partial(train, "weird_model", config(clipping=0.0)),
+    "recomputed": partial(train, "gpt", config(clipping=0.0, section={"activations": "recompute"})),
+    "hostile": partial(
+        train, "gpt", config(clipping=0.0, section={"window": 2, "emulated": {"jitter_s": 2e-3}})
+    ),
+}
+CLOSE: dict[str, Callable[[], Run]] = {
+    "clipped": partial(train, "gpt", config(clipping=0.1), batches_per_step=4),
+    "bf16": partial(train, "gpt", config(precision="bf16"), batches_per_step=4),
+}
+TWICE = ("gpt", "experts", "choosy")
+
+
+def two_ranks(folder: Path) -> dict[str, Any]:
+    """Everything that needs two ranks and no failure."""
+    return {
+        "bits": {name: run() for name, run in CASES.items()},
+        "again": {name: CASES[name]() for name in TWICE},
+        "close": {name: run() for name, run in CLOSE.items()},
+        "memory": memory(),
+        "traffic": traffic(),
+        **alone(),
+        "surface": surface(),
+        "overflow": overflow(),
+        "refused": refused(),
+    }
+
+
+def engine_of(model: nn.Module, settings: dict[str, Any], **more: Any) -> Any:
+    parameters = model.parameters()
+    engine, *_ = stronghold.initialize(
+        model=model, config=settings, model_parameters=parameters, **more
+    )
+    return engine
+
+
+class Wide(nn.Module):
+    """Some megabytes of weights."""
+
+    def __init__(self, width: int = 512, num_layers: int = 8) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(width, width) for _ in range(num_layers))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def memory() -> dict[str, Any]:
+    engine = engine_of(Wide(), config(precision="bf16", section={"layers": "blocks"}))
+    try:
+        engine.backward(engine(torch.ones(2, 512, dtype=torch.bfloat16)).float().mean())
+        engine.step()
+        engine.synchronize()
+        stack, report = engine._stack, engine.memory_report()
+        padded_numel = sum(layer.numel for layer in stack.layout.layers)
+        torch.distributed.barrier()
+        found = {
+            "host_peak": report.host_peak,
+            "host_planned": report.host_planned,
+            "gpu_peak": report.gpu_peak,
+            "gpu_planned": report.gpu_planned,
+            "padded_numel": padded_numel,
+            "plan": str(stack.plan),
+            "weights_bytes": padded_numel * 2,
+            "weights_pss": _pss("stronghold weights"),
+        }
+        torch.distributed.barrier()
+        return found
+    finally:
+        engine.destroy()
+
+
+def _pss(name: str) -> int:
+    """Bytes of the mappings whose file has this name, shared pages counted in parts."""
+    total, inside = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if "-" in line.split(" ", 1)[0]:
+            inside = name in line
+        elif inside and line.startswith("Pss:"):
+            total += int(line.split()[1]) * 1024
+    return total
+
+
+def traffic() -> dict[str, int]:
+    """Bytes that a step receives, when the order of the layers is known, with one slot."""
+    model, make_batch = MODELS["gpt"](num_layers=5)
+    engine = engine_of(model, config(section={"window": 1}))
+    try:
+        before = 0
+        for step in range(3):
+            before = engine._ranks.received_bytes
+            engine.backward(loss_of(engine(**make_batch(2 * step + rank()))))
+            engine.step()
+            engine._stack.device.gather.submit("wait", lambda: None).wait()
+        received = engine._ranks.received_bytes - before
+        layers = engine._stack.layout.layers
+        twice = sum(layer.numel for layer in layers if layer.streamed)
+        once = sum(layer.numel for layer in layers if not layer.streamed)
+        # The layer at which backward turns is there still.
+        at_the_turn = max(layer.index for layer in layers if layer.streamed)
+        weights = 2 * twice - layers[at_the_turn].numel + once
+        gradients = sum(layer.trainable_numel for layer in layers)
+        return {"received": received, "expected": (weights + gradients) * 4 // 2}
+    finally:
+        engine.destroy()
+
+
+def alone() -> dict[str, Any]:
+    """Rank 0 evaluates and reads weights between all steps; the other does after the last."""
+    _, make_batch = MODELS["gpt"]()
+    loss = torch.zeros(())
+
+    def each_step(engine: Any, step: int) -> None:
+        nonlocal loss
+        if rank() == 0 or step == 2:
+            engine.eval()
+            with torch.no_grad():
+                for seed in range(step + 2):
+                    loss = loss_of(engine.module(**make_batch(1000 + seed)))
+            engine.module.state_dict()
+            engine.train()
+
+    return {"alone": train("gpt", config(clipping=0.0), each_step=each_step), "alone loss": loss}
+
+
+def surface() -> dict[str, Any]:
+    model, _ = MODELS["gpt"]()
+    engine = engine_of(model, config(accumulation=3), training_data=list(range(8)))
+    try:
+        return {
+            "global_rank": engine.global_rank,
+            "world_size": engine.world_size,
+            "dp_world_size": engine.dp_world_size,
+            "train_batch_size": engine.train_batch_size(),
+            "gradient_accumulation_steps": engine.gradient_accumulation_steps(),
+            "samples": torch.cat(list(engine.training_dataloader)).tolist(),
+        }
+    finally:
+        engine.destroy()
+
+
+def overflow() -> dict[str, Any]:
+    """fp16: one rank's loss is infinite."""
+    model, make_batch = MODELS["gpt"]()
+    engine = engine_of(model, {**config(precision="fp16"), "zero_optimization": {"stage": 0}})
+    try:
+        before = {k: v.clone() for k, v in engine.module_state_dict().items()}
+        loss = loss_of(engine(**make_batch(rank())))
+        engine.backward(loss * (float("inf") if rank() == 1 else 1.0))
+        engine.step()
+        after = engine.module_state_dict()
+        return {
+            "skipped": engine.skipped_steps,
+            "scale": engine.optimizer.loss_scale,
+            "unchanged": all(torch.equal(after[k], v) for k, v in before.items()),
+        }
+    finally:
+        engine.destroy()
+
+
+def refused() -> dict[str, str]:
+    """What several ranks refuse before they run, and why."""
+    cases: dict[str, tuple[nn.Module, dict[str, Any]]] = {
+        "gpu": (Wide(8, 2), {"resident_updates": "gpu"}),
+        "nvme": (Wide(8, 2), {"nvme": {"path": "/tmp"}}),
+        "model": (Wide(8 + rank(), 2), {}),
+    }
+    found = {}
+    for name, (model, section) in cases.items():
+        try:
+            engine_of(model, config(section={"layers": "blocks", **section})).destroy()
+        except ConfigError as error:
+            found[name] = str(error)
+    return found
+
+
+# -- checkpoints -----------------------------------------------------------------------------------
+def session(save: Path | None, load: Path | None, *, steps: int, **section: Any) -> dict[str, Any]:
+    """Load, train on two micro-batches a step, and save; the state, whole on every rank."""
+    model, make_batch = MODELS["gpt"]()
+    settings = config(precision="bf16", section=section)
+    settings["gradient_accumulation_steps"] = 2 // num_ranks() if num_ranks() < 3 else 1
+    engine = engine_of(model, settings)
+    try:
+        if load is not None:
+            engine.load_checkpoint(load)
+        done = engine.global_steps
+        losses = []
+        for step in range(done, done + steps):
+            for micro in range(engine.gradient_accumulation_steps()):
+                index = 2 * step + (micro * num_ranks() + rank()) % 2
+                loss = loss_of(engine(**make_batch(index)))
+                engine.backward(loss)
+                engine.step()
+                losses.append(loss.item())
+        if save is not None:
+            engine.save_checkpoint(save)
+        weights = {n: p.detach().clone() for n, p in engine.named_parameters()}
+        return {"losses": losses, "weights": weights, "steps": engine.global_steps}
+    finally:
+        engine.destroy()
+
+
+def save_two(folder: Path) -> dict[str, Any]:
+    """Train, save, go on; and a save beside training."""
+    first = session(folder / "saved", None, steps=2)
+    on = session(None, folder / "saved", steps=2)
+    session(folder / "beside", None, steps=2, async_checkpoint=True)
+    straight = session(None, None, steps=4)
+    return {"first": first, "on": on, "straight": straight}
+
+
+def load_elsewhere(folder: Path) -> dict[str, Any]:
+    """Load what other ranks saved, and save it again untrained."""
+    source = Path(os.environ["CHECKPOINT"])
+    return session(folder / "again", source, steps=0) | {"trained": session(None, source, steps=1)}

@@ -1,0 +1,99 @@
+"""Processes for tests of several ranks: each runs one function of a module, over gloo on loopback.
+
+Owns their launch and their end. A test that fails kills those that are left.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib
+import os
+import pickle
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.conftest import free_port
+
+ROOT = Path(__file__).resolve().parent.parent
+CODE = "import sys; from tests.ranks import enter; enter(*sys.argv[1:])"
+
+
+@dataclass(kw_only=True)
+class Launch:
+    """Running ranks: `run` is "module:function", called with the folder as its only argument."""
+
+    run: str
+    num_ranks: int
+    folder: Path
+    environment: dict[str, str] = field(default_factory=dict)
+    processes: list[subprocess.Popen[str]] = field(default_factory=list)
+
+    def __enter__(self) -> Launch:
+        shared = {
+            **os.environ,
+            "WORLD_SIZE": str(self.num_ranks),
+            "LOCAL_WORLD_SIZE": str(self.num_ranks),
+            "LOCAL_SIZE": str(self.num_ranks),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(free_port()),
+            "DS_ACCELERATOR": "cpu",
+            "OMP_NUM_THREADS": "1",
+            **self.environment,
+        }
+        for rank in range(self.num_ranks):
+            log = open(self.folder / f"log-{rank}", "w")
+            self.processes.append(
+                subprocess.Popen(
+                    [sys.executable, "-c", CODE, self.run, str(self.folder)],
+                    cwd=ROOT,
+                    env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    text=True,
+                )
+            )
+            log.close()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self.processes:
+            process.kill()
+            process.wait()
+
+    def finish(self, timeout_s: float = 50.0) -> list[tuple[int, str]]:
+        """Wait for all: (exit status, output) by rank."""
+        deadline = time.monotonic() + timeout_s
+        for process in self.processes:
+            process.wait(timeout=max(1.0, deadline - time.monotonic()))
+        return [(p.returncode, self.output(rank)) for rank, p in enumerate(self.processes)]
+
+    def output(self, rank: int) -> str:
+        return (self.folder / f"log-{rank}").read_text(errors="replace")
+
+
+def run_ranks(run: str, num_ranks: int, folder: Path, **environment: str) -> list[Any]:
+    """What the function returned on every rank; fails with the output of one that failed."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with Launch(run=run, num_ranks=num_ranks, folder=folder, environment=environment) as launch:
+        ended = launch.finish()
+    for rank, (status, output) in enumerate(ended):
+        assert status == 0, f"rank {rank} of {num_ranks} ended with {status}:\n{output[-6000:]}"
+    return [pickle.loads((folder / f"result-{rank}").read_bytes()) for rank in range(num_ranks)]
+
+
+def enter(run: str, folder: str) -> None:
+    """The body of each process."""
+    torch.set_num_threads(1)
+    faulthandler.dump_traceback_later(float(os.environ.get("DUMP_AFTER_S", "40")), exit=False)
+    module, _, function = run.partition(":")
+    result = getattr(importlib.import_module(module), function)(Path(folder))
+    (Path(folder) / f"result-{os.environ['RANK']}").write_bytes(pickle.dumps(result))
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()
