@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -139,6 +141,7 @@ def two_ranks(folder: Path) -> dict[str, Any]:
         "surface": surface(),
         "overflow": overflow(),
         "refused": refused(),
+        "checkpoint": checkpoint(folder),
     }
 
 
@@ -319,16 +322,49 @@ def session(save: Path | None, load: Path | None, *, steps: int, **section: Any)
         engine.destroy()
 
 
-def save_two(folder: Path) -> dict[str, Any]:
+def checkpoint(folder: Path) -> dict[str, Any]:
     """Train, save, go on; and a save beside training."""
-    first = session(folder / "saved", None, steps=2)
-    on = session(None, folder / "saved", steps=2)
-    session(folder / "beside", None, steps=2, async_checkpoint=True)
-    straight = session(None, None, steps=4)
-    return {"first": first, "on": on, "straight": straight}
+    return {
+        "first": session(folder / "saved", None, steps=2),
+        "on": session(None, folder / "saved", steps=2),
+        "beside": session(folder / "beside", None, steps=2, async_checkpoint=True),
+        "straight": session(None, None, steps=4),
+    } | {"saved": str(folder / "saved"), "beside": str(folder / "beside")}
 
 
 def load_elsewhere(folder: Path) -> dict[str, Any]:
     """Load what other ranks saved, and save it again untrained."""
     source = Path(os.environ["CHECKPOINT"])
     return session(folder / "again", source, steps=0) | {"trained": session(None, source, steps=1)}
+
+
+# -- failures --------------------------------------------------------------------------------------
+def fail(folder: Path) -> None:
+    """The last rank ends, in the way that HOW names, in its third step. A slow one comes back."""
+    from stronghold.runtime.ranks import group
+
+    group.SAY_EVERY_S = 1.0
+    how = os.environ["HOW"]
+    model, make_batch = MODELS["gpt"]()
+    engine = engine_of(model, config(section={"rank_timeout_s": 3.0}))
+    for step in range(5):
+        loss = loss_of(engine(**make_batch(step)))
+        if step == 3 and rank() == num_ranks() - 1:
+            (folder / "failing").write_text(str(time.time()))
+            if how == "raise":
+                raise ArithmeticError("a batch of nonsense")
+            if how == "slow":
+                time.sleep(2.5)
+            else:
+                os.kill(os.getpid(), signal.SIGKILL if how == "kill" else signal.SIGSTOP)
+        engine.backward(loss)
+        engine.step()
+    engine.synchronize()
+    engine.destroy()
+
+
+def four_ranks(folder: Path) -> dict[str, Run]:
+    """Cases that are exact with four ranks too."""
+    names = ("gpt", "experts", "choosy")
+    cases = {name: partial(train, name, config(clipping=0.0), steps=2) for name in names}
+    return {name: case(batches_per_step=4) for name, case in cases.items()}

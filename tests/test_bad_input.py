@@ -358,7 +358,9 @@ def test_a_gpu_that_is_not_there(allocations: list[str]) -> None:
     trains(model, make_batch, config(section={"device": "emulated"}))
 
 
-def test_ranks_without_a_process_group(allocations: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_without_a_process_group(
+    allocations: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, _ = MODELS["gpt"]()
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import filecmp
+import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from tests import rank_programs
-from tests.ranks import run_ranks
+from tests.ranks import Launch, run_ranks
 from tests.training import Run, assert_identical
 
 PROGRAMS = "tests.rank_programs"
@@ -120,3 +123,93 @@ def test_what_several_ranks_cannot_do_yet_is_refused(two: list[Any]) -> None:
         assert "resident_updates" in refused["gpu"]
         assert "stronghold.nvme" in refused["nvme"]
         assert "the model's parameters differ between the ranks" in refused["model"]
+
+
+# -- checkpoints -----------------------------------------------------------------------------------
+def test_what_ranks_save_resumes_to_the_bit(two: list[Any]) -> None:
+    for found in two:
+        saved = found["checkpoint"]
+        assert saved["on"]["losses"] == saved["straight"]["losses"][2:]
+        for name, weight in saved["straight"]["weights"].items():
+            assert torch.equal(saved["on"]["weights"][name], weight), name
+
+
+def test_a_save_beside_training_writes_the_same_files(two: list[Any]) -> None:
+    saved, beside = (
+        Path(two[0]["checkpoint"][which]) / "global_step2" for which in ("saved", "beside")
+    )
+    names = sorted(path.name for path in saved.iterdir())
+    assert names == sorted(path.name for path in beside.iterdir())
+    assert filecmp.cmpfiles(saved, beside, names, shallow=False) == (names, [], [])
+
+
+def test_one_rank_loads_what_two_saved(two: list[Any], tmp_path: Path) -> None:
+    """And saves the same files: a checkpoint says nothing of ranks, but for their random states."""
+    source = Path(two[0]["checkpoint"]["saved"])
+    found = rank_programs.session(tmp_path / "again", source, steps=0)
+    for name, weight in two[0]["checkpoint"]["first"]["weights"].items():
+        assert torch.equal(found["weights"][name], weight), name
+    tensors = sorted(path.name for path in (source / "global_step2").glob("*.safetensors"))
+    again = tmp_path / "again" / "global_step2"
+    assert filecmp.cmpfiles(source / "global_step2", again, tensors, shallow=False)[0] == tensors
+
+
+@pytest.mark.slow
+def test_four_ranks_load_what_one_saved_and_what_two_saved(two: list[Any], tmp_path: Path) -> None:
+    one = rank_programs.session(tmp_path / "one", None, steps=2)
+    for source, expected in (
+        (tmp_path / "one", one),
+        (Path(two[0]["checkpoint"]["saved"]), two[0]["checkpoint"]["first"]),
+    ):
+        folder = tmp_path / source.name / "four"
+        for found in run_ranks(f"{PROGRAMS}:load_elsewhere", 4, folder, CHECKPOINT=str(source)):
+            for name, weight in expected["weights"].items():
+                assert torch.equal(found["weights"][name], weight), name
+            assert found["trained"]["steps"] == 3
+        tensors = sorted(path.name for path in (source / "global_step2").glob("*.safetensors"))
+        again = folder / "again" / "global_step2"
+        assert (
+            filecmp.cmpfiles(source / "global_step2", again, tensors, shallow=False)[0] == tensors
+        )
+
+
+@pytest.mark.slow
+def test_four_ranks_have_the_bits_of_one_that_accumulates(tmp_path: Path) -> None:
+    four = run_ranks(f"{PROGRAMS}:four_ranks", 4, tmp_path)
+    for name, run in rank_programs.four_ranks(tmp_path).items():
+        losses = interleaved([found[name] for found in four])
+        for found in four:
+            assert_identical(Run(losses=losses, weights=found[name].weights), run)
+            assert found[name].norms == pytest.approx(run.norms, rel=1e-12)
+
+
+# -- failures --------------------------------------------------------------------------------------
+FAILURES = {
+    "kill": "rank 1 (process {}) has ended without a word",
+    "raise": "rank 1 (process {}) failed: ArithmeticError: a batch of nonsense",
+    "stop": "rank 1 (process {}) was silent for",
+}
+
+
+@pytest.mark.parametrize(
+    "how", ["kill", *(pytest.param(how, marks=pytest.mark.slow) for how in ("raise", "stop"))]
+)
+def test_a_rank_that_is_lost_is_named_and_the_others_end(how: str, tmp_path: Path) -> None:
+    environment = {"HOW": how}
+    run = f"{PROGRAMS}:fail"
+    with Launch(run=run, num_ranks=2, folder=tmp_path, environment=environment) as launch:
+        status = launch.processes[0].wait(timeout=120)
+        seconds = time.time() - float((tmp_path / "failing").read_text())
+        words = FAILURES[how].format(launch.processes[1].pid)
+        assert words in launch.output(0)
+        assert "Load the last checkpoint" in launch.output(0)
+        if how == "stop":
+            assert "is stopped" in launch.output(0)
+    assert status != 0
+    assert seconds < 30  # silence counts as loss after 3 s in this program, 60 s by default
+
+
+@pytest.mark.slow
+def test_a_slow_rank_is_named_and_waited_for(tmp_path: Path) -> None:
+    run_ranks(f"{PROGRAMS}:fail", 2, tmp_path, HOW="slow")
+    assert "waits for rank 1 (process" in (tmp_path / "log-0").read_text()

@@ -121,15 +121,14 @@ class Watch:
 
     def _loss(self, i: int) -> str:
         row = self._rows[i]
-        name, message = f"rank {self._ranks[i]} (process {row['pid']})", row["message"].decode()
+        name = f"rank {self._ranks[i]} (process {row['pid']})"
         if row["failed"]:
-            return f"{name} failed: {message}"
+            return f"{name} failed: {row['message'].decode(errors='replace')}"
         if row["left"]:
             return f"{name} has closed its engine, and will not come"
         state = _state(int(row["pid"]), int(row["started"]))
         if state is None:
-            cause = message or "without a word: it was killed, perhaps for want of memory"
-            return f"{name} has ended: {cause}"
+            return f"{name} has ended without a word: it was killed, perhaps for want of memory"
         silent_s = time.monotonic() - self._seen[i][1]
         if silent_s > self._silence_s:
             stopped = " and is stopped" if state in "Tt" else ""
@@ -141,10 +140,6 @@ class Watch:
         """The others end with this message when they next wait."""
         self._mine["message"] = message.encode()[:MESSAGE_BYTES]
         self._mine["failed"] = 1
-
-    def note_end(self, message: str) -> None:
-        """Why this process ends, should others wait for it."""
-        self._mine["message"] = message.encode()[:MESSAGE_BYTES]
 
     def close(self) -> None:
         """This rank takes part no more. Safe to call twice."""
@@ -158,7 +153,7 @@ def _last_words(watch: weakref.ref[Watch]) -> None:
     alive = watch()
     error = getattr(sys, "last_value", None)
     if alive is not None and error is not None:
-        alive.note_end(f"{type(error).__name__}: {error}")
+        alive.fail(f"{type(error).__name__}: {error}")
 
 
 def _state(pid: int, started: int) -> str | None:
