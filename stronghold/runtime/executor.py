@@ -204,8 +204,7 @@ class Executor:
         """
         self._device.check()
         if self._inside and not self._streams[layer]:
-            # A module shared with the block that is running: the schedule must not move that block
-            # away.
+            # A module shared with the block that is running, which must not be moved away.
             self.make_resident(layer)
             return
         self.end_span()  # what follows may wait, which is not the compute of the layer before
@@ -405,9 +404,7 @@ class Executor:
         self._bindings.rest(layer)
 
     def rest_all(self) -> None:
-        """Point every parameter at its layer's own arrays: the state in which the model is given
-        back.
-        """
+        """Point every parameter at its layer's own arrays: so the model is given back."""
         self._bindings.rest_all()
 
     # -- trace ----------------------------------------------------------------------------------
