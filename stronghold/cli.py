@@ -116,7 +116,13 @@ def _add_plan(commands: Any) -> None:
     machine.add_argument("--nvme", metavar="SIZE", help="files on NVMe (default: none)")
     machine.add_argument("--nvme-path", type=Path, metavar="DIR", help="where they lie")
     training = plan.add_argument_group("training")
-    training.add_argument("--batch", type=int, default=1, metavar="N", help="of a micro-batch")
+    training.add_argument(
+        "--batch",
+        type=_batch,
+        default=1,
+        metavar="N",
+        help="sequences of a micro-batch; max: the most that fit",
+    )
     training.add_argument("--seq", type=int, metavar="N", help="tokens of a sequence")
     training.add_argument("--accumulation", type=int, default=1, metavar="N", help="micro-batches")
     training.add_argument("--precision", choices=["bf16", "fp16", "fp32"], default="bf16")
@@ -127,6 +133,11 @@ def _add_plan(commands: Any) -> None:
     output.add_argument("--sweep", choices=["window", "batch", "seq", "layers"], help="draw a plot")
     output.add_argument("-o", "--output", type=Path, metavar="FILE", help="the plot (sweep.png)")
     plan.set_defaults(run=_plan)
+
+
+def _batch(text: str) -> int | None:
+    """A number of sequences; None for the most that fit."""
+    return None if text == "max" else int(text)  # argparse says what was wrong
 
 
 def _add_export(commands: Any) -> None:

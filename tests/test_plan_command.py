@@ -410,6 +410,21 @@ def test_this_machines_profile_is_the_default(
     assert "on V100 32 GB" in page
 
 
+def test_the_largest_micro_batch_fits_and_one_more_does_not(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    call = [*SIZES, "--machine", "rtx4090", "--gpu", "60MB", "--host", "100MB"]
+    status, page, _ = run(*call, "--batch", "max", capsys=capsys)
+    assert status == 0
+    found = re.search(r"batch (\d+) x 64 tokens", page)
+    assert found is not None
+    largest = int(found[1])
+    assert largest > 1
+    assert run(*call, "--batch", str(largest), capsys=capsys)[0] == 0
+    assert run(*call, "--batch", str(largest + 1), capsys=capsys)[0] == 1
+    assert run(*call, "--batch", "0", capsys=capsys)[0] == 2
+
+
 # -- sweeps ---------------------------------------------------------------------------------------
 
 

@@ -4,11 +4,20 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from stronghold.forecast.answer import answer
+from stronghold.forecast.answer import answer, with_largest_batch
 from stronghold.forecast.page import config_text, page
-from stronghold.forecast.question import Question, Words, understand
+from stronghold.forecast.question import Question, Words
+from stronghold.forecast.question import understand as _understand
 
 __all__ = ["Question", "Words", "answer", "config_text", "page", "sweep", "understand"]
+
+
+def understand(words: Words) -> Question:
+    """The question that the options ask, with the largest micro-batch that fits where the options
+    leave it to us; ConfigError, with the option's name, for a mistake.
+    """
+    question = _understand(words)
+    return with_largest_batch(question) if words.batch is None else question
 
 
 def sweep(question: Question, axis: str, png: Path) -> str:

@@ -99,6 +99,12 @@ def fits(question: Question) -> bool:
     return search.fits(question.subject.layout, _demand(question, costs))
 
 
+def with_largest_batch(question: Question) -> Question:
+    """The question with the largest micro-batch that fits, or as it is when not even one does."""
+    largest = search.largest_micro_batch(lambda batch: fits(replace(question, batch=batch)))
+    return replace(question, batch=max(1, largest))
+
+
 def _fastest(question: Question, demand: Demand) -> Choice:
     machine = question.machine
     costs = question.subject.costs_of(question.batch, question.seq, question.dtype)

@@ -57,7 +57,7 @@ class Words:
     host: str | None = None
     nvme: str | None = None
     nvme_path: Path | None = None
-    batch: int = 1
+    batch: int | None = 1  # None: the largest that fits
     seq: int | None = None
     accumulation: int = 1
     precision: str = "bf16"
@@ -83,7 +83,7 @@ def understand(words: Words) -> Question:
     return Question(
         subject=subject,
         machine=replace(machine, gpu_memory_bytes=gpu_bytes, host_memory_bytes=host_bytes),
-        batch=words.batch,
+        batch=words.batch or 1,
         seq=words.seq or min(SEQ, subject.positions or SEQ),
         accumulation=words.accumulation,
         dtype=words.precision,
