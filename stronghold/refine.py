@@ -69,7 +69,7 @@ class Refinement:
         self._tracing = stack.trace.recording
         self._steps = 0
         self._first_span = 0
-        self.stage = Stage.UNTOLD if _is_open(stack) else Stage.SETTLED
+        self.stage = Stage.UNTOLD if _is_open(stack.demand) else Stage.SETTLED
         if self.stage is Stage.UNTOLD and UNTOLD_STEPS == 0:
             self._begin_tracing()
 
