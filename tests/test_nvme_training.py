@@ -165,10 +165,10 @@ def late(engine: Any) -> None:
     tiers, caller = engine._stack.host.tiers, threading.current_thread()
     spill = tiers.spill
 
-    def sleep_and_spill(*what: Any) -> None:
+    def sleep_and_spill(*what: Any) -> Any:
         if threading.current_thread() is not caller:
             time.sleep(0.02)
-        spill(*what)
+        return spill(*what)
 
     tiers.spill = sleep_and_spill
 

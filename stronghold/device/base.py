@@ -77,6 +77,11 @@ class Fence:
     def done(self) -> bool:
         return self._issued.is_set() and (self._event is None or self._event.query())
 
+    @property
+    def failed(self) -> bool:
+        """Whether `wait` would raise; False as long as that is not known."""
+        return self._error is not None
+
 
 def completed(lane: str, operation: str) -> Fence:
     """A fence of work that is already done."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -40,6 +40,16 @@ class Transfer(Protocol):
     """What this room needs of a `Pending`."""
 
     def wait(self) -> None: ...
+
+
+class _Transfers:
+    """Several transfers under way, all of them waited for by one thread."""
+
+    def __init__(self, waits: contextlib.ExitStack) -> None:
+        self._waits = waits
+
+    def wait(self) -> None:
+        self._waits.close()
 
 
 class Store(Protocol):
@@ -222,22 +232,31 @@ class Tiers:
         """Bytes of a piece."""
         return numel * sum(self._dtypes[array].itemsize for array in arrays)
 
-    def load(self, layer: int, begin: int, views: Views) -> None:
-        """Read elements from `begin` on of each array; `OSError` names file, offset and length."""
-        self._move("submit_read", layer, begin, views)
-
-    def spill(self, layer: int, begin: int, views: Views) -> None:
-        """The inverse of `load`."""
-        self._move("submit_write", layer, begin, views)
-
-    def _move(self, submit: str, layer: int, begin: int, views: Views) -> None:
-        """All arrays at once; returns when none of them is in flight, also when one failed."""
+    def load(self, layer: int, begin: int, views: Views) -> Transfer:
+        """Begin to read elements from `begin` on of each array. `wait` returns when none of it is
+        in flight, also when it failed; `OSError` names file, offset and length.
+        """
         assert self._store is not None
-        start = getattr(self._store, submit)
-        with contextlib.ExitStack() as transfers:
+        return self._begin(self._store.submit_read, layer, begin, views)
+
+    def spill(self, layer: int, begin: int, views: Views) -> Transfer:
+        """The inverse of `load`."""
+        assert self._store is not None
+        return self._begin(self._store.submit_write, layer, begin, views)
+
+    def _begin(
+        self,
+        submit: Callable[[Extent, int, torch.Tensor], Transfer],
+        layer: int,
+        begin: int,
+        views: Views,
+    ) -> Transfer:
+        assert self._store is not None
+        with contextlib.ExitStack() as started:
             for array, memory in views.items():
                 extent = self._store.extent(layer, array)
-                transfers.callback(start(extent, begin * memory.element_size(), memory).wait)
+                started.callback(submit(extent, begin * memory.element_size(), memory).wait)
+            return _Transfers(started.pop_all())
 
     # -- outside of the lanes ---------------------------------------------------------------------
     def staged(
@@ -253,10 +272,10 @@ class Tiers:
                 views = self.views(self._other[0], arrays, high - low)
                 first, last = max(begin, low), min(end, high)
                 if mode != "replace" or (first, last) != (low, high):
-                    self.load(layer, low, views)
+                    self.load(layer, low, views).wait()
                 yield first, last, {a: view[first - low : last - low] for a, view in views.items()}
                 if mode != "read":
-                    self.spill(layer, low, views)
+                    self.spill(layer, low, views).wait()
 
     def mapped(self, layer: int, array: str) -> torch.Tensor:
         """The array's pages in the page cache, as a flat tensor ([Note: coherence] of

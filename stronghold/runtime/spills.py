@@ -42,6 +42,7 @@ from stronghold.memory.tiers import Views
 from stronghold.model.layout import ParameterSlice
 from stronghold.plan.spills import WRITTEN
 from stronghold.runtime.adam import ParameterStep, TrainingArrays, adam_bytes, adam_segments
+from stronghold.runtime.ahead import Ahead
 from stronghold.runtime.ledger import Ledger
 from stronghold.runtime.piece_norms import PieceNorms
 
@@ -58,6 +59,7 @@ class Spills:
         self._tiers = host.tiers
         self._kernels = kernels
         self._ledger = ledger
+        self._loads, self._stages, self._spills = Ahead(), Ahead(), Ahead()
         self._written = [completed("spill", "initial values") for _ in host.layers]
 
     # -- updates ----------------------------------------------------------------------------------
@@ -86,7 +88,8 @@ class Spills:
             entry = self._tiers.updates.next()
             views = self._tiers.views(entry.memory, arrays, end - begin)
             piece = self._arrays(layer, begin, end, views, gradients)
-            loaded = device.load.submit(
+            loaded = self._loads.submit(
+                device.load,
                 f"load {layer}",
                 partial(self._tiers.load, layer, begin, views),
                 (entry.free_after, self._written[layer]),
@@ -99,7 +102,8 @@ class Spills:
                 nbytes=adam_bytes(self._host.dtype, piece.gradients.dtype) * (end - begin),
             )
             changed = {array: view for array, view in views.items() if array in WRITTEN}
-            entry.free_after = spilled = device.spill.submit(
+            entry.free_after = spilled = self._spills.submit(
+                device.spill,
                 f"spill {layer}",
                 partial(self._tiers.spill, layer, begin, changed),
                 (updated, spilled),
@@ -188,12 +192,13 @@ class Spills:
     def _gradient_transfer(
         self, verb: str, layer: int, entry: GradientEntry, numel: int, after: tuple[Fence, ...]
     ) -> Fence:
-        lane, move = (
-            (self._device.load, self._tiers.load)
+        ahead, lane, move = (
+            (self._loads, self._device.load, self._tiers.load)
             if verb == "load"
-            else (self._device.spill, self._tiers.spill)
+            else (self._spills, self._device.spill, self._tiers.spill)
         )
-        return lane.submit(
+        return ahead.submit(
+            lane,
             f"{verb} gradients {layer}",
             partial(move, layer, 0, {"gradients": entry.gradients[:numel]}),
             (*after, entry.free_after, self._written[layer]),
@@ -229,7 +234,8 @@ class Spills:
             views = self._tiers.views(entry.memory, arrays, end - begin)
             after = (worked, entry.free_after)
             if not first:
-                loaded = device.load.submit(
+                loaded = self._loads.submit(
+                    device.load,
                     f"load sums {layer}",
                     partial(self._tiers.load, layer, begin, views),
                     (entry.free_after, self._written[layer]),
@@ -245,7 +251,8 @@ class Spills:
                 nbytes=(gradients.element_size() + (12 if norms is not None else 8))
                 * (end - begin),
             )
-            entry.free_after = spilled = device.spill.submit(
+            entry.free_after = spilled = self._spills.submit(
+                device.spill,
                 f"spill sums {layer}",
                 partial(self._tiers.spill, layer, begin, views),
                 (worked, spilled),
@@ -299,7 +306,8 @@ class Spills:
             entry = self._tiers.fetches.next()
             views = self._tiers.views(entry.memory, ("weights",), end - begin)
             nbytes = self._tiers.nbytes(("weights",), end - begin)
-            staged = device.stage.submit(
+            staged = self._stages.submit(
+                device.stage,
                 f"stage {layer}",
                 partial(self._tiers.load, layer, begin, views),
                 (entry.free_after, updated),
