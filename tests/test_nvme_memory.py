@@ -36,16 +36,23 @@ def engine_of(model: nn.Module, path: Path, section: dict[str, Any], **settings:
     )[0]
 
 
+MODES = [(0.0, 1, "bf16"), (1.0, 1, "fp32"), (1.0, 2, "bf16"), (1.0, 1, "fp16")]
+SPILLS = ["moments", "masters", "weights"]
+
+
 @pytest.mark.parametrize(
-    ("clipping", "accumulation", "precision"),
-    [(0.0, 1, "bf16"), (1.0, 1, "fp32"), (1.0, 2, "bf16"), (1.0, 1, "fp16")],
+    ("name", "spill", "mode"),
+    [
+        (name, SPILLS[(i + k) % 3], mode)
+        for i, name in enumerate(["gpt", "frozen", "weird_model"])
+        for k, mode in enumerate(MODES)
+    ],
 )
-@pytest.mark.parametrize("spill", ["moments", "masters", "weights"])
-@pytest.mark.parametrize("name", ["gpt", "frozen", "uneven", "weird_model"])
 def test_peaks_equal_the_plan_on_all_tiers(
-    name: str, spill: str, clipping: float, accumulation: int, precision: str, tmp_path: Path
+    name: str, spill: str, mode: tuple[float, int, str], tmp_path: Path
 ) -> None:
     model, make_batch = MODELS[name]()
+    clipping, accumulation, precision = mode
     settings = {"clipping": clipping, "accumulation": accumulation, "precision": precision}
     engine = engine_of(model, tmp_path, {"nvme": {"spill": spill}}, **settings)
     train(engine, make_batch, range(2))
@@ -97,7 +104,7 @@ def llama() -> nn.Module:
         LlamaConfig(
             hidden_size=128,
             intermediate_size=352,
-            num_hidden_layers=16,
+            num_hidden_layers=8,
             num_attention_heads=4,
             vocab_size=256,
             use_cache=False,
@@ -109,8 +116,6 @@ def llama() -> nn.Module:
     ("spill", "clipping", "accumulation", "most"),
     [
         ("moments", 0.0, 1, 4.5),
-        ("weights", 0.0, 1, 0.5),
-        ("weights", 1.0, 1, 0.5),
         ("weights", 1.0, 2, 0.5),
     ],
 )
