@@ -3,6 +3,7 @@ planned."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import threading
@@ -238,6 +239,67 @@ def test_a_run_resumes_on_other_tiers(tmp_path: Path) -> None:
         run = resumed(saved, settings, steps=range(1, STEPS), save=False)
         run.losses[:0] = expected.losses[:1]
         assert_identical(run, expected)
+
+
+def test_a_checkpoint_beside_training_is_of_its_step(tmp_path: Path) -> None:
+    """Its files are read on the io lane while the next steps load, update and spill."""
+    expected = in_memory("gpt", "bf16", 0.5, 1)
+    spill = spilling(tmp_path, "weights", jitter_s=0.002)
+    section = {"window": 1, "async_checkpoint": True, **spill}
+    settings = config(precision="bf16", clipping=0.5, section=section)
+    engine, make_batch = made(section, precision="bf16", clipping=0.5)
+    for step in range(STEPS):
+        engine.backward(loss_of(engine(**make_batch(step))))
+        engine.step()
+        if step == 0:
+            engine.save_checkpoint(tmp_path / "saved")
+    engine.destroy()
+    run = resumed(tmp_path / "saved", settings, steps=range(1, STEPS), save=False)
+    run.losses[:0] = expected.losses[:1]
+    assert_identical(run, expected)
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_layers_that_are_updated_on_the_gpu_never_spill(accumulation: int, tmp_path: Path) -> None:
+    section = {
+        "resident_layers": 1,
+        "resident_updates": "gpu",
+        **spilling(tmp_path, "weights", jitter_s=0.0005),
+    }
+    settings = {"precision": "bf16", "clipping": 0.5, "accumulation": accumulation}
+    plans: list[Any] = []
+    run = train_windowed(
+        MODELS["gpt"],
+        steps=STEPS,
+        settings=config(section=section, **settings),
+        inspect=lambda engine: plans.append((engine.plan, engine.memory_report())),
+    )
+    run.moments = {}  # of layers on the gpu they are there
+    expected = in_memory("gpt", "bf16", 0.5, accumulation)
+    assert_identical(run, dataclasses.replace(expected, moments={}))
+    plan, report = plans[0]
+    assert plan.updated_on_gpu
+    assert not any(plan.spilled[i] for i in plan.updated_on_gpu if i < len(plan.spilled))
+    assert any(plan.spilled)
+    assert report.host_peak == report.host_planned
+    assert report.gpu_peak == report.gpu_planned
+    assert report.nvme_peak == report.nvme_planned
+
+
+def test_deepspeed_keys_ask_for_the_same(tmp_path: Path) -> None:
+    settings = config(precision="bf16", clipping=0.5, section={"window": 2})
+    offload = {"device": "nvme", "nvme_path": str(tmp_path)}
+    settings["zero_optimization"] = {"stage": 2, "offload_optimizer": offload}
+    settings["aio"] = {"queue_depth": 4, "block_size": 8192}
+    plans: list[Any] = []
+    run = train_windowed(
+        MODELS["gpt"],
+        steps=STEPS,
+        settings=settings,
+        inspect=lambda engine: plans.append(engine.plan),
+    )
+    assert_identical(run, in_memory("gpt", "bf16", 0.5, 1))
+    assert set().union(*plans[0].spilled) == {"exp_avg", "exp_avg_sq", "low"}
 
 
 def resumed(saved: Path, settings: dict[str, Any], *, steps: range, save: bool) -> Run:
