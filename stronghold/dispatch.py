@@ -79,17 +79,22 @@ def initialize(
     section = settings.stronghold
     on_gpu = (section.device or "cuda") == "cuda" and cuda.available()
     ranks = distributed.join(mpu, on_gpu=on_gpu, silence_s=section.rank_timeout_s)
-    engine = StrongholdEngine(
-        ranks=ranks,
-        args=args,
-        model=model,
-        settings=settings,
-        optimizer=shown,
-        lr_scheduler=make_scheduler(lr_scheduler, shown, settings),
-        training_data=training_data,
-        collate_fn=collate_fn,
-        mpu=mpu,
-    )
+    try:
+        engine = StrongholdEngine(
+            args=args,
+            model=model,
+            settings=settings,
+            optimizer=shown,
+            lr_scheduler=make_scheduler(lr_scheduler, shown, settings),
+            training_data=training_data,
+            collate_fn=collate_fn,
+            mpu=mpu,
+            ranks=ranks,
+        )
+    except BaseException:
+        if ranks is not None:
+            ranks.close()
+        raise
     logger.info("stronghold engine active on %s", engine.device)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 

@@ -271,7 +271,8 @@ class StrongholdEngine(Checkpoints, deepspeed.DeepSpeedEngine):  # type: ignore[
         after = self.gradient_accumulation_steps()
         if before == 1 and after > 1:
             self._config.gradient_accumulation_steps = before
-            self._config.train_batch_size = self.train_micro_batch_size_per_gpu() * before
+            each = self.train_micro_batch_size_per_gpu() * before
+            self._config.train_batch_size = each * self.dp_world_size
             raise ConfigError(
                 f"set_train_batch_size({train_batch_size}) needs {after} accumulation steps, but "
                 "the plan has no fp32 accumulators: start with gradient_accumulation_steps above 1"

@@ -15,6 +15,7 @@ from torch import nn
 
 import stronghold
 from stronghold.errors import ConfigError
+from tests.conftest import lane_threads
 from tests.models import MODELS, loss_of
 from tests.training import Run, config
 
@@ -142,6 +143,8 @@ def two_ranks(folder: Path) -> dict[str, Any]:
         "overflow": overflow(),
         "refused": refused(),
         "checkpoint": checkpoint(folder),
+        "life": life(),
+        "model parallel": model_parallel(),
     }
 
 
@@ -368,3 +371,72 @@ def four_ranks(folder: Path) -> dict[str, Run]:
     names = ("gpt", "experts", "choosy")
     cases = {name: partial(train, name, config(clipping=0.0), steps=2) for name in names}
     return {name: case(batches_per_step=4) for name, case in cases.items()}
+
+
+# -- life ------------------------------------------------------------------------------------------
+def life() -> dict[str, Any]:
+    """What is left after engines that ended, and after one that could not be made."""
+    refused()
+    wide = Wide(16, 2)
+    engine_of(wide, config(section={"layers": "blocks"})).destroy()
+    torch.distributed.barrier()
+    if rank() == 0:
+        with torch.no_grad():
+            for parameter in wide.parameters():
+                parameter.fill_(7.0)
+    torch.distributed.barrier()
+    found = {
+        "sevens": all(bool((p == 7.0).all()) for p in wide.parameters()),
+        "threads": lane_threads(),
+        "files": [name for name in os.listdir("/dev/shm") if "stronghold" in name],
+    }
+    torch.distributed.barrier()
+    return found
+
+
+class Units:
+    """Two model-parallel ranks, each alone in its data-parallel group."""
+
+    def __init__(self) -> None:
+        alone = [torch.distributed.new_group([member]) for member in range(2)]
+        self._alone = alone[rank()]
+        self._both = torch.distributed.new_group([0, 1])
+
+    def get_data_parallel_world_size(self) -> int:
+        return 1
+
+    def get_data_parallel_rank(self) -> int:
+        return 0
+
+    def get_data_parallel_group(self) -> Any:
+        return self._alone
+
+    def get_model_parallel_world_size(self) -> int:
+        return 2
+
+    def get_model_parallel_rank(self) -> int:
+        return rank()
+
+    def get_model_parallel_group(self) -> Any:
+        return self._both
+
+
+def model_parallel() -> dict[str, Any]:
+    """Each rank has half of every weight, and the whole of every bias."""
+    model = Wide(16, 2)
+    for block in model.blocks:
+        block.weight.tensor_model_parallel = True
+    gradients = [torch.full_like(p, 1.0 + rank() * (p.dim() > 1)) for p in model.parameters()]
+    engine = engine_of(model, config(section={"layers": "blocks"}), mpu=Units())
+    try:
+        parts = zip(model.parameters(), gradients, strict=True)
+        engine.backward(sum((p * g).sum() for p, g in parts))
+        engine.step()
+        return {
+            "norm": engine.get_global_grad_norm(),
+            "expected": (2 * (16 * 16 * (1 + 4) + 16)) ** 0.5,
+            "batch": engine.train_batch_size(),
+            "ranks": (engine.world_size, engine.dp_world_size, engine.mp_world_size),
+        }
+    finally:
+        engine.destroy()

@@ -125,6 +125,22 @@ def test_what_several_ranks_cannot_do_yet_is_refused(two: list[Any]) -> None:
         assert "the model's parameters differ between the ranks" in refused["model"]
 
 
+def test_nothing_is_left_of_an_engine(two: list[Any]) -> None:
+    """Its model is each process's own, its threads have ended, and no file remains; also of one
+    that could not be made."""
+    for rank, found in enumerate(two):
+        assert found["life"] == {"sevens": rank == 0, "threads": [], "files": []}
+
+
+def test_norms_are_of_the_whole_model_under_tensor_parallelism(two: list[Any]) -> None:
+    """Parts of split parameters are added, whole ones counted once."""
+    for found in two:
+        split = found["model parallel"]
+        assert split["norm"] == pytest.approx(split["expected"], rel=1e-6)
+        assert split["batch"] == 2
+        assert split["ranks"] == (2, 1, 2)
+
+
 # -- checkpoints -----------------------------------------------------------------------------------
 def test_what_ranks_save_resumes_to_the_bit(two: list[Any]) -> None:
     for found in two:
