@@ -67,8 +67,9 @@ class StrongholdEngine(Checkpoints, deepspeed.DeepSpeedEngine):  # type: ignore[
         self.config = settings.original
         self.settings = settings
         training = settings.training
-        named = getattr(args, "local_rank", None)  # -1 where argparse has no launcher
-        self.local_rank = max(0, int(os.environ.get("LOCAL_RANK", 0) if named is None else named))
+        named = getattr(args, "local_rank", None)  # -1 where no launcher gave the argument
+        given = os.environ.get("LOCAL_RANK", 0) if named is None or int(named) < 0 else named
+        self.local_rank = int(given)
         self._ranks = ranks
         self.global_rank, self.world_size, self.dp_world_size = places_of(ranks)
         self.mp_world_size = 1 if mpu is None else int(mpu.get_model_parallel_world_size())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import signal
 import time
@@ -249,9 +250,12 @@ def alone() -> dict[str, Any]:
 
 def surface() -> dict[str, Any]:
     model, _ = MODELS["gpt"]()
-    engine = engine_of(model, config(accumulation=3), training_data=list(range(8)))
+    args = argparse.Namespace(local_rank=-1)  # what torchrun leaves of the argument
+    settings = config(accumulation=3)
+    engine = engine_of(model, settings, args=args, training_data=list(range(8)))
     try:
         return {
+            "local_rank": engine.local_rank,
             "global_rank": engine.global_rank,
             "world_size": engine.world_size,
             "dp_world_size": engine.dp_world_size,

@@ -101,6 +101,7 @@ def test_one_rank_may_evaluate_alone(two: list[Any]) -> None:
 def test_what_the_engine_says_of_ranks(two: list[Any]) -> None:
     for rank, found in enumerate(two):
         assert found["surface"] == {
+            "local_rank": rank,
             "global_rank": rank,
             "world_size": 2,
             "dp_world_size": 2,
