@@ -97,6 +97,30 @@ def test_a_step_moves_the_planned_bytes(tmp_path: Path) -> None:
         assert read >= 0.7 * plan.nvme_read_bytes  # a window keeps what the turn needs
 
 
+def test_the_wear_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model, make_batch = MODELS["gpt"](num_layers=4)
+    with caplog.at_level("INFO", "stronghold"):
+        engine = engine_of(model, tmp_path, {"nvme": {"spill": "moments"}})
+        written = engine.plan.nvme_written_bytes
+        train(engine, make_batch, range(4))
+        engine.destroy()
+    assert written == 8 * sum(layer.trainable_numel for layer in engine._stack.layout.layers)
+    told = [record.message for record in caplog.records if "TB written per hour" in record.message]
+    assert len(told) == 1
+    assert f"{written / (1 << 20):.2f} MiB written" in told[0]
+
+
+def test_what_is_replaced_costs_no_more_than_itself(tmp_path: Path) -> None:
+    """Taking the model over writes its weights once, and pages that two parameters share twice."""
+    model, _ = MODELS["gpt"](num_layers=4)
+    engine = engine_of(model, tmp_path, {"nvme": {"spill": "weights"}}, precision="bf16")
+    store, layers = engine._stack.host.tiers._store, engine._stack.layout.layers
+    edges = 2 * sum(len(layer.slices) for layer in layers) * 2 * PAGE_NUMEL
+    weights = sum(layer.numel for layer in layers) * 2
+    assert store.bytes_written <= weights + edges
+    engine.destroy()
+
+
 def llama() -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 

@@ -8,6 +8,10 @@ kernel writes dirty pages back before such a transfer and drops the pages of wha
 it, so that a mapping shows what is in the file; what it does not promise is the outcome of a race
 between the two. Callers read a mapping between steps, when no transfer is under way, and `flush`
 what they have written to it before the next transfer begins.
+
+[Note: unreadable pages] A page that cannot be read, of a truncated file or a failing disk, ends the
+process with SIGBUS: Python has no error for it. So `NvmeStore.check` comes before reads, and after
+a failure weights are read back through the store, never here.
 """
 
 from __future__ import annotations

@@ -209,12 +209,12 @@ class Tiers:
         """
         assert self._store is not None
         whole = numel_of(self._layers[layer], arrays)
-        end = whole if end is None else end
+        end = whole if end is None else -(-end // PAGE_NUMEL) * PAGE_NUMEL
         size = sum(self._dtypes[array].itemsize for array in arrays)
         step = self._store.piece_bytes // (size * PAGE_NUMEL) * PAGE_NUMEL
         at = begin // PAGE_NUMEL * PAGE_NUMEL
         while at < end:
-            yield at, min(at + step, whole)
+            yield at, min(at + step, end)
             at += step
 
     def views(self, memory: torch.Tensor, arrays: Sequence[str], numel: int) -> Views:
@@ -271,11 +271,19 @@ class Tiers:
             for low, high in self.cuts(layer, arrays, begin, end):
                 views = self.views(self._other[0], arrays, high - low)
                 first, last = max(begin, low), min(end, high)
-                if mode != "replace" or (first, last) != (low, high):
+                if mode != "replace":
                     self.load(layer, low, views).wait()
+                if mode == "replace" and first > low:  # of pages that are not replaced as a whole
+                    self._load_page(layer, low, 0, views)
+                if mode == "replace" and last < high:
+                    self._load_page(layer, low, high - low - PAGE_NUMEL, views)
                 yield first, last, {a: view[first - low : last - low] for a, view in views.items()}
                 if mode != "read":
                     self.spill(layer, low, views).wait()
+
+    def _load_page(self, layer: int, low: int, at: int, views: Views) -> None:
+        page = {array: view[at : at + PAGE_NUMEL] for array, view in views.items()}
+        self.load(layer, low + at, page).wait()
 
     def mapped(self, layer: int, array: str) -> torch.Tensor:
         """The array's pages in the page cache, as a flat tensor ([Note: coherence] of

@@ -26,6 +26,12 @@ there are entries, over the border between layers too. Races and what prevents t
   * a spill writes what a checkpoint reads       -> the update waits for the layer's reader
   * a piece fails and a later one succeeds       -> each waits for the one before: the last fence
                                                     of a layer fails when any of its pieces did
+
+[Note: what does not overlap] Updates that come as gradients do end with the layers that the next
+forward begins with; updates behind the gate begin when backward has ended, and the next backward
+needs them all. So where the disk is the bound it rests in forward (in backward, behind the gate): a
+step takes that much more than its bytes. Where the disk takes several times what compute does, or
+less than backward does (forward, behind the gate), that is little or nothing.
 """
 
 from __future__ import annotations
