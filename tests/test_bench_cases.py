@@ -140,6 +140,7 @@ def test_the_largest_size_on_the_emulated_device_is_found(tmp_path: Path) -> Non
     assert 16 * row["num_parameters"] < row["device_peak_bytes"] <= 420_000
 
 
+@pytest.mark.slow
 def test_a_window_sweep_on_the_emulated_device_has_times_and_bytes(tmp_path: Path) -> None:
     arguments = [*TINY, "--layers", "3", "--sweep", "1", "--output", str(tmp_path)]
     assert case5_window.main(arguments) == 0

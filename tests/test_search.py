@@ -107,13 +107,13 @@ def check(pair: Pair) -> None:
     assert chosen <= NEAR * best, f"{chosen} s against {best} s, of {count} plans simulated"
 
 
-@pytest.mark.parametrize("pair", PAIRS[:2], ids=str)
+@pytest.mark.parametrize("pair", PAIRS[:1], ids=str)
 def test_the_choice_is_within_three_per_cent_of_an_exhaustive_sweep(pair: Pair) -> None:
     check(pair)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("pair", PAIRS[2:], ids=str)
+@pytest.mark.parametrize("pair", PAIRS[1:], ids=str)
 def test_the_choice_is_within_three_per_cent_on_every_machine(pair: Pair) -> None:
     check(pair)
 
