@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 from dataclasses import replace
+from itertools import product
 from typing import NamedTuple
 
 import pytest
@@ -76,28 +77,32 @@ def sweep(pair: Pair) -> tuple[float, float, int]:
     lanes = lanes_of(workload, rates, torch.bfloat16)
     best, count = float("inf"), 0
     blocks = layout.streamed
-    for resident in range(len(blocks) + 1):
-        for window in range(1, max(2, len(blocks) - resident + 1)):
-            for kept in range(len(blocks) + 1):
-                for other in ("recompute", "offload"):
-                    policies = tuple(
-                        other
-                        if layer.streamed and layer.index not in blocks[-kept or 99 :]
-                        else "keep"
-                        for layer in layout.layers
-                    )
-                    wish = replace(
-                        demand, resident_layers=resident, window=window, activations=policies
-                    )
-                    try:
-                        plan = make_plan(layout, wish)
-                    except BudgetError:
-                        continue
-                    if lower_bound(layout, plan, lanes) >= best:
-                        continue  # it cannot be better
-                    step_s = simulate(layout, plan, workload, rates, dtype=torch.bfloat16).step_s
-                    assert step_s >= lower_bound(layout, plan, lanes) * (1 - 1e-9)
-                    best, count = min(best, step_s), count + 1
+    for resident, updates, window, kept, other in product(
+        range(len(blocks) + 1),
+        ("host", "gpu"),
+        range(1, len(blocks) + 1),
+        range(len(blocks) + 1),
+        ("recompute", "offload"),
+    ):
+        if window > max(1, len(blocks) - resident):
+            continue
+        wish = replace(
+            demand,
+            resident_layers=resident,
+            resident_updates=updates,
+            window=window,
+            activations=other,
+            kept_activations=kept,
+        )
+        try:
+            plan = make_plan(layout, wish)
+        except BudgetError:
+            continue
+        if lower_bound(layout, plan, lanes) >= best:
+            continue  # it cannot be better
+        step_s = simulate(layout, plan, workload, rates, dtype=torch.bfloat16).step_s
+        assert step_s >= lower_bound(layout, plan, lanes) * (1 - 1e-9)
+        best, count = min(best, step_s), count + 1
     return choice.forecast.step_s, best, count
 
 

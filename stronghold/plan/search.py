@@ -8,8 +8,9 @@ What the user pinned in the demand stays as it is.
 Candidates are tried in the order of that bound, and a round ends when the bound alone is more than
 the best step found: nothing that is left can be faster.
 
-[Note: rounds] First a share of the blocks to keep and what happens to activations, with a window of
-usual size; then the window, for the best few of these; then the share more finely.
+[Note: rounds] First a share of the blocks to keep and what happens to activations, with the largest
+window of usual size that fits; then the window, for the best few of these; then the share more
+finely.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from stronghold.model.layout import ModelLayout
 from stronghold.plan.planner import Demand, Gradients, Plan, make_plan
 
 USUAL_WINDOW = 3  # one computes, one is still in use or drains, one is on its way
-WINDOWS = (1, 2, 4, 5, 6, 8, 12, 16, 24)
+WINDOWS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24)
 SHARES = 8  # resident blocks are tried in steps of an eighth of the model, then of a part of that
 FINER = (1 / 16, 1 / 32, 1 / 64)
 FEW = 3  # of the first round's best, whose window is varied
@@ -113,22 +114,20 @@ class _Search:
         num_blocks = len(self._layout.streamed)
         pinned = self._demand.resident_layers
         shares = {round(num_blocks * k / SHARES) for k in range(SHARES + 1)}
+        shares |= {_most_resident(self._layout, self._demand, policy) for policy in POLICIES}
         residents = sorted(shares) if pinned is None else [pinned]
-        self._round(self._demands(residents, [USUAL_WINDOW]))
-        if not self._tried:  # the usual window is too large, or not what is pinned
-            most = [_most_resident(self._layout, self._demand, policy) for policy in POLICIES]
-            if pinned is not None:
-                most = []
-            self._round(self._demands(sorted({*residents, *most}), WINDOWS))
+        self._round(self._usual(residents))
         if not self._tried:
             raise _refusal(self._layout, self._demand)
         for _, candidate in self._best(FEW):
-            self._round(self._demands([self._residents(candidate)], [*WINDOWS, num_blocks]))
+            resident = self._residents(candidate)
+            self._round(self._fitting(self._demands([resident], [*WINDOWS, num_blocks])))
         for step in FINER if pinned is None else ():
             for _, candidate in self._best(1):
                 near, away = self._residents(candidate), max(1, round(step * num_blocks))
                 around = [r for r in (near - away, near + away) if 0 <= r <= num_blocks]
-                self._round(self._demands(around, [candidate.plan.window]))
+                self._round(self._usual(around))
+                self._round(self._fitting(self._demands(around, [candidate.plan.window])))
         forecast, best = self._chosen()
         return Choice(
             plan=best.plan,
@@ -156,9 +155,9 @@ class _Search:
             key=lambda pair: (round(pair[0].step_s / (least * EQUAL)), pair[1].nbytes),
         )[:count]
 
-    def _round(self, demands: Iterable[Demand]) -> None:
+    def _round(self, candidates: Iterable[_Candidate]) -> None:
         """Try what is new and fits, the most promising first ([Note: lower bounds first])."""
-        fitting = sorted(self._fitting(demands), key=lambda entry: (entry.bound_s, entry.nbytes))
+        fitting = sorted(candidates, key=lambda entry: (entry.bound_s, entry.nbytes))
         self._num_fitting += len(fitting)
         least = min((forecast.step_s for forecast, _ in self._tried), default=math.inf)
         for candidate in fitting:
@@ -183,6 +182,18 @@ class _Search:
                             resident_updates=where,
                             window=window,
                         )
+
+    def _usual(self, residents: Iterable[int]) -> Iterator[_Candidate]:
+        """With each number of resident blocks, and each place of their updates: the largest window
+        of usual size that fits.
+        """
+        for resident in residents:
+            done: set[str | None] = set()
+            for window in range(USUAL_WINDOW, 0, -1):
+                for wish in self._demands([resident], [window]):
+                    if wish.resident_updates not in done and (found := list(self._fitting([wish]))):
+                        done.add(wish.resident_updates)
+                        yield from found
 
     def _fitting(self, demands: Iterable[Demand]) -> Iterator[_Candidate]:
         for wish in demands:
