@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import signal
+import statistics
 import time
 from collections.abc import Callable
 from functools import partial
@@ -16,8 +17,10 @@ from torch import nn
 
 import stronghold
 from stronghold.errors import ConfigError
+from stronghold.telemetry.trace import read
 from tests.conftest import lane_threads
 from tests.models import MODELS, loss_of
+from tests.sleeping import SleepingModel
 from tests.training import Run, config
 
 
@@ -396,6 +399,29 @@ def life() -> dict[str, Any]:
     }
     torch.distributed.barrier()
     return found
+
+
+def overlap(folder: Path) -> dict[str, float]:
+    """Seconds of a step, and of what each lane was busy with in it."""
+    trace, num_layers, steps = folder / f"trace-{rank()}.json", 12, 6
+    model = SleepingModel([(1 << 18, 0.02, 0.04)] * num_layers)  # 1 MiB in fp32 each
+    paces = {"poison": False, "link_gbps": 0.05, "wire_gbps": 0.05}  # 10 ms for half a layer
+    section = {"trace": str(trace), "window": 4, "cpu_threads": 1, "emulated": paces}
+    engine = engine_of(model, config(section=section))
+    stamps = []
+    for _ in range(steps):
+        stamps.append(time.perf_counter())
+        engine.backward(engine(torch.ones(1024)))
+        engine.step()
+    stamps.append(time.perf_counter())
+    engine.destroy()
+    lanes = ("compute", "fetch", "gather", "reduce", "drain", "update")
+    spans = read(trace)
+    busy = {
+        lane: sum(span.duration_s for span in spans if span.lane == lane) / steps for lane in lanes
+    }
+    pairs = zip(stamps[1:], stamps[2:], strict=False)
+    return busy | {"step": statistics.median(end - begin for begin, end in pairs)}
 
 
 class Units:

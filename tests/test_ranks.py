@@ -142,6 +142,17 @@ def test_norms_are_of_the_whole_model_under_tensor_parallelism(two: list[Any]) -
         assert split["ranks"] == (2, 1, 2)
 
 
+@pytest.mark.slow
+def test_gathers_and_reductions_hide_behind_compute(tmp_path: Path) -> None:
+    """Where compute takes longest, a step takes little more: the fill and drain of one layer."""
+    for busy in run_ranks(f"{PROGRAMS}:overlap", 2, tmp_path):
+        bound = max(seconds for lane, seconds in busy.items() if lane != "step")
+        assert bound == busy["compute"], busy
+        assert busy["step"] <= 1.15 * bound, busy
+        hidden = busy["fetch"] + busy["gather"] + busy["reduce"] + busy["drain"]
+        assert hidden > 0.5 * bound, busy  # not vacuous
+
+
 # -- checkpoints -----------------------------------------------------------------------------------
 def test_what_ranks_save_resumes_to_the_bit(two: list[Any]) -> None:
     for found in two:

@@ -112,6 +112,12 @@ class EmulatedConfig(_Section):
         description="Pace of the CPU optimizer, in 1e9 bytes of host memory per second. Left out: "
         "as fast as it is.",
     )
+    wire_gbps: float | None = Field(
+        default=None,
+        gt=0,
+        description="Pace of weights, and of gradients, that come from other ranks, in 1e9 bytes "
+        "per second. Left out: as fast as they come.",
+    )
     nvme_gbps: float | None = Field(
         default=None,
         gt=0,

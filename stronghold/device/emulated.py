@@ -25,6 +25,7 @@ from stronghold.telemetry.trace import NullTrace, Trace
 # nine tenths.
 COPY_PIECE_BYTES = 1 << 20
 DISK_LANES = {"load": "read", "stage": "read", "spill": "write"}
+WIRE_LANES = ("gather", "reduce")
 NAN_BYTE = 0xFF  # 0xFFFF and 0xFFFFFFFF are NaN in bfloat16, float16 and float32
 
 
@@ -33,8 +34,8 @@ class EmulatedDevice(Device):
 
     `jitter_s` is the longest random delay before an operation; `link_gbps` paces each direction of
     the link, `update_gbps` the update lane, `nvme_gbps` what lanes read from files, all together,
-    and what they write (1e9 bytes/s; None: as fast as they are); `poison` fills freed buffers with
-    NaN.
+    and what they write, `wire_gbps` what other ranks send to each of the lanes that meet them (1e9
+    bytes/s; None: as fast as they are); `poison` fills freed buffers with NaN.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class EmulatedDevice(Device):
         link_gbps: float | None = None,
         update_gbps: float | None = None,
         nvme_gbps: float | None = None,
+        wire_gbps: float | None = None,
     ) -> None:
         super().__init__("emulated", budget_bytes, trace or NullTrace())
         self._poison = poison
@@ -57,6 +59,7 @@ class EmulatedDevice(Device):
         self._link_gbps = link_gbps
         self._update_gbps = update_gbps
         self._nvme_gbps = nvme_gbps
+        self._wire_gbps = wire_gbps
         self._disk_lock = threading.Lock()
         self._disk_free_s = {"read": 0.0, "write": 0.0}  # when the disk has done what it was given
         self._pool: native.Pool | None = None
@@ -137,6 +140,8 @@ class EmulatedDevice(Device):
         due_s = start_s
         if lane == "update" and self._update_gbps is not None:
             due_s += nbytes / (self._update_gbps * 1e9)
+        elif lane in WIRE_LANES and self._wire_gbps is not None:
+            due_s += nbytes / (self._wire_gbps * 1e9)
         elif lane in DISK_LANES and self._nvme_gbps is not None:
             direction = DISK_LANES[lane]
             with self._disk_lock:

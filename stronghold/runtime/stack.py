@@ -117,8 +117,7 @@ class Stack:
             trace=self.trace,
         )
         with contextlib.ExitStack() as undo:  # if a part cannot be made, those before it are closed
-            if self.ranks is not None:
-                undo.callback(self.ranks.close)
+            undo.callback(self.ranks.close if self.ranks is not None else lambda: None)
             self.device = self._open_device(kind, request)
             undo.callback(self.device.close)
             cores = self.ranks.cores if self.ranks is not None else None
@@ -143,6 +142,7 @@ class Stack:
             link_gbps=emulated.link_gbps,
             update_gbps=emulated.update_gbps,
             nvme_gbps=emulated.nvme_gbps,
+            wire_gbps=emulated.wire_gbps,
         )
 
     def _open_tiers(self, request: Request, undo: contextlib.ExitStack) -> Tiers:
