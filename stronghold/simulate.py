@@ -27,6 +27,8 @@ from stronghold.plan.profile import MachineProfile
 from stronghold.plan.schedule import Kind
 from stronghold.plan.search import Choice, Lanes, search
 from stronghold.runtime.adam import AdamFlags, AdamSteps, Group, adam_bytes
+from stronghold.runtime.ranks.sharing import Sharing
+from stronghold.runtime.ranks.simulated import SimulatedRanks, SimulatedWeights
 from stronghold.runtime.streaming import Streaming
 from stronghold.runtime.whole import Whole
 from stronghold.telemetry.metrics import Metrics
@@ -96,8 +98,14 @@ def workload_of(costs: ModelCosts, machine: MachineProfile, *, micro_batches: in
     )
 
 
-def rates_of(machine: MachineProfile, cpu_threads: int) -> Rates:
-    """The lanes' rates on `machine` with so many threads for the CPU's Adam."""
+def rates_of(
+    machine: MachineProfile, cpu_threads: int, *, sharing: int = 1, wire_gbps: float | None = None
+) -> Rates:
+    """The lanes' rates on `machine` with so many threads for the CPU's Adam.
+
+    `sharing` ranks of the node have a link each, and divide the host memory's bandwidth;
+    `wire_gbps` is what a rank receives from the others, by default as much as over its link.
+    """
     most = max(machine.memory_gbps)
     read = machine.nvme_read_gbps or 1.0
     write = machine.nvme_write_gbps or 1.0
@@ -105,8 +113,11 @@ def rates_of(machine: MachineProfile, cpu_threads: int) -> Rates:
         fetch_gbps=machine.fetch_gbps,
         drain_gbps=machine.drain_gbps,
         duplex_gbps=machine.duplex_gbps,
-        update_gbps=machine.adam_rate(cpu_threads),
-        memory_gbps=machine.memory_rate(most),
+        update_gbps=min(
+            machine.adam_rate(cpu_threads), machine.adam_rate(cpu_threads * sharing) / sharing
+        ),
+        memory_gbps=machine.memory_rate(most) / sharing,
+        wire_gbps=wire_gbps or machine.fetch_gbps,
         device_gbps=machine.gpu_memory_gbps,
         load_gbps=read,
         spill_gbps=write,
@@ -249,6 +260,8 @@ class _Run:
             self._parameters,
             layout.layers,
         )
+        ranks = SimulatedRanks(plan.num_ranks) if plan.num_ranks > 1 else None
+        weights = SimulatedWeights(layout, dtype)
         self.host = HostStore(
             layout,
             dtype,
@@ -258,6 +271,8 @@ class _Run:
             ring_entries=plan.ring_entries,
             elsewhere=plan.updated_on_gpu,
             allocate=meta_slab,
+            shards=ranks.shards if ranks is not None else None,
+            shared=weights if ranks is not None else None,
             tiers=null_tiers(layout, dtype, plan.spilled, plan.staging),
         )
         store = DeviceStore(
@@ -288,6 +303,9 @@ class _Run:
                 adam=adam,
                 kernels=device.kernels,
                 metrics=metrics,
+                sharing=Sharing(device, self.host, weights, self._parameters, ranks)
+                if ranks is not None
+                else None,
             )
         for index, of_layer in enumerate(self._parameters):
             on_device = self.host.layers[index].on_device

@@ -32,6 +32,7 @@ from stronghold.device.base import Device, Fence, Lane, Work
 from stronghold.telemetry.trace import NullTrace, Trace
 
 SHARING_MEMORY = 16  # operations of another lane that may still overlap a new one
+WIRE_LANES = ("gather", "reduce")
 LEAST_SHARE = 0.05  # of its own rate that a lane keeps beside others, whatever is left
 
 
@@ -41,7 +42,8 @@ class Rates:
 
     `duplex_gbps` is the sum of both directions of the link when both are busy; `update_gbps` the
     CPU Adam's, `memory_gbps` the host memory's as a whole; `io_gbps` the sum of loads and spills
-    when both are busy; `device_gbps` the device memory's. `handover_s` passes between a submission
+    when both are busy; `device_gbps` the device memory's; `wire_gbps` what comes from
+    other ranks, weights and gradients each. `handover_s` passes between a submission
     and its lane's start, `launch_s` is the calling thread's share of a piece of compute.
     """
 
@@ -54,6 +56,7 @@ class Rates:
     load_gbps: float = 1.0
     spill_gbps: float = 1.0
     io_gbps: float = 2.0
+    wire_gbps: float = 25.0
     handover_s: float = 3e-5
     launch_s: float = 0.0
 
@@ -207,10 +210,14 @@ class SimulatedDevice(Device):
         self._lanes[name] = SimulatedLane(name, self, streams=False)
         return self._lanes[name]
 
+    def _make_wire_lane(self, name: str) -> Lane:
+        self._lanes[name] = SimulatedLane(name, self, streams=self.asynchronous)
+        return self._lanes[name]
+
     # -- time -------------------------------------------------------------------------------------
     def is_stream(self, lane: str) -> bool:
         """Whether a stream can wait for this lane's fences by itself."""
-        return self.asynchronous and lane in ("fetch", "drain", "compute")
+        return self.asynchronous and lane in ("fetch", "drain", "compute", *WIRE_LANES)
 
     def hold_caller(self, until_s: float, cause: int) -> None:
         """The calling thread stands still; so does compute where it is the same thread."""
@@ -268,6 +275,8 @@ class SimulatedDevice(Device):
             other = "drain" if lane == "fetch" else "fetch"
             beside = rates.duplex_gbps - (rates.drain_gbps if lane == "fetch" else rates.fetch_gbps)
             shared = {other: beside}
+        elif lane in WIRE_LANES:
+            own, shared = rates.wire_gbps, {}
         elif lane == "update":
             own = rates.update_gbps
             shared = {

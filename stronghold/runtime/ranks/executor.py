@@ -27,7 +27,9 @@ class SharedExecutor(Executor):
         super().__init__(**parts)
         self._gathers = gathers
         self._alone = False
-        self._together: set[int] | None = None  # what was in the slots when this rank went alone
+        # What was in the slots, and was old in slots of its own, when this rank went alone.
+        self._together: set[int] = set()
+        self._old: set[int] = set()
         self._seen: tuple[Action, ...] = ()  # uses of the last training pass
 
     # -- the order of all -------------------------------------------------------------------------
@@ -56,15 +58,15 @@ class SharedExecutor(Executor):
         if track is self._evaluation:
             track.cursor = 0
             track.recorded.clear()
-            self._together = set(self._window.held_layers())
+            self._together, self._old = set(self._window.held_layers()), set(self._stale)
             return
-        together, self._together = self._together or set(), None
-        for layer in set(self._window.held_layers()) - together:
+        for layer in set(self._window.held_layers()) - self._together:
             self._release(layer)
         self._alone = True
-        for layer in sorted(together - set(self._window.held_layers())):
+        for layer in sorted(self._together - set(self._window.held_layers())):
             self._fetch(layer, keep=layer)
         self._alone = False
+        self._stale |= self._old  # new here, and yet to be fetched with the others
 
     def _fill(self, slot: Slot, layer: int) -> int:
         alone = self._alone or self._current is self._evaluation
@@ -129,9 +131,10 @@ class SharedExecutor(Executor):
     def weights_changed(self, layers: Sequence[int]) -> None:
         self._turn_to(self._training)
         super().weights_changed(layers)
-        for layer in sorted(self._stale):  # or one rank would fetch it when it reads weights
-            self._fetch(layer, keep=layer)
 
     def settle(self) -> None:
+        old, self._alone = set(self._stale), True
         super().settle()
+        self._alone = False
+        self._stale |= old
         self._gathers.settle()
