@@ -20,6 +20,7 @@ from stronghold.model.costs import DTYPES, LayerCost, ModelCosts
 from stronghold.plan import search
 from stronghold.plan.limits import DISK, Limits, StepLoad, break_even, physical_limit
 from stronghold.plan.planner import Demand, Plan
+from stronghold.plan.profile import MachineProfile
 from stronghold.plan.search import Choice
 from stronghold.simulate import Prediction, fastest_plan, rates_of, workload_of
 
@@ -34,6 +35,8 @@ RESOURCES = {
     "stage": "nvme",
     "spill": "nvme",
     "io": "nvme",
+    "gather": "wire between ranks",
+    "reduce": "wire between ranks",
 }
 
 
@@ -64,6 +67,7 @@ def answer(question: Question) -> Forecast:
             seq=question.seq,
             accumulation=question.accumulation,
             clipping=question.clipping,
+            gpus=question.gpus,
         ),
         refusal=found.refusal,
         notes=tuple(_notes(question)),
@@ -85,9 +89,9 @@ def outlook(question: Question) -> Outlook:
     try:
         choice = _fastest(question, _demand(question, costs))
     except BudgetError as error:
-        limits = physical_limit(_load(question, costs, None), question.machine)
+        limits = physical_limit(_load(question, costs, None), _share(question))
         return Outlook(choice=None, timing=None, refusal=str(error), limits=limits)
-    limits = physical_limit(_load(question, costs, choice.plan), question.machine)
+    limits = physical_limit(_load(question, costs, choice.plan), _share(question))
     return Outlook(
         choice=choice, timing=_timing(question, choice, limits), refusal=None, limits=limits
     )
@@ -96,7 +100,7 @@ def outlook(question: Question) -> Outlook:
 def fits(question: Question) -> bool:
     """Whether anything fits."""
     costs = question.subject.costs_of(question.batch, question.seq, question.dtype)
-    return search.fits(question.subject.layout, _demand(question, costs))
+    return search.fits(question.layout, _demand(question, costs))
 
 
 def with_largest_batch(question: Question) -> Question:
@@ -109,10 +113,15 @@ def _fastest(question: Question, demand: Demand) -> Choice:
     machine = question.machine
     costs = question.subject.costs_of(question.batch, question.seq, question.dtype)
     return fastest_plan(
-        question.subject.layout,
+        question.layout,
         demand,
         workload_of(costs, machine, micro_batches=question.accumulation),
-        rates_of(machine, demand.cpu_threads or demand.num_cores),
+        rates_of(
+            machine,
+            demand.cpu_threads or demand.num_cores,
+            sharing=question.gpus,
+            wire_gbps=question.wire_gbps,
+        ),
         dtype=DTYPES[question.dtype],
     )
 
@@ -127,16 +136,27 @@ def _demand(question: Question, costs: ModelCosts) -> Demand:
         gated=question.clipping > 0.0 or question.dtype != "fp32",
         accumulate=question.accumulation > 1,
         gpu_budget_bytes=question.gpu_bytes,
-        host_budget_bytes=question.host_bytes,
+        host_budget_bytes=question.host_bytes // question.gpus,
         window=question.window,
         resident_layers=question.resident_layers,
         saved_bytes=tuple(_at_once(layer) for layer in costs.layers),
         boundary_bytes=tuple(layer.boundary_bytes for layer in costs.layers),
-        num_cores=max(1, question.machine.num_cores - 1),  # one launches the GPU's work
+        # One launches the GPU's work.
+        num_cores=max(1, question.machine.num_cores // question.gpus - 1),
+        num_ranks=question.gpus,
+        resident_updates="host" if question.gpus > 1 else None,
         nvme=question.nvme_bytes > 0,
         nvme_capacity_bytes=question.nvme_bytes or None,
         micro_batches=question.accumulation,
     )
+
+
+def _share(question: Question) -> MachineProfile:
+    """The machine as one of its ranks has it: a GPU and a link, and a part of the memory's
+    bandwidth."""
+    rates = question.machine.memory_gbps.items()
+    shared = {threads: rate / question.gpus for threads, rate in rates}
+    return replace(question.machine, memory_gbps=shared) if question.gpus > 1 else question.machine
 
 
 def _at_once(layer: LayerCost) -> int:
@@ -163,9 +183,9 @@ def _timing(question: Question, choice: Choice, limits: Limits) -> Timing:
 
 
 def _load(question: Question, costs: ModelCosts, plan: Plan | None) -> StepLoad:
-    """What `plan` must move and compute; without one, what the least memory would need: every block
-    streamed and recomputed."""
-    layers = question.subject.layout.layers
+    """What `plan` must move and compute on each rank; without one, what the least memory would
+    need: every block streamed and recomputed."""
+    layers, ranks = question.subject.layout.layers, question.gpus
     blocks = [layer for layer in layers if layer.streamed]
     streamed = [layer for layer in blocks if plan is None or layer.index not in plan.resident]
     away = {layer.index for layer in streamed}
@@ -178,7 +198,7 @@ def _load(question: Question, costs: ModelCosts, plan: Plan | None) -> StepLoad:
             costs.layers[b.index] for b, of in zip(blocks, policies, strict=True) if of == policy
         ]
 
-    largest = sorted((layer.num_parameters for layer in streamed), reverse=True)
+    largest = sorted((layer.num_parameters // ranks for layer in streamed), reverse=True)
     return StepLoad(
         dtype=question.dtype,
         forward_flops=costs.forward_flops,
@@ -186,8 +206,8 @@ def _load(question: Question, costs: ModelCosts, plan: Plan | None) -> StepLoad:
         micro_batches=question.accumulation,
         streamed_parameters=sum(largest),
         window_parameters=0 if plan is None else sum(largest[: plan.window]),
-        trained_parameters=sum(layer.num_trainable for layer in streamed),
-        refreshed_parameters=sum(layer.num_trainable for layer in staying),
+        trained_parameters=sum(layer.num_trainable for layer in streamed) // ranks,
+        refreshed_parameters=sum(layer.num_trainable for layer in staying) // ranks,
         layer_parameters=next(iter(largest), 0),
         offloaded_bytes=sum(layer.saved_bytes for layer in of_policy("offload")),
         nvme_read_bytes=0 if plan is None else plan.nvme_read_bytes,
@@ -202,7 +222,11 @@ def _tiers(question: Question, plan: Plan) -> tuple[Tier, ...]:
             budget_bytes=question.gpu_bytes,
             parts=plan.gpu_bytes | {"activations": plan.activation_bytes},
         ),
-        Tier(name="host", budget_bytes=question.host_bytes, parts=dict(plan.host_bytes)),
+        Tier(
+            name="host",
+            budget_bytes=question.host_bytes // question.gpus,
+            parts=dict(plan.host_bytes),
+        ),
     ]
     if question.nvme_bytes:
         nvme = Tier(name="nvme", budget_bytes=question.nvme_bytes, parts=dict(plan.nvme_bytes))
@@ -212,6 +236,13 @@ def _tiers(question: Question, plan: Plan) -> tuple[Tier, ...]:
 
 def _notes(question: Question) -> list[str]:
     notes = []
+    if question.gpus > 1:
+        wire = question.wire_gbps or question.machine.fetch_gbps
+        assumed = "" if question.wire_gbps else ", assumed: as over its link"
+        notes.append(
+            f"{question.gpus} ranks on one node: bytes are of each, tokens of all; each receives "
+            f"{wire:g} GB/s from the others (--wire{assumed})"
+        )
     positions = question.subject.positions
     if positions is not None and question.seq > positions:
         notes.append(
@@ -259,7 +290,7 @@ def _near(question: Question, choice: Choice) -> Timing | None:
     where not one of them fits, nor any other plan."""
     costs = question.subject.costs_of(question.batch, question.seq, question.dtype)
     demand = _demand(question, costs)
-    sizes = question.subject.layout
+    sizes = question.layout
     blocks = set(sizes.streamed)
     kept, window = len(choice.plan.resident & blocks), choice.plan.window
     held = max(1, GIB // max(1, sizes.max_numel * demand.weight_bytes))
@@ -274,7 +305,7 @@ def _near(question: Question, choice: Choice) -> Timing | None:
         with contextlib.suppress(ConfigError):
             choice = _fastest(question, pinned)
             load = _load(question, costs, choice.plan)
-            found.append(_timing(question, choice, physical_limit(load, question.machine)))
+            found.append(_timing(question, choice, physical_limit(load, _share(question))))
     if not found:
         return outlook(question).timing
     return min(found, key=lambda timing: timing.step_s)
@@ -289,7 +320,7 @@ def config_of(question: Question, plan: Plan) -> dict[str, Any]:
     kept = len(plan.resident.intersection(blocks))
     section: dict[str, Any] = {
         "gpu_memory": question.gpu_bytes - plan.activation_bytes,  # which the key does not count
-        "host_memory": question.host_bytes,
+        "host_memory": question.host_bytes // question.gpus,
         "resident_layers": "all" if kept == len(blocks) else kept,
         "resident_updates": "gpu" if plan.updated_on_gpu else "host",
     }

@@ -62,11 +62,12 @@ class Asked:
     seq: int
     accumulation: int
     clipping: float
+    gpus: int = 1
 
     @property
     def tokens(self) -> int:
         """Per optimizer step."""
-        return self.batch * self.seq * self.accumulation
+        return self.batch * self.seq * self.accumulation * self.gpus
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -34,14 +34,15 @@ def page(forecast: Forecast, *, config_path: str | None = None) -> str:
 def _head(forecast: Forecast) -> list[str]:
     asked = forecast.asked
     steps = f" x {asked.accumulation} micro-batches" if asked.accumulation > 1 else ""
+    ranks = f" x {asked.gpus} ranks" if asked.gpus > 1 else ""
     clipping = f"clipped at {asked.clipping:g}" if asked.clipping else "no clipping"
     return [
         *_wrap(
             f"{asked.model}: {asked.num_parameters / 1e9:.3g} B parameters in {asked.num_blocks} "
             f"blocks"
         ),
-        f"{asked.dtype}, batch {asked.batch} x {asked.seq} tokens{steps} = {asked.tokens:,} tokens "
-        f"per step, {clipping}",
+        f"{asked.dtype}, batch {asked.batch} x {asked.seq} tokens{steps}{ranks} = "
+        f"{asked.tokens:,} tokens per step, {clipping}",
         f"on {asked.machine}",
         "",
         "FITS" if forecast.fits else "DOES NOT FIT",

@@ -12,6 +12,7 @@ from pathlib import Path
 from stronghold.config.section import parse_bytes
 from stronghold.errors import ConfigError
 from stronghold.forecast.subject import Subject, from_config, from_sizes
+from stronghold.model.layout import ModelLayout, for_ranks
 from stronghold.plan.profile import MachineProfile, find, machine_names
 
 SEQ = 2048  # without --seq, or as many as the model knows
@@ -36,11 +37,18 @@ class Question:
     nvme_path: str = ""
     window: int | None = None
     resident_layers: int | None = None
+    gpus: int = 1  # of one node, each a rank; `gpu_bytes` and `batch` are of each
+    wire_gbps: float | None = None  # what a rank receives from the others; None: as over its link
 
     @property
     def tokens(self) -> int:
         """Per optimizer step."""
-        return self.batch * self.seq * self.accumulation
+        return self.batch * self.seq * self.accumulation * self.gpus
+
+    @property
+    def layout(self) -> ModelLayout:
+        """The model's, as that many ranks share it."""
+        return for_ranks(self.subject.layout, self.gpus) if self.gpus > 1 else self.subject.layout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +70,8 @@ class Words:
     accumulation: int = 1
     precision: str = "bf16"
     clipping: float = CLIPPING
+    gpus: int = 1
+    wire: float | None = None
 
 
 def understand(words: Words) -> Question:
@@ -70,11 +80,16 @@ def understand(words: Words) -> Question:
         ("--batch", words.batch),
         ("--seq", words.seq),
         ("--accumulation", words.accumulation),
+        ("--gpus", words.gpus),
     ):
         if value is not None and value < 1:
             raise ConfigError(f"{option}: got {value}, expected at least 1")
     if not words.clipping >= 0.0:
         raise ConfigError(f"--clipping: got {words.clipping}, expected a norm, or 0 for none")
+    if words.wire is not None and not 0.0 < words.wire < float("inf"):
+        raise ConfigError(f"--wire: got {words.wire}, expected 1e9 bytes per second, above 0")
+    if words.gpus > 1 and words.nvme is not None:
+        raise ConfigError("--nvme: this release uses files on one rank alone; leave out --gpus")
     machine = _machine(words.machine)
     gpu_bytes = _bytes("--gpu", words.gpu, machine.gpu_memory_bytes)
     host_bytes = _bytes("--host", words.host, machine.host_memory_bytes)
@@ -92,6 +107,8 @@ def understand(words: Words) -> Question:
         host_bytes=host_bytes,
         nvme_bytes=nvme_bytes,
         nvme_path=_nvme_path(words, machine) if nvme_bytes else "",
+        gpus=words.gpus,
+        wire_gbps=words.wire,
     )
 
 

@@ -118,6 +118,25 @@ def layout(partition: Partition, num_ranks: int = 1) -> ModelLayout:
     return ModelLayout(layers=tuple(_layer_layout(layer, num_ranks) for layer in partition.layers))
 
 
+def for_ranks(layout: ModelLayout, num_ranks: int) -> ModelLayout:
+    """The layout of the same parameters whose parts `num_ranks` divides into whole pages."""
+    return ModelLayout(
+        layers=tuple(
+            layer_layout(
+                [
+                    ParameterShape(name=part.name, shape=part.shape, trainable=part.trainable)
+                    for part in layer.slices
+                ],
+                index=layer.index,
+                name=layer.name,
+                streamed=layer.streamed,
+                num_ranks=num_ranks,
+            )
+            for layer in layout.layers
+        )
+    )
+
+
 def _layer_layout(layer: Layer, num_ranks: int) -> LayerLayout:
     shapes = [
         ParameterShape(

@@ -1,0 +1,76 @@
+"""How the step grows with the number of GPUs, by the simulator: the table of docs/several_gpus.md.
+
+    python benchmarks/several_gpus.py [--machine a100-80gb]
+
+Nodes of 8 GPUs; a rank receives NODE_WIRE_GBPS from ranks of its node, and NETWORK_WIRE_GBPS where
+the ranks are on several (one network adapter of 200 Gb/s for each GPU). The runtime trains on one
+node in this release: what is beyond 8 is the same schedule on clocks, with every rank's share of
+state, bytes of the wire and Adam; no collective's own latency, and no straggler.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from stronghold.forecast.subject import from_sizes  # noqa: E402
+from stronghold.model.layout import for_ranks  # noqa: E402
+from stronghold.plan.planner import Demand, make_plan  # noqa: E402
+from stronghold.plan.profile import MachineProfile  # noqa: E402
+from stronghold.simulate import rates_of, simulate, workload_of  # noqa: E402
+
+MODELS = {"7 B": (32, 4096, 32, 32000), "65 B": (80, 8192, 64, 32000)}
+BATCH, SEQ, WINDOW, RANKS_OF_NODE = 4, 2048, 4, 8
+NODE_WIRE_GBPS, NETWORK_WIRE_GBPS = 200.0, 25.0
+GIB = 1 << 30
+
+
+def row(name: str, num_ranks: int, machine: MachineProfile) -> str:
+    subject = from_sizes(*MODELS[name], SEQ)
+    layout = for_ranks(subject.layout, num_ranks)
+    sharing = min(num_ranks, RANKS_OF_NODE)
+    threads = max(1, machine.num_cores // sharing)
+    demand = Demand(
+        weight_bytes=2,
+        low_bytes=2,
+        gated=True,
+        accumulate=False,
+        window=WINDOW,
+        activations="recompute",
+        num_ranks=num_ranks,
+        cpu_threads=threads,
+    )
+    plan = make_plan(layout, demand)
+    wire_gbps = NODE_WIRE_GBPS if num_ranks <= RANKS_OF_NODE else NETWORK_WIRE_GBPS
+    found = simulate(
+        layout,
+        plan,
+        workload_of(subject.costs_of(BATCH, SEQ, "bf16"), machine),
+        rates_of(machine, threads, sharing=sharing, wire_gbps=wire_gbps),
+        dtype=torch.bfloat16,
+    )
+    busy = [found.busy.get(lane, 0.0) for lane in ("compute", "gather", "update")]
+    host = plan.host_total_bytes * sharing / GIB
+    cells = [name, num_ranks, f"{host:.0f}", f"{found.step_s:.2f}"]
+    cells += [f"{found.tokens_per_s * num_ranks:,.0f}", *(f"{share:.0%}" for share in busy)]
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--machine", default="a100-80gb")
+    machine = MachineProfile.load(parser.parse_args().machine)
+    print("| model | GPUs | host GiB per node | step, s | tokens/s | compute | gather | update |")
+    print("|---|---|---|---|---|---|---|---|")
+    for name in MODELS:
+        for num_ranks in (1, 2, 4, 8, 16, 64, 256, 512):
+            print(row(name, num_ranks, machine), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,86 @@
+"""Several ranks on virtual clocks: the real gathers and reductions, with a wire of a known rate."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from stronghold.cli import main
+from stronghold.forecast.subject import from_sizes
+from stronghold.model.layout import for_ranks
+from stronghold.plan.planner import Demand, Plan, make_plan
+from stronghold.plan.profile import MachineProfile
+from stronghold.simulate import Prediction, rates_of, simulate, workload_of
+
+SUBJECT = from_sizes(12, 2048, 16, 32000, 1024)
+MACHINE = MachineProfile.load("a100-80gb")
+
+
+def predict(num_ranks: int, *, wire_gbps: float | None = None, window: int = 4) -> Prediction:
+    return simulate(
+        for_ranks(SUBJECT.layout, num_ranks),
+        plan_of(num_ranks, window),
+        workload_of(SUBJECT.costs_of(8, 1024, "bf16"), MACHINE),
+        rates_of(MACHINE, MACHINE.num_cores // num_ranks, sharing=num_ranks, wire_gbps=wire_gbps),
+        dtype=torch.bfloat16,
+    )
+
+
+def plan_of(num_ranks: int, window: int = 4) -> Plan:
+    demand = Demand(
+        weight_bytes=2,
+        low_bytes=2,
+        gated=True,
+        accumulate=False,
+        window=window,
+        num_ranks=num_ranks,
+    )
+    return make_plan(for_ranks(SUBJECT.layout, num_ranks), demand)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4, 8])
+def test_a_simulated_rank_has_the_bytes_of_its_plan(num_ranks: int) -> None:
+    prediction, plan = predict(num_ranks), plan_of(num_ranks)
+    assert prediction.host_peak_bytes == plan.host_total_bytes
+    assert prediction.gpu_peak_bytes == plan.gpu_total_bytes
+    alone = plan_of(1).host_total_bytes
+    assert plan.host_total_bytes == pytest.approx(alone / num_ranks, rel=1e-3)
+
+
+def test_ranks_of_one_node_take_the_step_of_one() -> None:
+    """They divide the optimizer's work and the memory's bandwidth alike; gathers hide."""
+    alone = predict(1).step_s
+    for num_ranks in (2, 8):
+        assert predict(num_ranks, wire_gbps=200.0).step_s == pytest.approx(alone, rel=0.05)
+
+
+def test_a_slow_wire_sets_the_step() -> None:
+    """A layer is received twice in weights; with the least window none stays from pass to pass."""
+    wire_gbps, num_ranks = 0.5, 4
+    prediction = predict(num_ranks, wire_gbps=wire_gbps, window=2)
+    streamed = [layer for layer in SUBJECT.layout.layers if layer.streamed]
+    nbytes = 2 * 2 * sum(layer.numel for layer in streamed) * (num_ranks - 1) / num_ranks
+    assert prediction.bound == "gather"
+    assert prediction.step_s >= 0.9 * nbytes / (wire_gbps * 1e9)
+
+
+def test_layouts_of_ranks_keep_every_parameter() -> None:
+    for one, many in zip(SUBJECT.layout.layers, for_ranks(SUBJECT.layout, 8).layers, strict=True):
+        assert [part.name for part in many.slices] == [part.name for part in one.slices]
+        assert replace(many, slices=(), trainable_numel=0, numel=0) == replace(
+            one, slices=(), trainable_numel=0, numel=0
+        )
+        assert many.numel % (8 * 2048) == many.trainable_numel % (8 * 2048) == 0
+
+
+def test_the_command_plans_several_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+    command = "plan --layers 12 --hidden 1024 --heads 16 --vocab 32000 --machine rtx4090 --seq 1024"
+    assert main([*command.split(), "--host", "16GiB", "--gpus", "4", "--wire", "20"]) in (None, 0)
+    page = capsys.readouterr().out
+    assert "x 4 ranks = 4,096 tokens" in page
+    assert "each receives 20 GB/s from the others" in " ".join(page.split())
+    assert "of 4.00 GiB" in page
+    assert main([*command.split(), "--gpus", "0"]) not in (None, 0)
+    assert "--gpus: got 0" in capsys.readouterr().err
