@@ -8,7 +8,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from stronghold.errors import BudgetError, ConfigError, LaneError, StateError, StrongholdError
+from stronghold.errors import (
+    BudgetError,
+    ConfigError,
+    LaneError,
+    RankError,
+    StateError,
+    StrongholdError,
+)
 
 if TYPE_CHECKING:
     from stronghold.cpu_adam import CPUAdam
@@ -23,6 +30,7 @@ __all__ = [
     "CPUAdam",
     "ConfigError",
     "LaneError",
+    "RankError",
     "StateError",
     "StrongholdEngine",
     "StrongholdError",
