@@ -18,11 +18,11 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from stronghold.forecast.subject import from_sizes  # noqa: E402
-from stronghold.model.layout import for_ranks  # noqa: E402
-from stronghold.plan.planner import Demand, make_plan  # noqa: E402
-from stronghold.plan.profile import MachineProfile  # noqa: E402
-from stronghold.simulate import rates_of, simulate, workload_of  # noqa: E402
+from stronghold.forecast.subject import from_sizes
+from stronghold.model.layout import for_ranks
+from stronghold.plan.planner import Demand, make_plan
+from stronghold.plan.profile import MachineProfile
+from stronghold.simulate import rates_of, simulate, workload_of
 
 MODELS = {"7 B": (32, 4096, 32, 32000), "65 B": (80, 8192, 64, 32000)}
 BATCH, SEQ, WINDOW, RANKS_OF_NODE = 4, 2048, 4, 8

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import signal
 import statistics
@@ -420,7 +421,7 @@ def overlap(folder: Path) -> dict[str, float]:
     busy = {
         lane: sum(span.duration_s for span in spans if span.lane == lane) / steps for lane in lanes
     }
-    pairs = zip(stamps[1:], stamps[2:], strict=False)
+    pairs = itertools.pairwise(stamps)
     return busy | {"step": statistics.median(end - begin for begin, end in pairs)}
 
 
