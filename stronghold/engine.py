@@ -27,7 +27,7 @@ from stronghold.errors import ConfigError
 from stronghold.instruments import Instruments
 from stronghold.plan.planner import Plan
 from stronghold.refine import Refinement
-from stronghold.runtime.distributed import Ranks, places_of
+from stronghold.runtime.distributed import Ranks, model_parallel_place, places_of
 from stronghold.runtime.loss_scale import make_scaler
 from stronghold.runtime.optimizer import EngineOptimizer
 from stronghold.runtime.stack import MemoryReport, Request, Stack
@@ -72,7 +72,7 @@ class StrongholdEngine(Checkpoints, deepspeed.DeepSpeedEngine):  # type: ignore[
         self.local_rank = int(given)
         self._ranks = ranks
         self.global_rank, self.world_size, self.dp_world_size = places_of(ranks)
-        self.mp_world_size = 1 if mpu is None else int(mpu.get_model_parallel_world_size())
+        self._model_parallel_rank, self.mp_world_size = model_parallel_place(mpu)
         self.mpu = mpu
         self.collate_fn = collate_fn
         self.global_steps = self.global_samples = self.micro_steps = self.skipped_steps = 0
@@ -307,7 +307,7 @@ class StrongholdEngine(Checkpoints, deepspeed.DeepSpeedEngine):  # type: ignore[
 
     def get_model_parallel_rank(self) -> int:
         """This rank among those of `mpu`, 0 without one."""
-        return 0 if self.mpu is None else int(self.mpu.get_model_parallel_rank())
+        return self._model_parallel_rank
 
     get_tensor_parallel_rank = get_model_parallel_rank
 

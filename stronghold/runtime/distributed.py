@@ -19,6 +19,7 @@ import socket
 from typing import Any
 
 import torch
+from deepspeed.utils import bwc
 from torch import distributed
 
 from stronghold.errors import ConfigError
@@ -40,7 +41,23 @@ def world_size() -> int:
 
 def data_parallel_size(mpu: Any) -> int:
     """How many ranks share the model's state: all, or those of `mpu`'s data-parallel group."""
-    return world_size() if mpu is None else int(mpu.get_data_parallel_world_size())
+    if mpu is None or world_size() == 1:
+        return world_size()
+    if not hasattr(mpu, "get_data_parallel_world_size"):  # DeepSpeed's of sequence parallelism
+        raise ConfigError(
+            "mpu: has no get_data_parallel_world_size; pass none, or one that has it."
+        )
+    return int(mpu.get_data_parallel_world_size())
+
+
+def model_parallel_place(mpu: Any) -> tuple[int, int]:
+    """This rank among those that have a part of the model each, and how many they are."""
+    if mpu is None or world_size() == 1:
+        return 0, 1
+    return (
+        int(bwc.bwc_tensor_model_parallel_rank(mpu)),
+        int(bwc.bwc_tensor_model_parallel_world_size(mpu)),
+    )
 
 
 def join(mpu: Any, *, on_gpu: bool, silence_s: float) -> Ranks | None:
@@ -79,7 +96,7 @@ class Ranks:
             self.reduce = make.group(backend, REDUCE)
             self.files = make.group("gloo", FILES)
             self.norms = _norms(mpu, undo)
-            self.counts_duplicates = mpu is None or int(mpu.get_model_parallel_rank()) == 0
+            self.counts_duplicates = model_parallel_place(mpu)[0] == 0
             self.shards = Shards(num_ranks=len(members), rank=self.control.rank)
             self.members = members
             self.global_rank, self.world_size = distributed.get_rank(), len(world)
@@ -96,6 +113,7 @@ class Ranks:
             for group in (self.control, self.gather, self.reduce, self.files, self.norms):
                 if group is not None:
                     group.watch = self.watch
+            self.watch.on_loss = self._abort
             undo.pop_all()
         self.cores = _share_of_cores(
             self.control.objects(sorted(os.sched_getaffinity(0))), self.index
@@ -130,6 +148,11 @@ class Ranks:
                     f"{what} differ{'' if what.endswith('s') else 's'} between the ranks: here "
                     f"{_around(mine, words)}. Build one model and read one config on every rank"
                 )
+
+    def _abort(self) -> None:
+        """A rank is lost: end the kernels that wait for it on this GPU, which nobody else can."""
+        for group in (self.gather, self.reduce):
+            group.abort()
 
     def close(self) -> None:
         """Leave the groups. Waits for nobody; safe to call twice."""
@@ -173,9 +196,9 @@ class _Maker:
 
 
 def _norms(mpu: Any, undo: contextlib.ExitStack) -> Group | None:
-    if mpu is None or int(mpu.get_model_parallel_world_size()) == 1:
+    if model_parallel_place(mpu)[1] == 1:
         return None
-    return _Maker(_members(mpu.get_model_parallel_group()), undo).group("gloo", CONTROL)
+    return _Maker(_members(bwc.bwc_tensor_model_parallel_group(mpu)), undo).group("gloo", CONTROL)
 
 
 def _node() -> tuple[str, str, int]:

@@ -11,6 +11,7 @@ one rank gets that accumulates as many micro-batches. NCCL adds in its own order
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import pickle
 import time
@@ -67,7 +68,7 @@ class Group:
         """Fill `whole` with every rank's equal part in order; `own` is this rank's view of it."""
         target, source = whole.view(torch.uint8), own.view(torch.uint8)
         if self._backend == "nccl":
-            self._begin()
+            self._begin_on_stream(operation)
             _all_gather(target, source, group=self._handle)
         else:
             self._run(
@@ -83,7 +84,7 @@ class Group:
         share = whole.numel() // self.num_ranks
         own = whole[self.rank * share : (self.rank + 1) * share]
         if self._backend == "nccl":
-            self._begin()
+            self._begin_on_stream(operation)
             average = distributed.ReduceOp.AVG
             _reduce_scatter(own, whole, op=average, group=self._handle)
         else:
@@ -132,6 +133,12 @@ class Group:
         if self.watch is not None:
             self.watch.begin(self._number)
 
+    def _begin_on_stream(self, operation: str) -> None:
+        """What is only enqueued waits for nobody: look whether all are there."""
+        self._begin()
+        if self.watch is not None:
+            self.watch.check(operation)
+
     def _run(self, operation: str, start: Callable[[], Any]) -> None:
         self._begin()
         begun, said = time.monotonic(), SAY_EVERY_S
@@ -161,6 +168,13 @@ class Group:
                 return False
             work.wait()  # its own error, or it ended just now
         return True
+
+    def abort(self) -> None:
+        """End what runs on the GPU for this group: its lane's fences pass, and the lane's next
+        operation fails. Without effect on the CPU, where whoever waits looks around by itself."""
+        if self._backend == "nccl" and self._handle is not None:
+            with contextlib.suppress(RuntimeError):  # ended by itself meanwhile
+                self._handle.abort()
 
     def close(self) -> None:
         """Leave the group; harmless when the program has ended all groups before."""

@@ -23,6 +23,7 @@ import os
 import sys
 import time
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,7 @@ class Watch:
         now = time.monotonic()
         self._own_s = now
         self._seen = [(-1, now)] * len(ranks)
+        self.on_loss: Callable[[], None] | None = None  # called once, by the beat's thread
         exchange.barrier()
         self._beat = Beat("watch", INTERVAL_S, self._tick)
         atexit.register(_last_words, weakref.ref(self))
@@ -80,6 +82,12 @@ class Watch:
                 self._seen[i] = (found, now)
             else:
                 self._seen[i] = (beats, since_s)
+        on_loss = self.on_loss
+        # One that has closed its engine took part in all that it was asked for.
+        stayed = [i for i in self._others() if not self._rows[i]["left"]]
+        if on_loss is not None and any(self._loss(i) for i in stayed):
+            self.on_loss = None
+            on_loss()
 
     # -- asked by whoever waits -------------------------------------------------------------------
     def begin(self, group: int) -> None:
