@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import itertools
 import os
 import signal
@@ -17,7 +18,8 @@ import torch
 from torch import nn
 
 import stronghold
-from stronghold.errors import ConfigError
+from stronghold.checkpoint import shared_save
+from stronghold.errors import ConfigError, RankError
 from stronghold.telemetry.trace import read
 from tests.conftest import lane_threads
 from tests.models import MODELS, loss_of
@@ -150,6 +152,8 @@ def two_ranks(folder: Path) -> dict[str, Any]:
         "checkpoint": checkpoint(folder),
         "life": life(),
         "model parallel": model_parallel(),
+        "astray": astray(),
+        "full disk": full_disk(folder),
     }
 
 
@@ -471,3 +475,50 @@ def model_parallel() -> dict[str, Any]:
         }
     finally:
         engine.destroy()
+
+
+def astray() -> str:
+    """One rank is noted for a gather that the other does not make."""
+    model, make_batch = MODELS["gpt"]()
+    engine = engine_of(model, config())
+    before = [p.detach().clone() for p in engine.parameters()]
+    try:
+        engine.backward(loss_of(engine(**make_batch(rank()))))
+        if rank() == 1:
+            engine._stack._sharing.gathers.note("gather", 0)
+        engine.step()
+    except RankError as error:
+        assert all(map(torch.equal, before, engine.parameters())), "weights have changed"
+        return str(error)
+    finally:
+        engine.destroy()
+    return "nothing was raised"
+
+
+def full_disk(folder: Path) -> dict[str, Any]:
+    """A save that fails on one rank, and the next one."""
+    model, _ = MODELS["gpt"]()
+    engine = engine_of(model, config())
+    target, found = folder / "full", {}
+    write = shared_save.write_parts
+
+    def fails(path: Path, entries: Any, *, first: bool) -> Any:
+        if rank() == 1 and path.name == "weights-00003.safetensors":
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        return write(path, entries, first=first)
+
+    try:
+        shared_save.write_parts = fails
+        engine.save_checkpoint(target, tag="one")
+    except OSError as error:
+        found["error"] = f"{type(error).__name__}: {error}"
+    finally:
+        shared_save.write_parts = write
+    torch.distributed.barrier()
+    found["left"] = sorted(path.name for path in target.iterdir())
+    torch.distributed.barrier()
+    engine.save_checkpoint(target, tag="two")
+    found["then"] = sorted(path.name for path in target.iterdir())
+    torch.distributed.barrier()
+    engine.destroy()
+    return found

@@ -153,6 +153,13 @@ def test_gathers_and_reductions_hide_behind_compute(tmp_path: Path) -> None:
         assert hidden > 0.5 * bound, busy  # not vacuous
 
 
+def test_ranks_that_go_different_ways_are_named_before_a_weight_changes(two: list[Any]) -> None:
+    for found in two:
+        assert (
+            "gathered or reduced different layers in this step: [0] against [1]" in found["astray"]
+        )
+
+
 # -- checkpoints -----------------------------------------------------------------------------------
 def test_what_ranks_save_resumes_to_the_bit(two: list[Any]) -> None:
     for found in two:
@@ -180,6 +187,17 @@ def test_one_rank_loads_what_two_saved(two: list[Any], tmp_path: Path) -> None:
     tensors = sorted(path.name for path in (source / "global_step2").glob("*.safetensors"))
     again = tmp_path / "again" / "global_step2"
     assert filecmp.cmpfiles(source / "global_step2", again, tensors, shallow=False)[0] == tensors
+
+
+def test_a_save_that_fails_on_one_rank_fails_on_all_and_leaves_nothing(two: list[Any]) -> None:
+    said = [found["full disk"]["error"] for found in two]
+    assert said[0].startswith(
+        "CheckpointError: the checkpoint failed on rank 1: OSError: [Errno 28]"
+    )
+    assert said[1].startswith("OSError: [Errno 28]")
+    for found in two:
+        assert found["full disk"]["left"] == []
+        assert found["full disk"]["then"] == ["latest", "two"]
 
 
 @pytest.mark.slow
