@@ -201,6 +201,34 @@ def test_after_a_killed_run_the_next_one_starts(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("beside", [False, True])
+def test_a_checkpoint_that_fails_stops_nobody(beside: bool, tmp_path: Path) -> None:
+    """Its error, which is kept, holds what was being read; others read on."""
+    state, full, saved = (tmp_path / name for name in ("state", "full", "saved"))
+    state.mkdir(), full.mkdir()
+    engine, make_batch = make_engine(state, "weights")
+    run_steps(engine, make_batch, range(1))
+    engine.settings.stronghold.__dict__["async_checkpoint"] = beside
+
+    def save() -> None:
+        engine.save_checkpoint(full)
+        engine.wait_for_checkpoint()
+
+    kept = []
+    for size in (16, 24, 32):  # in the middle of a tensor, sooner or later
+        with mounted(full, "-t", "tmpfs", "-o", f"size={size}k", "tmpfs"):
+            kept.append(in_time(save))
+        assert isinstance(kept[-1], OSError | stronghold.LaneError)
+        assert os.strerror(errno.ENOSPC) in str(kept[-1])
+        if beside:
+            break  # a lane has failed: the engine takes no further step
+    if not beside:
+        assert in_time(lambda: engine.save_checkpoint(saved)) is None
+        assert in_time(lambda: run_steps(engine, make_batch, range(1, 2))) is None
+    assert in_time(engine.destroy) is None
+    assert all(p.isfinite().all() for p in engine.module.parameters())
+
+
 def test_weights_that_do_not_fit_stay_in_the_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

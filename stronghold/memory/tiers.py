@@ -22,6 +22,7 @@ import torch
 
 from stronghold.device.base import Fence, completed
 from stronghold.memory.extents import ARRAYS, Extent, ExtentRequest, lay_out
+from stronghold.memory.slab import map_slab
 from stronghold.model.layout import PAGE_NUMEL, LayerLayout, ModelLayout
 from stronghold.native_io import ALIGNMENT
 
@@ -267,9 +268,13 @@ class Tiers:
         A tensor is valid until the next piece. "edit" writes back what the caller made of it, and
         "replace" too, whose caller writes every element. Nothing else may touch the range.
         """
-        with self._staged:
+        # An iteration that an error ended lives as long as the error does: nobody waits for its
+        # entry.
+        mine = self._staged.acquire(blocking=False)
+        memory = self._other[0] if mine else map_slab(len(self._other[0]), torch.uint8)
+        try:
             for low, high in self.cuts(layer, arrays, begin, end):
-                views = self.views(self._other[0], arrays, high - low)
+                views = self.views(memory, arrays, high - low)
                 first, last = max(begin, low), min(end, high)
                 if mode != "replace":
                     self.load(layer, low, views).wait()
@@ -280,6 +285,9 @@ class Tiers:
                 yield first, last, {a: view[first - low : last - low] for a, view in views.items()}
                 if mode != "read":
                     self.spill(layer, low, views).wait()
+        finally:
+            if mine:
+                self._staged.release()
 
     def _load_page(self, layer: int, low: int, at: int, views: Views) -> None:
         page = {array: view[at : at + PAGE_NUMEL] for array, view in views.items()}
