@@ -1,4 +1,4 @@
-"""A model whose compute is sleep: it leaves the cores free, as a GPU does, and takes known times."""
+"""A model whose compute is sleep: it leaves the cores free, as a GPU does, and takes known time."""
 
 from __future__ import annotations
 
