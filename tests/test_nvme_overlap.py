@@ -19,6 +19,7 @@ import stronghold
 from stronghold.device.simulated import Rates
 from stronghold.simulate import LayerLoad, Workload, simulate
 from stronghold.telemetry.trace import read
+from tests.quiet import law_of_time
 from tests.sleeping import SleepingModel
 from tests.test_simulate import INPUT_NUMEL, MEDIAN_ERROR, WORST_ERROR, Case, random_case
 from tests.training import config
@@ -36,6 +37,7 @@ TRIES = 3  # other work on the machine disturbs one, not all of them
     [(0.006, 0.5), (0.0002, 0.1)],
     ids=["compute-bound", "disk-bound"],
 )
+@law_of_time
 def test_step_takes_the_longest_lane(forward_s: float, nvme_gbps: float, tmp_path: Path) -> None:
     """Adam is idle while the disk is the bound, and the disk while compute is.
 
@@ -178,6 +180,7 @@ def check(seeds: range, path: Path) -> None:
     assert max(errors) <= WORST_ERROR, errors
 
 
+@law_of_time
 def test_the_prediction_is_what_a_step_takes(tmp_path: Path) -> None:
     check(range(3), tmp_path)
 

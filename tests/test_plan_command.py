@@ -24,6 +24,7 @@ from stronghold.forecast.question import Question, Words, understand
 from stronghold.forecast.subject import from_config, from_sizes
 from stronghold.forecast.sweeps import sweep
 from stronghold.plan.profile import MachineProfile, machine_names
+from tests.quiet import law_of_time
 
 SIZES = ["--layers", "6", "--hidden", "128", "--heads", "4", "--vocab", "500", "--seq", "64"]
 SMALL = Words(layers=6, hidden=128, heads=4, vocab=500, seq=64, machine="rtx4090")
@@ -467,6 +468,7 @@ def test_a_swept_point_is_the_forecast_of_that_question() -> None:
 # -- speed ----------------------------------------------------------------------------------------
 
 
+@law_of_time
 def test_a_70b_model_of_80_layers_is_planned_in_five_seconds(llama: Path) -> None:
     words = Words(model=llama, machine="h100-80gb", host="1200GiB", batch=8)
     understand(Words(model=llama, machine="h100-80gb"))  # imports

@@ -19,6 +19,7 @@ from stronghold.plan.planner import Demand, Plan, make_plan
 from stronghold.plan.profile import MachineProfile
 from stronghold.plan.search import largest_micro_batch, lower_bound
 from stronghold.simulate import fastest_plan, lanes_of, rates_of, simulate, workload_of
+from tests.quiet import law_of_time
 
 GIB = 1 << 30
 NEAR = 1.03  # the figure
@@ -123,6 +124,7 @@ def test_the_choice_is_within_three_per_cent_on_every_machine(pair: Pair) -> Non
     check(pair)
 
 
+@law_of_time
 def test_seventy_billion_parameters_are_planned_in_seconds() -> None:
     layout, costs, machine, demand = demand_of(Pair("h200", (80, 8192, 64, 128256), 4, 4096, 130))
     begun = time.process_time()

@@ -15,6 +15,7 @@ from stronghold.device.simulated import Rates
 from stronghold.simulate import simulate
 from stronghold.telemetry.trace import Span
 from stronghold.warmup import measured_rates, measured_workload
+from tests.quiet import law_of_time
 from tests.sleeping import SleepingModel
 from tests.training import config
 
@@ -38,6 +39,7 @@ def rates(gbps: float) -> Rates:
 
 @pytest.mark.parametrize("activations", ["keep", "recompute"])
 @pytest.mark.parametrize("accumulation", [1, 2])
+@law_of_time
 def test_traced_steps_predict_the_following(
     activations: str, accumulation: int, tmp_path: Path
 ) -> None:
