@@ -19,7 +19,7 @@ import stronghold
 from stronghold.device.simulated import Rates
 from stronghold.simulate import LayerLoad, Workload, simulate
 from stronghold.telemetry.trace import read
-from tests.quiet import law_of_time
+from tests.quiet import law_of_time, on_time
 from tests.sleeping import SleepingModel
 from tests.test_simulate import INPUT_NUMEL, MEDIAN_ERROR, WORST_ERROR, Case, random_case
 from tests.training import config
@@ -29,7 +29,6 @@ NUM_LAYERS = 16
 LAYER_NUMEL = 1 << 17
 WARM_UP, MEASURED = 2, 4
 SLACK = 1.15  # the issue's figure
-TRIES = 3  # other work on the machine disturbs one, not all of them
 
 
 @pytest.mark.parametrize(
@@ -44,13 +43,10 @@ def test_step_takes_the_longest_lane(forward_s: float, nvme_gbps: float, tmp_pat
     Between these bounds a step takes up to a forward more (backward, where the gate holds the
     updates): what is updated cannot be used before, and what is used last is updated first.
     """
-    for _ in range(TRIES):
-        step_s, bound, alone = step_and_bound(forward_s, nvme_gbps, tmp_path)
-        # Not vacuous: without overlap the step would be the sum.
-        assert alone > 1.15 * bound
-        if step_s <= SLACK * bound:
-            return
-    assert step_s <= SLACK * bound
+    step_s, bound, alone = step_and_bound(forward_s, nvme_gbps, tmp_path)
+    # Not vacuous: without overlap the step would be the sum.
+    on_time(alone > 1.15 * bound, (alone, bound))
+    on_time(step_s <= SLACK * bound, (step_s, bound))
 
 
 def step_and_bound(forward_s: float, nvme_gbps: float, path: Path) -> tuple[float, float, float]:
@@ -169,15 +165,10 @@ def rates_of(of: Spilling) -> Rates:
 def check(seeds: range, path: Path) -> None:
     errors: list[float] = []
     for seed in seeds:
-        error = 1.0
-        for _ in range(TRIES):
-            predicted_s, measured_s = predicted_and_measured(spilling_case(seed), path)
-            error = min(error, abs(predicted_s / measured_s - 1.0))
-            if error <= MEDIAN_ERROR:
-                break
-        errors.append(error)
-    assert statistics.median(errors) <= MEDIAN_ERROR, errors
-    assert max(errors) <= WORST_ERROR, errors
+        predicted_s, measured_s = predicted_and_measured(spilling_case(seed), path)
+        errors.append(abs(predicted_s / measured_s - 1.0))
+    on_time(statistics.median(errors) <= MEDIAN_ERROR, errors)
+    on_time(max(errors) <= WORST_ERROR, errors)
 
 
 @law_of_time
@@ -186,5 +177,6 @@ def test_the_prediction_is_what_a_step_takes(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@law_of_time
 def test_the_prediction_is_what_a_step_takes_for_thirty_plans(tmp_path: Path) -> None:
     check(range(30), tmp_path)

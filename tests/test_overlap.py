@@ -14,14 +14,13 @@ import torch
 
 import stronghold
 from stronghold.telemetry.trace import read
-from tests.quiet import law_of_time
+from tests.quiet import law_of_time, on_time
 from tests.sleeping import SleepingModel
 from tests.training import config
 
 NUM_LAYERS = 20
 LAYER_NUMEL = 1 << 19  # 2 MiB in fp32
 WARM_UP, MEASURED = 2, 5
-ATTEMPTS = 2
 SLACK = 1.15  # the figure: fill and drain of one layer, and the hand-over between threads
 
 
@@ -65,11 +64,8 @@ def test_step_takes_the_longest_lane(
     forward_s: float, link_gbps: float, clipping: float, tmp_path: Any
 ) -> None:
     section = {"window": 3, "cpu_threads": 1, "emulated": {"link_gbps": link_gbps}}
-    for _ in range(ATTEMPTS):  # other processes only ever slow a step down
-        busy = measure(section, clipping, forward_s, tmp_path / "trace.json")
-        bound = max(busy["compute"], busy["fetch"], busy["drain"], busy["update"])
-        if busy["step"] <= SLACK * bound:
-            break
-    assert busy["step"] <= SLACK * bound, busy
+    busy = measure(section, clipping, forward_s, tmp_path / "trace.json")
+    bound = max(busy["compute"], busy["fetch"], busy["drain"], busy["update"])
+    on_time(busy["step"] <= SLACK * bound, busy)
     # Not vacuous: without overlap the step would be the sum.
-    assert sum(busy[lane] for lane in ("compute", "fetch", "drain")) > 1.3 * bound, busy
+    on_time(sum(busy[lane] for lane in ("compute", "fetch", "drain")) > 1.3 * bound, busy)

@@ -24,7 +24,7 @@ from stronghold.forecast.question import Question, Words, understand
 from stronghold.forecast.subject import from_config, from_sizes
 from stronghold.forecast.sweeps import sweep
 from stronghold.plan.profile import MachineProfile, machine_names
-from tests.quiet import law_of_time
+from tests.quiet import law_of_time, on_time
 
 SIZES = ["--layers", "6", "--hidden", "128", "--heads", "4", "--vocab", "500", "--seq", "64"]
 SMALL = Words(layers=6, hidden=128, heads=4, vocab=500, seq=64, machine="rtx4090")
@@ -474,6 +474,7 @@ def test_a_70b_model_of_80_layers_is_planned_in_five_seconds(llama: Path) -> Non
     understand(Words(model=llama, machine="h100-80gb"))  # imports
     begin = time.process_time()  # of this process: others may be at work here
     found = forecast.answer(understand(words))
-    assert time.process_time() - begin < 5.0
+    took_s = time.process_time() - begin
     assert found.fits
     assert found.asked.num_blocks == 80
+    on_time(took_s < 5.0, f"{took_s:.1f} s")

@@ -11,7 +11,7 @@ import torch
 import stronghold
 from stronghold.refine import TRACED_STEPS, UNTOLD_STEPS, Stage
 from tests.models import MODELS, loss_of
-from tests.quiet import law_of_time
+from tests.quiet import law_of_time, on_time
 from tests.sleeping import SleepingModel
 from tests.training import assert_identical, config, train_plain, train_windowed
 
@@ -48,7 +48,6 @@ def test_a_refined_plan_goes_on_with_the_same_bits(
 
     run = train_windowed(factory, steps=REFINED + 4, settings=settings, inspect=inspect)
     assert seen["stage"] is Stage.SETTLED
-    assert seen["plan"].updated_on_gpu, "the search left every layer on the host"
     assert seen["report"].gpu_peak <= section["gpu_memory"]
     assert seen["report"].gpu_peak <= seen["report"].gpu_planned
     expected = train_plain(
@@ -59,6 +58,8 @@ def test_a_refined_plan_goes_on_with_the_same_bits(
         precision=precision,
     )
     assert_identical(run, expected)
+    # What was measured decides: not vacuous where the paced lanes were the slow ones.
+    on_time(bool(seen["plan"].updated_on_gpu), "the search left every layer on the host")
 
 
 @law_of_time
@@ -75,11 +76,13 @@ def test_a_refined_plan_is_faster_and_the_trace_is_gone() -> None:
         engine.backward(engine(x))
         engine.step()
         seconds.append(time.perf_counter() - begun)
-    assert engine.plan != before
-    assert min(seconds[REFINED:]) < 0.8 * min(seconds[UNTOLD_STEPS:REFINED])
-    assert not engine._stack.trace.recording
-    assert not engine._stack.trace.spans()
+    after, trace = engine.plan, engine._stack.trace
+    recording, spans = trace.recording, trace.spans()
     engine.destroy()
+    assert not recording
+    assert not spans
+    on_time(after != before, "the plan stayed as it was")
+    on_time(min(seconds[REFINED:]) < 0.8 * min(seconds[UNTOLD_STEPS:REFINED]), seconds)
 
 
 def test_a_pinned_plan_stays(tmp_path: Any) -> None:
@@ -137,5 +140,5 @@ def test_a_model_that_fits_becomes_whole() -> None:
         settings=config(section=section),
         inspect=lambda engine: plans.append(engine.plan),
     )
-    assert plans[0].whole
     assert_identical(run, train_plain(factory, steps=REFINED + 3))
+    on_time(plans[0].whole, "the search did not take the model whole")

@@ -19,7 +19,7 @@ from stronghold.plan.planner import Demand, Plan, make_plan
 from stronghold.plan.profile import MachineProfile
 from stronghold.plan.search import largest_micro_batch, lower_bound
 from stronghold.simulate import fastest_plan, lanes_of, rates_of, simulate, workload_of
-from tests.quiet import law_of_time
+from tests.quiet import law_of_time, on_time
 
 GIB = 1 << 30
 NEAR = 1.03  # the figure
@@ -135,8 +135,9 @@ def test_seventy_billion_parameters_are_planned_in_seconds() -> None:
         rates_of(machine, machine.num_cores),
         dtype=torch.bfloat16,
     )
-    assert time.process_time() - begun < 5.0
+    took_s = time.process_time() - begun
     assert choice.plan.gpu_total_bytes + choice.plan.activation_bytes <= 130 * GIB
+    on_time(took_s < 5.0, f"{took_s:.1f} s")
 
 
 def test_what_the_user_pinned_stays() -> None:

@@ -15,7 +15,7 @@ from stronghold.device.simulated import Rates
 from stronghold.simulate import simulate
 from stronghold.telemetry.trace import Span
 from stronghold.warmup import measured_rates, measured_workload
-from tests.quiet import law_of_time
+from tests.quiet import law_of_time, on_time
 from tests.sleeping import SleepingModel
 from tests.training import config
 
@@ -80,18 +80,21 @@ def test_traced_steps_predict_the_following(
         num_steps=TRACED,
     )
     found = measured_rates(spans, rates(77.0))
-    assert found.fetch_gbps == pytest.approx(0.02, rel=0.2)
-    assert found.drain_gbps == pytest.approx(0.02, rel=0.2)
-    assert found.update_gbps == pytest.approx(0.2, rel=0.2)
+    on_time(found.fetch_gbps == pytest.approx(0.02, rel=0.2), found)
+    on_time(found.drain_gbps == pytest.approx(0.02, rel=0.2), found)
+    on_time(found.update_gbps == pytest.approx(0.2, rel=0.2), found)
     # The median: a layer may have been in the way of other processes.
     forward_s = statistics.median(load.forward_s for load in workload.layers)
     backward_s = statistics.median(load.backward_s for load in workload.layers)
-    assert forward_s == pytest.approx(FORWARD_S, rel=0.3)
-    assert backward_s == pytest.approx(BACKWARD_S, rel=0.3)
+    on_time(forward_s == pytest.approx(FORWARD_S, rel=0.3), workload)
+    on_time(backward_s == pytest.approx(BACKWARD_S, rel=0.3), workload)
     predicted = simulate(
         layout, plan, workload, found, dtype=torch.float32, asynchronous=False
     ).step_s
-    assert predicted == pytest.approx(statistics.median(seconds[-MEASURED:]), rel=NEAR)
+    on_time(
+        predicted == pytest.approx(statistics.median(seconds[-MEASURED:]), rel=NEAR),
+        (predicted, seconds),
+    )
 
 
 def test_a_lane_that_moved_nothing_keeps_its_known_rate() -> None:
