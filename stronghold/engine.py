@@ -14,7 +14,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import deepspeed
@@ -25,11 +26,13 @@ from stronghold.checkpoint.engine_part import Checkpoints
 from stronghold.config import Settings
 from stronghold.errors import ConfigError
 from stronghold.instruments import Instruments
+from stronghold.lifetime import finish_at_exit
 from stronghold.plan.planner import Plan
 from stronghold.refine import Refinement
 from stronghold.runtime.distributed import Ranks, model_parallel_place, places_of
 from stronghold.runtime.loss_scale import make_scaler
 from stronghold.runtime.optimizer import EngineOptimizer
+from stronghold.runtime.reads import ParameterReads
 from stronghold.runtime.stack import MemoryReport, Request, Stack
 from stronghold.runtime.state import StateHooks, check_free
 from stronghold.surface import refuse
@@ -120,6 +123,8 @@ class StrongholdEngine(Checkpoints, deepspeed.DeepSpeedEngine):  # type: ignore[
             read=self._stack.wait_for_readers,
             loaded=self._stack.adopt_weights,
         )
+        self._reads = ParameterReads(self._stack.parameters, self._stack.settle)
+        finish_at_exit(self)
         try:
             self._make_deepspeed_parts(training_data)
         except BaseException:
@@ -264,9 +269,7 @@ class StrongholdEngine(Checkpoints, deepspeed.DeepSpeedEngine):  # type: ignore[
         self._boundary_override = is_boundary
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Change the accumulation steps. From one to several needs accumulators that were not
-        planned: refused.
-        """
+        """Change the accumulation steps; from one to several is refused: nothing holds the sums."""
         before = self.gradient_accumulation_steps()
         super().set_train_batch_size(train_batch_size)
         after = self.gradient_accumulation_steps()
@@ -312,7 +315,7 @@ class StrongholdEngine(Checkpoints, deepspeed.DeepSpeedEngine):  # type: ignore[
     get_tensor_parallel_rank = get_model_parallel_rank
 
     def get_sequence_parallel_group(self) -> None:
-        """There is none."""
+        """None: there is none."""
 
     @property
     def is_compiled(self) -> bool:
@@ -329,21 +332,11 @@ class StrongholdEngine(Checkpoints, deepspeed.DeepSpeedEngine):  # type: ignore[
         return self._stack.memory_report()
 
     def synchronize(self) -> None:
-        """Wait until every parameter holds its newest value: before code that reads raw parameters
-        between steps. A destroyed engine's model is whole: nothing to wait for.
+        """Wait until every parameter holds its newest value: before code that reads parameters that
+        it has kept. `parameters()`, `named_parameters()` and `state_dict()` wait by themselves.
         """
         if not self._destroyed:
             self._stack.runtime.settle()
-
-    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """The model's parameters, after pending updates."""
-        self.synchronize()
-        yield from super().parameters(recurse)
-
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """The model's named parameters, after pending updates."""
-        self.synchronize()
-        yield from super().named_parameters(*args, **kwargs)
 
     def module_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """The user module's state dict, after pending updates."""
@@ -352,11 +345,7 @@ class StrongholdEngine(Checkpoints, deepspeed.DeepSpeedEngine):  # type: ignore[
         return state
 
     def load_module_state_dict(
-        self,
-        checkpoint: dict[str, Any],
-        strict: bool = True,
-        custom_load_fn: Any = None,
-        **zero3_and_experts: Any,
+        self, checkpoint: Any, strict: bool = True, custom_load_fn: Any = None, **zero3: Any
     ) -> None:
         """Load weights into the user's module; masters become these weights, moments stay.
 
@@ -407,6 +396,7 @@ class StrongholdEngine(Checkpoints, deepspeed.DeepSpeedEngine):  # type: ignore[
         if not self._destroyed:
             self._destroyed = True
             self._state_hooks.close()
+            self._reads.close()
             try:
                 self.wait_for_checkpoint()
             finally:
@@ -414,6 +404,13 @@ class StrongholdEngine(Checkpoints, deepspeed.DeepSpeedEngine):  # type: ignore[
 
     close = destroy
 
-    def __del__(self) -> None:
-        with contextlib.suppress(Exception):  # half-built, or the interpreter is ending
-            self.destroy()
+    def finish(self) -> None:
+        """Write the rest of a checkpoint, and the trace: at the latest when the process ends."""
+        if not self._destroyed:
+            self.wait_for_checkpoint()
+            self._stack.write_trace()
+
+    def __del__(self, ending: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not ending():  # else modules are gone
+            with contextlib.suppress(Exception):  # half-built
+                self.destroy()

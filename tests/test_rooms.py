@@ -41,6 +41,7 @@ LEVELS = {
     "stronghold.native": 0,
     "stronghold.native_io": 0,
     "stronghold.errors": 0,
+    "stronghold.lifetime": 0,
     "stronghold.limits": 0,
     "stronghold.telemetry": 0,
 }

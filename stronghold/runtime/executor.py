@@ -388,16 +388,17 @@ class Executor:
                     break
                 self._fetch(use.layer, keep=use.layer)
 
-    def settle(self) -> None:
-        """Wait until every layer's newest weights are where its parameters point, and all of its
-        arrays where they lie between steps.
+    def settle(self, layers: Sequence[int]) -> None:
+        """Wait until the layers' newest weights are where their parameters point, and all of their
+        arrays where they lie between steps. Within a pass parameters stay where the pass has them.
         """
         self._device.check()
-        for layer in range(len(self._host.layers)):
+        for layer in layers:
             self._updater.ledger.stored(layer).wait()
         self._host.tiers.check()
-        for layer in sorted(self._refreshed):
-            self.make_resident(layer)
+        if self.phase is Phase.IDLE:
+            for layer in sorted(self._refreshed.intersection(layers)):
+                self.make_resident(layer)
 
     def rest(self, layer: int) -> None:
         """Point the layer's parameters at its own arrays."""

@@ -6,6 +6,7 @@ checkpoints do not ask which. The training thread alone calls.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from stronghold.model.partition import Partition
@@ -76,8 +77,10 @@ class Runtime(Protocol):
         ...
 
     # -- between steps ----------------------------------------------------------------------------
-    def settle(self) -> None:
-        """Wait until every layer's newest weights are where its parameters point."""
+    def settle(self, layers: Sequence[int] | None = None) -> None:
+        """Wait until the newest weights of these layers, or of all, are where their parameters
+        point.
+        """
         ...
 
     def restart(self) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -208,10 +209,9 @@ class Stack:
             self.host, self.device, accumulate=plan.gradients is Gradients.ACCUMULATED
         )
         self.adam = AdamSteps(optimizer, parameters, self.layout.layers)
-        self._parameters = parameters
+        self.parameters = parameters
         self.runtime = self._make_runtime(plan)
-        # Layer by layer, and each parameter's original is freed before the next layer is copied:
-        # never two copies.
+        # Each layer's originals are freed before the next layer is copied: never two copies.
         # A large model takes minutes to move into its slabs; a small one shows no bar.
         bar = tqdm(
             parameters,
@@ -242,7 +242,7 @@ class Stack:
                 host=self.host,
                 store=self.store,
                 plan=plan,
-                parameters=self._parameters,
+                parameters=self.parameters,
                 adam=self.adam,
                 metrics=self.metrics,
             )
@@ -251,16 +251,16 @@ class Stack:
             host=self.host,
             store=self.store,
             plan=plan,
-            parameters=self._parameters,
+            parameters=self.parameters,
             adam=self.adam,
             kernels=NativeKernels(self.pool),
             metrics=self.metrics,
             sharing=self._sharing,
         )
 
-    def settle(self) -> None:
-        """Wait until every parameter shows its newest value."""
-        self.runtime.settle()
+    def settle(self, layers: Sequence[int] | None = None) -> None:
+        """Wait until the parameters of these layers, or of all, show their newest values."""
+        self.runtime.settle(layers)
 
     def wait_for_readers(self) -> None:
         """Block until nothing reads the arrays: before they are written from outside."""
@@ -290,7 +290,7 @@ class Stack:
         self.plan = plan
         self.metrics.recomputed = plan.recomputed
         self.runtime = self._make_runtime(plan)
-        for layer in range(len(self._parameters)):
+        for layer in range(len(self.parameters)):
             self.runtime.adopted(layer)
         self.runtime.start(self.partition)
         gpu, host = self._planned

@@ -129,7 +129,7 @@ class Streaming:
             activations=self.activations,
             trained=self._adam.trains,
         )
-        self.executor.settle()
+        self.settle()
 
     def detach(self) -> None:
         if self._hooks is not None:
@@ -167,8 +167,8 @@ class Streaming:
         return gate
 
     # -- between steps ----------------------------------------------------------------------------
-    def settle(self) -> None:
-        self.executor.settle()
+    def settle(self, layers: Sequence[int] | None = None) -> None:
+        self.executor.settle(range(len(self._host.layers)) if layers is None else layers)
 
     def restart(self) -> None:
         self.updater.restart()

@@ -197,9 +197,9 @@ class Whole:
         self._ledger.forget()
 
     # -- between steps ----------------------------------------------------------------------------
-    def settle(self) -> None:
+    def settle(self, layers: Sequence[int] | None = None) -> None:
         self._device.check()
-        for layer in range(len(self._parameters)):
+        for layer in range(len(self._parameters)) if layers is None else layers:
             self._ledger.updated(layer).wait()
 
     def restart(self) -> None:

@@ -132,9 +132,9 @@ class SharedExecutor(Executor):
         self._turn_to(self._training)
         super().weights_changed(layers)
 
-    def settle(self) -> None:
+    def settle(self, layers: Sequence[int]) -> None:
         old, self._alone = set(self._stale), True
-        super().settle()
+        super().settle(layers)
         self._alone = False
         self._stale |= old
-        self._gathers.settle()
+        self._gathers.settle(layers)

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import time
 import zlib
+from collections.abc import Sequence
 from typing import Any
 
 from stronghold.device.base import Device, Fence
@@ -109,10 +110,10 @@ class Gathers:
         """This rank's part of the layer is new (called by the update lane)."""
         self._versions[layer, self._ranks.index] += 1
 
-    def settle(self) -> None:
-        """Wait until the node's weights are as new as every rank's last submitted update."""
-        for layer, expected in enumerate(self._expected):
-            self._wait_for(layer, expected)
+    def settle(self, layers: Sequence[int]) -> None:
+        """Wait until the layers' weights are as new as every rank's last submitted update."""
+        for layer in layers:
+            self._wait_for(layer, self._expected[layer])
 
     def _wait_for(self, layer: int, expected: int) -> None:
         versions = self._versions[layer]

@@ -1,0 +1,100 @@
+"""Whoever asks a module for its parameters reads the newest weights, knowing nothing of engines."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.twin import Twin, twin
+
+# Some 20 ms an update of each layer: what does not wait reads weights of two steps.
+SLOW = {"emulated": {"update_gbps": 0.02}}
+KINDS: dict[str, dict[str, Any]] = {
+    "streamed": SLOW,
+    "resident": {**SLOW, "resident_layers": 1},
+    "on the device": {**SLOW, "resident_layers": 1, "resident_updates": "gpu"},
+}
+
+
+def assert_same(ours: nn.Module, plain: nn.Module) -> None:
+    pairs = zip(ours.named_parameters(), plain.named_parameters(), strict=True)
+    for (name, parameter), (_, expected) in pairs:
+        assert torch.equal(parameter.cpu(), expected), f"{name} is of another step"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("clipping", [0.0, 1.0], ids=["early updates", "gated updates"])
+def test_parameters_between_steps_are_of_the_last_step(kind: str, clipping: float) -> None:
+    with twin("gpt", clipping=clipping, section=KINDS[kind]) as both:
+        for step in range(3):
+            both.train(step)
+            assert_same(both.model, both.plain)
+
+
+def test_a_part_of_the_model_waits_for_its_own_updates_alone() -> None:
+    with twin("gpt", section=SLOW) as both:
+        both.train(0)
+        fences = [both.engine._stack.runtime.ledger.updated(i) for i in range(3)]
+        next(both.model.parameters())
+        assert not fences[-1].done  # else nothing was pending, and nothing is shown
+        assert next(both.model.parameters()).device.type == "cpu"
+        list(both.model.parameters())
+        assert all(fence.done for fence in fences)
+
+
+def test_a_pass_may_ask_for_parameters_in_its_middle() -> None:
+    with twin("gpt", section=SLOW) as both:
+        seen = []
+        block = max(both.model.modules(), key=lambda module: isinstance(module, nn.ModuleList))
+        handle = block[1].register_forward_pre_hook(
+            lambda *_: seen.append(next(both.model.parameters()).dtype)
+        )
+        both.train(0)
+        both.train(1)
+        handle.remove()
+        assert seen
+
+
+def test_torch_is_as_it_was_when_the_last_engine_is_gone() -> None:
+    original = nn.Module.named_parameters
+    one, other = Twin("gpt"), Twin("llama")
+    assert nn.Module.named_parameters is not original
+    one.engine.destroy()
+    assert nn.Module.named_parameters is not original
+    other.train(0)
+    assert_same(other.model, other.plain)
+    other.engine.destroy()
+    assert nn.Module.named_parameters is original
+
+
+SCRIPT = """
+import sys, torch, stronghold
+from tests.models import MODELS, loss_of
+from tests.training import config
+folder = sys.argv[1]
+model, make_batch = MODELS["gpt"]()
+section = {"window": 1, "trace": folder + "/trace.json", "async_checkpoint": True}
+engine, *_ = stronghold.initialize(
+    model=model, config=config(section=section), model_parameters=model.parameters()
+)
+engine.backward(loss_of(engine(**make_batch(0))))
+engine.step()
+engine.save_checkpoint(folder + "/saved")
+engine.itself = engine
+"""
+
+
+def test_what_a_program_owes_the_disk_is_there_when_it_ends(tmp_path: Path) -> None:
+    """It never destroys its engine, as programs of frameworks do not; and is not disturbed."""
+    command = [sys.executable, "-c", SCRIPT, str(tmp_path)]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert "Exception" not in ended.stderr
+    assert (tmp_path / "trace.json").stat().st_size > 0
+    assert (tmp_path / "saved" / "latest").read_text().strip() == "global_step1"
