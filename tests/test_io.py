@@ -13,10 +13,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from pages import ENGINES, PAGE, Memory, in_child, refuse_io_uring
 
 from stronghold.errors import ConfigError, StateError
 from stronghold.native_io import IoQueue
+from tests.pages import ENGINES, PAGE, Memory, in_child, refuse_io_uring
 
 SHM = Path("/dev/shm")
 

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from pages import ENGINES, PAGE, Memory, in_child, mounted
 
 from stronghold.errors import ConfigError
 from stronghold.native_io import IoFile, IoQueue
+from tests.pages import ENGINES, PAGE, Memory, in_child, mounted
 
 
 @pytest.fixture(params=ENGINES)

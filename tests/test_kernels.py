@@ -13,10 +13,10 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import torch
-from reference import AdamHyper, adam_step, join_bf16, split_bf16
 
 from stronghold import native
 from stronghold.errors import ConfigError, StateError
+from tests.reference import AdamHyper, adam_step, join_bf16, split_bf16
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 DTYPES = (F32, BF16, F16)

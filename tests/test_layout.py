@@ -6,12 +6,12 @@ import dataclasses
 
 import pytest
 import torch
-from models import MODELS, PLAIN
 from torch import nn
 
 from stronghold.errors import StateError
 from stronghold.model.layout import ALIGN_NUMEL, PAGE_NUMEL, LayerLayout, ModelLayout, layout
 from stronghold.model.partition import Partition, partition
+from tests.models import MODELS, PLAIN
 
 WEIRD = [1, 15, 17, 4097, 0, 127, 128, 129, 2047, 2048, 2049]
 

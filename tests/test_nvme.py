@@ -18,7 +18,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from pages import ENGINES, PAGE, in_child, mounted, refuse_io_uring
 
 from stronghold.device.emulated import EmulatedDevice
 from stronghold.errors import BudgetError, ConfigError, StateError
@@ -26,6 +25,7 @@ from stronghold.memory import disks
 from stronghold.memory.extents import Extent, ExtentRequest
 from stronghold.memory.nvme import NvmeStore
 from stronghold.memory.slab import map_slab
+from tests.pages import ENGINES, PAGE, in_child, mounted, refuse_io_uring
 
 torch.set_num_threads(1)
 MIB = 1 << 20

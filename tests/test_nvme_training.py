@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 import torch
-from pages import ENGINES, mounted
 
 import stronghold
 from stronghold.checkpoint.tensorfile import TensorFile
 from tests.models import MODELS, loss_of
+from tests.pages import ENGINES, mounted
 from tests.training import Run, assert_identical, config, moments_of, train_windowed
 
 torch.set_num_threads(1)

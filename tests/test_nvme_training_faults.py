@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 import torch
-from pages import mounted
 from torch import nn
 
 import stronghold
 from stronghold.errors import BudgetError, ConfigError
 from tests.models import MODELS
+from tests.pages import mounted
 from tests.test_lane_failures import fail_in, in_time, run_steps
 from tests.training import config
 
