@@ -26,10 +26,9 @@ from stronghold.plan.planner import make_plan
 from tests.checkpoints import assert_same, make_model, session, snapshot
 from tests.checkpoints import train as train_session
 from tests.models import HIDDEN, HUGGING_FACE, MODELS, PLAIN, Decoder, loss_of
-from tests.test_engine import failing_once
 from tests.test_exactness import llama
 from tests.training import Run, assert_identical, config, train_plain, train_windowed
-from tests.twin import Twin, twin
+from tests.twin import assert_half_a_step_refuses_every_further_one, failing_once, twin
 
 STEPS = 4
 MODES: dict[str, dict[str, Any]] = {
@@ -308,16 +307,7 @@ def test_a_backward_that_fails_leaves_the_step_before(place: str, mode: str) -> 
 
 
 def test_a_backward_that_fails_between_early_updates_refuses_every_further_one() -> None:
-    both = Twin(clipping=0.0, section=on_gpu("every layer"))
-    both.train(0)
-    with (
-        failing_once(both.model.blocks[0].mlp.up, "backward"),
-        pytest.raises(torch.OutOfMemoryError),
-    ):
-        both.engine.backward(both.on(1)(both.engine))
-    with pytest.raises(ConfigError, match="weights are of two steps"):
-        both.engine.backward(both.on(1)(both.engine))
-    both.engine.destroy()
+    assert_half_a_step_refuses_every_further_one(section=on_gpu("every layer"))
 
 
 def test_a_gradient_from_outside_is_refused_and_dropped() -> None:

@@ -17,6 +17,12 @@ from tests.models import loss_of
 Batch = dict[str, Any]
 Factory = Callable[[], tuple[nn.Module, Callable[[int], Batch]]]
 ADAM: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1}
+WARMUP = {
+    "scheduler": {
+        "type": "WarmupLR",
+        "params": {"warmup_max_lr": 1e-2, "warmup_num_steps": 10, "warmup_type": "linear"},
+    }
+}
 NO_CHECK = {"check_grad_overflow": False}
 
 

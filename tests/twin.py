@@ -8,10 +8,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
 import stronghold
+from stronghold.errors import ConfigError
 from tests.models import MODELS, loss_of
 from tests.training import ADAM, KernelAdam, config
 
@@ -134,3 +136,37 @@ def twin(*args: Any, **options: Any) -> Iterator[Twin]:
         made.check()
     finally:
         made.engine.destroy()
+
+
+@contextmanager
+def failing_once(module: nn.Module, where: str) -> Iterator[None]:
+    """The next forward, or backward, through `module` runs out of memory."""
+    failures = iter([torch.OutOfMemoryError("CUDA out of memory (injected)")])
+
+    def fail(*_: Any) -> None:
+        for failure in failures:
+            raise failure
+
+    if where == "forward":
+        handle = module.register_forward_pre_hook(fail)
+    else:
+        parameter = next(module.parameters())
+        handle = parameter.register_hook(fail)  # in backward, as its gradient is made
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def assert_half_a_step_refuses_every_further_one(section: dict[str, Any]) -> None:
+    """A backward fails when some layers were updated already."""
+    both = Twin(clipping=0.0, section=section)
+    both.train(0)
+    with (
+        failing_once(both.model.blocks[0].mlp.up, "backward"),
+        pytest.raises(torch.OutOfMemoryError),
+    ):
+        both.engine.backward(both.on(1)(both.engine))
+    with pytest.raises(ConfigError, match="weights are of two steps"):
+        both.engine.backward(both.on(1)(both.engine))
+    both.engine.destroy()
