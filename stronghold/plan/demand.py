@@ -63,6 +63,4 @@ class Demand:
         """What the micro-batches and the gate ask of gradients."""
         if self.accumulate:
             return Gradients.ACCUMULATED
-        # Whether any of several ranks has a gradient of a parameter is known at the gate.
-        gated = self.gated or self.num_ranks > 1
-        return Gradients.HELD if gated else Gradients.RING
+        return Gradients.HELD if self.gated else Gradients.RING

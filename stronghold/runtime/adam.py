@@ -103,9 +103,17 @@ class AdamSteps:
         """Count one step of the parameters that have a gradient, with this moment's numbers.
         `scale` multiplies the gradients: clip coefficient and 1 / loss scale.
         """
+        steps = self.next_steps(layer, arrived, scale)
+        self.count(layer, arrived)
+        return steps
+
+    def next_steps(
+        self, layer: int, positions: Iterable[int], scale: float
+    ) -> tuple[ParameterStep, ...]:
+        """The next steps of the parameters at `positions`, in order; `count` those that are
+        taken."""
         counts, steps = self.counts[layer], []
-        for k in sorted(arrived):
-            counts[k] += 1
+        for k in sorted(positions):
             group, flags = self._groups[self._parameters[layer][k]]
             steps.append(
                 ParameterStep(
@@ -116,12 +124,17 @@ class AdamSteps:
                     eps=float(group["eps"]),
                     weight_decay=float(group["weight_decay"]),
                     grad_scale=scale,
-                    step=counts[k],
+                    step=counts[k] + 1,
                     adamw=flags.adamw,
                     bias_correction=flags.bias_correction,
                 )
             )
         return tuple(steps)
+
+    def count(self, layer: int, positions: Iterable[int]) -> None:
+        """Steps of `next_steps` were taken."""
+        for k in positions:
+            self.counts[layer][k] += 1
 
     def retract(self, layer: int, arrived: Iterable[int]) -> None:
         """Undo the count of `advance`: its steps were not taken."""

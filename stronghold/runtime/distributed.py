@@ -6,6 +6,7 @@ does, through these groups. One rank has no `Ranks` at all: its engine asks nobo
 Every group is entered by one thread, so that its collectives come in one order on every rank:
   gather    the gather lane: weights, layer by layer
   reduce    the reduce lane: gradients, layer by layer
+  flags     the reduce lane: which of them came, between CPUs
   files     the io lane, and the training thread while that is idle: checkpoints
   control   the training thread: the gate, barriers
 """
@@ -94,6 +95,7 @@ class Ranks:
             self.control = make.group("gloo", CONTROL)
             self.gather = make.group(backend, GATHER)
             self.reduce = make.group(backend, REDUCE)
+            self.flags = make.group("gloo", REDUCE) if on_gpu else self.reduce
             self.files = make.group("gloo", FILES)
             self.norms = _norms(mpu, undo)
             self.counts_duplicates = model_parallel_place(mpu)[0] == 0
@@ -110,9 +112,8 @@ class Ranks:
                 )
             self.index, self.num_local = self.control.rank, len(self.local)
             self.watch = Watch(members, self.index, silence_s, self.control)
-            for group in (self.control, self.gather, self.reduce, self.files, self.norms):
-                if group is not None:
-                    group.watch = self.watch
+            for group in self._groups():
+                group.watch = self.watch
             self.watch.on_loss = self._abort
             undo.pop_all()
         self.cores = _share_of_cores(
@@ -160,9 +161,12 @@ class Ranks:
             return
         self._closed = True
         self.watch.close()
-        for group in (self.norms, self.files, self.reduce, self.gather, self.control):
-            if group is not None:
-                group.close()
+        for group in self._groups():
+            group.close()
+
+    def _groups(self) -> list[Group]:
+        made = (self.norms, self.files, self.flags, self.reduce, self.gather, self.control)
+        return [group for group in made if group is not None]
 
 
 def _around(mine: str, words: list[str]) -> str:

@@ -82,8 +82,8 @@ class GradientDrains:
         if len(slot.arrived) == self._adam.num_trained(layer) and calls[layer] <= 1:
             self._drain(layer, calls[layer])
 
-    def prepare(self) -> None:
-        """Backward is about to begin."""
+    def prepare(self, calls: Sequence[int]) -> None:
+        """Backward is about to begin. `calls`: forward calls of each layer since the last one."""
 
     def reached(self, layer: int) -> None:
         """Backward has come to the layer, or would have: this rank may not use it."""

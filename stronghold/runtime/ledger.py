@@ -50,6 +50,15 @@ def open_gate(
     return GateResult(grad_norm=norm, overflow=overflow), coefficient * inverse_scale
 
 
+def further_gradient(names: Sequence[str]) -> str:
+    """The words of the error when more gradients come of parameters that were updated."""
+    return (
+        f"a further gradient of {', '.join(names)} came after its layer was updated; set "
+        "gradient_clipping above 0 or bf16.check_grad_overflow true, so that updates wait for the "
+        "end of backward"
+    )
+
+
 class Ledger:
     """The account of one engine's layers. `early`: `Gradients.RING`, updates as gradients come."""
 
@@ -120,11 +129,7 @@ class Ledger:
         """ConfigError when gradients come again for a layer that was updated before the gate."""
         if layer in self.applied and repeated:
             names = [self._layers[layer].slices[k].name for k in sorted(repeated)]
-            raise ConfigError(
-                f"a further gradient of {', '.join(names)} came after its layer was "
-                "updated; set gradient_clipping above 0 or bf16.check_grad_overflow true, so "
-                "that updates wait for the end of backward"
-            )
+            raise ConfigError(further_gradient(names))
 
     def arrive(self, layer: int, arrived: frozenset[int]) -> frozenset[int]:
         """Gradients of `arrived` have come; returns those that had come before in this step."""

@@ -52,6 +52,8 @@ from stronghold.runtime.ahead import Ahead
 from stronghold.runtime.ledger import Ledger
 from stronghold.runtime.piece_norms import PieceNorms
 
+Finish = Callable[[Callable[[], object]], Callable[[], None]]
+
 
 class Spills:
     """The pipeline of one engine. Layers without spilled arrays are fetched at once, and not
@@ -79,21 +81,32 @@ class Spills:
         steps: Sequence[ParameterStep],
         gradients: torch.Tensor | None,
         after: Sequence[Fence],
+        *,
+        chosen: Callable[[], Sequence[ParameterStep]] | None = None,
+        finish: Finish | None = None,
     ) -> Fence:
         """Queue one step of Adam, once all of `after` are done, and tell the ledger.
 
-        `gradients` are the layer's (compute dtype or fp32 sums), None where they are spilled too.
-        Returns the fence after which `gradients` may be overwritten.
+        `gradients` are this rank's of the layer (compute dtype or fp32 sums), None where they are
+        spilled too. `chosen` says when the update runs which of `steps` are taken; `finish` is
+        given the last work of the update, which runs what that returns. Returns the fence after
+        which `gradients` may be overwritten.
         """
         device, arrays = self._device, self._tiers.spilled(layer)
         updated: Fence | None = None
         spilled = self._written[layer]
-        for begin, end in self._tiers.cuts(layer, arrays):
-            if not any(_overlap(step.part, begin, end) for step in steps):
-                continue  # no gradient came for these elements
+        cuts = [  # for the others no gradient came
+            (begin, end)
+            for begin, end in self._tiers.cuts(layer, arrays)
+            if any(_overlap(step.part, begin, end) for step in steps)
+        ]
+        if not cuts and finish is not None:
+            updated = device.update.submit(f"update {layer}", finish(_nothing), after)
+        for begin, end in cuts:
             entry = self._tiers.updates.next()
             views = self._tiers.views(entry.memory, arrays, end - begin)
             piece = self._arrays(layer, begin, end, views, gradients)
+            work = self._adam(chosen or (lambda: steps), piece)
             loaded = self._loads.submit(
                 device.load,
                 f"load {layer}",
@@ -103,7 +116,7 @@ class Spills:
             )
             updated = device.update.submit(
                 f"update {layer}",
-                self._adam(steps, piece),
+                work if finish is None or end < cuts[-1][1] else finish(work),
                 (loaded, *after, *([updated] if updated is not None else [])),
                 nbytes=adam_bytes(self._host.dtype, piece.gradients.dtype) * (end - begin),
             )
@@ -151,13 +164,14 @@ class Spills:
             gradients=found,
         )
 
-    def _adam(self, steps: Sequence[ParameterStep], arrays: TrainingArrays) -> partial[None]:
-        segments = adam_segments(steps, arrays)
+    def _adam(
+        self, chosen: Callable[[], Sequence[ParameterStep]], arrays: TrainingArrays
+    ) -> Callable[[], None]:
+        def adam() -> None:
+            segments = adam_segments(chosen(), arrays)
+            self._kernels.adam(self._host.dtype, arrays.gradients.dtype, segments)
 
-        def adam(keep: TrainingArrays) -> None:  # alive: the segments hold its addresses
-            self._kernels.adam(self._host.dtype, keep.gradients.dtype, segments)
-
-        return partial(adam, arrays)
+        return adam
 
     # -- gradients --------------------------------------------------------------------------------
     def holds_gradients(self, layer: int) -> bool:
@@ -326,6 +340,10 @@ class Spills:
                 nbytes=nbytes,
             )
         return fetched
+
+
+def _nothing() -> None:
+    """No element of this rank's has a gradient."""
 
 
 def _overlap(part: ParameterSlice, begin: int, end: int) -> bool:

@@ -85,7 +85,8 @@ class Streaming:
             ledger=self._ledger,
             mode=plan.gradients,
         )
-        self.updater = Updater(
+        make_updater = Updater if sharing is None else sharing.make_updater
+        self.updater: Updater = make_updater(
             device=device,
             host=host,
             adam=adam,
@@ -93,7 +94,6 @@ class Streaming:
             kernels=kernels,
             ledger=self._ledger,
             residents=residents,
-            agreement=sharing.gate if sharing is not None else None,
         )
         make_executor = Executor if sharing is None else sharing.make_executor
         self.executor: Executor = make_executor(

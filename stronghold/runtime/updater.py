@@ -30,7 +30,7 @@ from stronghold.plan.planner import Gradients
 from stronghold.runtime.adam import AdamSteps, TrainingArrays, adam_bytes, adam_segments
 from stronghold.runtime.ledger import GateResult, Ledger, open_gate
 from stronghold.runtime.residents import Residents
-from stronghold.runtime.spills import Spills
+from stronghold.runtime.spills import Finish, Spills
 
 
 class Agreement(Protocol):
@@ -255,16 +255,23 @@ class Updater:
         entry = self._waiting(layer)
         if self.spills.updates(layer):
             steps = self._adam_steps.advance(layer, arrived, scale)
-            used = self.spills.update(layer, steps, entry.gradients if entry else None, after)
+            gradients = entry.gradients if entry else None
+            used = self.spills.update(layer, steps, gradients, after, finish=self._finish(layer))
             if entry is not None:
                 entry.free_after = used
             return
         assert entry is not None
-        work = self._adam(layer, arrived, entry.gradients, scale)
-        if self._agreement is not None:
-            work = self._agreement.publishing(layer, work)
+        work = self._publishing(layer, self._adam(layer, arrived, entry.gradients, scale))
         nbytes = adam_bytes(self._host.dtype, entry.gradients.dtype) * self._numel(layer, arrived)
         self.ledger.update(layer, self._submit("update", layer, work, after, entry, nbytes))
+
+    def _publishing(self, layer: int, work: Callable[[], object]) -> Callable[[], object]:
+        finish = self._finish(layer)
+        return work if finish is None else finish(work)
+
+    def _finish(self, layer: int) -> Finish | None:
+        """What the last work of an update becomes: other ranks learn of it."""
+        return partial(self._agreement.publishing, layer) if self._agreement is not None else None
 
     def _waiting(self, layer: int) -> GradientEntry | None:
         """Where the layer's gradients wait for the gate; None when that is a file."""
@@ -367,10 +374,17 @@ class Updater:
         self, layer: int, arrived: frozenset[int], gradients: torch.Tensor, scale: float
     ) -> Callable[[], None]:
         """Adam over the parameters that have a gradient, with this moment's hyper-parameters."""
+        arrays = self._arrays(layer, gradients)
+        segments = adam_segments(self._adam_steps.advance(layer, arrived, scale), arrays)
+        dtype = self._host.dtype
+        # The closure keeps `gradients` alive, whose address the segments hold.
+        return lambda: self._kernels.adam(dtype, gradients.dtype, segments)
+
+    def _arrays(self, layer: int, gradients: torch.Tensor) -> TrainingArrays:
         state = self._host.layers[layer]
         assert state.exp_avg is not None
         assert state.exp_avg_sq is not None
-        arrays = TrainingArrays(
+        return TrainingArrays(
             begin=state.begin,
             end=state.end,
             weights=state.weights[state.begin : state.end],
@@ -379,10 +393,6 @@ class Updater:
             exp_avg_sq=state.exp_avg_sq,
             gradients=gradients,
         )
-        segments = adam_segments(self._adam_steps.advance(layer, arrived, scale), arrays)
-        dtype = self._host.dtype
-        # The closure keeps `gradients` alive, whose address the segments hold.
-        return lambda: self._kernels.adam(dtype, gradients.dtype, segments)
 
     def _own(self, layer: int, arrived: frozenset[int]) -> list[tuple[int, slice]]:
         """The elements of each parameter that this rank has, counted from the first one of its

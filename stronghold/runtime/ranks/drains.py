@@ -10,6 +10,7 @@ Owns the order of the reductions and which gradients have come on this rank. Ent
 [Note: one order] A layer is closed when all of its gradients have come, when a slot is needed for
 another, or when backward ends. Closed layers are reduced in the order of `_order`: one waits until
 those before it are closed. Which layers need a second reduction is agreed at the end of backward.
+What that means for updates that do not wait for the gate is in `early`.
 
 [Note: no wait in a circle] One rank waits for a gradient slot, so for other ranks' reductions of
 the layer that was there; another waits for a gather, so for the first rank to come further. That
@@ -24,13 +25,15 @@ from collections.abc import Callable, Sequence
 import torch
 
 from stronghold.device.base import Device, Fence, completed
+from stronghold.errors import ConfigError
 from stronghold.memory.host import HostStore
 from stronghold.memory.window import GradientSlot, Window
 from stronghold.runtime.adam import AdamSteps
 from stronghold.runtime.distributed import Ranks
 from stronghold.runtime.drains import GradientDrains
+from stronghold.runtime.ledger import further_gradient
+from stronghold.runtime.ranks.early import Agreed, SharedUpdater
 from stronghold.runtime.ranks.gathers import Gathers
-from stronghold.runtime.updater import Updater
 from stronghold.telemetry.metrics import Metrics
 
 
@@ -43,7 +46,7 @@ class SharedDrains(GradientDrains):
         device: Device,
         host: HostStore,
         window: Window,
-        updater: Updater,
+        updater: SharedUpdater,
         adam: AdamSteps,
         metrics: Metrics,
         last_fetch: Callable[[int], Fence],
@@ -61,6 +64,11 @@ class SharedDrains(GradientDrains):
         )
         self._ranks = ranks
         self._gathers = gathers
+        self._shared_updater = updater
+        self.early = updater.ledger.early
+        # Of this step: what was agreed of each reduction, and the layers of which one is not all.
+        self._agreed: dict[int, list[Agreed]] = {}
+        self._late: frozenset[int] = frozenset()
         layouts = host.layout.layers
         self._trained = [adam.trained(layer.index) for layer in layouts]
         self._order = _order([layer.streamed for layer in layouts], self._trained)
@@ -75,14 +83,22 @@ class SharedDrains(GradientDrains):
         self._room: torch.Tensor | None = None
         self.touched: list[set[int]] = [set() for _ in layouts]  # of this step, on this rank
 
-    def prepare(self) -> None:
-        """Make room for other ranks' gradients, once, at the first backward."""
+    def prepare(self, calls: Sequence[int]) -> None:
+        """Make room for other ranks' gradients, once, at the first backward. `calls`: forward calls
+        of each layer. Updates that come early must know which ranks called a layer twice, and wait
+        for this rank's reads of other ranks' weights."""
+        if self.early:
+            self._gathers.quiet()
+            self._late = frozenset(
+                self._agreed_layers([calls[i] > 1 for i in self._order], "calls")
+            )
         largest = max((layer.trainable_numel for layer in self._host.layout.layers), default=0)
         if self._room is None and self._device.torch_device.type == "cpu" and largest:
             self._room = self._device.allocate(largest, self._host.dtype, "reduced gradients")
 
     def forget(self) -> None:
         """The step has ended or is abandoned."""
+        self._agreed.clear()
         for touched in self.touched:
             touched.clear()
 
@@ -137,9 +153,13 @@ class SharedDrains(GradientDrains):
         for layer in self._order[self._next :]:
             self._close(layer)
         while layers := self._agreed_again():
+            if self.early:
+                self._refuse_repeated(layers)
             for layer in layers:
                 slot = self._again.pop(layer) if layer in self._again else self._extra(layer)
                 self._reduce_slot(layer, slot)
+        for layer in self._late & self._agreed.keys():  # to be updated now
+            self._shared_updater.ledger.arrived[layer] = set(self._touched_anywhere(layer))
         self._begin_again()
 
     def _begin_again(self) -> None:
@@ -169,11 +189,49 @@ class SharedDrains(GradientDrains):
     # -- reductions -------------------------------------------------------------------------------
     def _agreed_again(self) -> list[int]:
         """The layers of which any rank has more gradients, in order."""
+        return self._agreed_layers([i in self._again for i in self._order], "further gradients")
+
+    def _agreed_layers(self, mine: Sequence[bool], operation: str) -> list[int]:
+        """The layers of `_order` of which any rank says yes."""
         if not self._order:
             return []
-        mine = torch.tensor([int(layer in self._again) for layer in self._order])
-        wanted = self._ranks.control.numbers(mine, "further gradients").sum(dim=0).tolist()
-        return [layer for layer, count in zip(self._order, wanted, strict=True) if count]
+        rows = self._ranks.control.numbers(torch.tensor(mine, dtype=torch.uint8), operation)
+        wanted = rows.any(dim=0).tolist()
+        return [layer for layer, found in zip(self._order, wanted, strict=True) if found]
+
+    def _refuse_repeated(self, layers: Sequence[int]) -> None:
+        """ConfigError on every rank when any has more gradients of what was used already
+        ([Note: parts] of `early`)."""
+        pairs = [(i, k) for i in layers if i not in self._late for k in sorted(self._trained[i])]
+        arrived = {i: slot.arrived for i, slot in self._again.items()}
+        mine = torch.tensor([k in arrived.get(i, ()) for i, k in pairs], dtype=torch.uint8)
+        if not pairs:
+            return
+        further = self._ranks.control.numbers(mine, "further gradients").any(dim=0).tolist()
+        repeated = [
+            pair
+            for pair, found in zip(pairs, further, strict=True)
+            if found and pair[1] in self._touched_anywhere(pair[0])
+        ]
+        if repeated:
+            self.abandon()
+            self._shared_updater.abandon_backward()
+            layouts = self._host.layout.layers
+            raise ConfigError(further_gradient([layouts[i].slices[k].name for i, k in repeated]))
+
+    def _touched_anywhere(self, layer: int) -> set[int]:
+        """What any rank had of the layer in the reductions so far; waits for them."""
+        found: set[int] = set()
+        for agreed in self._agreed.get(layer, ()):
+            assert agreed.fence is not None
+            agreed.fence.wait()
+            found |= agreed.touched
+        return found
+
+    def taken(self, arrived: Sequence[set[int]]) -> None:
+        """The step has ended: count the steps of parameters that were updated early."""
+        for layer in self._agreed.keys() - self._late:
+            self._adam.count(layer, arrived[layer])
 
     def _reduce(self, layer: int) -> None:
         self._reduced.add(layer)
@@ -197,7 +255,9 @@ class SharedDrains(GradientDrains):
             slot.gradients[state.layout.slices[position].within(0, state.layout.numel)].zero_()
         gradients = slot.gradients[: state.layout.trainable_numel]
         size, own = gradients.element_size(), gradients[state.begin : state.end]
-        entry = self._updater.entry_for(layer, trained, 1)
+        early = self.early and layer not in self._late
+        calls = 2 if layer in self._late else 1
+        entry = self._host.ring_entry() if early else self._updater.entry_for(layer, trained, calls)
         group, room, name = self._ranks.reduce, self._room, f"reduce {layer}"
 
         def copy() -> None:
@@ -206,9 +266,16 @@ class SharedDrains(GradientDrains):
             device.poison(gradients)
 
         self._gathers.note("reduce", layer)
+        agreed = self._agreed_flags(layer, slot.arrived) if self.early else None
+
+        def reduce() -> None:
+            if agreed is not None:
+                agreed.exchange()
+            group.mean(gradients, room, name)
+
         reduced = device.reduce.submit(
             name,
-            lambda: group.mean(gradients, room, name),
+            reduce,
             (device.record_compute(f"gradients {layer}"),),
             nbytes=(gradients.numel() - own.numel()) * size,
         )
@@ -217,8 +284,20 @@ class SharedDrains(GradientDrains):
             f"drain {layer}", copy, (reduced, entry.free_after), nbytes=nbytes
         )
         self.drained_bytes += nbytes
-        self._updater.drained(layer, trained, entry, drained, self._last_fetch(layer), 1)
+        last_fetch = self._last_fetch(layer)
+        if agreed is not None:
+            agreed.fence = reduced
+        if early and agreed is not None:
+            self._shared_updater.update_agreed(layer, entry, drained, last_fetch, agreed)
+        else:
+            self._updater.drained(layer, trained, entry, drained, last_fetch, calls)
         return drained
+
+    def _agreed_flags(self, layer: int, arrived: set[int]) -> Agreed:
+        count = len(self._host.layers[layer].layout.slices)
+        agreed = Agreed(self._ranks, layer, count, arrived, self._gathers.issued["reduce"])
+        self._agreed.setdefault(layer, []).append(agreed)
+        return agreed
 
 
 def _order(streamed: Sequence[bool], trained: Sequence[frozenset[int]]) -> list[int]:

@@ -120,7 +120,7 @@ class SharedExecutor(Executor):
 
     def begin_backward_pass(self) -> None:
         self._turn_to(self._training)
-        self.drains.prepare()
+        self.drains.prepare(self._calls)
         super().begin_backward_pass()
 
     def end_backward_pass(self) -> None:

@@ -14,9 +14,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
-from stronghold.errors import RankError
 from stronghold.runtime.distributed import Ranks
 from stronghold.runtime.ranks.drains import SharedDrains
+from stronghold.runtime.ranks.early import check_marks
 from stronghold.runtime.ranks.executor import SharedExecutor
 from stronghold.runtime.ranks.gathers import Gathers
 
@@ -73,24 +73,14 @@ class Gate:
         ]
         mine = torch.tensor([total, *marks, *touched], dtype=torch.float64)
         rows = self._ranks.control.numbers(mine, "gate")
-        self._check(rows[:, 1:3].tolist())
+        check_marks(self._ranks, rows[:, 1:3].tolist(), used=self._drains.early)
         for column, adopt in ((3, self._executor.adopt_uses), (4, self._drains.adopt_order)):
             if len(set(rows[:, column].tolist())) == 1:
                 adopt()
         flags = (rows[:, PARTS:] > 0).any(dim=0).split(self._sizes)
         arrived = [set(of_layer.nonzero().flatten().tolist()) for of_layer in flags]
+        self._drains.taken(arrived)
         return self._over_model_parallel(rows[:, 0].tolist()), arrived
-
-    def _check(self, issued: list[list[float]]) -> None:
-        groups: dict[tuple[float, ...], list[int]] = {}
-        for rank, of_rank in zip(self._ranks.members, issued, strict=True):
-            groups.setdefault(tuple(of_rank), []).append(rank)
-        if len(groups) > 1:
-            raise RankError(
-                "the ranks gathered or reduced different layers in this step: "
-                f"{' against '.join(map(str, groups.values()))}. Every rank must call forward and "
-                "backward equally often, and use the layers in one order (skipping some is fine)"
-            )
 
     def _over_model_parallel(self, sums: list[float]) -> list[float]:
         if self._ranks.norms is None:

@@ -20,6 +20,7 @@ from stronghold.model.layout import ModelLayout
 from stronghold.plan.planner import Plan
 from stronghold.runtime.distributed import Ranks
 from stronghold.runtime.ranks.drains import SharedDrains
+from stronghold.runtime.ranks.early import SharedUpdater
 from stronghold.runtime.ranks.executor import SharedExecutor
 from stronghold.runtime.ranks.gate import Gate
 from stronghold.runtime.ranks.gathers import Gathers
@@ -84,6 +85,10 @@ class Sharing:
         self._ranks = ranks
         self.gathers = Gathers(device, host, weights, ranks)
         self.gate = Gate(ranks, self.gathers, parameters)
+
+    def make_updater(self, **parts: Any) -> SharedUpdater:
+        """The updater of these parts, as `Updater` takes them."""
+        return SharedUpdater(agreement=self.gate, **parts)
 
     def make_executor(self, **parts: Any) -> SharedExecutor:
         """The executor of these parts, as `Executor` takes them, with the drains of several

@@ -43,7 +43,7 @@ class SimulatedRanks(Ranks):
 
     def __init__(self, num_ranks: int) -> None:
         self.shards = Shards(num_ranks=num_ranks)
-        self.control = self.gather = self.reduce = self.files = SilentGroup(num_ranks)
+        self.control = self.gather = self.reduce = self.flags = self.files = SilentGroup(num_ranks)
         self.norms = None
         self.counts_duplicates = True
         self.members = list(range(num_ranks))
