@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import errno
 import itertools
 import os
@@ -14,12 +15,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
 import stronghold
 from stronghold.checkpoint import shared_save
-from stronghold.errors import ConfigError, RankError
+from stronghold.errors import ConfigError, LaneError, RankError
+from stronghold.runtime.ranks.drains import SharedDrains
 from stronghold.telemetry.trace import read
 from tests.conftest import lane_threads
 from tests.models import MODELS, loss_of
@@ -129,6 +132,12 @@ CASES: dict[str, Callable[[], Run]] = {
     "hostile": partial(
         train, "gpt", config(clipping=0.0, section={"window": 2, "emulated": {"jitter_s": 2e-3}})
     ),
+    # A norm above which nothing is clipped: gradients wait for the gate.
+    **{
+        f"{name}, held": partial(train, name, config(clipping=1e9))
+        for name in ("gpt_tied", "called_twice", "experts", "choosy")
+    },
+    "parts": lambda: in_parts(known=True),
 }
 CLOSE: dict[str, Callable[[], Run]] = {
     "clipped": partial(train, "gpt", config(clipping=0.1), batches_per_step=4),
@@ -143,7 +152,8 @@ def two_ranks(folder: Path) -> dict[str, Any]:
         "bits": {name: run() for name, run in CASES.items()},
         "again": {name: CASES[name]() for name in TWICE},
         "close": {name: run() for name, run in CLOSE.items()},
-        "memory": memory(),
+        "memory": memory(clipping=1.0),
+        "memory without gate": memory(clipping=0.0),
         "traffic": traffic(),
         **alone(),
         "surface": surface(),
@@ -152,7 +162,10 @@ def two_ranks(folder: Path) -> dict[str, Any]:
         "checkpoint": checkpoint(folder),
         "life": life(),
         "model parallel": model_parallel(),
-        "astray": astray(),
+        "astray": astray("gather", clipping=1.0),
+        "astray without gate": astray("reduce", clipping=0.0),
+        "further": further(),
+        "broken": broken(),
         "full disk": full_disk(folder),
     }
 
@@ -178,8 +191,9 @@ class Wide(nn.Module):
         return x
 
 
-def memory() -> dict[str, Any]:
-    engine = engine_of(Wide(), config(precision="bf16", section={"layers": "blocks"}))
+def memory(*, clipping: float) -> dict[str, Any]:
+    settings = config(clipping=clipping, precision="bf16", section={"layers": "blocks"})
+    engine = engine_of(Wide(), settings)
     try:
         engine.backward(engine(torch.ones(2, 512, dtype=torch.bfloat16)).float().mean())
         engine.step()
@@ -193,6 +207,7 @@ def memory() -> dict[str, Any]:
             "gpu_peak": report.gpu_peak,
             "gpu_planned": report.gpu_planned,
             "padded_numel": padded_numel,
+            "largest_numel": max(layer.numel for layer in stack.layout.layers),
             "plan": str(stack.plan),
             "weights_bytes": padded_numel * 2,
             "weights_pss": _pss("stronghold weights"),
@@ -217,11 +232,11 @@ def _pss(name: str) -> int:
 def traffic() -> dict[str, int]:
     """Bytes that a step receives, when the order of the layers is known, with one slot."""
     model, make_batch = MODELS["gpt"](num_layers=5)
-    engine = engine_of(model, config(section={"window": 1}))
+    engine = engine_of(model, config(clipping=0.0, section={"window": 1}))
     try:
-        before = 0
+        before = flags = 0
         for step in range(3):
-            before = engine._ranks.received_bytes
+            before, flags = engine._ranks.received_bytes, engine._ranks.flags.numbers_bytes
             engine.backward(loss_of(engine(**make_batch(2 * step + rank()))))
             engine.step()
             engine._stack.device.gather.submit("wait", lambda: None).wait()
@@ -233,7 +248,12 @@ def traffic() -> dict[str, int]:
         at_the_turn = max(layer.index for layer in layers if layer.streamed)
         weights = 2 * twice - layers[at_the_turn].numel + once
         gradients = sum(layer.trainable_numel for layer in layers)
-        return {"received": received, "expected": (weights + gradients) * 4 // 2}
+        return {
+            "received": received,
+            "expected": (weights + gradients) * 4 // 2,
+            "flags": engine._ranks.flags.numbers_bytes - flags,
+            "expected_flags": sum(8 * (1 + len(layer.slices)) for layer in layers),
+        }
     finally:
         engine.destroy()
 
@@ -361,7 +381,7 @@ def fail(folder: Path) -> None:
     group.SAY_EVERY_S = 1.0
     how = os.environ["HOW"]
     model, make_batch = MODELS["gpt"]()
-    engine = engine_of(model, config(section={"rank_timeout_s": 3.0}))
+    engine = engine_of(model, config(clipping=0.0, section={"rank_timeout_s": 3.0}))
     for step in range(5):
         loss = loss_of(engine(**make_batch(step)))
         if step == 3 and rank() == num_ranks() - 1:
@@ -477,22 +497,95 @@ def model_parallel() -> dict[str, Any]:
         engine.destroy()
 
 
-def astray() -> str:
-    """One rank is noted for a gather that the other does not make."""
+def astray(lane: str, *, clipping: float) -> str:
+    """One rank is noted for a gather or a reduction that the other does not make."""
     model, make_batch = MODELS["gpt"]()
-    engine = engine_of(model, config())
+    engine = engine_of(model, config(clipping=clipping))
     before = [p.detach().clone() for p in engine.parameters()]
+    said = "nothing was raised"
+    try:
+        loss = loss_of(engine(**make_batch(rank())))
+        if rank() == 1:
+            engine._stack._sharing.gathers.note(lane, 0)
+        engine.backward(loss)
+        engine.step()
+    except (RankError, LaneError) as error:
+        said = str(error)
+    torch.distributed.barrier()
+    with contextlib.suppress(LaneError):
+        engine.destroy()
+    assert all(map(torch.equal, before, model.parameters())), "weights have changed"
+    return said
+
+
+# -- gradients in parts ----------------------------------------------------------------------------
+HALVED = 2  # a block of the model
+
+
+def in_parts(*, known: bool) -> Run:
+    """The gradients of a block come in halves, the second ones when backward ends; one of the ranks
+    has `known` it, as of a layer that was called twice. One rank alone gets them whole."""
+    if num_ranks() == 1:
+        return CASES["gpt"]()
+    kept: list[tuple[Any, ...]] = []
+    whole = {name: getattr(SharedDrains, name) for name in ("prepare", "arrived", "flush")}
+
+    def prepare(self: Any, calls: list[int]) -> None:
+        twice = known and rank() == 1
+        whole["prepare"](self, [2 if twice and i == HALVED else n for i, n in enumerate(calls)])
+
+    def arrived(
+        self: Any, layer: int, position: int, part: Any, parameter: Any, calls: list[int]
+    ) -> None:
+        if layer == HALVED:
+            parameter.grad = parameter.grad / 2
+            kept.append((layer, position, part, parameter, parameter.grad.clone()))
+        whole["arrived"](self, layer, position, part, parameter, calls)
+
+    def flush(self: Any, calls: list[int]) -> None:
+        for layer, position, part, parameter, half in kept:
+            parameter.grad = half
+            whole["arrived"](self, layer, position, part, parameter, calls)
+        assert kept
+        kept.clear()
+        whole["flush"](self, calls)
+
+    with pytest.MonkeyPatch.context() as patch:
+        for change in (prepare, arrived, flush):
+            patch.setattr(SharedDrains, change.__name__, change)
+        return train("gpt", config(clipping=0.0))
+
+
+def further() -> str:
+    """Nobody knew that more would come."""
+    try:
+        in_parts(known=False)
+    except ConfigError as error:
+        return str(error)
+    return "nothing was raised"
+
+
+def broken() -> str:
+    """Backward raises on one rank, when some layers were updated."""
+    model, make_batch = MODELS["gpt"]()
+    engine = engine_of(model, config(clipping=0.0))
+    said = ""
+    if rank() == 1:
+        first = next(model.parameters())
+        first.register_hook(lambda gradient: 1 / 0)
     try:
         engine.backward(loss_of(engine(**make_batch(rank()))))
-        if rank() == 1:
-            engine._stack._sharing.gathers.note("gather", 0)
         engine.step()
-    except RankError as error:
-        assert all(map(torch.equal, before, engine.parameters())), "weights have changed"
-        return str(error)
-    finally:
+    except (RankError, LaneError, ZeroDivisionError) as error:
+        said = str(error)
+    torch.distributed.barrier()
+    try:
+        engine.backward(loss_of(engine(**make_batch(rank()))))
+    except (ConfigError, LaneError) as error:
+        said += " | " + str(error)
+    with contextlib.suppress(LaneError):
         engine.destroy()
-    return "nothing was raised"
+    return said
 
 
 def full_disk(folder: Path) -> dict[str, Any]:

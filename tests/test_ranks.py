@@ -65,12 +65,16 @@ def test_two_ranks_twice_are_identical(two: list[Any]) -> None:
 
 def test_host_bytes_are_the_plans_and_half_of_one_ranks(two: list[Any]) -> None:
     for found in two:
-        report = found["memory"]
-        assert report["host_peak"] == report["host_planned"]
-        assert report["gpu_peak"] == report["gpu_planned"]
+        for report in (found["memory"], found["memory without gate"]):
+            assert report["host_peak"] == report["host_planned"]
+            assert report["gpu_peak"] == report["gpu_planned"]
+            assert "x 2 ranks" in report["plan"]
         # bf16 with held gradients: 14 bytes a parameter, layers padded to pages of each rank.
-        assert report["host_peak"] == 14 * report["padded_numel"] // 2
-        assert "x 2 ranks" in report["plan"]
+        held, ring = found["memory"], found["memory without gate"]
+        assert held["host_peak"] == 14 * held["padded_numel"] // 2
+        # Without: 12, and a ring of three layers' gradients.
+        rest = 3 * 2 * ring["largest_numel"] // 2
+        assert ring["host_peak"] == 12 * ring["padded_numel"] // 2 + rest
 
 
 def test_the_nodes_weights_are_there_once(two: list[Any]) -> None:
@@ -82,10 +86,12 @@ def test_the_nodes_weights_are_there_once(two: list[Any]) -> None:
 
 def test_the_wire_carries_what_zero_3_needs(two: list[Any]) -> None:
     """Weights of streamed layers twice and of resident ones once, gradients once, and of each the
-    part that other ranks have."""
+    part that other ranks have. Beside them, where updates do not wait for the gate, 8 bytes for
+    each layer and each of its parameters, from each other rank."""
     for found in two:
         traffic = found["traffic"]
         assert traffic["received"] == traffic["expected"], traffic
+        assert traffic["flags"] == traffic["expected_flags"], traffic
 
 
 def test_one_rank_may_evaluate_alone(two: list[Any]) -> None:
@@ -153,11 +159,27 @@ def test_gathers_and_reductions_hide_behind_compute(tmp_path: Path) -> None:
         assert hidden > 0.5 * bound, busy  # not vacuous
 
 
-def test_ranks_that_go_different_ways_are_named_before_a_weight_changes(two: list[Any]) -> None:
+@pytest.mark.parametrize("name", ["astray", "astray without gate"])
+def test_ranks_that_go_different_ways_are_named_before_a_weight_changes(
+    name: str, two: list[Any]
+) -> None:
     for found in two:
-        assert (
-            "gathered or reduced different layers in this step: [0] against [1]" in found["astray"]
-        )
+        words = "gathered or reduced different layers in this step: [0] against [1]"
+        assert words in found[name]
+
+
+def test_further_gradients_of_what_was_updated_are_refused_on_every_rank(two: list[Any]) -> None:
+    assert two[0]["further"] == two[1]["further"]
+    assert "came after its layer was updated" in two[0]["further"]
+
+
+def test_a_backward_that_fails_on_one_rank_ends_all(two: list[Any]) -> None:
+    """And no further step is exact: the error says so, or the lane's is repeated."""
+    first, then = two[0]["broken"].split(" | ")
+    assert "failed: engine.backward raised there" in first
+    assert "failed: engine.backward raised there" in then
+    assert two[1]["broken"].startswith("division by zero | ")
+    assert "weights are of two steps" in two[1]["broken"]
 
 
 # -- checkpoints -----------------------------------------------------------------------------------

@@ -18,21 +18,23 @@ SUBJECT = from_sizes(12, 2048, 16, 32000, 1024)
 MACHINE = MachineProfile.load("a100-80gb")
 
 
-def predict(num_ranks: int, *, wire_gbps: float | None = None, window: int = 4) -> Prediction:
+def predict(
+    num_ranks: int, *, wire_gbps: float | None = None, window: int = 4, gated: bool = True
+) -> Prediction:
     return simulate(
         for_ranks(SUBJECT.layout, num_ranks),
-        plan_of(num_ranks, window),
+        plan_of(num_ranks, window, gated=gated),
         workload_of(SUBJECT.costs_of(8, 1024, "bf16"), MACHINE),
         rates_of(MACHINE, MACHINE.num_cores // num_ranks, sharing=num_ranks, wire_gbps=wire_gbps),
         dtype=torch.bfloat16,
     )
 
 
-def plan_of(num_ranks: int, window: int = 4) -> Plan:
+def plan_of(num_ranks: int, window: int = 4, *, gated: bool = True) -> Plan:
     demand = Demand(
         weight_bytes=2,
         low_bytes=2,
-        gated=True,
+        gated=gated,
         accumulate=False,
         window=window,
         num_ranks=num_ranks,
@@ -41,12 +43,16 @@ def plan_of(num_ranks: int, window: int = 4) -> Plan:
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4, 8])
-def test_a_simulated_rank_has_the_bytes_of_its_plan(num_ranks: int) -> None:
-    prediction, plan = predict(num_ranks), plan_of(num_ranks)
+@pytest.mark.parametrize("gated", [True, False])
+def test_a_simulated_rank_has_the_bytes_of_its_plan(gated: bool, num_ranks: int) -> None:
+    prediction, plan = predict(num_ranks, gated=gated), plan_of(num_ranks, gated=gated)
     assert prediction.host_peak_bytes == plan.host_total_bytes
     assert prediction.gpu_peak_bytes == plan.gpu_total_bytes
-    alone = plan_of(1).host_total_bytes
+    alone = plan_of(1, gated=gated).host_total_bytes
     assert plan.host_total_bytes == pytest.approx(alone / num_ranks, rel=1e-3)
+    numel = sum(layer.numel for layer in for_ranks(SUBJECT.layout, num_ranks).layers)
+    ring = 0 if gated else plan.host_bytes["gradient ring (3 entries)"]
+    assert plan.host_total_bytes == (14 if gated else 12) * numel // num_ranks + ring
 
 
 def test_ranks_of_one_node_take_the_step_of_one() -> None:

@@ -1,7 +1,8 @@
 """What all ranks decide together at the end of a step, in one exchange of numbers.
 
 Owns the exchange: the norm's parts, which parameters have a gradient on any rank, and whether the
-ranks did the same. Every rank computes the decision from the same numbers in the same order, so it
+ranks did the same. Where updates came early (`early`) it says what they were; nothing is left to
+decide. Every rank computes the decision from the same numbers in the same order, so it
 is the same to the bit. The training thread alone enters.
 """
 

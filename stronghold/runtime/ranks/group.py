@@ -62,6 +62,7 @@ class Group:
         self.num_ranks = len(members)
         self.rank = members.index(distributed.get_rank())
         self.received_bytes = 0
+        self.numbers_bytes = 0
 
     # -- of layers --------------------------------------------------------------------------------
     def gather(self, whole: torch.Tensor, own: torch.Tensor, operation: str) -> None:
@@ -108,6 +109,7 @@ class Group:
     def numbers(self, mine: torch.Tensor, operation: str) -> torch.Tensor:
         """Every rank's flat CPU tensor of one length, by rank."""
         found = mine.new_empty(self.num_ranks, mine.numel())
+        self.numbers_bytes += (self.num_ranks - 1) * mine.nbytes
         self._run(
             operation,
             lambda: _all_gather(found.view(-1), mine, group=self._handle, async_op=True),
