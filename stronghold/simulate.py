@@ -270,6 +270,7 @@ class _Run:
             accumulate=plan.gradients is Gradients.ACCUMULATED,
             ring_entries=plan.ring_entries,
             elsewhere=plan.updated_on_gpu,
+            defer=plan.deferred,
             allocate=meta_slab,
             shards=ranks.shards if ranks is not None else None,
             shared=weights if ranks is not None else None,

@@ -37,6 +37,7 @@ from stronghold.device.base import Fence
 from stronghold.memory.host import HostStore, view
 from stronghold.memory.tiers import array_dtypes
 from stronghold.model.layout import ParameterSlice
+from stronghold.plan.deferral import update_order
 from stronghold.plan.planner import Gradients
 from stronghold.runtime.optimizer import EngineOptimizer
 from stronghold.runtime.stack import Stack
@@ -86,8 +87,11 @@ class Save:
         self._hidden = self._begin()
         self._failure: BaseException | None = None
         # As the next updates will come, so that they wait least.
-        early = stack.plan.gradients is Gradients.RING
-        self.order = list(range(len(self._records)))[:: -1 if early else 1]
+        self.order = update_order(
+            len(self._records),
+            early=stack.plan.gradients is Gradients.RING,
+            deferred=stack.plan.deferred,
+        )
 
     def _begin(self) -> Path:
         return directory.begin(self._save_dir, self._tag)

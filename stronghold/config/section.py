@@ -212,6 +212,13 @@ class StrongholdConfig(_Section):
         "each step. When every layer stays and is updated there, and activations are kept, the "
         "model is whole: nothing of the engine is on its path.",
     )
+    deferred_layers: NotNegative | None = Field(
+        default=None,
+        description="How many blocks are updated while the next forward runs, where updates do not "
+        "wait for the end of the step (gradient_clipping 0, no overflow check, one GPU): their "
+        "gradients are held on the host until then, and where updates take longer than backward a "
+        "step takes less. Left out: by simulation, once the first steps are measured.",
+    )
     cpu_threads: Positive | None = Field(
         default=None,
         description="Threads of the CPU optimizer. Left out: the cores that torch does not use.",

@@ -110,9 +110,10 @@ class HostStore:
     `layers` has every layer of the model; those in `elsewhere` take nothing here: their arrays are
     made by `memory.resident`. `dtype` is the compute dtype. `ring_entries` gradient entries of the
     largest trainable layer exist when gradients are not held; `hold` gives every trainable layer
-    its own entry; `accumulate` gives every one an fp32 accumulator. `allocate` makes a flat zero
-    tensor of host memory. `tiers` names the arrays that lie in files instead ([Note: files]).
-    `shards` is this rank's part, `shared` the node's weights ([Note: ranks]).
+    its own entry, `defer` those that it names; `accumulate` gives every one an fp32 accumulator.
+    `allocate` makes a flat zero tensor of host memory. `tiers` names the arrays that lie in files
+    instead ([Note: files]). `shards` is this rank's part, `shared` the node's weights
+    ([Note: ranks]).
     """
 
     def __init__(
@@ -125,6 +126,7 @@ class HostStore:
         accumulate: bool,
         ring_entries: int,
         elsewhere: frozenset[int] = frozenset(),
+        defer: frozenset[int] = frozenset(),
         allocate: Callable[[int, torch.dtype], torch.Tensor] = map_slab,
         tiers: Tiers | None = None,
         shards: Shards | None = None,
@@ -137,6 +139,7 @@ class HostStore:
         self.dtype = dtype
         self._device = device
         self._hold = hold
+        self._defer = defer
         self._accumulate = accumulate
         self._ring_entries = ring_entries
         self._allocate = allocate
@@ -222,11 +225,15 @@ class HostStore:
             state.exp_avg_sq = room("exp_avg_sq", torch.float32)
             if self._accumulate:
                 state.accumulated = room("accumulated", torch.float32)
-            elif self._hold and numel and not self.tiers.holds(index, "gradients"):
+            elif self._holds(index) and numel:
                 self.held_entry(index)
         passing = any(self.tiers.holds(s.layout.index, "gradients") for s in self._mine)
         if self._accumulate or not self._hold or passing:
             self._make_ring(self._ring_entries)
+
+    def _holds(self, index: int) -> bool:
+        held = self._hold and not self.tiers.holds(index, "gradients")
+        return held or index in self._defer
 
     def _make_ring(self, num_entries: int) -> None:
         largest = max((state.end - state.begin for state in self._mine), default=0)

@@ -42,6 +42,7 @@ class Demand:
     boundary_bytes: tuple[int, ...] = ()
     reserve_bytes: int = 0  # of the gpu budget that are activations' at least
     cpu_threads: int | None = None
+    deferred_layers: int | None = None  # blocks that are updated while the next forward runs
     num_cores: int = 1
     nvme: bool = False  # whether there is such a tier
     nvme_capacity_bytes: int | None = None

@@ -39,14 +39,16 @@ def plan_host(
     reasons: list[str],
     *,
     offloaded_bytes: int = 0,
+    deferred: frozenset[int] = frozenset(),
 ) -> HostTier:
     """The share for `layers`, those that are updated on the host, beside `offloaded_bytes` of
-    activations; BudgetError, before anything is allocated, when it cannot fit.
+    activations; BudgetError, before anything is allocated, when it cannot fit. `deferred` layers
+    hold their gradients for the next forward.
     """
     sizes = _sizes(gradients, demand)
 
     def of(spilled: Spilled) -> HostTier:
-        return _tier(layers, gradients, demand, sizes, spilled)
+        return _tier(layers, gradients, demand, sizes, spilled, deferred)
 
     def fits(spilled: Spilled) -> bool:
         budget = demand.host_budget_bytes
@@ -89,6 +91,7 @@ def _tier(
     demand: Demand,
     sizes: dict[str, int],
     spilled: Spilled,
+    deferred: frozenset[int],
 ) -> HostTier:
     def slabs(*arrays: str) -> int:
         return sum(
@@ -110,6 +113,11 @@ def _tier(
             "rest of the masters": slabs("low"),
             "moments": slabs(*spills.MOMENTS),
             "held gradients": slabs("gradients"),
+            "deferred gradients": sum(
+                layer.trainable_numel * demand.weight_bytes
+                for layer in layers
+                if layer.index in deferred
+            ),
             "accumulated gradients": slabs("accumulated"),
             f"gradient ring ({RING_ENTRIES} entries)": ring_entries * largest * demand.weight_bytes,
             f"staging ring ({staging.entries} pieces)": staging.nbytes,

@@ -13,11 +13,12 @@ from dataclasses import dataclass, field
 
 from stronghold.errors import BudgetError, ConfigError
 from stronghold.model.layout import LayerLayout, ModelLayout
+from stronghold.plan.deferral import spread
 from stronghold.plan.demand import Demand as Demand
 from stronghold.plan.demand import Gradients as Gradients
 from stronghold.plan.host_tier import RING_ENTRIES as RING_ENTRIES
 from stronghold.plan.host_tier import plan_host
-from stronghold.plan.places import place, policies_of
+from stronghold.plan.places import Places, place, policies_of
 from stronghold.plan.spills import Spilled, Staging
 
 DEFAULT_WINDOW = 4  # without a budget: one computes, one is still in use, two are on their way
@@ -43,6 +44,7 @@ class Plan:
     gradient_slots: int
     gradients: Gradients
     ring_entries: int
+    deferred: frozenset[int]  # layers updated after backward, where others are as gradients come
     activations: tuple[str, ...]  # by layer; what is no block keeps its own
     cpu_threads: int
     gpu_bytes: dict[str, int]
@@ -127,7 +129,15 @@ def make_plan(layout: ModelLayout, demand: Demand) -> Plan:
         f"gradients: {places.gradients.value}"
     )
     offloaded = offloaded_bytes(activations, demand)
-    host = plan_host(places.on_host, places.gradients, demand, reasons, offloaded_bytes=offloaded)
+    deferred = _deferred(places, demand, reasons)
+    host = plan_host(
+        places.on_host,
+        places.gradients,
+        demand,
+        reasons,
+        offloaded_bytes=offloaded,
+        deferred=deferred,
+    )
     return Plan(
         window=window,
         prefetch=prefetch,
@@ -138,6 +148,7 @@ def make_plan(layout: ModelLayout, demand: Demand) -> Plan:
         gradient_slots=gradient_slots,
         gradients=places.gradients,
         ring_entries=host.ring_entries,
+        deferred=deferred,
         activations=activations,
         cpu_threads=threads,
         gpu_bytes=places.gpu_bytes(window, gradient_slots),
@@ -154,6 +165,30 @@ def make_plan(layout: ModelLayout, demand: Demand) -> Plan:
         nvme_written_bytes=host.nvme_written_bytes,
         num_ranks=demand.num_ranks,
     )
+
+
+def _deferred(places: Places, demand: Demand, reasons: list[str]) -> frozenset[int]:
+    """Layers whose updates wait for the next forward ([Note: deferred updates])."""
+    count = demand.deferred_layers or 0
+    if count > len(places.blocks):
+        raise ConfigError(
+            f"stronghold.deferred_layers: got {count}, but the model has {len(places.blocks)} "
+            "blocks"
+        )
+    if not count or not demand.training:
+        return frozenset()
+    why = demand.why("deferred_layers")
+    if places.gradients is not Gradients.RING or demand.num_ranks > 1:
+        reasons.append(f"no block's update is deferred ({why}): all wait for the end of the step")
+        return frozenset()
+    on_host = {layer.index for layer in places.on_host}
+    found = spread([layer for layer in places.blocks if layer.index in on_host], count)
+    numel = sum(layer.trainable_numel for layer in places.blocks if layer.index in found)
+    reasons.append(
+        f"{len(found)} of {len(places.blocks)} blocks are updated while the next forward runs, "
+        f"their gradients held until then: {numel * demand.weight_bytes / MIB:.2f} MiB ({why})"
+    )
+    return found
 
 
 def activation_bytes(layout: ModelLayout, activations: tuple[str, ...], demand: Demand) -> int:

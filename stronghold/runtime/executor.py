@@ -169,7 +169,7 @@ class Executor:
         try:
             self.end_span()
             self.drains.flush(self._calls)
-            self._updater.end_backward()
+            self._updater.end_backward(self.last_fetch)
         finally:
             self.phase = Phase.IDLE
             self._calls = [0] * len(self._calls)

@@ -93,6 +93,7 @@ class Streaming:
             mode=plan.gradients,
             kernels=kernels,
             ledger=self._ledger,
+            deferred=plan.deferred,
             residents=residents,
         )
         make_executor = Executor if sharing is None else sharing.make_executor

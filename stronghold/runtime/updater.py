@@ -62,6 +62,7 @@ class Updater:
         mode: Gradients,
         kernels: Kernels,
         ledger: Ledger,
+        deferred: frozenset[int] = frozenset(),
         residents: Residents | None = None,
         agreement: Agreement | None = None,
     ) -> None:
@@ -76,8 +77,9 @@ class Updater:
         self.spills = Spills(device=device, host=host, kernels=kernels, ledger=ledger)
         self._square_sums: list[dict[int, float]] = [{} for _ in host.layers]
         self._norm_done: list[Fence] = []
-        # Layers whose early update waits for the end of backward, and their last fetch.
-        self._late: dict[int, Fence] = {}
+        self._deferred = deferred
+        # Layers whose update waits for the end of backward: when their gradients are complete.
+        self._late: dict[int, list[Fence]] = {}
 
     # -- asked by the executor --------------------------------------------------------------------
     def updated(self, layer: int) -> Fence:
@@ -95,7 +97,7 @@ class Updater:
         if self._mode is Gradients.HELD and self.spills.holds_gradients(layer):
             return self._host.ring_entry()
         repeated = arrived & self.ledger.arrived[layer]
-        if self._mode is Gradients.RING and calls <= 1:
+        if self._early(layer, calls):
             self.ledger.refuse_further(layer, repeated)
             return self._host.ring_entry()
         return self._host.ring_entry() if repeated else self._host.held_entry(layer)
@@ -128,7 +130,7 @@ class Updater:
             self._norm_done.append(
                 self._submit("accumulate", layer, work, (drained,), entry, nbytes)
             )
-        elif self._mode is Gradients.RING and calls <= 1:
+        elif self._early(layer, calls):
             self._update_early(layer, arrived, entry, drained, last_fetch)
         elif self._mode is Gradients.HELD and self.spills.holds_gradients(layer):
             merge = self._holding(layer, arrived, repeated, entry.gradients)
@@ -142,7 +144,12 @@ class Updater:
             nbytes = entry.gradients.element_size() * self._numel(layer, arrived)
             self._norm_done.append(self._submit("norm", layer, work, (drained,), entry, nbytes))
             if self._mode is Gradients.RING:
-                self._late[layer] = last_fetch
+                self._late.setdefault(layer, []).append(self._norm_done[-1])
+
+    def _early(self, layer: int, calls: int) -> bool:
+        """Whether the layer is updated as its gradients come: no more may come, and the plan does
+        not defer it ([Note: deferred updates])."""
+        return self._mode is Gradients.RING and calls <= 1 and layer not in self._deferred
 
     def _update_early(
         self,
@@ -174,12 +181,12 @@ class Updater:
         self._late.clear()
         self.forget()
 
-    def end_backward(self) -> None:
-        """Backward has ended: update what could not be updated early because more gradients might
-        have come.
+    def end_backward(self, last_fetch: Callable[[int], Fence]) -> None:
+        """Backward has ended: update, in the order of the next forward, what was not updated early,
+        because it is deferred or because more gradients might have come.
         """
-        for layer, last_fetch in self._late.items():
-            self._submit_update(layer, 1.0, last_fetch)
+        for layer in sorted(self._late):
+            self._submit_update(layer, 1.0, (last_fetch(layer), *self._late[layer]))
             self.ledger.applied.add(layer)
         self._late.clear()
 
@@ -206,7 +213,7 @@ class Updater:
         changed = [] if gate.overflow else [layer for layer, _ in self._on_host()]
         if not early and not gate.overflow:
             for layer in changed:
-                self._submit_update(layer, scale, last_fetch(layer))
+                self._submit_update(layer, scale, (last_fetch(layer),))
             if self._residents is not None:
                 self._residents.update(scale)
         self.forget()
@@ -249,9 +256,9 @@ class Updater:
         entry.free_after = lane.submit(f"{verb} {layer}", run, after, nbytes=nbytes)
         return entry.free_after
 
-    def _submit_update(self, layer: int, scale: float, last_fetch: Fence) -> None:
+    def _submit_update(self, layer: int, scale: float, after: tuple[Fence, ...]) -> None:
         arrived = frozenset(self.ledger.arrived[layer])
-        after = (last_fetch, self.ledger.read(layer))
+        after = (*after, self.ledger.read(layer))
         entry = self._waiting(layer)
         if self.spills.updates(layer):
             steps = self._adam_steps.advance(layer, arrived, scale)
