@@ -129,6 +129,11 @@ def _add_plan(commands: Any) -> None:
     training.add_argument("--accumulation", type=int, default=1, metavar="N", help="micro-batches")
     training.add_argument("--precision", choices=["bf16", "fp16", "fp32"], default="bf16")
     training.add_argument("--clipping", type=float, default=1.0, metavar="NORM", help="0: none")
+    training.add_argument(
+        "--no-overflow-check",
+        action="store_true",
+        help="bf16: with --clipping 0 updates begin in backward",
+    )
     output = plan.add_argument_group("output")
     output.add_argument("--write", type=Path, metavar="FILE", help="write the config there")
     output.add_argument("--json", action="store_true", help="print the figures as JSON")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -21,7 +21,7 @@ from stronghold.memory.host import HostStore
 from stronghold.memory.resident import DeviceStore
 from stronghold.memory.tiers import null_tiers
 from stronghold.model.costs import ModelCosts
-from stronghold.model.layout import LayerLayout, ModelLayout, ParameterSlice
+from stronghold.model.layout import LayerLayout, ModelLayout, condensed
 from stronghold.plan.planner import Demand, Gradients, Plan
 from stronghold.plan.profile import MachineProfile
 from stronghold.plan.schedule import Kind
@@ -137,7 +137,11 @@ def lanes_of(workload: Workload, rates: Rates, dtype: torch.dtype) -> Lanes:
         fetch_s_per_byte=1e-9 / rates.fetch_gbps,
         drain_s_per_byte=1e-9 / rates.drain_gbps,
         update_s_per_parameter=adam_bytes(dtype, dtype) * 1e-9 / rates.update_gbps,
+        norm_s_per_parameter=dtype.itemsize * 1e-9 / rates.update_gbps,
         device_update_s_per_parameter=adam_bytes(dtype, dtype) * 1e-9 / rates.device_gbps,
+        load_s_per_byte=1e-9 / rates.load_gbps,
+        spill_s_per_byte=1e-9 / rates.spill_gbps,
+        disk_s_per_byte=1e-9 / rates.io_gbps,
     )
 
 
@@ -194,26 +198,6 @@ def fastest_plan(
         return simulate(layout, plan, workload, rates, dtype=dtype, asynchronous=asynchronous)
 
     return search(layout, demand, lanes_of(workload, rates, dtype), predict)
-
-
-def condensed(layout: ModelLayout) -> ModelLayout:
-    """The layout with at most two parameters a layer, trainable and frozen, of the same sizes: the
-    same bytes move, in fewer Python objects.
-    """
-    return ModelLayout(layers=tuple(_condensed(layer) for layer in layout.layers))
-
-
-def _condensed(layer: LayerLayout) -> LayerLayout:
-    frozen = layer.num_parameters - layer.num_trainable
-    slices = [
-        ParameterSlice(name=name, offset=offset, numel=numel, shape=(numel,), trainable=trains)
-        for name, offset, numel, trains in (
-            (f"{layer.name}.trainable", 0, layer.num_trainable, True),
-            (f"{layer.name}.frozen", layer.trainable_numel, frozen, False),
-        )
-        if numel
-    ]
-    return replace(layer, slices=tuple(slices))
 
 
 class _Groups:

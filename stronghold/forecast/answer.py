@@ -12,19 +12,30 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from stronghold.device.simulated import Rates
 from stronghold.errors import BudgetError, ConfigError
 from stronghold.forecast.forecast import Asked, Forecast, Gain, Tier, Timing
+from stronghold.forecast.page import seconds
 from stronghold.forecast.question import Question
 from stronghold.memory.host import LOW_DTYPE
 from stronghold.model.costs import DTYPES, LayerCost, ModelCosts
 from stronghold.plan import search
+from stronghold.plan.bounds import backward_s, updates_s
 from stronghold.plan.limits import DISK, Limits, StepLoad, break_even, physical_limit
-from stronghold.plan.planner import Demand, Plan
+from stronghold.plan.planner import Demand, Gradients, Plan
 from stronghold.plan.profile import MachineProfile
 from stronghold.plan.search import Choice
-from stronghold.simulate import Prediction, fastest_plan, rates_of, workload_of
+from stronghold.simulate import (
+    Prediction,
+    Workload,
+    fastest_plan,
+    lanes_of,
+    rates_of,
+    workload_of,
+)
 
 GIB = 1 << 30
+WAITS = 0.05  # share of a step from which on what it waits for is named
 # A lane of the simulator by the resource that it waits for.
 RESOURCES = {
     "compute": "compute",
@@ -70,7 +81,7 @@ def answer(question: Question) -> Forecast:
             gpus=question.gpus,
         ),
         refusal=found.refusal,
-        notes=tuple(_notes(question)),
+        notes=(*_notes(question), *_gate(question, found)),
         tiers=() if plan is None else _tiers(question, plan),
         reasons=() if plan is None else plan.reasons,
         timing=found.timing,
@@ -110,20 +121,20 @@ def with_largest_batch(question: Question) -> Question:
 
 
 def _fastest(question: Question, demand: Demand) -> Choice:
+    work, rates = _work_and_rates(question, demand)
+    return fastest_plan(question.layout, demand, work, rates, dtype=DTYPES[question.dtype])
+
+
+def _work_and_rates(question: Question, demand: Demand) -> tuple[Workload, Rates]:
     machine = question.machine
     costs = question.subject.costs_of(question.batch, question.seq, question.dtype)
-    return fastest_plan(
-        question.layout,
-        demand,
-        workload_of(costs, machine, micro_batches=question.accumulation),
-        rates_of(
-            machine,
-            demand.cpu_threads or demand.num_cores,
-            sharing=question.gpus,
-            wire_gbps=question.wire_gbps,
-        ),
-        dtype=DTYPES[question.dtype],
+    rates = rates_of(
+        machine,
+        demand.cpu_threads or demand.num_cores,
+        sharing=question.gpus,
+        wire_gbps=question.wire_gbps,
     )
+    return workload_of(costs, machine, micro_batches=question.accumulation), rates
 
 
 def _demand(question: Question, costs: ModelCosts) -> Demand:
@@ -132,8 +143,7 @@ def _demand(question: Question, costs: ModelCosts) -> Demand:
     return Demand(
         weight_bytes=dtype.itemsize,
         low_bytes=low.itemsize if low is not None else 0,
-        # 16-bit gradients are checked for overflow before any is used: DeepSpeed's default.
-        gated=question.clipping > 0.0 or question.dtype != "fp32",
+        gated=question.clipping > 0.0 or question.overflow_check,
         accumulate=question.accumulation > 1,
         gpu_budget_bytes=question.gpu_bytes,
         host_budget_bytes=question.host_bytes // question.gpus,
@@ -169,8 +179,8 @@ def _timing(question: Question, choice: Choice, limits: Limits) -> Timing:
     prediction = choice.forecast
     assert isinstance(prediction, Prediction)
     shares: defaultdict[str, float] = defaultdict(float)
-    for lane, seconds in prediction.critical.items():
-        shares[RESOURCES.get(lane, lane)] += seconds / prediction.step_s
+    for lane, critical_s in prediction.critical.items():
+        shares[RESOURCES.get(lane, lane)] += critical_s / prediction.step_s
     # Loads and spills that overlap share a disk in the simulator by a rule that is a few per cent
     # generous: no step is faster than the disk.
     step_s = max(prediction.step_s, limits.parts[DISK])
@@ -249,6 +259,26 @@ def _notes(question: Question) -> list[str]:
             f"--seq {question.seq} is longer than the {positions} positions that the model knows"
         )
     return notes
+
+
+def _gate(question: Question, found: Outlook) -> Iterator[str]:
+    """What it costs that updates wait for the end of backward, where the step waits for them."""
+    choice, timing = found.choice, found.timing
+    if choice is None or timing is None or choice.plan.gradients is Gradients.RING:
+        return
+    waits = sum(timing.shares.get(RESOURCES[lane], 0.0) for lane in ("update", "load"))
+    lanes = lanes_of(*_work_and_rates(question, choice.demand), DTYPES[question.dtype])
+    forward, backward = sum(lanes.forward_s), backward_s(choice.plan, lanes)
+    updates = updates_s(question.layout, choice.plan, lanes)
+    if waits < WAITS or updates <= forward:
+        return
+    why = "clipping" if question.clipping else "the overflow check"
+    others = "the other micro-batches, " if question.accumulation > 1 else ""
+    yield (
+        f"updates wait for the end of backward, since {why} decides over every gradient, and the "
+        f"step waits for them: it takes {others}backward ({seconds(backward)}) and then the longer "
+        f"of forward ({seconds(forward)}) and updates ({seconds(updates)})"
+    )
 
 
 # -- what a change would buy ----------------------------------------------------------------------
@@ -330,6 +360,8 @@ def config_of(question: Question, plan: Plan) -> dict[str, Any]:
     section["activations"] = policies[0] if policies else "keep"
     if 0 < policies.count("keep") < len(policies):
         section["kept_activations"] = policies.count("keep")  # the search keeps the last blocks'
+    if plan.gradients is Gradients.RING:
+        section["deferred_layers"] = len(plan.deferred)
     if plan.nvme_bytes:
         section["nvme"] = {"path": question.nvme_path, "capacity": question.nvme_bytes}
     config: dict[str, Any] = {
@@ -340,7 +372,8 @@ def config_of(question: Question, plan: Plan) -> dict[str, Any]:
         "gradient_clipping": question.clipping,
     }
     if question.dtype != "fp32":
-        config[question.dtype] = {"enabled": True}
+        checked = {} if question.overflow_check else {"check_grad_overflow": False}
+        config[question.dtype] = {"enabled": True, **checked}
     config["optimizer"] = {
         "type": "AdamW",
         "params": {"lr": 1e-5, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1},

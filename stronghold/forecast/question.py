@@ -31,6 +31,7 @@ class Question:
     accumulation: int
     dtype: str
     clipping: float
+    overflow_check: bool
     gpu_bytes: int
     host_bytes: int
     nvme_bytes: int = 0
@@ -70,6 +71,7 @@ class Words:
     accumulation: int = 1
     precision: str = "bf16"
     clipping: float = CLIPPING
+    no_overflow_check: bool = False
     gpus: int = 1
     wire: float | None = None
 
@@ -86,6 +88,11 @@ def understand(words: Words) -> Question:
             raise ConfigError(f"{option}: got {value}, expected at least 1")
     if not words.clipping >= 0.0:
         raise ConfigError(f"--clipping: got {words.clipping}, expected a norm, or 0 for none")
+    if words.no_overflow_check and words.precision != "bf16":
+        raise ConfigError(
+            f"--no-overflow-check: got it with --precision {words.precision}, expected bf16: "
+            + ("fp16 scales the loss by it" if words.precision == "fp16" else "fp32 has no check")
+        )
     if words.wire is not None and not 0.0 < words.wire < float("inf"):
         raise ConfigError(f"--wire: got {words.wire}, expected 1e9 bytes per second, above 0")
     if words.gpus > 1 and words.nvme is not None:
@@ -103,6 +110,8 @@ def understand(words: Words) -> Question:
         accumulation=words.accumulation,
         dtype=words.precision,
         clipping=words.clipping,
+        # 16-bit gradients are checked before any is used: DeepSpeed's default.
+        overflow_check=words.precision != "fp32" and not words.no_overflow_check,
         gpu_bytes=gpu_bytes,
         host_bytes=host_bytes,
         nvme_bytes=nvme_bytes,

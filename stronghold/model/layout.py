@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from stronghold.errors import StateError
 from stronghold.model.partition import Layer, Partition
@@ -182,6 +182,26 @@ def layer_layout(
         num_parameters=sum(part.numel for part in slices),
         num_trainable=sum(part.numel for part in first),
     )
+
+
+def condensed(layout: ModelLayout) -> ModelLayout:
+    """The layout with at most two parameters a layer, trainable and frozen, of the same sizes: the
+    same bytes move, in fewer Python objects.
+    """
+    return ModelLayout(layers=tuple(_condensed(layer) for layer in layout.layers))
+
+
+def _condensed(layer: LayerLayout) -> LayerLayout:
+    frozen = layer.num_parameters - layer.num_trainable
+    slices = [
+        ParameterSlice(name=name, offset=offset, numel=numel, shape=(numel,), trainable=trains)
+        for name, offset, numel, trains in (
+            (f"{layer.name}.trainable", 0, layer.num_trainable, True),
+            (f"{layer.name}.frozen", layer.trainable_numel, frozen, False),
+        )
+        if numel
+    ]
+    return replace(layer, slices=tuple(slices))
 
 
 def _place(

@@ -10,7 +10,7 @@ the best step found: nothing that is left can be faster.
 
 [Note: rounds] First a share of the blocks to keep and what happens to activations, with the largest
 window of usual size that fits; then the window, for the best few of these; then the share more
-finely.
+finely. Last, for the best, which updates are deferred.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ from typing import Protocol
 
 from stronghold.errors import BudgetError, ConfigError
 from stronghold.model.layout import ModelLayout
-from stronghold.plan.planner import Demand, Gradients, Plan, make_plan
+from stronghold.plan.bounds import Lanes as Lanes
+from stronghold.plan.bounds import deferrals, lower_bound
+from stronghold.plan.planner import Demand, Plan, make_plan
 
 USUAL_WINDOW = 3  # one computes, one is still in use or drains, one is on its way
 WINDOWS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24)
@@ -40,23 +42,6 @@ class Forecast(Protocol):
 
     @property
     def step_s(self) -> float: ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Lanes:
-    """Seconds of work that a step puts on its lanes, per layer or per byte: what bounds a plan from
-    below. `forward_s` and `backward_s` are of one micro-batch and layer.
-    """
-
-    forward_s: tuple[float, ...]
-    backward_s: tuple[float, ...]
-    saved_bytes: tuple[int, ...]
-    weight_bytes: int
-    micro_batches: int
-    fetch_s_per_byte: float
-    drain_s_per_byte: float
-    update_s_per_parameter: float
-    device_update_s_per_parameter: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +85,7 @@ class _Search:
         predict: Callable[[Plan], Forecast],
     ) -> None:
         self._layout = layout
-        keys = ("window", "resident_layers", "resident_updates", "activations")
+        keys = ("window", "resident_layers", "resident_updates", "activations", "deferred_layers")
         self._demand = replace(
             demand, searched=frozenset(key for key in keys if getattr(demand, key) is None)
         )
@@ -128,6 +113,8 @@ class _Search:
                 around = [r for r in (near - away, near + away) if 0 <= r <= num_blocks]
                 self._round(self._usual(around))
                 self._round(self._fitting(self._demands(around, [candidate.plan.window])))
+        if self._demand.deferred_layers is None:
+            self._round(self._deferring(self._best(1)[0][1]))
         forecast, best = self._chosen()
         return Choice(
             plan=best.plan,
@@ -152,7 +139,11 @@ class _Search:
         least = min(forecast.step_s for forecast, _ in self._tried)
         return sorted(
             self._tried,
-            key=lambda pair: (round(pair[0].step_s / (least * EQUAL)), pair[1].nbytes),
+            key=lambda pair: (
+                round(pair[0].step_s / (least * EQUAL)),
+                pair[1].nbytes,
+                len(pair[1].plan.deferred),
+            ),
         )[:count]
 
     def _round(self, candidates: Iterable[_Candidate]) -> None:
@@ -198,25 +189,35 @@ class _Search:
     def _fitting(self, demands: Iterable[Demand]) -> Iterator[_Candidate]:
         for wish in demands:
             for filled in _filled(self._layout, wish):
-                try:
-                    plan = make_plan(self._layout, filled)
-                except (BudgetError, ConfigError):
-                    continue
-                key = (
-                    plan.window,
-                    plan.prefetch,
-                    plan.resident,
-                    plan.updated_on_gpu,
-                    plan.activations,
-                )
-                if key not in self._seen:
-                    self._seen.add(key)
-                    yield _Candidate(
-                        demand=filled,
-                        plan=plan,
-                        bound_s=lower_bound(self._layout, plan, self._lanes),
-                        nbytes=plan.gpu_total_bytes + plan.activation_bytes,
-                    )
+                yield from self._as_candidate(filled)
+
+    def _as_candidate(self, demand: Demand) -> Iterator[_Candidate]:
+        """The demand's plan, if it fits and is new."""
+        try:
+            plan = make_plan(self._layout, demand)
+        except (BudgetError, ConfigError):
+            return
+        key = (
+            plan.window,
+            plan.prefetch,
+            plan.resident,
+            plan.updated_on_gpu,
+            plan.activations,
+            plan.deferred,
+        )
+        if key not in self._seen:
+            self._seen.add(key)
+            yield _Candidate(
+                demand=demand,
+                plan=plan,
+                bound_s=lower_bound(self._layout, plan, self._lanes),
+                nbytes=plan.gpu_total_bytes + plan.activation_bytes,
+            )
+
+    def _deferring(self, candidate: _Candidate) -> Iterator[_Candidate]:
+        """The candidate with updates deferred, as many as may pay."""
+        for count in deferrals(self._layout, candidate.plan, self._lanes):
+            yield from self._as_candidate(replace(candidate.demand, deferred_layers=count))
 
 
 def _filled(layout: ModelLayout, demand: Demand) -> Iterator[Demand]:
@@ -258,41 +259,6 @@ def _fits(layout: ModelLayout, demand: Demand) -> bool:
     except BudgetError:
         return False
     return True
-
-
-def lower_bound(layout: ModelLayout, plan: Plan, lanes: Lanes) -> float:
-    """Seconds of the busiest lane's own work in a step of `plan` ([Note: lower bounds first])."""
-    blocks = [layer for layer in layout.layers if layer.streamed]
-    passes = lanes.micro_batches
-    again = sum(
-        lanes.forward_s[b.index] for b in blocks if plan.activations[b.index] == "recompute"
-    )
-    forward, backward = sum(lanes.forward_s), sum(lanes.backward_s) + again
-    away = [b for b in blocks if b.index not in plan.resident]
-    offloaded = passes * sum(
-        lanes.saved_bytes[b.index] for b in blocks if plan.activations[b.index] == "offload"
-    )
-    updated = [layer for layer in layout.layers if layer.index not in plan.updated_on_gpu]
-    there = [layer for layer in layout.layers if layer.index in plan.updated_on_gpu]
-    size = lanes.weight_bytes
-    # At most a window of layers survives each turn between forward and backward; at a step's end
-    # their weights have changed.
-    least = sorted(b.numel for b in away)[: max(0, len(away) - plan.window)]
-    fetched = size * (sum(b.numel for b in away) + (2 * passes - 1) * sum(least))
-    fetched += size * sum(layer.numel for layer in updated if layer.index in plan.resident)
-    drained = size * passes * sum(layer.num_trainable for layer in updated)
-    update = sum(layer.num_trainable for layer in updated) * lanes.update_s_per_parameter
-    compute = passes * (forward + backward)
-    compute += sum(layer.num_trainable for layer in there) * lanes.device_update_s_per_parameter
-    if plan.gradients is not Gradients.RING:
-        # Updates begin when backward has ended, and the next backward needs them all.
-        compute += max(0.0, update - forward)
-    return max(
-        compute,
-        update,
-        (fetched + offloaded) * lanes.fetch_s_per_byte,
-        (drained + offloaded) * lanes.drain_s_per_byte,
-    )
 
 
 def _frugal(demand: Demand, resident: int, updates: str, policy: str) -> Demand:
