@@ -32,8 +32,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from stronghold.device.base import Device, Fence, completed
+from stronghold.device.base import Device, completed
 from stronghold.errors import StateError
+from stronghold.memory.gradients import GradientEntry as GradientEntry
+from stronghold.memory.gradients import GradientRing
 from stronghold.memory.mapping import flush
 from stronghold.memory.masters import join_master as join_master
 from stronghold.memory.masters import split_master as split_master
@@ -67,15 +69,6 @@ def fill(
             source.read_into(parameter, view(weights, part))
         else:
             view(weights, part).copy_(parameter.detach())
-
-
-@dataclass(slots=True)
-class GradientEntry:
-    """Host room for one layer's drained gradients, and the fence after which it may be
-    overwritten."""
-
-    gradients: torch.Tensor
-    free_after: Fence
 
 
 @dataclass(slots=True, eq=False)
@@ -153,8 +146,7 @@ class HostStore:
             for layer in layout.layers
         ]
         self._mine = [state for state in self.layers if not state.on_device]
-        self._ring: list[GradientEntry] = []
-        self._ring_cursor = 0
+        self._ring = GradientRing()
         self._pinned: dict[int, torch.Tensor] = {}  # by address
         self.allocated_bytes = self.peak_bytes = self.tiers.ring_bytes
         self.training = False
@@ -237,7 +229,8 @@ class HostStore:
 
     def _make_ring(self, num_entries: int) -> None:
         largest = max((state.end - state.begin for state in self._mine), default=0)
-        self._ring = [self._entry(largest) for _ in range(num_entries)]
+        for _ in range(num_entries):
+            self._ring.add(self._entry(largest))
 
     def _entry(self, numel: int) -> GradientEntry:
         return GradientEntry(
@@ -263,9 +256,7 @@ class HostStore:
         """The next entry of the ring; it may be overwritten after its `free_after`."""
         if not self._ring:  # the plan holds gradients, and one of them came in two parts
             self._make_ring(2)
-        entry = self._ring[self._ring_cursor]
-        self._ring_cursor = (self._ring_cursor + 1) % len(self._ring)
-        return entry
+        return self._ring.next()
 
     # -- arrays, wherever they lie ----------------------------------------------------------------
     def has(self, index: int, array: str) -> bool:

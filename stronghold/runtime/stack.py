@@ -133,18 +133,8 @@ class Stack:
         section = request.section
         if kind == "cuda":
             return CudaDevice(request.local_rank, budget_bytes=section.gpu_memory, trace=self.trace)
-        emulated = section.emulated
-        return EmulatedDevice(
-            budget_bytes=section.gpu_memory,
-            trace=self.trace,
-            poison=emulated.poison,
-            jitter_s=emulated.jitter_s,
-            seed=emulated.seed,
-            link_gbps=emulated.link_gbps,
-            update_gbps=emulated.update_gbps,
-            nvme_gbps=emulated.nvme_gbps,
-            wire_gbps=emulated.wire_gbps,
-        )
+        settings = section.emulated.model_dump()  # of the same names
+        return EmulatedDevice(budget_bytes=section.gpu_memory, trace=self.trace, **settings)
 
     def _open_tiers(self, request: Request, undo: contextlib.ExitStack) -> Tiers:
         """Open the files of what spills, before anything large is allocated."""
