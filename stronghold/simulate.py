@@ -244,7 +244,7 @@ class _Run:
             self._parameters,
             layout.layers,
         )
-        ranks = SimulatedRanks(plan.num_ranks) if plan.num_ranks > 1 else None
+        ranks = SimulatedRanks(plan.num_ranks, plan.num_nodes) if plan.num_ranks > 1 else None
         weights = SimulatedWeights(layout, dtype)
         self.host = HostStore(
             layout,

@@ -31,27 +31,32 @@ class Launch:
     num_ranks: int
     folder: Path
     environment: dict[str, str] = field(default_factory=dict)
+    num_nodes: int = 1  # by the environment, which is all that tells them apart
     processes: list[subprocess.Popen[str]] = field(default_factory=list)
 
     def __enter__(self) -> Launch:
         shared = {
             **os.environ,
             "WORLD_SIZE": str(self.num_ranks),
-            "LOCAL_WORLD_SIZE": str(self.num_ranks),
-            "LOCAL_SIZE": str(self.num_ranks),
+            "LOCAL_WORLD_SIZE": str(self.num_ranks // self.num_nodes),
+            "LOCAL_SIZE": str(self.num_ranks // self.num_nodes),
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(free_port()),
             "DS_ACCELERATOR": "cpu",
             "OMP_NUM_THREADS": "1",
             **self.environment,
         }
+        num_local = self.num_ranks // self.num_nodes
         for rank in range(self.num_ranks):
+            places = {"RANK": str(rank), "LOCAL_RANK": str(rank % num_local)}
+            if self.num_nodes > 1:
+                places["STRONGHOLD_NODE"] = f"node {rank // num_local}"
             log = open(self.folder / f"log-{rank}", "w")
             self.processes.append(
                 subprocess.Popen(
                     [sys.executable, "-c", CODE, self.run, str(self.folder)],
                     cwd=ROOT,
-                    env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                    env={**shared, **places},
                     stdout=log,
                     stderr=subprocess.STDOUT,
                     text=True,
@@ -76,10 +81,14 @@ class Launch:
         return (self.folder / f"log-{rank}").read_text(errors="replace")
 
 
-def run_ranks(run: str, num_ranks: int, folder: Path, **environment: str) -> list[Any]:
+def run_ranks(
+    run: str, num_ranks: int, folder: Path, *, num_nodes: int = 1, **environment: str
+) -> list[Any]:
     """What the function returned on every rank; fails with the output of one that failed."""
     folder.mkdir(parents=True, exist_ok=True)
-    with Launch(run=run, num_ranks=num_ranks, folder=folder, environment=environment) as launch:
+    with Launch(
+        run=run, num_ranks=num_ranks, folder=folder, environment=environment, num_nodes=num_nodes
+    ) as launch:
         ended = launch.finish()
     for rank, (status, output) in enumerate(ended):
         assert status == 0, f"rank {rank} of {num_ranks} ended with {status}:\n{output[-6000:]}"

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from stronghold.checkpoint import directory, state
+from stronghold.checkpoint import directory, shared_folder, state
 from stronghold.checkpoint.load import Load
-from stronghold.checkpoint.manifest import STATE
+from stronghold.checkpoint.manifest import MANIFEST, Slices
 from stronghold.checkpoint.save import Contents, Save
-from stronghold.checkpoint.shared_save import SharedSave, together
+from stronghold.checkpoint.shared_save import SharedSave, alike, together
 from stronghold.checkpoint.weights import live_weights, write_weights
 from stronghold.config import Settings
 from stronghold.device.base import Fence
@@ -86,6 +86,7 @@ class Checkpoints:
                 client=self._client_state(client_state or {}),
                 counters={**{name: getattr(self, name) for name in COUNTERS}, GAS: self._gas()},
                 exclude_frozen=exclude_frozen_parameters,
+                slices=self._slices(),
             ),
             latest=save_latest,
         )
@@ -118,7 +119,14 @@ class Checkpoints:
         ranks = self._stack.ranks
         if ranks is None:
             return None
-        return ranks.files.objects(state.random_states(self._stack.device), "random states")
+        found = ranks.files.objects(state.random_states(self._stack.device), "random states")
+        return [found[ranks.company.index(member)] for member in ranks.members]
+
+    def _slices(self) -> Slices:
+        ranks = self._stack.ranks
+        if ranks is None:
+            return Slices()
+        return Slices(rank=ranks.model_parallel_rank, size=ranks.model_parallel_size)
 
     def load_checkpoint(
         self,
@@ -140,26 +148,36 @@ class Checkpoints:
         and random states stay.
         """
         self.wait_for_checkpoint()
-        root = Path(load_dir)
+        root, ranks = Path(load_dir), self._stack.ranks
         if tag is None:
             tag = directory.read_latest(root)
+            if ranks is not None:
+                tag = shared_folder.first_tag(ranks, tag)
             if tag is None:
                 logger.warning(
                     "load_checkpoint: no file named latest in %s; nothing is loaded", root
                 )
                 return None, None
         wanted = load_optimizer_states and not load_module_only
-        path = directory.resolve(root, directory.check_tag(tag))
-        load = Load(
-            path,
-            self._stack,
-            self.optimizer if wanted else None,
-            names_must_match=load_module_strict,
+        tag, slices = directory.check_tag(tag), self._slices()
+        if ranks is not None:
+            name = Slices(size=slices.size).name(MANIFEST)
+            shared_folder.check_same(ranks, root / tag, name)
+        path = alike(ranks, lambda: directory.resolve(root, tag))
+        load = alike(
+            ranks,
+            lambda: Load(
+                path,
+                self._stack,
+                self.optimizer if wanted else None,
+                names_must_match=load_module_strict,
+                slices=slices,
+            ),
         )
         load.into_slabs(custom_load_fn)
         if not load_module_only:
             self._restore(load, load_lr_scheduler_states)
-        return str(path / STATE), load.state.client
+        return str(path / slices.state), load.state.client
 
     def _restore(self, load: Load, scheduler: bool) -> None:
         saved, counters = load.state, load.manifest.counters
@@ -199,6 +217,12 @@ class Checkpoints:
         """
         self.synchronize()
         ranks = self._stack.ranks
+        if ranks is not None and ranks.norms is not None:
+            raise ConfigError(
+                f"save_16bit_model: the model is split over {ranks.model_parallel_size} "
+                "model-parallel ranks, and one file would have the slices of one of them: put its "
+                "parts together from every rank's state_dict, or use save_checkpoint"
+            )
         if ranks is None:
             self._write_weights(save_dir, save_filename, exclude_frozen_parameters)
             return True

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from stronghold.checkpoint import directory
-from stronghold.checkpoint.manifest import CONFIG, MANIFEST, Manifest
+from stronghold.checkpoint.manifest import BUFFERS, CONFIG, MANIFEST, Manifest
 from stronghold.checkpoint.tensorfile import (
     Entry,
     TensorFile,
@@ -23,7 +23,6 @@ from stronghold.checkpoint.tensorfile import (
 from stronghold.errors import CheckpointError, ConfigError
 
 INDEX = "model.safetensors.index.json"
-BUFFERS = "buffers.safetensors"
 SMALL_FILES = (".json", ".txt", ".model", ".jinja")  # configuration and tokenizer
 DTYPE_WORDS = {"torch.bfloat16": "bfloat16", "torch.float16": "float16", "torch.float32": "float32"}
 

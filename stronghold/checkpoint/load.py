@@ -18,9 +18,8 @@ from typing import Any
 import torch
 
 from stronghold.checkpoint import state
-from stronghold.checkpoint.manifest import CONFIG, STATE, Manifest, TensorRecord
+from stronghold.checkpoint.manifest import BUFFERS, CONFIG, Manifest, Slices, TensorRecord
 from stronghold.checkpoint.save import named_groups, persistent_buffers
-from stronghold.checkpoint.shared_save import together
 from stronghold.checkpoint.tensorfile import TensorFile
 from stronghold.errors import CheckpointError, ConfigError, did_you_mean
 from stronghold.memory.host import LOW_DTYPE, join_master
@@ -45,21 +44,25 @@ class Load:
         optimizer: EngineOptimizer | None,
         *,
         names_must_match: bool,
+        slices: Slices,
     ) -> None:
         self._path = path
+        self._slices = slices
         self._stack = stack
         self._optimizer = optimizer
-        self.manifest = Manifest.read(path)
+        self.manifest = Manifest.read(path, slices)
         self._records = {a: record for record in self.manifest.tensors for a in record.aliases}
         self._found = self._match(names_must_match)
         if optimizer is not None:
             self._check_optimizer(optimizer)
         self._check_files()
         self._files = {
-            name: TensorFile(path / name) for name in self._needed() if name not in (STATE, CONFIG)
+            name: TensorFile(path / name)
+            for name in self._needed()
+            if name not in (slices.state, slices.name(CONFIG))
         }
         self._check_headers()
-        self.state = state.unpack(path)
+        self.state = state.unpack(path / slices.state)
 
     # -- checks ---------------------------------------------------------------------------------
     def _match(self, strict: bool) -> list[tuple[int, int, ParameterSlice, TensorRecord]]:
@@ -129,9 +132,9 @@ class Load:
             )
 
     def _needed(self) -> set[str]:
-        names = {record.weights for _, _, _, record in self._found} | {STATE}
+        names = {record.weights for _, _, _, record in self._found} | {self._slices.state}
         if self.manifest.buffers:
-            names.add("buffers.safetensors")
+            names.add(self._slices.name(BUFFERS))
         if self._optimizer is not None:
             for _, _, _, record in self._found:
                 names.update(name for name in (record.low, record.moments) if name is not None)
@@ -140,13 +143,14 @@ class Load:
         return names
 
     def _check_files(self) -> None:
-        """Sizes and checksums; several ranks divide the files among them."""
+        """Sizes and checksums; several ranks divide the files among them, and whoever makes loads
+        lets none go on when one has failed (`shared_save.alike`)."""
         ranks, names = self._stack.ranks, sorted(self._needed())
         if ranks is None:
             self.manifest.check(self._path, set(names))
             return
         mine = set(names[ranks.rank :: ranks.num_ranks])
-        together(ranks, lambda: self.manifest.check(self._path, mine))
+        self.manifest.check(self._path, mine)
 
     def _check_headers(self) -> None:
         """The files' headers must say what the manifest says."""
@@ -220,7 +224,7 @@ class Load:
                 host.restart_master(index)
         for name, buffer in persistent_buffers(model):
             if name in self.manifest.buffers:
-                values = self._files["buffers.safetensors"].read(name)
+                values = self._files[self._slices.name(BUFFERS)].read(name)
                 buffer.data.copy_(values)
 
     def _fill(self, index: int, array: str, part: ParameterSlice, file: str, name: str) -> None:
@@ -284,7 +288,7 @@ class Load:
             for alias in record.aliases
         }
         for name in self.manifest.buffers:
-            found[name] = self._files["buffers.safetensors"].read(name)
+            found[name] = self._files[self._slices.name(BUFFERS)].read(name)
         return found
 
 

@@ -6,7 +6,9 @@ partition into layers: tensors are whole and named as the model names them. Neve
 Files of a tag: `weights-N` (parameters in the compute dtype, N the saving engine's layer),
 `masters-N` (what makes the fp32 master of them: bf16's 16-bit remainders or fp16's fp32 masters),
 `moments-N` (`exp_avg.NAME`, `exp_avg_sq.NAME`), `buffers`, all `.safetensors`; `config.json` (of a
-Hugging Face model); `mp_rank_00_model_states.pt` (everything else: see `state`).
+Hugging Face model); `mp_rank_00_model_states.pt` (everything else: see `state`). Of a model that is
+split over model-parallel ranks each has these files for its slices, under names that say whose
+(`Slices`).
 """
 
 from __future__ import annotations
@@ -22,13 +24,31 @@ from typing import Any
 import torch
 
 from stronghold.checkpoint.tensorfile import DTYPES, NAMES, FileRecord, check_file, write_durably
-from stronghold.errors import CheckpointError
+from stronghold.errors import CheckpointError, ConfigError
 
 MANIFEST = "manifest.json"
 STATE = "mp_rank_00_model_states.pt"  # DeepSpeed's name: what looks for its tags looks for this
 CONFIG = "config.json"
+BUFFERS = "buffers.safetensors"
 FORMAT = "stronghold checkpoint"
 VERSION = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slices:
+    """Which slices of a model: those of model-parallel rank `rank` of `size`; whole, of one."""
+
+    rank: int = 0
+    size: int = 1
+
+    def name(self, file: str) -> str:
+        """The file's name in a tag that all model-parallel ranks share."""
+        return f"mp_rank_{self.rank:02d}_{file}" if self.size > 1 else file
+
+    @property
+    def state(self) -> str:
+        """As DeepSpeed names it."""
+        return f"mp_rank_{self.rank:02d}_model_states.pt"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +86,7 @@ class Manifest:
     groups: tuple[dict[str, Any], ...] | None = None
     files: dict[str, FileRecord] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
+    slices: Slices = field(default_factory=Slices)
 
     def write(self, directory: Path) -> None:
         """Write the manifest into a directory that has all its files."""
@@ -81,13 +102,18 @@ class Manifest:
             "tensors": [{**asdict(t), "dtype": NAMES[t.dtype]} for t in self.tensors],
             "files": {name: asdict(record) for name, record in sorted(self.files.items())},
         }
+        if self.slices.size > 1:
+            body["model_parallel"] = asdict(self.slices)
         text = json.dumps({"crc32": _checksum(body), "manifest": body}, indent=1)
-        write_durably(directory / MANIFEST, [text.encode()])
+        write_durably(directory / self.slices.name(MANIFEST), [text.encode()])
 
     @staticmethod
-    def read(directory: Path) -> Manifest:
-        """CheckpointError when there is none, it was changed, or it is from another version."""
-        path = directory / MANIFEST
+    def read(directory: Path, slices: Slices | None = None) -> Manifest:
+        """That of `slices` (a whole model without). CheckpointError when there is none, it was
+        changed, or it is from another version; ConfigError when the model was split otherwise."""
+        slices = slices or Slices()
+        _check_split(directory, slices)
+        path = directory / slices.name(MANIFEST)
         try:
             document = json.loads(path.read_text(encoding="utf-8"))
             body = document["manifest"]
@@ -136,7 +162,21 @@ def _parse(body: dict[str, Any], path: Path) -> Manifest:
         groups=None if body["groups"] is None else tuple(body["groups"]),
         files={name: FileRecord(**record) for name, record in body["files"].items()},
         versions=body["versions"],
+        slices=Slices(**body.get("model_parallel", {})),
     )
+
+
+def _check_split(directory: Path, slices: Slices) -> None:
+    """ConfigError unless the tag has slices of as many model-parallel ranks."""
+    parts = len(list(directory.glob(f"mp_rank_*_{MANIFEST}")))
+    there = 1 if (directory / MANIFEST).exists() else parts
+    if there not in (0, slices.size):
+        advice = "each model-parallel rank reads its own slices: load it under as many"
+        if slices.size == 1:
+            advice += ", and export it from the model that you put together of them"
+        raise ConfigError(
+            f"{directory}: saved by {there} model-parallel ranks, expected {slices.size}; {advice}"
+        )
 
 
 def _foreign(directory: Path) -> str:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import importlib.metadata
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from stronghold.checkpoint import directory, state
-from stronghold.checkpoint.manifest import CONFIG, STATE, Manifest, TensorRecord
+from stronghold.checkpoint.manifest import BUFFERS, CONFIG, Manifest, Slices, TensorRecord
 from stronghold.checkpoint.tensorfile import (
     PIECE_BYTES,
     Entry,
@@ -47,11 +47,12 @@ PACKAGES = ("stronghold", "deepspeed", "torch")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contents:
-    """What the engine gives to a save, beside the slabs."""
+    """What the engine gives to a save, beside the slabs; `slices`: of which model."""
 
     client: state.ClientState
     counters: dict[str, int]
     exclude_frozen: bool = False
+    slices: Slices = field(default_factory=Slices)
 
 
 def versions() -> dict[str, str]:
@@ -80,7 +81,13 @@ class Save:
         self._versions = versions()
         self._files: dict[str, FileRecord] = {}
         self._buffers = copied_buffers(stack.partition.model)
-        self._state = state.pack(contents.client, contents.counters, self._versions)
+        self._slices = contents.slices
+        self._state = state.pack(
+            contents.client,
+            contents.counters,
+            self._versions,
+            model_parallel_size=contents.slices.size,
+        )
         self._config = model_config(stack.partition.model)
         self._groups = named_groups(stack, optimizer)
         self._records = [self._layer_records(index) for index in range(len(stack.host.layers))]
@@ -151,9 +158,9 @@ class Save:
                 dtype=stack.dtype,
                 trainable=part.trainable,
                 step=stack.adam.counts[index][k],
-                weights=_file("weights", index),
-                low=_file("masters", index) if part.trainable and has_low else None,
-                moments=_file("moments", index) if part.trainable and has_moments else None,
+                weights=self._file("weights", index),
+                low=self._file("masters", index) if part.trainable and has_low else None,
+                moments=self._file("moments", index) if part.trainable and has_moments else None,
             )
             for k, part in enumerate(layer.slices)
             if part.trainable or not self._contents.exclude_frozen
@@ -172,7 +179,10 @@ class Save:
         ]
         for kind, entries in (("weights", weights), ("masters", masters), ("moments", moments)):
             if entries:
-                self._write(_file(kind, index), entries)
+                self._write(self._file(kind, index), entries)
+
+    def _file(self, kind: str, index: int) -> str:
+        return self._slices.name(f"{kind}-{index:05d}.safetensors")
 
     def _entry(self, index: int, array: str, name: str, part: ParameterSlice) -> Entry:
         """From where the array lies: a slab, or piece by piece from a file or the device."""
@@ -187,9 +197,17 @@ class Save:
 
     # -- the end --------------------------------------------------------------------------------
     def _finish(self) -> None:
+        self._describe()
+        self._publish()
+
+    def _describe(self) -> None:
+        """Write what is small, and the manifest."""
         if self._buffers:
-            self._write("buffers.safetensors", [entry_of(*item) for item in self._buffers.items()])
-        small = {STATE: self._state} | ({CONFIG: self._config} if self._config else {})
+            buffers = [entry_of(*item) for item in self._buffers.items()]
+            self._write(self._slices.name(BUFFERS), buffers)
+        small = {self._slices.state: self._state}
+        if self._config:
+            small[self._slices.name(CONFIG)] = self._config
         for name, data in small.items():
             self._files[name] = write_durably(self._hidden / name, [data])
         stack = self._stack
@@ -204,14 +222,13 @@ class Save:
             groups=self._groups,
             files=self._files,
             versions=self._versions,
+            slices=self._slices,
         ).write(self._hidden)
+
+    def _publish(self) -> None:
         directory.publish(self._hidden, self._save_dir / self._tag)
         if self._latest:
             directory.write_latest(self._save_dir, self._tag)
-
-
-def _file(kind: str, index: int) -> str:
-    return f"{kind}-{index:05d}.safetensors"
 
 
 def _slices(stack: Stack) -> Iterator[ParameterSlice]:

@@ -1,9 +1,10 @@
 """Saving by several ranks: all write at once, each its own elements of the same files.
 
-Owns what the ranks say to each other during a save. The first makes the hidden directory, writes
-what is small, and publishes; a failure on any rank is raised on all, and leaves no trace. As for
-`save`, the training thread collects, and the jobs run on it or on the io lane; both talk over the
-group of files, one after the other.
+Owns what the ranks say to each other during a save. The first makes the hidden directory, which all
+must see, and publishes it; of the ranks that share a model's state the first writes what is small,
+so under model parallelism the first for each slice. A failure on any rank is raised on all, and
+leaves no trace. As for `save`, the training thread collects, and the jobs run on it or on the io
+lane; both talk over the group of files, one after the other.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from typing import Any, TypeVar
 from stronghold.checkpoint import directory
 from stronghold.checkpoint.parts import Part, PartEntry, record_of, write_parts
 from stronghold.checkpoint.save import Contents, Save
+from stronghold.checkpoint.shared_folder import check_seen
 from stronghold.checkpoint.tensorfile import PIECE_BYTES, Entry, raw_bytes
-from stronghold.errors import CheckpointError, ConfigError
+from stronghold.errors import CheckpointError
 from stronghold.memory.tiers import array_dtypes
 from stronghold.model.layout import ParameterSlice
 from stronghold.runtime.distributed import Ranks
@@ -40,21 +42,26 @@ class SharedSave(Save):
         latest: bool,
         ranks: Ranks,
     ) -> None:
-        if ranks.norms is not None:
-            raise ConfigError(
-                "save_checkpoint: this release saves no model that is split over model-parallel "
-                "ranks: save each part's state_dict"
-            )
         self._ranks = ranks
+        self._first = ranks.files.rank == 0  # of all that write into this tag
         self._parts: dict[str, list[Part]] = {}
         super().__init__(stack, optimizer, save_dir, tag, contents, latest=latest)
 
     def _begin(self) -> Path:
-        first = self._ranks.rank == 0
+        existed = self._save_dir.exists()
         hidden = together(
-            self._ranks, lambda: str(super(SharedSave, self)._begin()) if first else ""
+            self._ranks, lambda: super(SharedSave, self)._begin().name if self._first else ""
         )
-        return Path(hidden[0])
+        path = self._save_dir / hidden[0]
+        try:
+            check_seen(self._ranks, path)
+        except CheckpointError:
+            if self._first:
+                directory.remove(path)
+                if not existed:
+                    path.parent.rmdir()
+            raise
+        return path
 
     def now(self) -> None:
         for layer in self.order:
@@ -86,10 +93,13 @@ class SharedSave(Save):
     def _publish_or_raise(self) -> None:
         """Every rank has written, or failed: the first publishes."""
         try:
-            of_all = together(self._ranks, self._written)
-            together(self._ranks, lambda: self._publish(of_all) if self._ranks.rank == 0 else None)
+            ranks = self._ranks
+            written = dict(zip(ranks.company, together(ranks, self._written), strict=True))
+            of_members = [written[member] for member in ranks.members]
+            together(ranks, lambda: self._join(of_members) if ranks.rank == 0 else None)
+            together(ranks, lambda: self._publish() if self._first else None)
         except BaseException:
-            if self._ranks.rank == 0:
+            if self._first:
                 directory.remove(self._hidden)
             raise
 
@@ -98,10 +108,10 @@ class SharedSave(Save):
             raise self._failure
         return self._parts
 
-    def _publish(self, of_all: list[dict[str, list[Part]]]) -> None:
+    def _join(self, of_members: list[dict[str, list[Part]]]) -> None:
         for name in self._parts:
-            self._files[name] = record_of(name, [p for parts in of_all for p in parts[name]])
-        self._finish()
+            self._files[name] = record_of(name, [p for parts in of_members for p in parts[name]])
+        self._describe()
 
 
 def _none() -> Iterator[memoryview]:
@@ -109,8 +119,8 @@ def _none() -> Iterator[memoryview]:
 
 
 def together(ranks: Ranks, work: Callable[[], Result]) -> list[Result]:
-    """What `work` returns on every rank, by rank. When it raises on one, all raise: that one its
-    own error, the others CheckpointError with its words."""
+    """What `work` returns on every rank, in the order of `company`. When it raises on one, all
+    raise: that one its own error, the others CheckpointError with its words."""
     result: Result | None = None
     failure: BaseException | None = None
     try:
@@ -121,7 +131,16 @@ def together(ranks: Ranks, work: Callable[[], Result]) -> list[Result]:
     found: Any = ranks.files.objects((said, result), "checkpoint")
     if failure is not None:
         raise failure
-    for rank, (words, _) in zip(ranks.members, found, strict=True):
+    for rank, (words, _) in zip(ranks.company, found, strict=True):
         if words:
             raise CheckpointError(f"the checkpoint failed on rank {rank}: {words}")
     return [outcome for _, outcome in found]
+
+
+def alike(ranks: Ranks | None, make: Callable[[], Result]) -> Result:
+    """What `make` returns here; when it raises on one rank, all raise, as `together`."""
+    if ranks is None:
+        return make()
+    made: list[Result] = []
+    together(ranks, lambda: made.append(make()))
+    return made[0]

@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from stronghold.checkpoint.manifest import STATE
 from stronghold.device.base import Device
 from stronghold.errors import CheckpointError
 
@@ -59,7 +58,13 @@ def restore_random_states(states: dict[str, Any] | None, device: Device) -> None
         device.set_random_state(states["device"])
 
 
-def pack(state: ClientState, counters: dict[str, int], versions: dict[str, str]) -> bytes:
+def pack(
+    state: ClientState,
+    counters: dict[str, int],
+    versions: dict[str, str],
+    *,
+    model_parallel_size: int = 1,
+) -> bytes:
     """The file's contents, made now: later changes of live state dicts do not reach it."""
     stored = {
         **counters,
@@ -72,7 +77,7 @@ def pack(state: ClientState, counters: dict[str, int], versions: dict[str, str])
         "random": state.random,
         "random_of_ranks": state.random_of_ranks,
         "dp_world_size": 1,
-        "mp_world_size": 1,
+        "mp_world_size": model_parallel_size,
         "ds_version": versions["deepspeed"],
     }
     buffer = io.BytesIO()
@@ -80,9 +85,8 @@ def pack(state: ClientState, counters: dict[str, int], versions: dict[str, str])
     return buffer.getvalue()
 
 
-def unpack(directory: Path) -> ClientState:
+def unpack(path: Path) -> ClientState:
     """Read the file back; CheckpointError when it cannot be."""
-    path = directory / STATE
     try:
         stored = torch.load(path, map_location="cpu", weights_only=False)
         return ClientState(

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 from stronghold.checkpoint import directory, state
-from stronghold.checkpoint.export import BUFFERS, check_new
+from stronghold.checkpoint.export import check_new
 from stronghold.checkpoint.load import masters
-from stronghold.checkpoint.manifest import STATE, Manifest, TensorRecord
+from stronghold.checkpoint.manifest import BUFFERS, STATE, Manifest, TensorRecord
 from stronghold.checkpoint.tensorfile import TensorFile
 from stronghold.checkpoint.zero_read import OWN_KEYS
 from stronghold.errors import ConfigError
@@ -52,7 +52,7 @@ def export_zero(source: Path, out: Path) -> list[Path]:
         tag.mkdir()
         scratch = work / ".scratch"
         scratch.mkdir()
-        _write(manifest, files, state.unpack(source), tag, scratch)
+        _write(manifest, files, state.unpack(source / STATE), tag, scratch)
         directory.remove(scratch)
         directory.write_latest(work, source.name)
         directory.sync_directory(tag)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from stronghold.checkpoint import directory, state
-from stronghold.checkpoint.manifest import STATE, Manifest, TensorRecord
+from stronghold.checkpoint.manifest import BUFFERS, STATE, Manifest, TensorRecord
 from stronghold.checkpoint.save import versions
 from stronghold.checkpoint.tensorfile import (
     PIECE_BYTES,
@@ -67,7 +67,7 @@ def _write(zero: ZeroCheckpoint, out: Path, dtype: torch.dtype) -> None:
         records += [_record(p, names, dtype, zero, trained) for p in batch]
     if zero.buffers:
         entries = [entry_of(name, value.contiguous()) for name, value in zero.buffers.items()]
-        files["buffers.safetensors"] = write_tensors(out / "buffers.safetensors", entries)
+        files[BUFFERS] = write_tensors(out / BUFFERS, entries)
     counters = _counters(zero.model)
     client = state.ClientState(
         scheduler=zero.model.get("lr_scheduler"),

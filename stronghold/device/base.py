@@ -232,6 +232,14 @@ class Device(ABC):
         return HostLane(name, self)
 
     @property
+    def exchange(self) -> Lane:
+        """Weights between nodes, from host memory to host memory, where updates left them. Only the
+        training thread may be the first to ask."""
+        if "exchange" not in self._wires:
+            self._wires["exchange"] = self._make_host_lane("exchange")
+        return self._wires["exchange"]
+
+    @property
     def io(self) -> Lane:
         """Files of checkpoints."""
         return self._file_lane("io")
@@ -253,10 +261,10 @@ class Device(ABC):
 
     def _file_lane(self, name: str) -> Lane:
         if name not in self._of_files:
-            self._of_files[name] = self._make_file_lane(name)
+            self._of_files[name] = self._make_host_lane(name)
         return self._of_files[name]
 
-    def _make_file_lane(self, name: str) -> Lane:
+    def _make_host_lane(self, name: str) -> Lane:
         return HostLane(name, self)
 
     # -- errors ---------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from stronghold.telemetry.trace import NullTrace, Trace
 # nine tenths.
 COPY_PIECE_BYTES = 1 << 20
 DISK_LANES = {"load": "read", "stage": "read", "spill": "write"}
-WIRE_LANES = ("gather", "reduce")
+WIRE_LANES = ("gather", "reduce", "exchange")
 NAN_BYTE = 0xFF  # 0xFFFF and 0xFFFFFFFF are NaN in bfloat16, float16 and float32
 
 

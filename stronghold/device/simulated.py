@@ -206,7 +206,7 @@ class SimulatedDevice(Device):
         """Nothing is computed."""
         return self._kernels
 
-    def _make_file_lane(self, name: str) -> Lane:
+    def _make_host_lane(self, name: str) -> Lane:
         self._lanes[name] = SimulatedLane(name, self, streams=False)
         return self._lanes[name]
 

@@ -15,7 +15,7 @@ a small ring.
 
 [Note: ranks] Of several ranks each holds elements [begin, end) of a layer's trainable part in the
 last four and in its entries. Weights are the node's (`memory.shared`): they have all elements, of
-which this rank writes its own.
+which this rank updates its own and counts those that it fetches.
 
 [Note: files] An array that the plan spills has no slab: `tiers` says in which file it lies, and
 `pieces` gives any array, wherever it lies. Spilled weights are mapped: at rest a parameter is a
@@ -171,7 +171,7 @@ class HostStore:
         state = self.layers[index]
         if self._shared is not None:
             state.weights = self._shared.room(index)
-            for begin, end in self.shards.weights(state.layout):
+            for _, (begin, end) in self.shards.fetched(state.layout):
                 self._count(state.weights[begin:end], pinned=True)
             if self._shared.fills:
                 fill(state.weights, state.layout, parameters, source)

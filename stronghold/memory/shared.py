@@ -24,10 +24,14 @@ _MAP_FIXED = 0x10
 
 
 class Exchange(Protocol):
-    """What this room needs of the ranks of a node."""
+    """What this room needs of the ranks; those of all nodes call its methods together."""
 
-    def objects(self, mine: object) -> list[object]:
-        """Everybody's object, in the order of their indices on the node."""
+    def of_node(self, mine: object) -> list[object]:
+        """The objects of this node's ranks, in the order of their indices on it."""
+        ...
+
+    def of_all(self, mine: object) -> list[object]:
+        """The objects of all nodes' ranks."""
         ...
 
     def barrier(self) -> None: ...
@@ -46,18 +50,19 @@ class NodeMemory:
             self._descriptor = os.memfd_create(f"stronghold {name}")
             os.ftruncate(self._descriptor, nbytes)
             path = f"/proc/{os.getpid()}/fd/{self._descriptor}"
-        path = str(exchange.objects(path)[0])
+        path = str(exchange.of_node(path)[0])
         problem = ""
         if index:
             try:
                 self._descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
             except OSError as error:
                 problem = f"{path}: {error.strerror}"
-        problems = [problem for problem in exchange.objects(problem) if problem]
+        problems = [problem for problem in exchange.of_all(problem) if problem]
         if problems:
             raise ConfigError(
-                f"the ranks of this node cannot share memory ({problems[0]}): start them as one "
-                "user, in one container"
+                f"the ranks of a node cannot share memory ({problems[0]}): start them as one user, "
+                "in one container, or give ranks that cannot share it different values of the "
+                "environment variable STRONGHOLD_NODE: they are nodes of their own then"
             )
         self.bytes = map_shared(self._descriptor, nbytes)
 
@@ -84,10 +89,12 @@ class NodeMemory:
 
 
 class NodeWeights:
-    """Every layer's weights, once per node: all its ranks see them whole, each writes its own.
+    """Every layer's weights, once per node: all its ranks see them whole, each writes its own part,
+    and on several nodes what its peers there have written of theirs.
 
-    `versions[layer, index]` counts the updates that process `index` of the node has made of its
-    part of the layer: whoever reads the part of another waits for them.
+    `versions[layer, index]` counts the updates of the part of the layer that process `index` of the
+    node fetches: whoever reads the part of another waits for them. `fills`: whether this process
+    writes the model's values into the node's memory.
     """
 
     def __init__(
@@ -103,7 +110,7 @@ class NodeWeights:
         self._layers = layout.layers
         self._dtype = dtype
         self._exchange = exchange
-        self.fills = shards.rank == 0
+        self.fills = index == 0
         counts = len(layout.layers) * num_local
         header = -(-counts * 8 // mmap.PAGESIZE) * mmap.PAGESIZE
         self._begins = []
@@ -114,7 +121,7 @@ class NodeWeights:
         self._memory = NodeMemory("weights", max(end, 1), index, exchange)
         self.versions = self._memory.part(0, counts, torch.int64).view(-1, num_local).numpy()
         for layer in layout.layers:  # a page lies near the process that touches it first
-            for begin, end in shards.weights(layer):
+            for _, (begin, end) in shards.fetched(layer):
                 self.room(layer.index)[begin:end].zero_()
         exchange.barrier()  # before the values of all ranks are written by one
 

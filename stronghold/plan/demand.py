@@ -50,14 +50,20 @@ class Demand:
     piece_bytes: int | None = None
     micro_batches: int = 1
     searched: frozenset[str] = frozenset()  # what a search put in, not the user
-    # Data-parallel ranks, each with its part of the host's arrays. `reduces_in_room`: sums over
-    # them need a buffer of the largest layer's gradients (on CPU memory; NCCL adds in place).
+    # Data-parallel ranks, each with its part of the host's arrays; every node has all weights.
+    # `reduces_in_room`: sums over them need a buffer of the largest layer's gradients (on CPU
+    # memory; NCCL adds in place).
     num_ranks: int = 1
+    num_nodes: int = 1
     reduces_in_room: bool = False
 
     def why(self, key: str) -> str:
         """Where the value of a key comes from, for the plan's reasons."""
         return "the fastest, by simulation" if key in self.searched else f"stronghold.{key}"
+
+    def sharers(self, array: str) -> int:
+        """How many ranks divide an array among them: all, or of the weights those of a node."""
+        return self.num_ranks // self.num_nodes if array == "weights" else self.num_ranks
 
     @property
     def gradients(self) -> Gradients:

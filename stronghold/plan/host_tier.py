@@ -95,7 +95,7 @@ def _tier(
 ) -> HostTier:
     def slabs(*arrays: str) -> int:
         return sum(
-            spills.numel_of(layer, array) // demand.num_ranks * sizes.get(array, 0)
+            spills.numel_of(layer, array) // demand.sharers(array) * sizes.get(array, 0)
             for layer in layers
             for array in arrays
             if array not in spilled[layer.index]

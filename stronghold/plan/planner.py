@@ -60,6 +60,7 @@ class Plan:
     nvme_read_bytes: int = 0  # in a step
     nvme_written_bytes: int = 0
     num_ranks: int = 1  # bytes are of each
+    num_nodes: int = 1
 
     @property
     def gpu_total_bytes(self) -> int:
@@ -75,6 +76,8 @@ class Plan:
 
     def __str__(self) -> str:
         ranks = f" x {self.num_ranks} ranks" if self.num_ranks > 1 else ""
+        if self.num_nodes > 1:
+            ranks += f" on {self.num_nodes} nodes, each with the weights"
 
         def table(title: str, parts: dict[str, int]) -> list[str]:
             total = sum(parts.values())
@@ -164,6 +167,7 @@ def make_plan(layout: ModelLayout, demand: Demand) -> Plan:
         nvme_read_bytes=host.nvme_read_bytes,
         nvme_written_bytes=host.nvme_written_bytes,
         num_ranks=demand.num_ranks,
+        num_nodes=demand.num_nodes,
     )
 
 

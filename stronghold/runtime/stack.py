@@ -36,7 +36,7 @@ from stronghold.model.partition import Partition, partition
 from stronghold.model.source import WeightSource, forget_source, materialize, source_of
 from stronghold.plan.planner import Demand, Gradients, Plan, make_plan
 from stronghold.runtime.adam import AdamSteps
-from stronghold.runtime.distributed import Ranks
+from stronghold.runtime.distributed import Ranks, places_of
 from stronghold.runtime.optimizer import EngineOptimizer
 from stronghold.runtime.ranks.sharing import Sharing, check_alike, check_section, node_weights
 from stronghold.runtime.runtime import Runtime
@@ -97,8 +97,7 @@ class Stack:
         self.ranks = request.ranks
         if self.ranks is not None:
             check_section(section)
-        num_ranks = self.ranks.num_ranks if self.ranks is not None else 1
-        self.layout: ModelLayout = layout(self.partition, num_ranks)
+        self.layout: ModelLayout = layout(self.partition, places_of(self.ranks)[2])
         kind = section.device or ("cuda" if cuda.available() else "emulated")
         self.section = section
         on_gpu = kind == "cuda" and cuda.available()
@@ -222,8 +221,8 @@ class Stack:
             self.runtime.adopted(index)
         forget_source(model)
         _move_buffers(model, self.device.torch_device)
-        if self.ranks is not None:
-            self.ranks.control.barrier("taking the model over")
+        if self._sharing is not None:
+            self._sharing.agree("taking the model over")
         self.runtime.start(self.partition)
 
     def _make_runtime(self, plan: Plan) -> Runtime:
@@ -403,6 +402,7 @@ def _demand(
         spill=section.nvme.spill if section.nvme else None,
         micro_batches=request.micro_batches,
         num_ranks=ranks.num_ranks if ranks is not None else 1,
+        num_nodes=ranks.num_nodes if ranks is not None else 1,
         reduces_in_room=ranks is not None and gpu_free_bytes is None,
     )
 

@@ -183,7 +183,8 @@ class Streaming:
             self._sharing.meet(operation)
 
     def loaded(self) -> None:
-        self._meet("after a load")
+        if self._sharing is not None:
+            self._sharing.spread("after a load")
         self.executor.weights_changed(range(len(self._host.layers)))
 
     def adopt_weights(self) -> None:
@@ -197,6 +198,9 @@ class Streaming:
                 nbytes = state.weights.numel() * state.weights.element_size()
                 device.drain.submit(f"save {index}", save, (written,), nbytes=nbytes).wait()
             self._host.flush(index)
+        if self._sharing is not None:
+            self._sharing.agree("after new weights")
+        for index in range(len(self._host.layers)):
             self._host.restart_master(index)
         self._meet("after new weights")
         self.executor.weights_changed(

@@ -45,6 +45,11 @@ class Agreement(Protocol):
         """`work`, after which the layer counts as updated by this rank."""
         ...
 
+    def published(self, layer: int, updated: Fence) -> Fence:
+        """The fence after which the layer's weights are new here, `updated` being that of `work`.
+        Asked in the order of the updates, which is the same on every rank."""
+        ...
+
     def forget(self) -> None:
         """The step's gradients were used, or are void."""
         ...
@@ -258,7 +263,8 @@ class Updater:
 
     def _submit_update(self, layer: int, scale: float, after: tuple[Fence, ...]) -> None:
         arrived = frozenset(self.ledger.arrived[layer])
-        after = (*after, self.ledger.read(layer))
+        # Of several nodes this one's last weights may still be on their way to the others.
+        after = (*after, self.ledger.read(layer), self.ledger.updated(layer))
         entry = self._waiting(layer)
         if self.spills.updates(layer):
             steps = self._adam_steps.advance(layer, arrived, scale)
@@ -266,11 +272,20 @@ class Updater:
             used = self.spills.update(layer, steps, gradients, after, finish=self._finish(layer))
             if entry is not None:
                 entry.free_after = used
+            self._published(layer)
             return
         assert entry is not None
         work = self._publishing(layer, self._adam(layer, arrived, entry.gradients, scale))
         nbytes = adam_bytes(self._host.dtype, entry.gradients.dtype) * self._numel(layer, arrived)
         self.ledger.update(layer, self._submit("update", layer, work, after, entry, nbytes))
+        self._published(layer)
+
+    def _published(self, layer: int) -> None:
+        """An update was submitted: the layer is new when the ranges of other nodes have come."""
+        if self._agreement is not None:
+            updated, stored = self.ledger.updated(layer), self.ledger.stored(layer)
+            here = self._agreement.published(layer, updated)
+            self.ledger.update(layer, here, stored=here if stored is updated else stored)
 
     def _publishing(self, layer: int, work: Callable[[], object]) -> Callable[[], object]:
         finish = self._finish(layer)

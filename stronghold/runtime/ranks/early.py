@@ -108,7 +108,7 @@ class SharedUpdater(Updater):
             return [step for position, step in pairs if position in agreed.touched]
 
         norms = self._agreed_norms(layer, entry.gradients, agreed)
-        after = (drained, last_fetch, self.ledger.read(layer))
+        after = (drained, last_fetch, self.ledger.read(layer), self.ledger.updated(layer))
         dtype, numel = entry.gradients.dtype, self._numel(layer, trained)
         if self.spills.updates(layer):
             nbytes = dtype.itemsize * numel
@@ -128,6 +128,7 @@ class SharedUpdater(Updater):
             updated = self._submit("update", layer, run, after, entry, nbytes)
             self.ledger.update(layer, updated)
             self._norm_done.append(updated)
+        self._published(layer)
         self.ledger.applied.add(layer)
 
     def _agreed_norms(

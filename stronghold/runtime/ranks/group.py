@@ -1,8 +1,9 @@
 """Collectives of one group of ranks, one after the other.
 
-Owns a process group of torch's and the count of bytes that it received. Never decides what is moved
-or when: every rank calls the same methods in the same order, on one thread per group. A wait for
-other ranks ends with RankError when one of them is lost (`watch`).
+Owns a process group of torch's and the counts of bytes that it received, in all and from ranks of
+other nodes. Never decides what is moved or when: every rank calls the same methods in the same
+order, on one thread per group. A wait for other ranks ends with RankError when one of them is lost
+(`watch`).
 
 [Note: the mean] On the CPU a rank gets every rank's piece of its own range and adds them in fp32,
 in the order of the ranks, with one rounding at the end: as many bytes as a ring, and the sum that
@@ -12,17 +13,18 @@ one rank gets that accumulates as many micro-batches. NCCL adds in its own order
 from __future__ import annotations
 
 import contextlib
+import inspect
 import logging
 import pickle
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import distributed
 
-from stronghold.errors import RankError
+from stronghold.errors import ConfigError, RankError
 
 if TYPE_CHECKING:
     from stronghold.runtime.ranks.watch import Watch
@@ -43,26 +45,38 @@ _reduce_scatter: Callable[..., Any] = getattr(
 
 
 class Group:
-    """The ranks `members` (global numbers, this one among them) on `backend`, "gloo" or "nccl".
+    """The ranks `members` (global numbers, this one among them) on `backend`, "gloo" or "nccl", in
+    the order given.
 
     `number` is the group's place in the watch's rows. `all_members`: the groups that all processes
-    of the program make now, in one order; they make them together.
+    of the program make now, in one order; they make them together. `order`: the members' places in
+    the order in which the mean adds them. `num_far` of them are on other nodes.
     """
 
     def __init__(
-        self, members: list[int], all_members: list[list[int]], backend: str, number: int
+        self,
+        members: Sequence[int],
+        all_members: Sequence[Sequence[int]],
+        backend: str,
+        number: int,
+        *,
+        order: Sequence[int] | None = None,
+        num_far: int = 0,
     ) -> None:
         self._backend = backend
         self._number = number
+        self._order = order or range(len(members))
+        self._num_far = num_far
+        self._members = frozenset(members)
+        self._lost: RankError | None = None  # the group is of no use from then on
         self.watch: Watch | None = None
         # Not with local synchronisation: torch uses the names of such groups again, and the second
         # engine of a program would look for the addresses of the first.
-        made = [distributed.new_group(ranks, backend=backend) for ranks in all_members]
-        self._handle: Any = made[all_members.index(members)]
+        made = [_new_group(list(ranks), backend) for ranks in all_members]
+        self._handle: Any = made[[list(ranks) for ranks in all_members].index(list(members))]
         self.num_ranks = len(members)
-        self.rank = members.index(distributed.get_rank())
-        self.received_bytes = 0
-        self.numbers_bytes = 0
+        self.rank = list(members).index(distributed.get_rank())
+        self.received_bytes = self.far_bytes = self.numbers_bytes = 0
 
     # -- of layers --------------------------------------------------------------------------------
     def gather(self, whole: torch.Tensor, own: torch.Tensor, operation: str) -> None:
@@ -98,12 +112,21 @@ class Group:
                     target, source, group=self._handle, async_op=True
                 ),
             )
-            mean_of(pieces.view(self.num_ranks, share), own)
+            mean_of(pieces.view(self.num_ranks, share), own, self._order)
         self._count(whole)
 
+    def send(self, whole: torch.Tensor, operation: str) -> None:
+        """Give the first rank's `whole` to all others (gloo alone)."""
+        data = whole.view(torch.uint8)
+        self._run(
+            operation,
+            lambda: distributed.broadcast(data, group_src=0, group=self._handle, async_op=True),
+        )
+
     def _count(self, whole: torch.Tensor) -> None:
-        nbytes = whole.numel() * whole.element_size()
-        self.received_bytes += nbytes * (self.num_ranks - 1) // self.num_ranks
+        share = whole.numel() * whole.element_size() // self.num_ranks
+        self.received_bytes += share * (self.num_ranks - 1)
+        self.far_bytes += share * self._num_far
 
     # -- of numbers and objects -------------------------------------------------------------------
     def numbers(self, mine: torch.Tensor, operation: str) -> torch.Tensor:
@@ -139,9 +162,11 @@ class Group:
         """What is only enqueued waits for nobody: look whether all are there."""
         self._begin()
         if self.watch is not None:
-            self.watch.check(operation)
+            self.watch.check(operation, self._members)
 
     def _run(self, operation: str, start: Callable[[], Any]) -> None:
+        if self._lost is not None:
+            raise self._lost
         self._begin()
         begun, said = time.monotonic(), SAY_EVERY_S
         try:
@@ -149,17 +174,19 @@ class Group:
             while not self._wait(work):
                 if self.watch is None:
                     continue
-                self.watch.check(operation)
+                self.watch.check(operation, self._members)
                 if (waited := time.monotonic() - begun) > said:
                     said += SAY_EVERY_S
-                    behind = self.watch.behind(self._number)
+                    behind = self.watch.behind(self._number, self._members)
                     logger.warning("%s waits for %s since %.0f s", operation, behind, waited)
-        except RankError:
+        except RankError as error:
+            self._lost = error
             raise
         except RuntimeError as error:
             if self.watch is None:
                 raise
-            raise self.watch.explain(operation, self._number, error) from error
+            self._lost = self.watch.explain(operation, self._number, self._members, error)
+            raise self._lost from error
 
     def _wait(self, work: Any) -> bool:
         """Whether the work ends within a slice of time; raises its error."""
@@ -185,12 +212,22 @@ class Group:
             distributed.destroy_process_group(handle)
 
 
-def mean_of(pieces: torch.Tensor, target: torch.Tensor) -> None:
-    """The mean of the rows of `pieces` ([Note: the mean])."""
-    count = pieces.shape[0]
+def mean_of(pieces: torch.Tensor, target: torch.Tensor, order: Sequence[int]) -> None:
+    """The mean of the rows of `pieces`, added in `order` ([Note: the mean])."""
     for begin in range(0, target.numel(), PIECE_NUMEL):
         part = pieces[:, begin : begin + PIECE_NUMEL]
-        total = part[0].float()
-        for row in part[1:]:
-            total = total + row
-        target[begin : begin + PIECE_NUMEL] = total / count
+        total = part[order[0]].float()
+        for row in order[1:]:
+            total = total + part[row]
+        target[begin : begin + PIECE_NUMEL] = total / len(order)
+
+
+def _new_group(ranks: list[int], backend: str) -> Any:
+    if ranks == sorted(ranks):
+        return distributed.new_group(ranks, backend=backend)
+    if "sort_ranks" not in inspect.signature(distributed.new_group).parameters:
+        raise ConfigError(
+            f"several nodes with several ranks each need a torch whose new_group has sort_ranks "
+            f"(2.13 has it): got {torch.__version__}"
+        )
+    return distributed.new_group(ranks, backend=backend, sort_ranks=False)

@@ -64,7 +64,7 @@ def node_weights(ranks: Ranks, layout: ModelLayout, dtype: torch.dtype) -> NodeW
         ranks.shards,
         index=ranks.index,
         num_local=ranks.num_local,
-        exchange=ranks.control,
+        exchange=ranks.of_node,
     )
 
 
@@ -107,6 +107,17 @@ class Sharing:
     def meet(self, operation: str) -> None:
         """Wait until every rank is here; what each wrote before, all see after."""
         self._ranks.control.barrier(operation)
+
+    def spread(self, operation: str) -> None:
+        """Every rank has written its own ranges: when this returns, every node has all of them."""
+        self.gathers.exchange_all(operation)
+        self.meet(operation)
+
+    def agree(self, operation: str) -> None:
+        """Every node's weights were written: when this returns, all have those of the first."""
+        self.meet(operation)
+        self.gathers.copy_first(operation)
+        self.meet(operation)
 
     def fail(self, reason: str) -> None:
         """This rank cannot go on: the others shall not wait for it."""

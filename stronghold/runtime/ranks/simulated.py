@@ -24,7 +24,7 @@ class SilentGroup(Group):
     def __init__(self, num_ranks: int) -> None:
         self.num_ranks = num_ranks
         self.rank = 0
-        self.received_bytes = 0
+        self.received_bytes = self.far_bytes = self._num_far = 0
 
     def gather(self, whole: torch.Tensor, own: torch.Tensor, operation: str) -> None:
         """The lane's clock moved."""
@@ -39,11 +39,14 @@ class SilentGroup(Group):
 
 
 class SimulatedRanks(Ranks):
-    """The first of `num_ranks`."""
+    """The first of `num_ranks`, on `num_nodes`."""
 
-    def __init__(self, num_ranks: int) -> None:
-        self.shards = Shards(num_ranks=num_ranks)
-        self.control = self.gather = self.reduce = self.flags = self.files = SilentGroup(num_ranks)
+    def __init__(self, num_ranks: int, num_nodes: int = 1) -> None:
+        self.shards = Shards(num_ranks=num_ranks, num_nodes=num_nodes)
+        self.control = self.reduce = self.flags = self.files = SilentGroup(num_ranks)
+        self.gather = SilentGroup(num_ranks // num_nodes)
+        self.exchange = SilentGroup(num_nodes)
+        self.num_nodes = num_nodes
         self.norms = None
         self.counts_duplicates = True
         self.members = list(range(num_ranks))

@@ -1,17 +1,23 @@
-"""Who of the node's ranks is alive, and how far each has come.
+"""Which ranks are alive, and how far each has come.
 
-Owns a page of memory that the ranks of a node have in common, with a row for each, and the thread
-that keeps this rank's row young. Never ends a process: whoever waits for other ranks asks `check`,
-which raises RankError with the names of those that will not come. Entered by the beat's thread, the
-lanes and the training thread; a row has one writer per field.
+Owns a page of memory that the ranks of a node have in common, with a row for each rank of all
+nodes, and the thread that keeps this rank's row young; `signs` brings the rows of other nodes.
+Never ends a process: whoever waits for other ranks asks `check`, which raises RankError with the
+names of those that will not come. Entered by the beat's thread, the lanes and the training thread;
+a row has one writer per field.
 
 [Note: silence] A rank is silent for as long as this process has seen its counter stand still.
 Clocks are not compared, and a pause of this process itself (a debugger, a suspended machine) starts
-the observation anew: else all ranks would give each other up when they wake.
+the observation anew: else all ranks would give each other up when they wake. So does a pause of
+the rank that reads what other nodes say, for what they say.
 
 [Note: slow] A rank whose counter moves is alive. It may be slow for good reasons (a checkpoint, an
 evaluation), so that who waits for it says its name now and then, and goes on waiting until the
 process group's own time-out.
+
+[Note: another node] Of a process on another node this one knows its row alone, which its own node's
+ranks mark when it has ended. One that was the only rank of its node falls silent; a connection that
+breaks at the same time shortens the wait for that, since live ranks speak every second.
 """
 
 from __future__ import annotations
@@ -23,7 +29,7 @@ import os
 import sys
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,60 +38,86 @@ import numpy as np
 from stronghold.device.beat import Beat
 from stronghold.errors import RankError
 from stronghold.memory.shared import Exchange, NodeMemory
+from stronghold.runtime.ranks.signs import Signs
 
 logger = logging.getLogger("stronghold")
 
 INTERVAL_S = 0.5
 MESSAGE_BYTES = 400
+PAUSE_S = 4 * INTERVAL_S
+BROKEN_S = 2.0  # a process that is killed takes a moment to be gone
 ROW = np.dtype(
     [
         ("pid", np.int64),
         ("started", np.int64),  # of the process, in ticks since boot: its number may be used again
         ("beats", np.int64),
+        ("signs", np.int64),  # times that it read what other nodes say
+        ("arrived", np.int64, 5),  # collectives begun, by group
         ("left", np.int64),
+        ("ended", np.int64),  # another rank of its node says so
         ("failed", np.int64),
-        ("arrived", np.int64, 4),  # collectives begun, by group
         ("message", f"S{MESSAGE_BYTES}"),
     ]
 )
 
 
 class Watch:
-    """`ranks[i]` is the global rank of process `index` i of the node; `silence_s` is how long one
-    may be silent ([Note: silence]).
+    """`ranks[i]` is the global rank at place i, `nodes[i]` the name of its node, `mine` this one's
+    place. `exchange` is of these ranks. `silence_s` is how long one may be silent ([Note:
+    silence]).
     """
 
-    def __init__(self, ranks: list[int], index: int, silence_s: float, exchange: Exchange) -> None:
+    def __init__(
+        self,
+        ranks: Sequence[int],
+        nodes: Sequence[str],
+        local: Sequence[int],
+        mine: int,
+        silence_s: float,
+        exchange: Exchange,
+    ) -> None:
         self._ranks = ranks
-        self._index = index
+        self._nodes = nodes
+        self._mine_at = mine
+        self._local = local
         self._silence_s = silence_s
-        self._memory = NodeMemory("watch", len(ranks) * ROW.itemsize, index, exchange)
+        nbytes, index = len(ranks) * ROW.itemsize, local.index(mine)
+        self._memory = NodeMemory("watch", nbytes, index, exchange)
         self._rows: Any = self._memory.bytes.numpy().view(ROW)
-        self._mine = self._rows[index]
+        self._mine = self._rows[mine]
         self._mine["pid"], self._mine["started"] = os.getpid(), _started(os.getpid()) or 0
         now = time.monotonic()
         self._own_s = now
+        self._reader = (-1, now)  # of the rank that reads what other nodes say
         self._seen = [(-1, now)] * len(ranks)
         self.on_loss: Callable[[], None] | None = None  # called once, by the beat's thread
+        self._signs: Signs | None = None
+        if len(local) < len(ranks):
+            name = str(exchange.of_all(f"{nodes[mine]} {os.getpid()} {time.monotonic_ns()}")[0])
+            self._signs = Signs(name, self._rows, mine, local, self._has_ended)
         exchange.barrier()
+        if self._signs is not None:
+            self._signs.begin()
         self._beat = Beat("watch", INTERVAL_S, self._tick)
         atexit.register(_last_words, weakref.ref(self))
 
     def _tick(self) -> None:
         now = time.monotonic()
-        paused = now - self._own_s > 4 * INTERVAL_S
+        paused = now - self._own_s > PAUSE_S
         self._own_s = now
         self._mine["beats"] += 1
-        for i, (beats, since_s) in enumerate(self._seen):
+        reads = int(self._rows[self._local[0]]["signs"])
+        if reads != self._reader[0]:
+            self._reader = (reads, now)
+        speed_s = self._signs.interval_s if self._signs is not None else 0.0
+        deaf = now - self._reader[1] > PAUSE_S + speed_s
+        for i, (beats, _) in enumerate(self._seen):
             found = int(self._rows[i]["beats"])
-            if found != beats or paused:
+            if found != beats or paused or (deaf and i not in self._local):
                 self._seen[i] = (found, now)
-            else:
-                self._seen[i] = (beats, since_s)
         on_loss = self.on_loss
         # One that has closed its engine took part in all that it was asked for.
-        stayed = [i for i in self._others() if not self._rows[i]["left"]]
-        if on_loss is not None and any(self._loss(i) for i in stayed):
+        if on_loss is not None and any(self._loss(i, self._silence_s) for i in self._others()):
             self.on_loss = None
             on_loss()
 
@@ -94,52 +126,77 @@ class Watch:
         """This rank begins its next collective of the group."""
         self._mine["arrived"][group] += 1
 
-    def check(self, operation: str) -> None:
-        """RankError when a rank of the node has ended, failed or fallen silent."""
-        lost = [found for i in self._others() if (found := self._loss(i))]
+    def check(
+        self, operation: str, ranks: Collection[int], *, silence_s: float | None = None
+    ) -> None:
+        """RankError when a rank has ended, failed or fallen silent, or one of `ranks`, for which
+        the operation waits, has closed its engine."""
+        limit_s = self._silence_s if silence_s is None else min(silence_s, self._silence_s)
+        lost = [found for i in self._others() if (found := self._loss(i, limit_s))]
+        lost += [
+            f"{self._name(i)} has closed its engine, and will not come"
+            for i in self._others()
+            if self._rows[i]["left"] and self._ranks[i] in ranks
+        ]
         if lost:
             raise RankError(
                 f"{operation}: {'; '.join(lost)}. Load the last checkpoint, on as many ranks as "
                 "are left"
             )
 
-    def explain(self, operation: str, group: int, error: BaseException) -> RankError:
-        """What a failed collective means: the rank that has gone, as far as it can be told."""
-        deadline = time.monotonic() + 2.0  # a process that is killed takes a moment to be gone
+    def explain(
+        self, operation: str, group: int, ranks: Collection[int], error: BaseException
+    ) -> RankError:
+        """What a failed collective means: the rank that has gone, as far as it can be told ([Note:
+        another node])."""
+        silence_s = None
+        wait_s = BROKEN_S
+        if self._signs is not None:
+            silence_s = BROKEN_S + 3 * self._signs.interval_s
+            wait_s = silence_s + BROKEN_S + self._signs.interval_s
+        deadline = time.monotonic() + wait_s
         while time.monotonic() < deadline:
             try:
-                self.check(operation)
+                self.check(operation, ranks, silence_s=silence_s)
             except RankError as found:
                 return found
             time.sleep(0.05)
-        behind = self.behind(group) or "unknown which"
+        behind = self.behind(group, ranks) or "unknown which"
         return RankError(f"{operation}: {error} (ranks that have not come: {behind})")
 
-    def behind(self, group: int) -> str:
-        """The ranks that have begun fewer collectives of the group than this one."""
+    def behind(self, group: int, ranks: Collection[int]) -> str:
+        """Those of `ranks` that have begun fewer collectives of the group than this one."""
         mine = int(self._mine["arrived"][group])
         return ", ".join(
-            f"rank {self._ranks[i]} (process {self._rows[i]['pid']})"
+            self._name(i)
             for i in self._others()
-            if int(self._rows[i]["arrived"][group]) < mine
+            if self._ranks[i] in ranks and int(self._rows[i]["arrived"][group]) < mine
         )
 
     def _others(self) -> list[int]:
-        return [i for i in range(len(self._ranks)) if i != self._index]
+        return [i for i in range(len(self._ranks)) if i != self._mine_at]
 
-    def _loss(self, i: int) -> str:
+    def _name(self, i: int) -> str:
+        place = "" if i in self._local else f" on {self._nodes[i]}"
+        return f"rank {self._ranks[i]} (process {self._rows[i]['pid']}{place})"
+
+    def _has_ended(self, i: int) -> bool:
+        """Of a rank of this node."""
         row = self._rows[i]
-        name = f"rank {self._ranks[i]} (process {row['pid']})"
+        return not row["left"] and _state(int(row["pid"]), int(row["started"])) is None
+
+    def _loss(self, i: int, silence_s: float) -> str:
+        row, name = self._rows[i], self._name(i)
         if row["failed"]:
             return f"{name} failed: {row['message'].decode(errors='replace')}"
         if row["left"]:
-            return f"{name} has closed its engine, and will not come"
-        state = _state(int(row["pid"]), int(row["started"]))
-        if state is None:
+            return ""
+        state = _state(int(row["pid"]), int(row["started"])) if i in self._local else ""
+        if state is None or row["ended"]:
             return f"{name} has ended without a word: it was killed, perhaps for want of memory"
         silent_s = time.monotonic() - self._seen[i][1]
-        if silent_s > self._silence_s:
-            stopped = " and is stopped" if state in "Tt" else ""
+        if silent_s > silence_s:
+            stopped = " and is stopped" if state in ("T", "t") else ""
             return f"{name} was silent for {silent_s:.0f} s{stopped}"
         return ""
 
@@ -148,11 +205,16 @@ class Watch:
         """The others end with this message when they next wait."""
         self._mine["message"] = message.encode()[:MESSAGE_BYTES]
         self._mine["failed"] = 1
+        if self._signs is not None:
+            with contextlib.suppress(RuntimeError):  # the store may have ended before
+                self._signs.say()
 
     def close(self) -> None:
         """This rank takes part no more. Safe to call twice."""
         self._mine["left"] = 1
         self._beat.close()
+        if self._signs is not None:
+            self._signs.close()
         self._memory.close()
 
 
