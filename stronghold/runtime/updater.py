@@ -45,11 +45,6 @@ class Agreement(Protocol):
         """`work`, after which the layer counts as updated by this rank."""
         ...
 
-    def published(self, layer: int, updated: Fence) -> Fence:
-        """The fence after which the layer's weights are new here, `updated` being that of `work`.
-        Asked in the order of the updates, which is the same on every rank."""
-        ...
-
     def forget(self) -> None:
         """The step's gradients were used, or are void."""
         ...
@@ -281,11 +276,7 @@ class Updater:
         self._published(layer)
 
     def _published(self, layer: int) -> None:
-        """An update was submitted: the layer is new when the ranges of other nodes have come."""
-        if self._agreement is not None:
-            updated, stored = self.ledger.updated(layer), self.ledger.stored(layer)
-            here = self._agreement.published(layer, updated)
-            self.ledger.update(layer, here, stored=here if stored is updated else stored)
+        """An update of the layer was submitted; of several ranks all do that in one order."""
 
     def _publishing(self, layer: int, work: Callable[[], object]) -> Callable[[], object]:
         finish = self._finish(layer)

@@ -37,6 +37,7 @@ Races beside those:
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -45,6 +46,7 @@ from stronghold.errors import RankError
 from stronghold.memory.host import GradientEntry
 from stronghold.runtime.adam import ParameterStep, adam_bytes, adam_segments
 from stronghold.runtime.distributed import Ranks
+from stronghold.runtime.ranks.gathers import Gathers
 from stronghold.runtime.updater import Updater
 
 
@@ -87,6 +89,16 @@ def check_marks(ranks: Ranks, marks: list[list[float]], *, used: bool) -> None:
 
 class SharedUpdater(Updater):
     """`Updater` of one of several ranks."""
+
+    def __init__(self, *, gathers: Gathers, **parts: Any) -> None:
+        super().__init__(**parts)
+        self._gathers = gathers
+
+    def _published(self, layer: int) -> None:
+        """Of several nodes the layer is new when their ranges of it have come, too."""
+        updated, stored = self.ledger.updated(layer), self.ledger.stored(layer)
+        here = self._gathers.exchanged(layer, updated)
+        self.ledger.update(layer, here, stored=here if stored is updated else stored)
 
     def update_agreed(
         self,

@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
-from stronghold.device.base import Fence
 from stronghold.runtime.distributed import Ranks
 from stronghold.runtime.ranks.drains import SharedDrains
 from stronghold.runtime.ranks.early import check_marks
@@ -95,10 +94,6 @@ class Gate:
     def publishing(self, layer: int, work: Callable[[], object]) -> Callable[[], None]:
         """`work` updates this rank's part of the layer: the node's others learn when it is done."""
         return self._gathers.publishing(layer, work)
-
-    def published(self, layer: int, updated: Fence) -> Fence:
-        """The fence after which all that this rank fetches of the layer is new."""
-        return self._gathers.exchanged(layer, updated)
 
     def forget(self) -> None:
         """The step has ended or is abandoned."""

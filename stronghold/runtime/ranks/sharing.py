@@ -88,7 +88,7 @@ class Sharing:
 
     def make_updater(self, **parts: Any) -> SharedUpdater:
         """The updater of these parts, as `Updater` takes them."""
-        return SharedUpdater(agreement=self.gate, **parts)
+        return SharedUpdater(gathers=self.gathers, agreement=self.gate, **parts)
 
     def make_executor(self, **parts: Any) -> SharedExecutor:
         """The executor of these parts, as `Executor` takes them, with the drains of several
