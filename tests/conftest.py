@@ -6,11 +6,14 @@ The environment is set before torch and deepspeed are imported, because both rea
 from __future__ import annotations
 
 import os
+import shutil
 import socket
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 
@@ -34,6 +37,8 @@ os.environ.setdefault("GOMP_SPINCOUNT", "0")
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
+from tests.turns import turn  # noqa: E402
+
 HAS_CUDA = torch.cuda.is_available()
 if not HAS_CUDA:
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -45,6 +50,32 @@ GRACE_S = 2.0  # a lane that was closed but not joined has ended by then; a leak
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpu: needs a CUDA GPU; skipped where there is none")
     torch.set_num_threads(1)
+
+
+TURNS = pytest.StashKey[Path]()  # where the processes of one session of pytest-xdist take turns
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    stash = node.config.stash
+    if TURNS not in stash:
+        stash[TURNS] = Path(tempfile.mkdtemp(prefix="turns-"))
+    node.workerinput["turns"] = str(stash[TURNS])
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if TURNS in config.stash:
+        shutil.rmtree(config.stash[TURNS])
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    folder = getattr(item.config, "workerinput", {}).get("turns")
+    if folder is None:
+        return (yield)
+    alone = any(item.get_closest_marker(name) for name in ("alone", "gpu"))
+    with turn(Path(folder), alone=alone):
+        return (yield)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -80,7 +80,7 @@ def busy() -> str | None:
 def law_of_time(law: Law) -> Law:
     """Try a law again when it was `Late`, since other processes only ever slow it down. Late each
     time, it has failed where the machine is quiet, and is skipped, with the reason, where it is
-    not.
+    not. No other test runs beside it.
     """
 
     @functools.wraps(law)
@@ -97,4 +97,4 @@ def law_of_time(law: Law) -> Law:
             else:
                 return
 
-    return judged  # type: ignore[return-value]
+    return pytest.mark.alone(judged)  # type: ignore[return-value]
