@@ -219,6 +219,11 @@ except ImportError:
     sys.exit(f"check: {sys.executable} has no torch: name another with PYTHON=")
 gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "NO GPU"
 print(f"check: python {sys.version.split()[0]}, torch {torch.__version__}, CUDA {torch.version.cuda}, {gpu}")
+try:
+    from stronghold import native
+    print("check: kernels for", native.isa())
+except Exception:
+    print("check: stronghold's kernels are not built: gpu_suite.sh setup")
 PY
   for pair in $NEEDED; do
     "$PYTHON" -c "import importlib.util, sys; sys.exit(importlib.util.find_spec('${pair%%=*}') is None)" ||
@@ -227,8 +232,6 @@ PY
   for compiler in ${CXX:-g++ c++ clang++} none; do command -v "$compiler" >/dev/null && break; done
   if [ "$compiler" = none ]; then echo "check: no C++ compiler, for stronghold's and DeepSpeed's kernels: install g++"; fi
   command -v nvcc >/dev/null || echo "check: no nvcc: DeepSpeed's CPU Adam wants a CUDA toolkit of torch's version"
-  "$PYTHON" -c 'import stronghold.native as n; print("check: kernels for", n.isa())' 2>/dev/null ||
-    echo "check: stronghold's kernels are not built: gpu_suite.sh setup"
   if [ "${#missing[@]}" -gt 0 ]; then
     echo "check: missing: ${missing[*]}"
     echo "check: where there is a network, in this repository:"

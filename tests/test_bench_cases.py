@@ -22,6 +22,8 @@ import case6_tokens  # noqa: E402
 import cases  # noqa: E402
 from methods.task import Task, gpt_parameters, tflops_megatron  # noqa: E402
 
+from tests.bench_rows import run_here  # noqa: E402
+
 TINY = ["--machine", "emulated", "--hidden", "32", "--heads", "2", "--vocab", "64", "--seq", "16"]
 TINY += ["--steps", "2", "--warmup", "1"]
 SIMULATED = ["--machine", "simulated:v100-32gb"]
@@ -130,8 +132,11 @@ def left(folder: Path) -> dict[str, object]:
     return found
 
 
-def test_the_largest_size_on_the_emulated_device_is_found(tmp_path: Path) -> None:
+def test_the_largest_size_on_the_emulated_device_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One layer of 12,704 parameters at 16 bytes, and activations."""
+    run_here(monkeypatch, ["plain"])
     arguments = [*TINY, "--gpu-memory", "420000", "--method", "plain", "--output", str(tmp_path)]
     assert case1_largest.main(arguments) == 0
     (row,) = left(tmp_path)["rows"]

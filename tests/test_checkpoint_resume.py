@@ -18,7 +18,7 @@ from stronghold.errors import ConfigError, LaneError
 from tests.checkpoints import assert_same, make_batch, make_model, session, snapshot, train
 
 STOPS = 3
-NEXT = 20
+NEXT = 8
 LAYOUTS: list[dict[str, Any]] = [
     {"window": 1, "activations": "recompute"},
     {"resident_layers": "all", "cpu_threads": 2},

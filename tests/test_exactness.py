@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from stronghold import native
 from tests.training import Run, assert_identical, config, train_plain, train_windowed
 
-STEPS = 20
+STEPS = 8
 NUM_LAYERS = 5
 WINDOWS: list[dict[str, Any]] = [
     {"window": 1},

@@ -434,7 +434,7 @@ def test_a_sweep_draws_and_prints_its_points(
     axis: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     png = tmp_path / "deep" / f"{axis}.png"
-    limits = ["--gpu", "100MB", "--host", "300MB", "--machine", "v100-32gb"]
+    limits = ["--gpu", "30MB", "--host", "40MB", "--machine", "v100-32gb"]
     status, text, _ = run(*SIZES, *limits, "--sweep", axis, "-o", str(png), capsys=capsys)
     assert status == 0
     assert f"The plot is in {png}" in text
@@ -445,15 +445,16 @@ def test_a_sweep_draws_and_prints_its_points(
 
 @pytest.mark.parametrize("axis", ["batch", "layers"])
 def test_a_sweep_ends_with_the_largest_that_fits_and_the_next_that_does_not(axis: str) -> None:
-    question = asked(gpu="40MB", host="60MB")
+    limits = {"gpu": "30MB", "host": "40MB"}
+    question = asked(**limits)
     points = sweep(question, axis)
     values = [point.value for point in points]
     assert values == sorted(set(values))
     assert all(point.step_s is not None for point in points[:-1])
     assert points[-1].step_s is None
     assert points[-1].value == points[-2].value + 1
-    assert forecast.answer(asked(gpu="40MB", host="60MB", **{axis: values[-2]})).fits
-    assert not forecast.answer(asked(gpu="40MB", host="60MB", **{axis: values[-1]})).fits
+    assert forecast.answer(asked(**limits, **{axis: values[-2]})).fits
+    assert not forecast.answer(asked(**limits, **{axis: values[-1]})).fits
 
 
 def test_a_swept_point_is_the_forecast_of_that_question() -> None:

@@ -15,6 +15,7 @@ import signal
 import sys
 import time
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,14 @@ def main() -> int:
     task = Task.from_json(text)
     if task.threads is not None:
         torch.set_num_threads(task.threads)
+    with running(name, task) as result:
+        Path(result_file).write_text(json.dumps(result))
+    return 0
+
+
+@contextlib.contextmanager
+def running(name: str, task: Task) -> Iterator[dict[str, Any]]:
+    """What became of the method, which is closed at the end."""
     result: dict[str, Any] = {"base_host_bytes": status_bytes("VmRSS")}
     method: Method | None = None
     try:
@@ -45,11 +54,10 @@ def main() -> int:
     except BaseException as error:
         result |= classify(error)
     result["host_peak_bytes"] = status_bytes("VmHWM")
-    Path(result_file).write_text(json.dumps(result))
+    yield result
     if method is not None:
         with contextlib.suppress(Exception):
             method.close()
-    return 0
 
 
 def die_with_parent() -> None:
