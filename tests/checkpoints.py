@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import stronghold
+from stronghold.cli import main
 from tests.training import config, moments_of, on
 
 VOCABULARY = 61
@@ -96,3 +98,47 @@ def assert_same(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> N
     assert one.keys() == two.keys()
     for name, value in one.items():
         assert torch.equal(value, two[name]), f"{name} differs"
+
+
+def masters_of(engine: Any) -> dict[str, torch.Tensor]:
+    engine.synchronize()
+    host = engine._stack.host
+    return {
+        part.name: host.master(state.layout.index, part)
+        for state in host.layers
+        for part in state.layout.slices
+        if part.trainable
+    }
+
+
+def saved_run(where: Path) -> Path:
+    """A checkpoint after four steps, and beside it the plain weights and masters."""
+    with session(precision="bf16") as engine:
+        train(engine, 4)
+        engine.save_checkpoint(where, client_state={"epoch": 1})
+        save_plain(engine, where / "plain.pt")
+    return where
+
+
+def save_plain(engine: Any, path: Path) -> None:
+    weights = {name: value.clone() for name, value in engine.module_state_dict().items()}
+    torch.save({"weights": weights, "masters": masters_of(engine)}, path)
+
+
+def command(*arguments: object) -> None:
+    """`stronghold` with these arguments ends well."""
+    assert main([str(argument) for argument in arguments]) == 0
+
+
+@contextmanager
+def imported_session(model: Any, stage: int, precision: str) -> Iterator[Any]:
+    """An engine for what was imported of DeepSpeed's, without a schedule."""
+    settings = settings_of(precision=precision)
+    del settings["scheduler"]
+    groups = two_groups(model) if 0 < stage < 3 else model.parameters()
+    torch.manual_seed(1)
+    engine, *_ = stronghold.initialize(model=model, config=settings, model_parameters=groups)
+    try:
+        yield engine
+    finally:
+        engine.destroy()

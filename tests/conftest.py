@@ -37,6 +37,7 @@ os.environ.setdefault("GOMP_SPINCOUNT", "0")
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
+from stronghold.device.emulated import EmulatedDevice  # noqa: E402
 from tests.turns import turn  # noqa: E402
 
 HAS_CUDA = torch.cuda.is_available()
@@ -49,7 +50,6 @@ GRACE_S = 2.0  # a lane that was closed but not joined has ended by then; a leak
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpu: needs a CUDA GPU; skipped where there is none")
-    torch.set_num_threads(1)
 
 
 TURNS = pytest.StashKey[Path]()  # where the processes of one session of pytest-xdist take turns
@@ -86,9 +86,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="no CUDA GPU"))
 
 
+@pytest.fixture
+def device() -> Iterator[EmulatedDevice]:
+    device = EmulatedDevice()
+    yield device
+    device.close()
+
+
 def lane_threads() -> list[str]:
     """Names of the lane threads that are alive."""
     return sorted(t.name for t in threading.enumerate() if t.name.startswith(LANE_PREFIX))
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    """Also after a test that used more."""
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)

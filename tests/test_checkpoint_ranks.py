@@ -13,7 +13,15 @@ import pytest
 import torch
 
 from stronghold.cli import main
-from tests.checkpoints import make_batch, make_model, session, snapshot, two_groups
+from tests.checkpoints import (
+    imported_session,
+    make_batch,
+    make_model,
+    masters_of,
+    session,
+    snapshot,
+    two_groups,
+)
 
 RANKS = 2
 CASES = [(1, "bf16"), (2, "bf16"), (2, "fp32"), (3, "bf16")]
@@ -52,8 +60,6 @@ def train_one_rank(rank: int, out: str) -> None:
 @pytest.mark.slow
 def test_partitions_of_two_ranks_are_joined(tmp_path: Path) -> None:
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
-
-    from tests.test_checkpoint_exchange import imported_session, masters_of
 
     code = "import sys; from tests.test_checkpoint_ranks import train_one_rank as f; f({}, {!r})"
     root = Path(__file__).resolve().parent.parent

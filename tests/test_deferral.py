@@ -27,7 +27,6 @@ from tests.sleeping import SleepingModel
 from tests.test_lane_failures import fail_backward, fail_in, run_steps
 from tests.training import Run, assert_identical, config, moments_of, train_plain, train_windowed
 
-torch.set_num_threads(1)
 STEPS = 4
 PAGE_NUMEL = 2048
 ALL = 99  # of whatever is there

@@ -1,8 +1,4 @@
-"""Laws of lanes, fences and buffers.
-
-What takes `device` holds on every device and runs on a GPU too where there is one; what takes
-`emulated` is about the emulated device's hostility.
-"""
+"""x"""
 
 from __future__ import annotations
 
@@ -15,7 +11,6 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from stronghold.device import emulated as emulated_module
 from stronghold.device.base import THREAD_PREFIX, Device, completed
 from stronghold.device.cuda import CudaDevice
 from stronghold.device.emulated import COPY_PIECE_BYTES, EmulatedDevice
@@ -58,19 +53,6 @@ def make_device(request: pytest.FixtureRequest) -> Iterator[Callable[..., Device
 @pytest.fixture
 def device(make_device: Callable[..., Device]) -> Device:
     return make_device()
-
-
-@pytest.fixture
-def emulated() -> Iterator[Callable[..., EmulatedDevice]]:
-    devices: list[EmulatedDevice] = []
-
-    def make(**options: object) -> EmulatedDevice:
-        devices.append(EmulatedDevice(**options))  # type: ignore[arg-type]
-        return devices[-1]
-
-    yield make
-    for device in devices:
-        device.close()
 
 
 def lanes(device: Device) -> list[str]:
@@ -353,93 +335,3 @@ def test_a_missing_gpu_is_named_with_what_to_set_instead(monkeypatch: pytest.Mon
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ConfigError, match=r"stronghold\.device: got \"cuda\".*\"emulated\""):
         CudaDevice()
-
-
-# -- the emulated device's hostility -----------------------------------------------------------
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("numel", WEIRD)
-def test_poison_is_nan_in_every_element(
-    emulated: Callable[..., EmulatedDevice], numel: int, dtype: torch.dtype
-) -> None:
-    device = emulated()
-    fresh = device.allocate(numel, dtype, "slot")
-    assert fresh.isnan().all()
-    whole = torch.zeros(numel + 2, dtype=dtype)
-    device.poison(whole[1:-1])
-    assert whole[1:-1].isnan().all()
-    assert whole[0] == whole[-1] == 0.0
-    kept = torch.zeros(numel, dtype=dtype)
-    emulated(poison=False).poison(kept)
-    assert not kept.isnan().any()
-
-
-def test_a_copy_into_less_room_is_refused(emulated: Callable[..., EmulatedDevice]) -> None:
-    """It would write past the end of somebody else's memory."""
-    device = emulated()
-    for target, source in (
-        (torch.zeros(3), torch.zeros(4)),
-        (torch.zeros(4), torch.zeros(3)),
-        (torch.zeros(2, dtype=torch.bfloat16), torch.zeros(2)),
-        (torch.zeros(4, 4)[:, 0], torch.zeros(4)),
-    ):
-        with pytest.raises(StateError, match="a copy of"):
-            device.copy(target, source)
-
-
-def test_the_link_keeps_its_pace(emulated: Callable[..., EmulatedDevice]) -> None:
-    """40 MB at 0.4 GB/s take 0.1 s, never less; a busy machine may take longer, so the best of
-    three is bounded from above."""
-    device = emulated(link_gbps=0.4)
-    source, target = torch.zeros(10_000_000), torch.zeros(10_000_000)
-    seconds = []
-    for _ in range(3):
-        begun = time.perf_counter()
-        device.fetch.submit("fetch", lambda: device.copy(target, source)).wait()
-        seconds.append(time.perf_counter() - begun)
-    assert min(seconds) >= 0.1
-    assert min(seconds) < 0.15
-
-
-def test_the_directions_of_the_link_do_not_share_its_pace(
-    emulated: Callable[..., EmulatedDevice],
-) -> None:
-    device = emulated(link_gbps=0.2)
-    buffers = [torch.zeros(5_000_000) for _ in range(4)]
-    best = 1.0
-    for _ in range(3):
-        begun = time.perf_counter()
-        there = device.fetch.submit("there", lambda: device.copy(buffers[0], buffers[1]))
-        back = device.drain.submit("back", lambda: device.copy(buffers[2], buffers[3]))
-        there.wait()
-        back.wait()
-        best = min(best, time.perf_counter() - begun)
-    assert 0.1 <= best < 0.17  # one after the other: 0.2 s
-
-
-def test_jitter_is_seeded_lane_by_lane(
-    emulated: Callable[..., EmulatedDevice], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    delays: dict[str, list[float]] = {}
-
-    def sleep(seconds: float) -> None:
-        delays.setdefault(threading.current_thread().name, []).append(seconds)
-
-    def run(seed: int, num_drains: int) -> dict[str, list[float]]:
-        delays.clear()
-        device = emulated(jitter_s=0.5, seed=seed)
-        for _ in range(20):
-            device.fetch.submit("fetch", lambda: None)
-        for _ in range(num_drains):
-            device.drain.submit("drain", lambda: None)
-        device.close()
-        return {lane: list(of_lane) for lane, of_lane in delays.items()}
-
-    monkeypatch.setattr(emulated_module.time, "sleep", sleep)
-    first = run(seed=3, num_drains=20)
-    assert all(0.0 <= delay <= 0.5 for of_lane in first.values() for delay in of_lane)
-    assert run(seed=3, num_drains=20) == first
-    fetch = THREAD_PREFIX + "fetch"
-    # What one lane does never changes another's delays: a failure is found again.
-    assert run(seed=3, num_drains=5)[fetch] == first[fetch]
-    assert run(seed=4, num_drains=20)[fetch] != first[fetch]
-    assert first[fetch] != first[THREAD_PREFIX + "drain"]

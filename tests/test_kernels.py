@@ -4,112 +4,26 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
-import subprocess
-import sys
-import threading
-from collections.abc import Sequence
 
 import numpy as np
 import pytest
 import torch
 
 from stronghold import native
-from stronghold.errors import ConfigError, StateError
-from tests.reference import AdamHyper, adam_step, join_bf16, split_bf16
-
-F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
-DTYPES = (F32, BF16, F16)
-SIZES = (0, 1, 15, 17, 33, 4097)
-NAN = 0x7FC00000
-
-
-def bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.view({2: torch.int16, 4: torch.int32}[tensor.element_size()])
-
-
-def misaligned(tensor: torch.Tensor, skip: int) -> torch.Tensor:
-    """The same values, `skip` bytes past an aligned address."""
-    raw = torch.zeros(tensor.nbytes + 128, dtype=torch.uint8)
-    start = -raw.data_ptr() % 64 + skip
-    out = torch.from_numpy(
-        np.frombuffer(raw.numpy().data, dtype=np.uint8, offset=start, count=tensor.nbytes)
-    )
-    if tensor.numel():
-        out.copy_(tensor.view(torch.uint8))
-    return out  # bytes: torch does not view them as floats at odd addresses
-
-
-class Arrays:
-    """The arrays of one segment, as bytes at a chosen misalignment."""
-
-    def __init__(
-        self, master: torch.Tensor, grad: torch.Tensor, weight_dtype: torch.dtype, skip: int = 0
-    ) -> None:
-        low = torch.empty(0)
-        if weight_dtype == F32:
-            weight = master
-        elif weight_dtype == BF16:
-            upper, rest = split_bf16(master.numpy())
-            weight, low = torch.from_numpy(upper).view(BF16), torch.from_numpy(rest)
-        else:
-            weight, low = master.half(), master
-        zeros = torch.zeros_like(master)
-        self.numel = master.numel()
-        self.weight_dtype, self.grad_dtype = weight_dtype, grad.dtype
-        self.parts = [misaligned(part, skip) for part in (weight, low, zeros, zeros, grad)]
-
-    def segment(self, step: int = 1, **changes: float) -> native.AdamSegment:
-        fields = {
-            "lr": 1e-3,
-            "beta1": 0.9,
-            "beta2": 0.999,
-            "eps": 1e-8,
-            "weight_decay": 0.1,
-            "grad_scale": 0.5,
-            "adamw": True,
-            "bias_correction": True,
-            **changes,
-        }
-        names = ("weight", "low", "exp_avg", "exp_avg_sq", "grad")
-        addresses = dict(zip(names, (part.data_ptr() for part in self.parts), strict=True))
-        return native.AdamSegment(numel=self.numel, step=step, **addresses, **fields)
-
-    def run(self, pool: native.Pool, steps: Sequence[int] = (1, 2, 3), **changes: float) -> None:
-        for step in steps:
-            segments = [self.segment(step, **changes)]
-            native.adam(pool, self.weight_dtype, self.grad_dtype, segments)
-
-    def array(self, index: int, dtype: torch.dtype) -> torch.Tensor:
-        return self.parts[index].clone().view(dtype)
-
-    def master(self) -> torch.Tensor:
-        if self.weight_dtype == F32:
-            return self.array(0, F32)
-        if self.weight_dtype == F16:
-            return self.array(1, F32)
-        upper, low = self.array(0, torch.int16), self.array(1, torch.int16)
-        return torch.from_numpy(join_bf16(upper.numpy(), low.numpy()))
-
-
-def same(left: Arrays, right: Arrays) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(left.parts, right.parts, strict=True))
-
-
-def values(numel: int, seed: int, special: bool = False) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(numel, generator=generator)
-    x *= torch.pow(10.0, torch.randint(-6, 3, (numel,), generator=generator).float())
-    if special and numel:
-        odd = [math.nan, math.inf, -math.inf, 0.0, -0.0, 1e-40, -1e-45, 3.4e38, 1e-20, -3.4e38]
-        at = torch.arange(0, numel, 3)
-        x[at] = torch.tensor(odd)[torch.randint(0, len(odd), (len(at),), generator=generator)]
-    return x
-
-
-def addresses(*tensors: torch.Tensor) -> list[tuple[int, int]]:
-    return [(tensor.data_ptr(), tensor.numel()) for tensor in tensors]
-
+from tests.kernel_arrays import (
+    BF16,
+    DTYPES,
+    F16,
+    F32,
+    NAN,
+    SIZES,
+    Arrays,
+    addresses,
+    bits,
+    same,
+    values,
+)
+from tests.reference import AdamHyper, adam_step
 
 # ---- Same bits ------------------------------------------------------------------------------
 
@@ -405,121 +319,3 @@ def test_accumulation_adds_in_fp32_in_order():
     for grad in micro[1:]:
         expected = expected + grad.float()
     assert torch.equal(acc, expected)
-
-
-# ---- Pools and bad input --------------------------------------------------------------------
-
-
-def test_calls_from_many_threads_on_one_pool_take_turns():
-    jobs = [Arrays(values(50_000, i), values(50_000, 9 - i), F32) for i in range(4)]
-    expected = [Arrays(values(50_000, i), values(50_000, 9 - i), F32) for i in range(4)]
-    with native.Pool(3) as pool:
-        threads = [threading.Thread(target=job.run, args=(pool, range(1, 6))) for job in jobs]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        for arrays in expected:
-            arrays.run(pool, range(1, 6))
-    assert all(same(a, b) for a, b in zip(jobs, expected, strict=True))
-
-
-def test_pools_leave_no_thread_and_no_affinity_behind():
-    before, mask = len(os.listdir("/proc/self/task")), os.sched_getaffinity(0)
-    core = min(mask)
-    pools = [native.Pool(3), native.Pool(2, cores=[core])]
-    assert len(os.listdir("/proc/self/task")) == before + 3
-    for pool in pools:
-        Arrays(values(80_000, 0), values(80_000, 1), F32).run(pool)
-        assert pool.num_threads in (2, 3)
-        pool.close()
-        pool.close()
-    assert len(os.listdir("/proc/self/task")) == before
-    assert os.sched_getaffinity(0) == mask
-    with pytest.raises(StateError, match="closed"):
-        native.sum_squares(pools[0], F32, [])
-
-
-def test_a_forked_child_is_refused_and_does_not_hang():
-    pool = native.Pool(2)
-    child = os.fork()
-    if child == 0:
-        try:
-            native.sum_squares(pool, F32, [])
-        except ConfigError as error:
-            pool.close()
-            os._exit(0 if "fork" in str(error) else 2)
-        os._exit(1)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    pool.close()
-
-
-FORCED = [*native.isas(), "", "sse9"]
-SHOW_ISAS = """
-import os, sys
-import torch  # once: it takes seconds
-for isa in sys.argv[1:]:
-    if os.fork() == 0:  # the library reads its environment once
-        os.environ["STRONGHOLD_ISA"] = isa
-        try:
-            from stronghold import native
-            print(native.isa(), flush=True)
-        except Exception as error:
-            print(f"{type(error).__name__}: {error}", flush=True)
-        os._exit(0)
-    os.wait()
-"""
-
-
-@pytest.fixture(scope="module")
-def forced():
-    """What a process runs under each value of the variable."""
-    command = [sys.executable, "-c", SHOW_ISAS, *FORCED]
-    result = subprocess.run(command, capture_output=True, text=True, check=True)
-    return dict(zip(FORCED, result.stdout.splitlines(), strict=True))
-
-
-@pytest.mark.parametrize("isa", FORCED)
-def test_environment_forces_the_instruction_set(isa, forced):
-    if isa == "sse9":
-        assert forced[isa].startswith('ConfigError: STRONGHOLD_ISA is "sse9"; this CPU runs')
-    else:
-        assert forced[isa] == (isa or native.isas()[0])
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"beta1": 1.0}, "segment 1: beta1"),
-        ({"beta2": math.nan}, "segment 1: beta2"),
-        ({"eps": -1.0}, "segment 1: eps"),
-        ({"lr": math.inf}, "segment 1: lr"),
-        ({"step": 0}, "segment 1: step"),
-        ({"numel": -1}, "segment 1: numel"),
-        ({"weight": 0}, "segment 1: weight"),
-        ({"low": 0}, "segment 1: low"),
-        ({"exp_avg": 0}, "segment 1: exp_avg"),
-        ({"grad": 0}, "segment 1: grad"),
-    ],
-)
-def test_a_bad_segment_is_named_and_nothing_is_updated(changes, message):
-    good, bad, untouched = (Arrays(torch.ones(17), torch.ones(17), BF16) for _ in range(3))
-    with native.Pool(1) as pool:
-        batch = native.AdamBatch(BF16, F32, [good.segment(), bad.segment()])
-        for name, value in changes.items():
-            batch.rows[name][1] = value
-        with pytest.raises(ConfigError, match=message):
-            batch.run(pool)
-    assert same(good, untouched)
-
-
-def test_bad_pools_and_dtypes_are_refused():
-    for arguments in ({"num_threads": 0}, {"num_threads": 1, "cores": []}):
-        with pytest.raises(ConfigError):
-            native.Pool(**arguments)
-    with pytest.raises(ConfigError, match="core"):
-        native.Pool(1, cores=[-1])
-    with pytest.raises(OSError, match="core list"):
-        native.Pool(1, cores=[1023])
-    with pytest.raises(ConfigError, match="float64"), native.Pool(1) as pool:
-        native.sum_squares(pool, torch.float64, [])

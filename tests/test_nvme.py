@@ -27,7 +27,6 @@ from stronghold.memory.nvme import NvmeStore
 from stronghold.memory.slab import map_slab
 from tests.pages import ENGINES, PAGE, in_child, mounted, refuse_io_uring
 
-torch.set_num_threads(1)
 MIB = 1 << 20
 
 

@@ -17,7 +17,6 @@ from tests.models import MODELS
 from tests.test_memory import train
 from tests.training import config
 
-torch.set_num_threads(1)
 PAGE_NUMEL = 2048
 
 

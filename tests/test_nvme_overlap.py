@@ -24,7 +24,6 @@ from tests.sleeping import SleepingModel
 from tests.test_simulate import INPUT_NUMEL, MEDIAN_ERROR, WORST_ERROR, Case, random_case
 from tests.training import config
 
-torch.set_num_threads(1)
 NUM_LAYERS = 16
 LAYER_NUMEL = 1 << 17
 WARM_UP, MEASURED = 2, 4

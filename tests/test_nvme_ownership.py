@@ -25,7 +25,6 @@ from stronghold.memory.nvme import NvmeStore
 from stronghold.memory.ownership import OWNER, Owner, RunDirectory, reclaim
 from stronghold.memory.slab import map_slab
 
-torch.set_num_threads(1)
 PAGE = 4096
 
 # A run that holds a store under argv[1], says so, and waits.

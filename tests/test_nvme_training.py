@@ -20,7 +20,6 @@ from tests.models import MODELS, loss_of
 from tests.pages import ENGINES, mounted
 from tests.training import Run, assert_identical, config, moments_of, train_windowed
 
-torch.set_num_threads(1)
 STEPS = 3
 PAGE_NUMEL = 2048
 # As few as hold a page of each array, so that every layer takes several pieces.

@@ -22,7 +22,6 @@ from tests.pages import mounted
 from tests.test_lane_failures import fail_in, in_time, run_steps
 from tests.training import config
 
-torch.set_num_threads(1)
 PAGE_NUMEL = 2048
 MODES = {"early": (0.0, 1), "gated": (0.5, 1), "accumulated": (0.5, 2)}
 DEVICES = {"write": ("/dev/full", errno.ENOSPC), "read": ("/proc/self/mem", errno.EIO)}

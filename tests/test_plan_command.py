@@ -7,64 +7,26 @@ import dataclasses
 import json
 import re
 import sys
-import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
+from transformers import AutoModelForCausalLM, GPT2Config
 
 import stronghold
-from stronghold import cli, forecast
+from stronghold import forecast
 from stronghold.config import load
 from stronghold.errors import ConfigError
-from stronghold.forecast.question import Question, Words, understand
+from stronghold.forecast.question import Words, understand
 from stronghold.forecast.subject import from_config, from_sizes
-from stronghold.forecast.sweeps import sweep
 from stronghold.plan.profile import MachineProfile, machine_names
-from tests.quiet import law_of_time, on_time
-
-SIZES = ["--layers", "6", "--hidden", "128", "--heads", "4", "--vocab", "500", "--seq", "64"]
-SMALL = Words(layers=6, hidden=128, heads=4, vocab=500, seq=64, machine="rtx4090")
-LLAMA_70B = LlamaConfig(
-    hidden_size=8192,
-    intermediate_size=28672,
-    num_hidden_layers=80,
-    num_attention_heads=64,
-    num_key_value_heads=8,
-    vocab_size=128256,
-    tie_word_embeddings=False,
-    architectures=["LlamaForCausalLM"],
-)
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+from tests.forecasts import LLAMA_70B, SIZES, asked, run
 
 
 @pytest.fixture
 def llama(tmp_path: Path) -> Path:
     LLAMA_70B.save_pretrained(tmp_path / "llama")
     return tmp_path / "llama"
-
-
-def run(*arguments: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
-    try:
-        status = cli.main(["plan", *arguments])
-    except SystemExit as stopped:
-        status = int(str(stopped.code))
-    captured = capsys.readouterr()
-    return status, captured.out, captured.err
-
-
-def asked(**changes: Any) -> Question:
-    return understand(Words(**{f: getattr(SMALL, f) for f in SMALL.__slots__} | changes))
 
 
 # -- the page -------------------------------------------------------------------------------------
@@ -424,58 +386,3 @@ def test_the_largest_micro_batch_fits_and_one_more_does_not(
     assert run(*call, "--batch", str(largest), capsys=capsys)[0] == 0
     assert run(*call, "--batch", str(largest + 1), capsys=capsys)[0] == 1
     assert run(*call, "--batch", "0", capsys=capsys)[0] == 2
-
-
-# -- sweeps ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("axis", ["window", "batch", "seq", "layers"])
-def test_a_sweep_draws_and_prints_its_points(
-    axis: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    png = tmp_path / "deep" / f"{axis}.png"
-    limits = ["--gpu", "30MB", "--host", "40MB", "--machine", "v100-32gb"]
-    status, text, _ = run(*SIZES, *limits, "--sweep", axis, "-o", str(png), capsys=capsys)
-    assert status == 0
-    assert f"The plot is in {png}" in text
-    assert png.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
-    rows = [line for line in text.splitlines() if re.match(r"\s+[\d,]+  ", line)]
-    assert len(rows) >= 4
-
-
-@pytest.mark.parametrize("axis", ["batch", "layers"])
-def test_a_sweep_ends_with_the_largest_that_fits_and_the_next_that_does_not(axis: str) -> None:
-    limits = {"gpu": "30MB", "host": "40MB"}
-    question = asked(**limits)
-    points = sweep(question, axis)
-    values = [point.value for point in points]
-    assert values == sorted(set(values))
-    assert all(point.step_s is not None for point in points[:-1])
-    assert points[-1].step_s is None
-    assert points[-1].value == points[-2].value + 1
-    assert forecast.answer(asked(**limits, **{axis: values[-2]})).fits
-    assert not forecast.answer(asked(**limits, **{axis: values[-1]})).fits
-
-
-def test_a_swept_point_is_the_forecast_of_that_question() -> None:
-    question = asked(gpu="100MB")
-    points = {point.value: point for point in sweep(question, "batch")}
-    timing = forecast.answer(asked(gpu="100MB", batch=4)).timing
-    assert timing is not None
-    assert points[4].step_s == timing.step_s
-    assert points[4].tokens == 4 * 64
-
-
-# -- speed ----------------------------------------------------------------------------------------
-
-
-@law_of_time
-def test_a_70b_model_of_80_layers_is_planned_in_five_seconds(llama: Path) -> None:
-    words = Words(model=llama, machine="h100-80gb", host="1200GiB", batch=8)
-    understand(Words(model=llama, machine="h100-80gb"))  # imports
-    begin = time.process_time()  # of this process: others may be at work here
-    found = forecast.answer(understand(words))
-    took_s = time.process_time() - begin
-    assert found.fits
-    assert found.asked.num_blocks == 80
-    on_time(took_s < 5.0, f"{took_s:.1f} s")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +14,14 @@ from torch.nn import functional as F
 
 import stronghold
 from stronghold import native, simulate
-from stronghold.checkpoint import save
 from stronghold.errors import ConfigError
 from stronghold.memory import window
 from stronghold.model.layout import layout
 from stronghold.model.partition import partition
 from stronghold.plan.demand import Demand
 from stronghold.plan.planner import make_plan
-from tests.checkpoints import assert_same, make_model, session, snapshot
-from tests.checkpoints import train as train_session
 from tests.models import HIDDEN, HUGGING_FACE, MODELS, PLAIN, Decoder, loss_of
+from tests.places import ON_GPU, on_gpu
 from tests.test_exactness import llama
 from tests.training import Run, assert_identical, config, train_plain, train_windowed
 from tests.twin import assert_half_a_step_refuses_every_further_one, failing_once, twin
@@ -37,25 +33,9 @@ MODES: dict[str, dict[str, Any]] = {
     "accumulated": {"clipping": 0.5, "accumulation": 3},
     "accumulated, no clipping": {"clipping": 0.0, "accumulation": 2},
 }
-ON_GPU: dict[str, dict[str, Any]] = {
-    "embedding and head": {"window": 1, "resident_layers": 0},
-    "half": {"window": 2, "resident_layers": 2},
-    "every layer": {"resident_layers": "all", "activations": "recompute"},
-    "whole": {"resident_layers": "all"},
-}
+
+
 JITTER = {"jitter_s": 0.0005, "seed": 1}
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-def on_gpu(place: str, **section: Any) -> dict[str, Any]:
-    return {**ON_GPU[place], "resident_updates": "gpu", "cpu_threads": 1, **section}
 
 
 @functools.cache
@@ -378,78 +358,3 @@ def test_a_failing_kernel_names_what_it_did(
     with pytest.raises(stronghold.LaneError, match=r"update \d+.* failed"):
         train(engine, make_batch, range(2, 3))
     engine.destroy()
-
-
-# -- checkpoints -----------------------------------------------------------------------------------
-CHECKPOINTED: list[dict[str, Any]] = [
-    {"precision": "bf16", "clipping": 0.5},
-    {"precision": "bf16", "clipping": 0.0},
-    {"precision": "fp32", "clipping": 0.5, "accumulation": 2},
-    {"precision": "fp16", "clipping": 0.5},
-]
-
-
-@pytest.mark.parametrize("options", CHECKPOINTED, ids=str)
-def test_a_checkpoint_is_resumed_wherever_layers_are(
-    options: dict[str, Any], tmp_path: Path
-) -> None:
-    places = [{"window": 1}, *map(on_gpu, ON_GPU), {"window": 2}]
-    with session(**options) as engine:
-        losses = train_session(engine, len(places))
-        expected = snapshot(engine)
-    resumed: list[torch.Tensor] = []
-    for turn, place in enumerate(places):  # each goes on from what the one before has saved
-        with session(make_model(seed=turn), section=place, **options) as engine:
-            if turn > 0:
-                engine.load_checkpoint(tmp_path)
-            resumed += train_session(engine, 1)
-            engine.save_checkpoint(tmp_path)
-            found = snapshot(engine)
-    assert all(map(torch.equal, resumed, losses))
-    assert len(resumed) == len(losses)
-    assert_same(found, expected)
-
-
-@pytest.mark.parametrize("place", ["half", "whole"])
-@pytest.mark.parametrize("clipping", [0.0, 0.5])
-def test_the_next_update_waits_for_a_save_beside_it(
-    clipping: float, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    options: dict[str, Any] = {"precision": "bf16", "clipping": clipping}
-    with session(section=on_gpu(place), **options) as engine:
-        train_session(engine, 2)
-        engine.save_checkpoint(tmp_path / "stopped")
-        losses = train_session(engine, 3)
-    write = save.Save._write_layer
-
-    def slow(self: Any, index: int) -> None:
-        time.sleep(0.02)  # training has time to overtake a save that nothing holds back
-        write(self, index)
-
-    monkeypatch.setattr(save.Save, "_write_layer", slow)
-    with session(section=on_gpu(place, async_checkpoint=True), **options) as engine:
-        train_session(engine, 2)
-        engine.save_checkpoint(tmp_path / "beside")
-        assert all(map(torch.equal, train_session(engine, 3), losses))
-    files = sorted((tmp_path / "stopped" / "global_step2").glob("*.safetensors"))
-    assert len(files) > 10
-    for file in files:
-        assert file.read_bytes() == (tmp_path / "beside" / "global_step2" / file.name).read_bytes()
-
-
-@pytest.mark.parametrize("place", ["embedding and head", "every layer", "whole"])
-def test_loaded_weights_are_the_new_masters(place: str) -> None:
-    """state_dict, load_state_dict and the consolidated weights of savers, between steps."""
-    runs = []
-    for section in ({"window": 1}, on_gpu(place)):
-        with session(precision="bf16", section=section) as engine:
-            train_session(engine, 4)
-            assert any(state.low.any() for state in engine._stack.host.layers)
-            new = {name: value / 2 for name, value in make_model(seed=7).state_dict().items()}
-            engine.module.load_state_dict(new)
-            train_session(engine, 2)
-            live = engine._zero3_consolidated_16bit_state_dict()
-            for name, value in engine.module.state_dict().items():
-                assert torch.equal(live[name], value), name
-            runs.append(snapshot(engine))
-    assert_same(*runs)

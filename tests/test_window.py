@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -30,13 +30,6 @@ LAYERS = tuple(
     for index, (numel, trainable) in enumerate(zip(NUMEL, TRAINABLE, strict=True))
 )
 EMBEDDING = 0
-
-
-@pytest.fixture
-def device() -> Iterator[EmulatedDevice]:
-    device = EmulatedDevice()
-    yield device
-    device.close()
 
 
 @pytest.fixture

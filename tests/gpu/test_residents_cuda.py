@@ -16,8 +16,9 @@ import torch
 from tests.checkpoints import assert_same, make_model, session, snapshot
 from tests.checkpoints import train as train_session
 from tests.models import HUGGING_FACE, MODELS, PLAIN
+from tests.places import CHECKPOINTED, ON_GPU, on_gpu
 from tests.test_exactness import llama
-from tests.test_residents import CHECKPOINTED, FP16, MODES, ON_GPU, as_planned, on_gpu
+from tests.test_residents import FP16, MODES, as_planned
 from tests.training import Run, assert_identical, config, train_windowed
 
 pytestmark = pytest.mark.gpu
