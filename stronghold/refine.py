@@ -18,7 +18,7 @@ from enum import Enum
 
 from stronghold.device.simulated import Rates
 from stronghold.errors import BudgetError
-from stronghold.plan.demand import Demand
+from stronghold.plan.demand import Demand, Gradients
 from stronghold.plan.planner import activation_bytes
 from stronghold.runtime.stack import Stack
 from stronghold.runtime.streaming import Streaming
@@ -118,6 +118,8 @@ class Refinement:
             num_steps=TRACED_STEPS,
         )
         demand = _known_demand(stack, sizes.saved, sizes.boundary)
+        if not _layers_may_move(stack.demand):
+            demand = _as_it_is(stack)
         try:
             choice = fastest_plan(
                 stack.layout, demand, workload, rates, dtype=stack.dtype, asynchronous=asynchronous
@@ -174,11 +176,32 @@ def _known_demand(stack: Stack, saved: Sequence[int], boundary: Sequence[int]) -
     return known
 
 
+def _as_it_is(stack: Stack) -> Demand:
+    """The demand of the present plan, but for which updates are deferred."""
+    plan, blocks = stack.plan, stack.layout.streamed
+    return replace(
+        stack.demand,
+        window=plan.window,
+        prefetch=plan.prefetch,
+        resident_layers=len(plan.resident.intersection(blocks)),
+        resident_updates="gpu" if plan.updated_on_gpu else "host",
+        activations=plan.activations,
+        spilled=plan.spilled,
+    )
+
+
 def _is_open(demand: Demand) -> bool:
-    """Whether there is a budget to use up, and anything that the user did not pin. Layers with
-    arrays in files do not change places, and several ranks keep the plan that they agree on.
-    """
-    if demand.nvme or demand.num_ranks > 1:
+    """Whether anything is left to choose that the user did not pin. Several ranks keep the plan
+    that they agree on."""
+    if not demand.training or demand.num_ranks > 1:
         return False
+    defers = demand.gradients is Gradients.RING and demand.deferred_layers is None
+    return defers or _layers_may_move(demand)
+
+
+def _layers_may_move(demand: Demand) -> bool:
+    """Whether there is a budget to use up: then layers may stay on the device. Those with arrays in
+    files do not change places.
+    """
     pinned = (demand.window, demand.resident_layers, demand.activations)
-    return demand.training and demand.gpu_budget_bytes is not None and None in pinned
+    return not demand.nvme and demand.gpu_budget_bytes is not None and None in pinned

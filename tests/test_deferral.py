@@ -20,6 +20,7 @@ from stronghold.model.layout import ModelLayout, layout
 from stronghold.model.partition import partition
 from stronghold.plan.deferral import shares, spread
 from stronghold.plan.demand import Demand
+from stronghold.refine import TRACED_STEPS, UNTOLD_STEPS
 from stronghold.simulate import LayerLoad, Workload, fastest_plan, simulate
 from tests.checkpoints import assert_same, session, snapshot, train
 from tests.models import MODELS, loss_of
@@ -386,3 +387,33 @@ def made(name: str, count: int, path: Path, **section: Any) -> Iterator[Any]:
 def step(engine: Any, make_batch: Any, seed: int) -> None:
     engine.backward(loss_of(engine(**make_batch(seed))))
     engine.step()
+
+
+# -- what the first steps show ---------------------------------------------------------------------
+@pytest.mark.parametrize("kind", ["disk", "adam"])
+def test_refined_plans_defer_without_a_change_of_bits(kind: str, tmp_path: Path) -> None:
+    """The link, the disk and the CPU's Adam are paced, compute is a sleep."""
+    runs = []
+    for count in (None, 0):
+        model = SleepingModel([(1 << 16, 0.002, 0.004)] * 8)
+        nvme = {"path": str(tmp_path), "spill": "moments"}
+        pace = {"nvme_gbps": 0.05} if kind == "disk" else {"update_gbps": 0.2}
+        section: dict[str, Any] = {"window": 3, "cpu_threads": 1, "deferred_layers": count}
+        section |= {"nvme": nvme} if kind == "disk" else {}
+        engine = engine_of(
+            model, {**section, "emulated": {**pace, "poison": False}}, precision="fp32"
+        )
+        x = torch.ones(64)
+        losses = []
+        for _ in range(UNTOLD_STEPS + TRACED_STEPS + 3):
+            loss = engine(x)
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.detach().clone())
+        report = engine.memory_report()
+        assert report.host_peak == report.host_planned
+        assert bool(engine.plan.deferred) is (count is None), str(engine.plan)
+        weights = {k: v.clone() for k, v in engine.module_state_dict().items()}
+        runs.append(Run(losses=losses, weights=weights, moments=moments_of(engine)))
+        engine.destroy()
+    assert_identical(*runs)

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -36,6 +36,9 @@ from stronghold.device.base import Device, completed
 from stronghold.errors import StateError
 from stronghold.memory.gradients import GradientEntry as GradientEntry
 from stronghold.memory.gradients import GradientRing
+from stronghold.memory.layer import LayerState as LayerState
+from stronghold.memory.layer import fill
+from stronghold.memory.layer import view as view
 from stronghold.memory.mapping import flush
 from stronghold.memory.masters import join_master as join_master
 from stronghold.memory.masters import split_master as split_master
@@ -43,58 +46,11 @@ from stronghold.memory.shared import NodeWeights
 from stronghold.memory.slab import map_slab
 from stronghold.memory.tiers import LOW_DTYPE as LOW_DTYPE
 from stronghold.memory.tiers import Mode, Tiers, Views
-from stronghold.model.layout import LayerLayout, ModelLayout, ParameterSlice
+from stronghold.model.layout import ModelLayout, ParameterSlice
 from stronghold.model.shards import Shards
 from stronghold.model.source import WeightSource
 
 logger = logging.getLogger("stronghold")
-
-
-def view(flat: torch.Tensor, part: ParameterSlice) -> torch.Tensor:
-    """The parameter's own shape inside its layer's flat array."""
-    return flat[part.offset : part.offset + part.numel].view(part.shape)
-
-
-def fill(
-    weights: torch.Tensor,
-    layout: LayerLayout,
-    parameters: Sequence[nn.Parameter],
-    source: WeightSource | None,
-) -> None:
-    """Copy `parameters` (in the layout's order) into the layer's flat host array, cast to its
-    dtype; those on the meta device are read from `source`.
-    """
-    for part, parameter in zip(layout.slices, parameters, strict=True):
-        if parameter.is_meta and source is not None:
-            source.read_into(parameter, view(weights, part))
-        else:
-            view(weights, part).copy_(parameter.detach())
-
-
-@dataclass(slots=True, eq=False)
-class LayerState:
-    """One layer's arrays; those of training stay None until the first backward, and where they
-    lie in files. They are slabs on the host, or `on_device`, where `memory.resident` made them.
-    Those of training have the elements [begin, end) of the layer: this rank's of `shards`.
-    """
-
-    layout: LayerLayout
-    weights: torch.Tensor
-    shards: Shards
-    on_device: bool = False
-    low: torch.Tensor | None = None
-    exp_avg: torch.Tensor | None = None
-    exp_avg_sq: torch.Tensor | None = None
-    accumulated: torch.Tensor | None = None
-    held: GradientEntry | None = None
-
-    @property
-    def begin(self) -> int:
-        return self.shards.trained(self.layout)[0]
-
-    @property
-    def end(self) -> int:
-        return self.shards.trained(self.layout)[1]
 
 
 class HostStore:
@@ -222,6 +178,18 @@ class HostStore:
         passing = any(self.tiers.holds(s.layout.index, "gradients") for s in self._mine)
         if self._accumulate or not self._hold or passing:
             self._make_ring(self._ring_entries)
+
+    def defer(self, layers: frozenset[int]) -> None:
+        """Between two steps: these layers hold their gradients for the next forward, no others."""
+        before, self._defer = self._defer, layers
+        for state in self._mine if self.training else ():
+            index = state.layout.index
+            if index in before - layers and state.held is not None:
+                self._give_back(state.held.gradients)
+                state.held = None
+        for state in self._mine if self.training else ():
+            if state.layout.index in layers and state.end > state.begin:
+                self.held_entry(state.layout.index)
 
     def _holds(self, index: int) -> bool:
         held = self._hold and not self.tiers.holds(index, "gradients")

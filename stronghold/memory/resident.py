@@ -15,7 +15,8 @@ import torch
 from torch import nn
 
 from stronghold.device.base import Device
-from stronghold.memory.host import LOW_DTYPE, HostStore, fill
+from stronghold.memory.host import LOW_DTYPE, HostStore
+from stronghold.memory.layer import fill
 from stronghold.memory.slab import map_slab
 from stronghold.model.source import WeightSource
 

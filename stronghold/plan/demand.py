@@ -47,6 +47,7 @@ class Demand:
     nvme: bool = False  # whether there is such a tier
     nvme_capacity_bytes: int | None = None
     spill: str | None = None  # a word of `spills.DEPTHS`: all of it spills; None: what must
+    spilled: tuple[frozenset[str], ...] | None = None  # by layer: what lies in files, and stays
     piece_bytes: int | None = None
     micro_batches: int = 1
     searched: frozenset[str] = frozenset()  # what a search put in, not the user

@@ -57,6 +57,8 @@ def plan_host(
 
     if not demand.nvme:
         spilled = spills.nothing(layers)
+    elif demand.spilled is not None:
+        spilled = demand.spilled
     elif demand.spill is not None:
         spilled = spills.everything(layers, sizes, spills.DEPTHS[demand.spill])
         reasons.append(f"nvme: {demand.spill} spill, and all that goes first (stronghold.nvme)")

@@ -23,13 +23,14 @@ from stronghold.memory.window import GradientSlot, Window
 from stronghold.model.layout import ALIGN_NUMEL, ParameterSlice
 from stronghold.runtime.adam import AdamSteps
 from stronghold.runtime.residents import Residents
+from stronghold.runtime.spans import ComputeSpan
 from stronghold.runtime.updater import Updater
 from stronghold.telemetry.metrics import Metrics
 
 
 class GradientDrains:
     """Gathers, and drains or hands to `residents`. `last_fetch(layer)`: the fence of the layer's
-    newest fetch; no update may overtake it.
+    newest fetch; no update may overtake it. `span` is the compute lane's open one, if any.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class GradientDrains:
         metrics: Metrics,
         last_fetch: Callable[[int], Fence],
         residents: Residents | None = None,
+        span: ComputeSpan | None = None,
     ) -> None:
         self._device = device
         self._host = host
@@ -52,6 +54,7 @@ class GradientDrains:
         self._metrics = metrics
         self._last_fetch = last_fetch
         self._residents = residents
+        self._span = span or ComputeSpan(device)
         self.drained_bytes = 0
 
     def arrived(
@@ -101,7 +104,8 @@ class GradientDrains:
             slot = self._window.free_gradient_slot(layer)
             if slot is None:
                 raise StateError(f"layer {layer}: no gradient slot is free after a drain")
-        self._metrics.waited("drain", self._device.compute_wait(slot.free_after))
+        with self._span.waiting(slot.free_after):
+            self._metrics.waited("drain", self._device.compute_wait(slot.free_after))
         self._window.claim_gradients(slot, layer)
         return slot
 

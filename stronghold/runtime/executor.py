@@ -35,6 +35,7 @@ from stronghold.runtime.adam import AdamSteps
 from stronghold.runtime.binding import Bindings
 from stronghold.runtime.drains import GradientDrains
 from stronghold.runtime.residents import Residents
+from stronghold.runtime.spans import ComputeSpan
 from stronghold.runtime.updater import Updater
 from stronghold.telemetry.metrics import Metrics
 
@@ -101,7 +102,7 @@ class Executor:
         self._calls = [0] * num_layers  # forward calls with gradients since the last backward
         self._streams = [layer.streamed for layer in host.layout.layers]
         self._inside: list[int] = []  # blocks whose forward is running now, outermost first
-        self._open_span: tuple[str, object] | None = None
+        self._span = ComputeSpan(device)
         forward = canonical_uses([layer.index for layer in host.layout.layers], backward=False)
         backward = canonical_uses(
             [layer.index for layer in host.layout.layers if layer.streamed], backward=True
@@ -120,6 +121,7 @@ class Executor:
             metrics=metrics,
             last_fetch=self.last_fetch,
             residents=residents,
+            span=self._span,
         )
 
     def _track(self, uses: Sequence[Action]) -> _Track:
@@ -179,7 +181,7 @@ class Executor:
 
     def abandon_backward_pass(self) -> None:
         """Autograd raised: the micro-batch's gradients are void, parameters go to rest."""
-        self._open_span = None
+        self._span.drop()
         self.phase = Phase.IDLE
         self._calls = [0] * len(self._calls)
         self.drains.abandon()
@@ -222,7 +224,7 @@ class Executor:
         elif not self._current.recorded or self._current.recorded[-1] != use:
             self._advance(use)
         self.make_resident(layer)
-        self._begin_span(use)
+        self._span.begin(str(use))
 
     def next_backward(self) -> int | None:
         """The layer whose backward the schedule has next, or None."""
@@ -408,13 +410,6 @@ class Executor:
         """Point every parameter at its layer's own arrays: so the model is given back."""
         self._bindings.rest_all()
 
-    # -- trace ----------------------------------------------------------------------------------
-    def _begin_span(self, use: Action) -> None:
-        self._open_span = (str(use), self._device.begin_compute_span())
-
     def end_span(self) -> None:
-        """Close the compute lane's open row in the trace."""
-        if self._open_span is not None:
-            name, begun = self._open_span
-            self._device.end_compute_span(name, begun)
-            self._open_span = None
+        """Close the compute lane's open span in the trace."""
+        self._span.end()

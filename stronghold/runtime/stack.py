@@ -277,6 +277,7 @@ class Stack:
         self.runtime.close()
         for layer in sorted(plan.updated_on_gpu - self.plan.updated_on_gpu):
             self.store.take(layer)
+        self.host.defer(plan.deferred)
         self.plan = plan
         self.metrics.recomputed = plan.recomputed
         self.runtime = self._make_runtime(plan)
