@@ -237,6 +237,42 @@ def test_the_formulas_shares_fill_forward_and_backward() -> None:
             assert step_s == pytest.approx(max(3.0, updates_s))
 
 
+@pytest.mark.parametrize("count", [0, 1, ALL])
+def test_a_step_reads_and_writes_what_is_planned(count: int, tmp_path: Path) -> None:
+    """Also with the first pieces loaded before backward begins."""
+    with made("gpt", count, tmp_path, nvme={"path": str(tmp_path), "spill": "moments"}) as both:
+        engine, make_batch = both
+        for number in range(STEPS):
+            step(engine, make_batch, number)
+        engine.synchronize()
+        store, plan = engine._stack.host.tiers._store, engine.plan
+        assert store.bytes_read == STEPS * plan.nvme_read_bytes
+        assert store.bytes_written == STEPS * plan.nvme_written_bytes
+
+
+def test_what_was_loaded_ahead_is_dropped_when_the_order_changes(tmp_path: Path) -> None:
+    """Blocks come and go (`layer_drop`), backward fails, weights and moments are written from
+    outside between two steps: each time what lies in the ring is not what an update may use."""
+    nvme = {"path": str(tmp_path), "spill": "weights"}
+    found = []
+    for section in ({}, {"nvme": nvme, "emulated": {"jitter_s": 0.0005}}):
+        with made("layer_drop", 1, tmp_path, **section) as both:
+            engine, make_batch = both
+            for number in range(3):
+                step(engine, make_batch, number)
+            engine.save_checkpoint(tmp_path / "saved")
+            step(engine, make_batch, 3)
+            engine.load_checkpoint(tmp_path / "saved")
+            step(engine, make_batch, 4)
+            state = {name: 2 * value for name, value in engine.module_state_dict().items()}
+            engine.module.load_state_dict(state)
+            for number in range(5, 9):
+                step(engine, make_batch, number)
+            weights = {k: v.clone() for k, v in engine.module_state_dict().items()}
+            found.append(Run(weights=weights, moments=moments_of(engine)))
+    assert_identical(*found)
+
+
 # -- between steps ---------------------------------------------------------------------------------
 def test_weights_are_new_for_whoever_waits_for_them(tmp_path: Path) -> None:
     """Between backward and step, and between steps: raw parameters, an evaluation, a checkpoint."""

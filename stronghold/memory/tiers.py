@@ -141,6 +141,9 @@ class StagingRing:
         self._entries = [StagingEntry(e, completed("spill", "never used")) for e in entries]
         self._cursor = 0
 
+    def __len__(self) -> int:
+        return len(self._entries)
+
     def next(self) -> StagingEntry:
         """The entry whose use lies longest back; it may be written after its `free_after`."""
         entry = self._entries[self._cursor]

@@ -164,6 +164,7 @@ class Executor:
         self._device.check()
         self._window.prepare_training()
         self._host.prepare_training()
+        self._updater.begin_backward()
         self.phase = Phase.BACKWARD
 
     def end_backward_pass(self) -> None:

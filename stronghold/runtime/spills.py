@@ -50,6 +50,7 @@ from stronghold.plan.spills import WRITTEN
 from stronghold.runtime.adam import ParameterStep, TrainingArrays, adam_bytes, adam_segments
 from stronghold.runtime.ahead import Ahead
 from stronghold.runtime.ledger import Ledger
+from stronghold.runtime.piece_loads import PieceLoads
 from stronghold.runtime.piece_norms import PieceNorms
 
 Finish = Callable[[Callable[[], object]], Callable[[], None]]
@@ -67,8 +68,9 @@ class Spills:
         self._tiers = host.tiers
         self._kernels = kernels
         self._ledger = ledger
-        self._loads, self._stages, self._spills = Ahead(), Ahead(), Ahead()
+        self._stages, self._spills = Ahead(), Ahead()
         self._written = [completed("spill", "initial values") for _ in host.layers]
+        self.loads = PieceLoads(device, self._tiers, self._written)
 
     # -- updates ----------------------------------------------------------------------------------
     def updates(self, layer: int) -> bool:
@@ -103,25 +105,17 @@ class Spills:
         if not cuts and finish is not None:
             updated = device.update.submit(f"update {layer}", finish(_nothing), after)
         for begin, end in cuts:
-            entry = self._tiers.updates.next()
-            views = self._tiers.views(entry.memory, arrays, end - begin)
-            piece = self._arrays(layer, begin, end, views, gradients)
+            found = self.loads.next(layer, begin, end)
+            piece = self._arrays(layer, begin, end, found.views, gradients)
             work = self._adam(chosen or (lambda: steps), piece)
-            loaded = self._loads.submit(
-                device.load,
-                f"load {layer}",
-                partial(self._tiers.load, layer, begin, views),
-                (entry.free_after, self._written[layer]),
-                nbytes=self._tiers.nbytes(arrays, end - begin),
-            )
             updated = device.update.submit(
                 f"update {layer}",
                 work if finish is None or end < cuts[-1][1] else finish(work),
-                (loaded, *after, *([updated] if updated is not None else [])),
+                (found.loaded, *after, *([updated] if updated is not None else [])),
                 nbytes=adam_bytes(self._host.dtype, piece.gradients.dtype) * (end - begin),
             )
-            changed = {array: view for array, view in views.items() if array in WRITTEN}
-            entry.free_after = spilled = self._spills.submit(
+            changed = {array: view for array, view in found.views.items() if array in WRITTEN}
+            found.entry.free_after = spilled = self._spills.submit(
                 device.spill,
                 f"spill {layer}",
                 partial(self._tiers.spill, layer, begin, changed),
@@ -213,7 +207,7 @@ class Spills:
         self, verb: str, layer: int, entry: GradientEntry, numel: int, after: tuple[Fence, ...]
     ) -> Fence:
         ahead, lane, move = (
-            (self._loads, self._device.load, self._tiers.load)
+            (self.loads.ahead, self._device.load, self._tiers.load)
             if verb == "load"
             else (self._spills, self._device.spill, self._tiers.spill)
         )
@@ -254,7 +248,7 @@ class Spills:
             views = self._tiers.views(entry.memory, arrays, end - begin)
             after = (worked, entry.free_after)
             if not first:
-                loaded = self._loads.submit(
+                loaded = self.loads.ahead.submit(
                     device.load,
                     f"load sums {layer}",
                     partial(self._tiers.load, layer, begin, views),

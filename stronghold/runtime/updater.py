@@ -86,9 +86,10 @@ class Updater:
         """The fence of the layer's newest weights."""
         return self.ledger.updated(layer)
 
-    def begin_backward(self, *, boundary: bool) -> None:
-        """The next gradients belong to a micro-batch that ends the step (`boundary`) or not."""
-        self.ledger.begin_backward(boundary=boundary)
+    def begin_backward(self) -> None:
+        """Backward is about to run."""
+        if self._mode is Gradients.RING:
+            self.spills.loads.begin_backward()
 
     def entry_for(self, layer: int, arrived: frozenset[int], calls: int) -> GradientEntry:
         """Where the drain of these gradients goes."""
@@ -178,6 +179,7 @@ class Updater:
     def abandon_backward(self) -> None:
         """Backward raised: the step's gradients are void, and weights that it changed stay so."""
         self.ledger.abandon_backward()
+        self.spills.loads.drop()
         self._late.clear()
         self.forget()
 
@@ -188,6 +190,7 @@ class Updater:
         for layer in sorted(self._late):
             self._submit_update(layer, 1.0, (last_fetch(layer), *self._late[layer]))
             self.ledger.applied.add(layer)
+        self.spills.loads.drop()
         self._late.clear()
 
     # -- asked by the engine ----------------------------------------------------------------------
