@@ -163,7 +163,7 @@ def test_deferred_updates_follow_backward_in_forward_order(tmp_path: Path) -> No
 NUM_LAYERS, NUMEL = 16, 1 << 17
 FORWARD_S, BACKWARD_S = 0.003, 0.006  # of a layer
 SLACK = 1.15  # the figure
-NEAR = 1.01
+NEAR = 1.02  # of the best count: the search prefers to hold less
 
 
 @functools.cache

@@ -7,20 +7,22 @@ from __future__ import annotations
 
 import statistics
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 import stronghold
+from stronghold.refine import TRACED_STEPS, UNTOLD_STEPS
 from stronghold.telemetry.trace import read
 from tests.quiet import law_of_time, on_time
-from tests.sleeping import SleepingModel
+from tests.sleeping import Measured, SleepingModel
 from tests.training import config
 
 NUM_LAYERS = 20
 LAYER_NUMEL = 1 << 19  # 2 MiB in fp32
-WARM_UP, MEASURED = 2, 5
+WARM_UP, MEASURED = UNTOLD_STEPS + TRACED_STEPS + 2, 5  # the plan is refined before that
 SLACK = 1.15  # the issue's figure: fill and drain of one layer, and the hand-over between threads
 
 
@@ -41,11 +43,12 @@ def measure(
         engine.backward(engine(x))
         engine.step()
     stamps.append(time.perf_counter())
+    num_deferred = len(engine.plan.deferred)
     engine.destroy()
     steps = [
         end - begin for begin, end in zip(stamps[WARM_UP:], stamps[WARM_UP + 1 :], strict=False)
     ]
-    busy: dict[str, float] = {"step": statistics.median(steps)}
+    busy: dict[str, float] = {"step": statistics.median(steps), "deferred": num_deferred}
     spans = read(trace)
     for lane in ("compute", "fetch", "drain", "update"):
         durations = [span.duration_s for span in spans if span.lane == lane]
@@ -69,3 +72,30 @@ def test_step_takes_the_longest_lane(
     on_time(busy["step"] <= SLACK * bound, busy)
     # Not vacuous: without overlap the step would be the sum.
     on_time(sum(busy[lane] for lane in ("compute", "fetch", "drain")) > 1.3 * bound, busy)
+
+
+@pytest.mark.parametrize("load", [0.8, 1.0, 1.25])
+@law_of_time
+def test_early_updates_hide_behind_forward_and_backward(load: float, tmp_path: Any) -> None:
+    """Also where the CPU's Adam takes longer than backward: some layers are updated in forward."""
+    found = measure_updates(load, tmp_path)
+    on_time(found.step_s <= SLACK * found.bound_s, found)
+    on_time(found.num_deferred > 0, found)
+
+
+def measure_updates(load: float, path: Path, clipping: float = 0.0) -> Measured:
+    """A model of which the CPU's Adam takes `load` times what compute takes."""
+    forward_s = 0.008 / max(1.0, load / 1.25)  # Adam's time is limited
+    nbytes = 32 * LAYER_NUMEL  # Adam's, and the norm's
+    section = {
+        "window": 3,
+        "cpu_threads": 1,
+        "emulated": {"update_gbps": nbytes / (load * 3 * forward_s) / 1e9},
+    }
+    busy = measure(section, clipping, forward_s, path / "trace.json")
+    return Measured(
+        step_s=busy["step"],
+        bound_s=max(busy["compute"], busy["fetch"], busy["drain"], busy["update"]),
+        alone_s=busy["compute"] + busy["update"],
+        num_deferred=int(busy["deferred"]),
+    )

@@ -51,7 +51,7 @@ def as_planned(engine: Any) -> None:
 
 def engine_of(place: str, mode: str = "held", **options: Any) -> tuple[Any, Any]:
     model, make_batch = MODELS["gpt"](num_layers=4)
-    settings = config(section=on_gpu(place), **{**MODES[mode], **options})
+    settings = config(section=on_gpu(place, deferred_layers=0), **{**MODES[mode], **options})
     engine = stronghold.initialize(
         model=model, config=settings, model_parameters=model.parameters()
     )[0]

@@ -34,6 +34,7 @@ FEW = 3  # of the first round's best, whose window is varied
 POLICIES = ("recompute", "offload")  # of what is not kept
 UPDATES = ("host", "gpu")  # of resident layers
 WHOLE = 1.03  # a model that fits whole stays whole, unless another plan is faster than this
+ENOUGH = 1.01  # so near the fastest, that deferring fewer updates, which takes less, is preferred
 EQUAL = 1e-3  # a plan must be faster than another by this share to be preferred to a smaller one
 
 
@@ -125,11 +126,22 @@ class _Search:
         )
 
     def _chosen(self) -> tuple[Forecast, _Candidate]:
-        best = self._best(1)[0]
+        best = self._fewest_deferred(self._best(1)[0])
         whole = [pair for pair in self._tried if pair[1].plan.whole]
         if whole and whole[0][0].step_s <= WHOLE * best[0].step_s:
             return whole[0]
         return best
+
+    def _fewest_deferred(self, best: tuple[Forecast, _Candidate]) -> tuple[Forecast, _Candidate]:
+        """Of those that differ from the best in this alone and are nearly as fast."""
+        demand = replace(best[1].demand, deferred_layers=None)
+        alike = [
+            (forecast, candidate)
+            for forecast, candidate in self._tried
+            if replace(candidate.demand, deferred_layers=None) == demand
+            and forecast.step_s <= ENOUGH * best[0].step_s
+        ]
+        return min(alike, key=lambda pair: len(pair[1].plan.deferred))
 
     def _residents(self, candidate: _Candidate) -> int:
         return candidate.demand.resident_layers or 0

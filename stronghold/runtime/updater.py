@@ -7,7 +7,8 @@ which the training thread reads only behind a fence.
 [Note: the gate] When the norm of the whole model (clipping) or a possible overflow decides over
 every layer, gradients are held until backward has ended; then layers are updated in forward order,
 so that the next forward starts at once and waits layer by layer. Without either, a layer is updated
-as soon as its gradients are complete.
+as soon as its gradients are complete, or, deferred, in the same way when backward has ended
+([Note: deferred updates] of `plan.deferral`).
 
 [Note: a gradient that comes twice] A parameter used in two autograd leaves (two forward calls
 before one backward on a GPU, reentrant checkpoints) hands over its gradient in parts. Parts of one
