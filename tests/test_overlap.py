@@ -80,7 +80,7 @@ def test_early_updates_hide_behind_forward_and_backward(load: float, tmp_path: A
     """Also where the CPU's Adam takes longer than backward: some layers are updated in forward."""
     found = measure_updates(load, tmp_path)
     on_time(found.step_s <= SLACK * found.bound_s, found)
-    on_time(found.num_deferred > 0, found)
+    on_time(found.num_deferred > 0 or load < 1.0, found)
 
 
 def measure_updates(load: float, path: Path, clipping: float = 0.0) -> Measured:

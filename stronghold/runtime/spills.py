@@ -14,7 +14,8 @@ A fetch of spilled weights, for each piece of the other ring:
 Gradients that wait for the gate and have no room in RAM drain into the gradient ring, are read for
 their norm by the update lane, and go to a file; the update's pieces bring them back. fp32 sums over
 micro-batches pass the staging ring as moments do: loaded, added to, written.
-Loads are submitted as soon as the update is, on a lane of their own: they run ahead, as far as
+Loads are submitted as soon as the update is (those of a backward's first pieces before that, by
+`piece_loads`), on a lane of their own: they run ahead, as far as
 there are entries, over the border between layers too. Races and what prevents them:
   * an entry is overwritten while it is used     -> a load waits for the entry's `free_after`: its
                                                     spill, or its copy to a slot
@@ -27,11 +28,13 @@ there are entries, over the border between layers too. Races and what prevents t
   * a piece fails and a later one succeeds       -> each waits for the one before: the last fence
                                                     of a layer fails when any of its pieces did
 
-[Note: what does not overlap] Updates that come as gradients do end with the layers that the next
-forward begins with; updates behind the gate begin when backward has ended, and the next backward
-needs them all. So where the disk is the bound it rests in forward (in backward, behind the gate): a
-step takes that much more than its bytes. Where the disk takes several times what compute does, or
-less than backward does (forward, behind the gate), that is little or nothing.
+[Note: what does not overlap] For a forward of F seconds, a backward of B and updates of D (the
+disk's, or the CPU's), a step takes at least max(F + B, D). Updates that come as gradients do reach
+it but for the way of a layer or two, since some of them wait for the next forward
+([Note: deferred updates] of `plan.deferral`). Behind the gate no update can begin before backward
+has ended, for the clip coefficient is known last, and the next backward needs them all: a step
+takes B + max(F, D), and the disk rests in backward. That is the least there can be where clipping
+is exact, and of no account where the disk takes less than forward does.
 """
 
 from __future__ import annotations

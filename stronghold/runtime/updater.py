@@ -7,8 +7,7 @@ which the training thread reads only behind a fence.
 [Note: the gate] When the norm of the whole model (clipping) or a possible overflow decides over
 every layer, gradients are held until backward has ended; then layers are updated in forward order,
 so that the next forward starts at once and waits layer by layer. Without either, a layer is updated
-as soon as its gradients are complete, or, deferred, in the same way when backward has ended
-([Note: deferred updates] of `plan.deferral`).
+as soon as its gradients are complete, or deferred ([Note: deferred updates] of `plan.deferral`).
 
 [Note: a gradient that comes twice] A parameter used in two autograd leaves (two forward calls
 before one backward on a GPU, reentrant checkpoints) hands over its gradient in parts. Parts of one
@@ -149,8 +148,7 @@ class Updater:
                 self._late.setdefault(layer, []).append(self._norm_done[-1])
 
     def _early(self, layer: int, calls: int) -> bool:
-        """Whether the layer is updated as its gradients come: no more may come, and the plan does
-        not defer it ([Note: deferred updates])."""
+        """Whether the layer is updated as its gradients come: no more may come."""
         return self._mode is Gradients.RING and calls <= 1 and layer not in self._deferred
 
     def _update_early(
@@ -185,8 +183,8 @@ class Updater:
         self.forget()
 
     def end_backward(self, last_fetch: Callable[[int], Fence]) -> None:
-        """Backward has ended: update, in the order of the next forward, what was not updated early,
-        because it is deferred or because more gradients might have come.
+        """Backward has ended: update, in the order of the next forward, what is deferred, and what
+        more gradients might have come for.
         """
         for layer in sorted(self._late):
             self._submit_update(layer, 1.0, (last_fetch(layer), *self._late[layer]))
