@@ -103,7 +103,7 @@ def rates_of(
 ) -> Rates:
     """The lanes' rates on `machine` with so many threads for the CPU's Adam.
 
-    `sharing` ranks of the node have a link each, and divide the host memory's bandwidth;
+    `sharing` ranks of the node have a link each, and divide the bandwidth of host memory and disks;
     `wire_gbps` is what a rank receives from the others, by default as much as over its link.
     """
     most = max(machine.memory_gbps)
@@ -119,9 +119,9 @@ def rates_of(
         memory_gbps=machine.memory_rate(most) / sharing,
         wire_gbps=wire_gbps or machine.fetch_gbps,
         device_gbps=machine.gpu_memory_gbps,
-        load_gbps=read,
-        spill_gbps=write,
-        io_gbps=machine.nvme_mixed_gbps or max(read, write),
+        load_gbps=read / sharing,
+        spill_gbps=write / sharing,
+        io_gbps=(machine.nvme_mixed_gbps or max(read, write)) / sharing,
         launch_s=LAUNCH_S,
     )
 
@@ -245,6 +245,7 @@ class _Run:
             layout.layers,
         )
         ranks = SimulatedRanks(plan.num_ranks, plan.num_nodes) if plan.num_ranks > 1 else None
+        shards = ranks.shards if ranks is not None else None
         weights = SimulatedWeights(layout, dtype)
         self.host = HostStore(
             layout,
@@ -256,9 +257,9 @@ class _Run:
             elsewhere=plan.updated_on_gpu,
             defer=plan.deferred,
             allocate=meta_slab,
-            shards=ranks.shards if ranks is not None else None,
+            shards=shards,
             shared=weights if ranks is not None else None,
-            tiers=null_tiers(layout, dtype, plan.spilled, plan.staging),
+            tiers=null_tiers(layout, dtype, plan.spilled, plan.staging, shards),
         )
         store = DeviceStore(
             self.host,

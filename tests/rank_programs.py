@@ -9,8 +9,9 @@ import itertools
 import os
 import signal
 import statistics
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -138,7 +139,33 @@ CASES: dict[str, Callable[[], Run]] = {
         for name in ("gpt_tied", "called_twice", "experts", "choosy")
     },
     "parts": lambda: in_parts(known=True),
+    # One rank alone takes the same steps in memory.
+    "files": lambda: on_files("gpt"),
+    "files, choosy": lambda: on_files("choosy"),
+    "files, held": lambda: on_files("experts", clipping=1e9, emulated={"jitter_s": 1e-3}),
+    "files, parts": lambda: in_parts(known=True, section=files("masters")),
 }
+
+
+def files(spill: str | None, **more: Any) -> dict[str, Any]:
+    """A section whose state lies in files of each rank, on one path."""
+    return {"nvme": {"path": tempfile.gettempdir(), "spill": spill}, **more}
+
+
+def on_files(name: str, *, clipping: float = 0.0, **section: Any) -> Run:
+    section |= files("masters") if num_ranks() > 1 else {}
+    with small_pieces():
+        return train(name, config(clipping=clipping, section=section))
+
+
+@contextlib.contextmanager
+def small_pieces() -> Iterator[None]:
+    """As few as hold a page of each array, so that every layer takes several pieces."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("stronghold.plan.spills.PIECE_BYTES", 2048 * 24)
+        yield
+
+
 CLOSE: dict[str, Callable[[], Run]] = {
     "clipped": partial(train, "gpt", config(clipping=0.1), batches_per_step=4),
     "bf16": partial(train, "gpt", config(precision="bf16"), batches_per_step=4),
@@ -318,7 +345,7 @@ def refused() -> dict[str, str]:
     """What several ranks refuse before they run, and why."""
     cases: dict[str, tuple[nn.Module, dict[str, Any]]] = {
         "gpu": (Wide(8, 2), {"resident_updates": "gpu"}),
-        "nvme": (Wide(8, 2), {"nvme": {"path": "/tmp"}}),
+        "nvme": (Wide(8, 2), files("weights")),
         "model": (Wide(8 + rank(), 2), {}),
     }
     found = {}
@@ -522,7 +549,7 @@ def astray(lane: str, *, clipping: float) -> str:
 HALVED = 2  # a block of the model
 
 
-def in_parts(*, known: bool) -> Run:
+def in_parts(*, known: bool, section: dict[str, Any] | None = None) -> Run:
     """The gradients of a block come in halves, the second ones when backward ends; one of the ranks
     has `known` it, as of a layer that was called twice. One rank alone gets them whole."""
     if num_ranks() == 1:
@@ -553,7 +580,7 @@ def in_parts(*, known: bool) -> Run:
     with pytest.MonkeyPatch.context() as patch:
         for change in (prepare, arrived, flush):
             patch.setattr(SharedDrains, change.__name__, change)
-        return train("gpt", config(clipping=0.0))
+        return train("gpt", config(clipping=0.0, section=section))
 
 
 def further() -> str:

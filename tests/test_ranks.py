@@ -128,7 +128,7 @@ def test_what_several_ranks_cannot_do_yet_is_refused(two: list[Any]) -> None:
     for found in two:
         refused = found["refused"]
         assert "resident_updates" in refused["gpu"]
-        assert "stronghold.nvme" in refused["nvme"]
+        assert "stronghold.nvme.spill" in refused["nvme"]
         assert "the model's parameters differ between the ranks" in refused["model"]
 
 

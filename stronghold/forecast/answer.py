@@ -156,17 +156,26 @@ def _demand(question: Question, costs: ModelCosts) -> Demand:
         num_ranks=question.gpus,
         resident_updates="host" if question.gpus > 1 else None,
         nvme=question.nvme_bytes > 0,
-        nvme_capacity_bytes=question.nvme_bytes or None,
+        nvme_capacity_bytes=question.nvme_bytes // question.gpus or None,
         micro_batches=question.accumulation,
     )
 
 
 def _share(question: Question) -> MachineProfile:
-    """The machine as one of its ranks has it: a GPU and a link, and a part of the memory's
-    bandwidth."""
-    rates = question.machine.memory_gbps.items()
-    shared = {threads: rate / question.gpus for threads, rate in rates}
-    return replace(question.machine, memory_gbps=shared) if question.gpus > 1 else question.machine
+    """The machine as one of its ranks has it: a GPU and a link, and a part of the bandwidth of
+    memory and disks."""
+    machine, gpus = question.machine, question.gpus
+    if gpus == 1:
+        return machine
+    disk = (machine.nvme_read_gbps, machine.nvme_write_gbps, machine.nvme_mixed_gbps)
+    read, write, mixed = (rate / gpus if rate is not None else None for rate in disk)
+    return replace(
+        machine,
+        memory_gbps={threads: rate / gpus for threads, rate in machine.memory_gbps.items()},
+        nvme_read_gbps=read,
+        nvme_write_gbps=write,
+        nvme_mixed_gbps=mixed,
+    )
 
 
 def _at_once(layer: LayerCost) -> int:
@@ -239,8 +248,8 @@ def _tiers(question: Question, plan: Plan) -> tuple[Tier, ...]:
         ),
     ]
     if question.nvme_bytes:
-        nvme = Tier(name="nvme", budget_bytes=question.nvme_bytes, parts=dict(plan.nvme_bytes))
-        tiers.append(nvme)
+        share = question.nvme_bytes // question.gpus
+        tiers.append(Tier(name="nvme", budget_bytes=share, parts=dict(plan.nvme_bytes)))
     return tuple(tiers)
 
 

@@ -95,8 +95,6 @@ def understand(words: Words) -> Question:
         )
     if words.wire is not None and not 0.0 < words.wire < float("inf"):
         raise ConfigError(f"--wire: got {words.wire}, expected 1e9 bytes per second, above 0")
-    if words.gpus > 1 and words.nvme is not None:
-        raise ConfigError("--nvme: this release uses files on one rank alone; leave out --gpus")
     machine = _machine(words.machine)
     gpu_bytes = _bytes("--gpu", words.gpu, machine.gpu_memory_bytes)
     host_bytes = _bytes("--host", words.host, machine.host_memory_bytes)

@@ -247,18 +247,15 @@ class HostStore:
         if not filed and self.shards.num_ranks == 1:
             yield begin, end, {array: slab[begin:end] for array, slab in slabs.items()}
             return
-        if not filed:
-            state = self.layers[index]
-            base = {array: 0 if array == "weights" else state.begin for array in slabs}
-            for first, last in self.shards.within(state.layout, begin, end):
-                yield (
-                    first,
-                    last,
-                    {a: s[first - base[a] : last - base[a]] for a, s in slabs.items()},
-                )
-            return
-        for first, last, found in self.tiers.staged(index, filed, begin, end, mode):
-            found.update({array: slab[first:last] for array, slab in slabs.items()})
+        state = self.layers[index]
+        base = {array: 0 if array == "weights" else state.begin for array in slabs}
+        staged: Iterator[tuple[int, int, Views]]
+        if filed:
+            staged = self.tiers.staged(index, filed, begin, end, mode)
+        else:
+            staged = ((*own, {}) for own in self.shards.within(state.layout, begin, end))
+        for first, last, found in staged:
+            found.update({a: s[first - base[a] : last - base[a]] for a, s in slabs.items()})
             yield first, last, found
 
     def flush(self, index: int) -> None:

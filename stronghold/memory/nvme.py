@@ -25,6 +25,7 @@ from stronghold.errors import ConfigError, StateError
 from stronghold.memory import disks
 from stronghold.memory.extents import Extent, ExtentRequest, Segment, Striping, lay_out
 from stronghold.memory.mapping import map_shared
+from stronghold.memory.neighbours import ALONE, Neighbours
 from stronghold.memory.ownership import RunDirectory, reclaim
 from stronghold.memory.slab import map_slab
 from stronghold.memory.spillfile import SpillFile, Verb
@@ -88,6 +89,10 @@ class NvmeStore:
     First the directories of dead runs under the paths are reclaimed. Raises ConfigError for a path
     that cannot be used, BudgetError when the files do not fit, both before anything is written, and
     `OSError` for all other refusals of the system.
+
+    Of several `neighbours` each has files, directories and a ring of its own, of the same sizes;
+    `capacity_bytes` and the room on the disks are for all of them. They open together, and when one
+    cannot, all raise.
     """
 
     def __init__(
@@ -103,6 +108,7 @@ class NvmeStore:
         depth: int | None = None,
         block_bytes: int | None = None,
         device: Device | None = None,
+        neighbours: Neighbours = ALONE,
     ) -> None:
         self._process = os.getpid()
         self._stack = contextlib.ExitStack()
@@ -121,25 +127,35 @@ class NvmeStore:
             raise StateError(f"ring: got {ring_entries} entries of {piece_bytes} bytes")
         with contextlib.ExitStack() as undo:
             undo.callback(self._stack.close)
-            self._open(rates, capacity_bytes, device)
+            count = neighbours.count
+            # One looks at the disks for all, before anybody changes them.
+            self.rates = neighbours.first(lambda: self._look(rates, capacity_bytes, count))
+            self._striping = Striping(self.rates, self._queue_options[1])
+            neighbours.together(lambda: self._open(device))
+            if neighbours.index == 0:
+                self._report()
             undo.pop_all()
 
     # ---- Opening and closing -------------------------------------------------------------------
 
-    def _open(
-        self, rates: Sequence[float] | None, capacity_bytes: int | None, device: Device | None
-    ) -> None:
+    def _look(
+        self, given: Sequence[float] | None, capacity_bytes: int | None, count: int
+    ) -> tuple[float, ...]:
+        """The paths' rates, when they can hold the files of `count` processes."""
         disks.check_paths(self.paths)
         for path in self.paths:
             reclaim(path)
-        disks.check_capacity(self.file_bytes, capacity_bytes)
-        self.rates = self._rates(rates)
-        self._striping = Striping(self.rates, self._queue_options[1])
+        disks.check_capacity(self.file_bytes * count, capacity_bytes)
+        rates = self._rates(given)
+        sizes = Striping(rates, self._queue_options[1]).file_bytes(self.file_bytes)
+        needs = zip(self.paths, sizes, strict=True)
+        disks.check_space({path: size * count for path, size in needs})
+        return rates
+
+    def _open(self, device: Device | None) -> None:
         sizes = self._striping.file_bytes(self.file_bytes)
-        disks.check_space(dict(zip(self.paths, sizes, strict=True)))
         self._ring = self._make_ring(device)
         self._files = [self._file(path, size) for path, size in zip(self.paths, sizes, strict=True)]
-        self._report()
 
     def _rates(self, rates: Sequence[float] | None) -> tuple[float, ...]:
         if rates is not None and len(rates) != len(self.paths):

@@ -24,6 +24,7 @@ from stronghold.device.base import Fence, completed
 from stronghold.memory.extents import ARRAYS, Extent, ExtentRequest, lay_out
 from stronghold.memory.slab import map_slab
 from stronghold.model.layout import PAGE_NUMEL, LayerLayout, ModelLayout
+from stronghold.model.shards import Shards
 from stronghold.native_io import ALIGNMENT
 
 LOW_DTYPE: dict[torch.dtype, torch.dtype | None] = {
@@ -155,7 +156,8 @@ class Tiers:
     """What of one model lies in `store`: `spilled[i]` names the arrays of layer i.
 
     The ring's first entry serves `staged`, the next `update_entries` updates, the last
-    `fetch_entries` fetches.
+    `fetch_entries` fetches. Of several ranks each has the elements of `shards` in its own store;
+    all elements are counted from the layer's first one.
     """
 
     def __init__(
@@ -167,8 +169,10 @@ class Tiers:
         *,
         update_entries: int = 0,
         fetch_entries: int = 0,
+        shards: Shards | None = None,
     ) -> None:
         self._layers = layout.layers
+        self._shards = shards or Shards()
         self._dtypes = array_dtypes(dtype)
         self._store = store
         missing = [frozenset[str]()] * (len(layout.layers) - len(spilled))
@@ -205,18 +209,24 @@ class Tiers:
             self._store.check()
 
     # -- pieces -----------------------------------------------------------------------------------
+    def _range(self, layer: int, arrays: Sequence[str]) -> tuple[int, int]:
+        """The elements of these arrays that the store has."""
+        if tuple(arrays) == ("weights",):
+            return 0, self._layers[layer].numel
+        return self._shards.trained(self._layers[layer])
+
     def cuts(
         self, layer: int, arrays: Sequence[str], begin: int = 0, end: int | None = None
     ) -> Iterator[tuple[int, int]]:
         """Ranges of elements, each no more than an entry holds, that cover [begin, end) of the
-        layer (all that these arrays have) at multiples of `PAGE_NUMEL`.
+        layer (all of it that these arrays have here) at multiples of `PAGE_NUMEL`.
         """
         assert self._store is not None
-        whole = numel_of(self._layers[layer], arrays)
-        end = whole if end is None else -(-end // PAGE_NUMEL) * PAGE_NUMEL
+        first, last = self._range(layer, arrays)
+        end = last if end is None else min(last, -(-end // PAGE_NUMEL) * PAGE_NUMEL)
         size = sum(self._dtypes[array].itemsize for array in arrays)
         step = self._store.piece_bytes // (size * PAGE_NUMEL) * PAGE_NUMEL
-        at = begin // PAGE_NUMEL * PAGE_NUMEL
+        at = max(first, begin // PAGE_NUMEL * PAGE_NUMEL)
         while at < end:
             yield at, min(at + step, end)
             at += step
@@ -259,7 +269,8 @@ class Tiers:
         with contextlib.ExitStack() as started:
             for array, memory in views.items():
                 extent = self._store.extent(layer, array)
-                started.callback(submit(extent, begin * memory.element_size(), memory).wait)
+                at = begin - self._range(layer, [array])[0]
+                started.callback(submit(extent, at * memory.element_size(), memory).wait)
             return _Transfers(started.pop_all())
 
     # -- outside of the lanes ---------------------------------------------------------------------
@@ -323,15 +334,19 @@ def numel_of(layer: LayerLayout, arrays: Sequence[str]) -> int:
 
 
 def extent_requests(
-    layout: ModelLayout, dtype: torch.dtype, spilled: Sequence[frozenset[str]]
+    layout: ModelLayout,
+    dtype: torch.dtype,
+    spilled: Sequence[frozenset[str]],
+    num_ranks: int = 1,
 ) -> list[ExtentRequest]:
-    """The extents of all that spills, layer by layer: what an update reads lies together."""
+    """The extents of all that spills, layer by layer: what an update reads lies together. Of
+    several ranks each has an equal part."""
     dtypes = array_dtypes(dtype)
     return [
         ExtentRequest(
             layer=layer.index,
             array=array,
-            nbytes=numel_of(layer, [array]) * dtypes[array].itemsize,
+            nbytes=numel_of(layer, [array]) // num_ranks * dtypes[array].itemsize,
         )
         for layer, arrays in zip(layout.layers, spilled, strict=False)  # shorter: nothing after
         for array in ARRAYS
@@ -344,6 +359,7 @@ def null_tiers(
     dtype: torch.dtype,
     spilled: Sequence[frozenset[str]],
     staging: Ring,
+    shards: Shards | None = None,
 ) -> Tiers:
     """Tiers without bytes, for simulations.
 
@@ -352,7 +368,7 @@ def null_tiers(
     """
     if not any(spilled):
         return Tiers(layout, dtype)
-    requests = extent_requests(layout, dtype, spilled)
+    requests = extent_requests(layout, dtype, spilled, shards.num_ranks if shards else 1)
     by_layer = [sum(r.nbytes for r in requests if r.layer == i) for i in range(len(spilled))]
     coarse = max(by_layer) // SIMULATED_PIECES // ALIGNMENT * ALIGNMENT
     store = NullStore(
@@ -365,4 +381,5 @@ def null_tiers(
         spilled,
         update_entries=staging.update_entries,
         fetch_entries=staging.fetch_entries,
+        shards=shards,
     )

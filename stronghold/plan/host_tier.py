@@ -7,9 +7,9 @@ meet exactly.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from stronghold.errors import BudgetError
+from stronghold.errors import BudgetError, ConfigError
 from stronghold.model.layout import LayerLayout
 from stronghold.plan import spills
 from stronghold.plan.demand import Demand, Gradients
@@ -43,9 +43,18 @@ def plan_host(
 ) -> HostTier:
     """The share for `layers`, those that are updated on the host, beside `offloaded_bytes` of
     activations; BudgetError, before anything is allocated, when it cannot fit. `deferred` layers
-    hold their gradients for the next forward.
+    hold their gradients for the next forward. Of several ranks it is one's: of every array it has
+    an equal part, and of the node's weights such a part counts.
     """
+    if demand.num_ranks > 1 and demand.nvme and demand.spill == "weights":
+        raise ConfigError(
+            'stronghold.nvme.spill: got "weights" (or DeepSpeed\'s offload_param on nvme), but '
+            "several ranks have the weights once for all of them, in memory; set it to "
+            '"masters", or leave it out'
+        )
+    layers = [_part(layer, demand) for layer in layers]
     sizes = _sizes(gradients, demand)
+    num_kinds = len(spills.KINDS) - (demand.num_ranks > 1)  # all but weights
 
     def of(spilled: Spilled) -> HostTier:
         return _tier(layers, gradients, demand, sizes, spilled, deferred)
@@ -63,7 +72,7 @@ def plan_host(
         spilled = spills.everything(layers, sizes, spills.DEPTHS[demand.spill])
         reasons.append(f"nvme: {demand.spill} spill, and all that goes first (stronghold.nvme)")
     else:
-        spilled = spills.fewest(layers, sizes, len(spills.KINDS), fits=fits)
+        spilled = spills.fewest(layers, sizes, num_kinds, fits=fits)
     tier = of(spilled)
     if demand.nvme and demand.spill is None:
         kinds = [kind for kind, size in tier.nvme_bytes.items() if size]
@@ -71,6 +80,15 @@ def plan_host(
         reasons.append(f"nvme: {what}; host memory holds the rest")
     _check(tier, demand, offloaded_bytes)
     return tier
+
+
+def _part(layer: LayerLayout, demand: Demand) -> LayerLayout:
+    """The layer as one of the ranks has it: sizes alone."""
+    return replace(
+        layer,
+        numel=layer.numel // demand.sharers("weights"),
+        trainable_numel=layer.trainable_numel // demand.num_ranks,
+    )
 
 
 def _sizes(gradients: Gradients, demand: Demand) -> dict[str, int]:
@@ -97,7 +115,7 @@ def _tier(
 ) -> HostTier:
     def slabs(*arrays: str) -> int:
         return sum(
-            spills.numel_of(layer, array) // demand.sharers(array) * sizes.get(array, 0)
+            spills.numel_of(layer, array) * sizes.get(array, 0)
             for layer in layers
             for array in arrays
             if array not in spilled[layer.index]
@@ -106,7 +124,7 @@ def _tier(
     staging = spills.staging_of(layers, spilled, sizes, demand.piece_bytes)
     # Gradients that are held in host memory need no ring; those that spill pass it.
     passing = gradients is not Gradients.HELD or any("gradients" in found for found in spilled)
-    largest = max((layer.trainable_numel for layer in layers), default=0) // demand.num_ranks
+    largest = max((layer.trainable_numel for layer in layers), default=0)
     ring_entries = RING_ENTRIES if passing and largest and demand.training else 0
     read, written = spills.traffic(layers, spilled, sizes, demand.micro_batches)
     return HostTier(

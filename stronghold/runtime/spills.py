@@ -40,6 +40,7 @@ is exact, and of no account where the disk takes less than forward does.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -141,12 +142,13 @@ class Spills:
             if name in views:
                 return views[name]
             slab: torch.Tensor | None = getattr(state, name)
-            return slab[begin:end] if slab is not None else None
+            first = 0 if name == "weights" else state.begin
+            return slab[begin - first : end - first] if slab is not None else None
 
         found = views.get("accumulated", views.get("gradients"))
         if found is None:
             assert gradients is not None
-            found = gradients[begin:end]
+            found = gradients[begin - state.begin : end - state.begin]
         weights, exp_avg, exp_avg_sq = array("weights"), array("exp_avg"), array("exp_avg_sq")
         assert weights is not None
         assert exp_avg is not None
@@ -193,7 +195,8 @@ class Spills:
         """
         device, target = self._device, entry
         after: tuple[Fence, ...] = (drained,)
-        numel = self._host.layers[layer].layout.trainable_numel
+        state = self._host.layers[layer]
+        numel = state.end - state.begin
         if not first:
             target = self._host.ring_entry()
             after = (drained, self._gradient_transfer("load", layer, target, numel, ()))
@@ -217,7 +220,12 @@ class Spills:
         return ahead.submit(
             lane,
             f"{verb} gradients {layer}",
-            partial(move, layer, 0, {"gradients": entry.gradients[:numel]}),
+            partial(
+                move,
+                layer,
+                self._host.layers[layer].begin,
+                {"gradients": entry.gradients[:numel]},
+            ),
             (*after, entry.free_after, self._written[layer]),
             nbytes=self._tiers.nbytes(("gradients",), numel),
         )
@@ -241,6 +249,9 @@ class Spills:
         The sums' own sums of squares go into `sums` by position. Returns the fence of it.
         """
         device, arrays = self._device, ("accumulated",)
+        parts = [(k, self._own(layer, part), add) for k, part, add in parts]
+        if sums is not None:
+            sums.update((k, 0.0) for k, part, _ in parts if not part.numel)
         norms = PieceNorms(self._kernels, sums) if sums is not None else None
         worked, spilled = drained, self._written[layer]
         for begin, end in self._tiers.cuts(layer, arrays):
@@ -262,7 +273,13 @@ class Spills:
             worked = device.update.submit(
                 f"accumulate {layer}",
                 partial(
-                    self._accumulate, gradients, views["accumulated"], begin, end, inside, norms
+                    self._accumulate,
+                    gradients[begin - self._host.layers[layer].begin :],
+                    views["accumulated"],
+                    begin,
+                    end,
+                    inside,
+                    norms,
                 ),
                 after,
                 nbytes=(gradients.element_size() + (12 if norms is not None else 8))
@@ -290,8 +307,8 @@ class Spills:
         base, to, size = gradients.data_ptr(), accumulated.data_ptr(), gradients.element_size()
         segments = []
         for _, part, add in parts:
-            low, high = max(begin, part.offset), min(end, part.offset + part.numel)
-            segments.append((base + low * size, to + (low - begin) * 4, high - low, add))
+            low, high = max(begin, part.offset) - begin, min(end, part.offset + part.numel) - begin
+            segments.append((base + low * size, to + low * 4, high - low, add))
         self._kernels.accumulate(gradients.dtype, segments)
         if norms is not None:
             norms.add(accumulated, begin, end, [(k, part) for k, part, _ in parts])
@@ -300,10 +317,17 @@ class Spills:
         """The sum of squares of one parameter's sums; waits for them."""
         self._written[layer].wait()
         sums: dict[int, float] = {}
+        part = self._own(layer, part)
         norms, at = PieceNorms(self._kernels, sums), part.offset
         for begin, end, found in self._host.pieces(layer, ("accumulated",), at, at + part.numel):
             norms.add(found["accumulated"], begin, end, [(position, part)])
         return sums.get(position, 0.0)
+
+    def _own(self, layer: int, part: ParameterSlice) -> ParameterSlice:
+        """The part of a parameter that this rank has; blocks of a norm are counted from there."""
+        state = self._host.layers[layer]
+        own = part.within(state.begin, state.end)
+        return replace(part, offset=state.begin + own.start, numel=own.stop - own.start)
 
     # -- fetches ----------------------------------------------------------------------------------
     def fetch(self, layer: int, target: torch.Tensor, free: Fence) -> Fence:

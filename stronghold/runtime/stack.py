@@ -26,17 +26,16 @@ from stronghold.device.kernels import NativeKernels
 from stronghold.errors import ConfigError, StateError
 from stronghold.limits import available_host_bytes
 from stronghold.memory.host import LOW_DTYPE, HostStore
-from stronghold.memory.mapping import check_mappings
-from stronghold.memory.nvme import BLOCK_BYTES, NvmeStore
 from stronghold.memory.resident import DeviceStore
 from stronghold.memory.slab import map_slab
-from stronghold.memory.tiers import Tiers, extent_requests
+from stronghold.memory.tiers import Tiers
 from stronghold.model.layout import ModelLayout, layout
 from stronghold.model.partition import Partition, partition
 from stronghold.model.source import WeightSource, forget_source, materialize, source_of
 from stronghold.plan.planner import Demand, Gradients, Plan, make_plan
 from stronghold.runtime.adam import AdamSteps
 from stronghold.runtime.distributed import Ranks, places_of
+from stronghold.runtime.files import open_tiers
 from stronghold.runtime.optimizer import EngineOptimizer
 from stronghold.runtime.ranks.sharing import Sharing, check_alike, check_section, node_weights
 from stronghold.runtime.runtime import Runtime
@@ -123,7 +122,9 @@ class Stack:
             cores = self.ranks.cores if self.ranks is not None else None
             self.pool = native.Pool(self.plan.cpu_threads, cores)
             undo.callback(self.pool.close)
-            tiers = self._open_tiers(request, undo)
+            tiers = open_tiers(
+                section.nvme, self.plan, self.layout, self.dtype, self.device, self.ranks, undo
+            )
             self._build(model, optimizer, tiers, undo)
             self._parts = undo.pop_all()
         self._planned = (self.plan.gpu_total_bytes, self.plan.host_total_bytes)
@@ -133,36 +134,8 @@ class Stack:
         if kind == "cuda":
             return CudaDevice(request.local_rank, budget_bytes=section.gpu_memory, trace=self.trace)
         settings = section.emulated.model_dump()  # of the same names
+        settings["nvme_gbps"] = _of_each(section.emulated.nvme_gbps, self.ranks)
         return EmulatedDevice(budget_bytes=section.gpu_memory, trace=self.trace, **settings)
-
-    def _open_tiers(self, request: Request, undo: contextlib.ExitStack) -> Tiers:
-        """Open the files of what spills, before anything large is allocated."""
-        plan, nvme = self.plan, request.section.nvme
-        if nvme is None or not any(plan.spilled):
-            return Tiers(self.layout, self.dtype)
-        mapped = plan.nvme_bytes["weights"]
-        check_mappings(mapped, len(nvme.paths), nvme.block or BLOCK_BYTES)
-        store = NvmeStore(
-            nvme.paths,
-            extents=extent_requests(self.layout, self.dtype, plan.spilled),
-            ring_entries=plan.staging.entries,
-            piece_bytes=plan.staging.piece_bytes,
-            capacity_bytes=nvme.capacity,
-            engine=nvme.engine,
-            depth=nvme.depth,
-            block_bytes=nvme.block,
-            device=self.device,
-        )
-        undo.callback(store.close)
-        undo.callback(self.device.close)  # first: lanes may still read and write the files
-        return Tiers(
-            self.layout,
-            self.dtype,
-            store,
-            plan.spilled,
-            update_entries=plan.staging.update_entries,
-            fetch_entries=plan.staging.fetch_entries,
-        )
 
     def _build(
         self,
@@ -376,9 +349,12 @@ def _demand(
     ranks = request.ranks
     sharers = ranks.num_local if ranks is not None else 1
     host_budget = section.host_memory or available_host_bytes() // sharers + held_now
+    if ranks is not None and section.nvme is not None:
+        host_budget = ranks.least(host_budget)  # the same arrays spill
     resident = section.resident_layers
     num_blocks = sum(layer.streamed for layer in sizes.layers)
     cores = len(os.sched_getaffinity(0)) if ranks is None else len(ranks.cores)
+    capacity = section.nvme.capacity if section.nvme else None
     compute_threads = torch.get_num_threads() if gpu_free_bytes is None else 1
     return Demand(
         weight_bytes=dtype.itemsize,
@@ -399,13 +375,18 @@ def _demand(
         deferred_layers=section.deferred_layers,
         num_cores=max(1, cores - compute_threads),
         nvme=section.nvme is not None,
-        nvme_capacity_bytes=section.nvme.capacity if section.nvme else None,
+        nvme_capacity_bytes=capacity // sharers if capacity is not None else None,
         spill=section.nvme.spill if section.nvme else None,
         micro_batches=request.micro_batches,
         num_ranks=ranks.num_ranks if ranks is not None else 1,
         num_nodes=ranks.num_nodes if ranks is not None else 1,
         reduces_in_room=ranks is not None and gpu_free_bytes is None,
     )
+
+
+def _of_each(gbps: float | None, ranks: Ranks | None) -> float | None:
+    """A rate of the node's disks, as one of its ranks has it."""
+    return gbps if gbps is None or ranks is None else gbps / ranks.num_local
 
 
 def _move_buffers(model: nn.Module, device: torch.device) -> None:

@@ -15,6 +15,7 @@ from stronghold.config import StrongholdConfig
 from stronghold.device.base import Device
 from stronghold.errors import ConfigError
 from stronghold.memory.host import HostStore
+from stronghold.memory.neighbours import Neighbours
 from stronghold.memory.shared import NodeWeights
 from stronghold.model.layout import ModelLayout
 from stronghold.plan.planner import Plan
@@ -33,11 +34,6 @@ def check_section(section: StrongholdConfig) -> None:
             'stronghold.resident_updates: got "gpu", which this release does on one rank alone: '
             'leave it out, or set it to "host"'
         )
-    if section.nvme is not None:
-        raise ConfigError(
-            "stronghold.nvme: this release uses files on one rank alone: leave it out (several "
-            "ranks divide the host's memory among them)"
-        )
 
 
 def check_alike(ranks: Ranks, layout: ModelLayout, plan: Plan, precision: str) -> None:
@@ -51,9 +47,16 @@ def check_alike(ranks: Ranks, layout: ModelLayout, plan: Plan, precision: str) -
         {
             "the model's parameters": ", ".join(parameters),
             "the precision": precision,
-            "the plan": f"{plan.window} {plan.prefetch} {sorted(plan.resident)} {plan.gradients}",
+            "the plan": f"{plan.window} {plan.prefetch} {sorted(plan.resident)} {plan.gradients} "
+            f"{[sorted(arrays) for arrays in plan.spilled]}",
         }
     )
+
+
+def neighbours(ranks: Ranks) -> Neighbours:
+    """The ranks of this node, as they open files on its disks."""
+    local = [ranks.members[i] for i in ranks.local]
+    return Neighbours(index=ranks.index, ranks=local, exchange=ranks.control)
 
 
 def node_weights(ranks: Ranks, layout: ModelLayout, dtype: torch.dtype) -> NodeWeights:
