@@ -7,11 +7,12 @@ import contextlib
 import errno
 import itertools
 import os
+import re
 import signal
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from torch import nn
 
 import stronghold
 from stronghold.checkpoint import shared_save
-from stronghold.errors import ConfigError, LaneError, RankError
+from stronghold.errors import BudgetError, ConfigError, LaneError, RankError
 from stronghold.runtime.ranks.drains import SharedDrains
 from stronghold.telemetry.trace import read
 from tests.conftest import lane_threads
@@ -50,6 +51,7 @@ class Choosy(nn.Module):
         self.never = nn.Parameter(torch.ones(width))
 
     def forward(self, x: torch.Tensor, number: int) -> torch.Tensor:
+        x = x.to(self.first.weight.dtype)
         y = self.first(x)
         for index, block in enumerate(self.blocks):
             if (number + index) % 3:
@@ -70,14 +72,14 @@ class Block(nn.Module):
         return y + self.even if number % 2 == 0 else y
 
 
-def choosy() -> tuple[nn.Module, Callable[[int], dict[str, Any]]]:
+def choosy(width: int = 24) -> tuple[nn.Module, Callable[[int], dict[str, Any]]]:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = Choosy()
+        model = Choosy(width)
 
     def make_batch(seed: int) -> dict[str, Any]:
         random = torch.Generator().manual_seed(seed)
-        return {"x": torch.randn(3, 24, generator=random), "number": seed}
+        return {"x": torch.randn(3, width, generator=random), "number": seed}
 
     return model.train(), make_batch
 
@@ -140,30 +142,75 @@ CASES: dict[str, Callable[[], Run]] = {
     },
     "parts": lambda: in_parts(known=True),
     # One rank alone takes the same steps in memory.
-    "files": lambda: on_files("gpt"),
-    "files, choosy": lambda: on_files("choosy"),
-    "files, held": lambda: on_files("experts", clipping=1e9, emulated={"jitter_s": 1e-3}),
+    "files": lambda: on_files("experts", clipping=0.0, spill="moments"),
+    "files, choosy": lambda: on_files("choosy", clipping=0.0, spill="moments"),
+    "files, held": lambda: on_files("choosy", clipping=1e9),
     "files, parts": lambda: in_parts(known=True, section=files("masters")),
 }
 
 
-def files(spill: str | None, **more: Any) -> dict[str, Any]:
+def files(spill: str | None = None, **more: Any) -> dict[str, Any]:
     """A section whose state lies in files of each rank, on one path."""
-    return {"nvme": {"path": tempfile.gettempdir(), "spill": spill}, **more}
+    nvme = {"path": tempfile.gettempdir()} | ({"spill": spill} if spill else {})
+    return {"nvme": nvme, **more}
 
 
-def on_files(name: str, *, clipping: float = 0.0, **section: Any) -> Run:
-    section |= files("masters") if num_ranks() > 1 else {}
-    with small_pieces():
-        return train(name, config(clipping=clipping, section=section))
-
-
-@contextlib.contextmanager
-def small_pieces() -> Iterator[None]:
-    """As few as hold a page of each array, so that every layer takes several pieces."""
+def on_files(
+    name: str,
+    *,
+    clipping: float,
+    spill: str | None = None,
+    precision: str = "fp32",
+    batches_per_step: int = 2,
+    in_memory: bool = False,
+) -> Run:
+    """Several ranks spill, everything but weights if `spill` does not say what; one, and what is
+    to stay `in_memory`, does not. Layers of choosy take several pieces."""
+    more: dict[str, Any] = {"steps": 4, "batches_per_step": batches_per_step}
+    if name == "choosy":
+        more["options"] = {"width": 96}
+    settings = config(clipping=clipping, precision=precision, section={"window": 2})
+    if in_memory or num_ranks() == 1:
+        return train(name, settings, **more)
+    spilled: set[str] = set()
+    section = files(spill, window=2, emulated={"jitter_s": 3e-4})
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("stronghold.plan.spills.PIECE_BYTES", 2048 * 24)
-        yield
+        patch.setattr("stronghold.plan.spills.PIECE_BYTES", 1)  # so as few as hold a page
+        settings["stronghold"] |= section
+        if spill is None:
+            settings["stronghold"]["host_memory"] = least_memory(name, settings, **more)
+        run = train(
+            name,
+            settings,
+            each_step=lambda engine, _: spilled.update(*engine.plan.spilled),
+            **more,
+        )
+    assert spilled >= ({"exp_avg", "exp_avg_sq"} if spill else EVERYTHING[precision]), spilled
+    return run
+
+
+EVERYTHING = {
+    "fp32": {"exp_avg", "exp_avg_sq", "gradients"},
+    "bf16": {"exp_avg", "exp_avg_sq", "low"},
+}
+
+
+def least_memory(name: str, settings: dict[str, Any], **more: Any) -> int:
+    """What the plan needs on the host when all that can spill does, as its error says."""
+    section = {**settings["stronghold"], "host_memory": 4096}
+    try:
+        train(name, {**settings, "stronghold": section}, **more)
+    except BudgetError as error:
+        return int(re.findall(r"to at least (\d+) bytes", str(error))[0])
+    raise AssertionError("a page of memory suffices")
+
+
+# With files, beside the same in memory.
+FILES: dict[str, Callable[..., Run]] = {
+    "held": partial(on_files, "choosy", clipping=0.5, precision="bf16"),
+    "accumulated": partial(on_files, "choosy", clipping=0.5, precision="bf16", batches_per_step=4),
+    "ring": partial(on_files, "choosy", clipping=0.0, precision="bf16"),
+}
 
 
 CLOSE: dict[str, Callable[[], Run]] = {
@@ -179,6 +226,8 @@ def two_ranks(folder: Path) -> dict[str, Any]:
         "bits": {name: run() for name, run in CASES.items()},
         "again": {name: CASES[name]() for name in TWICE},
         "close": {name: run() for name, run in CLOSE.items()},
+        "files": {name: (run(), run(in_memory=True)) for name, run in FILES.items()},
+        "memory on files": memory(clipping=1.0, **files("masters")),
         "memory": memory(clipping=1.0),
         "memory without gate": memory(clipping=0.0),
         "traffic": traffic(),
@@ -218,8 +267,9 @@ class Wide(nn.Module):
         return x
 
 
-def memory(*, clipping: float) -> dict[str, Any]:
-    settings = config(clipping=clipping, precision="bf16", section={"layers": "blocks"})
+def memory(*, clipping: float, **section: Any) -> dict[str, Any]:
+    section |= {"layers": "blocks"}
+    settings = config(clipping=clipping, precision="bf16", section=section)
     engine = engine_of(Wide(), settings)
     try:
         engine.backward(engine(torch.ones(2, 512, dtype=torch.bfloat16)).float().mean())
@@ -236,6 +286,11 @@ def memory(*, clipping: float) -> dict[str, Any]:
             "padded_numel": padded_numel,
             "largest_numel": max(layer.numel for layer in stack.layout.layers),
             "plan": str(stack.plan),
+            "nvme_peak": report.nvme_peak,
+            "nvme_planned": report.nvme_planned,
+            "staging": stack.plan.staging.nbytes,
+            "traffic": (stack.plan.nvme_read_bytes, stack.plan.nvme_written_bytes),
+            "moved": _moved(stack.host.tiers),
             "weights_bytes": padded_numel * 2,
             "weights_pss": _pss("stronghold weights"),
         }
@@ -243,6 +298,11 @@ def memory(*, clipping: float) -> dict[str, Any]:
         return found
     finally:
         engine.destroy()
+
+
+def _moved(tiers: Any) -> tuple[int, int]:
+    store = tiers._store
+    return (store.bytes_read, store.bytes_written) if store is not None else (0, 0)
 
 
 def _pss(name: str) -> int:
@@ -390,8 +450,11 @@ def checkpoint(folder: Path) -> dict[str, Any]:
         "first": session(folder / "saved", None, steps=2),
         "on": session(None, folder / "saved", steps=2),
         "beside": session(folder / "beside", None, steps=2, async_checkpoint=True),
+        "on files": session(folder / "from files", folder / "saved", steps=2, **files("masters")),
+        "off files": session(None, folder / "from files", steps=1),
+        "straight on": session(None, folder / "saved", steps=3),
         "straight": session(None, None, steps=4),
-    } | {"saved": str(folder / "saved"), "beside": str(folder / "beside")}
+    } | {name: str(folder / name) for name in ("saved", "beside", "from files")}
 
 
 def load_elsewhere(folder: Path) -> dict[str, Any]:

@@ -77,6 +77,26 @@ def test_host_bytes_are_the_plans_and_half_of_one_ranks(two: list[Any]) -> None:
         assert ring["host_peak"] == 12 * ring["padded_numel"] // 2 + rest
 
 
+@pytest.mark.parametrize("name", rank_programs.FILES)
+def test_files_of_each_rank_never_change_a_bit(name: str, two: list[Any]) -> None:
+    """Against the same ranks in memory; all but weights spills, layers take several pieces."""
+    for found in two:
+        on_files, in_memory = found["files"][name]
+        assert_identical(on_files, in_memory)
+        assert on_files.norms == in_memory.norms
+
+
+def test_bytes_of_files_are_the_plans_and_half_of_one_ranks(two: list[Any]) -> None:
+    """bf16 with held gradients: weights and those in memory, moments and masters in files."""
+    for found in two:
+        report = found["memory on files"]
+        assert report["host_peak"] == report["host_planned"]
+        assert report["host_peak"] == 4 * report["padded_numel"] // 2 + report["staging"]
+        assert report["nvme_peak"] == report["nvme_planned"] == 10 * report["padded_numel"] // 2
+        # The first step's reads and writes; nothing is read or written to make the files.
+        assert report["moved"] == report["traffic"]
+
+
 def test_the_nodes_weights_are_there_once(two: list[Any]) -> None:
     """Proportional set size: a page that two processes map counts half in each."""
     sizes = [found["memory"]["weights_pss"] for found in two]
@@ -191,6 +211,17 @@ def test_what_ranks_save_resumes_to_the_bit(two: list[Any]) -> None:
             assert torch.equal(saved["on"]["weights"][name], weight), name
 
 
+def test_what_ranks_save_in_memory_resumes_on_files_and_the_other_way(two: list[Any]) -> None:
+    for found in two:
+        saved = found["checkpoint"]
+        assert saved["on files"]["losses"] == saved["on"]["losses"]
+        assert [*saved["on files"]["losses"], *saved["off files"]["losses"]] == (
+            saved["straight on"]["losses"]
+        )
+        for name, weight in saved["straight on"]["weights"].items():
+            assert torch.equal(saved["off files"]["weights"][name], weight), name
+
+
 def test_a_save_beside_training_writes_the_same_files(two: list[Any]) -> None:
     saved, beside = (
         Path(two[0]["checkpoint"][which]) / "global_step2" for which in ("saved", "beside")
@@ -220,6 +251,20 @@ def test_a_save_that_fails_on_one_rank_fails_on_all_and_leaves_nothing(two: list
     for found in two:
         assert found["full disk"]["left"] == []
         assert found["full disk"]["then"] == ["latest", "two"]
+
+
+@pytest.mark.parametrize("spill", [None, "weights"])
+def test_one_rank_loads_what_two_saved_from_files(
+    spill: str | None, two: list[Any], tmp_path: Path
+) -> None:
+    source = Path(two[0]["checkpoint"]["from files"])
+    section = {"nvme": {"path": str(tmp_path), "spill": spill}} if spill else {}
+    found = rank_programs.session(tmp_path / "again", source, steps=0, **section)
+    for name, weight in two[0]["checkpoint"]["on files"]["weights"].items():
+        assert torch.equal(found["weights"][name], weight), name
+    tensors = sorted(path.name for path in (source / "global_step4").glob("*.safetensors"))
+    again = tmp_path / "again" / "global_step4"
+    assert filecmp.cmpfiles(source / "global_step4", again, tensors, shallow=False)[0] == tensors
 
 
 @pytest.mark.slow
