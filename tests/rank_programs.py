@@ -24,6 +24,7 @@ from torch import nn
 import stronghold
 from stronghold.checkpoint import shared_save
 from stronghold.errors import BudgetError, ConfigError, LaneError, RankError
+from stronghold.memory.spillfile import SpillFile
 from stronghold.runtime.ranks.drains import SharedDrains
 from stronghold.telemetry.trace import read
 from tests.conftest import lane_threads
@@ -407,13 +408,19 @@ def refused() -> dict[str, str]:
         "gpu": (Wide(8, 2), {"resident_updates": "gpu"}),
         "nvme": (Wide(8, 2), files("weights")),
         "model": (Wide(8 + rank(), 2), {}),
+        "disk": (Wide(8, 2), files("masters")),
     }
     found = {}
+    create = SpillFile._create
     for name, (model, section) in cases.items():
+        if name == "disk" and rank() == 1:
+            SpillFile._create = full
         try:
             engine_of(model, config(section={"layers": "blocks", **section})).destroy()
-        except ConfigError as error:
-            found[name] = str(error)
+        except (ConfigError, RankError, OSError) as error:
+            found[name] = f"{type(error).__name__}: {error}"
+        finally:
+            SpillFile._create = create
     return found
 
 
@@ -471,14 +478,19 @@ def fail(folder: Path) -> None:
     group.SAY_EVERY_S = 1.0
     how = os.environ["HOW"]
     model, make_batch = MODELS["gpt"]()
-    engine = engine_of(model, config(clipping=0.0, section={"rank_timeout_s": 3.0}))
+    disk = folder / "disk"
+    disk.mkdir(exist_ok=True)
+    section = {"rank_timeout_s": 3.0, "nvme": {"path": str(disk), "spill": "masters"}}
+    engine = engine_of(model, config(clipping=0.0, section=section))
     for step in range(5):
         loss = loss_of(engine(**make_batch(step)))
         if step == 3 and rank() == num_ranks() - 1:
             (folder / "failing").write_text(str(time.time()))
             if how == "raise":
                 raise ArithmeticError("a batch of nonsense")
-            if how == "slow":
+            if how == "disk":
+                engine._stack.host.tiers.spill = full
+            elif how == "slow":
                 time.sleep(2.5)
             else:
                 os.kill(os.getpid(), signal.SIGKILL if how == "kill" else signal.SIGSTOP)
@@ -486,6 +498,10 @@ def fail(folder: Path) -> None:
         engine.step()
     engine.synchronize()
     engine.destroy()
+
+
+def full(*_: Any) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/a/disk")
 
 
 def four_ranks(folder: Path) -> dict[str, Run]:

@@ -23,6 +23,7 @@ from stronghold.device.emulated import EmulatedDevice
 from stronghold.errors import BudgetError, ConfigError, StateError
 from stronghold.memory import disks
 from stronghold.memory.extents import Extent, ExtentRequest
+from stronghold.memory.neighbours import Neighbours
 from stronghold.memory.nvme import NvmeStore
 from stronghold.memory.slab import map_slab
 from tests.pages import ENGINES, PAGE, in_child, mounted, refuse_io_uring
@@ -396,6 +397,52 @@ def test_a_disk_that_fills_while_the_store_opens_is_a_budget_error(
     assert isinstance(error.__cause__, OSError)
     assert error.__cause__.errno == errno.ENOSPC
     assert [path for path in small_disk.iterdir() if path.name.startswith("stronghold")] == []
+
+
+class Twins:
+    """Two processes of a node that do the same: what one says, the other says."""
+
+    def objects(self, mine: object) -> list[object]:
+        return [mine, mine]
+
+    def barrier(self) -> None:
+        """Both are here."""
+
+
+def test_capacity_and_room_are_for_all_processes_of_the_node(
+    small_disk: Path, folders: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both = Neighbours(index=0, ranks=(0, 1), exchange=Twins())
+    error = refused(folders[:1], pages(6), capacity_bytes=10 * PAGE, neighbours=both)
+    assert isinstance(error, BudgetError)
+    assert str(12 * PAGE) in str(error)
+    half = disks.free_bytes(small_disk) // PAGE // 2
+    error = refused([small_disk], pages(half + 1), neighbours=both)
+    assert isinstance(error, BudgetError)
+    assert str((half + 1) * 2 * PAGE) in str(error)
+    with store_of([small_disk], pages(half), neighbours=both) as store:
+        assert store.file_bytes == half * PAGE
+
+
+def test_only_the_first_process_looks_at_the_disks(
+    folders: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it finds, the others take: rates, and what is wrong."""
+    said: list[object] = []
+
+    class Second(Twins):
+        def objects(self, mine: object) -> list[object]:
+            return [said.pop(0) if said else mine, mine]
+
+    second = Neighbours(index=1, ranks=(4, 5), exchange=Second())
+    monkeypatch.setattr(disks, "measure_rate", lambda *_: pytest.fail("measured"))
+    said.append((None, (3.0, 1.0)))
+    with store_of(folders[:2], pages(8), rates=None, neighbours=second) as store:
+        assert store.rates == (3.0, 1.0)
+    said.append((("BudgetError", "too small"), None))
+    error = refused(folders[:1], pages(8), neighbours=second)
+    assert isinstance(error, BudgetError)
+    assert str(error) == "rank 4: too small"
 
 
 def test_the_capacity_bounds_all_files(folders: list[Path]) -> None:

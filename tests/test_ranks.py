@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from stronghold.memory.ownership import reclaim
 from tests import rank_programs
 from tests.ranks import Launch, run_ranks
 from tests.training import Run, assert_identical
@@ -150,6 +151,12 @@ def test_what_several_ranks_cannot_do_yet_is_refused(two: list[Any]) -> None:
         assert "resident_updates" in refused["gpu"]
         assert "stronghold.nvme.spill" in refused["nvme"]
         assert "the model's parameters differ between the ranks" in refused["model"]
+
+
+def test_a_disk_that_refuses_one_rank_ends_all(two: list[Any]) -> None:
+    said = [found["refused"]["disk"] for found in two]
+    assert said[0].startswith("RankError: rank 1: OSError: [Errno 28] No space left on device")
+    assert said[1].startswith("OSError: [Errno 28] No space left on device")
 
 
 def test_nothing_is_left_of_an_engine(two: list[Any]) -> None:
@@ -301,11 +308,13 @@ FAILURES = {
     "kill": "rank 1 (process {}) has ended without a word",
     "raise": "rank 1 (process {}) failed: ArithmeticError: a batch of nonsense",
     "stop": "rank 1 (process {}) was silent for",
+    "disk": "rank 1 (process {}) failed: LaneError: spill",
 }
 
 
 @pytest.mark.parametrize(
-    "how", ["kill", *(pytest.param(how, marks=pytest.mark.slow) for how in ("raise", "stop"))]
+    "how",
+    ["kill", *(pytest.param(how, marks=pytest.mark.slow) for how in ("raise", "stop", "disk"))],
 )
 def test_a_rank_that_is_lost_is_named_and_the_others_end(how: str, tmp_path: Path) -> None:
     environment = {"HOW": how}
@@ -318,7 +327,13 @@ def test_a_rank_that_is_lost_is_named_and_the_others_end(how: str, tmp_path: Pat
         assert "Load the last checkpoint" in launch.output(0)
         if how == "stop":
             assert "is stopped" in launch.output(0)
+        if how == "disk":
+            assert "No space left on device" in launch.output(0)
     assert status != 0
+    left = list((tmp_path / "disk").iterdir())
+    assert len(left) <= (how in ("kill", "stop")), left
+    reclaim(tmp_path / "disk")  # as the next run does
+    assert not list((tmp_path / "disk").iterdir())
     assert seconds < 30  # silence counts as loss after 3 s in this program, 60 s by default
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 from stronghold.cli import main
+from stronghold.errors import BudgetError, ConfigError
 from stronghold.forecast.subject import from_sizes
 from stronghold.model.layout import for_ranks
 from stronghold.plan.planner import Demand, Plan, make_plan
@@ -19,18 +22,25 @@ MACHINE = MachineProfile.load("a100-80gb")
 
 
 def predict(
-    num_ranks: int, *, wire_gbps: float | None = None, window: int = 4, gated: bool = True
+    num_ranks: int,
+    *,
+    wire_gbps: float | None = None,
+    window: int = 4,
+    gated: bool = True,
+    spill: str | None = None,
 ) -> Prediction:
     return simulate(
         for_ranks(SUBJECT.layout, num_ranks),
-        plan_of(num_ranks, window, gated=gated),
+        plan_of(num_ranks, window, gated=gated, spill=spill),
         workload_of(SUBJECT.costs_of(8, 1024, "bf16"), MACHINE),
         rates_of(MACHINE, MACHINE.num_cores // num_ranks, sharing=num_ranks, wire_gbps=wire_gbps),
         dtype=torch.bfloat16,
     )
 
 
-def plan_of(num_ranks: int, window: int = 4, *, gated: bool = True) -> Plan:
+def plan_of(
+    num_ranks: int, window: int = 4, *, gated: bool = True, spill: str | None = None
+) -> Plan:
     demand = Demand(
         weight_bytes=2,
         low_bytes=2,
@@ -38,6 +48,8 @@ def plan_of(num_ranks: int, window: int = 4, *, gated: bool = True) -> Plan:
         accumulate=False,
         window=window,
         num_ranks=num_ranks,
+        nvme=spill is not None,
+        spill=spill,
     )
     return make_plan(for_ranks(SUBJECT.layout, num_ranks), demand)
 
@@ -53,6 +65,34 @@ def test_a_simulated_rank_has_the_bytes_of_its_plan(gated: bool, num_ranks: int)
     numel = sum(layer.numel for layer in for_ranks(SUBJECT.layout, num_ranks).layers)
     ring = 0 if gated else plan.host_bytes["gradient ring (3 entries)"]
     assert plan.host_total_bytes == (14 if gated else 12) * numel // num_ranks + ring
+
+
+@pytest.mark.parametrize("spill", ["moments", "masters"])
+@pytest.mark.parametrize("gated", [True, False])
+def test_ranks_of_one_node_divide_its_disks(gated: bool, spill: str) -> None:
+    """Bytes of the plan, 1 / N in files, and the step of one rank at the disks' rates."""
+    alone = predict(1, gated=gated, spill=spill)
+    files = plan_of(1, gated=gated, spill=spill).nvme_total_bytes
+    for num_ranks in (2, 8):
+        plan = plan_of(num_ranks, gated=gated, spill=spill)
+        prediction = predict(num_ranks, wire_gbps=200.0, gated=gated, spill=spill)
+        assert prediction.host_peak_bytes == plan.host_total_bytes
+        assert plan.nvme_total_bytes == pytest.approx(files / num_ranks, rel=1e-3)
+        assert prediction.step_s == pytest.approx(alone.step_s, rel=0.1)
+        assert prediction.bound in ("load", "spill", "stage")
+
+
+def test_several_ranks_keep_their_weights_in_memory() -> None:
+    with pytest.raises(ConfigError, match=r"nvme\.spill"):
+        plan_of(2, spill="weights")
+    demand = Demand(weight_bytes=2, low_bytes=2, gated=True, accumulate=False, nvme=True)
+    demand = replace(demand, num_ranks=2, host_budget_bytes=1)
+    with pytest.raises(BudgetError) as refused:
+        make_plan(for_ranks(SUBJECT.layout, 2), demand)
+    kept = str(refused.value).split("(")[1]
+    assert kept.startswith("weights ")
+    assert "moments" not in kept
+    assert "held gradients" not in kept
 
 
 def test_ranks_of_one_node_take_the_step_of_one() -> None:
@@ -81,12 +121,20 @@ def test_layouts_of_ranks_keep_every_parameter() -> None:
         assert many.numel % (8 * 2048) == many.trainable_numel % (8 * 2048) == 0
 
 
-def test_the_command_plans_several_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_plans_several_ranks(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     command = "plan --layers 12 --hidden 1024 --heads 16 --vocab 32000 --machine rtx4090 --seq 1024"
     assert main([*command.split(), "--host", "16GiB", "--gpus", "4", "--wire", "20"]) in (None, 0)
     page = capsys.readouterr().out
     assert "x 4 ranks = 4,096 tokens" in page
     assert "each receives 20 GB/s from the others" in " ".join(page.split())
     assert "of 4.00 GiB" in page
+    files = tmp_path / "config.json"
+    options = ["--host", "2GiB", "--gpus", "2", "--nvme", "1TB", "--write", str(files)]
+    assert main([*command.split(), *options]) in (None, 0)
+    page = capsys.readouterr().out
+    assert "of 465.7 GiB (0%)" in page
+    assert json.loads(files.read_text())["stronghold"]["nvme"]["capacity"] == 10**12
     assert main([*command.split(), "--gpus", "0"]) not in (None, 0)
     assert "--gpus: got 0" in capsys.readouterr().err
