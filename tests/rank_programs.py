@@ -141,6 +141,11 @@ CASES: dict[str, Callable[[], Run]] = {
         f"{name}, held": partial(train, name, config(clipping=1e9))
         for name in ("gpt_tied", "called_twice", "experts", "choosy")
     },
+    "deferred": partial(
+        train,
+        "choosy",
+        config(clipping=0.0, section={"deferred_layers": 3, "emulated": {"jitter_s": 1e-3}}),
+    ),
     "parts": lambda: in_parts(known=True),
     # One rank alone takes the same steps in memory.
     "files": lambda: on_files("experts", clipping=0.0, spill="moments"),
@@ -228,6 +233,7 @@ def two_ranks(folder: Path) -> dict[str, Any]:
         "again": {name: CASES[name]() for name in TWICE},
         "close": {name: run() for name, run in CLOSE.items()},
         "files": {name: (run(), run(in_memory=True)) for name, run in FILES.items()},
+        "memory deferred": memory(clipping=0.0, deferred_layers=4),
         "memory on files": memory(clipping=1.0, **files("masters")),
         "memory": memory(clipping=1.0),
         "memory without gate": memory(clipping=0.0),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -27,11 +28,11 @@ def predict(
     wire_gbps: float | None = None,
     window: int = 4,
     gated: bool = True,
-    spill: str | None = None,
+    **more: Any,
 ) -> Prediction:
     return simulate(
         for_ranks(SUBJECT.layout, num_ranks),
-        plan_of(num_ranks, window, gated=gated, spill=spill),
+        plan_of(num_ranks, window, gated=gated, **more),
         workload_of(SUBJECT.costs_of(8, 1024, "bf16"), MACHINE),
         rates_of(MACHINE, MACHINE.num_cores // num_ranks, sharing=num_ranks, wire_gbps=wire_gbps),
         dtype=torch.bfloat16,
@@ -39,7 +40,12 @@ def predict(
 
 
 def plan_of(
-    num_ranks: int, window: int = 4, *, gated: bool = True, spill: str | None = None
+    num_ranks: int,
+    window: int = 4,
+    *,
+    gated: bool = True,
+    spill: str | None = None,
+    deferred_layers: int | None = None,
 ) -> Plan:
     demand = Demand(
         weight_bytes=2,
@@ -50,6 +56,7 @@ def plan_of(
         num_ranks=num_ranks,
         nvme=spill is not None,
         spill=spill,
+        deferred_layers=deferred_layers,
     )
     return make_plan(for_ranks(SUBJECT.layout, num_ranks), demand)
 
@@ -65,6 +72,11 @@ def test_a_simulated_rank_has_the_bytes_of_its_plan(gated: bool, num_ranks: int)
     numel = sum(layer.numel for layer in for_ranks(SUBJECT.layout, num_ranks).layers)
     ring = 0 if gated else plan.host_bytes["gradient ring (3 entries)"]
     assert plan.host_total_bytes == (14 if gated else 12) * numel // num_ranks + ring
+    if not gated:
+        deferring = predict(num_ranks, gated=False, deferred_layers=6)
+        blocks = [b for b in for_ranks(SUBJECT.layout, num_ranks).layers if b.streamed]
+        held = sum(block.numel for block in blocks) // 2
+        assert deferring.host_peak_bytes == plan.host_total_bytes + 2 * held // num_ranks
 
 
 @pytest.mark.parametrize("spill", ["moments", "masters"])

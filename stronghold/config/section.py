@@ -215,7 +215,7 @@ class StrongholdConfig(_Section):
     deferred_layers: NotNegative | None = Field(
         default=None,
         description="How many blocks are updated while the next forward runs, where updates do not "
-        "wait for the end of the step (gradient_clipping 0, no overflow check, one GPU): their "
+        "wait for the end of the step (gradient_clipping 0, no overflow check): their "
         "gradients are held on the host until then, and where updates take longer than backward a "
         "step takes less. Left out: by simulation, once the first steps are measured.",
     )

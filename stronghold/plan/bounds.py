@@ -80,7 +80,7 @@ def deferrals(layout: ModelLayout, plan: Plan, lanes: Lanes) -> list[int]:
         for layer in layout.layers
         if layer.streamed and layer.trainable_numel and layer.index not in plan.updated_on_gpu
     ]
-    if plan.gradients is not Gradients.RING or plan.num_ranks > 1 or not on_host:
+    if plan.gradients is not Gradients.RING or not on_host:
         return [0]
     wanted = {0}
     for margin in MARGINS:

@@ -182,12 +182,13 @@ def _deferred(places: Places, demand: Demand, reasons: list[str]) -> frozenset[i
     if not count or not demand.training:
         return frozenset()
     why = demand.why("deferred_layers")
-    if places.gradients is not Gradients.RING or demand.num_ranks > 1:
+    if places.gradients is not Gradients.RING:
         reasons.append(f"no block's update is deferred ({why}): all wait for the end of the step")
         return frozenset()
     on_host = {layer.index for layer in places.on_host}
     found = spread([layer for layer in places.blocks if layer.index in on_host], count)
     numel = sum(layer.trainable_numel for layer in places.blocks if layer.index in found)
+    numel //= demand.num_ranks
     reasons.append(
         f"{len(found)} of {len(places.blocks)} blocks are updated while the next forward runs, "
         f"their gradients held until then: {numel * demand.weight_bytes / MIB:.2f} MiB ({why})"

@@ -25,7 +25,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from stronghold.device.base import Device, Fence, completed
-from stronghold.errors import ConfigError
+from stronghold.errors import ConfigError, RankError
 from stronghold.memory.host import HostStore
 from stronghold.memory.window import GradientSlot, Window
 from stronghold.runtime.adam import AdamSteps
@@ -66,7 +66,8 @@ class SharedDrains(GradientDrains):
         self._gathers = gathers
         self._shared_updater = updater
         self.early = updater.ledger.early
-        # Of this step: what was agreed of each reduction, and the layers of which one is not all.
+        # Of this step: what was agreed of each reduction, and the layers that are updated when
+        # backward has ended.
         self._agreed: dict[int, list[Agreed]] = {}
         self._late: frozenset[int] = frozenset()
         layouts = host.layout.layers
@@ -89,9 +90,8 @@ class SharedDrains(GradientDrains):
         for this rank's reads of other ranks' weights."""
         if self.early:
             self._gathers.quiet()
-            self._late = frozenset(
-                self._agreed_layers([calls[i] > 1 for i in self._order], "calls")
-            )
+            called_twice = self._agreed_layers([calls[i] > 1 for i in self._order], "calls")
+            self._late = self._shared_updater.deferred.union(called_twice)
         largest = max((layer.trainable_numel for layer in self._host.layout.layers), default=0)
         if self._room is None and self._device.torch_device.type == "cpu" and largest:
             self._room = self._device.allocate(largest, self._host.dtype, "reduced gradients")
@@ -150,6 +150,15 @@ class SharedDrains(GradientDrains):
 
     def flush(self, calls: Sequence[int]) -> None:
         """Backward has ended: reduce what is left, in rounds that all ranks agree on."""
+        try:
+            self._reduce_rest()
+        except (ConfigError, RankError):  # the step has failed, here too
+            self.abandon()
+            self._shared_updater.abandon_backward()
+            raise
+        self._begin_again()
+
+    def _reduce_rest(self) -> None:
         for layer in self._order[self._next :]:
             self._close(layer)
         while layers := self._agreed_again():
@@ -159,8 +168,7 @@ class SharedDrains(GradientDrains):
                 slot = self._again.pop(layer) if layer in self._again else self._extra(layer)
                 self._reduce_slot(layer, slot)
         for layer in self._late & self._agreed.keys():  # to be updated now
-            self._shared_updater.ledger.arrived[layer] = set(self._touched_anywhere(layer))
-        self._begin_again()
+            self._shared_updater.ledger.arrived[layer] = self._touched_anywhere(layer)
 
     def _begin_again(self) -> None:
         complete = dict.fromkeys(self._complete)
@@ -214,8 +222,6 @@ class SharedDrains(GradientDrains):
             if found and pair[1] in self._touched_anywhere(pair[0])
         ]
         if repeated:
-            self.abandon()
-            self._shared_updater.abandon_backward()
             layouts = self._host.layout.layers
             raise ConfigError(further_gradient([layouts[i].slices[k].name for i, k in repeated]))
 
@@ -224,7 +230,7 @@ class SharedDrains(GradientDrains):
         found: set[int] = set()
         for agreed in self._agreed.get(layer, ()):
             assert agreed.fence is not None
-            agreed.fence.wait()
+            agreed.fence.wait_issued()  # flags are the CPUs' affair
             found |= agreed.touched
         return found
 

@@ -9,7 +9,8 @@ decay. One rank knows that when its hooks have fired; of several each knows its 
 carries the flags of its layer, in one small exchange between CPUs, on the lane and at the moment
 where the gradients themselves meet the other ranks': nobody waits who did not wait before, and
 nobody waits for a GPU. The update reads them when it runs. What is decided before:
-  * where gradients drain to       -> the ring, but for layers in `late`
+  * where gradients drain to       -> the ring; but layers that are deferred, or called several
+                                      times ([Note: parts]), into an entry of their own
   * learning rate, bias correction -> read when the update is submitted, for every parameter; the
                                       steps are counted at the end of the step, of those that the
                                       gate names, once
@@ -99,6 +100,11 @@ class SharedUpdater(Updater):
         updated, stored = self.ledger.updated(layer), self.ledger.stored(layer)
         here = self._gathers.exchanged(layer, updated)
         self.ledger.update(layer, here, stored=here if stored is updated else stored)
+
+    @property
+    def deferred(self) -> frozenset[int]:
+        """Layers whose update waits for the end of backward, by the plan."""
+        return self._deferred
 
     def update_agreed(
         self,
