@@ -402,8 +402,10 @@ def test_a_disk_that_fills_while_the_store_opens_is_a_budget_error(
 class Twins:
     """Two processes of a node that do the same: what one says, the other says."""
 
-    def objects(self, mine: object) -> list[object]:
+    def of_node(self, mine: object) -> list[object]:
         return [mine, mine]
+
+    of_all = of_node
 
     def barrier(self) -> None:
         """Both are here."""
@@ -412,7 +414,7 @@ class Twins:
 def test_capacity_and_room_are_for_all_processes_of_the_node(
     small_disk: Path, folders: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    both = Neighbours(index=0, ranks=(0, 1), exchange=Twins())
+    both = Neighbours(index=0, count=2, rank=0, exchange=Twins())
     error = refused(folders[:1], pages(6), capacity_bytes=10 * PAGE, neighbours=both)
     assert isinstance(error, BudgetError)
     assert str(12 * PAGE) in str(error)
@@ -431,15 +433,17 @@ def test_only_the_first_process_looks_at_the_disks(
     said: list[object] = []
 
     class Second(Twins):
-        def objects(self, mine: object) -> list[object]:
+        def of_node(self, mine: object) -> list[object]:
             return [said.pop(0) if said else mine, mine]
 
-    second = Neighbours(index=1, ranks=(4, 5), exchange=Second())
+        of_all = of_node
+
+    second = Neighbours(index=1, count=2, rank=5, exchange=Second())
     monkeypatch.setattr(disks, "measure_rate", lambda *_: pytest.fail("measured"))
-    said.append((None, (3.0, 1.0)))
+    said += [None, (3.0, 1.0)]
     with store_of(folders[:2], pages(8), rates=None, neighbours=second) as store:
         assert store.rates == (3.0, 1.0)
-    said.append((("BudgetError", "too small"), None))
+    said.append((4, "BudgetError", "too small"))
     error = refused(folders[:1], pages(8), neighbours=second)
     assert isinstance(error, BudgetError)
     assert str(error) == "rank 4: too small"

@@ -7,7 +7,7 @@ calls.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
@@ -22,49 +22,49 @@ MENDABLE: dict[str, type[ValueError]] = {"ConfigError": ConfigError, "BudgetErro
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Neighbours:
-    """This process is number `index`; `ranks` are the global ranks of all."""
+    """This process, `rank` of all nodes', is number `index` of `count` on its node."""
 
     index: int
-    ranks: Sequence[int]
+    count: int
+    rank: int
     exchange: Exchange
 
-    @property
-    def count(self) -> int:
-        return len(self.ranks)
-
     def first(self, work: Callable[[], Result]) -> Result:
-        """What `work` returns on the first of them, which alone does it; its error on all."""
+        """What `work` returns on the first of this node, which alone does it; an error on all."""
         found = self.together(lambda: work() if self.index == 0 else None)
         return cast(Result, found[0])
 
     def together(self, work: Callable[[], Result]) -> list[Result]:
-        """What `work` returns on each. When it raises on one, all raise: that one its own error,
-        the others one that names its rank."""
+        """What `work` returns on each of this node. When it raises on one, of whatever node, all
+        raise: that one its own error, the others one that names its rank."""
         result: Result | None = None
         failure: Exception | None = None
         try:
             result = work()
         except Exception as error:
             failure = error
-        said = None if failure is None else (type(failure).__name__, str(failure))
-        found: Any = self.exchange.objects((said, result))
+        said = None if failure is None else (self.rank, type(failure).__name__, str(failure))
+        of_all: Any = self.exchange.of_all(said)
         if failure is not None:
             raise failure
-        for rank, (words, _) in zip(self.ranks, found, strict=True):
+        for words in of_all:
             if words is not None:
-                kind, text = words
+                rank, kind, text = words
                 if kind in MENDABLE:
                     raise MENDABLE[kind](f"rank {rank}: {text}")
                 raise RankError(f"rank {rank}: {kind}: {text}")
-        return [outcome for _, outcome in found]
+        return cast(list[Result], self.exchange.of_node(result))
 
 
 class _Nobody:
-    def objects(self, mine: object) -> list[object]:
+    def of_node(self, mine: object) -> list[object]:
+        return [mine]
+
+    def of_all(self, mine: object) -> list[object]:
         return [mine]
 
     def barrier(self) -> None:
         """There is nobody to wait for."""
 
 
-ALONE = Neighbours(index=0, ranks=(0,), exchange=_Nobody())
+ALONE = Neighbours(index=0, count=1, rank=0, exchange=_Nobody())

@@ -19,12 +19,13 @@ from stronghold.memory.neighbours import Neighbours
 from stronghold.memory.shared import NodeWeights
 from stronghold.model.layout import ModelLayout
 from stronghold.plan.planner import Plan
-from stronghold.runtime.distributed import Ranks
+from stronghold.runtime.distributed import OfNode, Ranks
 from stronghold.runtime.ranks.drains import SharedDrains
 from stronghold.runtime.ranks.early import SharedUpdater
 from stronghold.runtime.ranks.executor import SharedExecutor
 from stronghold.runtime.ranks.gate import Gate
 from stronghold.runtime.ranks.gathers import Gathers
+from stronghold.runtime.ranks.nodes import this_node
 
 
 def check_section(section: StrongholdConfig) -> None:
@@ -54,9 +55,16 @@ def check_alike(ranks: Ranks, layout: ModelLayout, plan: Plan, precision: str) -
 
 
 def neighbours(ranks: Ranks) -> Neighbours:
-    """The ranks of this node, as they open files on its disks."""
-    local = [ranks.members[i] for i in ranks.local]
-    return Neighbours(index=ranks.index, ranks=local, exchange=ranks.control)
+    """The ranks of this node, whatever part of the model they have, as they open files on its
+    disks."""
+    mine, nodes = ranks.company.index(ranks.global_rank), ranks.files.objects(this_node())
+    local = [place for place, node in enumerate(nodes) if node == nodes[mine]]
+    return Neighbours(
+        index=local.index(mine),
+        count=len(local),
+        rank=ranks.global_rank,
+        exchange=OfNode(ranks.files, local),
+    )
 
 
 def node_weights(ranks: Ranks, layout: ModelLayout, dtype: torch.dtype) -> NodeWeights:
