@@ -22,6 +22,7 @@ from tests.training import config
 # Frozen and tied parameters, experts chosen by the data, ranks that skip layers; updates as
 # gradients come, and ("held") after the gate.
 BITS = ("gpt_tied", "frozen", "choosy", "hostile", "parts", "experts, held", "choosy, held")
+BITS += ("deferred", "files, held", "files, choosy")
 
 
 def two_nodes(folder: Path) -> dict[str, Any]:

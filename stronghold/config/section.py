@@ -135,7 +135,9 @@ class NvmeConfig(_Section):
         "is striped by their measured rates. Left out: DeepSpeed's nvme_path.",
     )
     capacity: Bytes | None = Field(
-        default=None, description="Most bytes of the files together. Left out: what is free."
+        default=None,
+        description="Most bytes of the files together, of all ranks of a node. Left out: what is "
+        "free.",
     )
     spill: Literal["moments", "masters", "weights"] | None = Field(
         default=None,
