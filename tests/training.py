@@ -37,12 +37,13 @@ class Run:
 
 
 def assert_identical(run: Run, expected: Run) -> None:
-    """Every loss and every weight equal to the bit."""
+    """Every loss and every weight equal to the bit, wherever they lie."""
     for step, (loss, other) in enumerate(zip(run.losses, expected.losses, strict=True)):
-        assert torch.equal(loss, other), f"micro-batch {step}: {loss.item()!r} != {other.item()!r}"
+        same = torch.equal(loss.cpu(), other.cpu())
+        assert same, f"micro-batch {step}: {loss.item()!r} != {other.item()!r}"
     assert run.weights.keys() == expected.weights.keys()
     for name, weight in run.weights.items():
-        assert torch.equal(weight, expected.weights[name]), f"{name} differs"
+        assert torch.equal(weight.cpu(), expected.weights[name].cpu()), f"{name} differs"
     assert run.moments.keys() >= expected.moments.keys()
     for name in expected.moments:
         for moment, other in zip(run.moments[name], expected.moments[name], strict=True):
