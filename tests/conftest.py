@@ -33,6 +33,8 @@ os.environ.setdefault("MASTER_PORT", str(free_port()))
 # libgomp's threads spin while they wait and starve the lanes of a machine with few cores.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("GOMP_SPINCOUNT", "0")
+# On a GPU cuBLAS may otherwise add in another order on every run.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 import pytest  # noqa: E402
 import torch  # noqa: E402

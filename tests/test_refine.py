@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 import stronghold
+from stronghold.plan.planner import make_plan
 from stronghold.refine import TRACED_STEPS, UNTOLD_STEPS, Stage
 from tests.models import MODELS, loss_of
 from tests.quiet import law_of_time, on_time
@@ -127,6 +129,32 @@ def test_parameters_are_whole_after_a_change_of_plan() -> None:
     engine.destroy()
     for name, value in model.state_dict().items():
         assert torch.equal(value, state[name]), name
+
+
+def test_the_peak_is_one_plans_and_not_of_two() -> None:
+    """What the slots of the first plan had is not added to what the second one keeps in torch."""
+    model, make_batch = MODELS["llama"]()
+    section = {
+        "resident_layers": "all",
+        "resident_updates": "gpu",
+        "activations": "recompute",
+        "cpu_threads": 1,
+    }
+    engine, _, _, _ = stronghold.initialize(
+        model=model, config=config(section=section), model_parameters=model.parameters()
+    )
+    stack = engine._stack
+    assert not stack.plan.whole
+    whole = make_plan(stack.layout, replace(stack.demand, activations="keep"))
+    assert whole.whole
+    for micro in range(2):
+        engine.backward(loss_of(engine(**make_batch(micro))))
+        engine.step()
+        report = engine.memory_report()
+        assert report.gpu_peak == report.gpu_planned
+        if micro == 0:
+            stack.replan(whole)
+    engine.destroy()
 
 
 @law_of_time

@@ -208,6 +208,7 @@ class Device(ABC):
         self.budget_bytes = budget_bytes
         self.allocated_bytes = 0
         self.peak_bytes = 0
+        self._earlier_peak_bytes = 0
         self.trace = trace
         self._failure: LaneError | None = None
         self._of_files: dict[str, Lane] = {}
@@ -296,6 +297,15 @@ class Device(ABC):
     def release(self, *buffers: torch.Tensor) -> None:
         """These buffers of `allocate` are about to be dropped by their owner."""
         self.allocated_bytes -= sum(buffer.numel() * buffer.element_size() for buffer in buffers)
+
+    def peak_with(self, beside_bytes: int) -> int:
+        """The peak with `beside_bytes` of torch's memory beside it, or an earlier one."""
+        return max(self._earlier_peak_bytes, self.peak_bytes + beside_bytes)
+
+    def restart_peak(self, beside_bytes: int) -> None:
+        """Another plan begins: what was allocated for the one before does not count with it."""
+        self._earlier_peak_bytes = self.peak_with(beside_bytes)
+        self.peak_bytes = self.allocated_bytes
 
     def activation_peak_bytes(self) -> int | None:
         """The most device memory that was in use beside `allocate`d buffers, since the process

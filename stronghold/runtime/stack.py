@@ -174,8 +174,7 @@ class Stack:
         self.adam = AdamSteps(optimizer, parameters, self.layout.layers)
         self.parameters = parameters
         self.runtime = self._make_runtime(plan)
-        # Each layer's originals are freed before the next layer is copied: never two copies.
-        # A large model takes minutes to move into its slabs; a small one shows no bar.
+        # Never two copies of a layer; a large model takes minutes, a small one shows no bar.
         bar = tqdm(
             parameters,
             desc="taking the model over",
@@ -248,6 +247,7 @@ class Stack:
         self.runtime.detach()
         self.runtime.give_back()
         self.runtime.close()
+        self.device.restart_peak(self.runtime.kept_gradient_bytes)
         for layer in sorted(plan.updated_on_gpu - self.plan.updated_on_gpu):
             self.store.take(layer)
         self.host.defer(plan.deferred)
@@ -271,7 +271,7 @@ class Stack:
         """Bytes so far; masters, moments and gradient slots are made at the first backward."""
         return MemoryReport(
             gpu_planned=self._planned[0],
-            gpu_peak=self.device.peak_bytes + self.runtime.kept_gradient_bytes,
+            gpu_peak=self.device.peak_with(self.runtime.kept_gradient_bytes),
             host_planned=self._planned[1],
             host_peak=self.host.peak_bytes,
             host_activations=self.runtime.host_activation_bytes,
