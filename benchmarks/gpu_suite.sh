@@ -3,6 +3,8 @@
 #
 #   gpu_suite.sh list            the pieces, and what became of them
 #   gpu_suite.sh check           what is missing here, and the lines that fetch it where there is a network
+#   gpu_suite.sh carry PACKAGE...  the lines that fetch these wheels, for WHEELS_FOR (such as 3.12; default:
+#                                this Python)
 #   gpu_suite.sh setup [WHEELS]  install wheels from a folder (default .whl) and build the package, offline
 #   gpu_suite.sh run PIECE...    run pieces; `next` is the first not tried, or else cut off; `all` every
 #                                one that is not done
@@ -14,8 +16,22 @@
 #
 #   STRONGHOLD_GPU_STATE   another folder for all of it
 #   PIECE_S                seconds that a piece may take (default 480)
-#   HOST_MEMORY            cap on every method's host memory, as 100GB (default: what the machine has)
+#   TOTAL_S                seconds that all pieces of one command may take (default: no limit); a piece
+#                          gets what is left, and none begins with less than 30
+#   HOST_MEMORY            cap on every method's host memory, as 100GB (default: what the machine has);
+#                          where the memory of a virtual machine grows as it is used, say what it can be
+#   STRONGHOLD_COMMIT      the commit that results name, where the tree comes without its history
 #   PYTHON                 the interpreter (default: .venv's, else python3)
+#
+# A first half hour on a GPU that is lent for ten minutes at a time, each time bare. Before it .whl is
+# filled with what `carry` names: an image made for torch lacks deepspeed, hjson, pydantic, pydantic-core,
+# annotated-types and typing-inspection, and its typing-extensions may be old. Each command has TOTAL_S=420,
+# HOST_MEMORY and STRONGHOLD_COMMIT set, and ends in `pack`:
+#   1  setup; run smoke tests-device tests-kernels tests-training    what works at all, then to the bit
+#      What fails is mended before the next, with the logs of smoke at hand.
+#   2  setup; run smoke tests-rest doctor agree fits compile    updates on the GPU, files, rates, losses
+#   3  setup; run compile compare-3b-24gb-stronghold compare-3b-24gb-superoffload-param
+#      compare-3b-24gb-zero-offload table-3b-24gb trace    against whom, and where the time goes
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -27,6 +43,10 @@ if [ -z "${PYTHON:-}" ]; then
   if [ -x .venv/bin/python ]; then PYTHON=.venv/bin/python; fi
 fi
 export PYTHONUNBUFFERED=1 OMP_WAIT_POLICY=PASSIVE GOMP_SPINCOUNT=0 MPLCONFIGDIR="$PWD/$STATE/matplotlib"
+
+# Where the interpreter's own packages cannot be written, wheels are unpacked here.
+case "$STATE" in /*) SITE="$STATE/site" ;; *) SITE="$PWD/$STATE/site" ;; esac
+export PYTHONPATH="$PWD:$SITE${PYTHONPATH:+:$PYTHONPATH}"
 
 # import name = what pip calls it. Torch is taken as it is.
 NEEDED="deepspeed=deepspeed hjson=hjson pydantic=pydantic pydantic_core=pydantic-core
@@ -52,10 +72,12 @@ PEERS="zero-offload zero-infinity superoffload superoffload-param fsdp2-offload 
 
 # -- pieces, in the order of what is wanted first ---------------------------------------------------
 pieces() {
-  echo "doctor"
+  echo "smoke"
   echo "tests-device"
+  echo "tests-kernels"
   echo "tests-training"
   echo "tests-rest"
+  echo "doctor"
   echo "compile"
   echo "agree"
   echo "fits"
@@ -83,11 +105,12 @@ piece() {
   local name="$1"
   case "$name" in
     doctor) "$PYTHON" -m stronghold.cli doctor --json "$RESULTS/doctor.json" ;;
-    tests-device) gpu_tests tests/gpu/test_device_cuda.py tests/gpu/test_kernels_cuda.py tests/test_device.py ;;
-    tests-training) gpu_tests tests/gpu/test_training_cuda.py tests/gpu/test_checkpoint_cuda.py ;;
-    tests-rest) gpu_tests tests --ignore=tests/gpu/test_device_cuda.py --ignore=tests/gpu/test_kernels_cuda.py \
-      --ignore=tests/test_device.py --ignore=tests/gpu/test_training_cuda.py \
-      --ignore=tests/gpu/test_checkpoint_cuda.py ;;
+    smoke) "$PYTHON" benchmarks/smoke.py --logs "$STATE/smoke" ;;
+    # One after the other: they look at what the device does meanwhile.
+    tests-device) gpu_tests tests/gpu/test_device_cuda.py tests/test_device.py ;;
+    tests-kernels) side_by_side tests/gpu/test_kernels_cuda.py ;;
+    tests-training) side_by_side tests/gpu/test_training_cuda.py tests/gpu/test_checkpoint_cuda.py ;;
+    tests-rest) side_by_side tests/gpu/test_residents_cuda.py tests/gpu/test_nvme_cuda.py tests/gpu/test_doctor_cuda.py ;;
     # DeepSpeed compiles its kernels at first use; here, so that no measured process does.
     compile) "$PYTHON" -c 'from deepspeed.ops.op_builder import CPUAdamBuilder; CPUAdamBuilder().load()' ;;
     agree) "$PYTHON" benchmarks/compare.py --method plain,l2l,zero-offload,zero-infinity,superoffload,fsdp2-offload,stronghold \
@@ -109,7 +132,13 @@ piece() {
   esac
 }
 
-gpu_tests() { "$PYTHON" -m pytest -q -m gpu -p no:cacheprovider "$@"; }
+gpu_tests() { "$PYTHON" -m pytest -q -m gpu -p no:cacheprovider --tb=short --durations=5 "$@"; }
+
+side_by_side() {  # in processes, where pytest can
+  local workers=()
+  if "$PYTHON" -c 'import xdist' 2>/dev/null; then workers=(-n "$(($(nproc) / 3 + 1))"); fi
+  gpu_tests "${workers[@]}" "$@"
+}
 
 # The reference is made once per model, without caps; l2l stands in where plain does not fit at all.
 reference() {
@@ -165,14 +194,18 @@ list() {
 }
 
 run_piece() {
-  local name="$1" begun="$SECONDS" code=0
+  local name="$1" begun="$SECONDS" code=0 limit="$PIECE_S"
   pieces | grep -x -- "$name" >/dev/null || { echo "gpu_suite: no piece $name; see: gpu_suite.sh list" >&2; return 2; }
   if [ -f "$STATE/$name.done" ]; then echo "gpu_suite: $name is done already"; return 0; fi
+  if [ -n "${TOTAL_S:-}" ]; then
+    if [ "$((TOTAL_S - SECONDS))" -lt 30 ]; then echo "gpu_suite: $name: no time is left for it"; return 0; fi
+    if [ "$((TOTAL_S - SECONDS))" -lt "$limit" ]; then limit="$((TOTAL_S - SECONDS))"; fi
+  fi
   mkdir -p "$RESULTS"
   rm -f "$STATE/$name.failed"
-  echo "gpu_suite: $name"
+  echo "gpu_suite: $name, $limit s at most"
   # A process of its own, so that timeout can end it and everything that it started.
-  timeout --kill-after=10 "$PIECE_S" bash benchmarks/gpu_suite.sh _piece "$name" 2>&1 | tee "$STATE/$name.log" || code=$?
+  timeout --kill-after=10 "$limit" bash benchmarks/gpu_suite.sh _piece "$name" 2>&1 | tee "$STATE/$name.log" || code=$?
   if [ "$code" -eq 0 ]; then
     echo "done in $((SECONDS - begun)) s" >"$STATE/$name.done"
   elif [ "$code" -eq 124 ] || [ "$code" -eq 137 ]; then
@@ -209,8 +242,11 @@ run() {
   return "$worst"
 }
 
+carry() { carry_lines "$@"; }
+
 check() {
-  local missing=() pair compiler=""
+  local missing=() pair compiler="" PROBLEM
+  PROBLEM="$(mktemp)"
   "$PYTHON" - <<'PY' || return 1
 import sys
 try:
@@ -224,11 +260,19 @@ try:
     print("check: kernels for", native.isa())
 except Exception:
     print("check: stronghold's kernels are not built: gpu_suite.sh setup")
+with open("/proc/meminfo") as lines:
+    sizes = dict(line.split(":") for line in lines)
+total, left = (int(sizes[name].split()[0]) / 2**20 for name in ("MemTotal", "MemAvailable"))
+print(f"check: {total:.1f} GiB of memory, {left:.1f} available")
 PY
   for pair in $NEEDED; do
     "$PYTHON" -c "import importlib.util, sys; sys.exit(importlib.util.find_spec('${pair%%=*}') is None)" ||
       missing+=("${pair##*=}")
   done
+  # Pydantic's: 4.16 or later.
+  "$PYTHON" -c 'import sys; from importlib.metadata import version
+sys.exit([int(n) for n in version("typing_extensions").split(".")[:2]] < [4, 16])' 2>/dev/null ||
+    [[ " ${missing[*]-} " == *" typing-extensions "* ]] || missing+=(typing-extensions)
   for compiler in ${CXX:-g++ c++ clang++} none; do command -v "$compiler" >/dev/null && break; done
   if [ "$compiler" = none ]; then echo "check: no C++ compiler, for stronghold's and DeepSpeed's kernels: install g++"; fi
   command -v nvcc >/dev/null || echo "check: no nvcc: DeepSpeed's CPU Adam wants a CUDA toolkit of torch's version"
@@ -239,13 +283,15 @@ PY
     return 1
   fi
   if [ "$compiler" = none ]; then return 1; fi
+  "$PYTHON" -c 'import deepspeed, stronghold' >"$PROBLEM" 2>&1 ||
+    { echo "check: importing them fails:"; tail -n 5 "$PROBLEM"; return 1; }
   echo "check: everything is here"
 }
 
 # The lines that put what is missing into .whl, for the Python of this machine.
 carry_lines() {
   local version platform="" name pin
-  version="$("$PYTHON" -c 'import sys; print(f"{sys.version_info[0]}.{sys.version_info[1]}")')"
+  version="${WHEELS_FOR:-$("$PYTHON" -c 'import sys; print(f"{sys.version_info[0]}.{sys.version_info[1]}")')}"
   for name in 28 27 17; do platform="$platform --platform manylinux_2_${name}_$(uname -m)"; done
   platform="$platform --platform manylinux2014_$(uname -m) --platform any"
   for name in "$@"; do
@@ -263,21 +309,29 @@ setup() {
   shopt -s nullglob
   found=("$wheels"/*.whl)
   if [ "${#found[@]}" -gt 0 ]; then
-    "$PYTHON" -m pip install -q --no-index --no-deps --no-compile "${found[@]}"
+    "$PYTHON" -m pip install -q --no-index --no-deps --no-compile "${found[@]}" ||
+      "$PYTHON" -m pip install -q --no-index --no-deps --no-compile --upgrade --target "$SITE" "${found[@]}"
   fi
-  "$PYTHON" -m pip install -q --no-index --no-deps --no-build-isolation -e .
+  "$PYTHON" -m pip install -q --no-index --no-deps --no-build-isolation -e . || build_aside
   check
+}
+
+# The package is used from this folder, with its kernels in it; aside is what pip says of it.
+build_aside() {
+  "$PYTHON" -m pip install -q --no-index --no-deps --no-build-isolation --upgrade --target "$SITE" .
+  mkdir -p stronghold/_native
+  cp "$SITE/stronghold/_native/libstronghold.so" stronghold/_native/
 }
 
 pack() {
   [ $# -eq 1 ] || { echo "gpu_suite: pack FOLDER" >&2; return 2; }
   mkdir -p "$1"
-  tar -C "$(dirname "$STATE")" -czf "$1/gpu_suite.tgz" --exclude=matplotlib "$(basename "$STATE")"
+  tar -C "$(dirname "$STATE")" -czf "$1/gpu_suite.tgz" --exclude=matplotlib --exclude=site "$(basename "$STATE")"
   echo "gpu_suite: $1/gpu_suite.tgz; unpack it in runs/ to go on"
 }
 
 case "${1:-}" in
-  list | check | setup | pack | run) verb="$1"; shift; "$verb" "$@" ;;
+  list | check | carry | setup | pack | run) verb="$1"; shift; "$verb" "$@" ;;
   _piece) piece "$2" ;;
-  *) sed -n '2,18p' benchmarks/gpu_suite.sh | sed 's/^# \{0,1\}//' >&2; exit 2 ;;
+  *) sed -n '2,24p' benchmarks/gpu_suite.sh | sed 's/^# \{0,1\}//' >&2; exit 2 ;;
 esac

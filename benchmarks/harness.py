@@ -59,15 +59,14 @@ def host_array(numel: int, dtype: torch.dtype) -> torch.Tensor:
 def provenance() -> dict[str, Any]:
     """Commit, command, machine, its load, versions and time of this run."""
     return {
-        "commit": _git("rev-parse", "--short=12", "HEAD")
-        + (" with changes" if _git("status", "--porcelain", "--untracked-files=no") else ""),
+        "commit": _commit(),
         "command": " ".join(["python", os.path.relpath(sys.argv[0], ROOT), *sys.argv[1:]]),
         "machine": {**_machine(), **_gpu()},
         # Near the number of cores: others were running, and figures with all threads show it.
         "load_average": round(os.getloadavg()[0], 1),
         "versions": {
             "python": platform.python_version(),
-            **{name: metadata.version(name) for name in ("torch", "deepspeed", "stronghold")},
+            **{name: _version(name) for name in ("torch", "deepspeed", "stronghold")},
         },
         "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
     }
@@ -125,6 +124,24 @@ def _gpu() -> dict[str, str]:
     return {"gpu": f"{found.name}, {found.total_memory / 2**30:.0f} GiB, CUDA {torch.version.cuda}"}
 
 
+def _commit() -> str:
+    """Of the tree; where it came without its history, what the environment says."""
+    said = os.environ.get("STRONGHOLD_COMMIT")
+    commit = said or _git("rev-parse", "--short=12", "HEAD") or "unknown"
+    changed = not said and _git("status", "--porcelain", "--untracked-files=no")
+    return commit + (" with changes" if changed else "")
+
+
 def _git(*arguments: str) -> str:
-    result = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True)
+    try:
+        result = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True)
+    except OSError:  # not installed
+        return ""
     return result.stdout.strip()
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:  # used from its folder
+        return "not installed"

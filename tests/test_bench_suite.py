@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 SUITE = ROOT / "benchmarks" / "gpu_suite.sh"
@@ -17,9 +18,12 @@ SUITE = ROOT / "benchmarks" / "gpu_suite.sh"
 pytestmark = pytest.mark.skipif(shutil.which("bash") is None, reason="no bash")
 
 
-def suite(*arguments: str, state: Path, python: Path | None = None) -> subprocess.CompletedProcess:
+def suite(
+    *arguments: str, state: Path, python: Path | None = None, **variables: str
+) -> subprocess.CompletedProcess:
     environment = {
         **os.environ,
+        **variables,
         "STRONGHOLD_GPU_STATE": str(state),
         "PYTHON": str(python or sys.executable),
     }
@@ -39,7 +43,8 @@ def test_the_suite_is_bash() -> None:
 def test_pieces_are_listed_once_and_cover_what_was_promised(tmp_path: Path) -> None:
     names = pieces(tmp_path)
     assert len(names) == len(set(names))
-    for promised in ("tests-device", "doctor", "trace", "largest-stronghold", "tokens-ours"):
+    promises = ("smoke", "tests-device", "doctor", "trace", "largest-stronghold", "tokens-ours")
+    for promised in promises:
         assert promised in names
     for size in ("3b", "8b"):
         for cap in ("24gb", "80gb"):
@@ -107,6 +112,57 @@ def test_the_next_piece_is_the_first_not_tried_and_then_one_that_was_cut_off(
     assert "gpu_suite: table-8b-80gb" in suite("run", "next", state=tmp_path).stdout
     (tmp_path / "table-3b-80gb.failed").unlink()
     assert "gpu_suite: table-3b-80gb" in suite("run", "next", state=tmp_path).stdout
+
+
+def test_no_piece_begins_when_the_commands_time_is_over(tmp_path: Path) -> None:
+    first = pieces(tmp_path)[0]
+    result = suite("run", first, state=tmp_path, TOTAL_S="20")
+    assert result.returncode == 0
+    assert f"{first}: no time is left for it" in result.stdout
+    assert pieces(tmp_path)[0] == first
+    assert suite("list", state=tmp_path).stdout.splitlines()[0].split()[1] == "-"
+
+
+def test_wheels_are_named_for_another_python(tmp_path: Path) -> None:
+    result = suite("carry", "pydantic-core", "deepspeed", state=tmp_path, WHEELS_FOR="3.12")
+    lines = result.stdout.splitlines()
+    assert len(lines) == 2
+    assert "--python-version 3.12" in lines[0]
+    assert "-d .whl pydantic-core==" in lines[0]
+    assert "pip wheel --no-deps --no-build-isolation -w .whl deepspeed==" in lines[1]
+
+
+# -- a first look at everything -------------------------------------------------------------------
+def smoke(*arguments: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, str(ROOT / "benchmarks" / "smoke.py"), *arguments],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+    )
+
+
+def test_a_smoke_test_has_a_line_for_each_feature(tmp_path: Path) -> None:
+    names = ["library", "step-fp32", "gpu"]
+    result = smoke(*names, "--machine", "emulated", "--logs", str(tmp_path))
+    assert result.returncode == 0, result.stdout + result.stderr
+    first, second, left_out, last = result.stdout.splitlines()
+    assert re.match(r"ok +library +[\d.]+ s  kernels for ", first)
+    assert re.match(r"ok +step-fp32 +[\d.]+ s  a plain loop's bits; window 1", second)
+    assert left_out == "left out, since they need a GPU: gpu"
+    assert last.startswith("smoke on emulated: 2 of 2 work")
+    assert {path.name for path in tmp_path.iterdir()} == {"library.log", "step-fp32.log"}
+
+
+def test_a_feature_that_fails_says_how_and_the_others_go_on(tmp_path: Path) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("it has what the feature wants")
+    result = smoke("gpu", "library", "--machine", "cuda", "--logs", str(tmp_path))
+    assert result.returncode == 1
+    first, second, last = result.stdout.splitlines()
+    assert re.match(r"FAIL +gpu +[\d.]+ s  status 1: \w+(Error)?: .*CUDA", first)
+    assert second.startswith("ok ")
+    assert last.startswith("smoke on cuda: 1 of 2 work")
 
 
 def test_unknown_words_are_refused(tmp_path: Path) -> None:

@@ -13,8 +13,8 @@ from tests.checkpoints import assert_same, make_model, session, snapshot, train
 pytestmark = pytest.mark.gpu
 
 LAYOUTS: list[dict[str, Any]] = [
-    {"window": 1, "activations": "recompute"},
-    {"window": 2, "activations": "offload"},
+    {"window": 1, "resident_layers": 0, "activations": "recompute"},
+    {"window": 2, "resident_layers": 0, "activations": "offload"},
     {"resident_layers": "all"},
 ]
 

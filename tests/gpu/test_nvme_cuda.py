@@ -22,7 +22,8 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def trained(section: dict[str, Any], **settings: Any) -> Run:
-    settings = config(section={"device": "cuda", "window": 2, **section}, **settings)
+    streamed = {"device": "cuda", "window": 2, "resident_layers": 0, "activations": "keep"}
+    settings = config(section={**streamed, **section}, **settings)
     run = train_windowed(MODELS["gpt"], steps=STEPS, settings=settings)
     run.losses = [loss.cpu() for loss in run.losses]
     run.weights = {name: weight.cpu() for name, weight in run.weights.items()}
