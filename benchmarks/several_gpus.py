@@ -1,17 +1,19 @@
 """How the step grows with the number of GPUs, by the simulator: the table of docs/several_gpus.md.
 
-    python benchmarks/several_gpus.py [--machine a100-80gb]
+    python benchmarks/several_gpus.py [--machine a100-80gb] [--exchange GBPS]
 
-Nodes of 8 GPUs; a rank receives NODE_WIRE_GBPS from ranks of its node, and NETWORK_WIRE_GBPS where
-the ranks are on several (one network adapter of 200 Gb/s for each GPU). The runtime trains on one
-node in this release: what is beyond 8 is the same schedule on clocks, with every rank's share of
-state, bytes of the wire and Adam; no collective's own latency, and no straggler.
+Nodes of 8 GPUs; a rank receives NODE_WIRE_GBPS from ranks of its node, and NETWORK_GBPS from other
+nodes (one network adapter of 200 Gb/s for each GPU), or of weights what --exchange says: they go
+from host memory to host memory over gloo, which may reach less. The real gathers, reductions and
+exchanges on clocks, with every rank's share of state, of the wire's bytes and of Adam; no
+collective's own latency, and no straggler.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -26,14 +28,16 @@ from stronghold.simulate import rates_of, simulate, workload_of
 
 MODELS = {"7 B": (32, 4096, 32, 32000), "65 B": (80, 8192, 64, 32000)}
 BATCH, SEQ, WINDOW, RANKS_OF_NODE = 4, 2048, 4, 8
-NODE_WIRE_GBPS, NETWORK_WIRE_GBPS = 200.0, 25.0
+NODE_WIRE_GBPS, NETWORK_GBPS = 200.0, 25.0
+LANES = ("compute", "gather", "reduce", "exchange", "update")
 GIB = 1 << 30
 
 
-def row(name: str, num_ranks: int, machine: MachineProfile) -> str:
+def row(name: str, num_ranks: int, machine: MachineProfile, exchange_gbps: float | None) -> str:
     subject = from_sizes(*MODELS[name], SEQ)
     layout = for_ranks(subject.layout, num_ranks)
     sharing = min(num_ranks, RANKS_OF_NODE)
+    num_nodes = num_ranks // sharing
     threads = max(1, machine.num_cores // sharing)
     demand = Demand(
         weight_bytes=2,
@@ -43,18 +47,28 @@ def row(name: str, num_ranks: int, machine: MachineProfile) -> str:
         window=WINDOW,
         activations="recompute",
         num_ranks=num_ranks,
+        num_nodes=num_nodes,
         cpu_threads=threads,
     )
     plan = make_plan(layout, demand)
-    wire_gbps = NODE_WIRE_GBPS if num_ranks <= RANKS_OF_NODE else NETWORK_WIRE_GBPS
+    rates = rates_of(
+        machine,
+        threads,
+        sharing=sharing,
+        num_nodes=num_nodes,
+        wire_gbps=NODE_WIRE_GBPS,
+        network_gbps=NETWORK_GBPS,
+    )
+    if exchange_gbps is not None:
+        rates = replace(rates, exchange_gbps=exchange_gbps)
     found = simulate(
         layout,
         plan,
         workload_of(subject.costs_of(BATCH, SEQ, "bf16"), machine),
-        rates_of(machine, threads, sharing=sharing, wire_gbps=wire_gbps),
+        rates,
         dtype=torch.bfloat16,
     )
-    busy = [found.busy.get(lane, 0.0) for lane in ("compute", "gather", "update")]
+    busy = [found.busy.get(lane, 0.0) for lane in LANES]
     host = plan.host_total_bytes * sharing / GIB
     cells = [name, num_ranks, f"{host:.0f}", f"{found.step_s:.2f}"]
     cells += [f"{found.tokens_per_s * num_ranks:,.0f}", *(f"{share:.0%}" for share in busy)]
@@ -64,12 +78,14 @@ def row(name: str, num_ranks: int, machine: MachineProfile) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--machine", default="a100-80gb")
-    machine = MachineProfile.load(parser.parse_args().machine)
-    print("| model | GPUs | host GiB per node | step, s | tokens/s | compute | gather | update |")
-    print("|---|---|---|---|---|---|---|---|")
+    parser.add_argument("--exchange", type=float, metavar="GBPS", help="weights between nodes")
+    options = parser.parse_args()
+    machine = MachineProfile.load(options.machine)
+    heads = ("model", "GPUs", "host GiB per node", "step, s", "tokens/s", *LANES)
+    print(f"| {' | '.join(heads)} |\n|{'---|' * len(heads)}")
     for name in MODELS:
         for num_ranks in (1, 2, 4, 8, 16, 64, 256, 512):
-            print(row(name, num_ranks, machine), flush=True)
+            print(row(name, num_ranks, machine, options.exchange), flush=True)
 
 
 if __name__ == "__main__":

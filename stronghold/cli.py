@@ -112,8 +112,10 @@ def _add_plan(commands: Any) -> None:
         "--machine", metavar="PROFILE", help="a name or a file (default: what doctor wrote here)"
     )
     machine.add_argument("--gpu", metavar="SIZE", help="GPU memory, such as 24GiB")
-    machine.add_argument("--gpus", type=int, default=1, metavar="N", help="ranks on one node")
-    machine.add_argument("--wire", type=float, metavar="GBPS", help="1e9 bytes/s between ranks")
+    machine.add_argument("--gpus", type=int, default=1, metavar="N", help="ranks on each node")
+    machine.add_argument("--nodes", type=int, default=1, metavar="N", help="of such GPUs and hosts")
+    machine.add_argument("--wire", type=float, metavar="GBPS", help="1e9 bytes/s in a node")
+    machine.add_argument("--network", type=float, metavar="GBPS", help="and between nodes, per GPU")
     machine.add_argument("--host", metavar="SIZE", help="host memory")
     machine.add_argument("--nvme", metavar="SIZE", help="files on NVMe (default: none)")
     machine.add_argument("--nvme-path", type=Path, metavar="DIR", help="where they lie")

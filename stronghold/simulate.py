@@ -23,7 +23,7 @@ from stronghold.memory.tiers import null_tiers
 from stronghold.model.costs import ModelCosts
 from stronghold.model.layout import LayerLayout, ModelLayout, condensed
 from stronghold.plan.planner import Demand, Gradients, Plan
-from stronghold.plan.profile import MachineProfile
+from stronghold.plan.profile import NETWORK_GBPS, MachineProfile, reduce_gbps
 from stronghold.plan.schedule import Kind
 from stronghold.plan.search import Choice, Lanes, search
 from stronghold.runtime.adam import AdamFlags, AdamSteps, Group, adam_bytes
@@ -99,13 +99,22 @@ def workload_of(costs: ModelCosts, machine: MachineProfile, *, micro_batches: in
 
 
 def rates_of(
-    machine: MachineProfile, cpu_threads: int, *, sharing: int = 1, wire_gbps: float | None = None
+    machine: MachineProfile,
+    cpu_threads: int,
+    *,
+    sharing: int = 1,
+    num_nodes: int = 1,
+    wire_gbps: float | None = None,
+    network_gbps: float | None = None,
 ) -> Rates:
     """The lanes' rates on `machine` with so many threads for the CPU's Adam.
 
-    `sharing` ranks of the node have a link each, and divide the bandwidth of host memory and disks;
-    `wire_gbps` is what a rank receives from the others, by default as much as over its link.
+    `sharing` ranks of each of `num_nodes` nodes have a link each, and divide the bandwidth of host
+    memory and disks; `wire_gbps` is what a rank receives from those of its node, by default as much
+    as over its link, `network_gbps` what it receives from other nodes.
     """
+    wire = wire_gbps or machine.fetch_gbps
+    network = network_gbps or NETWORK_GBPS
     most = max(machine.memory_gbps)
     read = machine.nvme_read_gbps or 1.0
     write = machine.nvme_write_gbps or 1.0
@@ -117,7 +126,9 @@ def rates_of(
             machine.adam_rate(cpu_threads), machine.adam_rate(cpu_threads * sharing) / sharing
         ),
         memory_gbps=machine.memory_rate(most) / sharing,
-        wire_gbps=wire_gbps or machine.fetch_gbps,
+        wire_gbps=wire,
+        reduce_gbps=reduce_gbps(sharing, num_nodes, wire, network),
+        exchange_gbps=network,
         device_gbps=machine.gpu_memory_gbps,
         load_gbps=read / sharing,
         spill_gbps=write / sharing,

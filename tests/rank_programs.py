@@ -245,6 +245,7 @@ def two_ranks(folder: Path) -> dict[str, Any]:
         "checkpoint": checkpoint(folder),
         "life": life(),
         "model parallel": model_parallel(),
+        "slices": slices(folder / "slices"),
         "astray": astray("gather", clipping=1.0),
         "astray without gate": astray("reduce", clipping=0.0),
         "further": further(),
@@ -562,27 +563,28 @@ def overlap(folder: Path) -> dict[str, float]:
 
 
 class Units:
-    """Two model-parallel ranks, each alone in its data-parallel group."""
+    """Two model-parallel ranks, neighbours in number, in each data-parallel place."""
 
     def __init__(self) -> None:
-        alone = [torch.distributed.new_group([member]) for member in range(2)]
-        self._alone = alone[rank()]
-        self._both = torch.distributed.new_group([0, 1])
+        world, new = range(num_ranks()), torch.distributed.new_group
+        self._place, self._unit = divmod(rank(), 2)
+        self._alike = [new([r for r in world if r % 2 == unit]) for unit in range(2)][self._unit]
+        self._both = [new([r, r + 1]) for r in world[::2]][self._place]
 
     def get_data_parallel_world_size(self) -> int:
-        return 1
+        return num_ranks() // 2
 
     def get_data_parallel_rank(self) -> int:
-        return 0
+        return self._place
 
     def get_data_parallel_group(self) -> Any:
-        return self._alone
+        return self._alike
 
     def get_model_parallel_world_size(self) -> int:
         return 2
 
     def get_model_parallel_rank(self) -> int:
-        return rank()
+        return self._unit
 
     def get_model_parallel_group(self) -> Any:
         return self._both
@@ -607,6 +609,60 @@ def model_parallel() -> dict[str, Any]:
         }
     finally:
         engine.destroy()
+
+
+def slices(folder: Path) -> dict[str, Any]:
+    """Each of two model-parallel ranks has a model of its own: save, go on, load, go on again."""
+    settings = config(precision="bf16", section={"layers": "blocks"})
+    if not torch.distributed.is_initialized():  # the engine would do it, after the groups
+        torch.distributed.init_process_group("gloo")
+
+    def session(load: bool, steps: int) -> dict[str, Any]:
+        units = Units()
+        torch.manual_seed(units.get_model_parallel_rank() + 10 * load)
+        engine = engine_of(Wide(16, 3), settings, mpu=units)
+        try:
+            path = engine.load_checkpoint(folder)[0] if load else None
+            losses = []
+            for step in range(engine.global_steps, engine.global_steps + steps):
+                inputs = torch.full((2, 16), 1.0 + step, dtype=torch.bfloat16)
+                loss = engine(inputs).float().square().mean()
+                engine.backward(loss)
+                engine.step()
+                losses.append(loss.item())
+                if not load and step == 1:
+                    engine.save_checkpoint(folder)
+            found = {n: p.detach().clone() for n, p in engine.named_parameters()}
+            return {"losses": losses, "weights": found, "path": path}
+        finally:
+            engine.destroy()
+
+    found: dict[str, Any] = {} if folder.exists() else {"straight": session(False, 4)}
+    found |= {"on": session(True, 2), "unit": rank() % 2}
+    found["names"] = sorted(path.name for path in (folder / "global_step2").iterdir())
+    whole = engine_of(Wide(16, 3), settings)
+    try:
+        whole.load_checkpoint(folder)
+    except ConfigError as error:
+        found["whole"] = str(error)
+    whole.save_checkpoint(folder / "whole")
+    whole.destroy()
+    split = engine_of(Wide(16, 3), settings, mpu=Units())
+    for what, attempt in (
+        ("split", lambda: split.load_checkpoint(folder / "whole")),
+        ("16 bit", lambda: split.save_16bit_model(folder)),
+    ):
+        try:
+            attempt()
+        except ConfigError as error:
+            found[what] = str(error)
+    split.destroy()
+    return found
+
+
+def slices_elsewhere(_: Path) -> dict[str, Any]:
+    """What two model-parallel ranks saved, in two data-parallel places."""
+    return slices(Path(os.environ["CHECKPOINT"]))
 
 
 def astray(lane: str, *, clipping: float) -> str:

@@ -277,6 +277,44 @@ def test_one_rank_loads_what_two_saved_from_files(
     assert filecmp.cmpfiles(source / "global_step4", again, tensors, shallow=False)[0] == tensors
 
 
+def test_each_model_parallel_rank_saves_and_resumes_its_slices(two: list[Any]) -> None:
+    """In one tag, under the names that DeepSpeed gives their states."""
+    for rank, found in enumerate(two):
+        split = found["slices"]
+        straight, on = split["straight"], split["on"]
+        assert on["losses"] == straight["losses"][2:]
+        for name, weight in straight["weights"].items():
+            assert torch.equal(on["weights"][name], weight), name
+        assert Path(on["path"]).name == f"mp_rank_0{rank}_model_states.pt"
+        for name in ("manifest.json", "model_states.pt", "moments-00000.safetensors"):
+            assert f"mp_rank_0{rank}_{name}" in split["names"]
+        assert all(name.startswith("mp_rank_0") for name in split["names"])
+    weights = [found["slices"]["on"]["weights"] for found in two]
+    assert not any(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+def test_slices_are_loaded_under_as_many_model_parallel_ranks_alone(two: list[Any]) -> None:
+    for found in two:
+        split = found["slices"]
+        assert "saved by 2 model-parallel ranks, expected 1" in split["whole"]
+        assert "saved by 1 model-parallel ranks, expected 2" in split["split"]
+        assert "split over 2 model-parallel ranks" in split["16 bit"]
+
+
+@pytest.mark.slow
+def test_slices_resume_in_another_number_of_data_parallel_places(
+    two: list[Any], tmp_path: Path
+) -> None:
+    """Two ranks that have the same micro-batch do what one does."""
+    source = Path(two[0]["checkpoint"]["saved"]).parent / "slices"
+    run = f"{PROGRAMS}:slices_elsewhere"
+    for found in run_ranks(run, 4, tmp_path, CHECKPOINT=str(source)):
+        straight = two[found["unit"]]["slices"]["straight"]
+        assert found["on"]["losses"] == straight["losses"][2:]
+        for name, weight in straight["weights"].items():
+            assert torch.equal(found["on"]["weights"][name], weight), name
+
+
 @pytest.mark.slow
 def test_four_ranks_load_what_one_saved_and_what_two_saved(two: list[Any], tmp_path: Path) -> None:
     one = rank_programs.session(tmp_path / "one", None, steps=2)

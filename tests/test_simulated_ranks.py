@@ -25,16 +25,26 @@ MACHINE = MachineProfile.load("a100-80gb")
 def predict(
     num_ranks: int,
     *,
+    num_nodes: int = 1,
     wire_gbps: float | None = None,
+    network_gbps: float | None = None,
     window: int = 4,
     gated: bool = True,
     **more: Any,
 ) -> Prediction:
+    sharing = num_ranks // num_nodes
     return simulate(
         for_ranks(SUBJECT.layout, num_ranks),
-        plan_of(num_ranks, window, gated=gated, **more),
+        plan_of(num_ranks, window, num_nodes, gated=gated, **more),
         workload_of(SUBJECT.costs_of(8, 1024, "bf16"), MACHINE),
-        rates_of(MACHINE, MACHINE.num_cores // num_ranks, sharing=num_ranks, wire_gbps=wire_gbps),
+        rates_of(
+            MACHINE,
+            MACHINE.num_cores // sharing,
+            sharing=sharing,
+            num_nodes=num_nodes,
+            wire_gbps=wire_gbps,
+            network_gbps=network_gbps,
+        ),
         dtype=torch.bfloat16,
     )
 
@@ -42,6 +52,7 @@ def predict(
 def plan_of(
     num_ranks: int,
     window: int = 4,
+    num_nodes: int = 1,
     *,
     gated: bool = True,
     spill: str | None = None,
@@ -54,6 +65,7 @@ def plan_of(
         accumulate=False,
         window=window,
         num_ranks=num_ranks,
+        num_nodes=num_nodes,
         nvme=spill is not None,
         spill=spill,
         deferred_layers=deferred_layers,
@@ -124,6 +136,35 @@ def test_a_slow_wire_sets_the_step() -> None:
     assert prediction.step_s >= 0.9 * nbytes / (wire_gbps * 1e9)
 
 
+@pytest.mark.parametrize(("num_ranks", "num_nodes"), [(2, 2), (8, 2), (32, 4)])
+def test_nodes_have_the_bytes_of_their_plan(num_ranks: int, num_nodes: int) -> None:
+    """2 bytes of weights for those of a node, 12 for all ranks."""
+    prediction, plan = predict(num_ranks, num_nodes=num_nodes), plan_of(num_ranks, 4, num_nodes)
+    assert prediction.host_peak_bytes == plan.host_total_bytes
+    num_local = num_ranks // num_nodes
+    padded = sum(layer.numel for layer in for_ranks(SUBJECT.layout, num_ranks).layers)
+    assert plan.host_total_bytes == padded * 2 // num_local + padded * 12 // num_ranks
+
+
+def test_the_exchange_takes_the_networks_time() -> None:
+    """Each rank receives its part of a node's weights once, but for its own range; a network that
+    is slow enough sets the step, with the gradients' way before it."""
+    network_gbps, num_ranks, num_nodes = 0.25, 4, 2
+    prediction = predict(num_ranks, num_nodes=num_nodes, network_gbps=network_gbps)
+    numel = sum(layer.trainable_numel for layer in for_ranks(SUBJECT.layout, num_ranks).layers)
+    exchange_s = numel * 2 / num_nodes * (num_nodes - 1) / num_nodes / (network_gbps * 1e9)
+    busy_s = sum(op.end_s - op.start_s for op in prediction.operations if op.lane == "exchange")
+    assert busy_s == pytest.approx(exchange_s, rel=1e-6)
+    assert prediction.step_s >= 2 * exchange_s
+    assert max(prediction.critical, key=prediction.critical.__getitem__) in ("reduce", "exchange")
+
+
+def test_a_fast_network_adds_nothing_to_the_step() -> None:
+    one = predict(2, wire_gbps=200.0).step_s
+    many = predict(8, num_nodes=4, wire_gbps=200.0, network_gbps=50.0).step_s
+    assert many <= 1.02 * one  # each rank updates a quarter
+
+
 def test_layouts_of_ranks_keep_every_parameter() -> None:
     for one, many in zip(SUBJECT.layout.layers, for_ranks(SUBJECT.layout, 8).layers, strict=True):
         assert [part.name for part in many.slices] == [part.name for part in one.slices]
@@ -150,3 +191,9 @@ def test_the_command_plans_several_ranks(
     assert json.loads(files.read_text())["stronghold"]["nvme"]["capacity"] == 10**12
     assert main([*command.split(), "--gpus", "0"]) not in (None, 0)
     assert "--gpus: got 0" in capsys.readouterr().err
+    nodes = [*command.split(), "--gpus", "2", "--nodes", "2", "--network", "5"]
+    assert main([*nodes, "--host", "16GiB"]) in (None, 0)
+    page = capsys.readouterr().out
+    assert "x 2 ranks x 2 nodes = 4,096 tokens" in page
+    assert "5 GB/s from other nodes (--network)" in " ".join(page.split())
+    assert "of 8.00 GiB" in page

@@ -42,9 +42,10 @@ class Rates:
 
     `duplex_gbps` is the sum of both directions of the link when both are busy; `update_gbps` the
     CPU Adam's, `memory_gbps` the host memory's as a whole; `io_gbps` the sum of loads and spills
-    when both are busy; `device_gbps` the device memory's; `wire_gbps` what comes from
-    other ranks, weights and gradients each. `handover_s` passes between a submission
-    and its lane's start, `launch_s` is the calling thread's share of a piece of compute.
+    when both are busy; `device_gbps` the device memory's; `wire_gbps` what comes from other ranks
+    of the node, `reduce_gbps` the gradients from all ranks, `exchange_gbps` the weights from other
+    nodes. `handover_s` passes between a submission and its lane's start, `launch_s` is the calling
+    thread's share of a piece of compute.
     """
 
     fetch_gbps: float
@@ -57,6 +58,8 @@ class Rates:
     spill_gbps: float = 1.0
     io_gbps: float = 2.0
     wire_gbps: float = 25.0
+    reduce_gbps: float = 25.0
+    exchange_gbps: float = 25.0
     handover_s: float = 3e-5
     launch_s: float = 0.0
 
@@ -198,7 +201,7 @@ class SimulatedDevice(Device):
         self.fetch = self._fetch = SimulatedLane("fetch", self, streams=asynchronous)
         self.drain = self._drain = SimulatedLane("drain", self, streams=asynchronous)
         self.update = SimulatedLane("update", self, streams=False)
-        self._lanes = {"fetch": self._fetch, "drain": self._drain}
+        self._lanes = {"fetch": self._fetch, "drain": self._drain}  # that others share with
         self._kernels = NullKernels()
 
     @property
@@ -275,8 +278,13 @@ class SimulatedDevice(Device):
             other = "drain" if lane == "fetch" else "fetch"
             beside = rates.duplex_gbps - (rates.drain_gbps if lane == "fetch" else rates.fetch_gbps)
             shared = {other: beside}
-        elif lane in WIRE_LANES:
+        elif lane == "gather":
             own, shared = rates.wire_gbps, {}
+        elif lane == "reduce":
+            own, shared = rates.reduce_gbps, {}
+        elif lane == "exchange":
+            own = rates.exchange_gbps
+            shared = {"reduce": own / 2}
         elif lane == "update":
             own = rates.update_gbps
             shared = {

@@ -23,7 +23,7 @@ from stronghold.plan import search
 from stronghold.plan.bounds import backward_s, updates_s
 from stronghold.plan.limits import DISK, Limits, StepLoad, break_even, physical_limit
 from stronghold.plan.planner import Demand, Gradients, Plan
-from stronghold.plan.profile import MachineProfile
+from stronghold.plan.profile import NETWORK_GBPS, MachineProfile
 from stronghold.plan.search import Choice
 from stronghold.simulate import (
     Prediction,
@@ -48,6 +48,7 @@ RESOURCES = {
     "io": "nvme",
     "gather": "wire between ranks",
     "reduce": "wire between ranks",
+    "exchange": "network between nodes",
 }
 
 
@@ -79,6 +80,7 @@ def answer(question: Question) -> Forecast:
             accumulation=question.accumulation,
             clipping=question.clipping,
             gpus=question.gpus,
+            nodes=question.nodes,
         ),
         refusal=found.refusal,
         notes=(*_notes(question), *_gate(question, found)),
@@ -132,7 +134,9 @@ def _work_and_rates(question: Question, demand: Demand) -> tuple[Workload, Rates
         machine,
         demand.cpu_threads or demand.num_cores,
         sharing=question.gpus,
+        num_nodes=question.nodes,
         wire_gbps=question.wire_gbps,
+        network_gbps=question.network_gbps,
     )
     return workload_of(costs, machine, micro_batches=question.accumulation), rates
 
@@ -153,8 +157,9 @@ def _demand(question: Question, costs: ModelCosts) -> Demand:
         boundary_bytes=tuple(layer.boundary_bytes for layer in costs.layers),
         # One launches the GPU's work.
         num_cores=max(1, question.machine.num_cores // question.gpus - 1),
-        num_ranks=question.gpus,
-        resident_updates="host" if question.gpus > 1 else None,
+        num_ranks=question.ranks,
+        num_nodes=question.nodes,
+        resident_updates="host" if question.ranks > 1 else None,
         nvme=question.nvme_bytes > 0,
         nvme_capacity_bytes=question.nvme_bytes // question.gpus or None,
         micro_batches=question.accumulation,
@@ -204,7 +209,7 @@ def _timing(question: Question, choice: Choice, limits: Limits) -> Timing:
 def _load(question: Question, costs: ModelCosts, plan: Plan | None) -> StepLoad:
     """What `plan` must move and compute on each rank; without one, what the least memory would
     need: every block streamed and recomputed."""
-    layers, ranks = question.subject.layout.layers, question.gpus
+    layers, ranks = question.subject.layout.layers, question.ranks
     blocks = [layer for layer in layers if layer.streamed]
     streamed = [layer for layer in blocks if plan is None or layer.index not in plan.resident]
     away = {layer.index for layer in streamed}
@@ -217,7 +222,8 @@ def _load(question: Question, costs: ModelCosts, plan: Plan | None) -> StepLoad:
             costs.layers[b.index] for b, of in zip(blocks, policies, strict=True) if of == policy
         ]
 
-    largest = sorted((layer.num_parameters // ranks for layer in streamed), reverse=True)
+    of_node = question.gpus  # who divide the weights
+    largest = sorted((layer.num_parameters // of_node for layer in streamed), reverse=True)
     return StepLoad(
         dtype=question.dtype,
         forward_flops=costs.forward_flops,
@@ -255,19 +261,32 @@ def _tiers(question: Question, plan: Plan) -> tuple[Tier, ...]:
 
 def _notes(question: Question) -> list[str]:
     notes = []
-    if question.gpus > 1:
-        wire = question.wire_gbps or question.machine.fetch_gbps
-        assumed = "" if question.wire_gbps else ", assumed: as over its link"
-        notes.append(
-            f"{question.gpus} ranks on one node: bytes are of each, tokens of all; each receives "
-            f"{wire:g} GB/s from the others (--wire{assumed})"
-        )
+    if question.ranks > 1:
+        notes.append(_wires(question))
     positions = question.subject.positions
     if positions is not None and question.seq > positions:
         notes.append(
             f"--seq {question.seq} is longer than the {positions} positions that the model knows"
         )
     return notes
+
+
+def _wires(question: Question) -> str:
+    where = f"on {question.nodes} nodes" if question.nodes > 1 else "on one node"
+    received = []
+    if question.gpus > 1:
+        wire = question.wire_gbps or question.machine.fetch_gbps
+        assumed = "" if question.wire_gbps else ", assumed: as over its link"
+        others = "its node" if question.nodes > 1 else "the others"
+        received.append(f"{wire:g} GB/s from {others} (--wire{assumed})")
+    if question.nodes > 1:
+        network = question.network_gbps or NETWORK_GBPS
+        assumed = "" if question.network_gbps else ", assumed"
+        received.append(f"{network:g} GB/s from other nodes (--network{assumed})")
+    return (
+        f"{question.ranks} ranks {where}: bytes are of each, tokens of all; each receives "
+        f"{' and '.join(received)}"
+    )
 
 
 def _gate(question: Question, found: Outlook) -> Iterator[str]:

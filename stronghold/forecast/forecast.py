@@ -63,11 +63,12 @@ class Asked:
     accumulation: int
     clipping: float
     gpus: int = 1
+    nodes: int = 1
 
     @property
     def tokens(self) -> int:
         """Per optimizer step."""
-        return self.batch * self.seq * self.accumulation * self.gpus
+        return self.batch * self.seq * self.accumulation * self.gpus * self.nodes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -35,6 +35,7 @@ def _head(forecast: Forecast) -> list[str]:
     asked = forecast.asked
     steps = f" x {asked.accumulation} micro-batches" if asked.accumulation > 1 else ""
     ranks = f" x {asked.gpus} ranks" if asked.gpus > 1 else ""
+    ranks += f" x {asked.nodes} nodes" if asked.nodes > 1 else ""
     clipping = f"clipped at {asked.clipping:g}" if asked.clipping else "no clipping"
     return [
         *_wrap(

@@ -38,18 +38,24 @@ class Question:
     nvme_path: str = ""
     window: int | None = None
     resident_layers: int | None = None
-    gpus: int = 1  # of one node, each a rank; `gpu_bytes` and `batch` are of each
-    wire_gbps: float | None = None  # what a rank receives from the others; None: as over its link
+    gpus: int = 1  # of each node, each a rank; `gpu_bytes` and `batch` are of each
+    nodes: int = 1  # `host_bytes` are of each
+    wire_gbps: float | None = None  # what a rank receives from its node; None: as over its link
+    network_gbps: float | None = None  # and from other nodes; None: the simulator's
+
+    @property
+    def ranks(self) -> int:
+        return self.gpus * self.nodes
 
     @property
     def tokens(self) -> int:
         """Per optimizer step."""
-        return self.batch * self.seq * self.accumulation * self.gpus
+        return self.batch * self.seq * self.accumulation * self.ranks
 
     @property
     def layout(self) -> ModelLayout:
         """The model's, as that many ranks share it."""
-        return for_ranks(self.subject.layout, self.gpus) if self.gpus > 1 else self.subject.layout
+        return for_ranks(self.subject.layout, self.ranks) if self.ranks > 1 else self.subject.layout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +79,9 @@ class Words:
     clipping: float = CLIPPING
     no_overflow_check: bool = False
     gpus: int = 1
+    nodes: int = 1
     wire: float | None = None
+    network: float | None = None
 
 
 def understand(words: Words) -> Question:
@@ -83,6 +91,7 @@ def understand(words: Words) -> Question:
         ("--seq", words.seq),
         ("--accumulation", words.accumulation),
         ("--gpus", words.gpus),
+        ("--nodes", words.nodes),
     ):
         if value is not None and value < 1:
             raise ConfigError(f"{option}: got {value}, expected at least 1")
@@ -93,8 +102,9 @@ def understand(words: Words) -> Question:
             f"--no-overflow-check: got it with --precision {words.precision}, expected bf16: "
             + ("fp16 scales the loss by it" if words.precision == "fp16" else "fp32 has no check")
         )
-    if words.wire is not None and not 0.0 < words.wire < float("inf"):
-        raise ConfigError(f"--wire: got {words.wire}, expected 1e9 bytes per second, above 0")
+    for option, rate in (("--wire", words.wire), ("--network", words.network)):
+        if rate is not None and not 0.0 < rate < float("inf"):
+            raise ConfigError(f"{option}: got {rate}, expected 1e9 bytes per second, above 0")
     machine = _machine(words.machine)
     gpu_bytes = _bytes("--gpu", words.gpu, machine.gpu_memory_bytes)
     host_bytes = _bytes("--host", words.host, machine.host_memory_bytes)
@@ -115,7 +125,9 @@ def understand(words: Words) -> Question:
         nvme_bytes=nvme_bytes,
         nvme_path=_nvme_path(words, machine) if nvme_bytes else "",
         gpus=words.gpus,
+        nodes=words.nodes,
         wire_gbps=words.wire,
+        network_gbps=words.network,
     )
 
 

@@ -55,10 +55,14 @@ def lower_bound(layout: ModelLayout, plan: Plan, lanes: Lanes) -> float:
     # At most a window of layers survives each turn between forward and backward; at a step's end
     # their weights have changed.
     least = sorted(b.numel for b in away)[: max(0, len(away) - plan.window)]
-    fetched = size * (sum(b.numel for b in away) + (2 * passes - 1) * sum(least))
+    fetched: float = size * (sum(b.numel for b in away) + (2 * passes - 1) * sum(least))
     fetched += size * sum(layer.numel for layer in updated if layer.index in plan.resident)
-    drained = size * passes * sum(layer.num_trainable for layer in updated)
+    drained: float = size * passes * sum(layer.num_trainable for layer in updated)
     update = sum(layer.num_trainable for layer in updated) * lanes.update_s_per_parameter
+    # Each of several ranks has its part; weights are divided among those of a node.
+    fetched /= plan.num_ranks // plan.num_nodes
+    drained /= plan.num_ranks
+    update /= plan.num_ranks
     compute = passes * (forward + backward)
     compute += sum(layer.num_trainable for layer in there) * lanes.device_update_s_per_parameter
     if plan.gradients is not Gradients.RING:
@@ -107,6 +111,7 @@ def updates_s(layout: ModelLayout, plan: Plan, lanes: Lanes) -> float:
     read, written = plan.nvme_read_bytes, plan.nvme_written_bytes
     return max(
         sum(layer.num_trainable for layer in updated)
+        / plan.num_ranks
         * (lanes.update_s_per_parameter + lanes.norm_s_per_parameter),
         read * lanes.load_s_per_byte,
         written * lanes.spill_s_per_byte,

@@ -33,6 +33,7 @@ EMULATED = "emulated"
 ADAM_BF16_BYTES = 2 * (2 + 2 + 4 + 4) + 2
 # The same with fp32 weights and gradients, which have no remainder.
 ADAM_FP32_BYTES = 2 * (4 + 4 + 4) + 4
+NETWORK_GBPS = 25.0  # between nodes, unless it is said: 200 Gb/s for each GPU
 
 _logger = logging.getLogger("stronghold")
 
@@ -298,3 +299,11 @@ def _folder() -> Path:
 
 def _slug(text: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-") or "unknown"
+
+
+def reduce_gbps(num_local: int, num_nodes: int, wire: float, network: float) -> float:
+    """What a rank receives of gradients in 1e9 bytes/s: a node's are added on its wire, and the
+    sums of its ranks' parts over the network."""
+    within, between = (num_local - 1) / num_local, (num_nodes - 1) / (num_nodes * num_local)
+    received = 1 - 1 / (num_local * num_nodes)
+    return received / (within / wire + between / network) if received else wire
