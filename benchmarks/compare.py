@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from harness import describe, hardware, provenance, save
+from harness import describe, leave, provenance
 from methods import METHODS, process
 from methods.judge import FACTOR, FLOOR, bounds, verdict
 from methods.task import Task, tflops_megatron, tflops_useful
@@ -368,15 +368,8 @@ def main() -> int:
         kept = earlier_reference(arguments.reference, task) if arguments.reference else None
         kept = NO_REFERENCE if arguments.no_reference else kept
         result = compare(names, task, arguments.timeout, kept)
-    markdown = page(result, record)
-    print(markdown)
-    data = {**record, **result}
-    if arguments.json:
-        arguments.json.write_text(json.dumps(data, indent=1) + "\n")
-    if arguments.save:
-        name = f"{model_name(task, result)}_{hardware()}_{record['time'][:10]}"
-        for path in save(name, markdown, data):
-            print(f"wrote {path}")
+    name, data = model_name(task, result), {**record, **result}
+    leave(name, page(result, record), data, to=arguments.json, keep=arguments.save)
     wrong = [row["method"] for row in result["rows"] if row.get("verdict") == "wrong"]
     return 1 if wrong else 0
 

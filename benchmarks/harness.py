@@ -72,6 +72,18 @@ def provenance() -> dict[str, Any]:
     }
 
 
+def leave(
+    name: str, markdown: str, data: Mapping[str, Any], *, to: Path | None, keep: bool
+) -> None:
+    """Prints the page, writes the data `to` a file, and with `keep` both to benchmarks/results."""
+    print(markdown)
+    if to is not None:
+        to.write_text(json.dumps(data, indent=1) + "\n")
+    if keep:
+        for path in save(f"{name}_{hardware()}_{data['time'][:10]}", markdown, data):
+            print(f"wrote {path}")
+
+
 def save(name: str, markdown: str, data: Mapping[str, Any]) -> list[Path]:
     """Writes benchmarks/results/NAME.md and NAME.json; returns their paths."""
     RESULTS.mkdir(exist_ok=True)

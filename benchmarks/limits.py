@@ -20,7 +20,7 @@ from typing import Any
 
 import compare
 import torch
-from harness import describe, hardware, provenance, save
+from harness import describe, leave, provenance
 from methods.model import Model
 from methods.task import Task
 
@@ -169,14 +169,8 @@ def main() -> int:
     record = provenance()
     result, body = run(names, task, arguments.timeout, arguments.quick)
     page = "\n".join(["# Distance to the physical limit", "", body, "", describe(record), ""])
-    print(page)
-    data = {**record, **result}
-    if arguments.json:
-        arguments.json.write_text(json.dumps(data, indent=1) + "\n")
-    if arguments.save:
-        name = f"limits-{compare.model_name(task, result)}_{hardware()}_{record['time'][:10]}"
-        for path in save(name, page, data):
-            print(f"wrote {path}")
+    name = f"limits-{compare.model_name(task, result)}"
+    leave(name, page, {**record, **result}, to=arguments.json, keep=arguments.save)
     return 0
 
 

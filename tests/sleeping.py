@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -62,3 +63,15 @@ class Measured:
     bound_s: float
     alone_s: float
     num_deferred: int
+
+
+def timed_steps(engine: Any, x: torch.Tensor, number: int, accumulation: int = 1) -> list[float]:
+    """Seconds from the beginning of each step to the beginning of the next, where there is one."""
+    stamps = []
+    for _ in range(number):
+        stamps.append(time.perf_counter())
+        for _ in range(accumulation):
+            engine.backward(engine(x))
+            engine.step()
+    stamps.append(time.perf_counter())
+    return [end - begun for begun, end in itertools.pairwise(stamps)]

@@ -24,21 +24,9 @@ from stronghold.config import source
 from stronghold.config.keys import KEYS, Effect
 from stronghold.config.section import EmulatedConfig, NvmeConfig, StrongholdConfig
 from stronghold.errors import ConfigError
+from tests.settings import BASE, LOGGER, load, refusal
 
 ROOT = Path(__file__).resolve().parent.parent
-BASE = {"train_micro_batch_size_per_gpu": 2}
-LOGGER = "stronghold"
-
-
-def load(**extra: Any) -> configs.Settings:
-    return configs.load({**BASE, **extra})
-
-
-def refusal(config: Any, **kwargs: Any) -> str:
-    """The message with which `load` refuses a config."""
-    with pytest.raises(ConfigError) as caught:
-        configs.load(config, **kwargs)
-    return str(caught.value)
 
 
 def section_refusal(**section: Any) -> str:

@@ -13,21 +13,7 @@ import torch
 
 from stronghold import config as configs
 from stronghold.errors import ConfigError
-
-BASE = {"train_micro_batch_size_per_gpu": 2}
-LOGGER = "stronghold"
-
-
-def load(**extra: Any) -> configs.Settings:
-    return configs.load({**BASE, **extra})
-
-
-def refusal(config: Any, **kwargs: Any) -> str:
-    """The message with which `load` refuses a config."""
-    with pytest.raises(ConfigError) as caught:
-        configs.load(config, **kwargs)
-    return str(caught.value)
-
+from tests.settings import BASE, load, refusal
 
 TORCH_DECAY = inspect.signature(torch.optim.AdamW).parameters["weight_decay"].default
 

@@ -19,20 +19,7 @@ from stronghold import config as configs
 from stronghold.config import keys
 from stronghold.config.keys import HONOURED, KEYS, REFUSED
 from stronghold.errors import ConfigError
-
-BASE = {"train_micro_batch_size_per_gpu": 2}
-LOGGER = "stronghold"
-
-
-def load(**extra: Any) -> configs.Settings:
-    return configs.load({**BASE, **extra})
-
-
-def refusal(config: Any, **kwargs: Any) -> str:
-    """The message with which `load` refuses a config."""
-    with pytest.raises(ConfigError) as caught:
-        configs.load(config, **kwargs)
-    return str(caught.value)
+from tests.settings import BASE, LOGGER, load, refusal
 
 
 def nested(dotted: str, value: Any) -> dict[str, Any]:

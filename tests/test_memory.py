@@ -9,7 +9,7 @@ import torch
 
 import stronghold
 from tests.models import HUGGING_FACE, MODELS, PLAIN, loss_of
-from tests.training import config
+from tests.training import config, train
 
 STEPS = 3
 
@@ -22,13 +22,6 @@ def trained(name: str, steps: int = STEPS, options: Any = None, **settings: Any)
     )
     train(engine, make_batch, range(steps))
     return engine, make_batch
-
-
-def train(engine: Any, make_batch: Any, steps: range) -> None:
-    accumulation = engine.gradient_accumulation_steps()
-    for micro in range(steps.start * accumulation, steps.stop * accumulation):
-        engine.backward(loss_of(engine(**make_batch(micro))))
-        engine.step()
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,7 @@ from torch import nn
 import stronghold
 from stronghold.errors import BudgetError
 from tests.models import MODELS
-from tests.test_memory import train
-from tests.training import config
+from tests.training import config, train
 
 PAGE_NUMEL = 2048
 

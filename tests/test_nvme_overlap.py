@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import random
 import statistics
-import time
 from pathlib import Path
 
 import pytest
@@ -21,7 +20,7 @@ from stronghold.refine import TRACED_STEPS, UNTOLD_STEPS
 from stronghold.simulate import LayerLoad, Workload, simulate
 from stronghold.telemetry.trace import read
 from tests.quiet import law_of_time, on_time
-from tests.sleeping import Measured, SleepingModel
+from tests.sleeping import Measured, SleepingModel, timed_steps
 from tests.test_simulate import INPUT_NUMEL, MEDIAN_ERROR, WORST_ERROR, Case, random_case
 from tests.training import config
 
@@ -79,17 +78,10 @@ def measure_step(load: float, path: Path, clipping: float = 0.0) -> Measured:
         config=config(clipping=clipping, section=section),
         model_parameters=model.parameters(),
     )
-    x = torch.ones(1024)
-    stamps = []
-    for _ in range(WARM_UP + MEASURED):
-        stamps.append(time.perf_counter())
-        engine.backward(engine(x))
-        engine.step()
-    stamps.append(time.perf_counter())
+    steps = timed_steps(engine, torch.ones(1024), WARM_UP + MEASURED)
     plan = engine.plan
     engine.destroy()
-    ends = zip(stamps[WARM_UP:], stamps[WARM_UP + 1 :], strict=False)
-    step_s = statistics.median(end - begin for begin, end in ends)
+    step_s = statistics.median(steps[WARM_UP:])
     spans = read(path / "trace.json")
     busy = {
         lane: sum(s.duration_s for s in spans if s.lane == lane) / (WARM_UP + MEASURED)
@@ -139,13 +131,7 @@ def predicted_and_measured(of: Spilling, path: Path) -> tuple[float, float]:
         model_parameters=model.parameters(),
     )
     x = torch.ones(1, INPUT_NUMEL, requires_grad=True)
-    steps = []
-    for _ in range(WARM_UP + MEASURED):
-        begun = time.perf_counter()
-        for _ in range(case.accumulation):
-            engine.backward(engine(x))
-            engine.step()
-        steps.append(time.perf_counter() - begun)
+    steps = timed_steps(engine, x, WARM_UP + MEASURED, case.accumulation)
     report, layout, plan = engine.memory_report(), engine._stack.layout, engine.plan
     engine.destroy()
     found = simulate(

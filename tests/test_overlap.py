@@ -6,7 +6,6 @@ Compute is a sleep, which leaves the cores free as a GPU does; the link is paced
 from __future__ import annotations
 
 import statistics
-import time
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ import stronghold
 from stronghold.refine import TRACED_STEPS, UNTOLD_STEPS
 from stronghold.telemetry.trace import read
 from tests.quiet import law_of_time, on_time
-from tests.sleeping import Measured, SleepingModel
+from tests.sleeping import Measured, SleepingModel, timed_steps
 from tests.training import config
 
 NUM_LAYERS = 20
@@ -36,18 +35,9 @@ def measure(
     engine, _, _, _ = stronghold.initialize(
         model=model, config=settings, model_parameters=model.parameters()
     )
-    x = torch.ones(1024)
-    stamps = []
-    for _ in range(WARM_UP + MEASURED):
-        stamps.append(time.perf_counter())
-        engine.backward(engine(x))
-        engine.step()
-    stamps.append(time.perf_counter())
+    steps = timed_steps(engine, torch.ones(1024), WARM_UP + MEASURED)[WARM_UP:]
     num_deferred = len(engine.plan.deferred)
     engine.destroy()
-    steps = [
-        end - begin for begin, end in zip(stamps[WARM_UP:], stamps[WARM_UP + 1 :], strict=False)
-    ]
     busy: dict[str, float] = {"step": statistics.median(steps), "deferred": num_deferred}
     spans = read(trace)
     for lane in ("compute", "fetch", "drain", "update"):

@@ -23,7 +23,7 @@ from stronghold.plan.planner import make_plan
 from tests.models import HIDDEN, HUGGING_FACE, MODELS, PLAIN, Decoder, loss_of
 from tests.places import ON_GPU, on_gpu
 from tests.test_exactness import llama
-from tests.training import Run, assert_identical, config, train_plain, train_windowed
+from tests.training import Run, assert_identical, config, train, train_plain, train_windowed
 from tests.twin import assert_half_a_step_refuses_every_further_one, failing_once, twin
 
 STEPS = 4
@@ -56,13 +56,6 @@ def engine_of(place: str, mode: str = "held", **options: Any) -> tuple[Any, Any]
         model=model, config=settings, model_parameters=model.parameters()
     )[0]
     return engine, make_batch
-
-
-def train(engine: Any, make_batch: Any, steps: range) -> None:
-    accumulation = engine.gradient_accumulation_steps()
-    for micro in range(steps.start * accumulation, steps.stop * accumulation):
-        engine.backward(loss_of(engine(**make_batch(micro))))
-        engine.step()
 
 
 def arrays_of(engine: Any) -> list[torch.Tensor]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import statistics
-import time
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -16,7 +15,7 @@ import stronghold
 from stronghold.device.simulated import Rates
 from stronghold.simulate import LayerLoad, Prediction, Workload, simulate
 from tests.quiet import law_of_time, on_time
-from tests.sleeping import SleepingModel
+from tests.sleeping import SleepingModel, timed_steps
 from tests.training import config
 
 WARM_UP, MEASURED = 2, 4
@@ -88,13 +87,7 @@ def run(case: Case) -> tuple[float, Prediction, tuple[int, int]]:
         model=model, config=settings, model_parameters=model.parameters()
     )
     x = torch.ones(1, INPUT_NUMEL, requires_grad=True)  # the first layer has a backward too
-    steps = []
-    for _ in range(WARM_UP + MEASURED):
-        begun = time.perf_counter()
-        for _ in range(case.accumulation):
-            engine.backward(engine(x))
-            engine.step()
-        steps.append(time.perf_counter() - begun)
+    steps = timed_steps(engine, x, WARM_UP + MEASURED, case.accumulation)
     report = engine.memory_report()
     layout, plan = engine._stack.layout, engine.plan
     engine.destroy()

@@ -275,3 +275,11 @@ class KernelAdam:
                 )
             ],
         )
+
+
+def train(engine: Any, make_batch: Any, steps: range) -> None:
+    """The engine's steps of these numbers; micro-batch k is `make_batch(k)`."""
+    accumulation = engine.gradient_accumulation_steps()
+    for micro in range(steps.start * accumulation, steps.stop * accumulation):
+        engine.backward(loss_of(engine(**make_batch(micro))))
+        engine.step()

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import Any
 
 import torch
+from torch import nn
 
 from methods.memory import DeviceMemory
 from methods.task import Batch, Task
@@ -57,6 +59,27 @@ class Method(ABC):
             raise Unavailable(
                 f"--activations {self.task.activations}: not offered, use {' or '.join(offered)}"
             )
+
+
+def accumulate(model: nn.Module, batches: Sequence[Batch]) -> torch.Tensor:
+    """Gradients of the mean loss of micro-batches; that mean, detached."""
+    losses = []
+    for batch in batches:
+        loss = model(**batch).loss
+        (loss / len(batches)).backward()
+        losses.append(loss.detach())
+    return torch.stack(losses).mean()
+
+
+def engine_step(engine: Any, batches: Sequence[Batch]) -> torch.Tensor:
+    """A step of an engine of DeepSpeed's kind; the mean loss of its micro-batches, detached."""
+    losses = []
+    for batch in batches:
+        loss = engine(**batch).loss
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.detach())
+    return torch.stack(losses).mean()
 
 
 def clip(gradients: Sequence[torch.Tensor], largest: float) -> None:

@@ -7,7 +7,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
-from methods.base import Method, clip, end_process_group
+from methods.base import Method, accumulate, clip, end_process_group
 from methods.memory import DeviceMemory
 from methods.model import build, count_parameters
 from methods.task import Batch, Task
@@ -52,17 +52,13 @@ class Fsdp2Offload(Method):
         )
 
     def step(self, batches: list[Batch]) -> torch.Tensor:
-        losses = []
-        for batch in batches:
-            loss = self._model(**batch).loss
-            (loss / len(batches)).backward()
-            losses.append(loss.detach())
+        loss = accumulate(self._model, batches)
         # One rank: the local shards are the whole gradients.
         found = [p.grad for p in self._model.parameters() if p.grad is not None]
         clip([g.to_local() for g in found], self.task.clipping)
         self._optimizer.step()
         self._optimizer.zero_grad()
-        return torch.stack(losses).mean()
+        return loss
 
     def close(self) -> None:
         end_process_group()

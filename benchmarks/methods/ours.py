@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from methods.base import Method, end_process_group
+from methods.base import Method, end_process_group, engine_step
 from methods.memory import DeviceMemory
 from methods.model import build, count_parameters
 from methods.task import Batch, Task
@@ -35,14 +35,9 @@ class Stronghold(Method):
 
     def step(self, batches: list[Batch]) -> torch.Tensor:
         self._moved = {"fetch": 0, "drain": 0}
-        losses = []
-        for batch in batches:
-            loss = self._engine(**batch).loss
-            self._engine.backward(loss)
-            self._engine.step()
-            losses.append(loss.detach())
+        loss = engine_step(self._engine, batches)
         self.link_bytes = sum(self._moved.values())
-        return torch.stack(losses).mean()
+        return loss
 
     def synchronize(self) -> None:
         self._engine.synchronize()

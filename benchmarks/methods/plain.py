@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from methods.base import Method, clip
+from methods.base import Method, accumulate, clip
 from methods.memory import DeviceMemory
 from methods.model import build, count_parameters
 from methods.task import Batch, Task
@@ -80,11 +80,7 @@ class Plain(Method):
             self._masters = Masters(list(self._model.parameters()), task)
 
     def step(self, batches: list[Batch]) -> torch.Tensor:
-        losses = []
-        for batch in batches:
-            loss = self._model(**batch).loss
-            (loss / len(batches)).backward()
-            losses.append(loss.detach())
+        loss = accumulate(self._model, batches)
         self._masters.clip()
         self._masters.update()
-        return torch.stack(losses).mean()
+        return loss

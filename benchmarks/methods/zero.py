@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from methods.base import Method, Unavailable, end_process_group
+from methods.base import Method, Unavailable, end_process_group, engine_step
 from methods.memory import DeviceMemory
 from methods.model import build, count_parameters
 from methods.ours import deepspeed_config
@@ -68,13 +68,7 @@ class DeepSpeedMethod(Method):
             raise Unavailable("needs libaio's headers (libaio-dev) to compile DeepSpeed's async_io")
 
     def step(self, batches: list[Batch]) -> torch.Tensor:
-        losses = []
-        for batch in batches:
-            loss = self._engine(**batch).loss
-            self._engine.backward(loss)
-            self._engine.step()
-            losses.append(loss.detach())
-        return torch.stack(losses).mean()
+        return engine_step(self._engine, batches)
 
     def close(self) -> None:
         self._engine.destroy()
