@@ -95,6 +95,15 @@ def device() -> Iterator[EmulatedDevice]:
     device.close()
 
 
+@pytest.fixture
+def folders(tmp_path: Path) -> list[Path]:
+    """Three empty ones, as of three disks."""
+    made = [tmp_path / name for name in ("a", "b", "c")]
+    for folder in made:
+        folder.mkdir()
+    return made
+
+
 def lane_threads() -> list[str]:
     """Names of the lane threads that are alive."""
     return sorted(t.name for t in threading.enumerate() if t.name.startswith(LANE_PREFIX))

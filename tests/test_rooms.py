@@ -12,6 +12,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "stronghold"
 LINES = 420
+GROWING = {"tests/rank_programs.py"}  # to be split by what its programs ask
 
 # The rooms from the cellar up; a module belongs to the longest prefix that matches.
 LEVELS = {
@@ -168,7 +169,8 @@ def test_only_the_command_prints() -> None:
 
 
 def test_no_file_is_longer_than_one_can_hold_in_mind() -> None:
-    folders = (PACKAGE, ROOT / "kernels", ROOT / "scripts", ROOT / "benchmarks")
+    names = ("stronghold", "kernels", "scripts", "benchmarks", "tests")
+    folders = [ROOT / name for name in names]
     suffixes = {".py", ".cpp", ".h", ""}
     lengths = {
         path.relative_to(ROOT).as_posix(): len(path.read_text(encoding="utf-8").splitlines())
@@ -176,7 +178,8 @@ def test_no_file_is_longer_than_one_can_hold_in_mind() -> None:
         for path in folder.rglob("*")
         if path.is_file() and path.suffix in suffixes
     }
-    assert {name: lines for name, lines in lengths.items() if lines > LINES} == {}
+    too_long = {name for name, lines in lengths.items() if lines > LINES}
+    assert too_long - GROWING == set()
 
 
 def test_the_checks_see_what_they_look_for(tmp_path: Path) -> None:
