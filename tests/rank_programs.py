@@ -246,6 +246,7 @@ def two_ranks(folder: Path) -> dict[str, Any]:
         "life": life(),
         "model parallel": model_parallel(),
         "slices": slices(folder / "slices"),
+        "model parallel on files": model_parallel(**files("masters")),
         "astray": astray("gather", clipping=1.0),
         "astray without gate": astray("reduce", clipping=0.0),
         "further": further(),
@@ -590,18 +591,21 @@ class Units:
         return self._both
 
 
-def model_parallel() -> dict[str, Any]:
+def model_parallel(**section: Any) -> dict[str, Any]:
     """Each rank has half of every weight, and the whole of every bias."""
+    torch.manual_seed(rank())
     model = Wide(16, 2)
     for block in model.blocks:
         block.weight.tensor_model_parallel = True
     gradients = [torch.full_like(p, 1.0 + rank() * (p.dim() > 1)) for p in model.parameters()]
-    engine = engine_of(model, config(section={"layers": "blocks"}), mpu=Units())
+    engine = engine_of(model, config(section={"layers": "blocks", **section}), mpu=Units())
     try:
         parts = zip(model.parameters(), gradients, strict=True)
         engine.backward(sum((p * g).sum() for p, g in parts))
         engine.step()
         return {
+            "weights": [p.detach().clone() for p in engine.parameters()],
+            "files": engine.memory_report().nvme_peak,
             "norm": engine.get_global_grad_norm(),
             "expected": (2 * (16 * 16 * (1 + 4) + 16)) ** 0.5,
             "batch": engine.train_batch_size(),

@@ -176,6 +176,10 @@ def test_norms_are_of_the_whole_model_under_tensor_parallelism(two: list[Any]) -
         assert split["norm"] == pytest.approx(split["expected"], rel=1e-6)
         assert split["batch"] == 2
         assert split["ranks"] == (2, 1, 2)
+        on_files = found["model parallel on files"]
+        assert on_files["files"] > 0 == split["files"]
+        assert on_files["norm"] == split["norm"]
+        assert all(map(torch.equal, on_files["weights"], split["weights"]))
 
 
 @pytest.mark.slow

@@ -110,13 +110,15 @@ def test_several_ranks_keep_their_weights_in_memory() -> None:
     with pytest.raises(ConfigError, match=r"nvme\.spill"):
         plan_of(2, spill="weights")
     demand = Demand(weight_bytes=2, low_bytes=2, gated=True, accumulate=False, nvme=True)
-    demand = replace(demand, num_ranks=2, host_budget_bytes=1)
-    with pytest.raises(BudgetError) as refused:
-        make_plan(for_ranks(SUBJECT.layout, 2), demand)
-    kept = str(refused.value).split("(")[1]
-    assert kept.startswith("weights ")
-    assert "moments" not in kept
-    assert "held gradients" not in kept
+    demand = replace(demand, host_budget_bytes=1)
+    # Also those of which each has a part of the model of its own.
+    for sharing in (replace(demand, num_ranks=2), replace(demand, shares_weights=True)):
+        with pytest.raises(BudgetError) as refused:
+            make_plan(for_ranks(SUBJECT.layout, 2), sharing)
+        kept = str(refused.value).split("(")[1]
+        assert kept.startswith("weights ")
+        assert "moments" not in kept
+        assert "held gradients" not in kept
 
 
 def test_ranks_of_one_node_take_the_step_of_one() -> None:

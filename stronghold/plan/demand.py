@@ -57,6 +57,7 @@ class Demand:
     num_ranks: int = 1
     num_nodes: int = 1
     reduces_in_room: bool = False
+    shares_weights: bool = False  # with other processes, in memory: they never spill
 
     def why(self, key: str) -> str:
         """Where the value of a key comes from, for the plan's reasons."""

@@ -46,7 +46,8 @@ def plan_host(
     hold their gradients for the next forward. Of several ranks it is one's: of every array it has
     an equal part, and of the node's weights such a part counts.
     """
-    if demand.num_ranks > 1 and demand.nvme and demand.spill == "weights":
+    shared = demand.shares_weights or demand.num_ranks > 1
+    if shared and demand.nvme and demand.spill == "weights":
         raise ConfigError(
             'stronghold.nvme.spill: got "weights" (or DeepSpeed\'s offload_param on nvme), but '
             "several ranks have the weights once for all of them, in memory; set it to "
@@ -54,7 +55,7 @@ def plan_host(
         )
     layers = [_part(layer, demand) for layer in layers]
     sizes = _sizes(gradients, demand)
-    num_kinds = len(spills.KINDS) - (demand.num_ranks > 1)  # all but weights
+    num_kinds = len(spills.KINDS) - shared  # all but weights
 
     def of(spilled: Spilled) -> HostTier:
         return _tier(layers, gradients, demand, sizes, spilled, deferred)
@@ -154,9 +155,10 @@ def _tier(
 def _check(tier: HostTier, demand: Demand, offloaded_bytes: int) -> None:
     on_disk, capacity = sum(tier.nvme_bytes.values()), demand.nvme_capacity_bytes
     if capacity is not None and on_disk > capacity:
+        each = f" on each of {demand.num_ranks} ranks" if demand.num_ranks > 1 else ""
         raise BudgetError(
-            f"stronghold.nvme.capacity: what spills needs {on_disk} bytes, {capacity} are allowed; "
-            "raise it, or give more to stronghold.host_memory so that less spills"
+            f"stronghold.nvme.capacity: what spills needs {on_disk} bytes{each}, {capacity} are "
+            "allowed; raise it, or give more to stronghold.host_memory so that less spills"
         )
     wanted = tier.host_bytes | {"offloaded activations": offloaded_bytes}
     need, budget = sum(wanted.values()), demand.host_budget_bytes

@@ -381,6 +381,7 @@ def _demand(
         num_ranks=ranks.num_ranks if ranks is not None else 1,
         num_nodes=ranks.num_nodes if ranks is not None else 1,
         reduces_in_room=ranks is not None and gpu_free_bytes is None,
+        shares_weights=ranks is not None,
     )
 
 
