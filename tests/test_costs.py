@@ -22,6 +22,7 @@ from stronghold.errors import ConfigError
 from stronghold.model.costs import DTYPES, ModelCosts, trace_costs
 from stronghold.model.partition import Partition, partition
 from tests.models import HIDDEN, LENGTH, MODELS, VOCAB, Block, Decoder
+from tests.quiet import law_of_time, on_time
 
 TOKENS = 2 * LENGTH  # of the zoo's batches
 
@@ -326,6 +327,7 @@ def test_a_wrong_question_says_what_is_expected(wrong: dict[str, Any], message: 
         trace_costs(model, partition(model), **({"batch": 1, "seq": 8, "dtype": "bf16"} | wrong))
 
 
+@law_of_time
 def test_eighty_layers_take_less_than_two_seconds() -> None:
     config = llama(
         80,
@@ -338,10 +340,11 @@ def test_eighty_layers_take_less_than_two_seconds() -> None:
     of_config(llama(), batch=1, seq=8)  # imports
     begin = time.process_time()  # of this process: others may be at work here
     costs, layers = of_config(config, batch=1, seq=8192)
-    assert time.process_time() - begin < 2.0
+    took_s = time.process_time() - begin
     assert len(layers.streamed) == 80
     numel = sum(named.parameter.numel() for layer in layers.layers for named in layer.parameters)
     assert costs.forward_flops == pytest.approx(2 * numel * 8192, rel=0.15)  # and attention
+    on_time(took_s < 2.0, f"{took_s:.1f} s")
 
 
 def without_passing(costs: ModelCosts) -> ModelCosts:
