@@ -143,7 +143,8 @@ class NvmeConfig(_Section):
         default=None,
         description="What lies on NVMe even where RAM could hold it: Adam's moments; with "
         '"masters" also what makes the weights fp32 masters; with "weights" everything. Left out: '
-        "what host_memory cannot hold, in this order, the last layers first.",
+        "what host_memory cannot hold, in this order: of the last layers first, or, where updates "
+        "begin in backward (no clipping, no overflow check), of layers spread evenly.",
     )
     engine: Literal["io_uring", "threads"] | None = Field(
         default=None,
@@ -219,7 +220,8 @@ class StrongholdConfig(_Section):
         description="How many blocks are updated while the next forward runs, where updates do not "
         "wait for the end of the step (gradient_clipping 0, no overflow check): their "
         "gradients are held on the host until then, and where updates take longer than backward a "
-        "step takes less. Left out: by simulation, once the first steps are measured.",
+        "step takes less. Blocks with state on NVMe come first. Left out: by simulation, once the "
+        "first steps are measured.",
     )
     cpu_threads: Positive | None = Field(
         default=None,

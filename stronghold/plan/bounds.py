@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import product
 
 from stronghold.model.layout import ModelLayout
 from stronghold.plan.deferral import shares
@@ -86,15 +87,20 @@ def deferrals(layout: ModelLayout, plan: Plan, lanes: Lanes) -> list[int]:
     ]
     if plan.gradients is not Gradients.RING or not on_host:
         return [0]
+    # Of the layers with arrays in files, for the disk's time; of all, for the longest.
+    filed = sum(bool(plan.spilled[layer.index]) for layer in on_host)
+    bounds = [(len(on_host), updates_s(layout, plan, lanes))]
+    if 0 < filed < len(on_host):
+        bounds += [(filed, _disk_s(plan, lanes)), (len(on_host), _adam_s(layout, plan, lanes))]
     wanted = {0}
-    for margin in MARGINS:
+    for (number, seconds), margin in product(bounds, MARGINS):
         least, most = shares(
             forward_s=sum(lanes.forward_s),
             backward_s=backward_s(plan, lanes),
-            updates_s=margin * updates_s(layout, plan, lanes),
+            updates_s=margin * seconds,
         )
         for share in (least, (least + most) / 2, most):
-            wanted |= {math.floor(share * len(on_host)), math.ceil(share * len(on_host))}
+            wanted |= {math.floor(share * number), math.ceil(share * number)}
     return sorted(wanted)
 
 
@@ -107,12 +113,18 @@ def backward_s(plan: Plan, lanes: Lanes) -> float:
 
 def updates_s(layout: ModelLayout, plan: Plan, lanes: Lanes) -> float:
     """Seconds of a step's updates on the host: of the CPU's Adam or of the disk."""
+    return max(_adam_s(layout, plan, lanes), _disk_s(plan, lanes))
+
+
+def _adam_s(layout: ModelLayout, plan: Plan, lanes: Lanes) -> float:
     updated = [layer for layer in layout.layers if layer.index not in plan.updated_on_gpu]
+    each = lanes.update_s_per_parameter + lanes.norm_s_per_parameter
+    return sum(layer.num_trainable for layer in updated) / plan.num_ranks * each
+
+
+def _disk_s(plan: Plan, lanes: Lanes) -> float:
     read, written = plan.nvme_read_bytes, plan.nvme_written_bytes
     return max(
-        sum(layer.num_trainable for layer in updated)
-        / plan.num_ranks
-        * (lanes.update_s_per_parameter + lanes.norm_s_per_parameter),
         read * lanes.load_s_per_byte,
         written * lanes.spill_s_per_byte,
         (read + written) * lanes.disk_s_per_byte,

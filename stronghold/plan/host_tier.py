@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from stronghold.errors import BudgetError, ConfigError
 from stronghold.model.layout import LayerLayout
 from stronghold.plan import spills
+from stronghold.plan.deferral import spread
 from stronghold.plan.demand import Demand, Gradients
 from stronghold.plan.spills import Spilled, Staging
 
@@ -27,6 +28,7 @@ class HostTier:
     nvme_bytes: dict[str, int]
     ring_entries: int
     spilled: Spilled
+    deferred: frozenset[int]
     staging: Staging
     nvme_read_bytes: int
     nvme_written_bytes: int
@@ -39,12 +41,12 @@ def plan_host(
     reasons: list[str],
     *,
     offloaded_bytes: int = 0,
-    deferred: frozenset[int] = frozenset(),
+    deferrable: Sequence[LayerLayout] = (),
 ) -> HostTier:
     """The share for `layers`, those that are updated on the host, beside `offloaded_bytes` of
-    activations; BudgetError, before anything is allocated, when it cannot fit. `deferred` layers
-    hold their gradients for the next forward. Of several ranks it is one's: of every array it has
-    an equal part, and of the node's weights such a part counts.
+    activations; BudgetError, before anything is allocated, when it cannot fit. Of `deferrable`
+    layers the demand's number hold their gradients for the next forward. Of several ranks it is
+    one's: of every array it has an equal part, and of the node's weights such a part counts.
     """
     shared = demand.shares_weights or demand.num_ranks > 1
     if shared and demand.nvme and demand.spill == "weights":
@@ -55,9 +57,11 @@ def plan_host(
         )
     layers = [_part(layer, demand) for layer in layers]
     sizes = _sizes(gradients, demand)
+    early = gradients is Gradients.RING
     num_kinds = len(spills.KINDS) - shared  # all but weights
 
     def of(spilled: Spilled) -> HostTier:
+        deferred = _deferred(deferrable, demand.deferred_layers or 0, spilled)
         return _tier(layers, gradients, demand, sizes, spilled, deferred)
 
     def fits(spilled: Spilled) -> bool:
@@ -73,14 +77,21 @@ def plan_host(
         spilled = spills.everything(layers, sizes, spills.DEPTHS[demand.spill])
         reasons.append(f"nvme: {demand.spill} spill, and all that goes first (stronghold.nvme)")
     else:
-        spilled = spills.fewest(layers, sizes, num_kinds, fits=fits)
+        spilled = spills.fewest(layers, sizes, num_kinds, fits=fits, evenly=early)
     tier = of(spilled)
     if demand.nvme and demand.spill is None:
         kinds = [kind for kind, size in tier.nvme_bytes.items() if size]
-        what = f"{', '.join(kinds)} spill, the last layers first" if kinds else "nothing spills"
+        which = "of layers spread evenly" if early else "the last layers first"
+        what = f"{', '.join(kinds)} spill, {which}" if kinds else "nothing spills"
         reasons.append(f"nvme: {what}; host memory holds the rest")
     _check(tier, demand, offloaded_bytes)
     return tier
+
+
+def _deferred(deferrable: Sequence[LayerLayout], count: int, spilled: Spilled) -> frozenset[int]:
+    """Layers with arrays in files as far as there are so many, since the disk is slowest."""
+    filed = [layer for layer in deferrable if spilled[layer.index]]
+    return spread(filed if count <= len(filed) else deferrable, count)
 
 
 def _part(layer: LayerLayout, demand: Demand) -> LayerLayout:
@@ -146,6 +157,7 @@ def _tier(
         nvme_bytes=spills.file_bytes(layers, spilled, sizes) if any(spilled) else {},
         ring_entries=ring_entries,
         spilled=spilled,
+        deferred=deferred,
         staging=staging,
         nvme_read_bytes=read,
         nvme_written_bytes=written,

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 
 from stronghold.errors import BudgetError, ConfigError
 from stronghold.model.layout import LayerLayout, ModelLayout
-from stronghold.plan.deferral import spread
 from stronghold.plan.demand import Demand as Demand
 from stronghold.plan.demand import Gradients as Gradients
 from stronghold.plan.host_tier import RING_ENTRIES as RING_ENTRIES
@@ -132,15 +131,15 @@ def make_plan(layout: ModelLayout, demand: Demand) -> Plan:
         f"gradients: {places.gradients.value}"
     )
     offloaded = offloaded_bytes(activations, demand)
-    deferred = _deferred(places, demand, reasons)
     host = plan_host(
         places.on_host,
         places.gradients,
         demand,
         reasons,
         offloaded_bytes=offloaded,
-        deferred=deferred,
+        deferrable=_deferrable(places, demand),
     )
+    reasons += _deferred_in_words(places, demand, host.deferred)
     return Plan(
         window=window,
         prefetch=prefetch,
@@ -151,7 +150,7 @@ def make_plan(layout: ModelLayout, demand: Demand) -> Plan:
         gradient_slots=gradient_slots,
         gradients=places.gradients,
         ring_entries=host.ring_entries,
-        deferred=deferred,
+        deferred=host.deferred,
         activations=activations,
         cpu_threads=threads,
         gpu_bytes=places.gpu_bytes(window, gradient_slots),
@@ -171,29 +170,31 @@ def make_plan(layout: ModelLayout, demand: Demand) -> Plan:
     )
 
 
-def _deferred(places: Places, demand: Demand, reasons: list[str]) -> frozenset[int]:
-    """Layers whose updates wait for the next forward ([Note: deferred updates])."""
+def _deferrable(places: Places, demand: Demand) -> list[LayerLayout]:
+    """Blocks whose updates may wait for the next forward ([Note: deferred updates])."""
     count = demand.deferred_layers or 0
     if count > len(places.blocks):
         raise ConfigError(
             f"stronghold.deferred_layers: got {count}, but the model has {len(places.blocks)} "
             "blocks"
         )
-    if not count or not demand.training:
-        return frozenset()
+    early = demand.training and places.gradients is Gradients.RING
+    on_host = {layer.index for layer in places.on_host} if count and early else set()
+    return [layer for layer in places.blocks if layer.index in on_host]
+
+
+def _deferred_in_words(places: Places, demand: Demand, deferred: frozenset[int]) -> list[str]:
+    if not demand.deferred_layers:
+        return []
     why = demand.why("deferred_layers")
     if places.gradients is not Gradients.RING:
-        reasons.append(f"no block's update is deferred ({why}): all wait for the end of the step")
-        return frozenset()
-    on_host = {layer.index for layer in places.on_host}
-    found = spread([layer for layer in places.blocks if layer.index in on_host], count)
-    numel = sum(layer.trainable_numel for layer in places.blocks if layer.index in found)
+        return [f"no block's update is deferred ({why}): all wait for the end of the step"]
+    numel = sum(layer.trainable_numel for layer in places.blocks if layer.index in deferred)
     numel //= demand.num_ranks
-    reasons.append(
-        f"{len(found)} of {len(places.blocks)} blocks are updated while the next forward runs, "
+    return [
+        f"{len(deferred)} of {len(places.blocks)} blocks are updated while the next forward runs, "
         f"their gradients held until then: {numel * demand.weight_bytes / MIB:.2f} MiB ({why})"
-    )
-    return found
+    ]
 
 
 def activation_bytes(layout: ModelLayout, activations: tuple[str, ...], demand: Demand) -> int:

@@ -4,10 +4,11 @@ Pure arithmetic on sizes; any thread.
 
 [Note: what spills first] Kinds in the order of how seldom their bytes are needed: moments (read and
 written once a step), the rest of the masters, then gradients that wait for the step's end, last the
-weights, which every pass reads. Within a kind the last layers spill first. Updates that wait for
-the gate come in forward order, those that do not end with the first layers: either way the first
-layers are what the next forward waits for, so at the turn from one step to the next nothing is
-read, and the disk is a few layers ahead when the first spilled one is needed.
+weights, which every pass reads. Within a kind the last layers spill first where updates wait for
+the gate: they come in forward order, so at the turn from one step to the next nothing is read, and
+the disk is a few layers ahead when the first spilled one is needed. Where updates come as gradients
+do, the layers that spill are spread evenly: the disk works all through backward, not only at its
+beginning, and what is deferred all through forward ([Note: deferred updates] of `deferral`).
 
 [Note: the staging ring] Pieces of one size. An update's piece holds a range of all spilled arrays
 of a layer: one is read, one is updated, one is written, one more is read ahead. A fetch's piece
@@ -156,9 +157,10 @@ def fewest(
     num_kinds: int,
     *,
     fits: Callable[[Spilled], bool],
+    evenly: bool = False,
 ) -> Spilled:
     """What must spill so that `fits`, in the order of [Note: what spills first]; everything of
-    `num_kinds` kinds when that does not fit either.
+    `num_kinds` kinds when that does not fit either. `evenly`: not the last layers first.
     """
     spilled = nothing(layers)
     if fits(spilled):
@@ -169,12 +171,30 @@ def fewest(
         spilled = tuple(had | (all_of & arrays) for had, all_of in zip(spilled, most, strict=True))
         if fits(spilled):
             # Enough, or more than that: bring the first layers back as long as it fits.
+            ranks = _spread_ranks(len(spilled)) if evenly else range(len(spilled))
             few, many = 0, len(spilled)
             while few < many:
                 kept = (few + many + 1) // 2
-                if fits((*before[:kept], *spilled[kept:])):
+                if fits(_mixed(before, spilled, ranks, kept)):
                     few = kept
                 else:
                     many = kept - 1
-            return (*before[:few], *spilled[few:])
+            return _mixed(before, spilled, ranks, few)
     return most
+
+
+def _mixed(before: Spilled, after: Spilled, ranks: Sequence[int], kept: int) -> Spilled:
+    """`before` for the layers whose rank is below `kept`, `after` for the others."""
+    rows = zip(ranks, before, after, strict=True)
+    return tuple(had if rank < kept else has for rank, had, has in rows)
+
+
+def _spread_ranks(count: int) -> list[int]:
+    """A rank for each of `count` layers: those below any rank, and those above, are spread evenly
+    (van der Corput, 1935). The first layer's is the lowest."""
+    bits = max(1, (count - 1).bit_length())
+    order = sorted(range(count), key=lambda index: int(f"{index:0{bits}b}"[::-1], 2))
+    ranks = [0] * count
+    for rank, index in enumerate(order):
+        ranks[index] = rank
+    return ranks
