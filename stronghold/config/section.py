@@ -142,9 +142,10 @@ class NvmeConfig(_Section):
     spill: Literal["moments", "masters", "weights"] | None = Field(
         default=None,
         description="What lies on NVMe even where RAM could hold it: Adam's moments; with "
-        '"masters" also what makes the weights fp32 masters; with "weights" everything. Left out: '
-        "what host_memory cannot hold, in this order: of the last layers first, or, where updates "
-        "begin in backward (no clipping, no overflow check), of layers spread evenly.",
+        '"masters" also what makes the weights fp32 masters; with "weights" everything (on one GPU '
+        "alone). Left out: what host_memory cannot hold, in this order: of the last layers first, "
+        "or, where updates begin in backward (no clipping, no overflow check), of layers spread "
+        "evenly.",
     )
     engine: Literal["io_uring", "threads"] | None = Field(
         default=None,
