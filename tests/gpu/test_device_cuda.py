@@ -28,6 +28,11 @@ NUMEL = (4 << 20) + 17
 @pytest.fixture
 def device() -> Iterator[CudaDevice]:
     device = CudaDevice()
+    # The first launch of a kernel loads it, and an allocation may wait for the device: before a
+    # test watches who waits for whom.
+    warm = torch.zeros(NUMEL, device=device.torch_device)
+    assert warm.fill_(1.0).sum().item() == NUMEL
+    del warm
     yield device
     device.close()
 

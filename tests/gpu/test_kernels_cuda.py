@@ -143,6 +143,9 @@ def test_launches_wait_for_nothing_and_keep_the_streams_order(
     run_adam(kernels, warm, (1, 2, 3))  # compiles, and pins room for tables
     gradient = warm[0].grads[0]
     kernels.sum_squares(BF16, [(gradient.data_ptr(), 33)])
+    gradient.mul_(2.0).zero_()  # loads these kernels, which may wait for the device
+    room = [torch.empty(nbytes, dtype=torch.uint8).pin_memory() for nbytes in (2048, 4096) * 8]
+    del room  # as many tables as are on their way at once
     ours, theirs = (some_arrays((4097, 1 << 20), BF16, BF16, d) for d in (CUDA, CPU))
     torch.cuda.synchronize()
     torch.cuda._sleep(SLEEP_CYCLES)
