@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from stronghold.device.base import THREAD_PREFIX, Device, completed
-from stronghold.device.cuda import CudaDevice
+from stronghold.device.cuda import CudaDevice, cuts
 from stronghold.device.emulated import COPY_PIECE_BYTES, EmulatedDevice
 from stronghold.errors import BudgetError, ConfigError, LaneError, StateError
 from stronghold.memory.slab import map_slab
@@ -335,3 +335,26 @@ def test_a_missing_gpu_is_named_with_what_to_set_instead(monkeypatch: pytest.Mon
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ConfigError, match=r"stronghold\.device: got \"cuda\".*\"emulated\""):
         CudaDevice()
+
+
+# -- what is registered with a GPU ----------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("begin", "end", "expected"),
+    [
+        (100, 200, []),  # exactly one region
+        (120, 180, []),  # inside one
+        (0, 100, []),  # beside them
+        (200, 300, []),  # between two
+        (90, 110, [100]),
+        (150, 250, [200]),
+        (0, 1000, [100, 200, 300, 400, 500]),
+        (350, 450, [400]),  # two that touch
+        (120, 350, [200, 300]),
+    ],
+)
+def test_a_copy_is_cut_where_registered_memory_begins_or_ends(
+    begin: int, end: int, expected: list[int]
+) -> None:
+    regions = [(100, 200), (300, 400), (400, 500)]
+    assert cuts(regions, begin, end) == expected
+    assert cuts([], begin, end) == []

@@ -9,13 +9,21 @@ in the calling thread: the user's. What overlaps what:
 Each transfer lane has a host thread, because CUDA cannot wait for a host event: the thread waits
 for the host-side fences, enqueues the copy and records the event (see [Note: issued and done] in
 `base`).
+
+[Note: registered] `copy_(non_blocking=True)` is cudaMemcpyAsync, whether torch made the host memory
+or we registered it; from memory that is not registered the driver copies through its own, and holds
+the caller up. One copy may not span registered and other memory (CUDA_ERROR_INVALID_VALUE), which
+several ranks' weights do, of which each registers its own part: such a copy is made in pieces.
 """
 
 from __future__ import annotations
 
 import contextlib
 import time
+from bisect import bisect_left, insort
 from collections import deque
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -58,6 +66,18 @@ def identity(index: int) -> tuple[str, int, str]:
 def num_devices() -> int:
     """The GPUs that this process sees."""
     return torch.cuda.device_count()
+
+
+def cuts(regions: Sequence[tuple[int, int]], begin: int, end: int) -> list[int]:
+    """The addresses between `begin` and `end` where one of `regions`, [begin, end) in order and
+    apart, begins or ends."""
+    found: list[int] = []
+    first = bisect_left(regions, (begin, begin))
+    for region in regions[max(0, first - 1) :]:
+        if region[0] >= end:
+            break
+        found += [at for at in region if begin < at < end and at not in found]
+    return found
 
 
 def _fence_event() -> torch.cuda.Event:
@@ -125,6 +145,7 @@ class CudaDevice(Device):
         self._spans: deque[tuple[str, str, torch.cuda.Event, torch.cuda.Event, int]] = deque()
         self._origin = self._make_origin() if self.trace.recording else None
         self._kernels: TritonKernels | None = None
+        self._registered: list[tuple[int, int]] = []  # replaced, since lanes read it meanwhile
         self.fetch = StreamLane("fetch", self)
         self.drain = StreamLane("drain", self)
         self.update = HostLane("update", self)
@@ -153,12 +174,17 @@ class CudaDevice(Device):
                 f"cudaHostRegister of {nbytes} bytes failed with status {int(status)}: raise the "
                 "limit of locked memory (ulimit -l unlimited) or lower the model's host memory"
             )
+        registered = list(self._registered)
+        insort(registered, (tensor.data_ptr(), tensor.data_ptr() + nbytes))
+        self._registered = registered
 
     def unpin(self, tensor: torch.Tensor) -> None:
-        status = _cudart().cudaHostUnregister(tensor.data_ptr())
+        address = tensor.data_ptr()
+        status = _cudart().cudaHostUnregister(address)
         if int(status) != 0:
             self._forget_error()
             raise StateError(f"cudaHostUnregister failed with status {int(status)}: never pinned?")
+        self._registered = [region for region in self._registered if region[0] != address]
 
     def _forget_error(self) -> None:
         """The runtime keeps a failed call's error for the next kernel launch, which would report it
@@ -167,16 +193,23 @@ class CudaDevice(Device):
             torch.ones(1, device=self._device)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        # torch does not know that our mappings are registered: is_pinned() asks the driver, which
-        # does.
-        target.copy_(source, non_blocking=True)
+        host = source if target.is_cuda else target
+        address = host.data_ptr()
+        inside = cuts(self._registered, address, address + host.nbytes)
+        if not inside:
+            target.copy_(source, non_blocking=True)
+            return
+        there, here = (flat.view(-1).view(torch.uint8) for flat in (target, source))
+        ends = [0, *(at - address for at in inside), host.nbytes]  # [Note: registered]
+        for begin, end in pairwise(ends):
+            there[begin:end].copy_(here[begin:end], non_blocking=True)
 
     def copy_now(self, target: torch.Tensor, source: torch.Tensor) -> None:
         # A stream of its own: any thread may call, and the caller has waited for the other streams.
         self.enter_operation()
         stream = torch.cuda.Stream(self._device)
         with torch.cuda.stream(stream):
-            target.copy_(source, non_blocking=True)
+            self.copy(target, source)
         stream.synchronize()
 
     @property

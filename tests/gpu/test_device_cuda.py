@@ -87,6 +87,27 @@ def test_registering_twice_or_unregistering_nothing_is_an_error(device: CudaDevi
     assert torch.ones(3, device=device.torch_device).sum().item() == 3.0
 
 
+@pytest.mark.parametrize(("begin", "end"), [(0, 1), (1, 2), (1, 3), (3, 4)])
+def test_a_copy_may_span_registered_and_other_memory(
+    device: CudaDevice, begin: int, end: int
+) -> None:
+    """CUDA refuses such a copy; ours is made in pieces."""
+    page = 4096
+    slab = map_slab(4 * page + 8, torch.uint8)
+    slab.copy_(torch.arange(slab.numel()) % 251)
+    mine = slab[begin * page : end * page]
+    device.pin(mine)
+    buffer = device.allocate(slab.numel(), torch.uint8, "slot")
+    fetched = device.fetch.submit("fetch", lambda: device.copy(buffer, slab))
+    fetched.wait()
+    assert torch.equal(buffer.cpu(), slab)
+    buffer.mul_(3)
+    produced = device.record_compute("produced")
+    device.drain.submit("drain", lambda: device.copy(slab, buffer), (produced,)).wait()
+    assert torch.equal(buffer.cpu(), slab)
+    device.unpin(mine)
+
+
 def test_transfers_use_no_pinned_memory_of_torchs(device: CudaDevice, slab: torch.Tensor) -> None:
     """Torch's allocator rounds up to powers of two: a staging buffer there would be our failure."""
     before = taken_by_torch()
