@@ -7,23 +7,27 @@ each step.
 [Note: which steps] In the first step memory is touched for the first time, and the schedule is
 learnt in it: it tells nothing. The next ones are traced, and what their layers keep for backward is
 counted. Then the search runs once, with the seconds and rates that were measured.
+
+[Note: one plan] Several ranks change to one plan, or stay. They tell each other what they measured,
+the first searches with the slowest of it, and all follow.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from enum import Enum
+from typing import Any, NamedTuple
 
 from stronghold.device.simulated import Rates
 from stronghold.errors import BudgetError
 from stronghold.plan.demand import Demand, Gradients
-from stronghold.plan.planner import activation_bytes
+from stronghold.plan.planner import Plan, activation_bytes
 from stronghold.runtime.stack import Stack
 from stronghold.runtime.streaming import Streaming
-from stronghold.simulate import fastest_plan, simulate
-from stronghold.warmup import measured_rates, measured_workload
+from stronghold.simulate import Workload, fastest_plan, simulate
+from stronghold.warmup import measured_rates, measured_workload, slowest
 
 logger = logging.getLogger("stronghold")
 
@@ -117,16 +121,37 @@ class Refinement:
             micro_batches=self._micro_batches,
             num_steps=TRACED_STEPS,
         )
-        demand = _known_demand(stack, sizes.saved, sizes.boundary)
-        if not _layers_may_move(stack.demand):
-            demand = _as_it_is(stack)
+        memory = _memory(stack, sizes.saved, sizes.boundary)
+        ranks = stack.ranks
+        if ranks is not None:  # [Note: one plan]
+            told: Any = ranks.control.objects((rates, workload, memory), "refining the plan")
+            rates, workload = slowest([(each, work) for each, work, _ in told])
+            memory = _least([of_rank for _, _, of_rank in told])
+        plan = None
+        if ranks is None or ranks.rank == 0:
+            plan = self._faster(workload, rates, memory, asynchronous)
+        if ranks is not None:
+            chosen: Any = ranks.control.objects(plan, "the refined plan")[0]
+            plan = chosen and replace(chosen, cpu_threads=stack.plan.cpu_threads)
+        if plan is not None:
+            stack.replan(plan)
+            logger.info("refined after %d steps: %s", self._steps, stack.plan)
+
+    def _faster(
+        self, workload: Workload, rates: Rates, memory: Memory, asynchronous: bool
+    ) -> Plan | None:
+        """The plan to change to, or None."""
+        stack = self._stack
+        demand = (
+            _known_demand(stack, memory) if _layers_may_move(stack.demand) else _as_it_is(stack)
+        )
         try:
             choice = fastest_plan(
                 stack.layout, demand, workload, rates, dtype=stack.dtype, asynchronous=asynchronous
             )
         except BudgetError as error:  # activations leave less than there was: the plan works
             logger.info("the plan stays as it is: %s", error)
-            return
+            return None
         present = simulate(
             stack.layout,
             stack.plan,
@@ -136,34 +161,63 @@ class Refinement:
             asynchronous=asynchronous,
         )
         if not stack.plan.updated_on_gpu <= choice.plan.updated_on_gpu:
-            return
-        if choice.forecast.step_s < WORTH * present.step_s:
-            stack.replan(choice.plan)
-            logger.info(
-                "refined after %d steps, from %.1f to %.1f ms/step as predicted: %s",
-                self._steps,
-                present.step_s * 1e3,
-                choice.forecast.step_s * 1e3,
-                stack.plan,
-            )
+            return None
+        if choice.forecast.step_s >= WORTH * present.step_s:
+            return None
+        logger.info(
+            "a plan is predicted to take %.1f ms/step instead of %.1f",
+            choice.forecast.step_s * 1e3,
+            present.step_s * 1e3,
+        )
+        return choice.plan
 
 
-def _known_demand(stack: Stack, saved: Sequence[int], boundary: Sequence[int]) -> Demand:
+class Memory(NamedTuple):
+    """What a rank knows of its GPU in bytes: what was free (None: unknown), what activations took
+    at most, and of each block what it saves for backward and what enters it."""
+
+    free: int | None
+    peak: int | None
+    saved: tuple[int, ...]
+    boundary: tuple[int, ...]
+
+
+def _memory(stack: Stack, saved: Sequence[int], boundary: Sequence[int]) -> Memory:
+    peak = stack.device.activation_peak_bytes()
+    return Memory(stack.gpu_free_bytes, peak, tuple(saved), tuple(boundary))
+
+
+def _least(found: Sequence[Memory]) -> Memory:
+    """What all ranks have room for."""
+
+    def most(rows: Iterable[Sequence[int]]) -> tuple[int, ...]:
+        return tuple(map(max, zip(*rows, strict=True)))
+
+    known = all(memory.free is not None and memory.peak is not None for memory in found)
+    return Memory(
+        min(memory.free or 0 for memory in found) if known else None,
+        max(memory.peak or 0 for memory in found) if known else None,
+        most(memory.saved for memory in found),
+        most(memory.boundary for memory in found),
+    )
+
+
+def _known_demand(stack: Stack, memory: Memory) -> Demand:
     """What the planner is asked once it is known what each block saves for backward, and what
     enters it, in bytes: activations take their part of the GPU's memory.
 
     The emulated device's activations are the host's: nothing is known of their budget.
     """
-    section, measured = stack.section, stack.device.activation_peak_bytes()
-    if stack.gpu_free_bytes is None or measured is None:
+    section, saved, measured = stack.section, memory.saved, memory.peak
+    if memory.free is None or measured is None:
         return stack.demand
-    budget = int(stack.gpu_free_bytes * GPU_SHARE)
+    budget = int(memory.free * GPU_SHARE)
     known = replace(
         stack.demand,
         activations=section.activations,
         gpu_budget_bytes=budget,
-        saved_bytes=tuple(saved),
-        boundary_bytes=tuple(boundary),
+        saved_bytes=saved,
+        boundary_bytes=memory.boundary,
         reserve_bytes=0 if section.gpu_memory is None else budget - section.gpu_memory,
     )
     # What was in use beside the blocks' own: logits, the loss, the caller's tensors.
@@ -191,9 +245,8 @@ def _as_it_is(stack: Stack) -> Demand:
 
 
 def _is_open(demand: Demand) -> bool:
-    """Whether anything is left to choose that the user did not pin. Several ranks keep the plan
-    that they agree on."""
-    if not demand.training or demand.num_ranks > 1:
+    """Whether anything is left to choose that the user did not pin."""
+    if not demand.training:
         return False
     defers = demand.gradients is Gradients.RING and demand.deferred_layers is None
     return defers or _layers_may_move(demand)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from dataclasses import fields, replace
 
 from stronghold.device.simulated import Rates
 from stronghold.model.layout import ModelLayout
@@ -76,6 +77,30 @@ def measured_rates(spans: Iterable[Span], otherwise: Rates) -> Rates:
         load_gbps=load,
         spill_gbps=spill,
         io_gbps=load + spill,
+        wire_gbps=rate("gather", otherwise.wire_gbps),
+        reduce_gbps=rate("reduce", otherwise.reduce_gbps),
+        exchange_gbps=rate("exchange", otherwise.exchange_gbps),
         handover_s=otherwise.handover_s,
         launch_s=otherwise.launch_s,
     )
+
+
+def slowest(found: Sequence[tuple[Rates, Workload]]) -> tuple[Rates, Workload]:
+    """What several ranks showed, as one: each lane's least rate, each layer's most seconds and
+    bytes. Of the lanes that meet other ranks the most, since their spans contain the waiting."""
+    rates, workloads = [rates for rates, _ in found], [workload for _, workload in found]
+    wires = ("wire_gbps", "reduce_gbps", "exchange_gbps")
+    lanes = {
+        field.name: (max if field.name in wires else min)(getattr(r, field.name) for r in rates)
+        for field in fields(Rates)
+    }
+    layers = zip(*(workload.layers for workload in workloads), strict=True)
+    loads = tuple(
+        LayerLoad(
+            forward_s=max(load.forward_s for load in of_layer),
+            backward_s=max(load.backward_s for load in of_layer),
+            saved_bytes=max(load.saved_bytes for load in of_layer),
+        )
+        for of_layer in layers
+    )
+    return Rates(**lanes), replace(workloads[0], layers=loads)

@@ -38,6 +38,7 @@ def two_nodes(folder: Path) -> dict[str, Any]:
         "seeds": seeds(),
         "new weights": new_weights(),
         "cores": cores(),
+        "refined": rank_programs.refined(),
     }
 
 

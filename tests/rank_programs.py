@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 import stronghold
+from stronghold import refine
 from stronghold.checkpoint import shared_save
 from stronghold.errors import BudgetError, ConfigError, LaneError, RankError
 from stronghold.memory.spillfile import SpillFile
@@ -247,6 +248,7 @@ def two_ranks(folder: Path) -> dict[str, Any]:
         "model parallel": model_parallel(),
         "slices": slices(folder / "slices"),
         "model parallel on files": model_parallel(**files("masters")),
+        "refined": refined(),
         "astray": astray("gather", clipping=1.0),
         "astray without gate": astray("reduce", clipping=0.0),
         "further": further(),
@@ -664,6 +666,27 @@ def slices(folder: Path) -> dict[str, Any]:
     return found
 
 
+def refined() -> dict[str, Any]:
+    """The plan changes while ranks train, each of which has measured something else."""
+    worth, refine.WORTH = refine.WORTH, 1e9  # whatever is predicted
+    plans: list[Any] = []
+
+    def each_step(engine: Any, _: int) -> None:
+        plans.append(engine._stack.plan)
+
+    try:
+        section = {"gpu_memory": 400 << 10}
+        run = train("gpt", config(clipping=0.0, section=section), steps=6, each_step=each_step)
+    finally:
+        refine.WORTH = worth
+    first, last = plans[0], plans[-1]
+    return {
+        "run": run,
+        "changed": last is not first,
+        "plan": (last.window, sorted(last.resident), sorted(last.deferred), last.activations),
+    }
+
+
 def slices_elsewhere(_: Path) -> dict[str, Any]:
     """What two model-parallel ranks saved, in two data-parallel places."""
     return slices(Path(os.environ["CHECKPOINT"]))
@@ -725,6 +748,7 @@ def in_parts(*, known: bool, section: dict[str, Any] | None = None) -> Run:
     with pytest.MonkeyPatch.context() as patch:
         for change in (prepare, arrived, flush):
             patch.setattr(SharedDrains, change.__name__, change)
+        patch.setattr(refine, "UNTOLD_STEPS", 99)  # a simulation has no halves
         return train("gpt", config(clipping=0.0, section=section))
 
 

@@ -21,7 +21,7 @@ from stronghold.runtime.ranks.nodes import nodes_of
 from tests import node_programs, rank_programs
 from tests.conftest import free_port
 from tests.ranks import ROOT, Launch, run_ranks
-from tests.test_ranks import interleaved
+from tests.test_ranks import interleaved, test_ranks_refine_one_plan_without_a_change_of_bits
 from tests.training import Run, assert_identical
 
 PROGRAMS = "tests.node_programs"
@@ -89,6 +89,10 @@ def test_each_node_divides_its_own_cores(two: list[Any]) -> None:
     for node, found in enumerate(two):
         cores = len(os.sched_getaffinity(0))
         assert found["cores"] == {"cores": cores, "node": node, "nodes": 2}
+
+
+def test_nodes_refine_one_plan_without_a_change_of_bits(two: list[Any]) -> None:
+    test_ranks_refine_one_plan_without_a_change_of_bits(two)
 
 
 # -- checkpoints -----------------------------------------------------------------------------------

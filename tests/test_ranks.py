@@ -13,7 +13,7 @@ import torch
 from stronghold.memory.ownership import reclaim
 from tests import rank_programs
 from tests.ranks import Launch, run_ranks
-from tests.training import Run, assert_identical
+from tests.training import Run, assert_identical, config
 
 PROGRAMS = "tests.rank_programs"
 
@@ -279,6 +279,15 @@ def test_one_rank_loads_what_two_saved_from_files(
     tensors = sorted(path.name for path in (source / "global_step4").glob("*.safetensors"))
     again = tmp_path / "again" / "global_step4"
     assert filecmp.cmpfiles(source / "global_step4", again, tensors, shallow=False)[0] == tensors
+
+
+def test_ranks_refine_one_plan_without_a_change_of_bits(two: list[Any]) -> None:
+    one = rank_programs.train("gpt", config(clipping=0.0), steps=6)
+    losses = interleaved([found["refined"]["run"] for found in two])
+    for found in two:
+        assert found["refined"]["changed"]
+        assert found["refined"]["plan"] == two[0]["refined"]["plan"]
+        assert_identical(Run(losses=losses, weights=found["refined"]["run"].weights), one)
 
 
 def test_each_model_parallel_rank_saves_and_resumes_its_slices(two: list[Any]) -> None:

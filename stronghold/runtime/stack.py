@@ -303,6 +303,8 @@ class Stack:
                 self.write_trace()
                 self.host.close()
                 self.runtime.close()
+                if self._sharing is not None:
+                    self._sharing.close()
 
 
 def _check_parameters(found: Partition, precision: str, source: WeightSource | None) -> None:

@@ -140,8 +140,6 @@ class Streaming:
         self.executor.rest_all()
 
     def close(self) -> None:
-        if self._sharing is not None:
-            self._sharing.close()
         self.activations.close()
         self.window.close()
 
