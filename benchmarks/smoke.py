@@ -52,6 +52,7 @@ def run(name: str, machine: str, logs: Path) -> tuple[bool, str]:
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
             cwd=ROOT,
+            env={**os.environ, **chosen.environment},
             start_new_session=True,
         )
         try:

@@ -7,7 +7,6 @@ returns a line about what it saw, and raises when that is wrong.
 from __future__ import annotations
 
 import dataclasses
-import os
 import re
 import subprocess
 import sys
@@ -23,21 +22,23 @@ GIB = float(1 << 30)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Feature:
-    """`limit_s` is what its process may take."""
+    """`limit_s` is what its process may take, which begins with `environment`: torch reads some of
+    it when it is imported."""
 
     run: Callable[[str], str]
     limit_s: float
     only_cuda: bool
+    environment: dict[str, str]
 
 
 FEATURES: dict[str, Feature] = {}  # in the order in which one needs the other
 
 
 def feature(
-    limit_s: float = 90.0, *, only_cuda: bool = False
+    limit_s: float = 90.0, *, only_cuda: bool = False, **environment: str
 ) -> Callable[[Callable[[str], str]], Callable[[str], str]]:
     def register(run: Callable[[str], str]) -> Callable[[str], str]:
-        FEATURES[run.__name__.replace("_", "-")] = Feature(run, limit_s, only_cuda)
+        FEATURES[run.__name__.replace("_", "-")] = Feature(run, limit_s, only_cuda, environment)
         return run
 
     return register
@@ -266,10 +267,9 @@ def doctor(machine: str) -> str:
     )
 
 
-@feature(only_cuda=True)
+@feature(only_cuda=True, PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True")
 def cap(machine: str) -> str:
     """A cap on memory is kept, with the allocator that the comparisons use."""
-    os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
     import torch
 
     total = torch.cuda.get_device_properties(0).total_memory
