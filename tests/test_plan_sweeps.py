@@ -3,6 +3,7 @@ not fit; and of how long a plan may take."""
 
 from __future__ import annotations
 
+import functools
 import re
 import time
 from pathlib import Path
@@ -11,9 +12,17 @@ import pytest
 
 from stronghold import forecast
 from stronghold.forecast.question import Words, understand
-from stronghold.forecast.sweeps import sweep
+from stronghold.forecast.sweeps import Point, sweep
 from tests.forecasts import LLAMA_70B, SIZES, asked, run
 from tests.quiet import law_of_time, on_time
+
+LIMITS = {"gpu": "30MB", "host": "40MB"}
+
+
+@functools.cache
+def swept(axis: str) -> list[Point]:
+    return sweep(asked(**LIMITS), axis)
+
 
 # -- sweeps ---------------------------------------------------------------------------------------
 
@@ -23,7 +32,7 @@ def test_a_sweep_draws_and_prints_its_points(
     axis: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     png = tmp_path / "deep" / f"{axis}.png"
-    limits = ["--gpu", "30MB", "--host", "40MB", "--machine", "v100-32gb"]
+    limits = ["--gpu", LIMITS["gpu"], "--host", LIMITS["host"], "--machine", "v100-32gb"]
     status, text, _ = run(*SIZES, *limits, "--sweep", axis, "-o", str(png), capsys=capsys)
     assert status == 0
     assert f"The plot is in {png}" in text
@@ -34,22 +43,19 @@ def test_a_sweep_draws_and_prints_its_points(
 
 @pytest.mark.parametrize("axis", ["batch", "layers"])
 def test_a_sweep_ends_with_the_largest_that_fits_and_the_next_that_does_not(axis: str) -> None:
-    limits = {"gpu": "30MB", "host": "40MB"}
-    question = asked(**limits)
-    points = sweep(question, axis)
+    points = swept(axis)
     values = [point.value for point in points]
     assert values == sorted(set(values))
     assert all(point.step_s is not None for point in points[:-1])
     assert points[-1].step_s is None
     assert points[-1].value == points[-2].value + 1
-    assert forecast.answer(asked(**limits, **{axis: values[-2]})).fits
-    assert not forecast.answer(asked(**limits, **{axis: values[-1]})).fits
+    assert forecast.answer(asked(**LIMITS, **{axis: values[-2]})).fits
+    assert not forecast.answer(asked(**LIMITS, **{axis: values[-1]})).fits
 
 
 def test_a_swept_point_is_the_forecast_of_that_question() -> None:
-    question = asked(gpu="100MB")
-    points = {point.value: point for point in sweep(question, "batch")}
-    timing = forecast.answer(asked(gpu="100MB", batch=4)).timing
+    points = {point.value: point for point in swept("batch")}
+    timing = forecast.answer(asked(**LIMITS, batch=4)).timing
     assert timing is not None
     assert points[4].step_s == timing.step_s
     assert points[4].tokens == 4 * 64
