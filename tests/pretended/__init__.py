@@ -1,0 +1,14 @@
+"""A pretended CUDA device: the laws of the CUDA path, run where there is no GPU.
+
+    scripts/test_cuda                                      # all of them
+    python -m pytest -p tests.pretended.plugin -m gpu ...  # some
+
+`device.cpp` (with `memory.h` and `streams.h`) is the device as torch's C++ side sees it, `build`
+its compiler, `install` the names of `torch.cuda`, `kernels` what stands for the Triton kernels,
+`process_groups` what stands for NCCL, `plugin` what pytest loads.
+
+Pretends: memory that the host may not read, poisoned when fresh and when freed; streams, events and
+copies that run beside the host; host registration; refusals of mixed devices; autograd's thread.
+Cannot show: asynchronous compute (operators run at once), speed, Triton's programs, NCCL. A law
+that passes here has still to pass on a GPU.
+"""

@@ -1,0 +1,308 @@
+// A pretended CUDA device for torch's build without CUDA, torch 2.13: tests of the CUDA path run
+// where there is no GPU.
+//
+// Owns torch's registrations for the device type "cuda": allocators, device guard, hooks and
+// operators. Pretends: memory that the host may not touch (memory.h); streams and events
+// (streams.h); copies that wait for nothing from registered memory, and for the stream otherwise;
+// CUDA's refusals of mixed devices and of copies across a registered range's border; autograd's
+// thread of a device. Cannot show: asynchronous compute (an operator runs at once, on the host,
+// once the current stream is empty), speed, Triton's programs, NCCL. Names of torch that it uses
+// are private ones, and change from version to version; install.py refuses others.
+#include <ATen/EmptyTensor.h>
+#include <ATen/detail/CUDAHooksInterface.h>
+#include <ATen/native/CPUFallback.h>
+#include <ATen/native/Resize.h>
+#include <ATen/ops/as_strided_native.h>
+#include <ATen/ops/resize_native.h>
+#include <ATen/ops/view_native.h>
+#include <torch/extension.h>
+
+#include <set>
+#include <string>
+
+#include "memory.h"
+#include "streams.h"
+
+namespace pretended {
+namespace {
+
+using at::Tensor;
+using c10::SymInt;
+using c10::SymIntArrayRef;
+
+DeviceAllocator device_allocator;
+PinnedAllocator pinned_allocator;
+REGISTER_ALLOCATOR(c10::kCUDA, &device_allocator);
+C10_REGISTER_GUARD_IMPL(CUDA, Guard);
+
+struct Hooks final : public at::CUDAHooksInterface {
+  explicit Hooks(at::CUDAHooksArgs) {}
+  void init() const override {}
+  bool hasCUDA() const override { return true; }
+  bool isBuilt() const override { return true; }
+  bool isAvailable() const override { return true; }
+  bool hasCUDART() const override { return true; }
+  bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
+  bool isPinnedPtr(const void* data) const override { return Registered::get().holds(data); }
+  at::Allocator* getPinnedMemoryAllocator() const override { return &pinned_allocator; }
+  int getNumGPUs() const override { return 1; }
+  c10::DeviceIndex deviceCount() const override { return 1; }
+  c10::Device getDeviceFromPtr(void*) const override { return c10::Device(c10::kCUDA, 0); }
+  void deviceSynchronize(c10::DeviceIndex) const override { Streams::get().synchronize(); }
+};
+
+// -- making and viewing ---------------------------------------------------------------------------
+const c10::DispatchKeySet kKeys(c10::DispatchKey::CUDA);
+
+Tensor empty(SymIntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
+             std::optional<at::Device>, std::optional<bool> pinned,
+             std::optional<at::MemoryFormat> format) {
+  TORCH_CHECK(!pinned.value_or(false), "Only dense CPU tensors can be pinned");
+  return at::detail::empty_generic(C10_AS_INTARRAYREF_SLOW(size), &device_allocator, kKeys,
+                                   c10::dtype_or_default(dtype), format);
+}
+
+Tensor empty_strided(SymIntArrayRef size, SymIntArrayRef stride,
+                     std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
+                     std::optional<at::Device>, std::optional<bool>) {
+  return at::detail::empty_strided_generic(C10_AS_INTARRAYREF_SLOW(size),
+                                           C10_AS_INTARRAYREF_SLOW(stride), &device_allocator,
+                                           kKeys, c10::dtype_or_default(dtype));
+}
+
+Tensor as_strided(const Tensor& tensor, SymIntArrayRef size, SymIntArrayRef stride,
+                  std::optional<SymInt> offset) {
+  std::optional<int64_t> begin;
+  if (offset) begin = offset->expect_int();
+  return at::native::as_strided_tensorimpl(tensor, C10_AS_INTARRAYREF_SLOW(size),
+                                           C10_AS_INTARRAYREF_SLOW(stride), begin);
+}
+
+Tensor reshape_alias(const Tensor& tensor, SymIntArrayRef size, SymIntArrayRef stride) {
+  return as_strided(tensor, size, stride, tensor.storage_offset());
+}
+
+Tensor view(const Tensor& tensor, SymIntArrayRef size) {
+  return at::native::view(tensor, C10_AS_INTARRAYREF_SLOW(size));
+}
+
+const Tensor& resize(const Tensor& self, SymIntArrayRef symbolic,
+                     std::optional<at::MemoryFormat> format) {
+  const auto size = C10_AS_INTARRAYREF_SLOW(symbolic);
+  const size_t numel = c10::multiply_integers(size);
+  const size_t bytes = (numel + self.storage_offset()) * self.element_size();
+  auto* tensor = self.unsafeGetTensorImpl();
+  auto& storage = const_cast<c10::Storage&>(tensor->unsafe_storage());
+  if (storage.nbytes() < bytes) {
+    auto larger = device_allocator.allocate(bytes);
+    if (storage.nbytes() > 0) {
+      current_stream().synchronize();
+      std::memcpy(shadow(larger.get()), shadow(storage.data()), storage.nbytes());
+    }
+    storage.set_data_ptr_noswap(std::move(larger));
+    storage.set_nbytes(bytes);
+  }
+  tensor->set_sizes_contiguous(size);
+  if (format) tensor->empty_tensor_restride(*format);
+  return self;
+}
+
+Tensor& set_part(Tensor& self, at::Storage source, SymInt offset, SymIntArrayRef size,
+                 SymIntArrayRef stride) {
+  TORCH_CHECK(source.device() == self.device(), "Attempted to set the storage of a tensor on ",
+              self.device(), " to a storage on ", source.device());
+  auto* tensor = self.unsafeGetTensorImpl();
+  tensor->set_storage_keep_dtype(std::move(source));
+  tensor->set_storage_offset(offset.expect_int());
+  const auto sizes = C10_AS_INTARRAYREF_SLOW(size);
+  if (stride.empty() && !sizes.empty()) {
+    tensor->set_sizes_contiguous(sizes);
+  } else {
+    tensor->set_sizes_and_strides(sizes, C10_AS_INTARRAYREF_SLOW(stride));
+  }
+  return self;
+}
+
+Tensor& set_tensor(Tensor& self, const Tensor& source) {
+  return set_part(self, source.storage(), source.storage_offset(), source.sym_sizes(),
+                  source.sym_strides());
+}
+
+Tensor& set_storage(Tensor& self, at::Storage source) {
+  const SymInt numel(static_cast<int64_t>(source.nbytes() / self.element_size()));
+  const SymInt one(1);
+  return set_part(self, std::move(source), 0, SymIntArrayRef(&numel, 1), SymIntArrayRef(&one, 1));
+}
+
+Tensor& set_nothing(Tensor& self) { return set_tensor(self, at::empty({0}, self.options())); }
+
+void record_stream(Tensor&, at::Stream) {}  // as recordDataPtrOnStream
+
+// -- computing and copying ------------------------------------------------------------------------
+
+// A CPU tensor over the same bytes; the current stream must be empty.
+Tensor over_shadow(const Tensor& tensor) {
+  if (!tensor.is_cuda()) return tensor.detach();
+  const auto& storage = tensor.storage();
+  char* bytes = storage.nbytes() > 0 ? shadow(storage.data()) : nullptr;
+  const c10::Storage same(c10::Storage::use_byte_size_t(), storage.nbytes(),
+                          at::DataPtr(bytes, c10::Device(c10::kCPU)), nullptr, false);
+  auto found = at::empty({0}, tensor.options().device(c10::kCPU).requires_grad(false));
+  return found.set_(same, tensor.storage_offset(), tensor.sizes(), tensor.strides());
+}
+
+char* bytes_of(const Tensor& tensor) {
+  auto* data = const_cast<void*>(tensor.const_data_ptr());
+  return tensor.is_cuda() ? shadow(data) : static_cast<char*>(data);
+}
+
+Tensor& copy(Tensor& self, const Tensor& source, bool non_blocking) {
+  if (self.numel() == 0 || self.is_same(source)) return self;
+  const Tensor expanded = source.sizes() == self.sizes() ? source : source.expand_as(self);
+  const bool plain = self.scalar_type() == source.scalar_type() && self.is_contiguous() &&
+                     expanded.is_contiguous();
+  if (plain && self.is_cuda() != source.is_cuda()) {  // cudaMemcpyAsync
+    const Tensor& host = self.is_cuda() ? expanded : self;
+    TORCH_CHECK(!Registered::get().borders_inside(host.const_data_ptr(), host.nbytes()),
+                "CUDA error: invalid argument (a copy spans registered and other memory)");
+    if (Registered::get().holds(host.const_data_ptr())) {
+      current_stream().push([to = bytes_of(self), from = bytes_of(expanded), n = self.nbytes()] {
+        Streams::get().wait_a_little();
+        std::memcpy(to, from, n);
+      });
+      if (!non_blocking) current_stream().synchronize();
+      return self;
+    }
+  }
+  current_stream().synchronize();
+  const at::AutoDispatchBelowADInplaceOrView below;
+  over_shadow(self).copy_(over_shadow(expanded.resolve_conj()));
+  return self;
+}
+
+Tensor copy_from(const Tensor& source, const Tensor& target, bool non_blocking) {
+  Tensor written = target;
+  return copy(written, source, non_blocking);
+}
+
+Tensor copy_from_and_resize(const Tensor& source, const Tensor& target) {
+  if (target.sizes() != source.sizes()) {
+    at::native::resize_(target, source.sizes(), std::nullopt);
+  }
+  return copy_from(source, target, false);
+}
+
+at::Scalar scalar_of(const Tensor& tensor) {
+  current_stream().synchronize();
+  return at::_local_scalar_dense(over_shadow(tensor));
+}
+
+// The CPU's histc takes floating dtypes alone, CUDA's integers too.
+Tensor histc(const Tensor& tensor, int64_t bins, const at::Scalar& low, const at::Scalar& high) {
+  current_stream().synchronize();
+  const Tensor counts = at::histc(over_shadow(tensor).to(at::kFloat), bins, low, high);
+  return counts.to(tensor.options());
+}
+
+int64_t sdp_choice(const Tensor&, const Tensor&, const Tensor&, const std::optional<Tensor>&,
+                   double, bool, std::optional<double>, bool) {
+  return 0;  // attention by its formula: the others are kernels of one device type
+}
+
+// -- every other operator: the CPU's, at once -----------------------------------------------------
+
+// Operators that take host and device tensors together, on a GPU as well.
+const std::set<std::string> kMixing = {
+    "aten::index.Tensor", "aten::index.Tensor_out", "aten::_unsafe_index.Tensor",
+    "aten::index_put",    "aten::index_put_",       "aten::_index_put_impl_",
+    "aten::_to_copy",     "aten::_to_cpu",          "aten::_copy_from"};
+
+void refuse_mixed(const c10::OperatorHandle& op, const torch::jit::Stack& stack) {
+  bool on_device = false, on_host = false;
+  const auto look = [&](const Tensor& tensor) {
+    if (!tensor.defined()) return;
+    on_device = on_device || tensor.is_cuda();
+    on_host = on_host || (!tensor.is_cuda() && tensor.dim() > 0);  // host scalars are allowed
+  };
+  for (const auto& argument : torch::jit::last(stack, op.schema().arguments().size())) {
+    if (argument.isTensor()) {
+      look(argument.toTensor());
+    } else if (argument.isTensorList()) {
+      for (const Tensor& tensor : argument.toTensorVector()) look(tensor);
+    } else if (argument.isOptionalTensorList()) {
+      for (const auto& tensor : argument.toOptionalTensorVector()) look(tensor.value_or(Tensor()));
+    }
+  }
+  if (!on_device || !on_host) return;
+  const std::string name = c10::toString(op.operator_name());
+  TORCH_CHECK(kMixing.count(name) > 0, "Expected all tensors to be on the same device, but found ",
+              "at least two devices, cuda:0 and cpu! (", name, ")");
+}
+
+void on_the_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  refuse_mixed(op, *stack);
+  current_stream().synchronize();
+  at::native::cpu_fallback(op, stack);
+}
+
+}  // namespace
+}  // namespace pretended
+
+namespace at {
+namespace {
+using PretendedHooks = pretended::Hooks;
+C10_REGISTER_CLASS(CUDAHooksRegistry, CUDAHooks, PretendedHooks)
+}  // namespace
+}  // namespace at
+
+TORCH_LIBRARY_IMPL(_, CUDA, library) {
+  library.fallback(torch::CppFunction::makeFromBoxedFunction<&pretended::on_the_host>());
+}
+
+TORCH_LIBRARY_IMPL(aten, CUDA, library) {
+  library.impl("empty.memory_format", pretended::empty);
+  library.impl("empty_strided", pretended::empty_strided);
+  library.impl("as_strided", pretended::as_strided);
+  library.impl("_reshape_alias", pretended::reshape_alias);
+  library.impl("view", pretended::view);
+  library.impl("resize_", pretended::resize);
+  library.impl("set_.source_Storage_storage_offset", pretended::set_part);
+  library.impl("set_.source_Tensor", pretended::set_tensor);
+  library.impl("set_.source_Storage", pretended::set_storage);
+  library.impl("set_", pretended::set_nothing);
+  library.impl("record_stream", pretended::record_stream);
+  library.impl("copy_", pretended::copy);
+  library.impl("_copy_from", pretended::copy_from);
+  library.impl("_copy_from_and_resize", pretended::copy_from_and_resize);
+  library.impl("_local_scalar_dense", pretended::scalar_of);
+  library.impl("histc", pretended::histc);
+  library.impl("_fused_sdp_choice", pretended::sdp_choice);
+}
+
+// Addresses and stream identifiers are integers there. A caller that may wait drops the GIL.
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
+  using pretended::Arena, pretended::Registered, pretended::Streams;
+  module.attr("ARENA_BYTES") = pretended::kArenaBytes;
+  module.def("device_base", [] { return reinterpret_cast<int64_t>(Arena::get().device_base()); });
+  module.def("distance", [] { return Arena::get().distance(); });
+  module.def("allocated", [] { return Arena::get().allocated(); });
+  module.def("peak", [] { return Arena::get().peak(); });
+  module.def("num_allocations", [] { return Arena::get().num_allocations(); });
+  module.def("restart_peak", [] { Arena::get().restart_peak(); });
+  module.def("limit", [](size_t bytes) { Arena::get().limit(bytes); });
+  module.def("register_host", [](int64_t begin, size_t bytes) {
+    return bytes > 0 && Registered::get().add(reinterpret_cast<void*>(begin), bytes);
+  });
+  module.def("unregister_host", [](int64_t begin) {
+    return Registered::get().remove(reinterpret_cast<void*>(begin));
+  });
+  module.def("is_registered",
+             [](int64_t at) { return Registered::get().holds(reinterpret_cast<void*>(at)); });
+  module.def("current_stream", [] { return Streams::current(); });
+  module.def("set_current_stream", [](c10::StreamId id) { Streams::current() = id; });
+  module.def("set_delay", [](double most_s) { Streams::get().delay_s = most_s; });
+  module.def("sleep", [](double seconds) {
+    pretended::current_stream().push(
+        [seconds] { std::this_thread::sleep_for(std::chrono::duration<double>(seconds)); });
+  });
+}

@@ -1,0 +1,243 @@
+"""Makes `torch.cuda` of a build without CUDA work on the pretended device.
+
+Owns the Python names: streams, events, the counts of memory, what a GPU says of itself. It replaces
+attributes of `torch.cuda` and `torch._C` for the life of the process; some are private ones of
+torch 2.13, and another version is refused. Has to run before anybody imports torch, which asks for
+CUDA's hooks once. Cannot show what a GPU does with these names: it answers from `device.cpp`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import os
+import sys
+from importlib import metadata
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from tests.pretended import build
+
+TORCH = "2.13"
+TOTAL_BYTES = 16 << 30
+CYCLES_PER_S = 2e9  # what torch.cuda._sleep counts
+DEVICE_TYPE = 1  # the number of c10::DeviceType::CUDA
+# Orders of copies vary in a run under a delay: at most this many seconds are added to each copy.
+DELAY = "STRONGHOLD_PRETENDED_DELAY_S"
+
+# As CUDA numbers them.
+SUCCESS, ALREADY_REGISTERED, NOT_REGISTERED, INVALID_VALUE = 0, 712, 713, 1
+
+
+class Refused(Exception):
+    """This Python cannot pretend a device; the message says what it would need."""
+
+
+def install() -> ModuleType:
+    """The extension, with `torch` imported on it. Raises `Refused`."""
+    found = metadata.version("torch")
+    if found.split("+")[0].rsplit(".", 1)[0] != TORCH:
+        raise Refused(f"the pretended device is written for torch {TORCH}, here is torch {found}")
+    if "torch" in sys.modules:
+        raise Refused("the pretended device must be installed before torch is imported")
+    extension = _load(build.library())
+    import torch
+
+    if torch.version.cuda is not None:
+        raise Refused(f"the pretended device needs torch without CUDA, here is torch {found}")
+    extension.set_delay(float(os.environ.get(DELAY, "0")))
+    _streams(torch, extension)
+    _memory(torch, extension)
+    _identity(torch)
+    _numbers(torch)
+    return extension
+
+
+def _load(library: Path) -> ModuleType:
+    """Torch's libraries without its Python, then the device: torch will find its hooks."""
+    torch = importlib.util.find_spec("torch")
+    assert torch is not None
+    assert torch.origin is not None
+    folder = Path(torch.origin).parent / "lib"
+    if (folder / "libtorch_cuda.so").exists():
+        raise Refused("the pretended device needs torch's build without CUDA")
+    for name in ("c10", "torch_cpu", "torch", "torch_python"):
+        ctypes.CDLL(str(folder / f"lib{name}.so"), mode=ctypes.RTLD_GLOBAL)
+    spec = importlib.util.spec_from_file_location(build.NAME, library)
+    assert spec is not None
+    assert spec.loader is not None
+    extension = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(extension)
+    return extension
+
+
+def _streams(torch: Any, extension: Any) -> None:
+    class Stream(torch.Stream):  # type: ignore[misc]
+        def __new__(cls, device: Any = None, priority: int = 0, **place: int) -> Any:
+            if place:
+                return super().__new__(cls, **place)
+            return super().__new__(cls, device="cuda", priority=priority)
+
+        @property
+        def cuda_stream(self) -> int:
+            return int(self.stream_id)
+
+        def wait_event(self, event: Any) -> None:
+            event.wait(self)
+
+        def record_event(self, event: Any = None) -> Any:
+            event = Event() if event is None else event
+            event.record(self)
+            return event
+
+        def wait_stream(self, other: Any) -> None:
+            self.wait_event(other.record_event())
+
+    class EventType(type):
+        def __call__(cls, enable_timing: bool = False, blocking: bool = False, **_: bool) -> Any:
+            return torch.Event(device="cuda", enable_timing=enable_timing, blocking=blocking)
+
+        def __instancecheck__(cls, found: object) -> bool:
+            return isinstance(found, torch.Event)
+
+    class Event(metaclass=EventType):
+        pass
+
+    class Current:
+        """`with torch.cuda.stream(s)`; None changes nothing."""
+
+        def __init__(self, stream: Any) -> None:
+            self._stream = stream
+            self._before = 0
+
+        def __enter__(self) -> None:
+            self._before = extension.current_stream()
+            if self._stream is not None:
+                extension.set_current_stream(self._stream.stream_id)
+
+        def __exit__(self, *_: object) -> None:
+            extension.set_current_stream(self._before)
+
+    def named(number: int) -> Stream:
+        return Stream(stream_id=number, device_index=0, device_type=DEVICE_TYPE)
+
+    cuda = torch.cuda
+    cuda.Stream = cuda.streams.Stream = Stream
+    cuda.Event = cuda.streams.Event = Event
+    cuda.stream = cuda.StreamContext = Current
+    cuda.current_stream = lambda device=None: named(extension.current_stream())
+    cuda.default_stream = lambda device=None: named(0)
+    cuda.set_stream = lambda stream: extension.set_current_stream(stream.stream_id)
+    cuda.synchronize = lambda device=None: torch._C._accelerator_synchronizeDevice(0)
+    cuda.is_current_stream_capturing = lambda: False
+    cuda._sleep = lambda cycles: extension.sleep(cycles / CYCLES_PER_S)
+    torch._C._cuda_getCurrentRawStream = lambda device: extension.current_stream()
+
+
+def _memory(torch: Any, extension: Any) -> None:
+    class Runtime:
+        """The calls of `torch.cuda.cudart()` that register host memory; they return statuses."""
+
+        def cudaHostRegister(self, begin: int, num_bytes: int, flags: int) -> int:
+            if num_bytes == 0:
+                return INVALID_VALUE
+            return SUCCESS if extension.register_host(begin, num_bytes) else ALREADY_REGISTERED
+
+        def cudaHostUnregister(self, begin: int) -> int:
+            return SUCCESS if extension.unregister_host(begin) else NOT_REGISTERED
+
+    def is_pinned(tensor: Any, device: Any = None) -> bool:
+        on_host = tensor.device.type == "cpu" and tensor.numel() > 0
+        return on_host and extension.is_registered(tensor.data_ptr())
+
+    def statistics(device: Any = None) -> dict[str, int]:
+        return {
+            "allocation.all.allocated": extension.num_allocations(),
+            "allocated_bytes.all.current": extension.allocated(),
+            "allocated_bytes.all.peak": extension.peak(),
+            "num_alloc_retries": 0,
+            "num_ooms": 0,
+        }
+
+    cuda = torch.cuda
+    torch.Tensor.is_pinned = is_pinned
+    cuda.cudart = Runtime
+    cuda.mem_get_info = lambda device=None: (TOTAL_BYTES - extension.allocated(), TOTAL_BYTES)
+    cuda.memory_stats = statistics
+    # Pinned memory of torch's own: none is kept, so that none is counted.
+    cuda.host_memory_stats = lambda: {"allocations.allocated": 0, "allocated_bytes.allocated": 0}
+    for name in ("memory_allocated", "memory_reserved"):
+        setattr(cuda, name, lambda device=None: extension.allocated())
+    for name in ("max_memory_allocated", "max_memory_reserved"):
+        setattr(cuda, name, lambda device=None: extension.peak())
+    for name in ("reset_peak_memory_stats", "reset_max_memory_allocated"):
+        setattr(cuda, name, lambda device=None: extension.restart_peak())
+    cuda.empty_cache = cuda.ipc_collect = lambda: None
+    cuda.set_per_process_memory_fraction = lambda part, device=None: extension.limit(
+        int(part * TOTAL_BYTES)
+    )
+
+
+class _Properties:
+    name = "Pretended GPU"
+    total_memory = TOTAL_BYTES
+    major, minor = 9, 0
+    multi_processor_count = 8
+    pci_domain_id, pci_bus_id, pci_device_id = 0, 1, 0
+    L2_cache_size = 1 << 20
+    gcnArchName = ""
+    is_integrated = False
+
+
+class _Device:
+    """`with torch.cuda.device(0)`: there is one."""
+
+    def __init__(self, device: Any) -> None:
+        pass
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+def _identity(torch: Any) -> None:
+    def set_device(device: Any) -> None:
+        index = device if isinstance(device, int) else torch.device(device).index or 0
+        if index > 0:
+            raise RuntimeError("CUDA error: invalid device ordinal")
+
+    cuda = torch.cuda
+    for name in ("is_available", "is_initialized", "_is_compiled"):
+        setattr(cuda, name, lambda: True)
+    cuda.is_bf16_supported = lambda including_emulation=True: True
+    cuda._lazy_init = cuda.init = torch._C._cuda_init = lambda: None
+    cuda.device_count = torch._C._cuda_getDeviceCount = lambda: 1
+    cuda.current_device = torch._C._cuda_getDevice = lambda: 0
+    cuda.set_device = set_device
+    cuda.device = cuda.device_of = cuda._DeviceGuard = _Device
+    cuda.get_device_name = lambda device=None: _Properties.name
+    cuda.get_device_capability = lambda device=None: (_Properties.major, _Properties.minor)
+    cuda.get_device_properties = lambda device=None: _Properties()
+    cuda._device_count_amdsmi = None
+    cuda.can_device_access_peer = lambda device, peer: False
+    torch.backends.cuda.is_built = lambda: True
+    torch.version.cuda = "13.0"
+
+
+def _numbers(torch: Any) -> None:
+    """Random numbers come from the host's generator, which runs the operators."""
+
+    class Generator(torch.Generator):  # type: ignore[misc]
+        def __new__(cls, device: Any = "cpu") -> Any:
+            return super().__new__(cls, "cpu")
+
+    cuda = torch.cuda
+    torch.Generator = Generator
+    cuda.get_rng_state = lambda device="cuda": torch.get_rng_state()
+    cuda.set_rng_state = lambda state, device="cuda": torch.set_rng_state(state)
+    cuda.get_rng_state_all = lambda: [torch.get_rng_state()]
+    cuda.set_rng_state_all = lambda states: torch.set_rng_state(states[0])
+    cuda.manual_seed = cuda.manual_seed_all = lambda seed: None

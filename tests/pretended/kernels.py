@@ -1,0 +1,61 @@
+"""What stands for the Triton kernels: the host's, on the bytes behind device addresses.
+
+They refuse addresses of the host, and wait for the current stream before they begin. Nothing here
+runs a program of Triton: the interpreter does (tests/test_device_kernels.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from stronghold import native
+from stronghold.device import cuda, triton_kernels
+from stronghold.device.kernels import NativeKernels
+
+ADDRESSES = ("weight", "low", "exp_avg", "exp_avg_sq", "grad")
+
+
+def install(extension: Any) -> None:
+    """Every `CudaDevice` makes these from now on, and tests that ask for Triton's do."""
+    begin, distance = extension.device_base(), extension.distance()
+    end = begin + extension.ARENA_BYTES
+
+    def shadow(address: int, numel: int) -> int:
+        if numel == 0 or address == 0:
+            return 0
+        assert begin <= address < end, f"a kernel on the GPU was given a host address {address:#x}"
+        return address + distance
+
+    class PretendedKernels:
+        def __init__(self, device: object) -> None:
+            self._pool = native.Pool(1)
+            self._host = NativeKernels(self._pool)
+
+        def adam(self, weight: torch.dtype, grad: torch.dtype, segments: Any) -> None:
+            torch.cuda.current_stream().synchronize()
+            rows = native.adam_rows(segments)
+            numels = rows["numel"].tolist()
+            for name in ADDRESSES:
+                rows[name] = [
+                    shadow(*pair) for pair in zip(rows[name].tolist(), numels, strict=True)
+                ]
+            self._host.adam(weight, grad, rows)
+
+        def accumulate(self, grad: torch.dtype, segments: Any) -> None:
+            torch.cuda.current_stream().synchronize()
+            moved = [(shadow(a, n), shadow(b, n), n, add) for a, b, n, add in segments]
+            self._host.accumulate(grad, moved)
+
+        def sum_squares(self, dtype: torch.dtype, segments: Sequence[Any]) -> list[float]:
+            torch.cuda.current_stream().synchronize()
+            return self._host.sum_squares(dtype, [(shadow(a, n), n) for a, n in segments])
+
+        def sum_squares_async(self, dtype: torch.dtype, segments: Sequence[Any]) -> torch.Tensor:
+            found = self.sum_squares(dtype, segments)
+            return torch.tensor(found, dtype=torch.float64).to("cuda")
+
+    for module in (triton_kernels, cuda):
+        module.TritonKernels = PretendedKernels  # type: ignore[attr-defined]
