@@ -119,7 +119,7 @@ def _streams(torch: Any, extension: Any) -> None:
         def __exit__(self, *_: object) -> None:
             extension.set_current_stream(self._before)
 
-    def named(number: int) -> Stream:
+    def named(number: int) -> Any:
         return Stream(stream_id=number, device_index=0, device_type=DEVICE_TYPE)
 
     cuda = torch.cuda
@@ -149,7 +149,7 @@ def _memory(torch: Any, extension: Any) -> None:
 
     def is_pinned(tensor: Any, device: Any = None) -> bool:
         on_host = tensor.device.type == "cpu" and tensor.numel() > 0
-        return on_host and extension.is_registered(tensor.data_ptr())
+        return bool(on_host and extension.is_registered(tensor.data_ptr()))
 
     def statistics(device: Any = None) -> dict[str, int]:
         return {

@@ -20,8 +20,9 @@ ADDRESSES = ("weight", "low", "exp_avg", "exp_avg_sq", "grad")
 
 def install(extension: Any) -> None:
     """Every `CudaDevice` makes these from now on, and tests that ask for Triton's do."""
-    begin, distance = extension.device_base(), extension.distance()
-    end = begin + extension.ARENA_BYTES
+    begin: int = extension.device_base()
+    end: int = begin + extension.ARENA_BYTES
+    distance: int = extension.distance()
 
     def shadow(address: int, numel: int) -> int:
         if numel == 0 or address == 0:
