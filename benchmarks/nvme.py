@@ -7,8 +7,8 @@ Sequential reads and overwrites of one file, past the page cache, in blocks of 1
 contenders share the file, its blocks on the disk, the block size and the depth. They take turns, in
 another order in every round, because the disks of shared machines change speed from second to
 second; a ratio is the median of the rounds' ratios. Before each turn the disk rests: many clouds
-ration it with a bucket that fills in idle time, and fio, which idles while it starts, would find it
-fuller than the others. fio (`apt-get install fio`, `dnf install fio`) reports its own running time,
+ration it with a bucket that fills in idle time. So each turn begins after the same idle time: some
+fill their memory first, and fio starts a process. fio (`apt-get install fio`, `dnf install fio`) reports its own running time,
 without its start.
 
 Against fio, which has one buffer per block in flight, ours reads and writes block by block in as
@@ -169,14 +169,22 @@ def take_turns(runs: Contenders, rounds: int, rest_s: float, label: str) -> dict
     """Every contender in every round, in an order that is shuffled for each, after a rest."""
     names, shuffle = list(runs), random.Random(0).shuffle
     spent: dict[str, list[Spent]] = {name: [] for name in names}
-    for name in names:
-        runs[name]()  # once untimed: page tables, mappings, the program's own pages
+    # Once untimed: page tables, mappings, the program's own pages; and how long each prepares.
+    idle_s = {name: preparation_s(runs[name]) for name in names}
+    rest_s += max(idle_s.values())
     for _ in tqdm(range(rounds), desc=label, disable=None, leave=False):
         shuffle(names)
         for name in names:
-            time.sleep(rest_s)
+            time.sleep(rest_s - idle_s[name])
             spent[name].append(runs[name]())
     return spent
+
+
+def preparation_s(run: Callable[[], Spent]) -> float:
+    """Seconds of a turn in which the disk has nothing to do."""
+    begun = time.perf_counter()
+    moving_s = run().seconds
+    return time.perf_counter() - begun - moving_s
 
 
 def measure(path: Path, arguments: argparse.Namespace) -> list[dict[str, Any]]:
