@@ -8,8 +8,8 @@ contenders share the file, its blocks on the disk, the block size and the depth.
 another order in every round, because the disks of shared machines change speed from second to
 second; a ratio is the median of the rounds' ratios. Before each turn the disk rests: many clouds
 ration it with a bucket that fills in idle time. So each turn begins after the same idle time: some
-fill their memory first, and fio starts a process. fio (`apt-get install fio`, `dnf install fio`) reports its own running time,
-without its start.
+fill their memory first, and fio starts a process. fio (`apt-get install fio`, `dnf install fio`)
+reports its own running time, without its start.
 
 Against fio, which has one buffer per block in flight, ours reads and writes block by block in as
 much memory: caches count. Against DeepSpeed's async_io both move the whole file in one call, to and
