@@ -14,9 +14,10 @@ import torch
 
 from stronghold.checkpoint import shared_folder
 from stronghold.errors import CheckpointError
-from tests import rank_programs
+from tests import rank_cases, rank_checkpoints, rank_looks
 from tests.models import MODELS, loss_of
-from tests.rank_programs import CASES, Wide, engine_of, num_ranks, rank, train
+from tests.rank_cases import CASES
+from tests.rank_models import Wide, engine_of, num_ranks, rank, train
 from tests.training import config
 
 # Frozen and tied parameters, experts chosen by the data, ranks that skip layers; updates as
@@ -32,13 +33,13 @@ def two_nodes(folder: Path) -> dict[str, Any]:
         "again": train("gpt_tied", config(clipping=0.0)),
         "memory": memory(),
         "traffic": traffic(),
-        **rank_programs.alone(),
-        "checkpoint": rank_programs.checkpoint(folder),
+        **rank_looks.alone(),
+        "checkpoint": rank_checkpoints.checkpoint(folder),
         "apart": apart(folder),
         "seeds": seeds(),
         "new weights": new_weights(),
         "cores": cores(),
-        "refined": rank_programs.refined(),
+        "refined": rank_cases.refined(),
     }
 
 
@@ -51,7 +52,7 @@ def four_ranks(folder: Path) -> dict[str, Any]:
         },
         "memory": memory(),
         "traffic": traffic(),
-        "elsewhere": rank_programs.load_elsewhere(folder) if "CHECKPOINT" in os.environ else {},
+        "elsewhere": rank_checkpoints.load_elsewhere(folder) if "CHECKPOINT" in os.environ else {},
     }
 
 
@@ -153,7 +154,7 @@ def machine(folder: Path) -> dict[str, Any]:
     engine.destroy()
     return found | {
         "run": train("gpt", config(clipping=0.0)),
-        "checkpoint": rank_programs.session(folder / "saved", None, steps=1)["losses"],
+        "checkpoint": rank_checkpoints.session(folder / "saved", None, steps=1)["losses"],
     }
 
 

@@ -18,7 +18,7 @@ from stronghold.errors import ConfigError
 from stronghold.model.layout import ParameterShape, layer_layout
 from stronghold.model.shards import Shards
 from stronghold.runtime.ranks.nodes import nodes_of
-from tests import node_programs, rank_programs
+from tests import node_programs, rank_cases, rank_checkpoints, rank_programs
 from tests.conftest import free_port
 from tests.ranks import ROOT, Launch, run_ranks
 from tests.test_ranks import interleaved, test_ranks_refine_one_plan_without_a_change_of_bits
@@ -37,7 +37,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
 @pytest.mark.parametrize("name", node_programs.BITS)
 def test_nodes_have_the_bits_of_one_rank_that_accumulates(name: str, two: list[Any]) -> None:
     """And so, by `test_ranks`, those of as many ranks of one node."""
-    one = rank_programs.CASES[name]()
+    one = rank_cases.CASES[name]()
     losses = interleaved([found["bits"][name] for found in two])
     for found in two:
         run = found["bits"][name]
@@ -68,7 +68,7 @@ def test_the_wire_between_nodes_carries_weights_once_and_gradients_once(two: lis
 
 
 def test_a_rank_of_any_node_may_evaluate_alone(two: list[Any]) -> None:
-    expected = rank_programs.CASES["gpt"]()
+    expected = rank_cases.CASES["gpt"]()
     for found in two:
         assert_identical(
             Run(losses=[], weights=found["alone"].weights), Run(weights=expected.weights)
@@ -108,7 +108,7 @@ def test_one_rank_loads_what_two_nodes_saved_and_saves_the_same(
     two: list[Any], tmp_path: Path
 ) -> None:
     source = Path(two[0]["checkpoint"]["saved"])
-    found = rank_programs.session(tmp_path / "again", source, steps=0)
+    found = rank_checkpoints.session(tmp_path / "again", source, steps=0)
     for name, weight in two[0]["checkpoint"]["first"]["weights"].items():
         assert torch.equal(found["weights"][name], weight), name
     same_files(source / "global_step2", tmp_path / "again" / "global_step2")
@@ -243,10 +243,10 @@ def test_two_machines_under_torchrun(tmp_path: Path) -> None:
             agent.wait()
     found = [pickle.loads((tmp_path / f"result-{rank}").read_bytes()) for rank in range(2)]
     assert found[0]["processes"] != found[1]["processes"]
-    one = rank_programs.CASES["gpt"]()
+    one = rank_cases.CASES["gpt"]()
     for rank, of_rank in enumerate(found):
         assert of_rank["host"] == ("alpha", "beta")[rank]
         assert of_rank["nodes"] == 2
         losses = interleaved([each["run"] for each in found])
         assert_identical(Run(losses=losses, weights=of_rank["run"].weights), one)
-    assert rank_programs.session(None, tmp_path / "saved", steps=0)["steps"] == 1
+    assert rank_checkpoints.session(None, tmp_path / "saved", steps=0)["steps"] == 1

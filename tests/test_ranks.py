@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from stronghold.memory.ownership import reclaim
-from tests import rank_programs
+from tests import rank_cases, rank_checkpoints, rank_models, rank_programs
 from tests.ranks import Launch, run_ranks
 from tests.training import Run, assert_identical, config
 
@@ -24,11 +24,11 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     return run_ranks(f"{PROGRAMS}:two_ranks", 2, tmp_path_factory.mktemp("two"))
 
 
-@pytest.mark.parametrize("name", rank_programs.CASES)
+@pytest.mark.parametrize("name", rank_cases.CASES)
 def test_ranks_have_the_bits_of_one_that_accumulates(name: str, two: list[Any]) -> None:
     """In fp32 with 2 or 4 ranks: halves are exact, and sums come in the order of the ranks. The
     norm differs by its own rounding, since a parameter's squares are added in parts."""
-    one = rank_programs.CASES[name]()
+    one = rank_cases.CASES[name]()
     losses = interleaved([found["bits"][name] for found in two])
     for found in two:
         run = found["bits"][name]
@@ -42,12 +42,12 @@ def interleaved(runs: list[Run]) -> list[torch.Tensor]:
     return [loss for of_all in zip(*(run.losses for run in runs), strict=True) for loss in of_all]
 
 
-@pytest.mark.parametrize("name", rank_programs.CLOSE)
+@pytest.mark.parametrize("name", rank_cases.CLOSE)
 def test_ranks_and_one_rank_differ_by_rounding(name: str, two: list[Any]) -> None:
     """Clipping multiplies by a number that is rounded differently in its last bit, and 16-bit
     gradients are rounded once more, after the mean. Adam's first steps turn a gradient of any size
     into one of the size of the learning rate, 1e-2: there the bound is of the loss."""
-    one = rank_programs.CLOSE[name]()
+    one = rank_cases.CLOSE[name]()
     losses = interleaved([found["close"][name] for found in two])
     tolerance = 1e-5 if name == "clipped" else 2e-2
     for loss, expected in zip(losses, one.losses, strict=True):
@@ -81,7 +81,7 @@ def test_host_bytes_are_the_plans_and_half_of_one_ranks(two: list[Any]) -> None:
         assert deferred["host_peak"] == deferred["host_planned"]
 
 
-@pytest.mark.parametrize("name", rank_programs.FILES)
+@pytest.mark.parametrize("name", rank_cases.FILES)
 def test_files_of_each_rank_never_change_a_bit(name: str, two: list[Any]) -> None:
     """Against the same ranks in memory; all but weights spills, layers take several pieces."""
     for found in two:
@@ -120,7 +120,7 @@ def test_the_wire_carries_what_zero_3_needs(two: list[Any]) -> None:
 
 def test_one_rank_may_evaluate_alone(two: list[Any]) -> None:
     """And read the weights: nothing of it meets the other, and training goes on as without it."""
-    expected = rank_programs.CASES["gpt"]()
+    expected = rank_cases.CASES["gpt"]()
     for found in two:
         assert_identical(
             Run(losses=[], weights=found["alone"].weights), Run(weights=expected.weights)
@@ -185,7 +185,7 @@ def test_norms_are_of_the_whole_model_under_tensor_parallelism(two: list[Any]) -
 @pytest.mark.slow
 def test_gathers_and_reductions_hide_behind_compute(tmp_path: Path) -> None:
     """Where compute takes longest, a step takes little more: the fill and drain of one layer."""
-    for busy in run_ranks(f"{PROGRAMS}:overlap", 2, tmp_path):
+    for busy in run_ranks("tests.rank_looks:overlap", 2, tmp_path):
         bound = max(seconds for lane, seconds in busy.items() if lane != "step")
         assert bound == busy["compute"], busy
         assert busy["step"] <= 1.15 * bound, busy
@@ -248,7 +248,7 @@ def test_a_save_beside_training_writes_the_same_files(two: list[Any]) -> None:
 def test_one_rank_loads_what_two_saved(two: list[Any], tmp_path: Path) -> None:
     """And saves the same files: a checkpoint says nothing of ranks, but for their random states."""
     source = Path(two[0]["checkpoint"]["saved"])
-    found = rank_programs.session(tmp_path / "again", source, steps=0)
+    found = rank_checkpoints.session(tmp_path / "again", source, steps=0)
     for name, weight in two[0]["checkpoint"]["first"]["weights"].items():
         assert torch.equal(found["weights"][name], weight), name
     tensors = sorted(path.name for path in (source / "global_step2").glob("*.safetensors"))
@@ -273,7 +273,7 @@ def test_one_rank_loads_what_two_saved_from_files(
 ) -> None:
     source = Path(two[0]["checkpoint"]["from files"])
     section = {"nvme": {"path": str(tmp_path), "spill": spill}} if spill else {}
-    found = rank_programs.session(tmp_path / "again", source, steps=0, **section)
+    found = rank_checkpoints.session(tmp_path / "again", source, steps=0, **section)
     for name, weight in two[0]["checkpoint"]["on files"]["weights"].items():
         assert torch.equal(found["weights"][name], weight), name
     tensors = sorted(path.name for path in (source / "global_step4").glob("*.safetensors"))
@@ -282,7 +282,7 @@ def test_one_rank_loads_what_two_saved_from_files(
 
 
 def test_ranks_refine_one_plan_without_a_change_of_bits(two: list[Any]) -> None:
-    one = rank_programs.train("gpt", config(clipping=0.0), steps=6)
+    one = rank_models.train("gpt", config(clipping=0.0), steps=6)
     losses = interleaved([found["refined"]["run"] for found in two])
     for found in two:
         assert found["refined"]["changed"]
@@ -320,7 +320,7 @@ def test_slices_resume_in_another_number_of_data_parallel_places(
 ) -> None:
     """Two ranks that have the same micro-batch do what one does."""
     source = Path(two[0]["checkpoint"]["saved"]).parent / "slices"
-    run = f"{PROGRAMS}:slices_elsewhere"
+    run = "tests.rank_checkpoints:slices_elsewhere"
     for found in run_ranks(run, 4, tmp_path, CHECKPOINT=str(source)):
         straight = two[found["unit"]]["slices"]["straight"]
         assert found["on"]["losses"] == straight["losses"][2:]
@@ -330,13 +330,15 @@ def test_slices_resume_in_another_number_of_data_parallel_places(
 
 @pytest.mark.slow
 def test_four_ranks_load_what_one_saved_and_what_two_saved(two: list[Any], tmp_path: Path) -> None:
-    one = rank_programs.session(tmp_path / "one", None, steps=2)
+    one = rank_checkpoints.session(tmp_path / "one", None, steps=2)
     for source, expected in (
         (tmp_path / "one", one),
         (Path(two[0]["checkpoint"]["saved"]), two[0]["checkpoint"]["first"]),
     ):
         folder = tmp_path / source.name / "four"
-        for found in run_ranks(f"{PROGRAMS}:load_elsewhere", 4, folder, CHECKPOINT=str(source)):
+        for found in run_ranks(
+            "tests.rank_checkpoints:load_elsewhere", 4, folder, CHECKPOINT=str(source)
+        ):
             for name, weight in expected["weights"].items():
                 assert torch.equal(found["weights"][name], weight), name
             assert found["trained"]["steps"] == 3
