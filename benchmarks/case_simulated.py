@@ -14,7 +14,7 @@ from compare import rates
 from methods.task import DTYPES, Task
 
 from stronghold.errors import BudgetError
-from stronghold.memory.host import LOW_DTYPE
+from stronghold.memory.tiers import LOW_DTYPE
 from stronghold.model.shapes import transformer_shape
 from stronghold.plan.planner import Demand, make_plan
 from stronghold.plan.profile import MachineProfile

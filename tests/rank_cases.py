@@ -9,12 +9,13 @@ from functools import partial
 from typing import Any
 
 import pytest
+import torch
 
 from stronghold import refine
 from stronghold.errors import BudgetError, ConfigError
 from stronghold.runtime.ranks.drains import SharedDrains
 from tests.rank_models import num_ranks, rank, train
-from tests.training import Run, config
+from tests.training import Run, assert_identical, config
 
 HALVED = 2  # a block of the model
 
@@ -165,6 +166,16 @@ CLOSE: dict[str, Callable[[], Run]] = {
     "clipped": partial(train, "gpt", config(clipping=0.1), batches_per_step=4),
     "bf16": partial(train, "gpt", config(precision="bf16"), batches_per_step=4),
 }
+
+
+def assert_trained_as_one(found: list[Any]) -> None:
+    """One rank evaluated alone between steps; both ended with the weights of one that trained, and
+    evaluated to the same bits."""
+    expected = CASES["gpt"]()
+    for of_rank in found:
+        weights = of_rank["alone"].weights
+        assert_identical(Run(losses=[], weights=weights), Run(weights=expected.weights))
+    assert torch.equal(*(of_rank["alone loss"] for of_rank in found))
 
 
 TWICE = ("gpt", "experts", "choosy")

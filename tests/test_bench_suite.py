@@ -156,7 +156,7 @@ def test_a_smoke_test_has_a_line_for_each_feature(tmp_path: Path) -> None:
 
 def test_a_feature_that_fails_says_how_and_the_others_go_on(tmp_path: Path) -> None:
     if torch.cuda.is_available():
-        pytest.skip("it has what the feature wants")
+        pytest.skip("with a GPU the feature works")
     result = smoke("gpu", "library", "--machine", "cuda", "--logs", str(tmp_path))
     assert result.returncode == 1
     first, second, last = result.stdout.splitlines()

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_model
 
 from stronghold.cli import main
-from stronghold.memory.host import join_master, split_master
+from stronghold.memory.masters import join_master, split_master
 from tests.checkpoints import (
     command,
     imported_session,

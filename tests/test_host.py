@@ -12,8 +12,10 @@ import torch
 from stronghold.device.base import completed
 from stronghold.device.emulated import EmulatedDevice
 from stronghold.errors import StateError
-from stronghold.memory.host import LOW_DTYPE, HostStore, view
+from stronghold.memory.host import HostStore
+from stronghold.memory.layer import view
 from stronghold.memory.slab import HUGE_PAGE_BYTES, map_slab
+from stronghold.memory.tiers import LOW_DTYPE
 from stronghold.model.layout import LayerLayout, ModelLayout, ParameterSlice
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)

@@ -11,8 +11,9 @@ import torch
 
 from stronghold.device.emulated import EmulatedDevice
 from stronghold.errors import BudgetError, ConfigError
-from stronghold.memory.host import LOW_DTYPE, HostStore
+from stronghold.memory.host import HostStore
 from stronghold.memory.resident import DeviceStore
+from stronghold.memory.tiers import LOW_DTYPE
 from stronghold.memory.window import Window
 from stronghold.model.layout import LayerLayout, ModelLayout
 from stronghold.plan.planner import RING_ENTRIES, Demand, Gradients, Plan, make_plan

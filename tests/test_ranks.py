@@ -120,12 +120,7 @@ def test_the_wire_carries_what_zero_3_needs(two: list[Any]) -> None:
 
 def test_one_rank_may_evaluate_alone(two: list[Any]) -> None:
     """And read the weights: nothing of it meets the other, and training goes on as without it."""
-    expected = rank_cases.CASES["gpt"]()
-    for found in two:
-        assert_identical(
-            Run(losses=[], weights=found["alone"].weights), Run(weights=expected.weights)
-        )
-    assert torch.equal(two[0]["alone loss"], two[1]["alone loss"])
+    rank_cases.assert_trained_as_one(two)
 
 
 def test_what_the_engine_says_of_ranks(two: list[Any]) -> None:
@@ -249,11 +244,18 @@ def test_one_rank_loads_what_two_saved(two: list[Any], tmp_path: Path) -> None:
     """And saves the same files: a checkpoint says nothing of ranks, but for their random states."""
     source = Path(two[0]["checkpoint"]["saved"])
     found = rank_checkpoints.session(tmp_path / "again", source, steps=0)
-    for name, weight in two[0]["checkpoint"]["first"]["weights"].items():
+    assert_same_save(found, two[0]["checkpoint"]["first"], source, tmp_path / "again", steps=2)
+
+
+def assert_same_save(
+    found: dict[str, Any], expected: dict[str, Any], source: Path, again: Path, *, steps: int
+) -> None:
+    """Loaded from `source` and saved in `again`: the weights, and the bytes of the tensor files."""
+    for name, weight in expected["weights"].items():
         assert torch.equal(found["weights"][name], weight), name
-    tensors = sorted(path.name for path in (source / "global_step2").glob("*.safetensors"))
-    again = tmp_path / "again" / "global_step2"
-    assert filecmp.cmpfiles(source / "global_step2", again, tensors, shallow=False)[0] == tensors
+    tag = f"global_step{steps}"
+    tensors = sorted(path.name for path in (source / tag).glob("*.safetensors"))
+    assert filecmp.cmpfiles(source / tag, again / tag, tensors, shallow=False)[0] == tensors
 
 
 def test_a_save_that_fails_on_one_rank_fails_on_all_and_leaves_nothing(two: list[Any]) -> None:
@@ -274,11 +276,7 @@ def test_one_rank_loads_what_two_saved_from_files(
     source = Path(two[0]["checkpoint"]["from files"])
     section = {"nvme": {"path": str(tmp_path), "spill": spill}} if spill else {}
     found = rank_checkpoints.session(tmp_path / "again", source, steps=0, **section)
-    for name, weight in two[0]["checkpoint"]["on files"]["weights"].items():
-        assert torch.equal(found["weights"][name], weight), name
-    tensors = sorted(path.name for path in (source / "global_step4").glob("*.safetensors"))
-    again = tmp_path / "again" / "global_step4"
-    assert filecmp.cmpfiles(source / "global_step4", again, tensors, shallow=False)[0] == tensors
+    assert_same_save(found, two[0]["checkpoint"]["on files"], source, tmp_path / "again", steps=4)
 
 
 def test_ranks_refine_one_plan_without_a_change_of_bits(two: list[Any]) -> None:

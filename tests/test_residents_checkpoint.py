@@ -12,7 +12,7 @@ import torch
 from stronghold.checkpoint import save
 from tests.checkpoints import assert_same, make_model, session, snapshot
 from tests.checkpoints import train as train_session
-from tests.places import CHECKPOINTED, ON_GPU, on_gpu
+from tests.places import CHECKPOINTED, ON_GPU, assert_resumed_through, on_gpu
 
 
 @pytest.mark.parametrize("options", CHECKPOINTED, ids=str)
@@ -20,20 +20,7 @@ def test_a_checkpoint_is_resumed_wherever_layers_are(
     options: dict[str, Any], tmp_path: Path
 ) -> None:
     places = [{"window": 1}, *map(on_gpu, ON_GPU), {"window": 2}]
-    with session(**options) as engine:
-        losses = train_session(engine, len(places))
-        expected = snapshot(engine)
-    resumed: list[torch.Tensor] = []
-    for turn, place in enumerate(places):  # each goes on from what the one before has saved
-        with session(make_model(seed=turn), section=place, **options) as engine:
-            if turn > 0:
-                engine.load_checkpoint(tmp_path)
-            resumed += train_session(engine, 1)
-            engine.save_checkpoint(tmp_path)
-            found = snapshot(engine)
-    assert all(map(torch.equal, resumed, losses))
-    assert len(resumed) == len(losses)
-    assert_same(found, expected)
+    assert_resumed_through(places, tmp_path, {}, **options)
 
 
 @pytest.mark.parametrize("place", ["half", "whole"])

@@ -7,6 +7,7 @@ deepspeed.ai/tutorials/zero-offload and DeepSpeedExamples/training/DeepSpeed-Sup
 from __future__ import annotations
 
 import logging
+from abc import abstractmethod
 from typing import Any
 
 import torch
@@ -55,9 +56,9 @@ class DeepSpeedMethod(Method):
             model=model, model_parameters=model.parameters(), config=settings
         )
 
+    @abstractmethod
     def zero(self) -> dict[str, Any]:
         """The section `zero_optimization`."""
-        raise NotImplementedError
 
     def _check_nvme(self, deepspeed: Any) -> None:
         if self.task.nvme_dir is None:

@@ -22,7 +22,8 @@ from stronghold.checkpoint.manifest import BUFFERS, CONFIG, Manifest, Slices, Te
 from stronghold.checkpoint.save import named_groups, persistent_buffers
 from stronghold.checkpoint.tensorfile import TensorFile
 from stronghold.errors import CheckpointError, ConfigError, did_you_mean
-from stronghold.memory.host import LOW_DTYPE, join_master
+from stronghold.memory.masters import join_master
+from stronghold.memory.tiers import LOW_DTYPE
 from stronghold.model.layout import ParameterSlice
 from stronghold.runtime.optimizer import EngineOptimizer
 from stronghold.runtime.stack import Stack

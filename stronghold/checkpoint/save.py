@@ -34,7 +34,8 @@ from stronghold.checkpoint.tensorfile import (
     write_tensors,
 )
 from stronghold.device.base import Fence
-from stronghold.memory.host import HostStore, view
+from stronghold.memory.host import HostStore
+from stronghold.memory.layer import view
 from stronghold.memory.tiers import array_dtypes
 from stronghold.model.layout import ParameterSlice
 from stronghold.plan.deferral import update_order

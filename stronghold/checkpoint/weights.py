@@ -15,7 +15,7 @@ from torch import nn
 
 from stronghold.checkpoint import directory
 from stronghold.checkpoint.tensorfile import entry_of, raw_bytes, write_tensors
-from stronghold.memory.host import view
+from stronghold.memory.layer import view
 from stronghold.runtime.stack import Stack
 
 

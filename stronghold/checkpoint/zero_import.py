@@ -26,7 +26,8 @@ from stronghold.checkpoint.tensorfile import (
 )
 from stronghold.checkpoint.zero_read import Views, ZeroCheckpoint, ZeroParameter, read_zero
 from stronghold.errors import CheckpointError
-from stronghold.memory.host import LOW_DTYPE, split_master
+from stronghold.memory.masters import split_master
+from stronghold.memory.tiers import LOW_DTYPE
 
 FILE_NUMEL = 1 << 28  # parameters in one file: a layer of a large model
 PIECE_NUMEL = PIECE_BYTES // 4

@@ -17,7 +17,7 @@ from stronghold.errors import BudgetError, ConfigError
 from stronghold.forecast.forecast import Asked, Forecast, Gain, Tier, Timing
 from stronghold.forecast.page import seconds
 from stronghold.forecast.question import Question
-from stronghold.memory.host import LOW_DTYPE
+from stronghold.memory.tiers import LOW_DTYPE
 from stronghold.model.costs import DTYPES, LayerCost, ModelCosts
 from stronghold.plan import search
 from stronghold.plan.bounds import backward_s, updates_s

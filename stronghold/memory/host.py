@@ -34,18 +34,13 @@ from torch import nn
 
 from stronghold.device.base import Device, completed
 from stronghold.errors import StateError
-from stronghold.memory.gradients import GradientEntry as GradientEntry
-from stronghold.memory.gradients import GradientRing
-from stronghold.memory.layer import LayerState as LayerState
-from stronghold.memory.layer import fill
-from stronghold.memory.layer import view as view
+from stronghold.memory.gradients import GradientEntry, GradientRing
+from stronghold.memory.layer import LayerState, fill
 from stronghold.memory.mapping import flush
-from stronghold.memory.masters import join_master as join_master
-from stronghold.memory.masters import split_master as split_master
+from stronghold.memory.masters import join_master, split_master
 from stronghold.memory.shared import NodeWeights
 from stronghold.memory.slab import map_slab
-from stronghold.memory.tiers import LOW_DTYPE as LOW_DTYPE
-from stronghold.memory.tiers import Mode, Tiers, Views
+from stronghold.memory.tiers import LOW_DTYPE, Mode, Tiers, Views
 from stronghold.model.layout import ModelLayout, ParameterSlice
 from stronghold.model.shards import Shards
 from stronghold.model.source import WeightSource

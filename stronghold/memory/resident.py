@@ -15,9 +15,10 @@ import torch
 from torch import nn
 
 from stronghold.device.base import Device
-from stronghold.memory.host import LOW_DTYPE, HostStore
+from stronghold.memory.host import HostStore
 from stronghold.memory.layer import fill
 from stronghold.memory.slab import map_slab
+from stronghold.memory.tiers import LOW_DTYPE
 from stronghold.model.source import WeightSource
 
 

@@ -42,10 +42,7 @@ def lower_bound(layout: ModelLayout, plan: Plan, lanes: Lanes) -> float:
     """Seconds of the busiest lane's own work in a step of `plan` ([Note: lower bounds first])."""
     blocks = [layer for layer in layout.layers if layer.streamed]
     passes = lanes.micro_batches
-    again = sum(
-        lanes.forward_s[b.index] for b in blocks if plan.activations[b.index] == "recompute"
-    )
-    forward, backward = sum(lanes.forward_s), sum(lanes.backward_s) + again
+    forward, backward = sum(lanes.forward_s), backward_s(plan, lanes)
     away = [b for b in blocks if b.index not in plan.resident]
     offloaded = passes * sum(
         lanes.saved_bytes[b.index] for b in blocks if plan.activations[b.index] == "offload"

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from stronghold.memory.host import LayerState, view
+from stronghold.memory.layer import LayerState, view
 
 
 class Bindings:

@@ -21,7 +21,7 @@ from torch import nn
 from stronghold import native
 from stronghold.device.base import Device
 from stronghold.errors import LaneError
-from stronghold.memory.host import LayerState
+from stronghold.memory.layer import LayerState
 from stronghold.runtime.adam import AdamSteps, adam_bytes
 from stronghold.runtime.ledger import Ledger
 from stronghold.telemetry.metrics import Metrics

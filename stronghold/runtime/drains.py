@@ -18,7 +18,8 @@ import torch
 
 from stronghold.device.base import Device, Fence
 from stronghold.errors import StateError
-from stronghold.memory.host import HostStore, view
+from stronghold.memory.host import HostStore
+from stronghold.memory.layer import view
 from stronghold.memory.window import GradientSlot, Window
 from stronghold.model.layout import ALIGN_NUMEL, ParameterSlice
 from stronghold.runtime.adam import AdamSteps

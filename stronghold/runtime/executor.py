@@ -290,7 +290,7 @@ class Executor:
         assert slot is not None
         if self._window.residency[layer] is Residency.FETCHING:
             assert slot.ready is not None
-            updated = self._updater.updated(layer)
+            updated = self._updater.ledger.updated(layer)
             if not updated.done:
                 self._metrics.waited("update", timed(updated.wait))
             self._metrics.waited("fetch", self._device.compute_wait(slot.ready))

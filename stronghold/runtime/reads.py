@@ -5,7 +5,7 @@ Owns one replacement, in this process's memory and only while an engine lives: t
 trains once that one's newest weights are where it points. So code that knows nothing of the engine
 (a copy of the weights for generation, a moving average, a sum of norms) never reads weights of two
 steps. Other modules are given as they are; nothing is written on any module. The training thread
-enables and closes; any thread may iterate.
+enables, closes and iterates, and autograd's in backward.
 
 [Note: one at a time] A parameter waits for its own layer when it is reached: what asks for a device
 or a dtype, `next(parameters())`, waits for no more than the first.

@@ -26,7 +26,7 @@ from __future__ import annotations
 import torch
 
 from stronghold.device.base import Device
-from stronghold.memory.host import view
+from stronghold.memory.layer import view
 from stronghold.memory.resident import DeviceStore
 from stronghold.memory.window import GradientSlot, Window
 from stronghold.plan.planner import Gradients

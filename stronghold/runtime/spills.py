@@ -47,7 +47,8 @@ import torch
 
 from stronghold.device.base import Device, Fence, completed
 from stronghold.device.kernels import Kernels
-from stronghold.memory.host import GradientEntry, HostStore
+from stronghold.memory.gradients import GradientEntry
+from stronghold.memory.host import HostStore
 from stronghold.memory.tiers import Views
 from stronghold.model.layout import ParameterSlice
 from stronghold.plan.spills import WRITTEN

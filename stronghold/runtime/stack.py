@@ -25,16 +25,16 @@ from stronghold.device.emulated import EmulatedDevice
 from stronghold.device.kernels import NativeKernels
 from stronghold.errors import ConfigError, StateError
 from stronghold.limits import available_host_bytes
-from stronghold.memory.host import LOW_DTYPE, HostStore
+from stronghold.memory.host import HostStore
 from stronghold.memory.resident import DeviceStore
 from stronghold.memory.slab import map_slab
-from stronghold.memory.tiers import Tiers
+from stronghold.memory.tiers import LOW_DTYPE, Tiers
 from stronghold.model.layout import ModelLayout, layout
 from stronghold.model.partition import Partition, partition
 from stronghold.model.source import WeightSource, forget_source, materialize, source_of
 from stronghold.plan.planner import Demand, Gradients, Plan, make_plan
 from stronghold.runtime.adam import AdamSteps
-from stronghold.runtime.distributed import Ranks, places_of
+from stronghold.runtime.distributed import Ranks
 from stronghold.runtime.files import open_tiers
 from stronghold.runtime.optimizer import EngineOptimizer
 from stronghold.runtime.ranks.sharing import Sharing, check_alike, check_section, node_weights
@@ -96,7 +96,8 @@ class Stack:
         self.ranks = request.ranks
         if self.ranks is not None:
             check_section(section)
-        self.layout: ModelLayout = layout(self.partition, places_of(self.ranks)[2])
+        num_ranks = self.ranks.num_ranks if self.ranks is not None else 1
+        self.layout: ModelLayout = layout(self.partition, num_ranks)
         kind = section.device or ("cuda" if cuda.available() else "emulated")
         self.section = section
         on_gpu = kind == "cuda" and cuda.available()

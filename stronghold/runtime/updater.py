@@ -25,7 +25,8 @@ import torch
 
 from stronghold.device.base import Device, Fence, completed
 from stronghold.device.kernels import Kernels
-from stronghold.memory.host import GradientEntry, HostStore
+from stronghold.memory.gradients import GradientEntry
+from stronghold.memory.host import HostStore
 from stronghold.plan.planner import Gradients
 from stronghold.runtime.adam import AdamSteps, TrainingArrays, adam_bytes, adam_segments
 from stronghold.runtime.ledger import GateResult, Ledger, open_gate
@@ -82,10 +83,6 @@ class Updater:
         self._late: dict[int, list[Fence]] = {}
 
     # -- asked by the executor --------------------------------------------------------------------
-    def updated(self, layer: int) -> Fence:
-        """The fence of the layer's newest weights."""
-        return self.ledger.updated(layer)
-
     def begin_backward(self) -> None:
         """Backward is about to run."""
         if self._mode is Gradients.RING:

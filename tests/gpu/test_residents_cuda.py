@@ -11,12 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from tests.checkpoints import assert_same, make_model, session, snapshot
-from tests.checkpoints import train as train_session
 from tests.models import HUGGING_FACE, MODELS, PLAIN
-from tests.places import CHECKPOINTED, ON_GPU, on_gpu
+from tests.places import CHECKPOINTED, ON_GPU, assert_resumed_through, on_gpu
 from tests.test_exactness import llama
 from tests.test_residents import FP16, MODES, as_planned
 from tests.training import Run, assert_identical, config, train_windowed
@@ -84,17 +81,5 @@ def test_a_checkpoint_is_resumed_wherever_layers_are(
 ) -> None:
     """Dropout included: the GPU's generator is saved and restored."""
     places = [HOST, *map(there, ON_GPU), {**HOST, "window": 2}]
-    with session(section=HOST, **options) as engine:
-        losses = train_session(engine, len(places))
-        expected = snapshot(engine)
-    resumed: list[torch.Tensor] = []
-    for turn, place in enumerate(places):
-        section = {**place, "async_checkpoint": asynchronous}
-        with session(make_model(seed=turn), section=section, **options) as engine:
-            if turn > 0:
-                engine.load_checkpoint(tmp_path)
-            resumed += train_session(engine, 1)
-            engine.save_checkpoint(tmp_path)
-            found = snapshot(engine)
-    assert all(map(torch.equal, resumed, losses))
-    assert_same(found, expected)
+    saving = [{**place, "async_checkpoint": asynchronous} for place in places]
+    assert_resumed_through(saving, tmp_path, HOST, **options)

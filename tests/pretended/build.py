@@ -1,5 +1,5 @@
 """Compiles the pretended device, once per source and torch, into `build/pretended/` of the
-repository; `library()` says where it is.
+repository; `compiled()` says where it is.
 
 Runs the compiler in a process of its own: it needs torch imported, and the device must be loaded
 before torch is. Processes that want the same library at once wait for one of them.
@@ -29,7 +29,7 @@ def folder() -> Path:
     return ROOT / "build" / "pretended" / known.hexdigest()[:16]
 
 
-def library() -> Path:
+def compiled() -> Path:
     """The compiled device; compiles it where nobody has. RuntimeError with the compiler's words."""
     place = folder()
     found = place / f"{NAME}.so"

@@ -41,7 +41,7 @@ def install() -> ModuleType:
         raise Refused(f"the pretended device is written for torch {TORCH}, here is torch {found}")
     if "torch" in sys.modules:
         raise Refused("the pretended device must be installed before torch is imported")
-    extension = _load(build.library())
+    extension = _load(build.compiled())
     import torch
 
     if torch.version.cuda is not None:

@@ -44,7 +44,7 @@ import torch
 
 from stronghold.device.base import Fence
 from stronghold.errors import RankError
-from stronghold.memory.host import GradientEntry
+from stronghold.memory.gradients import GradientEntry
 from stronghold.runtime.adam import ParameterStep, adam_bytes, adam_segments
 from stronghold.runtime.distributed import Ranks
 from stronghold.runtime.ranks.gathers import Gathers

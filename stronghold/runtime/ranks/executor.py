@@ -70,7 +70,7 @@ class SharedExecutor(Executor):
 
     def _fill(self, slot: Slot, layer: int) -> int:
         alone = self._alone or self._current is self._evaluation
-        updated = self._updater.updated(layer)
+        updated = self._updater.ledger.updated(layer)
         fences = self._gathers.fetch(layer, slot, updated, alone=alone)
         self._last_fetch[layer], slot.ready, nbytes = fences
         return nbytes
