@@ -79,7 +79,8 @@ class Updater:
         self._square_sums: list[dict[int, float]] = [{} for _ in host.layers]
         self._norm_done: list[Fence] = []
         self._deferred = deferred
-        # Layers whose update waits for the end of backward: when their gradients are complete.
+        # Layers whose update waits for the end of backward, and the fences of their norms: they are
+        # on the same lane, but only a fence tells that a drain or a norm failed.
         self._late: dict[int, list[Fence]] = {}
 
     # -- asked by the executor --------------------------------------------------------------------
