@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -125,3 +128,34 @@ def test_a_forward_only_engine_costs_the_weights_alone() -> None:
     weights = sum(layer.numel for layer in layout.layers) * 2
     assert engine.memory_report().host_peak == engine.memory_report().host_planned == weights
     engine.destroy()
+
+
+MODEL_THEN_ENGINE = """
+import json
+from transformers import LlamaConfig, LlamaForCausalLM
+import stronghold
+from tests.test_checkpoint_memory import status
+from tests.training import config
+
+shape = LlamaConfig(hidden_size=768, intermediate_size=2048, num_hidden_layers=12,
+                    num_attention_heads=12, vocab_size=256, use_cache=False, dtype="bfloat16")
+before = status("RssAnon")
+model = LlamaForCausalLM(shape).to(shape.dtype)
+weights = 2 * sum(p.numel() for p in model.parameters())
+settings = config(precision="bf16", section={"window": 2})
+engine = stronghold.initialize(
+    model=model, config=settings, model_parameters=model.parameters()
+)[0]
+slots = engine.memory_report().gpu_peak
+print(json.dumps([status("RssAnon") - before - slots, weights]))
+engine.destroy()
+"""
+
+
+def test_the_models_own_memory_goes_back_to_the_system() -> None:
+    """Its tensors come from the heap, which would keep their pages: there is no second copy."""
+    done = subprocess.run(
+        [sys.executable, "-c", MODEL_THEN_ENGINE], capture_output=True, text=True, check=True
+    )
+    grown, weights = json.loads(done.stdout.splitlines()[-1])
+    assert weights <= grown <= 1.25 * weights

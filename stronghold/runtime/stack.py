@@ -25,6 +25,7 @@ from stronghold.device.emulated import EmulatedDevice
 from stronghold.device.kernels import NativeKernels
 from stronghold.errors import ConfigError, StateError
 from stronghold.limits import available_host_bytes
+from stronghold.memory.heap import trim_heap
 from stronghold.memory.host import HostStore
 from stronghold.memory.resident import DeviceStore
 from stronghold.memory.slab import map_slab
@@ -48,6 +49,8 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # Without stronghold.gpu_memory half of what the GPU has free goes to slots; the rest is left to
 # activations.
 GPU_SHARE = 0.5
+# So much of the model's own memory may wait in the heap until its pages go back to the system.
+HEAP_BYTES = 256 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,13 +188,19 @@ class Stack:
             disable=shared is not None and not shared.fills,
         )
         source = source_of(model)
+        freed_bytes = 0
         for index, of_layer in enumerate(bar):
+            given_bytes = sum(p.nbytes for p in of_layer if not p.is_meta)
             on_device = self.host.layers[index].on_device
             (self.store if on_device else self.host).adopt(index, list(of_layer), source)
             for parameter in of_layer:
                 if parameter.is_meta:
                     materialize(parameter, torch.empty(0, dtype=parameter.dtype))
             self.runtime.adopted(index)
+            freed_bytes += given_bytes
+            if freed_bytes >= HEAP_BYTES or index == len(parameters) - 1:
+                trim_heap()
+                freed_bytes = 0
         forget_source(model)
         _move_buffers(model, self.device.torch_device)
         if self._sharing is not None:
