@@ -16,6 +16,7 @@ import stronghold
 from stronghold.checkpoint import save
 from stronghold.errors import ConfigError, LaneError
 from tests.checkpoints import assert_same, make_batch, make_model, session, snapshot, train
+from tests.test_lane_failures import fail_in
 
 STOPS = 3
 NEXT = 8
@@ -201,6 +202,27 @@ def test_a_failed_save_beside_training_is_raised_where_it_is_waited_for(
         with pytest.raises(LaneError, match=r"publish global_step1 .*No space left"):
             engine.wait_for_checkpoint()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_save_of_which_a_layer_failed_to_update_does_not_take_the_place_of_a_whole_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with session(section={"async_checkpoint": True}) as engine:
+        train(engine, 1)
+        engine.save_checkpoint(tmp_path, tag="best")
+        engine.wait_for_checkpoint()
+        update = f"update {engine._stack.layout.streamed[1]}"
+        fail_in(engine, monkeypatch, update)
+        train(engine, 1)
+        engine.save_checkpoint(tmp_path, tag="best")
+        with pytest.raises(LaneError, match=f"{update} failed .*injected"):
+            engine.wait_for_checkpoint()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["best", "latest"]
+    with session() as engine:
+        losses = train(engine, 2)
+    with session() as engine:
+        engine.load_checkpoint(tmp_path)
+        assert all(map(torch.equal, train(engine, 1), losses[1:]))
 
 
 def test_a_failed_save_leaves_training_and_the_disk_as_they_were(

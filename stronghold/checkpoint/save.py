@@ -94,6 +94,7 @@ class Save:
         self._records = [self._layer_records(index) for index in range(len(stack.host.layers))]
         self._hidden = self._begin()
         self._failure: BaseException | None = None
+        self._jobs: list[Fence] = []
         # As the next updates will come, so that they wait least.
         self.order = update_order(
             len(self._records),
@@ -126,7 +127,8 @@ class Save:
             work = partial(self._write_guarded, layer)
             after = (ledger.stored(layer),)
             name = f"save {stack.host.layers[layer].layout.name or 'root'}"
-            ledger.update_after(layer, lane.submit(name, work, after))
+            self._jobs.append(lane.submit(name, work, after))
+            ledger.update_after(layer, self._jobs[-1])
         return lane.submit(f"publish {self._tag}", self._publish_or_raise)
 
     def _write_guarded(self, layer: int) -> None:
@@ -137,10 +139,17 @@ class Save:
             except BaseException as error:
                 self._failure = error
 
+    def _check_written(self) -> None:
+        """Raise what kept a layer from being written. A job whose update failed never ran: only its
+        fence tells."""
+        for job in self._jobs:
+            job.wait()
+        if self._failure is not None:
+            raise self._failure
+
     def _publish_or_raise(self) -> None:
         try:
-            if self._failure is not None:
-                raise self._failure
+            self._check_written()
             self._finish()
         except BaseException:
             directory.remove(self._hidden)

@@ -104,8 +104,7 @@ class SharedSave(Save):
             raise
 
     def _written(self) -> dict[str, list[Part]]:
-        if self._failure is not None:
-            raise self._failure
+        self._check_written()
         return self._parts
 
     def _join(self, of_members: list[dict[str, list[Part]]]) -> None:
