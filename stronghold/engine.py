@@ -356,6 +356,7 @@ class StrongholdEngine(Checkpoints, deepspeed.DeepSpeedEngine):  # type: ignore[
         state = nested if isinstance(nested, dict) else checkpoint
         if custom_load_fn is not None:
             self.synchronize()
+            self._stack.wait_for_readers()
             custom_load_fn(src=state, dst=self.module)
             self._stack.runtime.adopt_weights()
         else:

@@ -204,6 +204,32 @@ def test_a_failed_save_beside_training_is_raised_where_it_is_waited_for(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("custom", [False, True])
+def test_weights_that_are_loaded_beside_a_save_are_not_in_it(
+    custom: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = save.Save._write_layer
+
+    def slow(self: Any, index: int) -> None:
+        time.sleep(0.02)
+        write(self, index)
+
+    def place(src: dict[str, torch.Tensor], dst: torch.nn.Module) -> None:
+        for name, parameter in dst.named_parameters():
+            parameter.data.copy_(src[name])
+
+    monkeypatch.setattr(save.Save, "_write_layer", slow)
+    with session(section={"async_checkpoint": True}) as engine:
+        train(engine, 1)
+        saved = {name: value.clone() for name, value in engine.module.state_dict().items()}
+        engine.save_checkpoint(tmp_path)
+        zeros = {name: torch.zeros_like(value) for name, value in saved.items()}
+        engine.load_module_state_dict(zeros, custom_load_fn=place if custom else None)
+        assert not any(value.any() for value in engine.module.state_dict().values())
+        engine.load_checkpoint(tmp_path, load_module_only=True)
+        assert_same(engine.module.state_dict(), saved)
+
+
 def test_a_save_of_which_a_layer_failed_to_update_does_not_take_the_place_of_a_whole_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
