@@ -183,10 +183,14 @@ class StrongholdConfig(_Section):
     gpu_memory: Bytes | None = Field(
         default=None,
         description="Budget of GPU memory for weights, gradients and resident layers. Left out: "
-        "what is free.",
+        "half of what is free, and once the first steps have shown what activations take, nine "
+        "tenths with these. On the emulated device: no limit.",
     )
     host_memory: Bytes | None = Field(
-        default=None, description="Budget of pinned host memory. Left out: what the machine has."
+        default=None,
+        description="Budget of host memory for weights, masters, moments and gradients, of each "
+        "rank. Left out: what is available when the engine is made, with what the model takes "
+        "then; of several ranks on a node each has an equal part.",
     )
     window: Positive | None = Field(
         default=None,
