@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import os
 import statistics
 import time
@@ -15,7 +16,7 @@ from torch import nn
 
 from stronghold.errors import ConfigError, RankError
 from stronghold.memory.spillfile import SpillFile
-from stronghold.telemetry.trace import read
+from stronghold.telemetry.trace import file_of_rank, read
 from tests.conftest import lane_threads
 from tests.models import MODELS, loss_of
 from tests.rank_cases import files
@@ -200,9 +201,25 @@ def life() -> dict[str, Any]:
     return found
 
 
+def traces(folder: Path) -> dict[str, set[int]]:
+    """The ranks of which every trace has rows, by the file's name, of a config that names one."""
+    model, make_batch = MODELS["gpt"]()
+    section = {"trace": str(folder / "traces" / "trace.json")}
+    engine = engine_of(model, config(section=section))
+    engine.backward(loss_of(engine(**make_batch(rank()))))
+    engine.step()
+    engine.destroy()
+    torch.distributed.barrier()
+    found = {}
+    for file in (folder / "traces").iterdir():
+        events = json.loads(file.read_text())["traceEvents"]
+        found[file.name] = {event["pid"] for event in events}
+    return found
+
+
 def overlap(folder: Path) -> dict[str, float]:
     """Seconds of a step, and of what each lane was busy with in it."""
-    trace, num_layers, steps = folder / f"trace-{rank()}.json", 12, 6
+    trace, num_layers, steps = folder / "trace.json", 12, 6
     model = SleepingModel([(1 << 18, 0.02, 0.04)] * num_layers)  # 1 MiB in fp32 each
     paces = {"poison": False, "link_gbps": 0.05, "wire_gbps": 0.05}  # 10 ms for half a layer
     section = {"trace": str(trace), "window": 4, "cpu_threads": 1, "emulated": paces}
@@ -215,7 +232,7 @@ def overlap(folder: Path) -> dict[str, float]:
     stamps.append(time.perf_counter())
     engine.destroy()
     lanes = ("compute", "fetch", "gather", "reduce", "drain", "update")
-    spans = read(trace)
+    spans = read(file_of_rank(trace, rank()))
     busy = {
         lane: sum(span.duration_s for span in spans if span.lane == lane) / steps for lane in lanes
     }

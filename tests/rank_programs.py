@@ -16,7 +16,7 @@ from stronghold.errors import ConfigError, LaneError, RankError
 from tests.models import MODELS, loss_of
 from tests.rank_cases import CASES, CLOSE, FILES, TWICE, files, further, refined
 from tests.rank_checkpoints import checkpoint, full_disk, model_parallel, slices
-from tests.rank_looks import alone, life, memory, overflow, refused, surface, traffic
+from tests.rank_looks import alone, life, memory, overflow, refused, surface, traces, traffic
 from tests.rank_models import engine_of, full, num_ranks, rank, train
 from tests.training import Run, config
 
@@ -39,6 +39,7 @@ def two_ranks(folder: Path) -> dict[str, Any]:
         "refused": refused(),
         "checkpoint": checkpoint(folder),
         "life": life(),
+        "traces": traces(folder),
         "model parallel": model_parallel(),
         "slices": slices(folder / "slices"),
         "model parallel on files": model_parallel(**files("masters")),

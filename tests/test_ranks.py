@@ -164,6 +164,11 @@ def test_nothing_is_left_of_an_engine(two: list[Any]) -> None:
         assert found["life"] == {"sevens": rank == 0, "threads": [], "files": []}
 
 
+def test_each_rank_has_a_trace_of_its_own(two: list[Any]) -> None:
+    for found in two:
+        assert found["traces"] == {"trace.json": {0}, "trace.rank1.json": {1}}
+
+
 def test_norms_are_of_the_whole_model_under_tensor_parallelism(two: list[Any]) -> None:
     """Parts of split parameters are added, whole ones counted once."""
     for found in two:

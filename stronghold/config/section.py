@@ -244,7 +244,9 @@ class StrongholdConfig(_Section):
     )
     trace: Annotated[str, Field(min_length=1)] | None = Field(
         default=None,
-        description="File for a Chrome/Perfetto trace, with a row per lane. Left out: none.",
+        description="File for a Chrome/Perfetto trace, with a row per lane. Of several ranks the "
+        "first writes it, and another beside it: trace.rank1.json beside trace.json. Left out: "
+        "none.",
     )
     async_checkpoint: bool = Field(
         default=False,

@@ -10,7 +10,6 @@ import contextlib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import nn
@@ -43,7 +42,7 @@ from stronghold.runtime.runtime import Runtime
 from stronghold.runtime.streaming import Streaming
 from stronghold.runtime.whole import Whole
 from stronghold.telemetry.metrics import Metrics
-from stronghold.telemetry.trace import Trace
+from stronghold.telemetry.trace import Trace, file_of_rank
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # Without stronghold.gpu_memory half of what the GPU has free goes to slots; the rest is left to
@@ -111,9 +110,10 @@ class Stack:
         self.plan: Plan = make_plan(self.layout, self.demand)
         if self.ranks is not None:
             check_alike(self.ranks, self.layout, self.plan, request.precision)
-        self.trace = Trace()
+        rank = self.ranks.global_rank if self.ranks is not None else 0
+        self.trace = Trace(rank)
         self.trace.recording = section.trace is not None
-        self._trace_path = section.trace
+        self._trace_path = file_of_rank(section.trace, rank) if section.trace else None
         self.metrics = Metrics(
             num_parameters=self.layout.num_parameters,
             recomputed=self.plan.recomputed,
@@ -291,9 +291,8 @@ class Stack:
 
     def write_trace(self) -> None:
         """Write the trace file, when the config asks for one."""
-        if self._trace_path:
+        if self._trace_path is not None:
             self.device.settle()
-            Path(self._trace_path).parent.mkdir(parents=True, exist_ok=True)
             self.trace.write(self._trace_path)
 
     def close(self) -> None:

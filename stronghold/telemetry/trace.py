@@ -123,6 +123,12 @@ class NullTrace:
         """Write no file."""
 
 
+def file_of_rank(path: str | Path, rank: int) -> Path:
+    """Where a rank writes its trace: the first to `path`, another to a name beside it."""
+    target = Path(path)
+    return target.with_name(f"{target.stem}.rank{rank}{target.suffix}") if rank else target
+
+
 def read(path: str | Path) -> list[Span]:
     """The spans of a file that `Trace.write` made, by start; seconds count from the trace's
     creation.
