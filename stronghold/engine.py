@@ -24,6 +24,7 @@ from torch import nn
 
 from stronghold.checkpoint.engine_part import Checkpoints
 from stronghold.config import Settings
+from stronghold.device.handover import off_lanes
 from stronghold.errors import ConfigError
 from stronghold.instruments import Instruments
 from stronghold.lifetime import finish_at_exit
@@ -413,5 +414,4 @@ class StrongholdEngine(Checkpoints, deepspeed.DeepSpeedEngine):  # type: ignore[
 
     def __del__(self, ending: Callable[[], bool] = sys.is_finalizing) -> None:
         if not ending():  # else modules are gone
-            with contextlib.suppress(Exception):  # half-built
-                self.destroy()
+            off_lanes(self.destroy)  # also of one that is half-built

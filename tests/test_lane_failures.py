@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import re
 import threading
+import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +15,7 @@ import torch
 
 import stronghold
 from stronghold import native
+from tests.conftest import lane_threads
 from tests.models import MODELS, loss_of
 from tests.training import config
 
@@ -187,3 +191,36 @@ def test_a_failed_backward_after_early_updates_is_not_trained_on() -> None:
     with pytest.raises(stronghold.ConfigError, match="weights are of two steps"):
         run_steps(engine, make_batch, range(1, 2))
     engine.destroy()
+
+
+def test_an_engine_that_is_collected_on_a_lane_ends_like_another() -> None:
+    """The collector comes upon it in the first update, for which the next forward's fetch waits."""
+    engine, make_batch = make_engine()
+    engine.callbacks = [engine]  # a cycle, which the collector alone frees
+    model, lane, dropped = engine.module, engine._stack.device.update, threading.Event()
+    submit = lane.submit
+
+    def submit_collecting(name: str, work: Any, after: Any = (), *, nbytes: int = 0) -> Any:
+        def collect() -> None:
+            dropped.wait()
+            gc.collect()
+            work()
+
+        return submit(name, collect if name.startswith("update") else work, after, nbytes=nbytes)
+
+    gc.collect()
+    gc.disable()  # until a lane calls it
+    try:
+        lane.submit = submit_collecting
+        run_steps(engine, make_batch, range(1))
+        gone = weakref.ref(engine)
+        del engine
+        dropped.set()
+        deadline = time.monotonic() + WITHIN_S
+        while lane_threads() and time.monotonic() < deadline:
+            time.sleep(0.01)
+    finally:
+        gc.enable()
+    assert lane_threads() == []
+    assert gone() is None
+    assert all(torch.isfinite(parameter).all() for parameter in model.parameters())

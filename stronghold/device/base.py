@@ -143,10 +143,7 @@ class ThreadLane(Lane):
         if not self._closed:
             self._closed = True
             self._queue.put(None)
-        # The collector may free a forgotten engine on one of its own lanes, which cannot wait for
-        # itself: it ends after this operation.
-        if self._thread is not threading.current_thread():
-            self._thread.join()
+        self._thread.join()
 
     def _loop(self) -> None:
         while (item := self._queue.get()) is not None:

@@ -29,5 +29,4 @@ class Beat:
     def close(self) -> None:
         """End the thread. Safe to call twice."""
         self._end.set()
-        if self._thread is not threading.current_thread():
-            self._thread.join()
+        self._thread.join()
