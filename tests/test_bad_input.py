@@ -84,6 +84,18 @@ def trains(
     return report
 
 
+def test_a_trace_that_could_not_be_written_is_refused_before_the_training(
+    tmp_path: Path, allocations: list[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path, tmp_path / "file" / "trace.json"):
+        model, _ = MODELS["gpt"]()
+        settings = config(section={"trace": str(path)})
+        refused(
+            allocations, model, settings, ConfigError, r"stronghold\.trace: .*cannot be written"
+        )
+
+
 # --- budgets: follow the advice, and it works -----------------------------------------------------
 
 

@@ -100,6 +100,28 @@ def test_writing_replaces_the_file_and_leaves_no_other(tmp_path: Path, three_ste
     assert list(tmp_path.iterdir()) == [three_steps]
 
 
+def test_a_run_of_any_length_keeps_the_newest_operations_alone() -> None:
+    lanes = Trace(newest=100)
+    kept = []
+    for k in range(1050):
+        lanes.record("fetch", f"fetch {k}", float(k), k + 1.0)
+        kept.append(len(lanes.spans()))
+        assert lanes.spans()[-1].name == f"fetch {k}"
+    assert max(kept) == 200
+    mark = lanes.mark()
+    lanes.record("fetch", "fetch 1050", 0.0, 1.0)
+    for k in range(1051, 1100):
+        lanes.record("fetch", f"fetch {k}", 0.0, 1.0)
+    assert [span.name for span in lanes.spans(mark)] == [f"fetch {k}" for k in range(1050, 1100)]
+
+
+def test_each_rank_writes_a_trace_of_its_own(tmp_path: Path) -> None:
+    files = [trace.open_path(tmp_path / "new" / "trace.json", rank) for rank in (0, 1, 12)]
+    names = ["trace.json", "trace.rank1.json", "trace.rank12.json"]
+    assert files == [tmp_path / "new" / name for name in names]
+    assert list((tmp_path / "new").iterdir()) == []
+
+
 def test_a_null_trace_has_every_method_of_a_trace_and_writes_nothing(tmp_path: Path) -> None:
     public = {name for name in vars(Trace) if not name.startswith("_")}
     assert public <= set(vars(NullTrace))

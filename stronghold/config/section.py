@@ -36,6 +36,7 @@ BYTES_EXPECTED = 'bytes: an integer, "24GB" (1e9 bytes each) or "24GiB" (2**30 b
 BLOCK_ALIGNMENT, MAX_BLOCK_BYTES = 4096, 1 << 30  # those of stronghold_io.h, as MAX_DEPTH
 BLOCK_EXPECTED = 'bytes in multiples of 4096, up to 1 GiB, such as 1048576 or "1MiB"'
 MAX_DEPTH = 4096
+MAX_THREADS = 4096  # that of kernels/src/api.cpp
 
 
 def parse_bytes(value: object) -> int:
@@ -228,7 +229,7 @@ class StrongholdConfig(_Section):
         "step takes less. Blocks with state on NVMe come first. Left out: by simulation, once the "
         "first steps are measured.",
     )
-    cpu_threads: Positive | None = Field(
+    cpu_threads: Annotated[int, Field(ge=1, le=MAX_THREADS)] | None = Field(
         default=None,
         description="Threads of the CPU optimizer. Left out: the cores that torch does not use.",
     )
@@ -244,9 +245,9 @@ class StrongholdConfig(_Section):
     )
     trace: Annotated[str, Field(min_length=1)] | None = Field(
         default=None,
-        description="File for a Chrome/Perfetto trace, with a row per lane. Of several ranks the "
-        "first writes it, and another beside it: trace.rank1.json beside trace.json. Left out: "
-        "none.",
+        description="File for a Chrome/Perfetto trace, with a row per lane, written at the end: "
+        "the newest 250,000 operations, or more. Of several ranks the first writes it, and another "
+        "beside it: trace.rank1.json beside trace.json. Left out: none.",
     )
     async_checkpoint: bool = Field(
         default=False,

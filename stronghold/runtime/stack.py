@@ -42,7 +42,7 @@ from stronghold.runtime.runtime import Runtime
 from stronghold.runtime.streaming import Streaming
 from stronghold.runtime.whole import Whole
 from stronghold.telemetry.metrics import Metrics
-from stronghold.telemetry.trace import Trace, file_of_rank
+from stronghold.telemetry.trace import Trace, open_path
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # Without stronghold.gpu_memory half of what the GPU has free goes to slots; the rest is left to
@@ -107,13 +107,13 @@ class Stack:
         self.demand: Demand = _demand(
             self.partition, self.layout, self.dtype, request, optimizer, self.gpu_free_bytes
         )
+        rank = self.ranks.global_rank if self.ranks is not None else 0
+        self._trace_path = section.trace and open_path(section.trace, rank)
         self.plan: Plan = make_plan(self.layout, self.demand)
         if self.ranks is not None:
             check_alike(self.ranks, self.layout, self.plan, request.precision)
-        rank = self.ranks.global_rank if self.ranks is not None else 0
         self.trace = Trace(rank)
         self.trace.recording = section.trace is not None
-        self._trace_path = file_of_rank(section.trace, rank) if section.trace else None
         self.metrics = Metrics(
             num_parameters=self.layout.num_parameters,
             recomputed=self.plan.recomputed,
@@ -309,11 +309,11 @@ class Stack:
             finally:  # of a layer that cannot be read every parameter is NaN, and the error says so
                 self.runtime.give_back()
                 _move_buffers(self.partition.model, torch.device("cpu"))
-                self.write_trace()
                 self.host.close()
                 self.runtime.close()
                 if self._sharing is not None:
                     self._sharing.close()
+                self.write_trace()  # the last: it can fail, of a full disk
 
 
 def _check_parameters(found: Partition, precision: str, source: WeightSource | None) -> None:

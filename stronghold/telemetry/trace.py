@@ -2,14 +2,16 @@
 
 Owns the recorded spans and their file. Never decides what is recorded, never synchronises a device:
 a lane that learns its times late records late. Every lane's thread and the training thread enter;
-an entry is one list append, which the interpreter makes atomic. Times are `time.perf_counter()`
-seconds.
+an entry is one list append, which the interpreter makes atomic. Memory is bounded: the newest spans
+stay. Times are `time.perf_counter()` seconds.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -22,6 +24,10 @@ from stronghold.errors import ConfigError
 STEP_LANE = "step"
 LANES = (STEP_LANE, "compute", "fetch", "drain", "update", "io")
 """Rows of a trace from top to bottom; a lane that is not listed comes after these."""
+
+NEWEST_SPANS = 250_000
+"""So many at least are kept, and twice as many at most: 200 MB, some hundred steps of 32 blocks.
+A run of a week makes a hundred million, and who asks for a trace wants to see a step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,21 +53,34 @@ class Span:
 
 
 class Trace:
-    """Records spans in memory until `write`; `rank` becomes the process of the trace's rows.
+    """Records spans in memory until `write`, the newest alone; `rank` becomes the process of the
+    trace's rows.
 
     `recording` may be switched off and on: what is made while it is off costs a test.
     """
 
-    def __init__(self, rank: int = 0) -> None:
+    def __init__(self, rank: int = 0, newest: int = NEWEST_SPANS) -> None:
         self.recording = True
         self._rank = rank
+        self._newest = newest
         self._origin_s = time.perf_counter()
         self._spans: list[tuple[str, str, float, float, dict[str, Any]]] = []
+        self._num_dropped = 0
+        self._dropping = threading.Lock()
 
     def record(self, lane: str, name: str, start_s: float, end_s: float, **args: Any) -> None:
         """Add an operation that took from `start_s` to `end_s` (`time.perf_counter()` seconds)."""
         if self.recording:
             self._spans.append((lane, name, start_s, end_s, args))
+            if len(self._spans) > 2 * self._newest:
+                self._drop_oldest()
+
+    def _drop_oldest(self) -> None:
+        with self._dropping:  # of two threads that come here the second finds nothing to drop
+            surplus = len(self._spans) - self._newest
+            if surplus > self._newest:
+                del self._spans[:surplus]
+                self._num_dropped += surplus
 
     @contextmanager
     def span(self, lane: str, name: str, **args: Any) -> Iterator[None]:
@@ -72,19 +91,28 @@ class Trace:
         finally:
             self.record(lane, name, start_s, time.perf_counter(), **args)
 
-    def spans(self) -> list[Span]:
-        """What was recorded so far, in the order of recording."""
+    def mark(self) -> int:
+        """Where the recording is now, for `spans`."""
+        with self._dropping:
+            return self._num_dropped + len(self._spans)
+
+    def spans(self, since: int = 0) -> list[Span]:
+        """What was recorded since a mark, in the order of recording, as far as it is kept."""
+        with self._dropping:
+            kept = self._spans[max(0, since - self._num_dropped) :]
         return [
             Span(lane=lane, name=name, start_s=start_s, end_s=end_s, args=args)
-            for lane, name, start_s, end_s, args in list(self._spans)
+            for lane, name, start_s, end_s, args in kept
         ]
 
     def clear(self) -> None:
         """Forget what was recorded so far."""
-        self._spans.clear()
+        with self._dropping:
+            self._num_dropped += len(self._spans)
+            self._spans.clear()
 
     def write(self, path: str | Path) -> None:
-        """Write every span recorded so far; a reader sees the old file or the new one, never a part
+        """Write the spans that are kept; a reader sees the old file or the new one, never a part
         of it.
         """
         spans = self.spans()
@@ -94,9 +122,12 @@ class Trace:
         document = {"displayTimeUnit": "ms", "traceEvents": events}
         target = Path(path)
         target.parent.mkdir(parents=True, exist_ok=True)
-        partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
-        partial.write_text(json.dumps(document, separators=(",", ":")), encoding="utf-8")
-        os.replace(partial, target)
+        partial = _partial(target)
+        try:
+            partial.write_text(json.dumps(document, separators=(",", ":")), encoding="utf-8")
+            os.replace(partial, target)
+        finally:
+            partial.unlink(missing_ok=True)
 
 
 class NullTrace:
@@ -112,7 +143,11 @@ class NullTrace:
         """Run the body."""
         yield
 
-    def spans(self) -> list[Span]:
+    def mark(self) -> int:
+        """Always the beginning."""
+        return 0
+
+    def spans(self, since: int = 0) -> list[Span]:
         """None."""
         return []
 
@@ -127,6 +162,31 @@ def file_of_rank(path: str | Path, rank: int) -> Path:
     """Where a rank writes its trace: the first to `path`, another to a name beside it."""
     target = Path(path)
     return target.with_name(f"{target.stem}.rank{rank}{target.suffix}") if rank else target
+
+
+def open_path(path: str | Path, rank: int) -> Path:
+    """Where a rank writes its trace, absolute: the program may change its directory.
+
+    The file's own is made. Raises ConfigError where the file could not be written: before the
+    training, not after it.
+    """
+    target = file_of_rank(path, rank).absolute()
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if target.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        _partial(target).touch()
+        _partial(target).unlink()
+    except OSError as error:
+        raise ConfigError(
+            f"stronghold.trace: {path} cannot be written ({error.strerror or error}); name a file "
+            "in a directory that can be, or remove the key"
+        ) from error
+    return target
+
+
+def _partial(target: Path) -> Path:
+    return target.with_name(f".{target.name}.{os.getpid()}.partial")
 
 
 def read(path: str | Path) -> list[Span]:
