@@ -8,6 +8,7 @@ traceback.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import sys
@@ -20,14 +21,19 @@ from stronghold.errors import ConfigError, StrongholdError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the process's status: 0, or 2 for a mistake in the call."""
+    """Run one command; returns the process's status: 0, 1 for the answer that nothing fits, or 2
+    for a mistake in the call."""
     arguments = _parser().parse_args(argv)
     try:
-        print(arguments.run(arguments))
+        # On stdout is the answer alone: DeepSpeed logs there when it is imported.
+        with contextlib.redirect_stdout(sys.stderr):
+            answer: str | tuple[str, int] = arguments.run(arguments)
     except StrongholdError as error:
         print(f"stronghold: {error}", file=sys.stderr)
         return 2
-    return 0
+    text, status = answer if isinstance(answer, tuple) else (answer, 0)
+    print(text)
+    return status
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -146,7 +152,10 @@ def _add_plan(commands: Any) -> None:
 
 def _batch(text: str) -> int | None:
     """A number of sequences; None for the most that fit."""
-    return None if text == "max" else int(text)  # argparse says what was wrong
+    try:
+        return None if text == "max" else int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f'got {text!r}, expected a number or "max"') from None
 
 
 def _add_export(commands: Any) -> None:
@@ -184,7 +193,7 @@ def _add_import(commands: Any) -> None:
     parser.set_defaults(run=_import)
 
 
-def _doctor(arguments: argparse.Namespace) -> str:
+def _doctor(arguments: argparse.Namespace) -> tuple[str, int]:
     from tqdm import tqdm
 
     form = "{desc:<40} {percentage:3.0f}% |{bar}| {elapsed}"
@@ -204,21 +213,23 @@ def _doctor(arguments: argparse.Namespace) -> str:
     path = arguments.json or profile.default_path(doctor.gpu_name(arguments.device))
     try:
         findings.profile.save(path)
-    except OSError as error:
-        print(table(findings))  # a minute's work is not lost with the file
-        raise ConfigError(f"--json {path}: cannot be written: {error}") from error
-    return f"{table(findings)}\n\nThe profile is in {path}"
+    except OSError as error:  # a minute's work is not lost with the file
+        print(f"stronghold: --json {path}: cannot be written: {error}", file=sys.stderr)
+        return table(findings), 2
+    return f"{table(findings)}\n\nThe profile is in {path}", 0
 
 
-def _plan(arguments: argparse.Namespace) -> str:
+def _plan(arguments: argparse.Namespace) -> tuple[str, int]:
     from stronghold import forecast
+
+    _check_output(arguments)
 
     names = [field.name for field in dataclasses.fields(forecast.Words)]
     words = forecast.Words(**{name: getattr(arguments, name) for name in names})
     question = forecast.understand(words)
     if arguments.sweep:
         png = arguments.output or Path(f"sweep_{arguments.sweep}.png")
-        return forecast.sweep(question, arguments.sweep, png)
+        return forecast.sweep(question, arguments.sweep, png), 0
     found = forecast.answer(question)
     path = arguments.write
     if path is not None and found.config is not None:
@@ -227,10 +238,17 @@ def _plan(arguments: argparse.Namespace) -> str:
         text = json.dumps(found.as_json(), indent=2)
     else:
         text = forecast.page(found, config_path=None if path is None else str(path))
-    if not found.fits:
-        print(text)
-        raise SystemExit(1)
-    return text
+    return text, 0 if found.fits else 1
+
+
+def _check_output(arguments: argparse.Namespace) -> None:
+    if arguments.output is not None and not arguments.sweep:
+        raise ConfigError(
+            "--output: is for the plot of --sweep; expected --sweep, or --write for the config"
+        )
+    for option, value in (("--write", arguments.write), ("--json", arguments.json)):
+        if value and arguments.sweep:
+            raise ConfigError(f"{option} and --sweep: expected one of them; a sweep is many plans")
 
 
 def _write(path: Path, text: str) -> None:

@@ -45,6 +45,13 @@ def test_a_mistake_is_one_line_on_stderr_and_status_2(
     assert "absent.json" in captured.err
 
 
+def test_a_picture_that_cannot_be_written_is_a_mistake_of_one_line(
+    trace_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["trace", str(trace_file), "-o", "/dev/null/a.png"]) == 2
+    assert "/dev/null/a.png: the picture cannot be written" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("arguments", [["version"], ["--version"]])
 def test_the_installed_command_knows_its_version(arguments: list[str]) -> None:
     command = [sys.executable, "-m", "stronghold.cli", *arguments]

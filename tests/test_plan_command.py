@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -72,6 +74,20 @@ def test_json_has_the_figures_of_the_page(capsys: pytest.CaptureFixture[str]) ->
     assert list(timing["shares"].values()) == sorted(timing["shares"].values(), reverse=True)
     assert figures["limits"]["bound"] in page
     assert [tier["name"] for tier in figures["tiers"]] == ["gpu", "host"]
+
+
+def test_on_stdout_is_the_answer_alone() -> None:
+    environment = {k: v for k, v in os.environ.items() if k != "DS_ACCELERATOR"}
+    command = [sys.executable, "-m", "stronghold.cli", "plan", *SIZES, "--machine", "rtx4090"]
+    result = subprocess.run(
+        [*command, "--json"],
+        env=environment,  # without a GPU DeepSpeed, once imported, warns on stdout
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert json.loads(result.stdout)["fits"] is True
 
 
 @pytest.mark.parametrize("machine", machine_names())
@@ -342,6 +358,16 @@ def test_without_transformers_the_way_out_is_named(
         ([*SIZES, "--machine", "rtx4090", "--batch", "0"], "--batch: got 0"),
         ([*SIZES, "--machine", "rtx4090", "--clipping", "-1"], "--clipping: got -1"),
         ([*SIZES, "--machine", "rtx4090", "--heads", "3"], "--heads: got 3"),
+        ([*SIZES, "--machine", "rtx4090", "--nvme-path", "."], "expected it with --nvme SIZE"),
+        ([*SIZES, "--machine", "rtx4090", "--wire", "9"], "expected it with --gpus N"),
+        ([*SIZES, "--machine", "rtx4090", "--gpus", "2", "--network", "9"], "with --nodes M"),
+        ([*SIZES, "--machine", "rtx4090", "-o", "a.png"], "is for the plot of --sweep"),
+        ([*SIZES, "--machine", "rtx4090", "--sweep", "seq", "--write", "a"], "--write and --sweep"),
+        ([*SIZES, "--machine", "rtx4090", "--sweep", "seq", "--json"], "--json and --sweep"),
+        (
+            [*SIZES, "--machine", "rtx4090", "--sweep", "window", "-o", "/dev/null/a.png"],
+            "/dev/null/a.png: the picture cannot be written",
+        ),
     ],
 )
 def test_a_mistake_is_one_line_with_the_options_name(

@@ -105,6 +105,7 @@ def understand(words: Words) -> Question:
     for option, rate in (("--wire", words.wire), ("--network", words.network)):
         if rate is not None and not 0.0 < rate < float("inf"):
             raise ConfigError(f"{option}: got {rate}, expected 1e9 bytes per second, above 0")
+    _check_company(words)
     machine = _machine(words.machine)
     gpu_bytes = _bytes("--gpu", words.gpu, machine.gpu_memory_bytes)
     host_bytes = _bytes("--host", words.host, machine.host_memory_bytes)
@@ -129,6 +130,17 @@ def understand(words: Words) -> Question:
         wire_gbps=words.wire,
         network_gbps=words.network,
     )
+
+
+def _check_company(words: Words) -> None:
+    """An option that says nothing without another is a question that would not be answered."""
+    for option, value, company, there in (
+        ("--nvme-path", words.nvme_path, "--nvme SIZE", words.nvme is not None),
+        ("--wire", words.wire, "--gpus N or --nodes M above 1", words.gpus * words.nodes > 1),
+        ("--network", words.network, "--nodes M above 1", words.nodes > 1),
+    ):
+        if value is not None and not there:
+            raise ConfigError(f"{option}: got {value}, expected it with {company} alone")
 
 
 def _subject(words: Words) -> Subject:

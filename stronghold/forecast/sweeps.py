@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
@@ -20,7 +19,7 @@ from stronghold.errors import ConfigError
 from stronghold.forecast.answer import fits, outlook
 from stronghold.forecast.page import seconds
 from stronghold.forecast.question import Question
-from stronghold.telemetry.plot import COLOURS, DPI, FAINT, INK, OTHER_COLOUR
+from stronghold.telemetry.plot import COLOURS, DPI, FAINT, INK, OTHER_COLOUR, save
 
 AXES = ("window", "batch", "seq", "layers")
 MOST_POINTS = 16
@@ -165,9 +164,7 @@ def draw(points: Sequence[Point], axis: str, title: str, png: str | Path) -> Non
         _style(axes, axis, points)
     figure.text(0.062, 0.945, title, color=INK, fontsize=12, weight="bold", va="center")
     _legend(figure, fitting)
-    Path(png).parent.mkdir(parents=True, exist_ok=True)
-    FigureCanvasAgg(figure)
-    figure.savefig(png, format="png")
+    save(figure, png)
 
 
 def _curve(axes: Axes, points: Sequence[Point], value: Callable[[Point], float]) -> None:

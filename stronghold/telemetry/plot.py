@@ -81,7 +81,7 @@ def draw_timeline(
     axes.set_xlabel("ms", color=FAINT, fontsize=9)
     figure.text(0.055, 1 - 0.30 / height, title, color=INK, fontsize=12, weight="bold", va="center")
     _draw_legend(figure, visible, 1 - 0.30 / height)
-    _save(figure, png)
+    save(figure, png)
 
 
 def draw_losses(curves: Mapping[str, Sequence[Point]], png: str | Path, *, title: str) -> None:
@@ -118,7 +118,7 @@ def draw_losses(curves: Mapping[str, Sequence[Point]], png: str | Path, *, title
     for side in axes.spines.values():
         side.set_visible(False)
     axes.legend(frameon=False, fontsize=9, labelcolor=INK)
-    _save(figure, png)
+    save(figure, png)
 
 
 def _spacing(points: Sequence[Point]) -> float:
@@ -284,7 +284,13 @@ def _draw_legend(figure: Figure, spans: Sequence[Span], middle: float) -> None:
     )
 
 
-def _save(figure: Figure, png: str | Path) -> None:
-    Path(png).parent.mkdir(parents=True, exist_ok=True)
+def save(figure: Figure, png: str | Path) -> None:
+    """Write the picture, and its directory where there is none. Raises ConfigError."""
     FigureCanvasAgg(figure)
-    figure.savefig(png, format="png")
+    try:
+        Path(png).parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(png, format="png")
+    except OSError as error:
+        raise ConfigError(
+            f"{png}: the picture cannot be written ({error.strerror or error}); name another file"
+        ) from error
