@@ -3,9 +3,10 @@
 JSONL has one object on each line: {"prompt", "completion"} and {"messages"} train on what the
 assistant says, {"text"} on everything. Any other file is plain text.
 
-Runs as `scripts/finetune ...`, `deepspeed --num_gpus 1 scripts/finetune.py ...` or with plain
-python. Here are the arguments and what the user sees of an error; the work is in `finetune_data`
-and `finetune_training`, which are imported when the arguments are right.
+Runs as `scripts/finetune ...`, which is plain python, or with `deepspeed --num_gpus 1
+scripts/finetune.py ...`. Here are the arguments and what the user sees of an error; the work is in
+`finetune_data`, `finetune_output` and `finetune_training`, which are imported when the arguments
+are right.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import os
 import socket
 import sys
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 SCHEDULES = ("cosine", "linear", "constant")
@@ -120,22 +122,30 @@ def _add_logging(group: argparse._ArgumentGroup) -> None:
     )
 
 
+def _number(text: str, kind: type) -> Any:
+    try:
+        return kind(text)
+    except ValueError:
+        whole = "a whole number" if kind is int else "a number"
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected {whole}") from None
+
+
 def _whole(text: str) -> int:
-    value = int(text)
+    value = _number(text, int)
     if value < 1:
         raise argparse.ArgumentTypeError(f"got {text}, expected at least 1")
     return value
 
 
 def _positive(text: str) -> float:
-    value = float(text)
+    value = _number(text, float)
     if not (math.isfinite(value) and value > 0):
         raise argparse.ArgumentTypeError(f"got {text}, expected a number above 0")
     return value
 
 
 def _fraction(text: str) -> float:
-    value = float(text)
+    value = _number(text, float)
     if not 0 <= value < 1:
         raise argparse.ArgumentTypeError(f"got {text}, expected a fraction from 0 to below 1")
     return value

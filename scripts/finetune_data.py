@@ -143,7 +143,7 @@ class Encoder:
     # -- conversations ----------------------------------------------------------------------------
     def _conversation(self, messages: Any, where: str) -> tuple[list[int], list[bool]]:
         """The rendered conversation; what the assistant says is trained."""
-        _check_messages(messages, where)
+        messages = _checked_messages(messages, where)
         if not self._tokenizer.chat_template:
             raise DataError(
                 f"{where}: has messages, but the model's tokenizer has no chat template; use "
@@ -214,7 +214,8 @@ def _found(content: str, begin: int, upto: str, text: str, where: str) -> tuple[
     return start, end + common
 
 
-def _check_messages(messages: Any, where: str) -> None:
+def _checked_messages(messages: Any, where: str) -> list[dict[str, Any]]:
+    """The messages, with the content of each a string, or null beside tool calls."""
     good = isinstance(messages, list) and all(
         isinstance(message, dict) and isinstance(message.get("role"), str) for message in messages
     )
@@ -222,6 +223,24 @@ def _check_messages(messages: Any, where: str) -> None:
         raise DataError(f'{where}: messages: expected a list of {{"role": ..., "content": ...}}')
     if not any(message["role"] == "assistant" for message in messages):
         raise DataError(f'{where}: messages: no "role": "assistant", so nothing is trained')
+    return [_with_text(message, f"{where}: messages[{k}]") for k, message in enumerate(messages)]
+
+
+def _with_text(message: dict[str, Any], where: str) -> dict[str, Any]:
+    """Templates write what is not a string as Python does, or leave it out, and say nothing."""
+    content = message.get("content")
+    if isinstance(content, str) or (content is None and message.get("tool_calls")):
+        return message
+    if isinstance(content, list) and content and all(map(_is_text, content)):
+        return {**message, "content": "".join(part["text"] for part in content)}
+    got = "a list of other parts than text" if isinstance(content, list) else repr(content)
+    raise DataError(f"{where}: content: got {got}, expected a string")
+
+
+def _is_text(part: Any) -> bool:
+    return (
+        isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
+    )
 
 
 def _string(record: dict[str, Any], key: str, where: str) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 import deepspeed
 import torch
 from finetune_data import Collator, DataError, Encoder, Example, Examples, Rows, split
+from finetune_output import RECORD, NotPossible, checkpoint_to_resume, open_output
 from tqdm import tqdm
 from transformers import (
     AutoConfig,
@@ -24,18 +26,17 @@ from transformers import (
     Trainer,
     TrainingArguments,
 )
-from transformers.trainer_utils import get_last_checkpoint
+from transformers.integrations import get_available_reporting_integrations
 
 import stronghold
 import stronghold.plugin
-from stronghold.config import read_config, section_enabled, settings_from_config
+from stronghold.config import check_keys, read_config, section_enabled, settings_from_config
 from stronghold.engine import StrongholdEngine
 from stronghold.errors import BudgetError, CheckpointError, ConfigError
 
 DEFAULT_SEQUENCE = 2048
 DEFAULT_LEARNING_RATE = 1e-5
 MOST_VALIDATION_EXAMPLES = 256
-RECORD = "finetune.json"  # in the output directory: what a resumed run must have in common
 LOG = "log.json"
 # Schedules by transformers' names; a fine-tuning's rate ends at a tenth, not at 0.
 SCHEDULES: dict[str, tuple[str, dict[str, float]]] = {
@@ -43,10 +44,6 @@ SCHEDULES: dict[str, tuple[str, dict[str, float]]] = {
     "linear": ("linear", {}),
     "constant": ("constant_with_warmup", {}),
 }
-
-
-class NotPossible(ValueError):
-    """The arguments and the files do not go together; the message says what to change."""
 
 
 UserError = (NotPossible, DataError, ConfigError, BudgetError, CheckpointError)
@@ -75,6 +72,9 @@ def read_setup(args: argparse.Namespace) -> Setup:
     config = {k: v for k, v in read_config(args.config).items() if not k.startswith("_")}
     if config.get("scheduler"):
         raise NotPossible(f'{args.config}: remove "scheduler": --schedule and --warmup set it')
+    streamed = section_enabled(config)
+    if streamed:
+        check_keys(config)  # before the Trainer acts on them
     config.pop("train_batch_size", None)  # follows from these two
     batch = args.batch or _number(config, "train_micro_batch_size_per_gpu", 1)
     accumulation = args.accumulation or _number(config, "gradient_accumulation_steps", 1)
@@ -96,7 +96,7 @@ def read_setup(args: argparse.Namespace) -> Setup:
     config["zero_force_ds_cpu_optimizer"] = False
     return Setup(
         config=config,
-        streamed=section_enabled(config),
+        streamed=streamed,
         dtype={"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[precision],
         trainer={
             "per_device_train_batch_size": batch,
@@ -212,7 +212,13 @@ def _read(encoder: Encoder, path: Path) -> Examples:
     if not path.is_file():
         raise DataError(f"{path}: there is no such file")
     with tqdm(
-        total=path.stat().st_size, desc="tokens", unit="B", unit_scale=True, leave=False, delay=1.0
+        total=path.stat().st_size,
+        desc="tokens",
+        unit="B",
+        unit_scale=True,
+        leave=False,
+        delay=1.0,
+        disable=None,
     ) as bar:
         found = encoder.read(path, bar.update)
     if found.num_cut:
@@ -251,6 +257,17 @@ class StreamedTrainer(Trainer):
             self._save(folder, state_dict=engine._zero3_consolidated_16bit_state_dict())
 
 
+def check_reporters(names: list[str]) -> None:
+    """What the Trainer would find out after the model is loaded."""
+    here = get_available_reporting_integrations()
+    for name in names:
+        if name not in {*here, "all", "none"}:
+            raise NotPossible(
+                f"--report: got {name}, which is not installed, or not known to transformers; "
+                f"expected one of: {', '.join(sorted(here)) or 'none is installed'}"
+            )
+
+
 def training_arguments(
     args: argparse.Namespace, setup: Setup, *, evaluated: bool
 ) -> TrainingArguments:
@@ -278,30 +295,9 @@ def training_arguments(
         report_to=args.report,
         seed=args.seed,
         dataloader_pin_memory=torch.cuda.is_available(),
+        disable_tqdm=not sys.stderr.isatty(),  # a log file gets the lines of --log-every alone
         deepspeed=setup.config,
     )
-
-
-def checkpoint_to_resume(args: argparse.Namespace, record: dict[str, Any]) -> str | None:
-    """The newest checkpoint, when it is of the same data in the same rows."""
-    newest = get_last_checkpoint(str(args.output)) if args.output.is_dir() else None
-    if not args.resume:
-        if newest is not None:
-            raise NotPossible(
-                f"--output: {newest} is there: --resume goes on from it; else name a new directory"
-            )
-        return None
-    if newest is None:
-        raise NotPossible(f"--resume: there is no checkpoint in {args.output}")
-    file = args.output / RECORD
-    before = json.loads(file.read_text()) if file.is_file() else {}
-    changed = [f"{k} was {before[k]}, is {v}" for k, v in record.items() if before.get(k, v) != v]
-    if changed:
-        raise NotPossible(
-            f"--resume: {newest} was made from other rows: {'; '.join(changed)}. Give what was "
-            "given then, or start anew with another --output"
-        )
-    return newest
 
 
 def describe(args: argparse.Namespace, setup: Setup, rows: Rows) -> dict[str, Any]:
@@ -324,6 +320,8 @@ def finetune(args: argparse.Namespace) -> Trainer:
     rows, evaluated = read_rows(args, tokenizer, sequence, config.get_text_config().vocab_size)
     record = describe(args, setup, rows)
     checkpoint = checkpoint_to_resume(args, record)
+    check_reporters(args.report)
+    open_output(args.output)
     arguments = training_arguments(args, setup, evaluated=evaluated is not None)
     pad = tokenizer.pad_token_id
     trainer = StreamedTrainer(
@@ -338,7 +336,6 @@ def finetune(args: argparse.Namespace) -> Trainer:
         args.epochs * math.ceil(len(rows) / setup.rows_per_step)
     )
     print(f"finetune: {num_steps} steps of {setup.rows_per_step} rows, {setup.dtype}", flush=True)
-    args.output.mkdir(parents=True, exist_ok=True)
     (args.output / RECORD).write_text(json.dumps(record, indent=2) + "\n")
     try:
         trainer.train(resume_from_checkpoint=checkpoint)

@@ -76,6 +76,12 @@ def test_files_that_do_not_go_together_are_refused_before_anything_is_built(
     refused(arguments(model_dir, file, tmp_path, "--sequence", "97"), "the model has 96 positions")
     refused(arguments(model_dir, file, tmp_path, "--resume"), "there is no checkpoint")
     refused(arguments(model_dir, file, tmp_path, scheduler={"type": "WarmupLR"}), "--schedule")
+    stage = {"stage": 3, "offload_param": {"device": "cpu"}}
+    refused(arguments(model_dir, file, tmp_path, zero_optimization=stage), "stage: got 3")
+    refused(arguments(model_dir, file, tmp_path, "--report", "nothing"), "--report: got nothing")
+    args = arguments(model_dir, file, tmp_path)
+    args.output = file / "out"
+    refused(args, "--output: .*no files can be written there")
     bare = tmp_path / "bare"
     tiny_llama(259).save_pretrained(bare)
     refused(arguments(bare, file, tmp_path), "has no tokenizer")
@@ -89,6 +95,7 @@ def test_files_that_do_not_go_together_are_refused_before_anything_is_built(
     [
         (["--config", "no_such"], "in configs/ are .*8b_24gb_ram"),
         (["--batch", "0"], "at least 1"),
+        (["--batch", "many"], "got 'many', expected a whole number"),
         (["--validation", "1"], "a fraction"),
         (["--epochs", "2", "--max-steps", "3"], "not allowed with"),
     ],
@@ -155,7 +162,8 @@ def test_a_run_learns_resumes_as_if_uninterrupted_and_leaves_a_model(
     reset_accelerate()
     with pytest.raises(training.NotPossible, match="--resume goes on from it"):
         training.finetune(args)
-    shutil.rmtree(args.output / "checkpoint-24")
+    shutil.rmtree(args.output / "checkpoint-24" / "global_step24")  # as a run leaves it that is
+    (args.output / "checkpoint-24" / "trainer_state.json").unlink()  # killed while it saves
     with pytest.raises(training.NotPossible, match="seed was 0, is 1"):
         training.finetune(arguments(model_dir, file, tmp_path, *whole_run, "--resume", "--seed=1"))
     resumed = training.finetune(arguments(model_dir, file, tmp_path, *whole_run, "--resume"))

@@ -90,6 +90,19 @@ def test_of_a_conversation_what_the_assistant_says_is_trained(
     assert example.tokens.tolist() == asked
 
 
+def test_text_in_parts_is_trained_as_the_text(tokenizer: Any, tmp_path: Path) -> None:
+    parts = [{"type": "text", "text": "he"}, {"type": "text", "text": "llo"}]
+    examples = [
+        data.Encoder(tokenizer, 64).read(
+            jsonl(tmp_path / "a.jsonl", {"messages": [{"role": "assistant", "content": content}]})
+        )
+        for content in ("hello", parts)
+    ]
+    (plain,), (joined,) = (found.kept for found in examples)
+    assert plain.tokens.tolist() == joined.tokens.tolist()
+    assert plain.labels.tolist() == joined.labels.tolist()
+
+
 def test_a_text_is_trained_whole_in_pieces_of_a_row(tokenizer: Any, tmp_path: Path) -> None:
     text = "".join(chr(97 + k % 26) for k in range(24))
     expected = [(text + "<eos>")[1:10], text[11:20], text[21:] + "<eos>"]
@@ -189,6 +202,8 @@ BAD_LINES = {
     '\n{"text": 3}\n': "line 2: text: got int, expected a string",
     '{"messages": "hi"}\n': "line 1: messages: expected a list",
     '{"messages": [{"role": "user", "content": "a"}]}\n': 'no "role": "assistant"',
+    '{"messages": [{"role": "assistant", "content": null}]}\n': r"\[0\]: content: got None",
+    '{"messages": [{"role": "assistant", "content": [{"type": "image"}]}]}\n': "parts than text",
     "": "is empty",
     "\n\n": "is empty",
     '{"prompt": "long enough for it", "completion": "a"}\n': "nothing is left to train on",

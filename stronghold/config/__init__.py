@@ -22,7 +22,14 @@ from stronghold.config.section import (
     parse_section,
 )
 from stronghold.config.source import SECTION, Source, read_config, section_enabled
-from stronghold.config.training import Precision, SchedulerSettings, Settings, TrainingConfig, load
+from stronghold.config.training import (
+    Precision,
+    SchedulerSettings,
+    Settings,
+    TrainingConfig,
+    check_keys,
+    load,
+)
 
 __all__ = [
     "KEYS",
@@ -38,6 +45,7 @@ __all__ = [
     "Source",
     "StrongholdConfig",
     "TrainingConfig",
+    "check_keys",
     "load",
     "parse_bytes",
     "parse_section",

@@ -116,6 +116,18 @@ def load(
     return Settings(original=original, deepspeed=deepspeed, training=training, stronghold=section)
 
 
+def check_keys(config: Mapping[str, Any]) -> StrongholdConfig:
+    """What `load` refuses by its keys alone, for programs whose framework acts on the config before
+    an engine is made; "auto" may still be there. The section, if nothing is refused.
+    """
+    _check_sections(config)
+    section = parse_section(config.get(SECTION))
+    problems = refusals({k: v for k, v in config.items() if k != SECTION and v is not None})
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return section
+
+
 def _check_sections(config: Mapping[str, Any]) -> None:
     """DeepSpeed unpacks sections unseen: a number there is a TypeError far from its key."""
     problems = [
