@@ -75,6 +75,30 @@ def test_a_retained_graph_can_run_backward_twice(mode: str, policy: str) -> None
             both.step()
 
 
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("mode", MODES)
+def test_a_penalty_on_the_gradient_of_the_input_is_exact(mode: str, policy: str) -> None:
+    """Backward of a backward needs weights whose slots have held other layers since."""
+
+    def penalised(both: Twin, seed: int) -> Any:
+        def loss(model: Any) -> torch.Tensor:
+            batch = both.make_batch(seed)
+            inputs = batch["inputs"].requires_grad_()
+            plain_loss = model(**batch)
+            (gradient,) = torch.autograd.grad(plain_loss, inputs, create_graph=True)
+            return plain_loss + gradient.square().sum()
+
+        return loss
+
+    with twin("sequential", section={"activations": policy}, **MODES[mode]) as both:
+        for step in range(3):
+            for micro in range(both.accumulation):
+                both.backward(penalised(both, 2 * step + micro))
+                if micro < both.accumulation - 1:
+                    both.engine.step()
+            both.step()
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_a_step_without_a_backward_changes_no_weight(mode: str) -> None:
     with twin(**MODES[mode]) as both:

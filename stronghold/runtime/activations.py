@@ -223,7 +223,10 @@ class Activations:
             return packed
         if isinstance(packed, SavedWeight):
             slot = self._slots.weights_of(packed.layer)
-            return slot.view(packed.dtype).as_strided(packed.shape, packed.stride, packed.offset)
+            weight = slot.view(packed.dtype).as_strided(packed.shape, packed.stride, packed.offset)
+            # With create_graph backward saves it in its turn, where none of our hooks stands, and
+            # needs it when the slot holds another layer.
+            return weight.clone() if torch.is_grad_enabled() else weight
         if isinstance(packed, SavedResident):
             if packed.tensor._version != packed.version:  # torch does not look: it has our handle
                 raise ConfigError(
