@@ -18,7 +18,6 @@ prevents them:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from enum import Enum
 
 import torch
@@ -30,12 +29,13 @@ from stronghold.memory.host import HostStore
 from stronghold.memory.window import Residency, Slot, Window
 from stronghold.model.layout import ParameterSlice
 from stronghold.plan.planner import Plan
-from stronghold.plan.schedule import Action, Kind, Schedule, canonical_uses, make_schedule
+from stronghold.plan.schedule import Action, Kind, Schedule, canonical_uses
 from stronghold.runtime.adam import AdamSteps
 from stronghold.runtime.binding import Bindings
 from stronghold.runtime.drains import GradientDrains
 from stronghold.runtime.residents import Residents
 from stronghold.runtime.spans import ComputeSpan
+from stronghold.runtime.track import Track, make_track
 from stronghold.runtime.updater import Updater
 from stronghold.telemetry.metrics import Metrics
 
@@ -49,17 +49,6 @@ class Phase(Enum):
     IDLE = "idle"
     FORWARD = "forward"
     BACKWARD = "backward"
-
-
-@dataclass(slots=True)
-class _Track:
-    """One kind of pass (training or evaluation): its schedule, the position in it, and the uses
-    seen so far.
-    """
-
-    schedule: Schedule
-    cursor: int
-    recorded: list[Action]
 
 
 class Executor:
@@ -107,8 +96,8 @@ class Executor:
         backward = canonical_uses(
             [layer.index for layer in host.layout.layers if layer.streamed], backward=True
         )
-        self._training = self._track(forward + backward[len(backward) // 2 :])
-        self._evaluation = self._track(forward)
+        self._training = make_track(plan, forward + backward[len(backward) // 2 :])
+        self._evaluation = make_track(plan, forward)
         self._current = self._training
         self.num_fetches = 0
         self.fetched_bytes = 0
@@ -124,15 +113,6 @@ class Executor:
             span=self._span,
         )
 
-    def _track(self, uses: Sequence[Action]) -> _Track:
-        schedule = make_schedule(
-            uses,
-            num_slots=self._plan.window,
-            prefetch=self._plan.prefetch,
-            resident=self._plan.resident,
-        )
-        return _Track(schedule=schedule, cursor=0, recorded=[])
-
     @property
     def schedule(self) -> Schedule:
         """The training pass as it is predicted now."""
@@ -146,7 +126,7 @@ class Executor:
         if self.phase is Phase.IDLE:
             self.phase = Phase.FORWARD
 
-    def _turn_to(self, track: _Track) -> None:
+    def _turn_to(self, track: Track) -> None:
         if track is not self._current:
             self._current = track
             track.cursor = 0
@@ -190,11 +170,11 @@ class Executor:
         for layer in self._window.held_layers():
             self._bindings.rest(layer)
 
-    def _learn(self, track: _Track) -> None:
+    def _learn(self, track: Track) -> None:
         """Adopt the order of uses that this pass showed when the schedule predicted another."""
         seen = tuple(track.recorded)
         if 0 < len(seen) <= MAX_RECORDED_USES and seen != track.schedule.uses:
-            relearned = self._track(seen)
+            relearned = make_track(self._plan, seen)
             track.schedule, track.cursor = relearned.schedule, 0
         elif track.cursor >= len(track.schedule.uses):
             track.cursor = 0
@@ -255,7 +235,7 @@ class Executor:
                 self._follow(track, position)
                 return
 
-    def _follow(self, track: _Track, position: int) -> None:
+    def _follow(self, track: Track, position: int) -> None:
         track.cursor = position + 1
         for action in track.schedule.steps[position][:-1]:
             self._perform(action, keep=track.schedule.uses[position].layer)
@@ -296,6 +276,11 @@ class Executor:
             self._metrics.waited("fetch", self._device.compute_wait(slot.ready))
             self._window.move(layer, Residency.RESIDENT)
         self._bindings.bind(layer, slot.weights)
+
+    def stale_residents(self) -> list[int]:
+        """Resident layers whose newest weights compute has not waited for."""
+        here = {i for i, at in self._window.residency.items() if at is Residency.RESIDENT}
+        return [layer for layer in self._refreshed if layer in self._stale or layer not in here]
 
     def weights_of(self, layer: int) -> torch.Tensor:
         """The slot that holds the layer now, after fetching it if it left: what a saved tensor's

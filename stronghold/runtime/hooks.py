@@ -16,11 +16,13 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
+from stronghold.errors import ConfigError
 from stronghold.model.layout import ModelLayout
 from stronghold.model.partition import Layer, Partition
 from stronghold.plan.schedule import Kind
 from stronghold.runtime.activations import Activations, without_cache
 from stronghold.runtime.executor import Executor, Phase
+from stronghold.runtime.resident_calls import ResidentCalls
 
 
 class Hooks:
@@ -41,15 +43,10 @@ class Hooks:
         self._activations = activations
         self._handles: list[RemovableHandle] = []
         self._depth = 0
-        # Resident layers whose module was seen to be called: the others' parameters may be read
-        # without a call (`F.linear(x, embedding.weight)`), so that they must be up to date when the
-        # model's forward begins.
-        self._resident = [layer.index for layer in partition.layers if not layer.streamed]
-        self._called: set[int] = set()
+        self._training = False  # whether the running pass of the model wants gradients
+        residents = [layer.index for layer in partition.layers if not layer.streamed]
+        self._residents = ResidentCalls(residents)
         root = partition.model
-        self._keep(
-            root.register_forward_pre_hook(self._before_model, prepend=True, with_kwargs=True)
-        )
         for layer in partition.layers:
             self._attach(layer)
             for position, (named, part) in enumerate(
@@ -60,6 +57,10 @@ class Hooks:
                         layer.index, position, part, trained(named.parameter)
                     )
                     self._keep(named.parameter.register_post_accumulate_grad_hook(hook))
+        # Attached last, it is the first to run: the root may hold parameters of its own.
+        self._keep(
+            root.register_forward_pre_hook(self._before_model, prepend=True, with_kwargs=True)
+        )
         self._keep(root.register_forward_hook(self._after_model, always_call=True))
 
     def _keep(self, handle: RemovableHandle) -> None:
@@ -87,20 +88,30 @@ class Hooks:
         self._depth += 1
         if self._depth > 1 or self._executor.phase is Phase.BACKWARD:
             return
-        self._executor.begin_forward_pass(training=torch.is_grad_enabled())
-        for index in self._resident:
-            if index not in self._called:
-                self._executor.make_resident(index)
+        self._training = torch.is_grad_enabled()
+        self._executor.begin_forward_pass(training=self._training)
+        for index in self._residents.in_advance(training=self._training):
+            self._executor.make_resident(index)
 
     def _after_model(self, module: nn.Module, args: Any, output: Any) -> None:
         self._depth -= 1
         if self._depth == 0:
+            if self._executor.phase is Phase.FORWARD:
+                stale = self._executor.stale_residents()
+                self._residents.end_pass(training=self._training, stale=stale)
             self._executor.end_forward_pass()
+
+    def _called_by_itself(self) -> None:
+        """A part of the model is called, and not by the model: nothing tells what it will read."""
+        if self._depth == 0 and self._executor.phase is Phase.IDLE:
+            for index in self._residents.all:
+                self._executor.make_resident(index)
 
     # -- layers -----------------------------------------------------------------------------------
     def _resident_hook(self, index: int) -> Callable[[nn.Module, Any], None]:
         def before(module: nn.Module, args: Any) -> None:
-            self._called.add(index)
+            self._called_by_itself()
+            self._residents.called(index)
             self._executor.begin_use(index, Kind.FORWARD)
 
         return before
@@ -108,6 +119,7 @@ class Hooks:
     def _before_layer(self, index: int) -> Callable[[nn.Module, Any, Any], Any]:
         def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
             recomputing = self._executor.phase is Phase.BACKWARD
+            self._called_by_itself()
             self._executor.begin_use(index, Kind.FORWARD)
             if self._activations.will_recompute(index, recomputing=recomputing):
                 args, kwargs = without_cache(args, kwargs)
@@ -142,12 +154,21 @@ class Hooks:
         self, index: int, position: int, part: Any, trained: bool
     ) -> Callable[[torch.Tensor], None]:
         def arrived(parameter: torch.Tensor) -> None:
-            if trained:
-                self._executor.gradient_arrived(index, position, part, parameter)
-            else:
+            if not trained:
                 parameter.grad = None
+                return
+            try:
+                self._residents.got_gradient(index, part.name)
+            except ConfigError:
+                parameter.grad = None
+                raise
+            self._executor.gradient_arrived(index, position, part, parameter)
 
         return arrived
+
+    def end_backward(self) -> None:
+        """Backward has ended, or was abandoned."""
+        self._residents.end_backward()
 
     def close(self) -> None:
         """Remove every hook."""

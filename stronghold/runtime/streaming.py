@@ -153,11 +153,15 @@ class Streaming:
     def end_backward(self) -> None:
         self.executor.end_backward_pass()
         self.activations.end_backward()
+        if self._hooks is not None:
+            self._hooks.end_backward()
 
     def abandon_backward(self) -> None:
         if self._sharing is not None:
             self._sharing.fail("engine.backward raised there")
         self.executor.abandon_backward_pass()
+        if self._hooks is not None:
+            self._hooks.end_backward()
 
     def close_gate(self, *, clipping: float, inverse_scale: float) -> GateResult:
         gate, changed = self.updater.close_gate(

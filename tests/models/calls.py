@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from tests.models.base import (
     HIDDEN,
@@ -154,3 +155,25 @@ class _BufferBlock(nn.Module):
 @plain
 def buffers(num_layers: int = 3) -> Any:
     return Decoder([_BufferBlock() for _ in range(num_layers)]), token_batch
+
+
+class _FusedLoss(Decoder):
+    """As fused losses do it: in training the head's weight is read, in evaluation its module is
+    called."""
+
+    fused: bool | None = None  # None: in training
+
+    def encode(self, input_ids: Tensor) -> Tensor:
+        x = self.embedding(input_ids) + self.positions[: input_ids.shape[1]]
+        return self.norm(self.run(x, input_ids))
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        hidden = self.encode(input_ids)
+        if self.training if self.fused is None else self.fused:
+            return cross_entropy(F.linear(hidden, self.head.weight), labels)
+        return cross_entropy(self.head(hidden), labels)
+
+
+@plain
+def fused_loss() -> Any:
+    return _FusedLoss([Block() for _ in range(3)]), token_batch

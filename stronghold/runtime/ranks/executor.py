@@ -16,8 +16,9 @@ from typing import Any
 
 from stronghold.memory.window import Slot
 from stronghold.plan.schedule import Action, Kind
-from stronghold.runtime.executor import MAX_RECORDED_USES, Executor, Phase, _Track
+from stronghold.runtime.executor import MAX_RECORDED_USES, Executor, Phase
 from stronghold.runtime.ranks.gathers import Gathers
+from stronghold.runtime.track import Track, make_track
 
 
 class SharedExecutor(Executor):
@@ -41,9 +42,9 @@ class SharedExecutor(Executor):
         """Every rank saw the same uses: expect them from now on."""
         seen = self._seen
         if 0 < len(seen) <= MAX_RECORDED_USES and seen != self._training.schedule.uses:
-            self._training.schedule = self._track(seen).schedule
+            self._training.schedule = make_track(self._plan, seen).schedule
 
-    def _learn(self, track: _Track) -> None:
+    def _learn(self, track: Track) -> None:
         if track is not self._training:
             super()._learn(track)
             return
@@ -51,7 +52,7 @@ class SharedExecutor(Executor):
         track.cursor = 0
         track.recorded.clear()
 
-    def _turn_to(self, track: _Track) -> None:
+    def _turn_to(self, track: Track) -> None:
         if track is self._current:
             return
         self._current = track
@@ -76,7 +77,7 @@ class SharedExecutor(Executor):
         return nbytes
 
     # -- uses of others ---------------------------------------------------------------------------
-    def _follow(self, track: _Track, position: int) -> None:
+    def _follow(self, track: Track, position: int) -> None:
         use = track.schedule.uses[position]
         if track is self._training:
             between = track.schedule.uses[track.cursor : position]
@@ -85,7 +86,7 @@ class SharedExecutor(Executor):
         super()._follow(track, position)
         self._reached(use)
 
-    def _walk(self, track: _Track, end: int) -> None:
+    def _walk(self, track: Track, end: int) -> None:
         """Do for the uses from the cursor to `end` what ranks do that use those layers."""
         inside, outer = self._inside, self._inside[:-1]
         for position in range(track.cursor, end):
