@@ -209,6 +209,28 @@ def test_frozen_parameters_in_the_clients_optimizer_hold_no_gradient_back() -> N
     engine.destroy()
 
 
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_parameter_may_be_frozen_between_steps_and_thawed_again(whole: bool) -> None:
+    with twin(section={"resident_layers": "all"} if whole else {}) as both:
+        for step in range(5):
+            for model in (both.model, both.plain):
+                model.blocks[1].requires_grad_(step % 2 == 0)
+                model.head.requires_grad_(step % 3 != 1)
+            both.train(step)
+
+
+@pytest.mark.parametrize("section", [{}, {"resident_layers": "all", "resident_updates": "gpu"}])
+def test_a_parameter_that_was_frozen_from_the_start_cannot_be_thawed(section: Any) -> None:
+    """It would be in no step, without a word."""
+    with twin("frozen", section=section) as both:
+        both.train(0)
+        both.model.embedding.requires_grad_(True)
+        with pytest.raises(ConfigError, match=r"embedding\.weight was frozen in stronghold\.init"):
+            both.engine.backward(both.on(1)(both.engine))
+        both.model.embedding.requires_grad_(False)
+        both.train(1)
+
+
 @pytest.mark.parametrize("way", ["named", "generator", "one tensor", "named groups", "callable"])
 def test_parameters_may_be_given_in_every_form_that_torch_takes(way: str) -> None:
     model, _ = MODELS["gpt"]()

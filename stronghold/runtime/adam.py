@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from stronghold import native
+from stronghold.errors import ConfigError
 from stronghold.model.layout import LayerLayout, ParameterSlice
 
 Group = dict[str, Any]
@@ -82,7 +83,24 @@ class AdamSteps:
         self._layers = layers
         self._groups = optimizer.group_of() if optimizer is not None else {}
         self._num_trained = [sum(p in self._groups for p in of_layer) for of_layer in parameters]
+        self._frozen = [
+            (part.name, parameter)
+            for layer, of_layer in zip(layers, parameters, strict=True)
+            for part, parameter in zip(layer.slices, of_layer, strict=True)
+            if not parameter.requires_grad
+        ]
         self.counts: list[list[int]] = [[0] * len(layer.slices) for layer in layers]
+
+    def refuse_unfrozen(self) -> None:
+        """ConfigError for a parameter that was frozen when the engine was made, and is not now."""
+        for name, parameter in self._frozen:
+            if parameter.requires_grad:
+                raise ConfigError(
+                    f"{name} was frozen in stronghold.initialize, and is not now: it has neither "
+                    "masters nor moments, and would not be trained. Freeze it after initialize "
+                    "(a parameter without a gradient is not updated), or destroy the engine and "
+                    "initialize again"
+                )
 
     def num_trained(self, layer: int) -> int:
         """How many of the layer's parameters the optimizer owns."""

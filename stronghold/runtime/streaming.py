@@ -146,6 +146,7 @@ class Streaming:
     # -- the step ---------------------------------------------------------------------------------
     def begin_backward(self, *, boundary: bool) -> None:
         self._device.check()  # what failed before explains what is refused now
+        self._adam.refuse_unfrozen()
         self._ledger.begin_backward(boundary=boundary)
         self._store.prepare_training()
         self.executor.begin_backward_pass()

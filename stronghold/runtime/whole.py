@@ -95,6 +95,7 @@ class Whole:
     # -- the step ---------------------------------------------------------------------------------
     def begin_backward(self, *, boundary: bool) -> None:
         self._device.check()
+        self._adam.refuse_unfrozen()
         self._ledger.begin_backward(boundary=boundary)
         self._refuse_strays()
         self._host.prepare_training()
