@@ -393,7 +393,7 @@ class StrongholdEngine(Checkpoints, deepspeed.DeepSpeedEngine):  # type: ignore[
 
     def destroy(self) -> None:
         """Finish pending work, end the lanes and give the model back whole, on the CPU. Safe to
-        call twice.
+        call twice. LaneError after that, if an update failed and nothing has told so yet.
         """
         if not self._destroyed:
             self._destroyed = True

@@ -148,6 +148,24 @@ def test_a_failed_engine_gives_the_model_back(monkeypatch: pytest.MonkeyPatch) -
     loss_of(model(**make_batch(0))).backward()
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_a_failure_of_the_last_step_is_told_by_destroy(
+    mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else weights of two steps would be taken for trained ones."""
+    engine, make_batch = make_engine(**MODES[mode])
+    run_steps(engine, make_batch, range(1))
+    last = f"update {engine._stack.layout.layers[0].index}"  # the last one in either order
+    fail_in(engine, monkeypatch, last)
+    model = engine.module
+    error = in_time(lambda: (run_steps(engine, make_batch, range(1, 2)), engine.destroy()))
+    assert isinstance(error, stronghold.LaneError)
+    assert str(error).startswith(f"{last} failed")
+    assert in_time(engine.destroy) is None
+    assert lane_threads() == []
+    loss_of(model(**make_batch(0))).backward()
+
+
 class _FailingBackward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:

@@ -20,75 +20,17 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import torch
 
+from stronghold.device.fence import THREAD_PREFIX as THREAD_PREFIX
+from stronghold.device.fence import DeviceEvent as DeviceEvent
+from stronghold.device.fence import Fence as Fence
+from stronghold.device.fence import completed as completed
+from stronghold.device.fence import told
 from stronghold.device.kernels import Kernels
 from stronghold.errors import BudgetError, LaneError, StateError
 from stronghold.telemetry.trace import NullTrace, Trace
-
-THREAD_PREFIX = "stronghold:"
-
-
-class DeviceEvent(Protocol):
-    """What a stream records: `torch.cuda.Event` has this shape."""
-
-    def synchronize(self) -> None: ...
-
-    def query(self) -> bool: ...
-
-
-class Fence:
-    """Marks the end of one operation. Made by `Lane.submit` and `Device.record_compute` alone."""
-
-    __slots__ = ("_error", "_event", "_issued", "lane", "operation")
-
-    def __init__(self, lane: str, operation: str) -> None:
-        self.lane = lane
-        self.operation = operation
-        self._issued = threading.Event()
-        self._event: DeviceEvent | None = None
-        self._error: LaneError | None = None
-
-    def issue(self, event: DeviceEvent | None) -> None:
-        """The work is enqueued (`event` fires when it is done) or, without an event, done."""
-        self._event = event
-        self._issued.set()
-
-    def fail(self, error: LaneError) -> None:
-        self._error = error
-        self._issued.set()
-
-    def wait_issued(self) -> DeviceEvent | None:
-        """Block the calling thread until issued; raise the operation's error if it failed."""
-        self._issued.wait()
-        if self._error is not None:
-            raise self._error
-        return self._event
-
-    def wait(self) -> None:
-        """Block the calling thread until done; raise the operation's error if it failed."""
-        event = self.wait_issued()
-        if event is not None:
-            event.synchronize()
-
-    @property
-    def done(self) -> bool:
-        return self._issued.is_set() and (self._event is None or self._event.query())
-
-    @property
-    def failed(self) -> bool:
-        """Whether `wait` would raise; False as long as that is not known."""
-        return self._error is not None
-
-
-def completed(lane: str, operation: str) -> Fence:
-    """A fence of work that is already done."""
-    fence = Fence(lane, operation)
-    fence.issue(None)
-    return fence
-
 
 Work = Callable[[], None]
 _Item = tuple[str, Work, tuple[Fence, ...], int, Fence]
@@ -274,7 +216,12 @@ class Device(ABC):
     def check(self) -> None:
         """Raise the first failure of any lane; the training thread calls it at every trigger."""
         if self._failure is not None:
-            raise self._failure
+            raise told(self._failure)
+
+    @property
+    def unheard(self) -> LaneError | None:
+        """The first failure of any lane, as long as no thread of the program was told of it."""
+        return None if self._failure is None or self._failure.heard else self._failure
 
     # -- buffers --------------------------------------------------------------------------------
     def allocate(self, numel: int, dtype: torch.dtype, purpose: str) -> torch.Tensor:

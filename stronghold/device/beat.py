@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from stronghold.device.base import THREAD_PREFIX
+from stronghold.device.fence import THREAD_PREFIX
 
 
 class Beat:

@@ -11,7 +11,7 @@ import contextlib
 import threading
 from collections.abc import Callable
 
-from stronghold.device.base import THREAD_PREFIX
+from stronghold.device.fence import THREAD_PREFIX
 
 
 def off_lanes(work: Callable[[], object]) -> None:

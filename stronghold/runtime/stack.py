@@ -21,6 +21,7 @@ from stronghold.device import cuda
 from stronghold.device.base import Device
 from stronghold.device.cuda import CudaDevice
 from stronghold.device.emulated import EmulatedDevice
+from stronghold.device.fence import told
 from stronghold.device.kernels import NativeKernels
 from stronghold.errors import ConfigError, StateError
 from stronghold.limits import available_host_bytes
@@ -296,7 +297,11 @@ class Stack:
             self.trace.write(self._trace_path)
 
     def close(self) -> None:
-        """Finish pending work, end the lanes, give the model back. Safe to call twice."""
+        """Finish pending work, end the lanes, give the model back. Safe to call twice.
+
+        LaneError, when all of that is done, for a failure that nobody was told of: the weights may
+        be of two steps.
+        """
         if self._closed:
             return
         self._closed = True
@@ -314,6 +319,8 @@ class Stack:
                 if self._sharing is not None:
                     self._sharing.close()
                 self.write_trace()  # the last: it can fail, of a full disk
+            if self.device.unheard is not None:
+                raise told(self.device.unheard)
 
 
 def _check_parameters(found: Partition, precision: str, source: WeightSource | None) -> None:
