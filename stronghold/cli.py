@@ -22,13 +22,13 @@ from stronghold.errors import ConfigError, StrongholdError
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the process's status: 0, 1 for the answer that nothing fits, or 2
-    for a mistake in the call."""
+    for a mistake in the call or a file that cannot be read or written."""
     arguments = _parser().parse_args(argv)
     try:
         # On stdout is the answer alone: DeepSpeed logs there when it is imported.
         with contextlib.redirect_stdout(sys.stderr):
             answer: str | tuple[str, int] = arguments.run(arguments)
-    except StrongholdError as error:
+    except (StrongholdError, OSError) as error:
         print(f"stronghold: {error}", file=sys.stderr)
         return 2
     text, status = answer if isinstance(answer, tuple) else (answer, 0)
@@ -298,9 +298,10 @@ def _launch(arguments: argparse.Namespace) -> str:
 def _trace(arguments: argparse.Namespace) -> str:
     from stronghold.telemetry import plot, trace  # matplotlib: only for those who draw
 
+    spans = trace.read(arguments.file)
     png = arguments.output or arguments.file.with_suffix(".png")
     plot.draw_timeline(
-        trace.read(arguments.file),
+        spans,
         png,
         step=arguments.step,
         from_s=arguments.from_s,

@@ -1,4 +1,4 @@
-"""x"""
+"""Law 4 across formats: checkpoints as other tools open them, and as the command makes them."""
 
 from __future__ import annotations
 
@@ -70,6 +70,7 @@ def test_an_export_is_whole_or_not_there(saved: Path, tmp_path: Path, capsys: An
         ((saved, tmp_path / "out", "--max-shard-size", "large"), "--max-shard-size large"),
         ((saved, tmp_path / "out", "--tag", "none"), "no such checkpoint"),
         ((tmp_path, tmp_path / "out"), "neither a checkpoint nor"),
+        ((saved, tmp_path / "used" / "file" / "out"), "Not a directory"),
     ):
         assert main(["export", *map(str, arguments)]) == 2
         assert message in capsys.readouterr().err
