@@ -47,8 +47,9 @@ def initialize(
     """`deepspeed.initialize` with the choice of stronghold's engine.
 
     Same arguments, same tuple (engine, optimizer, data loader, LR scheduler). Without a
-    "stronghold" section, or with "enabled": false, DeepSpeed itself runs. With neither an optimizer
-    nor model_parameters the engine only runs forward. Raises ConfigError or BudgetError, saying
+    "stronghold" section, or with "enabled": false, DeepSpeed itself runs. Without an optimizer,
+    here or in the config, the engine only runs forward, and so does that of a model of which
+    nothing trains where no model_parameters are given. Raises ConfigError or BudgetError, saying
     what to change, before anything is allocated.
     """
     source = config if config is not None else config_params

@@ -144,8 +144,8 @@ SH_API int32_t sh_sum_squares(sh_pool* pool, sh_dtype dtype, const sh_array_segm
 
 /* Moves the bytes that sh_adam with these arguments moves, and computes nothing: reads every
  * array, and writes weight, low and both moments. With `to` NULL they are written where they were
- * read, unchanged; otherwise to the arrays of `to`, past the caches where the instruction set can.
- * What benchmarks hold sh_adam against. */
+ * read, unchanged; otherwise to the arrays of `to`, which begin at multiples of 64 bytes, past the
+ * caches where the instruction set can. What benchmarks hold sh_adam against. */
 SH_API int32_t sh_adam_traffic(sh_pool* pool, sh_dtype weight_dtype, sh_dtype grad_dtype,
                                const sh_adam_segment* segments, const sh_adam_segment* to,
                                int64_t num_segments);

@@ -12,7 +12,7 @@
 namespace sh {
 namespace {
 
-// Elements that a thread claims at a time, over all segments laid end to end: 850 KiB of traffic
+// Elements that a thread claims at a time, over all segments laid end to end: 850 kB of traffic
 // in bf16, some 20 us, so that claims are rare and the last thread is not late.
 constexpr int64_t kChunk = 32768;
 // Segments start on a multiple of this in that order, so that chunks end on whole vectors.

@@ -113,7 +113,7 @@ IGNORED = {
     "timers": "Every logged step says its tokens per second, without waiting for the GPU.",
     "checkpoint": "Settings of DeepSpeed's checkpoint writers.",
     "datastates_ckpt": "A checkpoint writer of DeepSpeed's.",
-    "aio": "Each disk has one thread that submits, and bytes pass through RAM.",
+    "aio": "Each disk has a queue for each direction, and bytes pass through RAM.",
     "disable_python_gc": "Python's garbage collector is left as it is.",
     "vocabulary_size": "Only a hint about alignment.",
 }

@@ -131,9 +131,10 @@ class Device(ABC):
     """Lanes `fetch`, `drain` and `update`, those of files, the compute lane of the training thread,
     and raw buffers.
 
-    Lanes of files are made when they are first used, which only the training thread may be the
-    first to do: `load` reads ahead of updates, `stage` ahead of fetches, `spill` writes, `io` is
-    for checkpoints. Each has a thread of its own, so that none of them waits behind another.
+    Lanes of files are made when they are first used, by the training thread or by autograd's in
+    backward, never by a lane's: `load` reads ahead of updates, `stage` ahead of fetches, `spill`
+    writes, `io` is for checkpoints. Each has a thread of its own, so that none of them waits behind
+    another.
 
     `budget_bytes` limits the sum of live `allocate` calls; None leaves it to the device.
     """

@@ -1,9 +1,10 @@
 """A CUDA device: streams, events, pinned slabs. The only file that names `torch.cuda`.
 
-Owns two transfer streams and the registration of host slabs. Compute is the stream that is current
+Owns the transfer streams and the registration of host slabs. Compute is the stream that is current
 in the calling thread: the user's. What overlaps what:
   fetch stream  weights host -> device, beside compute
   drain stream  gradients device -> host, beside compute and, the link being full duplex, fetches
+  gather and reduce streams, of several ranks: collectives, beside all of these
   update lane   host threads only; it waits for the drain stream's events
 
 Each transfer lane has a host thread, because CUDA cannot wait for a host event: the thread waits

@@ -1,9 +1,10 @@
 """Host bytes: the slabs in which a model's weights, masters, moments and gradients live.
 
 Owns every host mapping of the engine: exact-size, page-aligned, registered with the device once.
-Never knows when a layer is used. Allocated and read by the training thread; written by the drain
-lane (gradients) and the update lane (weights, masters, moments), which the fences of `runtime` keep
-apart.
+Never knows when a layer is used. Allocated by the training thread, and by autograd's in backward;
+written by the drain lane (gradients), the update lane (weights, masters, moments) and, on several
+nodes, the exchange lane (weights); read by these, the fetch lane and, for checkpoints, the io lane.
+The fences of `runtime` keep them apart.
 
 [Note: layouts] Per layer, in elements of its `LayerLayout` (one offset serves every array):
     weights     whole layer, in the compute dtype: the bytes that a fetch copies

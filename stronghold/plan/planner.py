@@ -1,8 +1,8 @@
 """The plan: where each layer's bytes live and how many slots there are.
 
-Pure: no tensors, no threads. Made once, from sizes and budgets; printed with its reasons. The byte
-counts are the formula that `memory.window` and `memory.host` must meet exactly (a test compares
-them).
+Pure: no tensors, no threads. Made from sizes and budgets when the engine is, and again from what
+the first steps have shown (`refine`); printed with its reasons. The byte counts are the formula
+that `memory.window` and `memory.host` must meet exactly (a test compares them).
 """
 
 from __future__ import annotations

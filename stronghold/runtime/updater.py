@@ -1,8 +1,8 @@
 """The update lane: what happens to gradients on the host, and when weights become new.
 
 Owns which gradients of this step have arrived, their norms, and the `updated` fences. Never copies
-between tiers. The training thread submits; the update lane's thread computes and writes norms,
-which the training thread reads only behind a fence.
+between tiers. The training thread submits, and autograd's in backward; the update lane's thread
+computes and writes norms, which the training thread reads only behind a fence.
 
 [Note: the gate] When the norm of the whole model (clipping) or a possible overflow decides over
 every layer, gradients are held until backward has ended; then layers are updated in forward order,
@@ -11,8 +11,8 @@ as soon as its gradients are complete, or deferred ([Note: deferred updates] of 
 
 [Note: a gradient that comes twice] A parameter used in two autograd leaves (two forward calls
 before one backward on a GPU, reentrant checkpoints) hands over its gradient in parts. Parts of one
-backward are added in the compute dtype, as autograd itself adds them; sums over micro-batches are
-fp32.
+backward are added in the compute dtype, as autograd itself adds them, and so are those of a further
+backward that gradient_accumulation_steps does not count; sums over micro-batches are fp32.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Counters of one step, and the line that reports them.
 
 Owns the clock of the step, its tokens and the seconds for which compute waited. Never reads a
-tensor's value before a line is formatted: a loss on the GPU stays there. The training thread alone
-enters. A step lasts from the end of the step before it (the first from its first tokens), so that
-an asynchronous device cannot hide work between two steps.
+tensor's value before a line is formatted: a loss on the GPU stays there. The training thread
+enters, and autograd's in backward. A step lasts from the end of the step before it (the first from
+its first tokens), so that an asynchronous device cannot hide work between two steps.
 """
 
 from __future__ import annotations
