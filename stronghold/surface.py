@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from stronghold.errors import ConfigError
 
-_PARALLEL = "stronghold runs data-parallel replicas only: shard the model with DeepSpeed itself"
+_PARALLEL = "stronghold runs data-parallel ranks only: shard the model with DeepSpeed itself"
 _REDUCE = "gradients leave for the host layer by layer during backward: nothing is left to reduce"
 _DATA = "build the data loader yourself and pass batches to the engine"
 _COMPILE = "torch.compile around streamed layers is not part of this release"
@@ -51,7 +51,7 @@ REFUSED: dict[str, str] = {
     "sparse_allreduce": _REDUCE,
     "sparse_allreduce_bucket": _REDUCE,
     "sparse_allreduce_no_retain": _REDUCE,
-    "swap_tensor_config": "NVMe is not part of this release",
+    "swap_tensor_config": "set stronghold.nvme: it says where state spills, and how",
 }
 
 # One-line accessors of DeepSpeed's that read `_config`, `optimizer` or a batch size, and set none.
