@@ -1,4 +1,4 @@
-"""x"""
+"""Lanes, fences and buffers: what every device promises, CUDA where there is one."""
 
 from __future__ import annotations
 
