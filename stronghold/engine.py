@@ -120,6 +120,7 @@ class StrongholdEngine(Checkpoints, deepspeed.DeepSpeedEngine):  # type: ignore[
         self.device = self._stack.device.torch_device
         self._state_hooks = StateHooks(
             model,
+            self._stack.parameters,
             wait=self._stack.settle,
             read=self._stack.wait_for_readers,
             loaded=self._stack.adopt_weights,

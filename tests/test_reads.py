@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import io
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
 from tests.quiet import law_of_time, on_time
 from tests.twin import Twin, twin
@@ -100,3 +103,54 @@ def test_what_a_program_owes_the_disk_is_there_when_it_ends(tmp_path: Path) -> N
     assert "Exception" not in ended.stderr
     assert (tmp_path / "trace.json").stat().st_size > 0
     assert (tmp_path / "saved" / "latest").read_text().strip() == "global_step1"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_part_of_the_model_saves_the_weights_of_the_last_step(kind: str) -> None:
+    """`torch.save(model.encoder.state_dict())`: the model's own state dict is not asked."""
+    with twin("gpt", section=KINDS[kind]) as both:
+        for step in range(2):
+            both.train(step)
+            for part in ("blocks", "blocks.1.mlp", "head", "embedding"):
+                expected = both.plain.get_submodule(part).state_dict()
+                for name, value in both.model.get_submodule(part).state_dict().items():
+                    assert torch.equal(value, expected[name]), f"{part}.{name}"
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_that_are_loaded_into_a_part_become_its_masters(kind: str, precision: str) -> None:
+    """Those of the other parts keep every bit."""
+    with twin("gpt", section=KINDS[kind], precision=precision) as both:
+        both.train(0)
+        for part in ("blocks.1", "head"):
+            of_plain = both.plain.get_submodule(part)
+            new = {name: 1.5 * value for name, value in of_plain.state_dict().items()}
+            of_plain.load_state_dict(new)
+            both.model.get_submodule(part).load_state_dict(new)
+            for parameter in of_plain.parameters():
+                low = both.adam._state[parameter]["low"]
+                if low is not None:
+                    low.zero_()
+        both.train(1)
+        both.train(2)
+
+
+def test_a_copy_of_the_model_is_of_the_last_step_and_no_engines() -> None:
+    """copy.deepcopy, torch's AveragedModel and torch.save take the hooks along, and what they
+    hold."""
+    with twin("gpt", section=SLOW) as both:
+        both.train(0)
+        saved = io.BytesIO()
+        torch.save(both.engine.module, saved)
+        saved.seek(0)
+        copies = [
+            torch.load(saved, weights_only=False),
+            copy.deepcopy(both.engine.module),
+            AveragedModel(both.engine.module),
+        ]
+        expected = copy.deepcopy(both.plain)
+        both.train(1)
+        for made in copies:
+            assert torch.equal(both.on(9)(made), both.on(9)(expected))
+        both.train(2)

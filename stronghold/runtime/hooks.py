@@ -22,6 +22,7 @@ from stronghold.model.partition import Layer, Partition
 from stronghold.plan.schedule import Kind
 from stronghold.runtime.activations import Activations, without_cache
 from stronghold.runtime.executor import Executor, Phase
+from stronghold.runtime.own_hooks import OwnHook
 from stronghold.runtime.resident_calls import ResidentCalls
 
 
@@ -59,9 +60,11 @@ class Hooks:
                     self._keep(named.parameter.register_post_accumulate_grad_hook(hook))
         # Attached last, it is the first to run: the root may hold parameters of its own.
         self._keep(
-            root.register_forward_pre_hook(self._before_model, prepend=True, with_kwargs=True)
+            root.register_forward_pre_hook(
+                OwnHook(self._before_model), prepend=True, with_kwargs=True
+            )
         )
-        self._keep(root.register_forward_hook(self._after_model, always_call=True))
+        self._keep(root.register_forward_hook(OwnHook(self._after_model), always_call=True))
 
     def _keep(self, handle: RemovableHandle) -> None:
         self._handles.append(handle)
@@ -70,17 +73,21 @@ class Hooks:
         if not layer.streamed:
             for module in layer.modules:
                 self._keep(
-                    module.register_forward_pre_hook(self._resident_hook(layer.index), prepend=True)
+                    module.register_forward_pre_hook(
+                        OwnHook(self._resident_hook(layer.index)), prepend=True
+                    )
                 )
             return
         for module in layer.modules:
             self._keep(
                 module.register_forward_pre_hook(
-                    self._before_layer(layer.index), prepend=True, with_kwargs=True
+                    OwnHook(self._before_layer(layer.index)), prepend=True, with_kwargs=True
                 )
             )
             self._keep(
-                module.register_forward_hook(self._after_layer(layer.index), always_call=True)
+                module.register_forward_hook(
+                    OwnHook(self._after_layer(layer.index)), always_call=True
+                )
             )
 
     # -- the whole model --------------------------------------------------------------------------

@@ -1,11 +1,12 @@
-"""The user's own `parameters()` and `named_parameters()`, kept true while updates are pending.
+"""The user's own `parameters()`, `named_parameters()` and copies, true while updates are pending.
 
-Owns one replacement, in this process's memory and only while an engine lives: that of
-`torch.nn.Module.named_parameters`, which `parameters` calls. It gives a parameter that an engine
-trains once that one's newest weights are where it points. So code that knows nothing of the engine
-(a copy of the weights for generation, a moving average, a sum of norms) never reads weights of two
-steps. Other modules are given as they are; nothing is written on any module. The training thread
-enables, closes and iterates, and autograd's in backward.
+Owns replacements, in this process's memory and only while an engine lives: that of
+`torch.nn.Module.named_parameters`, which `parameters` calls, and those of how a parameter is copied
+and pickled. They give a parameter that an engine trains once that one's newest weights are where it
+points. So code that knows nothing of the engine (a copy of the weights for generation, a moving
+average, a sum of norms) never reads weights of two steps. Other modules are given as they are;
+nothing is written on any module. The training thread enables, closes and iterates, and autograd's
+in backward.
 
 [Note: one at a time] A parameter waits for its own layer when it is reached: what asks for a device
 or a dtype, `next(parameters())`, waits for no more than the first.
@@ -29,30 +30,47 @@ class _Replacement:
 
     def __init__(self) -> None:
         self.waits: dict[int, Callable[[], None]] = {}
-        self._original: Callable[..., Named] | None = None
-        self._installed: Callable[..., Named] | None = None
+        # By class and name: what stood there, and what stands there now.
+        self._replaced: dict[tuple[type, str], tuple[Any, Any]] = {}
 
     def enable(self) -> None:
-        if self._installed is None:  # else: another wrapper kept ours inside
-            self._original = nn.Module.named_parameters
-            self._installed = self._waiting(self._original)
-            nn.Module.named_parameters = self._installed  # type: ignore[method-assign]
+        self._replace(nn.Module, "named_parameters", self._waiting)
+        for name in ("__deepcopy__", "__reduce_ex__"):
+            self._replace(nn.Parameter, name, self._waiting_for_itself)
+
+    def _replace(self, owner: type, name: str, make: Callable[[Any], Any]) -> None:
+        if (owner, name) not in self._replaced:  # else: another wrapper kept ours inside
+            original = getattr(owner, name)
+            self._replaced[owner, name] = (original, make(original))
+            setattr(owner, name, self._replaced[owner, name][1])
 
     def disable(self) -> None:
-        if nn.Module.named_parameters is self._installed and self._original is not None:
-            nn.Module.named_parameters = self._original  # type: ignore[method-assign]
-            self._original = self._installed = None
+        for (owner, name), (original, installed) in list(self._replaced.items()):
+            if getattr(owner, name) is installed:
+                setattr(owner, name, original)
+                del self._replaced[owner, name]
+
+    def _wait(self, parameter: Any) -> None:
+        wait = self.waits.get(id(parameter))
+        if wait is not None:
+            wait()
 
     def _waiting(self, original: Callable[..., Named]) -> Callable[..., Named]:
         @functools.wraps(original)
         def named_parameters(module: nn.Module, *args: Any, **kwargs: Any) -> Named:
             for name, parameter in original(module, *args, **kwargs):
-                wait = self.waits.get(id(parameter))
-                if wait is not None:
-                    wait()
+                self._wait(parameter)
                 yield name, parameter
 
         return named_parameters
+
+    def _waiting_for_itself(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def copied(parameter: nn.Parameter, *args: Any) -> Any:
+            self._wait(parameter)
+            return original(parameter, *args)
+
+        return copied
 
 
 _replacement = _Replacement()

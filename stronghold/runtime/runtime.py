@@ -93,8 +93,8 @@ class Runtime(Protocol):
         """New values were written to the arrays: after `settle` the parameters show them."""
         ...
 
-    def adopt_weights(self) -> None:
-        """New values were written where the parameters point: make them the arrays' values and
-        their masters.
+    def adopt_weights(self, layers: Sequence[int] | None = None) -> None:
+        """New values were written where parameters of these layers, or of all, point: make them the
+        arrays' values and their masters.
         """
         ...

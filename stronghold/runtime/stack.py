@@ -239,9 +239,11 @@ class Stack:
         """Block until nothing reads the arrays: before they are written from outside."""
         self.runtime.ledger.wait_for_readers()
 
-    def adopt_weights(self) -> None:
-        """New values were written where the parameters point: make them the masters."""
-        self.runtime.adopt_weights()
+    def adopt_weights(self, layers: Sequence[int] | None = None) -> None:
+        """New values were written where parameters of these layers, or of all, point: make them the
+        masters.
+        """
+        self.runtime.adopt_weights(layers)
 
     def replan(self, plan: Plan) -> None:
         """Go on with `plan`, between two steps: nothing is lost, and no more than one plan's

@@ -191,22 +191,22 @@ class Streaming:
             self._sharing.spread("after a load")
         self.executor.weights_changed(range(len(self._host.layers)))
 
-    def adopt_weights(self) -> None:
+    def adopt_weights(self, layers: Sequence[int] | None = None) -> None:
         device = self._device
-        for index, state in enumerate(self._host.layers):
+        written = range(len(self._host.layers)) if layers is None else layers
+        for index in written:
+            state = self._host.layers[index]
             if index in self._plan.resident and not state.on_device:
                 slot = self.window.slot_of(index)
                 assert slot is not None
                 save = partial(device.copy, state.weights, slot.weights[: state.weights.numel()])
-                written = device.record_compute(f"weights {index} written")
+                after = device.record_compute(f"weights {index} written")
                 nbytes = state.weights.numel() * state.weights.element_size()
-                device.drain.submit(f"save {index}", save, (written,), nbytes=nbytes).wait()
+                device.drain.submit(f"save {index}", save, (after,), nbytes=nbytes).wait()
             self._host.flush(index)
         if self._sharing is not None:
             self._sharing.agree("after new weights")
-        for index in range(len(self._host.layers)):
+        for index in written:
             self._host.restart_master(index)
         self._meet("after new weights")
-        self.executor.weights_changed(
-            [i for i in range(len(self._host.layers)) if i not in self._plan.resident]
-        )
+        self.executor.weights_changed([i for i in written if i not in self._plan.resident])

@@ -210,6 +210,6 @@ class Whole:
     def loaded(self) -> None:
         """Nothing to do: parameters are the arrays."""
 
-    def adopt_weights(self) -> None:
-        for layer in range(len(self._parameters)):
+    def adopt_weights(self, layers: Sequence[int] | None = None) -> None:
+        for layer in range(len(self._parameters)) if layers is None else layers:
             self._host.restart_master(layer)
