@@ -296,7 +296,9 @@ def test_weights_can_be_placed_by_the_caller(tmp_path: Path) -> None:
         engine.load_checkpoint(tmp_path, custom_load_fn=place)
         for name, value in engine.module_state_dict().items():
             assert torch.equal(value, saved[name] * 2)
-        for name, value in snapshot(engine).items():
+        loaded = snapshot(engine)
+        assert loaded.keys() == expected.keys()
+        for name, value in loaded.items():
             if name.startswith("low"):
                 assert not value.any()
             elif not name.startswith("weight"):

@@ -185,7 +185,8 @@ class Load:
         stack = self._stack
         stack.runtime.restart()
         exact = self._optimizer is not None and custom is None
-        if exact and any(record.moments for _, _, _, record in self._found):
+        moments = any(record.moments for _, _, _, record in self._found)
+        if self._optimizer is not None and moments:
             stack.prepare_training()
         if custom is None:
             self._weights(exact)
