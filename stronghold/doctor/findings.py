@@ -255,7 +255,7 @@ def _locked_memory(findings: Findings) -> Problem | None:
     return Problem(
         what="the limit of locked memory is small",
         got=f"ulimit -l of {locked / GIB:.2f} GiB",
-        expected="unlimited, since weights, moments and gradients are pinned",
+        expected="unlimited, since weights, gradients and offloaded activations are pinned",
         remedy="ulimit -l unlimited (for good: `* - memlock unlimited` in "
         "/etc/security/limits.conf; in a container --ulimit memlock=-1)",
     )
