@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         runpy.run_path(target, run_name="__main__")
 
 
-def launch(command: Sequence[str], environment: Mapping[str, str] | None = None) -> NoReturn:
+def launch(command: Sequence[str]) -> NoReturn:
     """Replace this process by `command`, in which every Python enables the plugin when it imports
     deepspeed.
 
@@ -64,9 +64,8 @@ def launch(command: Sequence[str], environment: Mapping[str, str] | None = None)
     """
     if not command:
         raise ConfigError("launch: no command; write `stronghold launch -- COMMAND ARGS`")
-    inherited = dict(os.environ if environment is None else environment)
     try:
-        os.execvpe(command[0], list(command), with_shim(inherited))
+        os.execvpe(command[0], list(command), with_shim(os.environ))
     except OSError as error:
         raise ConfigError(f"launch: {command[0]}: {error.strerror}") from error
 

@@ -128,14 +128,6 @@ def test_the_schedule_of_three_layers_in_two_slots_is_this_one() -> None:
     ]
 
 
-def test_neighbourhood_marks_the_use_and_stays_within_the_pass() -> None:
-    schedule = make_schedule(forward(0, 1, 2, 3), num_slots=4, prefetch=0)
-    assert schedule.neighbourhood(0, radius=1) == "-> forward 0\n   forward 1"
-    assert schedule.neighbourhood(3, radius=1) == "   forward 2\n-> forward 3"
-    lines = schedule.neighbourhood(1).splitlines()
-    assert [line[:2] for line in lines] == ["  ", "->", "  ", "  "]
-
-
 def test_no_uses_give_no_actions() -> None:
     schedule = make_schedule((), num_slots=0, prefetch=0)
     assert schedule == Schedule(uses=(), steps=())

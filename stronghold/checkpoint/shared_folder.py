@@ -19,9 +19,9 @@ WAIT_S = 10.0  # network file systems show what another machine has made after s
 ADVICE = "save and load in a folder that every node sees under one path (NFS, Lustre, ...)"
 
 
-def check_seen(ranks: Ranks, path: Path, *, wait_s: float | None = None) -> None:
+def check_seen(ranks: Ranks, path: Path) -> None:
     """CheckpointError, on every rank, unless all see the directory that the first has made."""
-    deadline = time.monotonic() + (WAIT_S if wait_s is None else wait_s)
+    deadline = time.monotonic() + WAIT_S
     while not path.is_dir() and time.monotonic() < deadline:
         with contextlib.suppress(OSError):
             os.listdir(path.parent)  # makes a network file system look again

@@ -21,7 +21,6 @@ from stronghold.forecast.page import seconds
 from stronghold.forecast.question import Question
 from stronghold.telemetry.plot import COLOURS, DPI, FAINT, INK, OTHER_COLOUR, save
 
-AXES = ("window", "batch", "seq", "layers")
 MOST_POINTS = 16
 GROWTH = 1.3  # from one number of layers to the next
 SHORTEST = 128  # sequence
@@ -49,8 +48,8 @@ class Point:
 
 
 def sweep(question: Question, axis: str) -> list[Point]:
-    """Predictions along one of AXES, in increasing order, until one does not fit; of layers and
-    batches the largest that fits is the last but one."""
+    """Predictions along "window", "batch", "seq" or "layers", in increasing order, until one does
+    not fit; of layers and batches the largest that fits is the last but one."""
     points: list[Point] = []
     for value, asked in _questions(question, axis):
         points.append(_point(value, asked))

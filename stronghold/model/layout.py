@@ -105,12 +105,6 @@ class ModelLayout:
         one."""
         return max((self.layers[index].numel for index in self.streamed), default=0)
 
-    @property
-    def max_trainable_numel(self) -> int:
-        """Elements that a gradient slot must hold: the largest streamed trainable part, padded; 0
-        without one."""
-        return max((self.layers[index].trainable_numel for index in self.streamed), default=0)
-
 
 def layout(partition: Partition, num_ranks: int = 1) -> ModelLayout:
     """The layout of `partition`, whose parts `num_ranks` divides into whole pages. Reads shapes

@@ -76,15 +76,6 @@ class Schedule:
     def __str__(self) -> str:
         return "\n".join(str(action) for action in self.actions)
 
-    def neighbourhood(self, position: int, radius: int = 2) -> str:
-        """The uses around `position`, the one there marked, for error messages."""
-        low, high = max(0, position - radius), min(len(self.steps), position + radius + 1)
-        lines = [
-            f"{'->' if i == position else '  '} {', '.join(map(str, self.steps[i]))}"
-            for i in range(low, high)
-        ]
-        return "\n".join(lines)
-
 
 def parse_schedule(text: str) -> Schedule:
     """Inverse of `str(schedule)`."""
