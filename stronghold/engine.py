@@ -147,7 +147,7 @@ class StrongholdEngine(Checkpoints, deepspeed.DeepSpeedEngine):  # type: ignore[
         """Call the user's module, as it is at this moment, and return its output unchanged."""
         if self.module.training and torch.is_grad_enabled():
             self._stack.metrics.add_tokens(count_tokens(inputs, kwargs))
-        with self._instruments.forward(self.global_steps):
+        with self._instruments.forward(self.global_steps), self._stack.runtime.forward_pass():
             return self.module(*inputs, **kwargs)
 
     def backward(

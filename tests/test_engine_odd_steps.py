@@ -55,6 +55,60 @@ def test_other_forwards_before_a_backward_change_nothing(what: str, mode: str, p
 
 
 @pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("where", ["the engine", "the model", "a recomputation"])
+def test_a_forward_that_is_stopped_by_hand_leaves_nothing_behind(
+    where: str, mode: str, policy: str
+) -> None:
+    def stopped(both: Twin) -> None:
+        called = both.on(9)(both.model if where == "the model" else both.engine)
+        both.engine.backward(called)
+
+    with twin(section={"activations": policy}, **MODES[mode]) as both:
+        block = next(m for name, m in both.model.named_modules() if name.endswith(".2"))
+        answer, stopping = block.forward, [False]
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            late = where == "a recomputation" and torch._C._current_graph_task_id() < 0
+            if stopping[0] and not late:
+                raise KeyboardInterrupt
+            return answer(*args, **kwargs)
+
+        block.forward = forward
+        for step in range(3):
+            if step == 1 and (where != "a recomputation" or policy == "recompute"):
+                stopping[0] = True
+                with pytest.raises(KeyboardInterrupt):
+                    stopped(both)
+                stopping[0] = False
+            for micro in range(both.accumulation):
+                batch = both.on(2 * step + micro)
+                loss = batch(both.engine)
+                assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
+                if mode == "early" and where == "a recomputation" and policy == "recompute":
+                    return  # layers were updated before it: refused, as after every failure
+                both.engine.backward(loss)
+                both.plain_backward(batch)
+                if micro < both.accumulation - 1:
+                    both.engine.step()
+            both.step()
+
+
+def test_an_engine_that_is_destroyed_after_a_stopped_call_leaves_no_hook() -> None:
+    with twin() as both:
+        block = next(m for name, m in both.model.named_modules() if name.endswith(".2"))
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            raise KeyboardInterrupt
+
+        block.forward = forward
+        with pytest.raises(KeyboardInterrupt):
+            both.on(0)(both.model)
+        both.engine.destroy()
+        assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
+
+
+@pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("mode", ["gated", "accumulated"])
 def test_a_retained_graph_can_run_backward_twice(mode: str, policy: str) -> None:
     with twin(section={"activations": policy}, **MODES[mode]) as both:

@@ -186,13 +186,16 @@ class Activations:
             and _active_hooks() is None
         )
 
-    def leave(self, layer: int, module: nn.Module) -> None:
-        """The layer's forward returned or raised."""
+    def leave(self, layer: int, module: nn.Module, *, hooks_gone: bool = False) -> None:
+        """The layer's forward returned or raised. `hooks_gone`: its saved-tensor hooks went with
+        the backward that it ran in, whose end restores those from before.
+        """
         if not self._open[layer]:  # the forward failed before `enter`
             return
         scope = self._open[layer].pop()
         self.sizes.leave()
-        scope.hooks.__exit__(None, None, None)
+        if not hooks_gone:
+            scope.hooks.__exit__(None, None, None)
         self._in_scope.clear()
         if scope.recomputation is not None:
             next(scope.recomputation, None)

@@ -44,6 +44,7 @@ class Hooks:
         self._activations = activations
         self._handles: list[RemovableHandle] = []
         self._depth = 0
+        self._running: list[tuple[int, nn.Module]] = []  # blocks, the outermost first
         self._training = False  # whether the running pass of the model wants gradients
         residents = [layer.index for layer in partition.layers if not layer.streamed]
         self._residents = ResidentCalls(residents)
@@ -126,6 +127,7 @@ class Hooks:
     def _before_layer(self, index: int) -> Callable[[nn.Module, Any, Any], Any]:
         def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
             recomputing = self._executor.phase is Phase.BACKWARD
+            self._running.append((index, module))
             self._called_by_itself()
             self._executor.begin_use(index, Kind.FORWARD)
             if self._activations.will_recompute(index, recomputing=recomputing):
@@ -137,6 +139,8 @@ class Hooks:
 
     def _after_layer(self, index: int) -> Callable[[nn.Module, Any, Any], None]:
         def after(module: nn.Module, args: Any, output: Any) -> None:
+            if self._running and self._running[-1] == (index, module):
+                self._running.pop()
             self._activations.leave(index, module)
             self._executor.end_forward(index)
             if torch.is_grad_enabled():
@@ -175,10 +179,27 @@ class Hooks:
 
     def end_backward(self) -> None:
         """Backward has ended, or was abandoned."""
+        self._leave_running(in_backward=True)
         self._residents.end_backward()
+
+    def abandon_forward(self) -> None:
+        """Close what a forward has left open: torch calls the hooks above after an Exception, and
+        not after a KeyboardInterrupt. No forward is running; without effect where nothing is open.
+        """
+        self._leave_running(in_backward=False)
+        if self._depth > 0:
+            self._depth = 0
+            self._executor.end_forward_pass()
+
+    def _leave_running(self, *, in_backward: bool) -> None:
+        while self._running:
+            index, module = self._running.pop()
+            self._activations.leave(index, module, hooks_gone=in_backward)
+            self._executor.end_forward(index)
 
     def close(self) -> None:
         """Remove every hook."""
+        self.abandon_forward()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()

@@ -7,6 +7,7 @@ checkpoints do not ask which. The training thread alone calls.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 from stronghold.model.partition import Partition
@@ -55,6 +56,10 @@ class Runtime(Protocol):
         ...
 
     # -- the step ---------------------------------------------------------------------------------
+    def forward_pass(self) -> AbstractContextManager[None]:
+        """Around a call of the model; what leaves it in whatever way leaves nothing open."""
+        ...
+
     def begin_backward(self, *, boundary: bool) -> None:
         """Autograd is about to run on a micro-batch that ends the step (`boundary`) or not.
         ConfigError when no further gradients can be taken.

@@ -7,7 +7,8 @@ calls.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 from torch import nn
@@ -144,6 +145,19 @@ class Streaming:
         self.window.close()
 
     # -- the step ---------------------------------------------------------------------------------
+    @contextmanager
+    def forward_pass(self) -> Iterator[None]:
+        self._abandon_forward()  # of a call of the module itself, which nobody saw end
+        try:
+            yield
+        except BaseException:
+            self._abandon_forward()
+            raise
+
+    def _abandon_forward(self) -> None:
+        if self._hooks is not None:
+            self._hooks.abandon_forward()
+
     def begin_backward(self, *, boundary: bool) -> None:
         self._device.check()  # what failed before explains what is refused now
         self._adam.refuse_unfrozen()

@@ -16,6 +16,7 @@ refused, at the next `engine.backward` or `engine.step`.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import nn
@@ -93,6 +94,9 @@ class Whole:
         """It has no buffers of its own."""
 
     # -- the step ---------------------------------------------------------------------------------
+    def forward_pass(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
     def begin_backward(self, *, boundary: bool) -> None:
         self._device.check()
         self._adam.refuse_unfrozen()
