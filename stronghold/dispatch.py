@@ -23,6 +23,7 @@ from stronghold.errors import ConfigError
 from stronghold.runtime import distributed
 from stronghold.runtime.adam import AdamFlags
 from stronghold.runtime.optimizer import EngineOptimizer
+from stronghold.telemetry.log import show_log
 
 logger = logging.getLogger("stronghold")
 
@@ -98,18 +99,6 @@ def initialize(
         raise
     logger.info("stronghold engine active on %s", engine.device)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
-
-
-def show_log() -> None:
-    """Lines of the step go to the screen, as DeepSpeed's do, unless the program set logging up
-    itself.
-    """
-    if not logger.hasHandlers():
-        others = int(os.environ.get("RANK", 0)) > 0
-        handler = logging.StreamHandler()
-        handler.setFormatter(logging.Formatter("[stronghold] %(message)s"))
-        logger.addHandler(handler)
-        logger.setLevel(logging.WARNING if others else logging.INFO)
 
 
 def _asks_for_stronghold(source: Any, args: Any) -> bool:

@@ -17,8 +17,8 @@ from typing import Any
 import deepspeed
 
 from stronghold import config as configs
-from stronghold import dispatch
 from stronghold.errors import ConfigError
+from stronghold.telemetry.log import show_log
 
 logger = logging.getLogger("stronghold")
 
@@ -45,7 +45,7 @@ def enable() -> None:
     if _switch.installed is None:  # else: another wrapper kept ours inside, see `disable`
         _switch.original = deepspeed.initialize
         _switch.installed = deepspeed.initialize = _choosing(deepspeed.initialize)
-    dispatch.show_log()
+    show_log()
     logger.info('deepspeed.initialize obeys the config\'s "stronghold" section from now on')
 
 
@@ -72,6 +72,10 @@ def _choosing(original: Initialize) -> Initialize:
     @functools.wraps(original)
     def initialize(*args: Any, **kwargs: Any) -> Any:
         if _switch.active and _asks_for_stronghold(signature, args, kwargs):
+            # Not before: `stronghold launch` enables the plugin where deepspeed is imported, which
+            # may be halfway through stronghold's own modules.
+            from stronghold import dispatch
+
             return dispatch.initialize(*args, **kwargs)
         return original(*args, **kwargs)
 

@@ -349,6 +349,22 @@ def test_launch_enables_the_plugin_in_a_program_that_owns_its_command_line(tmp_p
     assert "ENABLED True" in ended.stdout
 
 
+@pytest.mark.parametrize("first", ["plugin", "dispatch", "engine", "cpu_adam"])
+def test_launch_enables_the_plugin_in_a_program_that_imports_stronghold(first: str) -> None:
+    probe = f"import stronghold.{first}; from stronghold import plugin, initialize\n"
+    probe += "print(plugin.enabled())"
+    result = subprocess.run(
+        [sys.executable, "-m", "stronghold.cli", "launch", "--", sys.executable, "-c", probe],
+        env={**os.environ, "DS_ACCELERATOR": "cpu"},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.split()[-1] == "True"
+
+
 def test_the_shim_is_first_in_the_path_once() -> None:
     first = run.with_shim({"PYTHONPATH": f"a{os.pathsep}b", "HOME": "h"})
     assert first == {"PYTHONPATH": os.pathsep.join([str(run.SHIM), "a", "b"]), "HOME": "h"}

@@ -44,6 +44,8 @@ class DeepSpeedFinder:
 def _execute(loader: Loader, module: ModuleType) -> None:
     del loader.exec_module  # the one above: the class's own is left
     loader.exec_module(module)
+    if "stronghold.plugin" in sys.modules:  # it imports deepspeed now, and enables itself then
+        return
     from stronghold import plugin
 
     plugin.enable()
