@@ -104,7 +104,8 @@ class Hooks:
     def _after_model(self, module: nn.Module, args: Any, output: Any) -> None:
         self._depth -= 1
         if self._depth == 0:
-            if self._executor.phase is Phase.FORWARD:
+            returned = output is not None  # torch says None where the model raised
+            if returned and self._executor.phase is Phase.FORWARD:
                 stale = self._executor.stale_residents()
                 self._residents.end_pass(training=self._training, stale=stale)
             self._executor.end_forward_pass()
