@@ -20,7 +20,7 @@ from dataclasses import replace
 from enum import Enum
 from typing import Any, NamedTuple
 
-from stronghold.device.simulated import Rates
+from stronghold.device.contention import Rates
 from stronghold.errors import BudgetError
 from stronghold.plan.demand import Demand, Gradients
 from stronghold.plan.planner import Plan, activation_bytes

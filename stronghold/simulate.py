@@ -15,7 +15,8 @@ import torch
 from torch import nn
 
 from stronghold.device.base import Fence
-from stronghold.device.simulated import Operation, Rates, SimulatedDevice, meta_slab
+from stronghold.device.contention import Rates
+from stronghold.device.simulated import Operation, SimulatedDevice, meta_slab
 from stronghold.errors import StateError
 from stronghold.memory.host import HostStore
 from stronghold.memory.resident import DeviceStore

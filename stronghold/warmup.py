@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import fields, replace
 
-from stronghold.device.simulated import Rates
+from stronghold.device.contention import Rates
 from stronghold.model.layout import ModelLayout
 from stronghold.simulate import LayerLoad, Workload
 from stronghold.telemetry.trace import Span

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import stronghold
-from stronghold.device.simulated import Rates
+from stronghold.device.contention import Rates
 from stronghold.refine import TRACED_STEPS, UNTOLD_STEPS
 from stronghold.simulate import LayerLoad, Workload, simulate
 from stronghold.telemetry.trace import read

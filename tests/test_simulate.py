@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import stronghold
-from stronghold.device.simulated import Rates
+from stronghold.device.contention import Rates
 from stronghold.simulate import LayerLoad, Prediction, Workload, simulate
 from tests.quiet import law_of_time, on_time
 from tests.sleeping import SleepingModel, timed_steps

@@ -8,11 +8,6 @@ on it unchanged. The calling thread alone enters.
 ([Note: no deadlock] of `base`), and every lane is first in, first out. So the time at which an
 operation ends is known when it is submitted, and no queue of events is needed.
 
-[Note: shared resources] Both directions of the link share what duplex allows, the CPU's Adam shares
-host memory with both, loads and stages share the disk with each other and with spills. Who was
-submitted first keeps its rate; who overlaps it later gets what is left for as long as they overlap,
-so that no byte is moved twice.
-
 [Note: two clocks] On a GPU the calling thread runs ahead of compute: it stands still only until a
 transfer is issued, or for a fence that it waits for itself. `asynchronous=False` is the emulated
 device, whose compute is the calling thread.
@@ -20,48 +15,17 @@ device, whose compute is the calling thread.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
 from stronghold import native
 from stronghold.device.base import Device, Fence, Lane, Work
+from stronghold.device.contention import LINK_LANES, Contention, Moving, Rates
 from stronghold.telemetry.trace import NullTrace, Trace
 
-SHARING_MEMORY = 16  # operations of another lane that may still overlap a new one
 WIRE_LANES = ("gather", "reduce")
-LEAST_SHARE = 0.05  # of its own rate that a lane keeps beside others, whatever is left
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rates:
-    """What the lanes reach, in 1e9 bytes/s, and the seconds that a hand-over costs.
-
-    `duplex_gbps` is the sum of both directions of the link when both are busy; `update_gbps` the
-    CPU Adam's, `memory_gbps` the host memory's as a whole; `io_gbps` the sum of loads and spills
-    when both are busy; `device_gbps` the device memory's; `wire_gbps` what comes from other ranks
-    of the node, `reduce_gbps` the gradients from all ranks, `exchange_gbps` the weights from other
-    nodes. `handover_s` passes between a submission and its lane's start, `launch_s` is the calling
-    thread's share of a piece of compute.
-    """
-
-    fetch_gbps: float
-    drain_gbps: float
-    duplex_gbps: float
-    update_gbps: float
-    memory_gbps: float
-    device_gbps: float
-    load_gbps: float = 1.0
-    spill_gbps: float = 1.0
-    io_gbps: float = 2.0
-    wire_gbps: float = 25.0
-    reduce_gbps: float = 25.0
-    exchange_gbps: float = 25.0
-    handover_s: float = 3e-5
-    launch_s: float = 0.0
 
 
 class Operation(NamedTuple):
@@ -120,7 +84,6 @@ class SimulatedLane(Lane):
         self._issued_s = 0.0
         self.free_s = 0.0
         self._last = -1
-        self.recent: deque[tuple[float, float]] = deque(maxlen=SHARING_MEMORY)
 
     def submit(
         self, operation: str, work: Work, after: Sequence[Fence] = (), *, nbytes: int = 0
@@ -137,16 +100,25 @@ class SimulatedLane(Lane):
                 start_s, cause = fence.done_s, fence.index
         if issued_s > start_s:
             start_s, cause = issued_s, (cause if start_s == issued_s else device.caller_cause)
-        end_s = device.end_of(self.name, start_s, nbytes)
+        end_s = device.contention.end_of(self.name, start_s, nbytes)
         self._issued_s = issued_s if self._streams else end_s
         self.free_s = end_s
-        if end_s > start_s:
-            self.recent.append((start_s, end_s))
         self._last = device.note(self.name, operation, start_s, end_s, cause)
         work()
-        return SimulatedFence(
+        found = SimulatedFence(
             device, self.name, operation, issued_s=self._issued_s, done_s=end_s, index=self._last
         )
+        if end_s > start_s:
+            moving = Moving(lane=self.name, begin_s=start_s, end_s=end_s, nbytes=nbytes, key=found)
+            device.contention.add(moving)
+            if self.name in LINK_LANES:
+                device.delay_updates(moving)
+        return found
+
+    def not_before(self, free_s: float) -> None:
+        """Its operations have become longer."""
+        self.free_s = max(self.free_s, free_s)
+        self._issued_s = max(self._issued_s, free_s)
 
     def close(self) -> None:
         """Nothing runs."""
@@ -192,6 +164,7 @@ class SimulatedDevice(Device):
     ) -> None:
         super().__init__("simulated", budget_bytes, trace or NullTrace())
         self.rates = rates
+        self.contention = Contention(rates)
         self.asynchronous = asynchronous
         self.caller_s = 0.0  # the calling thread's clock
         self.caller_cause = -1
@@ -200,8 +173,7 @@ class SimulatedDevice(Device):
         self.operations: list[Operation] = []
         self.fetch = self._fetch = SimulatedLane("fetch", self, streams=asynchronous)
         self.drain = self._drain = SimulatedLane("drain", self, streams=asynchronous)
-        self.update = SimulatedLane("update", self, streams=False)
-        self._lanes = {"fetch": self._fetch, "drain": self._drain}  # that others share with
+        self.update = self._update = SimulatedLane("update", self, streams=False)
         self._kernels = NullKernels()
 
     @property
@@ -210,12 +182,10 @@ class SimulatedDevice(Device):
         return self._kernels
 
     def _make_host_lane(self, name: str) -> Lane:
-        self._lanes[name] = SimulatedLane(name, self, streams=False)
-        return self._lanes[name]
+        return SimulatedLane(name, self, streams=False)
 
     def _make_wire_lane(self, name: str) -> Lane:
-        self._lanes[name] = SimulatedLane(name, self, streams=self.asynchronous)
-        return self._lanes[name]
+        return SimulatedLane(name, self, streams=self.asynchronous)
 
     # -- time -------------------------------------------------------------------------------------
     def is_stream(self, lane: str) -> bool:
@@ -250,80 +220,17 @@ class SimulatedDevice(Device):
         self.trace.record(lane, name, start_s, end_s)
         return len(self.operations) - 1
 
-    def end_of(self, lane: str, start_s: float, nbytes: int) -> float:
-        """When an operation of `nbytes` that starts on the lane now ends ([Note: shared
-        resources]).
-        """
-        own, shared = self._rate(lane)
-        if nbytes <= 0 or own <= 0.0:
-            return start_s
-        left, now_s = float(nbytes), start_s
-        for begin_s, end_s, rate in self._overlaps(shared, now_s):
-            alone = max(0.0, begin_s - now_s)
-            if left <= alone * own:
-                return now_s + left / own
-            left -= alone * own
-            now_s = max(now_s, begin_s)
-            if left <= (end_s - now_s) * rate:
-                return now_s + left / rate
-            left -= (end_s - now_s) * rate
-            now_s = end_s
-        return now_s + left / own
-
-    def _rate(self, lane: str) -> tuple[float, dict[str, float]]:
-        """Bytes/s of a lane alone, and beside each lane that shares its resource."""
-        rates = self.rates
-        if lane in ("fetch", "drain"):
-            own = rates.fetch_gbps if lane == "fetch" else rates.drain_gbps
-            other = "drain" if lane == "fetch" else "fetch"
-            beside = rates.duplex_gbps - (rates.drain_gbps if lane == "fetch" else rates.fetch_gbps)
-            shared = {other: beside}
-        elif lane == "gather":
-            own, shared = rates.wire_gbps, {}
-        elif lane == "reduce":
-            own, shared = rates.reduce_gbps, {}
-        elif lane == "exchange":
-            own = rates.exchange_gbps
-            shared = {"reduce": own / 2}
-        elif lane == "update":
-            own = rates.update_gbps
-            shared = {
-                "fetch": rates.memory_gbps - rates.fetch_gbps,
-                "drain": rates.memory_gbps - rates.drain_gbps,
-            }
-        elif lane == "spill":
-            own = rates.spill_gbps
-            beside = rates.io_gbps - rates.load_gbps
-            shared = {"load": beside, "stage": beside}
-        elif lane in ("load", "stage"):
-            own = rates.load_gbps
-            other = "stage" if lane == "load" else "load"
-            shared = {"spill": rates.io_gbps - rates.spill_gbps, other: 0.0}
-        else:
-            return 0.0, {}
-        return own * 1e9, {
-            name: min(own, max(left, LEAST_SHARE * own)) * 1e9 for name, left in shared.items()
-        }
-
-    def _overlaps(
-        self, shared: dict[str, float], from_s: float
-    ) -> list[tuple[float, float, float]]:
-        """Disjoint intervals after `from_s` in which others run, and the rate that is left."""
-        found = [
-            (begin_s, end_s, rate)
-            for name, rate in shared.items()
-            if name in self._lanes
-            for begin_s, end_s in self._lanes[name].recent
-            if end_s > from_s
-        ]
-        found.sort()
-        disjoint: list[tuple[float, float, float]] = []
-        for begin_s, end_s, rate in found:
-            if disjoint and begin_s < disjoint[-1][1]:
-                begin_s = disjoint[-1][1]  # two at once: the first one's rate stands
-            if end_s > begin_s:
-                disjoint.append((begin_s, end_s, rate))
-        return disjoint
+    def delay_updates(self, transfer: Moving) -> None:
+        """Updates end later: a transfer over the link was submitted that takes memory from them."""
+        for update in self.contention.delayed_by(transfer, self.caller_s):
+            fence = update.key
+            assert isinstance(fence, SimulatedFence)
+            fence.issued_s = fence.done_s = update.end_s
+            operation = self.operations[fence.index]
+            self.operations[fence.index] = operation._replace(
+                start_s=update.begin_s, end_s=update.end_s
+            )
+            self._update.not_before(update.end_s)
 
     # -- buffers ----------------------------------------------------------------------------------
     @property

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from stronghold.device.simulated import Rates
+from stronghold.device.contention import Rates
 from stronghold.errors import BudgetError, ConfigError
 from stronghold.forecast.forecast import Asked, Forecast, Gain, Tier, Timing
 from stronghold.forecast.page import seconds
@@ -234,6 +234,9 @@ def _load(question: Question, costs: ModelCosts, plan: Plan | None) -> StepLoad:
         trained_parameters=sum(layer.num_trainable for layer in streamed) // ranks,
         refreshed_parameters=sum(layer.num_trainable for layer in staying) // ranks,
         layer_parameters=next(iter(largest), 0),
+        staying_flops=sum(
+            costs.layers[i].forward_flops for i in range(len(layers)) if i not in away
+        ),
         offloaded_bytes=sum(layer.saved_bytes for layer in of_policy("offload")),
         nvme_read_bytes=0 if plan is None else plan.nvme_read_bytes,
         nvme_write_bytes=0 if plan is None else plan.nvme_written_bytes,

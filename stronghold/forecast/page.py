@@ -92,12 +92,14 @@ def _limit(forecast: Forecast) -> list[str]:
     parts = ", ".join(
         f"{name} {seconds(value)}" for name, value in _descending(limits.parts) if value > 0.0
     )
+    if limits.fill_s > 0.0:
+        parts += f"; one layer's way in and out {seconds(limits.fill_s)}"
     even = forecast.break_even
     return [
         "Physical limit",
         *_labelled("step", f"{seconds(limits.seconds)}, {tokens:,.0f} tokens/s{distance}"),
         *_labelled("set by", limits.bound),
-        *_labelled("resources", f"{parts}; one layer's way in and out {seconds(limits.fill_s)}"),
+        *_labelled("resources", parts),
         *_labelled(
             "break even",
             f"compute outlasts the CPU's Adam from {even.cpu:,.0f} tokens per step, the weights' "

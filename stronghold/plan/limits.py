@@ -11,7 +11,8 @@ the weights and r further forward passes per micro-batch:
 less what is still in the window when the direction turns, and with F the FLOP/s, B the link's
 bytes/s per direction, M the host memory's, S the disk's, A the bytes of activations that are
 offloaded in a step, D the disk's bytes and q the bytes of host memory that a parameter costs.
-Beside it stand the fetch and the drain of one layer, which nothing hides.
+Beside it stand the fetch and the drain of one layer, which nothing hides but what stays on the
+device.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ class StepLoad:
     computes again. `streamed_parameters` cross the link, but for `window_parameters` of them that
     are still there when the direction turns; `trained_parameters` of them have gradients and are
     updated on the host. `refreshed_parameters` stay on the device but are updated on the host.
-    `layer_parameters` is the largest streamed layer.
+    `layer_parameters` is the largest streamed layer, `staying_flops` the forward FLOPs of those
+    that never leave the device and may compute while it is on its way.
     `offloaded_bytes` of activations leave and return in every micro-batch. `nvme_*_bytes` are of a
     step.
     """
@@ -54,6 +56,7 @@ class StepLoad:
     trained_parameters: int = 0
     refreshed_parameters: int = 0
     layer_parameters: int = 0
+    staying_flops: float = 0.0
     offloaded_bytes: int = 0
     nvme_read_bytes: int = 0
     nvme_write_bytes: int = 0
@@ -193,7 +196,9 @@ def _kernel_bytes(dtype: str, micro_batches: int) -> int:
 
 
 def _fill_s(load: StepLoad, machine: MachineProfile) -> float:
-    """A layer's fetch before the first compute and its drain after the last."""
+    """A layer's fetch before the first compute and its drain after the last, but for the time that
+    what stays computes."""
     nbytes = WEIGHT_BYTES[load.dtype] * load.layer_parameters
     drained = nbytes if load.trained_parameters else 0
-    return (nbytes / machine.fetch_gbps + drained / machine.drain_gbps) / 1e9
+    way_s = (nbytes / machine.fetch_gbps + drained / machine.drain_gbps) / 1e9
+    return max(0.0, way_s - 3.0 * load.staying_flops / machine.flops[load.dtype])

@@ -1,0 +1,204 @@
+"""What lanes reach, alone and beside each other: shared resources of a simulated machine.
+
+Owns which operations moved bytes lately, and which updates nobody has seen the end of. Never knows
+what waits for what. The calling thread alone enters.
+
+[Note: shared resources] Both directions of the link share what duplex allows, loads and stages
+share the disk with each other and with spills. Who was submitted first keeps its rate; who overlaps
+it later gets what is left for as long as they overlap, so that no byte is moved twice. The CPU's
+Adam has what all transfers leave of the host's memory: what crosses the link beside updates that
+were submitted before it delays them, whose fences nobody has waited for yet.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+SHARING_MEMORY = 16  # operations of another lane that may still overlap a new one
+LINK_LANES = ("fetch", "drain")
+MEMORY_LANES = (*LINK_LANES, "load", "stage", "spill")  # whose bytes pass host memory
+LEAST_SHARE = 0.05  # of its own rate that a lane keeps beside others, whatever is left
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rates:
+    """What the lanes reach, in 1e9 bytes/s, and the seconds that a hand-over costs.
+
+    `duplex_gbps` is the sum of both directions of the link when both are busy; `update_gbps` the
+    CPU Adam's, `memory_gbps` the host memory's as a whole; `io_gbps` the sum of loads and spills
+    when both are busy; `device_gbps` the device memory's; `wire_gbps` what comes from other ranks
+    of the node, `reduce_gbps` the gradients from all ranks, `exchange_gbps` the weights from other
+    nodes. `handover_s` passes between a submission and its lane's start, `launch_s` is the calling
+    thread's share of a piece of compute.
+    """
+
+    fetch_gbps: float
+    drain_gbps: float
+    duplex_gbps: float
+    update_gbps: float
+    memory_gbps: float
+    device_gbps: float
+    load_gbps: float = 1.0
+    spill_gbps: float = 1.0
+    io_gbps: float = 2.0
+    wire_gbps: float = 25.0
+    reduce_gbps: float = 25.0
+    exchange_gbps: float = 25.0
+    handover_s: float = 3e-5
+    launch_s: float = 0.0
+
+
+@dataclass(slots=True, kw_only=True)
+class Moving:
+    """An operation that moves `nbytes` between two times; `key` is whatever its owner knows it
+    by."""
+
+    lane: str
+    begin_s: float
+    end_s: float
+    nbytes: int
+    key: object = None
+
+    @property
+    def rate(self) -> float:
+        """Bytes/s."""
+        return self.nbytes / (self.end_s - self.begin_s)
+
+
+class _Left(NamedTuple):
+    """The rate that is left in an interval, bytes/s."""
+
+    begin_s: float
+    end_s: float
+    rate: float
+
+
+class Contention:
+    """Who gets how much of the link, the disk and the host's memory ([Note: shared resources])."""
+
+    def __init__(self, rates: Rates) -> None:
+        self._rates = rates
+        self._recent: dict[str, deque[Moving]] = defaultdict(lambda: deque(maxlen=SHARING_MEMORY))
+        self._updates: deque[Moving] = deque()
+
+    def end_of(self, lane: str, start_s: float, nbytes: int) -> float:
+        """When an operation of `nbytes` that starts on the lane now ends."""
+        if lane == "update":
+            own, beside = self._rates.update_gbps * 1e9, self._beside_transfers(start_s)
+        else:
+            own, shared = self._rate(lane)
+            beside = self._overlaps(shared, start_s)
+        return _end_s(start_s, nbytes, own, beside) if nbytes > 0 and own > 0.0 else start_s
+
+    def add(self, moving: Moving) -> None:
+        """It was submitted, and ends when `end_of` said."""
+        if moving.lane == "update":
+            self._updates.append(moving)
+        else:
+            self._recent[moving.lane].append(moving)
+
+    def delayed_by(self, transfer: Moving, seen_s: float) -> Iterator[Moving]:
+        """The updates that a new transfer makes longer or later, with their new times. Whoever may
+        have waited for an end before `seen_s` is not deceived."""
+        while self._updates and self._updates[0].end_s <= seen_s:
+            self._updates.popleft()
+        own = self._rates.update_gbps * 1e9
+        beside: list[_Left] | None = None
+        free_s = 0.0  # the end of the one before, where it has become later
+        for update in self._updates:
+            if update.end_s <= transfer.begin_s:
+                continue
+            if update.begin_s >= max(transfer.end_s, free_s):
+                return
+            if beside is None:
+                beside = self._beside_transfers(update.begin_s)
+            begin_s = max(update.begin_s, free_s)
+            end_s = _end_s(begin_s, update.nbytes, own, beside)
+            if end_s > update.end_s:
+                update.begin_s, update.end_s, free_s = begin_s, end_s, end_s
+                yield update
+
+    def _beside_transfers(self, from_s: float) -> list[_Left]:
+        """Where transfers run after `from_s`, and the update's rate there."""
+        own, memory = self._rates.update_gbps * 1e9, self._rates.memory_gbps * 1e9
+        changes = sorted(
+            change
+            for name in MEMORY_LANES
+            for other in self._recent[name]
+            if other.end_s > from_s
+            for change in ((other.begin_s, other.rate), (other.end_s, -other.rate))
+        )
+        found, used = [], 0.0
+        for (at_s, change), (until_s, _) in pairwise(changes):
+            used += change
+            if until_s > at_s and used > 0.0:
+                left = min(own, max(memory - used, LEAST_SHARE * own))
+                found.append(_Left(at_s, until_s, left))
+        return found
+
+    def _rate(self, lane: str) -> tuple[float, dict[str, float]]:
+        """Bytes/s of a lane alone, and beside each lane that shares its resource."""
+        rates = self._rates
+        if lane in LINK_LANES:
+            own = rates.fetch_gbps if lane == "fetch" else rates.drain_gbps
+            other = "drain" if lane == "fetch" else "fetch"
+            beside = rates.duplex_gbps - (rates.drain_gbps if lane == "fetch" else rates.fetch_gbps)
+            shared = {other: beside}
+        elif lane == "gather":
+            own, shared = rates.wire_gbps, {}
+        elif lane == "reduce":
+            own, shared = rates.reduce_gbps, {}
+        elif lane == "exchange":
+            own = rates.exchange_gbps
+            shared = {"reduce": own / 2}
+        elif lane == "spill":
+            own = rates.spill_gbps
+            beside = rates.io_gbps - rates.load_gbps
+            shared = {"load": beside, "stage": beside}
+        elif lane in ("load", "stage"):
+            own = rates.load_gbps
+            other = "stage" if lane == "load" else "load"
+            shared = {"spill": rates.io_gbps - rates.spill_gbps, other: 0.0}
+        else:
+            return 0.0, {}
+        return own * 1e9, {
+            name: min(own, max(left, LEAST_SHARE * own)) * 1e9 for name, left in shared.items()
+        }
+
+    def _overlaps(self, shared: dict[str, float], from_s: float) -> list[_Left]:
+        """Disjoint intervals after `from_s` in which others run, and the rate that is left."""
+        found = sorted(
+            (other.begin_s, other.end_s, rate)
+            for name, rate in shared.items()
+            for other in self._recent[name]
+            if other.end_s > from_s
+        )
+        disjoint: list[_Left] = []
+        for begin_s, end_s, rate in found:
+            if disjoint and begin_s < disjoint[-1].end_s:
+                begin_s = disjoint[-1].end_s  # two at once: the first one's rate stands
+            if end_s > begin_s:
+                disjoint.append(_Left(begin_s, end_s, rate))
+        return disjoint
+
+
+def _end_s(start_s: float, nbytes: float, own: float, beside: Sequence[_Left]) -> float:
+    """When `nbytes` are moved: at the rate `own`, but in the intervals `beside` at theirs."""
+    left, now_s = nbytes, start_s
+    for begin_s, end_s, rate in beside:
+        if end_s <= now_s:
+            continue
+        alone = max(0.0, begin_s - now_s)
+        if left <= alone * own:
+            return now_s + left / own
+        left -= alone * own
+        now_s = max(now_s, begin_s)
+        if left <= (end_s - now_s) * rate:
+            return now_s + left / rate
+        left -= (end_s - now_s) * rate
+        now_s = end_s
+    return now_s + left / own
