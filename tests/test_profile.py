@@ -15,8 +15,10 @@ import torch
 
 from stronghold import native
 from stronghold.errors import ConfigError
+from stronghold.memory.tiers import LOW_DTYPE
 from stronghold.plan import profile
 from stronghold.plan.profile import MachineProfile
+from stronghold.runtime.adam import adam_bytes
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -161,14 +163,18 @@ def test_a_directory_is_no_profile(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("dtype", "nbytes"),
-    [(torch.bfloat16, profile.ADAM_BF16_BYTES), (torch.float32, profile.ADAM_FP32_BYTES)],
+    [
+        (torch.bfloat16, profile.ADAM_BF16_BYTES),
+        (torch.float16, profile.ADAM_FP16_BYTES),
+        (torch.float32, profile.ADAM_FP32_BYTES),
+    ],
 )
 def test_adams_bytes_are_those_of_its_arrays(dtype: torch.dtype, nbytes: int) -> None:
     """Every array that a segment names is read, and all but the gradient are written."""
-    low = torch.int16.itemsize if dtype is torch.bfloat16 else 0
-    written = dtype.itemsize + low + 2 * torch.float32.itemsize
+    low = LOW_DTYPE[dtype]
+    written = dtype.itemsize + (low.itemsize if low else 0) + 2 * torch.float32.itemsize
     assert {"weight", "low", "exp_avg", "exp_avg_sq", "grad"} <= set(native.AdamSegment._fields)
-    assert nbytes == 2 * written + dtype.itemsize
+    assert nbytes == 2 * written + dtype.itemsize == adam_bytes(dtype, dtype)
 
 
 # -- where a machine's own profile lies -----------------------------------------------------------

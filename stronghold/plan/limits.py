@@ -19,8 +19,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from stronghold.plan.profile import ADAM_BF16_BYTES, ADAM_FP32_BYTES, MachineProfile
+from stronghold.plan.profile import (
+    ADAM_BF16_BYTES,
+    ADAM_FP16_BYTES,
+    ADAM_FP32_BYTES,
+    MachineProfile,
+)
 
+ADAM_BYTES = {"bf16": ADAM_BF16_BYTES, "fp16": ADAM_FP16_BYTES, "fp32": ADAM_FP32_BYTES}
 WEIGHT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 LOADS = 2  # k: forward and backward
 SUM_BYTES = 4  # of an accumulated gradient
@@ -172,8 +178,8 @@ def disk_s(load: StepLoad, machine: MachineProfile) -> float:
 def bytes_per_parameter(dtype: str, micro_batches: int = 1) -> int:
     """q: bytes of host memory that a step of a trained, streamed parameter reads and writes.
 
-    32 in bf16 and fp16: 26 in the kernel of `stronghold.plan.profile`, k e + e = 6 of transfers. (A
-    design with a whole fp32 master beside the 16-bit weight writes 2 more: 34.)
+    32 in bf16: 26 in the kernel of `stronghold.plan.profile`, k e + e = 6 of transfers. 36 in fp16,
+    where weight and whole fp32 master are both read and written.
     """
     size = WEIGHT_BYTES[dtype]
     return _kernel_bytes(dtype, micro_batches) + micro_batches * (LOADS + 1) * size
@@ -187,7 +193,7 @@ def memory_gbps(machine: MachineProfile) -> float:
 def _kernel_bytes(dtype: str, micro_batches: int) -> int:
     """Adam, and before it sums: the first gradient starts a sum (read e, write 4), each further one
     is added (read e and 4, write 4), and the last is read by Adam beside the sum."""
-    adam = ADAM_FP32_BYTES if dtype == "fp32" else ADAM_BF16_BYTES
+    adam = ADAM_BYTES[dtype]
     if micro_batches == 1:
         return adam
     size = WEIGHT_BYTES[dtype]

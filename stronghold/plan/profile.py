@@ -31,6 +31,8 @@ EMULATED = "emulated"
 # What `kernels/src/adam-inl.h` moves per parameter with bf16 weights and bf16 gradients: the
 # weight, its 16-bit remainder and two fp32 moments are read and written, the gradient is read.
 ADAM_BF16_BYTES = 2 * (2 + 2 + 4 + 4) + 2
+# The same with fp16 weights and gradients, and whole fp32 masters beside the weights.
+ADAM_FP16_BYTES = 2 * (2 + 4 + 4 + 4) + 2
 # The same with fp32 weights and gradients, which have no remainder.
 ADAM_FP32_BYTES = 2 * (4 + 4 + 4) + 4
 NETWORK_GBPS = 25.0  # between nodes, unless it is said: 200 Gb/s for each GPU

@@ -200,9 +200,8 @@ def adam_segments(
 
 
 def adam_bytes(weight_dtype: torch.dtype, grad_dtype: torch.dtype) -> int:
-    """Bytes of memory that Adam reads and writes for one parameter: master (fp32 weights, bf16
-    weights and their remainders both ways; fp16 weights only written) and two fp32 moments both
-    ways, the gradient one way.
+    """Bytes of memory that Adam reads and writes for one parameter: weight, what makes it an fp32
+    master, and two fp32 moments both ways, the gradient one way.
     """
-    master = {torch.float32: 8, torch.bfloat16: 8, torch.float16: 10}[weight_dtype]
+    master = {torch.float32: 8, torch.bfloat16: 8, torch.float16: 12}[weight_dtype]
     return master + 16 + grad_dtype.itemsize
