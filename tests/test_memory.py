@@ -93,11 +93,9 @@ def test_bf16_without_clipping_takes_12_bytes_per_parameter() -> None:
 def test_weights_cross_at_most_twice_and_gradients_once(window: int, accumulation: int) -> None:
     engine, make_batch = trained("gpt", section={"window": window}, accumulation=accumulation)
     executor, layout = engine._stack.runtime.executor, engine._stack.layout
-    engine.synchronize()
     fetched, drained = executor.fetched_bytes, executor.drains.drained_bytes
     steps = 4
     train(engine, make_batch, range(STEPS, STEPS + steps))
-    engine.synchronize()
     streamed = [layout.layers[i].numel * 4 for i in layout.streamed]
     resident = sum(layout.layers[i].numel * 4 for i in layout.resident)
     slots = min(window, len(streamed))

@@ -1,6 +1,11 @@
 """Where each layer's parameters point: at a slot, at a slab, or for good at the device.
 
 Owns the views. Never copies a byte. Entered by the training thread, and by autograd's in backward.
+
+[Note: other memory] `model.to(...)`, `model.half()`, `p.data = values` and cuDNN's flattening of
+recurrent weights point a parameter elsewhere, and what is written there would be neither trained
+nor used. It is noticed where the parameter is moved next. The same values are harmless; others are
+refused, since the memory they displaced may be somebody's backup.
 """
 
 from __future__ import annotations
@@ -10,6 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from stronghold.errors import ConfigError
 from stronghold.memory.layer import LayerState, view
 
 
@@ -24,10 +30,12 @@ class Bindings:
         # Where each layer's parameters point, and the views that they take there, by address.
         self._bound = [-1] * len(layers)
         self._views: list[dict[int, list[torch.Tensor]]] = [{} for _ in layers]
+        self._addresses: list[list[int]] = [[] for _ in layers]  # of each parameter, as bound
 
     def bind(self, layer: int, flat: torch.Tensor) -> None:
         """Point the layer's parameters at their places in `flat`."""
         address = flat.data_ptr()
+        self.check(layer)
         if self._bound[layer] == address:
             return
         views = self._views[layer].get(address)
@@ -37,6 +45,26 @@ class Bindings:
         for parameter, values in zip(self._parameters[layer], views, strict=True):
             parameter.data = values
         self._bound[layer] = address
+        self._addresses[layer] = [parameter.data_ptr() for parameter in self._parameters[layer]]
+
+    def check(self, layer: int) -> None:
+        """ConfigError when a parameter points elsewhere, at other values ([Note: other memory])."""
+        for k, address in enumerate(self._addresses[layer]):
+            parameter = self._parameters[layer][k]
+            if parameter.data_ptr() != address:
+                self._take_back(layer, k, parameter)
+
+    def _take_back(self, layer: int, k: int, parameter: nn.Parameter) -> None:
+        own, other = self._views[layer][self._bound[layer]][k], parameter.data
+        parameter.data = own
+        same = other.dtype is own.dtype and other.shape == own.shape
+        if not same or not torch.equal(other.to(own.device), own):
+            name = self._layers[layer].layout.slices[k].name
+            raise ConfigError(
+                f"{name} was pointed at other memory with other values (p.data = ..., "
+                "model.half(), model.to(dtype)) while an engine moves it: write into the parameter "
+                "instead (with torch.no_grad(): p.copy_(values)), or use load_state_dict"
+            )
 
     def rest(self, layer: int) -> None:
         """Point the layer's parameters at its own arrays: on the host, or on the device when it is
@@ -48,5 +76,6 @@ class Bindings:
         """Point every parameter at its layer's own arrays, and keep no other memory alive: slots,
         or files that are mapped."""
         for layer in range(len(self._layers)):
+            self._addresses[layer].clear()
             self.rest(layer)
             self._views[layer].clear()

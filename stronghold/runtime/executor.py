@@ -142,6 +142,8 @@ class Executor:
     def begin_backward_pass(self) -> None:
         """Autograd is about to run."""
         self._device.check()
+        for layer in self._plan.updated_on_gpu:
+            self._bindings.check(layer)
         self._window.prepare_training()
         self._host.prepare_training()
         self._updater.begin_backward()
@@ -387,6 +389,14 @@ class Executor:
         if self.phase is Phase.IDLE:
             for layer in sorted(self._refreshed.intersection(layers)):
                 self.make_resident(layer)
+
+    def given_out(self, layers: Sequence[int]) -> None:
+        """Code outside has these layers' parameters between two passes, and may write into them:
+        what was fetched ahead of them is fetched again. Not between a forward and its backward.
+        """
+        if self.phase is Phase.IDLE and not any(self._calls):
+            for layer in set(layers).intersection(self._window.held_layers()):
+                self._release(layer)
 
     def rest(self, layer: int) -> None:
         """Point the layer's parameters at its own arrays."""

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
+import torch
 from torch import nn
 
 from stronghold.device.base import Device
@@ -23,7 +24,7 @@ from stronghold.plan.planner import Plan
 from stronghold.runtime.activations import Activations
 from stronghold.runtime.adam import AdamSteps
 from stronghold.runtime.device_updates import DeviceUpdates
-from stronghold.runtime.executor import Executor
+from stronghold.runtime.executor import Executor, Phase
 from stronghold.runtime.hooks import Hooks
 from stronghold.runtime.ledger import GateResult, Ledger
 from stronghold.runtime.ranks.sharing import Sharing
@@ -60,6 +61,12 @@ class Streaming:
         self._plan = plan
         self._adam = adam
         self._hooks: Hooks | None = None
+        self._parameters = parameters
+        # Updated on the host, where writes to what is on the device, or to what has a master of
+        # its own, do not show; and the versions of their parameters that did.
+        everything = range(len(parameters)) if host.dtype is torch.float16 else plan.resident
+        self._unseen = [layer for layer in everything if layer not in plan.updated_on_gpu]
+        self._versions: dict[int, list[int]] = {}
         self.window = Window(
             device,
             host.dtype,
@@ -136,6 +143,7 @@ class Streaming:
     def detach(self) -> None:
         if self._hooks is not None:
             self._hooks.close()
+            self._adopt_edited()
 
     def give_back(self) -> None:
         self.executor.rest_all()
@@ -161,6 +169,7 @@ class Streaming:
     def begin_backward(self, *, boundary: bool) -> None:
         self._device.check()  # what failed before explains what is refused now
         self._adam.refuse_unfrozen()
+        self._adopt_edited()
         self._ledger.begin_backward(boundary=boundary)
         self._store.prepare_training()
         self.executor.begin_backward_pass()
@@ -179,6 +188,7 @@ class Streaming:
             self._hooks.end_backward()
 
     def close_gate(self, *, clipping: float, inverse_scale: float) -> GateResult:
+        self._adopt_edited()
         gate, changed = self.updater.close_gate(
             clipping=clipping, inverse_scale=inverse_scale, last_fetch=self.executor.last_fetch
         )
@@ -187,7 +197,12 @@ class Streaming:
 
     # -- between steps ----------------------------------------------------------------------------
     def settle(self, layers: Sequence[int] | None = None) -> None:
-        self.executor.settle(range(len(self._host.layers)) if layers is None else layers)
+        asked = range(len(self._host.layers)) if layers is None else layers
+        self.executor.settle(asked)
+        if self._sharing is None:  # several ranks fetch together, in the order of all
+            self.executor.given_out(asked)
+            if self.executor.phase is Phase.IDLE:
+                self._adopt_edited()
 
     def restart(self) -> None:
         self.updater.restart()
@@ -205,22 +220,44 @@ class Streaming:
             self._sharing.spread("after a load")
         self.executor.weights_changed(range(len(self._host.layers)))
 
+    def _adopt_edited(self) -> None:
+        """What was written in place, from outside, where an update on the host would not see it:
+        take it over before that. A parameter's version tells. bf16 masters keep their remainders,
+        so that weights that come back to what they were are the same masters.
+        """
+        edited = []
+        for layer in self._unseen:
+            versions = [parameter._version for parameter in self._parameters[layer]]
+            if versions != self._versions.setdefault(layer, versions):
+                self._versions[layer] = versions
+                edited.append(layer)
+        if edited and self._sharing is not None:
+            self.adopt_weights(edited)
+            return
+        for layer in edited:
+            self._save(layer)
+            if self._host.dtype is torch.float16:
+                self._host.restart_master(layer)
+
     def adopt_weights(self, layers: Sequence[int] | None = None) -> None:
-        device = self._device
         written = range(len(self._host.layers)) if layers is None else layers
         for index in written:
-            state = self._host.layers[index]
-            if index in self._plan.resident and not state.on_device:
-                slot = self.window.slot_of(index)
-                assert slot is not None
-                save = partial(device.copy, state.weights, slot.weights[: state.weights.numel()])
-                after = device.record_compute(f"weights {index} written")
-                nbytes = state.weights.numel() * state.weights.element_size()
-                device.drain.submit(f"save {index}", save, (after,), nbytes=nbytes).wait()
-            self._host.flush(index)
+            self._save(index)
         if self._sharing is not None:
             self._sharing.agree("after new weights")
         for index in written:
             self._host.restart_master(index)
         self._meet("after new weights")
         self.executor.weights_changed([i for i in written if i not in self._plan.resident])
+
+    def _save(self, layer: int) -> None:
+        """Bring what was written where the layer's parameters point to its arrays."""
+        device, state = self._device, self._host.layers[layer]
+        if layer in self._plan.resident and not state.on_device:
+            slot = self.window.slot_of(layer)
+            assert slot is not None
+            save = partial(device.copy, state.weights, slot.weights[: state.weights.numel()])
+            after = device.record_compute(f"weights {layer} written")
+            nbytes = state.weights.numel() * state.weights.element_size()
+            device.drain.submit(f"save {layer}", save, (after,), nbytes=nbytes).wait()
+        self._host.flush(layer)

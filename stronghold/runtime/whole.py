@@ -100,6 +100,8 @@ class Whole:
     def begin_backward(self, *, boundary: bool) -> None:
         self._device.check()
         self._adam.refuse_unfrozen()
+        for layer in range(len(self._parameters)):
+            self._bindings.check(layer)
         self._ledger.begin_backward(boundary=boundary)
         self._refuse_strays()
         self._host.prepare_training()

@@ -1,0 +1,132 @@
+"""Laws of weights that a program writes by hand between two steps: in place they count, as in plain
+PyTorch; what cannot count is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import stronghold
+from stronghold.errors import ConfigError
+from tests.models import MODELS
+from tests.training import config
+from tests.twin import Twin, twin
+
+SECTIONS: dict[str, dict[str, Any]] = {
+    "streamed": {"window": 2},
+    "resident": {"resident_layers": "all", "resident_updates": "host"},
+    "updated on the gpu": {"resident_layers": 1, "resident_updates": "gpu", "window": 1},
+    "whole": {"resident_layers": "all", "resident_updates": "gpu"},
+}
+
+
+@torch.no_grad()
+def clamp(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.clamp_(-0.05, 0.05)
+
+
+@torch.no_grad()
+def renew_the_head(model: nn.Module) -> None:
+    generator = torch.Generator().manual_seed(3)
+    nn.init.normal_(model.head.weight, std=0.1, generator=generator)
+
+
+def same_outputs(both: Twin) -> None:
+    with torch.no_grad():
+        assert torch.equal(both.on(9)(both.engine), both.on(9)(both.plain))
+
+
+@pytest.mark.parametrize("write", [clamp, renew_the_head])
+@pytest.mark.parametrize("clipping", [0.0, 1.0], ids=["early updates", "gated updates"])
+@pytest.mark.parametrize("section", SECTIONS)
+def test_what_is_written_in_place_is_used_and_trained(
+    section: str, clipping: float, write: Callable[[nn.Module], None]
+) -> None:
+    with twin(section=SECTIONS[section], clipping=clipping) as both:
+        for step in range(3):
+            both.train(step)
+            both.engine.synchronize()
+            write(both.model)
+            write(both.plain)
+            if step == 1:
+                same_outputs(both)
+
+
+@pytest.mark.parametrize("through", ["data", "no_grad"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("section", SECTIONS)
+def test_weights_may_be_exchanged_for_an_evaluation(
+    section: str, precision: str, through: str
+) -> None:
+    """As moving averages are: masters and training are what they would have been without."""
+
+    def write(parameter: nn.Parameter, values: torch.Tensor) -> None:
+        with torch.no_grad():
+            (parameter.data if through == "data" else parameter).copy_(values)
+
+    def exchanged(both: Twin, model: nn.Module) -> torch.Tensor:
+        own = [parameter.detach().clone() for parameter in model.parameters()]
+        for parameter in model.parameters():
+            write(parameter, 0.9 * parameter.detach())
+        with torch.no_grad():
+            loss = both.on(9)(model)
+        for parameter, values in zip(model.parameters(), own, strict=True):
+            write(parameter, values)
+        return loss
+
+    with twin(section=SECTIONS[section], precision=precision) as both:
+        for step in range(3):
+            both.train(step)
+            assert torch.equal(exchanged(both, both.model), exchanged(both, both.plain))
+
+
+def test_what_is_written_last_is_in_the_model_that_is_given_back() -> None:
+    model, _ = MODELS["gpt"]()
+    engine, *_ = stronghold.initialize(
+        model=model, config=config(section={"window": 1}), model_parameters=model.parameters()
+    )
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(0.25)
+    engine.destroy()
+    assert all(bool((parameter == 0.25).all()) for parameter in model.parameters())
+
+
+@torch.no_grad()
+def halve(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.data = 0.5 * parameter.data
+
+
+@pytest.mark.parametrize("point", [halve, nn.Module.half], ids=["p.data =", "model.half()"])
+@pytest.mark.parametrize("section", SECTIONS)
+def test_a_parameter_that_points_at_other_values_is_refused(
+    section: str, point: Callable[[nn.Module], Any]
+) -> None:
+    both = Twin(section=SECTIONS[section])
+    both.train(0)
+
+    def go_on() -> None:
+        point(both.model)
+        both.engine.backward(both.on(1)(both.engine))
+
+    with pytest.raises((ConfigError, RuntimeError), match=r"pointed at other memory|dtype"):
+        go_on()
+    both.engine.destroy()
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+def test_a_parameter_that_points_at_a_copy_of_itself_is_taken_back(section: str) -> None:
+    """`model.to(device)` makes one where the model rests elsewhere."""
+    with twin(section=SECTIONS[section]) as both:
+        both.train(0)
+        for parameter in both.model.parameters():
+            parameter.data = parameter.data.clone()
+        both.train(1)
+        both.train(2)
