@@ -54,6 +54,7 @@ EXPECTED: dict[str, tuple[list[str], list[str]]] = {
     "skip_inside": (numbered("blocks", 4), AROUND),
     "experts": (numbered("blocks", 3), AROUND),
     "buffers": (numbered("blocks", 3), AROUND),
+    "growing_buffers": (numbered("blocks", 3), AROUND),
     "fused_loss": (numbered("blocks", 3), AROUND),
     "megatron_gpt": (numbered("language_model.encoder.layers", 3), MEGATRON),
     "megatron_bert": (

@@ -153,6 +153,21 @@ def test_a_penalty_on_the_gradient_of_the_input_is_exact(mode: str, policy: str)
             both.step()
 
 
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("first", [0, 1])
+def test_two_losses_may_run_backward_in_either_order(first: int, policy: str) -> None:
+    """A forward that is computed again has the buffers of its own call, not those of the last."""
+    with twin("growing_buffers", section={"activations": policy}) as both:
+        for step in range(3):
+            losses = [both.on(2 * step + k)(both.engine) for k in range(2)]
+            expected = [both.on(2 * step + k)(both.plain) for k in range(2)]
+            for k in (first, 1 - first):
+                assert torch.equal(losses[k], expected[k])
+                both.engine.backward(losses[k])
+                expected[k].backward()
+            both.step()
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_a_step_without_a_backward_changes_no_weight(mode: str) -> None:
     with twin(**MODES[mode]) as both:

@@ -20,6 +20,7 @@ into handles.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import weakref
 from collections import defaultdict
@@ -35,6 +36,7 @@ from stronghold.device.base import Device, Fence
 from stronghold.errors import ConfigError
 from stronghold.memory.slab import map_slab
 from stronghold.runtime.activation_sizes import ActivationSizes
+from stronghold.runtime.kept_buffers import KeptBuffers
 from stronghold.telemetry.metrics import Metrics
 
 MIN_OFFLOAD_BYTES = 16 << 10  # below this a copy costs more than the room it frees
@@ -104,11 +106,10 @@ class _Foreign(NamedTuple):
 
 
 class _Scope(NamedTuple):
-    """One running forward: what to close, and the buffers to put back after a recomputation."""
+    """One running forward: what to close."""
 
     hooks: saved_tensors_hooks
     recomputation: Generator[None, None, None] | None
-    buffers: list[torch.Tensor] | None
 
 
 def _active_hooks() -> Hooks | None:
@@ -133,9 +134,6 @@ class Activations:
         self._slots = slots
         self._metrics = metrics
         self._open: dict[int, list[_Scope]] = defaultdict(list)
-        # Buffers as they were before each forward that will be recomputed, the newest last:
-        # backward comes in reverse.
-        self._buffers: dict[int, list[list[torch.Tensor]]] = defaultdict(list)
         self._saved: dict[int, list[weakref.ref[SavedStorage]]] = defaultdict(list)
         self._in_scope: dict[int, SavedStorage] = {}
         self._leaving: list[SavedStorage] = []
@@ -156,13 +154,9 @@ class Activations:
     ) -> None:
         """The layer's forward begins; every `enter` has its `leave`, also when it raises."""
         recomputation = None
-        restored: list[torch.Tensor] | None = None
         if self.will_recompute(layer, recomputing=recomputing):
-            self._buffers[layer].append([buffer.clone() for buffer in module.buffers()])
             recomputation = _recomputation(module, args, kwargs)
             next(recomputation)
-        elif recomputing and self._buffers[layer]:
-            restored = _swap(module, self._buffers[layer].pop())
         foreign = _active_hooks()
         offload = self._policies[layer] == "offload" and foreign is None and not recomputing
         self._in_scope.clear()
@@ -173,7 +167,7 @@ class Activations:
             lambda packed: self._unpack(packed, foreign),
         )
         hooks.__enter__()
-        self._open[layer].append(_Scope(hooks, recomputation, restored))
+        self._open[layer].append(_Scope(hooks, recomputation))
 
     def will_recompute(self, layer: int, *, recomputing: bool) -> bool:
         """Whether a layer whose forward begins now will run it again in backward. Under the user's
@@ -199,8 +193,6 @@ class Activations:
         self._in_scope.clear()
         if scope.recomputation is not None:
             next(scope.recomputation, None)
-        if scope.buffers is not None:
-            _swap(module, scope.buffers)
         self._settle_leaving()
 
     def _pack(self, layer: int, tensor: torch.Tensor, foreign: Hooks | None, offload: bool) -> Any:
@@ -346,10 +338,6 @@ class Activations:
         self._metrics.waited("fetch", self._device.compute_wait(saved.ready))
         return saved.back
 
-    def end_backward(self) -> None:
-        """Backward is over: what was kept for a recomputation that never came is void."""
-        self._buffers.clear()
-
     def close(self) -> None:
         """Unregister the host buffers."""
         for slab in self._pinned:
@@ -357,18 +345,6 @@ class Activations:
         self._pinned.clear()
         self._pool.clear()
         self._saved.clear()
-
-
-def _swap(module: nn.Module, values: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Give the module's buffers `values` and return what they had: running statistics must not move
-    twice in a step.
-    """
-    before = [buffer.clone() for buffer in module.buffers()]
-    for buffer, value in zip(module.buffers(), values, strict=True):
-        buffer.data.copy_(
-            value
-        )  # through .data: autograd must not take it for a change of a saved tensor
-    return before
 
 
 def without_cache(
@@ -399,9 +375,10 @@ def _recomputation(
     it.
     """
     make = torch_checkpoint._checkpoint_without_reentrant_generator
+    kept = KeptBuffers(module)
     options: dict[str, Any] = {
         "preserve_rng_state": True,
-        "context_fn": torch_checkpoint.noop_context_fn,
+        "context_fn": lambda: (contextlib.nullcontext(), kept),
         "determinism_check": "default",
         "debug": False,
         "early_stop": True,

@@ -176,7 +176,6 @@ class Streaming:
 
     def end_backward(self) -> None:
         self.executor.end_backward_pass()
-        self.activations.end_backward()
         if self._hooks is not None:
             self._hooks.end_backward()
 

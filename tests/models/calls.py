@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils.parametrizations import spectral_norm
 
 from tests.models.base import (
     HIDDEN,
@@ -155,6 +156,28 @@ class _BufferBlock(nn.Module):
 @plain
 def buffers(num_layers: int = 3) -> Any:
     return Decoder([_BufferBlock() for _ in range(num_layers)]), token_batch
+
+
+class _GrowingBlock(Block):
+    """Power iterations, whose vectors every forward moves and uses, and tables that a forward makes
+    when it first needs them, or makes anew when they are too short."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        spectral_norm(self.mlp.up)
+        self.register_buffer("table", torch.ones(1, 1), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        length = x.shape[1]
+        if self.table.shape[0] < length:
+            self.table = torch.arange(length).cos().unsqueeze(-1)
+            self.register_buffer("other", self.table.square(), persistent=False)
+        return super().forward(x * self.table[:length] + self.other[:length])
+
+
+@plain
+def growing_buffers(num_layers: int = 3) -> Any:
+    return Decoder([_GrowingBlock() for _ in range(num_layers)]), token_batch
 
 
 class _FusedLoss(Decoder):
