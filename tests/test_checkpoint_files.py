@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import shutil
 import zlib
 from collections.abc import Callable, Iterator
@@ -16,7 +17,13 @@ from torch import nn
 
 from stronghold.checkpoint import tensorfile
 from stronghold.checkpoint.manifest import MANIFEST, STATE, Manifest
-from stronghold.checkpoint.tensorfile import TensorFile, check_file, entry_of, write_tensors
+from stronghold.checkpoint.tensorfile import (
+    TensorFile,
+    check_file,
+    entry_of,
+    write_durably,
+    write_tensors,
+)
 from stronghold.errors import CheckpointError, ConfigError
 from tests.checkpoints import assert_same, make_model, session, snapshot, train
 
@@ -243,3 +250,13 @@ def test_the_manifest_is_what_was_written(saved: Path) -> None:
     assert {record.step for record in manifest.tensors} == {3}
     listed = set(manifest.files) | {MANIFEST}
     assert listed == {path.name for path in (saved / TAG).iterdir()}
+
+
+def test_a_disk_that_takes_no_more_is_told_with_the_file(tmp_path: Path) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+    try:
+        with pytest.raises(OSError, match=r"a\.safetensors"):
+            write_durably(tmp_path / "a.safetensors", [bytes(4096)])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)

@@ -13,6 +13,7 @@ import math
 import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -135,6 +136,15 @@ def _file_pieces(header: bytes, entries: Sequence[Entry]) -> Iterator[bytes | me
             raise StateError(f"{entry.name}: {written} bytes came, expected {entry.num_bytes}")
 
 
+@contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """The system's error, "No space left on device", with the file's name."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
 def write_durably(path: Path, pieces: Iterable[bytes | memoryview]) -> FileRecord:
     """Write `pieces` to a new file, fsync it, and say what it now is."""
     num_bytes = crc32 = 0
@@ -142,10 +152,12 @@ def write_durably(path: Path, pieces: Iterable[bytes | memoryview]) -> FileRecor
         for piece in pieces:
             view = memoryview(piece)
             while view:  # a raw write may be short
-                view = view[file.write(view) :]
+                with _named(path):
+                    view = view[file.write(view) :]
             crc32 = zlib.crc32(piece, crc32)
             num_bytes += len(piece)
-        os.fsync(file.fileno())
+        with _named(path):
+            os.fsync(file.fileno())
     return FileRecord(num_bytes=num_bytes, crc32=crc32)
 
 
