@@ -190,6 +190,9 @@ def main(given: list[str] | None = None) -> int:
     except UserError as error:
         print(f"finetune: {error}", file=sys.stderr)
         return 2
+    except OSError as error:  # a full disk; checkpoints that are whole stay
+        print(f"finetune: {error}; when that is put right, --resume goes on", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         print("\nfinetune: stopped; --resume goes on from the newest checkpoint", file=sys.stderr)
         return 130

@@ -47,8 +47,10 @@ def newest_checkpoint(folder: Path) -> str | None:
     return None
 
 
-def checkpoint_to_resume(args: argparse.Namespace, record: dict[str, Any]) -> str | None:
-    """The newest checkpoint, when it is of the same data in the same rows."""
+def checkpoint_to_resume(
+    args: argparse.Namespace, record: dict[str, Any], num_steps: int
+) -> str | None:
+    """The newest checkpoint, when it is of the same data in the same rows, and not the last."""
     newest = newest_checkpoint(args.output)
     if not args.resume:
         if newest is not None:
@@ -65,5 +67,12 @@ def checkpoint_to_resume(args: argparse.Namespace, record: dict[str, Any]) -> st
         raise NotPossible(
             f"--resume: {newest} was made from other rows: {'; '.join(changed)}. Give what was "
             "given then, or start anew with another --output"
+        )
+    taken = json.loads((Path(newest) / TRAINER_STATE_NAME).read_text())["global_step"]
+    if taken >= num_steps:  # the Trainer would take one more
+        raise NotPossible(
+            f"--resume: {newest} has taken {taken} steps, of {num_steps}: the training is over. "
+            "Raise --max-steps or --epochs to go on. Where --output has no model yet, `stronghold "
+            f"export {newest} DIR --model-dir {args.model}` writes it"
         )
     return newest

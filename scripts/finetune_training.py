@@ -319,7 +319,10 @@ def finetune(args: argparse.Namespace) -> Trainer:
     sequence = sequence_length(args, config)
     rows, evaluated = read_rows(args, tokenizer, sequence, config.get_text_config().vocab_size)
     record = describe(args, setup, rows)
-    checkpoint = checkpoint_to_resume(args, record)
+    num_steps = args.max_steps or math.ceil(
+        args.epochs * math.ceil(len(rows) / setup.rows_per_step)
+    )
+    checkpoint = checkpoint_to_resume(args, record, num_steps)
     check_reporters(args.report)
     open_output(args.output)
     arguments = training_arguments(args, setup, evaluated=evaluated is not None)
@@ -331,9 +334,6 @@ def finetune(args: argparse.Namespace) -> Trainer:
         eval_dataset=evaluated,
         data_collator=Collator(pad if pad is not None else tokenizer.eos_token_id or 0),
         processing_class=tokenizer,
-    )
-    num_steps = args.max_steps or math.ceil(
-        args.epochs * math.ceil(len(rows) / setup.rows_per_step)
     )
     print(f"finetune: {num_steps} steps of {setup.rows_per_step} rows, {setup.dtype}", flush=True)
     (args.output / RECORD).write_text(json.dumps(record, indent=2) + "\n")

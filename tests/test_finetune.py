@@ -162,6 +162,8 @@ def test_a_run_learns_resumes_as_if_uninterrupted_and_leaves_a_model(
     reset_accelerate()
     with pytest.raises(training.NotPossible, match="--resume goes on from it"):
         training.finetune(args)
+    with pytest.raises(training.NotPossible, match="has taken 24 steps, of 24"):
+        training.finetune(arguments(model_dir, file, tmp_path, *whole_run, "--resume"))
     shutil.rmtree(args.output / "checkpoint-24" / "global_step24")  # as a run leaves it that is
     (args.output / "checkpoint-24" / "trainer_state.json").unlink()  # killed while it saves
     with pytest.raises(training.NotPossible, match="seed was 0, is 1"):
