@@ -97,7 +97,7 @@ class Refinement:
 
     def _begin_tracing(self) -> None:
         self.stage = Stage.TRACED
-        self._first_span = len(self._stack.trace.spans())
+        self._first_span = self._stack.trace.mark()
         self._stack.device.record_spans(True)
         runtime = self._stack.runtime
         if isinstance(runtime, Streaming):
@@ -108,7 +108,7 @@ class Refinement:
         sizes.counting = False
         runtime.settle()
         stack.device.settle()
-        spans = stack.trace.spans()[self._first_span :]
+        spans = stack.trace.spans(self._first_span)
         asynchronous = stack.device.torch_device.type == "cuda"
         otherwise = OTHERWISE if asynchronous else replace(OTHERWISE, device_gbps=EMULATED_GBPS)
         rates = measured_rates(spans, otherwise)
