@@ -149,6 +149,28 @@ def test_autograds_own_backward_is_refused_and_leaves_nothing_behind() -> None:
         both.train(3)
 
 
+def test_a_gradient_through_another_engines_model_needs_that_one_frozen() -> None:
+    """As a generator's comes through its critic."""
+    with twin("sequential") as critic, twin("sequential") as generator:
+
+        def through_the_critic(model: Any) -> torch.Tensor:
+            batch = critic.make_batch(0)
+            judge = critic.engine if model is generator.engine else critic.plain
+            inputs = batch["inputs"] * model(**batch)
+            return judge(inputs=inputs, targets=batch["targets"])
+
+        with pytest.raises(ConfigError, match="freeze it meanwhile"):
+            generator.engine.backward(through_the_critic(generator.engine))
+        for step in range(2):
+            for model in (critic.model, critic.plain):
+                model.requires_grad_(False)
+            generator.backward(through_the_critic)
+            generator.step()
+            for model in (critic.model, critic.plain):
+                model.requires_grad_(True)
+            critic.train(step)
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize("accumulation", [1, 3])

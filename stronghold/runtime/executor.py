@@ -350,7 +350,8 @@ class Executor:
             parameter.grad = None
             raise ConfigError(
                 f"gradient of {part.name} outside engine.backward: "
-                "call engine.backward(loss), not loss.backward()"
+                "call engine.backward(loss), not loss.backward(); where another engine's backward "
+                "runs through this model, freeze it meanwhile: model.requires_grad_(False)"
             )
         self.drains.arrived(layer, position, part, parameter, self._calls)
 

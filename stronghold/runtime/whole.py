@@ -194,7 +194,8 @@ class Whole:
         if strays:
             raise ConfigError(
                 f"gradient of {strays[0]} outside engine.backward: "
-                "call engine.backward(loss), not loss.backward()"
+                "call engine.backward(loss), not loss.backward(); where another engine's backward "
+                "runs through this model, freeze it meanwhile: model.requires_grad_(False)"
             )
 
     def _drop_gradients(self) -> None:
