@@ -170,7 +170,7 @@ class _GrowingBlock(Block):
     def forward(self, x: Tensor) -> Tensor:
         length = x.shape[1]
         if self.table.shape[0] < length:
-            self.table = torch.arange(length).cos().unsqueeze(-1)
+            self.table = torch.arange(length, device=x.device).cos().unsqueeze(-1)
             self.register_buffer("other", self.table.square(), persistent=False)
         return super().forward(x * self.table[:length] + self.other[:length])
 
