@@ -13,10 +13,10 @@ were submitted before it delays them, whose fences nobody has waited for yet.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 SHARING_MEMORY = 16  # operations of another lane that may still overlap a new one
 LINK_LANES = ("fetch", "drain")
@@ -52,16 +52,24 @@ class Rates:
     launch_s: float = 0.0
 
 
+class Timed(Protocol):
+    """A fence whose time may still change."""
+
+    issued_s: float
+    done_s: float
+
+
 @dataclass(slots=True, kw_only=True)
 class Moving:
-    """An operation that moves `nbytes` between two times; `key` is whatever its owner knows it
-    by."""
+    """An operation that moves `nbytes` between two times, the device's operation `index`."""
 
     lane: str
     begin_s: float
     end_s: float
     nbytes: int
-    key: object = None
+    fence: Timed
+    index: int
+    delayed: bool = False
 
     @property
     def rate(self) -> float:
@@ -84,6 +92,7 @@ class Contention:
         self._rates = rates
         self._recent: dict[str, deque[Moving]] = defaultdict(lambda: deque(maxlen=SHARING_MEMORY))
         self._updates: deque[Moving] = deque()
+        self._delayed: list[Moving] = []
 
     def end_of(self, lane: str, start_s: float, nbytes: int) -> float:
         """When an operation of `nbytes` that starts on the lane now ends."""
@@ -101,37 +110,58 @@ class Contention:
         else:
             self._recent[moving.lane].append(moving)
 
-    def delayed_by(self, transfer: Moving, seen_s: float) -> Iterator[Moving]:
-        """The updates that a new transfer makes longer or later, with their new times. Whoever may
-        have waited for an end before `seen_s` is not deceived."""
-        while self._updates and self._updates[0].end_s <= seen_s:
-            self._updates.popleft()
+    def delay_updates(self, transfer: Moving, seen_s: float) -> float:
+        """Make the updates that share memory with a new transfer longer, and those behind them
+        later, but for ends that somebody may have waited for before `seen_s`. Returns when the last
+        one that changed ends, or 0.
+        """
+        updates = self._updates
+        while updates and updates[0].end_s <= seen_s:
+            updates.popleft()
         own = self._rates.update_gbps * 1e9
         beside: list[_Left] | None = None
         free_s = 0.0  # the end of the one before, where it has become later
-        for update in self._updates:
+        for update in updates:
             if update.end_s <= transfer.begin_s:
                 continue
-            if update.begin_s >= max(transfer.end_s, free_s):
-                return
-            if beside is None:
-                beside = self._beside_transfers(update.begin_s)
-            begin_s = max(update.begin_s, free_s)
-            end_s = _end_s(begin_s, update.nbytes, own, beside)
+            begin_s = update.begin_s
+            if begin_s >= free_s:
+                if begin_s >= transfer.end_s:
+                    break
+            else:
+                begin_s = free_s
+            if begin_s >= transfer.end_s:
+                end_s = update.end_s + begin_s - update.begin_s
+            else:
+                if beside is None:
+                    beside = self._beside_transfers(begin_s)
+                end_s = _end_s(begin_s, update.nbytes, own, beside)
             if end_s > update.end_s:
                 update.begin_s, update.end_s, free_s = begin_s, end_s, end_s
-                yield update
+                update.fence.issued_s = update.fence.done_s = end_s
+                if not update.delayed:
+                    update.delayed = True
+                    self._delayed.append(update)
+        return free_s
+
+    def delayed(self) -> list[Moving]:
+        """The updates whose times have changed since the last call."""
+        found, self._delayed = self._delayed, []
+        for update in found:
+            update.delayed = False
+        return found
 
     def _beside_transfers(self, from_s: float) -> list[_Left]:
         """Where transfers run after `from_s`, and the update's rate there."""
         own, memory = self._rates.update_gbps * 1e9, self._rates.memory_gbps * 1e9
-        changes = sorted(
-            change
-            for name in MEMORY_LANES
-            for other in self._recent[name]
-            if other.end_s > from_s
-            for change in ((other.begin_s, other.rate), (other.end_s, -other.rate))
-        )
+        changes = []
+        for name in MEMORY_LANES:
+            for other in reversed(self._recent[name]):
+                if other.end_s <= from_s:
+                    break  # a lane's operations end in order
+                rate = other.rate
+                changes += [(other.begin_s, rate), (other.end_s, -rate)]
+        changes.sort()
         found, used = [], 0.0
         for (at_s, change), (until_s, _) in pairwise(changes):
             used += change

@@ -109,7 +109,14 @@ class SimulatedLane(Lane):
             device, self.name, operation, issued_s=self._issued_s, done_s=end_s, index=self._last
         )
         if end_s > start_s:
-            moving = Moving(lane=self.name, begin_s=start_s, end_s=end_s, nbytes=nbytes, key=found)
+            moving = Moving(
+                lane=self.name,
+                begin_s=start_s,
+                end_s=end_s,
+                nbytes=nbytes,
+                fence=found,
+                index=self._last,
+            )
             device.contention.add(moving)
             if self.name in LINK_LANES:
                 device.delay_updates(moving)
@@ -151,7 +158,7 @@ class NullKernels:
 
 class SimulatedDevice(Device):
     """Virtual lanes at `rates`. `asynchronous`: compute runs behind the calling thread, as on a
-    GPU. `operations` are everything that happened, in order of submission.
+    GPU.
     """
 
     def __init__(
@@ -170,7 +177,7 @@ class SimulatedDevice(Device):
         self.caller_cause = -1
         self.compute_s = 0.0
         self._compute_cause = -1
-        self.operations: list[Operation] = []
+        self._operations: list[Operation] = []
         self.fetch = self._fetch = SimulatedLane("fetch", self, streams=asynchronous)
         self.drain = self._drain = SimulatedLane("drain", self, streams=asynchronous)
         self.update = self._update = SimulatedLane("update", self, streams=False)
@@ -216,21 +223,23 @@ class SimulatedDevice(Device):
 
     def note(self, lane: str, name: str, start_s: float, end_s: float, cause: int) -> int:
         """Remember an operation; returns its index."""
-        self.operations.append(Operation(lane, name, start_s, end_s, cause))
+        self._operations.append(Operation(lane, name, start_s, end_s, cause))
         self.trace.record(lane, name, start_s, end_s)
-        return len(self.operations) - 1
+        return len(self._operations) - 1
 
     def delay_updates(self, transfer: Moving) -> None:
-        """Updates end later: a transfer over the link was submitted that takes memory from them."""
-        for update in self.contention.delayed_by(transfer, self.caller_s):
-            fence = update.key
-            assert isinstance(fence, SimulatedFence)
-            fence.issued_s = fence.done_s = update.end_s
-            operation = self.operations[fence.index]
-            self.operations[fence.index] = operation._replace(
+        """A transfer was submitted that takes memory from updates before it."""
+        self._update.not_before(self.contention.delay_updates(transfer, self.caller_s))
+
+    @property
+    def operations(self) -> list[Operation]:
+        """Everything that happened, in order of submission."""
+        for update in self.contention.delayed():
+            known = self._operations[update.index]
+            self._operations[update.index] = known._replace(
                 start_s=update.begin_s, end_s=update.end_s
             )
-            self._update.not_before(update.end_s)
+        return self._operations
 
     # -- buffers ----------------------------------------------------------------------------------
     @property

@@ -188,10 +188,13 @@ def _next_layers(
     """The first `count` distinct streamed layers used from `position` on, cyclically, in order of
     need, and the resident ones that are used forward between them."""
     layers: dict[int, None] = {}
-    for k in range(len(uses)):
-        use = uses[(position + k) % len(uses)]
-        if use.layer not in resident or use.kind is Kind.FORWARD:
-            layers.setdefault(use.layer)
-        if len(layers.keys() - resident) == count:
+    num_streamed = 0
+    for k in range(position - len(uses), position):
+        use = uses[k]
+        if use.layer in layers or (use.layer in resident and use.kind is not Kind.FORWARD):
+            continue
+        layers[use.layer] = None
+        num_streamed += use.layer not in resident
+        if num_streamed == count:
             break
     return list(layers)
