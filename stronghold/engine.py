@@ -411,8 +411,7 @@ class StrongholdEngine(Checkpoints, deepspeed.DeepSpeedEngine):  # type: ignore[
     def finish(self) -> None:
         """Write the rest of a checkpoint, and the trace: at the latest when the process ends."""
         if not self._destroyed:
-            self.wait_for_checkpoint()
-            self._stack.write_trace()
+            self._stack.finish(self.wait_for_checkpoint)
 
     def __del__(self, ending: Callable[[], bool] = sys.is_finalizing) -> None:
         if not ending():  # else modules are gone

@@ -105,6 +105,32 @@ def test_what_a_program_owes_the_disk_is_there_when_it_ends(tmp_path: Path) -> N
     assert (tmp_path / "saved" / "latest").read_text().strip() == "global_step1"
 
 
+BUSY = """
+import sys, torch, stronghold
+from tests.models import MODELS
+from tests.training import config
+model, _ = MODELS["gpt"]()
+engine, *_ = stronghold.initialize(
+    model=model, config=config(), model_parameters=model.parameters()
+)
+here, there = torch.ones(40_000_000), torch.empty(40_000_000)
+done = engine._stack.device.fetch.submit("fetch 0", lambda: [there.copy_(here) for _ in range(20)])
+if len(sys.argv) > 1:
+    engine._stack.device.update.submit("update 0", lambda: 1 / 0)
+engine.itself = engine, done
+"""
+
+
+def test_a_program_that_ends_while_a_lane_computes_is_not_aborted() -> None:
+    """The interpreter ends threads that are in torch's code by aborting the process."""
+    command = [sys.executable, "-c", BUSY]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (ended.returncode, "terminate" in ended.stderr) == (0, False), ended.stderr
+    failed = subprocess.run([*command, "fail"], capture_output=True, text=True, check=False)
+    assert failed.returncode == 0
+    assert "update 0 failed" in failed.stderr  # nobody else has told of it
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_part_of_the_model_saves_the_weights_of_the_last_step(kind: str) -> None:
     """`torch.save(model.encoder.state_dict())`: the model's own state dict is not asked."""

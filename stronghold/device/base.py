@@ -56,6 +56,10 @@ class Lane(ABC):
         """
 
     @abstractmethod
+    def finish(self) -> None:
+        """Wait until what is queued is done, well or badly."""
+
+    @abstractmethod
     def close(self) -> None:
         """Finish what is queued. Safe to call twice."""
 
@@ -67,7 +71,7 @@ class ThreadLane(Lane):
         super().__init__(name)
         self._device = device
         self._closed = False
-        self._queue: queue.SimpleQueue[_Item | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[_Item | threading.Event | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._loop, name=THREAD_PREFIX + name, daemon=True)
         self._thread.start()
 
@@ -80,6 +84,13 @@ class ThreadLane(Lane):
         self._queue.put((operation, work, tuple(after), nbytes, fence))
         return fence
 
+    def finish(self) -> None:
+        """Wait until the thread has nothing to do. Errors stay with their fences."""
+        if not self._closed:
+            reached = threading.Event()
+            self._queue.put(reached)
+            reached.wait()
+
     def close(self) -> None:
         """Finish what is queued and end the thread. Safe to call twice."""
         if not self._closed:
@@ -89,6 +100,9 @@ class ThreadLane(Lane):
 
     def _loop(self) -> None:
         while (item := self._queue.get()) is not None:
+            if isinstance(item, threading.Event):
+                item.set()
+                continue
             operation, work, after, nbytes, fence = item
             try:
                 self._device.enter_operation()
@@ -219,10 +233,10 @@ class Device(ABC):
         if self._failure is not None:
             raise told(self._failure)
 
-    @property
-    def unheard(self) -> LaneError | None:
-        """The first failure of any lane, as long as no thread of the program was told of it."""
-        return None if self._failure is None or self._failure.heard else self._failure
+    def check_unheard(self) -> None:
+        """Raise the first failure of any lane, if no thread of the program was told of it."""
+        if self._failure is not None and not self._failure.heard:
+            raise told(self._failure)
 
     # -- buffers --------------------------------------------------------------------------------
     def allocate(self, numel: int, dtype: torch.dtype, purpose: str) -> torch.Tensor:
@@ -343,12 +357,21 @@ class Device(ABC):
     def settle(self) -> None:  # noqa: B027
         """Resolve spans that are still on the device; called between steps when tracing."""
 
+    def finish(self) -> None:
+        """Wait until the lanes have done what is queued, well or badly; they go on living."""
+        for lane in self._lanes:
+            lane.finish()
+
     def close(self) -> None:
         """Finish the lanes' work and end their threads. Safe to call twice."""
-        # A transfer or an update may wait for a lane of files or of ranks, which still runs.
-        others = (*self._of_files.values(), *self._wires.values())
-        for lane in (self.fetch, self.drain, self.update, *others):
+        for lane in self._lanes:
             lane.close()
+
+    @property
+    def _lanes(self) -> tuple[Lane, ...]:
+        # A transfer or an update may wait for a lane of files or of ranks: these end last.
+        others = (*self._of_files.values(), *self._wires.values())
+        return (self.fetch, self.drain, self.update, *others)
 
 
 def moved(nbytes: int) -> dict[str, int]:

@@ -127,6 +127,9 @@ class SimulatedLane(Lane):
         self.free_s = max(self.free_s, free_s)
         self._issued_s = max(self._issued_s, free_s)
 
+    def finish(self) -> None:
+        """Nothing runs."""
+
     def close(self) -> None:
         """Nothing runs."""
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,11 +21,10 @@ from stronghold.device import cuda
 from stronghold.device.base import Device
 from stronghold.device.cuda import CudaDevice
 from stronghold.device.emulated import EmulatedDevice
-from stronghold.device.fence import told
 from stronghold.device.kernels import NativeKernels
 from stronghold.errors import ConfigError, StateError
 from stronghold.limits import available_host_bytes
-from stronghold.memory.heap import trim_heap
+from stronghold.memory.heap import FreedMemory
 from stronghold.memory.host import HostStore
 from stronghold.memory.resident import DeviceStore
 from stronghold.memory.slab import map_slab
@@ -49,8 +48,6 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # Without stronghold.gpu_memory half of what the GPU has free goes to slots; the rest is left to
 # activations.
 GPU_SHARE = 0.5
-# So much of the model's own memory may wait in the heap until its pages go back to the system.
-HEAP_BYTES = 256 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,7 +186,7 @@ class Stack:
             disable=shared is not None and not shared.fills,
         )
         source = source_of(model)
-        freed_bytes = 0
+        freed = FreedMemory()
         for index, of_layer in enumerate(bar):
             given_bytes = sum(p.nbytes for p in of_layer if not p.is_meta)
             on_device = self.host.layers[index].on_device
@@ -198,10 +195,8 @@ class Stack:
                 if parameter.is_meta:
                     materialize(parameter, torch.empty(0, dtype=parameter.dtype))
             self.runtime.adopted(index)
-            freed_bytes += given_bytes
-            if freed_bytes >= HEAP_BYTES or index == len(parameters) - 1:
-                trim_heap()
-                freed_bytes = 0
+            freed.add(given_bytes)
+        freed.give_back()
         forget_source(model)
         _move_buffers(model, self.device.torch_device)
         if self._sharing is not None:
@@ -298,6 +293,16 @@ class Stack:
             self.device.settle()
             self.trace.write(self._trace_path)
 
+    def finish(self, first: Callable[[], object]) -> None:
+        """The process ends: `first`, then what is queued, since a lane that computes while the
+        interpreter goes down aborts the process. LaneError as in `close`."""
+        try:
+            first()
+        finally:
+            self.device.finish()
+            self.write_trace()
+        self.device.check_unheard()
+
     def close(self) -> None:
         """Finish pending work, end the lanes, give the model back. Safe to call twice.
 
@@ -321,8 +326,7 @@ class Stack:
                 if self._sharing is not None:
                     self._sharing.close()
                 self.write_trace()  # the last: it can fail, of a full disk
-            if self.device.unheard is not None:
-                raise told(self.device.unheard)
+            self.device.check_unheard()
 
 
 def _check_parameters(found: Partition, precision: str, source: WeightSource | None) -> None:
