@@ -180,7 +180,7 @@ class Activations:
             and _active_hooks() is None
         )
 
-    def leave(self, layer: int, module: nn.Module, *, hooks_gone: bool = False) -> None:
+    def leave(self, layer: int, *, hooks_gone: bool = False) -> None:
         """The layer's forward returned or raised. `hooks_gone`: its saved-tensor hooks went with
         the backward that it ran in, whose end restores those from before.
         """

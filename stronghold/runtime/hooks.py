@@ -142,7 +142,7 @@ class Hooks:
         def after(module: nn.Module, args: Any, output: Any) -> None:
             if self._running and self._running[-1] == (index, module):
                 self._running.pop()
-            self._activations.leave(index, module)
+            self._activations.leave(index)
             self._executor.end_forward(index)
             if torch.is_grad_enabled():
                 for tensor in tree_leaves(output):
@@ -194,8 +194,8 @@ class Hooks:
 
     def _leave_running(self, *, in_backward: bool) -> None:
         while self._running:
-            index, module = self._running.pop()
-            self._activations.leave(index, module, hooks_gone=in_backward)
+            index, _ = self._running.pop()
+            self._activations.leave(index, hooks_gone=in_backward)
             self._executor.end_forward(index)
 
     def close(self) -> None:
