@@ -186,6 +186,25 @@ def test_a_causal_mask_does_not_halve_the_flops() -> None:
     assert flops[0] == flops[1] == 4 * 2 * 64 * 64 * 32
 
 
+def test_keys_that_several_heads_share_count_for_each_of_them() -> None:
+    query = torch.empty(1, 8, 64, 32, device="meta", dtype=torch.bfloat16)
+
+    class Attend(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(32, device="meta"))
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = x * self.weight
+            few = y[:, :2]
+            return F.scaled_dot_product_attention(y, few, few, enable_gqa=True).sum()
+
+    model = nn.Sequential(Attend())
+    given = {"input": query}
+    costs = trace_costs(model, partition(model, "0"), batch=1, seq=64, dtype="bf16", inputs=given)
+    assert costs.forward_flops == 4 * 8 * 64 * 64 * 32
+
+
 def test_experts_count_for_the_tokens_that_they_get() -> None:
     config = MixtralConfig(
         hidden_size=64,

@@ -32,8 +32,27 @@ def _grouped_mm_flops(
     return int(2 * groups * left[-2] * left[-1] * right[-1])
 
 
-# Products that torch's counter does not know.
-MORE_FLOPS: dict[Any, Any] = {aten._grouped_mm: _grouped_mm_flops}
+def _attention_flops(
+    query: torch.Size, key: torch.Size, value: torch.Size, *_: Any, **__: Any
+) -> int:
+    """q k^T and the product with v, of every head of the query; several may share a key's."""
+    batch, heads, rows, size = query
+    return int(2 * batch * heads * rows * key[-2] * (size + value[-1]))
+
+
+def _uncounted(*_: Any, **__: Any) -> int:
+    return 0
+
+
+# Products that torch's counter does not know. Torch's own formula for attention refuses grouped
+# heads before 2.13; nothing counts a backward's.
+MORE_FLOPS: dict[Any, Any] = {
+    aten._grouped_mm: _grouped_mm_flops,
+    aten._scaled_dot_product_flash_attention: _attention_flops,
+    aten._scaled_dot_product_efficient_attention: _attention_flops,
+    aten._scaled_dot_product_flash_attention_backward: _uncounted,
+    aten._scaled_dot_product_efficient_attention_backward: _uncounted,
+}
 
 
 _ALL = (torch.Tensor.all, torch.all)
