@@ -114,9 +114,11 @@ class Machine(ABC):
 class Measured(Machine):
     """This machine: every run in a process of its own."""
 
-    def __init__(self, word: str, timeout_s: float) -> None:
+    def __init__(self, word: str, timeout_s: float, rows: Path) -> None:
+        """`rows` gets a line of JSON for every run, as it ends."""
         self.word = word
         self._timeout_s = timeout_s
+        self._rows = rows
         self._references: dict[str, dict[str, Any]] = {}  # a sweep of windows needs one
         if word == "emulated":
             self.description = (
@@ -131,15 +133,24 @@ class Measured(Machine):
         return [name for name in METHODS if name in BASELINES] + ["stronghold"]
 
     def run(self, method: str, task: Task) -> Row:
-        return compare.run_method(method, task, self._timeout_s)
+        row = compare.run_method(method, task, self._timeout_s)
+        self._keep(row, task)
+        return row
 
     def compare(self, names: Sequence[str], task: Task) -> list[Row]:
         trained = compare.trained(task).to_json()
         known = self._references.get(trained)
-        result = compare.compare(names, task, self._timeout_s, known)
+        result = compare.compare(
+            names, task, self._timeout_s, known, lambda found: self._keep(found["rows"][-1], task)
+        )
         self._references[trained] = result["reference"]
         rows: list[Row] = result["rows"]
         return rows
+
+    def _keep(self, row: Row, task: Task) -> None:
+        self._rows.parent.mkdir(parents=True, exist_ok=True)
+        with self._rows.open("a") as lines:
+            lines.write(json.dumps({"task": dataclasses.asdict(task), "row": row}) + "\n")
 
 
 def machine_of(arguments: argparse.Namespace, task: Task) -> Machine:
@@ -149,7 +160,8 @@ def machine_of(arguments: argparse.Namespace, task: Task) -> Machine:
         from case_simulated import Simulated  # the planner and the executor, and no GPU
 
         return Simulated(word.partition(":")[2] or "v100-32gb")
-    return Measured("emulated" if task.machine == "emulated" else "here", arguments.timeout)
+    word = "emulated" if task.machine == "emulated" else "here"
+    return Measured(word, arguments.timeout, arguments.output / "rows.jsonl")
 
 
 def parse(

@@ -15,12 +15,12 @@ import dataclasses
 import json
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from harness import describe, leave, provenance
+from harness import describe, leave, provenance, write
 from methods import METHODS, process
 from methods.judge import FACTOR, FLOOR, bounds, verdict
 from methods.task import Task, tflops_megatron, tflops_useful
@@ -73,16 +73,22 @@ def compare(
     task: Task,
     timeout_s: float = 3600.0,
     reference: dict[str, Any] | None = None,
+    keep: Callable[[dict[str, Any]], None] | None = None,
 ) -> dict[str, Any]:
     """Rows of all methods, judged; the reference's losses and bound beside them. `reference` is
-    that of an earlier result on the same data."""
-    rows = []
+    that of an earlier result on the same data. `keep` gets what there is after every row: a run
+    that is cut off loses no row."""
+    rows: list[Row] = []
+
+    def so_far(judged_by: dict[str, Any]) -> dict[str, Any]:
+        judge_rows(rows, judged_by)
+        return {"task": dataclasses.asdict(task), "rows": rows, "reference": judged_by}
+
     for name in tqdm(names, desc="methods", disable=None):
         rows.append(run_method(name, task, timeout_s))
-    if reference is None:
-        reference = find_reference(rows, task, timeout_s)
-    judge_rows(rows, reference)
-    return {"task": dataclasses.asdict(task), "rows": rows, "reference": reference}
+        if keep is not None:
+            keep(so_far(reference or NO_REFERENCE))
+    return so_far(find_reference(rows, task, timeout_s) if reference is None else reference)
 
 
 def judge_rows(rows: list[Row], reference: dict[str, Any]) -> None:
@@ -100,6 +106,8 @@ def earlier_reference(file: Path, task: Task) -> dict[str, Any]:
     if trained(other) != trained(task):
         raise SystemExit(f"{file}: another training: {title(other)}; expected {title(task)}")
     found: dict[str, Any] = kept["reference"]
+    if found["losses"] is None:  # it was cut off before
+        return NO_REFERENCE
     return found | {"source": f"{found['source']} of {file.name}"}
 
 
@@ -111,16 +119,20 @@ def trained(task: Task) -> Task:
     return dataclasses.replace(task, **{name: getattr(neutral, name) for name in names})
 
 
-def join(files: Sequence[Path]) -> dict[str, Any]:
-    """One result of several on the same task, made a method at a time."""
+def join(files: Sequence[Path], by: Path | None = None) -> dict[str, Any]:
+    """One result of several on the same task, made a method at a time; judged by the reference of
+    the file `by`, else by one of theirs."""
     found = [json.loads(file.read_text()) for file in files]
     first = found[0]
     for file, other in zip(files, found, strict=True):
         if Task(**other["task"]) != Task(**first["task"]):
             raise SystemExit(f"{file}: another task than {files[0]}'s; join results of one task")
     rows = [row for result in found for row in result["rows"]]
-    reference = next((r["reference"] for r in found if r["reference"]["losses"]), None)
-    reference = reference or first["reference"]
+    if by is not None:
+        reference = earlier_reference(by, Task(**first["task"]))
+    else:
+        theirs = (r["reference"] for r in found if r["reference"]["losses"])
+        reference = next(theirs, first["reference"])
     judge_rows(rows, reference)
     return {"task": first["task"], "rows": rows, "reference": reference}
 
@@ -361,13 +373,18 @@ def main() -> int:
     arguments = parser.parse_args()
     record = provenance()
     if arguments.join:
-        result = join(arguments.join)
+        result = join(arguments.join, arguments.reference)
         task = Task(**result["task"])
     else:
         task, names = task_of(arguments), method_names(arguments.method or ["all"])
         kept = earlier_reference(arguments.reference, task) if arguments.reference else None
         kept = NO_REFERENCE if arguments.no_reference else kept
-        result = compare(names, task, arguments.timeout, kept)
+
+        def keep(result: dict[str, Any]) -> None:
+            if arguments.json is not None:
+                write(arguments.json, {**record, **result})
+
+        result = compare(names, task, arguments.timeout, kept, keep)
     name, data = model_name(task, result), {**record, **result}
     leave(name, page(result, record), data, to=arguments.json, keep=arguments.save)
     wrong = [row["method"] for row in result["rows"] if row.get("verdict") == "wrong"]

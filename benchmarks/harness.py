@@ -78,10 +78,17 @@ def leave(
     """Prints the page, writes the data `to` a file, and with `keep` both to benchmarks/results."""
     print(markdown)
     if to is not None:
-        to.write_text(json.dumps(data, indent=1) + "\n")
+        write(to, data)
     if keep:
         for path in save(f"{name}_{hardware()}_{data['time'][:10]}", markdown, data):
             print(f"wrote {path}")
+
+
+def write(to: Path, data: Mapping[str, Any]) -> None:
+    """The data as JSON; whoever is stopped meanwhile leaves the file as it was before."""
+    aside = to.with_name(f"{to.name}.part")
+    aside.write_text(json.dumps(data, indent=1) + "\n")
+    aside.replace(to)
 
 
 def save(name: str, markdown: str, data: Mapping[str, Any]) -> list[Path]:

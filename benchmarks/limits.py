@@ -14,13 +14,13 @@ import argparse
 import dataclasses
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import compare
 import torch
-from harness import describe, leave, provenance
+from harness import describe, leave, provenance, write
 from methods.model import Model
 from methods.task import Task
 
@@ -142,11 +142,16 @@ def rates_in_words(machine: MachineProfile) -> str:
 
 
 def run(
-    names: Sequence[str], task: Task, timeout_s: float, quick: bool = False
+    names: Sequence[str],
+    task: Task,
+    timeout_s: float,
+    quick: bool = False,
+    keep: Callable[[dict[str, Any]], None] | None = None,
 ) -> tuple[dict[str, Any], str]:
-    """Rates, methods, rates again; everything measured, and the page's body."""
+    """Rates, methods, rates again; everything measured, and the page's body. `keep` gets the
+    comparison after every row."""
     before = measure_rates(task, quick)
-    result = compare.compare(names, task, timeout_s)
+    result = compare.compare(names, task, timeout_s, keep=keep)
     machine = faster(before, measure_rates(task, quick))
     judged = judge(result, machine)
     body = [compare.title(task), "", rates_in_words(machine), "", table(judged), ""]
@@ -167,7 +172,12 @@ def main() -> int:
         parser.error("--model: the limit is computed for the built-in models; give sizes instead")
     names = compare.method_names(arguments.method or ["plain,stronghold"])
     record = provenance()
-    result, body = run(names, task, arguments.timeout, arguments.quick)
+
+    def keep(result: dict[str, Any]) -> None:
+        if arguments.json is not None:
+            write(arguments.json, {**record, **result})
+
+    result, body = run(names, task, arguments.timeout, arguments.quick, keep)
     page = "\n".join(["# Distance to the physical limit", "", body, "", describe(record), ""])
     name = f"limits-{compare.model_name(task, result)}"
     leave(name, page, {**record, **result}, to=arguments.json, keep=arguments.save)

@@ -26,13 +26,14 @@ NOTE = "smoke: "  # begins the line that a feature prints of itself
 ERROR = re.compile(
     r"^(?:\[rank\d+\]: )?[A-Za-z_][\w.]*(?:Error|Exception|Exit|Interrupt|Unavailable)\b.*"
 )
-DUMP_S = 2.0  # before the limit a feature that hangs prints where
+STUCK_S = 45.0  # a feature that runs so long prints where it is
+STACKS = re.compile(r"^(?:Timeout \(|Thread 0x|Current thread 0x)")
 
 
 def child(name: str, machine: str) -> NoReturn:
     """One feature in this process."""
     faulthandler.enable()
-    faulthandler.dump_traceback_later(FEATURES[name].limit_s - DUMP_S)
+    faulthandler.dump_traceback_later(STUCK_S)
     sys.path.insert(0, str(ROOT))
     import tests.conftest  # noqa: F401 - the environment of the tests, before torch
 
@@ -70,6 +71,9 @@ def run(name: str, machine: str, logs: Path) -> tuple[bool, str]:
         last = (errors or [line for line in lines if line] or ["no output"])[-1]
         ended = f"still running after {chosen.limit_s:.0f} s" if code is None else f"status {code}"
         text = f"{ended}: {last[:200]}"
+        begins = next((at for at, line in enumerate(lines) if STACKS.match(line)), None)
+        if code is None and begins is not None:
+            text = "\n".join([text, *(f"    {line}" for line in lines[begins : begins + 60])])
     ok = code == 0
     return ok, f"{'ok  ' if ok else 'FAIL'} {name:14} {time.monotonic() - begun:5.1f} s  {text}"
 
@@ -98,7 +102,8 @@ def main() -> int:
     logs.mkdir(parents=True, exist_ok=True)
     begun, failed = time.monotonic(), 0
     with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
-        for future in [pool.submit(run, name, machine, logs) for name in names]:
+        running = [pool.submit(run, name, machine, logs) for name in names]
+        for future in concurrent.futures.as_completed(running):
             ok, line = future.result()
             failed += not ok
             print(line, flush=True)

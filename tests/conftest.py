@@ -75,8 +75,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     folder = getattr(item.config, "workerinput", {}).get("turns")
     if folder is None:
         return (yield)
-    alone = any(item.get_closest_marker(name) for name in ("alone", "gpu"))
-    with turn(Path(folder), alone=alone):
+    with turn(Path(folder), alone=item.get_closest_marker("alone") is not None):
         return (yield)
 
 

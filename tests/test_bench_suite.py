@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,18 @@ import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 SUITE = ROOT / "benchmarks" / "gpu_suite.sh"
+
+HANGS = """
+import faulthandler, threading
+import pytest
+
+def waits_for_ever():
+    threading.Event().wait()
+
+@pytest.mark.gpu
+def test_hangs():
+    waits_for_ever()
+"""
 
 pytestmark = pytest.mark.skipif(shutil.which("bash") is None, reason="no bash")
 
@@ -50,6 +63,54 @@ def test_pieces_are_listed_once_and_cover_what_was_promised(tmp_path: Path) -> N
         for cap in ("24gb", "80gb"):
             assert f"compare-{size}-{cap}-stronghold" in names
             assert f"table-{size}-{cap}" in names
+
+
+def test_what_others_stand_on_comes_first(tmp_path: Path) -> None:
+    """Training before its kernels alone; rows before the reference, which all tables need once."""
+    names = pieces(tmp_path)
+    order = ["tests-training", "tests-device", "tests-kernels", "compare-3b-24gb-plain"]
+    order += ["reference-3b", "table-3b-24gb", "compare-3b-80gb-stronghold", "table-3b-80gb"]
+    assert [name for name in names if name in order] == order
+
+
+def spy(folder: Path, what: str = "exit 0") -> Path:
+    """An interpreter that writes down what it is asked, then does `what`."""
+    python = folder / "python"
+    python.write_text(f'#!/bin/bash\necho "$*" >>"{folder}/asked"\n{what}\n')
+    python.chmod(0o755)
+    return python
+
+
+def test_deepspeed_is_compiled_here_before_it_is_measured(tmp_path: Path) -> None:
+    """Also where another machine's state says that it is compiled; once."""
+    (tmp_path / "compile.done").write_text("done in 50 s\n")
+    what = 'case "$*" in *version*) exec ' + sys.executable + ' "$@" ;; esac'
+    python = spy(tmp_path, f"{what}\nif [ $# = 1 ]; then exit 0; fi")
+    for name in ("compare-3b-24gb-zero-offload", "compare-3b-24gb-superoffload"):
+        result = suite("run", name, state=tmp_path, python=python, CXX=f"{tmp_path}/no-c++")
+        assert result.returncode in (0, 1), result.stdout + result.stderr
+    asked = [
+        line for line in (tmp_path / "asked").read_text().splitlines() if "version" not in line
+    ]
+    assert ["CPUAdamBuilder().load()" in line for line in asked] == [True, False, False], asked
+
+
+def test_a_test_that_hangs_shows_where_and_the_piece_ends(tmp_path: Path) -> None:
+    (tmp_path / "conftest.py").write_text("from tests import conftest\nconftest.HAS_CUDA = True\n")
+    hangs = tmp_path / "test_hangs.py"
+    hangs.write_text(HANGS)
+    # The piece's own words, but for the files.
+    what = (
+        f"words=(); for word; do case $word in tests/*) word={hangs} ;; esac; words+=($word); done\n"
+        f'exec {sys.executable} "${{words[@]:0:2}}" -p tests.conftest "${{words[@]:2}}"'
+    )
+    python = spy(tmp_path, what)
+    begun = time.monotonic()
+    result = suite("run", "tests-device", state=tmp_path, python=python, DEADLOCK_S="3")
+    assert time.monotonic() - begun < 60
+    assert result.returncode == 1, result.stdout + result.stderr
+    assert "in waits_for_ever" in result.stdout
+    assert "failed with status 1" in suite("list", state=tmp_path).stdout
 
 
 def test_every_file_that_a_piece_runs_exists() -> None:
@@ -133,6 +194,22 @@ def test_wheels_are_named_for_another_python(tmp_path: Path) -> None:
 
 
 # -- a first look at everything -------------------------------------------------------------------
+def test_a_feature_that_hangs_shows_its_stacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import smoke as program
+    from smoke_features import FEATURES, Feature
+
+    monkeypatch.setattr(program, "__file__", str(tmp_path / "smoke.py"))
+    (tmp_path / "smoke.py").write_text(HANGS + "faulthandler.dump_traceback_later(1)\ntest_hangs()")
+    monkeypatch.setitem(FEATURES, "hangs", Feature(str, 3.0, False, {}))
+    ok, line = program.run("hangs", "emulated", tmp_path)
+    assert not ok
+    assert re.match(r"FAIL hangs +[\d.]+ s  still running after 3 s", line)
+    assert "in waits_for_ever" in line
+
+
 def smoke(*arguments: str) -> subprocess.CompletedProcess:
     return subprocess.run(
         [sys.executable, str(ROOT / "benchmarks" / "smoke.py"), *arguments],
@@ -146,7 +223,8 @@ def test_a_smoke_test_has_a_line_for_each_feature(tmp_path: Path) -> None:
     names = ["library", "step-fp32", "gpu"]
     result = smoke(*names, "--machine", "emulated", "--logs", str(tmp_path))
     assert result.returncode == 0, result.stdout + result.stderr
-    first, second, left_out, last = result.stdout.splitlines()
+    *both, left_out, last = result.stdout.splitlines()
+    first, second = sorted(both)
     assert re.match(r"ok +library +[\d.]+ s  kernels for ", first)
     assert re.match(r"ok +step-fp32 +[\d.]+ s  a plain loop's bits; window 1", second)
     assert left_out == "left out, since they need a GPU: gpu"
@@ -159,7 +237,8 @@ def test_a_feature_that_fails_says_how_and_the_others_go_on(tmp_path: Path) -> N
         pytest.skip("with a GPU the feature works")
     result = smoke("gpu", "library", "--machine", "cuda", "--logs", str(tmp_path))
     assert result.returncode == 1
-    first, second, last = result.stdout.splitlines()
+    *both, last = result.stdout.splitlines()
+    first, second = sorted(both)
     assert re.match(r"FAIL +gpu +[\d.]+ s  status 1: \w+(Error)?: .*CUDA", first)
     assert second.startswith("ok ")
     assert last.startswith("smoke on cuda: 1 of 2 work")

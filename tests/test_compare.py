@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -122,6 +124,53 @@ def test_an_earlier_reference_counts_for_the_same_training_alone(
     for change in ({"lr": 1.0}, {"accumulation": 1}, {"precision": "bf16"}, {"clipping": 0.0}):
         with pytest.raises(SystemExit, match="another training"):
             compare.earlier_reference(file, dataclasses.replace(TASK, **change))
+
+
+def test_a_comparison_that_is_cut_off_keeps_its_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows come first, and are left as they come; the reference is run after them."""
+    calls: list[str] = []
+
+    def run_method(name: str, task: Task, timeout_s: float) -> dict[str, Any]:
+        calls.append(name)
+        if name == "plain":
+            raise KeyboardInterrupt
+        return {"method": name, "status": "ok", "losses": [1.0]}
+
+    monkeypatch.setattr(compare, "run_method", run_method)
+    kept: list[str] = []
+    with pytest.raises(KeyboardInterrupt):
+        compare.compare(
+            ["l2l", "stronghold"], TASK, TIMEOUT_S, None, lambda found: kept.append(str(found))
+        )
+    assert calls == ["l2l", "stronghold", "plain"]
+    assert ["'stronghold'" in found for found in kept] == [False, True]
+    assert "unchecked" in kept[-1]
+
+
+def test_rows_are_judged_by_the_reference_that_is_named(
+    result: dict[str, Any], tmp_path: Path
+) -> None:
+    unjudged = result | {"rows": [row_of(result, WRONG)], "reference": compare.NO_REFERENCE}
+    row, reference = tmp_path / "row.json", tmp_path / "reference.json"
+    row.write_text(json.dumps(unjudged))
+    reference.write_text(json.dumps(result))
+    assert compare.join([row])["rows"][0]["verdict"] == "unchecked"
+    assert compare.join([row], reference)["rows"][0]["verdict"] == "wrong"
+    reference.write_text(json.dumps(result | {"reference": compare.NO_REFERENCE}))  # was cut off
+    assert compare.join([row], reference)["rows"][0]["verdict"] == "unchecked"
+
+
+def test_a_method_that_is_stuck_shows_its_stacks() -> None:
+    program = (
+        "import sys, time; sys.path.insert(0, 'benchmarks'); from methods import child\n"
+        "def stands_still(): time.sleep(2)\n"
+        "child.STUCK_S = 0.5; child.show_when_stuck(); stands_still()"
+    )
+    environment = {**os.environ, process.STACKS: "2"}
+    words = [sys.executable, "-c", program]
+    run = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert "in stands_still" in run.stderr
+    assert run.returncode == 0
 
 
 # -- out of memory --------------------------------------------------------------------------------

@@ -33,7 +33,7 @@ def make_cuda(**options: object) -> Device:
 
 MAKERS = [
     pytest.param(make_emulated, id="emulated"),
-    pytest.param(make_cuda, id="cuda", marks=pytest.mark.gpu),
+    pytest.param(make_cuda, id="cuda", marks=[pytest.mark.gpu, pytest.mark.alone]),
 ]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -11,7 +13,22 @@ import pytest
 from tests.quiet import law_of_time
 from tests.turns import turn
 
+ROOT = Path(__file__).resolve().parent.parent
 PATIENCE_S = 20.0  # a wait that must end; only a failing test ever takes so long
+MEETING = f"""
+import pathlib, time
+import pytest
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("me", [0, 1])
+def test_meeting(me):
+    here = pathlib.Path(__file__).parent
+    (here / str(me)).touch()
+    end = time.monotonic() + {PATIENCE_S}
+    while not (here / str(1 - me)).exists():
+        assert time.monotonic() < end, "the other one waits for this one to end"
+        time.sleep(0.01)
+"""
 
 
 def test_those_that_are_not_alone_run_beside_each_other(tmp_path: Path) -> None:
@@ -60,6 +77,17 @@ def test_a_law_of_time_is_alone() -> None:
     def law() -> None: ...
 
     assert "alone" in [mark.name for mark in law.pytestmark]  # type: ignore[attr-defined]
+
+
+def test_tests_on_a_gpu_run_beside_each_other(tmp_path: Path) -> None:
+    """In shards: a process that waits for the others has a context on the GPU for nothing."""
+    (tmp_path / "conftest.py").write_text("from tests import conftest\nconftest.HAS_CUDA = True\n")
+    (tmp_path / "test_meeting.py").write_text(MEETING)
+    words = ["-q", "-n", "2", "-p", "no:cacheprovider", "-p", "tests.conftest", str(tmp_path)]
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", *words], cwd=ROOT, capture_output=True, text=True
+    )
+    assert "2 passed" in run.stdout, run.stdout + run.stderr
 
 
 @pytest.mark.alone

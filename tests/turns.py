@@ -1,8 +1,8 @@
 """Turns of tests that run in several processes: some need the machine to themselves.
 
-A test that is `alone` (a law of time, a test on a GPU, a count of what the whole machine holds)
-waits until the tests of the other processes have ended, and they wait for it. Nobody starves:
-whoever comes next keeps the gate until the turn is taken.
+A test that is `alone` (a law of time, a law of who waits for whom on a GPU, a count of what the
+whole machine holds) waits until the tests of the other processes have ended, and they wait for it.
+Nobody starves: whoever comes next keeps the gate until the turn is taken.
 """
 
 from __future__ import annotations

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import faulthandler
 import json
+import os
 import signal
 import sys
 import time
@@ -25,14 +27,17 @@ from tqdm import tqdm
 from methods import resolve
 from methods.base import Method, Unavailable
 from methods.memory import device_memory
+from methods.process import STACKS
 from methods.task import Data, Task
 
 PR_SET_PDEATHSIG = 1  # of linux/prctl.h
+STUCK_S = 55.0  # for a step, or for making the model
 OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "cannot allocate memory")
 
 
 def main() -> int:
     die_with_parent()
+    show_when_stuck()
     name, text, result_file = sys.argv[1:]
     task = Task.from_json(text)
     if task.threads is not None:
@@ -66,6 +71,12 @@ def die_with_parent() -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
+def show_when_stuck() -> None:
+    """What takes STUCK_S from now on shows the stacks of all threads, and goes on."""
+    if STACKS in os.environ:
+        faulthandler.dump_traceback_later(STUCK_S, file=int(os.environ[STACKS]))
+
+
 def train(method: Method, task: Task) -> dict[str, Any]:
     """Losses of all steps, and the seconds of those after the warm-up.
 
@@ -86,6 +97,7 @@ def train(method: Method, task: Task) -> dict[str, Any]:
         counting = method.counts_device and index < task.warmup
         with method.device_memory.counting() if counting else contextlib.nullcontext():
             loss = method.step(batches)
+        show_when_stuck()
         if pending is not None:
             losses.append(pending.item())
         pending = loss

@@ -29,6 +29,7 @@ POLL_S = 0.05
 # Below this the kernel would choose whom to kill, and it might not be the method. Without a cap
 # alone: the memory of some virtual machines grows as it is used.
 LEAST_AVAILABLE_BYTES = 512 << 20
+STACKS = "STRONGHOLD_STACKS"  # the number of a descriptor
 GIB = float(1 << 30)
 
 
@@ -70,15 +71,18 @@ def run(
     with tempfile.TemporaryDirectory(prefix="compare-") as folder:
         result_file, log_file = Path(folder, "result.json"), Path(folder, "log")
         command = [sys.executable, "-m", "methods.child", method, task_json, str(result_file)]
+        stacks = os.dup(2)  # a method that is stuck shows its stacks here, not in its log
         with log_file.open("wb") as log:
             process = subprocess.Popen(
                 command,
-                env=environment(machine, port),
+                env={**environment(machine, port), STACKS: str(stacks)},
                 cwd=folder,
                 stdout=log,
                 stderr=log,
+                pass_fds=(stacks,),
                 start_new_session=True,
             )
+            os.close(stacks)
             try:
                 with terminating_as_exit():
                     seen = watch(process, host_cap_bytes, time.monotonic() + timeout_s)

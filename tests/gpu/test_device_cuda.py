@@ -19,7 +19,7 @@ from stronghold.errors import ConfigError, StateError
 from stronghold.memory.slab import map_slab
 from stronghold.telemetry.trace import Trace
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.alone]  # they watch what the device does meanwhile
 
 SLEEP_CYCLES = 1_000_000_000  # half a second at 2 GHz: far longer than any copy here
 NUMEL = (4 << 20) + 17

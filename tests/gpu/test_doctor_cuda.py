@@ -10,7 +10,7 @@ import torch
 from stronghold import doctor
 from stronghold.device import cuda
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.alone]  # they measure
 
 NVIDIA = "0x10de"  # the vendor's number on the bus
 

@@ -135,6 +135,7 @@ def test_sums_on_the_gpu_have_the_hosts_bits(
 
 
 # -- order ----------------------------------------------------------------------------------------
+@pytest.mark.alone
 def test_launches_wait_for_nothing_and_keep_the_streams_order(
     host: NativeKernels, kernels: TritonKernels
 ) -> None:
