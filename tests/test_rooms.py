@@ -1,4 +1,4 @@
-"""The borders between the rooms, as the source shows them: imports, threads, CUDA, prints, size."""
+"""The borders between the rooms, as the source shows them: imports, threads, CUDA, prints."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "stronghold"
-LINES = 420
 
 # The rooms from the cellar up; a module belongs to the longest prefix that matches.
 LEVELS = {
@@ -165,20 +164,6 @@ def test_only_the_command_prints() -> None:
         if name in ("print", "sys.stdout", "sys.stderr")
     ]
     assert strangers == []
-
-
-def test_no_file_is_longer_than_one_can_hold_in_mind() -> None:
-    names = ("stronghold", "kernels", "scripts", "benchmarks", "tests")
-    folders = [ROOT / name for name in names]
-    suffixes = {".py", ".cpp", ".h", ""}
-    lengths = {
-        path.relative_to(ROOT).as_posix(): len(path.read_text(encoding="utf-8").splitlines())
-        for folder in folders
-        for path in folder.rglob("*")
-        if path.is_file() and path.suffix in suffixes
-    }
-    too_long = {name for name, lines in lengths.items() if lines > LINES}
-    assert too_long == set()
 
 
 def test_the_checks_see_what_they_look_for(tmp_path: Path) -> None:
