@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
+import functools
 import gc
 import json
 import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,6 +30,7 @@ from stronghold.memory.extents import ExtentRequest
 from stronghold.memory.nvme import NvmeStore
 from stronghold.memory.ownership import OWNER, Owner, RunDirectory, reclaim
 from stronghold.memory.slab import map_slab
+from stronghold.process import start_of
 
 PAGE = 4096
 
@@ -72,9 +79,15 @@ def abandoned(path: Path, owner: Owner) -> Path:
     """A directory as `owner` would have left it, with a page of data."""
     folder = path / "stronghold-0123"
     folder.mkdir()
-    (folder / OWNER).write_text(json.dumps(asdict(owner)))
+    (folder / OWNER).write_text(owner.as_json())
     (folder / "spill").write_bytes(bytes(PAGE))
     return folder
+
+
+def owner_of(**changes: Any) -> Owner:
+    """This process as owner, or one that differs in that."""
+    here = Owner.this_process()
+    return replace(here, process=replace(here.process, **changes))
 
 
 def a_dead_pid() -> int:
@@ -128,26 +141,29 @@ def test_bytes_of_a_run_killed_before_it_unlinked_its_files_are_reclaimed(
 
 
 def test_a_process_of_the_same_number_is_not_the_owner(tmp_path: Path) -> None:
-    abandoned(tmp_path, replace(Owner.this_process(), started="1"))
+    abandoned(tmp_path, owner_of(started=1))
     assert reclaim(tmp_path) > 0
     assert directories(tmp_path) == []
 
 
-def test_a_process_before_a_reboot_is_gone(tmp_path: Path) -> None:
-    abandoned(tmp_path, replace(Owner.this_process(), boot_id="another boot"))
+def test_a_process_before_a_reboot_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "stronghold.process._machine", lambda: "0123456789ab"
+    )  # a container may have none
+    abandoned(tmp_path, owner_of(boot="ffffffffffff"))
     assert reclaim(tmp_path) > 0
 
 
-def test_a_container_with_another_name_on_this_kernel_is_judged(tmp_path: Path) -> None:
-    abandoned(tmp_path, replace(Owner.this_process(), host="container", pid=a_dead_pid()))
+def test_a_name_space_with_another_host_name_is_judged(tmp_path: Path) -> None:
+    abandoned(tmp_path, replace(owner_of(pid=a_dead_pid()), host="renamed"))
     assert reclaim(tmp_path) > 0
 
 
 def test_a_zombie_is_gone(tmp_path: Path) -> None:
     with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as process:
-        started = ownership._start_of(process.pid)
+        started = start_of(process.pid)
         assert started
-        abandoned(tmp_path, replace(Owner.this_process(), pid=process.pid, started=started))
+        abandoned(tmp_path, owner_of(pid=process.pid, started=started))
         assert reclaim(tmp_path) == 0
         process.kill()
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
@@ -181,41 +197,159 @@ def test_an_owner_that_lives_is_left_alone_also_where_locks_are_forgotten(tmp_pa
 
 
 def test_a_lock_that_is_held_is_respected_whoever_the_owner_is(tmp_path: Path) -> None:
-    folder = abandoned(tmp_path, replace(Owner.this_process(), started="1"))
+    folder = abandoned(tmp_path, owner_of(started=1))
     with open(folder / OWNER) as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         assert reclaim(tmp_path) == 0
     assert reclaim(tmp_path) > 0
 
 
-def test_a_directory_of_another_host_is_left_alone_with_a_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"machine": "ffffffffffff", "boot": "ffffffffffff"},
+        {"machine": "", "boot": "ffffffffffff"},
+        {"namespace": 7},
+        {"boot": ""},
+    ],
+    ids=["another machine", "a machine without an id", "another container", "nobody says"],
+)
+def test_a_process_that_cannot_be_seen_is_left_alone_with_a_warning(
+    changes: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    owner = replace(Owner.this_process(), host="elsewhere", boot_id="another boot", pid=7)
-    folder = abandoned(tmp_path, owner)
+    """Whatever its host name: containers and machines may have equal ones."""
+    folder = abandoned(tmp_path, owner_of(pid=a_dead_pid(), **changes))
     with caplog.at_level(logging.WARNING, "stronghold"):
         assert reclaim(tmp_path) == 0
     assert directories(tmp_path) == [folder.name]
-    assert f"{folder} belongs to process 7 of another host (elsewhere)" in caplog.records[0].message
+    assert "of another host or container" in caplog.records[0].message
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"pid": 1}', '"x"'])
+def owner_text(**changes: object) -> bytes:
+    return json.dumps({**json.loads(owner_of(started=1).as_json()), **changes}).encode()
+
+
+BROKEN_FILES = {
+    "nothing": b"",
+    "cut off": b"{",
+    "a list": b"[]",
+    "too little": b'{"pid": 1}',
+    "text": b"hello",
+    "a NUL": owner_text(process="\0"),
+    "slashes": owner_text(process="--0-../../tmp/pipe-0"),
+    "a huge number": owner_text(process="--0-" + "9" * 400 + "-0"),
+    "no strings": owner_text(process=[1], host={"a": 1}, created=2),
+    "other digits": owner_text(process=str(owner_of().process).replace("1", "\u0661")),
+    "deep": b"[" * 4000,
+    "deeper": b'{"process":' * 100_000,
+    "binary": bytes(range(256)),
+    "huge": owner_text() + b" " * (64 << 20),
+    "of an earlier version": b'{"pid": 1, "host": "h", "boot_id": "b", "started": "1"}',
+}
+
+
+@pytest.mark.parametrize("kind", [*BROKEN_FILES, "a pipe", "a directory", "a link", "a socket"])
 def test_an_owner_that_cannot_be_read_is_left_alone_with_a_warning(
-    text: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    folder = abandoned(tmp_path, Owner.this_process())
-    (folder / OWNER).write_text(text)
+    path, elsewhere = tmp_path / "path", tmp_path / "elsewhere"
+    path.mkdir()
+    elsewhere.write_bytes(owner_text())
+    folder = abandoned(path, owner_of(started=1))
+    (folder / OWNER).unlink()
+    if kind == "a pipe":
+        os.mkfifo(folder / OWNER)
+    elif kind == "a directory":
+        (folder / OWNER).mkdir()
+    elif kind == "a link":
+        (folder / OWNER).symlink_to(elsewhere)
+    elif kind == "a socket":
+        with socket.socket(socket.AF_UNIX) as server:
+            monkeypatch.chdir(folder)  # a socket's name is at most 107 characters long
+            server.bind(OWNER)
+    else:
+        (folder / OWNER).write_bytes(BROKEN_FILES[kind])
     with caplog.at_level(logging.WARNING, "stronghold"):
+        store_under(path).close()
+    assert directories(path) == [folder.name]
+    assert directories(folder) == [OWNER, "spill"]
+    (record,) = caplog.records
+    assert f"{folder}: its owner file " in record.message
+
+
+def test_a_broken_directory_does_not_hide_a_dead_one(tmp_path: Path) -> None:
+    broken = tmp_path / "stronghold-0000"
+    broken.mkdir()
+    os.mkfifo(broken / OWNER)
+    abandoned(tmp_path, owner_of(started=1))
+    assert reclaim(tmp_path) > 0
+    assert directories(tmp_path) == [broken.name]
+
+
+@pytest.mark.parametrize("whose", ["another user's", "open to others"])
+def test_only_what_is_this_users_alone_is_removed(
+    whose: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = abandoned(tmp_path, owner_of(started=1))
+    if whose == "open to others":
+        folder.chmod(0o777)
+    elif os.geteuid() == 0:
+        os.chown(folder, 12345, -1)
+    else:
+        monkeypatch.setattr(ownership.os, "geteuid", lambda: os.getuid() + 1)
+    with caplog.at_level(logging.INFO, "stronghold"):
         assert reclaim(tmp_path) == 0
-    assert directories(tmp_path) == [folder.name]
-    assert "cannot be read" in caplog.records[0].message
+    assert directories(folder) == [OWNER, "spill"]
+    (record,) = caplog.records
+    assert str(folder) in record.message
+    assert "left alone" in record.message
+
+
+def exchange_until(stop: threading.Event, one: Path, two: Path) -> None:
+    """Swap two names, each time in one system call, as long as both are there."""
+    here, swap = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    call = functools.partial(ctypes.CDLL(None).renameat2, here, bytes(one), here, bytes(two), swap)
+    while not stop.is_set() and call() == 0:
+        pass
+
+
+@pytest.mark.parametrize("verb", ["reclaim", "close"])
+def test_a_directory_that_is_exchanged_for_a_link_meanwhile_leads_nowhere(
+    verb: str, tmp_path: Path
+) -> None:
+    """Somebody who may write into the path puts a link to a home in the place of a run's directory,
+    again and again, while it is removed."""
+    home = tmp_path / "home"
+    (home / "thesis").mkdir(parents=True)
+    (home / "thesis" / "chapter").touch()
+    (home / "notes").touch()
+    before = sorted(home.rglob("*"))
+    for round_ in range(40):
+        path = tmp_path / str(round_)
+        path.mkdir()
+        (path / "link").symlink_to(home)
+        run = RunDirectory(path) if verb == "close" else None
+        folder = run.path if run is not None else abandoned(path, owner_of(started=1))
+        for number in range(200):
+            (folder / f"file{number}").touch()
+        stop = threading.Event()
+        swap = functools.partial(exchange_until, stop, folder, path / "link")
+        attacker = threading.Thread(target=swap)
+        attacker.start()
+        time.sleep(0.001)
+        try:
+            run.close() if run is not None else reclaim(path)
+        finally:
+            stop.set()
+            attacker.join()
+        assert sorted(home.rglob("*")) == before, round_
 
 
 def test_what_is_not_a_runs_is_never_touched(tmp_path: Path) -> None:
     path, elsewhere = tmp_path / "path", tmp_path / "elsewhere"
     path.mkdir()
     elsewhere.mkdir()
-    target = abandoned(elsewhere, replace(Owner.this_process(), started="1"))
+    target = abandoned(elsewhere, owner_of(started=1))
     (path / "stronghold-link").symlink_to(target)
     (path / "stronghold-file").touch()
     (path / "stronghold-mine").mkdir()

@@ -42,6 +42,7 @@ LEVELS = {
     "stronghold.errors": 0,
     "stronghold.lifetime": 0,
     "stronghold.limits": 0,
+    "stronghold.process": 0,
     "stronghold.telemetry": 0,
 }
 THREAD_MAKERS = {"Thread", "Timer", "ThreadPoolExecutor", "ProcessPoolExecutor", "start_new_thread"}

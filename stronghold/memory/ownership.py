@@ -8,8 +8,13 @@ and at the end of the process.
 the lock however the process ends. A directory gets its name only when that lock is held, by a
 rename, so a directory with the name and without the lock has no living owner. Some network file
 systems forget locks or keep them to each machine; therefore a run is dead only when, beside that,
-its process is gone: another boot of this host, or no process of that number and start time. Other
-hosts' processes cannot be seen: their directories are left alone, and named in a warning.
+its process has ended (`process`). Of those of other hosts and containers that cannot be known:
+their directories are left alone, and named in a warning.
+
+[Note: shared paths] Others may write into the path, too, and put there what they like at any
+moment. Only what is this user's is looked into. Whatever is opened, walked or removed is reached
+from the directory's own descriptor, never by its path and never through a link: a name that is
+exchanged meanwhile leads nowhere.
 
 [Note: forked children] share the lock, which ends with the last of them, and inherit the objects
 that remove the directory: only the process that made it does.
@@ -22,55 +27,58 @@ import fcntl
 import json
 import logging
 import os
-import shutil
 import socket
+import stat
 import uuid
 import weakref
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 
+from stronghold.process import Life, Process
+
 PREFIX = "stronghold-"
 OWNER = "owner.json"
-BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+OWNER_BYTES = 4096  # at most; one that we write has some 200
 
 logger = logging.getLogger("stronghold")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Owner:
-    """The process that a directory belongs to.
+    """The process that a directory belongs to; `host` and `created` are for people."""
 
-    `started` is its start in clock ticks since boot, which tells it from a later process of the
-    same number; it and `boot_id` are "" where the system has no /proc.
-    """
-
-    pid: int
+    process: Process
     host: str
-    boot_id: str
-    started: str
     created: str
 
     @classmethod
     def this_process(cls) -> Owner:
         return cls(
-            pid=os.getpid(),
+            process=Process.this(),
             host=socket.gethostname(),
-            boot_id=_boot_id(),
-            started=_start_of(os.getpid()) or "",
             created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         )
 
-    @property
-    def foreign(self) -> bool:
-        """Whether it ran on another machine: a container has a host name of its own, and the boot
-        of its machine; after a reboot the host name is what stays."""
-        return self.boot_id != _boot_id() and self.host != socket.gethostname()
+    def as_json(self) -> str:
+        words = {"pid": self.process.pid, "host": self.host, "created": self.created}
+        return json.dumps({"process": str(self.process), **words}, indent=1)
 
-    @property
-    def gone(self) -> bool:
-        """Whether the process of a run that is not foreign has ended."""
-        return self.boot_id != _boot_id() or _start_of(self.pid) != self.started
+    @classmethod
+    def from_json(cls, text: bytes) -> Owner | None:
+        """None for what `as_json` never gives."""
+        try:
+            found = json.loads(text)
+        except (ValueError, RecursionError):
+            return None
+        if not isinstance(found, dict):
+            return None
+        words = [found.get(key) for key in ("process", "host", "created")]
+        word, host, created = (word if isinstance(word, str) else "" for word in words)
+        process = Process.parse(word)
+        return None if process is None else cls(process=process, host=host, created=created)
 
 
 class RunDirectory:
@@ -83,20 +91,22 @@ class RunDirectory:
     def __init__(self, parent: Path) -> None:
         name = f"{PREFIX}{uuid.uuid4().hex}"
         self.path = parent / name
-        nameless = parent / f".{name}"  # until the lock is held: [Note: dead or alive]
-        nameless.mkdir(mode=0o700)
-        descriptor = -1
-        try:
-            descriptor = os.open(nameless / OWNER, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-            _lock(descriptor, self.path)
-            os.write(descriptor, json.dumps(asdict(Owner.this_process()), indent=1).encode())
-            nameless.rename(self.path)
-        except BaseException:
-            if descriptor >= 0:
-                os.close(descriptor)
-            _remove_tree(nameless)
-            raise
-        self._remove = weakref.finalize(self, _remove_own, self.path, descriptor, os.getpid())
+        nameless = f".{name}"  # until the lock is held: [Note: dead or alive]
+        with contextlib.ExitStack() as undo, _naming(self.path):
+            above = _open_parent(parent)
+            undo.callback(os.close, above)
+            os.mkdir(nameless, mode=0o700, dir_fd=above)
+            undo.callback(_remove, nameless, above, None)
+            folder = _open_directory(nameless, above)
+            undo.callback(os.close, folder)
+            owner = os.open(OWNER, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=folder)
+            undo.callback(os.close, owner)
+            undo.callback(os.unlink, OWNER, dir_fd=folder)
+            _lock(owner, self.path)
+            os.write(owner, Owner.this_process().as_json().encode())
+            os.rename(nameless, name, src_dir_fd=above, dst_dir_fd=above)
+            undo.pop_all()
+        self._remove = weakref.finalize(self, _remove_own, name, above, folder, owner, os.getpid())
 
     def close(self) -> None:
         """Remove the directory and give up the lock. Twice is harmless, and so is a forked child's
@@ -107,73 +117,150 @@ class RunDirectory:
 def reclaim(parent: Path) -> int:
     """Remove the directories of dead runs under `parent`; their bytes on the disk.
 
-    Those of living runs stay, as does everything that this user may not open.
+    Those of living runs stay, as does everything that is not this user's, or not a run's.
     """
-    reclaimed = 0
-    for path in sorted(parent.glob(f"{PREFIX}*")):
-        if path.is_dir() and not path.is_symlink():
-            reclaimed += _reclaim_one(path)
-    return reclaimed
+    names: list[str] = []
+    with contextlib.suppress(PermissionError):  # one may write without being allowed to list
+        names = sorted(name for name in os.listdir(parent) if name.startswith(PREFIX))
+    above = _open_parent(parent)
+    try:
+        return sum(_reclaim_one(parent / name, above) for name in names)
+    finally:
+        os.close(above)
 
 
-def _reclaim_one(path: Path) -> int:
-    try:
-        descriptor = os.open(path / OWNER, os.O_RDWR | os.O_NOFOLLOW)
-    except OSError:  # not a run's, another user's, or removed since it was listed
-        return 0
-    try:
+def _reclaim_one(path: Path, above: int) -> int:
+    with contextlib.ExitStack() as stack:
+        try:
+            folder = _open_directory(path.name, above)
+        except OSError:  # no directory, closed to this user, or removed since it was listed
+            return 0
+        stack.callback(os.close, folder)
+        found = os.fstat(folder)
+        if found.st_uid != os.geteuid() or found.st_mode & OTHERS_WRITE:
+            logger.info("%r is another user's, or open to others, and is left alone", str(path))
+            return 0
+        try:  # not blocking: a pipe would wait for its other end
+            flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+            descriptor = os.open(OWNER, flags, dir_fd=folder)
+        except FileNotFoundError:  # not a run's, or removed since it was listed
+            return 0
+        except OSError as error:
+            return _left_alone(path, f"cannot be opened ({error.strerror})")
+        stack.callback(os.close, descriptor)
+        found = os.fstat(descriptor)
+        of_ours = stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid()
+        if not of_ours or found.st_size > OWNER_BYTES:
+            return _left_alone(path, "is none that a run of this user's has written")
         if not _try_lock(descriptor) or not os.fstat(descriptor).st_nlink:
             return 0  # a living run's, or removed by another run that starts
-        owner = _read_owner(descriptor)
+        owner = Owner.from_json(os.pread(descriptor, OWNER_BYTES, 0))
         if owner is None:
-            logger.warning("%s: its owner file cannot be read; remove it if nothing uses it", path)
-            return 0
-        if owner.foreign:
+            return _left_alone(path, "cannot be read")
+        life = owner.process.life
+        if life is Life.UNSEEN:
             logger.warning(
-                "%s belongs to process %d of another host (%s) and is left alone; remove it if "
-                "that run has ended",
+                "%s belongs to process %d of another host or container (%s) and is left alone; "
+                "remove it if that run has ended",
                 path,
-                owner.pid,
+                owner.process.pid,
                 owner.host,
             )
-            return 0
-        return _remove_dead(path, owner) if owner.gone else 0
-    finally:
-        os.close(descriptor)
+        return _remove_dead(path, above, folder, owner) if life is Life.ENDED else 0
 
 
-def _remove_dead(path: Path, owner: Owner) -> int:
-    size = _bytes_on_disk(path)
-    _remove_tree(path)
+def _left_alone(path: Path, why: str) -> int:
+    logger.warning("%s: its owner file %s; remove it if nothing uses it", path, why)
+    return 0
+
+
+def _remove_dead(path: Path, above: int, folder: int, owner: Owner) -> int:
+    size = _bytes_on_disk(folder)
+    if not _remove(path.name, above, folder):
+        return 0
     logger.warning(
         "removed %s, left by a run that ended without cleaning up (process %d, %s): "
         "%d bytes reclaimed",
         path,
-        owner.pid,
+        owner.process.pid,
         owner.created,
         size,
     )
     return size
 
 
-def _remove_own(path: Path, descriptor: int, pid: int) -> None:
+def _remove_own(name: str, above: int, folder: int, owner: int, pid: int) -> None:
     if os.getpid() != pid:  # [Note: forked children]
         return
-    _remove_tree(path)  # while the lock is held: nobody takes it for dead
-    os.close(descriptor)
+    _remove(name, above, folder)  # while the lock is held: nobody takes it for dead
+    for descriptor in (owner, folder, above):
+        os.close(descriptor)
 
 
-def _remove_tree(path: Path) -> None:
-    """The owner file goes last: what cannot be removed now, or a crash leaves here, is met again by
-    the next run."""
+def _remove(name: str, above: int, folder: int | None) -> bool:
+    """Remove the directory `name` of `above`, open as `folder`, with what is in it; whether that
+    worked. The owner file goes last: what stays, or a crash leaves here, is met by the next run."""
     with contextlib.suppress(OSError):
-        for entry in path.iterdir():
-            if entry.is_dir() and not entry.is_symlink():
-                shutil.rmtree(entry)
-            elif entry.name != OWNER:
-                entry.unlink()
-        (path / OWNER).unlink(missing_ok=True)
-        path.rmdir()
+        if folder is not None:
+            _empty(folder, but=OWNER)
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(OWNER, dir_fd=folder)
+        os.rmdir(name, dir_fd=above)  # no link, and nothing that holds anything
+        return True
+    return False
+
+
+def _empty(folder: int, but: str = "") -> None:
+    for entry in _entries(folder):
+        if entry.is_dir(follow_symlinks=False):
+            inner = _open_directory(entry.name, folder)
+            try:
+                _empty(inner)
+            finally:
+                os.close(inner)
+            os.rmdir(entry.name, dir_fd=folder)
+        elif entry.name != but:
+            os.unlink(entry.name, dir_fd=folder)
+
+
+def _bytes_on_disk(folder: int) -> int:
+    size = 0
+    for entry in _entries(folder):
+        with contextlib.suppress(OSError):
+            size += entry.stat(follow_symlinks=False).st_blocks * 512
+            if entry.is_dir(follow_symlinks=False):
+                inner = _open_directory(entry.name, folder)
+                try:
+                    size += _bytes_on_disk(inner)
+                finally:
+                    os.close(inner)
+    return size
+
+
+def _entries(folder: int) -> list[os.DirEntry[str]]:
+    with os.scandir(folder) as entries:
+        return list(entries)
+
+
+def _open_directory(name: str, above: int) -> int:
+    """A descriptor of the directory `name` of `above`, never through a link."""
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+    return os.open(name, flags, dir_fd=above)
+
+
+def _open_parent(path: Path) -> int:
+    """A descriptor to reach names by; the configured path may be a link, and closed to listing."""
+    return os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+
+
+@contextlib.contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """An OSError names the whole path, which a system call by descriptor does not know."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = str(path)
+        raise
 
 
 def _lock(descriptor: int, path: Path) -> None:
@@ -195,33 +282,3 @@ def _try_lock(descriptor: int) -> bool:
     except OSError:
         return False
     return True
-
-
-def _read_owner(descriptor: int) -> Owner | None:
-    try:
-        return Owner(**json.loads(os.pread(descriptor, 1 << 16, 0)))
-    except (ValueError, TypeError):
-        return None
-
-
-def _bytes_on_disk(path: Path) -> int:
-    size = 0
-    for file in path.rglob("*"):
-        with contextlib.suppress(OSError):
-            size += file.lstat().st_blocks * 512
-    return size
-
-
-def _boot_id() -> str:
-    return BOOT_ID.read_text().strip() if BOOT_ID.exists() else ""
-
-
-def _start_of(pid: int) -> str | None:
-    """The start time of a running process, in ticks since boot; None when there is none."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
-    except OSError:
-        return None
-    fields = stat.rpartition(")")[2].split()  # the name before it may hold anything
-    state, started = fields[0], fields[19]
-    return None if state in "ZX" else started  # a zombie holds nothing any more

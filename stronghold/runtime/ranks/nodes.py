@@ -10,13 +10,13 @@ environment variable STRONGHOLD_NODE overrides that: ranks with the same value a
 
 from __future__ import annotations
 
-import contextlib
 import os
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from stronghold.errors import ConfigError
+from stronghold.process import boot_id, pid_namespace
 
 NODE_VARIABLE = "STRONGHOLD_NODE"
 
@@ -26,10 +26,7 @@ def this_node() -> tuple[object, ...]:
     boot and process namespace, or what the environment says."""
     if named := os.environ.get(NODE_VARIABLE):
         return (named,)
-    boot = ""
-    with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
-        boot = file.read().strip()
-    return socket.gethostname(), boot, os.stat("/proc/self/ns/pid").st_ino
+    return socket.gethostname(), boot_id(), pid_namespace()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,7 +30,6 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Collection, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -38,6 +37,7 @@ import numpy as np
 from stronghold.device.beat import Beat
 from stronghold.errors import RankError
 from stronghold.memory.shared import Exchange, NodeMemory
+from stronghold.process import start_of, state_of
 from stronghold.runtime.ranks.signs import Signs
 
 logger = logging.getLogger("stronghold")
@@ -85,7 +85,7 @@ class Watch:
         self._memory = NodeMemory("watch", nbytes, index, exchange)
         self._rows: Any = self._memory.bytes.numpy().view(ROW)
         self._mine = self._rows[mine]
-        self._mine["pid"], self._mine["started"] = os.getpid(), _started(os.getpid()) or 0
+        self._mine["pid"], self._mine["started"] = os.getpid(), start_of(os.getpid()) or 0
         now = time.monotonic()
         self._own_s = now
         self._reader = (-1, now)  # of the rank that reads what other nodes say
@@ -183,7 +183,7 @@ class Watch:
     def _has_ended(self, i: int) -> bool:
         """Of a rank of this node."""
         row = self._rows[i]
-        return not row["left"] and _state(int(row["pid"]), int(row["started"])) is None
+        return not row["left"] and state_of(int(row["pid"]), int(row["started"])) is None
 
     def _loss(self, i: int, silence_s: float) -> str:
         row, name = self._rows[i], self._name(i)
@@ -191,7 +191,7 @@ class Watch:
             return f"{name} failed: {row['message'].decode(errors='replace')}"
         if row["left"]:
             return ""
-        state = _state(int(row["pid"]), int(row["started"])) if i in self._local else ""
+        state = state_of(int(row["pid"]), int(row["started"])) if i in self._local else ""
         if state is None or row["ended"]:
             return f"{name} has ended without a word: it was killed, perhaps for want of memory"
         silent_s = time.monotonic() - self._seen[i][1]
@@ -224,19 +224,3 @@ def _last_words(watch: weakref.ref[Watch]) -> None:
     error = getattr(sys, "last_value", None)
     if alive is not None and error is not None:
         alive.fail(f"{type(error).__name__}: {error}")
-
-
-def _state(pid: int, started: int) -> str | None:
-    """The state of a process as the kernel says it; None when it has ended, reaped or not."""
-    with contextlib.suppress(OSError):
-        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
-        if int(fields[19]) == started and fields[0] not in "ZX":
-            return fields[0]
-    return None
-
-
-def _started(pid: int) -> int | None:
-    with contextlib.suppress(OSError):
-        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
-        return int(stat.rpartition(")")[2].split()[19])
-    return None

@@ -1,0 +1,150 @@
+"""Processes: which one something belongs to, and whether that one still runs.
+
+Owns the identity of a process, in words that a file or a file's name can hold. Whoever removes what
+another process left, or waits for one, asks here. Any thread may enter.
+
+[Note: identity] The kernel gives a process's number to later processes again, so its start belongs
+to it. Both mean something in one PID name space of one boot alone: two containers on one kernel
+have equal numbers, and may have equal host names; so may two machines that share a folder. Of a
+process in another name space, or on another machine, nothing can be known: it may run. After a
+reboot nothing of the earlier boot runs; that it was the same machine is believed of the same
+machine id together with the same host name, and never of a host name alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import hashlib
+import os
+import re
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+MACHINE_ID = Path("/etc/machine-id")
+DIGITS = 12  # of what is shortened: 48 random bits
+TOKEN = rf"[0-9a-f]{{0,{DIGITS}}}-[0-9a-f]{{0,{DIGITS}}}-\d{{1,10}}-\d{{1,10}}-\d{{1,20}}"
+
+
+class Life(enum.Enum):
+    """What is known of a process."""
+
+    RUNS = enum.auto()
+    ENDED = enum.auto()
+    UNSEEN = enum.auto()  # of another machine or container: nobody here can tell
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Process:
+    """One process of all machines and times; `str` gives a word of at most 70 characters that
+    `parse` reads again. What the system does not say is "" or 0.
+
+    `started` is in clock ticks since boot; `namespace` is the number of its PID name space.
+    """
+
+    machine: str
+    boot: str
+    namespace: int
+    pid: int
+    started: int
+
+    @classmethod
+    def this(cls) -> Process:
+        pid = os.getpid()
+        return cls(
+            machine=_machine(),
+            boot=boot_id().replace("-", "")[:DIGITS],
+            namespace=pid_namespace(),
+            pid=pid,
+            started=start_of(pid) or 0,
+        )
+
+    @classmethod
+    def parse(cls, word: str) -> Process | None:
+        """None for what `str` never gives."""
+        if re.fullmatch(TOKEN, word, re.ASCII) is None:
+            return None
+        machine, boot, namespace, pid, started = word.split("-")
+        return cls(
+            machine=machine,
+            boot=boot,
+            namespace=int(namespace),
+            pid=int(pid),
+            started=int(started),
+        )
+
+    def __str__(self) -> str:
+        return f"{self.machine}-{self.boot}-{self.namespace}-{self.pid}-{self.started}"
+
+    @property
+    def life(self) -> Life:
+        """Whether it runs, as far as this process can tell ([Note: identity])."""
+        here = Process.this()
+        if not self.boot or not here.boot:
+            return Life.UNSEEN
+        if self.boot != here.boot:
+            same_machine = self.machine and self.machine == here.machine
+            return Life.ENDED if same_machine else Life.UNSEEN
+        if self.namespace != here.namespace:
+            return Life.UNSEEN
+        return Life.RUNS if state_of(self.pid, self.started) is not None else Life.ENDED
+
+
+def state_of(pid: int, started: int) -> str | None:
+    """The letter by which the kernel names the state of a process of this name space, "?" where it
+    hides it; None when the process has ended, reaped or not."""
+    fields = _stat(pid)
+    if fields is None:
+        return "?" if _exists(pid) else None
+    state, begun = fields[0], int(fields[19])
+    return state if begun == started and state not in "ZX" else None
+
+
+def start_of(pid: int) -> int | None:
+    """When a process of this name space started; None where there is none, or nobody says."""
+    fields = _stat(pid)
+    return None if fields is None else int(fields[19])
+
+
+def boot_id() -> str:
+    """What tells this boot of this machine from all others; "" where nobody says."""
+    with contextlib.suppress(OSError):
+        return BOOT_ID.read_text().strip()
+    return ""
+
+
+def pid_namespace() -> int:
+    """The number of this process's PID name space: on one boot no two that live have the same."""
+    with contextlib.suppress(OSError):
+        return os.stat("/proc/self/ns/pid").st_ino
+    return 0
+
+
+def _machine() -> str:
+    with contextlib.suppress(OSError):
+        named = MACHINE_ID.read_text().strip()
+        if re.fullmatch("[0-9a-f]{32}", named):  # images have an empty one, or "uninitialized"
+            words = f"{socket.gethostname()}\n{named}"
+            return hashlib.sha256(words.encode()).hexdigest()[:DIGITS]
+    return ""
+
+
+def _stat(pid: int) -> list[str] | None:
+    try:
+        stat = Path(f"/proc/{pid:d}/stat").read_text(errors="replace")
+    except OSError:
+        return None
+    return stat.rpartition(")")[2].split()  # the name before it may hold anything
+
+
+def _exists(pid: int) -> bool:
+    """Of a process whose state is hidden from us (hidepid)."""
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except OSError:  # another user's
+        return True
+    return True
