@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import random
 import select
 import signal
+import subprocess
+import sys
 import time
 import traceback
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +20,9 @@ import pytest
 import torch
 
 from stronghold.checkpoint import directory
-from tests.checkpoints import session, train
+from stronghold.checkpoint.weights import write_weights
+from stronghold.process import Process, start_of
+from tests.checkpoints import make_model, session, train
 
 OPTIONS: dict[str, Any] = {"precision": "bf16", "clipping": 0.5}
 LONGEST_S = 0.4  # of the random wait before the kill: several saves
@@ -97,15 +103,138 @@ def test_kill_9_fifty_times(tmp_path: Path) -> None:
     assert cut >= 10, f"only {cut} of 50 kills hit a save: the test shows little"
 
 
+def leftover(save_dir: Path, tag: str = "old", **changes: Any) -> Path:
+    """A hidden directory as a process that differs from this one in that would have left it."""
+    here = Process.this()
+    name = directory.hidden_name(tag).replace(str(here), str(replace(here, **changes)))
+    (save_dir / name).mkdir()
+    (save_dir / name / "file").touch()
+    return save_dir / name
+
+
 def test_leftovers_of_a_living_process_are_kept(tmp_path: Path) -> None:
     mine = directory.begin(tmp_path, "one")
     directory.begin(tmp_path, "two")
     assert mine.is_dir()
-    dead = tmp_path / mine.name.replace(f"-{os.getpid()}-", f"-{os.getpid()}-1")
-    dead.mkdir()  # the same id, started at another time
+    dead = leftover(tmp_path, started=1)  # the same number, started at another time
     directory.begin(tmp_path, "three")
     assert mine.is_dir()
     assert not dead.exists()
+
+
+def test_leftovers_of_a_zombie_go(tmp_path: Path) -> None:
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as process:
+        left = leftover(tmp_path, pid=process.pid, started=start_of(process.pid))
+        directory.begin(tmp_path, "tag")
+        assert left.exists()
+        process.kill()
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        directory.begin(tmp_path, "tag")
+        assert not left.exists()
+
+
+def test_leftovers_of_another_user_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = leftover(tmp_path, started=1)
+    if os.geteuid() == 0:
+        os.chown(left, 12345, -1)
+    else:
+        monkeypatch.setattr(directory.os, "geteuid", lambda: os.getuid() + 1)
+    directory.begin(tmp_path, "tag")
+    assert left.exists()
+
+
+@pytest.mark.parametrize("changes", [{"namespace": 7}, {"machine": "", "boot": "ffffffffffff"}])
+def test_leftovers_of_another_container_or_machine_are_kept_and_named(
+    changes: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    left = leftover(tmp_path, pid=2, started=1, **changes)
+    with caplog.at_level(logging.WARNING, "stronghold"):
+        directory.begin(tmp_path, "tag")
+    assert left.exists()
+    assert str(left) in caplog.records[0].message
+
+
+IN_A_CONTAINER = """
+import sys
+from pathlib import Path
+from stronghold.checkpoint import directory
+print(directory.begin(Path(sys.argv[1]), "tag"), flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_save_in_a_container_of_the_same_host_name_is_left_alone(tmp_path: Path) -> None:
+    container = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
+    if os.geteuid() != 0 or subprocess.run([*container, "true"], check=False).returncode:
+        pytest.skip("this user may make no PID name space")
+    command = [*container, sys.executable, "-c", IN_A_CONTAINER, str(tmp_path)]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        theirs = Path(process.stdout.readline().strip())
+        assert theirs.is_dir()
+        mine = directory.begin(tmp_path, "tag")
+        assert theirs.is_dir()
+        assert mine != theirs
+        process.communicate("")
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+import torch
+from stronghold.checkpoint import weights
+torch.save = lambda _, path: (path.touch(), os.kill(os.getpid(), signal.SIGKILL))
+weights.write_weights({}, Path(sys.argv[1]), "pytorch_model.bin")
+"""
+
+
+def test_the_next_file_of_weights_removes_what_a_killed_one_left(tmp_path: Path) -> None:
+    killed = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], check=False)
+    assert killed.returncode == -signal.SIGKILL
+    (left,) = tmp_path.iterdir()
+    assert left.name.startswith(".pytorch_model.bin.tmp-")
+    write_weights({}, tmp_path, "pytorch_model.bin")
+    assert [path.name for path in tmp_path.iterdir()] == ["pytorch_model.bin"]
+
+
+def test_two_engines_that_save_one_tag_beside_each_other_leave_a_whole_one(tmp_path: Path) -> None:
+    section = {"async_checkpoint": True}
+    with (
+        session(section=section, **OPTIONS) as one,
+        session(make_model(seed=1), section=section, **OPTIONS) as two,
+    ):
+        for _ in range(5):
+            for engine in (one, two):
+                train(engine, 1)
+                engine.save_checkpoint(tmp_path, tag=REPEATED)
+            for engine in (one, two):
+                engine.wait_for_checkpoint()
+            assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", REPEATED]
+            saved = [engine.module_state_dict()["transformer.wte.weight"] for engine in (one, two)]
+            saved = [values.clone() for values in saved]
+            with session(**OPTIONS) as third:
+                third.load_checkpoint(tmp_path)
+                found = third.module_state_dict()["transformer.wte.weight"]
+                assert any(torch.equal(found, values) for values in saved)
+
+
+def test_a_link_in_the_place_of_the_hidden_latest_is_not_followed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    victim, planted = tmp_path / "victim", directory.hidden_name("latest")
+    victim.write_text("theirs")
+    (tmp_path / planted).symlink_to(victim)
+    directory.write_latest(tmp_path, "tag")
+    assert directory.read_latest(tmp_path) == "tag"
+    assert (tmp_path / planted).is_symlink(), "another name is used every time"
+    monkeypatch.setattr(directory, "hidden_name", lambda _: planted)
+    with pytest.raises(FileExistsError):
+        directory.write_latest(tmp_path, "tag")
+    assert victim.read_text() == "theirs"
 
 
 @pytest.mark.parametrize("exchange", [True, False])

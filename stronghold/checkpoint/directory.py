@@ -9,8 +9,10 @@ exists is exchanged with the new one in one system call where the file system ca
 local file systems). Elsewhere the old one first steps aside under a name from which `resolve`
 brings it back. So at every instant the newest tag that `latest` names is complete.
 
-[Note: leftovers] The hidden name says which process wrote it. The next save removes those of
-processes that are gone; a process is known by its id and its start, since ids are used again.
+[Note: leftovers] The hidden name says which process wrote it, and each is used once: no two saves
+share one, and nobody can have planted a link there. The next save into the directory removes those
+of processes that have ended, if they are this user's; those of other machines and containers, which
+may be alive, it names in a warning.
 """
 
 from __future__ import annotations
@@ -18,21 +20,24 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import logging
 import os
 import re
 import shutil
-import socket
+import uuid
 from pathlib import Path
 
-import psutil
-
 from stronghold.errors import CheckpointError, ConfigError, did_you_mean
+from stronghold.process import TOKEN, Life, Process
+
+logger = logging.getLogger("stronghold")
 
 LATEST = "latest"
 RENAME_EXCHANGE = 2  # linux/fs.h
 AT_FDCWD = -100  # fcntl.h
+THERE_IS_ONE = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)
 CANNOT_EXCHANGE = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EPERM)
-HIDDEN = re.compile(r"\.(?P<tag>.+)\.tmp-(?P<host>.+)-(?P<pid>\d+)-(?P<start>\d+)")
+HIDDEN = re.compile(rf"\..+\.tmp-(?P<process>{TOKEN})-[0-9a-f]{{8}}", re.ASCII)
 
 
 def check_tag(tag: object) -> str:
@@ -44,32 +49,42 @@ def check_tag(tag: object) -> str:
 
 
 def hidden_name(tag: str) -> str:
-    """Where this process writes `tag` before it is complete."""
-    start = int(psutil.Process().create_time())
-    return f".{tag}.tmp-{socket.gethostname()}-{os.getpid()}-{start}"
+    """Where this process writes `tag` before it is complete: another name at every call."""
+    return f".{tag}.tmp-{Process.this()}-{uuid.uuid4().hex[:8]}"
 
 
 def begin(save_dir: Path, tag: str) -> Path:
-    """An empty hidden directory for `tag`; leftovers of processes that are gone are removed."""
+    """An empty hidden directory for `tag`; leftovers of processes that have ended are removed."""
     save_dir.mkdir(parents=True, exist_ok=True)
-    for path in save_dir.iterdir():
-        match = HIDDEN.fullmatch(path.name)
-        if match and not _alive(match):
-            remove(path)
+    remove_leftovers(save_dir)
     restore_aside(save_dir, tag)
     hidden = save_dir / hidden_name(tag)
-    remove(hidden)  # a save of this process that failed
     hidden.mkdir()
     return hidden
 
 
-def _alive(match: re.Match[str]) -> bool:
-    if match["host"] != socket.gethostname():
-        return True  # another machine's: it cannot be known
-    try:
-        return abs(psutil.Process(int(match["pid"])).create_time() - int(match["start"])) < 2
-    except psutil.NoSuchProcess:
-        return False
+def remove_leftovers(save_dir: Path) -> None:
+    """Remove what saves of this user that have ended left half-written ([Note: leftovers])."""
+    for path in sorted(save_dir.iterdir()):
+        match = HIDDEN.fullmatch(path.name)
+        process = match and Process.parse(match["process"])
+        if not process:
+            continue
+        try:
+            mine = path.lstat().st_uid == os.geteuid()
+        except FileNotFoundError:  # its save has ended since
+            continue
+        life = process.life
+        if mine and life is Life.ENDED:
+            logger.info("removing %s, which a save that was killed left", path)
+            remove(path)
+        elif mine and life is Life.UNSEEN:
+            logger.warning(
+                "%s is of a save by process %d of another machine or container, and is left "
+                "alone; remove it if that process has ended",
+                path,
+                process.pid,
+            )
 
 
 def remove(path: Path) -> None:
@@ -92,8 +107,12 @@ def sync_directory(path: Path) -> None:
 def publish(hidden: Path, final: Path) -> None:
     """Make a complete hidden directory visible as `final` ([Note: publication])."""
     sync_directory(hidden)
-    if not final.exists():
+    try:
         hidden.rename(final)
+    except OSError as error:
+        if error.errno not in THERE_IS_ONE:
+            raise
+    else:
         sync_directory(final.parent)
         return
     if not _exchange(hidden, final):
@@ -138,11 +157,14 @@ def restore_aside(save_dir: Path, tag: str) -> None:
 def write_latest(save_dir: Path, tag: str) -> None:
     """Make `latest` name `tag`, at once."""
     hidden = save_dir / hidden_name(LATEST)
-    with open(hidden, "w", encoding="utf-8") as file:
+    # "x": never into a link that was planted, nor over a file.
+    with open(hidden, "x", encoding="utf-8") as file, contextlib.ExitStack() as undo:
+        undo.callback(remove, hidden)
         file.write(tag)
         file.flush()
         os.fsync(file.fileno())
-    hidden.replace(save_dir / LATEST)
+        hidden.replace(save_dir / LATEST)
+        undo.pop_all()
     sync_directory(save_dir)
 
 

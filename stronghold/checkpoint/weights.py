@@ -58,8 +58,8 @@ def write_weights(weights: dict[str, torch.Tensor], save_dir: Path, filename: st
     """Write a state dict to one file, which appears complete or not at all. Of tied names the first
     is written to safetensors, which knows no ties; torch's format keeps them."""
     save_dir.mkdir(parents=True, exist_ok=True)
+    directory.remove_leftovers(save_dir)
     hidden = save_dir / directory.hidden_name(filename)
-    directory.remove(hidden)
     try:
         if filename.endswith(".safetensors"):
             entries = {
