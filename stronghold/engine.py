@@ -207,7 +207,7 @@ class StrongholdEngine(Checkpoints, deepspeed.DeepSpeedEngine):  # type: ignore[
         learning_rate = float(optimizer.param_groups[0]["lr"])
         gate = stack.runtime.close_gate(
             clipping=float(self.gradient_clipping() or 0.0),
-            inverse_scale=1.0 / optimizer.loss_scale,
+            loss_scale=optimizer.loss_scale,
         )
         self._grad_norm = optimizer._global_grad_norm = gate.grad_norm
         optimizer.overflow = gate.overflow

@@ -74,10 +74,10 @@ class Runtime(Protocol):
         """Autograd raised: the step's gradients so far are void."""
         ...
 
-    def close_gate(self, *, clipping: float, inverse_scale: float) -> GateResult:
+    def close_gate(self, *, clipping: float, loss_scale: float) -> GateResult:
         """End the step: wait for the norm, then queue the updates, or nothing on overflow.
 
-        `clipping`: largest global norm, 0 for none. `inverse_scale`: 1 / loss scale.
+        `clipping`: largest global norm, 0 for none. Gradients carry `loss_scale`.
         """
         ...
 

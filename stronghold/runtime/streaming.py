@@ -186,10 +186,10 @@ class Streaming:
         if self._hooks is not None:
             self._hooks.end_backward()
 
-    def close_gate(self, *, clipping: float, inverse_scale: float) -> GateResult:
+    def close_gate(self, *, clipping: float, loss_scale: float) -> GateResult:
         self._adopt_edited()
         gate, changed = self.updater.close_gate(
-            clipping=clipping, inverse_scale=inverse_scale, last_fetch=self.executor.last_fetch
+            clipping=clipping, loss_scale=loss_scale, last_fetch=self.executor.last_fetch
         )
         self.executor.weights_changed(changed)
         return gate

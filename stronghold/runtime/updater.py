@@ -192,12 +192,12 @@ class Updater:
 
     # -- asked by the engine ----------------------------------------------------------------------
     def close_gate(
-        self, *, clipping: float, inverse_scale: float, last_fetch: Callable[[int], Fence]
+        self, *, clipping: float, loss_scale: float, last_fetch: Callable[[int], Fence]
     ) -> tuple[GateResult, list[int]]:
         """End the step: wait for the norm, then queue the updates in forward order, or nothing on
         overflow.
 
-        `clipping`: largest global norm, 0 for none. `inverse_scale`: 1 / loss scale. Returns the
+        `clipping`: largest global norm, 0 for none. Gradients carry `loss_scale`. Returns the
         layers that change. The coefficient is min(1, clipping / (norm + 1e-6)), as in
         torch.nn.utils.clip_grad_norm_.
         """
@@ -207,9 +207,7 @@ class Updater:
         square_sums = self._all_square_sums()
         if self._agreement is not None:
             square_sums, self.ledger.arrived[:] = self._agreement.meet(self._square_sums)
-        gate, scale = open_gate(
-            square_sums, clipping=clipping, inverse_scale=inverse_scale, early=early
-        )
+        gate, scale = open_gate(square_sums, clipping=clipping, loss_scale=loss_scale, early=early)
         changed = [] if gate.overflow else [layer for layer, _ in self._on_host()]
         if not early and not gate.overflow:
             for layer in changed:

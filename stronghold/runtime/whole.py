@@ -143,7 +143,7 @@ class Whole:
         self._ledger.abandon_backward()
         self._drop_gradients()
 
-    def close_gate(self, *, clipping: float, inverse_scale: float) -> GateResult:
+    def close_gate(self, *, clipping: float, loss_scale: float) -> GateResult:
         self._refuse_strays()
         gradients, dtype = self._waiting()
         sums, prepared = [], None
@@ -153,7 +153,7 @@ class Whole:
         gate, scale = open_gate(
             self._updates.read(sums),
             clipping=clipping,
-            inverse_scale=inverse_scale,
+            loss_scale=loss_scale,
             early=not self._gated,
         )
         if prepared is not None and gate.overflow:
