@@ -12,7 +12,7 @@ import torch
 import stronghold
 from stronghold.plan.planner import make_plan
 from stronghold.refine import TRACED_STEPS, UNTOLD_STEPS, Stage
-from tests.models import MODELS, loss_of
+from tests.models import MODELS, loss_of, token_batch
 from tests.quiet import law_of_time, on_time
 from tests.sleeping import SleepingModel
 from tests.training import assert_identical, config, train_plain, train_windowed
@@ -155,6 +155,57 @@ def test_the_peak_is_one_plans_and_not_of_two() -> None:
         if micro == 0:
             stack.replan(whole)
     engine.destroy()
+
+
+POLICIES: list[dict[str, Any]] = [
+    {"activations": "recompute", "resident_layers": 0},
+    {"activations": "offload", "resident_layers": 0},
+    {"activations": "keep", "resident_layers": 0},
+    {"activations": "recompute", "resident_layers": 1},
+    {"activations": "keep", "resident_layers": 2},
+    {"activations": "keep", "resident_layers": "all", "resident_updates": "gpu"},
+]
+ODD = {
+    "gpt2": {"n_embd": 24, "n_head": 3},
+    "llama": {"hidden_size": 24, "num_attention_heads": 3, "num_key_value_heads": 3},
+    "t5": {"d_model": 24, "num_heads": 3},
+    "cache_dependent": {},
+}
+
+
+def run_of_changing_plans(name: str, change: bool) -> list[torch.Tensor]:
+    """20 losses, and the weights at the end; a plan for all of them, or another every third step,
+    up to the whole model."""
+    model, _ = MODELS[name](**ODD[name])
+    section = {"window": 1, "activations": "recompute", "cpu_threads": 1, "gpu_memory": 1 << 30}
+    engine, _, _, _ = stronghold.initialize(
+        model=model,
+        config=config(section={**section, "resident_layers": 0}),
+        model_parameters=model.parameters(),
+    )
+    stack, found = engine._stack, []
+    for step in range(20):
+        loss = loss_of(engine(**token_batch(step, length=11)))
+        engine.backward(loss)
+        engine.step()
+        found.append(loss.detach().clone())
+        if change and step % 3 == 2 and step // 3 < len(POLICIES):
+            policy = dict(POLICIES[step // 3])
+            if policy["resident_layers"] == "all":
+                policy["resident_layers"] = len(stack.layout.streamed)
+            stack.replan(make_plan(stack.layout, replace(stack.demand, window=None, **policy)))
+    found += [weight.clone() for weight in engine.module_state_dict().values()]
+    whole = stack.plan.whole
+    engine.destroy()
+    assert whole is change
+    return found
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_a_plan_that_changes_between_steps_never_changes_a_bit(name: str) -> None:
+    """Transformers' models as they come, with `use_cache` left at its default."""
+    one, other = (run_of_changing_plans(name, change) for change in (False, True))
+    assert all(map(torch.equal, one, other))
 
 
 @law_of_time

@@ -12,7 +12,8 @@ from torch import nn
 
 import stronghold
 from stronghold import native
-from tests.models import loss_of
+from stronghold.runtime.ledger import norm_and_scale
+from tests.models import loss_of, without_caches
 
 Batch = dict[str, Any]
 Factory = Callable[[], tuple[nn.Module, Callable[[int], Batch]]]
@@ -154,6 +155,7 @@ def train_plain(
     """
     torch.manual_seed(0)
     model, make_batch = factory()
+    without_caches(model)
     if precision == "bf16":
         for parameter in model.parameters():
             parameter.data = parameter.data.bfloat16()
@@ -226,11 +228,9 @@ class KernelAdam:
             native.sum_squares(self._pool, g.dtype, [(g.data_ptr(), g.numel())])[0]
             for g in gradients.values()
         ]
-        if loss_scale != 1.0 and not all(map(math.isfinite, sums)):
+        norm, scale = norm_and_scale(sums, clipping=clipping, loss_scale=loss_scale)
+        if loss_scale != 1.0 and not math.isfinite(norm):
             return math.nan
-        norm = math.sqrt(math.fsum(sums)) / loss_scale
-        scale = min(1.0, clipping / (norm + 1e-6)) if clipping > 0.0 else 1.0
-        scale /= loss_scale
         for group in self._groups:
             for parameter in group["params"]:
                 if parameter in gradients:

@@ -14,7 +14,7 @@ from torch import nn
 
 import stronghold
 from stronghold.errors import ConfigError
-from tests.models import MODELS, loss_of
+from tests.models import MODELS, loss_of, without_caches
 from tests.training import ADAM, KernelAdam, config
 
 Objective = Callable[[Any], torch.Tensor]
@@ -39,7 +39,7 @@ class Twin:
     ) -> None:
         self.model, self.make_batch = MODELS[name]()
         self.model = self.model if of is None else of
-        self.plain, _ = MODELS[name]()
+        self.plain = without_caches(MODELS[name]()[0])
         self.accumulation, self.clipping = accumulation, clipping
         self.settings = config(
             accumulation=accumulation,

@@ -347,27 +347,6 @@ class Activations:
         self._saved.clear()
 
 
-def without_cache(
-    args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments without key-value caches: a layer that runs twice would write into one twice.
-    Transformers' own
-    checkpointing drops them in the same way."""
-    args = tuple(None if _is_cache(value) else value for value in args)
-    kwargs = {name: None if _is_cache(value) else value for name, value in kwargs.items()}
-    if kwargs.get("use_cache"):
-        kwargs["use_cache"] = False
-    return args, kwargs
-
-
-def _is_cache(value: Any) -> bool:
-    # By name: transformers need not be installed, and importing it takes seconds.
-    return any(
-        kind.__name__ == "Cache" and kind.__module__.startswith("transformers")
-        for kind in type(value).__mro__
-    )
-
-
 def _recomputation(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Generator[None, None, None]:

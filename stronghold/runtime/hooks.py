@@ -20,7 +20,8 @@ from stronghold.errors import ConfigError
 from stronghold.model.layout import ModelLayout
 from stronghold.model.partition import Layer, Partition
 from stronghold.plan.schedule import Kind
-from stronghold.runtime.activations import Activations, without_cache
+from stronghold.runtime.activations import Activations
+from stronghold.runtime.caches import without_cache
 from stronghold.runtime.executor import Executor, Phase
 from stronghold.runtime.own_hooks import OwnHook
 from stronghold.runtime.resident_calls import ResidentCalls

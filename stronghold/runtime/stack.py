@@ -34,6 +34,7 @@ from stronghold.model.partition import Partition, partition
 from stronghold.model.source import WeightSource, forget_source, materialize, source_of
 from stronghold.plan.planner import Demand, Gradients, Plan, make_plan
 from stronghold.runtime.adam import AdamSteps
+from stronghold.runtime.caches import NoCaches
 from stronghold.runtime.distributed import Ranks
 from stronghold.runtime.files import open_tiers
 from stronghold.runtime.optimizer import EngineOptimizer
@@ -128,6 +129,8 @@ class Stack:
                 section.nvme, self.plan, self.layout, self.dtype, self.device, self.ranks, undo
             )
             self._build(model, optimizer, tiers, undo)
+            if self.demand.training:
+                undo.callback(NoCaches(model).close)
             self._parts = undo.pop_all()
         self._planned = (self.plan.gpu_total_bytes, self.plan.host_total_bytes)
 

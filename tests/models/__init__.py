@@ -18,6 +18,7 @@ from tests.models.base import (
     Decoder,
     loss_of,
     token_batch,
+    without_caches,
 )
 
 __all__ = [
@@ -31,4 +32,5 @@ __all__ = [
     "Decoder",
     "loss_of",
     "token_batch",
+    "without_caches",
 ]

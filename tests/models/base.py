@@ -48,6 +48,16 @@ def _register(names: list[str]) -> Callable[[Factory], Factory]:
 plain, hugging_face = _register(PLAIN), _register(HUGGING_FACE)
 
 
+def without_caches(model: nn.Module) -> nn.Module:
+    """The model with `use_cache` switched off wherever a Transformers config has it on: a plain
+    loop's, which keeps no key-value cache either while it trains."""
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if getattr(config, "use_cache", False):
+            config.use_cache = False
+    return model
+
+
 def token_batch(seed: int, vocab: int = VOCAB, length: int = LENGTH) -> Batch:
     """Two sequences of tokens and the labels to predict."""
     random = torch.Generator().manual_seed(seed)

@@ -150,6 +150,23 @@ def llama(**config: Any) -> Any:
 
 
 @hugging_face
+def cache_dependent(**config: Any) -> Any:
+    """Rounds differently where it is given a key-value cache, on every machine: what another order
+    of the same sums does on some."""
+    from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+    class CacheDependentLayer(LlamaDecoderLayer):
+        def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
+            x = super().forward(hidden_states, **kwargs)
+            return x if kwargs.get("past_key_values") is None else x * 1.1 / 1.1
+
+    model, make_batch = _causal("Llama", _LLAMA, config)
+    for index in range(model.config.num_hidden_layers):
+        model.model.layers[index] = CacheDependentLayer(model.config, index)
+    return model, make_batch
+
+
+@hugging_face
 def qwen2(**config: Any) -> Any:
     return _causal("Qwen2", {**_LLAMA, "tie_word_embeddings": True}, config)
 
