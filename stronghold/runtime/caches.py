@@ -3,12 +3,12 @@
 Owns the hooks on the model's modules that make its caches. Entered by the training thread, and by
 autograd's in backward.
 
-[Note: no cache in training] Transformers' models make a key-value cache in every forward unless they
-are told not to, and training never reads it. Joining keys and values to a cache lays them out in
-memory differently, so that other kernels multiply them and other bits come out, while a block that
-runs twice (recomputation) must not write into one twice. A plan that changes a policy would change
-bits. So no pass that wants gradients makes one, wherever layers are, as Trainer and gradient
-checkpointing have it. A cache that the caller passes in is an input, and is left alone.
+[Note: no cache in training] Transformers' models make a key-value cache in every forward unless
+they are told not to, and training never reads it. Keys and values joined to a cache lie in memory
+differently, so that other kernels multiply them and other bits come out; and a block that
+runs twice (recomputation) must not write into one twice. So a plan that changes a policy would
+change bits. No pass that wants gradients makes one, wherever layers are: Trainer and gradient
+checkpointing have it so, too. A cache that the caller passes in is an input, and is left alone.
 """
 
 from __future__ import annotations
