@@ -14,7 +14,7 @@ def install() -> None:
 
     def init(backend: str | None = None, *arguments: Any, **options: Any) -> Any:
         options.pop("device_id", None)
-        backend = "gloo" if backend in ("nccl", None) else backend
+        backend = "gloo" if backend is None else backend.replace("nccl", "gloo")
         return init_process_group(backend, *arguments, **options)
 
     def new(*arguments: Any, **options: Any) -> Any:
