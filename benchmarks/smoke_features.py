@@ -147,25 +147,28 @@ def triton(machine: str) -> str:
 # -- steps -----------------------------------------------------------------------------------------
 def trained(machine: str, section: dict[str, Any], name: str = "gpt", **options: Any) -> str:
     """Ten steps have the bits of a plain loop on the same device."""
-    import torch
-
     from tests.models import MODELS
-    from tests.training import assert_identical, config, train_plain, train_windowed
+    from tests.training import (
+        assert_identical,
+        config,
+        operators_in_one_order,
+        train_plain,
+        train_windowed,
+    )
 
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = False
     options = {"precision": "fp32", "clipping": 0.5, "accumulation": 1, **options}
     settings = config(section={"device": machine, "cpu_threads": 2, **section}, **options)
     plans: list[Any] = []
-    run = train_windowed(
-        MODELS[name], steps=10, settings=settings, inspect=lambda e: plans.append(e.plan)
-    )
-    if machine == "cuda":
-        from tests.gpu.test_training_cuda import plain
+    with operators_in_one_order():
+        run = train_windowed(
+            MODELS[name], steps=10, settings=settings, inspect=lambda e: plans.append(e.plan)
+        )
+        if machine == "cuda":
+            from tests.gpu.test_training_cuda import plain
 
-        expected = plain(name, **options)
-    else:
-        expected = train_plain(MODELS[name], steps=10, **options)
+            expected = plain(name, **options)
+        else:
+            expected = train_plain(MODELS[name], steps=10, **options)
     assert_identical(run, expected)
     plan = plans[0]
     return f"a plain loop's bits; window {plan.window}, " + (
@@ -238,9 +241,10 @@ def checkpoint(machine: str) -> str:
     import torch
 
     from tests.checkpoints import assert_same, make_model, session, snapshot, train
+    from tests.training import operators_in_one_order
 
     section = {"device": machine, "window": 2, "cpu_threads": 2}
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, operators_in_one_order():
         with session(section=section, precision="bf16") as engine:
             train(engine, 2)
             engine.save_checkpoint(folder)

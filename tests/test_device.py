@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from stronghold.device.base import THREAD_PREFIX, Device, completed
-from stronghold.device.cuda import CudaDevice, cuts
+from stronghold.device.cuda import CudaDevice, EventClock, cuts
 from stronghold.device.emulated import COPY_PIECE_BYTES, EmulatedDevice
 from stronghold.errors import BudgetError, ConfigError, LaneError, StateError
 from stronghold.memory.slab import map_slab
@@ -358,3 +358,27 @@ def test_a_copy_is_cut_where_registered_memory_begins_or_ends(
     regions = [(100, 200), (300, 400), (400, 500)]
     assert cuts(regions, begin, end) == expected
     assert cuts([], begin, end) == []
+
+
+class Event:
+    """At `ms` of a device's clock; differences come as CUDA's do, in fp32."""
+
+    def __init__(self, ms: float) -> None:
+        self.ms = ms
+
+    def synchronize(self) -> None: ...
+
+    def elapsed_time(self, end: Event) -> float:
+        return torch.tensor(end.ms - self.ms, dtype=torch.float32).item()
+
+
+def test_times_of_events_stay_exact_after_hours() -> None:
+    clock = EventClock(Event(0.0), 50.0)  # type: ignore[arg-type]
+    for seconds in range(20_000):
+        ms = seconds * 1e3 + 0.123
+        for late in (0.0, -900.0):  # lanes' spans are not in one order
+            if ms + late < 0.0:
+                continue
+            found = clock.at(Event(ms + late))  # type: ignore[arg-type]
+            # Each of the events that it counts from adds two microseconds at most.
+            assert abs(found - (50.0 + (ms + late) * 1e-3)) < 5e-6 + 2e-6 * seconds / 30

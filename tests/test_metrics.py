@@ -93,6 +93,26 @@ def test_a_loss_is_read_when_its_line_is_formatted_and_not_before(clock: Clock) 
     assert "skipped" not in line
 
 
+def test_waits_of_a_stream_are_read_like_a_loss_and_unknown_ones_are_no_number(
+    clock: Clock,
+) -> None:
+    metrics = Metrics(num_parameters=1, clock=clock)
+    passed: list[str] = []
+
+    def later() -> float:
+        passed.append("read")
+        return 0.25
+
+    metrics.waited("fetch", later)
+    metrics.waited("fetch", 0.5)
+    metrics.waited("drain", None)
+    metrics.waited("drain", 0.5)
+    record = end(metrics)
+    assert passed == []
+    assert "waited ms: fetch 750.0, drain -, update 0.0" in metrics.format(record)
+    assert passed == ["read"]
+
+
 def test_a_record_holds_no_graph() -> None:
     weight = torch.ones(3, requires_grad=True)
     record = end(Metrics(num_parameters=1), loss=weight.sum())

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import stronghold
 from stronghold import native
@@ -49,6 +51,23 @@ def assert_identical(run: Run, expected: Run) -> None:
     for name in expected.moments:
         for moment, other in zip(run.moments[name], expected.moments[name], strict=True):
             assert torch.equal(moment, other), f"a moment of {name} differs"
+
+
+@contextmanager
+def operators_in_one_order() -> Iterator[None]:
+    """Operators add in the same order in every run, where torch has such ones, with a warning where
+    it has none. Attention is written out: of the fused kernels the backward adds in any order at
+    real lengths, unless what has no such operator may raise instead of warning.
+    """
+    before = torch.utils.deterministic.fill_uninitialized_memory
+    torch.utils.deterministic.fill_uninitialized_memory = False  # it would write beside the lanes
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        with sdpa_kernel(SDPBackend.MATH):
+            yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.utils.deterministic.fill_uninitialized_memory = before
 
 
 def on(device: torch.device, batch: Batch) -> Batch:

@@ -33,6 +33,8 @@ from stronghold.errors import BudgetError, LaneError, StateError
 from stronghold.telemetry.trace import NullTrace, Trace
 
 Work = Callable[[], None]
+Seconds = float | Callable[[], float] | None
+"""A time, or where it can be read once it has passed; None: nobody measured it."""
 _Item = tuple[str, Work, tuple[Fence, ...], int, Fence]
 
 
@@ -320,9 +322,9 @@ class Device(ABC):
         """The fence of everything that the calling thread has enqueued on the compute lane."""
 
     @abstractmethod
-    def compute_wait(self, fence: Fence) -> float:
-        """Later compute runs after `fence`; returns the seconds for which the caller was
-        blocked."""
+    def compute_wait(self, fence: Fence) -> Seconds:
+        """Later compute runs after `fence`; returns the seconds for which compute stood still: on a
+        stream they are known when it is traced, and later."""
 
     @abstractmethod
     def begin_compute_span(self) -> object:

@@ -35,10 +35,10 @@ from stronghold.device.base import (
     Fence,
     HostLane,
     Lane,
+    Seconds,
     ThreadLane,
     Work,
     moved,
-    timed,
 )
 from stronghold.device.triton_kernels import TritonKernels
 from stronghold.errors import ConfigError, StateError
@@ -90,8 +90,39 @@ def _timed_event() -> torch.cuda.Event:
     return torch.cuda.Event(enable_timing=True)
 
 
+def _seconds_between(begun: torch.cuda.Event, end: torch.cuda.Event) -> float:
+    end.synchronize()
+    return float(begun.elapsed_time(end)) * 1e-3
+
+
 def _cudart() -> Any:
     return torch.cuda.cudart()
+
+
+class EventClock:
+    """The host's time of events.
+
+    Event times are relative, in milliseconds as fp32: some microseconds in a minute, a hundred in a
+    thousand seconds. So the event that they count from is replaced now and then by a later one,
+    whose time is known by then; spans that began before it count from the one before.
+    """
+
+    KEEP_S = 30.0
+
+    def __init__(self, event: torch.cuda.Event, at_s: float) -> None:
+        self._earlier = self._origin = (event, at_s)
+
+    def at(self, event: torch.cuda.Event) -> float:
+        """`time.perf_counter()` when the event, which has passed, did; events come in order, but
+        for those of the last seconds."""
+        origin, at_s = self._earlier
+        seconds = at_s + _seconds_between(origin, event)
+        if seconds >= self._origin[1]:
+            origin, at_s = self._origin
+            seconds = at_s + _seconds_between(origin, event)
+        if seconds > self._origin[1] + self.KEEP_S:
+            self._earlier, self._origin = self._origin, (event, seconds)
+        return seconds
 
 
 class StreamLane(ThreadLane):
@@ -144,8 +175,9 @@ class CudaDevice(Device):
         torch.cuda.set_device(index)
         # A deque: lanes append while the training thread takes from the other end.
         self._spans: deque[tuple[str, str, torch.cuda.Event, torch.cuda.Event, int]] = deque()
-        self._origin = self._make_origin() if self.trace.recording else None
+        self._clock = self._make_clock() if self.trace.recording else None
         self._kernels: TritonKernels | None = None
+        self._beside = torch.cuda.Stream(self._device)  # of `copy_now`
         self._registered: list[tuple[int, int]] = []  # replaced, since lanes read it meanwhile
         self.fetch = StreamLane("fetch", self)
         self.drain = StreamLane("drain", self)
@@ -206,12 +238,11 @@ class CudaDevice(Device):
             there[begin:end].copy_(here[begin:end], non_blocking=True)
 
     def copy_now(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        # A stream of its own: any thread may call, and the caller has waited for the other streams.
+        # A stream beside the lanes': any thread may call, and the caller has waited for the others.
         self.enter_operation()
-        stream = torch.cuda.Stream(self._device)
-        with torch.cuda.stream(stream):
+        with torch.cuda.stream(self._beside):
             self.copy(target, source)
-        stream.synchronize()
+        self._beside.synchronize()
 
     @property
     def kernels(self) -> TritonKernels:
@@ -232,14 +263,28 @@ class CudaDevice(Device):
         fence.issue(event)
         return fence
 
-    def compute_wait(self, fence: Fence) -> float:
-        events: list[DeviceEvent | None] = []
-        seconds = timed(lambda: events.append(fence.wait_issued()))
-        event = events[0]
+    def compute_wait(self, fence: Fence) -> Seconds:
+        # The host returns at once; how long the stream stands still its own clock tells.
+        stream = torch.cuda.current_stream(self._device)
+        begun = self.mark(stream)
+        event = fence.wait_issued()
         if event is not None:
             assert isinstance(event, torch.cuda.Event)
-            torch.cuda.current_stream(self._device).wait_event(event)
-        return seconds
+            stream.wait_event(event)
+        end = self.mark(stream)
+        if begun is None or end is None:
+            return None
+        self._spans.append(("wait", fence.operation, begun, end, 0))
+        return lambda: _seconds_between(begun, end)
+
+    def check(self) -> None:
+        super().check()
+        if torch.cuda.is_current_stream_capturing():
+            raise ConfigError(
+                "a CUDA graph is being captured: its replay would call no hook, so that no layer "
+                "would be fetched, drained or updated; call the model outside of torch.cuda.graph, "
+                'and compile without mode="reduce-overhead" or "max-autotune"'
+            )
 
     # -- trace ------------------------------------------------------------------------------------
     def mark(self, stream: torch.cuda.Stream) -> torch.cuda.Event | None:
@@ -251,8 +296,8 @@ class CudaDevice(Device):
         return event
 
     def record_spans(self, recording: bool) -> None:
-        if recording and self._origin is None:
-            self._origin = self._make_origin()
+        if recording and self._clock is None:
+            self._clock = self._make_clock()
         super().record_spans(recording)
 
     def end_mark(
@@ -276,26 +321,24 @@ class CudaDevice(Device):
         self.end_mark("compute", name, begun, torch.cuda.current_stream(self._device))
 
     def settle(self) -> None:
-        """Read the spans whose events have passed. Event times are relative: one event ties them to
-        the host's clock."""
-        if self._origin is None:
+        """Read the spans whose events have passed."""
+        if self._clock is None:
             return
-        origin, at = self._origin
         for _ in range(len(self._spans)):
             lane, name, begun, end, nbytes = self._spans.popleft()
             if not end.query():
                 self._spans.append((lane, name, begun, end, nbytes))
                 continue
-            start_s = at + origin.elapsed_time(begun) * 1e-3
-            end_s = at + origin.elapsed_time(end) * 1e-3
+            start_s = self._clock.at(begun)
+            end_s = start_s + _seconds_between(begun, end)
             self.trace.record(lane, name, start_s, end_s, **moved(nbytes))
 
-    def _make_origin(self) -> tuple[torch.cuda.Event, float]:
-        """An event before every span, and the host's time of it."""
+    def _make_clock(self) -> EventClock:
+        """From an event before every span, and the host's time of it."""
         event = _timed_event()
         event.record(torch.cuda.current_stream(self._device))
         event.synchronize()
-        return event, time.perf_counter()
+        return EventClock(event, time.perf_counter())
 
     def activation_peak_bytes(self) -> int:
         return int(torch.cuda.max_memory_allocated(self._device)) - self.allocated_bytes

@@ -8,6 +8,7 @@ its first tokens), so that an asynchronous device cannot hide work between two s
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,7 +25,9 @@ Reading = float | torch.Tensor | Callable[[], float] | None
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord:
-    """What one optimizer step did; `value` reads a loss and a norm that are still on the device."""
+    """What one optimizer step did; `value` reads a loss, a norm and waits that are still on the
+    device. Waits on a device that compute does not wait for on the host are known when they are
+    traced."""
 
     step: int
     loss: Reading
@@ -33,9 +36,9 @@ class StepRecord:
     tokens_per_s: float
     tflops: float
     step_s: float
-    wait_fetch_s: float
-    wait_drain_s: float
-    wait_update_s: float
+    wait_fetch_s: Reading
+    wait_drain_s: Reading
+    wait_update_s: Reading
     skipped: bool
 
 
@@ -60,11 +63,12 @@ class Metrics:
         self._clock = clock
         self._start_s: float | None = None
         self._num_tokens = 0
-        self._waits: dict[WaitCause, float] = {"fetch": 0.0, "drain": 0.0, "update": 0.0}
+        self._waits: dict[WaitCause, list[Reading]] = {"fetch": [], "drain": [], "update": []}
 
-    def waited(self, cause: WaitCause, seconds: float) -> None:
-        """Compute stood still for `seconds`, for weights, a free slot or an update."""
-        self._waits[cause] += seconds
+    def waited(self, cause: WaitCause, seconds: Reading) -> None:
+        """Compute stood still for `seconds`, for weights, a free slot or an update; None: for a
+        time that nobody measured."""
+        self._waits[cause].append(seconds)
 
     def add_tokens(self, num_tokens: int) -> None:
         """A training forward pass of `num_tokens` begins."""
@@ -101,15 +105,15 @@ class Metrics:
             tokens_per_s=self._num_tokens / step_s if step_s > 0.0 else 0.0,
             tflops=tflops(self._num_parameters, self._num_tokens, step_s, self.recomputed),
             step_s=step_s,
-            wait_fetch_s=self._waits["fetch"],
-            wait_drain_s=self._waits["drain"],
-            wait_update_s=self._waits["update"],
+            wait_fetch_s=_sum(self._waits["fetch"]),
+            wait_drain_s=_sum(self._waits["drain"]),
+            wait_update_s=_sum(self._waits["update"]),
             skipped=skipped,
         )
         self._trace.record(STEP_LANE, f"step {step}", start_s, now_s)
         self._start_s = now_s
         self._num_tokens = 0
-        self._waits = {"fetch": 0.0, "drain": 0.0, "update": 0.0}
+        self._waits = {"fetch": [], "drain": [], "update": []}
         return record
 
     @staticmethod
@@ -124,8 +128,9 @@ class Metrics:
             f"{record.tokens_per_s:,.0f} tokens/s",
             f"{record.tflops:.2f} TFLOPS" if record.tflops >= 1 else f"{record.tflops:.3f} TFLOPS",
             f"{record.step_s * 1e3:,.0f} ms",
-            f"waited ms: fetch {record.wait_fetch_s * 1e3:.1f}, "
-            f"drain {record.wait_drain_s * 1e3:.1f}, update {record.wait_update_s * 1e3:.1f}",
+            f"waited ms: fetch {_milliseconds(record.wait_fetch_s)}, "
+            f"drain {_milliseconds(record.wait_drain_s)}, "
+            f"update {_milliseconds(record.wait_update_s)}",
         ]
         if record.skipped:
             parts.append("skipped: the gradients are not finite")
@@ -150,6 +155,19 @@ def value(reading: Reading) -> float | None:
     if reading is None or isinstance(reading, float | int):
         return reading
     return float(reading.item() if isinstance(reading, torch.Tensor) else reading())
+
+
+def _sum(readings: Sequence[Reading]) -> Reading:
+    if any(reading is None for reading in readings):
+        return None
+    if all(isinstance(reading, float | int) for reading in readings):
+        return math.fsum(value(reading) or 0.0 for reading in readings)
+    return lambda: math.fsum(value(reading) or 0.0 for reading in readings)
+
+
+def _milliseconds(seconds: Reading) -> str:
+    found = value(seconds)
+    return "-" if found is None else f"{found * 1e3:.1f}"
 
 
 def count_tokens(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:

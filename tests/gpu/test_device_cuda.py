@@ -260,6 +260,22 @@ def test_lane_threads_work_on_their_device() -> None:
 
 
 # -- trace ----------------------------------------------------------------------------------------
+def test_waits_are_the_streams_and_not_the_hosts() -> None:
+    device = CudaDevice(trace=Trace())
+    slow = device.fetch.submit("fetch 3", sleep_on_device)
+    slow.wait_issued()
+    begun_s = time.perf_counter()
+    waited = device.compute_wait(slow)
+    assert time.perf_counter() - begun_s < 0.1, "the host waited"
+    assert callable(waited)
+    assert waited() > 0.1
+    device.record_spans(False)
+    assert device.compute_wait(slow) is None, "nobody measured it"
+    device.record_spans(True)
+    device.close()
+    assert [span.name for span in device.trace.spans() if span.lane == "wait"] == ["fetch 3"]
+
+
 def test_spans_are_device_times_on_the_hosts_clock(slab: torch.Tensor) -> None:
     trace = Trace()
     device = CudaDevice(trace=trace)
@@ -281,6 +297,25 @@ def test_spans_are_device_times_on_the_hosts_clock(slab: torch.Tensor) -> None:
     assert spans["forward 0"][1] - spans["forward 0"][0] > 0.1
     starts = [spans[f"fetch {k}"][0] for k in range(30)]
     assert starts == sorted(starts)
+
+
+# -- copies beside the lanes ----------------------------------------------------------------------
+def test_copies_outside_of_lanes_share_a_stream(
+    device: CudaDevice, slab: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    buffer = device.allocate(NUMEL, torch.float32, "slot")
+    made: list[object] = []
+    stream = torch.cuda.Stream
+    monkeypatch.setattr(torch.cuda, "Stream", lambda *place: made.append(0) or stream(*place))
+    threads = [
+        threading.Thread(target=device.copy_now, args=(buffer[k::4][:1000], slab[k::4][:1000]))
+        for k in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert made == []
 
 
 # -- errors ---------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 
+from stronghold.errors import ConfigError
 from tests.models import HUGGING_FACE, MODELS, PLAIN, loss_of
 from tests.test_exactness import llama
 from tests.training import (
@@ -115,6 +116,31 @@ def test_any_model_trains_as_without_a_window(name: str, policy: str) -> None:
 def test_a_plan_of_its_own_never_changes_a_bit(precision: str) -> None:
     """Nothing is said: the plan is made, and made anew after the first steps."""
     check("odd llama", {}, precision=precision, clipping=0.5)
+
+
+def test_attention_at_real_lengths_adds_in_one_order() -> None:
+    """What the other laws stand on: a backward of many rows, twice."""
+    shape = (2, 8, 2048, 64)
+    parts = [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(4)]
+    found = []
+    for _ in range(2):
+        q, k, v = (part.clone().requires_grad_() for part in parts[:3])
+        nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).backward(parts[3])
+        found.append((q.grad, k.grad, v.grad))
+    assert all(map(torch.equal, *found))
+
+
+def test_capturing_a_cuda_graph_is_refused() -> None:
+    def inspect(engine: Any) -> None:
+        batch = on(torch.device("cuda"), llama()[1](0))
+        with (
+            pytest.raises(ConfigError, match="a CUDA graph is being captured"),
+            torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"),
+        ):
+            engine(**batch)
+
+    settings = config(section={"device": "cuda", **STREAMED, "activations": "keep"})
+    train_windowed(llama, steps=1, settings=settings, inspect=inspect)
 
 
 def test_the_slots_are_all_that_the_engine_takes() -> None:

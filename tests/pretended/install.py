@@ -119,6 +119,20 @@ def _streams(torch: Any, extension: Any) -> None:
         def __exit__(self, *_: object) -> None:
             extension.set_current_stream(self._before)
 
+    class Capture:
+        """`with torch.cuda.graph(g)`: the stream says that it captures, and nothing is kept."""
+
+        under_way = False
+
+        def __init__(self, graph: object, **_: object) -> None:
+            pass
+
+        def __enter__(self) -> None:
+            Capture.under_way = True
+
+        def __exit__(self, *_: object) -> None:
+            Capture.under_way = False
+
     def named(number: int) -> Any:
         return Stream(stream_id=number, device_index=0, device_type=DEVICE_TYPE)
 
@@ -130,7 +144,9 @@ def _streams(torch: Any, extension: Any) -> None:
     cuda.default_stream = lambda device=None: named(0)
     cuda.set_stream = lambda stream: extension.set_current_stream(stream.stream_id)
     cuda.synchronize = lambda device=None: torch._C._accelerator_synchronizeDevice(0)
-    cuda.is_current_stream_capturing = lambda: False
+    cuda.is_current_stream_capturing = lambda: Capture.under_way
+    cuda.CUDAGraph = object
+    cuda.graph = Capture
     cuda._sleep = lambda cycles: extension.sleep(cycles / CYCLES_PER_S)
     torch._C._cuda_getCurrentRawStream = lambda device: extension.current_stream()
 
