@@ -110,8 +110,10 @@ def lane_threads() -> list[str]:
 
 @pytest.fixture(autouse=True)
 def one_thread() -> None:
-    """Also after a test that used more."""
-    torch.set_num_threads(1)
+    """Also after a test that used more. The environment may choose other kernels than those of one
+    thread, as tests/test_kernel_choices.py does."""
+    torch.set_num_threads(int(os.environ.get("STRONGHOLD_TEST_THREADS", "1")))
+    torch.backends.mkldnn.enabled = os.environ.get("STRONGHOLD_TEST_ONEDNN") != "0"
 
 
 @pytest.fixture(autouse=True)
