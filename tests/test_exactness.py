@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -111,3 +112,22 @@ def test_jitter_never_changes_a_bit(seed: int) -> None:
     }
     settings = config(clipping=0.5, precision="bf16", section=section)
     assert_identical(train_windowed(llama, steps=STEPS, settings=settings), expected)
+
+
+def test_weights_that_are_not_contiguous_are_said_and_trained_as_contiguous(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def transposed() -> Any:
+        model, make_batch = llama()
+        for layer in model.model.layers:
+            weight = layer.mlp.up_proj.weight
+            weight.data = weight.data.t().contiguous().t()
+        return model, make_batch
+
+    settings = config(section={"window": 1, "activations": "keep"})
+    with caplog.at_level(logging.WARNING, "stronghold"):
+        run = train_windowed(transposed, steps=4, settings=settings)
+    said = [record.message for record in caplog.records if "contiguous" in record.message]
+    assert len(said) == 1
+    assert "model.layers.0.mlp.up_proj.weight and 4 more" in said[0]
+    assert_identical(run, train_plain(llama, steps=4))

@@ -269,14 +269,14 @@ class KernelAdam:
             self._state[parameter] = {"step": 0, "m": zeros, "v": zeros.clone(), "low": low}
         state = self._state[parameter]
         state["step"] += 1
-        gradient = gradient.contiguous()
+        gradient, weight = gradient.contiguous(), parameter.detach().contiguous()
         native.adam(
             self._pool,
             parameter.dtype,
             gradient.dtype,
             [
                 native.AdamSegment(
-                    weight=parameter.data_ptr(),
+                    weight=weight.data_ptr(),
                     low=0 if state["low"] is None else state["low"].data_ptr(),
                     exp_avg=state["m"].data_ptr(),
                     exp_avg_sq=state["v"].data_ptr(),
@@ -294,6 +294,8 @@ class KernelAdam:
                 )
             ],
         )
+        if not parameter.is_contiguous():  # else it was written where it lies
+            parameter.data.copy_(weight)
 
 
 def train(engine: Any, make_batch: Any, steps: range) -> None:

@@ -7,6 +7,7 @@ is DeepSpeed's; `engine` puts that border around it. The training thread alone e
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -49,6 +50,8 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # Without stronghold.gpu_memory half of what the GPU has free goes to slots; the rest is left to
 # activations.
 GPU_SHARE = 0.5
+
+logger = logging.getLogger("stronghold")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -353,6 +356,21 @@ def _check_parameters(found: Partition, precision: str, source: WeightSource | N
                     f"{named.name} is {dtype}, but the config asks for fp32: "
                     f"{add}load the model in torch.float32"
                 )
+    strided = [
+        named.name
+        for layer in found.layers
+        for named in layer.parameters
+        if not named.parameter.is_contiguous()
+    ]
+    if strided:
+        # Kernels are chosen by strides, too: transposed weights multiply in another order.
+        logger.warning(
+            "%s and %d more parameters are not contiguous (transposed, or channels_last): layers "
+            "are trained as contiguous arrays. Bits are those of the model with "
+            "p.data = p.data.contiguous(), to which it can be changed before stronghold.initialize",
+            strided[0],
+            len(strided) - 1,
+        )
 
 
 def _demand(
