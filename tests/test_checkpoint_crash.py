@@ -269,6 +269,26 @@ def test_a_tag_that_stepped_aside_comes_back(
         engine.load_checkpoint(tmp_path)
 
 
+@pytest.mark.parametrize("exchange", [True, False])
+def test_what_a_user_has_put_aside_is_left_alone(
+    exchange: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under the name, too, that a tag which steps aside once had."""
+    if not exchange:
+        monkeypatch.setattr(directory, "_exchange", lambda one, two: False)
+    with session(**OPTIONS) as engine:
+        train(engine, 1)
+        engine.save_checkpoint(tmp_path)
+        (tmp_path / "global_step1").rename(tmp_path / ".global_step1.old")
+        expected = sorted(path.name for path in (tmp_path / ".global_step1.old").iterdir())
+        for _ in range(2):
+            engine.save_checkpoint(tmp_path)
+            engine.load_checkpoint(tmp_path)
+    assert sorted(path.name for path in (tmp_path / ".global_step1.old").iterdir()) == expected
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {".global_step1.old", "global_step1", "latest"}
+
+
 @pytest.mark.parametrize("name", ["renameat2", "none"])
 def test_exchange_is_refused_politely(name: str, tmp_path: Path, monkeypatch: Any) -> None:
     class Library:

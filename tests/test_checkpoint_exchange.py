@@ -77,6 +77,18 @@ def test_an_export_is_whole_or_not_there(saved: Path, tmp_path: Path, capsys: An
         assert [path.name for path in tmp_path.iterdir()] == ["used"]
 
 
+@pytest.mark.parametrize("to", ["hf", "zero-stage2"])
+def test_an_export_touches_no_name_that_it_did_not_make(
+    to: str, saved: Path, tmp_path: Path
+) -> None:
+    mine = tmp_path / ".model.old"
+    mine.mkdir()
+    (mine / "thesis.txt").write_text("the only copy")
+    command("export", saved, tmp_path / "model", "--to", to)
+    assert (mine / "thesis.txt").read_text() == "the only copy"
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".model.old", "model"]
+
+
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 def test_from_pretrained_trains_as_the_loaded_model_does(precision: str, tmp_path: Path) -> None:
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32

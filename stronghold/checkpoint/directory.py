@@ -140,14 +140,20 @@ def _exchange(one: Path, two: Path) -> bool:
 
 
 def aside_of(save_dir: Path, tag: str) -> Path:
-    """Where an old tag waits while the new one takes its name, without an exchange."""
-    return save_dir / f".{tag}.old"
+    """Where an old tag waits while the new one takes its name, without an exchange. Nobody else
+    gives a directory such a name: what a user has put aside as .TAG.old is the user's."""
+    return save_dir / f".{tag}.old-{hidden_name(tag).removeprefix(f'.{tag}.tmp-')}"
 
 
 def restore_aside(save_dir: Path, tag: str) -> None:
     """Bring back a tag whose replacement never took its name."""
-    aside = aside_of(save_dir, tag)
-    if aside.is_dir():
+    waiting = f".{tag}.old-"
+    for aside in save_dir.glob(".*.old-*"):
+        if not (
+            aside.name.startswith(waiting)
+            and HIDDEN.fullmatch(aside.name.replace(waiting, f".{tag}.tmp-", 1))
+        ):
+            continue
         if (save_dir / tag).exists():
             remove(aside)
         else:
