@@ -319,6 +319,31 @@ CONFIGS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         (r"stronghold\.prefetch: got 2", "Lower prefetch or raise window"),
     ),
     "stage 3": ({"zero_optimization": {"stage": 3}}, ("Stage 3", r'"stage": 0')),
+    "log level": ({"log_level": 1}, ("log_level: got 1", '"warning"')),
+    "a number without end": (
+        {"gradient_clipping": 10**400},
+        (r"gradient_clipping: got an integer of 1329 bits",),
+    ),
+    "a rate without end": (
+        {"optimizer": {"type": "AdamW", "params": {"lr": 10**400}}},
+        (r"optimizer\.params\.lr: got an integer",),
+    ),
+    "a beta without end": (
+        {"optimizer": {"type": "AdamW", "params": {"betas": [0.9, 10**400]}}},
+        (r"optimizer\.params\.betas\[1\]: got an integer",),
+    ),
+    "a scale without end": (
+        {"fp16": {"enabled": True, "loss_scale": -(10**400)}},
+        (r"fp16\.loss_scale: got an integer",),
+    ),
+    "a window without end": (
+        {"stronghold": {"device": "emulated", "window": 10**400}},
+        (r"stronghold\.window: got an integer",),
+    ),
+    "a schedule without end": (
+        {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 10**400}}},
+        (r"scheduler\.params\.warmup_max_lr: got an integer",),
+    ),
     "clipping": ({"gradient_clipping": "auto"}, ("gradient_clipping", "auto")),
 }
 
@@ -339,8 +364,14 @@ def test_a_config_that_contradicts_itself(case: str, allocations: list[str]) -> 
         ('{"train_batch_size": 2,, }', r"is not JSON: line 1, column 24"),
         ("train with AdamW, please", "is not JSON: line 1, column 1"),
         ("[1, 2]", "holds list|expected a JSON object"),
+        ('{"train_batch_size":' + "1" * 5000 + "}", "digits"),
+        ("[" * 100_000, "nested more than 50 levels deep"),
+        ('{"a":' * 900 + "1" + "}" * 900, "nested more than 50 levels deep"),
     ],
-    ids=["missing", "empty", "blank", "a comma too many", "text", "a list"],
+    ids=[
+        *("missing", "empty", "blank", "a comma too many", "text", "a list"),
+        *("an endless number", "endless lists", "deep"),
+    ],
 )
 def test_a_config_file_that_cannot_be_read(
     text: str | None, advice: str, tmp_path: Path, allocations: list[str]
@@ -352,6 +383,13 @@ def test_a_config_file_that_cannot_be_read(
     model, _ = MODELS["gpt"]()
     refused(allocations, model, str(path), ConfigError, path.name, advice)
     refused(allocations, model, path, ConfigError, path.name, advice)
+
+
+def test_a_dict_without_end(allocations: list[str]) -> None:
+    model, _ = MODELS["gpt"]()
+    settings = config()
+    settings["stronghold"]["emulated"] = settings["stronghold"]
+    refused(allocations, model, settings, ConfigError, "nested more than 50 levels deep")
 
 
 def test_no_config(allocations: list[str]) -> None:

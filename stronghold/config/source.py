@@ -24,6 +24,7 @@ from typing import Any
 from stronghold.errors import ConfigError, did_you_mean
 
 SECTION = "stronghold"
+MAX_LEVELS = 50
 Source = str | os.PathLike[str] | Mapping[str, Any] | None
 
 logger = logging.getLogger("stronghold")
@@ -49,6 +50,7 @@ def read_config(source: Source, args: object | None = None) -> dict[str, Any]:
             'no config: pass config="ds_config.json" (or a dict), or --deepspeed_config FILE.'
         )
     if isinstance(source, Mapping):
+        _check_bounds(source, "config")
         return copy.deepcopy(dict(source))
     if not isinstance(source, (str, os.PathLike)):
         raise ConfigError(
@@ -145,19 +147,44 @@ def _parse(text: str, what: str) -> dict[str, Any]:
         raise ConfigError(
             f'{what} is empty: write at least {{"train_micro_batch_size_per_gpu": 1}}.'
         )
-    syntax = _json_error(text)
     try:
+        syntax = _json_error(text)
         parsed = hjson.loads(text, object_pairs_hook=dict_raise_error_on_duplicate_keys)
     except hjson.HjsonDecodeError as error:
         place = (error.lineno, error.colno, error.msg) if syntax is None else syntax
         raise ConfigError(_not_json(what, text, *place)) from error
+    except RecursionError as error:
+        raise ConfigError(f"{what}: {_TOO_DEEP}.") from error
     except ValueError as error:
-        raise ConfigError(f"{what}: {error}. Keep one of each.") from error
+        hint = " Keep one of each." if "Duplicate" in str(error) else ""
+        raise ConfigError(f"{what}: {error}.{hint}") from error
     if isinstance(parsed, dict):
+        _check_bounds(parsed, what)
         return parsed
     if syntax is not None:
         raise ConfigError(_not_json(what, text, *syntax))
     raise ConfigError(f"{what} holds {type(parsed).__name__}, expected a JSON object {{...}}.")
+
+
+_TOO_DEEP = f"nested more than {MAX_LEVELS} levels deep, which no key's value is"
+
+
+def _check_bounds(config: Mapping[str, Any], what: str) -> None:
+    """ConfigError for what only breaks whoever reads on: nesting without end, and integers that no
+    number of the machine holds."""
+    found: list[tuple[str, Any, int]] = [("", config, 0)]
+    while found:
+        dotted, value, level = found.pop()
+        if level > MAX_LEVELS:
+            raise ConfigError(f"{what}: {dotted[:80]}...: {_TOO_DEEP}.")
+        if isinstance(value, int) and value.bit_length() > 63:
+            raise ConfigError(
+                f"{dotted}: got an integer of {value.bit_length()} bits, expected at most 63."
+            )
+        if isinstance(value, Mapping):
+            found += [(f"{dotted}.{k}".lstrip("."), v, level + 1) for k, v in value.items()]
+        elif isinstance(value, list | tuple):
+            found += [(f"{dotted}[{k}]", v, level + 1) for k, v in enumerate(value)]
 
 
 def _json_error(text: str) -> tuple[int, int, str] | None:

@@ -46,7 +46,7 @@ class SchedulerSettings:
         """The schedule, attached to `optimizer`. Raises ConfigError where it refuses the params."""
         try:
             return _schedule_class(self.type)(optimizer, **self.params)
-        except (TypeError, ValueError, AssertionError) as error:
+        except (TypeError, ValueError, AssertionError, ArithmeticError) as error:
             raise ConfigError(f"scheduler.params of {self.type}: {error}.") from error
 
 
@@ -97,6 +97,7 @@ def load(
     scheduler = _scheduler(config.get("scheduler"))
     clipping = _gradient_clipping(config)
     steps_per_print = _steps_per_print(config.get("steps_per_print"))
+    _check_log_level(config.get("log_level"))
     deepspeed = _deepspeed_config(config, world_size, mpu)
     section = resolve_nvme(section, deepspeed.zero_config, config.get("aio"))
     warn_of_ignored(config)
@@ -190,6 +191,14 @@ def _steps_per_print(value: object) -> int | None:
             f"steps_per_print: got {value!r}, expected a number of steps, or no such key."
         )
     return value or None
+
+
+def _check_log_level(value: object) -> None:
+    from deepspeed.utils.logging import log_levels
+
+    if value is not None and not (isinstance(value, str) and value.lower() in log_levels):
+        words = ", ".join(f'"{word}"' for word in log_levels)
+        raise ConfigError(f"log_level: got {value!r}, expected one of {words}.")
 
 
 def _scheduler(section: Any) -> SchedulerSettings | None:
