@@ -324,6 +324,7 @@ def test_a_sequence_beyond_the_models_positions_is_noted(tmp_path: Path) -> None
     ("text", "message"),
     [
         ("{", "cannot be read as JSON"),
+        pytest.param("[" * 100_000, "cannot be read as JSON", id="deep"),
         ("{}", "model_type: got None"),
         ('{"model_type": "lama"}', "model_type: got 'lama'"),
         ('{"model_type": "llama", "num_attention_heads": 0}', "--model"),

@@ -77,6 +77,9 @@ def test_a_profile_replaces_the_one_before(tmp_path: Path) -> None:
         ({"drain_gbps": "25"}, "profile.drain_gbps: got '25'"),
         ({"nvme_read_gbps": -1.0}, "profile.nvme_read_gbps: got -1.0"),
         ({"num_cores": 0}, "profile.num_cores: got 0, expected a whole number"),
+        ({"num_cores": 10**400}, "profile.num_cores: got 1000"),
+        ({"fetch_gbps": 10**400}, "profile.fetch_gbps: got 1000"),
+        ({"adam_gbps": {"1" * 5000: 1.0}}, "profile.adam_gbps: got the key '1111"),
         ({"num_cores": 1.5}, "profile.num_cores: got 1.5"),
         ({"adam_gbps": {}}, "profile.adam_gbps: got {}"),
         ({"adam_gbps": {"one": 1.0}}, "profile.adam_gbps: got the key 'one'"),
@@ -99,7 +102,7 @@ def test_other_versions_unknown_keys_and_wrong_values_are_refused(
     assert message in str(refused.value)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "3", '{"version": 1}'])
+@pytest.mark.parametrize("text", ["", "{", "[]", "3", '{"version": 1}', "[" * 100_000])
 def test_what_is_no_profile_is_refused_by_name(text: str) -> None:
     with pytest.raises(ConfigError, match=r"box\.json.*stronghold doctor"):
         MachineProfile.from_json(text, "box.json")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import threading
 import time
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 from stronghold.errors import ConfigError
 from stronghold.telemetry import plot, trace
 from stronghold.telemetry.trace import NullTrace, Span, Trace
+from tests.mutations import mutated
 
 PNG_MAGIC = b"\x89PNG\r\n\x1a\n"
 
@@ -145,6 +147,45 @@ def test_a_file_that_is_no_trace_is_refused(
         path.write_text(content)
     with pytest.raises(ConfigError, match=message):
         trace.read(path)
+
+
+def event(**changes: object) -> str:
+    """A trace of one event."""
+    row = {"ph": "M", "pid": 0, "tid": 1, "name": "thread_name", "args": {"name": "step"}}
+    span = {"ph": "X", "pid": 0, "tid": 1, "name": "step 1", "ts": 0, "dur": 1, "args": {}}
+    return json.dumps({"traceEvents": [row, {**span, **changes}]})
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        *(event(**{key: 10**400}) for key in ("ts", "dur", "tid", "name", "args")),
+        *(event(**{key: "x"}) for key in ("ts", "dur", "tid", "name", "args")),
+        *(event(**{key: None}) for key in ("ts", "dur", "tid", "name", "args")),
+        *(event(ts=value) for value in (float("nan"), float("inf"), True, [])),
+        *(event(dur=value) for value in (-1, float("nan"))),
+        *(event(name=value) for value in ("", "step", "step one")),
+        *('{"traceEvents": 7}', '{"traceEvents": [7]}', '{"traceEvents": {"ph": "X"}}'),
+        *("[" * 100_000, '{"traceEvents": ' + "1" * 5000 + "}"),
+    ],
+)
+def test_a_trace_of_other_types_is_refused(tmp_path: Path, content: str) -> None:
+    (tmp_path / "trace.json").write_text(content)
+    with pytest.raises(ConfigError, match="not a trace"):
+        trace.read(tmp_path / "trace.json")
+
+
+def test_mutated_traces_are_refused_or_read(three_steps: Path) -> None:
+    document, refused = json.loads(three_steps.read_text()), 0
+    for case in range(500):
+        three_steps.write_text(json.dumps(mutated(document, random.Random(case))))
+        try:
+            plot._extent(trace.read(three_steps), None, None, None)
+        except ConfigError:
+            refused += 1
+        except BaseException as error:
+            raise AssertionError(f"case {case}: {error!r}") from error
+    assert refused > 100
 
 
 def test_a_timeline_shows_the_last_step_unless_told_otherwise(three_steps: Path) -> None:

@@ -83,7 +83,7 @@ def _read(file: Path) -> Any:
     transformers = _transformers()
     try:
         raw = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"--model {file}: cannot be read as JSON: {error}") from error
     kind = raw.pop("model_type", None) if isinstance(raw, dict) else None
     known = transformers.models.auto.configuration_auto.CONFIG_MAPPING

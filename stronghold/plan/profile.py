@@ -11,10 +11,10 @@ import dataclasses
 import itertools
 import json
 import logging
-import math
 import os
 import platform
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -104,7 +104,7 @@ class MachineProfile:
         """The profile of `to_json`; ConfigError, naming `where`, for anything else."""
         try:
             raw = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ConfigError(f"{where}: not JSON: {error}; {_AGAIN}") from error
         if not isinstance(raw, dict):
             raise ConfigError(f"{where}: got a {type(raw).__name__}, expected an object; {_AGAIN}")
@@ -223,14 +223,14 @@ def _fields(raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def _threads(where: str, key: str) -> int:
-    if not re.fullmatch(r"[0-9]+", key):
+    if not re.fullmatch(r"[0-9]{1,9}", key):
         raise ConfigError(f"{where}: got the key {key!r}, expected a number of threads")
     return int(key)
 
 
 def _is_rate(value: object) -> bool:
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    return number and math.isfinite(value) and value > 0  # type: ignore[arg-type, operator]
+    return number and 0 < value <= sys.float_info.max  # type: ignore[operator]
 
 
 def _check_text(where: str, value: object) -> None:
@@ -244,7 +244,7 @@ def _check_texts(where: str, value: object) -> None:
 
 
 def _check_count(where: str, value: object) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value < 2**53:
         raise ConfigError(f"{where}: got {value!r}, expected a whole number of at least 1")
 
 

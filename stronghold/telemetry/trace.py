@@ -25,6 +25,8 @@ STEP_LANE = "step"
 LANES = (STEP_LANE, "compute", "fetch", "drain", "update", "io")
 """Rows of a trace from top to bottom; a lane that is not listed comes after these."""
 
+LATEST_US = 1e15  # of a trace that is read: thirty years after its first operation
+
 NEWEST_SPANS = 250_000
 """So many at least are kept, and twice as many at most: 200 MB, some hundred steps of 32 blocks.
 A run of a week makes a hundred million, and who asks for a trace wants to see a step."""
@@ -203,25 +205,30 @@ def read(path: str | Path) -> list[Span]:
             for event in events
             if event["ph"] == "M" and event["name"] == "thread_name"
         }
-        spans = [
-            Span(
-                lane=rows[event["pid"], event["tid"]],
-                name=event["name"],
-                start_s=event["ts"] / 1e6,
-                end_s=(event["ts"] + event["dur"]) / 1e6,
-                args=event["args"],
-            )
-            for event in events
-            if event["ph"] == "X"
-        ]
+        spans = [_span(event, rows) for event in events if event["ph"] == "X"]
     except OSError as error:
         raise ConfigError(f"trace {path}: cannot be read ({error.strerror or error})") from error
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, LookupError, TypeError, RecursionError) as error:
         raise ConfigError(
             f"trace {path}: not a trace that stronghold wrote ({type(error).__name__}: {error}); "
             'set "trace" in the "stronghold" section to make one'
         ) from error
     return sorted(spans, key=lambda span: span.start_s)
+
+
+def _span(event: Mapping[str, Any], rows: Mapping[tuple[Any, Any], str]) -> Span:
+    """ValueError, LookupError or TypeError for an event that `_event` did not make."""
+    lane, name, args = rows[event["pid"], event["tid"]], event["name"], event["args"]
+    begin, length = event["ts"], event["dur"]
+    if not isinstance(name, str) or not isinstance(args, dict):
+        raise TypeError(f"an event's name is {name!r} and its args are {args!r}")
+    if not all(type(time) in (int, float) for time in (begin, length)):
+        raise TypeError(f"{name}: ts is {begin!r} and dur is {length!r}")
+    if not (abs(begin) < LATEST_US and 0 <= length < LATEST_US):  # nor NaN
+        raise ValueError(f"{name}: ts is {begin!r:.50} and dur is {length!r:.50}")
+    if lane == STEP_LANE:
+        int(name.split()[-1])
+    return Span(lane=lane, name=name, start_s=begin / 1e6, end_s=(begin + length) / 1e6, args=args)
 
 
 def lane_order(lanes: Iterable[str]) -> list[str]:
