@@ -50,7 +50,10 @@ def from_pretrained(
             "`stronghold export` wrote"
         )
     stored = _stored(path)
-    config = transformers.AutoConfig.from_pretrained(path, **config_changes)
+    try:
+        config = transformers.AutoConfig.from_pretrained(path, **config_changes)
+    except RecursionError as error:
+        raise ConfigError(f"{path / 'config.json'}: nested too deeply") from error
     if getattr(config, "quantization_config", None) is not None:
         raise ConfigError(f"{path}: its weights are quantised, and stronghold trains whole floats")
     made_by = auto_class or transformers.AutoModelForCausalLM
@@ -89,10 +92,14 @@ def _stored(path: Path) -> dict[str, TensorFile]:
     """The file of each tensor in the directory."""
     if (path / INDEX).is_file():
         try:
-            names = json.loads((path / INDEX).read_text(encoding="utf-8"))["weight_map"]
-        except (ValueError, KeyError, TypeError) as error:
+            names = dict(json.loads((path / INDEX).read_text(encoding="utf-8"))["weight_map"])
+            shards = sorted(set(names.values()))
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise CheckpointError(f"{path / INDEX}: not a readable index: {error!r}") from error
-        files = {name: TensorFile(path / name) for name in sorted(set(names.values()))}
+        for name in shards:
+            if not isinstance(name, str) or Path(name).is_absolute() or ".." in Path(name).parts:
+                raise CheckpointError(f"{path / INDEX}: {name!r} is no file below it")
+        files = {name: TensorFile(path / name) for name in shards}
         for tensor, name in names.items():
             files[name].info(tensor)
         return {tensor: files[name] for tensor, name in names.items()}

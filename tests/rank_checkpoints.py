@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from stronghold.checkpoint import shared_save
+from stronghold.checkpoint import directory, shared_save
 from stronghold.errors import ConfigError
 from tests.models import MODELS, loss_of
 from tests.rank_cases import files
@@ -89,6 +89,26 @@ def full_disk(folder: Path) -> dict[str, Any]:
     torch.distributed.barrier()
     engine.destroy()
     return found
+
+
+def replaced(folder: Path) -> str:
+    """What a load says when the tag is replaced between one rank's opening and the other's."""
+    model, _ = MODELS["gpt"]()
+    engine = engine_of(model, config())
+    resolve = directory.resolve
+    try:
+        engine.save_checkpoint(folder / "replaced", tag="old")
+        engine.global_steps += 1  # another save: its manifest says so
+        engine.save_checkpoint(folder / "replaced", tag="new")
+        other = ("old", "new")[rank()]
+        directory.resolve = lambda load_dir, tag: resolve(load_dir, other)
+        engine.load_checkpoint(folder / "replaced", tag="old")
+    except OSError as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        directory.resolve = resolve
+        engine.destroy()
+    return "loaded"
 
 
 class Units:

@@ -15,7 +15,7 @@ import torch
 from stronghold.errors import ConfigError, LaneError, RankError
 from tests.models import MODELS, loss_of
 from tests.rank_cases import CASES, CLOSE, FILES, TWICE, files, further, refined
-from tests.rank_checkpoints import checkpoint, full_disk, model_parallel, slices
+from tests.rank_checkpoints import checkpoint, full_disk, model_parallel, replaced, slices
 from tests.rank_looks import alone, life, memory, overflow, refused, surface, traces, traffic
 from tests.rank_models import engine_of, full, num_ranks, rank, train
 from tests.training import Run, config
@@ -49,6 +49,7 @@ def two_ranks(folder: Path) -> dict[str, Any]:
         "further": further(),
         "broken": broken(),
         "full disk": full_disk(folder),
+        "replaced": replaced(folder),
     }
 
 

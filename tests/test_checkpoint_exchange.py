@@ -135,6 +135,17 @@ def test_from_pretrained_refuses_what_it_cannot_stream(tmp_path: Path) -> None:
         stronghold.from_pretrained(tmp_path, n_layer=4)
     with pytest.raises(ConfigError, match=r"has the shape \[61, 24\], and the model expects"):
         stronghold.from_pretrained(tmp_path, vocab_size=62)
+    config = (tmp_path / "config.json").read_text()
+    (tmp_path / "config.json").write_text("[" * 100_000)
+    with pytest.raises(ConfigError, match=r"config\.json: nested too deeply"):
+        stronghold.from_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(config)
+    index = tmp_path / "model.safetensors.index.json"
+    for names in ('["a"]', '{"a": 7}', '{"a": "../../etc/passwd"}', '{"a": []}', "[" * 100_000):
+        index.write_text(f'{{"weight_map": {names}}}')
+        with pytest.raises(CheckpointError, match=str(index)):
+            stronghold.from_pretrained(tmp_path)
+    index.unlink()
     file = tmp_path / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
     with pytest.raises(CheckpointError, match=f"{file}: cut off"):

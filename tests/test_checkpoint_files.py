@@ -16,10 +16,10 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from stronghold.checkpoint import tensorfile
+from stronghold.checkpoint.held import HeldFile
 from stronghold.checkpoint.manifest import MANIFEST, STATE, Manifest
 from stronghold.checkpoint.tensorfile import (
     TensorFile,
-    check_file,
     entry_of,
     write_durably,
     write_tensors,
@@ -210,7 +210,7 @@ def test_the_library_reads_what_is_written_and_we_read_what_it_writes(
         for k, shape in enumerate(SHAPES)
     }
     record = write_tensors(tmp_path / "ours", [entry_of(*item) for item in tensors.items()])
-    check_file(tmp_path / "ours", record)
+    HeldFile(tmp_path / "ours").check(record)
     save_file(tensors, tmp_path / "theirs")
     read, file = load_file(tmp_path / "ours"), TensorFile(tmp_path / "theirs")
     for name, tensor in tensors.items():

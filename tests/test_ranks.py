@@ -274,6 +274,12 @@ def test_a_save_that_fails_on_one_rank_fails_on_all_and_leaves_nothing(two: list
         assert found["full disk"]["then"] == ["latest", "two"]
 
 
+def test_ranks_never_load_two_saves_of_one_tag(two: list[Any]) -> None:
+    for found in two:
+        assert found["replaced"].startswith("CheckpointError: ")
+        assert "was replaced while it was loaded: rank 1 has opened another" in found["replaced"]
+
+
 @pytest.mark.parametrize("spill", [None, "weights"])
 def test_one_rank_loads_what_two_saved_from_files(
     spill: str | None, two: list[Any], tmp_path: Path

@@ -27,12 +27,14 @@ import shutil
 import uuid
 from pathlib import Path
 
+from stronghold.checkpoint.held import HeldFile, MissingError
 from stronghold.errors import CheckpointError, ConfigError, did_you_mean
 from stronghold.process import TOKEN, Life, Process
 
 logger = logging.getLogger("stronghold")
 
 LATEST = "latest"
+LONGEST_TAG = 4096  # bytes of `latest`
 RENAME_EXCHANGE = 2  # linux/fs.h
 AT_FDCWD = -100  # fcntl.h
 THERE_IS_ONE = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)
@@ -43,8 +45,12 @@ HIDDEN = re.compile(rf"\..+\.tmp-(?P<process>{TOKEN})-[0-9a-f]{{8}}", re.ASCII)
 def check_tag(tag: object) -> str:
     """The tag as a string that is one directory's name."""
     name = str(tag)
-    if not name or name.startswith(".") or "/" in name or name in (LATEST, ".", ".."):
-        raise ConfigError(f"checkpoint tag {name!r}: expected the name of one directory")
+    unusual = not name.isprintable() or name != name.strip()  # `latest` is read without its ends
+    if not name or unusual or name.startswith(".") or "/" in name or name == LATEST:
+        raise ConfigError(
+            f"checkpoint tag {name!r}: expected the name of one directory, in printable characters "
+            "and without space around it"
+        )
     return name
 
 
@@ -117,7 +123,6 @@ def publish(hidden: Path, final: Path) -> None:
         return
     if not _exchange(hidden, final):
         aside = aside_of(final.parent, final.name)
-        remove(aside)
         final.rename(aside)
         hidden.rename(final)
         hidden = aside
@@ -175,10 +180,18 @@ def write_latest(save_dir: Path, tag: str) -> None:
 
 
 def read_latest(save_dir: Path) -> str | None:
-    """The tag that `latest` names, or None without the file."""
-    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-        return (save_dir / LATEST).read_text(encoding="utf-8").strip()
-    return None
+    """The tag that `latest` names, or None without the file. CheckpointError when it names none."""
+    path = save_dir / LATEST
+    try:
+        file = HeldFile(path)
+    except MissingError:
+        return None
+    try:
+        return check_tag(file.read(LONGEST_TAG).decode().strip())
+    except ValueError as error:
+        raise CheckpointError(f"{path}: does not name a tag: {error}") from error
+    finally:
+        file.close()
 
 
 def resolve(load_dir: Path, tag: str) -> Path:

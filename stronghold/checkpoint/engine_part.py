@@ -145,7 +145,8 @@ class Checkpoints:
         Everything is verified before anything in memory changes: CheckpointError for files that are
         missing, cut off, changed or foreign, ConfigError for a checkpoint of another model.
         `load_module_only` loads the weights alone: masters become these weights, moments, counters
-        and random states stay.
+        and random states stay. No code of the checkpoint's runs for them: where the client state
+        has objects that need it, it is None.
         """
         self.wait_for_checkpoint()
         root, ranks = Path(load_dir), self._stack.ranks
@@ -172,21 +173,41 @@ class Checkpoints:
                 self.optimizer if wanted else None,
                 names_must_match=load_module_strict,
                 slices=slices,
+                trusted=not load_module_only,
             ),
         )
-        load.into_slabs(custom_load_fn)
+        with load:
+            if ranks is not None:
+                shared_folder.check_opened(ranks, path, load.mark)
+            if not load_module_only:
+                alike(ranks, lambda: self._restore_client(load, path, load_lr_scheduler_states))
+            load.into_slabs(custom_load_fn)
         if not load_module_only:
-            self._restore(load, load_lr_scheduler_states)
-        return str(path / slices.state), load.state.client
+            self._restore(load)
+        return str(path / slices.state), None if load.state is None else load.state.client
 
-    def _restore(self, load: Load, scheduler: bool) -> None:
+    def _restore_client(self, load: Load, path: Path, scheduler: bool) -> None:
+        """What code that is not ours takes over, before anything of ours changes: it may refuse."""
+        assert load.state is not None
+        if scheduler and load.state.scheduler is not None and self.lr_scheduler is not None:
+            before = self.lr_scheduler.state_dict()
+            try:
+                self.lr_scheduler.load_state_dict(load.state.scheduler)
+            except Exception as error:
+                self.lr_scheduler.load_state_dict(before)
+                raise ConfigError(
+                    f"{path}: its schedule of learning rates cannot be loaded into this "
+                    f"{type(self.lr_scheduler).__name__}: {error!r}; pass "
+                    "load_lr_scheduler_states=False to go on with this one"
+                ) from error
+
+    def _restore(self, load: Load) -> None:
         saved, counters = load.state, load.manifest.counters
+        assert saved is not None
         for name in COUNTERS:
             setattr(self, name, counters[name])
         if counters[GAS] != self._gas():  # saves are at boundaries: this one is the next step's
             self.micro_steps = self.global_steps * self._gas()
-        if scheduler and saved.scheduler is not None and self.lr_scheduler is not None:
-            self.lr_scheduler.load_state_dict(saved.scheduler)
         if saved.loader is not None and hasattr(self.training_dataloader, "load_state_dict"):
             self.training_dataloader.load_state_dict(saved.loader)
         if self.optimizer is not None and saved.loss_scale is not None:

@@ -13,13 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from stronghold.checkpoint import directory
-from stronghold.checkpoint.manifest import BUFFERS, CONFIG, MANIFEST, Manifest
-from stronghold.checkpoint.tensorfile import (
-    Entry,
-    TensorFile,
-    write_durably,
-    write_tensors,
-)
+from stronghold.checkpoint.held import HeldFile
+from stronghold.checkpoint.manifest import BUFFERS, CONFIG, LARGEST, MANIFEST
+from stronghold.checkpoint.tag import OpenTag
+from stronghold.checkpoint.tensorfile import Entry, write_durably, write_tensors
 from stronghold.errors import CheckpointError, ConfigError
 
 INDEX = "model.safetensors.index.json"
@@ -48,28 +45,33 @@ def export_hf(
     Of tied names the first is written, as transformers does. `config.json` is the checkpoint's own,
     or comes with the tokenizer from `model_dir`. `out` appears complete or not at all.
     """
-    manifest = Manifest.read(source)
-    if manifest.excluded:
-        raise ConfigError(
-            f"{source}: was saved without its {len(manifest.excluded)} frozen parameters "
-            f"({manifest.excluded[0]}, ...): there is no whole model to export"
-        )
     check_new(out)
-    names = {record.weights for record in manifest.tensors} | {CONFIG}
-    manifest.check(source, names | ({BUFFERS} if manifest.buffers else set()))
-    files = {name: TensorFile(source / name) for name in sorted(names - {CONFIG})}
-    entries = [files[record.weights].entry(record.name) for record in manifest.tensors]
-    if manifest.buffers:
-        buffers = TensorFile(source / BUFFERS)
-        entries += [buffers.entry(name) for name in manifest.buffers]
-    hidden = directory.begin(out.parent, out.name)
-    try:
-        _write_shards(hidden, shards(entries, max_shard_bytes))
-        _write_small_files(hidden, source, model_dir, DTYPE_WORDS[str(manifest.dtype)])
-        directory.publish(hidden, out)
-    except BaseException:
-        directory.remove(hidden)
-        raise
+    with OpenTag(source) as tag:
+        manifest = tag.manifest
+        if manifest.excluded:
+            raise ConfigError(
+                f"{source}: was saved without its {len(manifest.excluded)} frozen parameters "
+                f"({manifest.excluded[0]}, ...): there is no whole model to export"
+            )
+        small = {CONFIG} & manifest.files.keys()
+        tag.check({record.weights for record in manifest.tensors} | small)
+        for record in manifest.tensors:
+            tag.check_tensor(record, state=False)
+        entries = [tag.tensors(r.weights).entry(r.name) for r in manifest.tensors]
+        if manifest.buffers:
+            tag.check({BUFFERS})
+            tag.check_buffers(BUFFERS)
+            entries += [tag.tensors(BUFFERS).entry(name) for name in manifest.buffers]
+        described = _read_config(tag.file(CONFIG)) if small and model_dir is None else None
+        hidden = directory.begin(out.parent, out.name)
+        try:
+            _write_shards(hidden, shards(entries, max_shard_bytes))
+            tag.check_unchanged()
+            _write_small_files(hidden, described, model_dir, DTYPE_WORDS[str(manifest.dtype)])
+            directory.publish(hidden, out)
+        except BaseException:
+            directory.remove(hidden)
+            raise
     return sorted(out.iterdir())
 
 
@@ -106,18 +108,29 @@ def _write_shards(out: Path, filled: list[list[Entry]]) -> None:
     write_durably(out / INDEX, [json.dumps(index, indent=2).encode()])
 
 
-def _write_small_files(out: Path, source: Path, model_dir: Path | None, dtype: str) -> None:
+def _write_small_files(
+    out: Path, described: dict[str, Any] | None, model_dir: Path | None, dtype: str
+) -> None:
     if model_dir is not None:
         for path in sorted(model_dir.iterdir()):
             if path.suffix in SMALL_FILES and not path.name.endswith(".index.json"):
                 shutil.copyfile(path, out / path.name)
-    config = out / CONFIG if model_dir is not None else source / CONFIG
-    if not config.exists():
-        if model_dir is not None:
+        if not (model_dir / CONFIG).exists():
             raise ConfigError(f"{model_dir}: has no {CONFIG}")
+        described = _read_config(HeldFile(model_dir / CONFIG))
+    if described is None:
         return  # no model of Hugging Face's: the weights are all there is
-    described: dict[str, Any] = json.loads(config.read_text(encoding="utf-8"))
     described["dtype"] = dtype
     described.pop("torch_dtype", None)
     (out / CONFIG).unlink(missing_ok=True)
     write_durably(out / CONFIG, [json.dumps(described, indent=2).encode()])
+
+
+def _read_config(file: HeldFile) -> dict[str, Any]:
+    try:
+        described = json.loads(file.read(LARGEST))
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{file.path}: cannot be read as JSON: {error}") from error
+    if not isinstance(described, dict):
+        raise CheckpointError(f"{file.path}: got {type(described).__name__}, expected an object")
+    return described

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 
 from stronghold.checkpoint import state
-from stronghold.checkpoint.manifest import BUFFERS, CONFIG, Manifest, Slices, TensorRecord
+from stronghold.checkpoint.manifest import BUFFERS, Slices, TensorRecord
 from stronghold.checkpoint.save import named_groups, persistent_buffers
-from stronghold.checkpoint.tensorfile import TensorFile
+from stronghold.checkpoint.tag import OpenTag
 from stronghold.errors import CheckpointError, ConfigError, did_you_mean
 from stronghold.memory.masters import join_master
 from stronghold.memory.tiers import LOW_DTYPE
@@ -35,7 +35,7 @@ class Load:
     """One verified checkpoint, ready to be written into `stack`: [Note: verified first].
 
     `optimizer` is None for a load of weights alone. `names_must_match` is DeepSpeed's strictness;
-    shapes always must.
+    shapes always must. `trusted`: as for `state.unpack`. Holds the files open until `close`.
     """
 
     def __init__(
@@ -46,24 +46,36 @@ class Load:
         *,
         names_must_match: bool,
         slices: Slices,
+        trusted: bool,
     ) -> None:
         self._path = path
         self._slices = slices
         self._stack = stack
         self._optimizer = optimizer
-        self.manifest = Manifest.read(path, slices)
-        self._records = {a: record for record in self.manifest.tensors for a in record.aliases}
-        self._found = self._match(names_must_match)
-        if optimizer is not None:
-            self._check_optimizer(optimizer)
-        self._check_files()
-        self._files = {
-            name: TensorFile(path / name)
-            for name in self._needed()
-            if name not in (slices.state, slices.name(CONFIG))
-        }
-        self._check_headers()
-        self.state = state.unpack(path / slices.state)
+        self._tag = OpenTag(path, slices)
+        try:
+            self.manifest = self._tag.manifest
+            self._records = {a: record for record in self.manifest.tensors for a in record.aliases}
+            self._found = self._match(names_must_match)
+            if optimizer is not None:
+                self._check_optimizer(optimizer)
+            self._check_files()
+            self._check_headers()
+            self.state = state.unpack(self._tag.file(slices.state), trusted=trusted)
+        except BaseException:
+            self._tag.close()
+            raise
+
+    def __enter__(self) -> Load:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._tag.close()
+
+    @property
+    def mark(self) -> int:
+        """What tells the tag that was opened from one that takes its place."""
+        return self._tag.mark
 
     # -- checks ---------------------------------------------------------------------------------
     def _match(self, strict: bool) -> list[tuple[int, int, ParameterSlice, TensorRecord]]:
@@ -116,8 +128,7 @@ class Load:
     def _check_optimizer(self, optimizer: EngineOptimizer) -> None:
         advice = "pass load_optimizer_states=False to load the weights and start Adam anew"
         saved = self.manifest.groups
-        live = named_groups(self._stack, optimizer)
-        assert live is not None
+        live = named_groups(self._stack, optimizer) or ()
         if saved is None:
             raise ConfigError(f"{self._path} was saved by an engine without an optimizer; {advice}")
         canonical = {a: record.name for a, record in self._records.items()}
@@ -131,48 +142,35 @@ class Load:
                 f"{self._path}: its parameter groups hold {sizes[0]} parameters and this "
                 f"optimizer's {sizes[1]}{differ}, or in another order; {advice}"
             )
+        for index, (group, there_) in enumerate(zip(optimizer.param_groups, saved, strict=True)):
+            for key, value in there_.items():
+                if key in group and key != "params" and not _is_like(group[key], value):
+                    raise CheckpointError(
+                        f"{self._path}: groups.{index}.{key}: got {value!r:.80}, expected what can "
+                        f"take the place of {group[key]!r}; {advice}"
+                    )
 
-    def _needed(self) -> set[str]:
+    def _needed(self) -> list[str]:
         names = {record.weights for _, _, _, record in self._found} | {self._slices.state}
         if self.manifest.buffers:
             names.add(self._slices.name(BUFFERS))
         if self._optimizer is not None:
             for _, _, _, record in self._found:
                 names.update(name for name in (record.low, record.moments) if name is not None)
-        if lost := sorted(names - self.manifest.files.keys()):
-            raise CheckpointError(f"{self._path}: the manifest does not list {', '.join(lost)}")
-        return names
+        return sorted(names)
 
     def _check_files(self) -> None:
         """Sizes and checksums; several ranks divide the files among them, and whoever makes loads
         lets none go on when one has failed (`shared_save.alike`)."""
-        ranks, names = self._stack.ranks, sorted(self._needed())
-        if ranks is None:
-            self.manifest.check(self._path, set(names))
-            return
-        mine = set(names[ranks.rank :: ranks.num_ranks])
-        self.manifest.check(self._path, mine)
+        ranks, names = self._stack.ranks, self._needed()
+        self._tag.check(names if ranks is None else names[ranks.rank :: ranks.num_ranks])
 
     def _check_headers(self) -> None:
         """The files' headers must say what the manifest says."""
-        for _, _, part, record in self._found:
-            self._check_header(record.weights, record.name, record.dtype, part)
-            if self._optimizer is not None:
-                low_dtype = LOW_DTYPE[record.dtype]
-                if record.low and low_dtype is not None:
-                    self._check_header(record.low, record.name, low_dtype, part)
-                for moment in ("exp_avg", "exp_avg_sq") if record.moments else ():
-                    assert record.moments is not None
-                    name = f"{moment}.{record.name}"
-                    self._check_header(record.moments, name, torch.float32, part)
-
-    def _check_header(self, file: str, name: str, dtype: torch.dtype, part: ParameterSlice) -> None:
-        info = self._files[file].info(name)
-        if info.dtype is not dtype or info.shape != part.shape:
-            raise CheckpointError(
-                f"{self._path / file}: {name} is {info.dtype} {list(info.shape)}, and the manifest "
-                f"says {dtype} {list(part.shape)}"
-            )
+        for _, _, _, record in self._found:
+            self._tag.check_tensor(record, state=self._optimizer is not None)
+        if self.manifest.buffers:
+            self._tag.check_buffers(self._slices.name(BUFFERS))
 
     # -- writing --------------------------------------------------------------------------------
     def into_slabs(self, custom: Callable[..., Any] | None = None) -> None:
@@ -197,6 +195,7 @@ class Load:
         if self._optimizer is not None:
             self._moments()
             self._hyper_parameters(self._optimizer)
+        self._tag.check_unchanged()
         if custom is None:
             stack.runtime.loaded()
         stack.runtime.settle()
@@ -211,7 +210,7 @@ class Load:
                     self._same_low(index, part, record)
                 continue
             begin = 0
-            for master in masters(self._files, record, exact=with_master):
+            for master in masters(self._tag, record, exact=with_master):
                 if with_master and host.training:
                     host.write_master(index, part, begin, master)
                 else:
@@ -226,7 +225,7 @@ class Load:
                 host.restart_master(index)
         for name, buffer in persistent_buffers(model):
             if name in self.manifest.buffers:
-                values = self._files[self._slices.name(BUFFERS)].read(name)
+                values = self._tag.tensors(self._slices.name(BUFFERS)).read(name)
                 buffer.data.copy_(values)
 
     def _fill(self, index: int, array: str, part: ParameterSlice, file: str, name: str) -> None:
@@ -234,12 +233,12 @@ class Load:
         host, at, end = self._stack.host, part.offset, part.offset + part.numel
         if host.layers[index].on_device:
             begin, target = 0, getattr(host.layers[index], array)[at:end]
-            for piece in self._files[file].pieces(name):
+            for piece in self._tag.tensors(file).pieces(name):
                 target[begin : begin + piece.numel()].copy_(piece)  # waits: it is filled again
                 begin += piece.numel()
             return
         for first, _, found in host.pieces(index, (array,), at, end, mode="replace"):
-            self._files[file].read_part(name, first - at, found[array])
+            self._tag.tensors(file).read_part(name, first - at, found[array])
 
     def _same_low(self, index: int, part: ParameterSlice, record: TensorRecord) -> None:
         host, at, end = self._stack.host, part.offset, part.offset + part.numel
@@ -285,25 +284,39 @@ class Load:
 
     def _state_dict(self) -> dict[str, torch.Tensor]:
         found = {
-            alias: self._files[record.weights].read(record.name)
+            alias: self._tag.tensors(record.weights).read(record.name)
             for _, _, _, record in self._found
             for alias in record.aliases
         }
         for name in self.manifest.buffers:
-            found[name] = self._files[self._slices.name(BUFFERS)].read(name)
+            found[name] = self._tag.tensors(self._slices.name(BUFFERS)).read(name)
         return found
 
 
-def masters(
-    files: dict[str, TensorFile], record: TensorRecord, *, exact: bool
-) -> Iterator[torch.Tensor]:
+def masters(tag: OpenTag, record: TensorRecord, *, exact: bool) -> Iterator[torch.Tensor]:
     """A parameter in fp32, flat, in pieces: its exact master, or (not `exact`) its weights."""
-    weights = files[record.weights].pieces(record.name)
+    weights = tag.tensors(record.weights).pieces(record.name)
     if not exact or record.low is None:
         yield from (join_master(weight, None) for weight in weights)
     else:
-        lows = files[record.low].pieces(record.name)
+        lows = tag.tensors(record.low).pieces(record.name)
         yield from (join_master(w, low) for w, low in zip(weights, lows, strict=True))
+
+
+def _is_like(live: Any, saved: Any) -> bool:
+    """Whether a hyper-parameter of a file can be this live one's next value."""
+    if isinstance(live, tuple | list):
+        return (
+            isinstance(saved, tuple | list)
+            and len(live) == len(saved)
+            and all(map(_is_like, live, saved))
+        )
+    if isinstance(live, bool | str):
+        return type(saved) is type(live)
+    if isinstance(live, int | float | torch.Tensor):
+        # Numbers that a double has; larger than that only infinity is (a huge integer raises).
+        return type(saved) is float or (type(saved) is int and abs(saved) < 2**63)
+    return True
 
 
 def _listed(names: list[str]) -> str:

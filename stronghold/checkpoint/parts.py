@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from stronghold.checkpoint.tensorfile import Entry, FileRecord, header_of
+from stronghold.checkpoint.held import FileRecord
+from stronghold.checkpoint.tensorfile import Entry, header_of
 from stronghold.errors import CheckpointError
 
 POLYNOMIAL = (

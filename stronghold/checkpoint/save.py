@@ -22,11 +22,10 @@ import torch
 from torch import nn
 
 from stronghold.checkpoint import directory, state
+from stronghold.checkpoint.held import PIECE_BYTES, FileRecord
 from stronghold.checkpoint.manifest import BUFFERS, CONFIG, Manifest, Slices, TensorRecord
 from stronghold.checkpoint.tensorfile import (
-    PIECE_BYTES,
     Entry,
-    FileRecord,
     entry_of,
     raw_bytes,
     staged_entry,

@@ -57,6 +57,18 @@ def check_same(ranks: Ranks, tag: Path, manifest: str) -> None:
             )
 
 
+def check_opened(ranks: Ranks, tag: Path, mark: int) -> None:
+    """CheckpointError, on every rank, unless all have opened the same save: the tag may have been
+    replaced between one rank's opening and another's."""
+    marks = ranks.files.objects(mark, "open tags")
+    for rank, found in zip(ranks.company, marks, strict=True):
+        if found != marks[0]:
+            raise CheckpointError(
+                f"{tag}: was replaced while it was loaded: rank {rank} has opened another save of "
+                f"it than rank {ranks.company[0]}. Load it again"
+            )
+
+
 def _checksum(path: Path) -> int | None:
     with contextlib.suppress(OSError):
         return zlib.crc32(path.read_bytes())

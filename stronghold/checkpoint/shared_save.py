@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from stronghold.checkpoint import directory
+from stronghold.checkpoint.held import PIECE_BYTES
 from stronghold.checkpoint.parts import Part, PartEntry, record_of, write_parts
 from stronghold.checkpoint.save import Contents, Save
 from stronghold.checkpoint.shared_folder import check_seen
-from stronghold.checkpoint.tensorfile import PIECE_BYTES, Entry, raw_bytes
+from stronghold.checkpoint.tensorfile import Entry, raw_bytes
 from stronghold.errors import CheckpointError
 from stronghold.memory.tiers import array_dtypes
 from stronghold.model.layout import ParameterSlice

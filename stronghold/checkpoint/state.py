@@ -8,17 +8,20 @@ alone enters.
 from __future__ import annotations
 
 import io
-import pickle
+import logging
 import random
+import re
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from stronghold.checkpoint.held import HeldFile
 from stronghold.device.base import Device
 from stronghold.errors import CheckpointError
+
+logger = logging.getLogger("stronghold")
 
 NOTE = "the weights are in the .safetensors files beside this one: see `stronghold export`"
 
@@ -85,17 +88,76 @@ def pack(
     return buffer.getvalue()
 
 
-def unpack(path: Path) -> ClientState:
-    """Read the file back; CheckpointError when it cannot be."""
+def unpack(file: HeldFile, *, trusted: bool) -> ClientState | None:
+    """Read the file back; CheckpointError when it cannot be, or holds other things than `pack` put
+    there.
+
+    No code of the file's runs where torch can do without (`weights_only`): only a client state, a
+    schedule or a data loader with objects of their own classes needs it. Such a file is unpickled
+    as DeepSpeed's are when it is `trusted`; else None, and the log says what is not read.
+    """
     try:
-        stored = torch.load(path, map_location="cpu", weights_only=False)
-        return ClientState(
-            scheduler=stored["lr_scheduler"],
-            loader=stored["data_sampler"],
-            client=stored["client_state"],
-            loss_scale=stored["loss_scaler"],
-            random=stored["random"],
-            random_of_ranks=stored.get("random_of_ranks"),
-        )
-    except (pickle.UnpicklingError, KeyError, TypeError, ImportError, RuntimeError) as error:
-        raise CheckpointError(f"{path}: {error}") from error
+        return _checked(_load(file, weights_only=True))
+    except Exception as error:  # torch's own unpickler has no one type of error
+        if not trusted:
+            logger.warning(
+                "%s is not read: code of its own would run, and weights need none. Load the whole "
+                "checkpoint for the client state, if you trust it (%s)",
+                file.path,
+                unsafe_reason(error),
+            )
+            return None
+    try:
+        return _checked(_load(file, weights_only=False))
+    except CheckpointError:
+        raise
+    except Exception as error:  # code of the file's raises what it likes
+        raise CheckpointError(f"{file.path}: {error!r}") from error
+
+
+def unsafe_reason(error: Exception) -> str:
+    """Which type it is that torch's safe reader refuses, or what else it says."""
+    named = re.search(r"GLOBAL (\S+)", str(error))
+    return named[1] if named else next(iter(str(error).splitlines()), repr(error))
+
+
+def _load(file: HeldFile, *, weights_only: bool) -> Any:
+    # What NumPy's generator state is made of; the names are those of NumPy 2 and of NumPy 1.
+    rebuild = np.empty(0).__reduce__()[0]
+    arrays: list[Any] = [np.ndarray, np.dtype, type(np.dtype(np.uint32))]
+    names = [f"numpy.{core}.multiarray._reconstruct" for core in ("_core", "core")]
+    allowed = [*arrays, *((rebuild, name) for name in names)]
+    with file.reader() as stream, torch.serialization.safe_globals(allowed):
+        return torch.load(stream, map_location="cpu", weights_only=weights_only)
+
+
+def _checked(stored: Any) -> ClientState:
+    """What is stored, of the types that the next steps expect; ValueError, KeyError or TypeError
+    for anything else."""
+    for key, kinds in (
+        ("lr_scheduler", (dict, type(None))),
+        ("client_state", (dict,)),
+        ("loss_scaler", (dict, type(None))),
+        ("random", (dict, type(None))),
+        ("random_of_ranks", (list, type(None))),
+    ):
+        if not isinstance(stored.get(key), kinds):
+            raise ValueError(f"{key}: got {type(stored.get(key)).__name__}")
+    for key, number in (stored["loss_scaler"] or {}).items():
+        if not isinstance(number, int | float):
+            raise ValueError(f"loss_scaler.{key}: got {number!r}, expected a number")
+    for states in (stored["random"], *(stored.get("random_of_ranks") or ())):
+        if states is not None:
+            random.Random().setstate(states["python"])
+            np.random.RandomState().set_state(states["numpy"])
+            torch.Generator().set_state(states["torch"])
+            if not isinstance(states["device"], torch.Tensor | None):
+                raise ValueError("random.device: expected a tensor")
+    return ClientState(
+        scheduler=stored["lr_scheduler"],
+        loader=stored["data_sampler"],
+        client=stored["client_state"],
+        loss_scale=stored["loss_scaler"],
+        random=stored["random"],
+        random_of_ranks=stored.get("random_of_ranks"),
+    )

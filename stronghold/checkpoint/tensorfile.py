@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from stronghold.checkpoint.held import PIECE_BYTES, FileRecord, HeldFile
 from stronghold.errors import CheckpointError, StateError
 
 DTYPES: dict[str, torch.dtype] = {
@@ -36,18 +37,8 @@ DTYPES: dict[str, torch.dtype] = {
     "BOOL": torch.bool,
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
-# Pieces of a file that are written, hashed and converted at once: small against any layer, and the
-# bytes are still in the cache when the checksum reads them.
-PIECE_BYTES = 4 << 20
+METADATA = "__metadata__"  # the format's one key that is no tensor
 LARGEST_HEADER = 100 << 20  # what the safetensors library accepts
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FileRecord:
-    """What a finished file must be: its size, and CRC-32 of every byte."""
-
-    num_bytes: int
-    crc32: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,11 +99,15 @@ def write_tensors(path: Path, entries: Sequence[Entry]) -> FileRecord:
 
 def header_of(entries: Sequence[Entry]) -> tuple[bytes, list[int]]:
     """What stands before the data of a file, and where in the data each entry begins."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    header: dict[str, Any] = {METADATA: {"format": "pt"}}
     begins, end = [], 0
     for entry in entries:
         if entry.dtype not in NAMES:
             raise CheckpointError(f"{entry.name}: safetensors has no type for {entry.dtype}")
+        if entry.name == METADATA:
+            raise CheckpointError(
+                f"{entry.name}: safetensors keeps this name for itself; rename the tensor"
+            )
         begin, end = end, end + entry.num_bytes
         begins.append(begin)
         header[entry.name] = {
@@ -161,25 +156,6 @@ def write_durably(path: Path, pieces: Iterable[bytes | memoryview]) -> FileRecor
     return FileRecord(num_bytes=num_bytes, crc32=crc32)
 
 
-def check_file(path: Path, expected: FileRecord) -> None:
-    """CheckpointError unless the file is there with its size and its checksum."""
-    try:
-        with open(path, "rb", buffering=0) as file:
-            found = os.fstat(file.fileno()).st_size
-            if found != expected.num_bytes:
-                raise CheckpointError(f"{path}: {found} bytes, expected {expected.num_bytes}")
-            crc32, piece = 0, bytearray(PIECE_BYTES)
-            while count := file.readinto(piece):
-                crc32 = zlib.crc32(memoryview(piece)[:count], crc32)
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{path}: the file is missing") from error
-    if crc32 != expected.crc32:
-        raise CheckpointError(
-            f"{path}: checksum {crc32:08x}, expected {expected.crc32:08x}: its contents changed "
-            "after it was written"
-        )
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorInfo:
     """Where one tensor lies: `begin` and `num_bytes` count from the start of the file."""
@@ -191,31 +167,33 @@ class TensorInfo:
 
 
 class TensorFile:
-    """Reads one file. Opens it for each read; holds its header alone.
+    """Reads one file, which it holds open; of its contents it holds the header alone.
 
     CheckpointError when the file is no safetensors file or is cut off.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, file: HeldFile | Path) -> None:
+        self._file = file if isinstance(file, HeldFile) else HeldFile(file)
+        self.path, size = self._file.path, self._file.num_bytes
+        begin = bytearray(min(size, 8))
+        self._file.read_into(memoryview(begin), 0, "the header")
+        length = int.from_bytes(begin, "little")
+        if size < 8 or length > min(size - 8, LARGEST_HEADER):
+            raise CheckpointError(f"{self.path}: cut off, or not a safetensors file")
+        text = bytearray(length)
+        self._file.read_into(memoryview(text), 8, "the header")
         try:
-            with open(path, "rb") as file:
-                size = os.fstat(file.fileno()).st_size
-                length = int.from_bytes(file.read(8), "little")
-                if size < 8 or length > min(size - 8, LARGEST_HEADER):
-                    raise CheckpointError(f"{path}: cut off, or not a safetensors file")
-                header = json.loads(file.read(length))
-                tensors = {k: _info(v, 8 + length) for k, v in header.items() if k[:2] != "__"}
-        except FileNotFoundError as error:
-            raise CheckpointError(f"{path}: the file is missing") from error
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            if isinstance(error, CheckpointError):
-                raise
-            raise CheckpointError(f"{path}: no readable safetensors header: {error}") from error
+            header = json.loads(text)
+            tensors = {k: _info(v, 8 + length) for k, v in header.items() if k != METADATA}
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise CheckpointError(
+                f"{self.path}: no readable safetensors header: {error!r}"
+            ) from error
         self.tensors: dict[str, TensorInfo] = tensors
+        self._pages: Any = None  # of the whole file, once something is mapped
         for name, info in tensors.items():
             if info.begin + info.num_bytes > size:
-                raise CheckpointError(f"{path}: cut off inside {name}")
+                raise CheckpointError(f"{self.path}: cut off inside {name}")
 
     def info(self, name: str) -> TensorInfo:
         """CheckpointError for a tensor that the file does not have."""
@@ -234,9 +212,7 @@ class TensorFile:
         info, at = self.info(name), begin * target.itemsize
         if target.dtype is not info.dtype or at + target.nbytes > info.num_bytes:
             raise StateError(f"{name}: {info.dtype} {info.shape} does not fill the target")
-        with open(self.path, "rb", buffering=0) as file:
-            file.seek(info.begin + at)
-            self._fill(file, raw_bytes(target), name)
+        self._file.read_into(raw_bytes(target), info.begin + at, name)
 
     def read(self, name: str) -> torch.Tensor:
         """The tensor, in fresh memory."""
@@ -251,7 +227,10 @@ class TensorFile:
         info = self.info(name)
         if info.num_bytes == 0:
             return torch.empty(info.shape, dtype=info.dtype)
-        pages = np.memmap(self.path, np.uint8, mode="c", offset=info.begin, shape=(info.num_bytes,))
+        if self._pages is None:
+            with self._file.reader() as stream:
+                self._pages = np.memmap(stream, np.uint8, mode="c")
+        pages = self._pages[info.begin : info.begin + info.num_bytes]
         return torch.frombuffer(pages.data, dtype=info.dtype).view(info.shape)
 
     def pieces(self, name: str) -> Iterator[torch.Tensor]:
@@ -260,12 +239,10 @@ class TensorFile:
         info = self.info(name)
         size = info.dtype.itemsize
         room = torch.empty(PIECE_BYTES // 4, dtype=info.dtype)  # as many elements of every type
-        with open(self.path, "rb", buffering=0) as file:
-            file.seek(info.begin)
-            for begin in range(0, info.num_bytes // size, room.numel()):
-                piece = room[: min(room.numel(), info.num_bytes // size - begin)]
-                self._fill(file, raw_bytes(piece), name)
-                yield piece
+        for begin in range(0, info.num_bytes // size, room.numel()):
+            piece = room[: min(room.numel(), info.num_bytes // size - begin)]
+            self._file.read_into(raw_bytes(piece), info.begin + begin * size, name)
+            yield piece
 
     def entry(self, name: str, as_name: str | None = None) -> Entry:
         """An entry that copies the tensor to another file."""
@@ -277,19 +254,15 @@ class TensorFile:
             pieces=lambda: (raw_bytes(piece) for piece in self.pieces(name)),
         )
 
-    def _fill(self, file: Any, view: memoryview, name: str) -> None:
-        while view:
-            count = file.readinto(view)
-            if not count:
-                raise CheckpointError(f"{self.path}: cut off inside {name}")
-            view = view[count:]
-
 
 def _info(described: Any, data_begin: int) -> TensorInfo:
+    """ValueError, KeyError or TypeError for what no writer would write."""
     if described["dtype"] not in DTYPES:
-        raise ValueError(f"unknown type {described['dtype']}")
-    dtype, shape = DTYPES[described["dtype"]], tuple(int(n) for n in described["shape"])
+        raise ValueError(f"unknown type {described['dtype']!r}")
+    dtype, shape = DTYPES[described["dtype"]], tuple(described["shape"])
     begin, end = described["data_offsets"]
-    if end - begin != math.prod(shape) * dtype.itemsize or begin < 0:
+    if not all(type(number) is int and number >= 0 for number in (*shape, begin, end)):
+        raise ValueError(f"shape {shape} in bytes {begin} to {end}")
+    if end - begin != math.prod(shape) * dtype.itemsize:
         raise ValueError(f"{end - begin} bytes for a shape of {shape}")
     return TensorInfo(dtype=dtype, shape=shape, begin=data_begin + begin, num_bytes=end - begin)

@@ -19,7 +19,7 @@ from stronghold.checkpoint import directory, state
 from stronghold.checkpoint.export import check_new
 from stronghold.checkpoint.load import masters
 from stronghold.checkpoint.manifest import BUFFERS, STATE, Manifest, TensorRecord
-from stronghold.checkpoint.tensorfile import TensorFile
+from stronghold.checkpoint.tag import OpenTag
 from stronghold.checkpoint.zero_read import OWN_KEYS
 from stronghold.errors import ConfigError
 
@@ -35,46 +35,48 @@ def export_zero(source: Path, out: Path) -> list[Path]:
     ZeRO counts steps per group: where parameters of one group have different counts (experts that
     were not always used), the largest is written, and a warning says so.
     """
-    manifest = Manifest.read(source)
-    if manifest.groups is None or not any(record.moments for record in manifest.tensors):
-        raise ConfigError(
-            f"{source}: has no masters and moments, which ZeRO's layout is made of; it was saved "
-            "before the first backward or without an optimizer. Export it with --to hf"
-        )
     check_new(out)
-    manifest.check(source)
-    files = {
-        name: TensorFile(source / name) for name in manifest.files if name.endswith(".safetensors")
-    }
-    work = directory.begin(out.parent, out.name)
-    try:
-        tag = work / source.name
-        tag.mkdir()
-        scratch = work / ".scratch"
-        scratch.mkdir()
-        _write(manifest, files, state.unpack(source / STATE), tag, scratch)
-        directory.remove(scratch)
-        directory.write_latest(work, source.name)
-        directory.sync_directory(tag)
-        directory.publish(work, out)
-    except BaseException:
-        directory.remove(work)
-        raise
+    with OpenTag(source) as opened:
+        manifest = opened.manifest
+        if manifest.groups is None or not any(record.moments for record in manifest.tensors):
+            raise ConfigError(
+                f"{source}: has no masters and moments, which ZeRO's layout is made of; it was "
+                "saved before the first backward or without an optimizer. Export it with --to hf"
+            )
+        opened.check(manifest.files)
+        for record in manifest.tensors:
+            opened.check_tensor(record, state=True)
+        if manifest.buffers:
+            opened.check_buffers(BUFFERS)
+        client = state.unpack(opened.file(STATE), trusted=False)
+        work = directory.begin(out.parent, out.name)
+        try:
+            tag = work / source.name
+            tag.mkdir()
+            scratch = work / ".scratch"
+            scratch.mkdir()
+            _write(opened, client, tag, scratch)
+            opened.check_unchanged()
+            directory.remove(scratch)
+            directory.write_latest(work, source.name)
+            directory.sync_directory(tag)
+            directory.publish(work, out)
+        except BaseException:
+            directory.remove(work)
+            raise
     return sorted((out / source.name).iterdir())
 
 
-def _write(
-    manifest: Manifest,
-    files: dict[str, TensorFile],
-    client: state.ClientState,
-    out: Path,
-    scratch: Path,
-) -> None:
-    by_name = {record.name: record for record in manifest.tensors}
-    groups = [[by_name[name] for name in group["params"]] for group in manifest.groups or ()]
+def _write(opened: OpenTag, client: state.ClientState | None, out: Path, scratch: Path) -> None:
+    manifest = opened.manifest
+    by_name = {alias: record for record in manifest.tensors for alias in record.aliases}
+    groups = [  # frozen parameters that were left out are in a group, too
+        [by_name[name] for name in group["params"] if name in by_name]
+        for group in manifest.groups or ()
+    ]
     ds_version = manifest.versions["deepspeed"]
     ds_config = {"gradient_accumulation_steps": manifest.counters["gradient_accumulation_steps"]}
-    optimizer = _optimizer_state(manifest, groups, files, scratch)
+    optimizer = _optimizer_state(opened, groups, scratch)
     prefix = "bf16_" if manifest.dtype is torch.bfloat16 else ""
     torch.save(
         {
@@ -86,10 +88,11 @@ def _write(
     )
     frozen = [record for record in manifest.tensors if not record.trainable]
     weights = {
-        record.name: files[record.weights].mapped(record.name) for record in by_name.values()
+        record.name: opened.tensors(record.weights).mapped(record.name)
+        for record in manifest.tensors
     }
     module = {alias: weights[r.name] for r in manifest.tensors for alias in r.aliases}
-    buffers = {name: files[BUFFERS].mapped(name) for name in manifest.buffers}
+    buffers = {name: opened.tensors(BUFFERS).mapped(name) for name in manifest.buffers}
     counters = {k: v for k, v in manifest.counters.items() if k in OWN_KEYS}
     model_state: dict[str, Any] = {
         "module": OrderedDict({**module, **buffers}),
@@ -99,8 +102,8 @@ def _write(
         "frozen_param_shapes": _shapes(frozen),
         "frozen_param_fragments": OrderedDict((r.name, weights[r.name]) for r in frozen),
         "shared_params": {a: r.name for r in manifest.tensors for a in r.aliases if a != r.name},
-        "lr_scheduler": client.scheduler,
-        "data_sampler": client.loader,
+        "lr_scheduler": client.scheduler if client else None,
+        "data_sampler": client.loader if client else None,
         "random_ltd": None,
         "sparse_tensor_module_names": set(),
         **counters,
@@ -110,7 +113,7 @@ def _write(
         "ds_version": ds_version,
         "universal_checkpoint_info": {},
     }
-    torch.save({**client.client, **model_state}, out / STATE)
+    torch.save({**(client.client if client else {}), **model_state}, out / STATE)
 
 
 def _shapes(records: Sequence[TensorRecord]) -> OrderedDict[str, torch.Size]:
@@ -118,9 +121,8 @@ def _shapes(records: Sequence[TensorRecord]) -> OrderedDict[str, torch.Size]:
 
 
 def _optimizer_state(
-    manifest: Manifest,
+    opened: OpenTag,
     groups: list[list[TensorRecord]],
-    files: dict[str, TensorFile],
     scratch: Path,
 ) -> dict[str, Any]:
     from deepspeed.runtime.zero.config import ZeroStageEnum
@@ -137,7 +139,7 @@ def _optimizer_state(
         mapping, begin = OrderedDict(), 0
         for record in group:
             mapping[record.name] = fragment_address(numel=record.numel, start=begin)
-            _fill(record, files, begin, fp32, first, second)
+            _fill(record, opened, begin, fp32, first, second)
             begin += record.numel
         flats.append(fp32)
         mappings.append(mapping)
@@ -146,7 +148,7 @@ def _optimizer_state(
     return {
         "dynamic_loss_scale": False,
         "overflow": False,
-        "base_optimizer_state": {"state": states, "param_groups": _groups(manifest)},
+        "base_optimizer_state": {"state": states, "param_groups": _groups(opened.manifest)},
         "single_partition_of_fp32_groups": flats,
         "zero_stage": ZeroStageEnum.gradients,
         "group_paddings": paddings,
@@ -164,20 +166,20 @@ def _scratch(path: Path, numel: int) -> torch.Tensor:
 
 def _fill(
     record: TensorRecord,
-    files: dict[str, TensorFile],
+    opened: OpenTag,
     begin: int,
     fp32: torch.Tensor,
     first: torch.Tensor,
     second: torch.Tensor,
 ) -> None:
     at = begin
-    for piece in masters(files, record, exact=True):
+    for piece in masters(opened, record, exact=True):
         fp32[at : at + piece.numel()] = piece
         at += piece.numel()
     if record.moments is not None:
         for moment, flat in (("exp_avg", first), ("exp_avg_sq", second)):
             target = flat[begin : begin + record.numel]
-            files[record.moments].read_into(f"{moment}.{record.name}", target)
+            opened.tensors(record.moments).read_into(f"{moment}.{record.name}", target)
 
 
 def _step(group: Sequence[TensorRecord]) -> int:

@@ -13,12 +13,11 @@ from typing import Any
 import torch
 
 from stronghold.checkpoint import directory, state
+from stronghold.checkpoint.held import PIECE_BYTES, FileRecord
 from stronghold.checkpoint.manifest import BUFFERS, STATE, Manifest, TensorRecord
 from stronghold.checkpoint.save import versions
 from stronghold.checkpoint.tensorfile import (
-    PIECE_BYTES,
     Entry,
-    FileRecord,
     entry_of,
     raw_bytes,
     write_durably,

@@ -2,23 +2,27 @@
 
 Owns the knowledge of DeepSpeed's layouts (stages 0 to 3, as 0.19 writes them): which rank's file
 has which part of which parameter. Files are mapped, not read: a parameter is a list of views. Reads
-pickles, as DeepSpeed does: import only what you trust. Entered by the command.
+pickles, safely where torch can: import only what you trust. Entered by the command.
 """
 
 from __future__ import annotations
 
+import logging
 import math
-import pickle
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from stronghold.checkpoint import state
 from stronghold.checkpoint.manifest import STATE
 from stronghold.errors import CheckpointError
+
+logger = logging.getLogger("stronghold")
 
 # Of a model-states file; every other key at its top is the client's.
 _OWN = """
@@ -82,7 +86,7 @@ def read_zero(path: Path) -> ZeroCheckpoint:
             return _stage_0(path, states[0])
         shards = [_load(file)["optimizer_state_dict"] for file in optims]
         return _sharded(path, states, shards)
-    except (KeyError, TypeError, AttributeError, IndexError) as error:
+    except (KeyError, TypeError, AttributeError, IndexError, ValueError, RuntimeError) as error:
         raise CheckpointError(f"{path}: not laid out as DeepSpeed does: {error!r}") from error
 
 
@@ -91,11 +95,35 @@ def _natural(path: Path) -> list[int]:
 
 
 def _load(file: Path) -> dict[str, Any]:
+    """With torch's safe reader where the file holds nothing but tensors and types of DeepSpeed's;
+    else as DeepSpeed itself does, and the log says so."""
+    load = partial(torch.load, file, map_location="cpu", mmap=True)
+    found: dict[str, Any]
     try:
-        found: dict[str, Any] = torch.load(file, map_location="cpu", mmap=True, weights_only=False)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
-        raise CheckpointError(f"{file}: {error}") from error
+        with torch.serialization.safe_globals(_types_of_deepspeeds()):
+            found = load(weights_only=True)
+    except OSError:
+        raise
+    except Exception as error:  # that reader has no one type of error
+        logger.warning(
+            "%s: code of its own may run while it is read, as when DeepSpeed loads it: %s",
+            file,
+            state.unsafe_reason(error),
+        )
+        try:
+            found = load(weights_only=False)
+        except Exception as cause:
+            raise CheckpointError(f"{file}: {cause!r}") from cause
     return found
+
+
+def _types_of_deepspeeds() -> list[Any]:
+    """What its own code puts into the files."""
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+    from deepspeed.utils.tensor_fragment import fragment_address
+
+    return [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address]
 
 
 # -- stages 1 to 3 --------------------------------------------------------------------------------
