@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from stronghold.errors import ConfigError
-from tests.models import HUGGING_FACE, MODELS, PLAIN, loss_of
+from tests.models import HUGGING_FACE, MODELS, PLAIN, loss_of, without_caches
 from tests.test_exactness import llama
 from tests.training import (
     ADAM,
@@ -41,6 +41,7 @@ def train_plain_on_gpu(factory: Any, *, precision: str, clipping: float, accumul
     """Autograd on the GPU; gradients copied to the CPU, added in fp32, applied by the kernel."""
     torch.manual_seed(0)
     model, make_batch = factory()
+    without_caches(model)
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     mirrors: dict[nn.Parameter, nn.Parameter] = {}
     for parameter in model.parameters():

@@ -7,8 +7,9 @@
 its compiler, `install` the names of `torch.cuda`, `kernels` what stands for the Triton kernels,
 `process_groups` what stands for NCCL, `plugin` what pytest loads.
 
-Pretends: memory that the host may not read, poisoned when fresh and when freed; streams, events and
-copies that run beside the host; host registration; refusals of mixed devices; autograd's thread.
-Cannot show: asynchronous compute (operators run at once), speed, Triton's programs, NCCL. A law
-that passes here has still to pass on a GPU.
+Pretends: memory that the host may not read, poisoned when fresh and when freed, and given out again
+in stream order as torch's allocator does; streams, events, copies and launches that run beside the
+host, each stream in a thread; host registration; refusals of mixed devices; autograd's thread.
+Cannot show: speed, Triton's programs, NCCL, CUDA graphs. A law that passes here has still to pass
+on a GPU.
 """

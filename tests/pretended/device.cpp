@@ -5,9 +5,15 @@
 // operators. Pretends: memory that the host may not touch (memory.h); streams and events
 // (streams.h); copies that wait for nothing from registered memory, and for the stream otherwise;
 // CUDA's refusals of mixed devices and of copies across a registered range's border; autograd's
-// thread of a device. Cannot show: asynchronous compute (an operator runs at once, on the host,
-// once the current stream is empty), speed, Triton's programs, NCCL. Names of torch that it uses
-// are private ones, and change from version to version; install.py refuses others.
+// thread of a device; launches that return before they have happened ([Note: launch]). Cannot show:
+// speed, Triton's programs, NCCL. Names of torch that it uses are private ones, and change from
+// version to version; install.py refuses others.
+//
+// [Note: launch] What is computed, the CPU's kernel on the bytes behind the addresses, is pushed on
+// the current stream and holds none of the tensors' memory, as a kernel on a GPU. The shapes of its
+// results are those that the same kernel gives for zeros, asked once for arguments of the same
+// shapes and numbers. Operators whose results' shapes depend on values, and those that draw random
+// numbers (of the host's generator, which the program uses too) wait for the stream and run at once.
 #include <ATen/EmptyTensor.h>
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <ATen/native/CPUFallback.h>
@@ -17,8 +23,14 @@
 #include <ATen/ops/view_native.h>
 #include <torch/extension.h>
 
+#include <map>
+#include <memory>
+#include <mutex>
 #include <set>
+#include <sstream>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "memory.h"
 #include "streams.h"
@@ -136,11 +148,14 @@ Tensor& set_storage(Tensor& self, at::Storage source) {
 
 Tensor& set_nothing(Tensor& self) { return set_tensor(self, at::empty({0}, self.options())); }
 
-void record_stream(Tensor&, at::Stream) {}  // as recordDataPtrOnStream
+void record_stream(Tensor& tensor, at::Stream stream) {
+  record_use(tensor.storage().mutable_data(), stream.id());
+}
 
 // -- computing and copying ------------------------------------------------------------------------
 
-// A CPU tensor over the same bytes; the current stream must be empty.
+// A CPU tensor over the same bytes, which it does not keep alive; only the stream's own work may
+// read it before the stream is empty.
 Tensor over_shadow(const Tensor& tensor) {
   if (!tensor.is_cuda()) return tensor.detach();
   const auto& storage = tensor.storage();
@@ -156,6 +171,19 @@ char* bytes_of(const Tensor& tensor) {
   return tensor.is_cuda() ? shadow(data) : static_cast<char*>(data);
 }
 
+// Counts what was launched, and what had to wait for its stream instead.
+std::atomic<size_t> num_launches{0}, num_waits{0};
+
+template <typename Work>
+void push_launch(Work&& work) {
+  ++num_launches;
+  current_stream().push([work = std::forward<Work>(work)]() mutable {
+    const at::AutoDispatchBelowADInplaceOrView below;
+    Streams::wait_a_little(Streams::get().launch_delay_s);
+    work();
+  });
+}
+
 Tensor& copy(Tensor& self, const Tensor& source, bool non_blocking) {
   if (self.numel() == 0 || self.is_same(source)) return self;
   const Tensor expanded = source.sizes() == self.sizes() ? source : source.expand_as(self);
@@ -167,15 +195,19 @@ Tensor& copy(Tensor& self, const Tensor& source, bool non_blocking) {
                 "CUDA error: invalid argument (a copy spans registered and other memory)");
     if (Registered::get().holds(host.const_data_ptr())) {
       current_stream().push([to = bytes_of(self), from = bytes_of(expanded), n = self.nbytes()] {
-        Streams::get().wait_a_little();
+        Streams::wait_a_little(Streams::get().delay_s);
         std::memcpy(to, from, n);
       });
       if (!non_blocking) current_stream().synchronize();
       return self;
     }
   }
-  current_stream().synchronize();
   const at::AutoDispatchBelowADInplaceOrView below;
+  if (self.is_cuda() && source.is_cuda() && !expanded.is_conj() && !self.is_conj()) {
+    push_launch([to = over_shadow(self), from = over_shadow(expanded)] { to.copy_(from); });
+    return self;
+  }
+  current_stream().synchronize();
   over_shadow(self).copy_(over_shadow(expanded.resolve_conj()));
   return self;
 }
@@ -239,8 +271,213 @@ void refuse_mixed(const c10::OperatorHandle& op, const torch::jit::Stack& stack)
               "at least two devices, cuda:0 and cpu! (", name, ")");
 }
 
+bool writes(const c10::AliasInfo* alias) { return alias != nullptr && alias->isWrite(); }
+
+// Whether the operator's results can be made before it has run.
+bool may_be_launched(const c10::OperatorHandle& op) {
+  for (const auto tag : {at::Tag::nondeterministic_seeded, at::Tag::data_dependent_output,
+                         at::Tag::dynamic_output_shape}) {
+    if (op.hasTag(tag)) return false;
+  }
+  for (const auto& result : op.schema().returns()) {
+    if (result.type()->kind() != c10::TypeKind::TensorType) return false;
+    if (result.alias_info() != nullptr && !result.alias_info()->isWrite()) return false;
+  }
+  return op.hasComputedKernelForDispatchKey(c10::DispatchKey::CPU);
+}
+
+bool plain(const Tensor& tensor) {
+  return !tensor.defined() || ((tensor.is_cuda() || tensor.is_cpu()) && tensor.has_storage() &&
+                               tensor.layout() == at::kStrided && !tensor.is_neg());
+}
+
+// A host tensor as it is now: the program may write it before the launch happens.
+Tensor host_values(const Tensor& tensor) {
+  if (!tensor.defined()) return tensor;
+  Tensor found = tensor.detach().clone();
+  found.unsafeGetTensorImpl()->set_wrapped_number(
+      tensor.unsafeGetTensorImpl()->is_wrapped_number());
+  return found;
+}
+
+// Zeros on the host in the tensor's shape; a host tensor stays what it is.
+Tensor zeros_like_it(const Tensor& tensor) {
+  if (!tensor.defined() || !tensor.is_cuda()) return host_values(tensor);
+  auto found = at::detail::empty_strided_cpu(tensor.sizes(), tensor.strides(),
+                                             tensor.options().device(c10::kCPU));
+  if (found.nbytes() > 0) {
+    std::memset(found.storage().mutable_data(), 0, found.storage().nbytes());
+  }
+  return found;
+}
+
+// What the launch computes with: the bytes behind a device tensor, or a host tensor's values now.
+Tensor for_launch(const Tensor& tensor) {
+  return tensor.defined() && tensor.is_cuda() ? over_shadow(tensor) : host_values(tensor);
+}
+
+// The argument with every tensor in it changed by `change`; false for what cannot be launched.
+template <typename Change>
+bool changed(const c10::IValue& argument, c10::IValue* found, const Change& change) {
+  if (argument.isTensor()) {
+    if (!plain(argument.toTensor())) return false;
+    *found = change(argument.toTensor());
+  } else if (argument.isTensorList()) {
+    c10::List<Tensor> tensors;
+    for (const Tensor& tensor : argument.toTensorVector()) {
+      if (!plain(tensor)) return false;
+      tensors.push_back(change(tensor));
+    }
+    *found = tensors;
+  } else if (argument.isOptionalTensorList()) {
+    c10::List<std::optional<Tensor>> tensors;
+    for (const auto& tensor : argument.toOptionalTensorVector()) {
+      if (tensor && !plain(*tensor)) return false;
+      tensors.push_back(tensor ? std::optional<Tensor>(change(*tensor)) : std::nullopt);
+    }
+    *found = tensors;
+  } else if (argument.isDevice() || argument.isGenerator() || argument.isStorage()) {
+    return false;
+  } else {
+    *found = argument;
+  }
+  return true;
+}
+
+template <typename Change>
+bool changed(const std::vector<c10::IValue>& arguments, torch::jit::Stack* found,
+             const Change& change) {
+  for (const auto& argument : arguments) {
+    found->emplace_back();
+    if (!changed(argument, &found->back(), change)) return false;
+  }
+  return true;
+}
+
+// The shapes of one call's results, and of what it writes.
+struct Shape {
+  bool defined = false;
+  std::vector<int64_t> sizes, strides;
+  at::ScalarType dtype = at::kFloat;
+};
+struct Shapes {
+  bool known = false;
+  std::vector<Shape> results, arguments;
+};
+
+Shape shape_of(const c10::IValue& value) {
+  if (!value.isTensor() || !value.toTensor().defined()) return {};
+  Tensor tensor = value.toTensor();
+  if (!tensor.is_non_overlapping_and_dense()) tensor = tensor.contiguous();
+  return {true, tensor.sizes().vec(), tensor.strides().vec(), tensor.scalar_type()};
+}
+
+Shapes ask(const c10::OperatorHandle& op, const std::vector<c10::IValue>& arguments) {
+  torch::jit::Stack stack;
+  if (!may_be_launched(op) || !changed(arguments, &stack, zeros_like_it)) return {};
+  const torch::jit::Stack outs = stack;  // an `out` is resized there
+  try {
+    op.callBoxed(&stack);
+  } catch (const std::exception&) {
+    return {};  // said again when it is computed
+  }
+  Shapes found{true, {}, {}};
+  for (const auto& result : stack) found.results.push_back(shape_of(result));
+  for (const auto& argument : outs) found.arguments.push_back(shape_of(argument));
+  return found;
+}
+
+// As `ask` says, asked once.
+const Shapes& shapes_of(const c10::OperatorHandle& op, const std::vector<c10::IValue>& arguments) {
+  static auto* known = new std::map<std::string, std::unique_ptr<Shapes>>();
+  static auto* mutex = new std::mutex();
+  std::ostringstream key;
+  key << op.operator_name();
+  const auto add = [&](const Tensor& tensor) {
+    key << '|';
+    if (!tensor.defined()) return;
+    key << tensor.device().type() << tensor.scalar_type() << tensor.sizes() << plain(tensor)
+        << tensor.unsafeGetTensorImpl()->is_wrapped_number();
+    if (tensor.layout() == at::kStrided) key << tensor.strides();
+  };
+  for (const auto& argument : arguments) {
+    key << ';';
+    if (argument.isTensor()) {
+      add(argument.toTensor());
+    } else if (argument.isTensorList()) {
+      for (const Tensor& tensor : argument.toTensorVector()) add(tensor);
+    } else if (argument.isOptionalTensorList()) {
+      for (const auto& tensor : argument.toOptionalTensorVector()) add(tensor.value_or(Tensor()));
+    } else {
+      key << argument;
+    }
+  }
+  {
+    std::lock_guard<std::mutex> hold(*mutex);
+    const auto found = known->find(key.str());
+    if (found != known->end()) return *found->second;
+  }
+  auto found = std::make_unique<Shapes>(ask(op, arguments));
+  std::lock_guard<std::mutex> hold(*mutex);
+  return *known->emplace(key.str(), std::move(found)).first->second;
+}
+
+// The operator's results, which are still to be computed; false where that cannot be.
+bool launch(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  const auto& schema = op.schema();
+  const auto last = torch::jit::last(*stack, schema.arguments().size());
+  const std::vector<c10::IValue> arguments(last.begin(), last.end());
+  const at::AutoDispatchBelowADInplaceOrView below;
+  const Shapes& shapes = shapes_of(op, arguments);
+  if (!shapes.known) return false;
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    const Shape& shape = shapes.arguments[i];
+    if (!writes(schema.arguments()[i].alias_info()) || !shape.defined) continue;
+    const Tensor& written = arguments[i].toTensor();
+    if (!written.is_cuda()) return false;
+    if (written.sizes() != shape.sizes) at::native::resize_(written, shape.sizes, std::nullopt);
+  }
+  torch::jit::Stack inputs, results;
+  if (!changed(arguments, &inputs, for_launch)) return false;
+  std::vector<std::pair<size_t, Tensor>> targets;
+  for (size_t i = 0; i < schema.returns().size(); ++i) {
+    const auto* alias = schema.returns()[i].alias_info();
+    if (alias == nullptr) {
+      const Shape& shape = shapes.results[i];
+      if (!shape.defined) {
+        results.emplace_back(Tensor());
+        continue;
+      }
+      Tensor found = at::detail::empty_strided_generic(shape.sizes, shape.strides,
+                                                       &device_allocator, kKeys, shape.dtype);
+      targets.emplace_back(i, over_shadow(found));
+      results.emplace_back(std::move(found));
+      continue;
+    }
+    for (size_t j = 0; j < arguments.size(); ++j) {
+      const auto* of_argument = schema.arguments()[j].alias_info();
+      if (of_argument != nullptr && *of_argument == *alias) results.push_back(arguments[j]);
+    }
+  }
+  TORCH_CHECK(results.size() == schema.returns().size(), "results of ", op.operator_name());
+  push_launch([op, inputs = std::move(inputs), targets = std::move(targets)]() mutable {
+    op.callBoxed(&inputs);
+    for (auto& [i, target] : targets) {
+      const Tensor& found = inputs[i].toTensor();
+      TORCH_CHECK(target.sizes() == found.sizes() && target.scalar_type() == found.scalar_type(),
+                  op.operator_name(), " gives other shapes for zeros");
+      target.copy_(found);
+    }
+  });
+  torch::jit::drop(*stack, arguments.size());
+  for (auto& result : results) stack->push_back(std::move(result));
+  return true;
+}
+
 void on_the_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   refuse_mixed(op, *stack);
+  if (launch(op, stack)) return;
+  ++num_waits;
   current_stream().synchronize();
   at::native::cpu_fallback(op, stack);
 }
@@ -276,6 +513,9 @@ TORCH_LIBRARY_IMPL(aten, CUDA, library) {
   library.impl("_copy_from_and_resize", pretended::copy_from_and_resize);
   library.impl("_local_scalar_dense", pretended::scalar_of);
   library.impl("histc", pretended::histc);
+  // Composed of other operators where a device has no kernel of its own; the CPU has one.
+  library.impl("native_layer_norm",
+               torch::CppFunction::makeFromBoxedFunction<&pretended::on_the_host>());
   library.impl("_fused_sdp_choice", pretended::sdp_choice);
 }
 
@@ -300,7 +540,28 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
              [](int64_t at) { return Registered::get().holds(reinterpret_cast<void*>(at)); });
   module.def("current_stream", [] { return Streams::current(); });
   module.def("set_current_stream", [](c10::StreamId id) { Streams::current() = id; });
+  module.def("active", [] { return Arena::get().active(); });
+  module.def("active_peak", [] { return Arena::get().active_peak(); });
+  module.def("reserved", [] { return Arena::get().reserved(); });
+  module.def("reserved_peak", [] { return Arena::get().reserved_peak(); });
+  module.def("num_retries", [] { return Arena::get().num_retries(); });
+  module.def("empty_cache", [] { Arena::get().empty_cache(); },
+             py::call_guard<py::gil_scoped_release>());
+  module.def("num_launches", [] { return pretended::num_launches.load(); });
+  module.def("num_waits", [] { return pretended::num_waits.load(); });
   module.def("set_delay", [](double most_s) { Streams::get().delay_s = most_s; });
+  module.def("set_launch_delay", [](double most_s) { Streams::get().launch_delay_s = most_s; });
+  // Work of Python's on the current stream: the kernels that stand for Triton's.
+  module.def("launch", [](py::object work) {
+    auto held = std::shared_ptr<py::object>(new py::object(std::move(work)), [](py::object* last) {
+      const py::gil_scoped_acquire gil;
+      delete last;
+    });
+    pretended::push_launch([held = std::move(held)] {
+      const py::gil_scoped_acquire gil;
+      (*held)();
+    });
+  });
   module.def("sleep", [](double seconds) {
     pretended::current_stream().push(
         [seconds] { std::this_thread::sleep_for(std::chrono::duration<double>(seconds)); });

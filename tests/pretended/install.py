@@ -8,6 +8,7 @@ CUDA's hooks once. Cannot show what a GPU does with these names: it answers from
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import importlib.util
 import os
@@ -23,8 +24,10 @@ TORCH = "2.13"
 TOTAL_BYTES = 16 << 30
 CYCLES_PER_S = 2e9  # what torch.cuda._sleep counts
 DEVICE_TYPE = 1  # the number of c10::DeviceType::CUDA
-# Orders of copies vary in a run under a delay: at most this many seconds are added to each copy.
+# Orders vary in a run under a delay: at most this many seconds are added to each copy, and to each
+# launch.
 DELAY = "STRONGHOLD_PRETENDED_DELAY_S"
+LAUNCH_DELAY = "STRONGHOLD_PRETENDED_LAUNCH_DELAY_S"
 
 # As CUDA numbers them.
 SUCCESS, ALREADY_REGISTERED, NOT_REGISTERED, INVALID_VALUE = 0, 712, 713, 1
@@ -41,12 +44,17 @@ def install() -> ModuleType:
         raise Refused(f"the pretended device is written for torch {TORCH}, here is torch {found}")
     if "torch" in sys.modules:
         raise Refused("the pretended device must be installed before torch is imported")
+    # As many threads for an operator on a stream's thread as on the program's: sums have one order.
+    os.environ["OMP_NUM_THREADS"] = "1"
     extension = _load(build.compiled())
     import torch
 
     if torch.version.cuda is not None:
         raise Refused(f"the pretended device needs torch without CUDA, here is torch {found}")
     extension.set_delay(float(os.environ.get(DELAY, "0")))
+    extension.set_launch_delay(float(os.environ.get(LAUNCH_DELAY, "0")))
+    # Python's launches need the interpreter: none may be left when it ends.
+    atexit.register(torch._C._accelerator_synchronizeDevice, 0)
     _streams(torch, extension)
     _memory(torch, extension)
     _identity(torch)
@@ -172,24 +180,28 @@ def _memory(torch: Any, extension: Any) -> None:
             "allocation.all.allocated": extension.num_allocations(),
             "allocated_bytes.all.current": extension.allocated(),
             "allocated_bytes.all.peak": extension.peak(),
-            "num_alloc_retries": 0,
+            "active_bytes.all.current": extension.active(),
+            "active_bytes.all.peak": extension.active_peak(),
+            "reserved_bytes.all.current": extension.reserved(),
+            "reserved_bytes.all.peak": extension.reserved_peak(),
+            "num_alloc_retries": extension.num_retries(),
             "num_ooms": 0,
         }
 
     cuda = torch.cuda
     torch.Tensor.is_pinned = is_pinned
     cuda.cudart = Runtime
-    cuda.mem_get_info = lambda device=None: (TOTAL_BYTES - extension.allocated(), TOTAL_BYTES)
+    cuda.mem_get_info = lambda device=None: (TOTAL_BYTES - extension.reserved(), TOTAL_BYTES)
     cuda.memory_stats = statistics
     # Pinned memory of torch's own: none is kept, so that none is counted.
     cuda.host_memory_stats = lambda: {"allocations.allocated": 0, "allocated_bytes.allocated": 0}
-    for name in ("memory_allocated", "memory_reserved"):
-        setattr(cuda, name, lambda device=None: extension.allocated())
-    for name in ("max_memory_allocated", "max_memory_reserved"):
-        setattr(cuda, name, lambda device=None: extension.peak())
+    cuda.memory_allocated = lambda device=None: extension.allocated()
+    cuda.memory_reserved = lambda device=None: extension.reserved()
+    cuda.max_memory_allocated = lambda device=None: extension.peak()
+    cuda.max_memory_reserved = lambda device=None: extension.reserved_peak()
     for name in ("reset_peak_memory_stats", "reset_max_memory_allocated"):
         setattr(cuda, name, lambda device=None: extension.restart_peak())
-    cuda.empty_cache = cuda.ipc_collect = lambda: None
+    cuda.empty_cache = cuda.ipc_collect = extension.empty_cache
     cuda.set_per_process_memory_fraction = lambda part, device=None: extension.limit(
         int(part * TOTAL_BYTES)
     )

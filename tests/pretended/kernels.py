@@ -1,14 +1,16 @@
 """What stands for the Triton kernels: the host's, on the bytes behind device addresses.
 
-They refuse addresses of the host, and wait for the current stream before they begin. Nothing here
-runs a program of Triton: the interpreter does (tests/test_device_kernels.py).
+They refuse addresses of the host, and run on the current stream's thread, later than the call
+returns. Nothing here runs a program of Triton: the interpreter does (tests/test_device_kernels.py).
 """
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from stronghold import native
@@ -36,27 +38,34 @@ def install(extension: Any) -> None:
             self._host = NativeKernels(self._pool)
 
         def adam(self, weight: torch.dtype, grad: torch.dtype, segments: Any) -> None:
-            torch.cuda.current_stream().synchronize()
-            rows = native.adam_rows(segments)
+            rows = native.adam_rows(segments).copy()  # the caller may write its own anew
             numels = rows["numel"].tolist()
             for name in ADDRESSES:
                 rows[name] = [
                     shadow(*pair) for pair in zip(rows[name].tolist(), numels, strict=True)
                 ]
-            self._host.adam(weight, grad, rows)
+            extension.launch(lambda: self._host.adam(weight, grad, rows))
 
         def accumulate(self, grad: torch.dtype, segments: Any) -> None:
-            torch.cuda.current_stream().synchronize()
             moved = [(shadow(a, n), shadow(b, n), n, add) for a, b, n, add in segments]
-            self._host.accumulate(grad, moved)
+            extension.launch(lambda: self._host.accumulate(grad, moved))
 
         def sum_squares(self, dtype: torch.dtype, segments: Sequence[Any]) -> list[float]:
-            torch.cuda.current_stream().synchronize()
-            return self._host.sum_squares(dtype, [(shadow(a, n), n) for a, n in segments])
+            found: list[float] = self.sum_squares_async(dtype, segments).tolist()
+            return found
 
         def sum_squares_async(self, dtype: torch.dtype, segments: Sequence[Any]) -> torch.Tensor:
-            found = self.sum_squares(dtype, segments)
-            return torch.tensor(found, dtype=torch.float64).to("cuda")
+            moved = [(shadow(a, n), n) for a, n in segments]
+            sums = torch.empty(len(moved), dtype=torch.float64, device="cuda")
+            address = shadow(sums.data_ptr(), len(moved))
+
+            def launch() -> None:
+                found = np.asarray(self._host.sum_squares(dtype, moved), dtype=np.float64)
+                ctypes.memmove(address, found.ctypes.data, found.nbytes)
+
+            if moved:
+                extension.launch(launch)
+            return sums
 
     for module in (triton_kernels, cuda):
         module.TritonKernels = PretendedKernels  # type: ignore[attr-defined]

@@ -4,6 +4,12 @@
 // that tensors show; the bytes lie in the shadow, at a constant distance. Host code that follows a
 // device address therefore dies, as on a GPU. Fresh and freed bytes are 0xFF: a NaN in every float.
 // Owns the list of registered (page-locked) host ranges too. Any thread may enter.
+//
+// Memory is given out again as torch's CUDA allocator does it: what is freed belongs to the stream
+// that was current when it was taken, and that stream's later work may have it at once, although
+// the earlier work is still to come. Memory that other streams use (`record_stream`) waits until
+// these have passed the point of its free. What is poisoned is poisoned in stream order. Not
+// pretended: torch's rounding to segments of megabytes.
 #pragma once
 
 #include <sys/mman.h>
@@ -14,8 +20,13 @@
 #include <cstring>
 #include <iterator>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <new>
+#include <set>
+#include <vector>
+
+#include "streams.h"
 
 namespace pretended {
 
@@ -44,44 +55,88 @@ class Arena {
 
   void* take(size_t bytes) {
     const size_t size = (bytes + kBlockBytes - 1) / kBlockBytes * kBlockBytes;
-    std::lock_guard<std::mutex> hold(mutex_);
-    auto block = free_.end();
-    if (allocated_ + size <= limit_) {
-      block = std::find_if(free_.begin(), free_.end(),
-                           [&](const auto& found) { return found.second >= size; });
+    const c10::StreamId stream = Streams::current();
+    std::unique_lock<std::mutex> hold(mutex_);
+    settle_waiting();
+    auto block = find(size, stream);
+    if (block == free_.end()) {  // what other streams keep is given back before memory is out
+      hold.unlock();
+      Streams::get().synchronize();
+      hold.lock();
+      settle_waiting();
+      drop_kept();
+      ++num_retries_;
+      block = find(size, stream);
     }
     TORCH_CHECK_WITH(OutOfMemoryError, block != free_.end(),
                      "CUDA out of memory. Tried to allocate ", bytes, " bytes; the pretended GPU ",
                      "has ", limit_, " bytes of which ", allocated_, " are allocated.");
-    const size_t offset = block->first, rest = block->second - size;
+    const size_t offset = block->first;
+    const Free found = block->second;
     free_.erase(block);
-    if (rest > 0) free_[offset + size] = rest;
-    used_[offset] = size;
+    if (found.size > size) free_[offset + size] = Free{found.size - size, found.stream};
+    used_[offset] = Used{size, stream, {}};
+    if (found.stream == kNobody) {
+      reserved_ += size;
+      poison(offset, size, stream);
+    }
     allocated_ += size;
+    active_ += size;
     peak_ = std::max(peak_, allocated_);
+    active_peak_ = std::max(active_peak_, active_);
+    reserved_peak_ = std::max(reserved_peak_, reserved_);
     ++num_allocations_;
-    std::memset(shadow_base_ + offset, 0xFF, size);
     return device_base_ + offset;
   }
 
   void give_back(void* address) {
     std::lock_guard<std::mutex> hold(mutex_);
     const size_t offset = static_cast<char*>(address) - device_base_;
-    const size_t size = used_.at(offset);
+    const Used block = used_.at(offset);
     used_.erase(offset);
-    allocated_ -= size;
-    std::memset(shadow_base_ + offset, 0xFF, size);
-    auto block = free_.emplace(offset, size).first;
-    join_with_next(block);
-    if (block != free_.begin()) join_with_next(std::prev(block));
+    allocated_ -= block.size;
+    if (block.others.empty()) {
+      keep(offset, block.size, block.stream);
+      return;
+    }
+    Waiting waiting{offset, block.size, block.stream, {}};
+    for (const c10::StreamId other : block.others) {
+      auto passed = std::make_shared<Recorded>();
+      Streams::get().of(other).push([passed] { passed->fire(); });
+      waiting.passed.push_back(std::move(passed));
+    }
+    waiting_.push_back(std::move(waiting));
   }
 
+  void record_use(void* address, c10::StreamId stream) {
+    if (address == nullptr) return;
+    std::lock_guard<std::mutex> hold(mutex_);
+    const size_t offset = static_cast<char*>(address) - device_base_;
+    const auto block = used_.find(offset);
+    if (block != used_.end() && block->second.stream != stream) block->second.others.insert(stream);
+  }
+
+  // Gives the memory that streams keep for themselves back to the device.
+  void empty_cache() {
+    Streams::get().synchronize();
+    std::lock_guard<std::mutex> hold(mutex_);
+    settle_waiting();
+    drop_kept();
+  }
+
+  size_t active() { return locked(active_); }
+  size_t active_peak() { return locked(active_peak_); }
+  size_t reserved() { return locked(reserved_); }
+  size_t reserved_peak() { return locked(reserved_peak_); }
+  size_t num_retries() { return locked(num_retries_); }
   size_t allocated() { return locked(allocated_); }
   size_t peak() { return locked(peak_); }
   size_t num_allocations() { return locked(num_allocations_); }
   void restart_peak() {
     std::lock_guard<std::mutex> hold(mutex_);
     peak_ = allocated_;
+    active_peak_ = active_;
+    reserved_peak_ = reserved_;
   }
   void limit(size_t bytes) {
     std::lock_guard<std::mutex> hold(mutex_);
@@ -90,7 +145,69 @@ class Arena {
 
  private:
   Arena() : device_base_(map(PROT_NONE)), shadow_base_(map(PROT_READ | PROT_WRITE)) {
-    free_[0] = kArenaBytes;
+    free_[0] = Free{kArenaBytes, kNobody};
+  }
+
+  static constexpr c10::StreamId kNobody = -1;  // memory that the process has not taken
+  struct Free {
+    size_t size;
+    c10::StreamId stream;
+  };
+  struct Used {
+    size_t size;
+    c10::StreamId stream;
+    std::set<c10::StreamId> others;
+  };
+  struct Waiting {  // freed, but other streams may still use it
+    size_t offset, size;
+    c10::StreamId stream;
+    std::vector<std::shared_ptr<Recorded>> passed;
+  };
+  using Blocks = std::map<size_t, Free>;
+
+  // The smallest block that the stream keeps, or memory that nobody has.
+  Blocks::iterator find(size_t size, c10::StreamId stream) {
+    auto best = free_.end();
+    for (auto block = free_.begin(); block != free_.end(); ++block) {
+      const Free& found = block->second;
+      if (found.stream == stream && found.size >= size &&
+          (best == free_.end() || found.size < best->second.size)) {
+        best = block;
+      }
+    }
+    if (best != free_.end() || reserved_ + size > limit_) return best;
+    return std::find_if(free_.begin(), free_.end(), [&](const auto& block) {
+      return block.second.stream == kNobody && block.second.size >= size;
+    });
+  }
+
+  void keep(size_t offset, size_t size, c10::StreamId stream) {
+    active_ -= size;
+    poison(offset, size, stream);
+    join(free_.emplace(offset, Free{size, stream}).first);
+  }
+
+  void settle_waiting() {
+    for (auto waiting = waiting_.begin(); waiting != waiting_.end();) {
+      const bool passed = std::all_of(waiting->passed.begin(), waiting->passed.end(),
+                                      [](const auto& event) { return event->done(); });
+      if (passed) keep(waiting->offset, waiting->size, waiting->stream);
+      waiting = passed ? waiting_.erase(waiting) : std::next(waiting);
+    }
+  }
+
+  void drop_kept() {
+    for (auto& block : free_) {
+      if (block.second.stream == kNobody) continue;
+      reserved_ -= block.second.size;
+      block.second.stream = kNobody;
+    }
+    for (auto block = free_.begin(); block != free_.end(); ++block) join_with_next(block);
+  }
+
+  void poison(size_t offset, size_t size, c10::StreamId stream) {
+    Streams::get().of(stream).push(
+        [at = shadow_base_ + offset, size] { std::memset(at, 0xFF, size); });
   }
 
   static char* map(int protection) {
@@ -100,11 +217,19 @@ class Arena {
     return static_cast<char*>(found);
   }
 
-  void join_with_next(std::map<size_t, size_t>::iterator block) {
-    const auto next = std::next(block);
-    if (next == free_.end() || block->first + block->second != next->first) return;
-    block->second += next->second;
-    free_.erase(next);
+  void join(Blocks::iterator block) {
+    join_with_next(block);
+    if (block != free_.begin()) join_with_next(std::prev(block));
+  }
+
+  void join_with_next(Blocks::iterator block) {
+    for (;;) {
+      const auto next = std::next(block);
+      if (next == free_.end() || block->first + block->second.size != next->first) return;
+      if (block->second.stream != next->second.stream) return;
+      block->second.size += next->second.size;
+      free_.erase(next);
+    }
   }
 
   size_t locked(const size_t& number) {
@@ -115,10 +240,17 @@ class Arena {
   char* const device_base_;
   char* const shadow_base_;
   std::mutex mutex_;
-  std::map<size_t, size_t> free_;  // offset -> bytes
-  std::map<size_t, size_t> used_;
+  Blocks free_;  // by offset
+  std::map<size_t, Used> used_;
+  std::vector<Waiting> waiting_;
   size_t allocated_ = 0, peak_ = 0, num_allocations_ = 0, limit_ = kArenaBytes;
+  size_t active_ = 0, active_peak_ = 0;  // allocated, or freed and still used
+  size_t reserved_ = 0, reserved_peak_ = 0, num_retries_ = 0;
 };
+
+inline void record_use(void* address, c10::StreamId stream) {
+  Arena::get().record_use(address, stream);
+}
 
 inline char* shadow(const void* address) { return Arena::get().shadow(address); }
 
@@ -180,6 +312,7 @@ struct DeviceAllocator final : public at::Allocator {
   }
   at::DeleterFnPtr raw_deleter() const override { return &give_back; }
   void copy_data(void* target, const void* source, size_t bytes) const override {
+    current_stream().synchronize();
     std::memcpy(shadow(target), shadow(source), bytes);
   }
 };

@@ -1,9 +1,9 @@
 // The streams and events of the pretended device: each stream is a thread that runs a queue.
 //
-// Owns the threads, which live as long as the process. What is pushed is copies, event records,
-// event waits and sleeps; compute is not here: it runs in the thread that asks for it, after the
-// current stream's queue is empty (device.cpp). Any thread may enter; the current stream is of the
-// calling thread, as CUDA's.
+// Owns the threads, which live as long as the process. What is pushed is launches of operators,
+// copies, event records, event waits and sleeps: all of it happens later than the call returns. A
+// launch that fails is reported by whoever waits for a stream or an event next, as CUDA does. Any
+// thread may enter; the current stream is of the calling thread, as CUDA's.
 #pragma once
 
 #include <c10/core/impl/DeviceGuardImplInterface.h>
@@ -13,16 +13,46 @@
 #include <chrono>
 #include <condition_variable>
 #include <deque>
+#include <exception>
 #include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <random>
+#include <string>
 #include <thread>
 #include <utility>
 #include <vector>
 
 namespace pretended {
+
+// Memory that another stream than its own uses: memory.h gives it back when that has passed.
+void record_use(void* address, c10::StreamId stream);
+
+// The first launch that failed since somebody was told.
+class Failure {
+ public:
+  static Failure& get() {
+    static auto* failure = new Failure();
+    return *failure;
+  }
+  void keep(const std::string& what) {
+    std::lock_guard<std::mutex> hold(mutex_);
+    if (what_.empty()) what_ = what;
+  }
+  void raise() {
+    std::string what;
+    {
+      std::lock_guard<std::mutex> hold(mutex_);
+      what.swap(what_);
+    }
+    TORCH_CHECK(what.empty(), "CUDA error: a launch failed: ", what);
+  }
+
+ private:
+  std::mutex mutex_;
+  std::string what_;
+};
 
 class StreamThread {
  public:
@@ -44,6 +74,8 @@ class StreamThread {
   void synchronize() {
     std::unique_lock<std::mutex> hold(mutex_);
     changed_.wait(hold, [&] { return queue_.empty() && !busy_; });
+    hold.unlock();
+    Failure::get().raise();
   }
 
  private:
@@ -55,7 +87,11 @@ class StreamThread {
       queue_.pop_front();
       busy_ = true;
       hold.unlock();
-      work();
+      try {
+        work();
+      } catch (const std::exception& error) {
+        Failure::get().keep(error.what());
+      }
       work = nullptr;  // what it holds is dropped before the stream counts as idle
       hold.lock();
       busy_ = false;
@@ -97,10 +133,11 @@ class Streams {
     return id;
   }
 
-  // Seconds that every copy waits at most, drawn anew for each: other orders of the same run.
+  // Seconds that every copy, and every launch, waits at most, drawn anew for each: other orders of
+  // the same run.
   std::atomic<double> delay_s{0.0};
-  void wait_a_little() {
-    const double most_s = delay_s.load();
+  std::atomic<double> launch_delay_s{0.0};
+  static void wait_a_little(double most_s) {
     if (most_s <= 0) return;
     static thread_local std::mt19937 random(std::random_device{}());
     std::uniform_real_distribution<> part(0, most_s);
@@ -171,8 +208,9 @@ struct Guard final : public c10::impl::DeviceGuardImplInterface {
   bool queryStream(const c10::Stream& stream) const override { return of(stream).idle(); }
   void synchronizeStream(const c10::Stream& stream) const override { of(stream).synchronize(); }
   void synchronizeDevice(const c10::DeviceIndex) const override { Streams::get().synchronize(); }
-  // Memory is poisoned when it is freed, whoever may still use it: that shows more than a delay.
-  void recordDataPtrOnStream(const c10::DataPtr&, const c10::Stream&) const override {}
+  void recordDataPtrOnStream(const c10::DataPtr& data, const c10::Stream& stream) const override {
+    record_use(data.get(), stream.id());
+  }
 
   void record(void** event, const c10::Stream& stream, const c10::DeviceIndex,
               const c10::EventFlag) const override {
@@ -190,6 +228,7 @@ struct Guard final : public c10::impl::DeviceGuardImplInterface {
   }
   void synchronizeEvent(void* event) const override {
     if (auto recorded = of(event)) recorded->wait();
+    Failure::get().raise();
   }
   void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override {
     delete static_cast<Event*>(event);
