@@ -9,9 +9,15 @@ since the slot will hold
             another layer by the time of backward; everything else stays on the device
 offload     beside that, other saved tensors go to host memory on the drain lane, and come back on
 the fetch lane one
-            layer ahead of backward
+            layer ahead of backward. Two layers' are on the device at a time ([Note: two layers])
 recompute   torch's own non-reentrant checkpoint around the layer, driven from hooks; it restores
 the random state
+
+[Note: two layers] On a GPU the host is many layers ahead of compute, and sees that a copy is done
+long after. So nothing is dropped because it was seen to be done: when the forward of layer i ends,
+compute is made to wait for the copies of layer i - 1, and their sources are dropped then. What is
+computed next takes their memory, in stream order. It is the same on the way back: what was brought
+back is dropped as soon as compute waits for its copy and autograd is through with it.
 
 [Note: foreign hooks] The user's own checkpointing also works by saved-tensor hooks. Torch applies
 the innermost pair alone, so ours pass on to the pair that was active before what they do not turn
@@ -23,7 +29,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import weakref
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -32,9 +38,9 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import checkpoint as torch_checkpoint
 
-from stronghold.device.base import Device, Fence
+from stronghold.device.base import Device, Fence, completed
 from stronghold.errors import ConfigError
-from stronghold.memory.slab import map_slab
+from stronghold.memory.pinned import PinnedPool
 from stronghold.runtime.activation_sizes import ActivationSizes
 from stronghold.runtime.kept_buffers import KeptBuffers
 from stronghold.telemetry.metrics import Metrics
@@ -68,11 +74,11 @@ class SavedWeight(NamedTuple):
 class SavedStorage:
     """One storage on its way to the host and back; several saved tensors may be views of it.
 
-    Autograd's graph owns it: when the last node that saved it has run, it dies, and its host buffer
+    Autograd's graph owns it: when the last node that saved it has run, it dies, and its host memory
     returns to the pool.
     """
 
-    __slots__ = ("__weakref__", "back", "host", "nbytes", "ready", "source", "stored", "version")
+    __slots__ = ("__weakref__", "back", "host", "nbytes", "source", "stored", "version")
 
     def __init__(self, source: torch.Tensor, host: torch.Tensor) -> None:
         self.source: torch.Tensor | None = source
@@ -80,8 +86,18 @@ class SavedStorage:
         self.nbytes = source.untyped_storage().nbytes()
         self.host = host
         self.stored: Fence | None = None
-        self.back: torch.Tensor | None = None
-        self.ready: Fence | None = None
+        self.back: _Back | None = None
+
+
+class _Back:
+    """What is brought back of `owner`, after `ready`."""
+
+    __slots__ = ("memory", "owner", "ready")
+
+    def __init__(self, owner: SavedStorage, memory: torch.Tensor, ready: Fence) -> None:
+        self.owner = weakref.ref(owner)
+        self.memory = memory
+        self.ready = ready
 
 
 class SavedActivation(NamedTuple):
@@ -127,19 +143,27 @@ class Activations:
     """Applies each layer's policy: `policies[layer]`, by the layout's index."""
 
     def __init__(
-        self, policies: Sequence[str], device: Device, slots: Slots, metrics: Metrics
+        self,
+        policies: Sequence[str],
+        device: Device,
+        slots: Slots,
+        metrics: Metrics,
+        *,
+        host_room_bytes: int | None = None,
     ) -> None:
         self._policies = policies
+        offloading = [layer for layer, policy in enumerate(policies) if policy == "offload"]
+        self._last_offloading = max(offloading, default=-1)
         self._device = device
         self._slots = slots
         self._metrics = metrics
         self._open: dict[int, list[_Scope]] = defaultdict(list)
         self._saved: dict[int, list[weakref.ref[SavedStorage]]] = defaultdict(list)
         self._in_scope: dict[int, SavedStorage] = {}
-        self._leaving: list[SavedStorage] = []
-        self._pool: dict[int, list[torch.Tensor]] = defaultdict(list)
-        self._pinned: list[torch.Tensor] = []
-        self.host_bytes = 0
+        self._leaving: deque[list[SavedStorage]] = deque()  # by forward of a layer, oldest first
+        self._coming: set[_Back] = set()  # compute has not been made to wait for them
+        self._stored: Fence = completed("drain", "nothing offloaded")  # the newest copy
+        self._pool = PinnedPool(device, host_room_bytes)
         self.sizes = ActivationSizes(len(policies))
 
     # -- around a layer's forward -----------------------------------------------------------------
@@ -161,6 +185,8 @@ class Activations:
         offload = self._policies[layer] == "offload" and foreign is None and not recomputing
         self._in_scope.clear()
         if not recomputing:
+            self._forget_coming()
+            self._leaving.append([])
             self.sizes.enter(layer, (args, kwargs))
         hooks = saved_tensors_hooks(
             lambda tensor: self._pack(layer, tensor, foreign, offload),
@@ -193,7 +219,13 @@ class Activations:
         self._in_scope.clear()
         if scope.recomputation is not None:
             next(scope.recomputation, None)
-        self._settle_leaving()
+        # What comes after the last layer that offloads keeps its own: no room is left for two.
+        self._drop_left(newest=0 if layer >= self._last_offloading else 1)
+
+    @property
+    def host_bytes(self) -> int:
+        """Pinned for what is offloaded."""
+        return self._pool.num_bytes
 
     def _pack(self, layer: int, tensor: torch.Tensor, foreign: Hooks | None, offload: bool) -> Any:
         held = self._slots.layer_in(tensor.untyped_storage().data_ptr())
@@ -254,7 +286,7 @@ class Activations:
         if (known := self._in_scope.get(address)) is not None:
             return known
         nbytes = tensor.untyped_storage().nbytes()
-        saved = SavedStorage(tensor, self._host_buffer(nbytes))
+        saved = SavedStorage(tensor, self._pool.take(nbytes))
         source, target, device = _bytes_of(tensor), saved.host, self._device
         saved.stored = device.drain.submit(
             f"offload {layer}",
@@ -262,45 +294,40 @@ class Activations:
             after=(device.record_compute(f"activation {layer}"),),
             nbytes=nbytes,
         )
+        self._stored = saved.stored
         self._in_scope[address] = saved
-        pool, host = self._pool[nbytes], saved.host
-        # A buffer that is reused while a transfer still reads it cannot happen: the next offload
+        pool, host = self._pool, saved.host
+        # Memory that is taken again while a transfer still reads it cannot happen: the next offload
         # waits for compute, and compute waited for that transfer.
-        self._saved[layer].append(weakref.ref(saved, lambda _: pool.append(host)))
-        self._leaving.append(saved)
+        self._saved[layer].append(weakref.ref(saved, lambda _: pool.give(host)))
+        if not self._leaving:  # a layer inside this one has ended, and was the last to offload
+            self._leaving.append([])
+        self._leaving[-1].append(saved)
         return saved
 
-    def _settle_leaving(self) -> None:
-        """Drop device tensors whose copy is done. The in-place check is autograd's own, which
-        packing would lose.
+    def _drop_left(self, *, newest: int) -> None:
+        """Drop the sources of all but the `newest` forwards, in stream order after their copies
+        ([Note: two layers]). The in-place check is autograd's own, which packing would lose.
         """
-        still: list[SavedStorage] = []
-        for saved in self._leaving:
-            assert saved.stored is not None
-            if saved.source is not None and saved.source._version != saved.version:
-                raise RuntimeError(
-                    "a tensor needed for backward was modified in place while it was offloaded"
-                )
-            if saved.stored.done:
+        while len(self._leaving) > newest:
+            left = self._leaving.popleft()
+            if left:  # the lane copies in order: the last copy is done after the others
+                assert left[-1].stored is not None
+                self._metrics.waited("drain", self._device.compute_wait(left[-1].stored))
+            for saved in left:
+                assert saved.source is not None
+                if saved.source._version != saved.version:
+                    raise RuntimeError(
+                        "a tensor needed for backward was modified in place while it was offloaded"
+                    )
                 saved.source = None
-            else:
-                still.append(saved)
-        self._leaving = still
-
-    def _host_buffer(self, nbytes: int) -> torch.Tensor:
-        free = self._pool[nbytes]
-        if free:
-            return free.pop()
-        slab = map_slab(nbytes, torch.uint8)
-        self._device.pin(slab)
-        self._pinned.append(slab)
-        self.host_bytes += nbytes
-        return slab
 
     def prefetch(self, layer: int) -> None:
         """Backward of the layer comes next: begin to bring its activations back, in the order of
         need.
         """
+        self._drop_left(newest=0)
+        self._forget_coming()
         alive = [
             (reference, saved)
             for reference in self._saved[layer]
@@ -310,41 +337,45 @@ class Activations:
         for _, saved in reversed(alive):
             self._bring_back(saved, layer)
 
-    def _bring_back(self, saved: SavedStorage, layer: int) -> None:
-        if saved.ready is not None:
-            return
+    def _bring_back(self, saved: SavedStorage, layer: int) -> _Back:
+        if saved.back is not None:
+            return saved.back
         device, host = self._device, saved.host
-        back = torch.empty(saved.nbytes, dtype=torch.uint8, device=device.torch_device)
+        memory = torch.empty(saved.nbytes, dtype=torch.uint8, device=device.torch_device)
         assert saved.stored is not None
-        saved.back = back
-
-        def copy() -> None:
-            device.copy(back, host)
-            device.keep_for_lane(back)  # a graph that is dropped unused drops it while it is filled
-
-        saved.ready = device.fetch.submit(
+        ready = device.fetch.submit(
             f"onload {layer}",
-            copy,
+            lambda: device.copy(memory, host),
             # After compute: the allocator may have taken the memory from work still queued there.
             after=(saved.stored, device.record_compute(f"room for activation {layer}")),
             nbytes=saved.nbytes,
         )
-
-    def _load(self, saved: SavedStorage) -> torch.Tensor:
-        if saved.ready is None:
-            self._bring_back(saved, -1)
-        assert saved.ready is not None
-        assert saved.back is not None
-        self._metrics.waited("fetch", self._device.compute_wait(saved.ready))
+        saved.back = _Back(saved, memory, ready)
+        self._coming.add(saved.back)
         return saved.back
 
+    def _load(self, saved: SavedStorage) -> torch.Tensor:
+        back = self._bring_back(saved, -1)
+        self._metrics.waited("fetch", self._device.compute_wait(back.ready))
+        self._coming.discard(back)
+        return back.memory
+
+    def _forget_coming(self) -> None:
+        """Drop what was brought back for a graph that was dropped unused, in stream order after its
+        copy. Whatever autograd used was dropped by autograd."""
+        for back in [back for back in self._coming if back.owner() is None]:
+            self._device.compute_wait(back.ready)
+            self._coming.discard(back)
+
     def close(self) -> None:
-        """Unregister the host buffers."""
-        for slab in self._pinned:
-            self._device.unpin(slab)
-        self._pinned.clear()
-        self._pool.clear()
+        """Unregister the host memory."""
+        for fence in (self._stored, *(back.ready for back in self._coming)):
+            if not fence.failed:
+                fence.wait()
+        self._coming.clear()
+        self._leaving.clear()
         self._saved.clear()
+        self._pool.close()
 
 
 def _recomputation(

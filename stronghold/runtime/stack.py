@@ -210,6 +210,7 @@ class Stack:
         self.runtime.start(self.partition)
 
     def _make_runtime(self, plan: Plan) -> Runtime:
+        budget = self.demand.host_budget_bytes
         if plan.whole:
             return Whole(
                 device=self.device,
@@ -230,6 +231,7 @@ class Stack:
             kernels=NativeKernels(self.pool),
             metrics=self.metrics,
             sharing=self._sharing,
+            host_room_bytes=None if budget is None else budget - plan.host_total_bytes,
         )
 
     def settle(self, layers: Sequence[int] | None = None) -> None:

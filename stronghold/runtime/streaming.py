@@ -36,7 +36,8 @@ from stronghold.telemetry.metrics import Metrics
 class Streaming:
     """A `Runtime`. `store` has the arrays of the layers that are updated on the device, `host`
     those of the others. `parameters[i]` are the parameters of layer i in the layout's order;
-    `kernels` run on the update lane.
+    `kernels` run on the update lane; offloaded activations take `host_room_bytes` of the host at
+    most (None: what it has).
     """
 
     kept_gradient_bytes = 0  # hooks move each gradient to a slot as it comes
@@ -53,6 +54,7 @@ class Streaming:
         kernels: Kernels,
         metrics: Metrics,
         sharing: Sharing | None = None,
+        host_room_bytes: int | None = None,
     ) -> None:
         self._sharing = sharing
         self._device = device
@@ -116,7 +118,13 @@ class Streaming:
             metrics=metrics,
             residents=residents,
         )
-        self.activations = Activations(plan.activations, device, self.executor, metrics)
+        self.activations = Activations(
+            plan.activations,
+            device,
+            self.executor,
+            metrics,
+            host_room_bytes=host_room_bytes,
+        )
 
     @property
     def ledger(self) -> Ledger:
