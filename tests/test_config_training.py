@@ -325,3 +325,15 @@ def test_a_schedule_that_refuses_its_params_says_so() -> None:
     assert scheduler is not None
     with pytest.raises(ConfigError, match="WarmupLR: warmup_num_steps must be a positive integer"):
         scheduler.build(torch.optim.AdamW([torch.nn.Parameter(torch.ones(3))]))
+
+
+@pytest.mark.parametrize("power", [128, 2147483648, -127, "2147483648"])
+def test_a_loss_scale_that_no_number_has_is_refused_at_once(power: object) -> None:
+    message = refusal({**BASE, "fp16": {"enabled": True, "initial_scale_power": power}})
+    assert f"fp16.initial_scale_power: got {power}, expected -126 to 127" in message
+
+
+def test_the_largest_loss_scale_is_a_number() -> None:
+    settings = load({**BASE, "fp16": {"enabled": True, "initial_scale_power": 127}})
+    scale = float(settings.deepspeed.float16_config.initial_dynamic_scale())
+    assert torch.tensor(scale, dtype=torch.float32).isfinite()

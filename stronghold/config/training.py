@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     import torch
     from deepspeed.runtime.config import DeepSpeedConfig
 
+FP32_POWERS = range(-126, 128)  # of two
 Precision = Literal["fp32", "bf16", "fp16"]
 DTYPE_NAMES: dict[Precision, tuple[str, ...]] = {  # DeepSpeed's spellings
     "fp32": FP32,
@@ -325,6 +326,13 @@ def _deepspeed_config(config: dict[str, Any], world_size: int | None, mpu: Any) 
         raise _refusal(error)(
             f"DeepSpeed refuses the config: {type(error).__name__}: {error}"
         ) from error
+    power = deepspeed.float16_config.initial_scale_power
+    if power not in FP32_POWERS:
+        raise ConfigError(
+            f"fp16.initial_scale_power: got {power}, expected {FP32_POWERS[0]} to "
+            f"{FP32_POWERS[-1]}: the loss is multiplied by 2**{power}, which fp32 does not have. "
+            "Remove it for DeepSpeed's 16."
+        )
     deepspeed.world_size = ranks
     deepspeed.train_batch_size = batch["train_batch_size"]
     return deepspeed
