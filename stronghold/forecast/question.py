@@ -11,7 +11,7 @@ from pathlib import Path
 
 from stronghold.config.section import parse_bytes
 from stronghold.errors import ConfigError
-from stronghold.forecast.subject import Subject, from_config, from_sizes
+from stronghold.forecast.subject import Subject, check_depth, from_config, from_sizes
 from stronghold.model.layout import ModelLayout, for_ranks
 from stronghold.plan.profile import MachineProfile, find, machine_names
 
@@ -162,6 +162,7 @@ def _subject(words: Words) -> Subject:
         raise ConfigError(
             f"{', '.join(missing)}: missing; expected --model DIR, or all of {', '.join(sizes)}"
         )
+    check_depth("--layers", words.layers)
     layers, hidden, heads, vocab = (value or 0 for value in sizes.values())
     return from_sizes(layers, hidden, heads, vocab, words.seq or SEQ)
 

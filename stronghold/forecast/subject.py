@@ -25,6 +25,7 @@ from stronghold.model.partition import partition
 from stronghold.model.shapes import transformer_shape
 
 CONFIG = "config.json"
+MOST_LAYERS = 1000  # eight times what the deepest models have
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +48,15 @@ class Subject:
     def num_blocks(self) -> int:
         """Layers that may be streamed."""
         return len(self.layout.streamed)
+
+
+def check_depth(option: str, layers: object) -> None:
+    """ConfigError for more layers than can be planned: plans are tried layer by layer."""
+    if isinstance(layers, int) and layers > MOST_LAYERS:
+        raise ConfigError(
+            f"{option}: got {layers}, expected at most {MOST_LAYERS}: a plan is found by "
+            "simulating steps layer by layer, which would take hours. Ask for fewer layers"
+        )
 
 
 def from_sizes(layers: int, hidden: int, heads: int, vocab: int, positions: int) -> Subject:
@@ -75,7 +85,9 @@ def from_config(path: Path) -> Subject:
             f"--model {path}: {what}; expected a local directory of a Hugging Face model, or its "
             f"{CONFIG} (weights are not needed), or --layers, --hidden, --heads and --vocab"
         )
-    return _of_config(_read(file), str(path))
+    config = _read(file)
+    check_depth(f"--model {file}: num_hidden_layers", getattr(config, "num_hidden_layers", None))
+    return _of_config(config, str(path))
 
 
 def _read(file: Path) -> Any:
