@@ -29,6 +29,7 @@ from stronghold.errors import ConfigError
 from stronghold.instruments import Instruments
 from stronghold.lifetime import finish_at_exit
 from stronghold.plan.planner import Plan
+from stronghold.process import forked_from
 from stronghold.refine import Refinement
 from stronghold.runtime.distributed import Ranks, model_parallel_place, places_of
 from stronghold.runtime.loss_scale import make_scaler
@@ -67,6 +68,7 @@ class StrongholdEngine(Checkpoints, deepspeed.DeepSpeedEngine):  # type: ignore[
         ranks: Ranks | None = None,
     ) -> None:
         nn.Module.__init__(self)
+        self._process = os.getpid()
         self._config = settings.deepspeed
         self.config = settings.original
         self.settings = settings
@@ -145,6 +147,7 @@ class StrongholdEngine(Checkpoints, deepspeed.DeepSpeedEngine):  # type: ignore[
     # -- the step ---------------------------------------------------------------------------------
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Call the user's module, as it is at this moment, and return its output unchanged."""
+        self._stack.check_process("engine.forward")
         if self.module.training and torch.is_grad_enabled():
             self._stack.metrics.add_tokens(count_tokens(inputs, kwargs))
         with self._instruments.forward(self.global_steps), self._stack.runtime.forward_pass():
@@ -252,6 +255,7 @@ class StrongholdEngine(Checkpoints, deepspeed.DeepSpeedEngine):  # type: ignore[
     def _needed_optimizer(self, what: str) -> EngineOptimizer:
         if self._destroyed:
             raise ConfigError(f"engine.{what}: this engine was destroyed; initialize a new one")
+        self._stack.check_process(f"engine.{what}")
         if self.optimizer is None:
             raise ConfigError(
                 f'engine.{what}: this engine has no optimizer; add an "optimizer" section to the '
@@ -339,7 +343,7 @@ class StrongholdEngine(Checkpoints, deepspeed.DeepSpeedEngine):  # type: ignore[
         themselves.
         """
         if not self._destroyed:
-            self._stack.runtime.settle()
+            self._stack.settle()
 
     def module_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """The user module's state dict, after pending updates."""
@@ -395,9 +399,10 @@ class StrongholdEngine(Checkpoints, deepspeed.DeepSpeedEngine):  # type: ignore[
 
     def destroy(self) -> None:
         """Finish pending work, end the lanes and give the model back whole, on the CPU. Safe to
-        call twice. LaneError after that, if an update failed and nothing has told so yet.
+        call twice. LaneError after that, if an update failed and nothing has told so yet. In a
+        forked child it does nothing.
         """
-        if not self._destroyed:
+        if not self._destroyed and not forked_from(self._process):
             self._destroyed = True
             self._state_hooks.close()
             self._reads.close()
@@ -410,7 +415,7 @@ class StrongholdEngine(Checkpoints, deepspeed.DeepSpeedEngine):  # type: ignore[
 
     def finish(self) -> None:
         """Write the rest of a checkpoint, and the trace: at the latest when the process ends."""
-        if not self._destroyed:
+        if not self._destroyed and not forked_from(self._process):
             self._stack.finish(self.wait_for_checkpoint)
 
     def __del__(self, ending: Callable[[], bool] = sys.is_finalizing) -> None:

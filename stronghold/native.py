@@ -11,11 +11,13 @@ threads or the caller's floating-point mode: `kernels/include/stronghold.h`, [No
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import errno
 import functools
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -157,15 +159,16 @@ class Pool:
         if cores is not None and not listed:
             raise ConfigError("cores: got an empty list, expected core numbers or None")
         handle = ctypes.c_void_p()
-        check(
-            library().sh_pool_create(
-                num_threads,
-                (ctypes.c_int32 * len(listed))(*listed),
-                len(listed),
-                None if isa is None else isa.encode(),
-                ctypes.byref(handle),
+        with naming_threads(f"a pool of {num_threads} threads"):
+            check(
+                library().sh_pool_create(
+                    num_threads,
+                    (ctypes.c_int32 * len(listed))(*listed),
+                    len(listed),
+                    None if isa is None else isa.encode(),
+                    ctypes.byref(handle),
+                )
             )
-        )
         self._handle = handle.value
 
     @property
@@ -275,6 +278,24 @@ def _dtype_code(dtype: torch.dtype) -> int:
     if code is None:
         raise ConfigError(f"the kernels take float32, bfloat16 and float16, got {dtype}")
     return code
+
+
+@contextlib.contextmanager
+def naming_threads(whose: str) -> Iterator[None]:
+    """OSError (EAGAIN) that says whose thread the system refused, around the start of threads: the
+    system's own words are "Resource temporarily unavailable", and Python's name no cause."""
+    try:
+        yield
+    except (OSError, RuntimeError) as error:
+        refused = isinstance(error, OSError) and error.errno == errno.EAGAIN
+        if not refused and type(error) is not RuntimeError:  # Python's own is no subclass
+            raise
+        raise OSError(
+            errno.EAGAIN,
+            f"{whose}: the system refused to start a thread ({error}). Raise the limit on "
+            "processes and threads (ulimit -u, pids.max of the container), or end others of this "
+            "user's",
+        ) from error
 
 
 def check(status: int) -> None:

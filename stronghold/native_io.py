@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from types import TracebackType
 
 from stronghold.errors import ConfigError, StateError
-from stronghold.native import check, declare, library
+from stronghold.native import check, declare, library, naming_threads
 
 ALIGNMENT = 4096
 _WRITABLE, _CREATE, _PREALLOCATE, _DIRECT = 1, 2, 4, 8
@@ -103,11 +103,12 @@ class IoQueue:
         handle = ctypes.c_void_p()
         regions = (_Region * len(registered))(*(_Region(*region) for region in registered))
         name = None if engine is None else engine.encode()
-        check(
-            _library().sh_io_create(
-                depth, block_bytes, name, regions, len(registered), ctypes.byref(handle)
+        with naming_threads("an I/O queue"):
+            check(
+                _library().sh_io_create(
+                    depth, block_bytes, name, regions, len(registered), ctypes.byref(handle)
+                )
             )
-        )
         self._handle = handle.value
 
     @property

@@ -9,6 +9,10 @@ have equal numbers, and may have equal host names; so may two machines that shar
 process in another name space, or on another machine, nothing can be known: it may run. After a
 reboot nothing of the earlier boot runs; that it was the same machine is believed of the same
 machine id together with the same host name, and never of a host name alone.
+
+[Note: forked children] A forked child inherits an engine's objects without its threads, and without
+the memory of its layers: what it waited for would never come, and what it read would end it. So
+whatever uses an engine asks `check_not_forked` first, and whatever ends one does nothing there.
 """
 
 from __future__ import annotations
@@ -21,6 +25,8 @@ import re
 import socket
 from dataclasses import dataclass
 from pathlib import Path
+
+from stronghold.errors import ConfigError
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 MACHINE_ID = Path("/etc/machine-id")
@@ -90,6 +96,22 @@ class Process:
         if self.namespace != here.namespace:
             return Life.UNSEEN
         return Life.RUNS if state_of(self.pid, self.started) is not None else Life.ENDED
+
+
+def forked_from(pid: int) -> bool:
+    """Whether this process is another than `pid`, which made the object in question."""
+    return os.getpid() != pid
+
+
+def check_not_forked(pid: int, operation: str) -> None:
+    """ConfigError in a forked child of `pid`, which made the engine ([Note: forked children])."""
+    if os.getpid() != pid:
+        raise ConfigError(
+            f"{operation}: this engine belongs to the parent process ({pid}), from which this one "
+            f"({os.getpid()}) was forked: a child has neither its threads nor the memory of its "
+            "layers. Use it in the parent and give the child copies of what it needs, or "
+            "initialize an engine of the child's own"
+        )
 
 
 def state_of(pid: int, started: int) -> str | None:

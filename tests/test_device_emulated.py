@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import resource
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -9,10 +11,12 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
+from stronghold import native
 from stronghold.device import emulated as emulated_module
 from stronghold.device.base import THREAD_PREFIX
 from stronghold.device.emulated import EmulatedDevice
 from stronghold.errors import StateError
+from tests.pages import in_child
 from tests.quiet import law_of_time, on_time
 
 WEIRD = (1, 2, 15, 17, 4097)
@@ -122,3 +126,37 @@ def test_jitter_is_seeded_lane_by_lane(
     assert run(seed=3, num_drains=5)[fetch] == first[fetch]
     assert run(seed=4, num_drains=20)[fetch] != first[fetch]
     assert first[fetch] != first[THREAD_PREFIX + "drain"]
+
+
+def with_threads(count: int, make: Callable[[], object]) -> tuple[str, list[str]]:
+    """What `make` raises where the system grants this process `count` threads more, and the lanes'
+    threads that are left then. For a forked child: the user changes, since root has no limit."""
+    os.setuid(23456)  # nobody else's: it has this one thread
+    resource.setrlimit(resource.RLIMIT_NPROC, (1 + count, 1 + count))
+    try:
+        make()
+    except OSError as error:
+        names = [thread.name for thread in threading.enumerate()]
+        return str(error), [name for name in names if name.startswith(THREAD_PREFIX)]
+    return "", []
+
+
+may_limit = pytest.mark.skipif(
+    os.geteuid() != 0, reason="the system counts all threads of a user, and only root may change it"
+)
+
+
+@may_limit
+@pytest.mark.parametrize(("count", "whose"), [(0, "fetch"), (1, "drain"), (2, "update")])
+def test_a_device_whose_thread_is_refused_says_so_and_leaves_none(count: int, whose: str) -> None:
+    said = in_child(lambda: with_threads(count, EmulatedDevice))
+    assert f"the {whose} lane: the system refused to start a thread" in said
+    assert "ulimit -u" in said
+    assert said.endswith(", [])")
+
+
+@may_limit
+def test_a_pool_whose_thread_is_refused_says_so() -> None:
+    native.library()
+    said = in_child(lambda: with_threads(1, lambda: native.Pool(4)))
+    assert "a pool of 4 threads: the system refused to start a thread" in said

@@ -98,6 +98,7 @@ class Checkpoints:
 
     def wait_for_checkpoint(self) -> None:
         """Wait until a save that runs beside training is complete; raise its error if it failed."""
+        self._stack.check_process("a checkpoint")
         saving, self._saving = self._saving, None
         if saving is not None:
             saving.wait()

@@ -15,6 +15,8 @@ exists from the moment of issue.
 
 from __future__ import annotations
 
+import contextlib
+import os
 import queue
 import threading
 import time
@@ -30,6 +32,8 @@ from stronghold.device.fence import completed as completed
 from stronghold.device.fence import told
 from stronghold.device.kernels import Kernels
 from stronghold.errors import BudgetError, LaneError, StateError
+from stronghold.native import naming_threads
+from stronghold.process import check_not_forked, forked_from
 from stronghold.telemetry.trace import NullTrace, Trace
 
 Work = Callable[[], None]
@@ -73,13 +77,16 @@ class ThreadLane(Lane):
         super().__init__(name)
         self._device = device
         self._closed = False
+        self._process = os.getpid()
         self._queue: queue.SimpleQueue[_Item | threading.Event | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._loop, name=THREAD_PREFIX + name, daemon=True)
-        self._thread.start()
+        with naming_threads(f"the {name} lane"):
+            self._thread.start()
 
     def submit(
         self, operation: str, work: Work, after: Sequence[Fence] = (), *, nbytes: int = 0
     ) -> Fence:
+        check_not_forked(self._process, operation)
         if self._closed:
             raise StateError(f"{operation} was submitted to the {self.name} lane after its close")
         fence = Fence(self.name, operation)
@@ -88,13 +95,15 @@ class ThreadLane(Lane):
 
     def finish(self) -> None:
         """Wait until the thread has nothing to do. Errors stay with their fences."""
-        if not self._closed:
+        if not self._closed and not forked_from(self._process):
             reached = threading.Event()
             self._queue.put(reached)
             reached.wait()
 
     def close(self) -> None:
         """Finish what is queued and end the thread. Safe to call twice."""
+        if forked_from(self._process):
+            return  # the thread is the parent's
         if not self._closed:
             self._closed = True
             self._queue.put(None)
@@ -167,8 +176,19 @@ class Device(ABC):
         self._earlier_peak_bytes = 0
         self.trace = trace
         self._failure: LaneError | None = None
+        self._process = os.getpid()
         self._of_files: dict[str, Lane] = {}
         self._wires: dict[str, Lane] = {}
+
+    def _open_lanes(self, make: Callable[[str], Lane]) -> None:
+        """Make the three lanes that every device has, or none where the system refuses a thread."""
+        with contextlib.ExitStack() as undo:
+            self.fetch = make("fetch")
+            undo.callback(self.fetch.close)
+            self.drain = make("drain")
+            undo.callback(self.drain.close)
+            self.update = make("update")
+            undo.pop_all()
 
     @property
     def gather(self) -> Lane:
@@ -231,7 +251,9 @@ class Device(ABC):
             self._failure = error
 
     def check(self) -> None:
-        """Raise the first failure of any lane; the training thread calls it at every trigger."""
+        """Raise the first failure of any lane; the training thread calls it at every trigger.
+        ConfigError in a forked child, which has no lanes."""
+        check_not_forked(self._process, "a use of the model")
         if self._failure is not None:
             raise told(self._failure)
 

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable
 
 from stronghold.device.fence import THREAD_PREFIX
+from stronghold.native import naming_threads
 
 
 class Beat:
@@ -19,7 +20,8 @@ class Beat:
         self._interval_s = interval_s
         self._work = work
         self._thread = threading.Thread(target=self._loop, name=THREAD_PREFIX + name, daemon=True)
-        self._thread.start()
+        with naming_threads(f"the {name} of this rank"):
+            self._thread.start()
 
     def _loop(self) -> None:
         self._work()

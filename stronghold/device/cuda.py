@@ -179,13 +179,14 @@ class CudaDevice(Device):
         self._kernels: TritonKernels | None = None
         self._beside = torch.cuda.Stream(self._device)  # of `copy_now`
         self._registered: list[tuple[int, int]] = []  # replaced, since lanes read it meanwhile
-        self.fetch = StreamLane("fetch", self)
-        self.drain = StreamLane("drain", self)
-        self.update = HostLane("update", self)
+        self._open_lanes(self._make_lane)
 
     @property
     def torch_device(self) -> torch.device:
         return self._device
+
+    def _make_lane(self, name: str) -> Lane:
+        return HostLane(name, self) if name == "update" else StreamLane(name, self)
 
     def _make_wire_lane(self, name: str) -> Lane:
         return StreamLane(name, self)

@@ -15,7 +15,7 @@ import time
 import torch
 
 from stronghold import native
-from stronghold.device.base import Device, Fence, HostLane, completed, timed
+from stronghold.device.base import Device, Fence, completed, timed
 from stronghold.device.kernels import NativeKernels
 from stronghold.errors import StateError
 from stronghold.telemetry.trace import NullTrace, Trace
@@ -63,9 +63,7 @@ class EmulatedDevice(Device):
         self._disk_lock = threading.Lock()
         self._disk_free_s = {"read": 0.0, "write": 0.0}  # when the disk has done what it was given
         self._pool: native.Pool | None = None
-        self.fetch = HostLane("fetch", self)
-        self.drain = HostLane("drain", self)
-        self.update = HostLane("update", self)
+        self._open_lanes(self._make_host_lane)
 
     @property
     def torch_device(self) -> torch.device:

@@ -34,6 +34,7 @@ from stronghold.model.layout import ModelLayout, layout
 from stronghold.model.partition import Partition, partition
 from stronghold.model.source import WeightSource, forget_source, materialize, source_of
 from stronghold.plan.planner import Demand, Gradients, Plan, make_plan
+from stronghold.process import check_not_forked, forked_from
 from stronghold.runtime.adam import AdamSteps
 from stronghold.runtime.caches import NoCaches
 from stronghold.runtime.distributed import Ranks
@@ -94,6 +95,7 @@ class Stack:
     ) -> None:
         section = request.section
         self._closed = False
+        self._process = os.getpid()
         self.dtype = DTYPES[request.precision]
         self.partition: Partition = partition(model, section.layers)
         _check_parameters(self.partition, request.precision, source_of(model))
@@ -234,12 +236,23 @@ class Stack:
             host_room_bytes=None if budget is None else budget - plan.host_total_bytes,
         )
 
+    @property
+    def forked(self) -> bool:
+        """Whether this process is a forked child of the one that built it."""
+        return forked_from(self._process)
+
+    def check_process(self, operation: str) -> None:
+        """ConfigError in a forked child."""
+        check_not_forked(self._process, operation)
+
     def settle(self, layers: Sequence[int] | None = None) -> None:
         """Wait until the parameters of these layers, or of all, show their newest values."""
+        self.check_process("reading parameters")
         self.runtime.settle(layers)
 
     def wait_for_readers(self) -> None:
         """Block until nothing reads the arrays: before they are written from outside."""
+        self.check_process("writing parameters")
         self.runtime.ledger.wait_for_readers()
 
     def adopt_weights(self, layers: Sequence[int] | None = None) -> None:
@@ -317,7 +330,7 @@ class Stack:
         LaneError, when all of that is done, for a failure that nobody was told of: the weights may
         be of two steps.
         """
-        if self._closed:
+        if self._closed or self.forked:
             return
         self._closed = True
         with self._parts:  # the lanes and the pool end whatever happens below

@@ -37,7 +37,7 @@ import numpy as np
 from stronghold.device.beat import Beat
 from stronghold.errors import RankError
 from stronghold.memory.shared import Exchange, NodeMemory
-from stronghold.process import start_of, state_of
+from stronghold.process import forked_from, start_of, state_of
 from stronghold.runtime.ranks.signs import Signs
 
 logger = logging.getLogger("stronghold")
@@ -85,7 +85,8 @@ class Watch:
         self._memory = NodeMemory("watch", nbytes, index, exchange)
         self._rows: Any = self._memory.bytes.numpy().view(ROW)
         self._mine = self._rows[mine]
-        self._mine["pid"], self._mine["started"] = os.getpid(), start_of(os.getpid()) or 0
+        self.process = os.getpid()
+        self._mine["pid"], self._mine["started"] = self.process, start_of(self.process) or 0
         now = time.monotonic()
         self._own_s = now
         self._reader = (-1, now)  # of the rank that reads what other nodes say
@@ -210,7 +211,9 @@ class Watch:
                 self._signs.say()
 
     def close(self) -> None:
-        """This rank takes part no more. Safe to call twice."""
+        """This rank takes part no more. Safe to call twice; in a forked child nothing happens."""
+        if forked_from(self.process):
+            return
         self._mine["left"] = 1
         self._beat.close()
         if self._signs is not None:
@@ -221,6 +224,8 @@ class Watch:
 def _last_words(watch: weakref.ref[Watch]) -> None:
     """The exception that ends the process, for the others' messages."""
     alive = watch()
+    if alive is None or forked_from(alive.process):
+        return
     error = getattr(sys, "last_value", None)
-    if alive is not None and error is not None:
+    if error is not None:
         alive.fail(f"{type(error).__name__}: {error}")
