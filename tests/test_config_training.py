@@ -334,6 +334,6 @@ def test_a_loss_scale_that_no_number_has_is_refused_at_once(power: object) -> No
 
 
 def test_the_largest_loss_scale_is_a_number() -> None:
-    settings = load({**BASE, "fp16": {"enabled": True, "initial_scale_power": 127}})
+    settings = load(fp16={"enabled": True, "initial_scale_power": 127})
     scale = float(settings.deepspeed.float16_config.initial_dynamic_scale())
     assert torch.tensor(scale, dtype=torch.float32).isfinite()
