@@ -30,7 +30,15 @@ from stronghold.plan.profile import ADAM_BF16_BYTES, MachineProfile
 from tests.quiet import law_of_time, on_time
 
 MIB = 1 << 20
-SMALL = Effort(adam_numel=MIB, copy_bytes=8 * MIB, rounds=3, product_s=0.01, disk_bytes=8 * MIB)
+SMALL = Effort(
+    adam_numel=MIB,
+    copy_bytes=8 * MIB,
+    rounds=3,
+    product_s=0.01,
+    pin_s=0.1,
+    pin_bytes=64 * MIB,
+    disk_bytes=8 * MIB,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -192,6 +200,7 @@ def test_an_unpinnable_host_is_measured_as_it_is() -> None:
     finally:
         device.close()
     assert rates.pin_error == "no more locked memory"
+    assert rates.pinnable_bytes == 32 * MIB
     assert rates.fetch_gbps > 0
     assert device.pinned == 0
 

@@ -77,10 +77,16 @@ EMULATED = found(emulated=True, link=None)
 # What is wrong, what is just not wrong, words of the problem, words of the remedy.
 CASES: dict[str, tuple[Change, Change, str, str]] = {
     "pinning": (
-        found(pin_error="refused"),
-        found(pin_error=""),
-        "cannot be pinned: got refused",
+        found(pin_error="refused", pinnable_bytes=3 << 29),
+        found(pin_error="", pinnable_bytes=3 << 29),
+        "cannot be pinned: got 1.50 GiB of host memory could be pinned, then: refused",
         "ulimit -l unlimited",
+    ),
+    "one memory": (
+        found(one_memory=True),
+        found(one_memory=False),
+        "CPU and GPU share one memory",
+        "train without a stronghold section",
     ),
     "slow link": (
         rates(fetch_gbps=21.0, duplex_gbps=40.0),

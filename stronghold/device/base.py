@@ -305,7 +305,12 @@ class Device(ABC):
 
     @abstractmethod
     def pin(self, tensor: torch.Tensor) -> None:
-        """Register a host slab for direct transfers; the slab must outlive `unpin`."""
+        """Register a host slab for direct transfers, where the system allows it; where it does not,
+        they take a longer way. The slab must outlive `unpin`."""
+
+    def register(self, tensor: torch.Tensor) -> None:
+        """As `pin`, but OSError where the system does not allow it."""
+        self.pin(tensor)
 
     @abstractmethod
     def unpin(self, tensor: torch.Tensor) -> None: ...

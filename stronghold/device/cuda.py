@@ -15,15 +15,23 @@ for the host-side fences, enqueues the copy and records the event (see [Note: is
 or we registered it; from memory that is not registered the driver copies through its own, and holds
 the caller up. One copy may not span registered and other memory (CUDA_ERROR_INVALID_VALUE), which
 several ranks' weights do, of which each registers its own part: such a copy is made in pieces.
+
+[Note: refused] Some systems register little memory or none: WSL2, containers, `ulimit -l`. What
+they refuse is copied by the lane's thread, through a small registered ring per stream. The thread
+touches the slab itself, and is done with it when the operation is issued: a later one, which waits
+for the issue at least, meets no copy of it that is still under way.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
+import mmap
+import threading
 import time
-from bisect import bisect_left, insort
+from bisect import bisect_left, bisect_right, insort
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -44,7 +52,12 @@ from stronghold.device.triton_kernels import TritonKernels
 from stronghold.errors import ConfigError, StateError
 from stronghold.telemetry.trace import NullTrace, Trace
 
+logger = logging.getLogger("stronghold")
+
 _HOST_REGISTER_PORTABLE = 1
+_ALREADY_REGISTERED = 712  # a mistake of ours: no limit of the system's
+_RING_BYTES = 8 << 20  # of one of a ring's two entries, at most
+_LEAST_RING_BYTES = 64 << 10
 
 
 def available() -> bool:
@@ -64,6 +77,12 @@ def identity(index: int) -> tuple[str, int, str]:
     return str(found.name), int(found.total_memory), address
 
 
+def shares_memory(index: int) -> bool:
+    """Whether the device's memory is the host's, as of a Jetson or a GB10."""
+    found: Any = torch.cuda.get_device_properties(index)
+    return bool(found.is_integrated)
+
+
 def num_devices() -> int:
     """The GPUs that this process sees."""
     return torch.cuda.device_count()
@@ -79,6 +98,12 @@ def cuts(regions: Sequence[tuple[int, int]], begin: int, end: int) -> list[int]:
             break
         found += [at for at in region if begin < at < end and at not in found]
     return found
+
+
+def _is_inside(regions: Sequence[tuple[int, int]], address: int) -> bool:
+    """Whether the address lies in one of `regions`, which are as for `cuts`."""
+    at = bisect_right(regions, address, key=lambda region: region[0]) - 1
+    return at >= 0 and address < regions[at][1]
 
 
 def _fence_event() -> torch.cuda.Event:
@@ -150,6 +175,51 @@ class StreamLane(ThreadLane):
         return done
 
 
+class _Ring:
+    """Two registered entries, through which one stream's copies of other memory pass in turn."""
+
+    def __init__(self, entries: Sequence[torch.Tensor]) -> None:
+        self.entries = entries
+        self._free: list[torch.cuda.Event | None] = [None, None]
+
+    def fetch(self, target: torch.Tensor, source: torch.Tensor, stream: torch.cuda.Stream) -> None:
+        for entry, there, here in self._turns(target, source):
+            event = self._free[entry]
+            if event is not None:
+                event.synchronize()
+            passing = self.entries[entry][: here.numel()]
+            passing.copy_(here)
+            there.copy_(passing, non_blocking=True)
+            self._free[entry] = copied = _fence_event()
+            copied.record(stream)
+
+    def drain(self, target: torch.Tensor, source: torch.Tensor, stream: torch.cuda.Stream) -> None:
+        """Returns when the last byte is there."""
+        arriving: deque[tuple[torch.cuda.Event, torch.Tensor, torch.Tensor]] = deque()
+        for entry, here, there in self._turns(target, source):
+            if len(arriving) == len(self.entries):
+                self._arrive(*arriving.popleft())
+            passing = self.entries[entry][: here.numel()]
+            passing.copy_(there, non_blocking=True)
+            event = _fence_event()
+            event.record(stream)
+            arriving.append((event, here, passing))
+        while arriving:
+            self._arrive(*arriving.popleft())
+
+    @staticmethod
+    def _arrive(event: torch.cuda.Event, target: torch.Tensor, passing: torch.Tensor) -> None:
+        event.synchronize()
+        target.copy_(passing)
+
+    def _turns(
+        self, target: torch.Tensor, source: torch.Tensor
+    ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+        size = self.entries[0].numel()
+        for turn, begin in enumerate(range(0, target.numel(), size)):
+            yield turn % 2, target[begin : begin + size], source[begin : begin + size]
+
+
 class CudaDevice(Device):
     """One GPU. `budget_bytes` limits slots alone; activations come from torch's allocator."""
 
@@ -178,7 +248,10 @@ class CudaDevice(Device):
         self._clock = self._make_clock() if self.trace.recording else None
         self._kernels: TritonKernels | None = None
         self._beside = torch.cuda.Stream(self._device)  # of `copy_now`
+        self._copying_beside = threading.Lock()
         self._registered: list[tuple[int, int]] = []  # replaced, since lanes read it meanwhile
+        self._refused: dict[int, int] = {}  # address -> bytes, of slabs that are not registered
+        self._rings: dict[int, _Ring] = {}  # by stream; [Note: refused]
         self._open_lanes(self._make_lane)
 
     @property
@@ -199,21 +272,65 @@ class CudaDevice(Device):
         torch.cuda.current_stream(self._device).synchronize()
         return buffer
 
+    @property
+    def pinned_bytes(self) -> int:
+        """What is registered now, of slabs and of rings."""
+        return sum(end - begin for begin, end in self._registered)
+
     def pin(self, tensor: torch.Tensor) -> None:
+        try:
+            self.register(tensor)
+        except OSError as error:
+            pinned = self.pinned_bytes
+            first = not self._refused
+            self._refused[tensor.data_ptr()] = tensor.nbytes
+            if first:
+                self._make_rings()
+                logger.warning(
+                    "the system lets this process pin %d bytes of host memory, and refuses %d more "
+                    "(%s). What is not pinned passes through %d bytes that are: right, but slower. "
+                    "Raise the limit: ulimit -l unlimited; in a container --ulimit memlock=-1; "
+                    "under WSL2 more memory in .wslconfig",
+                    pinned,
+                    tensor.nbytes,
+                    error,
+                    self.pinned_bytes - pinned,
+                )
+
+    def register(self, tensor: torch.Tensor) -> None:
         nbytes = tensor.numel() * tensor.element_size()
         status = _cudart().cudaHostRegister(tensor.data_ptr(), nbytes, _HOST_REGISTER_PORTABLE)
         if int(status) != 0:
             self._forget_error()
-            raise OSError(
-                f"cudaHostRegister of {nbytes} bytes failed with status {int(status)}: raise the "
-                "limit of locked memory (ulimit -l unlimited) or lower the model's host memory"
-            )
+            what = f"cudaHostRegister of {nbytes} bytes failed with status {int(status)}"
+            if int(status) == _ALREADY_REGISTERED:
+                raise StateError(f"{what}: a part of it is registered already")
+            raise OSError(what)
         registered = list(self._registered)
         insort(registered, (tensor.data_ptr(), tensor.data_ptr() + nbytes))
         self._registered = registered
 
+    def _make_rings(self) -> None:
+        """What is left may be little: entries as large as the system lets them be. A stream without
+        a ring leaves copies of other memory to the driver, which has its own."""
+        lanes = [lane.stream for lane in (self.fetch, self.drain) if isinstance(lane, StreamLane)]
+        for stream in (*lanes, self._beside):
+            nbytes = _RING_BYTES
+            while nbytes >= _LEAST_RING_BYTES:
+                # Shared, so that a forked process does not make a write here copy its page.
+                slab = torch.frombuffer(mmap.mmap(-1, 2 * nbytes), dtype=torch.uint8)
+                try:
+                    self.register(slab)
+                except OSError:
+                    nbytes //= 2
+                    continue
+                self._rings[stream.cuda_stream] = _Ring((slab[:nbytes], slab[nbytes:]))
+                break
+
     def unpin(self, tensor: torch.Tensor) -> None:
         address = tensor.data_ptr()
+        if self._refused.pop(address, None) is not None:
+            return
         status = _cudart().cudaHostUnregister(address)
         if int(status) != 0:
             self._forget_error()
@@ -230,20 +347,32 @@ class CudaDevice(Device):
         host = source if target.is_cuda else target
         address = host.data_ptr()
         inside = cuts(self._registered, address, address + host.nbytes)
-        if not inside:
+        if not inside and not self._rings:
             target.copy_(source, non_blocking=True)
             return
         there, here = (flat.view(-1).view(torch.uint8) for flat in (target, source))
         ends = [0, *(at - address for at in inside), host.nbytes]  # [Note: registered]
         for begin, end in pairwise(ends):
-            there[begin:end].copy_(here[begin:end], non_blocking=True)
+            self._copy_bytes(there[begin:end], here[begin:end], address + begin)
+
+    def _copy_bytes(self, target: torch.Tensor, source: torch.Tensor, address: int) -> None:
+        """Of memory that is registered from its address on, or not at all."""
+        stream = torch.cuda.current_stream(self._device)
+        ring = self._rings.get(stream.cuda_stream)
+        if ring is None or _is_inside(self._registered, address):
+            target.copy_(source, non_blocking=True)
+            return
+        if target.is_cuda:  # [Note: refused]
+            ring.fetch(target, source, stream)
+        else:
+            ring.drain(target, source, stream)
 
     def copy_now(self, target: torch.Tensor, source: torch.Tensor) -> None:
         # A stream beside the lanes': any thread may call, and the caller has waited for the others.
         self.enter_operation()
-        with torch.cuda.stream(self._beside):
+        with self._copying_beside, torch.cuda.stream(self._beside):
             self.copy(target, source)
-        self._beside.synchronize()
+            self._beside.synchronize()
 
     @property
     def kernels(self) -> TritonKernels:
@@ -359,5 +488,8 @@ class CudaDevice(Device):
         super().close()
         torch.cuda.synchronize(self._device)
         self.settle()
+        for ring in self._rings.values():
+            self.unpin(ring.entries[0])
+        self._rings.clear()
         if self._spans:
             raise StateError(f"{len(self._spans)} spans of {self.name} never ended")

@@ -108,6 +108,8 @@ def _examine(
         isa=native.isa(),
         best_isa=native.isas()[0],
         pin_error=rates.pin_error,
+        pinnable_bytes=rates.pinnable_bytes,
+        one_memory=not emulated and cuda.shares_memory(device.torch_device.index),
         link=link,
         disk=disk,
     )
@@ -136,8 +138,8 @@ class _Steps:
     def __init__(self, progress: Progress | None, num_threads: int, disk: bool) -> None:
         self._progress = progress
         self._begun = 0
-        # As many as `measure` and `disk` name: threads, four of the link, dtypes, depths and both.
-        self._total = num_threads + 4 + len(_DTYPES) + (len(DEPTHS) + 1 if disk else 0)
+        # As many as `measure` and `disk` name: threads, five of the link, dtypes, depths and both.
+        self._total = num_threads + 5 + len(_DTYPES) + (len(DEPTHS) + 1 if disk else 0)
 
     def __call__(self, what: str) -> None:
         if self._progress is not None:

@@ -70,7 +70,8 @@ class PcieLink:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Findings:
     """One machine. `disk` is None where none was asked for, `link` where there is no PCIe link or
-    the system does not describe it; `isa` is the kernels' and `best_isa` the CPU's."""
+    the system does not describe it; `isa` is the kernels' and `best_isa` the CPU's. `one_memory`:
+    the GPU's memory is the host's."""
 
     profile: MachineProfile
     limits: HostLimits
@@ -78,6 +79,8 @@ class Findings:
     isa: str
     best_isa: str
     pin_error: str = ""
+    pinnable_bytes: int = 0  # until `pin_error`
+    one_memory: bool = False
     link: PcieLink | None = None
     disk: DiskRates | None = None
 
@@ -93,10 +96,25 @@ def _pinning(findings: Findings) -> Problem | None:
         return None
     return Problem(
         what="host memory cannot be pinned",
-        got=findings.pin_error,
-        expected="memory that the GPU reads and writes by itself",
+        got=f"{findings.pinnable_bytes / GIB:.2f} GiB of host memory could be pinned, then: "
+        f"{findings.pin_error}",
+        expected="memory that the GPU reads and writes by itself; the rest is copied once more, by "
+        "the CPU",
         remedy="raise the limit of locked memory (ulimit -l unlimited; in a container "
-        "--ulimit memlock=-1)",
+        "--ulimit memlock=-1; under WSL2 more memory in .wslconfig)",
+    )
+
+
+def _one_memory(findings: Findings) -> Problem | None:
+    if not findings.one_memory:
+        return None
+    return Problem(
+        what="CPU and GPU share one memory",
+        got=findings.profile.name,
+        expected="a GPU with memory of its own: what leaves it makes room there",
+        remedy="train without a stronghold section, or with resident_layers and resident_updates "
+        '"all" and "gpu": here layers that stream are kept twice, and copies win nothing; states '
+        "on NVMe do make room",
     )
 
 
@@ -345,6 +363,7 @@ def _slow_disk(findings: Findings) -> Problem | None:
 
 
 RULES: tuple[Callable[[Findings], Problem | None], ...] = (
+    _one_memory,
     _pinning,
     _slow_link,
     _shared_link,

@@ -25,6 +25,7 @@ ADAM_RESIDENT_BYTES = 2 + 2 + 4 + 4 + 2  # what the arrays of Adam occupy, per p
 _L3 = Path("/sys/devices/system/cpu/cpu0/cache/index3/size")
 _COPIES = 4  # in a row, so that the hand-over to a lane's thread does not count
 _LARGEST_MATRIX = 8192
+_PIN_BYTES = 32 * MIB
 
 Step = Callable[[str], None]
 
@@ -37,18 +38,22 @@ class Effort:
     copy_bytes: int
     rounds: int
     product_s: float  # how long one dtype's products are repeated
+    pin_s: float  # how long memory is pinned to see how much the system allows
+    pin_bytes: int  # and at most
     disk_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkRates:
-    """In 1e9 bytes/s. `pin_error` says why the host memory could not be pinned, "" when it was."""
+    """In 1e9 bytes/s. `pin_error` says why the host memory could not be pinned, "" when it was;
+    `pinnable_bytes` could be until then."""
 
     fetch_gbps: float
     drain_gbps: float
     duplex_gbps: float
     gpu_memory_gbps: float
     pin_error: str
+    pinnable_bytes: int
 
 
 def effort(quick: bool, available_bytes: int) -> Effort:
@@ -57,7 +62,13 @@ def effort(quick: bool, available_bytes: int) -> Effort:
     """
     if quick:
         return Effort(
-            adam_numel=8 * MIB, copy_bytes=32 * MIB, rounds=3, product_s=0.05, disk_bytes=32 * MIB
+            adam_numel=8 * MIB,
+            copy_bytes=32 * MIB,
+            rounds=3,
+            product_s=0.05,
+            pin_s=0.3,
+            pin_bytes=available_bytes // 2,
+            disk_bytes=32 * MIB,
         )
     most = min(128 * MIB, available_bytes // 8 // ADAM_RESIDENT_BYTES)
     # 64 Mi parameters take 0.9 GB; a processor of several chiplets names the cache of one alone.
@@ -68,6 +79,8 @@ def effort(quick: bool, available_bytes: int) -> Effort:
         copy_bytes=copy_bytes,
         rounds=5,
         product_s=0.3,
+        pin_s=5.0,
+        pin_bytes=available_bytes // 2,
         disk_bytes=256 * MIB,
     )
 
@@ -137,13 +150,14 @@ def link_rates(device: Device, size: Effort, step: Step) -> LinkRates:
     # Filled: CPU memory that was never written is one page of zeros, which stays in the cache.
     slots = [device.allocate(nbytes, torch.uint8, "doctor's buffer").fill_(1) for _ in range(2)]
     device.record_compute("fill").wait()
+    step("pinned memory")
+    pinnable_bytes, pin_error = _pinnable(device, size)
     pinned: list[torch.Tensor] = []
-    pin_error = ""
     try:
         for host in hosts:
-            device.pin(host)
+            device.pin(host)  # what is refused is copied as in training
             pinned.append(host)
-    except OSError as error:  # the copies are slower then, and that is what training would see
+    except OSError as error:
         pin_error = str(error)
     try:
         step("host to device")
@@ -164,7 +178,27 @@ def link_rates(device: Device, size: Effort, step: Step) -> LinkRates:
         duplex_gbps=duplex / 1e9,
         gpu_memory_gbps=2 * nbytes / on_device / 1e9,
         pin_error=pin_error,
+        pinnable_bytes=pinnable_bytes,
     )
+
+
+def _pinnable(device: Device, size: Effort) -> tuple[int, str]:
+    """The bytes that can be pinned, and why no more; "" where time or memory ended before."""
+    taken: list[torch.Tensor] = []
+    begun, error = time.perf_counter(), ""
+    try:
+        while (len(taken) + 1) * _PIN_BYTES <= size.pin_bytes:
+            slab = map_slab(_PIN_BYTES, torch.uint8)
+            device.register(slab)
+            taken.append(slab)
+            if time.perf_counter() - begun > size.pin_s:
+                break
+    except OSError as refused:
+        error = str(refused)
+    finally:
+        for slab in taken:
+            device.unpin(slab)
+    return len(taken) * _PIN_BYTES, error
 
 
 def product_flops(device: Device, dtype: torch.dtype, size: Effort) -> float:

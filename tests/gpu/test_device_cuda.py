@@ -80,7 +80,7 @@ def test_registering_twice_or_unregistering_nothing_is_an_error(device: CudaDevi
     with pytest.raises(StateError, match="cudaHostUnregister"):
         device.unpin(slab)
     device.pin(slab)
-    with pytest.raises(OSError, match="cudaHostRegister of 16388 bytes"):
+    with pytest.raises(StateError, match="cudaHostRegister of 16388 bytes"):
         device.pin(slab)
     device.unpin(slab)
     # The next kernel does not report these errors as its own.

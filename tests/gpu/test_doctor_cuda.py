@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -39,3 +40,21 @@ def test_the_address_is_one_of_the_pci_buss() -> None:
     if NVIDIA not in vendors.values():
         pytest.skip("the system shows no GPU on a PCI bus")
     assert vendors[address] == NVIDIA
+
+
+@pytest.mark.parametrize("integrated", [False, True])
+def test_a_gpu_that_has_the_hosts_memory_is_named(
+    monkeypatch: pytest.MonkeyPatch, integrated: bool
+) -> None:
+    """As of a GB10 or a Jetson: `is_integrated` is all that says so."""
+    properties = torch.cuda.get_device_properties
+
+    class Properties:
+        is_integrated = integrated
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(properties(0), name)
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: Properties())
+    problems = doctor.examine("cuda", quick=True).problems
+    assert ("CPU and GPU share one memory" in [each.what for each in problems]) == integrated

@@ -16,7 +16,7 @@ import sys
 from importlib import metadata
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
 from tests.pretended import build
 
@@ -30,7 +30,7 @@ DELAY = "STRONGHOLD_PRETENDED_DELAY_S"
 LAUNCH_DELAY = "STRONGHOLD_PRETENDED_LAUNCH_DELAY_S"
 
 # As CUDA numbers them.
-SUCCESS, ALREADY_REGISTERED, NOT_REGISTERED, INVALID_VALUE = 0, 712, 713, 1
+SUCCESS, ALREADY_REGISTERED, NOT_REGISTERED, INVALID_VALUE, OUT_OF_MEMORY = 0, 712, 713, 1, 2
 
 
 class Refused(Exception):
@@ -163,13 +163,24 @@ def _memory(torch: Any, extension: Any) -> None:
     class Runtime:
         """The calls of `torch.cuda.cudart()` that register host memory; they return statuses."""
 
+        limit = 1 << 62  # bytes that the system lets a process register
+        registered: ClassVar[dict[int, int]] = {}
+
         def cudaHostRegister(self, begin: int, num_bytes: int, flags: int) -> int:
             if num_bytes == 0:
                 return INVALID_VALUE
-            return SUCCESS if extension.register_host(begin, num_bytes) else ALREADY_REGISTERED
+            if sum(self.registered.values()) + num_bytes > self.limit:
+                return OUT_OF_MEMORY
+            if not extension.register_host(begin, num_bytes):
+                return ALREADY_REGISTERED
+            self.registered[begin] = num_bytes
+            return SUCCESS
 
         def cudaHostUnregister(self, begin: int) -> int:
-            return SUCCESS if extension.unregister_host(begin) else NOT_REGISTERED
+            if not extension.unregister_host(begin):
+                return NOT_REGISTERED
+            del self.registered[begin]
+            return SUCCESS
 
     def is_pinned(tensor: Any, device: Any = None) -> bool:
         on_host = tensor.device.type == "cpu" and tensor.numel() > 0

@@ -1,0 +1,155 @@
+"""Laws of a host that refuses to pin: what passes through a ring has the same bits.
+
+Only the pretended device refuses on demand: its `torch.cuda.cudart` has a `limit`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from stronghold import doctor
+from stronghold.device.cuda import CudaDevice
+from stronghold.errors import StateError
+from stronghold.memory.slab import map_slab
+from tests.gpu.test_training_cuda import STEPS, plain
+from tests.test_exactness import llama
+from tests.training import assert_identical, config, train_windowed
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not hasattr(torch.cuda.cudart, "limit"), reason="a real system does not refuse on demand"
+    ),
+]
+
+RING = 8 << 20
+SIZES = [1, 4097, RING + 17, 5 * RING // 2]
+
+
+@pytest.fixture
+def refuse_beyond(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]:
+    """Call it with the bytes that may be registered from then on."""
+    runtime: Any = torch.cuda.cudart
+
+    def set_limit(more: int) -> None:
+        monkeypatch.setattr(runtime, "limit", sum(runtime.registered.values()) + more)
+
+    before = dict(runtime.registered)
+    yield set_limit
+    assert runtime.registered == before, "something is left registered"
+
+
+@pytest.fixture
+def device(refuse_beyond: Callable[[int], None]) -> Iterator[CudaDevice]:
+    device = CudaDevice()
+    yield device
+    device.close()
+
+
+ROOM = [0, 200_000, 6 * RING]  # no ring at all, a small one, the largest
+
+
+@pytest.mark.parametrize("room", ROOM)
+@pytest.mark.parametrize("nbytes", SIZES)
+def test_what_is_not_pinned_comes_and_goes_through_a_ring(
+    device: CudaDevice, refuse_beyond: Callable[[int], None], nbytes: int, room: int
+) -> None:
+    refuse_beyond(min(room, nbytes - 1) if room < 6 * RING else room)
+    slabs = [map_slab(max(nbytes, room + 1), torch.uint8) for _ in range(2)]
+    for slab in slabs:
+        device.pin(slab)
+        assert not slab.is_pinned()
+    here, back = (slab[:nbytes] for slab in slabs)
+    here.copy_(torch.arange(nbytes) % 251)
+    there = device.allocate(nbytes, torch.uint8, "slot")
+    fetched = device.fetch.submit("fetch", lambda: device.copy(there, here))
+    device.drain.submit("drain", lambda: device.copy(back, there), (fetched,)).wait()
+    assert torch.equal(back, here)
+    back.zero_()
+    device.copy_now(back, there)
+    assert torch.equal(back, here)
+    for slab in slabs:
+        device.unpin(slab)
+    with pytest.raises(StateError, match="never pinned"):
+        device.unpin(slabs[0])
+
+
+def test_a_fetch_through_the_ring_waits_for_the_drain_that_writes_its_source(
+    device: CudaDevice, refuse_beyond: Callable[[int], None]
+) -> None:
+    """An offloaded activation: the host copies the bytes itself, and must not be early."""
+    refuse_beyond(6 * RING)
+    nbytes = 7 * RING
+    slab = map_slab(nbytes, torch.uint8)
+    device.pin(slab)
+    source, target = (device.allocate(nbytes, torch.uint8, "slot") for _ in range(2))
+    source.fill_(7)
+    target.zero_()
+    torch.cuda._sleep(500_000_000)
+    produced = device.record_compute("activation")
+    stored = device.drain.submit("offload", lambda: device.copy(slab, source), (produced,))
+    room = device.record_compute("room")
+    device.fetch.submit("onload", lambda: device.copy(target, slab), (stored, room)).wait()
+    assert target.cpu().eq(7).all()
+    device.unpin(slab)
+
+
+def test_the_user_is_told_once(
+    device: CudaDevice, refuse_beyond: Callable[[int], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    first = map_slab(1 << 20, torch.uint8)
+    refuse_beyond(first.nbytes + 300_000)
+    device.pin(first)
+    others = [map_slab(1 << 20, torch.uint8) for _ in range(3)]
+    with caplog.at_level(logging.WARNING, "stronghold"):
+        for slab in others:
+            device.pin(slab)
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert "pin 1048576 bytes of host memory, and refuses 1048576 more" in line
+    assert "ulimit -l unlimited" in line
+    assert first.nbytes < device.pinned_bytes <= first.nbytes + 300_000
+    for slab in (first, *others):
+        device.unpin(slab)
+
+
+@pytest.mark.parametrize("policy", ["keep", "offload", "recompute"])
+@pytest.mark.parametrize("share", [0.0, 0.5])
+def test_a_host_that_refuses_to_pin_trains_with_the_same_bits(
+    refuse_beyond: Callable[[int], None],
+    caplog: pytest.LogCaptureFixture,
+    share: float,
+    policy: str,
+) -> None:
+    """`share` of the weights may be pinned; what is, and the ring beside it, keeps the limit."""
+    seen: list[int] = []
+    weights = sum(4 * p.numel() for p in llama()[0].parameters())
+    limit = int(share * weights)
+    refuse_beyond(limit)
+
+    def inspect(engine: Any) -> None:
+        seen.append(engine._stack.device.pinned_bytes)
+        report = engine.memory_report()
+        assert report.host_peak == report.host_planned
+
+    section = {"device": "cuda", "window": 1, "resident_layers": 0, "activations": policy}
+    options = {"precision": "fp32", "clipping": 0.5, "accumulation": 1}
+    settings = config(section=section, **options)
+    with caplog.at_level(logging.WARNING, "stronghold"):
+        run = train_windowed(llama, steps=STEPS, settings=settings, inspect=inspect)
+    assert_identical(run, plain("odd llama", **options))
+    told = [record for record in caplog.records if "refuses" in record.getMessage()]
+    assert len(told) == 1
+    assert (limit > 0) == (seen[0] > 0)
+    assert seen[0] <= limit
+
+
+def test_doctor_says_how_much_could_be_pinned(refuse_beyond: Callable[[int], None]) -> None:
+    refuse_beyond(192 << 20)
+    findings = doctor.examine("cuda", quick=True)
+    (problem,) = [each for each in findings.problems if "pin" in each.what]
+    assert "0.19 GiB of host memory could be pinned" in problem.got
