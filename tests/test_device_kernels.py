@@ -57,7 +57,11 @@ def rounds_fma_once() -> bool:
     return hasattr(interpreter, "fma_fp32")
 
 
-interpreted = pytest.mark.skipif(not INTERPRETING, reason="runs under TRITON_INTERPRET=1")
+TWICE = "this Triton's interpreter rounds twice in an fma"
+interpreted = pytest.mark.skipif(
+    not INTERPRETING or not rounds_fma_once(),
+    reason=TWICE if INTERPRETING else "runs under TRITON_INTERPRET=1",
+)
 compiled = pytest.mark.skipif(INTERPRETING or not HAS_TRITON, reason="needs Triton's compiler")
 
 
@@ -190,7 +194,7 @@ def test_without_triton_the_error_says_what_to_install(
 @pytest.mark.skipif(INTERPRETING or not HAS_TRITON, reason="needs Triton, not yet interpreting")
 def test_the_laws_hold_where_triton_interprets():
     if not rounds_fma_once():
-        pytest.skip("this Triton's interpreter rounds twice in an fma")
+        pytest.skip(TWICE)
     run = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-rN", __file__, "-k", "interpreted"],
         env={**os.environ, "TRITON_INTERPRET": "1"},
