@@ -22,6 +22,11 @@ back is dropped as soon as compute waits for its copy and autograd is through wi
 [Note: foreign hooks] The user's own checkpointing also works by saved-tensor hooks. Torch applies
 the innermost pair alone, so ours pass on to the pair that was active before what they do not turn
 into handles.
+
+[Note: pack] What a pack hook returns is owned by the graph's node. The tensor itself would own, as
+its `grad_fn`, that node in turn, a cycle that no collector sees: a graph that ends without a
+backward would never be freed. `detach` shares memory and version alone. Autograd does not look for
+writes in place where a hook stands in between, so that it is done here.
 """
 
 from __future__ import annotations
@@ -110,8 +115,15 @@ class SavedActivation(NamedTuple):
     stride: tuple[int, ...]
 
 
+class SavedTensor(NamedTuple):
+    """A saved tensor that stays where it is, and its version then."""
+
+    tensor: torch.Tensor
+    version: int
+
+
 class SavedResident(NamedTuple):
-    """A saved tensor over weights that stay on the device, and its version then."""
+    """The same over weights that stay on the device."""
 
     tensor: torch.Tensor
     version: int
@@ -235,7 +247,7 @@ class Activations:
             )
         self.sizes.saw(layer, tensor)
         if self._slots.stays(tensor.untyped_storage().data_ptr()):
-            return SavedResident(tensor, tensor._version)
+            return SavedResident(tensor.detach(), tensor._version)  # [Note: pack]
         if foreign is not None:
             return _Foreign(foreign[0](tensor))
         if offload and self._worth_offloading(tensor):
@@ -243,11 +255,18 @@ class Activations:
             return SavedActivation(
                 storage, tensor.dtype, int(tensor.storage_offset()), tensor.shape, tensor.stride()
             )
-        return tensor
+        return SavedTensor(tensor.detach(), tensor._version)
 
     def _unpack(self, packed: Any, foreign: Hooks | None) -> torch.Tensor:
-        if isinstance(packed, torch.Tensor):
-            return packed
+        if isinstance(packed, SavedTensor):
+            if packed.tensor._version != packed.version:
+                raise RuntimeError(
+                    "a tensor needed for backward was modified in place after it was saved: "
+                    f"{packed.tensor.dtype} {list(packed.tensor.shape)} is at version "
+                    f"{packed.tensor._version}, expected version {packed.version}; write out of "
+                    "place (y = y + x, not y += x)"
+                )
+            return packed.tensor
         if isinstance(packed, SavedWeight):
             slot = self._slots.weights_of(packed.layer)
             weight = slot.view(packed.dtype).as_strided(packed.shape, packed.stride, packed.offset)
@@ -286,7 +305,7 @@ class Activations:
         if (known := self._in_scope.get(address)) is not None:
             return known
         nbytes = tensor.untyped_storage().nbytes()
-        saved = SavedStorage(tensor, self._pool.take(nbytes))
+        saved = SavedStorage(tensor.detach(), self._pool.take(nbytes))  # [Note: pack]
         source, target, device = _bytes_of(tensor), saved.host, self._device
         saved.stored = device.drain.submit(
             f"offload {layer}",

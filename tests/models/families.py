@@ -197,6 +197,17 @@ def phi3(**config: Any) -> Any:
 
 
 @hugging_face
+def qwen3_next(**config: Any) -> Any:
+    """A layer of linear attention and one of full attention, with experts."""
+    linear = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+    heads = {"linear_key_head_dim": 8, "linear_value_head_dim": 8}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    kinds = ["linear_attention", "full_attention"]
+    base = {**_LLAMA, "num_hidden_layers": 2, "layer_types": kinds, **linear, **heads, **experts}
+    return _causal("Qwen3Next", {**base, "shared_expert_intermediate_size": 16}, config)
+
+
+@hugging_face
 def gpt2(dropout: float = 0.0, **config: Any) -> Any:
     import transformers
 
