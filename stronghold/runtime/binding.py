@@ -31,6 +31,7 @@ class Bindings:
         self._bound = [-1] * len(layers)
         self._views: list[dict[int, list[torch.Tensor]]] = [{} for _ in layers]
         self._addresses: list[list[int]] = [[] for _ in layers]  # of each parameter, as bound
+        self._views_at: dict[int, list[torch.Tensor]] = {}  # of all layers, by the same address
 
     def bind(self, layer: int, flat: torch.Tensor) -> None:
         """Point the layer's parameters at their places in `flat`."""
@@ -42,10 +43,15 @@ class Bindings:
         if views is None:  # slots and slabs are few and stay: each view is made once
             views = [view(flat, part) for part in self._layers[layer].layout.slices]
             self._views[layer][address] = views
+            self._views_at.setdefault(address, []).extend(views)
         for parameter, values in zip(self._parameters[layer], views, strict=True):
             parameter.data = values
         self._bound[layer] = address
         self._addresses[layer] = [parameter.data_ptr() for parameter in self._parameters[layer]]
+
+    def views_at(self, address: int) -> list[torch.Tensor]:
+        """Every view that is held of the memory at this address."""
+        return self._views_at.get(address, [])
 
     def check(self, layer: int) -> None:
         """ConfigError when a parameter points elsewhere, at other values ([Note: other memory])."""
@@ -79,3 +85,4 @@ class Bindings:
             self._addresses[layer].clear()
             self.rest(layer)
             self._views[layer].clear()
+        self._views_at.clear()

@@ -31,6 +31,7 @@ from stronghold.model.layout import ParameterSlice
 from stronghold.plan.planner import Plan
 from stronghold.plan.schedule import Action, Kind, Schedule, canonical_uses
 from stronghold.runtime.adam import AdamSteps
+from stronghold.runtime.aliases import refuse_aliases
 from stronghold.runtime.binding import Bindings
 from stronghold.runtime.drains import GradientDrains
 from stronghold.runtime.residents import Residents
@@ -298,6 +299,10 @@ class Executor:
         """The streamed layer whose slot has this storage, or None when the address is no slot's."""
         return self._layer_at.get(storage_address)
 
+    def name_of(self, layer: int) -> str:
+        """The layer's dotted name in the model."""
+        return self._host.layers[layer].layout.name
+
     def stays(self, storage_address: int) -> bool:
         """Whether the storage holds weights that stay on the device: saved, they need no copy."""
         return storage_address in self._staying
@@ -340,7 +345,11 @@ class Executor:
         assert slot is not None
         self._layer_at.pop(slot.weights.untyped_storage().data_ptr(), None)
         self._bindings.rest(layer)
+        used = self._window.residency[layer] is Residency.RESIDENT
         self._window.release(layer, self._device.record_compute(f"release {layer}"))
+        if used:
+            ours = self._bindings.views_at(slot.weights.data_ptr())
+            refuse_aliases(self._host.layers[layer].layout, slot.weights, ours)
 
     def gradient_arrived(
         self, layer: int, position: int, part: ParameterSlice, parameter: torch.Tensor
