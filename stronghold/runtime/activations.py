@@ -31,8 +31,6 @@ writes in place where a hook stands in between, so that it is done here.
 
 from __future__ import annotations
 
-import contextlib
-import inspect
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Generator, Sequence
@@ -41,13 +39,12 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils import checkpoint as torch_checkpoint
 
 from stronghold.device.base import Device, Fence, completed
 from stronghold.errors import ConfigError
 from stronghold.memory.pinned import PinnedPool
 from stronghold.runtime.activation_sizes import ActivationSizes
-from stronghold.runtime.kept_buffers import KeptBuffers
+from stronghold.runtime.recomputation import recomputation
 from stronghold.telemetry.metrics import Metrics
 
 MIN_OFFLOAD_BYTES = 16 << 10  # below this a copy costs more than the room it frees
@@ -62,6 +59,8 @@ class Slots(Protocol):
     def layer_in(self, storage_address: int) -> int | None: ...
 
     def weights_of(self, layer: int) -> torch.Tensor: ...
+
+    def name_of(self, layer: int) -> str: ...
 
     def stays(self, storage_address: int) -> bool: ...
 
@@ -189,10 +188,10 @@ class Activations:
         recomputing: bool,
     ) -> None:
         """The layer's forward begins; every `enter` has its `leave`, also when it raises."""
-        recomputation = None
+        again = None
         if self.will_recompute(layer, recomputing=recomputing):
-            recomputation = _recomputation(module, args, kwargs)
-            next(recomputation)
+            again = recomputation(module, args, kwargs)
+            next(again)
         foreign = _active_hooks()
         offload = self._policies[layer] == "offload" and foreign is None and not recomputing
         self._in_scope.clear()
@@ -202,10 +201,10 @@ class Activations:
             self.sizes.enter(layer, (args, kwargs))
         hooks = saved_tensors_hooks(
             lambda tensor: self._pack(layer, tensor, foreign, offload),
-            lambda packed: self._unpack(packed, foreign),
+            lambda packed: self._unpack(layer, packed, foreign),
         )
         hooks.__enter__()
-        self._open[layer].append(_Scope(hooks, recomputation))
+        self._open[layer].append(_Scope(hooks, again))
 
     def will_recompute(self, layer: int, *, recomputing: bool) -> bool:
         """Whether a layer whose forward begins now will run it again in backward. Under the user's
@@ -257,7 +256,7 @@ class Activations:
             )
         return SavedTensor(tensor.detach(), tensor._version)
 
-    def _unpack(self, packed: Any, foreign: Hooks | None) -> torch.Tensor:
+    def _unpack(self, layer: int, packed: Any, foreign: Hooks | None) -> torch.Tensor:
         if isinstance(packed, SavedTensor):
             if packed.tensor._version != packed.version:
                 raise RuntimeError(
@@ -287,7 +286,16 @@ class Activations:
             return back.view(packed.dtype).as_strided(packed.shape, packed.stride, packed.offset)
         assert isinstance(packed, _Foreign)
         assert foreign is not None
-        return foreign[1](packed.packed)
+        try:
+            return foreign[1](packed.packed)
+        except RuntimeError as error:
+            if self._policies[layer] != "recompute" or "inplace operation" not in str(error):
+                raise
+            raise RuntimeError(
+                f"{self._slots.name_of(layer)}: its forward cannot be run again, since a tensor "
+                f"among its arguments was written in place meanwhile ({error}); write out of place "
+                '(y = y + x, not y += x), or set stronghold.activations to "keep" or "offload"'
+            ) from error
 
     # -- offload ----------------------------------------------------------------------------------
     def _worth_offloading(self, tensor: torch.Tensor) -> bool:
@@ -395,24 +403,3 @@ class Activations:
         self._leaving.clear()
         self._saved.clear()
         self._pool.close()
-
-
-def _recomputation(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Generator[None, None, None]:
-    """Torch's non-reentrant checkpoint as a generator: the first `next` opens it, the second closes
-    it.
-    """
-    make = torch_checkpoint._checkpoint_without_reentrant_generator
-    kept = KeptBuffers(module)
-    options: dict[str, Any] = {
-        "preserve_rng_state": True,
-        "context_fn": lambda: (contextlib.nullcontext(), kept),
-        "determinism_check": "default",
-        "debug": False,
-        "early_stop": True,
-    }
-    names = list(inspect.signature(make).parameters)
-    positional = [options[name] for name in names[1:] if name in options]
-    generator: Generator[None, None, None] = make(module, *positional, *args, **kwargs)
-    return generator
