@@ -62,6 +62,26 @@ def test_number_of_threads_never_changes_a_bit_of_adam(num_threads, weight_dtype
     assert all(same(one, other) for one, other in zip(*results, strict=True))
 
 
+def test_the_distance_of_prefetching_is_found_and_never_changes_a_bit():
+    numel = 65 * 32_768 + 17
+    master, grad = values(numel, 1), values(numel, 2).bfloat16()
+    timed, fresh = Arrays(master, grad, BF16), Arrays(master, grad, BF16)
+    with native.Pool(2) as pool:
+        timed.run(pool, steps=(1,))
+        assert pool.prefetch(BF16, BF16) == 0  # the first step makes the moments' pages
+        for step in range(2, 9):
+            assert pool.prefetch(BF16, BF16) == 0
+            timed.run(pool, steps=(step,))
+        timed.run(pool, steps=(9,))
+        assert pool.prefetch(BF16, BF16) in (64, 256)
+        timed.run(pool, steps=(10,))
+        assert pool.prefetch(F32, F32) == 0
+    for step in range(1, 11):
+        with native.Pool(1) as pool:
+            fresh.run(pool, steps=(step,))
+    assert same(timed, fresh)
+
+
 def test_segments_of_one_call_are_independent():
     inputs = [(values(n, n), values(n, n + 1)) for n in (17, 40_000, 1, 33_000)]
     together = [Arrays(master, grad, F32) for master, grad in inputs]

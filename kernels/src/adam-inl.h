@@ -92,12 +92,8 @@ SH_INLINE AdamArrays Offset(const AdamArrays& a, int64_t i) {
 // Elements whose 2-byte arrays fill one cache line, and 4-byte arrays two.
 constexpr int64_t kGroup = 32;
 
-// [Note: prefetch] Seven to nine streams are more than the hardware's prefetchers follow well: on a
-// Xeon with AVX-512, asking for the group 256 elements ahead takes 8 % off a bf16 step and 4 % off
-// an fp32 step (half that distance: 3 %; four times: the same). Past the end of an array it asks
-// for a line that nobody needs; a prefetch cannot fault.
-constexpr int64_t kAhead = 256;
-
+// Past the end of an array this asks for a line that nobody needs; a prefetch cannot fault. How far
+// ahead is best differs: prefetch.h.
 template <int64_t kBytes>
 SH_INLINE void PrefetchGroup(const char* p) {
   for (int64_t line = 0; line < kGroup * kBytes; line += 64) {
@@ -133,11 +129,11 @@ inline void CopyWritten(const AdamArrays& from, const AdamArrays& to, int64_t n)
 }
 
 template <class Weight, class Grad, bool kAdamW>
-void Adam(const AdamConstants& constants, AdamArrays a, int64_t numel) {
+void Adam(const AdamConstants& constants, AdamArrays a, int64_t numel, int64_t ahead) {
   const AdamVectors c(constants);
   int64_t i = 0;
   for (; i + kGroup <= numel; i += kGroup) {
-    PrefetchGroups<Weight, Grad>(a, i + kAhead);
+    PrefetchGroups<Weight, Grad>(a, i + ahead);
     for (int64_t j = i; j < i + kGroup; j += kLanes) {
       AdamVector<Weight, Grad, kAdamW>(c, Offset<Weight, Grad>(a, j));
     }
@@ -158,11 +154,11 @@ void Adam(const AdamConstants& constants, AdamArrays a, int64_t numel) {
 // ---- The same bytes without the arithmetic ------------------------------------------------------
 
 template <class Weight, class Grad, bool kInPlace>
-void TrafficLoop(const AdamArrays& from, const AdamArrays& to, int64_t numel) {
+void TrafficLoop(const AdamArrays& from, const AdamArrays& to, int64_t numel, int64_t ahead) {
   F seen = Set(0.0f);
   const int64_t whole = numel - numel % kGroup;
   for (int64_t i = 0; i < whole; i += kGroup) {
-    PrefetchGroups<Weight, Grad>(from, i + kAhead);
+    PrefetchGroups<Weight, Grad>(from, i + ahead);
     for (int64_t j = i; j < i + kGroup; j += kLanes) {
       const AdamArrays r = Offset<Weight, Grad>(from, j);
       const AdamArrays w = Offset<Weight, Grad>(to, j);
@@ -180,10 +176,10 @@ void TrafficLoop(const AdamArrays& from, const AdamArrays& to, int64_t numel) {
 }
 
 template <class Weight, class Grad>
-void Traffic(AdamArrays from, AdamArrays to, bool in_place, int64_t numel) {
+void Traffic(AdamArrays from, AdamArrays to, bool in_place, int64_t numel, int64_t ahead) {
   if (in_place) {
-    TrafficLoop<Weight, Grad, true>(from, to, numel);
+    TrafficLoop<Weight, Grad, true>(from, to, numel, ahead);
   } else {
-    TrafficLoop<Weight, Grad, false>(from, to, numel);
+    TrafficLoop<Weight, Grad, false>(from, to, numel, ahead);
   }
 }

@@ -1,6 +1,7 @@
 // sh_adam and sh_adam_traffic: checks, constants, and the split over threads.
 
 #include <algorithm>
+#include <chrono>
 #include <cmath>
 #include <cstdint>
 
@@ -77,8 +78,9 @@ struct AdamJob {
   int grad_dtype;
   const sh_adam_segment* segments;
   const sh_adam_segment* to;  // sh_adam_traffic alone
-  const int64_t* ends;        // [num_segments], padded to kAlign
   int64_t num_segments;
+  const int64_t* ends;         // [num_segments], padded to kAlign
+  PrefetchDistance* distance;  // nullptr: nothing is timed
 };
 
 AdamArrays Advanced(const AdamArrays& a, const AdamJob& job, int64_t i) {
@@ -101,26 +103,44 @@ void ForEachPart(const AdamJob& job, int64_t index, const Range& range) {
   }
 }
 
-void AdamChunk(void* context, int64_t index) {
-  const AdamJob& job = *static_cast<const AdamJob*>(context);
-  ForEachPart(job, index, [&job](int64_t i, int64_t from, int64_t upto) {
+// Calls chunk(elements to prefetch ahead) for chunk `index`, and times it while the distance is
+// being chosen. Only whole chunks are alike.
+template <class Chunk>
+void AtDistance(const AdamJob& job, int64_t index, const Chunk& chunk) {
+  const bool whole = (index + 1) * kChunk <= job.ends[job.num_segments - 1];
+  if (job.distance == nullptr || !whole) return chunk(PrefetchDistance::kFar);
+  const PrefetchDistance::Turn turn = job.distance->Next();
+  if (turn.trial < 0) return chunk(turn.elements);
+  const auto begun = std::chrono::steady_clock::now();
+  chunk(turn.elements);
+  const std::chrono::duration<float> took = std::chrono::steady_clock::now() - begun;
+  job.distance->Record(turn.trial, took.count());
+}
+
+void AdamPart(const AdamJob& job, int64_t index, int64_t ahead) {
+  ForEachPart(job, index, [&job, ahead](int64_t i, int64_t from, int64_t upto) {
     const sh_adam_segment& s = job.segments[i];
     // With no weight decay the L2 form is the decoupled one with the factor 1.
     const bool adamw = s.adamw != 0 || s.weight_decay == 0.0;
     job.kernels->adam[job.weight_dtype][job.grad_dtype][adamw ? 1 : 0](
-        ConstantsOf(s), Advanced(ArraysOf(s), job, from), upto - from);
+        ConstantsOf(s), Advanced(ArraysOf(s), job, from), upto - from, ahead);
   });
 }
 
-void TrafficChunk(void* context, int64_t index) {
-  const AdamJob& job = *static_cast<const AdamJob*>(context);
+void TrafficPart(const AdamJob& job, int64_t index, int64_t ahead) {
   const bool in_place = job.to == nullptr;
-  ForEachPart(job, index, [&job, in_place](int64_t i, int64_t from, int64_t upto) {
+  ForEachPart(job, index, [&job, in_place, ahead](int64_t i, int64_t from, int64_t upto) {
     const sh_adam_segment* to = in_place ? job.segments : job.to;
     job.kernels->traffic[job.weight_dtype][job.grad_dtype](
         Advanced(ArraysOf(job.segments[i]), job, from), Advanced(ArraysOf(to[i]), job, from),
-        in_place, upto - from);
+        in_place, upto - from, ahead);
   });
+}
+
+template <void (*kPart)(const AdamJob&, int64_t, int64_t)>
+void Chunk(void* context, int64_t index) {
+  const AdamJob& job = *static_cast<const AdamJob*>(context);
+  AtDistance(job, index, [&job, index](int64_t ahead) { kPart(job, index, ahead); });
 }
 
 void CheckCall(const sh_pool* pool, sh_dtype weight_dtype, sh_dtype grad_dtype,
@@ -134,7 +154,7 @@ void CheckCall(const sh_pool* pool, sh_dtype weight_dtype, sh_dtype grad_dtype,
   for (int64_t i = 0; i < num_segments; ++i) CheckArrays(segments[i], i, weight_dtype);
 }
 
-void RunJob(sh_pool* pool, AdamJob job, sh_pool::Item chunk) {
+void RunJob(sh_pool* pool, AdamJob job, Loop loop, bool timed, sh_pool::Item chunk) {
   if (job.num_segments == 0) return;
   sh_pool::Call call(pool);
   std::vector<int64_t>& ends = call.offsets();
@@ -146,7 +166,13 @@ void RunJob(sh_pool* pool, AdamJob job, sh_pool::Item chunk) {
   }
   job.kernels = &pool->kernels();
   job.ends = ends.data();
+  PrefetchDistance& distance = call.distance(loop, job.weight_dtype, job.grad_dtype);
+  if (timed) {
+    job.distance = &distance;
+    distance.Begin();
+  }
   call.Run((total + kChunk - 1) / kChunk, chunk, &job);
+  distance.End();
 }
 
 bool Aligned(const void* p) { return reinterpret_cast<uintptr_t>(p) % 64 == 0; }
@@ -161,8 +187,13 @@ int32_t sh_adam(sh_pool* pool, sh_dtype weight_dtype, sh_dtype grad_dtype,
   return sh::Guarded([&] {
     sh::CheckCall(pool, weight_dtype, grad_dtype, segments, num_segments);
     for (int64_t i = 0; i < num_segments; ++i) sh::CheckNumbers(segments[i], i);
-    sh::RunJob(pool, {nullptr, weight_dtype, grad_dtype, segments, nullptr, nullptr, num_segments},
-               sh::AdamChunk);
+    // The first step makes the moments' pages: its chunks would tell the time that this takes.
+    bool timed = true;
+    for (int64_t i = 0; i < num_segments; ++i) timed = timed && segments[i].step > 1;
+    sh::RunJob(pool,
+               {nullptr, weight_dtype, grad_dtype, segments, nullptr, num_segments, nullptr,
+                nullptr},
+               sh::Loop::kAdam, timed, sh::Chunk<sh::AdamPart>);
   });
 }
 
@@ -178,8 +209,20 @@ int32_t sh_adam_traffic(sh_pool* pool, sh_dtype weight_dtype, sh_dtype grad_dtyp
                         sh::Aligned(to[i].exp_avg) && sh::Aligned(to[i].exp_avg_sq),
                     i, "arrays written past the caches must be aligned to 64 bytes");
     }
-    sh::RunJob(pool, {nullptr, weight_dtype, grad_dtype, segments, to, nullptr, num_segments},
-               sh::TrafficChunk);
+    sh::RunJob(pool,
+               {nullptr, weight_dtype, grad_dtype, segments, to, num_segments, nullptr, nullptr},
+               to == nullptr ? sh::Loop::kTrafficInPlace : sh::Loop::kTrafficElsewhere, true,
+               sh::Chunk<sh::TrafficPart>);
+  });
+}
+
+int32_t sh_adam_prefetch(sh_pool* pool, sh_dtype weight_dtype, sh_dtype grad_dtype,
+                         int64_t* elements) {
+  return sh::Guarded([&] {
+    sh::CheckCall(pool, weight_dtype, grad_dtype, nullptr, 0);
+    sh::Require(elements != nullptr, "elements is NULL");
+    sh_pool::Call call(pool);
+    *elements = call.distance(sh::Loop::kAdam, weight_dtype, grad_dtype).chosen();
   });
 }
 

@@ -10,7 +10,16 @@
 #include <thread>
 #include <vector>
 
+#include "prefetch.h"
 #include "targets.h"
+
+namespace sh {
+
+// The loops that prefetch, each with a distance of its own.
+enum class Loop { kAdam, kTrafficInPlace, kTrafficElsewhere };
+constexpr int kNumLoops = 3;
+
+}  // namespace sh
 
 // The opaque type of the C ABI.
 struct sh_pool {
@@ -37,6 +46,9 @@ struct sh_pool {
     void Run(int64_t num_items, Item item, void* context);
     std::vector<int64_t>& offsets() { return pool_->offsets_; }
     std::vector<double>& partials() { return pool_->partials_; }
+    sh::PrefetchDistance& distance(sh::Loop loop, int weight_dtype, int grad_dtype) {
+      return pool_->distances_[static_cast<int>(loop)][weight_dtype][grad_dtype];
+    }
 
    private:
     sh_pool* pool_;
@@ -55,6 +67,7 @@ struct sh_pool {
   std::mutex call_mutex_;
   std::vector<int64_t> offsets_;  // scratch, kept so that steady state allocates nothing
   std::vector<double> partials_;
+  sh::PrefetchDistance distances_[sh::kNumLoops][sh::kNumDtypes][sh::kNumDtypes];
 
   // The job in progress. item_, context_ and num_items_ are written only while no worker is
   // active; workers read them after taking a seat under mutex_.

@@ -35,12 +35,14 @@ struct AdamArrays {
   const char* grad;
 };
 
-// Functions take any alignment and any numel >= 0. Indices are sh_dtype.
+// Functions take any alignment and any numel >= 0. Indices are sh_dtype. `ahead` is the distance of
+// prefetching in elements: it changes no bit.
 struct Kernels {
-  using Adam = void (*)(const AdamConstants&, AdamArrays, int64_t numel);
+  using Adam = void (*)(const AdamConstants&, AdamArrays, int64_t numel, int64_t ahead);
   using Accumulate = void (*)(const char* grad, char* acc, bool add, int64_t numel);
   using SumSquares = double (*)(const char* x, int64_t numel);  // numel <= kSumBlock
-  using Traffic = void (*)(AdamArrays from, AdamArrays to, bool in_place, int64_t numel);
+  using Traffic = void (*)(AdamArrays from, AdamArrays to, bool in_place, int64_t numel,
+                           int64_t ahead);
 
   const char* name;                      // as in sh_isa_at()
   Adam adam[kNumDtypes][kNumDtypes][2];  // [weight][grad][adamw]

@@ -10,6 +10,7 @@
 #include <thread>
 #include <vector>
 
+#include "../src/prefetch.h"
 #include "stronghold.h"
 
 namespace {
@@ -157,6 +158,45 @@ void ShortCallsNeverWaitForever() {
   for (int i = 0; i < 50; ++i) sh_pool_destroy(MakePool(1 + i % 5, nullptr));
 }
 
+// The distance that is chosen when chunks near and far take these times, the slowest of each kind
+// (every third) ten times as long.
+int64_t ChosenAt(float near_s, float far_s) {
+  sh::PrefetchDistance distance;
+  distance.Begin();
+  int64_t turns[2] = {0, 0};
+  for (int64_t i = 0; i < sh::PrefetchDistance::kTrials; ++i) {
+    distance.End();
+    CHECK(distance.chosen() == 0);
+    const sh::PrefetchDistance::Turn turn = distance.Next();
+    const bool near = turn.elements == sh::PrefetchDistance::kNear;
+    const bool late = turns[near]++ % 3 == 0;
+    distance.Record(turn.trial, (near ? near_s : far_s) * (late ? 10.0f : 1.0f));
+  }
+  CHECK(turns[0] == turns[1]);
+  CHECK(distance.Next().trial == -1);  // of the call that is still running
+  distance.End();
+  CHECK(distance.Next().elements == distance.chosen() && distance.Next().trial == -1);
+  return distance.chosen();
+}
+
+void ThePrefetchDistanceIsTheFasterOne() {
+  CHECK(ChosenAt(1.0f, 1.2f) == sh::PrefetchDistance::kNear);
+  CHECK(ChosenAt(1.2f, 1.0f) == sh::PrefetchDistance::kFar);
+  CHECK(ChosenAt(0.99f, 1.0f) == sh::PrefetchDistance::kFar);  // noise
+  sh_pool* pool = MakePool(3, nullptr);
+  const int64_t numel = 8 * 32768;
+  State s(numel, 0, 3);
+  int64_t found = 0;
+  for (int step = 1; step <= 65; ++step) {
+    CHECK(sh_adam_prefetch(pool, SH_F32, SH_F16, &found) == SH_OK && found == 0);
+    s.segment.step = step;
+    CHECK(sh_adam(pool, SH_F32, SH_F16, &s.segment, 1) == SH_OK);
+  }
+  CHECK(sh_adam_prefetch(pool, SH_F32, SH_F16, &found) == SH_OK);
+  CHECK(found == sh::PrefetchDistance::kNear || found == sh::PrefetchDistance::kFar);
+  sh_pool_destroy(pool);
+}
+
 }  // namespace
 
 int main() {
@@ -165,6 +205,7 @@ int main() {
   const uint64_t hash = SameBitsEverywhere();
   ManyCallersManyPools();
   ShortCallsNeverWaitForever();
+  ThePrefetchDistanceIsTheFasterOne();
   std::printf("%s: %016llx: ok\n", isas.c_str() + 1, static_cast<unsigned long long>(hash));
   return 0;
 }
