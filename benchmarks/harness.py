@@ -49,7 +49,8 @@ def medians(seconds: Mapping[str, list[float]]) -> dict[str, float]:
 def host_array(numel: int, dtype: torch.dtype) -> torch.Tensor:
     """Zeros in fresh anonymous memory that asks for huge pages, present before anyone is timed."""
     size = max(numel * dtype.itemsize, 1)
-    memory = mmap.mmap(-1, size)
+    # Private, as the engine's own: the default is shared memory, which gets no huge pages.
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
     # The tensor's storage holds the buffer, and that the mapping.
@@ -133,6 +134,11 @@ def _machine() -> dict[str, Any]:
 def hardware() -> str:
     """A word for file names: the GPU's name, or that there is none."""
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else "emulated cpu"
+    return slug(name)
+
+
+def slug(name: str) -> str:
+    """A name of hardware as a word for file names."""
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
