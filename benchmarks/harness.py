@@ -49,8 +49,8 @@ def medians(seconds: Mapping[str, list[float]]) -> dict[str, float]:
 def host_array(numel: int, dtype: torch.dtype) -> torch.Tensor:
     """Zeros in fresh anonymous memory that asks for huge pages, present before anyone is timed."""
     size = max(numel * dtype.itemsize, 1)
-    # Private, as the engine's own: the default is shared memory, which gets no huge pages. And a page
-    # more: streams exactly 2**28 bytes apart make everything three times slower on a Zen 4.
+    # Private, as the engine's own: the default is shared memory, which gets no huge pages. And a
+    # page more: on a Zen 4 streams exactly 2**28 bytes apart are three times slower.
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     memory = mmap.mmap(-1, size + mmap.PAGESIZE, flags=flags)
     if hasattr(mmap, "MADV_HUGEPAGE"):
