@@ -78,7 +78,7 @@ class ThreadLane(Lane):
         self._device = device
         self._closed = False
         self._process = os.getpid()
-        self._queue: queue.SimpleQueue[_Item | threading.Event | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[_Item | Fence | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._loop, name=THREAD_PREFIX + name, daemon=True)
         with naming_threads(f"the {name} lane"):
             self._thread.start()
@@ -96,7 +96,7 @@ class ThreadLane(Lane):
     def finish(self) -> None:
         """Wait until the thread has nothing to do. Errors stay with their fences."""
         if not self._closed and not forked_from(self._process):
-            reached = threading.Event()
+            reached = Fence(self.name, "finish")
             self._queue.put(reached)
             reached.wait()
 
@@ -111,8 +111,8 @@ class ThreadLane(Lane):
 
     def _loop(self) -> None:
         while (item := self._queue.get()) is not None:
-            if isinstance(item, threading.Event):
-                item.set()
+            if isinstance(item, Fence):
+                item.issue(None)
                 continue
             operation, work, after, nbytes, fence = item
             try:

@@ -62,7 +62,9 @@ class Ahead:
         other transfers: it may begin before an operation that was submitted earlier ends.
         """
         piece = _Piece(begin, after)
+        fence = lane.submit(operation, piece.run, after, nbytes=nbytes)
+        # Only what will have its turn may be begun before it: an interrupt may have ended us here.
         if self._last is not None:
             self._last.following = piece
         self._last = piece
-        return lane.submit(operation, piece.run, after, nbytes=nbytes)
+        return fence
