@@ -92,14 +92,16 @@ class Instruments:
     @contextlib.contextmanager
     def time(self, phase: Phase) -> Iterator[None]:
         """Time what runs inside, under DeepSpeed's names of the phase."""
-        names = self._names(phase)
-        for name in names:
-            self.timers(name).start()
+        timers = [self.timers(name) for name in self._names(phase)]
+        for timer in timers:
+            if timer.started_:  # an interrupt kept it from being stopped
+                timer.reset()
+            timer.start()
         try:
             yield
         finally:
-            for name in names:
-                self.timers(name).stop()
+            for timer in timers:
+                timer.stop()
 
     @contextlib.contextmanager
     def forward(self, step: int) -> Iterator[None]:

@@ -219,11 +219,8 @@ def test_a_checkpoint_that_fails_stops_nobody(beside: bool, tmp_path: Path) -> N
             kept.append(in_time(save))
         assert isinstance(kept[-1], OSError | stronghold.LaneError)
         assert os.strerror(errno.ENOSPC) in str(kept[-1])
-        if beside:
-            break  # a lane has failed: the engine takes no further step
-    if not beside:
-        assert in_time(lambda: engine.save_checkpoint(saved)) is None
         assert in_time(lambda: run_steps(engine, make_batch, range(1, 2))) is None
+    assert in_time(lambda: engine.save_checkpoint(saved)) is None
     assert in_time(engine.destroy) is None
     assert all(p.isfinite().all() for p in engine.module.parameters())
 

@@ -22,7 +22,6 @@ from stronghold.checkpoint.save import Contents, Save
 from stronghold.checkpoint.shared_save import SharedSave, alike, together
 from stronghold.checkpoint.weights import live_weights, write_weights
 from stronghold.config import Settings
-from stronghold.device.base import Fence
 from stronghold.errors import ConfigError
 from stronghold.runtime.loss_scale import restore_scaler, scaler_state
 from stronghold.runtime.optimizer import EngineOptimizer
@@ -45,10 +44,11 @@ class Checkpoints:
     training_dataloader: Any
     global_steps: int
     micro_steps: int
+    _loss_sum: torch.Tensor | None
     gradient_accumulation_steps: Callable[[], int]
     synchronize: Callable[[], None]
 
-    _saving: Fence | None = None
+    _saving: Save | None = None
 
     def save_checkpoint(
         self,
@@ -63,12 +63,14 @@ class Checkpoints:
 
         The tag appears complete or not at all, then `latest` names it. With
         stronghold.async_checkpoint the files are written while the next steps compute, and a
-        failure surfaces as a lane's does; else OSError is raised here and training can go on.
+        failure is raised once, as LaneError, by the next forward, save, load or
+        wait_for_checkpoint; else OSError is raised here. Either way training can go on.
         ConfigError between the micro-batches of one step.
         """
         if not save_dir:
             raise ConfigError(f"save_checkpoint: save_dir is {save_dir!r}, expected a directory")
         self.wait_for_checkpoint()
+        self._stack.runtime.ledger.check()
         if self._stack.runtime.ledger.pending:
             raise ConfigError(
                 "save_checkpoint: gradients of a step that has not ended are waiting; call it "
@@ -91,7 +93,8 @@ class Checkpoints:
             latest=save_latest,
         )
         if self.settings.stronghold.async_checkpoint:
-            self._saving = save.beside()
+            save.beside()
+            self._saving = save
         else:
             save.now()
         return True
@@ -99,9 +102,20 @@ class Checkpoints:
     def wait_for_checkpoint(self) -> None:
         """Wait until a save that runs beside training is complete; raise its error if it failed."""
         self._stack.check_process("a checkpoint")
-        saving, self._saving = self._saving, None
-        if saving is not None:
+        saving = self._saving
+        if saving is None:
+            return
+        try:
             saving.wait()
+        except Exception:  # told once
+            self._saving = None
+            raise
+        self._saving = None
+
+    def _hear_of_checkpoint(self) -> None:
+        """Raise the error of a save beside training that has failed meanwhile, once."""
+        if self._saving is not None and self._saving.ended:
+            self.wait_for_checkpoint()
 
     def _gas(self) -> int:
         return int(self.gradient_accumulation_steps())
@@ -182,9 +196,10 @@ class Checkpoints:
                 shared_folder.check_opened(ranks, path, load.mark)
             if not load_module_only:
                 alike(ranks, lambda: self._restore_client(load, path, load_lr_scheduler_states))
-            load.into_slabs(custom_load_fn)
-        if not load_module_only:
-            self._restore(load)
+            with self._stack.runtime.ledger.changing(f"load_checkpoint({str(path)!r})"):
+                load.into_slabs(custom_load_fn)
+                if not load_module_only:
+                    self._restore(load)
         return str(path / slices.state), None if load.state is None else load.state.client
 
     def _restore_client(self, load: Load, path: Path, scheduler: bool) -> None:
@@ -207,6 +222,7 @@ class Checkpoints:
         assert saved is not None
         for name in COUNTERS:
             setattr(self, name, counters[name])
+        self._loss_sum = None
         if counters[GAS] != self._gas():  # saves are at boundaries: this one is the next step's
             self.micro_steps = self.global_steps * self._gas()
         if saved.loader is not None and hasattr(self.training_dataloader, "load_state_dict"):
@@ -237,6 +253,7 @@ class Checkpoints:
         """Write the model's state dict in the compute dtype to one file: safetensors by its suffix,
         else torch's own format. True. Tied parameters are stored once.
         """
+        self._stack.runtime.ledger.check()
         self.synchronize()
         ranks = self._stack.ranks
         if ranks is not None and ranks.norms is not None:

@@ -32,7 +32,8 @@ from stronghold.checkpoint.tensorfile import (
     write_durably,
     write_tensors,
 )
-from stronghold.device.base import Fence
+from stronghold.device.fence import Fence, told
+from stronghold.errors import LaneError
 from stronghold.memory.host import HostStore
 from stronghold.memory.layer import view
 from stronghold.memory.tiers import array_dtypes
@@ -94,6 +95,7 @@ class Save:
         self._hidden = self._begin()
         self._failure: BaseException | None = None
         self._jobs: list[Fence] = []
+        self._published: Fence | None = None
         # As the next updates will come, so that they wait least.
         self.order = update_order(
             len(self._records),
@@ -117,18 +119,44 @@ class Save:
             directory.remove(self._hidden)
             raise
 
-    def beside(self) -> Fence:
-        """Save on the io lane; the fence fails with the save's error. Training may go on at once:
+    def beside(self) -> None:
+        """Save on the io lane: `wait` says how it ended. Training may go on at once:
         [Note: snapshot]."""
         stack, lane = self._stack, self._stack.device.io
         ledger = stack.runtime.ledger
-        for layer in self.order:
-            work = partial(self._write_guarded, layer)
-            after = (ledger.stored(layer),)
-            name = f"save {stack.host.layers[layer].layout.name or 'root'}"
-            self._jobs.append(lane.submit(name, work, after))
-            ledger.update_after(layer, self._jobs[-1])
-        return lane.submit(f"publish {self._tag}", self._publish_or_raise)
+        try:
+            for layer in self.order:
+                work = partial(self._write_guarded, layer)
+                after = (ledger.stored(layer),)
+                name = f"save {stack.host.layers[layer].layout.name or 'root'}"
+                self._jobs.append(lane.submit(name, work, after))
+                ledger.update_after(layer, self._jobs[-1])
+        except BaseException as error:  # what is queued writes nothing more
+            self._failure = error
+            lane.submit(f"drop {self._tag}", partial(directory.remove, self._hidden))
+            raise
+        self._published = lane.submit(f"publish {self._tag}", self._publish_guarded)
+
+    @property
+    def ended(self) -> bool:
+        """Whether `wait` would return, or raise, at once."""
+        return self._published is not None and self._published.done
+
+    def wait(self) -> None:
+        """Block until a save `beside` has ended. LaneError with the save's own as its cause."""
+        if self._published is not None:
+            self._published.wait()
+        if isinstance(self._failure, LaneError):  # an update's: the layers are of no one step
+            raise told(self._failure)
+        if self._failure is not None:
+            raise LaneError("io", f"publish {self._tag}", self._failure) from self._failure
+
+    def _publish_guarded(self) -> None:
+        """The disk's errors are the save's alone: a lane that failed could not go on."""
+        try:
+            self._publish_or_raise()
+        except BaseException as error:
+            self._failure = error
 
     def _write_guarded(self, layer: int) -> None:
         """Write a layer; an error is kept for the last job, so that no update fails with it."""

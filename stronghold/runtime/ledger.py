@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from stronghold.device.base import Fence, completed
@@ -83,7 +84,7 @@ class Ledger:
         self._stored = list(self._updated)
         # What still reads a layer's arrays: the next update of it may not overtake that.
         self._read = [completed("io", "nothing reads") for _ in layers]
-        self._torn: str | None = None  # what was updated by a step that failed
+        self._torn: str | None = None  # why the arrays are of two steps, or of two checkpoints
 
     # -- fences -----------------------------------------------------------------------------------
     def updated(self, layer: int) -> Fence:
@@ -122,12 +123,7 @@ class Ledger:
 
     def begin_backward(self, *, boundary: bool) -> None:
         """The next gradients belong to a micro-batch that ends the step (`boundary`) or not."""
-        if self._torn is not None:
-            raise ConfigError(
-                f"backward failed after {self._torn} had been updated: weights are of two steps. "
-                "Start again from a checkpoint; with gradient_clipping above 0 updates wait for "
-                "the end of backward, and a failed one changes nothing"
-            )
+        self.check()
         if self.early and (not boundary or self.applied):
             raise ConfigError(
                 "a second engine.backward before engine.step would change weights that were "
@@ -135,6 +131,34 @@ class Ledger:
                 "per step, or gradient_clipping above 0"
             )
         self.boundary = boundary
+
+    def check(self) -> None:
+        """ConfigError while the arrays are of two steps, or of two checkpoints."""
+        if self._torn is not None:
+            raise ConfigError(self._torn)
+
+    @contextmanager
+    def changing(self, what: str) -> Iterator[None]:
+        """Around a change of many layers, which `what` makes: where it does not end, nothing goes
+        on before one that does.
+        """
+        self._torn = (
+            f"{what} did not end: some layers have new values and others have not. Nothing can go "
+            "on from that: load a checkpoint (engine.load_checkpoint)"
+        )
+        yield
+        self._torn = None
+
+    def refuse_dropping(self) -> None:
+        """ConfigError when gradients shall be dropped that weights have taken already."""
+        if self.applied:
+            name = self._layers[min(self.applied)].name or "the root"
+            raise ConfigError(
+                f"zero_grad between backward and step: {name} was updated with these gradients "
+                "already, as they came. To throw a batch away set gradient_clipping above 0 or "
+                "bf16.check_grad_overflow true, so that updates wait for engine.step; or look at "
+                "the loss before engine.backward"
+            )
 
     def refuse_further(self, layer: int, repeated: frozenset[int]) -> None:
         """ConfigError when gradients come again for a layer that was updated before the gate."""
@@ -154,7 +178,12 @@ class Ledger:
         """
         names = [self._layers[layer].name for layer in sorted(self.applied)]
         if names:
-            self._torn = f"{names[0]} and {len(names) - 1} more layers" if names[1:] else names[0]
+            some = f"{names[0]} and {len(names) - 1} more layers" if names[1:] else names[0]
+            self._torn = (
+                f"backward failed after {some} had been updated: weights are of two steps. "
+                "Start again from a checkpoint; with gradient_clipping above 0 updates wait for "
+                "the end of backward, and a failed one changes nothing"
+            )
         elif self.pending:
             logger.warning("backward failed: the gradients of this step so far are dropped")
 
@@ -165,10 +194,9 @@ class Ledger:
             arrived.clear()
 
     def restart(self) -> None:
-        """The arrays are about to be loaded anew: wait for what writes and reads them, forget a
-        step that failed.
+        """The arrays are about to be written anew: wait for what writes and reads them, and drop a
+        step that has not ended.
         """
         for fence in (*self._updated, *self._stored, *self._read):
             fence.wait()
         self.forget()
-        self._torn = None
