@@ -96,7 +96,7 @@ class StrongholdEngine(Checkpoints, deepspeed.DeepSpeedEngine):  # type: ignore[
         self._destroyed = False
         check_free(model)
         if optimizer is not None:
-            optimizer.connect(self.step)
+            optimizer.connect(self.step, self.zero_grad)
             if training.precision == "fp16":
                 optimizer.loss_scaler = make_scaler(
                     self._config.float16_config, self.zero_optimization_stage()
@@ -127,7 +127,17 @@ class StrongholdEngine(Checkpoints, deepspeed.DeepSpeedEngine):  # type: ignore[
             read=self._stack.wait_for_readers,
             loaded=self._stack.adopt_weights,
         )
-        self._reads = ParameterReads(self._stack.parameters, self._stack.settle)
+        self._reads = ParameterReads(
+            {
+                parameter: (layer, part.name)
+                for layer, of_layer in enumerate(self._stack.parameters)
+                for parameter, part in zip(
+                    of_layer, self._stack.layout.layers[layer].slices, strict=True
+                )
+            },
+            settle=self._stack.settle,
+            drop=self._stack.drop_gradients,
+        )
         finish_at_exit(self)
         try:
             self._make_deepspeed_parts(training_data)
@@ -146,8 +156,12 @@ class StrongholdEngine(Checkpoints, deepspeed.DeepSpeedEngine):  # type: ignore[
 
     # -- the step ---------------------------------------------------------------------------------
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Call the user's module, as it is at this moment, and return its output unchanged."""
+        """Call the user's module, as it is at this moment, and return its output unchanged.
+
+        LaneError, once, for an asynchronous save that has failed meanwhile: the next call goes on.
+        """
         self._stack.check_process("engine.forward")
+        self._hear_of_checkpoint()
         if self.module.training and torch.is_grad_enabled():
             self._stack.metrics.add_tokens(count_tokens(inputs, kwargs))
         with self._instruments.forward(self.global_steps), self._stack.runtime.forward_pass():
@@ -169,22 +183,26 @@ class StrongholdEngine(Checkpoints, deepspeed.DeepSpeedEngine):  # type: ignore[
             )
         steps = self.gradient_accumulation_steps()
         scaled: torch.Tensor = loss / steps if scale_wrt_gas and steps > 1 else loss
-        runtime = self._stack.runtime
-        runtime.begin_backward(boundary=self.is_gradient_accumulation_boundary())
+        runtime, begun = self._stack.runtime, False
+        if not runtime.ledger.pending:  # the step's first, or the first that is not thrown away
+            self._loss_sum = None
         try:
+            runtime.begin_backward(boundary=self.is_gradient_accumulation_boundary())
+            begun = True
             with self._instruments.time("backward"):
                 optimizer.scaled(scaled).backward(retain_graph=retain_graph)
-        except BaseException:
-            runtime.abandon_backward()
-            self._start_step_again()
+            runtime.end_backward()
+        except BaseException as error:
+            if begun or not isinstance(error, Exception):  # else it is refused, and changes nothing
+                self._abandon_step()
             raise
-        runtime.end_backward()
         value = scaled.detach()
         self._loss_sum = value if self._loss_sum is None else self._loss_sum + value
         return scaled
 
-    def _start_step_again(self) -> None:
+    def _abandon_step(self) -> None:
         """The step's gradients so far are void: the next micro-batch is its first."""
+        self._stack.runtime.abandon_backward()
         self.micro_steps -= self.micro_steps % self.gradient_accumulation_steps()
         self._loss_sum = None
 
@@ -193,14 +211,20 @@ class StrongholdEngine(Checkpoints, deepspeed.DeepSpeedEngine):  # type: ignore[
         schedule.
 
         Waits for the gradients' norm, never for the updates: the next forward waits for them layer
-        by layer.
+        by layer. When Ctrl-C ends it before a weight has changed, the step starts again; later it
+        asks for a checkpoint.
         """
         optimizer = self._needed_optimizer("step")
         self._step_applied = False
         step, boundary = self.global_steps, self.is_gradient_accumulation_boundary()
-        with self._instruments.time("step"):
-            if boundary:
-                self._take_step(optimizer, lr_kwargs or {})
+        try:
+            with self._instruments.time("step"):
+                if boundary:
+                    self._take_step(optimizer, lr_kwargs or {})
+        except BaseException as error:
+            if not isinstance(error, Exception):  # Ctrl-C: its gradients are no further step's
+                self._abandon_step()
+            raise
         self._instruments.end_micro_batch(step=step, samples=self.global_samples, boundary=boundary)
         self.micro_steps += 1
 
@@ -208,6 +232,8 @@ class StrongholdEngine(Checkpoints, deepspeed.DeepSpeedEngine):  # type: ignore[
         stack = self._stack
         stack.device.check()
         learning_rate = float(optimizer.param_groups[0]["lr"])
+        if not stack.runtime.ledger.pending:
+            self._loss_sum = None
         gate = stack.runtime.close_gate(
             clipping=float(self.gradient_clipping() or 0.0),
             loss_scale=optimizer.loss_scale,
@@ -294,9 +320,11 @@ class StrongholdEngine(Checkpoints, deepspeed.DeepSpeedEngine):  # type: ignore[
         yield
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Nothing to do: gradients leave their parameters as they arrive, and the step forgets
-        them.
+        """Throw away the gradients of every micro-batch since the last step, as in a plain loop;
+        without effect where none is waiting. ConfigError where weights have taken them already.
         """
+        if not self._destroyed:
+            self._stack.drop_gradients()
 
     # -- what is read -----------------------------------------------------------------------------
     def get_global_grad_norm(self) -> float | None:

@@ -14,8 +14,17 @@ import torch
 
 import stronghold
 from stronghold.checkpoint import save
+from stronghold.checkpoint.tensorfile import TensorFile
 from stronghold.errors import ConfigError, LaneError
-from tests.checkpoints import assert_same, make_batch, make_model, session, snapshot, train
+from tests.checkpoints import (
+    assert_same,
+    make_batch,
+    make_model,
+    masters_of,
+    session,
+    snapshot,
+    train,
+)
 from tests.test_lane_failures import fail_in
 
 STOPS = 3
@@ -204,6 +213,89 @@ def test_a_failed_save_beside_training_is_raised_where_it_is_waited_for(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("told_by", ["forward", "save", "load"])
+def test_after_a_failed_save_beside_training_is_told_of_once_everything_goes_on(
+    told_by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = save.Save._write_layer
+    errors = [OSError(28, "No space left on device")]
+
+    def full_once(self: Any, index: int) -> None:
+        for error in [errors.pop() for _ in errors[:1]]:
+            raise error
+        write(self, index)
+
+    with session() as engine:
+        losses = train(engine, 6)
+    with session(section={"async_checkpoint": True}) as engine:
+        assert all(map(torch.equal, train(engine, 2), losses[:2]))
+        engine.save_checkpoint(tmp_path, tag="good")
+        engine.wait_for_checkpoint()
+        with monkeypatch.context() as patched:
+            patched.setattr(save.Save, "_write_layer", full_once)
+            engine.save_checkpoint(tmp_path, tag="bad")
+            engine._stack.device.finish()
+            call = {
+                "forward": lambda: engine(**make_batch(0)),
+                "save": lambda: engine.save_checkpoint(tmp_path, tag="next"),
+                "load": lambda: engine.load_checkpoint(tmp_path),
+            }[told_by]
+            with pytest.raises(LaneError, match=r"publish bad .*No space left"):
+                call()
+            engine.load_checkpoint(tmp_path, tag="good")
+            assert all(map(torch.equal, train(engine, 2), losses[2:4]))
+            engine.save_checkpoint(tmp_path, tag="next")
+            assert all(map(torch.equal, train(engine, 2), losses[4:]))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["good", "latest", "next"]
+    with session() as engine:
+        engine.load_checkpoint(tmp_path)
+        assert all(map(torch.equal, train(engine, 2), losses[4:]))
+
+
+@pytest.mark.parametrize("place", ["streamed", "whole"])
+def test_after_a_load_that_failed_halfway_nothing_goes_on_before_one_that_succeeds(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = {"resident_layers": "all", "resident_updates": "gpu"}
+    section = whole if place == "whole" else {"window": 1}
+    # Every read of the second pass fails once; those of the first, of checksums, change nothing.
+    read, countdown = TensorFile.read_part, [0]
+
+    def failing(self: Any, name: str, begin: int, into: torch.Tensor) -> None:
+        countdown[0] -= 1
+        if countdown[0] == 0:
+            raise OSError(5, "Input/output error", name)
+        read(self, name, begin, into)
+
+    pieces = TensorFile.pieces
+
+    def failing_pieces(self: Any, name: str) -> Any:
+        countdown[0] -= 1
+        if countdown[0] == 0:
+            raise OSError(5, "Input/output error", name)
+        return pieces(self, name)
+
+    with session(section=section, precision="bf16") as engine:
+        train(engine, 2)
+        engine.save_checkpoint(tmp_path)
+        expected = train(engine, 2)
+        monkeypatch.setattr(TensorFile, "read_part", failing)
+        monkeypatch.setattr(TensorFile, "pieces", failing_pieces)
+        for number in (1, 2, 11, 29):
+            countdown[0] = number
+            with pytest.raises(OSError, match="Input/output error"):
+                engine.load_checkpoint(tmp_path)
+            countdown[0] = 0
+            with pytest.raises(ConfigError, match=r"load_checkpoint\(.* did not end"):
+                engine(**make_batch(0))
+            with pytest.raises(ConfigError, match=r"load_checkpoint\(.* did not end"):
+                engine.save_checkpoint(tmp_path / "torn")
+            with pytest.raises(ConfigError, match=r"load_checkpoint\(.* did not end"):
+                engine.save_16bit_model(tmp_path / "torn")
+            engine.load_checkpoint(tmp_path)
+            assert all(map(torch.equal, train(engine, 2), expected)), number
+
+
 @pytest.mark.parametrize("custom", [False, True])
 def test_weights_that_are_loaded_beside_a_save_are_not_in_it(
     custom: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -324,6 +416,34 @@ def test_after_a_step_of_two_halves_a_checkpoint_is_the_way_back(tmp_path: Path)
             train(engine, 1)
         engine.load_checkpoint(tmp_path)
         assert all(map(torch.equal, train(engine, 3), expected))
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_weights_alone_that_are_in_part_there_change_the_masters_of_these_alone(
+    precision: str, tmp_path: Path
+) -> None:
+    class Part(torch.nn.Module):
+        """The first blocks of the model, by their own names."""
+
+        def __init__(self, model: Any) -> None:
+            super().__init__()
+            self.transformer = torch.nn.Module()
+            self.transformer.h = torch.nn.ModuleList(model.transformer.h[:2])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.transformer.h[0](x)[0]
+
+    with session(Part(make_model(seed=5)), precision=precision) as engine:
+        engine.save_checkpoint(tmp_path)
+    with session(precision=precision) as engine:
+        train(engine, 4)
+        before = masters_of(engine)
+        engine.load_checkpoint(tmp_path, load_module_only=True, load_module_strict=False)
+        weights, after = engine.module_state_dict(), masters_of(engine)
+        for name, master in after.items():
+            loaded = name.startswith(("transformer.h.0.", "transformer.h.1."))
+            assert torch.equal(master, weights[name].float() if loaded else before[name]), name
+            assert loaded or not torch.equal(master, weights[name].float()), name
 
 
 def test_frozen_parameters_can_be_left_out(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from stronghold.errors import ConfigError
+from tests.models import MODELS as MODEL_FACTORIES
 from tests.training import WARMUP
 from tests.twin import Twin, assert_half_a_step_refuses_every_further_one, twin
 
@@ -92,6 +93,40 @@ def test_a_forward_that_is_stopped_by_hand_leaves_nothing_behind(
                 if micro < both.accumulation - 1:
                     both.engine.step()
             both.step()
+
+
+@pytest.mark.parametrize("error", [RuntimeError("a hook of the user's"), KeyboardInterrupt()])
+@pytest.mark.parametrize("place", ["streamed", "resident", "whole"])
+@pytest.mark.parametrize("mode", ["gated", "accumulated"])
+def test_a_gradient_that_its_hook_kept_from_leaving_is_no_further_steps(
+    mode: str, place: str, error: BaseException
+) -> None:
+    model, _ = MODEL_FACTORIES["gpt"]()
+    failures: list[BaseException] = []
+
+    def fail(_: Any) -> None:
+        for failure in failures:
+            raise failure
+
+    # Of each layer a parameter, whose hook runs before the engine's, which would take .grad away.
+    for number, parameter in enumerate(model.parameters()):
+        if number % 3 == 0:
+            parameter.register_post_accumulate_grad_hook(fail)
+    sections: dict[str, dict[str, Any]] = {
+        "streamed": {"window": 1},
+        "resident": {"resident_layers": 1},
+        "whole": {"resident_layers": "all", "resident_updates": "gpu"},
+    }
+    with twin(of=model, section=sections[place], **MODES[mode]) as both:
+        micro = range(both.accumulation)
+        both.train(*micro)
+        failures.append(error)
+        with pytest.raises(type(error)):
+            both.engine.backward(both.on(9)(both.engine))
+        failures.clear()
+        assert all(parameter.grad is None for parameter in model.parameters())
+        for step in range(1, 3):
+            both.train(*(2 * step + k for k in micro))
 
 
 def test_an_engine_that_is_destroyed_after_a_stopped_call_leaves_no_hook() -> None:

@@ -4,19 +4,23 @@ model, which stays theirs.
 
 from __future__ import annotations
 
+import copy
 import gc
 import inspect
+import io
 import weakref
 from typing import Any
 
 import deepspeed
 import pytest
 import torch
+from deepspeed import utils
 from torch import nn
 
 import stronghold
 from stronghold.engine import StrongholdEngine
 from stronghold.errors import ConfigError
+from stronghold.runtime.reads import FRAGMENT
 from stronghold.surface import INHERITED, REFUSED
 from tests.conftest import lane_threads
 from tests.models import MODELS, loss_of
@@ -195,8 +199,9 @@ def test_nothing_is_written_on_the_users_modules_but_hooks_that_go_again() -> No
         engine.backward(loss_of(engine(**make_batch(step))))
         engine.step()
     assert [set(vars(module)) for module in model.modules()] == names
-    assert all(set(vars(parameter)) == set() for parameter in model.parameters())
+    assert all(set(vars(parameter)) == set(FRAGMENT) for parameter in model.parameters())
     engine.destroy()
+    assert all(set(vars(parameter)) == set() for parameter in model.parameters())
     assert anatomy(model) == before
     assert hooks_of(model) == 0
 
@@ -297,16 +302,111 @@ def test_moving_or_casting_the_engine_is_without_effect_and_says_so(
         both.train(2)
 
 
-def test_zero_grad_between_micro_batches_is_harmless() -> None:
-    with twin(accumulation=2) as both:
-        for step in range(2):
-            both.engine.zero_grad()
-            both.backward(both.on(2 * step))
-            both.engine.optimizer.zero_grad(set_to_none=False)
-            both.engine.step()
-            both.engine.zero_grad(set_to_none=True)
-            both.backward(both.on(2 * step + 1))
+ZEROES: dict[str, Any] = {
+    "engine": lambda both: both.engine.zero_grad(),
+    "optimizer": lambda both: both.engine.optimizer.zero_grad(set_to_none=False),
+    "model": lambda both: both.model.zero_grad(),
+    "a model around it": lambda both: nn.Sequential(both.model).zero_grad(set_to_none=True),
+    "client's optimizer": lambda both: torch.optim.SGD(both.model.parameters()).zero_grad(),
+}
+PLACES: dict[str, dict[str, Any]] = {
+    "streamed": {"window": 1},
+    "resident": {"resident_layers": 1, "window": 1},
+    "updated on the gpu": {"resident_layers": 1, "resident_updates": "gpu", "window": 1},
+    "whole": {"resident_layers": "all", "resident_updates": "gpu"},
+}
+
+
+@pytest.mark.parametrize("zero", ZEROES)
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("mode", [{}, {"precision": "bf16"}, {"accumulation": 2}], ids=str)
+def test_zero_grad_throws_away_what_came_since_the_last_step(
+    mode: dict[str, Any], place: str, zero: str
+) -> None:
+    with twin(section=PLACES[place], **mode) as both:
+        for step in range(3):
+            ZEROES[zero](both)  # after a step: nothing is there
+            for micro in range(both.accumulation - 1):
+                both.backward(both.on(4 * step + micro))
+                both.engine.step()
+            if step == 1:  # a bad batch, and those of its step before it
+                both.backward(both.on(9))
+                ZEROES[zero](both)
+                both.drop_plain()
+            both.backward(both.on(4 * step + 3))
             both.step()
+            assert both.engine.last_record.loss is not None
+        both.backward(both.on(9))
+        ZEROES[zero](both)
+        both.drop_plain()
+        both.engine.step()  # without a gradient: nothing changes, as in a plain loop
+
+
+def test_a_step_whose_weights_have_changed_cannot_be_thrown_away() -> None:
+    with twin(clipping=0.0) as both:
+        for zero in ZEROES.values():
+            zero(both)
+            both.backward(both.on(0))
+            with pytest.raises(ConfigError, match=r"zero_grad .* was updated .* gradient_clipping"):
+                zero(both)
+            both.step()
+
+
+def test_gradients_of_a_part_are_not_thrown_away_alone() -> None:
+    with twin() as both:
+        both.model.blocks[0].zero_grad()
+        both.backward(both.on(0))
+        with pytest.raises(ConfigError, match=r"zero_grad .* of a part of the model, without"):
+            both.model.blocks[0].zero_grad()
+        both.step()
+
+
+def test_the_loss_of_a_step_is_that_of_the_batches_that_were_kept() -> None:
+    engine, make_batch = make(accumulation=2)
+    for _ in range(2):
+        engine.backward(loss_of(engine(**make_batch(9))))
+        engine.zero_grad()
+    losses = []
+    for micro in range(2):
+        losses.append(loss_of(engine(**make_batch(micro))).detach() / 2)
+        engine.backward(loss_of(engine(**make_batch(micro))))
+        engine.step()
+    assert torch.equal(engine.last_record.loss, losses[0] + losses[1])
+    engine.destroy()
+
+
+# --- DeepSpeed's access to masters, moments and gradients -----------------------------------------
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_deepspeeds_access_to_states_is_refused_with_the_way_to_them(place: str) -> None:
+    engine, make_batch = make(section=PLACES[place])
+    parameter = engine.module.head.weight
+    engine.backward(loss_of(engine(**make_batch(0))))
+    calls = (
+        lambda: utils.safe_get_full_fp32_param(parameter),
+        lambda: utils.safe_set_full_fp32_param(parameter, parameter.detach()),
+        lambda: utils.safe_get_full_optimizer_state(parameter, "exp_avg"),
+        lambda: utils.safe_set_full_optimizer_state(parameter, parameter.detach(), "exp_avg"),
+        lambda: utils.safe_get_full_grad(parameter),
+        lambda: utils.safe_set_full_grad(parameter, parameter.detach()),
+    )
+    for call in calls:
+        with pytest.raises(ConfigError, match=r"head.weight: safe_.* cannot be used"):
+            call()
+    engine.step()
+    frozen = nn.Parameter(torch.ones(2), requires_grad=False)
+    assert utils.safe_get_full_fp32_param(frozen) is None  # of no engine: DeepSpeed's own answer
+    kept = io.BytesIO()
+    torch.save(engine.module, kept)
+    kept.seek(0)
+    for model in (copy.deepcopy(engine.module), torch.load(kept, weights_only=False)):
+        assert all(vars(p) == {} for p in model.parameters())
+    with pytest.raises(ConfigError, match="cannot be used"):
+        calls[0]()
+    model = engine.module
+    engine.destroy()
+    assert all(vars(p) == {} for p in model.parameters())
 
 
 # --- several engines, and their ends --------------------------------------------------------------

@@ -130,3 +130,43 @@ def test_a_parameter_that_points_at_a_copy_of_itself_is_taken_back(section: str)
             parameter.data = parameter.data.clone()
         both.train(1)
         both.train(2)
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("names", [[], ["head.weight"], ["blocks.1.mlp.up.weight", "head.weight"]])
+def test_a_partial_load_changes_the_masters_of_what_it_loads_alone(
+    names: list[str], precision: str, section: str
+) -> None:
+    def masters(engine: Any) -> dict[str, torch.Tensor]:
+        engine.synchronize()
+        host = engine._stack.host
+        return {
+            part.name: host.master(state.layout.index, part).cpu()
+            for state in host.layers
+            for part in state.layout.slices
+        }
+
+    both = Twin(section=SECTIONS[section], precision=precision)
+    for step in range(4):
+        both.engine.backward(both.on(step)(both.engine))
+        both.engine.step()
+        if precision == "bf16":
+            both.plain_backward(both.on(step))
+            both.plain_step()
+        if step != 1:
+            continue
+        before = masters(both.engine)
+        state = {name: both.model.state_dict()[name].clone() for name in names}
+        found = both.model.load_state_dict(state, strict=False)
+        assert before.keys() - names <= set(found.missing_keys)
+        after = masters(both.engine)
+        for name, master in before.items():
+            expected = state[name].float() if name in names else master
+            assert torch.equal(after[name], expected), name
+        assert all(not torch.equal(before[name], state[name].float()) for name in names)
+        for name in names if precision == "bf16" else ():
+            both.adam.restart_master(both.plain.get_parameter(name))
+    if precision == "bf16":
+        both.check()
+    both.engine.destroy()

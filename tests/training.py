@@ -233,6 +233,10 @@ class KernelAdam:
         named = {name: self._state.get(p) for name, p in model.named_parameters()}
         return {name: (state["m"], state["v"]) for name, state in named.items() if state}
 
+    def restart_master(self, parameter: nn.Parameter) -> None:
+        """The weight was written from outside: it is its own bf16 master."""
+        self._state[parameter]["low"].zero_()
+
     def step(
         self,
         gradients: dict[nn.Parameter, torch.Tensor],

@@ -221,8 +221,11 @@ class Load:
                         found["weights"].copy_(master[first - at : last - at])
                 begin += master.numel()
         if not exact:
-            for index in range(len(host.layers)):
-                host.restart_master(index)
+            loaded: dict[int, set[int]] = {}
+            for index, k, _, _ in self._found:
+                loaded.setdefault(index, set()).add(k)
+            for index, positions in loaded.items():
+                host.restart_master(index, positions)
         for name, buffer in persistent_buffers(model):
             if name in self.manifest.buffers:
                 values = self._tag.tensors(self._slices.name(BUFFERS)).read(name)

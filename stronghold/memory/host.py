@@ -26,7 +26,7 @@ view of the file's pages.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -102,6 +102,7 @@ class HostStore:
         self._pinned: dict[int, torch.Tensor] = {}  # by address
         self.allocated_bytes = self.peak_bytes = self.tiers.ring_bytes
         self.training = False
+        self._prepared = False
 
     def _slab(self, numel: int, dtype: torch.dtype, *, pinned: bool) -> torch.Tensor:
         slab = self._allocate(numel, dtype)
@@ -145,11 +146,12 @@ class HostStore:
                 found["weights"].copy_(flat[begin - at : end - at])
 
     def prepare_training(self) -> None:
-        """Make masters, moments and gradient entries; called once, at the first backward.
+        """Make masters, moments and gradient entries at the first backward; goes on where an
+        interrupt ended it.
 
         Fresh pages are zero: a master that starts at its rounded weight, and Adam's first moments.
         """
-        if self.training:
+        if self._prepared:
             return
         self.training = True
         low_dtype = LOW_DTYPE[self.dtype]
@@ -158,8 +160,10 @@ class HostStore:
             index = state.layout.index
 
             def room(array: str, dtype: torch.dtype, of: int = index, numel: int = numel) -> Any:
-                spilled = self.tiers.holds(of, array)
-                return None if spilled else self._slab(numel, dtype, pinned=False)
+                there = getattr(self.layers[of], array)
+                if there is not None or self.tiers.holds(of, array):
+                    return there
+                return self._slab(numel, dtype, pinned=False)
 
             if low_dtype is not None:
                 state.low = room("low", low_dtype)
@@ -173,7 +177,8 @@ class HostStore:
                 self.held_entry(index)
         passing = any(self.tiers.holds(s.layout.index, "gradients") for s in self._mine)
         if self._accumulate or not self._hold or passing:
-            self._make_ring(self._ring_entries)
+            self._make_ring(self._ring_entries - len(self._ring))
+        self._prepared = True
 
     def defer(self, layers: frozenset[int]) -> None:
         """Between two steps: these layers hold their gradients for the next forward, no others."""
@@ -354,17 +359,24 @@ class HostStore:
             if low is not None:
                 found["low"].copy_(low)
 
-    def restart_master(self, index: int) -> None:
-        """Make the master equal to the weight, which was written from outside."""
+    def restart_master(self, index: int, positions: Collection[int] | None = None) -> None:
+        """Make the masters of the parameters at `positions`, or of all, equal to their weights,
+        which were written from outside.
+        """
         if not self.has(index, "low"):
             return
-        numel = self.layers[index].layout.trainable_numel
-        if LOW_DTYPE[self.dtype] is torch.int16:
-            for _, _, found in self.pieces(index, ("low",), 0, numel, mode="replace"):
-                found["low"].zero_()
-            return
-        for _, _, found in self.pieces(index, ("weights", "low"), 0, numel, mode="edit"):
-            found["low"].copy_(found["weights"])
+        layout = self.layers[index].layout
+        ranges = [(0, layout.trainable_numel)]
+        if positions is not None:
+            parts = [layout.slices[k] for k in sorted(positions) if layout.slices[k].trainable]
+            ranges = [(part.offset, part.offset + part.numel) for part in parts]
+        for begin, end in ranges:
+            if LOW_DTYPE[self.dtype] is torch.int16:
+                for _, _, found in self.pieces(index, ("low",), begin, end, mode="replace"):
+                    found["low"].zero_()
+                continue
+            for _, _, found in self.pieces(index, ("weights", "low"), begin, end, mode="edit"):
+                found["low"].copy_(found["weights"])
 
     def close(self) -> None:
         """Unregister and drop every slab; parameters that are views keep their memory alive

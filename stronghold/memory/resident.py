@@ -83,18 +83,21 @@ class DeviceStore:
         """Make masters, moments and accumulators; called at every backward, works at the first."""
         if self._training:
             return
-        self._training = True
         low_dtype = LOW_DTYPE[self._dtype]
         for state in self.layers:
+            numel = state.layout.trainable_numel
+            # What an interrupt ended goes on where it was.
             if low_dtype is not None:
-                state.low = self._zeros(state.layout.trainable_numel, low_dtype, "masters")
+                if state.low is None:
+                    state.low = self._zeros(numel, low_dtype, "masters")
                 self._host.restart_master(state.layout.index)
-            state.exp_avg = self._zeros(state.layout.trainable_numel, torch.float32, "moments")
-            state.exp_avg_sq = self._zeros(state.layout.trainable_numel, torch.float32, "moments")
-            if self._accumulate:
-                state.accumulated = self._zeros(
-                    state.layout.trainable_numel, torch.float32, "accumulated gradients"
-                )
+            if state.exp_avg is None:
+                state.exp_avg = self._zeros(numel, torch.float32, "moments")
+            if state.exp_avg_sq is None:
+                state.exp_avg_sq = self._zeros(numel, torch.float32, "moments")
+            if self._accumulate and state.accumulated is None:
+                state.accumulated = self._zeros(numel, torch.float32, "accumulated gradients")
+        self._training = True
 
     def _zeros(self, numel: int, dtype: torch.dtype, purpose: str) -> torch.Tensor:
         return self._device.allocate(numel, dtype, f"{purpose} of resident layers").zero_()

@@ -108,6 +108,7 @@ class Window:
         self._own_gradients: dict[int, GradientSlot] = {}
         self._beside: dict[int, GradientSlot] = {}  # gathering for layers whose own slot is held
         self._holding: dict[int, Slot] = dict(self._own)
+        self._prepared = False
         for index, slot in self._own.items():
             slot.layer = index
 
@@ -122,18 +123,36 @@ class Window:
         )
 
     def prepare_training(self) -> None:
-        """Make the gradient slots; called once, at the first backward."""
-        if self._gradient_slots or self._own_gradients:
+        """Make the gradient slots at the first backward; goes on where an interrupt ended it."""
+        if self._prepared:
             return
-        if self._gradient_numel:
-            self._gradient_slots = [
-                self._gradient_slot(self._gradient_numel, f"gradient slot {i}")
-                for i in range(self._num_gradient_slots)
-            ]
-        self._own_gradients = {
-            index: self._gradient_slot(numel, f"gradients of resident layer {index}")
-            for index, numel in self._own_trainable.items()
-        }
+        while self._gradient_numel and len(self._gradient_slots) < self._num_gradient_slots:
+            name = f"gradient slot {len(self._gradient_slots)}"
+            self._gradient_slots.append(self._gradient_slot(self._gradient_numel, name))
+        for index, numel in self._own_trainable.items():
+            if index not in self._own_gradients:
+                self._own_gradients[index] = self._gradient_slot(
+                    numel, f"gradients of resident layer {index}"
+                )
+        self._prepared = True
+
+    def start_again(self, free: Fence) -> None:
+        """Whatever was under way, and however far it had come: nothing is in a slot, nothing
+        gathers and nothing is held. The lanes have done what was queued, compute is done at `free`.
+        """
+        self._holding = dict(self._own)
+        self.residency = dict.fromkeys(self.residency, Residency.HOST)
+        for slot in (*self._slots, *self._own.values()):
+            slot.layer, slot.ready, slot.free_after = None, None, free
+        for slot in self._slots:
+            self._device.poison(slot.weights)
+        for index, slot in self._own.items():
+            slot.layer = index
+        self._beside.clear()
+        for gathering in (*self._gradient_slots, *self._own_gradients.values()):
+            gathering.layer, gathering.held, gathering.free_after = None, False, free
+            gathering.arrived.clear()
+            self._device.poison(gathering.gradients)
 
     # -- weights --------------------------------------------------------------------------------
     def move(self, layer: int, to: Residency) -> None:
@@ -182,8 +201,8 @@ class Window:
         self.move(layer, Residency.HOST)
         slot.layer = None
         slot.ready = None
-        self._slots.remove(slot)  # the slot freed last is taken last
-        self._slots.append(slot)
+        # The slot freed last is taken last. A new list: an interrupt must not lose the slot.
+        self._slots = [*(other for other in self._slots if other is not slot), slot]
 
     @property
     def num_gradient_slots(self) -> int:
@@ -231,8 +250,8 @@ class Window:
         slot.free_after = after
         if slot in self._gradient_slots:
             # The slot freed last is taken last, so that its drain can go on meanwhile.
-            self._gradient_slots.remove(slot)
-            self._gradient_slots.append(slot)
+            others = (other for other in self._gradient_slots if other is not slot)
+            self._gradient_slots = [*others, slot]
 
     def hold_gradients(self, slot: GradientSlot) -> None:
         """Gathering is over: the layer's own slot keeps its gradients until `drop_held`."""

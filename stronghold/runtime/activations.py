@@ -31,9 +31,11 @@ writes in place where a hook stands in between, so that it is done here.
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -132,11 +134,13 @@ class _Foreign(NamedTuple):
     packed: Any
 
 
-class _Scope(NamedTuple):
-    """One running forward: what to close."""
+@dataclass(slots=True, eq=False)
+class _Scope:
+    """One running forward: what to close, as far as it is open."""
 
-    hooks: saved_tensors_hooks
-    recomputation: Generator[None, None, None] | None
+    layer: int
+    hooks: saved_tensors_hooks | None = None
+    recomputation: Generator[None, None, None] | None = None
 
 
 def _active_hooks() -> Hooks | None:
@@ -168,7 +172,8 @@ class Activations:
         self._device = device
         self._slots = slots
         self._metrics = metrics
-        self._open: dict[int, list[_Scope]] = defaultdict(list)
+        self._open: list[_Scope] = []  # the outermost first
+        self._outside: Hooks | None = None  # the pair that was active before the outermost of them
         self._saved: dict[int, list[weakref.ref[SavedStorage]]] = defaultdict(list)
         self._in_scope: dict[int, SavedStorage] = {}
         self._leaving: deque[list[SavedStorage]] = deque()  # by forward of a layer, oldest first
@@ -188,10 +193,14 @@ class Activations:
         recomputing: bool,
     ) -> None:
         """The layer's forward begins; every `enter` has its `leave`, also when it raises."""
-        again = None
-        if self.will_recompute(layer, recomputing=recomputing):
-            again = recomputation(module, args, kwargs)
-            next(again)
+        will_recompute = self.will_recompute(layer, recomputing=recomputing)
+        if not self._open:
+            self._outside = _active_hooks()
+        scope = _Scope(layer)
+        self._open.append(scope)  # before anything is open: an interrupt may end us anywhere
+        if will_recompute:
+            scope.recomputation = recomputation(module, args, kwargs)
+            next(scope.recomputation)
         foreign = _active_hooks()
         offload = self._policies[layer] == "offload" and foreign is None and not recomputing
         self._in_scope.clear()
@@ -204,7 +213,7 @@ class Activations:
             lambda packed: self._unpack(layer, packed, foreign),
         )
         hooks.__enter__()
-        self._open[layer].append(_Scope(hooks, again))
+        scope.hooks = hooks
 
     def will_recompute(self, layer: int, *, recomputing: bool) -> bool:
         """Whether a layer whose forward begins now will run it again in backward. Under the user's
@@ -217,19 +226,18 @@ class Activations:
             and _active_hooks() is None
         )
 
-    def leave(self, layer: int, *, hooks_gone: bool = False) -> None:
-        """The layer's forward returned or raised. `hooks_gone`: its saved-tensor hooks went with
-        the backward that it ran in, whose end restores those from before.
-        """
-        if not self._open[layer]:  # the forward failed before `enter`
+    def leave(self, layer: int) -> None:
+        """The layer's forward returned or raised."""
+        scope = next((scope for scope in reversed(self._open) if scope.layer == layer), None)
+        if scope is None:  # the forward failed before `enter`
             return
-        scope = self._open[layer].pop()
         self.sizes.leave()
-        if not hooks_gone:
+        if scope.hooks is not None:
             scope.hooks.__exit__(None, None, None)
         self._in_scope.clear()
         if scope.recomputation is not None:
             next(scope.recomputation, None)
+        self._open.remove(scope)
         # What comes after the last layer that offloads keeps its own: no room is left for two.
         self._drop_left(newest=0 if layer >= self._last_offloading else 1)
 
@@ -237,6 +245,26 @@ class Activations:
     def host_bytes(self) -> int:
         """Pinned for what is offloaded."""
         return self._pool.num_bytes
+
+    def abandon(self, *, in_backward: bool = False) -> bool:
+        """An interrupt ended forwards anywhere: make this thread's saved-tensor hooks those that
+        were active before them. In backward they went with it, whose end restores those from
+        before. Whether any forward was open.
+        """
+        left_open = bool(self._open)
+        if left_open and not in_backward:
+            for scope in reversed(self._open):
+                if scope.recomputation is not None:
+                    with contextlib.suppress(Exception):  # it takes hooks off, perhaps not its own
+                        scope.recomputation.close()
+            while (active := _active_hooks()) is not None and active != self._outside:
+                torch._C._autograd._pop_saved_tensors_default_hooks()
+            if active is None and self._outside is not None:
+                torch._C._autograd._push_saved_tensors_default_hooks(*self._outside)
+        self._open.clear()
+        self._in_scope.clear()
+        self.sizes.leave()
+        return left_open
 
     def _pack(self, layer: int, tensor: torch.Tensor, foreign: Hooks | None, offload: bool) -> Any:
         held = self._slots.layer_in(tensor.untyped_storage().data_ptr())

@@ -44,10 +44,20 @@ class Bindings:
             views = [view(flat, part) for part in self._layers[layer].layout.slices]
             self._views[layer][address] = views
             self._views_at.setdefault(address, []).extend(views)
+        self._forget(layer)  # an interrupt may leave some of them here and some there
         for parameter, values in zip(self._parameters[layer], views, strict=True):
             parameter.data = values
-        self._bound[layer] = address
         self._addresses[layer] = [parameter.data_ptr() for parameter in self._parameters[layer]]
+        self._bound[layer] = address
+
+    def point(self, layer: int, flat: torch.Tensor) -> None:
+        """As `bind`, wherever the parameters point: an interrupt may have left them anywhere."""
+        self._forget(layer)
+        self.bind(layer, flat)
+
+    def _forget(self, layer: int) -> None:
+        self._addresses[layer] = []
+        self._bound[layer] = -1
 
     def views_at(self, address: int) -> list[torch.Tensor]:
         """Every view that is held of the memory at this address."""

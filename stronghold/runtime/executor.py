@@ -123,6 +123,7 @@ class Executor:
     def begin_forward_pass(self, *, training: bool) -> None:
         """The model was called; `training` says that gradients will be wanted."""
         self._device.check()
+        self._updater.ledger.check()
         self._turn_to(self._training if training else self._evaluation)
         if self.phase is Phase.IDLE:
             self.phase = Phase.FORWARD
@@ -162,6 +163,38 @@ class Executor:
             for layer in self._window.held_layers():
                 self._bindings.rest(layer)
         self._learn(self._training)
+
+    def start_again(self) -> None:
+        """An exception may have ended anything anywhere: no pass is running, no layer is in a slot,
+        every parameter is at rest. The lanes have done what was queued.
+        """
+        self.phase = Phase.IDLE
+        self._inside.clear()
+        self._span.drop()
+        self._current = self._training
+        for track in (self._training, self._evaluation):
+            track.cursor = 0
+            track.recorded.clear()
+        free = self._device.record_compute("before a new start")
+        free.wait()
+        self._layer_at.clear()
+        self._last_fetch[:] = [free] * len(self._last_fetch)
+        self._stale = set(self._refreshed)
+        self._window.start_again(free)
+        for layer, state in enumerate(self._host.layers):
+            # A resident layer's never change device: autograd keeps one leaf for its calls.
+            slot = self._window.slot_of(layer)
+            self._bindings.point(layer, state.weights if slot is None else slot.weights)
+
+    def abandon_forward(self) -> None:
+        """An interrupt ended the forwards that were running."""
+        for layer in reversed(list(self._inside)):
+            self.end_forward(layer)
+        self.end_forward_pass()
+
+    def forget_calls(self) -> None:
+        """No graph is waiting for its backward."""
+        self._calls = [0] * len(self._calls)
 
     def abandon_backward_pass(self) -> None:
         """Autograd raised: the micro-batch's gradients are void, parameters go to rest."""

@@ -181,27 +181,23 @@ class Hooks:
 
     def end_backward(self) -> None:
         """Backward has ended, or was abandoned."""
-        self._leave_running(in_backward=True)
+        while self._running:  # by an interrupt in a recomputation
+            index, _ = self._running.pop()
+            self._executor.end_forward(index)
+        self._activations.abandon(in_backward=True)
         self._residents.end_backward()
 
-    def abandon_forward(self) -> None:
+    def abandon_forward(self) -> bool:
         """Close what a forward has left open: torch calls the hooks above after an Exception, and
-        not after a KeyboardInterrupt. No forward is running; without effect where nothing is open.
+        not after a KeyboardInterrupt. No forward is running. Whether anything was open.
         """
-        self._leave_running(in_backward=False)
-        if self._depth > 0:
-            self._depth = 0
-            self._executor.end_forward_pass()
-
-    def _leave_running(self, *, in_backward: bool) -> None:
-        while self._running:
-            index, _ = self._running.pop()
-            self._activations.leave(index, hooks_gone=in_backward)
-            self._executor.end_forward(index)
+        left_open = self._depth > 0 or bool(self._running)
+        self._depth = 0
+        self._running.clear()
+        return self._activations.abandon() or left_open
 
     def close(self) -> None:
-        """Remove every hook."""
-        self.abandon_forward()
+        """Remove every hook. No forward is running."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()

@@ -37,6 +37,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         self.loss_scaler: LossScalerBase = LossScaler(1)  # the engine's, when it trains in fp16
         self._global_grad_norm: float | None = None
         self._step: weakref.WeakMethod[Callable[[], None]] | None = None
+        self._zero_grad: weakref.WeakMethod[Callable[[], None]] | None = None
         self._client = client
         super().__init__(params, defaults)
         if client is not None:
@@ -64,9 +65,9 @@ class EngineOptimizer(torch.optim.Optimizer):
         """Use this fixed scale from the next loss on."""
         self.loss_scaler = LossScaler(loss_scale)
 
-    def connect(self, step: Callable[[], None]) -> None:
-        """`step()` will call `step`: the engine's method, whose engine is not kept alive."""
-        self._step = weakref.WeakMethod(step)
+    def connect(self, step: Callable[[], None], zero_grad: Callable[[], None]) -> None:
+        """`step()` and `zero_grad()` will call the engine's methods, which keep no engine alive."""
+        self._step, self._zero_grad = weakref.WeakMethod(step), weakref.WeakMethod(zero_grad)
 
     def count_step(self) -> None:
         """The engine has taken a step: torch's schedules warn when no optimizer did before them."""
@@ -97,9 +98,10 @@ class EngineOptimizer(torch.optim.Optimizer):
         step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Nothing to do: gradients leave their parameters as they arrive, and the step forgets
-        them.
-        """
+        """The engine's: gradients that wait for the step are thrown away."""
+        zero_grad = self._zero_grad() if self._zero_grad is not None else None
+        if zero_grad is not None:
+            zero_grad()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Groups are fixed when the engine is made: layers, masters and moments follow."""

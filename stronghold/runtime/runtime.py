@@ -6,12 +6,15 @@ checkpoints do not ask which. The training thread alone calls.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
 from stronghold.model.partition import Partition
 from stronghold.runtime.ledger import GateResult, Ledger
+
+Written = Mapping[int, Collection[int]]
+"""Parameters by layer and their positions in it."""
 
 
 class Runtime(Protocol):
@@ -71,7 +74,15 @@ class Runtime(Protocol):
         ...
 
     def abandon_backward(self) -> None:
-        """Autograd raised: the step's gradients so far are void."""
+        """Autograd, or a step before it changed anything, raised: the step's gradients so far are
+        void, and no parameter has one.
+        """
+        ...
+
+    def drop_gradients(self) -> None:
+        """The user throws the step's gradients so far away. ConfigError where weights have taken
+        them already.
+        """
         ...
 
     def close_gate(self, *, clipping: float, loss_scale: float) -> GateResult:
@@ -89,8 +100,8 @@ class Runtime(Protocol):
         ...
 
     def restart(self) -> None:
-        """The arrays are about to be loaded anew: finish what is queued, drop the gradients of a
-        step that has not ended, and forget one that failed.
+        """The arrays are about to be written anew: finish what is queued, drop the gradients of a
+        step that has not ended, and whatever an exception left half done.
         """
         ...
 
@@ -98,8 +109,8 @@ class Runtime(Protocol):
         """New values were written to the arrays: after `settle` the parameters show them."""
         ...
 
-    def adopt_weights(self, layers: Sequence[int] | None = None) -> None:
-        """New values were written where parameters of these layers, or of all, point: make them the
-        arrays' values and their masters.
+    def adopt_weights(self, written: Written | None = None) -> None:
+        """New values were written where these parameters, or all, point: make them the arrays'
+        values and their masters.
         """
         ...

@@ -23,7 +23,7 @@ from stronghold.device.base import Device
 from stronghold.device.cuda import CudaDevice
 from stronghold.device.emulated import EmulatedDevice
 from stronghold.device.kernels import NativeKernels
-from stronghold.errors import ConfigError, StateError
+from stronghold.errors import ConfigError, LaneError, StateError
 from stronghold.limits import available_host_bytes
 from stronghold.memory.heap import FreedMemory
 from stronghold.memory.host import HostStore
@@ -41,7 +41,7 @@ from stronghold.runtime.distributed import Ranks
 from stronghold.runtime.files import open_tiers
 from stronghold.runtime.optimizer import EngineOptimizer
 from stronghold.runtime.ranks.sharing import Sharing, check_alike, check_section, node_weights
-from stronghold.runtime.runtime import Runtime
+from stronghold.runtime.runtime import Runtime, Written
 from stronghold.runtime.streaming import Streaming
 from stronghold.runtime.whole import Whole
 from stronghold.telemetry.metrics import Metrics
@@ -255,11 +255,22 @@ class Stack:
         self.check_process("writing parameters")
         self.runtime.ledger.wait_for_readers()
 
-    def adopt_weights(self, layers: Sequence[int] | None = None) -> None:
-        """New values were written where parameters of these layers, or of all, point: make them the
-        masters.
-        """
-        self.runtime.adopt_weights(layers)
+    def adopt_weights(self, written: Written | None = None) -> None:
+        """New values were written where these parameters, or all, point: make them the masters."""
+        self.runtime.adopt_weights(written)
+
+    def drop_gradients(self, part: str | None = None) -> None:
+        """Throw away the gradients that wait for the step, if there are any. ConfigError when only
+        those of `part` are meant."""
+        if not self.runtime.ledger.pending:
+            return
+        if part is not None:
+            raise ConfigError(
+                f"zero_grad between backward and step of a part of the model, without {part}: "
+                "gradients are thrown away together; call it on the whole model or on the engine, "
+                "or freeze the part before backward (requires_grad_(False))"
+            )
+        self.runtime.drop_gradients()
 
     def replan(self, plan: Plan) -> None:
         """Go on with `plan`, between two steps: nothing is lost, and no more than one plan's
@@ -273,6 +284,13 @@ class Stack:
             raise StateError(f"replan: layers {sorted(back)} or gradients cannot change places")
         self.runtime.restart()
         self.runtime.settle()
+        try:
+            self._change_to(plan)
+        except BaseException as error:  # Ctrl-C: parts of two plans cannot be put together again
+            self.device.report(LaneError("compute", "change of the plan", error))
+            raise
+
+    def _change_to(self, plan: Plan) -> None:
         self.runtime.detach()
         self.runtime.give_back()
         self.runtime.close()

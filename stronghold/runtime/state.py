@@ -15,13 +15,15 @@ from torch import nn
 
 from stronghold.errors import ConfigError
 from stronghold.runtime.own_hooks import OwnHook, serves
+from stronghold.runtime.runtime import Written
 
 Layers = Sequence[int]
 
 
 class StateHooks:
     """`wait` returns when every parameter of these layers holds its newest value, `read` when
-    nobody reads the slabs any more; `loaded` takes over new values of these layers.
+    nobody reads the slabs any more; `loaded` takes over new values of these parameters, and of no
+    others: what a partial load leaves keeps its masters.
     `parameters[i]` are those of layer i.
     """
 
@@ -32,14 +34,22 @@ class StateHooks:
         *,
         wait: Callable[[Layers], None],
         read: Callable[[], None],
-        loaded: Callable[[Layers], None],
+        loaded: Callable[[Written], None],
     ) -> None:
         self._wait = wait
         self._read = read
         self._loaded = loaded
-        self._layer_of = {p: layer for layer, of_layer in enumerate(parameters) for p in of_layer}
+        self._place_of = {
+            parameter: (layer, k)
+            for layer, of_layer in enumerate(parameters)
+            for k, parameter in enumerate(of_layer)
+        }
         # The outermost of our modules that is being loaded, and the prefix of its names.
         self._loading: tuple[nn.Module, str] | None = None
+        # Of its parameters: the versions before it, and those that the state dict has a value for.
+        # A module with a loader of its own may know either way alone.
+        self._versions: dict[nn.Parameter, int] = {}
+        self._named: set[nn.Parameter] = set()
         self._handles = []
         for module in model.modules():
             # A part's state dict is made of its modules', each of which waits for its own.
@@ -53,15 +63,19 @@ class StateHooks:
             )
 
     def _layers_of(self, module: nn.Module, *, recurse: bool) -> list[int]:
+        return sorted({self._place_of[p][0] for p in self._held(module, recurse=recurse)})
+
+    def _held(self, module: nn.Module, *, recurse: bool) -> set[nn.Parameter]:
         modules = module.modules() if recurse else (module,)
         held = {p for each in modules for p in each._parameters.values() if p is not None}
-        return sorted({self._layer_of[p] for p in held if p in self._layer_of})
+        return held & self._place_of.keys()
 
     def _before_save(self, layers: Layers, *_: Any) -> None:
         self._wait(layers)
 
     def _before_load(self, module: Any, state: Any, prefix: Any, metadata: Any, *_: Any) -> None:
         if self._loading is not None and len(prefix) > len(self._loading[1]):
+            self._note(module, state, prefix)
             return  # inside the load of a larger part
         if metadata.get("assign_to_params_buffers", False):
             raise ConfigError(
@@ -71,11 +85,26 @@ class StateHooks:
         self._loading = module, prefix
         self._wait(self._layers_of(module, recurse=True))
         self._read()
+        self._versions = {p: p._version for p in self._held(module, recurse=True)}
+        self._named.clear()
+        self._note(module, state, prefix)
+
+    def _note(self, module: nn.Module, state: Any, prefix: str) -> None:
+        for name, parameter in module._parameters.items():
+            value = state.get(prefix + name)
+            if parameter in self._versions and getattr(value, "shape", None) == parameter.shape:
+                self._named.add(parameter)
 
     def _after_load(self, module: nn.Module, *_: Any) -> None:
         if self._loading is not None and module is self._loading[0]:
             self._loading = None
-            self._loaded(self._layers_of(module, recurse=True))
+            written: dict[int, set[int]] = {}
+            for parameter, version in self._versions.items():
+                if parameter in self._named or parameter._version != version:
+                    layer, k = self._place_of[parameter]
+                    written.setdefault(layer, set()).add(k)
+            self._versions.clear()
+            self._loaded(written)
 
     def close(self) -> None:
         """Remove the hooks."""

@@ -3,6 +3,20 @@
 Owns the parts of it: window, update lane, executor, activations and hooks, and the order in which
 an event of the step reaches them. Each part's own file says what it does. The training thread alone
 calls.
+
+[Note: interrupts] Ctrl-C, or an exception in a user's hook, may end any of this at any bytecode.
+What it may leave:
+  * a layer in two states at once: claimed and not fetched, released in the window and still bound,
+    some of its parameters in a slot and others at rest
+  * an operation that a lane performs and whose fence nobody has
+  * gradients: in `.grad`, in slots that gather, on their way, counted as arrived or not
+  * a pass that nobody ended: its phase, its blocks, its saved-tensor hooks, its place among uses
+  * steps of Adam that were counted, with or without their update
+None of it is repaired one by one. The lanes end what is queued, and then nothing is anywhere: no
+layer in a slot, no gradient, no pass, every parameter at rest. The arrays are whole, for the lanes
+alone write them; whether they are of one step is what the ledger knows, which is told before the
+first of them changes, and after the last. Arrays of two steps, and counts, are what a load writes.
+Of several ranks one that raises ends them all.
 """
 
 from __future__ import annotations
@@ -29,6 +43,7 @@ from stronghold.runtime.hooks import Hooks
 from stronghold.runtime.ledger import GateResult, Ledger
 from stronghold.runtime.ranks.sharing import Sharing
 from stronghold.runtime.residents import Residents
+from stronghold.runtime.runtime import Written
 from stronghold.runtime.updater import Updater
 from stronghold.telemetry.metrics import Metrics
 
@@ -150,6 +165,7 @@ class Streaming:
 
     def detach(self) -> None:
         if self._hooks is not None:
+            self._abandon_forward()
             self._hooks.close()
             self._adopt_edited()
 
@@ -163,19 +179,37 @@ class Streaming:
     # -- the step ---------------------------------------------------------------------------------
     @contextmanager
     def forward_pass(self) -> Iterator[None]:
+        self._device.check()  # what failed before explains what is refused now
+        self._ledger.check()
         self._abandon_forward()  # of a call of the module itself, which nobody saw end
         try:
             yield
-        except BaseException:
-            self._abandon_forward()
+        except BaseException as error:
+            self._abandon_forward(interrupted=not isinstance(error, Exception))
             raise
 
-    def _abandon_forward(self) -> None:
-        if self._hooks is not None:
-            self._hooks.abandon_forward()
+    def _abandon_forward(self, *, interrupted: bool = False) -> None:
+        left_open = self._hooks is not None and self._hooks.abandon_forward()
+        if left_open or interrupted:
+            self._start_again()
+
+    def _start_again(self) -> None:
+        """Nothing is anywhere ([Note: interrupts])."""
+        if self._sharing is None:
+            self._device.finish()
+            self.executor.start_again()
+        else:
+            self.executor.abandon_forward()
+
+    def _drop_grad(self) -> None:
+        """What autograd left in parameters, whose hooks did not come to take it away."""
+        for of_layer in self._parameters:
+            for parameter in of_layer:
+                parameter.grad = None
 
     def begin_backward(self, *, boundary: bool) -> None:
-        self._device.check()  # what failed before explains what is refused now
+        self._device.check()
+        self._abandon_forward()
         self._adam.refuse_unfrozen()
         self._adopt_edited()
         self._ledger.begin_backward(boundary=boundary)
@@ -188,11 +222,22 @@ class Streaming:
             self._hooks.end_backward()
 
     def abandon_backward(self) -> None:
-        if self._sharing is not None:
-            self._sharing.fail("engine.backward raised there")
-        self.executor.abandon_backward_pass()
         if self._hooks is not None:
             self._hooks.end_backward()
+        if self._sharing is None:
+            self.updater.abandon_backward()
+            self._start_again()
+        elif self.executor.phase is Phase.BACKWARD:  # else all ranks raised, and have abandoned it
+            self._sharing.fail("engine.backward raised there")
+            self.executor.abandon_backward_pass()
+        self.executor.forget_calls()
+        self._drop_grad()
+
+    def drop_gradients(self) -> None:
+        self._ledger.refuse_dropping()
+        self.updater.forget()
+        if self._sharing is not None:
+            self._sharing.note_dropped()
 
     def close_gate(self, *, clipping: float, loss_scale: float) -> GateResult:
         self._adopt_edited()
@@ -212,9 +257,16 @@ class Streaming:
                 self._adopt_edited()
 
     def restart(self) -> None:
+        self._device.check()
+        if self._hooks is not None:
+            self._hooks.abandon_forward()
+            self._hooks.end_backward()
+        self._drop_grad()
         self.updater.restart()
         for layer in range(len(self._host.layers)):
             self.executor.last_fetch(layer).wait()
+        self.executor.forget_calls()
+        self._start_again()
         self._meet("before a load")
 
     def _meet(self, operation: str) -> None:
@@ -232,30 +284,36 @@ class Streaming:
         take it over before that. A parameter's version tells. bf16 masters keep their remainders,
         so that weights that come back to what they were are the same masters.
         """
-        edited = []
+        edited: dict[int, set[int]] = {}
         for layer in self._unseen:
-            versions = [parameter._version for parameter in self._parameters[layer]]
-            if versions != self._versions.setdefault(layer, versions):
-                self._versions[layer] = versions
-                edited.append(layer)
+            versions = self._versions_of(layer)
+            before = self._versions.setdefault(layer, versions)
+            if versions != before:
+                pairs = zip(versions, before, strict=True)
+                edited[layer] = {k for k, (now, then) in enumerate(pairs) if now != then}
         if edited and self._sharing is not None:
             self.adopt_weights(edited)
-            return
+        else:
+            for layer, positions in edited.items():
+                self._save(layer)
+                if self._host.dtype is torch.float16:
+                    self._host.restart_master(layer, positions)
         for layer in edited:
-            self._save(layer)
-            if self._host.dtype is torch.float16:
-                self._host.restart_master(layer)
+            self._versions[layer] = self._versions_of(layer)
 
-    def adopt_weights(self, layers: Sequence[int] | None = None) -> None:
-        written = range(len(self._host.layers)) if layers is None else layers
-        for index in written:
+    def _versions_of(self, layer: int) -> list[int]:
+        return [parameter._version for parameter in self._parameters[layer]]
+
+    def adopt_weights(self, written: Written | None = None) -> None:
+        layers = list(range(len(self._host.layers)) if written is None else written)
+        for index in layers:
             self._save(index)
         if self._sharing is not None:
             self._sharing.agree("after new weights")
-        for index in written:
-            self._host.restart_master(index)
+        for index in layers:
+            self._host.restart_master(index, written and written[index])
         self._meet("after new weights")
-        self.executor.weights_changed([i for i in written if i not in self._plan.resident])
+        self.executor.weights_changed([i for i in layers if i not in self._plan.resident])
 
     def _save(self, layer: int) -> None:
         """Bring what was written where the layer's parameters point to its arrays."""

@@ -157,6 +157,7 @@ class Updater:
         drained: Fence,
         last_fetch: Fence,
     ) -> None:
+        self.ledger.applied.add(layer)  # also when it fails halfway
         norms = self._norms(layer, arrived, entry.gradients)
         after = (drained, last_fetch, self.ledger.read(layer))
         dtype, numel = entry.gradients.dtype, self._numel(layer, arrived)
@@ -171,7 +172,6 @@ class Updater:
             updated = self._submit("update", layer, lambda: (norms(), adam()), after, entry, nbytes)
             self.ledger.update(layer, updated)
             self._norm_done.append(updated)
-        self.ledger.applied.add(layer)
 
     def abandon_backward(self) -> None:
         """Backward raised: the step's gradients are void, and weights that it changed stay so."""
@@ -185,8 +185,8 @@ class Updater:
         more gradients might have come for.
         """
         for layer in sorted(self._late):
-            self._submit_update(layer, 1.0, (last_fetch(layer), *self._late[layer]))
             self.ledger.applied.add(layer)
+            self._submit_update(layer, 1.0, (last_fetch(layer), *self._late[layer]))
         self.spills.loads.drop()
         self._late.clear()
 
@@ -203,6 +203,13 @@ class Updater:
         """
         for fence in self._norm_done:
             fence.wait()
+        self.ledger.check()
+        with self.ledger.changing("engine.step"):
+            return self._close(clipping, loss_scale, last_fetch)
+
+    def _close(
+        self, clipping: float, loss_scale: float, last_fetch: Callable[[int], Fence]
+    ) -> tuple[GateResult, list[int]]:
         early = self._mode is Gradients.RING
         square_sums = self._all_square_sums()
         if self._agreement is not None:
@@ -228,11 +235,12 @@ class Updater:
         self._square_sums = [{} for _ in self._square_sums]
 
     def restart(self) -> None:
-        """The host state is about to be loaded anew: finish what is queued, drop the gradients of a
-        step that has not ended, and forget one that failed.
+        """The arrays are about to be written anew: finish what is queued, and drop the gradients of
+        a step that has not ended.
         """
         for fence in self._norm_done:
             fence.wait()
+        self.spills.loads.drop()
         self._late.clear()
         self.forget()
         self.ledger.restart()

@@ -31,6 +31,7 @@ from stronghold.runtime.adam import AdamSteps
 from stronghold.runtime.binding import Bindings
 from stronghold.runtime.device_updates import DeviceUpdates, GradientsOfLayers, addresses
 from stronghold.runtime.ledger import GateResult, Ledger, open_gate
+from stronghold.runtime.runtime import Written
 from stronghold.telemetry.metrics import Metrics
 
 
@@ -95,6 +96,8 @@ class Whole:
 
     # -- the step ---------------------------------------------------------------------------------
     def forward_pass(self) -> AbstractContextManager[None]:
+        self._device.check()
+        self._ledger.check()
         return nullcontext()
 
     def begin_backward(self, *, boundary: bool) -> None:
@@ -143,8 +146,16 @@ class Whole:
         self._ledger.abandon_backward()
         self._drop_gradients()
 
+    def drop_gradients(self) -> None:
+        self._drop_gradients()
+
     def close_gate(self, *, clipping: float, loss_scale: float) -> GateResult:
         self._refuse_strays()
+        self._ledger.check()
+        with self._ledger.changing("engine.step"):
+            return self._close(clipping, loss_scale)
+
+    def _close(self, clipping: float, loss_scale: float) -> GateResult:
         gradients, dtype = self._waiting()
         sums, prepared = [], None
         if gradients:
@@ -211,12 +222,15 @@ class Whole:
             self._ledger.updated(layer).wait()
 
     def restart(self) -> None:
+        self._device.check()
         self._ledger.restart()
         self._drop_gradients()
+        for layer, state in enumerate(self._host.layers):
+            self._bindings.point(layer, state.weights)
 
     def loaded(self) -> None:
         """Nothing to do: parameters are the arrays."""
 
-    def adopt_weights(self, layers: Sequence[int] | None = None) -> None:
-        for layer in range(len(self._parameters)) if layers is None else layers:
-            self._host.restart_master(layer)
+    def adopt_weights(self, written: Written | None = None) -> None:
+        for layer in range(len(self._parameters)) if written is None else written:
+            self._host.restart_master(layer, written and written[layer])

@@ -130,6 +130,10 @@ class Sharing:
         self.gathers.copy_first(operation)
         self.meet(operation)
 
+    def note_dropped(self) -> None:
+        """This rank threw its gradients away: the gate finds out if others did not."""
+        self.gathers.note("reduce", len(self._host.layers))
+
     def fail(self, reason: str) -> None:
         """This rank cannot go on: the others shall not wait for it."""
         self._ranks.watch.fail(reason)
