@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import resource
+import statistics
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -33,6 +35,50 @@ def emulated() -> Iterator[Callable[..., EmulatedDevice]]:
     yield make
     for device in devices:
         device.close()
+
+
+# -- turns of the interpreter ------------------------------------------------------------------
+def test_lanes_take_turns_soon_and_the_programs_interval_comes_back() -> None:
+    before = sys.getswitchinterval()
+    one, other = EmulatedDevice(), EmulatedDevice()
+    assert sys.getswitchinterval() <= 5e-4
+    one.close()
+    assert sys.getswitchinterval() <= 5e-4
+    other.close()
+    other.close()
+    assert sys.getswitchinterval() == before
+    changed = EmulatedDevice()
+    sys.setswitchinterval(2 * before)
+    changed.close()
+    assert sys.getswitchinterval() == 2 * before
+    sys.setswitchinterval(before)
+
+
+@pytest.mark.alone
+@law_of_time
+def test_a_lane_wakes_within_a_millisecond_beside_pure_python(
+    emulated: Callable[..., EmulatedDevice],
+) -> None:
+    """Tokenising, or collating, in another thread."""
+    device, stop, late_s = emulated(), threading.Event(), []
+
+    def count() -> None:
+        number = 0
+        while not stop.is_set():
+            number += 1
+
+    thread = threading.Thread(target=count)
+    thread.start()
+    try:
+        for _ in range(100):
+            time.sleep(0.002)  # the lane's thread sleeps too
+            begun = time.perf_counter()
+            device.fetch.submit("wake", lambda b=begun: late_s.append(time.perf_counter() - b))
+            device.fetch.finish()
+    finally:
+        stop.set()
+        thread.join()
+    on_time(statistics.median(late_s) <= 1e-3, f"median {statistics.median(late_s) * 1e3:.2f} ms")
 
 
 # -- the emulated device's hostility -----------------------------------------------------------
