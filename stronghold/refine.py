@@ -33,8 +33,8 @@ logger = logging.getLogger("stronghold")
 
 UNTOLD_STEPS = 1
 TRACED_STEPS = 2
-# Of what the GPU had free, for slots and activations, once these are known: the rest is for
-# workspaces and for what the allocator cannot use.
+# Of what the GPU has for this process, for slots and activations, once these are known: the rest is
+# for workspaces and for what the allocator cannot use.
 GPU_SHARE = 0.9
 WORTH = 0.97  # of the present plan's step: a change costs a settled device, and copies
 # Of lanes that moved nothing while they were traced, in 1e9 bytes/s: a PCIe 4 link, a desktop's
@@ -99,6 +99,8 @@ class Refinement:
         self.stage = Stage.TRACED
         self._first_span = self._stack.trace.mark()
         self._stack.device.record_spans(True)
+        # The first step is not like others, and before it the model may have been on the device.
+        self._stack.device.restart_activation_peak()
         runtime = self._stack.runtime
         if isinstance(runtime, Streaming):
             runtime.activations.sizes.counting = True
@@ -133,9 +135,16 @@ class Refinement:
         if ranks is not None:
             chosen: Any = ranks.control.objects(plan, "the refined plan")[0]
             plan = chosen and replace(chosen, cpu_threads=stack.plan.cpu_threads)
-        if plan is not None:
-            stack.replan(plan)
+        if plan is None:
+            return
+        if stack.replan(plan):
             logger.info("refined after %d steps: %s", self._steps, stack.plan)
+        else:
+            logger.warning(
+                "the plan stays as it is: of the %d bytes on the GPU that a faster one needs, "
+                "others have taken some meanwhile",
+                plan.gpu_total_bytes + plan.activation_bytes,
+            )
 
     def _faster(
         self, workload: Workload, rates: Rates, memory: Memory, asynchronous: bool
@@ -173,10 +182,11 @@ class Refinement:
 
 
 class Memory(NamedTuple):
-    """What a rank knows of its GPU in bytes: what was free (None: unknown), what activations took
-    at most, and of each block what it saves for backward and what enters it."""
+    """What a rank knows of its GPU in bytes: what its tensors can have in all, as things are now
+    (None: unknown), what others than the plan's buffers took at most, and of each block what it
+    saves for backward and what enters it."""
 
-    free: int | None
+    reachable: int | None
     peak: int | None
     saved: tuple[int, ...]
     boundary: tuple[int, ...]
@@ -184,7 +194,7 @@ class Memory(NamedTuple):
 
 def _memory(stack: Stack, saved: Sequence[int], boundary: Sequence[int]) -> Memory:
     peak = stack.device.activation_peak_bytes()
-    return Memory(stack.gpu_free_bytes, peak, tuple(saved), tuple(boundary))
+    return Memory(stack.device.reachable_bytes(), peak, tuple(saved), tuple(boundary))
 
 
 def _least(found: Sequence[Memory]) -> Memory:
@@ -193,9 +203,9 @@ def _least(found: Sequence[Memory]) -> Memory:
     def most(rows: Iterable[Sequence[int]]) -> tuple[int, ...]:
         return tuple(map(max, zip(*rows, strict=True)))
 
-    known = all(memory.free is not None and memory.peak is not None for memory in found)
+    known = all(memory.reachable is not None and memory.peak is not None for memory in found)
     return Memory(
-        min(memory.free or 0 for memory in found) if known else None,
+        min(memory.reachable or 0 for memory in found) if known else None,
         max(memory.peak or 0 for memory in found) if known else None,
         most(memory.saved for memory in found),
         most(memory.boundary for memory in found),
@@ -209,9 +219,9 @@ def _known_demand(stack: Stack, memory: Memory) -> Demand:
     The emulated device's activations are the host's: nothing is known of their budget.
     """
     section, saved, measured = stack.section, memory.saved, memory.peak
-    if memory.free is None or measured is None:
+    if memory.reachable is None or measured is None:
         return stack.demand
-    budget = int(memory.free * GPU_SHARE)
+    budget = int(memory.reachable * GPU_SHARE)
     known = replace(
         stack.demand,
         activations=section.activations,

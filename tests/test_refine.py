@@ -11,7 +11,7 @@ import torch
 
 import stronghold
 from stronghold.plan.planner import make_plan
-from stronghold.refine import TRACED_STEPS, UNTOLD_STEPS, Stage
+from stronghold.refine import TRACED_STEPS, UNTOLD_STEPS, Refinement, Stage
 from tests.models import MODELS, loss_of, token_batch
 from tests.quiet import law_of_time, on_time
 from tests.sleeping import SleepingModel
@@ -62,6 +62,28 @@ def test_a_refined_plan_goes_on_with_the_same_bits(
     assert_identical(run, expected)
     # What was measured decides: not vacuous where the paced lanes were the slow ones.
     on_time(bool(seen["plan"].updated_on_gpu), "the search left every layer on the host")
+
+
+@pytest.mark.parametrize("taken", [False, True])
+def test_a_plan_that_finds_no_room_is_not_changed_to(
+    taken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What others take between the search and the change does not end the training."""
+    factory = MODELS["llama"]
+    section = {"gpu_memory": budget_of(factory, SHARE), "cpu_threads": 1, "window": 1}
+    seen: list[bool] = []
+
+    def change(refinement: Any, runtime: Any) -> None:
+        stack = refinement._stack
+        demand = replace(stack.demand, window=None, resident_layers=None, resident_updates="gpu")
+        if taken:
+            stack.device.budget_bytes = stack.device.allocated_bytes
+        seen.append(stack.replan(make_plan(stack.layout, demand)))
+
+    monkeypatch.setattr(Refinement, "_refine", change)
+    run = train_windowed(factory, steps=REFINED + 3, settings=config(section=section))
+    assert seen == [not taken]
+    assert_identical(run, train_plain(factory, steps=REFINED + 3))
 
 
 @law_of_time

@@ -327,9 +327,24 @@ class Device(ABC):
         self._earlier_peak_bytes = self.peak_with(beside_bytes)
         self.peak_bytes = self.allocated_bytes
 
+    def has_room(self, nbytes: int, beside_bytes: int) -> bool:
+        """Whether buffers of `nbytes` can be had now, and `beside_bytes` of other memory beside
+        them: on a real device it is tried, since others may have taken what was free."""
+        budget = self.budget_bytes
+        return budget is None or self.allocated_bytes + nbytes <= budget
+
+    def reachable_bytes(self) -> int | None:
+        """What all tensors of this process can have together as things are now; None where nobody
+        counts.
+        """
+        return None
+
+    def restart_activation_peak(self) -> None:  # noqa: B027 - nobody counts
+        """Count `activation_peak_bytes` from now on."""
+
     def activation_peak_bytes(self) -> int | None:
-        """The most device memory that was in use beside `allocate`d buffers, since the process
-        began; None where nobody counts.
+        """The most device memory that was in use beside `allocate`d buffers, since
+        `restart_activation_peak`; None where nobody counts.
         """
         return None
 

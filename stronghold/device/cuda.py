@@ -58,6 +58,7 @@ _HOST_REGISTER_PORTABLE = 1
 _ALREADY_REGISTERED = 712  # a mistake of ours: no limit of the system's
 _RING_BYTES = 8 << 20  # of one of a ring's two entries, at most
 _LEAST_RING_BYTES = 64 << 10
+TRIAL_BYTES = 64 << 20
 
 
 def available() -> bool:
@@ -66,8 +67,14 @@ def available() -> bool:
 
 
 def free_bytes(index: int) -> int:
-    """Bytes that the device has free now."""
-    return int(torch.cuda.mem_get_info(index)[0])
+    """Bytes that this process can take now: what the device has free, and what torch's allocator
+    keeps of tensors that are gone."""
+    return reachable_bytes(index) - torch.cuda.memory_allocated(index)
+
+
+def reachable_bytes(index: int) -> int:
+    """Bytes that this process's tensors can have in all: those that they have, and the free."""
+    return int(torch.cuda.mem_get_info(index)[0]) + torch.cuda.memory_reserved(index)
 
 
 def identity(index: int) -> tuple[str, int, str]:
@@ -469,6 +476,24 @@ class CudaDevice(Device):
         event.record(torch.cuda.current_stream(self._device))
         event.synchronize()
         return EventClock(event, time.perf_counter())
+
+    def reachable_bytes(self) -> int:
+        return reachable_bytes(self._device.index)
+
+    def has_room(self, nbytes: int, beside_bytes: int) -> bool:
+        if not super().has_room(nbytes, beside_bytes):
+            return False
+        parts: list[torch.Tensor] = []
+        try:  # in parts, for the plan's buffers need not be neighbours either
+            for begin in range(0, nbytes + beside_bytes, TRIAL_BYTES):
+                size = min(TRIAL_BYTES, nbytes + beside_bytes - begin)
+                parts.append(torch.empty(size, dtype=torch.uint8, device=self._device))
+        except torch.OutOfMemoryError:
+            return False
+        return True
+
+    def restart_activation_peak(self) -> None:
+        torch.cuda.reset_peak_memory_stats(self._device)
 
     def activation_peak_bytes(self) -> int:
         return int(torch.cuda.max_memory_allocated(self._device)) - self.allocated_bytes

@@ -272,9 +272,10 @@ class Stack:
             )
         self.runtime.drop_gradients()
 
-    def replan(self, plan: Plan) -> None:
+    def replan(self, plan: Plan) -> bool:
         """Go on with `plan`, between two steps: nothing is lost, and no more than one plan's
-        buffers are on the device at a time.
+        buffers are on the device at a time. False, and with the present plan, where the device has
+        no room for another any more; of several ranks, on any of them.
 
         Layers may move to the device for good; StateError for one that would have to come back, and
         for another way to gather gradients.
@@ -285,16 +286,22 @@ class Stack:
         self.runtime.restart()
         self.runtime.settle()
         try:
-            self._change_to(plan)
+            return self._change_to(plan)
         except BaseException as error:  # Ctrl-C: parts of two plans cannot be put together again
             self.device.report(LaneError("compute", "change of the plan", error))
             raise
 
-    def _change_to(self, plan: Plan) -> None:
+    def _change_to(self, plan: Plan) -> bool:
         self.runtime.detach()
         self.runtime.give_back()
         self.runtime.close()
         self.device.restart_peak(self.runtime.kept_gradient_bytes)
+        more = plan.gpu_total_bytes - self.device.allocated_bytes
+        fits = self.device.has_room(more, plan.activation_bytes)
+        if self.ranks is not None:
+            fits = self.ranks.least(fits) == 1
+        if not fits:
+            plan = self.plan
         for layer in sorted(plan.updated_on_gpu - self.plan.updated_on_gpu):
             self.store.take(layer)
         self.host.defer(plan.deferred)
@@ -306,6 +313,7 @@ class Stack:
         self.runtime.start(self.partition)
         gpu, host = self._planned
         self._planned = (max(gpu, plan.gpu_total_bytes), max(host, plan.host_total_bytes))
+        return fits
 
     def prepare_training(self) -> None:
         """Make masters, moments and what gathers gradients on the host; harmless when they are

@@ -14,6 +14,8 @@ import pytest
 import torch
 from torch import nn
 
+from stronghold import refine
+from stronghold.device import cuda
 from stronghold.errors import ConfigError
 from tests.models import HUGGING_FACE, MODELS, PLAIN, loss_of, without_caches
 from tests.test_exactness import llama
@@ -142,6 +144,36 @@ def test_capturing_a_cuda_graph_is_refused() -> None:
 
     settings = config(section={"device": "cuda", **STREAMED, "activations": "keep"})
     train_windowed(llama, steps=1, settings=settings, inspect=inspect)
+
+
+def test_what_torch_keeps_of_tensors_that_are_gone_is_free() -> None:
+    torch.cuda.empty_cache()
+    before = cuda.free_bytes(0)
+    gone = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
+    assert cuda.free_bytes(0) <= before - (1 << 30)
+    del gone
+    assert cuda.free_bytes(0) == before > torch.cuda.mem_get_info()[0]
+    torch.cuda.empty_cache()
+
+
+def test_a_plan_is_made_anew_from_what_is_free_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others may have taken memory since the engine was made, or given it back."""
+    seen: list[int] = []
+    taken = 1 << 28
+
+    def inspect(engine: Any) -> None:
+        free, total = torch.cuda.mem_get_info()
+        for left in (free, free - taken):
+            monkeypatch.setattr(
+                torch.cuda, "mem_get_info", lambda index=None, left=left: (left, total)
+            )
+            found = refine._memory(engine._stack, [0], [0])[0]
+            assert found is not None
+            seen.append(found)
+
+    settings = config(section={"device": "cuda", **STREAMED})
+    train_windowed(llama, steps=1, settings=settings, inspect=inspect)
+    assert seen[1] == seen[0] - taken
 
 
 def test_the_slots_are_all_that_the_engine_takes() -> None:

@@ -202,7 +202,8 @@ def _memory(torch: Any, extension: Any) -> None:
     cuda = torch.cuda
     torch.Tensor.is_pinned = is_pinned
     cuda.cudart = Runtime
-    cuda.mem_get_info = lambda device=None: (TOTAL_BYTES - extension.reserved(), TOTAL_BYTES)
+    limit = [TOTAL_BYTES]  # what others leave to this process
+    cuda.mem_get_info = lambda device=None: (limit[0] - extension.reserved(), TOTAL_BYTES)
     cuda.memory_stats = statistics
     # Pinned memory of torch's own: none is kept, so that none is counted.
     cuda.host_memory_stats = lambda: {"allocations.allocated": 0, "allocated_bytes.allocated": 0}
@@ -213,9 +214,12 @@ def _memory(torch: Any, extension: Any) -> None:
     for name in ("reset_peak_memory_stats", "reset_max_memory_allocated"):
         setattr(cuda, name, lambda device=None: extension.restart_peak())
     cuda.empty_cache = cuda.ipc_collect = extension.empty_cache
-    cuda.set_per_process_memory_fraction = lambda part, device=None: extension.limit(
-        int(part * TOTAL_BYTES)
-    )
+
+    def leave_to_this_process(part: float, device: Any = None) -> None:
+        limit[0] = int(part * TOTAL_BYTES)
+        extension.limit(limit[0])
+
+    cuda.set_per_process_memory_fraction = leave_to_this_process
 
 
 class _Properties:
