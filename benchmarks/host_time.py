@@ -1,0 +1,171 @@
+"""What streaming one layer costs the host in a step: hooks, saved tensors, transfers, updates.
+
+    python benchmarks/host_time.py [--layers 24] [--rounds 21] [--steps 4] [--profile keep] [--save]
+
+A Llama of tiny blocks, whose kernels take next to nothing, streamed on a device of CPU memory with
+no paced link, beside the loop that everybody writes: autograd, clipping by the global norm, torch's
+fused AdamW. One torch thread. They take turns in one process; the figure is the median over
+rounds of the difference within a round, divided by the layers. A GPU starves while a layer's
+forward and backward take less than that. `recompute` runs each forward twice; the plain loop with
+torch's own checkpointing is there to tell what of that is ours.
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import functools
+import os
+import pstats
+import statistics
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+import torch
+from harness import ROOT, alternate, describe, leave, provenance
+
+sys.path.insert(0, str(ROOT / "scripts"))
+
+from plain import PlainLoop
+from quickstart import VOCABULARY, Size
+
+import stronghold
+
+POLICIES = ("keep", "recompute")
+SLOTS = 4
+
+
+def settings(policy: str) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_clipping": 1.0,
+        "steps_per_print": 10**9,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "betas": [0.9, 0.95]}},
+        "scheduler": {
+            "type": "WarmupCosineLR",
+            "params": {"warmup_num_steps": 5, "total_num_steps": 10**6},
+        },
+        "stronghold": {
+            "device": "emulated",
+            "emulated": {"poison": False},
+            "window": SLOTS,
+            "resident_layers": 0,
+            "activations": policy,
+        },
+    }
+
+
+def measure(args: argparse.Namespace) -> dict[str, list[float]]:
+    """Seconds of every round's steps, by contender."""
+    size = Size(hidden=64, intermediate=192, layers=args.layers, heads=2, context=args.tokens)
+    tokens = torch.randint(VOCABULARY, (1, args.tokens))
+    inputs = {"input_ids": tokens, "labels": tokens}
+    engines = {}
+    for policy in POLICIES:
+        model = size.build(torch.float32)
+        engines[policy], *_ = stronghold.initialize(
+            model=model, model_parameters=model.parameters(), config=settings(policy)
+        )
+        assert not engines[policy].plan.whole
+
+    def streamed(policy: str) -> None:
+        engine = engines[policy]
+        for _ in range(args.steps):
+            loss = engine(**inputs).loss
+            engine.backward(loss)
+            engine.step()
+        engine.synchronize()
+        loss.item()
+
+    loops = {}
+    for name in ("plain", "plain checkpointed"):
+        model = size.build(torch.float32)
+        if name != "plain":
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+            model.train()
+        loops[name] = PlainLoop(model, settings("keep"), exact=False)
+
+    def plain(name: str) -> None:
+        for _ in range(args.steps):
+            loss = loops[name].step(inputs)
+        loss.item()
+
+    contenders: dict[str, Callable[[], object]] = {
+        **{name: functools.partial(plain, name) for name in loops},
+        **{name: functools.partial(streamed, name) for name in engines},
+    }
+    if args.profile:
+        profile(contenders[args.profile], args.layers * args.steps)
+    seconds = alternate(contenders, args.rounds)
+    for engine in engines.values():
+        engine.destroy()
+    return seconds
+
+
+def profile(run: Callable[[], object], num_uses: int) -> None:
+    """Print microseconds per layer and step of the training thread's functions, as cProfile has
+    them, which makes each call of a Python function dearer than it is."""
+    for _ in range(3):
+        run()
+    recorder = cProfile.Profile()
+    recorder.runcall(run)
+    rows = pstats.Stats(recorder).stats.items()  # type: ignore[attr-defined]
+    print("| own us | with callees us | calls | function |\n|---|---|---|---|")
+    for (file, line, name), (_, calls, own, total, _) in sorted(rows, key=lambda r: -r[1][2])[:60]:
+        place = f"{Path(file).parent.name}/{Path(file).name}:{line} " if line else ""
+        us = (1e6 * own / num_uses, 1e6 * total / num_uses)
+        print(f"| {us[0]:.1f} | {us[1]:.1f} | {calls / num_uses:.1f} | {place}{name} |")
+
+
+def table(seconds: dict[str, list[float]], record: dict[str, Any], args: argparse.Namespace) -> str:
+    uses = args.layers * args.steps
+    lines = [
+        "# Host time of a streamed layer",
+        "",
+        describe(record),
+        "",
+        f"{args.layers} Llama blocks of width 64 in {SLOTS} slots, {args.tokens} tokens, fp32, one "
+        f"torch thread; medians of {args.rounds} rounds of {args.steps} steps. Milliseconds of a "
+        "step divided by the layers, so that what is done once a step (embedding, head, gate) is "
+        "among them; over: the median difference within a round.",
+        "",
+        "| | a layer and step, ms | over plain, ms | over plain checkpointed, ms |",
+        "|---|---|---|---|",
+    ]
+    for name, values in seconds.items():
+        cells = [f"{1e3 * statistics.median(values) / uses:.2f}"]
+        for other in ("plain", "plain checkpointed"):
+            over = [ours - theirs for ours, theirs in zip(values, seconds[other], strict=True)]
+            cells.append(f"{1e3 * statistics.median(over) / uses:.2f}")
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    lines += [
+        "",
+        "Lanes are threads of the same process: on few cores they take the training thread's, and "
+        "its lock. On a GPU the lanes of transfers only enqueue.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--layers", type=int, default=24)
+    parser.add_argument("--tokens", type=int, default=16)
+    parser.add_argument("--rounds", type=int, default=21)
+    parser.add_argument("--steps", type=int, default=4, help="in a round")
+    parser.add_argument("--profile", choices=POLICIES, help="print where its time goes, too")
+    parser.add_argument("--to", type=Path, help="write the data as JSON")
+    parser.add_argument("--save", action="store_true", help="write benchmarks/results/")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    record = provenance()
+    seconds = measure(args)
+    data = {**record, "seconds": seconds}
+    leave("host-time", table(seconds, record, args), data, to=args.to, keep=args.save)
+
+
+if __name__ == "__main__":
+    main()
