@@ -15,7 +15,8 @@ import torch
 
 from stronghold.device.base import Device, Fence, completed
 from stronghold.errors import StateError
-from stronghold.model.layout import LayerLayout
+from stronghold.memory.layer import view
+from stronghold.model.layout import LayerLayout, ParameterSlice
 
 
 class Residency(Enum):
@@ -56,6 +57,15 @@ class GradientSlot:
     layer: int | None = None
     held: bool = False
     arrived: set[int] = field(default_factory=set)
+    _views: dict[tuple[int, tuple[int, ...]], torch.Tensor] = field(default_factory=dict)
+
+    def view(self, part: ParameterSlice) -> torch.Tensor:
+        """The place of a parameter's gradient; layers are alike, so that each is made once."""
+        place = part.offset, part.shape
+        found = self._views.get(place)
+        if found is None:
+            found = self._views[place] = view(self.gradients, part)
+        return found
 
 
 class Window:

@@ -36,7 +36,7 @@ import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
 from torch import nn
@@ -58,13 +58,12 @@ Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 class Slots(Protocol):
     """What this room needs of the executor."""
 
-    def layer_in(self, storage_address: int) -> int | None: ...
+    layer_at: dict[int, int]
+    staying: set[int]
 
     def weights_of(self, layer: int) -> torch.Tensor: ...
 
     def name_of(self, layer: int) -> str: ...
-
-    def stays(self, storage_address: int) -> bool: ...
 
 
 class SavedWeight(NamedTuple):
@@ -149,6 +148,15 @@ def _active_hooks() -> Hooks | None:
     return hooks
 
 
+def _refuse_written(packed: SavedTensor) -> NoReturn:
+    raise RuntimeError(
+        "a tensor needed for backward was modified in place after it was saved: "
+        f"{packed.tensor.dtype} {list(packed.tensor.shape)} is at version "
+        f"{packed.tensor._version}, expected version {packed.version}; write out of "
+        "place (y = y + x, not y += x)"
+    )
+
+
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor's whole storage as bytes."""
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
@@ -181,6 +189,7 @@ class Activations:
         self._stored: Fence = completed("drain", "nothing offloaded")  # the newest copy
         self._pool = PinnedPool(device, host_room_bytes)
         self.sizes = ActivationSizes(len(policies))
+        self._plain = [self._hooks(layer, None, offload=False) for layer in range(len(policies))]
 
     # -- around a layer's forward -----------------------------------------------------------------
     def enter(
@@ -208,10 +217,9 @@ class Activations:
             self._forget_coming()
             self._leaving.append([])
             self.sizes.enter(layer, (args, kwargs))
-        hooks = saved_tensors_hooks(
-            lambda tensor: self._pack(layer, tensor, foreign, offload),
-            lambda packed: self._unpack(layer, packed, foreign),
-        )
+        plain = foreign is None and not offload
+        pair = self._plain[layer] if plain else self._hooks(layer, foreign, offload=offload)
+        hooks = saved_tensors_hooks(*pair)
         hooks.__enter__()
         scope.hooks = hooks
 
@@ -266,40 +274,52 @@ class Activations:
         self.sizes.leave()
         return left_open
 
-    def _pack(self, layer: int, tensor: torch.Tensor, foreign: Hooks | None, offload: bool) -> Any:
-        held = self._slots.layer_in(tensor.untyped_storage().data_ptr())
-        if held is not None:
-            return SavedWeight(
-                held, tensor.dtype, int(tensor.storage_offset()), tensor.shape, tensor.stride()
-            )
-        self.sizes.saw(layer, tensor)
-        if self._slots.stays(tensor.untyped_storage().data_ptr()):
-            return SavedResident(tensor.detach(), tensor._version)  # [Note: pack]
-        if foreign is not None:
-            return _Foreign(foreign[0](tensor))
-        if offload and self._worth_offloading(tensor):
-            storage = self._store(layer, tensor)
-            return SavedActivation(
-                storage, tensor.dtype, int(tensor.storage_offset()), tensor.shape, tensor.stride()
-            )
-        return SavedTensor(tensor.detach(), tensor._version)
+    def _hooks(self, layer: int, foreign: Hooks | None, *, offload: bool) -> Hooks:
+        """The pair that stands around a forward of the layer. It is called for each tensor that
+        autograd saves, some forty times a block: what can be looked up before is."""
+        slots, sizes = self._slots, self.sizes
+
+        def pack(tensor: torch.Tensor) -> Any:
+            address = tensor.untyped_storage().data_ptr()
+            held = slots.layer_at.get(address)
+            if held is not None:
+                return SavedWeight(
+                    held, tensor.dtype, int(tensor.storage_offset()), tensor.shape, tensor.stride()
+                )
+            if sizes.counting:
+                sizes.saw(layer, tensor)
+            if address in slots.staying:
+                return SavedResident(tensor.detach(), tensor._version)  # [Note: pack]
+            if foreign is not None:
+                return _Foreign(foreign[0](tensor))
+            if offload and self._worth_offloading(tensor):
+                storage = self._store(layer, tensor)
+                return SavedActivation(
+                    storage,
+                    tensor.dtype,
+                    int(tensor.storage_offset()),
+                    tensor.shape,
+                    tensor.stride(),
+                )
+            return SavedTensor(tensor.detach(), tensor._version)
+
+        def unpack(packed: Any) -> torch.Tensor:
+            if type(packed) is SavedTensor:
+                tensor, version = packed
+                return tensor if tensor._version == version else _refuse_written(packed)
+            if type(packed) is SavedWeight:
+                weight = slots.weights_of(packed.layer)
+                if weight.dtype is not packed.dtype:
+                    weight = weight.view(packed.dtype)
+                weight = weight.as_strided(packed.shape, packed.stride, packed.offset)
+                # With create_graph backward saves it in its turn, where none of our hooks stands,
+                # and needs it when the slot holds another layer.
+                return weight.clone() if torch.is_grad_enabled() else weight
+            return self._unpack(layer, packed, foreign)
+
+        return pack, unpack
 
     def _unpack(self, layer: int, packed: Any, foreign: Hooks | None) -> torch.Tensor:
-        if isinstance(packed, SavedTensor):
-            if packed.tensor._version != packed.version:
-                raise RuntimeError(
-                    "a tensor needed for backward was modified in place after it was saved: "
-                    f"{packed.tensor.dtype} {list(packed.tensor.shape)} is at version "
-                    f"{packed.tensor._version}, expected version {packed.version}; write out of "
-                    "place (y = y + x, not y += x)"
-                )
-            return packed.tensor
-        if isinstance(packed, SavedWeight):
-            slot = self._slots.weights_of(packed.layer)
-            weight = slot.view(packed.dtype).as_strided(packed.shape, packed.stride, packed.offset)
-            # With create_graph backward saves it in its turn, where none of our hooks stands, and
-            # needs it when the slot holds another layer.
-            return weight.clone() if torch.is_grad_enabled() else weight
         if isinstance(packed, SavedResident):
             if packed.tensor._version != packed.version:  # torch does not look: it has our handle
                 raise ConfigError(

@@ -11,12 +11,22 @@ refused, since the memory they displaced may be somebody's backup.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from stronghold.errors import ConfigError
 from stronghold.memory.layer import LayerState, view
+
+_address = torch.Tensor.data_ptr
+
+
+class _Views(NamedTuple):
+    """Of one layer's parameters in one place."""
+
+    tensors: list[torch.Tensor]
+    addresses: tuple[int, ...]
 
 
 class Bindings:
@@ -29,8 +39,8 @@ class Bindings:
         self._parameters = parameters
         # Where each layer's parameters point, and the views that they take there, by address.
         self._bound = [-1] * len(layers)
-        self._views: list[dict[int, list[torch.Tensor]]] = [{} for _ in layers]
-        self._addresses: list[list[int]] = [[] for _ in layers]  # of each parameter, as bound
+        self._views: list[dict[int, _Views]] = [{} for _ in layers]
+        self._addresses: list[Sequence[int]] = [() for _ in layers]  # of each parameter, as bound
         self._views_at: dict[int, list[torch.Tensor]] = {}  # of all layers, by the same address
 
     def bind(self, layer: int, flat: torch.Tensor) -> None:
@@ -41,13 +51,14 @@ class Bindings:
             return
         views = self._views[layer].get(address)
         if views is None:  # slots and slabs are few and stay: each view is made once
-            views = [view(flat, part) for part in self._layers[layer].layout.slices]
+            tensors = [view(flat, part) for part in self._layers[layer].layout.slices]
+            views = _Views(tensors, tuple(map(_address, tensors)))
             self._views[layer][address] = views
-            self._views_at.setdefault(address, []).extend(views)
+            self._views_at.setdefault(address, []).extend(tensors)
         self._forget(layer)  # an interrupt may leave some of them here and some there
-        for parameter, values in zip(self._parameters[layer], views, strict=True):
+        for parameter, values in zip(self._parameters[layer], views.tensors, strict=True):
             parameter.data = values
-        self._addresses[layer] = [parameter.data_ptr() for parameter in self._parameters[layer]]
+        self._addresses[layer] = views.addresses
         self._bound[layer] = address
 
     def point(self, layer: int, flat: torch.Tensor) -> None:
@@ -56,7 +67,7 @@ class Bindings:
         self.bind(layer, flat)
 
     def _forget(self, layer: int) -> None:
-        self._addresses[layer] = []
+        self._addresses[layer] = ()
         self._bound[layer] = -1
 
     def views_at(self, address: int) -> list[torch.Tensor]:
@@ -65,13 +76,17 @@ class Bindings:
 
     def check(self, layer: int) -> None:
         """ConfigError when a parameter points elsewhere, at other values ([Note: other memory])."""
-        for k, address in enumerate(self._addresses[layer]):
-            parameter = self._parameters[layer][k]
+        expected = self._addresses[layer]
+        if not expected or tuple(map(_address, self._parameters[layer])) == expected:
+            return
+        for k, (parameter, address) in enumerate(
+            zip(self._parameters[layer], expected, strict=True)
+        ):
             if parameter.data_ptr() != address:
                 self._take_back(layer, k, parameter)
 
     def _take_back(self, layer: int, k: int, parameter: nn.Parameter) -> None:
-        own, other = self._views[layer][self._bound[layer]][k], parameter.data
+        own, other = self._views[layer][self._bound[layer]].tensors[k], parameter.data
         parameter.data = own
         same = other.dtype is own.dtype and other.shape == own.shape
         if not same or not torch.equal(other.to(own.device), own):
@@ -92,7 +107,7 @@ class Bindings:
         """Point every parameter at its layer's own arrays, and keep no other memory alive: slots,
         or files that are mapped."""
         for layer in range(len(self._layers)):
-            self._addresses[layer].clear()
+            self._addresses[layer] = ()
             self.rest(layer)
             self._views[layer].clear()
         self._views_at.clear()

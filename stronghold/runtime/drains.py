@@ -19,7 +19,6 @@ import torch
 from stronghold.device.base import Device, Fence
 from stronghold.errors import StateError
 from stronghold.memory.host import HostStore
-from stronghold.memory.layer import view
 from stronghold.memory.window import GradientSlot, Window
 from stronghold.model.layout import ALIGN_NUMEL, ParameterSlice
 from stronghold.runtime.adam import AdamSteps
@@ -56,6 +55,7 @@ class GradientDrains:
         self._last_fetch = last_fetch
         self._residents = residents
         self._span = span or ComputeSpan(device)
+        self._last: GradientSlot | None = None  # into which the last gradient went
         self.drained_bytes = 0
 
     def arrived(
@@ -74,8 +74,10 @@ class GradientDrains:
         gradient = parameter.grad
         assert gradient is not None
         parameter.grad = None
-        slot = self._slot_for(layer, calls)
-        target = view(slot.gradients, part)
+        slot = self._last
+        if slot is None or slot.layer != layer:
+            slot = self._last = self._slot_for(layer, calls)
+        target = slot.view(part)
         if gradient.is_sparse:
             gradient = gradient.to_dense()
         if position in slot.arrived:

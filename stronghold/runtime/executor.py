@@ -87,8 +87,10 @@ class Executor:
         self._stale = set(self._refreshed)
         staying = [host.layers[layer].weights for layer in plan.updated_on_gpu]
         staying += [slot.weights for layer in self._refreshed if (slot := window.slot_of(layer))]
-        self._staying = {weights.untyped_storage().data_ptr() for weights in staying}
-        self._layer_at: dict[int, int] = {}  # storage of a slot -> layer, for saved tensors
+        # Storages of weights that stay on the device: saved, they need no copy.
+        self.staying = {weights.untyped_storage().data_ptr() for weights in staying}
+        # Storage of a slot -> the streamed layer that is in it, for saved tensors.
+        self.layer_at: dict[int, int] = {}
         self._calls = [0] * num_layers  # forward calls with gradients since the last backward
         self._streams = [layer.streamed for layer in host.layout.layers]
         self._inside: list[int] = []  # blocks whose forward is running now, outermost first
@@ -177,7 +179,7 @@ class Executor:
             track.recorded.clear()
         free = self._device.record_compute("before a new start")
         free.wait()
-        self._layer_at.clear()
+        self.layer_at.clear()
         self._last_fetch[:] = [free] * len(self._last_fetch)
         self._stale = set(self._refreshed)
         self._window.start_again(free)
@@ -328,17 +330,9 @@ class Executor:
         assert slot is not None
         return slot.weights
 
-    def layer_in(self, storage_address: int) -> int | None:
-        """The streamed layer whose slot has this storage, or None when the address is no slot's."""
-        return self._layer_at.get(storage_address)
-
     def name_of(self, layer: int) -> str:
         """The layer's dotted name in the model."""
         return self._host.layers[layer].layout.name
-
-    def stays(self, storage_address: int) -> bool:
-        """Whether the storage holds weights that stay on the device: saved, they need no copy."""
-        return storage_address in self._staying
 
     # -- transfers ------------------------------------------------------------------------------
     def _fetch(self, layer: int, keep: int) -> None:
@@ -362,7 +356,7 @@ class Executor:
         self._stale.discard(layer)
         nbytes = self._fill(slot, layer)
         if layer not in self._plan.resident:
-            self._layer_at[slot.weights.untyped_storage().data_ptr()] = layer
+            self.layer_at[slot.weights.untyped_storage().data_ptr()] = layer
         self.num_fetches += 1
         self.fetched_bytes += nbytes
 
@@ -376,7 +370,7 @@ class Executor:
     def _release(self, layer: int) -> None:
         slot = self._window.slot_of(layer)
         assert slot is not None
-        self._layer_at.pop(slot.weights.untyped_storage().data_ptr(), None)
+        self.layer_at.pop(slot.weights.untyped_storage().data_ptr(), None)
         self._bindings.rest(layer)
         used = self._window.residency[layer] is Residency.RESIDENT
         self._window.release(layer, self._device.record_compute(f"release {layer}"))
