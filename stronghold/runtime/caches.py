@@ -16,6 +16,9 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+import weakref
+from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -50,7 +53,7 @@ def _without_cache(
     if not torch.is_grad_enabled() or any(map(is_cache, (*args, *kwargs.values()))):
         return None
     # Of what is called now: frameworks put other functions in the place of a module's forward.
-    names = list(inspect.signature(module.forward).parameters)
+    names = _names(module.forward)
     if "use_cache" not in names:
         return None
     position = names.index("use_cache")
@@ -60,6 +63,20 @@ def _without_cache(
     if len(args) > position:
         return (*args[:position], False, *args[position + 1 :]), kwargs
     return args, {**kwargs, "use_cache": False}
+
+
+_names_of_methods: weakref.WeakKeyDictionary[Any, tuple[str, ...]] = weakref.WeakKeyDictionary()
+
+
+def _names(function: Callable[..., Any]) -> tuple[str, ...]:
+    """Of the function's parameters, in order; those of a method are looked up once."""
+    of_class = getattr(function, "__func__", None)
+    found = _names_of_methods.get(of_class) if isinstance(of_class, FunctionType) else None
+    if found is None:
+        found = tuple(inspect.signature(function).parameters)
+        if isinstance(of_class, FunctionType):
+            _names_of_methods[of_class] = found
+    return found
 
 
 @functools.cache

@@ -7,6 +7,7 @@ Entered by the training thread in forward and by autograd's in backward.
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 from collections.abc import Generator
 from typing import Any
@@ -27,7 +28,6 @@ def recomputation(
     Every tensor among the arguments, however deep, goes through torch's hands: it refuses one that
     was written in place meanwhile, and finds the devices whose random states it keeps.
     """
-    make = torch_checkpoint._checkpoint_without_reentrant_generator
     kept = KeptModule(module, (args, kwargs))
     call, tensors = taken((args, kwargs))
 
@@ -42,7 +42,15 @@ def recomputation(
         "debug": False,
         "early_stop": True,
     }
-    names = list(inspect.signature(make).parameters)
-    positional = [options[name] for name in names[1:] if name in options]
-    generator: Generator[None, None, None] = make(again, *positional, *tensors)
+    positional = [options[name] for name in _names() if name in options]
+    generator: Generator[None, None, None] = _make(again, *positional, *tensors)
     return generator
+
+
+_make = torch_checkpoint._checkpoint_without_reentrant_generator
+
+
+@functools.cache
+def _names() -> tuple[str, ...]:
+    """What this release of torch takes after the function."""
+    return tuple(inspect.signature(_make).parameters)[1:]
