@@ -396,9 +396,14 @@ class Device(ABC):
         """What was just called on the compute lane moves `nbytes` of device memory: a simulated
         device makes seconds of them."""
 
+    def compute_stream(self) -> object:
+        """Which stream of the compute lane the calling thread is on: blocks may use several."""
+        return None
+
     @abstractmethod
-    def record_compute(self, operation: str) -> Fence:
-        """The fence of everything that the calling thread has enqueued on the compute lane."""
+    def record_compute(self, operation: str, stream: object = None) -> Fence:
+        """The fence of everything that was enqueued on the compute lane: on `stream`, or on the one
+        that the calling thread is on."""
 
     @abstractmethod
     def compute_wait(self, fence: Fence) -> Seconds:

@@ -393,9 +393,13 @@ class CudaDevice(Device):
     def poison(self, tensor: torch.Tensor) -> None:
         """A real device has no bandwidth to spare for it."""
 
-    def record_compute(self, operation: str) -> Fence:
+    def compute_stream(self) -> torch.cuda.Stream:
+        return torch.cuda.current_stream(self._device)
+
+    def record_compute(self, operation: str, stream: object = None) -> Fence:
         event = _fence_event()
-        event.record(torch.cuda.current_stream(self._device))
+        assert stream is None or isinstance(stream, torch.cuda.Stream)
+        event.record(stream or self.compute_stream())
         fence = Fence("compute", operation)
         fence.issue(event)
         return fence

@@ -108,7 +108,7 @@ class EmulatedDevice(Device):
         if self._poison:
             ctypes.memset(tensor.data_ptr(), NAN_BYTE, tensor.numel() * tensor.element_size())
 
-    def record_compute(self, operation: str) -> Fence:
+    def record_compute(self, operation: str, stream: object = None) -> Fence:
         return completed("compute", operation)
 
     def compute_wait(self, fence: Fence) -> float:

@@ -268,7 +268,7 @@ class SimulatedDevice(Device):
         """There are no bytes."""
 
     # -- the compute lane -------------------------------------------------------------------------
-    def record_compute(self, operation: str) -> Fence:
+    def record_compute(self, operation: str, stream: object = None) -> Fence:
         return SimulatedFence(
             self,
             "compute",

@@ -50,13 +50,15 @@ class Slot:
 @dataclass(slots=True, eq=False)
 class GradientSlot:
     """Room for one layer's gradients in the compute dtype; `arrived` names the parameters that are
-    in it. `held`: gathering is over, and the gradients stay until the step ends."""
+    it, `writers` the compute lane's streams that may write it. `held`: gathering is over, and the
+    gradients stay until the step ends."""
 
     gradients: torch.Tensor
     free_after: Fence
     layer: int | None = None
     held: bool = False
     arrived: set[int] = field(default_factory=set)
+    writers: list[object] = field(default_factory=list)
     _views: dict[tuple[int, tuple[int, ...]], torch.Tensor] = field(default_factory=dict)
 
     def view(self, part: ParameterSlice) -> torch.Tensor:
@@ -162,6 +164,7 @@ class Window:
         for gathering in (*self._gradient_slots, *self._own_gradients.values()):
             gathering.layer, gathering.held, gathering.free_after = None, False, free
             gathering.arrived.clear()
+            gathering.writers.clear()
             self._device.poison(gathering.gradients)
 
     # -- weights --------------------------------------------------------------------------------
@@ -249,6 +252,7 @@ class Window:
             )
         slot.layer = layer
         slot.arrived.clear()
+        slot.writers.clear()
 
     def release_gradients(self, slot: GradientSlot, after: Fence) -> None:
         """Give a gradient slot back, free after `after` (its drain)."""

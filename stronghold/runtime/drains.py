@@ -4,9 +4,10 @@ Owns the issue of drains, on behalf of the executor; what `residents` updates on
 there. Never computes with a gradient, except that two
 parts of one are added in the slot. Entered by whoever runs autograd's hooks: the training thread,
 or autograd's own on a GPU. Races and what prevents them:
-  * a gradient slot is filled while it drains -> compute waits for the slot's drain
-  * gradients drain before they exist         -> the drain waits for compute's fence, recorded after
-                                                 the last arrival
+  * a gradient slot is filled while it drains -> compute waits for the slot's drain: each of its
+                                                 streams before it first writes
+  * gradients drain before they exist         -> the drain waits for compute's fences, recorded on
+                                                 each of these streams after the last arrival
   * a host entry is overwritten in use        -> the drain waits for the entry's last reader
 """
 
@@ -77,10 +78,12 @@ class GradientDrains:
         slot = self._last
         if slot is None or slot.layer != layer:
             slot = self._last = self._slot_for(layer, calls)
+        self._enter(slot)
         target = slot.view(part)
         if gradient.is_sparse:
             gradient = gradient.to_dense()
         if position in slot.arrived:
+            self._join(layer, slot)
             target.add_(gradient)
         else:
             target.copy_(gradient)
@@ -107,10 +110,28 @@ class GradientDrains:
             slot = self._window.free_gradient_slot(layer)
             if slot is None:
                 raise StateError(f"layer {layer}: no gradient slot is free after a drain")
-        with self._span.waiting(slot.free_after):
-            self._metrics.waited("drain", self._device.compute_wait(slot.free_after))
         self._window.claim_gradients(slot, layer)
         return slot
+
+    def _enter(self, slot: GradientSlot) -> None:
+        """The calling thread's stream is about to write to the slot."""
+        stream = self._device.compute_stream()
+        if stream not in slot.writers:
+            with self._span.waiting(slot.free_after):
+                self._metrics.waited("drain", self._device.compute_wait(slot.free_after))
+            slot.writers.append(stream)
+
+    def _produced(self, layer: int, slot: GradientSlot) -> list[Fence]:
+        """The fences of what was written to the slot, on every stream."""
+        name = f"gradients {layer}"
+        return [self._device.record_compute(name, stream) for stream in slot.writers]
+
+    def _join(self, layer: int, slot: GradientSlot) -> None:
+        """The calling thread's stream goes on after what every other one has written."""
+        here = self._device.compute_stream()
+        if slot.writers != [here]:
+            for produced in self._produced(layer, slot):
+                self._device.compute_wait(produced)
 
     def flush(self, calls: Sequence[int]) -> None:
         """Backward has ended: drain what is left."""
@@ -122,6 +143,7 @@ class GradientDrains:
         for layer in self._window.gathering():
             slot = self._window.gradient_slot_of(layer)
             if slot is not None:
+                self._join(layer, slot)
                 after = self._device.record_compute(f"abandon gradients {layer}")
                 self._window.release_gradients(slot, after)
 
@@ -129,6 +151,7 @@ class GradientDrains:
         slot = self._window.gradient_slot_of(layer)
         assert slot is not None
         if self._residents is not None and layer in self._residents:
+            self._join(layer, slot)
             self._residents.gathered(layer, slot)
             return
         arrived = frozenset(slot.arrived)
@@ -142,9 +165,8 @@ class GradientDrains:
                 device.copy(entry.gradients[begin:end], gradients[begin:end])
             device.poison(gradients)
 
-        produced = device.record_compute(f"gradients {layer}")
         nbytes = sum(end - begin for begin, end in ranges) * gradients.element_size()
-        after = (produced, entry.free_after)
+        after = (*self._produced(layer, slot), entry.free_after)
         drained = device.drain.submit(f"drain {layer}", copy, after=after, nbytes=nbytes)
         self._window.release_gradients(slot, drained)
         self.drained_bytes += nbytes

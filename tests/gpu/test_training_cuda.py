@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -17,7 +17,16 @@ from torch import nn
 from stronghold import refine
 from stronghold.device import cuda
 from stronghold.errors import ConfigError
-from tests.models import HUGGING_FACE, MODELS, PLAIN, loss_of, without_caches
+from tests.models import (
+    HIDDEN,
+    HUGGING_FACE,
+    MODELS,
+    PLAIN,
+    Decoder,
+    loss_of,
+    token_batch,
+    without_caches,
+)
 from tests.test_exactness import llama
 from tests.training import (
     ADAM,
@@ -119,6 +128,79 @@ def test_any_model_trains_as_without_a_window(name: str, policy: str) -> None:
 def test_a_plan_of_its_own_never_changes_a_bit(precision: str) -> None:
     """Nothing is said: the plan is made, and made anew after the first steps."""
     check("odd llama", {}, precision=precision, clipping=0.5)
+
+
+class Late(torch.autograd.Function):
+    """The identity; backward's stream may take its time before it goes on."""
+
+    cycles = 0
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        torch.cuda._sleep(Late.cycles)
+        return gradients[0].clone()
+
+
+class TwoStreams(nn.Module):
+    """A block that computes one half beside the other."""
+
+    streams: ClassVar[list[torch.cuda.Stream]] = []  # the second one, of all blocks
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(HIDDEN, HIDDEN), nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.streams:
+            self.streams.append(torch.cuda.Stream())
+        here, beside = torch.cuda.current_stream(), self.streams[0]
+        beside.wait_stream(here)
+        with torch.cuda.stream(beside):
+            first = torch.tanh(self.first(x))
+        x.record_stream(beside)
+        first.record_stream(here)
+        # Computed last, its gradients come first; their stream is the later one.
+        second = Late.apply(self.second(x))
+        here.wait_stream(beside)
+        return x + first + torch.tanh(second)
+
+
+CYCLES = 10_000_000  # milliseconds
+
+
+@pytest.mark.parametrize("held_up", ["stream", "drain"])
+@pytest.mark.parametrize("clipping", [0.0, 0.5])
+@pytest.mark.parametrize("section", [STREAMED, {**STREAMED, "resident_layers": 5}])
+def test_blocks_may_compute_on_several_streams(
+    section: dict[str, Any], clipping: float, held_up: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gradients leave when all streams have written theirs, and none of them writes into a slot
+    that is still on its way out: one of the streams takes long here, or the way out."""
+    run_on_stream = cuda.StreamLane._run
+
+    def late(lane: Any, operation: str, work: Any, *rest: Any) -> Any:
+        def later() -> None:
+            if lane.name == held_up:
+                torch.cuda._sleep(CYCLES)
+            work()
+
+        return run_on_stream(lane, operation, later, *rest)
+
+    def factory() -> Any:
+        return Decoder([TwoStreams() for _ in range(6)]), token_batch
+
+    expected = train_plain_on_gpu(factory, precision="fp32", clipping=clipping, accumulation=1)
+    monkeypatch.setattr(cuda.StreamLane, "_run", late)
+    monkeypatch.setattr(Late, "cycles", CYCLES if held_up == "stream" else 0)
+    settings = config(
+        section={"device": "cuda", **section, "activations": "keep"}, clipping=clipping
+    )
+    run = train_windowed(factory, steps=STEPS, settings=settings)
+    assert_identical(run, expected)
 
 
 def test_attention_at_real_lengths_adds_in_one_order() -> None:

@@ -247,7 +247,6 @@ class SharedDrains(GradientDrains):
             if free is None:
                 self._reduce_slot(layer, self._extra(layer))
                 return
-            self._metrics.waited("drain", self._device.compute_wait(free.free_after))
             self._window.claim_gradients(free, layer)
             slot = free
         done = self._reduce_slot(layer, slot)
@@ -257,6 +256,8 @@ class SharedDrains(GradientDrains):
         device, state = self._device, self._host.layers[layer]
         trained = self._trained[layer]
         self.touched[layer] |= slot.arrived
+        if trained - slot.arrived:
+            self._enter(slot)
         for position in trained - slot.arrived:
             slot.gradients[state.layout.slices[position].within(0, state.layout.numel)].zero_()
         gradients = slot.gradients[: state.layout.trainable_numel]
@@ -282,7 +283,7 @@ class SharedDrains(GradientDrains):
         reduced = device.reduce.submit(
             name,
             reduce,
-            (device.record_compute(f"gradients {layer}"),),
+            self._produced(layer, slot),
             nbytes=(gradients.numel() - own.numel()) * size,
         )
         nbytes = own.numel() * size
