@@ -9,6 +9,12 @@ are not inherited (MADV_DONTFORK). But the child inherits the Python objects tha
 at addresses where its own allocator may have mapped something else by then. The handler therefore
 puts an empty reservation at each address, first thing in the child: unmapping that is harmless, and
 reading a slab there ends the child rather than giving it zeros.
+
+[Note: distance] Slabs that are mapped one after the other lie side by side, so that arrays of a
+layer would lie exactly their size apart. Where that is 2^28 or 2^29 bytes, an AMD EPYC (Zen) runs
+Adam over them at 14 to 20 GB/s rather than 25 to 57: their addresses fall together in a cache or a
+predictor. One page of addresses between them, which nobody touches, is enough. With a page or two
+a mapping's number of pages is odd: any two of 256 neighbours lie no multiple of 2^20 bytes apart.
 """
 
 from __future__ import annotations
@@ -31,7 +37,8 @@ _live: weakref.WeakKeyDictionary[mmap.mmap, int] = weakref.WeakKeyDictionary()
 
 def map_slab(numel: int, dtype: torch.dtype) -> torch.Tensor:
     """A flat zero tensor on its own anonymous mapping: exact size, page-aligned, committed page by
-    page at first touch, not inherited by forked processes ([Note: fork]).
+    page at first touch, not inherited by forked processes ([Note: fork]), and no multiple of a
+    large power of two from the one mapped before ([Note: distance]).
 
     Never torch's pinned allocator, which rounds up to powers of two.
     """
@@ -39,23 +46,24 @@ def map_slab(numel: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(0, dtype=dtype)
     # Private: the default is shared memory, which gets no huge pages unless the system is told to.
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    return _slab(mmap.mmap(-1, numel * dtype.itemsize, flags=flags), dtype)
+    pages = -(-numel * dtype.itemsize // mmap.PAGESIZE) + 1 | 1  # [Note: distance]
+    return _slab(mmap.mmap(-1, pages * mmap.PAGESIZE, flags=flags), dtype, numel)
 
 
 def map_shared(descriptor: int, nbytes: int) -> torch.Tensor:
     """The first `nbytes` of a file of memory, as bytes that other processes see too; otherwise as
     `map_slab`.
     """
-    return _slab(mmap.mmap(descriptor, nbytes, flags=mmap.MAP_SHARED), torch.uint8)
+    return _slab(mmap.mmap(descriptor, nbytes, flags=mmap.MAP_SHARED), torch.uint8, nbytes)
 
 
-def _slab(mapping: mmap.mmap, dtype: torch.dtype) -> torch.Tensor:
+def _slab(mapping: mmap.mmap, dtype: torch.dtype, numel: int) -> torch.Tensor:
     if hasattr(mmap, "MADV_DONTFORK"):
         mapping.madvise(mmap.MADV_DONTFORK)
     if len(mapping) >= HUGE_PAGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a kernel without huge pages
             mapping.madvise(mmap.MADV_HUGEPAGE)  # 10 to 27 % of Adam's bandwidth
-    slab = torch.frombuffer(mapping, dtype=dtype)
+    slab = torch.frombuffer(mapping, dtype=dtype, count=numel)
     _live[mapping] = slab.data_ptr()
     return slab
 
