@@ -36,6 +36,7 @@ import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
@@ -46,7 +47,7 @@ from stronghold.device.base import Device, Fence, completed
 from stronghold.errors import ConfigError
 from stronghold.memory.pinned import PinnedPool
 from stronghold.runtime.activation_sizes import ActivationSizes
-from stronghold.runtime.recomputation import recomputation
+from stronghold.runtime.recomputation import Recomputed, Rerun, SavedTensor, recomputation
 from stronghold.telemetry.metrics import Metrics
 
 MIN_OFFLOAD_BYTES = 16 << 10  # below this a copy costs more than the room it frees
@@ -115,13 +116,6 @@ class SavedActivation(NamedTuple):
     stride: tuple[int, ...]
 
 
-class SavedTensor(NamedTuple):
-    """A saved tensor that stays where it is, and its version then."""
-
-    tensor: torch.Tensor
-    version: int
-
-
 class SavedResident(NamedTuple):
     """The same over weights that stay on the device."""
 
@@ -181,6 +175,7 @@ class Activations:
         self._slots = slots
         self._metrics = metrics
         self._open: list[_Scope] = []  # the outermost first
+        self._rerun: Rerun | None = None  # whose forward is about to run again
         self._outside: Hooks | None = None  # the pair that was active before the outermost of them
         self._saved: dict[int, list[weakref.ref[SavedStorage]]] = defaultdict(list)
         self._in_scope: dict[int, SavedStorage] = {}
@@ -189,7 +184,9 @@ class Activations:
         self._stored: Fence = completed("drain", "nothing offloaded")  # the newest copy
         self._pool = PinnedPool(device, host_room_bytes)
         self.sizes = ActivationSizes(len(policies))
-        self._plain = [self._hooks(layer, None, offload=False) for layer in range(len(policies))]
+        self._plain = [
+            self._hooks(layer, None, None, offload=False) for layer in range(len(policies))
+        ]
 
     # -- around a layer's forward -----------------------------------------------------------------
     def enter(
@@ -218,7 +215,11 @@ class Activations:
             self._leaving.append([])
             self.sizes.enter(layer, (args, kwargs))
         plain = foreign is None and not offload
-        pair = self._plain[layer] if plain else self._hooks(layer, foreign, offload=offload)
+        if plain:
+            pair = self._plain[layer]
+        else:
+            outer = self._outer(foreign, scope, recomputing=recomputing)
+            pair = self._hooks(layer, foreign, outer, offload=offload)
         hooks = saved_tensors_hooks(*pair)
         hooks.__enter__()
         scope.hooks = hooks
@@ -274,10 +275,32 @@ class Activations:
         self.sizes.leave()
         return left_open
 
-    def _hooks(self, layer: int, foreign: Hooks | None, *, offload: bool) -> Hooks:
+    def _outer(
+        self, foreign: Hooks | None, scope: _Scope, *, recomputing: bool
+    ) -> Callable[[torch.Tensor], Any] | None:
+        """What takes the tensors that become no handles, where `foreign` stands around us."""
+        if foreign is None:
+            return None
+        pack = foreign[0]
+        if scope.recomputation is not None:
+            return Rerun(foreign).save
+        if recomputing and self._rerun is not None:
+            rerun, self._rerun = self._rerun, None
+            return lambda tensor: rerun.find(tensor, pack)
+        return lambda tensor: _Foreign(pack(tensor))
+
+    def _hooks(
+        self,
+        layer: int,
+        foreign: Hooks | None,
+        outer: Callable[[torch.Tensor], Any] | None,
+        *,
+        offload: bool,
+    ) -> Hooks:
         """The pair that stands around a forward of the layer. It is called for each tensor that
         autograd saves, some forty times a block: what can be looked up before is."""
         slots, sizes = self._slots, self.sizes
+        run_again = partial(self._run_again, layer)
 
         def pack(tensor: torch.Tensor) -> Any:
             address = tensor.untyped_storage().data_ptr()
@@ -290,8 +313,8 @@ class Activations:
                 sizes.saw(layer, tensor)
             if address in slots.staying:
                 return SavedResident(tensor.detach(), tensor._version)  # [Note: pack]
-            if foreign is not None:
-                return _Foreign(foreign[0](tensor))
+            if outer is not None:
+                return outer(tensor)
             if offload and self._worth_offloading(tensor):
                 storage = self._store(layer, tensor)
                 return SavedActivation(
@@ -304,6 +327,8 @@ class Activations:
             return SavedTensor(tensor.detach(), tensor._version)
 
         def unpack(packed: Any) -> torch.Tensor:
+            if type(packed) is Recomputed:
+                packed = packed.take(run_again)
             if type(packed) is SavedTensor:
                 tensor, version = packed
                 return tensor if tensor._version == version else _refuse_written(packed)
@@ -334,16 +359,22 @@ class Activations:
             return back.view(packed.dtype).as_strided(packed.shape, packed.stride, packed.offset)
         assert isinstance(packed, _Foreign)
         assert foreign is not None
+        return foreign[1](packed.packed)
+
+    def _run_again(self, layer: int, rerun: Rerun) -> None:
+        self._rerun = rerun
         try:
-            return foreign[1](packed.packed)
+            rerun.run()
         except RuntimeError as error:
-            if self._policies[layer] != "recompute" or "inplace operation" not in str(error):
+            if "inplace operation" not in str(error):
                 raise
             raise RuntimeError(
                 f"{self._slots.name_of(layer)}: its forward cannot be run again, since a tensor "
                 f"among its arguments was written in place meanwhile ({error}); write out of place "
                 '(y = y + x, not y += x), or set stronghold.activations to "keep" or "offload"'
             ) from error
+        finally:
+            self._rerun = None
 
     # -- offload ----------------------------------------------------------------------------------
     def _worth_offloading(self, tensor: torch.Tensor) -> bool:
