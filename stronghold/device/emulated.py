@@ -24,9 +24,16 @@ from stronghold.telemetry.trace import NullTrace, Trace
 # the call does not count: with 256 MB pieces half of a copy hides behind compute, with 1 MB pieces
 # nine tenths.
 COPY_PIECE_BYTES = 1 << 20
+# Copied in less time than it takes to give the interpreter's lock to another thread and to get it
+# back, tens of microseconds: under the lock.
+SMALL_COPY_BYTES = 256 << 10
 DISK_LANES = {"load": "read", "stage": "read", "spill": "write"}
 WIRE_LANES = ("gather", "reduce", "exchange")
 NAN_BYTE = 0xFF  # 0xFFFF and 0xFFFFFFFF are NaN in bfloat16, float16 and float32
+
+_move_small = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)(
+    ctypes.cast(ctypes.memmove, ctypes.c_void_p).value or 0
+)
 
 
 class EmulatedDevice(Device):
@@ -89,7 +96,8 @@ class EmulatedDevice(Device):
         start = time.perf_counter()
         for begin in range(0, total, COPY_PIECE_BYTES):
             size = min(COPY_PIECE_BYTES, total - begin)
-            ctypes.memmove(target.data_ptr() + begin, source.data_ptr() + begin, size)
+            move = _move_small if total <= SMALL_COPY_BYTES else ctypes.memmove
+            move(target.data_ptr() + begin, source.data_ptr() + begin, size)
             if self._link_gbps is not None:
                 due = start + (begin + size) / (self._link_gbps * 1e9)
                 time.sleep(max(0.0, due - time.perf_counter()))
@@ -145,4 +153,5 @@ class EmulatedDevice(Device):
             with self._disk_lock:
                 begin_s = max(start_s, self._disk_free_s[direction])
                 due_s = self._disk_free_s[direction] = begin_s + nbytes / (self._nvme_gbps * 1e9)
-        time.sleep(max(0.0, due_s - time.perf_counter()))
+        if due_s > start_s:  # a sleep of no time, too, gives the interpreter's lock away
+            time.sleep(max(0.0, due_s - time.perf_counter()))
