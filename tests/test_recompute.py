@@ -353,3 +353,89 @@ def test_generators_go_on_from_where_the_forward_left_them(how: str) -> None:
         run = train_windowed(factory, steps=3, settings=config(section=SECTION))
     with seeded():
         assert_identical(run, train_plain(factory, steps=3))
+
+
+CALLS: list[int] = []  # no state of a block's, which would be put back
+
+
+class Otherwise(Block):
+    """What it saves when it is run again is not what it saved."""
+
+    def __init__(self, how: str, place: int) -> None:
+        super().__init__()
+        self.how, self.place = how, place
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        again = self.place in CALLS
+        CALLS.append(self.place)
+        out = super().forward(hidden)
+        if not again:
+            return out + torch.sin(hidden) + torch.cos(hidden)
+        return out if self.how == "fewer" else out + torch.sin(hidden) + torch.cos(hidden.sum(0))
+
+
+@pytest.mark.parametrize(
+    ("how", "match"),
+    [
+        ("fewer", r"saved \d+ tensors, expected \d+"),
+        ("other shapes", r"tensor \d+: got torch.float32 \[.*\] on cpu, expected torch.float32"),
+    ],
+)
+def test_a_second_run_that_saves_other_tensors_is_refused(how: str, match: str) -> None:
+    CALLS.clear()
+    model = Decoder([Otherwise(how, place) for place in range(2)])
+    engine = stronghold.initialize(
+        model=model, config=config(section=SECTION), model_parameters=model.parameters()
+    )[0]
+    with pytest.raises(torch.utils.checkpoint.CheckpointError, match=match):
+        engine.backward(loss_of(engine(**token_batch(0))))
+    engine.destroy()
+
+
+def test_a_tensor_that_the_block_writes_after_it_was_saved_is_refused() -> None:
+    class Writes(Block):
+        def forward(self, hidden: Tensor) -> Tensor:
+            exponent = torch.exp(super().forward(hidden) * 0.1)  # it saves its result
+            exponent += 1.0
+            return torch.sin(exponent)
+
+    model = Decoder([Writes() for _ in range(2)])
+    engine = stronghold.initialize(
+        model=model, config=config(section=SECTION), model_parameters=model.parameters()
+    )[0]
+    with pytest.raises(RuntimeError, match="modified in place after it was saved"):
+        engine.backward(loss_of(engine(**token_batch(0))))
+    engine.destroy()
+
+
+def test_torch_runs_a_block_again_for_one_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[Tensor] = []
+    hook = torch.utils.checkpoint._checkpoint_hook
+
+    class Counting(hook):  # type: ignore[misc, valid-type]
+        def __init__(self, frame: Any) -> None:
+            super().__init__(frame)
+            pack = self.pack_hook
+            self.pack_hook = lambda tensor: (taken.append(tensor), pack(tensor))[1]
+
+    monkeypatch.setattr(torch.utils.checkpoint, "_checkpoint_hook", Counting)
+    train_windowed(lambda: (decoder(), token_batch), steps=1, settings=config(section=SECTION))
+    assert len(taken) == 3  # blocks
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_graph_that_is_kept_is_recomputed_for_each_backward(times: int) -> None:
+    gradients = []
+    for section in (SECTION, {"window": 2, "activations": "keep"}):
+        model = decoder()
+        engine = stronghold.initialize(
+            model=model, config=config(section=section), model_parameters=model.parameters()
+        )[0]
+        torch.manual_seed(1)
+        hidden = torch.randn(2, 3, HIDDEN, requires_grad=True)
+        out = model.blocks[1](hidden).sin().sum()
+        found = [torch.autograd.grad(out, hidden, retain_graph=True)[0] for _ in range(times)]
+        assert all(torch.equal(found[0], other) for other in found)
+        gradients.append(found[0])
+        engine.destroy()
+    assert torch.equal(*gradients)

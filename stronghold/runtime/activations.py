@@ -218,7 +218,7 @@ class Activations:
         if plain:
             pair = self._plain[layer]
         else:
-            outer = self._outer(foreign, scope, recomputing=recomputing)
+            outer = self._outer(foreign, scope)
             pair = self._hooks(layer, foreign, outer, offload=offload)
         hooks = saved_tensors_hooks(*pair)
         hooks.__enter__()
@@ -275,16 +275,14 @@ class Activations:
         self.sizes.leave()
         return left_open
 
-    def _outer(
-        self, foreign: Hooks | None, scope: _Scope, *, recomputing: bool
-    ) -> Callable[[torch.Tensor], Any] | None:
+    def _outer(self, foreign: Hooks | None, scope: _Scope) -> Callable[[torch.Tensor], Any] | None:
         """What takes the tensors that become no handles, where `foreign` stands around us."""
         if foreign is None:
             return None
         pack = foreign[0]
         if scope.recomputation is not None:
             return Rerun(foreign).save
-        if recomputing and self._rerun is not None:
+        if self._rerun is not None:
             rerun, self._rerun = self._rerun, None
             return lambda tensor: rerun.find(tensor, pack)
         return lambda tensor: _Foreign(pack(tensor))
