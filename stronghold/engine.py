@@ -38,7 +38,7 @@ from stronghold.runtime.reads import ParameterReads
 from stronghold.runtime.stack import MemoryReport, Request, Stack
 from stronghold.runtime.state import StateHooks, check_free
 from stronghold.surface import refuse
-from stronghold.telemetry.metrics import StepRecord, count_tokens
+from stronghold.telemetry.metrics import Reading, StepRecord, count_tokens, value
 
 logger = logging.getLogger("stronghold")
 
@@ -90,7 +90,7 @@ class StrongholdEngine(Checkpoints, deepspeed.DeepSpeedEngine):  # type: ignore[
         self.loaded_checkpoint_mp_world_size = self.loaded_checkpoint_dp_world_size = None
         self._boundary_override: bool | None = None
         self._step_applied = False
-        self._grad_norm: float | None = None
+        self._grad_norm: Reading = None
         self._loss_sum: torch.Tensor | None = None
         self.last_record: StepRecord | None = None
         self._destroyed = False
@@ -210,7 +210,8 @@ class StrongholdEngine(Checkpoints, deepspeed.DeepSpeedEngine):  # type: ignore[
         """End the micro-batch; at an accumulation boundary clip, queue the updates and advance the
         schedule.
 
-        Waits for the gradients' norm, never for the updates: the next forward waits for them layer
+        Waits for the gradients' norm, except where a model that is whole on the device clips and
+        checks nothing; never for the updates: the next forward waits for them layer
         by layer. When Ctrl-C ends it before a weight has changed, the step starts again; later it
         asks for a checkpoint.
         """
@@ -238,7 +239,7 @@ class StrongholdEngine(Checkpoints, deepspeed.DeepSpeedEngine):  # type: ignore[
             clipping=float(self.gradient_clipping() or 0.0),
             loss_scale=optimizer.loss_scale,
         )
-        self._grad_norm = optimizer._global_grad_norm = gate.grad_norm
+        self._grad_norm = optimizer.grad_norm = gate.grad_norm
         optimizer.overflow = gate.overflow
         self._step_applied = not gate.overflow
         optimizer.count_step()
@@ -328,8 +329,10 @@ class StrongholdEngine(Checkpoints, deepspeed.DeepSpeedEngine):  # type: ignore[
 
     # -- what is read -----------------------------------------------------------------------------
     def get_global_grad_norm(self) -> float | None:
-        """Global L2 norm of the last step's gradients before clipping; None before the first."""
-        return self._grad_norm
+        """Global L2 norm of the last step's gradients before clipping; None before the first. Waits
+        for backward on the device where the step did not."""
+        self._grad_norm = norm = value(self._grad_norm)
+        return norm
 
     def was_step_applied(self) -> bool:
         """Whether the last `step` call changed weights: a boundary, and no overflow."""

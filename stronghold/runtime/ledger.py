@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -26,11 +26,11 @@ CLIPPING_EPSILON = 1e-6  # torch.nn.utils.clip_grad_norm_'s
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GateResult:
-    """`grad_norm`: global L2 norm before clipping, loss scale removed. `overflow`: it is not
-    finite, nothing was applied.
+    """`grad_norm`: global L2 norm before clipping, loss scale removed, or what waits for it where
+    nothing depended on it. `overflow`: it is not finite, nothing was applied.
     """
 
-    grad_norm: float
+    grad_norm: float | Callable[[], float]
     overflow: bool
 
 

@@ -16,6 +16,7 @@ from torch import nn
 
 from stronghold.errors import ConfigError
 from stronghold.runtime.adam import AdamFlags
+from stronghold.telemetry.metrics import Reading, value
 
 
 class EngineOptimizer(torch.optim.Optimizer):
@@ -35,7 +36,7 @@ class EngineOptimizer(torch.optim.Optimizer):
     ) -> None:
         self.overflow = False
         self.loss_scaler: LossScalerBase = LossScaler(1)  # the engine's, when it trains in fp16
-        self._global_grad_norm: float | None = None
+        self.grad_norm: Reading = None  # of the last step
         self._step: weakref.WeakMethod[Callable[[], None]] | None = None
         self._zero_grad: weakref.WeakMethod[Callable[[], None]] | None = None
         self._client = client
@@ -43,6 +44,12 @@ class EngineOptimizer(torch.optim.Optimizer):
         if client is not None:
             self.param_groups = client.param_groups
         self.flags = flags if isinstance(flags, list) else [flags] * len(self.param_groups)
+
+    @property
+    def _global_grad_norm(self) -> float | None:
+        """DeepSpeed's name of the last step's norm; waits for it where the step did not."""
+        self.grad_norm = value(self.grad_norm)
+        return self.grad_norm
 
     @property
     def loss_scale(self) -> float:

@@ -15,7 +15,7 @@ refused, at the next `engine.backward` or `engine.step`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -30,7 +30,7 @@ from stronghold.plan.planner import Gradients, Plan
 from stronghold.runtime.adam import AdamSteps
 from stronghold.runtime.binding import Bindings
 from stronghold.runtime.device_updates import DeviceUpdates, GradientsOfLayers, addresses
-from stronghold.runtime.ledger import GateResult, Ledger, open_gate
+from stronghold.runtime.ledger import GateResult, Ledger, norm_and_scale, open_gate
 from stronghold.runtime.runtime import Written
 from stronghold.telemetry.metrics import Metrics
 
@@ -157,16 +157,18 @@ class Whole:
 
     def _close(self, clipping: float, loss_scale: float) -> GateResult:
         gradients, dtype = self._waiting()
-        sums, prepared = [], None
+        read: Callable[[], list[float]] = list
+        prepared = None
         if gradients:
-            sums.append(self._updates.square_sums(gradients, dtype))
+            read = self._device.read_later(self._updates.square_sums(gradients, dtype))
             prepared = self._updates.prepare(gradients, dtype)
-        gate, scale = open_gate(
-            self._updates.read(sums),
-            clipping=clipping,
-            loss_scale=loss_scale,
-            early=not self._gated,
-        )
+        if self._gated or clipping > 0.0:  # the one wait of the training thread for backward
+            gate, scale = open_gate(
+                read(), clipping=clipping, loss_scale=loss_scale, early=not self._gated
+            )
+        else:
+            gate = GateResult(grad_norm=_norm(read, loss_scale), overflow=False)
+            scale = 1.0 / loss_scale
         if prepared is not None and gate.overflow:
             self._updates.cancel(prepared)
         elif prepared is not None:
@@ -234,3 +236,8 @@ class Whole:
     def adopt_weights(self, written: Written | None = None) -> None:
         for layer in range(len(self._parameters)) if written is None else written:
             self._host.restart_master(layer, written and written[layer])
+
+
+def _norm(read: Callable[[], list[float]], loss_scale: float) -> Callable[[], float]:
+    """The global norm, when somebody asks."""
+    return lambda: norm_and_scale(read(), clipping=0.0, loss_scale=loss_scale)[0]

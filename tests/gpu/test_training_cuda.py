@@ -203,6 +203,34 @@ def test_blocks_may_compute_on_several_streams(
     assert_identical(run, expected)
 
 
+def test_a_step_of_a_whole_model_that_gates_nothing_does_not_wait_for_backward() -> None:
+    returned_early: list[bool] = []
+
+    def inspect(engine: Any) -> None:
+        loss = loss_of(engine(**on(torch.device("cuda"), llama()[1](0))))
+        begun = torch.cuda.Event()
+
+        def late(gradient: torch.Tensor) -> None:
+            torch.cuda._sleep(200 * CYCLES)
+            begun.record()
+
+        loss.register_hook(late)
+        engine.backward(loss)
+        engine.step()
+        returned_early.append(not begun.query())
+        norm = engine.get_global_grad_norm()
+        assert norm == engine.optimizer._global_grad_norm == engine.get_global_grad_norm()
+        assert norm > 0.0
+
+    for clipping in (0.0, 0.5):
+        section = {"device": "cuda", "resident_layers": "all"}
+        settings = config(section=section, clipping=clipping)
+        run = train_windowed(llama, steps=STEPS, settings=settings, inspect=inspect)
+        expected = plain("odd llama", "fp32", clipping, 1)
+        assert run.norms == expected.norms
+    assert returned_early == [True, False]
+
+
 def test_attention_at_real_lengths_adds_in_one_order() -> None:
     """What the other laws stand on: a backward of many rows, twice."""
     shape = (2, 8, 2048, 64)
