@@ -25,6 +25,7 @@ for the issue at least, meets no copy of it that is still under way.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import logging
 import mmap
 import threading
@@ -32,6 +33,7 @@ import time
 from bisect import bisect_left, bisect_right, insort
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from typing import Any
 
@@ -50,6 +52,7 @@ from stronghold.device.base import (
 )
 from stronghold.device.triton_kernels import TritonKernels
 from stronghold.errors import ConfigError, StateError
+from stronghold.native import available_cores
 from stronghold.telemetry.trace import NullTrace, Trace
 
 logger = logging.getLogger("stronghold")
@@ -59,6 +62,9 @@ _ALREADY_REGISTERED = 712  # a mistake of ours: no limit of the system's
 _RING_BYTES = 8 << 20  # of one of a ring's two entries, at most
 _LEAST_RING_BYTES = 64 << 10
 TRIAL_BYTES = 64 << 20
+_POPULATE_WRITE = 23  # madvise's, since Linux 5.14
+_TOUCH_BYTES = 32 << 20  # that one thread commits at a time
+_MAX_TOUCHING = 8  # threads: clearing pages is bound by memory
 
 
 def available() -> bool:
@@ -111,6 +117,25 @@ def _is_inside(regions: Sequence[tuple[int, int]], address: int) -> bool:
     """Whether the address lies in one of `regions`, which are as for `cuts`."""
     at = bisect_right(regions, address, key=lambda region: region[0]) - 1
     return at >= 0 and address < regions[at][1]
+
+
+def _touch(address: int, nbytes: int) -> None:
+    """Commit a slab's pages by several threads: registration clears them with one. Where the kernel
+    or a limit on threads does not let us, registration does it all.
+    """
+    begin, end = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE, address + nbytes
+    end -= end % mmap.PAGESIZE
+    if end - begin <= _TOUCH_BYTES:
+        return
+    madvise = ctypes.CDLL(None).madvise
+    madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
+    def commit(at: int) -> None:
+        madvise(at, min(_TOUCH_BYTES, end - at), _POPULATE_WRITE)
+
+    num_threads = min(available_cores(), _MAX_TOUCHING)
+    with contextlib.suppress(RuntimeError), ThreadPoolExecutor(num_threads) as threads:
+        list(threads.map(commit, range(begin, end, _TOUCH_BYTES)))
 
 
 def _fence_event() -> torch.cuda.Event:
@@ -306,6 +331,7 @@ class CudaDevice(Device):
 
     def register(self, tensor: torch.Tensor) -> None:
         nbytes = tensor.numel() * tensor.element_size()
+        _touch(tensor.data_ptr(), nbytes)
         status = _cudart().cudaHostRegister(tensor.data_ptr(), nbytes, _HOST_REGISTER_PORTABLE)
         if int(status) != 0:
             self._forget_error()

@@ -6,13 +6,16 @@ Only the pretended device refuses on demand: its `torch.cuda.cudart` has a `limi
 from __future__ import annotations
 
 import logging
+import mmap
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from stronghold import doctor
+from stronghold.device import cuda
 from stronghold.device.cuda import CudaDevice
 from stronghold.errors import StateError
 from stronghold.memory.slab import map_slab
@@ -153,3 +156,33 @@ def test_doctor_says_how_much_could_be_pinned(refuse_beyond: Callable[[int], Non
     findings = doctor.examine("cuda", quick=True)
     (problem,) = [each for each in findings.problems if "pin" in each.what]
     assert "0.19 GiB of host memory could be pinned" in problem.got
+
+
+def test_a_large_slab_is_committed_before_it_is_registered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By several threads: registration would clear its pages with one."""
+    slab = map_slab(3 * cuda._TOUCH_BYTES + 17, torch.uint8)
+    before, seen = resident_bytes(), []
+    cudart = cuda._cudart()
+
+    class Watched:
+        @staticmethod
+        def cudaHostRegister(*args: int) -> object:
+            seen.append(resident_bytes() - before)
+            return cudart.cudaHostRegister(*args)
+
+    device = cuda.CudaDevice()
+    try:
+        with monkeypatch.context() as patched:
+            patched.setattr(cuda, "_cudart", Watched)
+            device.pin(slab)
+        device.unpin(slab)
+    finally:
+        device.close()
+    assert seen[0] >= 3 * cuda._TOUCH_BYTES
+    assert not slab.any()
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
