@@ -369,9 +369,8 @@ class StrongholdEngine(Checkpoints, deepspeed.DeepSpeedEngine):  # type: ignore[
         return self._stack.memory_report()
 
     def synchronize(self) -> None:
-        """Wait until every parameter holds its newest value: before code that reads or writes
-        parameters that it has kept. `parameters()`, `named_parameters()` and `state_dict()` wait by
-        themselves.
+        """Wait until every parameter holds its newest value. Code that reads or writes parameters
+        in Python waits by itself, one by one; extensions in C++, and other threads, do not.
         """
         if not self._destroyed:
             self._stack.settle()

@@ -124,11 +124,17 @@ class Refinement:
             num_steps=TRACED_STEPS,
         )
         memory = _memory(stack, sizes.saved, sizes.boundary)
+        # Weights change places with a plan, and an alias that somebody keeps would stay behind.
+        kept = bool(runtime.executor.aliased(range(len(stack.parameters))))
         ranks = stack.ranks
         if ranks is not None:  # [Note: one plan]
-            told: Any = ranks.control.objects((rates, workload, memory), "refining the plan")
-            rates, workload = slowest([(each, work) for each, work, _ in told])
-            memory = _least([of_rank for _, _, of_rank in told])
+            told: Any = ranks.control.objects((rates, workload, memory, kept), "refining the plan")
+            rates, workload = slowest([(each, work) for each, work, _, _ in told])
+            memory = _least([of_rank for _, _, of_rank, _ in told])
+            kept = any(of_rank for _, _, _, of_rank in told)
+        if kept:
+            logger.info("the plan stays as it is: something keeps aliases of weights")
+            return
         plan = None
         if ranks is None or ranks.rank == 0:
             plan = self._faster(workload, rates, memory, asynchronous)

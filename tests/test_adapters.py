@@ -22,6 +22,7 @@ import stronghold
 from stronghold.errors import ConfigError
 from tests.models import MODELS, loss_of
 from tests.training import Factory, assert_identical, config, train_plain, train_windowed
+from tests.twin import Twin
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -269,3 +270,34 @@ def test_bf16_training_casts_every_parameter_as_deepspeed_does(make: Any) -> Non
 def test_fp32_training_refuses_a_parameter_of_fewer_bits() -> None:
     with pytest.raises(ConfigError, match=r'bfloat16, but the config asks for fp32: add "bf16"'):
         stronghold.initialize(model=mixed_lora(), config=config())
+
+
+# --- merging between steps ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("section", [{"window": 1}, {"resident_layers": 1}], ids=str)
+def test_adapters_that_are_merged_between_steps_leave_the_base_of_a_plain_loop(
+    section: dict[str, Any], precision: str
+) -> None:
+    """As a rollout with the merged weights does it: every round reads and writes the base."""
+    slow = {**section, "emulated": {"update_gbps": 0.02}}
+    torch.manual_seed(0)
+    model, make_batch = lora()
+    torch.manual_seed(0)
+    plain, _ = lora()
+    MODELS["merged"] = lambda: (plain, make_batch)
+    try:
+        both = Twin("merged", of=model, precision=precision, section=slow)
+    finally:
+        del MODELS["merged"]
+    for step in range(8):
+        both.train(step)
+        for each in (both.model, both.plain):
+            each.merge_adapter()
+        with torch.no_grad():
+            assert torch.equal(both.on(9)(both.engine), both.on(9)(both.plain))
+        for each in (both.model, both.plain):
+            each.unmerge_adapter()
+    both.check()
+    both.engine.destroy()

@@ -14,12 +14,14 @@ from torch import nn
 import stronghold
 from stronghold.errors import ConfigError
 from tests.models import MODELS
+from tests.pairs import pairs
 from tests.training import config
 from tests.twin import Twin, twin
 
+SLOW = {"emulated": {"update_gbps": 0.05}}  # else a write finds nothing under way
 SECTIONS: dict[str, dict[str, Any]] = {
-    "streamed": {"window": 2},
-    "resident": {"resident_layers": "all", "resident_updates": "host"},
+    "streamed": {"window": 2, **SLOW},
+    "resident": {"resident_layers": "all", "resident_updates": "host", **SLOW},
     "updated on the gpu": {"resident_layers": 1, "resident_updates": "gpu", "window": 1},
     "whole": {"resident_layers": "all", "resident_updates": "gpu"},
 }
@@ -37,25 +39,74 @@ def renew_the_head(model: nn.Module) -> None:
     nn.init.normal_(model.head.weight, std=0.1, generator=generator)
 
 
+def renew_by_its_own_method(model: nn.Module) -> None:
+    torch.manual_seed(4)
+    for module in (model.head, model.blocks[1].mlp.up, model.blocks[2].norm1):
+        module.reset_parameters()
+
+
+def clip_data(model: nn.Module) -> None:
+    for parameter in KEPT[id(model)]:
+        parameter.data.clamp_(-0.05, 0.05)
+
+
+def scale_in_a_batch(model: nn.Module) -> None:
+    with torch.no_grad():
+        torch._foreach_mul_(KEPT[id(model)], 0.7)
+
+
+def assign_elements(model: nn.Module) -> None:
+    with torch.no_grad():
+        model.blocks[0].mlp.up.weight[0] = 0.125
+        model.embedding.weight[:, 1] = 0.25
+        model.blocks[2].attention.out.bias.data[...] = 0.5
+
+
+def merge(model: nn.Module) -> None:
+    """As adapters are merged: added to an alias, which is assigned."""
+    for block in model.blocks:
+        merged = block.mlp.up.weight.data
+        merged += 0.01 * block.mlp.down.weight.data.T
+        block.mlp.up.weight.data = merged
+
+
+KEPT: dict[int, list[nn.Parameter]] = {}  # of each model, from before the first step
+
+
 def same_outputs(both: Twin) -> None:
     with torch.no_grad():
         assert torch.equal(both.on(9)(both.engine), both.on(9)(both.plain))
 
 
-@pytest.mark.parametrize("write", [clamp, renew_the_head])
-@pytest.mark.parametrize("clipping", [0.0, 1.0], ids=["early updates", "gated updates"])
-@pytest.mark.parametrize("section", SECTIONS)
+UPDATES = {"early updates": 0.0, "gated updates": 1.0}
+WRITES = [
+    clamp,
+    renew_the_head,
+    renew_by_its_own_method,
+    clip_data,
+    scale_in_a_batch,
+    assign_elements,
+    merge,
+]
+
+
+@pytest.mark.parametrize(("section", "clipping", "write"), pairs(list(SECTIONS), UPDATES, WRITES))
 def test_what_is_written_in_place_is_used_and_trained(
     section: str, clipping: float, write: Callable[[nn.Module], None]
 ) -> None:
     with twin(section=SECTIONS[section], clipping=clipping) as both:
-        for step in range(3):
+        KEPT.update({id(model): list(model.parameters()) for model in (both.model, both.plain)})
+        for step in range(4):
             both.train(step)
-            both.engine.synchronize()
             write(both.model)
             write(both.plain)
             if step == 1:
                 same_outputs(both)
+            if step == 2:  # nothing is under way, and slots hold what the pass has left in them
+                write(both.model)
+                write(both.plain)
+        same_outputs(both)
+        KEPT.clear()
 
 
 @pytest.mark.parametrize("through", ["data", "no_grad"])

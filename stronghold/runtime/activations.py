@@ -66,11 +66,15 @@ class Slots(Protocol):
 
     def name_of(self, layer: int) -> str: ...
 
+    def epoch(self, layer: int) -> int: ...
+
 
 class SavedWeight(NamedTuple):
-    """A saved tensor inside a slot: resolved to whatever slot holds the layer in backward."""
+    """A saved tensor inside a slot: resolved to whatever slot holds the layer in backward, unless
+    its values are of another epoch."""
 
     layer: int
+    epoch: int
     dtype: torch.dtype
     offset: int
     shape: torch.Size
@@ -205,7 +209,8 @@ class Activations:
         scope = _Scope(layer)
         self._open.append(scope)  # before anything is open: an interrupt may end us anywhere
         if will_recompute:
-            scope.recomputation = recomputation(module, args, kwargs)
+            check = partial(self._refuse_old, layer, self._slots.epoch(layer))
+            scope.recomputation = recomputation(module, args, kwargs, check)
             next(scope.recomputation)
         foreign = _active_hooks()
         offload = self._policies[layer] == "offload" and foreign is None and not recomputing
@@ -228,12 +233,11 @@ class Activations:
         """Whether a layer whose forward begins now will run it again in backward. Under the user's
         own saved-tensor
         hooks it will not: they decide."""
-        return (
-            self._policies[layer] == "recompute"
-            and not recomputing
-            and torch.is_grad_enabled()
-            and _active_hooks() is None
-        )
+        return self.recomputes(layer) and not recomputing and _active_hooks() is None
+
+    def recomputes(self, layer: int) -> bool:
+        """Whether the layer's policy is to run it again for backward, where one will come."""
+        return self._policies[layer] == "recompute" and torch.is_grad_enabled()
 
     def leave(self, layer: int) -> None:
         """The layer's forward returned or raised."""
@@ -304,9 +308,8 @@ class Activations:
             address = tensor.untyped_storage().data_ptr()
             held = slots.layer_at.get(address)
             if held is not None:
-                return SavedWeight(
-                    held, tensor.dtype, int(tensor.storage_offset()), tensor.shape, tensor.stride()
-                )
+                at, epoch = int(tensor.storage_offset()), slots.epoch(held)
+                return SavedWeight(held, epoch, tensor.dtype, at, tensor.shape, tensor.stride())
             if sizes.counting:
                 sizes.saw(layer, tensor)
             if address in slots.staying:
@@ -331,6 +334,7 @@ class Activations:
                 tensor, version = packed
                 return tensor if tensor._version == version else _refuse_written(packed)
             if type(packed) is SavedWeight:
+                self._refuse_old(packed.layer, packed.epoch)
                 weight = slots.weights_of(packed.layer)
                 if weight.dtype is not packed.dtype:
                     weight = weight.view(packed.dtype)
@@ -373,6 +377,15 @@ class Activations:
             ) from error
         finally:
             self._rerun = None
+
+    def _refuse_old(self, layer: int, epoch: int) -> None:
+        """ConfigError when the layer's weights have changed, where autograd would say the same."""
+        if self._slots.epoch(layer) != epoch:
+            raise ConfigError(
+                f"backward needs the weights of {self._slots.name_of(layer)} as they were in its "
+                "forward, and they were written since, by engine.step() or in place: call backward "
+                "before the step, and write after it"
+            )
 
     # -- offload ----------------------------------------------------------------------------------
     def _worth_offloading(self, tensor: torch.Tensor) -> bool:

@@ -46,7 +46,9 @@ class GradientDrains:
         last_fetch: Callable[[int], Fence],
         residents: Residents | None = None,
         span: ComputeSpan | None = None,
+        aliased: Callable[[int], bool] = lambda layer: False,
     ) -> None:
+        self._aliased = aliased
         self._device = device
         self._host = host
         self._window = window
@@ -154,6 +156,8 @@ class GradientDrains:
             self._join(layer, slot)
             self._residents.gathered(layer, slot)
             return
+        if self._aliased(layer):  # backward may need what the alias shows: no update before its end
+            calls = max(calls, 2)
         arrived = frozenset(slot.arrived)
         entry = self._updater.entry_for(layer, arrived, calls)
         slices = self._host.layers[layer].layout.slices

@@ -17,7 +17,7 @@ prevents them:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from enum import Enum
 
 import torch
@@ -75,7 +75,7 @@ class Executor:
         self._window = window
         self._updater = updater
         self._plan = plan
-        self._bindings = Bindings(host.layers, parameters)
+        self._bindings = Bindings(host.layers, parameters, plan.resident)
         self._metrics = metrics
         self.phase = Phase.IDLE
         num_layers = len(host.layers)
@@ -87,8 +87,9 @@ class Executor:
         self._stale = set(self._refreshed)
         staying = [host.layers[layer].weights for layer in plan.updated_on_gpu]
         staying += [slot.weights for layer in self._refreshed if (slot := window.slot_of(layer))]
-        # Storages of weights that stay on the device: saved, they need no copy.
-        self.staying = {weights.untyped_storage().data_ptr() for weights in staying}
+        # Storages of weights that stay on the device: saved, they need no copy. They are where
+        # the weights begin, since parameters are bound to a storage of their own.
+        self.staying = {weights.data_ptr() for weights in staying}
         # Storage of a slot -> the streamed layer that is in it, for saved tensors.
         self.layer_at: dict[int, int] = {}
         self._calls = [0] * num_layers  # forward calls with gradients since the last backward
@@ -114,6 +115,7 @@ class Executor:
             last_fetch=self.last_fetch,
             residents=residents,
             span=self._span,
+            aliased=self._aliased_at_rest,
         )
 
     @property
@@ -164,6 +166,8 @@ class Executor:
             self._calls = [0] * len(self._calls)
             for layer in self._window.held_layers():
                 self._bindings.rest(layer)
+            # What the last pass has left in slots of their own is of before.
+            self._hide(self._updater.ledger.applied - self._refreshed)
         self._learn(self._training)
 
     def start_again(self) -> None:
@@ -228,7 +232,11 @@ class Executor:
             # A module shared with the block that is running, which must not be moved away.
             self.make_resident(layer)
             return
+        if self.phase is not Phase.BACKWARD:
+            self._updater.ledger.refuse_early_read((layer,))
         self.end_span()  # what follows may wait, which is not the compute of the layer before
+        if self._streams[layer] and layer not in self._inside:
+            self._take_writes(layer)
         if kind is Kind.FORWARD and self._streams[layer]:
             self._inside.append(layer)
         if kind is Kind.FORWARD and self.phase is Phase.BACKWARD:
@@ -244,6 +252,44 @@ class Executor:
             self._advance(use)
         self.make_resident(layer)
         self._span.begin(str(use))
+
+    def _take_writes(self, layer: int) -> None:
+        """What was written into the layer's parameters at rest counts from its next use on: a copy
+        that was fetched before is old. A parameter's version tells, and of an alias, through which
+        anything may have been written, that there is one.
+        """
+        written, slot = self._bindings.written(layer), self._window.slot_of(layer)
+        if layer in self._plan.resident:
+            return
+        if written:
+            self._wrote(layer)
+        ahead = slot is not None and self.phase is not Phase.BACKWARD
+        if ahead and (written or self._bindings.aliased(layer)):
+            self._release(layer)
+
+    def _wrote(self, layer: int) -> None:
+        self._host.flush(layer)
+
+    def refuse_writes(self, layer: int, *, again: bool) -> None:
+        """ConfigError when the layer's forward, which has ended, wrote into its parameters: what it
+        wrote into a slot is lost, and what it writes when it runs `again` is written twice.
+        """
+        if layer in self._plan.resident and not again:
+            return
+        if self.phase is not Phase.BACKWARD and self._bindings.written(layer):
+            if layer not in self._plan.resident:
+                self._release(layer)
+            name = self._host.layers[layer].layout.name
+            way = (
+                'set stronghold.activations to "keep", which runs it once'
+                if layer in self._plan.resident
+                else f"or keep its layer on the device: stronghold.resident_layers ({name})"
+            )
+            raise ConfigError(
+                f"the forward of {name} wrote into its parameters in place (a clamp, a norm that "
+                "is kept): the layer is a copy there, and what is written is lost. Write between "
+                f"two steps, after engine.step(), {way}"
+            )
 
     def next_backward(self) -> int | None:
         """The layer whose backward the schedule has next, or None."""
@@ -314,6 +360,7 @@ class Executor:
             self._metrics.waited("fetch", self._device.compute_wait(slot.ready))
             self._window.move(layer, Residency.RESIDENT)
         self._bindings.bind(layer, slot.weights)
+        self._bindings.show(layer)
 
     def stale_residents(self) -> list[int]:
         """Resident layers whose newest weights compute has not waited for."""
@@ -329,6 +376,10 @@ class Executor:
         slot = self._window.slot_of(layer)
         assert slot is not None
         return slot.weights
+
+    def epoch(self, layer: int) -> int:
+        """How often the layer's values changed: what was saved of another one is old."""
+        return self._bindings.epochs[layer]
 
     def name_of(self, layer: int) -> str:
         """The layer's dotted name in the model."""
@@ -408,6 +459,9 @@ class Executor:
                 self._stale.add(layer)
             elif self._window.slot_of(layer) is not None:
                 self._release(layer)
+        self._hide(set(layers) - self._plan.updated_on_gpu)
+        for layer in self._plan.updated_on_gpu:  # written in order with compute
+            self._bindings.show(layer)
         track = self._training
         for use in track.schedule.uses[: 2 + self._plan.prefetch]:
             if self._needs_fetch(use.layer):
@@ -423,9 +477,22 @@ class Executor:
         for layer in layers:
             self._updater.ledger.stored(layer).wait()
         self._host.tiers.check()
-        if self.phase is Phase.IDLE:
-            for layer in sorted(self._refreshed.intersection(layers)):
-                self.make_resident(layer)
+        for layer in sorted(self._refreshed.intersection(layers)):
+            self.make_resident(layer)
+        for layer in layers:
+            self._bindings.show(layer)
+
+    def _hide(self, layers: Iterable[int]) -> None:
+        for layer in layers:
+            self._bindings.hide(layer)
+
+    def _aliased_at_rest(self, layer: int) -> bool:
+        return layer not in self._plan.resident and self._bindings.aliased(layer, at_rest=True)
+
+    def aliased(self, layers: Iterable[int]) -> list[int]:
+        """Those of which somebody outside keeps an alias ([Note: a storage of their own]
+        of `binding`)."""
+        return [layer for layer in layers if self._bindings.aliased(layer)]
 
     def given_out(self, layers: Sequence[int]) -> None:
         """Code outside has these layers' parameters between two passes, and may write into them:
@@ -438,6 +505,7 @@ class Executor:
     def rest(self, layer: int) -> None:
         """Point the layer's parameters at its own arrays."""
         self._bindings.rest(layer)
+        self._bindings.written(layer)  # before: what is written from now on counts
 
     def rest_all(self) -> None:
         """Point every parameter at its layer's own arrays: so the model is given back."""

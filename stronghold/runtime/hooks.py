@@ -145,6 +145,9 @@ class Hooks:
                 self._running.pop()
             self._activations.leave(index)
             self._executor.end_forward(index)
+            if output is not None:
+                again = self._activations.recomputes(index)
+                self._executor.refuse_writes(index, again=again)
             if torch.is_grad_enabled():
                 for tensor in tree_leaves(output):
                     if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:

@@ -166,6 +166,27 @@ class Ledger:
             names = [self._layers[layer].slices[k].name for k in sorted(repeated)]
             raise ConfigError(further_gradient(names))
 
+    def refuse_early_read(self, layers: Sequence[int]) -> None:
+        """ConfigError when one of these layers was updated before the gate: until the step ends
+        a plain loop has the weights of the step before.
+        """
+        for layer in layers:
+            self._refuse_early(layer, "read")
+
+    def refuse_early_write(self, layer: int) -> None:
+        """The same, when its weights were written from outside."""
+        self._refuse_early(layer, "written")
+
+    def _refuse_early(self, layer: int, verb: str) -> None:
+        if layer in self.applied:
+            raise ConfigError(
+                f"weights of {self._layers[layer].name or 'the root'} are {verb} between "
+                "engine.backward and engine.step, and were updated as their gradients came: do "
+                "that after engine.step(), or set gradient_clipping above 0 or "
+                "bf16.check_grad_overflow true, so that updates wait for the step; for several "
+                "backwards a step set gradient_accumulation_steps to the number of backwards"
+            )
+
     def arrive(self, layer: int, arrived: frozenset[int]) -> frozenset[int]:
         """Gradients of `arrived` have come; returns those that had come before in this step."""
         repeated = arrived & self.arrived[layer]

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 
 class OwnHook:
     """Calls `call`. Of a module that is copied or pickled the copy has one that does nothing."""
@@ -19,6 +21,8 @@ class OwnHook:
         self._call = call
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():  # a module is compiled with its hooks: never these
+            return torch.compiler.disable(self._call)(*args, **kwargs)
         return self._call(*args, **kwargs)
 
     def __deepcopy__(self, memo: Any) -> OwnHook:

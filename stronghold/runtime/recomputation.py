@@ -29,9 +29,10 @@ from stronghold.runtime.kept_module import KeptModule
 
 
 def recomputation(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], check: Callable[[], None]
 ) -> Generator[None, None, None]:
     """A generator: the first `next` opens what stands around the forward, the second closes it.
+    `check` comes before each further run, and raises where the module must not run again.
 
     Every tensor among the arguments, however deep, goes through torch's hands: it refuses one that
     was written in place meanwhile, and finds the devices whose random states it keeps.
@@ -40,6 +41,7 @@ def recomputation(
     call, tensors = taken((args, kwargs))
 
     def again(*tensors: torch.Tensor) -> None:
+        check()
         args, kwargs = put_back(call, tensors)
         module(*args, **kwargs)
 

@@ -21,6 +21,7 @@ Of several ranks one that raises ends them all.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -46,6 +47,8 @@ from stronghold.runtime.residents import Residents
 from stronghold.runtime.runtime import Written
 from stronghold.runtime.updater import Updater
 from stronghold.telemetry.metrics import Metrics
+
+logger = logging.getLogger("stronghold")
 
 
 class Streaming:
@@ -84,6 +87,7 @@ class Streaming:
         everything = range(len(parameters)) if host.dtype is torch.float16 else plan.resident
         self._unseen = [layer for layer in everything if layer not in plan.updated_on_gpu]
         self._versions: dict[int, list[int]] = {}
+        self._has_aliases = False  # said once
         self.window = Window(
             device,
             host.dtype,
@@ -245,10 +249,25 @@ class Streaming:
             clipping=clipping, loss_scale=loss_scale, last_fetch=self.executor.last_fetch
         )
         self.executor.weights_changed(changed)
+        if kept := self.executor.aliased(changed):
+            self._wait_for_aliased(kept)
         return gate
+
+    def _wait_for_aliased(self, layers: Sequence[int]) -> None:
+        if not self._has_aliases:
+            self._has_aliases = True
+            logger.warning(
+                "something keeps aliases of weights (p.data, p.detach(), a view, a state dict), of "
+                "%s first: engine.step() waits for the updates of these layers, so that they show "
+                "the newest values. Keep clones, or the parameters themselves, and it need not",
+                self._host.layers[layers[0]].layout.name,
+            )
+        self.settle(layers)
 
     # -- between steps ----------------------------------------------------------------------------
     def settle(self, layers: Sequence[int] | None = None) -> None:
+        if layers is not None:
+            self._ledger.refuse_early_read(layers)
         asked = range(len(self._host.layers)) if layers is None else layers
         self.executor.settle(asked)
         if self._sharing is None:  # several ranks fetch together, in the order of all
@@ -277,6 +296,7 @@ class Streaming:
     def loaded(self) -> None:
         if self._sharing is not None:
             self._sharing.spread("after a load")
+        self._versions.clear()  # what was written before is gone
         self.executor.weights_changed(range(len(self._host.layers)))
 
     def _adopt_edited(self) -> None:
@@ -285,12 +305,17 @@ class Streaming:
         so that weights that come back to what they were are the same masters.
         """
         edited: dict[int, set[int]] = {}
+        # Through an alias anything may have been written, but not since an early update.
+        silent = self._plan.resident - self._ledger.applied if self._sharing is None else ()
         for layer in self._unseen:
             versions = self._versions_of(layer)
             before = self._versions.setdefault(layer, versions)
             if versions != before:
+                self._ledger.refuse_early_write(layer)
                 pairs = zip(versions, before, strict=True)
                 edited[layer] = {k for k, (now, then) in enumerate(pairs) if now != then}
+            elif layer in silent and self.executor.aliased((layer,)):
+                self._save(layer)
         if edited and self._sharing is not None:
             self.adopt_weights(edited)
         else:
@@ -302,7 +327,8 @@ class Streaming:
             self._versions[layer] = self._versions_of(layer)
 
     def _versions_of(self, layer: int) -> list[int]:
-        return [parameter._version for parameter in self._parameters[layer]]
+        with torch._C.DisableTorchFunctionSubclass():  # else those that are hidden take long
+            return [parameter._version for parameter in self._parameters[layer]]
 
     def adopt_weights(self, written: Written | None = None) -> None:
         layers = list(range(len(self._host.layers)) if written is None else written)

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from stronghold.errors import ConfigError
 from stronghold.memory.window import Slot
 from stronghold.plan.schedule import Action, Kind
 from stronghold.runtime.executor import MAX_RECORDED_USES, Executor, Phase
@@ -32,6 +33,13 @@ class SharedExecutor(Executor):
         self._together: set[int] = set()
         self._old: set[int] = set()
         self._seen: tuple[Action, ...] = ()  # uses of the last training pass
+
+    def _wrote(self, layer: int) -> None:
+        raise ConfigError(
+            f"a parameter of {self._host.layers[layer].layout.name} was written in place: several "
+            "ranks share its memory, and each would write. Use load_state_dict on every rank, or "
+            "engine.load_checkpoint"
+        )
 
     # -- the order of all -------------------------------------------------------------------------
     def seen_uses(self) -> str:
