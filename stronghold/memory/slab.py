@@ -12,9 +12,9 @@ reading a slab there ends the child rather than giving it zeros.
 
 [Note: distance] Slabs that are mapped one after the other lie side by side, so that arrays of a
 layer would lie exactly their size apart. Where that is 2^28 or 2^29 bytes, an AMD EPYC (Zen) runs
-Adam over them at 14 to 20 GB/s rather than 25 to 57: their addresses fall together in a cache or a
-predictor. One page of addresses between them, which nobody touches, is enough. With a page or two
-a mapping's number of pages is odd: any two of 256 neighbours lie no multiple of 2^20 bytes apart.
+Adam over them at 14 to 20 GB/s rather than the 32 to 49 that it has with one page of addresses
+between them, which nobody touches (fp32, two threads). With a page or two more a mapping's number
+of pages is odd: any two of 256 neighbours lie no multiple of 2^20 bytes apart.
 """
 
 from __future__ import annotations
