@@ -22,7 +22,7 @@ Leaf = Callable[[Any], Any]
 _NAMESPACES = (types.SimpleNamespace, argparse.Namespace)
 
 
-_SCALARS = frozenset({bool, int, float, complex, str, bytes, type(None), torch.dtype})
+SCALARS = frozenset({bool, int, float, complex, str, bytes, type(None), torch.dtype})
 _COPYING = ("__new__", "__reduce__", "__reduce_ex__", "__getstate__")
 
 
@@ -69,7 +69,7 @@ def copied(value: Any, leaf: Leaf, *, records: bool = True) -> Any:
 
 def _copied(value: Any, leaf: Leaf, known: dict[int, Any], records: _Records) -> Any:
     kind = type(value)
-    if kind in _SCALARS:
+    if kind in SCALARS:
         return value
     if id(value) in known:
         return known[id(value)]

@@ -22,14 +22,13 @@ import torch
 from torch import nn
 
 from stronghold.errors import ConfigError
-from stronghold.runtime.kept_arguments import copied
+from stronghold.runtime.kept_arguments import SCALARS, copied
 from stronghold.runtime.own_hooks import serves
 from stronghold.runtime.random_states import OF_EVERY_MODULE, generators, set_states, states
 
 Held = dict[str, torch.Tensor | None]
 Undo = Callable[[], None]
 
-_SCALARS = frozenset({bool, int, float, complex, str, bytes, type(None), torch.dtype})
 _CONTAINERS = frozenset({list, dict, tuple, set, deque})
 _MAX_ITEMS = 1024  # a longer list or table is data, which a forward does not change
 _HOOKS = tuple(name for name in vars(nn.Module()) if name.startswith("_forward_"))
@@ -184,7 +183,7 @@ def _plain(part: nn.Module) -> dict[str, Any]:
         value = here[name]
         kind = type(value)
         if (
-            kind in _SCALARS
+            kind in SCALARS
             or isinstance(value, torch.Tensor)
             or (kind in _CONTAINERS and len(value) <= _MAX_ITEMS)
         ):
@@ -199,7 +198,7 @@ def _copied(attributes: list[dict[str, Any]]) -> list[dict[str, Any]]:
         (k, name, value)
         for k, of_part in enumerate(attributes)
         for name, value in of_part.items()
-        if type(value) not in _SCALARS
+        if type(value) not in SCALARS
     ]
     for k, name, value in copied(inner, _detached, records=False) if inner else ():
         found[k][name] = value
