@@ -1,13 +1,14 @@
 """How near the CPU Adam is to memory's limit, and to the best that others offer.
 
-    python benchmarks/adam.py [--params 64] [--rounds 15] [--threads 1 2] [--save]
+    python benchmarks/adam.py [--params 64] [--rounds 15] [--threads 1 2] [--flows lean] [--save]
 
-Two flows, each with its contenders and its limit alternating in one process:
+Three flows, each with its contenders and its limit, all alternating in one process:
 
   fp32  weight, gradient and moments fp32: 28 bytes per parameter. Ours, torch's fused AdamW,
         DeepSpeedCPUAdam.
   bf16  bf16 weight and gradient, exact fp32 master and moments. Ours is one pass of 26 bytes.
         DeepSpeed's flow: cast the gradient to fp32, step the fp32 master, copy it back to bf16.
+  lean  bf16 weight and gradient, 8-bit states: one pass of 12.25 bytes, beside our bf16 one.
 
 The limit moves the same bytes from as many streams to as many and computes nothing: in place, as
 Adam does, and past the caches into other arrays; the faster of the two counts. It has the same
@@ -34,18 +35,23 @@ os.environ.setdefault("MAX_JOBS", "1")
 import torch
 from harness import alternate, describe, host_array, medians, provenance, save, slug
 
-from stronghold import native
+from stronghold import lean, native
 from stronghold.cpu_adam import CPUAdam
 
-F32, BF16 = torch.float32, torch.bfloat16
-FP32_BYTES, BF16_BYTES = 28, 26
+F32, BF16, U8 = torch.float32, torch.bfloat16, torch.uint8
+BYTES = {"fp32": 28, "bf16": 26, "lean": 12.25}
 SMALL_TENSORS, SMALL_NUMEL = 300, 1024
 Contenders = dict[str, Callable[[], object]]
 
 
 def batch(
-    weight: torch.Tensor, low: torch.Tensor | None, moments: list[torch.Tensor], grad: torch.Tensor
+    weight: torch.Tensor,
+    low: torch.Tensor | None,
+    moments: list[torch.Tensor],
+    grad: torch.Tensor,
+    scales: list[torch.Tensor] | None = None,
 ) -> native.AdamBatch:
+    exp_avg_scale, exp_avg_sq_scale = (array.data_ptr() for array in scales) if scales else (0, 0)
     segment = native.AdamSegment(
         weight=weight.data_ptr(),
         low=0 if low is None else low.data_ptr(),
@@ -62,8 +68,10 @@ def batch(
         step=10,
         adamw=True,
         bias_correction=True,
+        exp_avg_scale=exp_avg_scale,
+        exp_avg_sq_scale=exp_avg_sq_scale,
     )
-    return native.AdamBatch(weight.dtype, grad.dtype, [segment])
+    return native.AdamBatch(weight.dtype, grad.dtype, [segment], lean=scales is not None)
 
 
 def optimizers(params: list[torch.nn.Parameter], moments: list[torch.Tensor] | None) -> Contenders:
@@ -80,8 +88,10 @@ def optimizers(params: list[torch.nn.Parameter], moments: list[torch.Tensor] | N
     return {"torch fused AdamW": fused.step, "DeepSpeedCPUAdam": deepspeed.step}
 
 
-def contenders(numel: int, pool: native.Pool, memory: list[torch.Tensor]) -> Contenders:
-    """All of a flow's steps; `memory` takes the arrays, whose addresses alone the batches hold."""
+def contenders(
+    numel: int, pool: native.Pool, memory: list[torch.Tensor], flows: list[str]
+) -> Contenders:
+    """The flows' steps; `memory` takes the arrays, whose addresses alone the batches hold."""
     moments = [host_array(numel, F32) for _ in range(2)]
     grad32, master = host_array(numel, F32), host_array(numel, F32)
     grad16, weight, low = (host_array(numel, BF16) for _ in range(3))
@@ -93,10 +103,11 @@ def contenders(numel: int, pool: native.Pool, memory: list[torch.Tensor]) -> Con
     elsewhere = [host_array(numel, F32) for _ in range(3)]
     halves = elsewhere[2].view(BF16)
     memory += [*moments, *elsewhere, grad32, master, grad16, weight, low]
+    eighths, eighths_to = (lean_batch(numel, grad16, weight, memory) for _ in range(2))
 
     param = torch.nn.Parameter(master)
     param.grad = grad32
-    steps = optimizers([param], moments)
+    steps = {} if flows == ["lean"] else optimizers([param], moments)
     fp32 = batch(master, None, moments, grad32)
     bf16 = batch(weight, low, moments, grad16)
     fp32_to = batch(elsewhere[2], None, elsewhere[:2], grad32)
@@ -107,7 +118,7 @@ def contenders(numel: int, pool: native.Pool, memory: list[torch.Tensor]) -> Con
         steps["DeepSpeedCPUAdam"]()
         weight.copy_(param.detach())
 
-    return {
+    every: Contenders = {
         "fp32 limit, in place": lambda: fp32.traffic(pool),
         "fp32 limit, past the caches": lambda: fp32.traffic(pool, fp32_to),
         "fp32 stronghold": lambda: fp32.run(pool),
@@ -116,7 +127,26 @@ def contenders(numel: int, pool: native.Pool, memory: list[torch.Tensor]) -> Con
         "bf16 limit, past the caches": lambda: bf16.traffic(pool, bf16_to),
         "bf16 stronghold": lambda: bf16.run(pool),
         "bf16 DeepSpeed cast, step, copy back": cast_step_copy,
+        "lean limit, in place": lambda: eighths.traffic(pool),
+        "lean limit, past the caches": lambda: eighths.traffic(pool, eighths_to),
+        "lean stronghold": lambda: eighths.run(pool),
     }
+    wanted = [name for name in every if name[:4] in flows]
+    if "bf16" not in flows and "lean" in flows:
+        wanted.insert(0, "bf16 stronghold")
+    return {name: every[name] for name in wanted}
+
+
+def lean_batch(
+    numel: int, grad: torch.Tensor, weight: torch.Tensor, memory: list[torch.Tensor]
+) -> native.AdamBatch:
+    """Fresh arrays with lean states; the rounds before the first that counts fill the moments."""
+    own = host_array(numel, BF16)
+    own.copy_(weight)
+    low, *moments = (host_array(numel, U8) for _ in range(3))
+    scales = [host_array(lean.num_groups(numel), F32) for _ in range(2)]
+    memory += [own, low, *moments, *scales]
+    return batch(own, low, moments, grad, scales)
 
 
 def small_contenders(threads: int) -> Contenders:
@@ -128,15 +158,20 @@ def small_contenders(threads: int) -> Contenders:
     return {f"{SMALL_TENSORS} x {SMALL_NUMEL} {name}": step for name, step in steps.items()}
 
 
-def measure(numel: int, threads: int, rounds: int) -> dict[str, Any]:
+def measure(numel: int, threads: int, rounds: int, flows: list[str]) -> dict[str, Any]:
     torch.set_num_threads(threads)
     memory: list[torch.Tensor] = []
     with native.Pool(threads) as pool:
-        seconds = alternate(contenders(numel, pool, memory), rounds)
+        seconds = alternate(contenders(numel, pool, memory, flows), rounds)
         isa = pool.isa
-        prefetch = {"fp32": pool.prefetch(F32, F32), "bf16": pool.prefetch(BF16, BF16)}
+        prefetch = {
+            "fp32": pool.prefetch(F32, F32),
+            "bf16": pool.prefetch(BF16, BF16),
+            "lean": pool.prefetch(BF16, BF16, lean=True),
+        }
     memory.clear()
-    seconds.update(alternate(small_contenders(threads), rounds))
+    if "fp32" in flows:
+        seconds.update(alternate(small_contenders(threads), rounds))
     return {
         "threads": threads,
         "isa": isa,
@@ -147,15 +182,25 @@ def measure(numel: int, threads: int, rounds: int) -> dict[str, Any]:
 
 
 def ratios(median_s: dict[str, float]) -> dict[str, tuple[float, float]]:
-    """Name -> (figure, what the project asks for)."""
-    limit = min(time for name, time in median_s.items() if name.startswith("bf16 limit"))
-    rivals = min(median_s["fp32 torch fused AdamW"], median_s["fp32 DeepSpeedCPUAdam"])
-    flow = median_s["bf16 DeepSpeed cast, step, copy back"]
-    return {
-        "fp32: speed, of the fastest rival's": (rivals / median_s["fp32 stronghold"], 0.97),
-        "bf16: speed, of memory's limit": (limit / median_s["bf16 stronghold"], 0.90),
-        "bf16: speed, of DeepSpeed's flow": (flow / median_s["bf16 stronghold"], 1.5),
+    """Name -> (figure, what the project asks for), of the flows that were measured."""
+    limit = {
+        flow: min(time for name, time in median_s.items() if name.startswith(f"{flow} limit"))
+        for flow in BYTES
+        if f"{flow} limit, in place" in median_s
     }
+    ours = {flow: median_s.get(f"{flow} stronghold", 0.0) for flow in BYTES}
+    found = {}
+    if "fp32" in limit:
+        rivals = min(median_s["fp32 torch fused AdamW"], median_s["fp32 DeepSpeedCPUAdam"])
+        found["fp32: speed, of the fastest rival's"] = (rivals / ours["fp32"], 0.97)
+    if "bf16" in limit:
+        flow = median_s["bf16 DeepSpeed cast, step, copy back"]
+        found["bf16: speed, of memory's limit"] = (limit["bf16"] / ours["bf16"], 0.90)
+        found["bf16: speed, of DeepSpeed's flow"] = (flow / ours["bf16"], 1.5)
+    if "lean" in limit:
+        found["lean: speed, of memory's limit"] = (limit["lean"] / ours["lean"], 0.80)
+        found["lean: speed, of bf16 with exact states"] = (ours["bf16"] / ours["lean"], 1.7)
+    return found
 
 
 def table(results: list[dict[str, Any]], numel: int, record: dict[str, Any]) -> str:
@@ -178,18 +223,19 @@ def table(results: list[dict[str, Any]], numel: int, record: dict[str, Any]) -> 
         cells = []
         for result in results:
             time = result["median_s"][name]
-            if name.startswith(("fp32", "bf16")):
-                moved = numel * (FP32_BYTES if name.startswith("fp32") else BF16_BYTES)
+            if name[:4] in BYTES:
+                moved = numel * BYTES[name[:4]]
                 cells.append(f"{time * 1e3:.1f} ms, {moved / time / 1e9:.1f} GB/s")
             else:
                 cells.append(f"{time / SMALL_TENSORS * 1e6:.2f} us per tensor")
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
     note = (
-        f"GB/s count {FP32_BYTES} bytes per parameter in fp32 and {BF16_BYTES} in bf16, for every "
-        "contender: what one pass must move. The limit has our threads and our way to choose how "
-        "far ahead it prefetches. Chosen by ours: "
+        "GB/s count "
+        + ", ".join(f"{count} bytes per parameter in {flow}" for flow, count in BYTES.items())
+        + ", for every contender: what one pass must move. The limit has our threads and our way "
+        "to choose how far ahead it prefetches. Chosen by ours, in elements: "
         + "; ".join(
-            f"{head}: {r['prefetch']['fp32']} elements in fp32, {r['prefetch']['bf16']} in bf16"
+            f"{head}: " + ", ".join(f"{ahead} in {flow}" for flow, ahead in r["prefetch"].items())
             for head, r in zip(heads, results, strict=True)
         )
         + "."
@@ -203,6 +249,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=15)
     every = native.available_cores()
     parser.add_argument("--threads", type=int, nargs="+", default=sorted({1, every}))
+    parser.add_argument("--flows", nargs="+", choices=list(BYTES), default=list(BYTES))
     parser.add_argument("--save", action="store_true", help="write benchmarks/results/adam_CPU.*")
     parser.add_argument("--one", type=int, help=argparse.SUPPRESS)  # this process's thread count
     return parser.parse_args()
@@ -216,7 +263,8 @@ def in_own_process(threads: int, arguments: argparse.Namespace) -> dict[str, Any
         "GOMP_SPINCOUNT": "0",
     }
     sizes = ["--params", str(arguments.params), "--rounds", str(arguments.rounds)]
-    command = [sys.executable, str(Path(__file__)), "--one", str(threads), *sizes]
+    flows = ["--flows", *arguments.flows]
+    command = [sys.executable, str(Path(__file__)), "--one", str(threads), *sizes, *flows]
     result = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
     answer: dict[str, Any] = json.loads(result.stdout.splitlines()[-1])
     return answer
@@ -226,14 +274,15 @@ def main() -> None:
     arguments = parse()
     numel = arguments.params * 2**20
     if arguments.one is not None:
-        print(json.dumps(measure(numel, arguments.one, arguments.rounds)))
+        print(json.dumps(measure(numel, arguments.one, arguments.rounds, arguments.flows)))
         return
     record = provenance()
     results = [in_own_process(threads, arguments) for threads in arguments.threads]
     markdown = table(results, numel, record)
     print(markdown)
     if arguments.save:
-        name = f"adam_{slug(record['machine']['cpu'])}"
+        which = "" if set(arguments.flows) == set(BYTES) else "_".join(["", *arguments.flows])
+        name = f"adam{which}_{slug(record['machine']['cpu'])}"
         for path in save(name, markdown, {**record, "numel": numel, "results": results}):
             print(f"wrote {path}")
 

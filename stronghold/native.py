@@ -28,9 +28,10 @@ import torch
 
 from stronghold.errors import ConfigError, StateError
 
-_ABI_VERSION = 1
+_ABI_VERSION = 2
 _SH_INVALID = 1
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_BF16_LEAN = 3
 
 # Rows of a prepared call, laid out as the structures of stronghold.h; the size is checked on load.
 _ADAM_ROW = np.dtype(
@@ -50,6 +51,8 @@ _ADAM_ROW = np.dtype(
         ("step", np.int64),
         ("adamw", np.int32),
         ("bias_correction", np.int32),
+        ("exp_avg_scale", np.uint64),
+        ("exp_avg_sq_scale", np.uint64),
     ]
 )
 
@@ -59,7 +62,9 @@ class AdamSegment(NamedTuple):
 
     `weight` and `low` together are the fp32 master: for bf16 weights `low` is the int16 remainder,
     for fp16 weights the fp32 master itself, for fp32 weights it is unused (0). `step` counts from
-    1. `grad_scale` multiplies the gradient: clip coefficient, 1 / loss scale, 1 / world.
+    1. `grad_scale` multiplies the gradient: clip coefficient, 1 / loss scale, 1 / world. The scales
+    are those of lean states; their arrays are laid out as in `stronghold.lean`, and a part of a
+    parameter begins at a multiple of `lean.GROUP`.
 
     A tuple, in the order of the C structure, because hundreds are made in a step; make it with
     keywords.
@@ -80,6 +85,8 @@ class AdamSegment(NamedTuple):
     step: int
     adamw: bool
     bias_correction: bool
+    exp_avg_scale: int = 0
+    exp_avg_sq_scale: int = 0
 
 
 AdamRows = npt.NDArray[Any]
@@ -96,7 +103,7 @@ class AdamBatch:
 
     `rows` is a NumPy structured array with the fields of `AdamSegment`; assigning to
     `rows["lr"]`, `rows["step"]`, `rows["grad"]` and so on, for all rows at once or for some,
-    changes the next call.
+    changes the next call. With `lean`, weights are bf16 and their states lean.
     """
 
     __slots__ = ("_address", "_grad_dtype", "_weight_dtype", "rows")
@@ -106,8 +113,10 @@ class AdamBatch:
         weight_dtype: torch.dtype,
         grad_dtype: torch.dtype,
         segments: Sequence[AdamSegment] | AdamRows,
+        *,
+        lean: bool = False,
     ) -> None:
-        self._weight_dtype = _dtype_code(weight_dtype)
+        self._weight_dtype = _weight_code(weight_dtype, lean)
         self._grad_dtype = _dtype_code(grad_dtype)
         self.rows = adam_rows(segments)
         self._address = self.rows.ctypes.data
@@ -181,11 +190,13 @@ class Pool:
         name: bytes = library().sh_pool_isa(self.handle)
         return name.decode()
 
-    def prefetch(self, weight_dtype: torch.dtype, grad_dtype: torch.dtype) -> int:
+    def prefetch(
+        self, weight_dtype: torch.dtype, grad_dtype: torch.dtype, *, lean: bool = False
+    ) -> int:
         """How many elements ahead Adam asks for memory: found by timing its first chunks after
         step 1, and 0 until then. It changes no bit."""
         elements = ctypes.c_int64()
-        weight, grad = _dtype_code(weight_dtype), _dtype_code(grad_dtype)
+        weight, grad = _weight_code(weight_dtype, lean), _dtype_code(grad_dtype)
         check(library().sh_adam_prefetch(self.handle, weight, grad, ctypes.byref(elements)))
         return elements.value
 
@@ -222,13 +233,15 @@ def adam(
     weight_dtype: torch.dtype,
     grad_dtype: torch.dtype,
     segments: Sequence[AdamSegment] | AdamRows,
+    *,
+    lean: bool = False,
 ) -> None:
     """One step of Adam or AdamW on every segment, in place; the formula is in `stronghold.h`.
 
-    All segments share the two dtypes, each one of fp32, bf16 and fp16. For the same segments
-    step after step prepare an `AdamBatch` once.
+    All segments share the two dtypes, each one of fp32, bf16 and fp16; with `lean`, weights are
+    bf16. For the same segments step after step prepare an `AdamBatch` once.
     """
-    AdamBatch(weight_dtype, grad_dtype, segments).run(pool)
+    AdamBatch(weight_dtype, grad_dtype, segments, lean=lean).run(pool)
 
 
 def accumulate(
@@ -286,6 +299,14 @@ def _dtype_code(dtype: torch.dtype) -> int:
     if code is None:
         raise ConfigError(f"the kernels take float32, bfloat16 and float16, got {dtype}")
     return code
+
+
+def _weight_code(dtype: torch.dtype, lean: bool) -> int:
+    if not lean:
+        return _dtype_code(dtype)
+    if dtype != torch.bfloat16:
+        raise ConfigError(f"lean states are a layout of bfloat16 weights, got {dtype}")
+    return _BF16_LEAN
 
 
 @contextlib.contextmanager

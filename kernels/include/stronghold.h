@@ -18,7 +18,7 @@
 extern "C" {
 #endif
 
-#define SH_ABI_VERSION 1
+#define SH_ABI_VERSION 2
 
 #if defined(__GNUC__)
 #define SH_API __attribute__((visibility("default")))
@@ -26,7 +26,12 @@ extern "C" {
 #define SH_API
 #endif
 
-typedef enum { SH_F32 = 0, SH_BF16 = 1, SH_F16 = 2 } sh_dtype;
+typedef enum {
+  SH_F32 = 0,
+  SH_BF16 = 1,
+  SH_F16 = 2,
+  SH_BF16_LEAN = 3 /* only as a weight's: bf16, with lean states */
+} sh_dtype;
 
 typedef enum {
   SH_OK = 0,
@@ -79,15 +84,16 @@ SH_API const char* sh_pool_isa(const sh_pool* pool);
  *   SH_BF16  weight uint16    low int16: bits(master) = (weight << 16) + low. The weight is the
  *                             master rounded to nearest, ties away from zero; no bit is lost.
  *   SH_F16   weight fp16      low float, the master; the weight is rounded to nearest even.
+ *   SH_BF16_LEAN  weight uint16  low int8: bits(master) = (weight << 16) + (low << 8). See below.
  * A weight that somebody else wrote before the call counts: with SH_F16 a weight that is not its
- * master's rounding becomes the master; with SH_BF16 the old remainder, less than half a unit in
- * the weight's last place, stays.
+ * master's rounding becomes the master; with bf16 the old remainder, at most half a unit in the
+ * weight's last place, stays.
  * `step` counts from 1: the number of this update, used when bias_correction != 0. */
 typedef struct {
   void* weight;
   void* low;
-  float* exp_avg;
-  float* exp_avg_sq;
+  void* exp_avg;    /* float; lean: int8 */
+  void* exp_avg_sq; /* float; lean: uint8 */
   const void* grad;
   int64_t numel;
   double lr;
@@ -99,6 +105,8 @@ typedef struct {
   int64_t step;
   int32_t adamw;           /* 1: decoupled weight decay; 0: L2 term in the gradient */
   int32_t bias_correction; /* 0: m and v are used as they are */
+  float* exp_avg_scale;    /* lean alone, else unused: one per group */
+  float* exp_avg_sq_scale;
 } sh_adam_segment;
 
 /* One step of Adam (Kingma & Ba, 2015) or AdamW (Loshchilov & Hutter, 2019) on every segment, in
@@ -112,7 +120,23 @@ typedef struct {
  *   p = fma(-lr / (1 - beta1^step), m / d, p)
  *
  * With weight_decay == 0 both forms are one. All segments share the two dtypes; work is split over
- * the threads across all of them. */
+ * the threads across all of them.
+ *
+ * [Note: lean states] With SH_BF16_LEAN the same step is between a decoding and an encoding, and
+ * 5.125 bytes per parameter are kept. Elements [64 k, 64 k + 64) of a segment are group k, with
+ * element k of the scales; a segment that is a part of a parameter begins at a group of it. The
+ * last group may be short; no array is touched past its end. All zeros are a fresh state.
+ *
+ *   compress(x): bits(x) / 2 + 0x1FC00000, as a float; expand(q): its inverse, 0 of 0
+ *   decoded:  m = sign(q) * expand(|q|) * scale         v = (expand(q) * scale)^2
+ *   encoded, with A the largest |m|, or sqrt(v), of the group:
+ *     scale = max(A * (1 / 16128), 2^-126)              scale = max(A * (1 / 65024), 2^-126)
+ *     q = sign(m) * round(compress(|m| * (1 / scale)))  q = max(round(compress(sqrt(v) * ...)), 1)
+ *   p is rounded to its upper 24 bits, ties away from zero.
+ *
+ * The step's own update uses m and v before they are encoded. Where A is not finite, the scale
+ * becomes NaN and the codes 0: the group's other weights are updated in this step, and become NaN
+ * in the next. stronghold/lean.py has the reasons and the errors. */
 SH_API int32_t sh_adam(sh_pool* pool, sh_dtype weight_dtype, sh_dtype grad_dtype,
                        const sh_adam_segment* segments, int64_t num_segments);
 

@@ -11,14 +11,17 @@
 struct GradF32 {
   static constexpr int64_t kBytes = 4;
   SH_INLINE static F Load(const char* p) { return LoadF32(p); }
+  SH_INLINE static Quad LoadQuad(const char* p) { return QuadF32(p); }
 };
 struct GradBf16 {
   static constexpr int64_t kBytes = 2;
   SH_INLINE static F Load(const char* p) { return LoadBf16(p); }
+  SH_INLINE static Quad LoadQuad(const char* p) { return QuadBf16(p); }
 };
 struct GradF16 {
   static constexpr int64_t kBytes = 2;
   SH_INLINE static F Load(const char* p) { return LoadF16(p); }
+  SH_INLINE static Quad LoadQuad(const char* p) { return QuadF16(p); }
 };
 
 struct WeightF32 {
@@ -64,29 +67,41 @@ struct AdamVectors {
         neg_step_size(Set(c.neg_step_size)) {}
 };
 
-// The formula of stronghold.h on kLanes elements. The order of operations is the contract.
-template <class Weight, class Grad, bool kAdamW>
-SH_INLINE void AdamVector(const AdamVectors& c, const AdamArrays& a) {
-  F p = Weight::Load(a.weight, a.low);
-  F g = Mul(Grad::Load(a.grad), c.grad_scale);
+// The formula of stronghold.h on kLanes elements, in two halves, NaNs as they come. The order of
+// operations is the contract. First p's decay and the moments; returns sqrt(v).
+template <bool kAdamW>
+SH_INLINE F AdamMoments(const AdamVectors& c, F grad, F& p, F& m, F& v) {
+  F g = Mul(grad, c.grad_scale);
   if (kAdamW) {
     p = Mul(p, c.decay_factor);
   } else {
     g = Fma(c.weight_decay, p, g);
   }
-  const F m = Canonical(Fma(c.beta1, LoadF32(a.exp_avg), Mul(c.one_minus_beta1, g)));
-  const F v = Canonical(Fma(c.beta2, LoadF32(a.exp_avg_sq), Mul(Mul(c.one_minus_beta2, g), g)));
-  const F d = Fma(Sqrt(v), c.inv_sqrt_bias_correction2, c.eps);
-  p = Canonical(Fma(c.neg_step_size, Div(m, d), p));
-  StoreF32(a.exp_avg, m);
-  StoreF32(a.exp_avg_sq, v);
-  Weight::Store(a.weight, a.low, p);
+  m = Fma(c.beta1, m, Mul(c.one_minus_beta1, g));
+  v = Fma(c.beta2, v, Mul(Mul(c.one_minus_beta2, g), g));
+  return Sqrt(v);
+}
+// Then p's step along m.
+SH_INLINE F AdamWeight(const AdamVectors& c, F p, F m, F root) {
+  const F d = Fma(root, c.inv_sqrt_bias_correction2, c.eps);
+  return Fma(c.neg_step_size, Div(m, d), p);
+}
+
+template <class Weight, class Grad, bool kAdamW>
+SH_INLINE void AdamVector(const AdamVectors& c, const AdamArrays& a) {
+  F p = Weight::Load(a.weight, a.low);
+  F m = LoadF32(a.exp_avg);
+  F v = LoadF32(a.exp_avg_sq);
+  const F root = AdamMoments<kAdamW>(c, Grad::Load(a.grad), p, m, v);
+  StoreF32(a.exp_avg, Canonical(m));
+  StoreF32(a.exp_avg_sq, Canonical(v));
+  Weight::Store(a.weight, a.low, Canonical(AdamWeight(c, p, m, root)));
 }
 
 template <class Weight, class Grad>
 SH_INLINE AdamArrays Offset(const AdamArrays& a, int64_t i) {
   return {a.weight + i * Weight::kBytes, a.low + i * Weight::kLowBytes, a.exp_avg + i * 4,
-          a.exp_avg_sq + i * 4, a.grad + i * Grad::kBytes};
+          a.exp_avg_sq + i * 4, a.grad + i * Grad::kBytes, nullptr, nullptr};
 }
 
 // Elements whose 2-byte arrays fill one cache line, and 4-byte arrays two.
@@ -117,7 +132,7 @@ struct AdamPadding {
   alignas(64) char exp_avg[kLanes * 4] = {};
   alignas(64) char exp_avg_sq[kLanes * 4] = {};
   alignas(64) char grad[kLanes * 4] = {};
-  AdamArrays arrays() { return {weight, low, exp_avg, exp_avg_sq, grad}; }
+  AdamArrays arrays() { return {weight, low, exp_avg, exp_avg_sq, grad, nullptr, nullptr}; }
 };
 
 template <class Weight, class Grad>

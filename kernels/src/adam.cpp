@@ -16,11 +16,14 @@ namespace {
 // Elements that a thread claims at a time, over all segments laid end to end: 850 kB of traffic
 // in bf16, some 20 us, so that claims are rare and the last thread is not late.
 constexpr int64_t kChunk = 32768;
-// Segments start on a multiple of this in that order, so that chunks end on whole vectors.
+// Segments start on a multiple of this in that order, so that chunks end on whole vectors, and on
+// whole groups.
 constexpr int64_t kAlign = 64;
+static_assert(kAlign % kLeanGroup == 0 && kChunk % kAlign == 0);
 
-constexpr int64_t kWeightBytes[kNumDtypes] = {4, 2, 2};
-constexpr int64_t kLowBytes[kNumDtypes] = {0, 2, 4};
+constexpr int64_t kWeightBytes[kNumLayouts] = {4, 2, 2, 2};
+constexpr int64_t kLowBytes[kNumLayouts] = {0, 2, 4, 1};
+constexpr int64_t kMomentBytes[kNumLayouts] = {4, 4, 4, 1};
 constexpr int64_t kGradBytes[kNumDtypes] = {4, 2, 2};
 
 AdamConstants ConstantsOf(const sh_adam_segment& s) {
@@ -46,9 +49,13 @@ AdamConstants ConstantsOf(const sh_adam_segment& s) {
 }
 
 AdamArrays ArraysOf(const sh_adam_segment& s) {
-  return {static_cast<char*>(s.weight), static_cast<char*>(s.low),
-          reinterpret_cast<char*>(s.exp_avg), reinterpret_cast<char*>(s.exp_avg_sq),
-          static_cast<const char*>(s.grad)};
+  return {static_cast<char*>(s.weight),
+          static_cast<char*>(s.low),
+          static_cast<char*>(s.exp_avg),
+          static_cast<char*>(s.exp_avg_sq),
+          static_cast<const char*>(s.grad),
+          reinterpret_cast<char*>(s.exp_avg_scale),
+          reinterpret_cast<char*>(s.exp_avg_sq_scale)};
 }
 
 void CheckArrays(const sh_adam_segment& s, int64_t index, sh_dtype weight_dtype) {
@@ -59,6 +66,9 @@ void CheckArrays(const sh_adam_segment& s, int64_t index, sh_dtype weight_dtype)
   RequireAt(s.exp_avg_sq != nullptr, index, "exp_avg_sq is NULL");
   RequireAt(s.grad != nullptr, index, "grad is NULL");
   RequireAt(s.low != nullptr || weight_dtype == SH_F32, index, "low is NULL");
+  if (weight_dtype != SH_BF16_LEAN) return;
+  RequireAt(s.exp_avg_scale != nullptr, index, "exp_avg_scale is NULL");
+  RequireAt(s.exp_avg_sq_scale != nullptr, index, "exp_avg_sq_scale is NULL");
 }
 
 void CheckNumbers(const sh_adam_segment& s, int64_t index) {
@@ -84,8 +94,15 @@ struct AdamJob {
 };
 
 AdamArrays Advanced(const AdamArrays& a, const AdamJob& job, int64_t i) {
-  return {a.weight + i * kWeightBytes[job.weight_dtype], a.low + i * kLowBytes[job.weight_dtype],
-          a.exp_avg + i * 4, a.exp_avg_sq + i * 4, a.grad + i * kGradBytes[job.grad_dtype]};
+  const int64_t moment = i * kMomentBytes[job.weight_dtype];
+  const int64_t scale = job.weight_dtype == SH_BF16_LEAN ? i / kLeanGroup * 4 : 0;
+  return {a.weight + i * kWeightBytes[job.weight_dtype],
+          a.low + i * kLowBytes[job.weight_dtype],
+          a.exp_avg + moment,
+          a.exp_avg_sq + moment,
+          a.grad + i * kGradBytes[job.grad_dtype],
+          a.exp_avg_scale + scale,
+          a.exp_avg_sq_scale + scale};
 }
 
 // Calls range(segment, begin, end) for the parts of segments that lie in chunk `index`.
@@ -147,7 +164,7 @@ void CheckCall(const sh_pool* pool, sh_dtype weight_dtype, sh_dtype grad_dtype,
                const sh_adam_segment* segments, int64_t num_segments) {
   Require(pool != nullptr, "pool is NULL");
   Require(!pool->forked(), "the pool was made before fork(); make one in this process");
-  Require(weight_dtype >= SH_F32 && weight_dtype <= SH_F16, "unknown weight dtype");
+  Require(weight_dtype >= SH_F32 && weight_dtype <= SH_BF16_LEAN, "unknown weight dtype");
   Require(grad_dtype >= SH_F32 && grad_dtype <= SH_F16, "unknown gradient dtype");
   Require(num_segments >= 0, "num_segments is negative");
   Require(num_segments == 0 || segments != nullptr, "segments is NULL");
@@ -206,7 +223,8 @@ int32_t sh_adam_traffic(sh_pool* pool, sh_dtype weight_dtype, sh_dtype grad_dtyp
       sh::CheckArrays(to[i], i, weight_dtype);
       sh::RequireAt(to[i].numel == segments[i].numel, i, "numel differs between the two lists");
       sh::RequireAt(sh::Aligned(to[i].weight) && sh::Aligned(to[i].low) &&
-                        sh::Aligned(to[i].exp_avg) && sh::Aligned(to[i].exp_avg_sq),
+                        sh::Aligned(to[i].exp_avg) && sh::Aligned(to[i].exp_avg_sq) &&
+                        sh::Aligned(to[i].exp_avg_scale) && sh::Aligned(to[i].exp_avg_sq_scale),
                     i, "arrays written past the caches must be aligned to 64 bytes");
     }
     sh::RunJob(pool,

@@ -67,7 +67,7 @@ struct sh_pool {
   std::mutex call_mutex_;
   std::vector<int64_t> offsets_;  // scratch, kept so that steady state allocates nothing
   std::vector<double> partials_;
-  sh::PrefetchDistance distances_[sh::kNumLoops][sh::kNumDtypes][sh::kNumDtypes];
+  sh::PrefetchDistance distances_[sh::kNumLoops][sh::kNumLayouts][sh::kNumDtypes];
 
   // The job in progress. item_, context_ and num_items_ are written only while no worker is
   // active; workers read them after taking a seat under mutex_.

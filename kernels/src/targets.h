@@ -7,6 +7,8 @@
 namespace sh {
 
 constexpr int kNumDtypes = 3;
+constexpr int kNumLayouts = 4;         // of a weight and its states: the dtypes, and SH_BF16_LEAN
+constexpr int64_t kLeanGroup = 64;     // elements that share a scale: part of the layout
 constexpr int kMaxCores = 1024;  // of a cpu_set_t
 // Elements in a block of the sum of squares: part of the result's definition. 65536 are 256 KiB of
 // fp32, so a block's 10 us dwarf the cost of claiming it.
@@ -33,10 +35,12 @@ struct AdamArrays {
   char* exp_avg;
   char* exp_avg_sq;
   const char* grad;
+  char* exp_avg_scale;  // of lean states alone
+  char* exp_avg_sq_scale;
 };
 
-// Functions take any alignment and any numel >= 0. Indices are sh_dtype. `ahead` is the distance of
-// prefetching in elements: it changes no bit.
+// Functions take any alignment and any numel >= 0. Indices are sh_dtype; arrays with lean states
+// begin at a group. `ahead` is the distance of prefetching in elements: it changes no bit.
 struct Kernels {
   using Adam = void (*)(const AdamConstants&, AdamArrays, int64_t numel, int64_t ahead);
   using Accumulate = void (*)(const char* grad, char* acc, bool add, int64_t numel);
@@ -44,11 +48,11 @@ struct Kernels {
   using Traffic = void (*)(AdamArrays from, AdamArrays to, bool in_place, int64_t numel,
                            int64_t ahead);
 
-  const char* name;                      // as in sh_isa_at()
-  Adam adam[kNumDtypes][kNumDtypes][2];  // [weight][grad][adamw]
+  const char* name;                       // as in sh_isa_at()
+  Adam adam[kNumLayouts][kNumDtypes][2];  // [weight][grad][adamw]
   Accumulate accumulate[kNumDtypes];
   SumSquares sum_squares[kNumDtypes];
-  Traffic traffic[kNumDtypes][kNumDtypes];
+  Traffic traffic[kNumLayouts][kNumDtypes];
 };
 
 // The index-th table that this CPU can run, best first; nullptr past the end.

@@ -59,6 +59,165 @@ SH_INLINE D Widen(F a, int part) {
 SH_INLINE D FmaD(D a, D b, D c) { return _mm512_fmadd_pd(a, b, c); }
 SH_INLINE void StoreD(double* p, D a) { _mm512_storeu_pd(p, a); }
 
+// ---- Lean states --------------------------------------------------------------------------------
+
+// Sixty-four elements in the order in which unpacking within 128-bit parts widens words; packing
+// puts them back.
+struct Quad {
+  F f[4];
+};
+
+SH_INLINE __m512i Load512(const char* p) { return _mm512_loadu_si512(p); }
+SH_INLINE __m512i BitsOf(F x) { return _mm512_castps_si512(x); }
+SH_INLINE F FloatOf(__m512i x) { return _mm512_castsi512_ps(x); }
+
+SH_INLINE F SetFrom(const char* p) {
+  float x;
+  std::memcpy(&x, p, 4);
+  return _mm512_set1_ps(x);
+}
+SH_INLINE F Abs(F a) {
+  return FloatOf(_mm512_and_si512(BitsOf(a), _mm512_set1_epi32(0x7FFFFFFF)));
+}
+SH_INLINE F CopySign(F magnitude, F sign) {  // magnitude | (sign & 0x80000000)
+  return FloatOf(_mm512_ternarylogic_epi32(
+      BitsOf(magnitude), BitsOf(sign), _mm512_set1_epi32(static_cast<int>(0x80000000u)), 0xF8));
+}
+SH_INLINE F MaxBits(F a, F b) { return FloatOf(_mm512_max_epu32(BitsOf(a), BitsOf(b))); }
+SH_INLINE F Compress(F a) {
+  return FloatOf(_mm512_add_epi32(_mm512_srli_epi32(BitsOf(a), 1), _mm512_set1_epi32(0x1FC00000)));
+}
+SH_INLINE F CompressSigned(F a) {  // the shift makes two of the sign's bit
+  const __m512i halved = _mm512_srai_epi32(BitsOf(a), 1);
+  return FloatOf(
+      _mm512_add_epi32(_mm512_and_si512(halved, _mm512_set1_epi32(static_cast<int>(0xBFFFFFFFu))),
+                       _mm512_set1_epi32(0x1FC00000)));
+}
+SH_INLINE bool AnyNan(const Quad& a) {
+  return (_mm512_cmp_ps_mask(a.f[0], a.f[1], _CMP_UNORD_Q) |
+          _mm512_cmp_ps_mask(a.f[2], a.f[3], _CMP_UNORD_Q)) != 0;
+}
+
+SH_INLINE void Unpack(__m512i low_words, __m512i high_words, __m512i* out) {
+  out[0] = _mm512_unpacklo_epi16(low_words, high_words);
+  out[1] = _mm512_unpackhi_epi16(low_words, high_words);
+}
+SH_INLINE Quad QuadBf16(const char* p) {
+  __m512i x[4];
+  Unpack(_mm512_setzero_si512(), Load512(p), x);
+  Unpack(_mm512_setzero_si512(), Load512(p + 64), x + 2);
+  return {{FloatOf(x[0]), FloatOf(x[1]), FloatOf(x[2]), FloatOf(x[3])}};
+}
+SH_INLINE Quad InOrder(F a, F b, F c, F d) {
+  return {{_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xDD),
+           _mm512_shuffle_f32x4(c, d, 0x88), _mm512_shuffle_f32x4(c, d, 0xDD)}};
+}
+SH_INLINE Quad QuadF32(const char* p) {
+  return InOrder(LoadF32(p), LoadF32(p + 64), LoadF32(p + 128), LoadF32(p + 192));
+}
+SH_INLINE Quad QuadF16(const char* p) {
+  return InOrder(LoadF16(p), LoadF16(p + 32), LoadF16(p + 64), LoadF16(p + 96));
+}
+
+// expand(|code|) of stronghold.h for codes << 16, whose floats are 2^16 times theirs: the exponent
+// of 1 is taken off in 16-bit parts that stop at zero.
+SH_INLINE __m512i Expand(F x) {
+  return _mm512_subs_epu16(_mm512_slli_epi32(BitsOf(x), 1), _mm512_set1_epi32(0x4F800000));
+}
+SH_INLINE Quad ExpandS8(const char* p) {
+  __m512i x[4];
+  Unpack(_mm512_setzero_si512(), _mm512_cvtepi8_epi16(Load256(p)), x);
+  Unpack(_mm512_setzero_si512(), _mm512_cvtepi8_epi16(Load256(p + 32)), x + 2);
+  Quad out;
+  for (int i = 0; i < 4; ++i) {
+    const F signed_code = _mm512_cvtepi32_ps(x[i]);
+    out.f[i] = CopySign(FloatOf(Expand(signed_code)), signed_code);
+  }
+  return out;
+}
+SH_INLINE Quad ExpandU8(const char* p) {
+  __m512i x[4];
+  Unpack(_mm512_setzero_si512(), _mm512_cvtepu8_epi16(Load256(p)), x);
+  Unpack(_mm512_setzero_si512(), _mm512_cvtepu8_epi16(Load256(p + 32)), x + 2);
+  Quad out;
+  for (int i = 0; i < 4; ++i) out.f[i] = FloatOf(Expand(_mm512_cvtepi32_ps(x[i])));
+  return out;
+}
+
+SH_INLINE Quad JoinLean(const char* weight, const char* low) {
+  __m512i x[4];
+  for (int i = 0; i < 2; ++i) {
+    const __m512i rest = _mm512_cvtepi8_epi16(Load256(low + 32 * i));
+    // A negative remainder borrows one from the weight.
+    const __m512i upper =
+        _mm512_add_epi16(Load512(weight + 64 * i), _mm512_srai_epi16(rest, 15));
+    Unpack(_mm512_slli_epi16(rest, 8), upper, x + 2 * i);
+  }
+  return {{FloatOf(x[0]), FloatOf(x[1]), FloatOf(x[2]), FloatOf(x[3])}};
+}
+// Eight-byte parts a0 b0 a1 b1 ... of two vectors' packed elements -> a0 a1 ... b0 b1 ...
+SH_INLINE void StoreInOrder(char* p, __m512i x) {
+  _mm512_storeu_si512(p, _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7), x));
+}
+SH_INLINE void SplitLean(char* weight, char* low, const Quad& p) {
+  // The weights of four elements to the lower half of a 128-bit part, what is below them after it.
+  const __m512i sort =
+      _mm512_broadcast_i32x4(_mm_setr_epi8(2, 3, 6, 7, 10, 11, 14, 15, 1, 5, 9, 13, -1, -1, -1, -1));
+  __m512i x[4];
+  for (int i = 0; i < 4; ++i) {
+    // Rounds to 24 bits and those to 16; the remainder comes out 128 too large.
+    x[i] = _mm512_shuffle_epi8(_mm512_add_epi32(BitsOf(p.f[i]), _mm512_set1_epi32(0x8080)), sort);
+  }
+  _mm512_storeu_si512(weight, _mm512_unpacklo_epi64(x[0], x[1]));
+  _mm512_storeu_si512(weight + 64, _mm512_unpacklo_epi64(x[2], x[3]));
+  const __m512i rest = _mm512_unpacklo_epi64(_mm512_unpackhi_epi32(x[0], x[1]),
+                                             _mm512_unpackhi_epi32(x[2], x[3]));
+  StoreInOrder(low, _mm512_xor_si512(rest, _mm512_set1_epi8(-128)));
+}
+SH_INLINE void NarrowS8(char* p, const Quad& q) {
+  StoreInOrder(p, _mm512_packs_epi16(
+                      _mm512_packs_epi32(_mm512_cvtps_epi32(q.f[0]), _mm512_cvtps_epi32(q.f[1])),
+                      _mm512_packs_epi32(_mm512_cvtps_epi32(q.f[2]), _mm512_cvtps_epi32(q.f[3]))));
+}
+SH_INLINE void NarrowU8(char* p, const Quad& q) {
+  const __m512i codes = _mm512_packus_epi16(
+      _mm512_packs_epi32(_mm512_cvtps_epi32(q.f[0]), _mm512_cvtps_epi32(q.f[1])),
+      _mm512_packs_epi32(_mm512_cvtps_epi32(q.f[2]), _mm512_cvtps_epi32(q.f[3])));
+  StoreInOrder(p, _mm512_max_epu8(codes, _mm512_set1_epi8(1)));
+}
+
+// The largest of each of four vectors' lanes, as unsigned integers.
+SH_INLINE __m128i LargestOf4(const F* x) {
+  const __m512i a = BitsOf(x[0]), b = BitsOf(x[1]), c = BitsOf(x[2]), d = BitsOf(x[3]);
+  const __m512i ab = _mm512_max_epu32(_mm512_unpacklo_epi32(a, b), _mm512_unpackhi_epi32(a, b));
+  const __m512i cd = _mm512_max_epu32(_mm512_unpacklo_epi32(c, d), _mm512_unpackhi_epi32(c, d));
+  const __m512i all =
+      _mm512_max_epu32(_mm512_unpacklo_epi64(ab, cd), _mm512_unpackhi_epi64(ab, cd));
+  const __m256i half =
+      _mm256_max_epu32(_mm512_castsi512_si256(all), _mm512_extracti64x4_epi64(all, 1));
+  return _mm_max_epu32(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));
+}
+// Four groups' scales from their largest magnitudes, whose bits are compared as unsigned integers.
+struct Scales4 {
+  alignas(16) uint32_t largest[4];
+  alignas(16) float scales[4];
+  alignas(16) float reciprocals[4];
+  bool finite;
+};
+SH_INLINE Scales4 MakeScales(const F* x, float top, float smallest) {
+  Scales4 out;
+  const __m128i largest = LargestOf4(x);
+  const __m128 scales =
+      _mm_max_ps(_mm_mul_ps(_mm_castsi128_ps(largest), _mm_set1_ps(top)), _mm_set1_ps(smallest));
+  const __m128i infinity = _mm_set1_epi32(0x7F800000);
+  const __m128i infinite = _mm_cmpeq_epi32(_mm_max_epu32(largest, infinity), largest);
+  _mm_store_si128(reinterpret_cast<__m128i*>(out.largest), largest);
+  _mm_store_ps(out.scales, scales);
+  _mm_store_ps(out.reciprocals, _mm_div_ps(_mm_set1_ps(1.0f), scales));
+  out.finite = _mm_movemask_epi8(infinite) == 0;
+  return out;
+}
+
 // Copies kLanes elements of kBytes each, so that the compiler cannot see a copy. kStream stores
 // past the caches, `to` being aligned.
 template <int64_t kBytes, bool kStream>

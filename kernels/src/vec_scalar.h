@@ -91,6 +91,102 @@ SH_INLINE D Widen(F a, int) { return a; }
 SH_INLINE D FmaD(D a, D b, D c) { return a * b + c; }  // a * b is exact
 SH_INLINE void StoreD(double* p, D a) { *p = a; }
 
+// ---- Lean states --------------------------------------------------------------------------------
+
+struct Quad {
+  F f[4];
+};
+
+SH_INLINE F SetFrom(const char* p) { return LoadF32(p); }
+SH_INLINE F Abs(F a) { return FromBits(Bits(a) & 0x7FFFFFFFu); }
+SH_INLINE F CopySign(F magnitude, F sign) {
+  return FromBits(Bits(magnitude) | (Bits(sign) & 0x80000000u));
+}
+SH_INLINE F MaxBits(F a, F b) { return Bits(a) < Bits(b) ? b : a; }
+SH_INLINE F Compress(F a) { return FromBits((Bits(a) >> 1) + 0x1FC00000u); }
+SH_INLINE F CompressSigned(F a) { return CopySign(Compress(Abs(a)), a); }
+SH_INLINE bool AnyNan(const Quad& a) {
+  return a.f[0] != a.f[0] || a.f[1] != a.f[1] || a.f[2] != a.f[2] || a.f[3] != a.f[3];
+}
+
+SH_INLINE Quad QuadF32(const char* p) {
+  return {{LoadF32(p), LoadF32(p + 4), LoadF32(p + 8), LoadF32(p + 12)}};
+}
+SH_INLINE Quad QuadBf16(const char* p) {
+  return {{LoadBf16(p), LoadBf16(p + 2), LoadBf16(p + 4), LoadBf16(p + 6)}};
+}
+SH_INLINE Quad QuadF16(const char* p) {
+  return {{LoadF16(p), LoadF16(p + 2), LoadF16(p + 4), LoadF16(p + 6)}};
+}
+
+// expand(code) of stronghold.h, for code >= 0.
+SH_INLINE F Expand(int code) {
+  return code == 0 ? 0.0f : FromBits((Bits(static_cast<float>(code)) << 1) - 0x3F800000u);
+}
+SH_INLINE Quad ExpandS8(const char* p) {
+  Quad out;
+  for (int i = 0; i < 4; ++i) {
+    const int code = static_cast<signed char>(p[i]);
+    out.f[i] = code < 0 ? -Expand(-code) : Expand(code);
+  }
+  return out;
+}
+SH_INLINE Quad ExpandU8(const char* p) {
+  Quad out;
+  for (int i = 0; i < 4; ++i) out.f[i] = Expand(static_cast<unsigned char>(p[i]));
+  return out;
+}
+
+SH_INLINE Quad JoinLean(const char* weight, const char* low) {
+  Quad out;
+  for (int i = 0; i < 4; ++i) {
+    const int32_t rest = static_cast<signed char>(low[i]) * 256;
+    out.f[i] = FromBits((static_cast<uint32_t>(LoadU16(weight + 2 * i)) << 16) +
+                        static_cast<uint32_t>(rest));
+  }
+  return out;
+}
+SH_INLINE void SplitLean(char* weight, char* low, const Quad& p) {
+  for (int i = 0; i < 4; ++i) {
+    // Rounds to 24 bits and those to 16; the remainder comes out 128 too large.
+    const uint32_t bits = Bits(p.f[i]) + 0x8080u;
+    const uint16_t upper = static_cast<uint16_t>(bits >> 16);
+    std::memcpy(weight + 2 * i, &upper, 2);
+    low[i] = static_cast<char>((bits >> 8 & 0xFFu) ^ 0x80u);
+  }
+}
+SH_INLINE void NarrowS8(char* p, const Quad& q) {
+  for (int i = 0; i < 4; ++i) p[i] = static_cast<char>(std::lrint(q.f[i]));
+}
+SH_INLINE void NarrowU8(char* p, const Quad& q) {
+  for (int i = 0; i < 4; ++i) {
+    const long code = std::lrint(q.f[i]);
+    p[i] = static_cast<char>(code < 1 ? 1 : code);
+  }
+}
+
+// Four groups' scales from their largest magnitudes, whose bits are compared as unsigned integers.
+struct Scales4 {
+  alignas(16) uint32_t largest[4];
+  alignas(16) float scales[4];
+  alignas(16) float reciprocals[4];
+  bool finite;
+};
+SH_INLINE Scales4 MakeScales(const F* x, float top, float smallest) {
+  Scales4 out;
+  out.finite = true;
+  for (int i = 0; i < 4; ++i) {
+    out.largest[i] = Bits(x[i]);
+    float scale;
+    std::memcpy(&scale, &out.largest[i], 4);
+    scale *= top;
+    out.scales[i] = scale > smallest ? scale : smallest;
+    out.reciprocals[i] = 1.0f / out.scales[i];
+    out.finite &= out.largest[i] < 0x7F800000u;
+  }
+  return out;
+}
+
 // Copies kLanes elements of kBytes each, so that the compiler cannot see a copy.
 template <int64_t kBytes, bool kStream>
 SH_INLINE void CopyVector(const char* from, char* to) {

@@ -51,10 +51,12 @@ struct State {
       // moment starts at zero, as it is never negative.
       arrays.emplace_back(numel * 4, skip, i == 3 ? nullptr : &random);
     }
+    // One of each for 64 elements: scales of lean states.
+    for (int i = 0; i < 2; ++i) arrays.emplace_back((numel + 63) / 64 * 4, skip, &random);
     segment = {arrays[0].data(),
                arrays[1].data(),
-               static_cast<float*>(arrays[2].data()),
-               static_cast<float*>(arrays[3].data()),
+               arrays[2].data(),
+               arrays[3].data(),
                arrays[4].data(),
                numel,
                1e-3,
@@ -65,7 +67,9 @@ struct State {
                0.5,
                1,
                0,
-               1};
+               1,
+               static_cast<float*>(arrays[5].data()),
+               static_cast<float*>(arrays[6].data())};
   }
   Random random;
   std::vector<Array> arrays;
@@ -77,7 +81,7 @@ std::vector<char> RunAll(sh_pool* pool, int64_t numel, int skip, uint64_t seed) 
   const auto keep = [&out](const void* p, size_t bytes) {
     out.insert(out.end(), static_cast<const char*>(p), static_cast<const char*>(p) + bytes);
   };
-  for (int weight = 0; weight < 3; ++weight) {
+  for (int weight = 0; weight < 4; ++weight) {
     for (int grad = 0; grad < 3; ++grad) {
       State a(numel, skip, seed), b(numel / 2, skip, seed + 1);
       for (int step = 1; step <= 3; ++step) {
@@ -91,10 +95,13 @@ std::vector<char> RunAll(sh_pool* pool, int64_t numel, int skip, uint64_t seed) 
         for (Array& array : s->arrays) keep(array.storage.data(), array.storage.size());
       }
     }
+  }
+  for (int grad = 0; grad < 3; ++grad) {
     State s(numel, skip, seed);
-    const sh_dtype dtype = static_cast<sh_dtype>(weight);
+    const sh_dtype dtype = static_cast<sh_dtype>(grad);
     for (int64_t add : {0, 1}) {
-      const sh_accumulate_segment segment = {s.segment.grad, s.segment.exp_avg, numel, add};
+      const sh_accumulate_segment segment = {s.segment.grad, static_cast<float*>(s.segment.exp_avg),
+                                             numel, add};
       CHECK(sh_accumulate(pool, dtype, &segment, 1) == SH_OK);
     }
     keep(s.arrays[2].storage.data(), s.arrays[2].storage.size());
