@@ -20,47 +20,21 @@ from stronghold.device.base import Fence
 from stronghold.device.contention import Rates
 from stronghold.device.simulated import Operation, SimulatedDevice, meta_slab
 from stronghold.errors import StateError
-from stronghold.memory.host import HostStore
-from stronghold.memory.resident import DeviceStore
 from stronghold.memory.tiers import null_tiers
-from stronghold.model.costs import ModelCosts
 from stronghold.model.layout import LayerLayout, ModelLayout, condensed
-from stronghold.plan.planner import Demand, Gradients, Plan
-from stronghold.plan.profile import NETWORK_GBPS, MachineProfile, reduce_gbps
+from stronghold.plan.cost import Workload
+from stronghold.plan.plan import Demand, Plan
 from stronghold.plan.schedule import Kind
-from stronghold.plan.search import Choice, Lanes, search
-from stronghold.runtime.adam import AdamFlags, AdamSteps, Group, adam_bytes
-from stronghold.runtime.ranks.sharing import Sharing
-from stronghold.runtime.ranks.simulated import SimulatedRanks, SimulatedWeights
-from stronghold.runtime.streaming import Streaming
+from stronghold.plan.search import Choice, search
+from stronghold.runtime.adam import AdamFlags, Group
+from stronghold.runtime.assembly import Assembly
 from stronghold.runtime.whole import Whole
+from stronghold.team.group import simulated_ranks
+from stronghold.team.weights import SimulatedWeights
 from stronghold.telemetry.metrics import Metrics
 
 STEPS = 4  # from the third on a step begins as it ends
 MEASURED = 2  # of the last ones: two alternate where the window holds an odd share
-LAUNCH_S = 4e-4  # the calling thread's time to launch one layer's kernels and run its hooks
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayerLoad:
-    """One layer in one micro-batch: seconds of forward and of backward (without recomputation), and
-    bytes that offloading its activations moves each way.
-    """
-
-    forward_s: float
-    backward_s: float
-    saved_bytes: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Workload:
-    """What a step computes: `layers` in the layout's order, for each of `micro_batches` of `tokens`
-    tokens.
-    """
-
-    layers: tuple[LayerLoad, ...]
-    tokens: int
-    micro_batches: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,83 +54,6 @@ class Prediction:
     gpu_peak_bytes: int
     host_peak_bytes: int
     operations: tuple[Operation, ...]
-
-
-def workload_of(costs: ModelCosts, machine: MachineProfile, *, micro_batches: int = 1) -> Workload:
-    """The seconds that `machine` needs for `costs`, at its rate of matrix multiplication; backward
-    computes twice what forward does.
-    """
-    flops = machine.flops[costs.dtype]
-    return Workload(
-        layers=tuple(
-            LayerLoad(
-                forward_s=layer.forward_flops / flops,
-                backward_s=2 * layer.forward_flops / flops,
-                saved_bytes=layer.saved_bytes,
-            )
-            for layer in costs.layers
-        ),
-        tokens=costs.tokens,
-        micro_batches=micro_batches,
-    )
-
-
-def rates_of(
-    machine: MachineProfile,
-    cpu_threads: int,
-    *,
-    sharing: int = 1,
-    num_nodes: int = 1,
-    wire_gbps: float | None = None,
-    network_gbps: float | None = None,
-) -> Rates:
-    """The lanes' rates on `machine` with so many threads for the CPU's Adam.
-
-    `sharing` ranks of each of `num_nodes` nodes have a link each, and divide the bandwidth of host
-    memory and disks; `wire_gbps` is what a rank receives from those of its node, by default as much
-    as over its link, `network_gbps` what it receives from other nodes.
-    """
-    wire = wire_gbps or machine.fetch_gbps
-    network = network_gbps or NETWORK_GBPS
-    most = max(machine.memory_gbps)
-    read = machine.nvme_read_gbps or 1.0
-    write = machine.nvme_write_gbps or 1.0
-    return Rates(
-        fetch_gbps=machine.fetch_gbps,
-        drain_gbps=machine.drain_gbps,
-        duplex_gbps=machine.duplex_gbps,
-        update_gbps=min(
-            machine.adam_rate(cpu_threads), machine.adam_rate(cpu_threads * sharing) / sharing
-        ),
-        memory_gbps=machine.memory_rate(most) / sharing,
-        wire_gbps=wire,
-        reduce_gbps=reduce_gbps(sharing, num_nodes, wire, network),
-        exchange_gbps=network,
-        device_gbps=machine.gpu_memory_gbps,
-        load_gbps=read / sharing,
-        spill_gbps=write / sharing,
-        io_gbps=(machine.nvme_mixed_gbps or max(read, write)) / sharing,
-        launch_s=LAUNCH_S,
-    )
-
-
-def lanes_of(workload: Workload, rates: Rates, dtype: torch.dtype) -> Lanes:
-    """What a step puts on the lanes at least, for the search's lower bounds."""
-    return Lanes(
-        forward_s=tuple(layer.forward_s for layer in workload.layers),
-        backward_s=tuple(layer.backward_s for layer in workload.layers),
-        saved_bytes=tuple(layer.saved_bytes for layer in workload.layers),
-        weight_bytes=dtype.itemsize,
-        micro_batches=workload.micro_batches,
-        fetch_s_per_byte=1e-9 / rates.fetch_gbps,
-        drain_s_per_byte=1e-9 / rates.drain_gbps,
-        update_s_per_parameter=adam_bytes(dtype, dtype) * 1e-9 / rates.update_gbps,
-        norm_s_per_parameter=dtype.itemsize * 1e-9 / rates.update_gbps,
-        device_update_s_per_parameter=adam_bytes(dtype, dtype) * 1e-9 / rates.device_gbps,
-        load_s_per_byte=1e-9 / rates.load_gbps,
-        spill_s_per_byte=1e-9 / rates.spill_gbps,
-        disk_s_per_byte=1e-9 / rates.io_gbps,
-    )
 
 
 @contextlib.contextmanager
@@ -219,13 +116,13 @@ def fastest_plan(
     *,
     dtype: torch.dtype,
     asynchronous: bool = True,
-) -> Choice:
+) -> Choice[Prediction]:
     """The fastest plan for `demand`, by simulation; BudgetError when none fits."""
 
     def predict(plan: Plan) -> Prediction:
         return simulate(layout, plan, workload, rates, dtype=dtype, asynchronous=asynchronous)
 
-    return search(layout, demand, lanes_of(workload, rates, dtype), predict)
+    return search(layout, demand, workload, rates, predict)
 
 
 class _Groups:
@@ -267,63 +164,28 @@ class _Run:
             ]
             for layer in layout.layers
         ]
-        adam = AdamSteps(
-            _Groups([p for of_layer in self._parameters for p in of_layer]),
-            self._parameters,
-            layout.layers,
-        )
-        ranks = SimulatedRanks(plan.num_ranks, plan.num_nodes) if plan.num_ranks > 1 else None
-        shards = ranks.shards if ranks is not None else None
-        weights = SimulatedWeights(layout, dtype)
-        self.host = HostStore(
-            layout,
-            dtype,
-            device,
-            hold=plan.gradients is Gradients.HELD,
-            accumulate=plan.gradients is Gradients.ACCUMULATED,
-            ring_entries=plan.ring_entries,
-            elsewhere=plan.updated_on_gpu,
-            defer=plan.deferred,
-            allocate=meta_slab,
-            shards=shards,
-            shared=weights if ranks is not None else None,
+        weights = shards = None
+        if plan.num_ranks > 1:
+            ranks = simulated_ranks(plan.num_ranks, plan.num_nodes)
+            weights, shards = SimulatedWeights(layout, dtype, ranks), ranks.shards
+        assembly = Assembly(
+            layout=layout,
+            dtype=dtype,
+            device=device,
+            plan=plan,
+            parameters=self._parameters,
+            optimizer=_Groups([p for of_layer in self._parameters for p in of_layer]),
+            kernels=device.kernels,
+            metrics=Metrics(num_parameters=layout.num_parameters),
             tiers=null_tiers(layout, dtype, plan.spilled, plan.staging, shards),
-        )
-        store = DeviceStore(
-            self.host,
-            device,
-            accumulate=plan.gradients is Gradients.ACCUMULATED,
+            undo=contextlib.ExitStack(),
+            weights=weights,
             allocate=meta_slab,
         )
-        metrics = Metrics(num_parameters=layout.num_parameters)
-        self._runtime: Streaming | Whole
-        if plan.whole:
-            self._runtime = Whole(
-                device=device,
-                host=self.host,
-                store=store,
-                plan=plan,
-                parameters=self._parameters,
-                adam=adam,
-                metrics=metrics,
-            )
-        else:
-            self._runtime = Streaming(
-                device=device,
-                host=self.host,
-                store=store,
-                plan=plan,
-                parameters=self._parameters,
-                adam=adam,
-                kernels=device.kernels,
-                metrics=metrics,
-                sharing=Sharing(device, self.host, weights, self._parameters, ranks)
-                if ranks is not None
-                else None,
-            )
-        for index, of_layer in enumerate(self._parameters):
-            on_device = self.host.layers[index].on_device
-            (store if on_device else self.host).adopt(index, list(of_layer))
+        self.host = assembly.host
+        self._runtime = assembly.make_runtime(plan)
+        for index in range(len(layout.layers)):
+            assembly.adopt(index)
             self._runtime.adopted(index)
         self._runtime.settle()
         self._stored: dict[int, Fence] = {}
@@ -346,14 +208,14 @@ class _Run:
     def _forward(self) -> None:
         if isinstance(self._runtime, Whole):
             for index, load in enumerate(self._work.layers):
-                self.device.compute(f"forward {index}", load.forward_s)
+                self.device.run_compute(f"forward {index}", load.forward_s)
             return
         executor = self._runtime.executor
         executor.begin_forward_pass(training=True)
         for layer in self._layout.layers:
             index = layer.index
             executor.begin_use(index, Kind.FORWARD)
-            self.device.compute(f"forward {index}", self._work.layers[index].forward_s)
+            self.device.run_compute(f"forward {index}", self._work.layers[index].forward_s)
             if self._policy(layer) == "offload":
                 self._stored[index] = self.device.drain.submit(
                     f"offload {index}",
@@ -378,7 +240,7 @@ class _Run:
                 if index in self._coming:
                     self.device.compute_wait(self._coming.pop(index))
             seconds = load.backward_s + (load.forward_s if policy == "recompute" else 0.0)
-            self.device.compute(f"backward {index}", seconds)
+            self.device.run_compute(f"backward {index}", seconds)
             for position, part in enumerate(layer.slices):
                 if part.trainable:
                     parameter = self._parameters[index][position]

@@ -22,20 +22,37 @@ import sys
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
 from stronghold.device.fence import THREAD_PREFIX as THREAD_PREFIX
 from stronghold.device.fence import DeviceEvent as DeviceEvent
 from stronghold.device.fence import Fence as Fence
+from stronghold.device.fence import Record, dependences, submitted
 from stronghold.device.fence import completed as completed
-from stronghold.device.fence import told
+from stronghold.device.fence import surfacing as surfacing
 from stronghold.device.kernels import Kernels
 from stronghold.errors import BudgetError, LaneError, StateError
 from stronghold.native import naming_threads
 from stronghold.process import check_not_forked, forked_from
 from stronghold.telemetry.trace import NullTrace, Trace
+
+
+def off_lanes(work: Callable[[], object]) -> None:
+    """Run `work`: now, or from a thread of this package on a new one, which the end of the process
+    waits for. Nobody hears what it raises.
+    """
+
+    def run() -> None:
+        with contextlib.suppress(Exception):
+            work()
+
+    if threading.current_thread().name.startswith(THREAD_PREFIX):
+        threading.Thread(target=run, name=THREAD_PREFIX + "handover").start()
+    else:
+        run()
+
 
 Work = Callable[[], None]
 Seconds = float | Callable[[], float] | None
@@ -49,11 +66,18 @@ class Lane(ABC):
     def __init__(self, name: str) -> None:
         self.name = name
 
-    @abstractmethod
     def submit(
-        self, operation: str, work: Work, after: Sequence[Fence] = (), *, nbytes: int = 0
+        self,
+        operation: str,
+        work: Work,
+        after: Iterable[Fence] = (),
+        *,
+        reads: Sequence[Record] = (),
+        writes: Sequence[Record] = (),
+        nbytes: int = 0,
     ) -> Fence:
-        """Queue `work` behind the lane's earlier operations and behind `after`; never blocks.
+        """Queue `work` behind the lane's earlier operations, and behind what it must wait for to
+        read and write what it says (`after` beside that); never blocks.
 
         `operation` is a verb and what it is done to ("fetch 3"). `nbytes` are the bytes that it
         moves over what bounds its lane: the link, host memory, the disk; a paced or simulated
@@ -61,6 +85,13 @@ class Lane(ABC):
         must live until the fence is done. StateError after `close`, since nothing would ever yield
         the fence.
         """
+        fence = self._enqueue(operation, work, dependences(after, reads, writes), nbytes)
+        return submitted(fence, reads, writes)
+
+    @abstractmethod
+    def _enqueue(
+        self, operation: str, work: Work, after: tuple[Fence, ...], nbytes: int
+    ) -> Fence: ...
 
     @abstractmethod
     def finish(self) -> None:
@@ -119,14 +150,12 @@ class ThreadLane(Lane):
             self._thread.start()
         _turns.begin()
 
-    def submit(
-        self, operation: str, work: Work, after: Sequence[Fence] = (), *, nbytes: int = 0
-    ) -> Fence:
+    def _enqueue(self, operation: str, work: Work, after: tuple[Fence, ...], nbytes: int) -> Fence:
         check_not_forked(self._process, operation)
         if self._closed:
             raise StateError(f"{operation} was submitted to the {self.name} lane after its close")
         fence = Fence(self.name, operation)
-        self._queue.put((operation, work, tuple(after), nbytes, fence))
+        self._queue.put((operation, work, after, nbytes, fence))
         return fence
 
     def finish(self) -> None:
@@ -189,6 +218,46 @@ class HostLane(ThreadLane):
             self._device.pace(self.name, nbytes, start_s)
 
 
+class ComputeLane(Lane):
+    """Work that the calling thread enqueues itself, in order with forward and backward.
+
+    What fails is a lane's failure, with the operation's name. `take_waits`: the times for which
+    compute stood still since it was last asked.
+    """
+
+    def __init__(self, device: Device) -> None:
+        super().__init__("compute")
+        self._device = device
+        self._waits: list[Seconds] = []
+
+    def _enqueue(self, operation: str, work: Work, after: tuple[Fence, ...], nbytes: int) -> Fence:
+        device = self._device
+        for fence in after:  # compute's own are in order with it
+            if fence.lane != self.name and (fence.failed or not fence.done):
+                self._waits.append(device.compute_wait(fence))
+        begun = device.begin_compute_span()
+        try:
+            work()
+        except Exception as cause:
+            error = LaneError(self.name, operation, cause)
+            device.report(error)
+            raise error from cause
+        device.end_compute_span(operation, begun)
+        device.charge_compute(nbytes)
+        return device.record_compute(operation)
+
+    def take_waits(self) -> list[Seconds]:
+        found, self._waits = self._waits, []
+        return found
+
+    def finish(self) -> None:
+        """Wait until the device has done what was enqueued."""
+        self._device.record_compute("finish").wait()
+
+    def close(self) -> None:
+        """It has no thread."""
+
+
 class Device(ABC):
     """Lanes `fetch`, `drain` and `update`, those of files, the compute lane of the training thread,
     and raw buffers.
@@ -212,6 +281,7 @@ class Device(ABC):
         self.peak_bytes = 0
         self._earlier_peak_bytes = 0
         self.trace = trace
+        self.compute = ComputeLane(self)
         self._failure: LaneError | None = None
         self._process = os.getpid()
         self._of_files: dict[str, Lane] = {}
@@ -292,12 +362,12 @@ class Device(ABC):
         ConfigError in a forked child, which has no lanes."""
         check_not_forked(self._process, "a use of the model")
         if self._failure is not None:
-            raise told(self._failure)
+            raise surfacing(self._failure)
 
     def check_unheard(self) -> None:
         """Raise the first failure of any lane, if no thread of the program was told of it."""
-        if self._failure is not None and not self._failure.heard:
-            raise told(self._failure)
+        if self._failure is not None and not self._failure.surfaced:
+            raise surfacing(self._failure)
 
     # -- buffers --------------------------------------------------------------------------------
     def allocate(self, numel: int, dtype: torch.dtype, purpose: str) -> torch.Tensor:

@@ -1,11 +1,18 @@
-"""Fences: what an operation on a lane yields, and what a later one waits for.
+"""Fences and records: what an operation yields, and what a later one must wait for.
 
-Owns the state of one operation: queued, issued, done or failed ([Note: issued and done] of `base`).
-A lane's thread issues or fails it, once; any thread may wait.
+Owns the state of one operation (queued, issued, done or failed: [Note: issued and done] of `base`)
+and the rule by which it is ordered: every array and every buffer carries a `Record`, and nobody
+else keeps a fence for later. A reader waits for the newest writer, a writer for the newest writer
+and for every reader since. A lane's thread issues or fails a fence, once; any thread may wait.
+Records are entered by the training thread, and by autograd's in backward, never by both at once,
+and by no lane's.
 
-[Note: heard] An error goes from fence to fence, for a lane passes on what it waited for. Somebody
-has heard it when it is raised in a thread that is no lane's. What nobody has heard is raised when
-the engine closes, for after that nobody waits any more.
+Two things are not derived, and are written down where they stand: memory that other processes
+write, and user code that reads a parameter.
+
+[Note: surfaced] An error goes from fence to fence, for a lane passes on what it waited for. It has
+surfaced when it is raised in a thread that is no lane's. One that never did is raised when the
+engine closes, for after that nobody waits any more.
 
 [Note: interrupts] Ctrl-C may end a wait at any bytecode. `threading.Event` holds a lock meanwhile,
 which it may then leave held, and the lane that wants to tell of the operation's end hangs for good.
@@ -15,6 +22,7 @@ So each wait brings a lock of its own, which nobody else ever waits for.
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterable
 from typing import Protocol
 
 from stronghold.errors import LaneError
@@ -22,10 +30,10 @@ from stronghold.errors import LaneError
 THREAD_PREFIX = "stronghold:"
 
 
-def told(error: LaneError) -> LaneError:
-    """`error`, which the calling thread is about to raise ([Note: heard])."""
+def surfacing(error: LaneError) -> LaneError:
+    """`error`, which the calling thread is about to raise ([Note: surfaced])."""
     if not threading.current_thread().name.startswith(THREAD_PREFIX):
-        error.heard = True
+        error.surfaced = True
     return error
 
 
@@ -74,7 +82,7 @@ class Fence:
             if not self._issued:
                 mine.acquire()
         if self._error is not None:
-            raise told(self._error)
+            raise surfacing(self._error)
         return self._event
 
     def wait(self) -> None:
@@ -97,4 +105,69 @@ def completed(lane: str, operation: str) -> Fence:
     """A fence of work that is already done."""
     fence = Fence(lane, operation)
     fence.issue(None)
+    return fence
+
+
+MANY = 8  # readers, of which most have ended
+_NOTHING = completed("compute", "nothing was written yet")
+
+
+class Record:
+    """Who wrote some memory last, and who has read it since."""
+
+    __slots__ = ("_readers", "_writer")
+
+    def __init__(self) -> None:
+        self._writer = _NOTHING
+        self._readers: list[Fence] = []
+
+    @property
+    def writer(self) -> Fence:
+        """The newest writer's fence: what a reader waits for."""
+        return self._writer
+
+    @property
+    def users(self) -> tuple[Fence, ...]:
+        """The newest writer's fence and those of its readers: what a writer waits for."""
+        return (self._writer, *self._readers)
+
+    def read(self, fence: Fence) -> None:
+        """An operation that reads was submitted. A lane is first in, first out, so that its newest
+        reader stands for those before; compute may run on several streams."""
+        readers = self._readers
+        self._readers = [one for one in readers if one.lane == "compute" or one.lane != fence.lane]
+        if len(self._readers) > MANY:
+            self._readers = [one for one in self._readers if not one.done]
+        self._readers.append(fence)
+
+    def write(self, fence: Fence) -> None:
+        """An operation that writes was submitted."""
+        self._writer = fence
+        self._readers = []
+
+    def wait(self) -> None:
+        """Block until what was submitted has written and read; raises what failed."""
+        for fence in self.users:
+            fence.wait()
+
+
+def dependences(
+    after: Iterable[Fence], reads: Iterable[Record], writes: Iterable[Record]
+) -> tuple[Fence, ...]:
+    """What an operation waits for that reads and writes these, and `after` beside that."""
+    found = dict.fromkeys(after)
+    for record in reads:
+        found[record.writer] = None
+    for record in writes:
+        found.update(dict.fromkeys(record.users))
+    found.pop(_NOTHING, None)
+    return tuple(found)
+
+
+def submitted(fence: Fence, reads: Iterable[Record], writes: Iterable[Record]) -> Fence:
+    """The operation of `fence` reads and writes these: write that down."""
+    for record in reads:
+        record.read(fence)
+    for record in writes:
+        record.write(fence)
     return fence

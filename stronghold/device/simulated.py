@@ -73,6 +73,10 @@ class SimulatedFence(Fence):
     def done(self) -> bool:
         return self.done_s <= self.device.caller_s
 
+    @property
+    def failed(self) -> bool:
+        return False
+
 
 class SimulatedLane(Lane):
     """A clock. `streams`: its thread only enqueues copies, as on a GPU's stream."""
@@ -85,9 +89,7 @@ class SimulatedLane(Lane):
         self.free_s = 0.0
         self._last = -1
 
-    def submit(
-        self, operation: str, work: Work, after: Sequence[Fence] = (), *, nbytes: int = 0
-    ) -> Fence:
+    def _enqueue(self, operation: str, work: Work, after: tuple[Fence, ...], nbytes: int) -> Fence:
         device = self._device
         issued_s = max(self._issued_s, device.caller_s + device.rates.handover_s)
         start_s, cause = self.free_s, self._last
@@ -209,7 +211,7 @@ class SimulatedDevice(Device):
             if not self.asynchronous:
                 self.compute_s, self._compute_cause = until_s, cause
 
-    def compute(self, name: str, seconds: float) -> None:
+    def run_compute(self, name: str, seconds: float) -> None:
         """The calling thread launches `seconds` of compute."""
         self.caller_s += self.rates.launch_s
         start_s, cause = self.compute_s, self._compute_cause
@@ -222,7 +224,7 @@ class SimulatedDevice(Device):
 
     def charge_compute(self, nbytes: int) -> None:
         """The compute lane moves `nbytes` of device memory."""
-        self.compute("device memory", nbytes / (self.rates.device_gbps * 1e9))
+        self.run_compute("device memory", nbytes / (self.rates.device_gbps * 1e9))
 
     def note(self, lane: str, name: str, start_s: float, end_s: float, cause: int) -> int:
         """Remember an operation; returns its index."""
@@ -291,7 +293,7 @@ class SimulatedDevice(Device):
         return None
 
     def end_compute_span(self, name: str, begun: object) -> None:
-        """`compute` recorded it."""
+        """`run_compute` recorded it."""
 
     def close(self) -> None:
         """Nothing runs."""

@@ -6,7 +6,8 @@ Entered with the device current by the training thread, and by autograd's in bac
 at once.
 
 The bits are those of `native`. What that needs of a GPU is in [Note: same operations] of
-`triton_programs`; that the compiled code has it, `tests/test_device_kernels.py` reads off the PTX.
+`triton_programs`; that the compiled code has it, `tests/units/test_device_programs.py` reads off
+the PTX.
 """
 
 from __future__ import annotations

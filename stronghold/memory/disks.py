@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from stronghold.errors import BudgetError, ConfigError
-from stronghold.memory.ownership import RunDirectory
+from stronghold.memory.runfolder import RunDirectory
 from stronghold.memory.slab import map_slab
 from stronghold.native_io import ALIGNMENT, IoFile, IoQueue
 

@@ -15,7 +15,7 @@ Gradients arrive in entries of the compute dtype: one per layer when the gate ho
 a small ring.
 
 [Note: ranks] Of several ranks each holds elements [begin, end) of a layer's trainable part in the
-last four and in its entries. Weights are the node's (`memory.shared`): they have all elements, of
+last four and in its entries. Weights are the node's (`team.weights`): they have all elements, of
 which this rank updates its own and counts those that it fetches.
 
 [Note: files] An array that the plan spills has no slab: `tiers` says in which file it lies, and
@@ -33,17 +33,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from stronghold.device.base import Device, completed
+from stronghold.device.base import Device
 from stronghold.errors import StateError
-from stronghold.memory.gradients import GradientEntry, GradientRing
+from stronghold.memory.buffers import Entry, Ring
 from stronghold.memory.layer import LayerState, fill
-from stronghold.memory.mapping import flush
-from stronghold.memory.masters import join_master, split_master
-from stronghold.memory.shared import NodeWeights
-from stronghold.memory.slab import map_slab
+from stronghold.memory.slab import flush, map_slab
 from stronghold.memory.tiers import LOW_DTYPE, Mode, Tiers, Views
-from stronghold.model.layout import ModelLayout, ParameterSlice
-from stronghold.model.shards import Shards
+from stronghold.model.layout import ModelLayout, ParameterSlice, Shards
 from stronghold.model.source import WeightSource
 
 logger = logging.getLogger("stronghold")
@@ -75,11 +71,13 @@ class HostStore:
         allocate: Callable[[int, torch.dtype], torch.Tensor] = map_slab,
         tiers: Tiers | None = None,
         shards: Shards | None = None,
-        shared: NodeWeights | None = None,
+        shared: Callable[[int], torch.Tensor] | None = None,
+        fills: bool = True,
     ) -> None:
         self.layout = layout
         self.shards = shards or Shards()
         self._shared = shared
+        self._fills = fills
         self.tiers = tiers or Tiers(layout, dtype)
         self.dtype = dtype
         self._device = device
@@ -98,7 +96,7 @@ class HostStore:
             for layer in layout.layers
         ]
         self._mine = [state for state in self.layers if not state.on_device]
-        self._ring = GradientRing()
+        self._ring = Ring()
         self._pinned: dict[int, torch.Tensor] = {}  # by address
         self.allocated_bytes = self.peak_bytes = self.tiers.ring_bytes
         self.training = False
@@ -123,10 +121,10 @@ class HostStore:
         to `dtype`; those on the meta device are read from `source`."""
         state = self.layers[index]
         if self._shared is not None:
-            state.weights = self._shared.room(index)
+            state.weights = self._shared(index)
             for _, (begin, end) in self.shards.fetched(state.layout):
                 self._count(state.weights[begin:end], pinned=True)
-            if self._shared.fills:
+            if self._fills:
                 fill(state.weights, state.layout, parameters, source)
             return
         if not self.tiers.holds(index, "weights"):
@@ -186,7 +184,7 @@ class HostStore:
         for state in self._mine if self.training else ():
             index = state.layout.index
             if index in before - layers and state.held is not None:
-                self._give_back(state.held.gradients)
+                self._give_back(state.held.memory)
                 state.held = None
         for state in self._mine if self.training else ():
             if state.layout.index in layers and state.end > state.begin:
@@ -199,12 +197,7 @@ class HostStore:
     def _make_ring(self, num_entries: int) -> None:
         largest = max((state.end - state.begin for state in self._mine), default=0)
         for _ in range(num_entries):
-            self._ring.add(self._entry(largest))
-
-    def _entry(self, numel: int) -> GradientEntry:
-        return GradientEntry(
-            self._slab(numel, self.dtype, pinned=True), completed("update", "never used")
-        )
+            self._ring.add(self._slab(largest, self.dtype, pinned=True))
 
     def accumulator(self, index: int) -> torch.Tensor:
         """The layer's fp32 sums over micro-batches."""
@@ -213,16 +206,16 @@ class HostStore:
             raise StateError(f"layer {index} has no accumulator: the plan does not accumulate")
         return accumulated
 
-    def held_entry(self, index: int) -> GradientEntry:
+    def held_entry(self, index: int) -> Entry:
         """The layer's own gradient entry; made now if the plan does not hold gradients (a layer
         that was called twice)."""
         state = self.layers[index]
         if state.held is None:
-            state.held = self._entry(state.end - state.begin)
+            state.held = Entry(self._slab(state.end - state.begin, self.dtype, pinned=True))
         return state.held
 
-    def ring_entry(self) -> GradientEntry:
-        """The next entry of the ring; it may be overwritten after its `free_after`."""
+    def ring_entry(self) -> Entry:
+        """The next entry of the ring."""
         if not self._ring:  # the plan holds gradients, and one of them came in two parts
             self._make_ring(2)
         return self._ring.next()
@@ -315,14 +308,14 @@ class HostStore:
         state = self.layers[index]
         left = replace(state)
         arrays = (state.weights, state.low, state.exp_avg, state.exp_avg_sq, state.accumulated)
-        self._give_back(*arrays, state.held.gradients if state.held is not None else None)
+        self._give_back(*arrays, state.held.memory if state.held is not None else None)
         state.weights = torch.empty(0, dtype=self.dtype)
         state.low = state.exp_avg = state.exp_avg_sq = state.accumulated = None
         state.held = None
         state.on_device = True
         self._mine.remove(state)
         if not self._mine:  # nothing drains any more
-            self._give_back(*(entry.gradients for entry in self._ring))
+            self._give_back(*(entry.memory for entry in self._ring))
             self._ring.clear()
         return left
 
@@ -389,3 +382,27 @@ class HostStore:
             state.weights = torch.empty(0, dtype=self.dtype)
             state.low = state.exp_avg = state.exp_avg_sq = state.accumulated = None
             state.held = None
+
+
+def split_master(
+    master: torch.Tensor, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """A flat fp32 master as weights in `dtype` and what makes it exact again ([Note: layouts])."""
+    if dtype is torch.float32:
+        return master, None
+    if dtype is torch.float16:
+        return master.to(dtype), master
+    bits = master.contiguous().view(torch.int32)
+    upper = (bits + 0x8000) >> 16  # the carry past the sign is undone by the remainder
+    low = (bits - (upper << 16)).to(torch.int16)
+    return upper.to(torch.int16).view(torch.bfloat16), low
+
+
+def join_master(weights: torch.Tensor, low: torch.Tensor | None) -> torch.Tensor:
+    """The inverse of `split_master`; without `low` the weights themselves, in fp32."""
+    if low is None:
+        return weights.float()
+    if low.dtype is torch.float32:
+        return low
+    upper = weights.contiguous().view(torch.int16).to(torch.int32)
+    return ((upper << 16) + low.to(torch.int32)).view(torch.float32)

@@ -1,25 +1,29 @@
-"""One layer's arrays as a store holds them, and how its parameters lie in a flat one.
+"""A layer: all that is known of it while an engine lives.
 
-Owns no memory: `memory.host` and `memory.resident` make the arrays. Any thread.
+Owns which arrays it has and their records, where its weights are, and what its gradients wait for.
+Owns no memory: `memory.host` and `memory.resident` make the arrays, `memory.window` the slots.
+`repr(layer)` says what it is doing. The training thread enters, and autograd's in backward; the two
+never run at once. Lanes read the arrays' addresses alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
 
 import torch
 from torch import nn
 
-from stronghold.memory.gradients import GradientEntry
-from stronghold.model.layout import LayerLayout, ParameterSlice
-from stronghold.model.shards import Shards
+from stronghold.device.fence import Record
+from stronghold.errors import StateError
+from stronghold.memory.buffers import Entry, GradientSlot, Slot, view
+from stronghold.model.layout import LayerLayout, Shards
 from stronghold.model.source import WeightSource
 
-
-def view(flat: torch.Tensor, part: ParameterSlice) -> torch.Tensor:
-    """The parameter's own shape inside its layer's flat array."""
-    return flat[part.offset : part.offset + part.numel].view(part.shape)
+STATES = ("weights", "low", "exp_avg", "exp_avg_sq")  # what Adam changes
+# What has a record; "norms" are the sums of squares of the step's gradients.
+RECORDS = (*STATES, "accumulated", "gradients", "norms")
 
 
 def fill(
@@ -38,11 +42,29 @@ def fill(
             view(weights, part).copy_(parameter.detach())
 
 
-@dataclass(slots=True, eq=False)
+class Residency(Enum):
+    """Where a layer's weights are. RESIDENT: compute waited for the fetch, not merely that it was
+    queued."""
+
+    HOST = "host"
+    FETCHING = "fetching"
+    RESIDENT = "resident"
+
+
+TRANSITIONS: dict[Residency, frozenset[Residency]] = {
+    Residency.HOST: frozenset({Residency.FETCHING}),
+    Residency.FETCHING: frozenset({Residency.RESIDENT, Residency.HOST}),
+    # RESIDENT to FETCHING: a resident layer was updated, and is fetched again into its own slot.
+    Residency.RESIDENT: frozenset({Residency.HOST, Residency.FETCHING}),
+}
+
+
+@dataclass(slots=True, eq=False, repr=False)
 class LayerState:
-    """One layer's arrays; those of training stay None until the first backward, and where they
-    lie in files. They are slabs on the host, or `on_device`, where `memory.resident` made them.
-    Those of training have the elements [begin, end) of the layer: this rank's of `shards`.
+    """One layer. Its arrays of training stay None until the first backward, and where they lie in
+    files; they are slabs on the host, or `on_device`, where the layer is updated. Those of training
+    have the elements [begin, end) of the layer: this rank's of `shards`. `held`: its gradients in
+    an entry of its own, until its update.
     """
 
     layout: LayerLayout
@@ -53,7 +75,52 @@ class LayerState:
     exp_avg: torch.Tensor | None = None
     exp_avg_sq: torch.Tensor | None = None
     accumulated: torch.Tensor | None = None
-    held: GradientEntry | None = None
+    held: Entry | None = None
+    records: dict[str, Record] = field(default_factory=lambda: {name: Record() for name in RECORDS})
+    # Of its parameters, as they were when writes from outside were last looked for.
+    versions: list[int] | None = None
+    # On the device. `stale`: resident, and yet to be fetched since its last update.
+    residency: Residency = Residency.HOST
+    slot: Slot | None = None
+    stale: bool = False
+    gathering: GradientSlot | None = None  # in which its gradients come together
+    own_gradients: GradientSlot | None = None  # that no other layer takes
+    # Of the running step. `calls`: forward calls with gradients since the last backward.
+    calls: int = 0
+    chunks: int = 0  # of these calls, whose gradients are to come
+    arrived: set[int] = field(default_factory=set)  # positions of parameters with a gradient
+    square_sums: dict[int, float] = field(default_factory=dict)  # of them, by position
+    kept: dict[int, torch.Tensor] = field(default_factory=dict)  # where no slot gathers them
+    applied: bool = False  # updated before the gate
+
+    def __repr__(self) -> str:
+        weights = "updated on the device" if self.on_device else self.residency.value
+        waits = [
+            word
+            for word, true in (
+                ("old", self.stale),
+                (f"called {self.calls} times", self.calls > 0),
+                ("gathering", self.gathering is not None),
+                (f"{len(self.arrived)} gradients arrived", bool(self.arrived)),
+                ("updated before the gate", self.applied),
+                *(
+                    (f"{name} after {record.writer.lane}: {record.writer.operation}", True)
+                    for name, record in self.records.items()
+                    if not record.writer.done
+                ),
+            )
+            if true
+        ]
+        return f"<layer {self.layout.index} {self.name}: {', '.join([weights, *waits])}>"
+
+    @property
+    def index(self) -> int:
+        return self.layout.index
+
+    @property
+    def name(self) -> str:
+        """Its dotted name in the model, for people."""
+        return self.layout.name or "the root"
 
     @property
     def begin(self) -> int:
@@ -62,3 +129,41 @@ class LayerState:
     @property
     def end(self) -> int:
         return self.shards.trained(self.layout)[1]
+
+    def move(self, to: Residency) -> None:
+        """Change where its weights are; StateError on a transition that the table does not have."""
+        if to not in TRANSITIONS[self.residency]:
+            raise StateError(
+                f"layer {self.index} cannot go from {self.residency.value} to {to.value}"
+            )
+        self.residency = to
+
+    def records_of(self, arrays: Iterable[str]) -> list[Record]:
+        return [self.records[array] for array in arrays]
+
+    def wait(self) -> None:
+        """Block until all that was submitted has written its arrays."""
+        for record in self.records.values():
+            record.writer.wait()
+
+    def wait_unused(self) -> None:
+        """Block until nothing writes or reads its arrays: before they are written from outside."""
+        for record in self.records.values():
+            record.wait()
+
+    def forget_step(self) -> None:
+        """The step has ended, or is void."""
+        self.arrived.clear()
+        self.applied = False
+        self.kept.clear()
+        self.square_sums = {}  # anew: what is queued may still write to the old one
+
+    def own(self, positions: Iterable[int]) -> Iterator[tuple[int, slice]]:
+        """The elements of each parameter that this rank has, counted from the first one of its
+        range; an empty slice where it has none."""
+        slices = self.layout.slices
+        return ((k, slices[k].within(self.begin, self.end)) for k in sorted(positions))
+
+    def numel_of(self, positions: Iterable[int]) -> int:
+        """How many elements these are."""
+        return sum(own.stop - own.start for _, own in self.own(positions))

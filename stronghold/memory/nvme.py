@@ -1,10 +1,28 @@
 """NVMe store: the files that hold what RAM cannot, and the memory that their bytes pass through.
 
-Owns the open files and their queues, the staging ring and this run's directories (`extents` says
-what lies where, `ownership` whose a directory is, `disks` whether it fits). Never knows when
+Owns what lies where in the files, the open files with their queues, the staging ring and this run's
+directories (`runfolder` says whose one is, `disks` whether the files fit). Never knows when
 something is used: callers order reads and writes of the same bytes, and the uses of the ring's
 entries, by fences of their own. Any thread may submit and wait, several at once; reads and writes
 have queues of their own, so that neither waits behind the other.
+
+[Note: striping] All extents lie one after another in one linear space. It is cut into units, which
+go around the files in a fixed order that repeats: a file of twice the rate has twice the units of a
+period, spread evenly. So any long range of any extent is transferred by all disks at once, each in
+the share that it does in the same time, and a single file is simply the space itself. Units of one
+file are neighbours in it, without gaps.
+
+[Note: unlinked] Each file is unlinked as soon as it is open. Its bytes then belong to this process:
+nobody else opens, truncates or copies them by name, and the kernel frees them however the process
+ends, without waiting for the next run to tidy up. The price is that `du` and `ls` do not show them
+(`df` does, and the directory's owner file says whose they are), and that a checkpoint reads them
+through the store; a link would be wrong anyway, because the files change in place. What a crash
+between open and unlink leaves, and what network file systems keep of unlinked files, lies in the
+run's directory, which the next run reclaims.
+
+[Note: truncation] A file that was shortened (through /proc) must not come back as zeros: a read
+past its end fails, but a later write at its end would fill the gap with zeros, and weights would
+change silently. So its length is looked at before every transfer, for a microsecond.
 """
 
 from __future__ import annotations
@@ -12,25 +30,251 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
+import math
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import Literal
 
 import torch
 
 from stronghold.device.base import Device
 from stronghold.errors import ConfigError, StateError
 from stronghold.memory import disks
-from stronghold.memory.extents import Extent, ExtentRequest, Segment, Striping, lay_out
-from stronghold.memory.mapping import map_shared
-from stronghold.memory.neighbours import ALONE, Neighbours
-from stronghold.memory.ownership import RunDirectory, reclaim
-from stronghold.memory.slab import map_slab
-from stronghold.memory.spillfile import SpillFile, Verb
-from stronghold.native_io import ALIGNMENT, IoQueue
+from stronghold.memory.runfolder import RunDirectory, reclaim
+from stronghold.memory.slab import map_files, map_slab
+from stronghold.native_io import ALIGNMENT, IoFile, IoQueue
+from stronghold.process import ALONE, Neighbours
 
+# -- what lies where -------------------------------------------------------------------------------
+ARRAYS = ("exp_avg", "exp_avg_sq", "low", "weights", "gradients", "accumulated")
+
+# Units of a period: rates are matched to a 64th. Two paths of equal disks, measured a few percent
+# apart, then differ by a unit or two, which costs as many percent.
+PERIOD_UNITS = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExtentRequest:
+    """`nbytes` of file for one array of one layer: `array` is one of `ARRAYS`."""
+
+    layer: int
+    array: str
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Extent:
+    """One array of one layer, from `begin` on in the linear space."""
+
+    layer: int
+    array: str
+    begin: int
+    nbytes: int
+
+    def __str__(self) -> str:
+        return f"{self.array} of layer {self.layer}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segment:
+    """`nbytes` of file number `file` from `offset` on are those of a range from `begin` on."""
+
+    file: int
+    offset: int
+    begin: int
+    nbytes: int
+
+
+def lay_out(requests: Sequence[ExtentRequest]) -> dict[tuple[int, str], Extent]:
+    """The extents by (layer, array), one after another as requested.
+
+    Raises StateError for an unknown array, one that is requested twice, or a size that is no
+    multiple of 4096.
+    """
+    extents: dict[tuple[int, str], Extent] = {}
+    begin = 0
+    for request in requests:
+        key = (request.layer, request.array)
+        if request.array not in ARRAYS or key in extents:
+            raise StateError(f"extent {key}: unknown array, or requested twice")
+        if request.nbytes < 0 or request.nbytes % ALIGNMENT:
+            raise StateError(f"extent {key}: got {request.nbytes} bytes, expected n * {ALIGNMENT}")
+        extents[key] = Extent(
+            layer=request.layer, array=request.array, begin=begin, nbytes=request.nbytes
+        )
+        begin += request.nbytes
+    return extents
+
+
+class Striping:
+    """The linear space over the files, `rates[i]` being the weight of file i ([Note: striping])."""
+
+    def __init__(self, rates: Sequence[float], unit_bytes: int) -> None:
+        if not rates or not all(math.isfinite(rate) and rate > 0 for rate in rates):
+            raise ConfigError(f"rates: got {list(rates)}, expected a number > 0 for each path")
+        if unit_bytes < ALIGNMENT or unit_bytes % ALIGNMENT:
+            raise ConfigError(f"unit_bytes: got {unit_bytes}, expected n * {ALIGNMENT}")
+        self._unit_bytes = unit_bytes
+        self._weights = _weights(rates)
+        self._period = _spread(self._weights)
+        # Units of each file before the k-th unit of a period, for each k including the end.
+        self._before = [[0] * len(rates)]
+        for file in self._period:
+            counts = list(self._before[-1])
+            counts[file] += 1
+            self._before.append(counts)
+
+    def file_bytes(self, total_bytes: int) -> list[int]:
+        """The size of each file when the space is `total_bytes` long; they add up to it."""
+        units, rest = divmod(total_bytes, self._unit_bytes)
+        sizes = [self._units_before(file, units) * self._unit_bytes for file in self._files()]
+        sizes[self._file_of(units)] += rest
+        return sizes
+
+    def segments(self, begin: int, nbytes: int) -> Iterator[Segment]:
+        """Where the `nbytes` from `begin` on lie, in their order; neighbours are joined."""
+        if len(self._weights) == 1 and nbytes:
+            yield Segment(file=0, offset=begin, begin=0, nbytes=nbytes)
+            return
+        at, end = begin, begin + nbytes
+        while at < end:
+            first, unit = at, at // self._unit_bytes
+            file = self._file_of(unit)
+            while at < end and self._file_of(unit) == file:
+                unit += 1
+                at = min(end, unit * self._unit_bytes)
+            start, within = divmod(first, self._unit_bytes)
+            offset = self._units_before(file, start) * self._unit_bytes + within
+            yield Segment(file=file, offset=offset, begin=first - begin, nbytes=at - first)
+
+    def _files(self) -> range:
+        return range(len(self._weights))
+
+    def _file_of(self, unit: int) -> int:
+        return self._period[unit % len(self._period)]
+
+    def _units_before(self, file: int, unit: int) -> int:
+        periods, rest = divmod(unit, len(self._period))
+        return periods * self._weights[file] + self._before[rest][file]
+
+
+def _weights(rates: Sequence[float]) -> list[int]:
+    """Small integers in proportion to the rates; every file gets some."""
+    total = math.fsum(rates)
+    weights = [max(1, round(PERIOD_UNITS * rate / total)) for rate in rates]
+    divisor = math.gcd(*weights)
+    return [weight // divisor for weight in weights]
+
+
+def _spread(weights: Sequence[int]) -> tuple[int, ...]:
+    """A period in which file i occurs `weights[i]` times, as evenly as can be: the file that is
+    farthest behind its share is next."""
+    behind = [0] * len(weights)
+    period = []
+    for _ in range(sum(weights)):
+        behind = [debt + weight for debt, weight in zip(behind, weights, strict=True)]
+        file = max(range(len(weights)), key=behind.__getitem__)
+        behind[file] -= sum(weights)
+        period.append(file)
+    return tuple(period)
+
+
+# -- one file --------------------------------------------------------------------------------------
+Verb = Literal["read", "write"]
+
+
+class SpillFile:
+    """A file of `nbytes` in the run's directory `folder`: created, reserved, opened for each
+    direction, unlinked ([Note: unlinked]).
+
+    Each direction keeps up to `depth` blocks of `block_bytes` in flight; `engine` and `registered`
+    as in `IoQueue`. BudgetError where the disk is full, ConfigError where the kernel refuses
+    `engine`, `OSError` where the system refuses otherwise.
+    `direct` and `preallocated` say what was granted, as in `IoFile`.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        nbytes: int,
+        *,
+        depth: int,
+        block_bytes: int,
+        engine: str | None,
+        registered: Sequence[tuple[int, int]],
+    ) -> None:
+        self.folder = folder
+        self.path = folder / "spill"
+        self.nbytes = nbytes
+        with contextlib.ExitStack() as undo:
+            queues = [disks.open_queue(depth, block_bytes, engine, registered) for _ in range(2)]
+            for queue in queues:
+                undo.callback(queue.close)
+            self._reading, self._writing = queues
+            written = self._create()
+            read = self._reading.open(self.path, nbytes, writable=False)
+            self.descriptor = os.open(self.path, os.O_RDWR | os.O_CLOEXEC)  # to look at and to map
+            undo.callback(os.close, self.descriptor)
+            with contextlib.suppress(OSError):  # where open files have names: it goes with `folder`
+                self.path.unlink()
+            self._close = undo.pop_all()
+        self.direct = written.direct
+        self.preallocated = written.preallocated
+        self._sides: dict[Verb, tuple[IoQueue, IoFile]] = {
+            "read": (self._reading, read),
+            "write": (self._writing, written),
+        }
+
+    def _create(self) -> IoFile:
+        free = disks.free_bytes(self.folder)
+        try:
+            return self._writing.open(self.path, self.nbytes)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            free = min(free, self.nbytes)  # others may have written since
+            raise disks.no_space([self.folder.parent], self.nbytes, free) from error
+
+    @property
+    def registered(self) -> bool:
+        """Whether the kernel took the memory that was to be registered."""
+        return self._reading.registered and self._writing.registered
+
+    @property
+    def engine(self) -> str:
+        """The engine, and why it is not io_uring with registered memory where it is not."""
+        note = self._writing.note
+        return f"{self._writing.engine} ({note})" if note else self._writing.engine
+
+    def submit(self, verb: Verb, segment: Segment, address: int) -> tuple[IoQueue, int]:
+        """Submit the segment of a transfer whose memory begins at `address`, without starting it:
+        the caller commits. Its queue and ticket."""
+        queue, file = self._sides[verb]
+        start = queue.read if verb == "read" else queue.write
+        ticket = start(file, segment.offset, address + segment.begin, segment.nbytes, commit=False)
+        return queue, ticket
+
+    def check_length(self, verb: str, segment: Segment) -> None:
+        """`OSError` when the file was truncated ([Note: truncation])."""
+        length = os.fstat(self.descriptor).st_size
+        if length < self.nbytes:
+            raise OSError(
+                errno.ENODATA,
+                f"{verb} of {segment.nbytes} bytes at offset {segment.offset}: the file was "
+                f"truncated during the run, to {length} of {self.nbytes} bytes",
+                str(self.path),
+            )
+
+    def close(self) -> None:
+        """Finish what was submitted and give the file's bytes back. Twice is harmless."""
+        self._close.close()
+
+
+# -- the store -------------------------------------------------------------------------------------
 # Blocks of 1 MiB are transferred at the disk's full rate by every engine; 16 in flight cover the
 # latency of the fastest single disk (15 GB/s x 1 ms) with no more memory than a piece.
 DEPTH = 16
@@ -288,10 +532,10 @@ class NvmeStore:
 
     def mapped(self, extent: Extent) -> torch.Tensor:
         """The extent's pages as flat bytes, valid also after `close`; see [Note: coherence] of
-        `mapping` for when they may be read. `OSError` where the file system cannot map files."""
+        `slab` for when they may be read. `OSError` where the file system cannot map files."""
         segments = self._striping.segments(extent.begin, extent.nbytes)
         parts = [(self._files[s.file].descriptor, s.offset, s.nbytes) for s in segments]
-        return map_shared(parts, f"{extent} in {', '.join(map(str, self.paths))}")
+        return map_files(parts, f"{extent} in {', '.join(map(str, self.paths))}")
 
     def check(self) -> None:
         """`OSError` when a file was truncated: reading a mapping of it would end the process."""

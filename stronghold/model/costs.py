@@ -5,17 +5,27 @@ none, leaves the model as it was. Entered by one thread, before training; needs 
 weights.
 
 A block that is called like one before it is not run again: it answers with tensors of the same
-shapes, and what the first one computed and saved is entered once more (`model.calls`).
+shapes, and what the first one computed and saved is entered once more.
 
 [Note: shared] What enters two different blocks (rotary tables, masks, an encoder's output) is kept
 once, whatever policy the blocks have: it is charged to the resident layer that ran before them, and
 to no block.
+
+[Note: alike] Calls are alike when the blocks' classes, settings and shapes of parameters are, and
+the inputs'. Settings are every attribute but the block's number among its like, whether it matters
+or not: a difference that does not matter costs the time of tracing a block, an overlooked one would
+be a wrong number.
+
+[Note: replay] Whether a storage will be kept is known only after the operation that made it. So the
+timeline is recorded first and judged when everything is known.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+import weakref
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -24,16 +34,21 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.func import functional_call
-from torch.utils._pytree import tree_flatten, tree_leaves
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.flop_counter import FlopCounterMode
 
 from stronghold.errors import ConfigError, did_you_mean
-from stronghold.model.calls import Call, kinds, record, structure
 from stronghold.model.gpu_operators import MORE_FLOPS, AsOnGpu
 from stronghold.model.partition import Layer, Partition
-from stronghold.model.passing import Passing
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+# Attributes that number a block.
+INDEX_NAMES = frozenset(
+    {"block_idx", "idx", "index", "layer_id", "layer_idx", "layer_index", "layer_number"}
+)
+MAX_CONTAINER = 100  # a longer list is compared by identity
+_MODULE_OWN = frozenset(vars(nn.Module())) - {"training"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -371,3 +386,204 @@ def _calling(module: nn.Module, call: Callable[..., Any]) -> Iterator[None]:
             del module.forward
         else:
             module.forward = own
+
+
+# -- calls, as data, so that their like need not run ----------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saved:
+    """A storage that a call saved: its input leaf's, or a new one, maybe its output leaf's."""
+
+    nbytes: int
+    input_leaf: int | None
+    output_leaf: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Made:
+    """An output leaf: a new tensor like this, or the input leaf `alias`."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+    alias: int | None
+
+    def again(self, leaves: Sequence[Any]) -> Any:
+        if self.alias is not None:
+            return leaves[self.alias]
+        new = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta")
+        # The clone is no leaf: the model may change its blocks' outputs in place.
+        return new.requires_grad_().clone() if self.requires_grad else new
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """What one call did; `answer` and `saved` of another are made from its input leaves."""
+
+    flops: float
+    saves: tuple[Saved, ...]
+    outputs: tuple[Any, ...]  # `Made`, or a leaf that is no tensor
+    spec: TreeSpec
+
+    def answer(self, leaves: Sequence[Any]) -> tuple[Any, list[torch.Tensor]]:
+        """The output of a like call with the input `leaves`, and a tensor of each saved storage."""
+        answers = [leaf.again(leaves) if isinstance(leaf, Made) else leaf for leaf in self.outputs]
+        saved = []
+        for save in self.saves:
+            if save.input_leaf is not None:
+                saved.append(leaves[save.input_leaf])
+            elif save.output_leaf is not None:
+                saved.append(answers[save.output_leaf])
+            else:
+                saved.append(torch.empty(save.nbytes, dtype=torch.uint8, device="meta"))
+        return tree_unflatten(answers, self.spec), saved
+
+
+def record(
+    *,
+    flops: float,
+    saved: Sequence[tuple[int, int]],
+    leaves: Sequence[Any],
+    output: Any,
+    key_of: Callable[[torch.Tensor], int],
+) -> Call | None:
+    """The call as data; None when outputs share memory with each other or are views of an input.
+
+    `saved`: (storage, bytes), each storage once. `key_of`: the storage of a tensor.
+    """
+    inputs: dict[int, int] = {}
+    for number, leaf in enumerate(leaves):
+        if isinstance(leaf, torch.Tensor):
+            inputs.setdefault(key_of(leaf), number)
+    answers, spec = tree_flatten(output)
+    outputs: list[Any] = []
+    made: dict[int, int] = {}
+    for number, leaf in enumerate(answers):
+        if not isinstance(leaf, torch.Tensor):
+            outputs.append(leaf)
+            continue
+        key = key_of(leaf)
+        alias = next((i for i, other in enumerate(leaves) if other is leaf), None)
+        if alias is None and (key in made or key in inputs):
+            return None
+        if alias is None:
+            made[key] = number
+        outputs.append(
+            Made(
+                shape=leaf.shape,
+                stride=leaf.stride(),
+                dtype=leaf.dtype,
+                requires_grad=leaf.requires_grad,
+                alias=alias,
+            )
+        )
+    saves = tuple(
+        Saved(nbytes=nbytes, input_leaf=inputs.get(key), output_leaf=made.get(key))
+        for key, nbytes in saved
+    )
+    return Call(flops=flops, saves=saves, outputs=tuple(outputs), spec=spec)
+
+
+def structure(block: nn.Module) -> tuple[Any, ...]:
+    """Everything of a block that decides what it computes, except values ([Note: alike])."""
+    return tuple(
+        (
+            name,
+            type(module),
+            tuple((key, _setting(value)) for key, value in vars(module).items() if _decides(key)),
+            tuple((key, _kind(value)) for key, value in module._parameters.items()),
+            tuple((key, _kind(value)) for key, value in module._buffers.items()),
+        )
+        for name, module in block.named_modules()
+    )
+
+
+def kinds(leaves: Sequence[Any]) -> tuple[Any, ...]:
+    """What decides of each input leaf; of tensors that share memory also which is the first."""
+    first: dict[int, int] = {}
+    found = []
+    for number, leaf in enumerate(leaves):
+        shares = None
+        if isinstance(leaf, torch.Tensor):
+            shares = first.setdefault(int(leaf.untyped_storage()._cdata), number)
+        found.append((_kind(leaf), shares))
+    return tuple(found)
+
+
+def _decides(attribute: str) -> bool:
+    return attribute not in _MODULE_OWN and attribute not in INDEX_NAMES
+
+
+def _setting(value: Any) -> Any:
+    if isinstance(value, tuple | list | dict | set) and len(value) <= MAX_CONTAINER:
+        return repr(value)
+    if isinstance(value, functools.partial):
+        return id(value.func), repr(value.args), repr(value.keywords)
+    return _kind(value)
+
+
+def _kind(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.shape, value.stride(), value.dtype, value.requires_grad
+    if isinstance(value, str | int | float | None | torch.dtype):
+        return value
+    return id(value)
+
+
+# -- bytes in passing -----------------------------------------------------------------------------
+
+
+class Passing(TorchDispatchMode):
+    """Records what every operation makes, and when it is gone. `running` names the layer."""
+
+    def __init__(self, running: Callable[[], int]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._running = running
+        self._events: list[tuple[int, int, int]] = []  # (storage, bytes or minus them, layer)
+        self._alive: dict[int, tuple[int, weakref.ref[torch.UntypedStorage]]] = {}
+        self._num_storages = 0
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor):
+                self._note(leaf.untyped_storage())
+        return result
+
+    def number(self, storage: torch.UntypedStorage) -> int:
+        """The storage's number in the timeline; addresses are used again, numbers are not."""
+        return self._note(storage)
+
+    def _note(self, storage: torch.UntypedStorage) -> int:
+        key, nbytes = int(storage._cdata), storage.nbytes()
+        if key in self._alive:
+            return self._alive[key][0]
+        self._num_storages += 1
+        number = self._num_storages
+
+        def gone(_: Any) -> None:
+            del self._alive[key]
+            self._events.append((number, -nbytes, -1))
+
+        self._alive[key] = (number, weakref.ref(storage, gone))
+        self._events.append((number, nbytes, self._running()))
+        return number
+
+    def most(self, num_layers: int, kept: Container[int]) -> list[int]:
+        """Per layer the most bytes at once, while it ran, of storages not in `kept`."""
+        most, now = [0] * num_layers, 0
+        for number, nbytes, layer in self._events:
+            if number in kept:
+                continue
+            now += nbytes
+            if layer >= 0:
+                most[layer] = max(most[layer], now)
+        return most

@@ -1,20 +1,30 @@
-"""Layout: the offset of every parameter in its layer's arrays, and the padded sizes. The only place
-that computes offsets.
+"""Layout: the offset of every parameter in its layer's arrays, the padded sizes, and which elements
+are one rank's own. The only place that computes offsets.
 
 Owns no bytes and reads none: shapes alone decide, so a model on the meta device has the same layout
 as the real one. All numbers are elements, not bytes, so that one layout serves 16-bit weights,
 remainders and gradients and 32-bit moments alike: an element keeps its offset in each of them. Pure
 data, made once; any thread may read it.
+
+[Note: two ranges] A layer's trainable and frozen parts are each cut into equal contiguous ranges,
+one per rank in order. So moments and gradients, which cover the trainable part alone, are cut like
+the weights above them, every range is made of whole pages, and an all-gather of each part lands
+where the layer's slot has it.
+
+[Note: nodes] Of M nodes each holds every layer's weights. The ranges are given out so that those of
+one local index are neighbours: number j M + k belongs to the j-th rank of node k. What such a rank
+updates and what its peers on the other nodes send it is then one contiguous part of the node's
+weights, and exactly what it fetches for its GPU: nobody fetches what another process writes.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from stronghold.errors import StateError
-from stronghold.model.partition import Layer, Partition
+from stronghold.model.partition import Partition
 
 # Every parameter starts at a multiple of this: 256 bytes in 16-bit and 512 in 32-bit arrays. The
 # caching allocator of CUDA hands out 512-byte multiples and cuBLAS picks its kernel by pointer
@@ -37,15 +47,12 @@ class ParameterShape:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ParameterSlice:
+class ParameterSlice(ParameterShape):
     """Where one parameter lies in each of its layer's arrays: `array[offset : offset +
     numel].view(shape)`."""
 
-    name: str
     offset: int
     numel: int
-    shape: tuple[int, ...]
-    trainable: bool
 
     def within(self, begin: int, end: int) -> slice:
         """The elements of the layer that are the parameter's and in [begin, end), counted from
@@ -109,7 +116,25 @@ class ModelLayout:
 def layout(partition: Partition, num_ranks: int = 1) -> ModelLayout:
     """The layout of `partition`, whose parts `num_ranks` divides into whole pages. Reads shapes
     only; StateError when a layer's parameters are not trainable first."""
-    return ModelLayout(layers=tuple(_layer_layout(layer, num_ranks) for layer in partition.layers))
+    return ModelLayout(
+        layers=tuple(
+            layer_layout(
+                [
+                    ParameterShape(
+                        name=named.name,
+                        shape=tuple(named.parameter.shape),
+                        trainable=named.parameter.requires_grad,
+                    )
+                    for named in layer.parameters
+                ],
+                index=layer.index,
+                name=layer.name,
+                streamed=layer.streamed,
+                num_ranks=num_ranks,
+            )
+            for layer in partition.layers
+        )
+    )
 
 
 def for_ranks(layout: ModelLayout, num_ranks: int) -> ModelLayout:
@@ -117,10 +142,7 @@ def for_ranks(layout: ModelLayout, num_ranks: int) -> ModelLayout:
     return ModelLayout(
         layers=tuple(
             layer_layout(
-                [
-                    ParameterShape(name=part.name, shape=part.shape, trainable=part.trainable)
-                    for part in layer.slices
-                ],
+                layer.slices,
                 index=layer.index,
                 name=layer.name,
                 streamed=layer.streamed,
@@ -128,20 +150,6 @@ def for_ranks(layout: ModelLayout, num_ranks: int) -> ModelLayout:
             )
             for layer in layout.layers
         )
-    )
-
-
-def _layer_layout(layer: Layer, num_ranks: int) -> LayerLayout:
-    shapes = [
-        ParameterShape(
-            name=named.name,
-            shape=tuple(named.parameter.shape),
-            trainable=named.parameter.requires_grad,
-        )
-        for named in layer.parameters
-    ]
-    return layer_layout(
-        shapes, index=layer.index, name=layer.name, streamed=layer.streamed, num_ranks=num_ranks
     )
 
 
@@ -180,8 +188,7 @@ def layer_layout(
 
 def condensed(layout: ModelLayout) -> ModelLayout:
     """The layout with at most two parameters a layer, trainable and frozen, of the same sizes: the
-    same bytes move, in fewer Python objects.
-    """
+    same bytes move, in fewer Python objects."""
     return ModelLayout(layers=tuple(_condensed(layer) for layer in layout.layers))
 
 
@@ -201,8 +208,7 @@ def _condensed(layer: LayerLayout) -> LayerLayout:
 def _place(
     parameters: Iterable[ParameterShape], *, start: int
 ) -> tuple[tuple[ParameterSlice, ...], int]:
-    """Slices one after the other from `start`, each aligned; and the unpadded end of the last
-    one."""
+    """Slices one after the other from `start`, each aligned, and the unpadded end of the last."""
     slices, end = [], start
     for parameter in parameters:
         offset, numel = _padded(end, ALIGN_NUMEL), math.prod(parameter.shape)
@@ -221,3 +227,48 @@ def _place(
 
 def _padded(numel: int, multiple: int) -> int:
     return -(-numel // multiple) * multiple
+
+
+# -- ranks ----------------------------------------------------------------------------------------
+
+Range = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shards:
+    """Range `rank` of `num_ranks`, of which each of `num_nodes` has as many ([Note: nodes])."""
+
+    num_ranks: int = 1
+    rank: int = 0
+    num_nodes: int = 1
+
+    def trained(self, layer: LayerLayout) -> Range:
+        """Elements whose moments and gradients are this rank's."""
+        return self._of(0, layer.trainable_numel)
+
+    def weights(self, layer: LayerLayout) -> tuple[Range, ...]:
+        """Elements whose weights are this rank's: at most two ranges, none of them empty."""
+        parts = (0, layer.trainable_numel), (layer.trainable_numel, layer.numel)
+        return tuple(self._of(begin, end) for begin, end in parts if end > begin)
+
+    def within(self, layer: LayerLayout, begin: int, end: int) -> Iterator[Range]:
+        """The elements of [begin, end) whose weights are this rank's."""
+        for low, high in self.weights(layer):
+            if max(begin, low) < min(end, high):
+                yield max(begin, low), min(end, high)
+
+    def fetched(self, layer: LayerLayout) -> tuple[tuple[Range, Range], ...]:
+        """(a part of the layer, what this rank fetches of it), for each part that is not empty: its
+        own range and those of its peers on other nodes."""
+        node = Shards(num_ranks=self.num_ranks // self.num_nodes, rank=self.rank // self.num_nodes)
+        parts = (0, layer.trainable_numel), (layer.trainable_numel, layer.numel)
+        return tuple((part, node._of(*part)) for part in parts if part[1] > part[0])
+
+    def exchanged(self, layer: LayerLayout) -> tuple[tuple[Range, Range], ...]:
+        """(what this rank and its peers have of a part, this rank's own range of that)."""
+        blocks = [block for _, block in self.fetched(layer)]
+        return tuple(zip(blocks, self.weights(layer), strict=True))
+
+    def _of(self, begin: int, end: int) -> Range:
+        share = (end - begin) // self.num_ranks
+        return begin + self.rank * share, begin + (self.rank + 1) * share

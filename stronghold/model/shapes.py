@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from stronghold.errors import ConfigError
 from stronghold.model.costs import DTYPES, LayerCost, ModelCosts
 from stronghold.model.layout import ModelLayout, ParameterShape, layer_layout
+from stronghold.model.logits import part_of
 
 Shapes = dict[str, tuple[int, ...]]
 CostsOf = Callable[[int, int, str], ModelCosts]  # batch, seq, dtype
@@ -138,15 +139,7 @@ def _costs(sizes: _Sizes, batch: int, seq: int, dtype: str) -> ModelCosts:
         saved_bytes=_block_saved(sizes, batch, seq, dtype),
         boundary_bytes=row,
     )
-    head = LayerCost(
-        forward_flops=2.0 * tokens * h * sizes.vocab,
-        # The ids, which are the labels too; the last norm's output; the loss's fp32 softmax and its
-        # sum of weights.
-        saved_bytes=tokens * 8 + row + tokens * sizes.vocab * 4 + 4,
-        boundary_bytes=0,
-        # In backward the gradients of the softmax and of its logarithm, both fp32.
-        passing_bytes=2 * tokens * sizes.vocab * 4,
-    )
+    head = _head(sizes, tokens, each)
     positions = LayerCost(forward_flops=0.0, saved_bytes=seq * 8, boundary_bytes=0)
     norm = LayerCost(forward_flops=0.0, saved_bytes=row + statistics, boundary_bytes=0)
     return ModelCosts(
@@ -155,6 +148,30 @@ def _costs(sizes: _Sizes, batch: int, seq: int, dtype: str) -> ModelCosts:
         seq=seq,
         tokens=tokens,
         dtype=dtype,
+    )
+
+
+def _head(sizes: _Sizes, tokens: int, each: int) -> LayerCost:
+    """Of head and loss; as large as they are by default, logits are computed in parts."""
+    row, flops = tokens * sizes.hidden * each, 2.0 * tokens * sizes.hidden * sizes.vocab
+    part = part_of(tokens, sizes.vocab, None)
+    if part:
+        return LayerCost(
+            forward_flops=flops * 4 / 3,  # [Note: four products] of `logits`; three are assumed
+            # The ids, which are the labels too; the last norm's output and its gradient.
+            saved_bytes=tokens * 8 + 2 * row + 4,
+            boundary_bytes=0,
+            # Of a part the logits, and where they are not fp32 their fp32 copy.
+            passing_bytes=part * sizes.vocab * (4 + (each if each < 4 else 0)),
+        )
+    return LayerCost(
+        forward_flops=flops,
+        # The ids, which are the labels too; the last norm's output; the loss's fp32 softmax and its
+        # sum of weights.
+        saved_bytes=tokens * 8 + row + tokens * sizes.vocab * 4 + 4,
+        boundary_bytes=0,
+        # In backward the gradients of the softmax and of its logarithm, both fp32.
+        passing_bytes=2 * tokens * sizes.vocab * 4,
     )
 
 

@@ -1,17 +1,17 @@
 """Saved tensors: keep them, offload them to the host, or compute them again.
 
-Owns what autograd saves while a streamed layer runs. Entered by the training thread in forward and
-by autograd's thread in backward. Three policies, chosen layer by layer, one mechanism
-(`torch.autograd.graph.saved_tensors_hooks` around each layer's forward):
+Owns what autograd saves while a streamed layer runs, and counts its bytes in the first steps.
+Entered by the training thread in forward and by autograd's thread in backward. Three policies,
+chosen layer by layer, one mechanism (`torch.autograd.graph.saved_tensors_hooks` around each layer's
+forward):
 
-keep        a saved tensor that aliases a slot becomes a handle (layer, offset, shape, stride),
-since the slot will hold
-            another layer by the time of backward; everything else stays on the device
+keep        a saved tensor that aliases a slot becomes a handle (layer, offset, shape, stride):
+            the slot holds another layer by the time of backward; everything else stays on the
+            device
 offload     beside that, other saved tensors go to host memory on the drain lane, and come back on
-the fetch lane one
-            layer ahead of backward. Two layers' are on the device at a time ([Note: two layers])
-recompute   torch's own non-reentrant checkpoint around the layer, driven from hooks; it restores
-the random state
+            the fetch lane one layer ahead of backward. Two layers' are on the device at a time
+            ([Note: two layers])
+recompute   the layer's forward runs again in backward (`recompute`)
 
 [Note: two layers] On a GPU the host is many layers ahead of compute, and sees that a copy is done
 long after. So nothing is dropped because it was seen to be done: when the forward of layer i ends,
@@ -31,42 +31,89 @@ writes in place where a hook stands in between, so that it is done here.
 
 from __future__ import annotations
 
-import contextlib
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, NoReturn, Protocol
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_leaves
 
 from stronghold.device.base import Device, Fence, completed
 from stronghold.errors import ConfigError
-from stronghold.memory.pinned import PinnedPool
-from stronghold.runtime.activation_sizes import ActivationSizes
-from stronghold.runtime.recomputation import Recomputed, Rerun, SavedTensor, recomputation
+from stronghold.memory.slab import PinnedPool
+from stronghold.runtime.executor import Executor
+from stronghold.runtime.recompute import Recomputation, Recomputed, SavedTensor, without_cache
 from stronghold.telemetry.metrics import Metrics
+
+
+class ActivationSizes:
+    """`saved[i]` and `boundary[i]`: what block i's largest forward so far kept for backward, and
+    what entered it, which recomputation keeps instead. Parameters and slots are not counted, a
+    storage is counted once per block. Nothing is counted unless `counting`.
+    """
+
+    def __init__(self, num_layers: int) -> None:
+        self.counting = False
+        self.saved = [0] * num_layers
+        self.boundary = [0] * num_layers
+        self.least_chunks = 1  # that a divided call had
+        self._num_chunks = 0  # that the running call has, if it is divided
+        self._layer: int | None = None  # whose forward runs, unless it is a recomputation
+        # Held while the forward runs: an address that was freed would be given to another.
+        self._seen: dict[int, torch.UntypedStorage] = {}
+        self._bytes = 0
+
+    def divide(self, layer: int, inputs: Any, num_chunks: int) -> None:
+        """A call of the layer begins whose chunks enter one after the other."""
+        if self.counting:
+            known = self.least_chunks
+            self.least_chunks = num_chunks if known == 1 else min(known, num_chunks)
+            self.enter(layer, inputs)
+            self._num_chunks = num_chunks
+
+    def enter(self, layer: int, inputs: Any) -> None:
+        """A forward of the layer begins."""
+        if not self.counting:
+            return
+        self._layer = layer
+        self._seen.clear()
+        if self._num_chunks:  # what chunks save adds up
+            return
+        self._bytes = 0
+        storages = {
+            leaf.untyped_storage().data_ptr(): leaf.untyped_storage().nbytes()
+            for leaf in tree_leaves(inputs)
+            if isinstance(leaf, torch.Tensor)
+        }
+        self.boundary[layer] = max(self.boundary[layer], sum(storages.values()))
+
+    def leave(self, *, chunk: bool = False) -> None:
+        """It returned or raised."""
+        self._layer = None
+        self._seen.clear()
+        if not chunk:
+            self._num_chunks = 0
+
+    def saw(self, layer: int, tensor: torch.Tensor) -> None:
+        """Autograd saves the tensor, which is in no slot."""
+        if layer != self._layer or isinstance(tensor, nn.Parameter):
+            return
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in self._seen:
+            self._seen[storage.data_ptr()] = storage
+            self._bytes += storage.nbytes()
+            self.saved[layer] = max(self.saved[layer], self._bytes)
+
 
 MIN_OFFLOAD_BYTES = 16 << 10  # below this a copy costs more than the room it frees
 MAX_STORAGE_WASTE = 4  # a view of a storage this many times larger stays on the device
 
 Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
-
-
-class Slots(Protocol):
-    """What this room needs of the executor."""
-
-    layer_at: dict[int, int]
-    staying: set[int]
-
-    def weights_of(self, layer: int) -> torch.Tensor: ...
-
-    def name_of(self, layer: int) -> str: ...
-
-    def epoch(self, layer: int) -> int: ...
 
 
 class SavedWeight(NamedTuple):
@@ -137,7 +184,6 @@ class _Scope:
 
     layer: int
     hooks: saved_tensors_hooks | None = None
-    recomputation: Generator[None, None, None] | None = None
 
 
 def _active_hooks() -> Hooks | None:
@@ -167,7 +213,7 @@ class Activations:
         self,
         policies: Sequence[str],
         device: Device,
-        slots: Slots,
+        executor: Executor,
         metrics: Metrics,
         *,
         host_room_bytes: int | None = None,
@@ -176,10 +222,10 @@ class Activations:
         offloading = [layer for layer, policy in enumerate(policies) if policy == "offload"]
         self._last_offloading = max(offloading, default=-1)
         self._device = device
-        self._slots = slots
+        self._executor = executor
         self._metrics = metrics
         self._open: list[_Scope] = []  # the outermost first
-        self._rerun: Rerun | None = None  # whose forward is about to run again
+        self._again: Recomputation | None = None  # whose forward is about to run again
         self._outside: Hooks | None = None  # the pair that was active before the outermost of them
         self._saved: dict[int, list[weakref.ref[SavedStorage]]] = defaultdict(list)
         self._in_scope: dict[int, SavedStorage] = {}
@@ -201,55 +247,81 @@ class Activations:
         kwargs: dict[str, Any],
         *,
         recomputing: bool,
-    ) -> None:
-        """The layer's forward begins; every `enter` has its `leave`, also when it raises."""
-        will_recompute = self.will_recompute(layer, recomputing=recomputing)
+        run: Callable[..., Any] | None = None,
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The layer's forward begins, with these arguments: those that it was given, without
+        caches if it will run again (`run`, if it is not the module). Every `enter` has its `leave`,
+        also when it raises.
+        """
+        foreign = _active_hooks()
         if not self._open:
-            self._outside = _active_hooks()
+            self._outside = foreign
         scope = _Scope(layer)
         self._open.append(scope)  # before anything is open: an interrupt may end us anywhere
-        if will_recompute:
-            check = partial(self._refuse_old, layer, self._slots.epoch(layer))
-            scope.recomputation = recomputation(module, args, kwargs, check)
-            next(scope.recomputation)
-        foreign = _active_hooks()
-        offload = self._policies[layer] == "offload" and foreign is None and not recomputing
+        again, self._again = self._again, None
+        recomputing = recomputing or again is not None
+        outer: Callable[[torch.Tensor], Any] | None = None
+        offload = False
+        if again is not None:
+            outer = again.find
+        elif foreign is not None:  # they decide, also whether the forward runs again
+            pack = foreign[0]
+            outer = lambda tensor: _Foreign(pack(tensor))  # noqa: E731
+        elif not recomputing and self.recomputes(layer):
+            args, kwargs = without_cache(args, kwargs)
+            outer = self._recomputation(layer, module, args, kwargs, run).save
+        else:
+            offload = self._policies[layer] == "offload" and not recomputing
         self._in_scope.clear()
         if not recomputing:
             self._forget_coming()
             self._leaving.append([])
             self.sizes.enter(layer, (args, kwargs))
-        plain = foreign is None and not offload
-        if plain:
+        if outer is None and not offload:
             pair = self._plain[layer]
         else:
-            outer = self._outer(foreign, scope)
             pair = self._hooks(layer, foreign, outer, offload=offload)
         hooks = saved_tensors_hooks(*pair)
         hooks.__enter__()
         scope.hooks = hooks
+        return args, kwargs
+
+    def _recomputation(
+        self,
+        layer: int,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        run: Callable[..., Any] | None,
+    ) -> Recomputation:
+        return Recomputation(
+            module,
+            args,
+            kwargs,
+            name=self._executor.name_of(layer),
+            device=self._device,
+            check=partial(self._refuse_old, layer, self._executor.epoch(layer)),
+            run=run,
+        )
 
     def will_recompute(self, layer: int, *, recomputing: bool) -> bool:
-        """Whether a layer whose forward begins now will run it again in backward. Under the user's
-        own saved-tensor
-        hooks it will not: they decide."""
-        return self.recomputes(layer) and not recomputing and _active_hooks() is None
+        """Whether a forward of the layer that begins now will run again."""
+        first = not recomputing and self._again is None and _active_hooks() is None
+        return first and self.recomputes(layer)
 
     def recomputes(self, layer: int) -> bool:
         """Whether the layer's policy is to run it again for backward, where one will come."""
         return self._policies[layer] == "recompute" and torch.is_grad_enabled()
 
-    def leave(self, layer: int) -> None:
-        """The layer's forward returned or raised."""
+    def leave(self, layer: int, *, chunk: bool = False) -> None:
+        """The layer's forward, or a chunk of it, returned or raised."""
         scope = next((scope for scope in reversed(self._open) if scope.layer == layer), None)
-        if scope is None:  # the forward failed before `enter`
+        self.sizes.leave(chunk=chunk)
+        if scope is None:  # the forward failed before `enter`, or went chunk by chunk
             return
-        self.sizes.leave()
         if scope.hooks is not None:
             scope.hooks.__exit__(None, None, None)
         self._in_scope.clear()
-        if scope.recomputation is not None:
-            next(scope.recomputation, None)
         self._open.remove(scope)
         # What comes after the last layer that offloads keeps its own: no room is left for two.
         self._drop_left(newest=0 if layer >= self._last_offloading else 1)
@@ -266,10 +338,6 @@ class Activations:
         """
         left_open = bool(self._open)
         if left_open and not in_backward:
-            for scope in reversed(self._open):
-                if scope.recomputation is not None:
-                    with contextlib.suppress(Exception):  # it takes hooks off, perhaps not its own
-                        scope.recomputation.close()
             while (active := _active_hooks()) is not None and active != self._outside:
                 torch._C._autograd._pop_saved_tensors_default_hooks()
             if active is None and self._outside is not None:
@@ -278,18 +346,6 @@ class Activations:
         self._in_scope.clear()
         self.sizes.leave()
         return left_open
-
-    def _outer(self, foreign: Hooks | None, scope: _Scope) -> Callable[[torch.Tensor], Any] | None:
-        """What takes the tensors that become no handles, where `foreign` stands around us."""
-        if foreign is None:
-            return None
-        pack = foreign[0]
-        if scope.recomputation is not None:
-            return Rerun(foreign).save
-        if self._rerun is not None:
-            rerun, self._rerun = self._rerun, None
-            return lambda tensor: rerun.find(tensor, pack)
-        return lambda tensor: _Foreign(pack(tensor))
 
     def _hooks(
         self,
@@ -301,18 +357,18 @@ class Activations:
     ) -> Hooks:
         """The pair that stands around a forward of the layer. It is called for each tensor that
         autograd saves, some forty times a block: what can be looked up before is."""
-        slots, sizes = self._slots, self.sizes
-        run_again = partial(self._run_again, layer)
+        executor, sizes = self._executor, self.sizes
+        run_again = self._run_again
 
         def pack(tensor: torch.Tensor) -> Any:
             address = tensor.untyped_storage().data_ptr()
-            held = slots.layer_at.get(address)
+            held = executor.layer_at.get(address)
             if held is not None:
-                at, epoch = int(tensor.storage_offset()), slots.epoch(held)
+                at, epoch = int(tensor.storage_offset()), executor.epoch(held)
                 return SavedWeight(held, epoch, tensor.dtype, at, tensor.shape, tensor.stride())
             if sizes.counting:
                 sizes.saw(layer, tensor)
-            if address in slots.staying:
+            if address in executor.staying:
                 return SavedResident(tensor.detach(), tensor._version)  # [Note: pack]
             if outer is not None:
                 return outer(tensor)
@@ -335,7 +391,7 @@ class Activations:
                 return tensor if tensor._version == version else _refuse_written(packed)
             if type(packed) is SavedWeight:
                 self._refuse_old(packed.layer, packed.epoch)
-                weight = slots.weights_of(packed.layer)
+                weight = executor.weights_of(packed.layer)
                 if weight.dtype is not packed.dtype:
                     weight = weight.view(packed.dtype)
                 weight = weight.as_strided(packed.shape, packed.stride, packed.offset)
@@ -363,28 +419,20 @@ class Activations:
         assert foreign is not None
         return foreign[1](packed.packed)
 
-    def _run_again(self, layer: int, rerun: Rerun) -> None:
-        self._rerun = rerun
+    def _run_again(self, again: Recomputation) -> None:
+        self._again = again  # until the module's own hook enters
         try:
-            rerun.run()
-        except RuntimeError as error:
-            if "inplace operation" not in str(error):
-                raise
-            raise RuntimeError(
-                f"{self._slots.name_of(layer)}: its forward cannot be run again, since a tensor "
-                f"among its arguments was written in place meanwhile ({error}); write out of place "
-                '(y = y + x, not y += x), or set stronghold.activations to "keep" or "offload"'
-            ) from error
+            again.run()
         finally:
-            self._rerun = None
+            self._again = None
 
     def _refuse_old(self, layer: int, epoch: int) -> None:
         """ConfigError when the layer's weights have changed, where autograd would say the same."""
-        if self._slots.epoch(layer) != epoch:
+        if self._executor.epoch(layer) != epoch:
             raise ConfigError(
-                f"backward needs the weights of {self._slots.name_of(layer)} as they were in its "
-                "forward, and they were written since, by engine.step() or in place: call backward "
-                "before the step, and write after it"
+                f"backward needs the weights of {self._executor.name_of(layer)} as they were in "
+                "its forward, and they were written since, by engine.step() or in place: call "
+                "backward before the step, and write after it"
             )
 
     # -- offload ----------------------------------------------------------------------------------

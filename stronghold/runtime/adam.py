@@ -1,20 +1,17 @@
-"""Which Adam each parameter gets: groups, hyper-parameters and step counts become kernel segments.
+"""Which Adam each parameter gets: groups, hyper-parameters and step counts become steps of Adam.
 
-Owns how often every parameter was updated. Never touches a weight and never decides when: the
-update lane, the device and the NVMe pipeline do. The training thread calls `advance`; any lane may
-turn its result into segments.
+Owns how often every parameter was updated. Never touches a weight and never decides when
+(`runtime.update` does). The training thread calls `advance`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
 
-from stronghold import native
 from stronghold.errors import ConfigError
 from stronghold.model.layout import LayerLayout, ParameterSlice
 
@@ -35,22 +32,6 @@ class Grouped(Protocol):
     """What is needed of an optimizer: the group and the flags of each parameter that it trains."""
 
     def group_of(self) -> dict[nn.Parameter, tuple[Group, AdamFlags]]: ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainingArrays:
-    """Elements [begin, end) of one layer's arrays, on one device: element `begin` of the layer is
-    element 0 of each tensor. `low` is None for fp32 weights; `gradients` have the compute dtype or
-    are fp32 sums.
-    """
-
-    begin: int
-    end: int
-    weights: torch.Tensor
-    low: torch.Tensor | None
-    exp_avg: torch.Tensor
-    exp_avg_sq: torch.Tensor
-    gradients: torch.Tensor
 
 
 class ParameterStep(NamedTuple):
@@ -121,18 +102,10 @@ class AdamSteps:
         """Count one step of the parameters that have a gradient, with this moment's numbers.
         `scale` multiplies the gradients: clip coefficient and 1 / loss scale.
         """
-        steps = self.next_steps(layer, arrived, scale)
-        self.count(layer, arrived)
-        return steps
-
-    def next_steps(
-        self, layer: int, positions: Iterable[int], scale: float
-    ) -> tuple[ParameterStep, ...]:
-        """The next steps of the parameters at `positions`, in order; `count` those that are
-        taken."""
         counts, steps = self.counts[layer], []
-        for k in sorted(positions):
+        for k in sorted(arrived):
             group, flags = self._groups[self._parameters[layer][k]]
+            counts[k] += 1
             steps.append(
                 ParameterStep(
                     part=self._layers[layer].slices[k],
@@ -142,61 +115,17 @@ class AdamSteps:
                     eps=float(group["eps"]),
                     weight_decay=float(group["weight_decay"]),
                     grad_scale=scale,
-                    step=counts[k] + 1,
+                    step=counts[k],
                     adamw=flags.adamw,
                     bias_correction=flags.bias_correction,
                 )
             )
         return tuple(steps)
 
-    def count(self, layer: int, positions: Iterable[int]) -> None:
-        """Steps of `next_steps` were taken."""
-        for k in positions:
-            self.counts[layer][k] += 1
-
     def retract(self, layer: int, arrived: Iterable[int]) -> None:
         """Undo the count of `advance`: its steps were not taken."""
         for k in arrived:
             self.counts[layer][k] -= 1
-
-
-def adam_segments(
-    steps: Sequence[ParameterStep], arrays: TrainingArrays
-) -> list[native.AdamSegment]:
-    """The parts of `steps` that lie in the arrays' range. The caller keeps the arrays alive until
-    the kernel has run.
-    """
-
-    def base(array: torch.Tensor | None) -> tuple[int, int]:
-        if array is None:
-            return 0, 0
-        size = array.element_size()
-        return array.data_ptr() - arrays.begin * size, size
-
-    weight, weight_size = base(arrays.weights)
-    low, low_size = base(arrays.low)
-    exp_avg, _ = base(arrays.exp_avg)
-    exp_avg_sq, _ = base(arrays.exp_avg_sq)
-    grad, grad_size = base(arrays.gradients)
-    segments = []
-    for step in steps:
-        part = step.part
-        begin = max(part.offset, arrays.begin)
-        numel = min(part.offset + part.numel, arrays.end) - begin
-        if numel > 0:
-            segments.append(
-                native.AdamSegment(
-                    weight + begin * weight_size,
-                    low + begin * low_size,
-                    exp_avg + begin * 4,
-                    exp_avg_sq + begin * 4,
-                    grad + begin * grad_size,
-                    numel,
-                    *step[1:7],
-                    *step[7:],
-                )
-            )
-    return segments
 
 
 def adam_bytes(weight_dtype: torch.dtype, grad_dtype: torch.dtype) -> int:

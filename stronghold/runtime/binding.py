@@ -1,7 +1,7 @@
 """Where each layer's parameters point: at a slot, at a slab, or for good at the device.
 
 Owns the views, and what is known of those who look at them: whether the parameters are hidden until
-their newest values are there (`reads`), how often they were written in place, and whether somebody
+their newest values are there (`guards`), how often they were written in place, and whether somebody
 outside keeps an alias. Never copies a byte. Entered by the training thread, and by autograd's in
 backward.
 
@@ -14,12 +14,23 @@ refused, since the memory they displaced may be somebody's backup.
 the memory itself: whoever keeps one reads it whenever he likes, and no parameter is asked. A
 storage counts its references. So where parameters are to be seen between steps, at rest and in a
 resident layer's slot, their views are of a storage that nobody else here refers to: a reference too
-many is an alias. Slots that many layers take are looked at when they are released (`aliases`).
+many is an alias.
+
+[Note: aliases of a slot] When a slot is given to another layer, nothing of the user's may refer to
+its memory: whoever reads it later would read that layer's weights, silently. What autograd saves
+comes through our hooks and becomes a handle, and parameters point elsewhere by then. What is left
+is a view that a custom Function keeps as an attribute, that hooks inside the model packed, that a
+closure or a module holds: `refuse_aliases` counts references when the slot is released.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+import contextlib
+import gc
+import time
+from collections.abc import Callable, Container, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -28,19 +39,94 @@ from torch import nn
 from torch.utils.dlpack import from_dlpack
 
 from stronghold.errors import ConfigError
-from stronghold.memory.layer import LayerState, view
-from stronghold.runtime.reads import hide, point, show
+from stronghold.memory.buffers import view
+from stronghold.memory.layer import LayerState
+from stronghold.model.layout import LayerLayout
+from stronghold.runtime.guards import hide, point, show
+
+# What may hold a view, and lets go of it: a lane, just after it has said that it is done; and what
+# hangs in a cycle, young or old, and is read by nobody.
+_WAITS: tuple[Callable[[], object], ...] = (
+    partial(time.sleep, 0.0002),
+    partial(time.sleep, 0.001),
+    partial(gc.collect, 1),
+    partial(time.sleep, 0.02),
+    gc.collect,
+    partial(time.sleep, 0.2),
+)
+
+
+def refuse_aliases(layer: LayerLayout, slot: torch.Tensor, ours: Sequence[torch.Tensor]) -> None:
+    """ConfigError when anything but `slot` and `ours`, views of it, holds the slot's memory."""
+    if slot.is_meta:  # of a simulated device
+        return
+    storage = slot.untyped_storage()
+    expected = len(ours) + 2  # the slot, and the storage that is asked
+    if _num_references(storage._cdata) <= expected:
+        return
+    for wait in _WAITS:
+        wait()
+        if _num_references(storage._cdata) <= expected:
+            return
+    raise ConfigError(_message(layer, _views(storage, {id(slot), *map(id, ours)})))
+
+
+def _views(storage: torch.UntypedStorage, known: set[int]) -> list[torch.Tensor]:
+    found = []
+    for held in gc.get_objects():
+        if issubclass(type(held), torch.Tensor) and id(held) not in known:
+            with contextlib.suppress(RuntimeError):  # a tensor without a storage
+                if held.untyped_storage().data_ptr() == storage.data_ptr():
+                    found.append(held)
+    return found
+
+
+def _message(layer: LayerLayout, views: list[torch.Tensor]) -> str:
+    names = {
+        part.name
+        for view in views
+        for part in layer.slices
+        if part.offset <= view.storage_offset() < part.offset + part.numel
+    }
+    return (
+        f"{', '.join(sorted(names)) or layer.name}: a view (of weight.t(), weight.detach() or "
+        "weight.data, say) is still held after the block's forward or backward, in memory that "
+        "the next layer takes: read later it would be another layer's weights. In a "
+        "torch.autograd.Function use ctx.save_for_backward, not an attribute of ctx, or keep the "
+        "parameter itself and make the view in backward; copy what is kept otherwise "
+        "(weight.detach().clone()); or let the weights stay on the gpu: "
+        'stronghold.resident_layers: "all"'
+    )
+
 
 _version = attrgetter("_version")
 _unasked = torch._C.DisableTorchFunctionSubclass  # those that are hidden do not wait for us
 _address = torch.Tensor.data_ptr
 
 
-class _Views(NamedTuple):
-    """Of one layer's parameters in one place."""
+class _Place(NamedTuple):
+    """One layer's parameters in one place. `storage`: of these views alone, with so many
+    references; None for a slot that many layers take.
+    """
 
-    tensors: list[torch.Tensor]
+    views: list[torch.Tensor]
     addresses: tuple[int, ...]
+    storage: int | None
+    num_references: int
+
+
+@dataclass(slots=True, eq=False)
+class _Bound:
+    """One layer: where its parameters may point, by address, and where they do."""
+
+    state: LayerState
+    parameters: Sequence[nn.Parameter]
+    resident: bool
+    places: dict[int, _Place] = field(default_factory=dict)  # slots and slabs are few, and stay
+    place: _Place | None = None  # None: an interrupt may have left some here and some there
+    hidden: bool = False
+    version: int = 0  # the sum of its parameters', as last seen
+    epoch: int = 0  # how often its values changed
 
 
 class Bindings:
@@ -54,60 +140,46 @@ class Bindings:
         parameters: Sequence[Sequence[nn.Parameter]],
         resident: Container[int] = (),
     ) -> None:
-        self._layers = layers
-        self._parameters = parameters
-        self._resident = resident
-        # Where each layer's parameters point, and the views that they take there, by address.
-        self._bound = [-1] * len(layers)
-        self._views: list[dict[int, _Views]] = [{} for _ in layers]
-        self._addresses: list[Sequence[int]] = [() for _ in layers]  # of each parameter, as bound
+        self._layers = [
+            _Bound(state, of_layer, layer in resident)
+            for layer, (state, of_layer) in enumerate(zip(layers, parameters, strict=True))
+        ]
         self._views_at: dict[int, list[torch.Tensor]] = {}  # of all layers, of slots they share
-        # Per layer, the storages that its views alone refer to, by address, and how often they do.
-        self._own: list[dict[int, tuple[int, int]]] = [{} for _ in layers]
-        self._hidden: set[int] = set()
-        self._versions = [0] * len(layers)  # the sum of its parameters', as last seen
-        self.epochs = [0] * len(layers)  # how often the layer's values changed
 
     def bind(self, layer: int, flat: torch.Tensor) -> None:
         """Point the layer's parameters at their places in `flat`."""
-        address = flat.data_ptr()
         self.check(layer)
-        if self._bound[layer] == address:
+        bound, address = self._layers[layer], flat.data_ptr()
+        place = bound.places.get(address)
+        if place is None:
+            place = bound.places[address] = self._make_place(bound, flat)
+        if bound.place is place:
             return
-        views = self._views[layer].get(address)
-        if views is None:  # slots and slabs are few and stay: each view is made once
-            tensors = self._make_views(layer, flat)
-            views = _Views(tensors, tuple(map(_address, tensors)))
-            self._views[layer][address] = views
-        self._forget(layer)  # an interrupt may leave some of them here and some there
+        bound.place = None
         with _unasked():
-            for parameter, values in zip(self._parameters[layer], views.tensors, strict=True):
+            for parameter, values in zip(bound.parameters, place.views, strict=True):
                 point(parameter, values)
-        self._addresses[layer] = views.addresses
-        self._bound[layer] = address
+        bound.place = place
 
-    def _make_views(self, layer: int, flat: torch.Tensor) -> list[torch.Tensor]:
-        slices, address = self._layers[layer].layout.slices, flat.data_ptr()
-        if layer not in self._resident and address != self._layers[layer].weights.data_ptr():
+    def _make_place(self, bound: _Bound, flat: torch.Tensor) -> _Place:
+        slices, address = bound.state.layout.slices, flat.data_ptr()
+        storage, num_references = None, 0
+        if not bound.resident and address != bound.state.weights.data_ptr():
             views = [view(flat, part) for part in slices]
             self._views_at.setdefault(address, []).extend(views)
-            return views
-        if not flat.is_meta:  # of a simulated device: there is nothing to see
-            flat = from_dlpack(torch._C._to_dlpack(flat))  # [Note: a storage of their own]
-        views = [view(flat, part) for part in slices]
-        storage = flat.untyped_storage()._cdata
-        del flat
-        self._own[layer][address] = storage, _num_references(storage)
-        return views
+        else:
+            if not flat.is_meta:  # of a simulated device: there is nothing to see
+                flat = from_dlpack(torch._C._to_dlpack(flat))  # [Note: a storage of their own]
+            views = [view(flat, part) for part in slices]
+            storage = flat.untyped_storage()._cdata
+            del flat
+            num_references = _num_references(storage)
+        return _Place(views, tuple(map(_address, views)), storage, num_references)
 
     def point(self, layer: int, flat: torch.Tensor) -> None:
         """As `bind`, wherever the parameters point: an interrupt may have left them anywhere."""
-        self._forget(layer)
+        self._layers[layer].place = None
         self.bind(layer, flat)
-
-    def _forget(self, layer: int) -> None:
-        self._addresses[layer] = ()
-        self._bound[layer] = -1
 
     def views_at(self, address: int) -> list[torch.Tensor]:
         """Every view that is held of the slot at this address."""
@@ -115,82 +187,87 @@ class Bindings:
 
     def check(self, layer: int) -> None:
         """ConfigError when a parameter points elsewhere, at other values ([Note: other memory])."""
-        expected = self._addresses[layer]
+        bound = self._layers[layer]
+        place = bound.place
         with _unasked():
-            if not expected or tuple(map(_address, self._parameters[layer])) == expected:
+            if place is None or tuple(map(_address, bound.parameters)) == place.addresses:
                 return
-            for k, (parameter, address) in enumerate(
-                zip(self._parameters[layer], expected, strict=True)
-            ):
-                if parameter.data_ptr() != address:
-                    self._take_back(layer, k, parameter)
-
-    def _take_back(self, layer: int, k: int, parameter: nn.Parameter) -> None:
-        own, other = self._views[layer][self._bound[layer]].tensors[k], parameter.detach()
-        point(parameter, own)
-        same = other.dtype is own.dtype and other.shape == own.shape
-        if not same or not torch.equal(other.to(own.device), own):
-            name = self._layers[layer].layout.slices[k].name
-            raise ConfigError(
-                f"{name} was pointed at other memory with other values (p.data = ..., "
-                "model.half(), model.to(dtype)) while an engine moves it: write into the parameter "
-                "instead (with torch.no_grad(): p.copy_(values)), or use load_state_dict"
-            )
+            for k, (parameter, own) in enumerate(zip(bound.parameters, place.views, strict=True)):
+                if parameter.data_ptr() != place.addresses[k]:
+                    _take_back(bound.state.layout.slices[k].name, parameter, own)
 
     def rest(self, layer: int) -> None:
         """Point the layer's parameters at its own arrays: on the host, or on the device when it is
         updated there.
         """
-        self.bind(layer, self._layers[layer].weights)
+        self.bind(layer, self._layers[layer].state.weights)
 
     def rest_all(self) -> None:
         """Point every parameter at its layer's own arrays, and keep no other memory alive: slots,
         or files that are mapped."""
-        for layer in range(len(self._layers)):
-            self._addresses[layer] = ()
-            self.rest(layer)
-            self._views[layer].clear()
-            self._own[layer].clear()
+        for layer, bound in enumerate(self._layers):
+            at_rest = bound.places.get(bound.state.weights.data_ptr())
+            if at_rest is None or bound.place is not at_rest:
+                self.point(layer, bound.state.weights)
+            bound.places.clear()
+            bound.place = None
         self._views_at.clear()
 
     # -- who looks at them ------------------------------------------------------------------------
     def hide(self, layer: int) -> None:
         """The layer's newest values are on their way to where its parameters point."""
-        if layer not in self._hidden:
+        bound = self._layers[layer]
+        if not bound.hidden:
             self.written(layer)
-            self.epochs[layer] += 1
-            hide(self._parameters[layer])
-            self._hidden.add(layer)
+            bound.epoch += 1
+            hide(bound.parameters)
+            bound.hidden = True
 
     def show(self, layer: int) -> None:
         """They are there."""
-        if layer in self._hidden:
-            self._hidden.remove(layer)
-            show(self._parameters[layer])
+        bound = self._layers[layer]
+        if bound.hidden:
+            bound.hidden = False
+            show(bound.parameters)
+
+    def epoch(self, layer: int) -> int:
+        """How often the layer's values changed."""
+        return self._layers[layer].epoch
 
     def written(self, layer: int) -> bool:
         """Whether a parameter of the layer was written in place since this was asked last."""
-        if layer in self._hidden:  # else it would have been shown
+        bound = self._layers[layer]
+        if bound.hidden:  # else it would have been shown
             return False
-        before = self._versions[layer]
-        now: int = sum(map(_version, self._parameters[layer]))
-        self._versions[layer] = now
-        self.epochs[layer] += now != before
-        return now != before
+        before, bound.version = bound.version, sum(map(_version, bound.parameters))
+        bound.epoch += bound.version != before
+        return bound.version != before
 
     def aliased(self, layer: int, *, at_rest: bool = False) -> bool:
         """Whether anybody outside keeps an alias of what the parameters point at now, or of where
         they rest. False for a slot that many layers take.
         """
-        bound = self._bound[layer]
-        at = self._layers[layer].weights.data_ptr() if at_rest else bound
-        if at not in self._own[layer]:
+        bound = self._layers[layer]
+        place = bound.place
+        if at_rest:
+            place = bound.places.get(bound.state.weights.data_ptr())
+        if place is None or place.storage is None:
             return False
-        storage, num_views = self._own[layer][at]
-        num_bound = len(self._parameters[layer]) if at == bound else 0
-        return _num_references(storage) > num_views + num_bound
+        num_bound = len(bound.parameters) if place is bound.place else 0
+        return _num_references(place.storage) > place.num_references + num_bound
+
+
+def _take_back(name: str, parameter: nn.Parameter, own: torch.Tensor) -> None:
+    other = parameter.detach()
+    point(parameter, own)
+    same = other.dtype is own.dtype and other.shape == own.shape
+    if not same or not torch.equal(other.to(own.device), own):
+        raise ConfigError(
+            f"{name} was pointed at other memory with other values (p.data = ..., "
+            "model.half(), model.to(dtype)) while an engine moves it: write into the parameter "
+            "instead (with torch.no_grad(): p.copy_(values)), or use load_state_dict"
+        )
 
 
 def _num_references(storage: int) -> int:
-    count: int = torch._C._storage_Use_Count(storage)
-    return count
+    return int(torch._C._storage_Use_Count(storage))

@@ -1,132 +1,183 @@
 """Gradients on their way out: gathered layer by layer in slots, drained to the host.
 
-Owns the issue of drains, on behalf of the executor; what `residents` updates on the device stays
-there. Never computes with a gradient, except that two
-parts of one are added in the slot. Entered by whoever runs autograd's hooks: the training thread,
-or autograd's own on a GPU. Races and what prevents them:
-  * a gradient slot is filled while it drains -> compute waits for the slot's drain: each of its
-                                                 streams before it first writes
-  * gradients drain before they exist         -> the drain waits for compute's fences, recorded on
-                                                 each of these streams after the last arrival
-  * a host entry is overwritten in use        -> the drain waits for the entry's last reader
+Owns the issue of drains. Of a layer whose state is on the device they stay there. Never computes
+with a gradient, except that two parts of one are added in the slot. Entered by whoever runs
+autograd's hooks: the training thread, or autograd's own on a GPU. Autograd may do so on several
+streams of the compute lane: each waits for what used the slot before it first writes, and a drain
+waits for all of them, recorded after the last arrival.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
 from stronghold.device.base import Device, Fence
 from stronghold.errors import StateError
-from stronghold.memory.host import HostStore
-from stronghold.memory.window import GradientSlot, Window
+from stronghold.memory.buffers import GradientSlot
+from stronghold.memory.layer import LayerState
+from stronghold.memory.window import Window
 from stronghold.model.layout import ALIGN_NUMEL, ParameterSlice
-from stronghold.runtime.adam import AdamSteps
-from stronghold.runtime.residents import Residents
-from stronghold.runtime.spans import ComputeSpan
-from stronghold.runtime.updater import Updater
-from stronghold.telemetry.metrics import Metrics
+from stronghold.runtime.parts import Parts
+from stronghold.runtime.update import Gathered, Updates
+
+
+class ComputeSpan:
+    """The compute lane's row of the trace: one span for each use of a layer, at most one open.
+
+    A wait inside of it ends it, and what follows is a further span of the same name: the row shows
+    compute alone. Entered by whoever calls hooks.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._open: tuple[str, object] | None = None
+
+    def begin(self, name: str) -> None:
+        self._open = (name, self._device.begin_compute_span())
+
+    def end(self) -> None:
+        """Close the open span, if there is one."""
+        if self._open is not None:
+            name, begun = self._open
+            self._device.end_compute_span(name, begun)
+            self._open = None
+
+    def drop(self) -> None:
+        """The pass failed: what is open is not recorded."""
+        self._open = None
+
+    @contextmanager
+    def waiting(self, fence: Fence) -> Iterator[None]:
+        """Around the compute lane's wait for `fence`."""
+        name = self._open[0] if self._open is not None and not fence.done else None
+        if name is not None:
+            self.end()
+        yield
+        if name is not None:
+            self.begin(name)
 
 
 class GradientDrains:
-    """Gathers, and drains or hands to `residents`. `last_fetch(layer)`: the fence of the layer's
-    newest fetch; no update may overtake it. `span` is the compute lane's open one, if any.
+    """Gathers, and hands over what is complete. `span` is the compute lane's open one, if any;
+    `aliased(layer)` says that somebody outside sees the layer's weights where they rest.
     """
 
     def __init__(
         self,
-        *,
-        device: Device,
-        host: HostStore,
+        parts: Parts,
         window: Window,
-        updater: Updater,
-        adam: AdamSteps,
-        metrics: Metrics,
-        last_fetch: Callable[[int], Fence],
-        residents: Residents | None = None,
+        updates: Updates,
+        *,
         span: ComputeSpan | None = None,
         aliased: Callable[[int], bool] = lambda layer: False,
     ) -> None:
         self._aliased = aliased
-        self._device = device
-        self._host = host
+        self._device = parts.device
+        self._host = parts.host
+        self._layers = parts.layers
         self._window = window
-        self._updater = updater
-        self._adam = adam
-        self._metrics = metrics
-        self._last_fetch = last_fetch
-        self._residents = residents
-        self._span = span or ComputeSpan(device)
+        self._updates = updates
+        self._adam = parts.adam
+        self._metrics = parts.metrics
+        self._team = parts.team
+        self._order = parts.team.order(window.num_gradient_slots)
+        self._span = span or ComputeSpan(parts.device)
         self._last: GradientSlot | None = None  # into which the last gradient went
         self.drained_bytes = 0
 
     def arrived(
-        self,
-        layer: int,
-        position: int,
-        part: ParameterSlice,
-        parameter: torch.Tensor,
-        calls: Sequence[int],
+        self, layer: int, position: int, part: ParameterSlice, parameter: torch.Tensor
     ) -> None:
-        """Move `parameter.grad` to the layer's slot, and drain the slot when the layer is complete.
-
-        `calls`: forward calls of each layer since the last backward; after several, more parts of a
-        gradient may come, and the layer waits for the end of backward.
+        """Move `parameter.grad` to the layer's slot, and drain the slot when the layer is complete:
+        after several forward calls more parts of a gradient may come, and the layer waits for the
+        end of backward.
         """
         gradient = parameter.grad
         assert gradient is not None
         parameter.grad = None
+        slot = self._add(layer, [(position, gradient)], sums=False)
+        complete = len(slot.arrived) == self._adam.num_trained(layer)
+        state = self._layers[layer]
+        if complete and state.calls <= 1 and not state.chunks:
+            self._drain_all(self._order.complete(layer))
+
+    def chunk_arrived(self, layer: int, gradients: Sequence[tuple[int, torch.Tensor]]) -> None:
+        """Add a chunk's gradients, (position, gradient), to the layer's fp32 sums, and drain the
+        slot when no further chunk will come."""
+        state = self._layers[layer]
+        if gradients:
+            self._add(layer, gradients, sums=self._host.dtype is not torch.float32)
+        state.chunks -= 1
+        if state.chunks == 0 and state.calls <= 1 and state.gathering is not None:
+            self._drain_all(self._order.complete(layer))
+
+    def _add(
+        self, layer: int, gradients: Sequence[tuple[int, torch.Tensor]], *, sums: bool
+    ) -> GradientSlot:
         slot = self._last
         if slot is None or slot.layer != layer:
-            slot = self._last = self._slot_for(layer, calls)
+            slot = self._last = self._slot_for(layer)
         self._enter(slot)
-        target = slot.view(part)
-        if gradient.is_sparse:
-            gradient = gradient.to_dense()
-        if position in slot.arrived:
-            self._join(layer, slot)
-            target.add_(gradient)
-        else:
-            target.copy_(gradient)
-            slot.arrived.add(position)
-        if len(slot.arrived) == self._adam.num_trained(layer) and calls[layer] <= 1:
-            self._drain(layer, calls[layer])
-
-    def prepare(self, calls: Sequence[int]) -> None:
-        """Backward is about to begin. `calls`: forward calls of each layer since the last one."""
+        slices = self._layers[layer].layout.slices
+        for position, gradient in gradients:
+            part = slices[position]
+            target = slot.sum_of(part) if sums or slot.summed else slot.view(part)
+            if gradient.is_sparse:
+                gradient = gradient.to_dense()
+            if position in slot.arrived:
+                self._join(layer, slot)
+                target.add_(gradient)
+            else:
+                target.copy_(gradient)
+                slot.arrived.add(position)
+        return slot
 
     def reached(self, layer: int) -> None:
         """Backward has come to the layer, or would have: this rank may not use it."""
+        self._drain_all(self._order.reached(layer))
 
-    def _slot_for(self, layer: int, calls: Sequence[int]) -> GradientSlot:
-        return self._window.gradient_slot_of(layer) or self._claim(layer, calls)
+    def _slot_for(self, layer: int) -> GradientSlot:
+        return self._layers[layer].gathering or self._claim(layer)
 
-    def _claim(self, layer: int, calls: Sequence[int]) -> GradientSlot:
-        slot = self._window.free_gradient_slot(layer)
-        if slot is None:
-            # Every slot gathers for a layer whose other parameters may never get a gradient.
-            sharing = (g for g in self._window.gathering() if self._window.shares_gradient_slots(g))
-            oldest = next(sharing)
-            self._drain(oldest, calls[oldest])
-            slot = self._window.free_gradient_slot(layer)
+    def _claim(self, layer: int) -> GradientSlot:
+        window, slot = self._window, None
+        if not self._order.passed(layer):
+            slot = window.free_gradient_slot(layer)
             if slot is None:
-                raise StateError(f"layer {layer}: no gradient slot is free after a drain")
-        self._window.claim_gradients(slot, layer)
+                # Every slot gathers for a layer whose other parameters may never get a gradient.
+                self._drain_all(self._order.making_room(window.taking_turns()))
+                slot = window.free_gradient_slot(layer)
+        if self._order.passed(layer):
+            slot = self._spare(layer)
+        if slot is None:
+            raise StateError(f"layer {layer}: no gradient slot is free after a drain")
+        window.claim_gradients(slot, layer)
         return slot
+
+    def _spare(self, layer: int) -> GradientSlot:
+        """Memory of torch's, for what comes when the layer's slot is not its own any more."""
+        numel = self._layers[layer].layout.trainable_numel
+        device = self._device.torch_device
+        return GradientSlot(torch.empty(numel, dtype=self._host.dtype, device=device))
 
     def _enter(self, slot: GradientSlot) -> None:
         """The calling thread's stream is about to write to the slot."""
         stream = self._device.compute_stream()
         if stream not in slot.writers:
-            with self._span.waiting(slot.free_after):
-                self._metrics.waited("drain", self._device.compute_wait(slot.free_after))
+            for fence in slot.record.users:
+                with self._span.waiting(fence):
+                    self._metrics.waited("drain", self._device.compute_wait(fence))
             slot.writers.append(stream)
 
     def _produced(self, layer: int, slot: GradientSlot) -> list[Fence]:
         """The fences of what was written to the slot, on every stream."""
         name = f"gradients {layer}"
-        return [self._device.record_compute(name, stream) for stream in slot.writers]
+        found = [self._device.record_compute(name, stream) for stream in slot.writers]
+        slot.record.write(found[-1])
+        return found
 
     def _join(self, layer: int, slot: GradientSlot) -> None:
         """The calling thread's stream goes on after what every other one has written."""
@@ -135,46 +186,101 @@ class GradientDrains:
             for produced in self._produced(layer, slot):
                 self._device.compute_wait(produced)
 
-    def flush(self, calls: Sequence[int]) -> None:
+    def flush(self) -> None:
         """Backward has ended: drain what is left."""
-        for layer in self._window.gathering():
-            self._drain(layer, calls[layer])
+        self._drain_all(self._order.rest())
+        while layers := self._order.further(self._window.gathering()):
+            self._drain_all(layers)
+        self._order.begin_again()
 
     def abandon(self) -> None:
         """Backward has failed: give the slots back undrained."""
         for layer in self._window.gathering():
-            slot = self._window.gradient_slot_of(layer)
+            slot = self._layers[layer].gathering
             if slot is not None:
                 self._join(layer, slot)
-                after = self._device.record_compute(f"abandon gradients {layer}")
-                self._window.release_gradients(slot, after)
+                slot.record.write(self._device.record_compute(f"abandon gradients {layer}"))
+                self._window.release_gradients(slot)
+        self._order.begin_again()
 
-    def _drain(self, layer: int, calls: int) -> None:
-        slot = self._window.gradient_slot_of(layer)
-        assert slot is not None
-        if self._residents is not None and layer in self._residents:
-            self._join(layer, slot)
-            self._residents.gathered(layer, slot)
+    def _drain_all(self, layers: Iterable[int]) -> None:
+        for layer in layers:
+            self._drain(layer)
+
+    def _drain(self, layer: int) -> None:
+        state = self._layers[layer]
+        slot = state.gathering
+        if slot is None:  # of several ranks another has gradients of the layer
+            slot = self._window.free_gradient_slot(layer) or self._spare(layer)
+            self._window.claim_gradients(slot, layer)
+        absent = self._team.absent(state, slot)
+        arrived = absent.union(slot.arrived)
+        # Backward may need what an alias shows: no update before its end.
+        late = not state.on_device and (state.calls > 1 or self._aliased(layer))
+        self._updates.refuse_further(layer, arrived, late=late)
+        if state.on_device:
+            self._keep(state, slot, arrived)
             return
-        if self._aliased(layer):  # backward may need what the alias shows: no update before its end
-            calls = max(calls, 2)
-        arrived = frozenset(slot.arrived)
-        entry = self._updater.entry_for(layer, arrived, calls)
-        slices = self._host.layers[layer].layout.slices
-        ranges = _runs([slices[position] for position in sorted(arrived)])
+        if slot.summed:
+            self._join(layer, slot)
+            slot.round_sums()
+        entry = self._updates.room(layer, arrived, late=late)
+        slices = state.layout.slices
+        runs = _runs([slices[position] for position in sorted(arrived)])
+        first, last = state.begin, state.end  # of several ranks' elements this one's
+        ranges = [(max(begin, first), min(end, last)) for begin, end in runs]
+        ranges = [(begin, end) for begin, end in ranges if begin < end]
         device, gradients = self._device, slot.gradients
+        if absent:
+            self._enter(slot)
+        for position in absent:
+            slot.view(slices[position]).zero_()
 
         def copy() -> None:
+            device.keep_for_lane(gradients)  # some are torch's memory
             for begin, end in ranges:
-                device.copy(entry.gradients[begin:end], gradients[begin:end])
+                device.copy(entry.memory[begin - first : end - first], gradients[begin:end])
             device.poison(gradients)
 
         nbytes = sum(end - begin for begin, end in ranges) * gradients.element_size()
-        after = (*self._produced(layer, slot), entry.free_after)
-        drained = device.drain.submit(f"drain {layer}", copy, after=after, nbytes=nbytes)
-        self._window.release_gradients(slot, drained)
+        produced = self._produced(layer, slot)
+        self._team.reduce(state, slot, produced)
+        device.drain.submit(
+            f"drain {layer}",
+            copy,
+            produced,
+            reads=(slot.record,),
+            writes=(entry.record,),
+            nbytes=nbytes,
+        )
+        self._window.release_gradients(slot)
         self.drained_bytes += nbytes
-        self._updater.drained(layer, arrived, entry, drained, self._last_fetch(layer), calls)
+        found = Gathered(
+            state=state,
+            arrived=arrived,
+            dtype=entry.memory.dtype,
+            memory=entry.memory,
+            record=entry.record,
+        )
+        self._updates.gathered(found, late=late)
+
+    def _keep(self, state: LayerState, slot: GradientSlot, arrived: frozenset[int]) -> None:
+        """Nothing of a layer that is updated on the device crosses the link."""
+        self._join(state.index, slot)
+        slot.round_sums()
+        found = Gathered(
+            state=state,
+            arrived=arrived,
+            dtype=slot.gradients.dtype,
+            memory=slot.gradients,
+            record=slot.record,
+            slot=slot,
+        )
+        if self._updates.gathered(found):
+            self._window.hold_gradients(slot)
+            return
+        self._window.release_gradients(slot)
+        self._device.poison(slot.gradients)
 
 
 def _runs(slices: Sequence[ParameterSlice]) -> list[tuple[int, int]]:

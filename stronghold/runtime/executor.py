@@ -1,44 +1,36 @@
 """Interprets the schedule: the only issuer of fetches and releases.
 
-Owns the phase of the step and, per layer, which fence says that its host weights are up to date.
-Entered by the training thread and, on a GPU, by autograd's thread during backward; the two never
-run at once.
+Owns the phase of the step, and which pass is expected. Entered by the training thread and, on a
+GPU, by autograd's thread during backward; the two never run at once.
 
 States of a step. IDLE -> FORWARD at the model's call, -> IDLE at its return; IDLE -> BACKWARD
-around autograd's run. Forward hooks that fire in BACKWARD are recomputation. Races and what
-prevents them:
-  * a slot is overwritten while compute reads it      -> the fetch waits for the fence recorded at
-  the release
-  * compute reads a slot before it is filled          -> compute waits for the fetch's fence before
-  RESIDENT
-  * a fetch reads weights that Adam is writing        -> the fetch waits for `updated(layer)`
-  * Adam writes weights that a late fetch still reads -> the update waits for the layer's last fetch
+around autograd's run. Forward hooks that fire in BACKWARD are recomputation. A fetch reads a
+layer's weights and writes a slot; compute waits for the slot's writer before the layer is RESIDENT,
+and is the slot's reader when it is released.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
 
 import torch
-from torch import nn
 
-from stronghold.device.base import Device, Fence, completed, timed
+from stronghold.device.base import timed
 from stronghold.errors import ConfigError
-from stronghold.memory.host import HostStore
-from stronghold.memory.window import Residency, Slot, Window
+from stronghold.memory.buffers import Slot
+from stronghold.memory.layer import LayerState, Residency
+from stronghold.memory.window import Window
 from stronghold.model.layout import ParameterSlice
-from stronghold.plan.planner import Plan
-from stronghold.plan.schedule import Action, Kind, Schedule, canonical_uses
-from stronghold.runtime.adam import AdamSteps
-from stronghold.runtime.aliases import refuse_aliases
-from stronghold.runtime.binding import Bindings
-from stronghold.runtime.drains import GradientDrains
-from stronghold.runtime.residents import Residents
-from stronghold.runtime.spans import ComputeSpan
-from stronghold.runtime.track import Track, make_track
-from stronghold.runtime.updater import Updater
-from stronghold.telemetry.metrics import Metrics
+from stronghold.plan.plan import Plan
+from stronghold.plan.schedule import Action, Kind, Schedule, canonical_uses, make_schedule
+from stronghold.runtime.binding import Bindings, refuse_aliases
+from stronghold.runtime.drains import ComputeSpan, GradientDrains
+from stronghold.runtime.ledger import Ledger
+from stronghold.runtime.parts import Parts
+from stronghold.runtime.update import Updates
 
 # A pass longer than this (token-by-token generation) keeps the schedule that it has.
 MAX_RECORDED_USES = 4096
@@ -52,48 +44,55 @@ class Phase(Enum):
     BACKWARD = "backward"
 
 
+@dataclass(slots=True, kw_only=True)
+class Track:
+    """A kind of pass, in training or in evaluation. `cursor`: the position in the schedule's uses;
+    `recorded`: the uses of the running pass."""
+
+    schedule: Schedule
+    cursor: int = 0
+    recorded: list[Action] = field(default_factory=list)
+
+
+def make_track(plan: Plan, uses: Sequence[Action]) -> Track:
+    """The track of passes that use layers in this order."""
+    schedule = make_schedule(
+        uses, num_slots=plan.window, prefetch=plan.prefetch, resident=plan.resident
+    )
+    return Track(schedule=schedule)
+
+
 class Executor:
-    """Moves layers as their uses come. `parameters[i]` are the parameters of layer i in the
-    layout's order.
-    """
+    """Moves layers as their uses come."""
 
     def __init__(
-        self,
-        *,
-        device: Device,
-        host: HostStore,
-        window: Window,
-        updater: Updater,
-        plan: Plan,
-        parameters: Sequence[Sequence[nn.Parameter]],
-        adam: AdamSteps,
-        metrics: Metrics,
-        residents: Residents | None = None,
+        self, parts: Parts, window: Window, updates: Updates, ledger: Ledger, plan: Plan
     ) -> None:
+        device, host = parts.device, parts.host
         self._device = device
         self._host = host
+        self._layers = host.layers
         self._window = window
-        self._updater = updater
+        self._updates = updates
+        self._ledger = ledger
         self._plan = plan
-        self._bindings = Bindings(host.layers, parameters, plan.resident)
-        self._metrics = metrics
+        self._bindings = Bindings(host.layers, parts.parameters, plan.resident)
+        self._metrics = parts.metrics
+        self._team = parts.team
         self.phase = Phase.IDLE
-        num_layers = len(host.layers)
-        self._last_fetch: list[Fence] = [
-            completed("fetch", "never fetched") for _ in range(num_layers)
-        ]
         # Resident layers whose weights come from the host; the others' are never old.
         self._refreshed = plan.resident - plan.updated_on_gpu
-        self._stale = set(self._refreshed)
         staying = [host.layers[layer].weights for layer in plan.updated_on_gpu]
-        staying += [slot.weights for layer in self._refreshed if (slot := window.slot_of(layer))]
+        for layer in self._refreshed:
+            state = host.layers[layer]
+            state.stale = True
+            assert state.slot is not None
+            staying.append(state.slot.weights)
         # Storages of weights that stay on the device: saved, they need no copy. They are where
         # the weights begin, since parameters are bound to a storage of their own.
         self.staying = {weights.data_ptr() for weights in staying}
         # Storage of a slot -> the streamed layer that is in it, for saved tensors.
         self.layer_at: dict[int, int] = {}
-        self._calls = [0] * num_layers  # forward calls with gradients since the last backward
-        self._streams = [layer.streamed for layer in host.layout.layers]
         self._inside: list[int] = []  # blocks whose forward is running now, outermost first
         self._span = ComputeSpan(device)
         forward = canonical_uses([layer.index for layer in host.layout.layers], backward=False)
@@ -103,19 +102,13 @@ class Executor:
         self._training = make_track(plan, forward + backward[len(backward) // 2 :])
         self._evaluation = make_track(plan, forward)
         self._current = self._training
+        self._together = True  # whether a fetch of the training pass is made by all ranks
+        # What was in slots, and was old, when this rank turned from its training pass.
+        self._left: tuple[set[int], list[LayerState]] = set(), []
         self.num_fetches = 0
         self.fetched_bytes = 0
         self.drains: GradientDrains = GradientDrains(
-            device=device,
-            host=host,
-            window=window,
-            updater=updater,
-            adam=adam,
-            metrics=metrics,
-            last_fetch=self.last_fetch,
-            residents=residents,
-            span=self._span,
-            aliased=self._aliased_at_rest,
+            parts, window, updates, span=self._span, aliased=self._aliased_at_rest
         )
 
     @property
@@ -127,47 +120,75 @@ class Executor:
     def begin_forward_pass(self, *, training: bool) -> None:
         """The model was called; `training` says that gradients will be wanted."""
         self._device.check()
-        self._updater.ledger.check()
+        self._ledger.check()
         self._turn_to(self._training if training else self._evaluation)
         if self.phase is Phase.IDLE:
             self.phase = Phase.FORWARD
 
     def _turn_to(self, track: Track) -> None:
-        if track is not self._current:
-            self._current = track
-            track.cursor = 0
-            track.recorded.clear()
+        if track is self._current:
+            return
+        self._current = track
+        if track is self._training and self._team.lockstep:
+            self._take_up()
+            return
+        track.cursor = 0
+        track.recorded.clear()
+        stale = [state for state in self._layers if state.stale]
+        self._left = set(self._window.held_layers()), stale
+
+    def _take_up(self) -> None:
+        """The slots hold again what they held when this rank went on alone: the others' order of
+        gathers counts on that."""
+        together, stale = self._left
+        for layer in set(self._window.held_layers()) - together:
+            self._release(layer)
+        self._together = False
+        for layer in sorted(together - set(self._window.held_layers())):
+            self._fetch(layer, keep=layer)
+        self._together = True
+        for state in stale:  # new here, and yet to be fetched with the others
+            state.stale = True
+
+    def _resume(self) -> None:
+        if self._team.lockstep:
+            self._turn_to(self._training)
 
     def end_forward_pass(self) -> None:
         """The model returned or raised."""
         if self.phase is Phase.FORWARD:
+            self._catch_up(Kind.FORWARD)
             self.phase = Phase.IDLE
             if self._current is self._evaluation:
                 self._learn(self._evaluation)
 
     def begin_backward_pass(self) -> None:
         """Autograd is about to run."""
+        self._resume()
         self._device.check()
         for layer in self._plan.updated_on_gpu:
             self._bindings.check(layer)
         self._window.prepare_training()
         self._host.prepare_training()
-        self._updater.begin_backward()
+        self._team.prepare_training()
+        self._updates.begin_backward()
         self.phase = Phase.BACKWARD
 
     def end_backward_pass(self) -> None:
         """Autograd has returned or raised: drain what is left, put every parameter at rest."""
+        self.end_span()
+        self._catch_up(Kind.BACKWARD)
         try:
-            self.end_span()
-            self.drains.flush(self._calls)
-            self._updater.end_backward(self.last_fetch)
+            self.drains.flush()
+            self._updates.end_backward()
         finally:
             self.phase = Phase.IDLE
-            self._calls = [0] * len(self._calls)
+            self.forget_calls()
             for layer in self._window.held_layers():
                 self._bindings.rest(layer)
             # What the last pass has left in slots of their own is of before.
-            self._hide(self._updater.ledger.applied - self._refreshed)
+            applied = {state.index for state in self._ledger.applied}
+            self._hide(applied - self._refreshed)
         self._learn(self._training)
 
     def start_again(self) -> None:
@@ -181,15 +202,13 @@ class Executor:
         for track in (self._training, self._evaluation):
             track.cursor = 0
             track.recorded.clear()
-        free = self._device.record_compute("before a new start")
-        free.wait()
+        self._device.compute.finish()
         self.layer_at.clear()
-        self._last_fetch[:] = [free] * len(self._last_fetch)
-        self._stale = set(self._refreshed)
-        self._window.start_again(free)
-        for layer, state in enumerate(self._host.layers):
+        self._window.start_again()
+        for layer, state in enumerate(self._layers):
+            state.stale = layer in self._refreshed
             # A resident layer's never change device: autograd keeps one leaf for its calls.
-            slot = self._window.slot_of(layer)
+            slot = state.slot
             self._bindings.point(layer, state.weights if slot is None else slot.weights)
 
     def abandon_forward(self) -> None:
@@ -200,27 +219,35 @@ class Executor:
 
     def forget_calls(self) -> None:
         """No graph is waiting for its backward."""
-        self._calls = [0] * len(self._calls)
+        for state in self._layers:
+            state.calls = state.chunks = 0
 
     def abandon_backward_pass(self) -> None:
         """Autograd raised: the micro-batch's gradients are void, parameters go to rest."""
         self._span.drop()
         self.phase = Phase.IDLE
-        self._calls = [0] * len(self._calls)
+        self.forget_calls()
         self.drains.abandon()
-        self._updater.abandon_backward()
+        self._updates.abandon_backward()
         for layer in self._window.held_layers():
             self._bindings.rest(layer)
 
     def _learn(self, track: Track) -> None:
-        """Adopt the order of uses that this pass showed when the schedule predicted another."""
+        """Adopt the order of uses that this pass showed when the schedule predicted another: of a
+        training pass when all ranks have seen it."""
         seen = tuple(track.recorded)
-        if 0 < len(seen) <= MAX_RECORDED_USES and seen != track.schedule.uses:
-            relearned = make_track(self._plan, seen)
-            track.schedule, track.cursor = relearned.schedule, 0
-        elif track.cursor >= len(track.schedule.uses):
-            track.cursor = 0
         track.recorded.clear()
+
+        def adopt() -> None:
+            if 0 < len(seen) <= MAX_RECORDED_USES and seen != track.schedule.uses:
+                track.schedule, track.cursor = make_track(self._plan, seen).schedule, 0
+
+        if track is self._training:
+            self._team.propose(seen, adopt)
+        else:
+            adopt()
+        if track.cursor >= len(track.schedule.uses):
+            track.cursor = 0
 
     # -- uses -----------------------------------------------------------------------------------
     def begin_use(self, layer: int, kind: Kind) -> None:
@@ -228,16 +255,17 @@ class Executor:
         and bind them.
         """
         self._device.check()
-        if self._inside and not self._streams[layer]:
+        streamed = self._layers[layer].layout.streamed
+        if self._inside and not streamed:
             # A module shared with the block that is running, which must not be moved away.
             self.make_resident(layer)
             return
         if self.phase is not Phase.BACKWARD:
-            self._updater.ledger.refuse_early_read((layer,))
+            self._ledger.refuse_early_read((layer,))
         self.end_span()  # what follows may wait, which is not the compute of the layer before
-        if self._streams[layer] and layer not in self._inside:
+        if streamed and layer not in self._inside:
             self._take_writes(layer)
-        if kind is Kind.FORWARD and self._streams[layer]:
+        if kind is Kind.FORWARD and streamed:
             self._inside.append(layer)
         if kind is Kind.FORWARD and self.phase is Phase.BACKWARD:
             kind = Kind.BACKWARD  # recomputation
@@ -246,7 +274,7 @@ class Executor:
             # A resident layer's parameters never change device, so that autograd keeps one leaf for
             # all of its calls, and hands its gradient over once.
             if torch.is_grad_enabled() and layer not in self._plan.resident:
-                self._calls[layer] += 1
+                self._layers[layer].calls += 1
             self._advance(use)
         elif not self._current.recorded or self._current.recorded[-1] != use:
             self._advance(use)
@@ -258,17 +286,15 @@ class Executor:
         that was fetched before is old. A parameter's version tells, and of an alias, through which
         anything may have been written, that there is one.
         """
-        written, slot = self._bindings.written(layer), self._window.slot_of(layer)
+        written, slot = self._bindings.written(layer), self._layers[layer].slot
         if layer in self._plan.resident:
             return
         if written:
-            self._wrote(layer)
+            self._team.refuse_write(self._layers[layer])
+            self._host.flush(layer)
         ahead = slot is not None and self.phase is not Phase.BACKWARD
         if ahead and (written or self._bindings.aliased(layer)):
             self._release(layer)
-
-    def _wrote(self, layer: int) -> None:
-        self._host.flush(layer)
 
     def refuse_writes(self, layer: int, *, again: bool) -> None:
         """ConfigError when the layer's forward, which has ended, wrote into its parameters: what it
@@ -320,9 +346,42 @@ class Executor:
                 return
 
     def _follow(self, track: Track, position: int) -> None:
-        track.cursor = position + 1
+        use = track.schedule.uses[position]
+        if self._team.lockstep and track is self._training:
+            between = track.schedule.uses[track.cursor : position]
+            if all(other.kind is use.kind for other in between):
+                self._walk(track, position)
+        self._perform_before(track, position)
+
+    def _perform_before(self, track: Track, position: int) -> None:
+        """Do what the schedule has before the use at `position`."""
+        use, track.cursor = track.schedule.uses[position], position + 1
         for action in track.schedule.steps[position][:-1]:
-            self._perform(action, keep=track.schedule.uses[position].layer)
+            self._perform(action, keep=use.layer)
+        if use.kind is Kind.BACKWARD:
+            self.drains.reached(use.layer)
+
+    def _walk(self, track: Track, end: int) -> None:
+        """Do for the uses from the cursor to `end` what ranks do that use those layers."""
+        inside, outer = self._inside, self._inside[:-1]
+        for position in range(track.cursor, end):
+            use = track.schedule.uses[position]
+            enters = use.kind is Kind.FORWARD and self._layers[use.layer].layout.streamed
+            self._inside = [*outer, use.layer] if enters else outer
+            self._perform_before(track, position)
+            if self._needs_fetch(use.layer):
+                self._fetch(use.layer, keep=use.layer)
+        self._inside = inside
+
+    def _catch_up(self, kind: Kind) -> None:
+        """The pass has ended: follow the rest of its uses, which other ranks may have."""
+        track = self._training
+        if not self._team.lockstep or track is not self._current or not track.recorded:
+            return
+        uses, end = track.schedule.uses, track.cursor
+        while end < len(uses) and uses[end].kind is kind:
+            end += 1
+        self._walk(track, end)
 
     def _perform(self, action: Action, keep: int) -> None:
         if action.kind is Kind.RELEASE:
@@ -339,8 +398,8 @@ class Executor:
 
     def _needs_fetch(self, layer: int) -> bool:
         if layer in self._plan.resident:
-            return layer in self._stale  # never one that is updated on the device
-        return self._window.residency[layer] is Residency.HOST
+            return self._layers[layer].stale  # never one that is updated on the device
+        return self._layers[layer].residency is Residency.HOST
 
     def make_resident(self, layer: int) -> None:
         """Fetch the layer if nobody has, make compute wait for it, and bind its parameters to the
@@ -350,36 +409,36 @@ class Executor:
             return
         if self._needs_fetch(layer):
             self._fetch(layer, keep=layer)
-        slot = self._window.slot_of(layer)
+        state = self._layers[layer]
+        slot = state.slot
         assert slot is not None
-        if self._window.residency[layer] is Residency.FETCHING:
-            assert slot.ready is not None
-            updated = self._updater.ledger.updated(layer)
+        if state.residency is Residency.FETCHING:
+            updated = state.records["weights"].writer
             if not updated.done:
                 self._metrics.waited("update", timed(updated.wait))
-            self._metrics.waited("fetch", self._device.compute_wait(slot.ready))
-            self._window.move(layer, Residency.RESIDENT)
+            self._metrics.waited("fetch", self._device.compute_wait(slot.record.writer))
+            state.move(Residency.RESIDENT)
         self._bindings.bind(layer, slot.weights)
         self._bindings.show(layer)
 
     def stale_residents(self) -> list[int]:
         """Resident layers whose newest weights compute has not waited for."""
-        here = {i for i, at in self._window.residency.items() if at is Residency.RESIDENT}
-        return [layer for layer in self._refreshed if layer in self._stale or layer not in here]
+        states = (self._layers[layer] for layer in self._refreshed)
+        return [s.index for s in states if s.stale or s.residency is not Residency.RESIDENT]
 
     def weights_of(self, layer: int) -> torch.Tensor:
         """The slot that holds the layer now, after fetching it if it left: what a saved tensor's
         handle resolves to.
         """
-        if self._window.residency[layer] is not Residency.RESIDENT:
+        if self._layers[layer].residency is not Residency.RESIDENT:
             self.make_resident(layer)
-        slot = self._window.slot_of(layer)
+        slot = self._layers[layer].slot
         assert slot is not None
         return slot.weights
 
     def epoch(self, layer: int) -> int:
         """How often the layer's values changed: what was saved of another one is old."""
-        return self._bindings.epochs[layer]
+        return self._bindings.epoch(layer)
 
     def name_of(self, layer: int) -> str:
         """The layer's dotted name in the model."""
@@ -388,7 +447,8 @@ class Executor:
     # -- transfers ------------------------------------------------------------------------------
     def _fetch(self, layer: int, keep: int) -> None:
         window = self._window
-        slot = window.slot_of(layer) if layer in self._plan.resident else window.free_slot()
+        state, resident = self._layers[layer], layer in self._plan.resident
+        slot = state.slot if resident else window.free_slot()
         if slot is None:
             busy = (keep, layer, *self._inside)
             victim = next((held for held in window.held_layers() if held not in busy), None)
@@ -401,29 +461,56 @@ class Executor:
             self._release(victim)
             slot = window.free_slot()
             assert slot is not None
-        if layer in self._plan.resident:
-            slot.free_after = self._device.record_compute(f"before fetch {layer}")
+        if resident:
+            slot.record.read(self._device.record_compute(f"before fetch {layer}"))
         window.claim(slot, layer)
-        self._stale.discard(layer)
+        state.stale = False
         nbytes = self._fill(slot, layer)
-        if layer not in self._plan.resident:
+        if not resident:
             self.layer_at[slot.weights.untyped_storage().data_ptr()] = layer
         self.num_fetches += 1
         self.fetched_bytes += nbytes
 
     def _fill(self, slot: Slot, layer: int) -> int:
-        source = self._host.layers[layer].weights
-        target = slot.weights[: source.numel()]
-        slot.ready = self._updater.spills.fetch(layer, target, slot.free_after)
-        self._last_fetch[layer] = slot.ready
+        """Queue the copy of the layer's newest weights to its slot, piece by piece where they lie
+        in a file; the bytes of it."""
+        device, tiers, state = self._device, self._host.tiers, self._layers[layer]
+        source, copy = state.weights, device.copy
+        target, weights = slot.weights[: source.numel()], state.records["weights"]
+        if not tiers.holds(layer, "weights"):
+            together = self._together and self._current is self._training
+            ranges = self._team.fetched(state, together=together)
+            nbytes = sum(end - begin for begin, end in ranges) * source.element_size()
+
+            def fetch() -> None:
+                for begin, end in ranges:
+                    copy(target[begin:end], source[begin:end])
+
+            device.fetch.submit(
+                f"fetch {layer}", fetch, reads=(weights,), writes=(slot.record,), nbytes=nbytes
+            )
+            self._team.gather(state, slot, together=together)
+            return nbytes
+        for begin, end in tiers.cuts(layer, ("weights",)):
+            entry = tiers.fetches.next()
+            views = tiers.queue_load(
+                device, layer, begin, end, ("weights",), entry, (weights,), verb="stage"
+            )
+            device.fetch.submit(
+                f"fetch {layer}",
+                partial(copy, target[begin:end], views["weights"]),
+                reads=(entry.record,),
+                writes=(slot.record,),
+                nbytes=views["weights"].nbytes,
+            )
         return source.nbytes
 
     def _release(self, layer: int) -> None:
-        slot = self._window.slot_of(layer)
+        slot = self._layers[layer].slot
         assert slot is not None
         self.layer_at.pop(slot.weights.untyped_storage().data_ptr(), None)
         self._bindings.rest(layer)
-        used = self._window.residency[layer] is Residency.RESIDENT
+        used = self._layers[layer].residency is Residency.RESIDENT
         self._window.release(layer, self._device.record_compute(f"release {layer}"))
         if used:
             ours = self._bindings.views_at(slot.weights.data_ptr())
@@ -440,24 +527,34 @@ class Executor:
                 "call engine.backward(loss), not loss.backward(); where another engine's backward "
                 "runs through this model, freeze it meanwhile: model.requires_grad_(False)"
             )
-        self.drains.arrived(layer, position, part, parameter, self._calls)
+        self.drains.arrived(layer, position, part, parameter)
+
+    def chunk_begun(self, layer: int) -> None:
+        """A chunk of the layer is computed whose gradients will come."""
+        self._layers[layer].chunks += 1
+
+    def chunk_gathered(self, layer: int, gradients: Sequence[tuple[int, torch.Tensor]]) -> None:
+        """Autograd has come through a chunk: its gradients, (position, gradient)."""
+        if self.phase is not Phase.BACKWARD:
+            raise ConfigError(
+                f"gradients of {self.name_of(layer)} outside engine.backward: call "
+                "engine.backward(loss), not loss.backward()"
+            )
+        self.drains.chunk_arrived(layer, gradients)
 
     # -- between steps --------------------------------------------------------------------------
-    def last_fetch(self, layer: int) -> Fence:
-        """The fence of the layer's newest fetch: an update must not write before it."""
-        return self._last_fetch[layer]
-
     def weights_changed(self, layers: Sequence[int]) -> None:
         """The host weights of `layers` are or will be new: what the device holds of them is stale.
         Fetch ahead what the next forward needs first, each after its update."""
+        self._resume()
         for layer in layers:
             if layer in self._plan.updated_on_gpu:
                 continue
             if layer in self._plan.resident:
-                if self._window.residency[layer] is Residency.FETCHING:
+                if self._layers[layer].residency is Residency.FETCHING:
                     self.make_resident(layer)  # fetched ahead and not used: changed twice in a row
-                self._stale.add(layer)
-            elif self._window.slot_of(layer) is not None:
+                self._layers[layer].stale = True
+            elif self._layers[layer].slot is not None:
                 self._release(layer)
         self._hide(set(layers) - self._plan.updated_on_gpu)
         for layer in self._plan.updated_on_gpu:  # written in order with compute
@@ -475,12 +572,18 @@ class Executor:
         """
         self._device.check()
         for layer in layers:
-            self._updater.ledger.stored(layer).wait()
+            self._layers[layer].wait()
         self._host.tiers.check()
+        stale = [state for state in self._layers if state.stale and self._team.lockstep]
+        self._together = False
         for layer in sorted(self._refreshed.intersection(layers)):
             self.make_resident(layer)
+        self._together = True
+        for state in stale:  # new here, and yet to be fetched with the others
+            state.stale = True
         for layer in layers:
             self._bindings.show(layer)
+        self._team.settle(layers)
 
     def _hide(self, layers: Iterable[int]) -> None:
         for layer in layers:
@@ -496,9 +599,12 @@ class Executor:
 
     def given_out(self, layers: Sequence[int]) -> None:
         """Code outside has these layers' parameters between two passes, and may write into them:
-        what was fetched ahead of them is fetched again. Not between a forward and its backward.
+        what was fetched ahead of them is fetched again. Not between a forward and its backward, and
+        not where ranks fetch together, in the order of all.
         """
-        if self.phase is Phase.IDLE and not any(self._calls):
+        if self._team.lockstep:
+            return
+        if self.phase is Phase.IDLE and not any(state.calls for state in self._layers):
             for layer in set(layers).intersection(self._window.held_layers()):
                 self._release(layer)
 

@@ -3,12 +3,22 @@
 Owns the hooks on the user's modules and parameters, and removes them. Never moves a byte. Three
 mechanisms only: module forward hooks, tensor hooks on a layer's outputs, and post-accumulate hooks
 on parameters. They hang on the modules, not on the engine, so that evaluation and generation with
-the raw model stream too.
+the raw model stream too. Entered by the training thread, and by autograd's in backward; the two
+never run at once.
+
+[Note: read without a call] A resident layer's weights are waited for when its module is called, so
+that the forward begins while the last layers are still updated. A model may read a weight without
+that call (`F.linear(x, embedding.weight)`), in training alone perhaps, as fused losses do: a
+gradient that comes without a call tells. So a layer is waited for at its call once a training pass
+has called it, and never again once it was read without; the others, and all of them in evaluation
+or where a part of the model is called by itself, are waited for in advance.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import functools
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -21,10 +31,58 @@ from stronghold.model.layout import ModelLayout
 from stronghold.model.partition import Layer, Partition
 from stronghold.plan.schedule import Kind
 from stronghold.runtime.activations import Activations
-from stronghold.runtime.caches import without_cache
+from stronghold.runtime.chunks import Chunks
 from stronghold.runtime.executor import Executor, Phase
-from stronghold.runtime.own_hooks import OwnHook
-from stronghold.runtime.resident_calls import ResidentCalls
+from stronghold.runtime.guards import OwnHook
+from stronghold.runtime.recompute import without_cache
+
+
+class ResidentCalls:
+    """The resident layers of one model, by index."""
+
+    def __init__(self, layers: Iterable[int]) -> None:
+        self.all = tuple(layers)
+        self._seen: set[int] = set()  # called by a training pass
+        self._read: set[int] = set()  # got a gradient without a call
+        self._expected: set[int] = set()  # of the running pass: waited for at the call
+        self._called: set[int] = set()  # in the running pass
+        self._reached: set[int] = set()  # called since the last backward
+        self._missed: set[int] = set()  # expected since the last backward, not called, and old
+
+    def in_advance(self, *, training: bool) -> list[int]:
+        """A pass of the whole model begins: the layers to wait for before it does."""
+        self._called.clear()
+        self._expected = self._seen - self._read if training else set()
+        return [layer for layer in self.all if layer not in self._expected]
+
+    def called(self, layer: int) -> None:
+        """The layer's module is called."""
+        self._called.add(layer)
+        self._reached.add(layer)
+
+    def end_pass(self, *, training: bool, stale: Iterable[int]) -> None:
+        """The model has returned. `stale`: layers whose newest weights compute has not waited
+        for.
+        """
+        self._missed |= (self._expected - self._called).intersection(stale)
+        if training:
+            self._seen |= self._called
+
+    def got_gradient(self, layer: int, name: str) -> None:
+        """A gradient of the parameter `name` has come. ConfigError when its weights were old."""
+        if layer not in self._reached:
+            self._read.add(layer)
+        if layer in self._missed:
+            raise ConfigError(
+                f"{name} was read without a call of its module, which the forwards before had "
+                "called: its weights may have been those of the step before. They are waited for "
+                "from now on: run the same forward and backward again"
+            )
+
+    def end_backward(self) -> None:
+        """Backward has ended, or was abandoned."""
+        self._missed.clear()
+        self._reached.clear()
 
 
 class Hooks:
@@ -40,6 +98,7 @@ class Hooks:
         executor: Executor,
         activations: Activations,
         trained: Callable[[nn.Parameter], bool],
+        chunk: int | None = None,
     ) -> None:
         self._executor = executor
         self._activations = activations
@@ -49,6 +108,17 @@ class Hooks:
         self._training = False  # whether the running pass of the model wants gradients
         residents = [layer.index for layer in partition.layers if not layer.streamed]
         self._residents = ResidentCalls(residents)
+        self._chunks: Chunks | None = None
+        if chunk is not None:
+            self._chunks = Chunks(
+                chunk,
+                around=self._around_chunk,
+                begun=executor.chunk_begun,
+                gathered=executor.chunk_gathered,
+                trained=trained,
+            )
+            for layer in partition.streamed:
+                self._chunks.attach(layer)
         root = partition.model
         for layer in partition.layers:
             self._attach(layer)
@@ -132,12 +202,44 @@ class Hooks:
             self._running.append((index, module))
             self._called_by_itself()
             self._executor.begin_use(index, Kind.FORWARD)
-            if self._activations.will_recompute(index, recomputing=recomputing):
-                args, kwargs = without_cache(args, kwargs)
-            self._activations.enter(index, module, args, kwargs, recomputing=recomputing)
-            return args, kwargs
+            if (
+                self._chunks is not None
+                and self._chunks.divides(module, args, kwargs)
+                and self._activations.will_recompute(index, recomputing=recomputing)
+            ):
+                num_chunks = self._chunks.count(args, kwargs)
+                self._activations.sizes.divide(index, (args, kwargs), num_chunks)
+                return without_cache(args, kwargs)  # each chunk enters by itself
+            return self._activations.enter(index, module, args, kwargs, recomputing=recomputing)
 
         return before
+
+    @contextlib.contextmanager
+    def _around_chunk(
+        self, index: int, module: nn.Module, args: Any, kwargs: Any
+    ) -> Iterator[None]:
+        """A chunk that is to be computed again in backward is so by itself."""
+        if not self._activations.will_recompute(index, recomputing=False):
+            yield
+            return
+        run = functools.partial(self._chunk_again, index, module)
+        self._activations.enter(index, module, args, kwargs, recomputing=False, run=run)
+        try:
+            yield
+        finally:
+            self._activations.leave(index, chunk=True)
+
+    def _chunk_again(self, index: int, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        assert self._chunks is not None
+        self._running.append((index, module))
+        self._executor.begin_use(index, Kind.FORWARD)
+        self._activations.enter(index, module, args, kwargs, recomputing=True)
+        try:
+            self._chunks.run_again(module, args, kwargs)
+        finally:
+            self._running.pop()
+            self._activations.leave(index)
+            self._executor.end_forward(index)
 
     def _after_layer(self, index: int) -> Callable[[nn.Module, Any, Any], None]:
         def after(module: nn.Module, args: Any, output: Any) -> None:
@@ -170,6 +272,8 @@ class Hooks:
         self, index: int, position: int, part: Any, trained: bool
     ) -> Callable[[torch.Tensor], None]:
         def arrived(parameter: torch.Tensor) -> None:
+            if parameter.grad is None:  # of chunks, whose gradients went another way
+                return
             if not trained:
                 parameter.grad = None
                 return
@@ -204,3 +308,5 @@ class Hooks:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        if self._chunks is not None:
+            self._chunks.close()

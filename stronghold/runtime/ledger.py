@@ -1,23 +1,21 @@
-"""What became of every layer's gradients in this step, and since when its weights are new.
+"""What a step allows: which gradients may still come, and what must not be read or written yet.
 
-Owns, by layer: the parameters whose gradients have arrived, whether the layer was updated before
-the gate, the fence of its newest weights, and what still reads its arrays. Never computes and never
-submits: whoever updates a layer writes here what it did. Entered by the training thread, and by
-autograd's in backward; the two never run at once.
+Owns whether the running micro-batch ends the step, and whether the arrays are of one step; what has
+arrived of a layer stands in the layer. Never computes and never submits. Entered by the training
+thread, and by autograd's in backward; the two never run at once.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from stronghold.device.base import Fence, completed
 from stronghold.errors import ConfigError
-from stronghold.model.layout import LayerLayout
-from stronghold.plan.planner import Gradients
+from stronghold.memory.layer import LayerState
+from stronghold.plan.plan import Gradients
 
 logger = logging.getLogger("stronghold")
 
@@ -62,64 +60,24 @@ def open_gate(
     return GateResult(grad_norm=norm, overflow=overflow), scale
 
 
-def further_gradient(names: Sequence[str]) -> str:
-    """The words of the error when more gradients come of parameters that were updated."""
-    return (
-        f"a further gradient of {', '.join(names)} came after its layer was updated; set "
-        "gradient_clipping above 0 or bf16.check_grad_overflow true, so that updates wait for the "
-        "end of backward"
-    )
-
-
 class Ledger:
-    """The account of one engine's layers. `early`: `Gradients.RING`, updates as gradients come."""
+    """The account of one engine's layers. `early`: updates may be made as gradients come."""
 
-    def __init__(self, layers: Sequence[LayerLayout], mode: Gradients) -> None:
+    def __init__(self, layers: Sequence[LayerState], mode: Gradients) -> None:
         self._layers = layers
         self.early = mode is Gradients.RING
-        self.arrived: list[set[int]] = [set() for _ in layers]
-        self.applied: set[int] = set()  # layers updated before the gate, in this step
         self.boundary = True  # whether the running micro-batch ends the step
-        self._updated = [completed("update", "initial weights") for _ in layers]
-        self._stored = list(self._updated)
-        # What still reads a layer's arrays: the next update of it may not overtake that.
-        self._read = [completed("io", "nothing reads") for _ in layers]
         self._torn: str | None = None  # why the arrays are of two steps, or of two checkpoints
 
-    # -- fences -----------------------------------------------------------------------------------
-    def updated(self, layer: int) -> Fence:
-        """The fence of the layer's newest weights, where they lie between steps."""
-        return self._updated[layer]
-
-    def stored(self, layer: int) -> Fence:
-        """The fence of all of the layer's newest arrays, where they lie between steps."""
-        return self._stored[layer]
-
-    def update(self, layer: int, fence: Fence, *, stored: Fence | None = None) -> None:
-        """The layer's weights are new after `fence`, its other arrays after `stored` (the same)."""
-        self._updated[layer] = fence
-        self._stored[layer] = stored or fence
-
-    def read(self, layer: int) -> Fence:
-        """The fence of the layer's newest reader: an update must not write before it."""
-        return self._read[layer]
-
-    def update_after(self, layer: int, read: Fence) -> None:
-        """The layer's next update waits for `read`, which is submitted already: a snapshot without
-        a copy.
-        """
-        self._read[layer] = read
-
-    def wait_for_readers(self) -> None:
-        """Block until nothing reads the arrays: before they are written from outside."""
-        for fence in self._read:
-            fence.wait()
-
-    # -- the step ---------------------------------------------------------------------------------
     @property
     def pending(self) -> bool:
         """Whether gradients of a step that has not ended are there."""
-        return any(self.arrived)
+        return any(state.arrived for state in self._layers)
+
+    @property
+    def applied(self) -> list[LayerState]:
+        """The layers that were updated before the gate, in this step."""
+        return [state for state in self._layers if state.applied]
 
     def begin_backward(self, *, boundary: bool) -> None:
         """The next gradients belong to a micro-batch that ends the step (`boundary`) or not."""
@@ -151,22 +109,25 @@ class Ledger:
 
     def refuse_dropping(self) -> None:
         """ConfigError when gradients shall be dropped that weights have taken already."""
-        if self.applied:
-            name = self._layers[min(self.applied)].name or "the root"
+        if applied := self.applied:
             raise ConfigError(
-                f"zero_grad between backward and step: {name} was updated with these gradients "
-                "already, as they came. To throw a batch away set gradient_clipping above 0 or "
-                "bf16.check_grad_overflow true, so that updates wait for engine.step; or look at "
-                "the loss before engine.backward"
+                f"zero_grad between backward and step: {applied[0].name} was updated with these "
+                "gradients already, as they came. To throw a batch away set gradient_clipping "
+                "above 0 or bf16.check_grad_overflow true, so that updates wait for engine.step; "
+                "or look at the loss before engine.backward"
             )
 
-    def refuse_further(self, layer: int, repeated: frozenset[int]) -> None:
+    def refuse_further(self, state: LayerState, repeated: Iterable[int]) -> None:
         """ConfigError when gradients come again for a layer that was updated before the gate."""
-        if layer in self.applied and repeated:
-            names = [self._layers[layer].slices[k].name for k in sorted(repeated)]
-            raise ConfigError(further_gradient(names))
+        names = [state.layout.slices[k].name for k in sorted(repeated)]
+        if state.applied and names:
+            raise ConfigError(
+                f"a further gradient of {', '.join(names)} came after its layer was updated; set "
+                "gradient_clipping above 0 or bf16.check_grad_overflow true, so that updates wait "
+                "for the end of backward"
+            )
 
-    def refuse_early_read(self, layers: Sequence[int]) -> None:
+    def refuse_early_read(self, layers: Iterable[int]) -> None:
         """ConfigError when one of these layers was updated before the gate: until the step ends
         a plain loop has the weights of the step before.
         """
@@ -178,26 +139,27 @@ class Ledger:
         self._refuse_early(layer, "written")
 
     def _refuse_early(self, layer: int, verb: str) -> None:
-        if layer in self.applied:
+        state = self._layers[layer]
+        if state.applied:
             raise ConfigError(
-                f"weights of {self._layers[layer].name or 'the root'} are {verb} between "
+                f"weights of {state.name} are {verb} between "
                 "engine.backward and engine.step, and were updated as their gradients came: do "
                 "that after engine.step(), or set gradient_clipping above 0 or "
                 "bf16.check_grad_overflow true, so that updates wait for the step; for several "
                 "backwards a step set gradient_accumulation_steps to the number of backwards"
             )
 
-    def arrive(self, layer: int, arrived: frozenset[int]) -> frozenset[int]:
+    def arrive(self, state: LayerState, arrived: frozenset[int]) -> frozenset[int]:
         """Gradients of `arrived` have come; returns those that had come before in this step."""
-        repeated = arrived & self.arrived[layer]
-        self.arrived[layer] |= arrived
+        repeated = arrived & state.arrived
+        state.arrived |= arrived
         return repeated
 
     def abandon_backward(self) -> None:
         """Backward raised: the step's gradients are void. Weights that it changed cannot be changed
         back: after that no further step is exact, and `begin_backward` refuses it.
         """
-        names = [self._layers[layer].name for layer in sorted(self.applied)]
+        names = [state.layout.name for state in self.applied]
         if names:
             some = f"{names[0]} and {len(names) - 1} more layers" if names[1:] else names[0]
             self._torn = (
@@ -210,14 +172,5 @@ class Ledger:
 
     def forget(self) -> None:
         """Drop the gradients of the step that has ended or is abandoned."""
-        self.applied.clear()
-        for arrived in self.arrived:
-            arrived.clear()
-
-    def restart(self) -> None:
-        """The arrays are about to be written anew: wait for what writes and reads them, and drop a
-        step that has not ended.
-        """
-        for fence in (*self._updated, *self._stored, *self._read):
-            fence.wait()
-        self.forget()
+        for state in self._layers:
+            state.forget_step()

@@ -10,7 +10,7 @@ import contextlib
 import logging
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -18,6 +18,7 @@ from tqdm import tqdm
 
 from stronghold import native
 from stronghold.config import StrongholdConfig
+from stronghold.config.section import NvmeConfig
 from stronghold.device import cuda
 from stronghold.device.base import Device
 from stronghold.device.cuda import CudaDevice
@@ -25,25 +26,22 @@ from stronghold.device.emulated import EmulatedDevice
 from stronghold.device.kernels import NativeKernels
 from stronghold.errors import ConfigError, LaneError, StateError
 from stronghold.limits import available_host_bytes
-from stronghold.memory.heap import FreedMemory
-from stronghold.memory.host import HostStore
-from stronghold.memory.resident import DeviceStore
-from stronghold.memory.slab import map_slab
-from stronghold.memory.tiers import LOW_DTYPE, Tiers
+from stronghold.memory.nvme import BLOCK_BYTES, NvmeStore
+from stronghold.memory.slab import FreedMemory, check_mappings
+from stronghold.memory.tiers import LOW_DTYPE, Tiers, extent_requests
 from stronghold.model.layout import ModelLayout, layout
+from stronghold.model.logits import LogitsInParts
 from stronghold.model.partition import Partition, partition
 from stronghold.model.source import WeightSource, forget_source, materialize, source_of
-from stronghold.plan.planner import Demand, Gradients, Plan, make_plan
+from stronghold.plan.plan import Demand, Plan, make_plan
 from stronghold.process import check_not_forked, forked_from
-from stronghold.runtime.adam import AdamSteps
-from stronghold.runtime.caches import NoCaches
-from stronghold.runtime.distributed import Ranks
-from stronghold.runtime.files import open_tiers
+from stronghold.runtime.assembly import Assembly
 from stronghold.runtime.optimizer import EngineOptimizer
-from stronghold.runtime.ranks.sharing import Sharing, check_alike, check_section, node_weights
+from stronghold.runtime.recompute import NoCaches
 from stronghold.runtime.runtime import Runtime, Written
-from stronghold.runtime.streaming import Streaming
-from stronghold.runtime.whole import Whole
+from stronghold.team.group import Ranks
+from stronghold.team.ranks import check_alike, check_section
+from stronghold.team.weights import NodeWeights
 from stronghold.telemetry.metrics import Metrics
 from stronghold.telemetry.trace import Trace, open_path
 
@@ -65,7 +63,7 @@ class Request:
     accumulate: bool
     micro_batches: int = 1
     local_rank: int = 0
-    ranks: Ranks | None = None  # several train together
+    ranks: Ranks = field(default_factory=Ranks)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,10 +98,9 @@ class Stack:
         self.partition: Partition = partition(model, section.layers)
         _check_parameters(self.partition, request.precision, source_of(model))
         self.ranks = request.ranks
-        if self.ranks is not None:
+        if self.ranks.several:
             check_section(section)
-        num_ranks = self.ranks.num_ranks if self.ranks is not None else 1
-        self.layout: ModelLayout = layout(self.partition, num_ranks)
+        self.layout: ModelLayout = layout(self.partition, self.ranks.num_ranks)
         kind = section.device or ("cuda" if cuda.available() else "emulated")
         self.section = section
         on_gpu = kind == "cuda" and cuda.available()
@@ -111,11 +108,10 @@ class Stack:
         self.demand: Demand = _demand(
             self.partition, self.layout, self.dtype, request, optimizer, self.gpu_free_bytes
         )
-        rank = self.ranks.global_rank if self.ranks is not None else 0
+        rank = self.ranks.global_rank
         self._trace_path = section.trace and open_path(section.trace, rank)
         self.plan: Plan = make_plan(self.layout, self.demand)
-        if self.ranks is not None:
-            check_alike(self.ranks, self.layout, self.plan, request.precision)
+        check_alike(self.ranks, self.layout, self.plan, request.precision)
         self.trace = Trace(rank)
         self.trace.recording = section.trace is not None
         self.metrics = Metrics(
@@ -124,27 +120,35 @@ class Stack:
             trace=self.trace,
         )
         with contextlib.ExitStack() as undo:  # if a part cannot be made, those before it are closed
-            undo.callback(self.ranks.close if self.ranks is not None else lambda: None)
+            undo.callback(self.ranks.close)
             self.device = self._open_device(kind, request)
             undo.callback(self.device.close)
-            cores = self.ranks.cores if self.ranks is not None else None
-            self.pool = native.Pool(self.plan.cpu_threads, cores)
+            self.pool = native.Pool(self.plan.cpu_threads, self.ranks.cores or None)
             undo.callback(self.pool.close)
-            tiers = open_tiers(
+            tiers = _open_tiers(
                 section.nvme, self.plan, self.layout, self.dtype, self.device, self.ranks, undo
             )
             self._build(model, optimizer, tiers, undo)
             if self.demand.training:
                 undo.callback(NoCaches(model).close)
+            undo.callback(LogitsInParts(model, section.loss_chunk, self._updates_of).close)
             self._parts = undo.pop_all()
         self._planned = (self.plan.gpu_total_bytes, self.plan.host_total_bytes)
+
+    def _updates_of(self, weight: torch.Tensor) -> int | None:
+        """How often a parameter of a layer that is not streamed was updated; None for others."""
+        for layer, of_layer in zip(self.partition.layers, self.parameters, strict=True):
+            if any(parameter is weight for parameter in of_layer):
+                return None if layer.streamed else sum(self.adam.counts[layer.index])
+        return None
 
     def _open_device(self, kind: str, request: Request) -> Device:
         section = request.section
         if kind == "cuda":
             return CudaDevice(request.local_rank, budget_bytes=section.gpu_memory, trace=self.trace)
         settings = section.emulated.model_dump()  # of the same names
-        settings["nvme_gbps"] = _of_each(section.emulated.nvme_gbps, self.ranks)
+        if section.emulated.nvme_gbps is not None:  # of the node's disks
+            settings["nvme_gbps"] = section.emulated.nvme_gbps / self.ranks.on_node.count
         return EmulatedDevice(budget_bytes=section.gpu_memory, trace=self.trace, **settings)
 
     def _build(
@@ -154,36 +158,29 @@ class Stack:
         tiers: Tiers,
         undo: contextlib.ExitStack,
     ) -> None:
-        plan = self.plan
         parameters = [
             [named.parameter for named in layer.parameters] for layer in self.partition.layers
         ]
-        ranks = self.ranks
-        shared = node_weights(ranks, self.layout, self.dtype) if ranks is not None else None
-        self.host = HostStore(
-            self.layout,
-            self.dtype,
-            self.device,
-            hold=plan.gradients is Gradients.HELD,
-            accumulate=plan.gradients is Gradients.ACCUMULATED,
-            ring_entries=plan.ring_entries,
-            elsewhere=plan.updated_on_gpu,
-            defer=plan.deferred,
-            allocate=map_slab,
+        shared = None
+        if self.ranks.several:
+            shared = NodeWeights(self.layout, self.dtype, self.ranks)
+        self._assembly = Assembly(
+            layout=self.layout,
+            dtype=self.dtype,
+            device=self.device,
+            plan=self.plan,
+            parameters=parameters,
+            optimizer=optimizer,
+            kernels=NativeKernels(self.pool),
+            metrics=self.metrics,
             tiers=tiers,
-            shards=ranks.shards if ranks is not None else None,
-            shared=shared,
+            undo=undo,
+            weights=shared,
         )
-        undo.callback(self.host.close)
-        self._sharing = None
-        if ranks is not None and shared is not None:
-            self._sharing = Sharing(self.device, self.host, shared, parameters, ranks)
-        self.store = DeviceStore(
-            self.host, self.device, accumulate=plan.gradients is Gradients.ACCUMULATED
-        )
-        self.adam = AdamSteps(optimizer, parameters, self.layout.layers)
+        self.host, self.store = self._assembly.host, self._assembly.store
+        self.adam, self.team = self._assembly.adam, self._assembly.team
         self.parameters = parameters
-        self.runtime = self._make_runtime(plan)
+        self.runtime = self._make_runtime(self.plan)
         # Never two copies of a layer; a large model takes minutes, a small one shows no bar.
         bar = tqdm(
             parameters,
@@ -197,8 +194,7 @@ class Stack:
         freed = FreedMemory()
         for index, of_layer in enumerate(bar):
             given_bytes = sum(p.nbytes for p in of_layer if not p.is_meta)
-            on_device = self.host.layers[index].on_device
-            (self.store if on_device else self.host).adopt(index, list(of_layer), source)
+            self._assembly.adopt(index, source)
             for parameter in of_layer:
                 if parameter.is_meta:
                     materialize(parameter, torch.empty(0, dtype=parameter.dtype))
@@ -207,34 +203,13 @@ class Stack:
         freed.give_back()
         forget_source(model)
         _move_buffers(model, self.device.torch_device)
-        if self._sharing is not None:
-            self._sharing.agree("taking the model over")
+        self.team.agree("taking the model over")
         self.runtime.start(self.partition)
 
     def _make_runtime(self, plan: Plan) -> Runtime:
         budget = self.demand.host_budget_bytes
-        if plan.whole:
-            return Whole(
-                device=self.device,
-                host=self.host,
-                store=self.store,
-                plan=plan,
-                parameters=self.parameters,
-                adam=self.adam,
-                metrics=self.metrics,
-            )
-        return Streaming(
-            device=self.device,
-            host=self.host,
-            store=self.store,
-            plan=plan,
-            parameters=self.parameters,
-            adam=self.adam,
-            kernels=NativeKernels(self.pool),
-            metrics=self.metrics,
-            sharing=self._sharing,
-            host_room_bytes=None if budget is None else budget - plan.host_total_bytes,
-        )
+        room = None if budget is None else budget - plan.host_total_bytes
+        return self._assembly.make_runtime(plan, host_room_bytes=room)
 
     @property
     def forked(self) -> bool:
@@ -253,7 +228,8 @@ class Stack:
     def wait_for_readers(self) -> None:
         """Block until nothing reads the arrays: before they are written from outside."""
         self.check_process("writing parameters")
-        self.runtime.ledger.wait_for_readers()
+        for state in self.host.layers:
+            state.wait_unused()
 
     def adopt_weights(self, written: Written | None = None) -> None:
         """New values were written where these parameters, or all, point: make them the masters."""
@@ -298,8 +274,7 @@ class Stack:
         self.device.restart_peak(self.runtime.kept_gradient_bytes)
         more = plan.gpu_total_bytes - self.device.allocated_bytes
         fits = self.device.has_room(more, plan.activation_bytes)
-        if self.ranks is not None:
-            fits = self.ranks.least(fits) == 1
+        fits = self.ranks.least(fits) == 1
         if not fits:
             plan = self.plan
         for layer in sorted(plan.updated_on_gpu - self.plan.updated_on_gpu):
@@ -370,10 +345,48 @@ class Stack:
                 _move_buffers(self.partition.model, torch.device("cpu"))
                 self.host.close()
                 self.runtime.close()
-                if self._sharing is not None:
-                    self._sharing.close()
+                self.team.close()
                 self.write_trace()  # the last: it can fail, of a full disk
             self.device.check_unheard()
+
+
+def _open_tiers(
+    nvme: NvmeConfig | None,
+    plan: Plan,
+    layout: ModelLayout,
+    dtype: torch.dtype,
+    device: Device,
+    ranks: Ranks,
+    undo: contextlib.ExitStack,
+) -> Tiers:
+    """Open the files of what `plan` spills, which `undo` closes; every rank calls it."""
+    if nvme is None or not any(plan.spilled):
+        return Tiers(layout, dtype)
+    mapped = plan.nvme_bytes["weights"]
+    check_mappings(mapped, len(nvme.paths), nvme.block or BLOCK_BYTES)
+    store = NvmeStore(
+        nvme.paths,
+        extents=extent_requests(layout, dtype, plan.spilled, plan.num_ranks),
+        ring_entries=plan.staging.entries,
+        piece_bytes=plan.staging.piece_bytes,
+        capacity_bytes=nvme.capacity,
+        engine=nvme.engine,
+        depth=nvme.depth,
+        block_bytes=nvme.block,
+        device=device,
+        neighbours=ranks.on_disks,
+    )
+    undo.callback(store.close)
+    undo.callback(device.close)  # first: lanes may still read and write the files
+    return Tiers(
+        layout,
+        dtype,
+        store,
+        plan.spilled,
+        update_entries=plan.staging.update_entries,
+        fetch_entries=plan.staging.fetch_entries,
+        shards=ranks.shards,
+    )
 
 
 def _check_parameters(found: Partition, precision: str, source: WeightSource | None) -> None:
@@ -427,19 +440,19 @@ def _demand(
     gpu_budget = section.gpu_memory
     if gpu_budget is None and gpu_free_bytes is not None:
         gpu_budget = int(gpu_free_bytes * GPU_SHARE)
-    if gpu_budget is not None and request.ranks is not None:
-        gpu_budget = request.ranks.least(gpu_budget)  # one plan: all ranks move the same layers
+    ranks = request.ranks
+    if gpu_budget is not None:
+        gpu_budget = ranks.least(gpu_budget)  # one plan: all ranks move the same layers
     # The model's own memory, which the slabs replace.
     held = [p for layer in found.layers for p in layer.parameters if not p.parameter.is_meta]
     held_now = sum(named.parameter.numel() for named in held) * dtype.itemsize
-    ranks = request.ranks
-    sharers = ranks.num_local if ranks is not None else 1
+    sharers = ranks.on_node.count
     host_budget = section.host_memory or available_host_bytes() // sharers + held_now
-    if ranks is not None and section.nvme is not None:
+    if section.nvme is not None:
         host_budget = ranks.least(host_budget)  # the same arrays spill
     resident = section.resident_layers
     num_blocks = sum(layer.streamed for layer in sizes.layers)
-    cores = len(os.sched_getaffinity(0)) if ranks is None else len(ranks.cores)
+    cores = len(ranks.cores or os.sched_getaffinity(0))
     capacity = section.nvme.capacity if section.nvme else None
     compute_threads = torch.get_num_threads() if gpu_free_bytes is None else 1
     return Demand(
@@ -453,9 +466,10 @@ def _demand(
         window=section.window,
         prefetch=section.prefetch,
         resident_layers=num_blocks if resident == "all" else resident,
-        resident_updates=section.resident_updates if ranks is None else "host",
+        resident_updates="host" if ranks.several else section.resident_updates,
         # On a GPU of unknown room: the policy that takes least, until what is kept is known.
         activations=section.activations or (None if gpu_free_bytes is None else "recompute"),
+        chunk=section.chunk,
         kept_activations=section.kept_activations or 0,
         cpu_threads=section.cpu_threads,
         deferred_layers=section.deferred_layers,
@@ -464,16 +478,11 @@ def _demand(
         nvme_capacity_bytes=capacity // sharers if capacity is not None else None,
         spill=section.nvme.spill if section.nvme else None,
         micro_batches=request.micro_batches,
-        num_ranks=ranks.num_ranks if ranks is not None else 1,
-        num_nodes=ranks.num_nodes if ranks is not None else 1,
-        reduces_in_room=ranks is not None and gpu_free_bytes is None,
-        shares_weights=ranks is not None,
+        num_ranks=ranks.num_ranks,
+        num_nodes=ranks.num_nodes,
+        reduces_in_room=ranks.several and gpu_free_bytes is None,
+        shares_weights=ranks.several,
     )
-
-
-def _of_each(gbps: float | None, ranks: Ranks | None) -> float | None:
-    """A rate of the node's disks, as one of its ranks has it."""
-    return gbps if gbps is None or ranks is None else gbps / ranks.num_local
 
 
 def _move_buffers(model: nn.Module, device: torch.device) -> None:

@@ -27,130 +27,63 @@ from contextlib import contextmanager
 from functools import partial
 
 import torch
-from torch import nn
 
-from stronghold.device.base import Device
-from stronghold.device.kernels import Kernels
-from stronghold.memory.host import HostStore
-from stronghold.memory.resident import DeviceStore
 from stronghold.memory.window import Window
 from stronghold.model.partition import Partition
-from stronghold.plan.planner import Plan
+from stronghold.plan.plan import Plan
 from stronghold.runtime.activations import Activations
-from stronghold.runtime.adam import AdamSteps
-from stronghold.runtime.device_updates import DeviceUpdates
 from stronghold.runtime.executor import Executor, Phase
 from stronghold.runtime.hooks import Hooks
-from stronghold.runtime.ledger import GateResult, Ledger
-from stronghold.runtime.ranks.sharing import Sharing
-from stronghold.runtime.residents import Residents
-from stronghold.runtime.runtime import Written
-from stronghold.runtime.updater import Updater
-from stronghold.telemetry.metrics import Metrics
+from stronghold.runtime.ledger import GateResult
+from stronghold.runtime.parts import Parts
+from stronghold.runtime.runtime import Runtime, Written
 
 logger = logging.getLogger("stronghold")
 
 
-class Streaming:
-    """A `Runtime`. `store` has the arrays of the layers that are updated on the device, `host`
-    those of the others. `parameters[i]` are the parameters of layer i in the layout's order;
-    `kernels` run on the update lane; offloaded activations take `host_room_bytes` of the host at
-    most (None: what it has).
+class Streaming(Runtime):
+    """Trains by `plan`. Offloaded activations take `host_room_bytes` of the host at most (None:
+    what it has).
     """
-
-    kept_gradient_bytes = 0  # hooks move each gradient to a slot as it comes
 
     def __init__(
         self,
-        *,
-        device: Device,
-        host: HostStore,
-        store: DeviceStore,
+        parts: Parts,
         plan: Plan,
-        parameters: Sequence[Sequence[nn.Parameter]],
-        adam: AdamSteps,
-        kernels: Kernels,
-        metrics: Metrics,
-        sharing: Sharing | None = None,
+        *,
         host_room_bytes: int | None = None,
     ) -> None:
-        self._sharing = sharing
-        self._device = device
-        self._host = host
-        self._store = store
-        self._plan = plan
-        self._adam = adam
-        self._hooks: Hooks | None = None
-        self._parameters = parameters
-        # Updated on the host, where writes to what is on the device, or to what has a master of
-        # its own, do not show; and the versions of their parameters that did.
-        everything = range(len(parameters)) if host.dtype is torch.float16 else plan.resident
-        self._unseen = [layer for layer in everything if layer not in plan.updated_on_gpu]
-        self._versions: dict[int, list[int]] = {}
-        self._has_aliases = False  # said once
+        host, device = parts.host, parts.device
         self.window = Window(
             device,
             host.dtype,
-            host.layout.layers,
+            host.layers,
             resident=plan.resident,
             num_slots=plan.window,
             num_gradient_slots=plan.gradient_slots,
-            elsewhere=plan.updated_on_gpu,
             own_gradients=plan.own_gradients,
+            sums=plan.chunk is not None,
         )
-        self._ledger = Ledger(host.layout.layers, plan.gradients)
-        residents = Residents(
-            device=device,
-            store=store,
-            window=self.window,
-            updates=DeviceUpdates(
-                device=device,
-                states=host.layers,
-                parameters=parameters,
-                adam=adam,
-                ledger=self._ledger,
-                metrics=metrics,
-            ),
-            ledger=self._ledger,
-            mode=plan.gradients,
-        )
-        make_updater = Updater if sharing is None else sharing.make_updater
-        self.updater: Updater = make_updater(
-            device=device,
-            host=host,
-            adam=adam,
-            mode=plan.gradients,
-            kernels=kernels,
-            ledger=self._ledger,
-            deferred=plan.deferred,
-            residents=residents,
-        )
-        make_executor = Executor if sharing is None else sharing.make_executor
-        self.executor: Executor = make_executor(
-            device=device,
-            host=host,
-            window=self.window,
-            updater=self.updater,
-            plan=plan,
-            parameters=parameters,
-            adam=adam,
-            metrics=metrics,
-            residents=residents,
-        )
+        super().__init__(parts, plan, plan.gradients, window=self.window)
+        self._hooks: Hooks | None = None
+        # Updated on the host, where writes to what is on the device, or to what has a master of
+        # its own, do not show; and the versions of their parameters that did.
+        everything = range(len(parts.layers)) if host.dtype is torch.float16 else plan.resident
+        self._unseen = [layer for layer in everything if layer not in plan.updated_on_gpu]
+        for state in parts.layers:
+            state.versions = None
+        self._has_aliases = False  # said once
+        self.executor = Executor(parts, self.window, self.updates, self.ledger, plan)
         self.activations = Activations(
             plan.activations,
             device,
             self.executor,
-            metrics,
+            parts.metrics,
             host_room_bytes=host_room_bytes,
         )
 
     @property
-    def ledger(self) -> Ledger:
-        return self._ledger
-
-    @property
-    def host_activation_bytes(self) -> int:
+    def host_activation_bytes(self) -> int:  # type: ignore[override]
         return self.activations.host_bytes
 
     # -- life -------------------------------------------------------------------------------------
@@ -164,6 +97,7 @@ class Streaming:
             executor=self.executor,
             activations=self.activations,
             trained=self._adam.trains,
+            chunk=self._plan.chunk,
         )
         self.settle()
 
@@ -184,7 +118,7 @@ class Streaming:
     @contextmanager
     def forward_pass(self) -> Iterator[None]:
         self._device.check()  # what failed before explains what is refused now
-        self._ledger.check()
+        self.ledger.check()
         self._abandon_forward()  # of a call of the module itself, which nobody saw end
         try:
             yield
@@ -198,12 +132,13 @@ class Streaming:
             self._start_again()
 
     def _start_again(self) -> None:
-        """Nothing is anywhere ([Note: interrupts])."""
-        if self._sharing is None:
+        """Nothing is anywhere ([Note: interrupts]); but what lies in slots stays where other ranks
+        count on it."""
+        if self._team.lockstep:
+            self.executor.abandon_forward()
+        else:
             self._device.finish()
             self.executor.start_again()
-        else:
-            self.executor.abandon_forward()
 
     def _drop_grad(self) -> None:
         """What autograd left in parameters, whose hooks did not come to take it away."""
@@ -216,7 +151,7 @@ class Streaming:
         self._abandon_forward()
         self._adam.refuse_unfrozen()
         self._adopt_edited()
-        self._ledger.begin_backward(boundary=boundary)
+        self.ledger.begin_backward(boundary=boundary)
         self._store.prepare_training()
         self.executor.begin_backward_pass()
 
@@ -228,25 +163,25 @@ class Streaming:
     def abandon_backward(self) -> None:
         if self._hooks is not None:
             self._hooks.end_backward()
-        if self._sharing is None:
-            self.updater.abandon_backward()
-            self._start_again()
-        elif self.executor.phase is Phase.BACKWARD:  # else all ranks raised, and have abandoned it
-            self._sharing.fail("engine.backward raised there")
+        if self._team.lockstep:
+            if self.executor.phase is Phase.BACKWARD:  # else all ranks have raised
+                self._team.fail("engine.backward raised")
             self.executor.abandon_backward_pass()
+        else:
+            self.updates.abandon_backward()
+            self._start_again()
         self.executor.forget_calls()
         self._drop_grad()
 
     def drop_gradients(self) -> None:
-        self._ledger.refuse_dropping()
-        self.updater.forget()
-        if self._sharing is not None:
-            self._sharing.note_dropped()
+        self.ledger.refuse_dropping()
+        self.updates.forget()
+        self._team.dropped()
 
     def close_gate(self, *, clipping: float, loss_scale: float) -> GateResult:
         self._adopt_edited()
-        gate, changed = self.updater.close_gate(
-            clipping=clipping, loss_scale=loss_scale, last_fetch=self.executor.last_fetch
+        gate, changed = self.updates.close_gate(
+            clipping=clipping, loss_scale=loss_scale, decides=self._gated
         )
         self.executor.weights_changed(changed)
         if kept := self.executor.aliased(changed):
@@ -267,13 +202,12 @@ class Streaming:
     # -- between steps ----------------------------------------------------------------------------
     def settle(self, layers: Sequence[int] | None = None) -> None:
         if layers is not None:
-            self._ledger.refuse_early_read(layers)
+            self.ledger.refuse_early_read(layers)
         asked = range(len(self._host.layers)) if layers is None else layers
         self.executor.settle(asked)
-        if self._sharing is None:  # several ranks fetch together, in the order of all
-            self.executor.given_out(asked)
-            if self.executor.phase is Phase.IDLE:
-                self._adopt_edited()
+        self.executor.given_out(asked)
+        if self.executor.phase is Phase.IDLE and not self._team.lockstep:
+            self._adopt_edited()
 
     def restart(self) -> None:
         self._device.check()
@@ -281,22 +215,15 @@ class Streaming:
             self._hooks.abandon_forward()
             self._hooks.end_backward()
         self._drop_grad()
-        self.updater.restart()
-        for layer in range(len(self._host.layers)):
-            self.executor.last_fetch(layer).wait()
+        self.updates.restart()
         self.executor.forget_calls()
         self._start_again()
-        self._meet("before a load")
-
-    def _meet(self, operation: str) -> None:
-        """Several ranks go on together."""
-        if self._sharing is not None:
-            self._sharing.meet(operation)
+        self._team.barrier("before a load")
 
     def loaded(self) -> None:
-        if self._sharing is not None:
-            self._sharing.spread("after a load")
-        self._versions.clear()  # what was written before is gone
+        self._team.spread("after a load")
+        for state in self._host.layers:
+            state.versions = None  # what was written before is gone
         self.executor.weights_changed(range(len(self._host.layers)))
 
     def _adopt_edited(self) -> None:
@@ -306,17 +233,21 @@ class Streaming:
         """
         edited: dict[int, set[int]] = {}
         # Through an alias anything may have been written, but not since an early update.
-        silent = self._plan.resident - self._ledger.applied if self._sharing is None else ()
+        applied = {state.index for state in self.ledger.applied}
+        silent = () if self._team.lockstep else self._plan.resident - applied
         for layer in self._unseen:
             versions = self._versions_of(layer)
-            before = self._versions.setdefault(layer, versions)
+            state = self._host.layers[layer]
+            if state.versions is None:
+                state.versions = versions
+            before = state.versions
             if versions != before:
-                self._ledger.refuse_early_write(layer)
+                self.ledger.refuse_early_write(layer)
                 pairs = zip(versions, before, strict=True)
                 edited[layer] = {k for k, (now, then) in enumerate(pairs) if now != then}
             elif layer in silent and self.executor.aliased((layer,)):
                 self._save(layer)
-        if edited and self._sharing is not None:
+        if edited and self._team.lockstep:
             self.adopt_weights(edited)
         else:
             for layer, positions in edited.items():
@@ -324,7 +255,7 @@ class Streaming:
                 if self._host.dtype is torch.float16:
                     self._host.restart_master(layer, positions)
         for layer in edited:
-            self._versions[layer] = self._versions_of(layer)
+            self._host.layers[layer].versions = self._versions_of(layer)
 
     def _versions_of(self, layer: int) -> list[int]:
         with torch._C.DisableTorchFunctionSubclass():  # else those that are hidden take long
@@ -334,21 +265,26 @@ class Streaming:
         layers = list(range(len(self._host.layers)) if written is None else written)
         for index in layers:
             self._save(index)
-        if self._sharing is not None:
-            self._sharing.agree("after new weights")
+        self._team.agree("after new weights")
         for index in layers:
             self._host.restart_master(index, written and written[index])
-        self._meet("after new weights")
+        self._team.barrier("after new weights")
         self.executor.weights_changed([i for i in layers if i not in self._plan.resident])
 
     def _save(self, layer: int) -> None:
         """Bring what was written where the layer's parameters point to its arrays."""
         device, state = self._device, self._host.layers[layer]
         if layer in self._plan.resident and not state.on_device:
-            slot = self.window.slot_of(layer)
+            slot = state.slot
             assert slot is not None
             save = partial(device.copy, state.weights, slot.weights[: state.weights.numel()])
-            after = device.record_compute(f"weights {layer} written")
             nbytes = state.weights.numel() * state.weights.element_size()
-            device.drain.submit(f"save {layer}", save, (after,), nbytes=nbytes).wait()
+            device.drain.submit(
+                f"save {layer}",
+                save,
+                (device.record_compute(f"weights {layer} written"),),
+                reads=(slot.record,),
+                writes=(state.records["weights"],),
+                nbytes=nbytes,
+            ).wait()
         self._host.flush(layer)

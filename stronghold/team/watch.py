@@ -1,7 +1,7 @@
 """Which ranks are alive, and how far each has come.
 
 Owns a page of memory that the ranks of a node have in common, with a row for each rank of all
-nodes, and the thread that keeps this rank's row young; `signs` brings the rows of other nodes.
+nodes, and the thread that keeps this rank's row young; `Signs` brings the rows of other nodes.
 Never ends a process: whoever waits for other ranks asks `check`, which raises RankError with the
 names of those that will not come. Entered by the beat's thread, the lanes and the training thread;
 a row has one writer per field.
@@ -27,18 +27,21 @@ import contextlib
 import logging
 import os
 import sys
+import threading
 import time
 import weakref
 from collections.abc import Callable, Collection, Sequence
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
+from torch.distributed import distributed_c10d
 
-from stronghold.device.beat import Beat
+from stronghold.device.base import THREAD_PREFIX
 from stronghold.errors import RankError
-from stronghold.memory.shared import Exchange, NodeMemory
-from stronghold.process import forked_from, start_of, state_of
-from stronghold.runtime.ranks.signs import Signs
+from stronghold.memory.slab import NodeMemory
+from stronghold.native import naming_threads
+from stronghold.process import Neighbours, forked_from, start_of, state_of
 
 logger = logging.getLogger("stronghold")
 
@@ -46,6 +49,9 @@ INTERVAL_S = 0.5
 MESSAGE_BYTES = 400
 PAUSE_S = 4 * INTERVAL_S
 BROKEN_S = 2.0  # a process that is killed takes a moment to be gone
+SIGNS_S = 1.0  # between what a rank says to other nodes
+RANKS_PER_SIGN = 256  # more ranks speak less often: one process answers them all
+STORE_TIMEOUT_S = 10.0
 ROW = np.dtype(
     [
         ("pid", np.int64),
@@ -63,7 +69,7 @@ ROW = np.dtype(
 
 class Watch:
     """`ranks[i]` is the global rank at place i, `nodes[i]` the name of its node, `mine` this one's
-    place. `exchange` is of these ranks. `silence_s` is how long one may be silent ([Note:
+    place. `neighbours` are of these ranks. `silence_s` is how long one may be silent ([Note:
     silence]).
     """
 
@@ -74,15 +80,14 @@ class Watch:
         local: Sequence[int],
         mine: int,
         silence_s: float,
-        exchange: Exchange,
+        neighbours: Neighbours,
     ) -> None:
         self._ranks = ranks
         self._nodes = nodes
         self._mine_at = mine
         self._local = local
         self._silence_s = silence_s
-        nbytes, index = len(ranks) * ROW.itemsize, local.index(mine)
-        self._memory = NodeMemory("watch", nbytes, index, exchange)
+        self._memory = NodeMemory("watch", len(ranks) * ROW.itemsize, neighbours)
         self._rows: Any = self._memory.bytes.numpy().view(ROW)
         self._mine = self._rows[mine]
         self.process = os.getpid()
@@ -94,9 +99,9 @@ class Watch:
         self.on_loss: Callable[[], None] | None = None  # called once, by the beat's thread
         self._signs: Signs | None = None
         if len(local) < len(ranks):
-            name = str(exchange.of_all(f"{nodes[mine]} {os.getpid()} {time.monotonic_ns()}")[0])
+            name = str(neighbours.of_all(f"{nodes[mine]} {os.getpid()} {time.monotonic_ns()}")[0])
             self._signs = Signs(name, self._rows, mine, local, self._has_ended)
-        exchange.barrier()
+        neighbours.barrier()
         if self._signs is not None:
             self._signs.begin()
         self._beat = Beat("watch", INTERVAL_S, self._tick)
@@ -125,13 +130,24 @@ class Watch:
     # -- asked by whoever waits -------------------------------------------------------------------
     def begin(self, group: int) -> None:
         """This rank begins its next collective of the group."""
+        self._check_self()
         self._mine["arrived"][group] += 1
+
+    def _check_self(self) -> None:
+        """RankError once this rank has failed: the others have ended, and two that each wait in
+        another collective would wait for ever."""
+        if self._mine["failed"]:
+            raise RankError(
+                f"this rank cannot go on ({self._mine['message'].decode(errors='replace')}), and "
+                "the others have ended. Load the last checkpoint"
+            )
 
     def check(
         self, operation: str, ranks: Collection[int], *, silence_s: float | None = None
     ) -> None:
         """RankError when a rank has ended, failed or fallen silent, or one of `ranks`, for which
         the operation waits, has closed its engine."""
+        self._check_self()
         limit_s = self._silence_s if silence_s is None else min(silence_s, self._silence_s)
         lost = [found for i in self._others() if (found := self._loss(i, limit_s))]
         lost += [
@@ -229,3 +245,97 @@ def _last_words(watch: weakref.ref[Watch]) -> None:
     error = getattr(sys, "last_value", None)
     if error is not None:
         alive.fail(f"{type(error).__name__}: {error}")
+
+
+class Signs:
+    """Signs of life between nodes, whose ranks cannot look at each other's processes: every rank
+    writes its own row to the store of the launch, and the first of a node reads those of all other
+    nodes. On a connection and a thread of its own: a wait for the store must not make this rank
+    look dead. `rows[i]` are the rank at place i, `mine` this one, `local` those of this node;
+    `name` is of this engine on every rank. `ended(i)` says that a process of this node has gone.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        rows: Any,
+        mine: int,
+        local: Sequence[int],
+        ended: Callable[[int], bool],
+    ) -> None:
+        self.interval_s = SIGNS_S * max(1.0, len(rows) / RANKS_PER_SIGN)
+        self._rows = rows
+        self._mine = mine
+        self._neighbours = [i for i in local if i != mine]
+        self._far = [i for i in range(len(rows)) if i not in local] if mine == local[0] else []
+        self._ended = ended
+        self._keys = [f"stronghold/{name}/{i}" for i in range(len(rows))]
+        store: Any = distributed_c10d._get_default_store()
+        self._store = store.clone() if hasattr(store, "clone") else store
+        self._store.set_timeout(timedelta(seconds=STORE_TIMEOUT_S))
+        self.say()
+        self._beat: Beat | None = None
+
+    def begin(self) -> None:
+        """Every rank has said something: go on, on a thread of this object's own."""
+        self._beat = Beat("signs", self.interval_s, self._tick)
+
+    def say(self) -> None:
+        """Tell the other nodes this rank's row as it is now. RuntimeError without the store."""
+        self._store.set(self._keys[self._mine], _packed(self._rows[self._mine]))
+
+    def _tick(self) -> None:
+        # Without the store the others' rows stand still, which says enough.
+        with contextlib.suppress(Exception):
+            self.say()
+            for i in self._neighbours:
+                if self._ended(i) and not self._rows[i]["ended"]:
+                    self._rows[i]["ended"] = 1
+                    self._store.set(self._keys[i], _packed(self._rows[i]))
+            self._read()
+        self._rows[self._mine]["signs"] += 1
+
+    def _read(self) -> None:
+        keys = [self._keys[i] for i in self._far]
+        if keys and self._store.has_extended_api():
+            found = self._store.multi_get(keys)
+        else:
+            found = [self._store.get(key) for key in keys]
+        for i, data in zip(self._far, found, strict=True):
+            row = np.zeros(1, dtype=self._rows.dtype)
+            row.view(np.uint8)[: len(data)] = np.frombuffer(data, dtype=np.uint8)
+            self._rows[i] = row[0]
+
+    def close(self) -> None:
+        """End the thread, and tell the others this rank's last row. Safe to call twice."""
+        beat, self._beat = self._beat, None
+        if beat is not None:
+            beat.close()
+            with contextlib.suppress(Exception):  # the store may have ended before
+                self.say()
+
+
+def _packed(row: Any) -> bytes:
+    return bytes(row.tobytes()).rstrip(b"\0") or b"\0"
+
+
+class Beat:
+    """Calls `work` now and every `interval_s` seconds, on a thread of its own."""
+
+    def __init__(self, name: str, interval_s: float, work: Callable[[], None]) -> None:
+        self._end = threading.Event()
+        self._interval_s = interval_s
+        self._work = work
+        self._thread = threading.Thread(target=self._loop, name=THREAD_PREFIX + name, daemon=True)
+        with naming_threads(f"the {name} of this rank"):
+            self._thread.start()
+
+    def _loop(self) -> None:
+        self._work()
+        while not self._end.wait(self._interval_s):
+            self._work()
+
+    def close(self) -> None:
+        """End the thread. Safe to call twice."""
+        self._end.set()
+        self._thread.join()

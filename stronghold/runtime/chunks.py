@@ -1,0 +1,347 @@
+"""Chunks: a block takes its batch a few sequences at a time, while its weights are there.
+
+Owns how a block's call is divided: which arguments are split, how outputs are joined, and through
+what each chunk sees the weights. Weights cross the link twice per call of the model, and gradients
+once, however many chunks there are. Never moves a layer. The training thread enters in forward, and
+autograd's in backward.
+
+A chunk sees the weights through views of its own (`_ChunkWeights`), whose backward hands over the
+chunk's gradients, all at once: they are added in fp32 in the layer's gradient slot, and rounded
+once, when it is drained. Autograd runs nodes by the order in which they were made, the last first:
+so all chunks of a layer before any of the layer below, and a chunk's weights after all else of it.
+
+[Note: what is split] A tensor whose first dimension is the batch's, in lists, tuples and tables,
+too; all else is given to every chunk. What comes back is joined along the first dimension. Whether
+that is what the block means is tried once for each class of blocks, before the first step trains:
+without dropout a chunked forward must be the whole batch's but for rounding. Norms over the batch
+and sums over it are found so, and refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from stronghold.errors import ConfigError
+from stronghold.model.logits import Forward
+from stronghold.model.partition import Layer
+from stronghold.runtime.recompute import is_cache
+
+KEY = "stronghold.chunk"
+# Of a batch that is joined again: rounding of another matrix shape, not another function.
+TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 6e-2, torch.float16: 2e-2}
+Gradients = Sequence[tuple[int, torch.Tensor]]
+"""Of one chunk: each parameter's position in its layer, and its gradient."""
+
+
+def split(value: Any, batch: int, sizes: Sequence[int]) -> list[Any]:
+    """What each chunk of these sizes gets of `value` ([Note: what is split])."""
+    if isinstance(value, torch.Tensor):
+        if value.dim() and value.size(0) == batch:
+            return list(value.split(list(sizes)))
+        return [value] * len(sizes)
+    if isinstance(value, tuple | list) and not isinstance(value, torch.Size):
+        parts = [split(part, batch, sizes) for part in value]
+        return [_like(value, [part[k] for part in parts]) for k in range(len(sizes))]
+    if isinstance(value, dict):
+        tables = {key: split(part, batch, sizes) for key, part in value.items()}
+        return [{key: parts[k] for key, parts in tables.items()} for k in range(len(sizes))]
+    return [value] * len(sizes)
+
+
+def join(
+    parts: Sequence[Any],
+    sizes: Sequence[int],
+    where: str,
+    shared: frozenset[int] = frozenset(),
+    _number: Iterator[int] | None = None,
+) -> Any:
+    """The inverse of `split`, of what a block returned for each chunk; tensors whose numbers are
+    `shared` are the same for every chunk. ConfigError, naming `where`, for what cannot be joined.
+    """
+    number = itertools.count() if _number is None else _number
+    first = parts[0]
+    if isinstance(first, torch.Tensor):
+        if next(number) in shared:
+            return first
+        rows = [part.size(0) if part.dim() else 0 for part in parts]
+        each = rows[0] // sizes[0] if sizes[0] else 0
+        if each and all(n == each * size for n, size in zip(rows, sizes, strict=True)):
+            return torch.cat(list(parts))
+        if all(torch.equal(first, part) for part in parts[1:]):
+            return first
+        raise ConfigError(
+            f"{KEY}: {where} returns a tensor of {list(first.shape)} for {sizes[0]} sequences, "
+            "which cannot be joined along the batch (a sum or a mean over it?). Leave the key out, "
+            "or let the block return one row for each sequence"
+        )
+    if isinstance(first, tuple | list):
+        columns = zip(*parts, strict=True)
+        return _like(first, [join(each, sizes, where, shared, number) for each in columns])
+    if isinstance(first, Mapping):  # Transformers' outputs are tables and dataclasses at once
+        joined = {
+            key: join([part[key] for part in parts], sizes, where, shared, number) for key in first
+        }
+        make: Any = type(first)
+        return make(**joined) if dataclasses.is_dataclass(first) else make(joined)
+    if all(part is first or part == first for part in parts[1:]):
+        return first
+    raise ConfigError(
+        f"{KEY}: {where} returns a {type(first).__name__} that differs between chunks and cannot "
+        "be joined. Leave the key out"
+    )
+
+
+def _like(value: Any, parts: list[Any]) -> Any:
+    return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+
+
+def batch_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
+    """How many sequences the call has: the first dimension of its first tensor; 0 without one."""
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, torch.Tensor) and value.dim():
+            return value.size(0)
+    return 0
+
+
+class _ChunkWeights(torch.autograd.Function):
+    """Views of a block's parameters, whose gradients go to `take` and not to the parameters."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, take: Callable[[Sequence[torch.Tensor | None]], None], *weights: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.take = take
+        ctx.set_materialize_grads(False)
+        return tuple(weight.view_as(weight) for weight in weights)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        ctx.take(gradients)
+        return (None,) * (1 + len(gradients))
+
+
+_apply: Any = _ChunkWeights.apply
+
+
+class Chunks:
+    """The blocks of one model, whose calls are divided into chunks of `size` sequences.
+
+    `around(layer, module, args, kwargs)` is entered for each chunk; `begun(layer)` says that a
+    chunk's gradients will come, and `gathered(layer, gradients)` that they have. `trained` are the
+    parameters that the optimizer owns.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        *,
+        around: Callable[[int, nn.Module, Any, Any], contextlib.AbstractContextManager[None]],
+        begun: Callable[[int], None],
+        gathered: Callable[[int, Gradients], None],
+        trained: Callable[[nn.Parameter], bool],
+    ) -> None:
+        self._size = size
+        self._around = around
+        self._begun = begun
+        self._gathered = gathered
+        self._trained = trained
+        self._shared: dict[type, frozenset[int]] = {}  # outputs of the classes that were tried
+        self._inner: dict[nn.Module, Callable[..., Any]] = {}
+        self._again = False  # a chunk's forward runs again
+
+    def attach(self, layer: Layer) -> None:
+        """Divide the calls of the layer's modules. ConfigError for what cannot be."""
+        for module in layer.modules:
+            name = layer.name or type(module).__name__
+            if getattr(module, "_compiled_call_impl", None) is not None:
+                raise ConfigError(
+                    f"{KEY}: {name} is compiled, and a compiled forward cannot be divided: compile "
+                    "parts inside of the block, or leave the key out"
+                )
+            for part_name, part in module.named_modules():
+                if isinstance(part, nn.modules.batchnorm._BatchNorm):
+                    raise ConfigError(
+                        f"{KEY}: {name}.{part_name} is a {type(part).__name__}, whose statistics "
+                        "are the whole batch's: leave the key out"
+                    )
+            self._inner[module] = module.forward
+            run = self._divided(layer, module, module.forward)
+            run.__wrapped__ = module.forward  # type: ignore[attr-defined]
+            vars(module)["forward"] = Forward(module, run)
+
+    def close(self) -> None:
+        """Give the modules their own forward back. Safe to call twice."""
+        for module, forward in self._inner.items():
+            del vars(module)["forward"]
+            if getattr(module, "forward", None) != forward:  # another wrapper's
+                vars(module)["forward"] = forward
+        self._inner.clear()
+
+    def divides(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        """Whether this call will be divided."""
+        if self._again or not torch.is_grad_enabled() or module not in self._inner:
+            return False
+        if any(map(is_cache, (*args, *kwargs.values()))):
+            return False
+        return batch_of(args, kwargs) > self._size
+
+    def count(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
+        """How many chunks the call has."""
+        return -(-batch_of(args, kwargs) // self._size)
+
+    def run_again(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """A chunk's forward, in backward."""
+        return self._inner[module](*args, **kwargs)
+
+    def _divided(
+        self, layer: Layer, module: nn.Module, inner: Callable[..., Any]
+    ) -> Callable[..., Any]:
+        name = layer.name or type(module).__name__
+        places = _places(layer, module)
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if not self.divides(module, args, kwargs):
+                return inner(*args, **kwargs)
+            self._refuse_hooks(layer)
+            batch = batch_of(args, kwargs)
+            sizes = [min(self._size, batch - at) for at in range(0, batch, self._size)]
+            each_args, each_kwargs = split(args, batch, sizes), split(kwargs, batch, sizes)
+            if type(module) not in self._shared:
+                first = slice(0, 2)  # as many as would be in one chunk of twice the size
+                two = sum(sizes[first])
+                both = [split(given, batch, [two, batch - two])[0] for given in (args, kwargs)]
+                each = (each_args[first], each_kwargs[first])
+                self._shared[type(module)] = self._try(
+                    name, module, inner, both, each, sizes[first]
+                )
+            outputs = []
+            for of_args, of_kwargs in zip(each_args, each_kwargs, strict=True):
+                with (
+                    self._weights(layer, places),
+                    self._around(layer.index, module, of_args, of_kwargs),
+                ):
+                    outputs.append(inner(*of_args, **of_kwargs))
+            return join(outputs, sizes, name, self._shared[type(module)])
+
+        return forward
+
+    @contextlib.contextmanager
+    def _weights(
+        self, layer: Layer, places: Sequence[tuple[dict[str, Any], str, int]]
+    ) -> Iterator[None]:
+        """Inside, the block's modules have views of their parameters, for one chunk."""
+        owned = [
+            (k, named.parameter)
+            for k, named in enumerate(layer.parameters)
+            if named.parameter.requires_grad
+        ]
+        if not owned:
+            yield
+            return
+
+        def take(gradients: Sequence[torch.Tensor | None]) -> None:
+            found = [
+                (k, gradient)
+                for (k, parameter), gradient in zip(owned, gradients, strict=True)
+                if gradient is not None and self._trained(parameter)
+            ]
+            self._gathered(layer.index, found)
+
+        views = _apply(take, *(parameter for _, parameter in owned))
+        of = {k: view for (k, _), view in zip(owned, views, strict=True)}
+        self._begun(layer.index)
+        kept = [(table, name, table[name]) for table, name, _ in places]
+        try:
+            for table, name, k in places:
+                if k in of:
+                    table[name] = of[k]
+            del views
+            of.clear()
+            yield
+        finally:
+            for table, name, parameter in kept:
+                table[name] = parameter
+
+    def _refuse_hooks(self, layer: Layer) -> None:
+        for named in layer.parameters:
+            # The engine's own is one that comes after accumulation.
+            after = getattr(named.parameter, "_post_accumulate_grad_hooks", None) or ()
+            if named.parameter._backward_hooks or len(after) > 1:
+                raise ConfigError(
+                    f"{KEY}: {named.name} has a hook on its gradient, which comes in chunks and "
+                    "never to the parameter: remove the hook, or leave the key out"
+                )
+
+    def _try(
+        self,
+        name: str,
+        module: nn.Module,
+        inner: Callable[..., Any],
+        whole: Sequence[Any],
+        each: tuple[list[Any], list[Any]],
+        sizes: Sequence[int],
+    ) -> frozenset[int]:
+        """The numbers of the tensors that are the same for every chunk. ConfigError when two chunks
+        do not give what both give at once."""
+        modes = [(part, part.training) for part in module.modules()]
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            try:
+                for part, _ in modes:
+                    part.training = False
+                expected = inner(*whole[0], **whole[1])
+                outputs = [inner(*a, **k) for a, k in zip(*each, strict=True)]
+            except (RuntimeError, IndexError, ValueError) as error:
+                raise ConfigError(
+                    f"{KEY}: {name} fails with {sizes[0]} of the batch's sequences at a time "
+                    f"({error}): an argument with as many rows as the batch is none, or the block "
+                    "needs them all. Leave the key out"
+                ) from error
+            finally:
+                for part, mode in modes:
+                    part.training = mode
+        # A table of relative positions, say: it is what it is for one chunk, and not one per chunk.
+        columns = zip(*map(_tensors, outputs), strict=True)
+        shared = frozenset(
+            number
+            for number, (column, one) in enumerate(zip(columns, _tensors(expected), strict=False))
+            if all(part.shape == one.shape for part in column)
+        )
+        found = join(outputs, sizes, name, shared)
+        pairs = zip(_tensors(found), _tensors(expected), strict=True)
+        for one, other in pairs:
+            same = one.shape == other.shape
+            if same and one.is_floating_point():
+                limit = TOLERANCE.get(one.dtype, 1e-3)
+                scale = other.float().abs().max().clamp_min(1e-6)
+                same = bool((one.float() - other.float()).abs().max() <= limit * scale)
+            if not same:
+                raise ConfigError(
+                    f"{KEY}: {name} does not give for {sizes[0]} sequences at a time what it gives "
+                    f"for {sum(sizes)}: it mixes the sequences of a batch (a norm or a sum over "
+                    f"it), or an argument with {sum(sizes)} rows is no batch. Leave the key out"
+                )
+        return shared
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    return [
+        leaf for leaf in torch.utils._pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)
+    ]
+
+
+def _places(layer: Layer, module: nn.Module) -> list[tuple[dict[str, Any], str, int]]:
+    """Where the block's modules have parameters: the table, the name, the position in the layer."""
+    position = {id(named.parameter): k for k, named in enumerate(layer.parameters)}
+    return [
+        (part._parameters, name, position[id(parameter)])
+        for part in module.modules()
+        for name, parameter in part._parameters.items()
+        if parameter is not None and id(parameter) in position
+    ]

@@ -1,0 +1,672 @@
+"""A block's forward that is run again in backward.
+
+Owns what the second run needs to be the first one again, as long as autograd's graph may recompute:
+the arguments, with copies of what a block may write into, the block as it was (buffers, counters,
+flags, lists, hooks), the states of random generators, autocast, the default device; and what the
+second run finds, until autograd takes it. Running statistics, power iterations and counters must
+not move twice in a step, and a forward that is run again must see what it saw: its own call's,
+whichever calls came since, and though it grew a table or registered one. Owns also the hooks by
+which Transformers' models make no caches. Entered by the training thread in forward and by
+autograd's in backward.
+
+[Note: as torch has it] torch's non-reentrant checkpoint does the same for any function, with two
+more Python calls for each tensor that autograd saves, and none of the above but torch's generators,
+autocast and device. Its rules are kept: the second run ends when it has found as many tensors as
+the first one saved; they must have the same shapes, dtypes and devices; one that was found lives
+until it is taken, or its node is gone, and serves one backward; an argument that was written in
+place meanwhile is refused.
+
+[Note: hooks before ours] The arguments are those that our own pre-hook was given. Hooks that ran
+before it (`prepend=True` after initialize, and torch's global ones) have had their part in them,
+and are not run again.
+
+[Note: no cache in training] Transformers' models make a key-value cache in every forward unless
+they are told not to, and training never reads it. Keys and values joined to a cache lie in memory
+differently, so that other kernels multiply them and other bits come out; and a block that
+runs twice (recomputation) must not write into one twice. So a plan that changes a policy would
+change bits. No pass that wants gradients makes one, wherever layers are: Trainer and gradient
+checkpointing have it so, too. A cache that the caller passes in is an input, and is left alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import dataclasses
+import functools
+import inspect
+import logging
+import operator
+import random
+import sys
+import types
+import weakref
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator
+from types import FunctionType
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointError
+from torch.utils.hooks import RemovableHandle
+
+from stronghold.device.base import Device
+from stronghold.errors import ConfigError
+from stronghold.runtime.guards import OwnHook, serves
+
+logger = logging.getLogger("stronghold")
+
+
+# -- a forward and its second run ------------------------------------------------------------------
+class SavedTensor(NamedTuple):
+    """A saved tensor that stays where it is, and its version then."""
+
+    tensor: torch.Tensor
+    version: int
+
+
+class Recomputed:
+    """What autograd keeps of a tensor that the second run will find."""
+
+    __slots__ = ("__weakref__", "device", "dtype", "forward", "found", "shape", "task")
+
+    def __init__(self, forward: Recomputation, tensor: torch.Tensor) -> None:
+        self.forward = forward
+        self.shape = tensor.shape
+        self.dtype = tensor.dtype
+        self.device = tensor.device
+        self.found: SavedTensor | None = None
+        self.task: object = None  # of the backward for which it was found
+
+    def take(self, run: Callable[[Recomputation], None]) -> SavedTensor:
+        """What was found for this backward, after a `run` if nothing was."""
+        task = _task()
+        if self.found is None or self.task != task or task == -1:
+            run(self.forward)
+        found, self.found = self.found, None
+        if found is None:
+            raise CheckpointError(
+                "a tensor was saved in the forward, and not when it was run again"
+            )
+        return found
+
+
+class _AllFoundError(Exception):
+    """Ends a second run; to modules and their hooks it is an error like others."""
+
+
+class Recomputation:
+    """The forward of `module`, called `name` in errors, that begins now: what it was given, what it
+    finds in the module and around itself, and what autograd saves of it.
+
+    `check` comes before each further run, and raises where the module must not run again. `run` is
+    what runs then, if it is not the module: a part of its forward.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        name: str,
+        device: Device,
+        check: Callable[[], None],
+        run: Callable[..., Any] | None = None,
+    ) -> None:
+        self._forward: Callable[..., Any] = module if run is None else run
+        self._name = name
+        self._check = check
+        self._tensors: list[SavedTensor] = []  # among the arguments
+        self._call = _Copy(self._keep, records=True).of((args, kwargs))
+        self._kept = KeptModule(module, (args, kwargs), device)
+        self._autocast = _autocast(device)
+        modes = torch._C._len_torch_function_stack()
+        self._default_device = torch.get_default_device() if modes else None
+        self._saved: list[weakref.ref[Recomputed]] = []
+        self._num_found = 0
+        self._different: list[str] = []
+        self._task: object = None
+
+    def _keep(self, tensor: torch.Tensor) -> torch.Tensor:
+        kept = tensor
+        if tensor.grad_fn is not None:  # one written in place would own the graph that owns us
+            kept = tensor.detach().requires_grad_()
+        if not tensor.is_inference():
+            self._tensors.append(SavedTensor(kept, kept._version))
+        return kept
+
+    def save(self, tensor: torch.Tensor) -> Recomputed:
+        """Autograd saves the tensor in the first run."""
+        saved = Recomputed(self, tensor)
+        self._saved.append(weakref.ref(saved))
+        return saved
+
+    def find(self, tensor: torch.Tensor) -> SavedTensor:
+        """Autograd saves the tensor in the second run."""
+        index, self._num_found = self._num_found, self._num_found + 1
+        if index >= len(self._saved):  # the module went on after the error that was to end it
+            raise _AllFoundError
+        found = SavedTensor(tensor.detach(), tensor._version)
+        saved = self._saved[index]()
+        if saved is not None:
+            saved.found, saved.task = found, self._task
+            was = saved.shape, saved.dtype, saved.device
+            now = tensor.shape, tensor.dtype, tensor.device
+            if was != now:
+                self._different.append(f"tensor {index}: got {_words(now)}, expected {_words(was)}")
+        if index + 1 == len(self._saved):
+            raise _AllFoundError
+        return found
+
+    def run(self) -> None:
+        """Run the forward again. CheckpointError where it does not find what the first one did."""
+        self._check()
+        for tensor, version in self._tensors:
+            if tensor._version != version:
+                raise RuntimeError(
+                    f"{self._name}: its forward cannot be run again, since a tensor among its "
+                    f"arguments was written in place meanwhile ({tensor.dtype} "
+                    f"{list(tensor.shape)} is at version {tensor._version}, expected version "
+                    f"{version}); write out of place (y = y + x, not y += x), or set "
+                    'stronghold.activations to "keep" or "offload"'
+                )
+        self._num_found, self._different, self._task = 0, [], _task()
+        args, kwargs = _Copy(_same, records=True).of(self._call)
+        with contextlib.ExitStack() as around:
+            for arguments in self._autocast:
+                if arguments != _autocast_of(arguments[0]):
+                    around.enter_context(torch.autocast(*arguments))
+            if self._default_device is not None:
+                around.enter_context(self._default_device)
+            around.enter_context(self._kept.as_it_was())
+            around.enter_context(torch.enable_grad())
+            with contextlib.suppress(_AllFoundError):
+                self._forward(*args, **kwargs)
+        if self._num_found < len(self._saved):
+            raise CheckpointError(
+                f"a forward that was run again in backward saved {self._num_found} tensors, "
+                f"expected {len(self._saved)} as in the first run: it takes another way when it is "
+                'run again; set stronghold.activations to "keep" or "offload"'
+            )
+        if self._different:
+            raise CheckpointError(
+                "a forward that was run again in backward found other tensors than the first run: "
+                f"{'; '.join(self._different)}; set stronghold.activations to "
+                '"keep" or "offload"'
+            )
+
+
+def _words(kind: tuple[torch.Size, torch.dtype, torch.device]) -> str:
+    shape, dtype, device = kind
+    return f"{dtype} {list(shape)} on {device}"
+
+
+def _task() -> object:
+    """The backward that runs, or what torch takes several for; -1 outside of any."""
+    return _group() or torch._C._current_graph_task_id()
+
+
+_group: Callable[[], Any] = getattr(torch._C, "_get_graph_exec_group", lambda: None)
+_Autocast = tuple[str, torch.dtype, bool, bool]  # the arguments of torch.autocast
+
+
+def _autocast(device: Device) -> list[_Autocast]:
+    types = {"cpu", device.torch_device.type} - {"meta"}
+    return [_autocast_of(device_type) for device_type in types]
+
+
+def _autocast_of(device_type: str) -> _Autocast:
+    enabled = torch.is_autocast_enabled(device_type)
+    return device_type, torch.get_autocast_dtype(device_type), enabled, _caching()
+
+
+_caching = torch.is_autocast_cache_enabled
+
+
+# -- the block as it was ---------------------------------------------------------------------------
+_CONTAINERS = frozenset({list, dict, tuple, set, deque})
+_MAX_ITEMS = 1024  # a longer list or table is data, which a forward does not change
+_HOOKS = tuple(name for name in vars(nn.Module()) if name.startswith("_forward_"))
+_BEFORE = "_forward_pre_hooks"
+_OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}  # nothing of the user's
+# Torch's global hooks; those before a forward come first.
+_GLOBAL: list[Any] = [
+    getattr(nn.modules.module, f"_global{name}")
+    for name in (_BEFORE, "_forward_hooks", *_HOOKS[1:3])
+]
+Held = dict[str, torch.Tensor | None]
+
+
+class _Attributes(NamedTuple):
+    """The names of a module's own attributes that matter, by what they hold."""
+
+    scalars: tuple[str, ...]
+    tensors: tuple[str, ...]
+    containers: tuple[str, ...]
+    generators: tuple[str, ...]  # or containers, which may hold some
+
+
+@functools.lru_cache(maxsize=1024)
+def _sorted(
+    names: tuple[str, ...], kinds: tuple[type, ...], generators: frozenset[type]
+) -> _Attributes:
+    """Of a module whose attributes have these names and types, which they seldom change."""
+    every = zip(names, kinds, strict=True)
+    own = [(name, kind) for name, kind in every if name not in _OF_EVERY_MODULE]
+    drawn = generators | {dict, list, tuple}
+    return _Attributes(
+        tuple(name for name, kind in own if kind in _SCALARS),
+        tuple(name for name, kind in own if issubclass(kind, torch.Tensor)),
+        tuple(name for name, kind in own if kind in _CONTAINERS),
+        tuple(name for name, kind in own if kind in drawn),
+    )
+
+
+class _Part(NamedTuple):
+    """A module of the block: where its attributes are, and what a forward may change of them."""
+
+    here: dict[str, Any]
+    names: tuple[str, ...]  # of all its attributes
+    scalars: dict[str, Any]
+    hooks: dict[str, Any]  # copies, of the kinds that it has
+
+
+class KeptModule:
+    """`module`, its parts, and the generators that they may draw from, as they are when this is
+    made. `arguments` may bring generators.
+    """
+
+    def __init__(self, module: nn.Module, arguments: Any, device: Device) -> None:
+        kinds = _generator_types()
+        drawn: dict[int, Any] = {}
+        _look(arguments, kinds, drawn, depth=3)
+        self._parts: list[_Part] = []
+        self._versions: list[tuple[str, SavedTensor]] = []
+        inner: list[tuple[int, str, Any]] = []  # what can be written into, by part and name
+        buffers: dict[int, Held] = {}
+        for k, part in enumerate(module.modules()):
+            here = vars(part)
+            names = tuple(here)
+            found = _sorted(names, tuple(map(type, here.values())), kinds)
+            for name in found.tensors:
+                if not (value := here[name]).is_inference():
+                    saved = SavedTensor(_detached(value), value._version)
+                    self._versions.append((f"{type(part).__name__}.{name}", saved))
+                inner.append((k, name, value))
+            for name in found.containers:
+                if len(here[name]) <= _MAX_ITEMS:
+                    inner.append((k, name, here[name]))
+            for name in found.generators:
+                _look(here[name], kinds, drawn, depth=1)
+            own_class: Any = type(part)
+            for where, name in _generators_read(own_class, kinds):
+                _look(_drawn_from(where.get(name)), kinds, drawn, depth=1)
+            if here["_buffers"]:
+                buffers[k] = here["_buffers"]
+            hooks = {name: here[name].copy() for name in _HOOKS if here[name]}
+            scalars = {name: here[name] for name in found.scalars}
+            self._parts.append(_Part(here, names, scalars, hooks))
+        self._buffers = _copies(buffers)
+        self._inner = _Copy(_detached).of(inner)
+        _remove_before_ours(self._parts[0].hooks.get(_BEFORE, {}))
+        self._globals = [hooks.copy() for hooks in _GLOBAL]
+        self._states = _states([PYTHONS, torch.default_generator, device, *drawn.values()])
+
+    @contextlib.contextmanager
+    def as_it_was(self) -> Iterator[None]:
+        """Meanwhile all is as it was; afterwards as it is now, untouched."""
+        for place, (tensor, version) in self._versions:
+            if tensor._version != version:
+                raise ConfigError(
+                    f"{place}: a tensor that is no buffer was written "
+                    "in place since its block's forward began, and cannot be had as it was for the "
+                    "recomputation: register it as a buffer, or set stronghold.activations to "
+                    '"keep" or "offload"'
+                )
+        now = _states([generator for generator, _ in self._states])
+        outside: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        try:
+            self._exchange(outside)
+            _set_states(self._states)
+            yield
+        finally:
+            for where, held in reversed(outside):
+                where.clear()
+                where.update(held)
+            _set_states(now)
+
+    def _exchange(self, outside: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:
+        """Put what was kept in its place; `outside` gets each table that is changed and what was
+        in it."""
+        buffers = _copies(self._buffers)
+        for k, (here, names, scalars, kept) in enumerate(self._parts):
+            outside.append((here, dict(here)))
+            if tuple(here) != names:
+                for name in here.keys() - set(names):  # the forward makes them
+                    del here[name]
+            here.update(scalars)
+            for name in _HOOKS:
+                if here[name] or name in kept:
+                    here[name] = _living(kept.get(name), here[name])
+            if here["_buffers"] or k in buffers:
+                outside.append((here["_buffers"], dict(here["_buffers"])))
+                here["_buffers"].clear()
+                here["_buffers"].update(buffers.get(k, {}))
+        for k, name, value in _Copy(_detached).of(self._inner):
+            self._parts[k].here[name] = value
+        if any(self._globals) or any(_GLOBAL):
+            for hooks, held in zip(_GLOBAL, self._globals, strict=True):
+                outside.append((hooks, dict(hooks)))
+                hooks.clear()
+                hooks.update(held)
+            # Those before a forward are there for the block's parts: from its own hooks on.
+            before, held = _GLOBAL[0], self._globals[0]
+            before.clear()
+            own = self._parts[0].here[_BEFORE]
+            own[-1] = lambda *_: before.update(held)
+            own.move_to_end(-1, last=False)
+
+
+def _remove_before_ours(hooks: dict[int, Any]) -> None:
+    """[Note: hooks before ours]"""
+    ours = [key for key, hook in hooks.items() if serves(hook)]
+    for key in list(hooks) if ours else ():
+        if key == ours[-1]:
+            return
+        if key not in ours:
+            del hooks[key]
+
+
+def _living(kept: Any, now: Any) -> Any:
+    """Of one kind of a module's hooks those that were kept, without those of an engine that has
+    been closed since."""
+    found = OrderedDict() if kept is None else kept.copy()
+    for key, hook in list(found.items()):
+        if key not in now and serves(hook):
+            del found[key]
+    return found
+
+
+def _detached(tensor: torch.Tensor) -> torch.Tensor:
+    """Without its graph, which would else keep those of all the steps before it."""
+    if tensor.grad_fn is None:
+        return tensor
+    return tensor.detach().requires_grad_(tensor.requires_grad)
+
+
+def _copies(buffers: dict[int, Held]) -> dict[int, Held]:
+    """Copies of all tensors; what several parts share they share again."""
+    known: dict[int, torch.Tensor] = {}
+    for held in buffers.values():
+        for tensor in held.values():
+            if tensor is not None and id(tensor) not in known:
+                known[id(tensor)] = tensor.detach().clone()
+    return {
+        k: {name: None if tensor is None else known[id(tensor)] for name, tensor in held.items()}
+        for k, held in buffers.items()
+    }
+
+
+# -- copies of what can be written into ------------------------------------------------------------
+_SCALARS = frozenset({bool, int, float, complex, str, bytes, type(None), torch.dtype})
+_NAMESPACES = (types.SimpleNamespace, argparse.Namespace)
+_COPYING = ("__new__", "__reduce__", "__reduce_ex__", "__getstate__")
+
+
+def _same(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+class _Copy:
+    """Copies of all containers; `leaf` says what stands for a tensor. With `records` also of
+    namespaces, dataclasses and objects of the user's plain classes, but not of what such an object
+    refers to, which may be anything. What is in several places is again one. All else, modules too,
+    is as it is.
+    """
+
+    def __init__(
+        self, leaf: Callable[[torch.Tensor], torch.Tensor], *, records: bool = False
+    ) -> None:
+        self._leaf = leaf
+        self._records = records
+        self._known: dict[int, Any] = {}
+
+    def of(self, value: Any, *, in_record: bool = False) -> Any:
+        kind = type(value)
+        if kind in _SCALARS:
+            return value
+        known = self._known
+        if id(value) in known:
+            return known[id(value)]
+        made: Any
+        if isinstance(value, torch.Tensor):
+            made = known[id(value)] = self._leaf(value)
+        elif isinstance(value, dict):
+            made = known[id(value)] = copy.copy(value)
+            for key, part in value.items():
+                made[key] = self.of(part, in_record=in_record)
+        elif isinstance(value, (list, deque)):
+            made = known[id(value)] = copy.copy(value)
+            for index, part in enumerate(value):
+                made[index] = self.of(part, in_record=in_record)
+        elif isinstance(value, (set, bytearray)):
+            made = known[id(value)] = copy.copy(value)
+        elif isinstance(value, tuple) and kind is not torch.Size:
+            parts = [self.of(part, in_record=in_record) for part in value]
+            if all(map(operator.is_, parts, value)):
+                return value
+            made = kind(*parts) if hasattr(value, "_fields") else kind(parts)
+            known[id(value)] = made
+        elif self._records and _is_record(value, plain=not in_record):
+            made = known[id(value)] = copy.copy(value)
+            for name, part in list(_attributes(value)):
+                object.__setattr__(made, name, self.of(part, in_record=True))
+        else:
+            return value
+        return made
+
+
+def _is_record(value: Any, *, plain: bool) -> bool:
+    """Whether it is data; with `plain` also of a class that says nothing about copying."""
+    kind = type(value)
+    if isinstance(value, (type, nn.Module)) or callable(value):
+        return False
+    if isinstance(value, _NAMESPACES) or dataclasses.is_dataclass(value):
+        return True
+    return (
+        plain
+        and hasattr(value, "__dict__")
+        and not hasattr(kind, "__copy__")
+        and all(getattr(kind, name, None) is getattr(object, name, None) for name in _COPYING)
+    )
+
+
+def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
+    yield from getattr(value, "__dict__", {}).items()
+    for kind in type(value).__mro__:
+        for name in getattr(kind, "__slots__", ()):
+            if name not in ("__dict__", "__weakref__") and hasattr(value, name):
+                yield name, getattr(value, name)
+
+
+# -- generators that a block may draw from ---------------------------------------------------------
+# Python's own, which `random.random()` draws from. The user's and NumPy's are found as attributes
+# of the block and its parts, in its arguments, and as names that its code reads.
+PYTHONS: random.Random = random._inst
+
+
+def _generator_types() -> frozenset[type]:
+    """Importing NumPy is not ours to do."""
+    numpy = sys.modules.get("numpy.random")
+    return _TYPES if numpy is None else _TYPES | {numpy.Generator, numpy.RandomState}
+
+
+_TYPES: frozenset[type] = frozenset({torch.Generator, random.Random})
+
+
+def _look(value: Any, kinds: frozenset[type], found: dict[int, Any], *, depth: int) -> None:
+    kind = type(value)
+    if kind in kinds:
+        found[id(value)] = value
+    elif depth and (kind is dict or kind is list or kind is tuple):
+        for part in value.values() if kind is dict else value:
+            _look(part, kinds, found, depth=depth - 1)
+
+
+def _states(of: Iterable[Any]) -> list[tuple[Any, Any]]:
+    """Each generator with its state now; a device that has none of its own is left out."""
+    found = ((generator, _state(generator)) for generator in of)
+    return [(generator, state) for generator, state in found if state is not None]
+
+
+def _state(generator: Any) -> Any:
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    if isinstance(generator, torch.Generator):
+        return generator.get_state()
+    if isinstance(generator, Device):
+        return generator.random_state()
+    if hasattr(generator, "bit_generator"):
+        return generator.bit_generator.state
+    return generator.get_state()
+
+
+def _set_states(kept: Iterable[tuple[Any, Any]]) -> None:
+    """The generators go on from these states."""
+    for generator, state in kept:
+        if isinstance(generator, random.Random):
+            generator.setstate(state)
+        elif isinstance(generator, torch.Generator):
+            generator.set_state(state)
+        elif isinstance(generator, Device):
+            generator.set_random_state(state)
+        elif hasattr(generator, "bit_generator"):
+            generator.bit_generator.state = state
+        else:
+            generator.set_state(state)
+
+
+def _drawn_from(value: Any) -> Any:
+    """NumPy's global generator for the module that draws from it; others are what they are."""
+    if isinstance(value, types.ModuleType) and value.__name__ in ("numpy", "numpy.random"):
+        return sys.modules["numpy.random"].mtrand._rand
+    return value
+
+
+@functools.lru_cache(maxsize=1024)
+def _generators_read(kind: type, kinds: frozenset[type]) -> tuple[tuple[dict[str, Any], str], ...]:
+    """Those that the code of the class's methods names: where it looks, and the name."""
+    read = []
+    for owner in kind.__mro__[: kind.__mro__.index(nn.Module)]:
+        for function in vars(owner).values():
+            if not isinstance(function, FunctionType):
+                continue
+            code = function.__code__
+            places = [(function.__globals__, name) for name in _global_names(code)]
+            for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+                with contextlib.suppress(ValueError):  # a name that has no value yet
+                    places.append(({name: cell.cell_contents}, name))
+            for names, name in places:
+                found: dict[int, Any] = {}
+                _look(_drawn_from(names.get(name)), kinds, found, depth=1)
+                if found:
+                    read.append((names, name))
+    return tuple(read)
+
+
+def _global_names(code: types.CodeType) -> Iterator[str]:
+    """Also of functions that are made inside."""
+    yield from code.co_names
+    for inner in code.co_consts:
+        if isinstance(inner, types.CodeType):
+            yield from _global_names(inner)
+
+
+# -- key-value caches ------------------------------------------------------------------------------
+class NoCaches:
+    """Of one model, until `close`."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._handles: list[RemovableHandle] = [
+            module.register_forward_pre_hook(OwnHook(_without_cache), with_kwargs=True)
+            for module in model.modules()
+            if _comes_from_transformers(type(module), "PreTrainedModel")
+        ]
+
+    def close(self) -> None:
+        """Remove the hooks. Safe to call twice."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+
+def _without_cache(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    if not torch.is_grad_enabled() or any(map(is_cache, (*args, *kwargs.values()))):
+        return None
+    # Of what is called now: frameworks put other functions in the place of a module's forward.
+    names = _parameter_names(module.forward)
+    if "use_cache" not in names:
+        return None
+    position = names.index("use_cache")
+    given = args[position] if len(args) > position else kwargs.get("use_cache")
+    if given:
+        _say_once(type(module).__name__)
+    if len(args) > position:
+        return (*args[:position], False, *args[position + 1 :]), kwargs
+    return args, {**kwargs, "use_cache": False}
+
+
+_names_of_methods: weakref.WeakKeyDictionary[Any, tuple[str, ...]] = weakref.WeakKeyDictionary()
+
+
+def _parameter_names(function: Callable[..., Any]) -> tuple[str, ...]:
+    """Of the function's parameters, in order; those of a method are looked up once."""
+    of_class = getattr(function, "__func__", None)
+    found = _names_of_methods.get(of_class) if isinstance(of_class, FunctionType) else None
+    if found is None:
+        found = tuple(inspect.signature(function).parameters)
+        if isinstance(of_class, FunctionType):
+            _names_of_methods[of_class] = found
+    return found
+
+
+@functools.cache
+def _say_once(name: str) -> None:
+    logger.warning(
+        "%s was asked for a key-value cache (use_cache=True) while gradients are wanted: none is "
+        "made. Call it under torch.no_grad(), or pass a cache of your own as past_key_values.",
+        name,
+    )
+
+
+def without_cache(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A block's arguments without key-value caches: a block that runs twice would write into one
+    twice. Transformers' own checkpointing drops them in the same way.
+    """
+    args = tuple(None if is_cache(value) else value for value in args)
+    kwargs = {name: None if is_cache(value) else value for name, value in kwargs.items()}
+    if kwargs.get("use_cache"):
+        kwargs["use_cache"] = False
+    return args, kwargs
+
+
+def is_cache(value: Any) -> bool:
+    """Whether the value is one of Transformers' key-value caches."""
+    if value is None or isinstance(value, (torch.Tensor, bool, tuple)):
+        return False
+    return _comes_from_transformers(type(value), "Cache")
+
+
+def _comes_from_transformers(kind: type, name: str) -> bool:
+    # By name: transformers need not be installed, and importing it takes seconds.
+    return any(
+        base.__name__ == name and base.__module__.startswith("transformers")
+        for base in kind.__mro__
+    )

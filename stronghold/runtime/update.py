@@ -1,0 +1,865 @@
+"""The one path of every update: from gradients that have left compute to weights that are new.
+
+Owns, of each layer, what becomes of its gradients (norms, fp32 sums over micro-batches, an entry in
+which they wait) and Adam. For each piece of the layer: load what is in files (nothing, for RAM);
+work, on the lane of the place where the moments are (update lane, or compute for a layer whose
+state is on the device; one launch may cover many layers); spill what was changed and is in files.
+Never copies between host and device. The training thread submits, and autograd's in backward; lanes
+compute, and write norms, which the training thread reads behind their record.
+
+[Note: where it stands in the step] As gradients come, unless something decides over all layers: the
+norm of the whole model (clipping), or a possible overflow. Then gradients wait until backward has
+ended (the gate), and layers are updated in forward order, so that the next forward starts at once
+and waits layer by layer. In between stand layers that are deferred ([Note: deferred updates] of
+`plan.cost`) or were called several times: at the end of backward.
+
+[Note: a gradient that comes twice] A parameter used in two autograd leaves (two forward calls
+before one backward on a GPU, reentrant checkpoints) hands over its gradient in parts. Parts of one
+backward are added in the compute dtype, as autograd itself adds them, and so are those of a further
+backward that gradient_accumulation_steps does not count; sums over micro-batches are fp32.
+
+[Note: the first pieces] Updates that come as gradients do need their first moments when the first
+gradients are there; what lies in files does not depend on these. So loads of the first pieces, as
+many as there are entries, are queued when backward begins, in the order of the last step. A piece
+that is not the next one expected, in a step whose order is another, drops what was loaded. So does
+the end of backward: between steps files may be written from outside.
+
+[Note: what does not overlap] For a forward of F seconds, a backward of B and updates of D (the
+disk's, or the CPU's), a step takes at least max(F + B, D). Updates that come as gradients do reach
+it but for the way of a layer or two, since some of them wait for the next forward. Behind the gate
+no update can begin before backward has ended, for the clip coefficient is known last, and the next
+backward needs them all: a step takes B + max(F, D), and the disk rests in backward. That is the
+least there can be where clipping is exact, and of no account where the disk takes less than forward
+does.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+import torch
+
+from stronghold import native
+from stronghold.device.fence import Record, dependences
+from stronghold.device.kernels import Kernels
+from stronghold.memory.buffers import Entry, GradientSlot, view
+from stronghold.memory.layer import STATES, LayerState
+from stronghold.memory.tiers import Views
+from stronghold.memory.window import Window
+from stronghold.model.layout import ParameterSlice
+from stronghold.plan.plan import Gradients
+from stronghold.runtime.adam import ParameterStep, adam_bytes
+from stronghold.runtime.ledger import GateResult, Ledger, norm_and_scale, open_gate
+from stronghold.runtime.parts import Parts
+
+SUM_BLOCK_NUMEL = 65536  # kSumBlock of the kernels: a part of the result's definition
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Gathered:
+    """Gradients of one layer: flat in `memory`, of which element 0 is the first of this rank's
+    range, or (of a model that is whole on the device) `each` by itself. `slot`: the gradient slot
+    that `memory` is. Where `memory` is None they lie in `array` of the layer, maybe in a file.
+    """
+
+    state: LayerState
+    arrived: frozenset[int]
+    dtype: torch.dtype
+    memory: torch.Tensor | None = None
+    record: Record = field(default_factory=Record)
+    slot: GradientSlot | None = None
+    each: Mapping[int, torch.Tensor] = field(default_factory=dict)
+    array: str = ""
+
+    @property
+    def arrays(self) -> tuple[str, ...]:
+        return (self.array,) if self.array else ()
+
+
+@dataclass(slots=True, eq=False)
+class Piece:
+    """Elements [begin, end) of a layer, and the arrays that an operation works on there. `entry`
+    has those that lie in files."""
+
+    found: Gathered
+    begin: int
+    end: int
+    views: Views
+    entry: Entry | None = None
+
+    def gradient(self, k: int, at: int) -> int:
+        """The address of the gradient of the layer's element `at`, of parameter `k`."""
+        found = self.found
+        if k in found.each:
+            offset = at - found.state.layout.slices[k].offset
+            return found.each[k].data_ptr() + offset * found.dtype.itemsize
+        flat = self.gradients
+        return flat.data_ptr() + (at - self.begin) * flat.element_size()
+
+    @property
+    def gradients(self) -> torch.Tensor:
+        """The flat gradients of these elements."""
+        found = self.found
+        if found.memory is None:
+            return self.views[found.array]
+        first = found.state.begin
+        return found.memory[self.begin - first : self.end - first]
+
+
+class Updates:
+    """Norms, sums and Adam of one engine. Hyper-parameters are read when an update is submitted.
+
+    `mode` says where gradients wait; `deferred` layers are updated at the end of backward.
+    `window` has the slots of layers on the device, None for a model that is whole there.
+    """
+
+    def __init__(
+        self,
+        parts: Parts,
+        ledger: Ledger,
+        mode: Gradients,
+        *,
+        deferred: frozenset[int] = frozenset(),
+        window: Window | None = None,
+    ) -> None:
+        self._device = parts.device
+        self._host = parts.host
+        self._tiers = parts.host.tiers
+        self._layers = parts.layers
+        self._adam_steps = parts.adam
+        self._mode = mode
+        self._kernels = parts.kernels
+        self._ledger = ledger
+        self._parameters = parts.parameters
+        self._metrics = parts.metrics
+        self._deferred = deferred
+        self._window = window
+        self._team = parts.team
+        self._late: list[LayerState] = []  # to be updated at the end of this backward
+        self._device_sums: list[torch.Tensor] = []  # of squares, of this step
+        self._prepared: _Prepared | None = None  # waits for the gate's decision
+        self._expected: deque[Piece] = deque()  # loaded ahead ([Note: the first pieces])
+        self._first: list[tuple[LayerState, int, int]] = []  # since backward began
+
+    # -- gradients come ---------------------------------------------------------------------------
+    def begin_backward(self) -> None:
+        """Backward is about to run."""
+        if self._mode is Gradients.RING:
+            first, self._first = self._first, []
+            for state, begin, end in first:
+                self._expected.append(self._load(_unknown(state), begin, end, self._filed(state)))
+
+    def at_once(self, layer: int, *, late: bool = False) -> bool:
+        """Whether the layer is updated as its gradients come: no more may come (`late`)."""
+        return self._mode is Gradients.RING and not late and layer not in self._deferred
+
+    def refuse_further(self, layer: int, arrived: Iterable[int], *, late: bool = False) -> None:
+        """ConfigError when gradients come again that were used already."""
+        if self.at_once(layer, late=late):
+            state = self._layers[layer]
+            self._ledger.refuse_further(state, state.arrived.intersection(arrived))
+
+    def room(self, layer: int, arrived: frozenset[int], *, late: bool = False) -> Entry:
+        """Where the drain of these gradients goes: an entry of the layer's own when they wait there
+        and none of them is there yet, else one of the ring."""
+        state = self._layers[layer]
+        waits = self._mode is not Gradients.ACCUMULATED and not self.at_once(layer, late=late)
+        if waits and not self._in_file(state, "gradients") and not arrived & state.arrived:
+            return self._host.held_entry(layer)
+        return self._host.ring_entry()
+
+    def gathered(self, found: Gathered, *, late: bool = False) -> bool:
+        """Gradients are on their way into `found`: queue what uses them. `late`: more may come in
+        this backward. Returns whether they stay in their slot until the step ends."""
+        state = found.state
+        first, repeated = not state.arrived, self._ledger.arrive(state, found.arrived)
+        if self._mode is Gradients.ACCUMULATED:
+            self.accumulate([found], {state.index: repeated}, first=first)
+        elif self.at_once(state.index, late=late):
+            self._update_now(found)
+        else:
+            if self._mode is Gradients.RING:
+                self._late.append(state)
+            if state.on_device:
+                return self._hold_on_device(found, repeated)
+            self._hold(found, repeated, first=first)
+        return False
+
+    def _update_now(self, found: Gathered) -> None:
+        state = found.state
+        state.applied = True  # also when it fails halfway
+        if state.on_device:
+            self._device_sums.append(self._sums_on_device([found]))
+            self._apply(self._prepare([found]), 1.0)
+            return
+        self._adam(found, 1.0, norms=self._norms(state))
+
+    def _hold(self, found: Gathered, repeated: frozenset[int], *, first: bool) -> None:
+        """Merge gradients into those that wait for the gate, where these are elsewhere, and take
+        norms."""
+        state, drained = found.state, found.memory
+        assert drained is not None
+        norms, nbytes = self._norms(state), found.dtype.itemsize * state.numel_of(found.arrived)
+        if self._in_file(state, "gradients"):
+            self._hold_in_file(found, repeated, norms, nbytes, first=first)
+            return
+        held = self._host.held_entry(state.index)
+        piece = Piece(replace(found, memory=held.memory), state.begin, state.end, {})
+
+        def work() -> None:
+            if drained.data_ptr() != held.memory.data_ptr():
+                for k, own in state.own(found.arrived):
+                    _merge(held.memory[own], drained[own], add=k in repeated)
+            norms.add(piece)
+
+        writes = (held.record, state.records["norms"])
+        reads = () if found.record is held.record else (found.record,)
+        self._device.update.submit(
+            f"norm {state.index}", work, reads=reads, writes=writes, nbytes=nbytes
+        )
+
+    def _hold_in_file(
+        self,
+        found: Gathered,
+        repeated: frozenset[int],
+        norms: PieceNorms,
+        nbytes: int,
+        *,
+        first: bool,
+    ) -> None:
+        """As `_hold`: what is in the file already is merged into what was drained, which is then
+        written as a whole."""
+        state, flat, array = found.state, found.memory, ("gradients",)
+        assert flat is not None
+        target = Entry(flat, found.record)
+        spilled = dependences((), (), state.records_of(array))
+        earlier = frozenset() if first else frozenset(state.arrived)
+        for begin, end in self._tiers.cuts(state.index, array):
+            piece = Piece(
+                found, begin, end, {"gradients": flat[begin - state.begin :][: end - begin]}
+            )
+            loaded = None if first else self._load(found, begin, end, array, " gradients")
+
+            def work(piece: Piece = piece, loaded: Piece | None = loaded) -> None:
+                for k, own in _ranges(loaded, earlier) if loaded is not None else ():
+                    old, new = loaded.views["gradients"][own], piece.views["gradients"][own]  # type: ignore[union-attr]
+                    if k in repeated or k not in found.arrived:
+                        _merge(new, old, add=k in repeated)
+                norms.add(piece)
+
+            reads = () if loaded is None or loaded.entry is None else (loaded.entry.record,)
+            self._device.update.submit(
+                f"norm {state.index}",
+                work,
+                reads=reads,
+                writes=(target.record, state.records["norms"]),
+                nbytes=nbytes * (end - begin) // max(1, state.end - state.begin),
+            )
+            spilled = (
+                self._tiers.queue_spill(
+                    self._device,
+                    state.index,
+                    begin,
+                    piece.views,
+                    target,
+                    spilled,
+                    what=" gradients",
+                ),
+            )
+        state.records["gradients"].write(spilled[0])
+
+    def _hold_on_device(self, found: Gathered, repeated: frozenset[int]) -> bool:
+        state, own, flat = found.state, found.state.own_gradients, found.memory
+        if own is None or flat is None:  # a model that is whole there
+            for k, gradient in found.each.items():
+                if k in repeated:
+                    state.kept[k].add_(gradient)
+                else:
+                    state.kept[k] = gradient
+            return True
+        if own is found.slot:
+            return True
+        slices = state.layout.slices
+
+        def work() -> None:
+            for k in sorted(found.arrived):
+                _merge(own.view(slices[k]), view(flat, slices[k]), add=k in repeated)
+
+        self._device.compute.submit(
+            f"merge {state.index}", work, reads=(found.record,), writes=(own.record,)
+        )
+        return False
+
+    def accumulate(
+        self,
+        batch: Sequence[Gathered],
+        repeated: Mapping[int, frozenset[int]],
+        *,
+        first: bool = False,
+    ) -> None:
+        """Add gradients to their layers' fp32 sums; those that are not `repeated` begin one.
+        `first`: the layer has no sums in this step yet. The last micro-batch takes norms of what is
+        updated on the host; of what is on the device one launch does at the gate."""
+
+        def work(pieces: Sequence[Piece], norms: PieceNorms | None = None) -> None:
+            segments = [
+                (
+                    piece.gradient(k, at),
+                    sums.data_ptr() + (at - piece.begin) * 4,
+                    numel,
+                    k in repeated[piece.found.state.index],
+                )
+                for piece in pieces
+                for sums in (piece.views["accumulated"],)
+                for k, at, numel in _parts(piece)
+            ]
+            kernels = self._device.kernels if batch[0].state.on_device else self._kernels
+            kernels.accumulate(batch[0].dtype, segments)
+            for piece in pieces if norms is not None else ():
+                assert norms is not None
+                norms.add(piece, "accumulated")
+
+        size = batch[0].dtype.itemsize
+        if batch[0].state.on_device:
+            moved = sum(
+                found.state.layout.slices[k].numel
+                * (size + (8 if k in repeated[found.state.index] else 4))
+                for found in batch
+                for k in found.arrived
+            )
+            self._on_device("accumulate", batch, ("accumulated",), work, moved)
+            return
+        (found,) = batch
+        norms = self._norms(found.state) if self._ledger.boundary else None
+        # Gradients are read, sums read and written; the last micro-batch reads them for a norm.
+        each = size + (12 if norms is not None else 8)
+        self._over_pieces(
+            "accumulate",
+            found,
+            ("accumulated",),
+            lambda piece: work([piece], norms),
+            each,
+            load=not first,
+            what=" sums",
+        )
+
+    def end_backward(self) -> None:
+        """Backward has ended: update, in the order of the next forward, what is deferred, and what
+        more gradients might have come for.
+        """
+        late = sorted(set(self._late), key=lambda state: state.index)
+        for state in late:
+            state.applied = True
+            self._adam(self._waiting(state), 1.0)
+        self._drop_expected()
+        self._late.clear()
+
+    def abandon_backward(self) -> None:
+        """Backward raised: the step's gradients are void, and weights that it changed stay so."""
+        self._ledger.abandon_backward()
+        self._drop_expected()
+        self._late.clear()
+        self.forget()
+
+    # -- the gate ---------------------------------------------------------------------------------
+    def close_gate(
+        self, *, clipping: float, loss_scale: float, decides: bool
+    ) -> tuple[GateResult, list[int]]:
+        """End the step: wait for the norm, then queue the updates in forward order, or nothing on
+        overflow. Where the norm does not decide anything and is the device's, nobody waits for it.
+
+        `clipping`: largest global norm, 0 for none. Gradients carry `loss_scale`. Returns the
+        layers on the host that change.
+        """
+        for state in self._layers:
+            state.records["norms"].writer.wait()
+        self._ledger.check()
+        with self._ledger.changing("engine.step"):
+            gate, scale = self._decide(clipping, loss_scale, decides or clipping > 0.0)
+            changed: list[LayerState] = []
+            if not gate.overflow:
+                changed = [s for s in self._layers if s.arrived and not s.on_device]
+                for state in changed if self._mode is not Gradients.RING else ():
+                    self._adam(self._waiting(state), scale)
+                prepared, self._prepared = self._prepared, None
+                if prepared is not None:
+                    self._apply(prepared, scale)
+            self.forget()
+        return gate, [state.index for state in changed]
+
+    def _decide(
+        self, clipping: float, loss_scale: float, decides: bool
+    ) -> tuple[GateResult, float]:
+        on_host, read = self._square_sums()
+        on_host = self._team.meet(self._layers, on_host)
+        if decides or on_host or read is None:
+            sums = on_host + (read() if read is not None else [])
+            return open_gate(sums, clipping=clipping, loss_scale=loss_scale, early=not decides)
+
+        def norm() -> float:
+            return norm_and_scale(read(), clipping=0.0, loss_scale=loss_scale)[0]
+
+        return GateResult(grad_norm=norm, overflow=False), 1.0 / loss_scale
+
+    def _square_sums(self) -> tuple[list[float], Callable[[], list[float]] | None]:
+        """The sums of squares of the step's gradients, in any order: of those on the host, and what
+        reads those on the device, whose share of the update is prepared meanwhile."""
+        on_host: list[float] = []
+        waiting: list[Gathered] = []
+        for state in self._layers:
+            if state.on_device:
+                if state.arrived and self._mode is not Gradients.RING:
+                    waiting.append(self._waiting(state))
+                continue
+            for k in sorted(state.arrived - state.square_sums.keys()):
+                self._late_norm(state, k)  # summed up before, without a gradient in the last batch
+            on_host += [state.square_sums[k] for k in state.arrived]
+        sums = list(self._device_sums)
+        if waiting:
+            sums.append(self._sums_on_device(waiting))
+            self._prepared = self._prepare(waiting)
+        return on_host, self._device.read_later(torch.cat(sums)) if sums else None
+
+    def _late_norm(self, state: LayerState, k: int) -> None:
+        state.records["accumulated"].writer.wait()
+        part, norms = _own_part(state, k), self._norms(state)
+        state.square_sums[k] = 0.0
+        for begin, end, found in self._host.pieces(
+            state.index, ("accumulated",), part.offset, part.offset + part.numel
+        ):
+            norms.add_part(found["accumulated"], begin, end, k, part)
+
+    def forget(self) -> None:
+        """Drop the gradients of the step that has ended or is abandoned."""
+        self._team.forget()
+        if self._prepared is not None:  # the gate stays closed: its steps were not taken
+            for found in self._prepared.batch:
+                self._adam_steps.retract(found.state.index, found.arrived)
+            self._prepared = None
+        self._device_sums.clear()
+        for state in self._layers if self._window is not None else ():
+            if state.on_device:
+                self._window.drop_held(state.index)  # type: ignore[union-attr]
+        self._ledger.forget()
+
+    def restart(self) -> None:
+        """The arrays are about to be written anew: finish what is queued, and drop the gradients of
+        a step that has not ended.
+        """
+        self._drop_expected()
+        self._late.clear()
+        self.forget()
+        for state in self._layers:
+            state.wait_unused()
+
+    # -- Adam -------------------------------------------------------------------------------------
+    def _waiting(self, state: LayerState) -> Gathered:
+        """The layer's gradients where they wait."""
+        index, arrived = state.index, frozenset(state.arrived)
+        if self._mode is Gradients.ACCUMULATED:
+            record = state.records["accumulated"]
+            return Gathered(
+                state=state,
+                arrived=arrived,
+                dtype=torch.float32,
+                record=record,
+                array="accumulated",
+            )
+        dtype = self._host.dtype
+        if state.on_device:
+            return self._held_on_device(state, arrived, dtype)
+        if self._in_file(state, "gradients"):
+            record = state.records["gradients"]
+            return Gathered(
+                state=state, arrived=arrived, dtype=dtype, record=record, array="gradients"
+            )
+        held = self._host.held_entry(index)
+        return Gathered(
+            state=state, arrived=arrived, dtype=dtype, memory=held.memory, record=held.record
+        )
+
+    def _held_on_device(
+        self, state: LayerState, arrived: frozenset[int], dtype: torch.dtype
+    ) -> Gathered:
+        own = state.own_gradients
+        if own is None:
+            return Gathered(state=state, arrived=arrived, dtype=dtype, each=state.kept)
+        return Gathered(
+            state=state, arrived=arrived, dtype=dtype, memory=own.gradients, record=own.record
+        )
+
+    def _adam(self, found: Gathered, scale: float, norms: PieceNorms | None = None) -> None:
+        """One step of Adam of a layer on the host, with this moment's hyper-parameters; norms of
+        its gradients on the way, where they were not taken before."""
+        state, weight_dtype = found.state, self._host.dtype
+        steps = self._adam_steps.advance(state.index, found.arrived, scale)
+
+        def work(piece: Piece) -> None:
+            if norms is not None:
+                norms.add(piece)
+            self._kernels.adam(weight_dtype, found.dtype, _segments(piece, steps))
+
+        each = adam_bytes(weight_dtype, found.dtype)
+        each += found.dtype.itemsize if norms is not None else 0
+        # An update whose norms were taken before is not waited for by the gate.
+        self._over_pieces("update", found, STATES, work, each, norms=norms is not None)
+        self._team.exchange(state)
+
+    def _over_pieces(
+        self,
+        verb: str,
+        found: Gathered,
+        changed: Sequence[str],
+        work: Callable[[Piece], None],
+        bytes_each: int,
+        *,
+        load: bool = True,
+        norms: bool = True,
+        what: str = "",
+    ) -> None:
+        """Queue `work` over a layer on the host, piece by piece: it reads the gradients of `found`
+        and writes the arrays `changed`, and `norms` where it takes them. `bytes_each`: what it
+        moves for an element."""
+        state, device = found.state, self._device
+        finish = partial(self._team.publishing, state) if verb == "update" else None
+        of_ram = self._present(state, changed)
+        writes = [*state.records_of(of_ram), *([state.records["norms"]] if norms else [])]
+        arrays = (*changed, *found.arrays)
+        filed = tuple(a for a in self._tiers.spilled(state.index) if a in arrays)
+        if not filed:
+            views = self._slabs(state, (*of_ram, *found.arrays), state.begin, state.end)
+            piece = Piece(found, state.begin, state.end, views)
+
+            def run() -> None:
+                work(piece)
+
+            device.update.submit(
+                f"{verb} {state.index}",
+                run if finish is None else finish(run),
+                reads=(found.record,),
+                writes=writes,
+                nbytes=bytes_each * state.numel_of(found.arrived),
+            )
+            return
+        kept = tuple(a for a in (*of_ram, *found.arrays) if a not in filed)
+        spills = tuple(a for a in filed if a in changed)
+        reads = () if found.array in filed else (found.record,)
+        spilled = dependences((), (), state.records_of(spills))
+        cuts = [  # for the others no gradient came
+            (begin, end)
+            for begin, end in self._tiers.cuts(state.index, filed)
+            if any(begin < at + n and at < end for _, at, n in _own_parts(state, found.arrived))
+        ]
+        if not cuts and finish is not None:
+            device.update.submit(
+                f"update {state.index}", finish(_nothing), reads=reads, writes=writes
+            )
+        for begin, end in cuts:
+            piece = self._next(found, begin, end, filed, load=load, what=what)
+            piece.views = piece.views | self._slabs(state, kept, begin, end)
+            entry = piece.entry
+            assert entry is not None
+
+            def run_piece(piece: Piece = piece) -> None:
+                work(piece)
+
+            device.update.submit(
+                f"{verb} {state.index}",
+                run_piece if finish is None or end < cuts[-1][1] else finish(run_piece),
+                reads=reads,
+                writes=(entry.record, *writes),
+                nbytes=bytes_each * (end - begin),
+            )
+            if spills:
+                views = {array: piece.views[array] for array in spills}
+                fence = self._tiers.queue_spill(
+                    device, state.index, begin, views, entry, spilled, what=what
+                )
+                spilled = (fence,)
+        for record in state.records_of(spills) if cuts else ():
+            record.write(spilled[0])
+
+    # -- pieces -----------------------------------------------------------------------------------
+    def _in_file(self, state: LayerState, array: str) -> bool:
+        return self._tiers.holds(state.index, array)
+
+    def _filed(self, state: LayerState) -> tuple[str, ...]:
+        return self._tiers.spilled(state.index)
+
+    def _present(self, state: LayerState, arrays: Iterable[str]) -> tuple[str, ...]:
+        """Those of `arrays` that the layer has in memory."""
+        return tuple(
+            a for a in arrays if not self._in_file(state, a) and getattr(state, a) is not None
+        )
+
+    def _slabs(self, state: LayerState, arrays: Iterable[str], begin: int, end: int) -> Views:
+        found: Views = {}
+        for array in arrays:
+            first = 0 if array == "weights" else state.begin
+            found[array] = getattr(state, array)[begin - first : end - first]
+        return found
+
+    def _next(
+        self,
+        found: Gathered,
+        begin: int,
+        end: int,
+        filed: tuple[str, ...],
+        *,
+        load: bool,
+        what: str,
+    ) -> Piece:
+        """The piece with room in a staging entry, whose load is queued unless there is nothing."""
+        state = found.state
+        if not load:
+            entry = self._tiers.updates.next()
+            return Piece(
+                found, begin, end, self._tiers.views(entry.memory, filed, end - begin), entry
+            )
+        if not what and len(self._first) < len(self._tiers.updates):
+            self._first.append((state, begin, end))
+        if self._expected:
+            piece = self._expected[0]
+            if (piece.found.state, piece.begin, piece.end) == (state, begin, end):
+                piece.found = found
+                return self._expected.popleft()
+            self._drop_expected()
+        return self._load(found, begin, end, filed, what)
+
+    def _load(
+        self, found: Gathered, begin: int, end: int, filed: Sequence[str], what: str = ""
+    ) -> Piece:
+        state, entry = found.state, self._tiers.updates.next()
+        records = state.records_of(filed)
+        views = self._tiers.queue_load(
+            self._device, state.index, begin, end, filed, entry, records, what=what
+        )
+        return Piece(found, begin, end, views, entry)
+
+    def _drop_expected(self) -> None:
+        """Nothing that was loaded will be used."""
+        self._expected.clear()
+
+    # -- norms ------------------------------------------------------------------------------------
+    def _norms(self, state: LayerState) -> PieceNorms:
+        return PieceNorms(self._kernels, state.square_sums)
+
+    # -- on the device ----------------------------------------------------------------------------
+    def _on_device(
+        self,
+        verb: str,
+        batch: Sequence[Gathered],
+        changed: Sequence[str],
+        work: Callable[[Sequence[Piece]], None],
+        nbytes: int,
+    ) -> None:
+        """Run `work` on the compute lane, in one launch for all layers of `batch`."""
+        pieces = [self._on_device_piece(found, changed) for found in batch]
+        records = [
+            found.state.records[array]
+            for found in batch
+            for array in self._present(found.state, changed)
+        ]
+        first = batch[0].state.index
+        more = f" and {len(batch) - 1} more layers" if len(batch) > 1 else ""
+        self._device.compute.submit(
+            f"{verb} {first}{more}",
+            lambda: work(pieces),
+            reads=[found.record for found in batch],
+            writes=records,
+            nbytes=nbytes,
+        )
+        for seconds in self._device.compute.take_waits():
+            self._metrics.waited("update", seconds)
+
+    def _on_device_piece(self, found: Gathered, changed: Sequence[str]) -> Piece:
+        state = found.state
+        arrays = (*self._present(state, changed), *found.arrays)
+        return Piece(
+            found, state.begin, state.end, self._slabs(state, arrays, state.begin, state.end)
+        )
+
+    def _sums_on_device(self, batch: Sequence[Gathered]) -> torch.Tensor:
+        """The sum of squares of each gradient, fp64, on the device: valid for later compute."""
+        sums: list[torch.Tensor] = []
+
+        def work(pieces: Sequence[Piece]) -> None:
+            segments = [
+                (piece.gradient(k, at), numel) for piece in pieces for k, at, numel in _parts(piece)
+            ]
+            sums.append(self._device.kernels.sum_squares_async(batch[0].dtype, segments))
+
+        numel = sum(found.state.numel_of(found.arrived) for found in batch)
+        self._on_device("norm", batch, (), work, batch[0].dtype.itemsize * numel)
+        return sums[0]
+
+    def _prepare(self, batch: Sequence[Gathered]) -> _Prepared:
+        """Everything of `_apply` but the gradients' scale, with this moment's hyper-parameters: the
+        host's share of an update, done while the device is still busy with backward.
+        """
+        segments: list[native.AdamSegment] = []
+        for found in batch:
+            steps = self._adam_steps.advance(found.state.index, found.arrived, 1.0)
+            segments += _segments(self._on_device_piece(found, STATES), steps)
+        return _Prepared(batch, native.adam_rows(segments))
+
+    def _apply(self, prepared: _Prepared, scale: float) -> None:
+        batch, rows = prepared.batch, prepared.rows
+        rows["grad_scale"] = scale
+        dtype, weight_dtype = batch[0].dtype, self._host.dtype
+
+        def work(_: Sequence[Piece]) -> None:
+            self._device.kernels.adam(weight_dtype, dtype, rows)
+            # A graph that was kept may need the weights of before: autograd refuses it then.
+            torch.autograd.graph.increment_version(
+                [self._parameters[found.state.index][k] for found in batch for k in found.arrived]
+            )
+
+        nbytes = adam_bytes(weight_dtype, dtype) * int(rows["numel"].sum())
+        self._on_device("update", batch, STATES, work, nbytes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    """One launch of Adam for layers on the device; `rows` wait for the gradients' scale."""
+
+    batch: Sequence[Gathered]
+    rows: native.AdamRows
+
+
+class PieceNorms:
+    """Sums of squares of parameters, by position, in `sums`, with the bits that the whole gives.
+
+    The kernel adds up blocks of a fixed size, counted from a parameter's first element, and then
+    the blocks in order ([Note: same bits] of `stronghold.h`); pieces of a layer end wherever a page
+    does. So a block that is cut is put together here before it is summed. A sum is complete once
+    every element was added, in order. Entered by one thread at a time.
+    """
+
+    def __init__(self, kernels: Kernels, sums: dict[int, float]) -> None:
+        self._kernels = kernels
+        self._sums = sums
+        self._totals: dict[int, float] = {}  # `sums` may have an older one
+        self._cut: torch.Tensor | None = None  # the block that the last piece cut
+
+    def add(self, piece: Piece, array: str = "") -> None:
+        """Add the piece's gradients, or what lies in `array`, of every parameter that arrived."""
+        flat = piece.views[array] if array else piece.gradients
+        whole: list[tuple[int, int, int]] = []
+        for k, part in _own_slices(piece.found.state, piece.found.arrived):
+            inside = piece.begin <= part.offset and part.offset + part.numel <= piece.end
+            # A simulation's blocks would be most of its time.
+            if inside or not part.numel or flat.is_meta:
+                at = (part.offset - piece.begin) * flat.element_size()
+                whole.append((k, flat.data_ptr() + at, part.numel))
+            elif part.offset < piece.end and piece.begin < part.offset + part.numel:
+                self.add_part(flat, piece.begin, piece.end, k, part)
+        found = self._kernels.sum_squares(flat.dtype, [(at, numel) for _, at, numel in whole])
+        self._sums.update(zip((k for k, _, _ in whole), found, strict=True))
+
+    def add_part(
+        self, flat: torch.Tensor, begin: int, end: int, k: int, part: ParameterSlice
+    ) -> None:
+        """Add what of `part`, parameter `k`, lies in `flat`: elements [begin, end) of the layer."""
+        blocks: list[torch.Tensor] = []
+        at, stop = max(begin, part.offset), min(end, part.offset + part.numel)
+        while at < stop:
+            done = (at - part.offset) // SUM_BLOCK_NUMEL + 1
+            last = part.offset + min(part.numel, done * SUM_BLOCK_NUMEL)
+            block = flat[at - begin : min(stop, last) - begin]
+            if self._cut is not None:
+                block, self._cut = torch.cat([self._cut, block]), None
+            if stop < last:
+                self._cut = block.clone()
+            else:
+                blocks.append(block)
+            at = min(stop, last)
+        segments = [(block.data_ptr(), block.numel()) for block in blocks]
+        for value in self._kernels.sum_squares(flat.dtype, segments):
+            self._sums[k] = self._totals[k] = self._totals.get(k, 0.0) + value
+
+
+def _unknown(state: LayerState) -> Gathered:
+    """What is loaded before its gradients have come."""
+    return Gathered(state=state, arrived=frozenset(), dtype=torch.float32)
+
+
+def _merge(target: torch.Tensor, part: torch.Tensor, *, add: bool) -> None:
+    if add:
+        target.add_(part)
+    else:
+        target.copy_(part)
+
+
+def _own_part(state: LayerState, k: int) -> ParameterSlice:
+    """The part of a parameter that this rank has; blocks of a norm are counted from there."""
+    part = state.layout.slices[k]
+    if state.shards.num_ranks == 1:
+        return part
+    own = part.within(state.begin, state.end)
+    return replace(part, offset=state.begin + own.start, numel=own.stop - own.start)
+
+
+def _own_slices(
+    state: LayerState, positions: Iterable[int]
+) -> Iterator[tuple[int, ParameterSlice]]:
+    return ((k, _own_part(state, k)) for k in sorted(positions))
+
+
+def _own_parts(state: LayerState, positions: Iterable[int]) -> Iterator[tuple[int, int, int]]:
+    """(position, first element of the layer, number of elements) of what this rank has."""
+    for k, own in state.own(positions):
+        if own.stop > own.start:
+            yield k, state.begin + own.start, own.stop - own.start
+
+
+def _parts(piece: Piece) -> Iterator[tuple[int, int, int]]:
+    """The same of what lies in the piece."""
+    for k, at, numel in _own_parts(piece.found.state, piece.found.arrived):
+        first, last = max(at, piece.begin), min(at + numel, piece.end)
+        if first < last:
+            yield k, first, last - first
+
+
+def _ranges(piece: Piece, positions: Iterable[int]) -> Iterator[tuple[int, slice]]:
+    """Where parameters lie in the piece's flat arrays."""
+    for k, at, numel in _own_parts(piece.found.state, positions):
+        first, last = max(at, piece.begin), min(at + numel, piece.end)
+        if first < last:
+            yield k, slice(first - piece.begin, last - piece.begin)
+
+
+def _segments(piece: Piece, steps: Sequence[ParameterStep]) -> list[native.AdamSegment]:
+    """Adam over the piece. Whoever calls keeps its arrays alive until the kernel has run."""
+
+    def base(array: str) -> tuple[int, int]:
+        flat = piece.views.get(array)
+        return (0, 0) if flat is None else (flat.data_ptr(), flat.element_size())
+
+    (weights, size), (low, low_size) = base("weights"), base("low")
+    exp_avg, exp_avg_sq = base("exp_avg")[0], base("exp_avg_sq")[0]
+    places = {k: (at, numel) for k, at, numel in _parts(piece)}
+    segments = []
+    for k, step in zip(sorted(piece.found.arrived), steps, strict=True):
+        if k in places:
+            at, numel = places[k]
+            i = at - piece.begin
+            segments.append(
+                native.AdamSegment(
+                    weights + i * size,
+                    low + i * low_size,
+                    exp_avg + i * 4,
+                    exp_avg_sq + i * 4,
+                    piece.gradient(k, at),
+                    numel,
+                    *step[1:],
+                )
+            )
+    return segments
+
+
+def _nothing() -> None:
+    """No element of this rank's has a gradient."""
