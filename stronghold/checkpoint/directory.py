@@ -25,9 +25,10 @@ import os
 import re
 import shutil
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 
-from stronghold.checkpoint.held import HeldFile, MissingError
+from stronghold.checkpoint.tensorfile import HeldFile, MissingError
 from stronghold.errors import CheckpointError, ConfigError, did_you_mean
 from stronghold.process import TOKEN, Life, Process
 
@@ -39,7 +40,9 @@ RENAME_EXCHANGE = 2  # linux/fs.h
 AT_FDCWD = -100  # fcntl.h
 THERE_IS_ONE = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)
 CANNOT_EXCHANGE = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EPERM)
-HIDDEN = re.compile(rf"\..+\.tmp-(?P<process>{TOKEN})-[0-9a-f]{{8}}", re.ASCII)
+HIDDEN = re.compile(
+    rf"\.(?P<tag>.+)\.(?P<kind>tmp|old)-(?P<process>{TOKEN})-[0-9a-f]{{8}}", re.ASCII
+)
 
 
 def check_tag(tag: object) -> str:
@@ -59,6 +62,12 @@ def hidden_name(tag: str) -> str:
     return f".{tag}.tmp-{Process.this()}-{uuid.uuid4().hex[:8]}"
 
 
+def aside_of(save_dir: Path, tag: str) -> Path:
+    """Where an old tag waits while the new one takes its name, without an exchange. Nobody else
+    gives a directory such a name: what a user has put aside as .TAG.old is the user's."""
+    return save_dir / f".{tag}.old-{hidden_name(tag).removeprefix(f'.{tag}.tmp-')}"
+
+
 def begin(save_dir: Path, tag: str) -> Path:
     """An empty hidden directory for `tag`; leftovers of processes that have ended are removed."""
     save_dir.mkdir(parents=True, exist_ok=True)
@@ -69,12 +78,31 @@ def begin(save_dir: Path, tag: str) -> Path:
     return hidden
 
 
+@contextlib.contextmanager
+def appearing(final: Path) -> Iterator[Path]:
+    """A hidden directory to write into, which becomes `final` when the block has ended; nothing is
+    left of one that fails."""
+    hidden = begin(final.parent, final.name)
+    try:
+        yield hidden
+        publish(hidden, final)
+    except BaseException:
+        remove(hidden)
+        raise
+
+
+def check_new(out: Path) -> None:
+    """ConfigError when `out` holds something already."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError(f"{out}: exists and is not empty; name a new directory")
+
+
 def remove_leftovers(save_dir: Path) -> None:
     """Remove what saves of this user that have ended left half-written ([Note: leftovers])."""
     for path in sorted(save_dir.iterdir()):
         match = HIDDEN.fullmatch(path.name)
-        process = match and Process.parse(match["process"])
-        if not process:
+        process = Process.parse(match["process"]) if match and match["kind"] == "tmp" else None
+        if process is None:
             continue
         try:
             mine = path.lstat().st_uid == os.geteuid()
@@ -144,20 +172,11 @@ def _exchange(one: Path, two: Path) -> bool:
     raise OSError(code, os.strerror(code), str(two))
 
 
-def aside_of(save_dir: Path, tag: str) -> Path:
-    """Where an old tag waits while the new one takes its name, without an exchange. Nobody else
-    gives a directory such a name: what a user has put aside as .TAG.old is the user's."""
-    return save_dir / f".{tag}.old-{hidden_name(tag).removeprefix(f'.{tag}.tmp-')}"
-
-
 def restore_aside(save_dir: Path, tag: str) -> None:
     """Bring back a tag whose replacement never took its name."""
-    waiting = f".{tag}.old-"
     for aside in save_dir.glob(".*.old-*"):
-        if not (
-            aside.name.startswith(waiting)
-            and HIDDEN.fullmatch(aside.name.replace(waiting, f".{tag}.tmp-", 1))
-        ):
+        match = HIDDEN.fullmatch(aside.name)
+        if match is None or (match["tag"], match["kind"]) != (tag, "old"):
             continue
         if (save_dir / tag).exists():
             remove(aside)
@@ -200,14 +219,6 @@ def resolve(load_dir: Path, tag: str) -> Path:
     path = load_dir / tag
     if path.is_dir():
         return path
-    tags = (
-        [found.name for found in sorted(load_dir.iterdir()) if _is_tag(found)]
-        if load_dir.is_dir()
-        else []
-    )
+    tags = [f.name for f in sorted(load_dir.glob("*")) if f.is_dir() and f.name[0] != "."]
     there = f"the tags there are {', '.join(tags)}" if tags else "there is no tag in it"
     raise CheckpointError(f"{path}: no such checkpoint; {there}.{did_you_mean(tag, tags)}")
-
-
-def _is_tag(path: Path) -> bool:
-    return path.is_dir() and not path.name.startswith(".")

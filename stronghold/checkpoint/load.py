@@ -6,7 +6,7 @@ enters.
 
 [Note: verified first] `Load` reads the manifest, matches names and shapes, checks the size and the
 checksum of every file that is needed, and unpacks the small state. Whatever is wrong is raised
-there, before `weights`, `optimizer` or `finish` write a byte.
+there, before `into_slabs` writes a byte.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from typing import Any
 import torch
 
 from stronghold.checkpoint import state
-from stronghold.checkpoint.manifest import BUFFERS, Slices, TensorRecord
+from stronghold.checkpoint.manifest import OpenTag, TensorRecord
 from stronghold.checkpoint.save import named_groups, persistent_buffers
-from stronghold.checkpoint.tag import OpenTag
+from stronghold.checkpoint.team import Team
 from stronghold.errors import CheckpointError, ConfigError, did_you_mean
-from stronghold.memory.masters import join_master
+from stronghold.memory.host import join_master
 from stronghold.memory.tiers import LOW_DTYPE
 from stronghold.model.layout import ParameterSlice
 from stronghold.runtime.optimizer import EngineOptimizer
@@ -35,7 +35,8 @@ class Load:
     """One verified checkpoint, ready to be written into `stack`: [Note: verified first].
 
     `optimizer` is None for a load of weights alone. `names_must_match` is DeepSpeed's strictness;
-    shapes always must. `trusted`: as for `state.unpack`. Holds the files open until `close`.
+    shapes always must. `trusted`: as for `state.unpack`. A context, in which the files are held
+    open. `mark`: what tells the tag that was opened from one that takes its place.
     """
 
     def __init__(
@@ -44,24 +45,27 @@ class Load:
         stack: Stack,
         optimizer: EngineOptimizer | None,
         *,
+        team: Team,
         names_must_match: bool,
-        slices: Slices,
         trusted: bool,
     ) -> None:
         self._path = path
-        self._slices = slices
         self._stack = stack
         self._optimizer = optimizer
-        self._tag = OpenTag(path, slices)
+        self._tag = OpenTag(path, team.slices)
+        self.mark = self._tag.mark
         try:
             self.manifest = self._tag.manifest
             self._records = {a: record for record in self.manifest.tensors for a in record.aliases}
             self._found = self._match(names_must_match)
             if optimizer is not None:
                 self._check_optimizer(optimizer)
-            self._check_files()
-            self._check_headers()
-            self.state = state.unpack(self._tag.file(slices.state), trusted=trusted)
+            # The ranks divide the files among them: none goes on when one has failed.
+            needed = sorted({team.slices.state} | self._needed())
+            self._tag.check(needed[team.rank :: team.num_ranks])
+            records = [record for _, _, _, record in self._found]
+            self._tag.check_headers(records, state=optimizer is not None)
+            self.state = state.unpack(self._tag.file(team.slices.state), trusted=trusted)
         except BaseException:
             self._tag.close()
             raise
@@ -71,11 +75,6 @@ class Load:
 
     def __exit__(self, *_: object) -> None:
         self._tag.close()
-
-    @property
-    def mark(self) -> int:
-        """What tells the tag that was opened from one that takes its place."""
-        return self._tag.mark
 
     # -- checks ---------------------------------------------------------------------------------
     def _match(self, strict: bool) -> list[tuple[int, int, ParameterSlice, TensorRecord]]:
@@ -150,27 +149,13 @@ class Load:
                         f"take the place of {group[key]!r}; {advice}"
                     )
 
-    def _needed(self) -> list[str]:
-        names = {record.weights for _, _, _, record in self._found} | {self._slices.state}
-        if self.manifest.buffers:
-            names.add(self._slices.name(BUFFERS))
-        if self._optimizer is not None:
-            for _, _, _, record in self._found:
-                names.update(name for name in (record.low, record.moments) if name is not None)
-        return sorted(names)
-
-    def _check_files(self) -> None:
-        """Sizes and checksums; several ranks divide the files among them, and whoever makes loads
-        lets none go on when one has failed (`shared_save.alike`)."""
-        ranks, names = self._stack.ranks, self._needed()
-        self._tag.check(names if ranks is None else names[ranks.rank :: ranks.num_ranks])
-
-    def _check_headers(self) -> None:
-        """The files' headers must say what the manifest says."""
+    def _needed(self) -> set[str]:
+        names = {self._tag.buffers} if self.manifest.buffers else set()
         for _, _, _, record in self._found:
-            self._tag.check_tensor(record, state=self._optimizer is not None)
-        if self.manifest.buffers:
-            self._tag.check_buffers(self._slices.name(BUFFERS))
+            names.add(record.weights)
+            if self._optimizer is not None:
+                names.update(filter(None, (record.low, record.moments)))
+        return names
 
     # -- writing --------------------------------------------------------------------------------
     def into_slabs(self, custom: Callable[..., Any] | None = None) -> None:
@@ -206,8 +191,10 @@ class Load:
             with_master = exact and part.trainable
             if record.dtype is host.dtype:
                 self._fill(index, "weights", part, record.weights, record.name)
-                if with_master:
-                    self._same_low(index, part, record)
+                if with_master and record.low is None and LOW_DTYPE[host.dtype] is torch.float32:
+                    self._copy_weights_to_low(index, part)
+                elif with_master:
+                    self._fill(index, "low", part, record.low, record.name)
                 continue
             begin = 0
             for master in masters(self._tag, record, exact=with_master):
@@ -228,50 +215,39 @@ class Load:
                 host.restart_master(index, positions)
         for name, buffer in persistent_buffers(model):
             if name in self.manifest.buffers:
-                values = self._tag.tensors(self._slices.name(BUFFERS)).read(name)
-                buffer.data.copy_(values)
+                buffer.data.copy_(self._tag.tensors(self._tag.buffers).read(name))
 
-    def _fill(self, index: int, array: str, part: ParameterSlice, file: str, name: str) -> None:
-        """Read a tensor of a file into a parameter's part of an array, wherever that lies."""
+    def _fill(
+        self, index: int, array: str, part: ParameterSlice, file: str | None, name: str
+    ) -> None:
+        """Read a tensor of a file, or zeros without one, into a parameter's part of an array,
+        wherever that lies; one that the layer does not have is left out."""
         host, at, end = self._stack.host, part.offset, part.offset + part.numel
-        if host.layers[index].on_device:
+        if not host.has(index, array):
+            return
+        if file is not None and host.layers[index].on_device:
             begin, target = 0, getattr(host.layers[index], array)[at:end]
             for piece in self._tag.tensors(file).pieces(name):
                 target[begin : begin + piece.numel()].copy_(piece)  # waits: it is filled again
                 begin += piece.numel()
             return
         for first, _, found in host.pieces(index, (array,), at, end, mode="replace"):
-            self._tag.tensors(file).read_part(name, first - at, found[array])
+            if file is None:
+                found[array].zero_()
+            else:
+                self._tag.tensors(file).read_part(name, first - at, found[array])
 
-    def _same_low(self, index: int, part: ParameterSlice, record: TensorRecord) -> None:
+    def _copy_weights_to_low(self, index: int, part: ParameterSlice) -> None:
         host, at, end = self._stack.host, part.offset, part.offset + part.numel
-        if not host.has(index, "low"):
-            return
-        if record.low is not None:
-            self._fill(index, "low", part, record.low, record.name)
-        elif LOW_DTYPE[host.dtype] is torch.float32:
+        if host.has(index, "low"):
             for _, _, found in host.pieces(index, ("weights", "low"), at, end, mode="edit"):
                 found["low"].copy_(found["weights"])
-        else:
-            self._clear(index, "low", part)
-
-    def _clear(self, index: int, array: str, part: ParameterSlice) -> None:
-        at, end = part.offset, part.offset + part.numel
-        for _, _, found in self._stack.host.pieces(index, (array,), at, end, mode="replace"):
-            found[array].zero_()
 
     def _moments(self) -> None:
-        host = self._stack.host
         for index, k, part, record in self._found:
-            if not part.trainable:
-                continue
-            self._stack.adam.counts[index][k] = record.step
-            for moment in ("exp_avg", "exp_avg_sq"):
-                if not host.has(index, moment):
-                    continue
-                if record.moments is None:
-                    self._clear(index, moment, part)
-                else:
+            if part.trainable:
+                self._stack.adam.counts[index][k] = record.step
+                for moment in ("exp_avg", "exp_avg_sq"):
                     self._fill(index, moment, part, record.moments, f"{moment}.{record.name}")
 
     def _hyper_parameters(self, optimizer: EngineOptimizer) -> None:
@@ -292,7 +268,7 @@ class Load:
             for alias in record.aliases
         }
         for name in self.manifest.buffers:
-            found[name] = self._tag.tensors(self._slices.name(BUFFERS)).read(name)
+            found[name] = self._tag.tensors(self._tag.buffers).read(name)
         return found
 
 

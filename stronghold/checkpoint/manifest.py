@@ -1,7 +1,8 @@
-"""The manifest: what a checkpoint holds, by parameter name, and what each of its files must be.
+"""What a tag holds, by parameter name, and a tag while it is read.
 
-Owns `manifest.json` and its checks. A checkpoint knows nothing of windows, tiers, policies or the
-partition into layers: tensors are whole and named as the model names them. Never reads a tensor.
+Owns `manifest.json` and its checks, and a tag's files from before they are verified until the last
+of them is read. A checkpoint knows nothing of windows, tiers, policies or the partition into
+layers: tensors are whole and named as the model names them. The training thread alone enters.
 
 Files of a tag: `weights-N` (parameters in the compute dtype, N the saving engine's layer),
 `masters-N` (what makes the fp32 master of them: bf16's 16-bit remainders or fp16's fp32 masters),
@@ -9,19 +10,25 @@ Files of a tag: `weights-N` (parameters in the compute dtype, N the saving engin
 Hugging Face model); `mp_rank_00_model_states.pt` (everything else: see `state`). Of a model that is
 split over model-parallel ranks each has these files for its slices, under names that say whose
 (`Slices`).
+
+[Note: one save] A tag may be replaced while it is read, and often is while training goes on: its
+directory and its files are opened once and read by descriptor, so that all is of one save.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
+import time
 import zlib
 from collections import Counter
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import torch
 from pydantic import (
@@ -29,13 +36,21 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
-    JsonValue,
+    PlainSerializer,
+    PlainValidator,
     ValidationError,
     model_validator,
 )
 
-from stronghold.checkpoint.held import FileRecord, HeldFile, MissingError
-from stronghold.checkpoint.tensorfile import DTYPES, NAMES, write_durably
+from stronghold.checkpoint.tensorfile import (
+    DTYPES,
+    NAMES,
+    FileRecord,
+    HeldFile,
+    MissingError,
+    TensorFile,
+    write_durably,
+)
 from stronghold.errors import CheckpointError, ConfigError
 from stronghold.memory.tiers import LOW_DTYPE
 
@@ -46,6 +61,9 @@ BUFFERS = "buffers.safetensors"
 FORMAT = "stronghold checkpoint"
 VERSION = 1
 LARGEST = 256 << 20  # bytes of a manifest: a million tensors
+ATTEMPTS = 100  # each fails only when the tag was replaced within the milliseconds of one
+COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
+GAS = "gradient_accumulation_steps"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,62 +83,108 @@ class Slices:
         return f"mp_rank_{self.rank:02d}_model_states.pt"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TensorRecord:
+def _one_name(name: str) -> str:
+    """Of a file beside the manifest, and nowhere else."""
+    if name in ("", ".", "..") or "/" in name or "\0" in name:
+        raise ValueError("expected the name of a file in this directory")
+    return name
+
+
+def _floating(value: Any) -> torch.dtype:
+    dtype = DTYPES.get(value) if isinstance(value, str) else value
+    if not isinstance(dtype, torch.dtype) or dtype not in LOW_DTYPE:
+        raise ValueError(f"expected one of {', '.join(NAMES[dtype] for dtype in LOW_DTYPE)}")
+    return dtype
+
+
+Count = Annotated[int, Field(ge=0, le=2**53)]
+Name = Annotated[str, Field(min_length=1)]
+FileName = Annotated[str, AfterValidator(_one_name)]
+Shape = tuple[Count, ...]
+Floating = Annotated[torch.dtype, PlainValidator(_floating), PlainSerializer(NAMES.__getitem__)]
+
+
+class TensorRecord(BaseModel):
     """One parameter. `aliases`: all its names, `name` first. `step`: Adam's count. `weights`,
     `low`, `moments`: the files that hold it; None where it has no such state.
     """
 
-    name: str
-    aliases: tuple[str, ...]
-    shape: tuple[int, ...]
-    dtype: torch.dtype
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    name: Name
+    aliases: tuple[Name, ...]
+    shape: Shape
+    dtype: Floating
     trainable: bool
-    step: int
-    weights: str
-    low: str | None
-    moments: str | None
+    step: Count
+    weights: FileName
+    low: FileName | None
+    moments: FileName | None
 
     @property
     def numel(self) -> int:
         return math.prod(self.shape)
 
+    @model_validator(mode="after")
+    def _consistent(self) -> TensorRecord:
+        if self.aliases[:1] != (self.name,):
+            raise ValueError("expected its name as the first of its aliases")
+        if not self.trainable and (self.low or self.moments):
+            raise ValueError("expected neither masters nor moments of a frozen parameter")
+        if self.low and LOW_DTYPE[self.dtype] is None:
+            raise ValueError(f"expected no masters beside {NAMES[self.dtype]}")
+        return self
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Manifest:
-    """`groups`: the optimizer's parameter groups, "params" being names. `excluded`: frozen
-    parameters that were left out on request. `counters`: steps, samples and micro-batches.
+
+class Manifest(BaseModel):
+    """`groups`: the optimizer's parameter groups, "params" being names; the rest of them are
+    hyper-parameters, which the optimizer that takes them over knows. `excluded`: frozen parameters
+    that were left out on request.
     """
 
-    dtype: torch.dtype
-    counters: dict[str, int]
+    model_config = ConfigDict(extra="ignore", strict=True, frozen=True)
+
+    versions: dict[str, str]
+    dtype: Floating
+    counters: dict[str, Count]
+    groups: tuple[dict[str, Any], ...] | None
+    excluded: tuple[Name, ...] = ()
+    buffers: dict[Name, Shape]
     tensors: tuple[TensorRecord, ...]
-    excluded: tuple[str, ...] = ()
-    buffers: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    groups: tuple[dict[str, Any], ...] | None = None
-    files: dict[str, FileRecord] = field(default_factory=dict)
-    versions: dict[str, str] = field(default_factory=dict)
-    slices: Slices = field(default_factory=Slices)
+    files: dict[FileName, FileRecord]
+    model_parallel: Slices = Slices()
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Manifest:
+        if missing := {*COUNTERS, GAS} - self.counters.keys():
+            raise ValueError(f"counters: {min(missing)} is missing")
+        if self.counters[GAS] < 1:
+            raise ValueError(f"counters.{GAS}: got {self.counters[GAS]}, expected at least 1")
+        names = [alias for tensor in self.tensors for alias in tensor.aliases]
+        if repeated := [name for name, count in Counter(names).items() if count > 1]:
+            raise ValueError(f"tensors: {repeated[0]} is there more than once")
+        known = {*names, *self.excluded}
+        for index, group in enumerate(self.groups or ()):
+            listed = group.get("params")
+            if not isinstance(listed, list) or not all(isinstance(name, str) for name in listed):
+                raise ValueError(f"groups.{index}.params: expected a list of names")
+            if unknown := set(listed) - known:
+                raise ValueError(f"groups: {min(unknown)} is none of the tensors")
+        for tensor in self.tensors:
+            for file in (tensor.weights, tensor.low, tensor.moments):
+                if file is not None and file not in self.files:
+                    raise ValueError(f"files: {file} is missing, which holds {tensor.name}")
+        return self
 
     def write(self, directory: Path) -> None:
         """Write the manifest into a directory that has all its files."""
-        body = {
-            "format": FORMAT,
-            "version": VERSION,
-            "versions": self.versions,
-            "dtype": NAMES[self.dtype],
-            "counters": self.counters,
-            "groups": self.groups,
-            "excluded": self.excluded,
-            "buffers": self.buffers,
-            "tensors": [{**asdict(t), "dtype": NAMES[t.dtype]} for t in self.tensors],
-            "files": {name: asdict(record) for name, record in sorted(self.files.items())},
-        }
-        if self.slices.size > 1:
-            body["model_parallel"] = asdict(self.slices)
+        body = {"format": FORMAT, "version": VERSION, **self.model_dump(mode="json")}
+        body["files"] = dict(sorted(body["files"].items()))
+        if self.model_parallel.size == 1:
+            del body["model_parallel"]
         crc32 = zlib.crc32(json.dumps(body, sort_keys=True).encode())
         text = json.dumps({"crc32": crc32, "manifest": body}, indent=1)
-        write_durably(directory / self.slices.name(MANIFEST), [text.encode()])
+        write_durably(directory / self.model_parallel.name(MANIFEST), text.encode())
 
     @staticmethod
     def read(directory: Path, slices: Slices | None = None, within: int | None = None) -> Manifest:
@@ -152,123 +216,14 @@ class Manifest:
                 f"read it with the stronghold that wrote it, {body.get('versions')}"
             )
         try:
-            checked = _Body.model_validate_json(text)
+            manifest = Manifest.model_validate_json(text)
         except ValidationError as error:
             raise CheckpointError(f"{path}: {_explain(error)}") from error
-        if checked.model_parallel != slices:
+        if manifest.model_parallel != slices:
             raise CheckpointError(
-                f"{path}: model_parallel: got {checked.model_parallel}, expected {slices}"
+                f"{path}: model_parallel: got {manifest.model_parallel}, expected {slices}"
             )
-        return checked.manifest()
-
-
-# -- what a manifest may say ----------------------------------------------------------------------
-def _one_name(name: str) -> str:
-    """Of a file beside the manifest, and nowhere else."""
-    if name in ("", ".", "..") or "/" in name or "\0" in name:
-        raise ValueError("expected the name of a file in this directory")
-    return name
-
-
-Count = Annotated[int, Field(ge=0, le=2**53)]
-Name = Annotated[str, Field(min_length=1)]
-FileName = Annotated[str, AfterValidator(_one_name)]
-Shape = tuple[Count, ...]
-Floating = Literal["F32", "BF16", "F16"]
-
-
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-
-class _Tensor(_Strict):
-    name: Name
-    aliases: tuple[Name, ...]
-    shape: Shape
-    dtype: Floating
-    trainable: bool
-    step: Count
-    weights: FileName
-    low: FileName | None
-    moments: FileName | None
-
-    @model_validator(mode="after")
-    def _consistent(self) -> _Tensor:
-        if self.aliases[:1] != (self.name,):
-            raise ValueError("expected its name as the first of its aliases")
-        if not self.trainable and (self.low or self.moments):
-            raise ValueError("expected neither masters nor moments of a frozen parameter")
-        if self.low and LOW_DTYPE[DTYPES[self.dtype]] is None:
-            raise ValueError(f"expected no masters beside {self.dtype}")
-        return self
-
-    def record(self) -> TensorRecord:
-        return TensorRecord(**{**dict(self), "dtype": DTYPES[self.dtype]})
-
-
-class _Counters(_Strict):
-    model_config = ConfigDict(extra="ignore")
-
-    global_steps: Count
-    global_samples: Count
-    micro_steps: Count
-    skipped_steps: Count
-    gradient_accumulation_steps: Annotated[Count, Field(ge=1)]
-
-
-class _Group(_Strict):
-    """The rest are hyper-parameters, which the optimizer that takes them over knows."""
-
-    model_config = ConfigDict(extra="allow")
-    __pydantic_extra__: dict[str, JsonValue]
-
-    params: tuple[Name, ...]
-
-
-class _File(_Strict):
-    num_bytes: Count
-    crc32: Annotated[int, Field(ge=0, lt=2**32)]
-
-
-class _Body(_Strict):
-    model_config = ConfigDict(extra="ignore")
-
-    versions: dict[str, str]
-    dtype: Floating
-    counters: _Counters
-    groups: tuple[_Group, ...] | None
-    excluded: tuple[Name, ...]
-    buffers: dict[Name, Shape]
-    tensors: tuple[_Tensor, ...]
-    files: dict[FileName, _File]
-    model_parallel: Slices = Slices()
-
-    @model_validator(mode="after")
-    def _consistent(self) -> _Body:
-        names = [alias for tensor in self.tensors for alias in tensor.aliases]
-        if repeated := [name for name, count in Counter(names).items() if count > 1]:
-            raise ValueError(f"tensors: {repeated[0]} is there more than once")
-        known = {*names, *self.excluded}
-        if unknown := {name for group in self.groups or () for name in group.params} - known:
-            raise ValueError(f"groups: {min(unknown)} is none of the tensors")
-        for tensor in self.tensors:
-            for file in (tensor.weights, tensor.low, tensor.moments):
-                if file is not None and file not in self.files:
-                    raise ValueError(f"files: {file} is missing, which holds {tensor.name}")
-        return self
-
-    def manifest(self) -> Manifest:
-        return Manifest(
-            dtype=DTYPES[self.dtype],
-            counters=self.counters.model_dump(),
-            tensors=tuple(tensor.record() for tensor in self.tensors),
-            excluded=self.excluded,
-            buffers=self.buffers,
-            groups=None if self.groups is None else tuple(g.model_dump() for g in self.groups),
-            files={name: FileRecord(**dict(file)) for name, file in self.files.items()},
-            versions=self.versions,
-            slices=self.model_parallel,
-        )
+        return manifest
 
 
 def _explain(error: ValidationError) -> str:
@@ -311,3 +266,119 @@ def _foreign(directory: Path) -> str:
             "or the model's own loader"
         )
     return f"{directory / MANIFEST}: the file is missing; not a checkpoint of stronghold's"
+
+
+class OpenTag:
+    """`manifest`, and every file that it lists, of the directory `path`: [Note: one save]. Raises
+    as `Manifest.read`. `mark` is the same on ranks that have opened the same save.
+    """
+
+    def __init__(self, path: Path, slices: Slices | None = None) -> None:
+        self.path = path
+        self._held: dict[str, HeldFile] = {}
+        self._tensors: dict[str, TensorFile] = {}
+        for _ in range(ATTEMPTS):
+            if self._open(slices or Slices()):
+                return
+            self.close()
+            time.sleep(0.01)
+        raise CheckpointError(f"{path}: is replaced again and again; nothing of it can be read")
+
+    def __enter__(self) -> OpenTag:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let go of every file."""
+        for file in self._held.values():
+            file.close()
+        self._held.clear()
+        self._tensors.clear()
+
+    def _open(self, slices: Slices) -> bool:
+        """False when the tag was replaced before everything was open."""
+        try:
+            within = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return False
+        try:
+            self.manifest = Manifest.read(self.path, slices, within)
+            first = HeldFile(self.path / Slices(size=slices.size).name(MANIFEST), within)
+            self.mark = zlib.crc32(first.read(LARGEST))
+            first.close()
+            for name in self.manifest.files:
+                # One that nobody has removed with its tag may not be needed: `check` will say.
+                with contextlib.suppress(MissingError):
+                    self._held[name] = HeldFile(self.path / name, within)
+            complete = len(self._held) == len(self.manifest.files)
+            return complete or self._is_at_path(within)
+        except MissingError:  # the manifest
+            if self._is_at_path(within):
+                raise
+            return False
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            os.close(within)
+
+    def _is_at_path(self, within: int) -> bool:
+        try:
+            return os.path.samestat(os.stat(self.path), os.fstat(within))
+        except FileNotFoundError:
+            return False
+
+    def check(self, names: Iterable[str]) -> None:
+        """CheckpointError unless the files are there, whole and as they were written."""
+        for name in sorted(names):
+            self.file(name).check(self.manifest.files[name])
+
+    def check_headers(self, records: Iterable[TensorRecord], *, state: bool) -> None:
+        """CheckpointError unless the headers say of the parameters' weights, of their masters and
+        moments with `state`, and of the buffers, what the manifest says."""
+        for record in records:
+            self._check_header(record.weights, record.name, record.dtype, record.shape)
+            if state and record.low is not None:
+                low_dtype = LOW_DTYPE[record.dtype]
+                self._check_header(record.low, record.name, low_dtype, record.shape)
+            if state and record.moments is not None:
+                for name in (f"exp_avg.{record.name}", f"exp_avg_sq.{record.name}"):
+                    self._check_header(record.moments, name, torch.float32, record.shape)
+        for name, shape in self.manifest.buffers.items():
+            self._check_header(self.buffers, name, None, shape)
+
+    def _check_header(
+        self, file: str, name: str, dtype: torch.dtype | None, shape: tuple[int, ...]
+    ) -> None:
+        info = self.tensors(file).info(name)
+        if info.dtype is not (dtype or info.dtype) or info.shape != shape:
+            raise CheckpointError(
+                f"{self.path / file}: {name} is {info.dtype} {list(info.shape)}, and the manifest "
+                f"says {dtype or info.dtype} {list(shape)}"
+            )
+
+    def check_unchanged(self) -> None:
+        """CheckpointError when somebody has written into the files themselves since."""
+        for file in self._held.values():
+            file.check_unchanged()
+
+    @property
+    def buffers(self) -> str:
+        """The file of the buffers."""
+        return self.manifest.model_parallel.name(BUFFERS)
+
+    def file(self, name: str) -> HeldFile:
+        """CheckpointError when the manifest does not list it, or it is not there."""
+        if name not in self.manifest.files:
+            raise CheckpointError(f"{self.path}: the manifest does not list {name}")
+        if name not in self._held:
+            raise MissingError(f"{self.path / name}: the file is missing")
+        return self._held[name]
+
+    def tensors(self, name: str) -> TensorFile:
+        """The file as one of tensors."""
+        if name not in self._tensors:
+            self._tensors[name] = TensorFile(self.file(name))
+        return self._tensors[name]

@@ -7,13 +7,17 @@ thread collects; the jobs run on it or on the io lane.
 [Note: snapshot] A job reads a layer after its newest update, and the layer's next update waits for
 the job. So a save that runs beside the next steps writes exactly what a save that stops them
 writes. Everything small (buffers, counters, schedules) is copied when the save is asked for.
+
+[Note: one tag] All ranks of the team write at once, each its own elements of the same files. The
+leader makes the hidden directory, which all must see, and publishes it; of the ranks that share
+slices of the model the first writes what is small. A failure on any rank is raised on all, and
+leaves no trace.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,38 +26,33 @@ import torch
 from torch import nn
 
 from stronghold.checkpoint import directory, state
-from stronghold.checkpoint.held import PIECE_BYTES, FileRecord
-from stronghold.checkpoint.manifest import BUFFERS, CONFIG, Manifest, Slices, TensorRecord
+from stronghold.checkpoint.manifest import BUFFERS, CONFIG, Manifest, TensorRecord
+from stronghold.checkpoint.team import Team
 from stronghold.checkpoint.tensorfile import (
     Entry,
+    Part,
+    cut,
     entry_of,
     raw_bytes,
+    record_of,
     staged_entry,
     write_durably,
+    write_parts,
     write_tensors,
 )
-from stronghold.device.fence import Fence, told
-from stronghold.errors import LaneError
-from stronghold.memory.host import HostStore
-from stronghold.memory.layer import view
+from stronghold.device.base import Fence, surfacing
+from stronghold.errors import CheckpointError, LaneError
+from stronghold.memory.buffers import view
+from stronghold.memory.layer import STATES
 from stronghold.memory.tiers import array_dtypes
 from stronghold.model.layout import ParameterSlice
-from stronghold.plan.deferral import update_order
-from stronghold.plan.planner import Gradients
+from stronghold.plan.cost import update_order
+from stronghold.plan.plan import Gradients
 from stronghold.runtime.optimizer import EngineOptimizer
 from stronghold.runtime.stack import Stack
 
 PACKAGES = ("stronghold", "deepspeed", "torch")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Contents:
-    """What the engine gives to a save, beside the slabs; `slices`: of which model."""
-
-    client: state.ClientState
-    counters: dict[str, int]
-    exclude_frozen: bool = False
-    slices: Slices = field(default_factory=Slices)
+KINDS = {"weights": ("weights",), "masters": ("low",), "moments": ("exp_avg", "exp_avg_sq")}
 
 
 def versions() -> dict[str, str]:
@@ -62,7 +61,7 @@ def versions() -> dict[str, str]:
 
 
 class Save:
-    """One checkpoint on its way to disk: `layer` once for each of `order`, then `finish`."""
+    """One checkpoint on its way to disk: `run`, or `start` beside training and then `wait`."""
 
     def __init__(
         self,
@@ -70,26 +69,30 @@ class Save:
         optimizer: EngineOptimizer | None,
         save_dir: Path,
         tag: str,
-        contents: Contents,
         *,
+        client: state.ClientState,
+        counters: dict[str, int],
+        exclude_frozen: bool,
+        team: Team,
         latest: bool,
     ) -> None:
         self._stack = stack
+        self._team = team
         self._save_dir = save_dir
         self._tag = directory.check_tag(tag)
         self._latest = latest
-        self._contents = contents
+        self._counters = counters
+        self._exclude_frozen = exclude_frozen
         self._versions = versions()
-        self._files: dict[str, FileRecord] = {}
-        self._buffers = copied_buffers(stack.partition.model)
-        self._slices = contents.slices
-        self._state = state.pack(
-            contents.client,
-            contents.counters,
-            self._versions,
-            model_parallel_size=contents.slices.size,
-        )
-        self._config = model_config(stack.partition.model)
+        self._parts: dict[str, list[Part]] = {}  # of each file of tensors, what this rank wrote
+        model = stack.partition.model
+        self._buffers = {
+            name: buffer.detach().to("cpu", copy=True).contiguous()
+            for name, buffer in persistent_buffers(model)
+        }
+        slices = team.slices.size
+        self._state = state.pack(client, counters, self._versions, model_parallel_size=slices)
+        self._config = model_config(model)
         self._groups = named_groups(stack, optimizer)
         self._records = [self._layer_records(index) for index in range(len(stack.host.layers))]
         self._hidden = self._begin()
@@ -104,38 +107,47 @@ class Save:
         )
 
     def _begin(self) -> Path:
-        return directory.begin(self._save_dir, self._tag)
+        """The hidden directory, which every rank sees."""
+        team, existed = self._team, self._save_dir.exists()
 
-    def now(self) -> None:
+        def make() -> str:
+            return directory.begin(self._save_dir, self._tag).name if team.leader else ""
+
+        path: Path = self._save_dir / team.exchange(team.all_or_raise(make), "directory")[0]
+        try:
+            team.check_seen(path)
+        except CheckpointError:
+            if team.leader:
+                directory.remove(path)
+                if not existed:
+                    path.parent.rmdir()
+            raise
+        return path
+
+    def run(self) -> None:
         """Save on the calling thread, each layer after its pending update. Raises OSError, and then
         leaves no trace on disk.
         """
-        try:
-            for layer in self.order:
-                self._stack.runtime.ledger.stored(layer).wait()
-                self._write_layer(layer)
-            self._finish()
-        except BaseException:
-            directory.remove(self._hidden)
-            raise
+        for layer in self.order:
+            self._write_guarded(layer, self._stack.host.layers[layer].wait)
+        self._finish()
 
-    def beside(self) -> None:
+    def start(self) -> None:
         """Save on the io lane: `wait` says how it ended. Training may go on at once:
         [Note: snapshot]."""
         stack, lane = self._stack, self._stack.device.io
-        ledger = stack.runtime.ledger
         try:
             for layer in self.order:
+                state = stack.host.layers[layer]
+                name = f"save {state.layout.name or 'root'}"
                 work = partial(self._write_guarded, layer)
-                after = (ledger.stored(layer),)
-                name = f"save {stack.host.layers[layer].layout.name or 'root'}"
-                self._jobs.append(lane.submit(name, work, after))
-                ledger.update_after(layer, self._jobs[-1])
+                # The layer's next update waits for it: a snapshot without a copy.
+                self._jobs.append(lane.submit(name, work, reads=state.records_of(STATES)))
         except BaseException as error:  # what is queued writes nothing more
             self._failure = error
             lane.submit(f"drop {self._tag}", partial(directory.remove, self._hidden))
             raise
-        self._published = lane.submit(f"publish {self._tag}", self._publish_guarded)
+        self._published = lane.submit(f"publish {self._tag}", self._finish_guarded)
 
     @property
     def ended(self) -> bool:
@@ -143,46 +155,52 @@ class Save:
         return self._published is not None and self._published.done
 
     def wait(self) -> None:
-        """Block until a save `beside` has ended. LaneError with the save's own as its cause."""
+        """Block until what was started has ended. LaneError with the save's own as its cause."""
         if self._published is not None:
             self._published.wait()
         if isinstance(self._failure, LaneError):  # an update's: the layers are of no one step
-            raise told(self._failure)
+            raise surfacing(self._failure)
         if self._failure is not None:
             raise LaneError("io", f"publish {self._tag}", self._failure) from self._failure
 
-    def _publish_guarded(self) -> None:
-        """The disk's errors are the save's alone: a lane that failed could not go on."""
-        try:
-            self._publish_or_raise()
-        except BaseException as error:
-            self._failure = error
-
-    def _write_guarded(self, layer: int) -> None:
-        """Write a layer; an error is kept for the last job, so that no update fails with it."""
+    def _write_guarded(self, layer: int, after: Callable[[], None] = lambda: None) -> None:
+        """Write a layer; an error is kept for the end, so that no update fails with it and every
+        rank comes to the end."""
         if self._failure is None:
             try:
+                after()
                 self._write_layer(layer)
             except BaseException as error:
                 self._failure = error
 
-    def _check_written(self) -> None:
-        """Raise what kept a layer from being written. A job whose update failed never ran: only its
-        fence tells."""
-        for job in self._jobs:
+    def _finish_guarded(self) -> None:
+        """The disk's errors are the save's alone: a lane that failed could not go on."""
+        try:
+            self._finish()
+        except BaseException as error:
+            self._failure = error
+
+    def _finish(self) -> None:
+        """Publish what every rank has written, if none has failed ([Note: one tag])."""
+        team = self._team
+        try:
+            of_all = team.exchange(team.all_or_raise(self._written), "parts of files")
+            parts = team.of_slices(of_all)
+            team.all_or_raise(lambda: self._describe(parts) if team.rank == 0 else None)
+            team.all_or_raise(lambda: self._publish() if team.leader else None)
+        except BaseException:
+            if team.leader:
+                directory.remove(self._hidden)
+            raise
+
+    def _written(self) -> dict[str, list[Part]]:
+        for job in self._jobs:  # one whose update failed never ran: only its fence tells
             job.wait()
         if self._failure is not None:
             raise self._failure
+        return self._parts
 
-    def _publish_or_raise(self) -> None:
-        try:
-            self._check_written()
-            self._finish()
-        except BaseException:
-            directory.remove(self._hidden)
-            raise
-
-    # -- one layer ------------------------------------------------------------------------------
+    # -- one layer --------------------------------------------------------------------------------
     def _layer_records(self, index: int) -> list[TensorRecord]:
         stack, layer = self._stack, self._stack.layout.layers[index]
         named = stack.partition.layers[index].parameters
@@ -200,99 +218,77 @@ class Save:
                 moments=self._file("moments", index) if part.trainable and has_moments else None,
             )
             for k, part in enumerate(layer.slices)
-            if part.trainable or not self._contents.exclude_frozen
+            if part.trainable or not self._exclude_frozen
         ]
-
-    def _write_layer(self, index: int) -> None:
-        records = self._records[index]
-        parts = {part.name: part for part in self._stack.layout.layers[index].slices}
-        weights = [self._entry(index, "weights", r.name, parts[r.name]) for r in records]
-        masters = [self._entry(index, "low", r.name, parts[r.name]) for r in records if r.low]
-        moments = [
-            self._entry(index, moment, f"{moment}.{r.name}", parts[r.name])
-            for r in records
-            if r.moments
-            for moment in ("exp_avg", "exp_avg_sq")
-        ]
-        for kind, entries in (("weights", weights), ("masters", masters), ("moments", moments)):
-            if entries:
-                self._write(self._file(kind, index), entries)
 
     def _file(self, kind: str, index: int) -> str:
-        return self._slices.name(f"{kind}-{index:05d}.safetensors")
+        return self._team.slices.name(f"{kind}-{index:05d}.safetensors")
 
-    def _entry(self, index: int, array: str, name: str, part: ParameterSlice) -> Entry:
-        """From where the array lies: a slab, or piece by piece from a file or the device."""
+    def _write_layer(self, index: int) -> None:
+        parts = {part.name: part for part in self._stack.layout.layers[index].slices}
+        for kind, arrays in KINDS.items():
+            name = self._file(kind, index)
+            entries = [
+                self._entry(index, array, parts[r.name], f"{array}.{r.name}")
+                if kind == "moments"
+                else self._entry(index, array, parts[r.name], r.name)
+                for r in self._records[index]
+                if name in (r.weights, r.low, r.moments)
+                for array in arrays
+            ]
+            if entries:
+                first = self._team.rank == 0
+                self._parts[name] = write_parts(self._hidden / name, entries, first=first)
+
+    def _entry(self, index: int, array: str, part: ParameterSlice, name: str) -> Entry:
+        """A parameter's part of one array, from where it lies: a slab, or piece by piece from a
+        file or the device. Of several ranks each writes its own elements."""
         host = self._stack.host
         if host.layers[index].on_device:
             flat = getattr(host.layers[index], array)
             return staged_entry(name, view(flat, part), self._stack.device.copy_now)
-        return array_entry(host, index, array, part, name)
+        dtype, begin = array_dtypes(host.dtype)[array], part.offset
 
-    def _write(self, name: str, entries: Sequence[Entry]) -> None:
-        self._files[name] = write_tensors(self._hidden / name, entries)
+        def pieces() -> Iterator[tuple[int, memoryview]]:
+            for first, _, found in host.pieces(index, (array,), begin, begin + part.numel):
+                yield from cut(raw_bytes(found[array]), (first - begin) * dtype.itemsize)
 
-    # -- the end --------------------------------------------------------------------------------
-    def _finish(self) -> None:
-        self._describe()
-        self._publish()
+        return Entry(name=name, dtype=dtype, shape=part.shape, pieces=pieces)
 
-    def _describe(self) -> None:
+    # -- the end ----------------------------------------------------------------------------------
+    def _describe(self, of_ranks: list[dict[str, list[Part]]]) -> None:
         """Write what is small, and the manifest."""
+        stack, slices = self._stack, self._team.slices
+        files = {
+            name: record_of(name, [part for parts in of_ranks for part in parts[name]])
+            for name in self._parts
+        }
         if self._buffers:
-            buffers = [entry_of(*item) for item in self._buffers.items()]
-            self._write(self._slices.name(BUFFERS), buffers)
-        small = {self._slices.state: self._state}
-        if self._config:
-            small[self._slices.name(CONFIG)] = self._config
-        for name, data in small.items():
-            self._files[name] = write_durably(self._hidden / name, [data])
-        stack = self._stack
+            name = slices.name(BUFFERS)
+            entries = [entry_of(*item) for item in self._buffers.items()]
+            files[name] = write_tensors(self._hidden / name, entries)
+        for name, data in {slices.state: self._state, slices.name(CONFIG): self._config}.items():
+            if data is not None:
+                files[name] = write_durably(self._hidden / name, data)
         records = [record for of_layer in self._records for record in of_layer]
         kept = {record.name for record in records}
+        parameters = [part for layer in stack.layout.layers for part in layer.slices]
         Manifest(
             dtype=stack.dtype,
-            counters=self._contents.counters,
+            counters=self._counters,
             tensors=tuple(records),
-            excluded=tuple(part.name for part in _slices(stack) if part.name not in kept),
+            excluded=tuple(part.name for part in parameters if part.name not in kept),
             buffers={name: tuple(buffer.shape) for name, buffer in self._buffers.items()},
             groups=self._groups,
-            files=self._files,
+            files=files,
             versions=self._versions,
-            slices=self._slices,
+            model_parallel=slices,
         ).write(self._hidden)
 
     def _publish(self) -> None:
         directory.publish(self._hidden, self._save_dir / self._tag)
         if self._latest:
             directory.write_latest(self._save_dir, self._tag)
-
-
-def _slices(stack: Stack) -> Iterator[ParameterSlice]:
-    for layer in stack.layout.layers:
-        yield from layer.slices
-
-
-def array_entry(host: HostStore, index: int, array: str, part: ParameterSlice, name: str) -> Entry:
-    """An entry that writes a parameter's part of one array from where it lies."""
-
-    def pieces() -> Iterator[memoryview]:
-        begin, end = part.offset, part.offset + part.numel
-        for _, _, found in host.pieces(index, (array,), begin, end):
-            data = raw_bytes(found[array])
-            for at in range(0, len(data), PIECE_BYTES):
-                yield data[at : at + PIECE_BYTES]
-
-    dtype = array_dtypes(host.dtype)[array]
-    return Entry(name=name, dtype=dtype, shape=part.shape, pieces=pieces)
-
-
-def copied_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Copies, on the CPU, of the buffers that a state dict has."""
-    return {
-        name: buffer.detach().to("cpu", copy=True).contiguous()
-        for name, buffer in persistent_buffers(model)
-    }
 
 
 def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -306,14 +302,12 @@ def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def model_config(model: nn.Module) -> bytes | None:
-    """The JSON of a Hugging Face model's configuration, from which `export` needs no other
+    """The JSON of a Hugging Face model's configuration, from which an export needs no other
     directory; None for another model.
     """
     config: Any = getattr(model, "config", None)
     to_json: Callable[..., str] | None = getattr(config, "to_json_string", None)
-    if to_json is None:
-        return None
-    return to_json(use_diff=False).encode()
+    return None if to_json is None else to_json(use_diff=False).encode()
 
 
 def named_groups(
@@ -322,18 +316,17 @@ def named_groups(
     """The optimizer's live groups, with parameters by name and numbers that JSON knows."""
     if optimizer is None:
         return None
-    names = {
-        named.parameter: named.name
-        for layer in stack.partition.layers
-        for named in layer.parameters
-    }
+    names = {n.parameter: n.name for layer in stack.partition.layers for n in layer.parameters}
     return tuple(
-        {
-            **{key: _plain(value) for key, value in group.items() if key != "params"},
-            "params": [names[parameter] for parameter in group["params"] if parameter in names],
-        }
+        plain_group(group, [names[p] for p in group["params"] if p in names])
         for group in optimizer.param_groups
     )
+
+
+def plain_group(group: dict[str, Any], names: list[str]) -> dict[str, Any]:
+    """A parameter group of a manifest: hyper-parameters as JSON has them."""
+    kept = {key: _plain(value) for key, value in group.items() if key != "params"}
+    return {**kept, "params": names}
 
 
 def _plain(value: Any) -> Any:

@@ -17,27 +17,37 @@ from typing import Any
 import numpy as np
 import torch
 
-from stronghold.checkpoint.held import HeldFile
+from stronghold.checkpoint.tensorfile import HeldFile
 from stronghold.device.base import Device
 from stronghold.errors import CheckpointError
 
 logger = logging.getLogger("stronghold")
 
 NOTE = "the weights are in the .safetensors files beside this one: see `stronghold export`"
+# Of each key in the file, which older ones may lack: the field, and the types that can be taken.
+STORED: dict[str, tuple[str, tuple[type, ...]]] = {
+    "lr_scheduler": ("scheduler", (dict, type(None))),
+    "data_sampler": ("loader", (object,)),
+    "loss_scaler": ("loss_scale", (dict, type(None))),
+    "client_state": ("client", (dict,)),
+    "random": ("random", (dict, type(None))),
+    "random_of_ranks": ("random_of_ranks", (list, type(None))),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClientState:
     """`scheduler`, `loader`: state dicts, or None where there is none. `client`: what the caller
-    gave. `loss_scale`: the optimizer's scaler, or None. `random`: None in an imported checkpoint.
+    gave. `loss_scale`: the optimizer's scaler, or None. `random`: None in an imported checkpoint;
+    `random_of_ranks`: of every rank, `random` being the first's.
     """
 
-    scheduler: dict[str, Any] | None
-    loader: dict[str, Any] | None
+    scheduler: dict[str, Any] | None = None
+    loader: dict[str, Any] | None = None
     client: dict[str, Any]
-    loss_scale: dict[str, Any] | None
-    random: dict[str, Any] | None
-    random_of_ranks: list[Any] | None = None  # of every rank, `random` being the first's
+    loss_scale: dict[str, Any] | None = None
+    random: dict[str, Any] | None = None
+    random_of_ranks: list[Any] | None = None
 
 
 def random_states(device: Device) -> dict[str, Any]:
@@ -73,12 +83,7 @@ def pack(
         **counters,
         "module": None,
         "note": NOTE,
-        "lr_scheduler": state.scheduler,
-        "data_sampler": state.loader,
-        "loss_scaler": state.loss_scale,
-        "client_state": state.client,
-        "random": state.random,
-        "random_of_ranks": state.random_of_ranks,
+        **{key: getattr(state, name) for key, (name, _) in STORED.items()},
         "dp_world_size": 1,
         "mp_world_size": model_parallel_size,
         "ds_version": versions["deepspeed"],
@@ -132,32 +137,19 @@ def _load(file: HeldFile, *, weights_only: bool) -> Any:
 
 
 def _checked(stored: Any) -> ClientState:
-    """What is stored, of the types that the next steps expect; ValueError, KeyError or TypeError
-    for anything else."""
-    for key, kinds in (
-        ("lr_scheduler", (dict, type(None))),
-        ("client_state", (dict,)),
-        ("loss_scaler", (dict, type(None))),
-        ("random", (dict, type(None))),
-        ("random_of_ranks", (list, type(None))),
-    ):
-        if not isinstance(stored.get(key), kinds):
+    """ValueError, KeyError or TypeError for what no save writes."""
+    for key, (_, types) in STORED.items():
+        if not isinstance(stored.get(key), types):
             raise ValueError(f"{key}: got {type(stored.get(key)).__name__}")
-    for key, number in (stored["loss_scaler"] or {}).items():
+    found = ClientState(**{name: stored.get(key) for key, (name, _) in STORED.items()})
+    for key, number in (found.loss_scale or {}).items():
         if not isinstance(number, int | float):
             raise ValueError(f"loss_scaler.{key}: got {number!r}, expected a number")
-    for states in (stored["random"], *(stored.get("random_of_ranks") or ())):
+    for states in (found.random, *(found.random_of_ranks or ())):
         if states is not None:
             random.Random().setstate(states["python"])
             np.random.RandomState().set_state(states["numpy"])
             torch.Generator().set_state(states["torch"])
             if not isinstance(states["device"], torch.Tensor | None):
                 raise ValueError("random.device: expected a tensor")
-    return ClientState(
-        scheduler=stored["lr_scheduler"],
-        loader=stored["data_sampler"],
-        client=stored["client_state"],
-        loss_scale=stored["loss_scaler"],
-        random=stored["random"],
-        random_of_ranks=stored.get("random_of_ranks"),
-    )
+    return found

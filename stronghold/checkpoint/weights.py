@@ -1,12 +1,17 @@
-"""The weights alone, as a state dict that owns no memory.
+"""The weights alone, for those who read no checkpoint of ours.
 
-Owns the view of the host slabs that other savers (torch, safetensors, transformers) take for
-ordinary tensors. Copies nothing but buffers and what is on the device. The training thread alone
-enters.
+Owns the view of the host slabs that other savers (torch, safetensors, transformers) take for an
+ordinary state dict, and the directory that `from_pretrained` opens, with its shards and their
+index. Copies nothing but buffers and what is on the device; from file to file bytes go a piece of
+one tensor at a time. Entered by the training thread, and by the command `stronghold export`, which
+needs no engine and no model.
 """
 
 from __future__ import annotations
 
+import json
+import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +19,24 @@ import torch
 from torch import nn
 
 from stronghold.checkpoint import directory
-from stronghold.checkpoint.tensorfile import entry_of, raw_bytes, write_tensors
-from stronghold.memory.layer import view
+from stronghold.checkpoint.manifest import BUFFERS, CONFIG, LARGEST, MANIFEST, OpenTag
+from stronghold.checkpoint.tensorfile import (
+    Entry,
+    HeldFile,
+    entry_of,
+    raw_bytes,
+    write_durably,
+    write_tensors,
+)
+from stronghold.errors import CheckpointError, ConfigError
+from stronghold.memory.buffers import view
 from stronghold.runtime.stack import Stack
 
+INDEX = "model.safetensors.index.json"
+SMALL_FILES = (".json", ".txt", ".model", ".jinja")  # configuration and tokenizer
 
+
+# -- of a live engine -----------------------------------------------------------------------------
 def live_weights(stack: Stack, *, exclude_frozen: bool = False) -> dict[str, torch.Tensor]:
     """The model's state dict: parameters as CPU tensors over the slabs, each with a storage of its
     own size, so that a saver neither copies the rest of a slab nor takes neighbours for tied. What
@@ -31,27 +49,21 @@ def live_weights(stack: Stack, *, exclude_frozen: bool = False) -> dict[str, tor
         for part, named in zip(slabs.layout.slices, layer.parameters, strict=True):
             if part.trainable or not exclude_frozen:
                 values = view(slabs.weights, part)
-                tensors[named.parameter] = (
-                    values.to("cpu", copy=True) if slabs.on_device else alone(values)
-                )
+                if slabs.on_device or not values.numel():
+                    values = values.to("cpu", copy=True)
+                else:
+                    own = torch.frombuffer(raw_bytes(values), dtype=values.dtype)
+                    values = own.view(values.shape)
+                tensors[named.parameter] = values
     found: dict[str, torch.Tensor] = {}
     for name, value in stack.partition.model.state_dict(keep_vars=True).items():
-        if not isinstance(value, nn.Parameter):
-            found[name] = _on_cpu(value)
-        elif value in tensors:
-            found[name] = tensors[value]
+        if isinstance(value, nn.Parameter):
+            if value in tensors:
+                found[name] = tensors[value]
+        else:
+            is_tensor = isinstance(value, torch.Tensor)
+            found[name] = value.detach().cpu().contiguous() if is_tensor else value
     return found
-
-
-def _on_cpu(value: Any) -> Any:
-    return value.detach().cpu().contiguous() if isinstance(value, torch.Tensor) else value
-
-
-def alone(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory as a tensor whose storage is no larger than itself."""
-    if tensor.numel() == 0:
-        return tensor.clone()
-    return torch.frombuffer(raw_bytes(tensor), dtype=tensor.dtype).view(tensor.shape)
 
 
 def write_weights(weights: dict[str, torch.Tensor], save_dir: Path, filename: str) -> None:
@@ -72,3 +84,103 @@ def write_weights(weights: dict[str, torch.Tensor], save_dir: Path, filename: st
     except BaseException:
         directory.remove(hidden)
         raise
+
+
+# -- of a checkpoint ------------------------------------------------------------------------------
+def locate(path: Path, tag: str | None) -> Path:
+    """The tag's directory: `path` itself when it is one, else `tag` in it, else what `latest`
+    names.
+    """
+    if tag is None and ((path / MANIFEST).exists() or any(path.glob("*_optim_states.pt"))):
+        return path
+    tag = tag or directory.read_latest(path)
+    if tag is None:
+        raise CheckpointError(f"{path}: neither a checkpoint nor a directory with a file latest")
+    return directory.resolve(path, directory.check_tag(tag))
+
+
+def export_hf(
+    source: Path, out: Path, *, max_shard_bytes: int, model_dir: Path | None = None
+) -> list[Path]:
+    """Write the weights of the checkpoint directory `source` as sharded safetensors with their
+    index into the new directory `out`; returns its files.
+
+    Of tied names the first is written, as transformers does. `config.json` is the checkpoint's own,
+    or comes with the tokenizer from `model_dir`. `out` appears complete or not at all.
+    """
+    directory.check_new(out)
+    with OpenTag(source) as tag:
+        manifest = tag.manifest
+        if manifest.excluded:
+            raise ConfigError(
+                f"{source}: was saved without its {len(manifest.excluded)} frozen parameters "
+                f"({manifest.excluded[0]}, ...): there is no whole model to export"
+            )
+        small = {CONFIG} & manifest.files.keys()
+        buffers = {BUFFERS} if manifest.buffers else set()
+        tag.check({record.weights for record in manifest.tensors} | small | buffers)
+        tag.check_headers(manifest.tensors, state=False)
+        entries = [tag.tensors(r.weights).entry(r.name) for r in manifest.tensors]
+        entries += [tag.tensors(BUFFERS).entry(name) for name in manifest.buffers]
+        described = _read_config(tag.file(CONFIG)) if small and model_dir is None else None
+        with directory.appearing(out) as hidden:
+            _write_shards(hidden, shards(entries, max_shard_bytes))
+            tag.check_unchanged()
+            dtype = str(manifest.dtype).removeprefix("torch.")
+            _write_small_files(hidden, described, model_dir, dtype)
+    return sorted(out.iterdir())
+
+
+def shards(entries: Sequence[Entry], max_bytes: int) -> list[list[Entry]]:
+    """Entries in order, filled into shards of at most `max_bytes`; a larger tensor has its own."""
+    filled: list[list[Entry]] = []
+    room = 0
+    for entry in entries:
+        if not filled or entry.num_bytes > room:
+            filled.append([])
+            room = max_bytes
+        filled[-1].append(entry)
+        room -= entry.num_bytes
+    return filled
+
+
+def _write_shards(out: Path, filled: list[list[Entry]]) -> None:
+    if len(filled) == 1:
+        write_tensors(out / "model.safetensors", filled[0])
+        return
+    weight_map: dict[str, str] = {}
+    for number, shard in enumerate(filled, start=1):
+        name = f"model-{number:05d}-of-{len(filled):05d}.safetensors"
+        write_tensors(out / name, shard)
+        weight_map.update({entry.name: name for entry in shard})
+    total = sum(entry.num_bytes for shard in filled for entry in shard)
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    write_durably(out / INDEX, json.dumps(index, indent=2).encode())
+
+
+def _write_small_files(
+    out: Path, described: dict[str, Any] | None, model_dir: Path | None, dtype: str
+) -> None:
+    if model_dir is not None:
+        for path in sorted(model_dir.iterdir()):
+            if path.suffix in SMALL_FILES and not path.name.endswith(".index.json"):
+                shutil.copyfile(path, out / path.name)
+        if not (model_dir / CONFIG).exists():
+            raise ConfigError(f"{model_dir}: has no {CONFIG}")
+        described = _read_config(HeldFile(model_dir / CONFIG))
+    if described is None:
+        return  # no model of Hugging Face's: the weights are all there is
+    described["dtype"] = dtype
+    described.pop("torch_dtype", None)
+    (out / CONFIG).unlink(missing_ok=True)
+    write_durably(out / CONFIG, json.dumps(described, indent=2).encode())
+
+
+def _read_config(file: HeldFile) -> dict[str, Any]:
+    try:
+        described = json.loads(file.read(LARGEST))
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{file.path}: cannot be read as JSON: {error}") from error
+    if not isinstance(described, dict):
+        raise CheckpointError(f"{file.path}: got {type(described).__name__}, expected an object")
+    return described

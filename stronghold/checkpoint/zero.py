@@ -1,0 +1,573 @@
+"""DeepSpeed's ZeRO checkpoints: `stronghold import` and `stronghold export --to zero-stage2`.
+
+Owns the knowledge of DeepSpeed's layouts (stages 0 to 3, as 0.19 writes them): which rank's file
+has which part of which parameter, and the two pickles that `zero_to_fp32.py`, the
+universal-checkpoint converter and DeepSpeed's own `load_checkpoint` read. Files are mapped, not
+read: a parameter is a list of views, and the flat groups of an export are built in mapped files, so
+that host memory holds a piece of a tensor at a time. Reads pickles, safely where torch can: import
+only what you trust. Entered by the command.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from stronghold.checkpoint import directory, state
+from stronghold.checkpoint.load import masters
+from stronghold.checkpoint.manifest import BUFFERS, GAS, STATE, Manifest, OpenTag, TensorRecord
+from stronghold.checkpoint.save import plain_group, versions
+from stronghold.checkpoint.tensorfile import (
+    PIECE_BYTES,
+    Entry,
+    FileRecord,
+    entry_of,
+    in_order,
+    write_durably,
+    write_tensors,
+)
+from stronghold.errors import CheckpointError, ConfigError
+from stronghold.memory.host import split_master
+from stronghold.memory.tiers import LOW_DTYPE
+
+logger = logging.getLogger("stronghold")
+
+# Of a model-states file; every other key at its top is the client's.
+_OWN = """
+    module buffer_names optimizer param_shapes frozen_param_shapes shared_params
+    frozen_param_fragments lr_scheduler data_sampler random_ltd sparse_tensor_module_names
+    skipped_steps global_steps global_samples dp_world_size mp_world_size ds_config ds_version
+    checkpoint_parallel_dimensions universal_checkpoint_info
+"""
+OWN_KEYS = frozenset(_OWN.split())
+HYPER_PARAMETERS = ("lr", "betas", "eps", "weight_decay", "initial_lr", "bias_correction")
+FILE_NUMEL = 1 << 28  # parameters in one imported file: a layer of a large model
+ALIGNMENT = 2  # DeepSpeed pads a group's flat tensor to twice the number of ranks
+MOMENTS = ("exp_avg", "exp_avg_sq")
+Views = list[torch.Tensor]  # flat, one behind the other
+
+
+class ZeroParameter(NamedTuple):
+    """`master` and the `moments` are flat views in order; moments are None before the first
+    step."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    trainable: bool
+    master: Views
+    moments: list[Views] | None
+    step: int
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+class ZeroCheckpoint(NamedTuple):
+    """`model` is rank 0's model state; `aliases` maps tied names to the one that is stored."""
+
+    model: dict[str, Any]
+    parameters: list[ZeroParameter]
+    groups: list[dict[str, Any]]
+    aliases: dict[str, str]
+
+
+# -- import ---------------------------------------------------------------------------------------
+def import_zero(source: Path, out: Path, tag: str) -> Path:
+    """Convert the tag's directory `source` into `out/tag`, and let `out/latest` name it.
+
+    Masters and moments keep every bit. Weights are rounded from the masters as updates round, which
+    differs from DeepSpeed's in exact ties. Random states are not in such a checkpoint: loading it
+    leaves the program's own.
+    """
+    zero = read_zero(source)
+    dtypes = {parameter.dtype for parameter in zero.parameters if parameter.trainable}
+    if len(dtypes) != 1 or not dtypes <= LOW_DTYPE.keys():
+        raise CheckpointError(f"{source}: weights in {dtypes}, expected one floating-point type")
+    with directory.appearing(out / directory.check_tag(tag)) as hidden:
+        _write_imported(zero, hidden, dtypes.pop())
+    directory.write_latest(out, tag)
+    return out / tag
+
+
+def _write_imported(zero: ZeroCheckpoint, out: Path, dtype: torch.dtype) -> None:
+    files: dict[str, FileRecord] = {}
+    records: list[TensorRecord] = []
+    trained = any(parameter.moments is not None for parameter in zero.parameters)
+    for number, batch in enumerate(_batches(zero.parameters)):
+        kinds: dict[str, list[Entry]] = {"weights": [], "masters": [], "moments": []}
+        for parameter in batch:
+            for kind, entry in _entries(parameter, dtype, trained):
+                kinds[kind].append(entry)
+        names = {kind: f"{kind}-{number:05d}.safetensors" for kind in kinds}
+        for kind, entries in kinds.items():
+            if entries:
+                files[names[kind]] = write_tensors(out / names[kind], entries)
+        for p in batch:
+            has_state = p.trainable and trained
+            records.append(
+                TensorRecord(
+                    name=p.name,
+                    aliases=(p.name, *(a for a, name in zero.aliases.items() if name == p.name)),
+                    shape=p.shape,
+                    dtype=dtype,
+                    trainable=p.trainable,
+                    step=p.step,
+                    weights=names["weights"],
+                    low=names["masters"] if has_state and LOW_DTYPE[dtype] else None,
+                    moments=names["moments"] if has_state else None,
+                )
+            )
+    buffers = _buffers(zero.model)
+    if buffers:
+        entries = [entry_of(name, value.contiguous()) for name, value in buffers.items()]
+        files[BUFFERS] = write_tensors(out / BUFFERS, entries)
+    steps = int(zero.model["global_steps"])
+    gas = int((zero.model.get("ds_config") or {}).get(GAS) or 1)
+    counters = {
+        "global_steps": steps,
+        "global_samples": int(zero.model.get("global_samples", 0)),
+        "micro_steps": steps * gas,
+        "skipped_steps": int(zero.model.get("skipped_steps", 0)),
+        GAS: gas,
+    }
+    client = state.ClientState(
+        scheduler=zero.model.get("lr_scheduler"),
+        loader=zero.model.get("data_sampler"),
+        client={key: value for key, value in zero.model.items() if key not in OWN_KEYS},
+    )
+    made_by = versions()
+    files[STATE] = write_durably(out / STATE, state.pack(client, counters, made_by))
+    Manifest(
+        dtype=dtype,
+        counters=counters,
+        tensors=tuple(records),
+        buffers={name: tuple(value.shape) for name, value in buffers.items()},
+        groups=tuple(zero.groups),
+        files=files,
+        versions=made_by,
+    ).write(out)
+
+
+def _batches(parameters: list[ZeroParameter]) -> Iterator[list[ZeroParameter]]:
+    batch: list[ZeroParameter] = []
+    for parameter in parameters:
+        if batch and sum(p.numel for p in batch) + parameter.numel > FILE_NUMEL:
+            yield batch
+            batch = []
+        batch.append(parameter)
+    if batch:
+        yield batch
+
+
+def _entries(
+    parameter: ZeroParameter, dtype: torch.dtype, trained: bool
+) -> Iterator[tuple[str, Entry]]:
+    """(kind of file, entry) of a parameter; `trained`: masters and moments are written."""
+
+    def entry(
+        name: str, to: torch.dtype, views: Views, convert: Callable[[torch.Tensor], Any]
+    ) -> Entry:
+        def pieces() -> Iterator[torch.Tensor]:
+            for view in views:
+                for piece in view.split(PIECE_BYTES // 4):
+                    yield convert(piece).contiguous()
+
+        return Entry(name=name, dtype=to, shape=parameter.shape, pieces=lambda: in_order(pieces()))
+
+    def half(which: int) -> Callable[[torch.Tensor], Any]:
+        return lambda master: split_master(master.float(), dtype)[which]
+
+    name, low_dtype = parameter.name, LOW_DTYPE[dtype]
+    rounded = half(0) if parameter.trainable else partial(torch.Tensor.to, dtype=dtype)
+    yield "weights", entry(name, dtype, parameter.master, rounded)
+    if not parameter.trainable or not trained:
+        return
+    if low_dtype is not None:
+        yield "masters", entry(name, low_dtype, parameter.master, half(1))
+    zeros = [torch.zeros(1).expand(parameter.numel)]  # never had a gradient
+    for key, views in zip(MOMENTS, parameter.moments or (zeros, zeros), strict=True):
+        yield "moments", entry(f"{key}.{name}", torch.float32, views, torch.Tensor.float)
+
+
+# -- reading --------------------------------------------------------------------------------------
+def read_zero(path: Path) -> ZeroCheckpoint:
+    """Read the tag's directory `path`. CheckpointError when it is no ZeRO checkpoint, a file is
+    missing, or sizes contradict each other.
+    """
+    models = sorted(path.glob("*_model_states.pt"), key=_natural)
+    optims = sorted(path.glob("*_optim_states.pt"), key=_natural)
+    if not models:
+        raise CheckpointError(f"{path}: has no {STATE}; not a checkpoint of DeepSpeed's")
+    if len(list(path.glob("mp_rank_*_model_states.pt"))) > 1:
+        raise CheckpointError(f"{path}: of several model-parallel ranks; only one can be imported")
+    states = [_load(file) for file in models]
+    try:
+        if not optims:
+            return _stage_0(path, states[0])
+        shards = [_load(file)["optimizer_state_dict"] for file in optims]
+        return _sharded(path, states, shards)
+    except (KeyError, TypeError, AttributeError, IndexError, ValueError, RuntimeError) as error:
+        raise CheckpointError(f"{path}: not laid out as DeepSpeed does: {error!r}") from error
+
+
+def _natural(path: Path) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", path.name)]
+
+
+def _load(file: Path) -> dict[str, Any]:
+    """With torch's safe reader where the file holds nothing but tensors and types of DeepSpeed's;
+    else as DeepSpeed itself does, and the log says so."""
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+    from deepspeed.utils.tensor_fragment import fragment_address
+
+    load = partial(torch.load, file, map_location="cpu", mmap=True)
+    known = [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address]
+    try:
+        with torch.serialization.safe_globals(known):
+            found: dict[str, Any] = load(weights_only=True)
+    except OSError:
+        raise
+    except Exception as error:  # that reader has no one type of error
+        logger.warning(
+            "%s: code of its own may run while it is read, as when DeepSpeed loads it: %s",
+            file,
+            state.unsafe_reason(error),
+        )
+        try:
+            found = load(weights_only=False)
+        except Exception as cause:
+            raise CheckpointError(f"{file}: {cause!r}") from cause
+    return found
+
+
+def _sharded(
+    path: Path, states: list[dict[str, Any]], shards: list[dict[str, Any]]
+) -> ZeroCheckpoint:
+    """Stages 1 to 3."""
+    stage = int(shards[0]["zero_stage"])
+    count = shards[0]["partition_count"]
+    ranks = max(count) if isinstance(count, list) else int(count)
+    if ranks != len(shards):
+        raise CheckpointError(f"{path}: {len(shards)} files *_optim_states.pt, expected {ranks}")
+    model = states[0]
+    shapes = model["param_shapes"]
+    read = _stage_3 if stage == 3 else _stage_2
+    parameters = [
+        ZeroParameter(name, shape, model["module"][name].dtype, True, *rest)
+        for name, shape, *rest in read(shapes, shards, path)
+    ]
+    parameters += _frozen(states, {p.name for p in parameters}, ranks if stage == 3 else 1)
+    aliases = dict(model.get("shared_params") or {})
+    return ZeroCheckpoint(model, parameters, _groups(shards[0], shapes), aliases)
+
+
+def _stage_2(
+    shapes: Sequence[dict[str, Any]], shards: list[dict[str, Any]], path: Path
+) -> Iterator[tuple[Any, ...]]:
+    """Name, shape, master, moments and step of each parameter in stages 1 and 2: each rank has a
+    part of a group's parameters, one behind the other."""
+    paddings = shards[0].get("param_alignment_paddings")
+    for group, of_group in enumerate(shapes):
+        fp32 = [shard["single_partition_of_fp32_groups"][group] for shard in shards]
+        states = []
+        for shard in shards:
+            base = shard["base_optimizer_state"]
+            states.append(base["state"].get(group, {}) if isinstance(base, dict) else base[group])
+        has_moments = all("exp_avg" in state for state in states)
+        flats = [[state[key] for state in states] for key in MOMENTS] if has_moments else []
+        begin, step = 0, _step(states[0], shards[0])
+        for k, (name, shape) in enumerate(of_group.items()):
+            numel = math.prod(shape)
+            moments = [_joined(flat, begin, numel, path) for flat in flats]
+            yield name, tuple(shape), _joined(fp32, begin, numel, path), moments or None, step
+            begin += numel + (paddings[group][k] if paddings is not None else 0)
+
+
+def _stage_3(
+    shapes: Sequence[dict[str, Any]], shards: list[dict[str, Any]], path: Path
+) -> Iterator[tuple[Any, ...]]:
+    """The same in stage 3: each rank has an equal part of every parameter; parts lie one behind the
+    other over all of the rank's sub-groups.
+    """
+    states = [shard["optimizer_state_dict"]["state"] for shard in shards]
+    step = _step(states[0].get(0, {}), shards[0]["optimizer_state_dict"])
+    fp32 = [shard["fp32_flat_groups"] for shard in shards]
+    keys = MOMENTS if states[0] else ()
+    flats = [[[state[g][key] for g in sorted(state)] for state in states] for key in keys]
+    begin = 0
+    for name, shape in ((n, s) for of_group in shapes for n, s in of_group.items()):
+        numel = math.prod(shape)
+        part = -(-numel // len(shards))
+        master, *moments = (
+            _trimmed([v for flat in of_ranks for v in _joined(flat, begin, part, path)], numel)
+            for of_ranks in (fp32, *flats)
+        )
+        yield name, tuple(shape), master, moments or None, step
+        begin += part
+
+
+def _step(state: dict[str, Any], shard: dict[str, Any]) -> int:
+    """Adam's count: torch keeps it with the state, fused optimizers with the group."""
+    if "step" in state:
+        return int(state["step"])
+    base = shard.get("base_optimizer_state", shard)
+    groups = base.get("param_groups", [{}]) if isinstance(base, dict) else [{}]
+    return int(groups[0].get("step", shard.get("base_optimizer_state_step", 0)))
+
+
+def _joined(flats: Sequence[torch.Tensor], begin: int, numel: int, path: Path) -> Views:
+    """Views of `numel` elements from `begin` on of `flats`, as if they were one tensor."""
+    views, at = [], 0
+    for flat in flats:
+        low, high = max(begin, at), min(begin + numel, at + flat.numel())
+        if low < high:
+            views.append(flat.detach()[low - at : high - at])
+        at += flat.numel()
+    if sum(view.numel() for view in views) != numel:
+        raise CheckpointError(f"{path}: the partitions end at {at}, within a parameter")
+    return views
+
+
+def _trimmed(views: Views, numel: int) -> Views:
+    kept: Views = []
+    for view in views:
+        kept.append(view[:numel])
+        numel -= kept[-1].numel()
+    return kept
+
+
+def _frozen(states: list[dict[str, Any]], trained: set[str], ranks: int) -> Iterator[ZeroParameter]:
+    """Parameters that no optimizer owns: from the fragments (stages 2 and 3), else the module."""
+    model = states[0]
+    shapes = model.get("frozen_param_shapes")
+    if shapes is None:
+        known = trained | set(_buffers(model)) | set(model.get("shared_params") or {})
+        stored = {k: v for k, v in model["module"].items() if k not in known}
+        shapes = {name: tuple(value.shape) for name, value in stored.items()}
+        fragments = [stored]
+    else:
+        fragments = [state["frozen_param_fragments"] for state in states[:ranks]]
+    for name, shape in shapes.items():
+        views = [fragment[name].detach().reshape(-1) for fragment in fragments]
+        master = _trimmed(views, math.prod(shape))
+        yield ZeroParameter(name, tuple(shape), views[0].dtype, False, master, None, 0)
+
+
+def _buffers(model: dict[str, Any]) -> dict[str, torch.Tensor]:
+    return {name: model["module"][name] for name in model["buffer_names"] or ()}
+
+
+def _groups(shard: dict[str, Any], shapes: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Hyper-parameters with the names of each group. Stage 3's sub-groups are not its groups: there
+    they are one."""
+    base = shard.get("base_optimizer_state", shard.get("optimizer_state_dict"))
+    listed = base["param_groups"] if isinstance(base, dict) else [{} for _ in shapes]
+    if len(listed) != len(shapes):
+        shapes = [{name: None for of_group in shapes for name in of_group}]
+    if len(listed) != len(shapes):
+        raise CheckpointError(
+            f"{len(listed)} parameter groups in stage 3 cannot be told apart; convert the "
+            "checkpoint with DeepSpeed's stage 2 first"
+        )
+    return [_hyper(group, list(names)) for group, names in zip(listed, shapes, strict=True)]
+
+
+def _hyper(group: dict[str, Any], names: list[str]) -> dict[str, Any]:
+    return plain_group({key: group[key] for key in HYPER_PARAMETERS if key in group}, names)
+
+
+def _stage_0(path: Path, model: dict[str, Any]) -> ZeroCheckpoint:
+    """An ordinary optimizer over whole parameters, in the module's order."""
+    optimizer = model["optimizer"]
+    if optimizer is None:
+        raise CheckpointError(f"{path}: holds no optimizer state and no *_optim_states.pt")
+    base = optimizer.get("optimizer_state_dict", optimizer)
+    fp32 = optimizer.get("fp32_groups")  # 16-bit training keeps its masters here
+    if len(base["param_groups"]) != 1:
+        raise CheckpointError(
+            f"{path}: ZeRO stage 0 with {len(base['param_groups'])} parameter groups does not say "
+            "which parameter is in which"
+        )
+    buffers = _buffers(model)
+    aliases = _shared(model["module"])
+    names = [name for name in model["module"] if name not in buffers and name not in aliases]
+    count = len(base["param_groups"][0]["params"])
+    if len(names) != count:
+        raise CheckpointError(
+            f"{path}: {len(names)} parameters and {count} in the optimizer: frozen ones "
+            "cannot be told apart in ZeRO stage 0"
+        )
+    parameters = []
+    for k, name in enumerate(names):
+        weight, state = model["module"][name], base["state"].get(k, {})
+        if "exp_avg" in state and state["exp_avg"].shape != weight.shape:
+            raise CheckpointError(f"{path}: {name} and the moments at its place differ in shape")
+        moments = [[state[moment].reshape(-1)] for moment in MOMENTS if moment in state] or None
+        master = [(fp32[0][k] if fp32 else weight).detach().reshape(-1)]
+        step, shape = _step(state, {"base_optimizer_state": base}), tuple(weight.shape)
+        parameters.append(ZeroParameter(name, shape, weight.dtype, True, master, moments, step))
+    return ZeroCheckpoint(model, parameters, [_hyper(base["param_groups"][0], names)], aliases)
+
+
+def _shared(module: dict[str, Any]) -> dict[str, str]:
+    """Tied names: those whose memory an earlier one has already."""
+    first: dict[tuple[int, torch.Size], str] = {}
+    found = {}
+    for name, value in module.items():
+        key = value.data_ptr(), value.shape
+        if value.numel() and first.setdefault(key, name) != name:
+            found[name] = first[key]
+    return found
+
+
+# -- export ---------------------------------------------------------------------------------------
+def export_zero(source: Path, out: Path) -> list[Path]:
+    """Write the checkpoint directory `source` in the layout for one rank, as tag `source.name` of
+    the new directory `out`, with `latest`; returns its files. ConfigError for a checkpoint without
+    masters and moments.
+
+    ZeRO counts steps per group: where parameters of one group have different counts (experts that
+    were not always used), the largest is written, and a warning says so.
+    """
+    directory.check_new(out)
+    with OpenTag(source) as opened:
+        manifest = opened.manifest
+        if manifest.groups is None or not any(record.moments for record in manifest.tensors):
+            raise ConfigError(
+                f"{source}: has no masters and moments, which ZeRO's layout is made of; it was "
+                "saved before the first backward or without an optimizer. Export it with --to hf"
+            )
+        opened.check(manifest.files)
+        opened.check_headers(manifest.tensors, state=True)
+        client = state.unpack(opened.file(STATE), trusted=False)
+        with directory.appearing(out) as work:
+            tag, scratch = work / source.name, work / ".scratch"
+            tag.mkdir()
+            scratch.mkdir()
+            _write_zero(opened, client, tag, scratch)
+            opened.check_unchanged()
+            directory.remove(scratch)
+            directory.write_latest(work, source.name)
+            directory.sync_directory(tag)
+    return sorted((out / source.name).iterdir())
+
+
+def _write_zero(
+    opened: OpenTag, client: state.ClientState | None, out: Path, scratch: Path
+) -> None:
+    manifest = opened.manifest
+    by_name = {alias: record for record in manifest.tensors for alias in record.aliases}
+    groups = [  # frozen parameters that were left out are in a group, too
+        [by_name[name] for name in group["params"] if name in by_name]
+        for group in manifest.groups or ()
+    ]
+    described = {
+        "ds_config": {GAS: manifest.counters[GAS]},
+        "ds_version": manifest.versions["deepspeed"],
+    }
+    optimizer = _optimizer_state(opened, groups, scratch)
+    prefix = "bf16_" if manifest.dtype is torch.bfloat16 else ""
+    torch.save(
+        {
+            "optimizer_state_dict": {**optimizer, "ds_version": described["ds_version"]},
+            **described,
+        },
+        out / f"{prefix}zero_pp_rank_0_{STATE.replace('model_states', 'optim_states')}",
+    )
+    frozen = [record for record in manifest.tensors if not record.trainable]
+    weights = {r.name: opened.tensors(r.weights).mapped(r.name) for r in manifest.tensors}
+    module = {alias: weights[r.name] for r in manifest.tensors for alias in r.aliases}
+    buffers = {name: opened.tensors(BUFFERS).mapped(name) for name in manifest.buffers}
+    model_state: dict[str, Any] = {
+        "module": OrderedDict({**module, **buffers}),
+        "buffer_names": list(buffers),
+        "optimizer": None,
+        "param_shapes": [_shapes(group) for group in groups],
+        "frozen_param_shapes": _shapes(frozen),
+        "frozen_param_fragments": OrderedDict((r.name, weights[r.name]) for r in frozen),
+        "shared_params": {a: r.name for r in manifest.tensors for a in r.aliases if a != r.name},
+        "lr_scheduler": client.scheduler if client else None,
+        "data_sampler": client.loader if client else None,
+        "random_ltd": None,
+        "sparse_tensor_module_names": set(),
+        **{key: value for key, value in manifest.counters.items() if key in OWN_KEYS},
+        "dp_world_size": 1,
+        "mp_world_size": 1,
+        **described,
+        "universal_checkpoint_info": {},
+    }
+    torch.save({**(client.client if client else {}), **model_state}, out / STATE)
+
+
+def _shapes(records: Sequence[TensorRecord]) -> OrderedDict[str, torch.Size]:
+    return OrderedDict((record.name, torch.Size(record.shape)) for record in records)
+
+
+def _optimizer_state(
+    opened: OpenTag, groups: list[list[TensorRecord]], scratch: Path
+) -> dict[str, Any]:
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+    from deepspeed.utils.tensor_fragment import fragment_address
+
+    flats, states, mappings, paddings = [], {}, [], []
+    for index, group in enumerate(groups):
+        numel = sum(record.numel for record in group)
+        padded = -(-numel // ALIGNMENT) * ALIGNMENT
+        paddings.append(padded - numel)
+        fp32 = _scratch(scratch / f"fp32-{index}", numel)
+        moments = {moment: _scratch(scratch / f"{moment}-{index}", padded) for moment in MOMENTS}
+        mapping, begin = OrderedDict(), 0
+        for record in group:
+            mapping[record.name] = fragment_address(numel=record.numel, start=begin)
+            at = begin
+            for piece in masters(opened, record, exact=True):
+                fp32[at : at + piece.numel()] = piece
+                at += piece.numel()
+            if record.moments is not None:
+                file = opened.tensors(record.moments)
+                for moment, flat in moments.items():
+                    target = flat[begin : begin + record.numel]
+                    file.read_into(f"{moment}.{record.name}", target)
+            begin += record.numel
+        flats.append(fp32)
+        mappings.append(mapping)
+        states[index] = {"step": torch.tensor(float(_largest_step(group))), **moments}
+    hyper = [  # in the form of a torch optimizer's state dict: parameter i is group i
+        {k: tuple(v) if isinstance(v, list) else v for k, v in group.items()} | {"params": [index]}
+        for index, group in enumerate(opened.manifest.groups or ())
+    ]
+    return {
+        "dynamic_loss_scale": False,
+        "overflow": False,
+        "base_optimizer_state": {"state": states, "param_groups": hyper},
+        "single_partition_of_fp32_groups": flats,
+        "zero_stage": ZeroStageEnum.gradients,
+        "group_paddings": paddings,
+        "param_alignment_paddings": [[0] * len(group) for group in groups],
+        "partition_count": [1] * len(groups),
+        "param_slice_mappings": mappings,
+    }
+
+
+def _scratch(path: Path, numel: int) -> torch.Tensor:
+    """Zeros in a new file, which the system writes back when memory is short."""
+    return torch.from_file(str(path), shared=True, size=numel, dtype=torch.float32)
+
+
+def _largest_step(group: Sequence[TensorRecord]) -> int:
+    steps = sorted({record.step for record in group}) or [0]
+    if len(steps) > 1:
+        said = "parameters of one group were updated %d to %d times; ZeRO keeps one count: %d"
+        logger.warning(said, steps[0], steps[-1], steps[-1])
+    return steps[-1]
