@@ -22,12 +22,13 @@ from typing import Any, NamedTuple
 
 from stronghold.device.contention import Rates
 from stronghold.errors import BudgetError
+from stronghold.plan.cost import Workload, measured_rates, measured_workload, slowest
 from stronghold.plan.demand import Demand, Gradients
-from stronghold.plan.planner import Plan, activation_bytes
+from stronghold.plan.plan import Plan, activation_bytes, make_plan
+from stronghold.runtime.activations import ActivationSizes
 from stronghold.runtime.stack import Stack
 from stronghold.runtime.streaming import Streaming
-from stronghold.simulate import Workload, fastest_plan, simulate
-from stronghold.warmup import measured_rates, measured_workload, slowest
+from stronghold.simulate import fastest_plan, simulate
 
 logger = logging.getLogger("stronghold")
 
@@ -36,6 +37,7 @@ TRACED_STEPS = 2
 # Of what the GPU has for this process, for slots and activations, once these are known: the rest is
 # for workspaces and for what the allocator cannot use.
 GPU_SHARE = 0.9
+ADVISED = 0.9  # of the present step: what is worth the user's attention
 WORTH = 0.97  # of the present plan's step: a change costs a settled device, and copies
 # Of lanes that moved nothing while they were traced, in 1e9 bytes/s: a PCIe 4 link, a desktop's
 # memory, one solid-state disk.
@@ -123,24 +125,23 @@ class Refinement:
             micro_batches=self._micro_batches,
             num_steps=TRACED_STEPS,
         )
-        memory = _memory(stack, sizes.saved, sizes.boundary)
+        memory = _memory(stack, sizes)
         # Weights change places with a plan, and an alias that somebody keeps would stay behind.
         kept = bool(runtime.executor.aliased(range(len(stack.parameters))))
         ranks = stack.ranks
-        if ranks is not None:  # [Note: one plan]
-            told: Any = ranks.control.objects((rates, workload, memory, kept), "refining the plan")
-            rates, workload = slowest([(each, work) for each, work, _, _ in told])
-            memory = _least([of_rank for _, _, of_rank, _ in told])
-            kept = any(of_rank for _, _, _, of_rank in told)
-        if kept:
+        # [Note: one plan]
+        found: Any = ranks.control.objects((rates, workload, memory, kept), "refining the plan")
+        rates, workload = slowest([(each, work) for each, work, _, _ in found])
+        memory = _least([of_rank for _, _, of_rank, _ in found])
+        if any(of_rank for _, _, _, of_rank in found):
             logger.info("the plan stays as it is: something keeps aliases of weights")
             return
         plan = None
-        if ranks is None or ranks.rank == 0:
+        if ranks.rank == 0:
+            self._advise_chunks(workload, rates, asynchronous)
             plan = self._faster(workload, rates, memory, asynchronous)
-        if ranks is not None:
-            chosen: Any = ranks.control.objects(plan, "the refined plan")[0]
-            plan = chosen and replace(chosen, cpu_threads=stack.plan.cpu_threads)
+        chosen: Any = ranks.control.objects(plan, "the refined plan")[0]
+        plan = chosen and replace(chosen, cpu_threads=stack.plan.cpu_threads)
         if plan is None:
             return
         if stack.replan(plan):
@@ -150,6 +151,45 @@ class Refinement:
                 "the plan stays as it is: of the %d bytes on the GPU that a faster one needs, "
                 "others have taken some meanwhile",
                 plan.gpu_total_bytes + plan.activation_bytes,
+            )
+
+    def _advise_chunks(self, workload: Workload, rates: Rates, asynchronous: bool) -> None:
+        """Say, in figures, what one batch in chunks would take instead of micro-batches that are
+        added up, where that is worth it. No plan chooses it, for it changes rounding."""
+        stack, count = self._stack, self._micro_batches
+        if count < 2 or stack.demand.chunk is not None:
+            return
+        layers = tuple(
+            replace(
+                load,
+                forward_s=count * load.forward_s,
+                backward_s=count * load.backward_s,
+                saved_bytes=count * load.saved_bytes,
+            )
+            for load in workload.layers
+        )
+        together = replace(workload, layers=layers, tokens=count * workload.tokens, micro_batches=1)
+        demand = replace(_as_it_is(stack), accumulate=False, micro_batches=1, chunk=1, chunks=count)
+        try:
+            plan = make_plan(stack.layout, demand)
+        except BudgetError:
+            return
+        predicted, present = (
+            simulate(
+                stack.layout, one, work, rates, dtype=stack.dtype, asynchronous=asynchronous
+            ).step_s
+            for one, work in ((plan, together), (stack.plan, workload))
+        )
+        if predicted < ADVISED * present:
+            logger.info(
+                "%d micro-batches that are added up take %.1f ms/step; as one batch in chunks they "
+                "are predicted to take %.1f: multiply train_micro_batch_size_per_gpu by %d, set "
+                "gradient_accumulation_steps to 1 and stronghold.chunk to the micro-batch of now "
+                "(it changes rounding, and what head and loss take grows with the batch)",
+                count,
+                present * 1e3,
+                predicted * 1e3,
+                count,
             )
 
     def _faster(
@@ -196,11 +236,17 @@ class Memory(NamedTuple):
     peak: int | None
     saved: tuple[int, ...]
     boundary: tuple[int, ...]
+    chunks: int  # of a micro-batch, at least
 
 
-def _memory(stack: Stack, saved: Sequence[int], boundary: Sequence[int]) -> Memory:
-    peak = stack.device.activation_peak_bytes()
-    return Memory(stack.device.reachable_bytes(), peak, tuple(saved), tuple(boundary))
+def _memory(stack: Stack, sizes: ActivationSizes) -> Memory:
+    return Memory(
+        stack.device.reachable_bytes(),
+        stack.device.activation_peak_bytes(),
+        tuple(sizes.saved),
+        tuple(sizes.boundary),
+        sizes.least_chunks,
+    )
 
 
 def _least(found: Sequence[Memory]) -> Memory:
@@ -215,6 +261,7 @@ def _least(found: Sequence[Memory]) -> Memory:
         max(memory.peak or 0 for memory in found) if known else None,
         most(memory.saved for memory in found),
         most(memory.boundary for memory in found),
+        min(memory.chunks for memory in found),
     )
 
 
@@ -234,6 +281,7 @@ def _known_demand(stack: Stack, memory: Memory) -> Demand:
         gpu_budget_bytes=budget,
         saved_bytes=saved,
         boundary_bytes=memory.boundary,
+        chunks=memory.chunks,
         reserve_bytes=0 if section.gpu_memory is None else budget - section.gpu_memory,
     )
     # What was in use beside the blocks' own: logits, the loss, the caller's tensors.

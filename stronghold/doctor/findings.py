@@ -1,17 +1,18 @@
-"""What was found on a machine, and what is wrong with it.
+"""What was found on a machine, what is wrong with it, and both as text.
 
-Pure: owns the rules and their thresholds; measures and prints nothing. Each rule looks at the
-findings and answers with a problem or None. Every threshold has its reason beside it.
+Pure: owns the rules, their thresholds, each with its reason beside it, and the words; measures and
+prints nothing. Beside each figure stands what it bounds in training, by the arithmetic of a bf16
+model of 8 B parameters with exact fp32 AdamW, so that machines can be compared.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import textwrap
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from stronghold.doctor.disk import DiskRates
 from stronghold.limits import HostLimits
-from stronghold.plan.profile import MachineProfile
+from stronghold.plan.machine import ADAM_BF16_BYTES, MachineProfile
 
 GIB = float(1 << 30)
 # Bytes per second and lane of PCI Express after its line code, by the transfers per second that
@@ -30,6 +31,11 @@ ADAM_SHARE = 0.7  # with AVX2 or more it reaches 0.9 and more of what memory giv
 SLOWEST_READ_GBPS, SLOWEST_WRITE_GBPS = 1.5, 0.75  # NVMe disks give two to four times as much
 AVAILABLE_SHARE = 0.5
 SWAP_USED_BYTES = 64 << 20  # less was put away at leisure, long ago
+
+WIDTH = 100
+PARAMETERS = 8e9
+STATE_BYTES = 12  # of a parameter on the host: bf16 weight, 16-bit remainder, two fp32 moments
+Row = tuple[str, str, str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +74,30 @@ class PcieLink:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DiskRates:
+    """In 1e9 bytes/s; by depth for reads and writes alone, at the best depth for both at once.
+
+    `error` says why nothing was measured: then there are no rates. `direct`: transfers went past
+    the page cache; without that the rates are the cache's.
+    """
+
+    path: str
+    engine: str = ""
+    note: str = ""
+    direct: bool = False
+    read_gbps: dict[int, float]
+    write_gbps: dict[int, float]
+    mixed_gbps: float = 0.0
+    error: str = ""
+
+    @property
+    def best_depth(self) -> int:
+        """The least depth that gives 95 % of the fastest read and write together."""
+        total = {depth: self.read_gbps[depth] + self.write_gbps[depth] for depth in self.read_gbps}
+        return min(depth for depth, rate in total.items() if rate >= 0.95 * max(total.values()))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Findings:
     """One machine. `disk` is None where none was asked for, `link` where there is no PCIe link or
     the system does not describe it; `isa` is the kernels' and `best_isa` the CPU's. `one_memory`:
@@ -87,299 +117,398 @@ class Findings:
     @property
     def problems(self) -> tuple[Problem, ...]:
         """The gravest first."""
-        found = [rule(self) for rule in RULES]
-        return tuple(problem for problem in found if problem is not None)
+        groups = (_of_the_link, _of_memory_and_adam, _of_the_system, _of_the_disk)
+        return tuple(problem for group in groups for problem in group(self))
 
 
-def _pinning(findings: Findings) -> Problem | None:
-    if not findings.pin_error:
-        return None
-    return Problem(
-        what="host memory cannot be pinned",
-        got=f"{findings.pinnable_bytes / GIB:.2f} GiB of host memory could be pinned, then: "
-        f"{findings.pin_error}",
-        expected="memory that the GPU reads and writes by itself; the rest is copied once more, by "
-        "the CPU",
-        remedy="raise the limit of locked memory (ulimit -l unlimited; in a container "
-        "--ulimit memlock=-1; under WSL2 more memory in .wslconfig)",
-    )
+# -- what is wrong --------------------------------------------------------------------------------
 
 
-def _one_memory(findings: Findings) -> Problem | None:
-    if not findings.one_memory:
-        return None
-    return Problem(
-        what="CPU and GPU share one memory",
-        got=findings.profile.name,
-        expected="a GPU with memory of its own: what leaves it makes room there",
-        remedy="train without a stronghold section, or with resident_layers and resident_updates "
-        '"all" and "gpu": here layers that stream are kept twice, and copies win nothing; states '
-        "on NVMe do make room",
-    )
-
-
-def _slow_link(findings: Findings) -> Problem | None:
-    if findings.emulated:
-        return None
+def _of_the_link(findings: Findings) -> Iterator[Problem]:
     link, profile = findings.link, findings.profile
-    slower = min(profile.fetch_gbps, profile.drain_gbps)
+    if findings.one_memory:
+        yield Problem(
+            what="CPU and GPU share one memory",
+            got=profile.name,
+            expected="a GPU with memory of its own: what leaves it makes room there",
+            remedy="train without a stronghold section, or with resident_layers and "
+            'resident_updates "all" and "gpu": here layers that stream are kept twice, and copies '
+            "win nothing; states on NVMe do make room",
+        )
+    if findings.pin_error:
+        yield Problem(
+            what="host memory cannot be pinned",
+            got=f"{findings.pinnable_bytes / GIB:.2f} GiB of host memory could be pinned, then: "
+            f"{findings.pin_error}",
+            expected="memory that the GPU reads and writes by itself; the rest is copied once "
+            "more, by the CPU",
+            remedy="raise the limit of locked memory (ulimit -l unlimited; in a container "
+            "--ulimit memlock=-1; under WSL2 more memory in .wslconfig)",
+        )
+    if findings.emulated:
+        return
+    slower, alone = sorted((profile.fetch_gbps, profile.drain_gbps))
     # Idle links run at their lowest speed: the card's and slot's best counts where now is less.
     standard = 0.0 if link is None else link.best_gbps
     expected = LINK_SHARE * standard or SLOWEST_LINK_GBPS
-    if slower >= expected:
-        return None
+    remedy = (
+        "put the card into a slot of the processor's own, of the card's generation, check "
+        "the BIOS's link speed, and run on the cores of the GPU's NUMA node (nvidia-smi topo)"
+    )
     if link is not None and link.width < link.max_width:
         remedy = (
             f"it runs with {link.width} of {link.max_width} lanes: move the card to a slot with "
             "all lanes, without a riser, and empty the slot that shares them"
         )
-    else:
-        remedy = (
-            "put the card into a slot of the processor's own, of the card's generation, check "
-            "the BIOS's link speed, and run on the cores of the GPU's NUMA node (nvidia-smi topo)"
+    if slower < expected:
+        best = f" of {link.best}" if link and standard else ""
+        yield Problem(
+            what="slow link between host and GPU",
+            got=f"{slower:.1f} GB/s" + (f" on {link}" if link is not None else ""),
+            expected=f"{expected:.0f} GB/s or more{best}",
+            remedy=remedy,
         )
-    return Problem(
-        what="slow link between host and GPU",
-        got=f"{slower:.1f} GB/s" + (f" on {link}" if link is not None else ""),
-        expected=f"{expected:.0f} GB/s or more" + (f" of {link.best}" if link and standard else ""),
-        remedy=remedy,
-    )
+    if profile.duplex_gbps < DUPLEX_SHARE * alone:
+        yield Problem(
+            what="both directions of the link share one",
+            got=f"{profile.duplex_gbps:.1f} GB/s together",
+            expected=f"{DUPLEX_SHARE * alone:.0f} GB/s or more, {alone:.1f} being one direction's",
+            remedy="fill more memory channels; switch the IOMMU to pass-through (iommu=pt)",
+        )
 
 
-def _shared_link(findings: Findings) -> Problem | None:
-    profile = findings.profile
-    alone = max(profile.fetch_gbps, profile.drain_gbps)
-    if findings.emulated or profile.duplex_gbps >= DUPLEX_SHARE * alone:
-        return None
-    return Problem(
-        what="both directions of the link share one",
-        got=f"{profile.duplex_gbps:.1f} GB/s together",
-        expected=f"{DUPLEX_SHARE * alone:.0f} GB/s or more, {alone:.1f} being one direction's",
-        remedy="fill more memory channels; switch the IOMMU to pass-through (iommu=pt)",
-    )
-
-
-def _few_channels(findings: Findings) -> Problem | None:
-    rates = findings.profile.memory_gbps
+def _of_memory_and_adam(findings: Findings) -> Iterator[Problem]:
+    profile, rates = findings.profile, findings.profile.memory_gbps
     best, one = max(rates.values()), rates[min(rates)]
-    if max(rates) < CHANNEL_CORES or best >= CHANNEL_GAIN * one:
-        return None
-    return Problem(
-        what="few memory channels",
-        got=f"{best:.0f} GB/s with {max(rates)} threads, {one:.0f} with one",
-        expected=f"{CHANNEL_GAIN * one:.0f} GB/s or more",
-        remedy="put a memory module into every channel (`dmidecode -t memory` lists them): Adam "
-        "on the CPU is as fast as memory",
-    )
-
-
-def _low_bandwidth(findings: Findings) -> Problem | None:
-    profile = findings.profile
-    best = max(profile.memory_gbps.values())
+    if max(rates) >= CHANNEL_CORES and best < CHANNEL_GAIN * one:
+        yield Problem(
+            what="few memory channels",
+            got=f"{best:.0f} GB/s with {max(rates)} threads, {one:.0f} with one",
+            expected=f"{CHANNEL_GAIN * one:.0f} GB/s or more",
+            remedy="put a memory module into every channel (`dmidecode -t memory` lists them): "
+            "Adam on the CPU is as fast as memory",
+        )
     expected = MEMORY_PER_LINK * profile.duplex_gbps
-    if findings.emulated or best >= expected:
-        return None
-    return Problem(
-        what="host memory is slow for this link",
-        got=f"{best:.0f} GB/s",
-        expected=f"{expected:.0f} GB/s or more, for Adam beside copies of "
-        f"{profile.duplex_gbps:.0f} GB/s",
-        remedy="fill every memory channel, use faster modules, or train with more tokens per step",
-    )
+    if not findings.emulated and best < expected:
+        yield Problem(
+            what="host memory is slow for this link",
+            got=f"{best:.0f} GB/s",
+            expected=f"{expected:.0f} GB/s or more, for Adam beside copies of "
+            f"{profile.duplex_gbps:.0f} GB/s",
+            remedy="fill every memory channel, use faster modules, or train with more tokens per "
+            "step",
+        )
+    if findings.isa == "scalar":
+        forced = findings.best_isa != "scalar"
+        yield Problem(
+            what="Adam runs without vector instructions",
+            got="scalar code",
+            expected=f"{findings.best_isa}" if forced else "AVX2, AVX-512 or NEON",
+            remedy="unset STRONGHOLD_ISA"
+            if forced
+            else "let the virtual machine show the processor's instructions (cpu "
+            "host-passthrough), or use a processor made after 2013",
+        )
+    elif findings.isa != findings.best_isa:
+        yield Problem(
+            what="Adam does not use the best instructions",
+            got=findings.isa,
+            expected=findings.best_isa,
+            remedy="unset STRONGHOLD_ISA",
+        )
+    adam = max(profile.adam_gbps.values())
+    if adam < ADAM_SHARE * best:
+        yield Problem(
+            what="Adam is slower than memory",
+            got=f"{adam:.0f} of {best:.0f} GB/s",
+            expected=f"{ADAM_SHARE * best:.0f} GB/s or more",
+            remedy="give the process more cores, and stop what else computes on them",
+        )
 
 
-def _no_vectors(findings: Findings) -> Problem | None:
-    if findings.isa != "scalar":
-        return None
-    forced = findings.best_isa != "scalar"
-    return Problem(
-        what="Adam runs without vector instructions",
-        got="scalar code",
-        expected=f"{findings.best_isa}" if forced else "AVX2, AVX-512 or NEON",
-        remedy="unset STRONGHOLD_ISA"
-        if forced
-        else "let the virtual machine show the processor's instructions (cpu host-passthrough), "
-        "or use a processor made after 2013",
-    )
-
-
-def _forced_isa(findings: Findings) -> Problem | None:
-    if findings.isa in ("scalar", findings.best_isa):
-        return None
-    return Problem(
-        what="Adam does not use the best instructions",
-        got=findings.isa,
-        expected=findings.best_isa,
-        remedy="unset STRONGHOLD_ISA",
-    )
-
-
-def _slow_adam(findings: Findings) -> Problem | None:
-    profile = findings.profile
-    best, memory = max(profile.adam_gbps.values()), max(profile.memory_gbps.values())
-    if best >= ADAM_SHARE * memory:
-        return None
-    return Problem(
-        what="Adam is slower than memory",
-        got=f"{best:.0f} of {memory:.0f} GB/s",
-        expected=f"{ADAM_SHARE * memory:.0f} GB/s or more",
-        remedy="give the process more cores, and stop what else computes on them",
-    )
-
-
-def _cpu_quota(findings: Findings) -> Problem | None:
-    quota, cores = findings.limits.cpu_quota, findings.limits.num_cores
-    if quota is None or quota >= cores:
-        return None
-    return Problem(
-        what="the control group stops threads that compute too long",
-        got=f"{quota:g} cores' time for {cores} cores",
-        expected="no quota, or as many cores as it pays for",
-        remedy=f"start the container with --cpuset-cpus instead of --cpus, or set "
-        f"stronghold.cpu_threads to {max(1, int(quota))}",
-    )
-
-
-def _swap(findings: Findings) -> Problem | None:
+def _of_the_system(findings: Findings) -> Iterator[Problem]:
     limits = findings.limits
-    if limits.swap_bytes == 0:
-        return None
-    used = limits.swap_used_bytes > SWAP_USED_BYTES
-    return Problem(
-        what="swap is in use" if used else "swap is on",
-        got=f"{limits.swap_used_bytes / GIB:.1f} of {limits.swap_bytes / GIB:.1f} GiB used",
-        expected="none: states that do not fit belong on NVMe, in large transfers",
-        remedy="swapoff -a" + (", after something else has given memory back" if used else ""),
-    )
+    quota, locked = limits.cpu_quota, limits.locked_bytes
+    enough = AVAILABLE_SHARE * limits.usable_bytes
+    if quota is not None and quota < limits.num_cores:
+        yield Problem(
+            what="the control group stops threads that compute too long",
+            got=f"{quota:g} cores' time for {limits.num_cores} cores",
+            expected="no quota, or as many cores as it pays for",
+            remedy=f"start the container with --cpuset-cpus instead of --cpus, or set "
+            f"stronghold.cpu_threads to {max(1, int(quota))}",
+        )
+    if limits.available_bytes < enough:
+        yield Problem(
+            what="others hold most of the host memory",
+            got=f"{limits.available_bytes / GIB:.0f} of {limits.usable_bytes / GIB:.0f} GiB free",
+            expected=f"{enough / GIB:.0f} GiB or more",
+            remedy="end what holds it, and remove files from /dev/shm",
+        )
+    if limits.swap_bytes:
+        used = limits.swap_used_bytes > SWAP_USED_BYTES
+        yield Problem(
+            what="swap is in use" if used else "swap is on",
+            got=f"{limits.swap_used_bytes / GIB:.1f} of {limits.swap_bytes / GIB:.1f} GiB used",
+            expected="none: states that do not fit belong on NVMe, in large transfers",
+            remedy="swapoff -a" + (", after something else has given memory back" if used else ""),
+        )
+    if not findings.emulated and locked is not None and locked < enough:
+        yield Problem(
+            what="the limit of locked memory is small",
+            got=f"ulimit -l of {locked / GIB:.2f} GiB",
+            expected="unlimited, since weights, gradients and offloaded activations are pinned",
+            remedy="ulimit -l unlimited (for good: `* - memlock unlimited` in "
+            "/etc/security/limits.conf; in a container --ulimit memlock=-1)",
+        )
+    if limits.overcommit == 2:
+        yield Problem(
+            what="memory is promised only where it is backed",
+            got="vm.overcommit_memory = 2",
+            expected="0 or 1",
+            remedy="sysctl vm.overcommit_memory=0: large mappings are refused otherwise although "
+            "memory is free",
+        )
+    if limits.huge_pages == "never":
+        yield Problem(
+            what="huge pages are off",
+            got="transparent_hugepage = never",
+            expected="madvise or always: 10 to 27 % of Adam's rate",
+            remedy="echo madvise > /sys/kernel/mm/transparent_hugepage/enabled",
+        )
 
 
-def _available(findings: Findings) -> Problem | None:
-    limits = findings.limits
-    if limits.available_bytes >= AVAILABLE_SHARE * limits.usable_bytes:
-        return None
-    return Problem(
-        what="others hold most of the host memory",
-        got=f"{limits.available_bytes / GIB:.0f} of {limits.usable_bytes / GIB:.0f} GiB free",
-        expected=f"{AVAILABLE_SHARE * limits.usable_bytes / GIB:.0f} GiB or more",
-        remedy="end what holds it, and remove files from /dev/shm",
-    )
-
-
-def _locked_memory(findings: Findings) -> Problem | None:
-    limits = findings.limits
-    locked = limits.locked_bytes
-    if findings.emulated or locked is None or locked >= AVAILABLE_SHARE * limits.usable_bytes:
-        return None
-    return Problem(
-        what="the limit of locked memory is small",
-        got=f"ulimit -l of {locked / GIB:.2f} GiB",
-        expected="unlimited, since weights, gradients and offloaded activations are pinned",
-        remedy="ulimit -l unlimited (for good: `* - memlock unlimited` in "
-        "/etc/security/limits.conf; in a container --ulimit memlock=-1)",
-    )
-
-
-def _overcommit(findings: Findings) -> Problem | None:
-    if findings.limits.overcommit != 2:
-        return None
-    return Problem(
-        what="memory is promised only where it is backed",
-        got="vm.overcommit_memory = 2",
-        expected="0 or 1",
-        remedy="sysctl vm.overcommit_memory=0: large mappings are refused otherwise although "
-        "memory is free",
-    )
-
-
-def _huge_pages(findings: Findings) -> Problem | None:
-    if findings.limits.huge_pages != "never":
-        return None
-    return Problem(
-        what="huge pages are off",
-        got="transparent_hugepage = never",
-        expected="madvise or always: 10 to 27 % of Adam's rate",
-        remedy="echo madvise > /sys/kernel/mm/transparent_hugepage/enabled",
-    )
-
-
-def _no_disk(findings: Findings) -> Problem | None:
+def _of_the_disk(findings: Findings) -> Iterator[Problem]:
     disk = findings.disk
-    if disk is None or not disk.error:
-        return None
-    return Problem(
-        what="the disk could not be measured",
-        got=disk.error,
-        expected=f"a file in {disk.path}",
-        remedy="name a directory that can be written with --path",
-    )
-
-
-def _no_direct(findings: Findings) -> Problem | None:
-    disk = findings.disk
-    if disk is None or disk.error or disk.direct:
-        return None
-    return Problem(
-        what="files pass through the page cache",
-        got=f"no O_DIRECT in {disk.path}",
-        expected="a local file system: ext4 or xfs",
-        remedy="name a directory on a local disk with --path; network file systems, overlays and "
-        "tmpfs cannot hold spilled states well",
-    )
-
-
-def _no_io_uring(findings: Findings) -> Problem | None:
-    disk = findings.disk
-    if disk is None or disk.error or disk.engine == "io_uring":
-        return None
-    if not disk.note:  # nothing was refused: it was not asked for
-        return Problem(
+    if disk is None:
+        return
+    if disk.error:
+        yield Problem(
+            what="the disk could not be measured",
+            got=disk.error,
+            expected=f"a file in {disk.path}",
+            remedy="name a directory that can be written with --path",
+        )
+        return
+    if not disk.direct:
+        yield Problem(
+            what="files pass through the page cache",
+            got=f"no O_DIRECT in {disk.path}",
+            expected="a local file system: ext4 or xfs",
+            remedy="name a directory on a local disk with --path; network file systems, overlays "
+            "and tmpfs cannot hold spilled states well",
+        )
+    if disk.engine != "io_uring" and disk.note:
+        yield Problem(
+            what="the kernel refuses io_uring",
+            got=disk.note,
+            expected="io_uring, which costs less processor time than threads that read and write",
+            remedy="sysctl kernel.io_uring_disabled=0; in a container, a seccomp profile that "
+            "permits io_uring_setup, io_uring_enter and io_uring_register",
+        )
+    elif disk.engine != "io_uring":  # nothing was refused: it was not asked for
+        yield Problem(
             what="files are read and written by threads",
             got=disk.engine,
             expected="io_uring, which costs less processor time",
             remedy="unset STRONGHOLD_IO_ENGINE",
         )
-    return Problem(
-        what="the kernel refuses io_uring",
-        got=disk.note,
-        expected="io_uring, which costs less processor time than threads that read and write",
-        remedy="sysctl kernel.io_uring_disabled=0; in a container, a seccomp profile that permits "
-        "io_uring_setup, io_uring_enter and io_uring_register",
-    )
-
-
-def _slow_disk(findings: Findings) -> Problem | None:
-    disk = findings.disk
-    if disk is None or disk.error or not disk.direct:
-        return None
     read, write = max(disk.read_gbps.values()), max(disk.write_gbps.values())
-    if read >= SLOWEST_READ_GBPS and write >= SLOWEST_WRITE_GBPS:
-        return None
-    return Problem(
-        what="slow disk",
-        got=f"{read:.2f} GB/s read, {write:.2f} GB/s written in {disk.path}",
-        expected=f"{SLOWEST_READ_GBPS:g} GB/s and {SLOWEST_WRITE_GBPS:g} GB/s, as NVMe gives",
-        remedy="keep states in RAM, or name a directory on a local NVMe disk with --path",
+    if disk.direct and (read < SLOWEST_READ_GBPS or write < SLOWEST_WRITE_GBPS):
+        yield Problem(
+            what="slow disk",
+            got=f"{read:.2f} GB/s read, {write:.2f} GB/s written in {disk.path}",
+            expected=f"{SLOWEST_READ_GBPS:g} GB/s and {SLOWEST_WRITE_GBPS:g} GB/s, as NVMe gives",
+            remedy="keep states in RAM, or name a directory on a local NVMe disk with --path",
+        )
+
+
+# -- as text --------------------------------------------------------------------------------------
+
+
+def table(findings: Findings) -> str:
+    """One line per figure, then the problems with their remedies."""
+    title = f"{findings.profile.name}, {findings.profile.measured}"
+    rows = [*_link_rows(findings), *_host_rows(findings), *_disk_rows(findings)]
+    rows += _memory_rows(findings)
+    widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
+    lines = [title, ""]
+    for name, figure, meaning in rows:
+        head = f"{name:<{widths[0]}}  {figure:>{widths[1]}}  "
+        lines += _wrapped(head, " " * len(head), meaning) or [head.rstrip()]
+    return "\n".join([*lines, "", *_problems(findings)])
+
+
+def _link_rows(findings: Findings) -> list[Row]:
+    profile = findings.profile
+    weights = 2 * PARAMETERS / 1e9
+    where = f" ({findings.link})" if findings.link is not None else ""
+    tokens = break_even_tokens(profile)
+    rows = [
+        (
+            f"host to device{where}",
+            _gbps(profile.fetch_gbps),
+            f"a bf16 8 B model streams its weights ({weights:.0f} GB) in "
+            f"{_s(weights / profile.fetch_gbps)}, twice per step",
+        ),
+        (
+            "device to host",
+            _gbps(profile.drain_gbps),
+            f"its gradients leave in {_s(weights / profile.drain_gbps)}",
+        ),
+        (
+            "both at once",
+            _gbps(profile.duplex_gbps),
+            f"backward moves weights in and gradients out in "
+            f"{_s(2 * weights / profile.duplex_gbps)} or more",
+        ),
+    ]
+    for dtype, rate in profile.flops.items():
+        meaning = ""
+        if dtype == "bf16":
+            step_s = 6 * PARAMETERS * 8192 / rate
+            meaning = (
+                f"a step of 8192 tokens computes for {_s(step_s)}; from {tokens:,.0f} tokens per "
+                "step on, compute hides the weights' two trips"
+            )
+        rows.append((f"matrix products, {dtype}", f"{rate / 1e12:.4g} TFLOP/s", meaning))
+    rows.append(
+        (
+            "device memory",
+            _gbps(profile.gpu_memory_gbps),
+            "updates of layers that stay on the device, normalisation, activations",
+        )
+    )
+    return rows
+
+
+def break_even_tokens(profile: MachineProfile) -> float:
+    """Tokens per step from which 6 FLOP per parameter and token take longer than two bf16 weights
+    over the link."""
+    return 2 * 2 * profile.flops["bf16"] / (6 * profile.fetch_gbps * 1e9)
+
+
+def _host_rows(findings: Findings) -> list[Row]:
+    profile = findings.profile
+    rows = []
+    most = max(profile.memory_gbps)
+    for threads, rate in profile.memory_gbps.items():
+        meaning = "bounds Adam and both directions of the link together" if threads == most else ""
+        rows.append((f"host memory, {threads_in_words(threads)}", _gbps(rate), meaning))
+    best = max(profile.adam_gbps, key=lambda threads: profile.adam_gbps[threads])
+    for threads, rate in profile.adam_gbps.items():
+        seconds = PARAMETERS * ADAM_BF16_BYTES / (rate * 1e9)
+        meaning = f"updates 8 B parameters in {_s(seconds)}"
+        if threads == best:
+            meaning += ", hidden when a forward pass takes as long"
+        rows.append((f"Adam ({findings.isa}), {threads_in_words(threads)}", _gbps(rate), meaning))
+    return rows
+
+
+def _disk_rows(findings: Findings) -> list[Row]:
+    disk = findings.disk
+    if disk is None or disk.error:
+        return []
+    how = f"{disk.engine}, {'O_DIRECT' if disk.direct else 'page cache'}"
+    states = STATE_BYTES * PARAMETERS / 1e9
+    rows = []
+    for what, rates in (("read", disk.read_gbps), ("write", disk.write_gbps)):
+        depth = max(rates, key=lambda key: rates[key])
+        others = ", ".join(f"{rate:.2f} at {key}" for key, rate in rates.items())
+        rows.append(
+            (
+                f"file {what}s, depth {depth}",
+                f"{rates[depth]:.2f} GB/s",
+                f"states of an 8 B model ({states:.0f} GB) pass in {_s(states / rates[depth])}; "
+                f"by depth: {others}",
+            )
+        )
+    rows.append(
+        (
+            "file reads and writes",
+            f"{disk.mixed_gbps:.2f} GB/s",
+            f"both at once, summed: such states come and go in {_s(2 * states / disk.mixed_gbps)} "
+            f"({how}, {disk.path})",
+        )
+    )
+    return rows
+
+
+def _memory_rows(findings: Findings) -> list[Row]:
+    profile, limits = findings.profile, findings.limits
+    limited = limits.cgroup_bytes is not None and limits.cgroup_bytes < limits.memory_bytes
+    fits = limits.available_bytes / STATE_BYTES / 1e9
+    on_device = profile.gpu_memory_bytes / (STATE_BYTES + 2) / 1e9
+    locked = limits.locked_bytes
+    quota = "" if limits.cpu_quota is None else f", {limits.cpu_quota:g} cores' time granted"
+    device = "emulated device" if findings.emulated else "device memory"
+    count = f"{profile.num_gpus} of them; " if profile.num_gpus > 1 else ""
+    return [
+        (
+            f"{device}, size",
+            _gib(profile.gpu_memory_bytes),
+            count
+            + (
+                "the host's memory: a budget limits it"
+                if findings.emulated
+                else f"holds states and gradients of {on_device:.1f} B parameters whole"
+            ),
+        ),
+        (
+            "host memory, size",
+            _gib(limits.usable_bytes),
+            "limited by the control group" if limited else "",
+        ),
+        (
+            "host memory, free",
+            _gib(limits.available_bytes),
+            f"holds exact AdamW states ({STATE_BYTES} bytes) of {fits:.1f} B parameters",
+        ),
+        (
+            "locked memory",
+            "unlimited" if locked is None else _gib(locked),
+            "ulimit -l: what a process may pin",
+        ),
+        (
+            "swap",
+            _gib(limits.swap_bytes) if limits.swap_bytes else "none",
+            f"{_gib(limits.swap_used_bytes)} used" if limits.swap_bytes else "",
+        ),
+        ("cores", str(limits.num_cores), f"that this process may use{quota}"),
+    ]
+
+
+def _problems(findings: Findings) -> list[str]:
+    problems = findings.problems
+    if not problems:
+        return ["No problem found."]
+    lines = ["1 problem:" if len(problems) == 1 else f"{len(problems)} problems:"]
+    for number, problem in enumerate(problems, 1):
+        text = f"{problem.what}: {problem.got}; expected {problem.expected}."
+        lines += _wrapped(f"{number}. ", "   ", text)
+        lines += _wrapped("   -> ", "      ", problem.remedy)
+    return lines
+
+
+def _wrapped(first: str, later: str, text: str) -> list[str]:
+    return textwrap.wrap(
+        text, WIDTH, initial_indent=first, subsequent_indent=later, break_on_hyphens=False
     )
 
 
-RULES: tuple[Callable[[Findings], Problem | None], ...] = (
-    _one_memory,
-    _pinning,
-    _slow_link,
-    _shared_link,
-    _few_channels,
-    _low_bandwidth,
-    _no_vectors,
-    _forced_isa,
-    _slow_adam,
-    _cpu_quota,
-    _available,
-    _swap,
-    _locked_memory,
-    _overcommit,
-    _huge_pages,
-    _no_disk,
-    _no_direct,
-    _no_io_uring,
-    _slow_disk,
-)
+def threads_in_words(count: int) -> str:
+    return "1 thread" if count == 1 else f"{count} threads"
+
+
+def _gbps(rate: float) -> str:
+    return f"{rate:.1f} GB/s"
+
+
+def _gib(nbytes: int) -> str:
+    return f"{nbytes / GIB:.1f} GiB" if nbytes >= GIB else f"{nbytes / (1 << 20):.0f} MiB"
+
+
+def _s(seconds: float) -> str:
+    if seconds < 1:
+        return f"{seconds * 1e3:.0f} ms"
+    return f"{seconds:.2f} s" if seconds < 10 else f"{seconds:,.0f} s"

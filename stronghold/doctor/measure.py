@@ -1,24 +1,40 @@
-"""Rates of the machine, measured through the code that training runs: lanes, slabs, kernels.
+"""Rates of the machine, measured through the code that training runs: lanes, slabs, kernels, files.
 
-Owns the arrays for the length of a measurement, and how a rate is made out of times. Never keeps a
-thread or a buffer: the device belongs to the caller, who drops its buffers by closing it. The
-calling thread is the compute lane.
+Owns the order of the measurements, the arrays for the length of each, and how a rate is made out of
+times. Never prints (progress goes to the caller's function), never keeps a thread, a buffer or a
+file. The calling thread is the compute lane of the device that is measured, and keeps the disk's
+queue full.
 """
 
 from __future__ import annotations
 
+import datetime
+import os
+import platform
+import re
 import statistics
+import tempfile
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from stronghold import native
+from stronghold.device import cuda
 from stronghold.device.base import Device, Fence, Lane
+from stronghold.device.cuda import CudaDevice
+from stronghold.device.emulated import EmulatedDevice
+from stronghold.doctor.findings import DiskRates, Findings, PcieLink, threads_in_words
+from stronghold.errors import ConfigError
+from stronghold.limits import HostLimits, host_limits
 from stronghold.memory.slab import map_slab
-from stronghold.plan.profile import ADAM_BF16_BYTES
+from stronghold.native_io import IoFile, IoQueue
+from stronghold.plan.machine import ADAM_BF16_BYTES, MachineProfile
 
 MIB = 1 << 20
 ADAM_RESIDENT_BYTES = 2 + 2 + 4 + 4 + 2  # what the arrays of Adam occupy, per parameter
@@ -27,7 +43,192 @@ _COPIES = 4  # in a row, so that the hand-over to a lane's thread does not count
 _LARGEST_MATRIX = 8192
 _PIN_BYTES = 32 * MIB
 
+KINDS = ("cuda", "emulated")
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+DEPTHS = (1, 4, 16, 32)  # of the disk's queue
+BLOCK_BYTES = 1 << 20
+LONGEST_S = 1.5  # of one transfer: a slow disk is known to be slow by then
+
+# What is measured now, and the share of all measurements that is done.
+Progress = Callable[[str, float], None]
 Step = Callable[[str], None]
+
+
+def examine(
+    device: str | Device | None = None,
+    path: str | os.PathLike[str] | None = None,
+    quick: bool = False,
+    progress: Progress | None = None,
+) -> Findings:
+    """Measure this machine: less than a minute, with `quick` a few seconds and rougher.
+
+    `device` is "cuda", "emulated", None for a GPU where there is one, or a device of the caller's
+    that has no buffers and no other user meanwhile. The emulated device's figures are those of CPU
+    memory and of torch's CPU threads. `path` is a directory on the disk to measure, None for none;
+    a temporary file in it is gone when this returns or raises. ConfigError for a device or a
+    directory that is not there.
+    """
+    folder = None if path is None else Path(path).expanduser()
+    if folder is not None and not folder.is_dir():
+        raise ConfigError(f"--path: got {folder}, expected a directory that exists")
+    limits = host_limits()
+    opened = device if isinstance(device, Device) else _open(device)
+    try:
+        steps = _Steps(progress, len(thread_counts(limits.num_cores)), folder is not None)
+        size = effort(quick, limits.available_bytes)
+        return _examine(opened, limits, size, folder, steps)
+    finally:
+        if opened is not device:
+            opened.close()
+
+
+def gpu_name(device: str | None = None) -> str | None:
+    """The GPU's name, None for the emulated device; for `profile.default_path`."""
+    return cuda.identity(0)[0] if _kind(device) == "cuda" else None
+
+
+def _examine(
+    device: Device, limits: HostLimits, size: Effort, folder: Path | None, steps: _Steps
+) -> Findings:
+    memory, adam = host_rates(size, limits.num_cores, steps)
+    rates = link_rates(device, size, steps)
+    link = _pcie_link(device)  # now: an idle link runs slower
+    flops = {}
+    for name, dtype in _DTYPES.items():
+        steps(f"matrix products, {name}")
+        flops[name] = product_flops(device, dtype, size)
+    disk = None
+    if folder is not None:
+        disk = disk_rates(folder, size.disk_bytes, steps)
+    steps.done()
+    emulated = not isinstance(device, CudaDevice)
+    return Findings(
+        profile=MachineProfile(
+            name=_name(device),
+            measured=datetime.date.today().isoformat(),
+            sources=(),
+            num_gpus=1 if emulated else cuda.num_devices(),
+            gpu_memory_bytes=_gpu_memory_bytes(device, limits),
+            host_memory_bytes=limits.usable_bytes,
+            num_cores=limits.num_cores,
+            fetch_gbps=_figure(rates.fetch_gbps),
+            drain_gbps=_figure(rates.drain_gbps),
+            duplex_gbps=_figure(rates.duplex_gbps),
+            memory_gbps={threads: _figure(rate) for threads, rate in memory.items()},
+            adam_gbps={threads: _figure(rate) for threads, rate in adam.items()},
+            flops={name: _figure(rate) for name, rate in flops.items()},
+            gpu_memory_gbps=_figure(rates.gpu_memory_gbps),
+            **_of_disk(disk),
+        ),
+        limits=limits,
+        emulated=emulated,
+        isa=native.isa(),
+        best_isa=native.isas()[0],
+        pin_error=rates.pin_error,
+        pinnable_bytes=rates.pinnable_bytes,
+        one_memory=not emulated and cuda.shares_memory(device.torch_device.index),
+        link=link,
+        disk=disk,
+    )
+
+
+def _of_disk(disk: DiskRates | None) -> dict[str, Any]:
+    """The profile's fields of a disk; none where the figures would be the page cache's."""
+    if disk is None or not disk.direct:
+        return {}
+    return {
+        "nvme_read_gbps": _figure(max(disk.read_gbps.values())),
+        "nvme_write_gbps": _figure(max(disk.write_gbps.values())),
+        "nvme_mixed_gbps": _figure(disk.mixed_gbps),
+        "nvme_path": disk.path,
+    }
+
+
+def _figure(rate: float) -> float:
+    """As many digits as a measurement is worth."""
+    return float(f"{rate:.4g}")
+
+
+class _Steps:
+    """Tells the caller which measurement begins, and how many of all have ended."""
+
+    def __init__(self, progress: Progress | None, num_threads: int, disk: bool) -> None:
+        self._progress = progress
+        self._begun = 0
+        # As many as `measure` and `disk` name: threads, five of the link, dtypes, depths and both.
+        self._total = num_threads + 5 + len(_DTYPES) + (len(DEPTHS) + 1 if disk else 0)
+
+    def __call__(self, what: str) -> None:
+        if self._progress is not None:
+            self._progress(what, min(1.0, self._begun / self._total))
+        self._begun += 1
+
+    def done(self) -> None:
+        if self._progress is not None:
+            self._progress("done", 1.0)
+
+
+def _kind(device: str | None) -> str:
+    if device is not None and device not in KINDS:
+        raise ConfigError(f"--device: got {device!r}, expected {' or '.join(KINDS)}")
+    return device or ("cuda" if cuda.available() else "emulated")
+
+
+def _open(device: str | None) -> Device:
+    # Poison writes over buffers that nobody frees here.
+    return CudaDevice() if _kind(device) == "cuda" else EmulatedDevice(poison=False)
+
+
+def _name(device: Device) -> str:
+    host = platform.node() or "this host"
+    if isinstance(device, CudaDevice):
+        return f"{cuda.identity(device.torch_device.index)[0]} on {host}"
+    return f"emulated on {_cpu_name()}, {host}"
+
+
+def _gpu_memory_bytes(device: Device, limits: HostLimits) -> int:
+    """The emulated device's memory is its budget, or the host's."""
+    if isinstance(device, CudaDevice):
+        return cuda.identity(device.torch_device.index)[1]
+    return device.budget_bytes or limits.usable_bytes
+
+
+def _cpu_name() -> str:
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        text = ""
+    found = re.search(r"^model name\s*:\s*(.+)$", text, flags=re.MULTILINE)
+    return found[1].strip() if found else platform.processor() or platform.machine()
+
+
+def _pcie_link(device: Device) -> PcieLink | None:
+    """What sysfs says of the GPU's link; None in virtual machines that hide it."""
+    if not isinstance(device, CudaDevice):
+        return None
+    folder = Path("/sys/bus/pci/devices") / cuda.identity(device.torch_device.index)[2]
+    return read_link(folder)
+
+
+def read_link(folder: Path) -> PcieLink | None:
+    """The link of a PCI device's directory in sysfs."""
+    values = []
+    for name in ("current_link_speed", "current_link_width", "max_link_speed", "max_link_width"):
+        try:
+            found = re.match(r"[0-9.]+", (folder / name).read_text(encoding="ascii"))
+        except OSError:
+            return None
+        if found is None:
+            return None
+        values.append(float(found[0]))
+    speed, width, max_speed, max_width = values
+    if width == 0 or max_width == 0:
+        return None
+    return PcieLink(speed=speed, width=int(width), max_speed=max_speed, max_width=int(max_width))
+
+
+# -- memory, the link and products ----------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,10 +335,6 @@ def thread_counts(num_cores: int) -> list[int]:
     """Powers of two, and all cores."""
     powers = [1 << n for n in range(num_cores.bit_length())]
     return sorted({*powers, num_cores})
-
-
-def threads_in_words(count: int) -> str:
-    return "1 thread" if count == 1 else f"{count} threads"
 
 
 def link_rates(device: Device, size: Effort, step: Step) -> LinkRates:
@@ -310,3 +507,79 @@ def _last_cache_bytes() -> int:
     digits = text.rstrip("KMG")
     unit = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}.get(text[len(digits) :], 1)
     return int(digits) * unit if digits.isdigit() else 64 * MIB
+
+
+# -- the disk -------------------------------------------------------------------------------------
+
+
+def disk_rates(folder: Path, nbytes: int, step: Callable[[str], None]) -> DiskRates:
+    """Writes, reads and both, of one file of `nbytes` in `folder`; never raises `OSError`."""
+    reads: dict[int, float] = {}
+    writes: dict[int, float] = {}
+    path = str(folder.resolve())
+    try:
+        with _nameless_file(folder) as name:
+            memory = map_slab(max(DEPTHS) * BLOCK_BYTES, torch.uint8)
+            # Random bytes: a disk may hold zeros without writing them.
+            memory.view(torch.int64).random_()
+            for depth in DEPTHS:
+                step(f"file writes and reads, depth {depth}")
+                with _queue(depth, memory) as queue, queue.open(name, nbytes, create=False) as file:
+                    _transfer(queue, file, memory, depth, "w")  # the first writes allocate blocks
+                    writes[depth] = _transfer(queue, file, memory, depth, "w")
+                    reads[depth] = _transfer(queue, file, memory, depth, "r")
+            rates = DiskRates(path=path, read_gbps=reads, write_gbps=writes)
+            depth = rates.best_depth
+            step("file writes and reads together")
+            depth = max(2, depth)  # one of each
+            with _queue(depth, memory) as queue, queue.open(name, nbytes, create=False) as file:
+                mixed = _transfer(queue, file, memory, depth, "rw")
+                return DiskRates(
+                    path=path,
+                    engine=queue.engine,
+                    note=queue.note,
+                    direct=file.direct,
+                    read_gbps=reads,
+                    write_gbps=writes,
+                    mixed_gbps=mixed,
+                )
+    except OSError as error:
+        return DiskRates(path=path, read_gbps={}, write_gbps={}, error=str(error))
+
+
+@contextmanager
+def _nameless_file(folder: Path) -> Iterator[str]:
+    """A path that opens a new file which the directory does not list."""
+    descriptor, name = tempfile.mkstemp(dir=folder, prefix=".stronghold-doctor-")
+    try:
+        os.unlink(name)
+        yield f"/proc/self/fd/{descriptor}"
+    finally:
+        os.close(descriptor)
+
+
+def _queue(depth: int, memory: torch.Tensor) -> IoQueue:
+    return IoQueue(depth, BLOCK_BYTES, registered=[(memory.data_ptr(), memory.numel())])
+
+
+def _transfer(queue: IoQueue, file: IoFile, memory: torch.Tensor, depth: int, kinds: str) -> float:
+    """1e9 bytes/s of going through the file once, `depth` blocks in flight.
+
+    With "rw" every other block is read and the others are written. Ends early after LONGEST_S.
+    """
+    flying: deque[int] = deque()
+    moved = 0
+    begun = time.perf_counter()
+    for index in range(file.size // BLOCK_BYTES):
+        if len(flying) == depth:
+            queue.wait(flying.popleft())
+            if time.perf_counter() - begun > LONGEST_S:
+                break
+        # A block's memory is free again once the operation `depth` before it has ended.
+        address = memory.data_ptr() + index % depth * BLOCK_BYTES
+        submit = queue.write if kinds[index % len(kinds)] == "w" else queue.read
+        flying.append(submit(file, index * BLOCK_BYTES, address, BLOCK_BYTES))
+        moved += BLOCK_BYTES
+    while flying:
+        queue.wait(flying.popleft())
+    return moved / (time.perf_counter() - begun) / 1e9

@@ -1,4 +1,5 @@
-"""The answer to a question: plan, simulate, and set it beside the physical limit.
+"""The answer to a question: plan, simulate, and set it beside the physical limit; and the same for
+many values of one thing.
 
 Owns the order of these, and nothing of how each works. Allocates nothing that is of the model's
 size. One thread enters.
@@ -9,30 +10,29 @@ from __future__ import annotations
 import contextlib
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from stronghold.device.contention import Rates
 from stronghold.errors import BudgetError, ConfigError
-from stronghold.forecast.forecast import Asked, Forecast, Gain, Tier, Timing
-from stronghold.forecast.page import seconds
 from stronghold.forecast.question import Question
 from stronghold.memory.tiers import LOW_DTYPE
-from stronghold.model.costs import DTYPES, LayerCost, ModelCosts
+from stronghold.model.costs import DTYPES, LayerCost
 from stronghold.plan import search
-from stronghold.plan.bounds import backward_s, updates_s
-from stronghold.plan.limits import DISK, Limits, StepLoad, break_even, physical_limit
-from stronghold.plan.planner import Demand, Gradients, Plan
-from stronghold.plan.profile import NETWORK_GBPS, MachineProfile
-from stronghold.plan.search import Choice
-from stronghold.simulate import (
-    Prediction,
+from stronghold.plan.cost import (
+    DISK,
+    BreakEven,
+    Limits,
     Workload,
-    fastest_plan,
-    lanes_of,
-    rates_of,
+    break_even,
+    physical_limit,
+    traffic_of,
     workload_of,
 )
+from stronghold.plan.machine import NETWORK_GBPS, rates_of
+from stronghold.plan.plan import Demand, Gradients, Plan
+from stronghold.plan.search import Choice, updates_s
+from stronghold.simulate import Prediction, fastest_plan
 
 GIB = 1 << 30
 WAITS = 0.05  # share of a step from which on what it waits for is named
@@ -50,70 +50,132 @@ RESOURCES = {
     "reduce": "wire between ranks",
     "exchange": "network between nodes",
 }
+MOST_POINTS = 16  # of a sweep
+GROWTH = 1.3  # from one number of layers to the next
+SHORTEST = 128  # sequence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outlook:
-    """What one question comes to, without what a change would buy: a plan and its timing, or why
-    there is none."""
+class Timing:
+    """A predicted step. `shares` are the parts of the step that each resource, in words, is on the
+    critical path, the largest first; `busy` each lane's part of it."""
 
-    choice: Choice | None
-    timing: Timing | None
-    refusal: str | None
+    step_s: float
+    tokens_per_s: float
+    shares: dict[str, float]
+    busy: dict[str, float]
+
+    @property
+    def bound(self) -> str:
+        """The resource that sets most of the step."""
+        return next(iter(self.shares), "nothing")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forecast:
+    """What a run will do, and what bounds it. `refusal` says why nothing fits, and then there is
+    neither plan nor timing; `notes` are warnings; `gains` the step that each change would buy, None
+    where it does not fit even so."""
+
+    question: Question
     limits: Limits
+    refusal: str | None = None
+    plan: Plan | None = None
+    timing: Timing | None = None
+    notes: tuple[str, ...] = ()
+    gains: tuple[tuple[str, Timing | None], ...] = ()
+
+    @property
+    def fits(self) -> bool:
+        return self.refusal is None
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        return () if self.plan is None else self.plan.reasons
+
+    @property
+    def break_even(self) -> BreakEven:
+        recompute = self.plan is None or self.plan.recomputed > 0.5
+        return break_even(self.question.machine, self.question.dtype, recompute=recompute)
+
+    @property
+    def tiers(self) -> dict[str, tuple[int, dict[str, int]]]:
+        """Of each tier its budget, and the parts of its peak."""
+        question, plan = self.question, self.plan
+        if plan is None:
+            return {}
+        tiers = {
+            "gpu": (question.gpu_bytes, plan.gpu_bytes | {"activations": plan.activation_bytes}),
+            "host": (question.host_bytes // question.gpus, plan.host_bytes),
+        }
+        if question.nvme_bytes:
+            tiers["nvme"] = (question.nvme_bytes // question.gpus, plan.nvme_bytes)
+        return tiers
+
+    @property
+    def config(self) -> dict[str, Any] | None:
+        """Ready to run: for `stronghold.initialize`, DeepSpeed's launcher or a trainer."""
+        return None if self.plan is None else _config(self.question, self.plan)
+
+    def as_json(self) -> dict[str, Any]:
+        """Every figure, in the units of its name."""
+        question, timing = self.question, self.timing
+        copied = ("dtype", "batch", "seq", "accumulation", "chunk", "clipping", "gpus", "nodes")
+        return {
+            "fits": self.fits,
+            "tokens": question.tokens,
+            "asked": {
+                "model": question.model.name,
+                "num_parameters": question.model.layout.num_parameters,
+                "num_blocks": question.model.num_blocks,
+                "machine": question.machine.name,
+                **{name: getattr(question, name) for name in copied},
+            },
+            "refusal": self.refusal,
+            "notes": self.notes,
+            "tiers": [
+                {"name": name, "budget_bytes": budget, "parts": parts}
+                for name, (budget, parts) in self.tiers.items()
+            ],
+            "reasons": self.reasons,
+            "timing": None if timing is None else {**asdict(timing), "bound": timing.bound},
+            "limits": asdict(self.limits),
+            "break_even": asdict(self.break_even),
+            "gains": [
+                {
+                    "change": change,
+                    "step_s": None if gained is None else gained.step_s,
+                    "tokens_per_s": None if gained is None else gained.tokens_per_s,
+                }
+                for change, gained in self.gains
+            ],
+            "config": self.config,
+        }
 
 
 def answer(question: Question) -> Forecast:
     """The whole forecast; ConfigError for what no planner could be asked."""
     found = outlook(question)
-    sizes = question.subject.layout
-    plan = None if found.choice is None else found.choice.plan
-    return Forecast(
-        asked=Asked(
-            model=question.subject.name,
-            num_parameters=sizes.num_parameters,
-            num_blocks=question.subject.num_blocks,
-            machine=question.machine.name,
-            dtype=question.dtype,
-            batch=question.batch,
-            seq=question.seq,
-            accumulation=question.accumulation,
-            clipping=question.clipping,
-            gpus=question.gpus,
-            nodes=question.nodes,
-        ),
-        refusal=found.refusal,
-        notes=(*_notes(question), *_gate(question, found)),
-        tiers=() if plan is None else _tiers(question, plan),
-        reasons=() if plan is None else plan.reasons,
-        timing=found.timing,
-        limits=found.limits,
-        break_even=break_even(
-            question.machine, question.dtype, recompute=plan is None or plan.recomputed > 0.5
-        ),
-        gains=tuple(_gains(question, found)),
-        config=None if plan is None else config_of(question, plan),
-    )
+    notes = (*_notes(question), *_gate(found))
+    return replace(found, notes=notes, gains=tuple(_gains(found)))
 
 
-def outlook(question: Question) -> Outlook:
-    """The fastest plan, or why none fits."""
-    costs = question.subject.costs_of(question.batch, question.seq, question.dtype)
+def outlook(question: Question) -> Forecast:
+    """The fastest plan, or why none fits, without notes and what a change would buy."""
+    demand = _demand(question)
     try:
-        choice = _fastest(question, _demand(question, costs))
+        choice = _fastest(question, demand)
     except BudgetError as error:
-        limits = physical_limit(_load(question, costs, None), _share(question))
-        return Outlook(choice=None, timing=None, refusal=str(error), limits=limits)
-    limits = physical_limit(_load(question, costs, choice.plan), _share(question))
-    return Outlook(
-        choice=choice, timing=_timing(question, choice, limits), refusal=None, limits=limits
-    )
+        limits = _limits(question, demand, None)
+        return Forecast(question=question, refusal=str(error), limits=limits)
+    limits = _limits(question, demand, choice.plan)
+    timing = _timing(question, choice.forecast, limits)
+    return Forecast(question=question, plan=choice.plan, timing=timing, limits=limits)
 
 
 def fits(question: Question) -> bool:
     """Whether anything fits."""
-    costs = question.subject.costs_of(question.batch, question.seq, question.dtype)
-    return search.fits(question.layout, _demand(question, costs))
+    return search.fits(question.layout, _demand(question))
 
 
 def with_largest_batch(question: Question) -> Question:
@@ -122,14 +184,29 @@ def with_largest_batch(question: Question) -> Question:
     return replace(question, batch=max(1, largest))
 
 
-def _fastest(question: Question, demand: Demand) -> Choice:
+def with_fastest_chunk(question: Question) -> Question:
+    """The question with the chunk whose step is predicted fastest, of the micro-batch's halves; of
+    equals the largest, and none where a whole micro-batch is as fast."""
+    chunks: list[int | None] = [None]
+    size = question.batch
+    while size > 1:
+        size = -(-size // 2)
+        chunks.append(size)
+    steps = []
+    for chunk in chunks:
+        timing = outlook(replace(question, chunk=chunk)).timing
+        steps.append(float("inf") if timing is None else timing.step_s)
+    best = min(range(len(chunks)), key=lambda k: (round(steps[k], 4), k))
+    return replace(question, chunk=chunks[best])
+
+
+def _fastest(question: Question, demand: Demand) -> Choice[Prediction]:
     work, rates = _work_and_rates(question, demand)
     return fastest_plan(question.layout, demand, work, rates, dtype=DTYPES[question.dtype])
 
 
 def _work_and_rates(question: Question, demand: Demand) -> tuple[Workload, Rates]:
     machine = question.machine
-    costs = question.subject.costs_of(question.batch, question.seq, question.dtype)
     rates = rates_of(
         machine,
         demand.cpu_threads or demand.num_cores,
@@ -138,11 +215,11 @@ def _work_and_rates(question: Question, demand: Demand) -> tuple[Workload, Rates
         wire_gbps=question.wire_gbps,
         network_gbps=question.network_gbps,
     )
-    return workload_of(costs, machine, micro_batches=question.accumulation), rates
+    return workload_of(question.costs, machine, micro_batches=question.accumulation), rates
 
 
-def _demand(question: Question, costs: ModelCosts) -> Demand:
-    dtype = DTYPES[question.dtype]
+def _demand(question: Question) -> Demand:
+    dtype, costs = DTYPES[question.dtype], question.costs
     low = LOW_DTYPE[dtype]
     return Demand(
         weight_bytes=dtype.itemsize,
@@ -153,7 +230,7 @@ def _demand(question: Question, costs: ModelCosts) -> Demand:
         host_budget_bytes=question.host_bytes // question.gpus,
         window=question.window,
         resident_layers=question.resident_layers,
-        saved_bytes=tuple(_at_once(layer) for layer in costs.layers),
+        saved_bytes=tuple(_most_saved(layer) for layer in costs.layers),
         boundary_bytes=tuple(layer.boundary_bytes for layer in costs.layers),
         # One launches the GPU's work.
         num_cores=max(1, question.machine.num_cores // question.gpus - 1),
@@ -163,35 +240,37 @@ def _demand(question: Question, costs: ModelCosts) -> Demand:
         nvme=question.nvme_bytes > 0,
         nvme_capacity_bytes=question.nvme_bytes // question.gpus or None,
         micro_batches=question.accumulation,
+        chunk=question.chunk,
+        chunks=1 if question.chunk is None else -(-question.batch // question.chunk),
     )
 
 
-def _share(question: Question) -> MachineProfile:
-    """The machine as one of its ranks has it: a GPU and a link, and a part of the bandwidth of
-    memory and disks."""
-    machine, gpus = question.machine, question.gpus
-    if gpus == 1:
-        return machine
-    disk = (machine.nvme_read_gbps, machine.nvme_write_gbps, machine.nvme_mixed_gbps)
-    read, write, mixed = (rate / gpus if rate is not None else None for rate in disk)
-    return replace(
-        machine,
-        memory_gbps={threads: rate / gpus for threads, rate in machine.memory_gbps.items()},
-        nvme_read_gbps=read,
-        nvme_write_gbps=write,
-        nvme_mixed_gbps=mixed,
-    )
-
-
-def _at_once(layer: LayerCost) -> int:
+def _most_saved(layer: LayerCost) -> int:
     """What a layer keeps; of one outside the blocks, such as the head, also what it has in passing,
     for that is there while everything else is kept."""
     return layer.saved_bytes + (0 if layer.boundary_bytes else layer.passing_bytes)
 
 
-def _timing(question: Question, choice: Choice, limits: Limits) -> Timing:
-    prediction = choice.forecast
-    assert isinstance(prediction, Prediction)
+def _limits(question: Question, demand: Demand, plan: Plan | None) -> Limits:
+    """Of what `plan` must move and compute on each rank; without one, of what the least memory
+    would need: every block streamed and recomputed."""
+    layout, flops = question.model.layout, [layer.forward_flops for layer in question.costs.layers]
+    if plan is None:
+        traffic, again, stay = traffic_of(layout, demand), layout.streamed, layout.resident
+    else:
+        traffic, stay = plan.traffic, tuple(sorted(plan.resident))
+        again = tuple(i for i in layout.streamed if plan.activations[i] == "recompute")
+    return physical_limit(
+        traffic,
+        question.machine.share(question.gpus),
+        question.dtype,
+        forward_flops=sum(flops),
+        recomputed_flops=sum(flops[index] for index in again),
+        staying_flops=sum(flops[index] for index in stay),
+    )
+
+
+def _timing(question: Question, prediction: Prediction, limits: Limits) -> Timing:
     shares: defaultdict[str, float] = defaultdict(float)
     for lane, critical_s in prediction.critical.items():
         shares[RESOURCES.get(lane, lane)] += critical_s / prediction.step_s
@@ -206,72 +285,24 @@ def _timing(question: Question, choice: Choice, limits: Limits) -> Timing:
     )
 
 
-def _load(question: Question, costs: ModelCosts, plan: Plan | None) -> StepLoad:
-    """What `plan` must move and compute on each rank; without one, what the least memory would
-    need: every block streamed and recomputed."""
-    layers, ranks = question.subject.layout.layers, question.ranks
-    blocks = [layer for layer in layers if layer.streamed]
-    streamed = [layer for layer in blocks if plan is None or layer.index not in plan.resident]
-    away = {layer.index for layer in streamed}
-    at_home = frozenset() if plan is None else plan.updated_on_gpu
-    staying = [layer for layer in layers if layer.index not in away | at_home]
-    policies = ["recompute" if plan is None else plan.activations[b.index] for b in blocks]
-
-    def of_policy(policy: str) -> list[LayerCost]:
-        return [
-            costs.layers[b.index] for b, of in zip(blocks, policies, strict=True) if of == policy
-        ]
-
-    of_node = question.gpus  # who divide the weights
-    largest = sorted((layer.num_parameters // of_node for layer in streamed), reverse=True)
-    return StepLoad(
-        dtype=question.dtype,
-        forward_flops=costs.forward_flops,
-        recomputed_flops=sum(layer.forward_flops for layer in of_policy("recompute")),
-        micro_batches=question.accumulation,
-        streamed_parameters=sum(largest),
-        window_parameters=0 if plan is None else sum(largest[: plan.window]),
-        trained_parameters=sum(layer.num_trainable for layer in streamed) // ranks,
-        refreshed_parameters=sum(layer.num_trainable for layer in staying) // ranks,
-        layer_parameters=next(iter(largest), 0),
-        staying_flops=sum(
-            costs.layers[i].forward_flops for i in range(len(layers)) if i not in away
-        ),
-        offloaded_bytes=sum(layer.saved_bytes for layer in of_policy("offload")),
-        nvme_read_bytes=0 if plan is None else plan.nvme_read_bytes,
-        nvme_write_bytes=0 if plan is None else plan.nvme_written_bytes,
-    )
+def seconds(value: float) -> str:
+    """A duration with its unit."""
+    if value == float("inf"):
+        return "never"
+    if value < 1:
+        return f"{value * 1e3:.3g} ms"
+    return f"{value:.3g} s" if value < 100 else f"{value:,.0f} s"
 
 
-def _tiers(question: Question, plan: Plan) -> tuple[Tier, ...]:
-    tiers = [
-        Tier(
-            name="gpu",
-            budget_bytes=question.gpu_bytes,
-            parts=plan.gpu_bytes | {"activations": plan.activation_bytes},
-        ),
-        Tier(
-            name="host",
-            budget_bytes=question.host_bytes // question.gpus,
-            parts=dict(plan.host_bytes),
-        ),
-    ]
-    if question.nvme_bytes:
-        share = question.nvme_bytes // question.gpus
-        tiers.append(Tier(name="nvme", budget_bytes=share, parts=dict(plan.nvme_bytes)))
-    return tuple(tiers)
+# -- notes ----------------------------------------------------------------------------------------
 
 
-def _notes(question: Question) -> list[str]:
-    notes = []
+def _notes(question: Question) -> Iterator[str]:
     if question.ranks > 1:
-        notes.append(_wires(question))
-    positions = question.subject.positions
+        yield _wires(question)
+    positions = question.model.positions
     if positions is not None and question.seq > positions:
-        notes.append(
-            f"--seq {question.seq} is longer than the {positions} positions that the model knows"
-        )
-    return notes
+        yield f"--seq {question.seq} is longer than the {positions} positions that the model knows"
 
 
 def _wires(question: Question) -> str:
@@ -292,69 +323,68 @@ def _wires(question: Question) -> str:
     )
 
 
-def _gate(question: Question, found: Outlook) -> Iterator[str]:
+def _gate(found: Forecast) -> Iterator[str]:
     """What it costs that updates wait for the end of backward, where the step waits for them."""
-    choice, timing = found.choice, found.timing
-    if choice is None or timing is None or choice.plan.gradients is Gradients.RING:
+    question, plan, timing = found.question, found.plan, found.timing
+    if plan is None or timing is None or plan.gradients is Gradients.RING:
         return
     waits = sum(timing.shares.get(RESOURCES[lane], 0.0) for lane in ("update", "load"))
-    lanes = lanes_of(*_work_and_rates(question, choice.demand), DTYPES[question.dtype])
-    forward, backward = sum(lanes.forward_s), backward_s(choice.plan, lanes)
-    updates = updates_s(question.layout, choice.plan, lanes)
+    work, rates = _work_and_rates(question, _demand(question))
+    forward, updates = work.forward_s, max(updates_s(plan, rates))
     if waits < WAITS or updates <= forward:
         return
-    why = "clipping" if question.clipping else "the overflow check"
+    if question.clipping or question.overflow_check:
+        rule = "clipping" if question.clipping else "the overflow check"
+        why = f"{rule} decides over every gradient"
+    elif question.accumulation > 1:
+        why = "gradients are summed over micro-batches"
+    else:
+        why = "several ranks make them together"
     others = "the other micro-batches, " if question.accumulation > 1 else ""
+    backward = seconds(work.backward_s(plan.activations))
     yield (
-        f"updates wait for the end of backward, since {why} decides over every gradient, and the "
-        f"step waits for them: it takes {others}backward ({seconds(backward)}) and then the longer "
-        f"of forward ({seconds(forward)}) and updates ({seconds(updates)})"
+        f"updates wait for the end of backward, since {why}, and the step waits for them: it takes "
+        f"{others}backward ({backward}) and then the longer of "
+        f"forward ({seconds(forward)}) and updates ({seconds(updates)})"
     )
 
 
 # -- what a change would buy ----------------------------------------------------------------------
 
 
-def _changes(question: Question) -> list[tuple[str, Question]]:
-    more = [
-        ("1 GiB more on the gpu", replace(question, gpu_bytes=question.gpu_bytes + GIB)),
-        ("1 GiB more of host memory", replace(question, host_bytes=question.host_bytes + GIB)),
-    ]
-    if question.nvme_bytes:
-        more.append(("1 GiB more of nvme", replace(question, nvme_bytes=question.nvme_bytes + GIB)))
-    twice = f"twice the tokens: batch {2 * question.batch}"
-    return [*more, (twice, replace(question, batch=2 * question.batch))]
-
-
-def _gains(question: Question, found: Outlook) -> Iterator[Gain]:
-    """Every change's gain; where nothing fits, of those changes alone that help."""
-    for change, asked in _changes(question):
-        if found.choice is None:
+def _gains(found: Forecast) -> Iterator[tuple[str, Timing | None]]:
+    """Every change's step; where nothing fits, of those changes alone that help."""
+    question = found.question
+    changes = {
+        "1 GiB more on the gpu": {"gpu_bytes": question.gpu_bytes + GIB},
+        "1 GiB more of host memory": {"host_bytes": question.host_bytes + GIB},
+        "1 GiB more of nvme": {"nvme_bytes": question.nvme_bytes + GIB},
+        f"twice the tokens: batch {2 * question.batch}": {"batch": 2 * question.batch},
+    }
+    for change, values in changes.items():
+        if "nvme_bytes" in values and not question.nvme_bytes:
+            continue
+        asked = replace(question, **values)  # type: ignore[arg-type]
+        if found.plan is None:
             timing = outlook(asked).timing
             if timing is None:
                 continue
         else:
-            timing = _near(asked, found.choice)
+            timing = _near(asked, found.plan)
             if found.timing is not None and timing is not None and asked.tokens == question.tokens:
                 # More memory takes nothing away: the plan without it still fits.
                 timing = min(timing, found.timing, key=lambda timing: timing.step_s)
-        yield Gain(
-            change=change,
-            step_s=None if timing is None else timing.step_s,
-            tokens_per_s=None if timing is None else timing.tokens_per_s,
-        )
+        yield change, timing
 
 
-def _near(question: Question, choice: Choice) -> Timing | None:
-    """The fastest of the plans near `choice` under another question: its window and its number of
+def _near(question: Question, plan: Plan) -> Timing | None:
+    """The fastest of the plans near `plan` under another question: its window and its number of
     resident blocks, or of either what a GiB holds more, with whatever activations then fit. None
     where not one of them fits, nor any other plan."""
-    costs = question.subject.costs_of(question.batch, question.seq, question.dtype)
-    demand = _demand(question, costs)
-    sizes = question.layout
-    blocks = set(sizes.streamed)
-    kept, window = len(choice.plan.resident & blocks), choice.plan.window
-    held = max(1, GIB // max(1, sizes.max_numel * demand.weight_bytes))
+    demand, layout = _demand(question), question.layout
+    blocks = set(layout.streamed)
+    kept, window = len(plan.resident & blocks), plan.window
+    held = max(1, GIB // max(1, layout.max_numel * demand.weight_bytes))
     near = [(kept, window), (kept + held, window), (kept, window + held), (kept - 1, window)]
     found = []
     for resident, slots in near:
@@ -365,8 +395,8 @@ def _near(question: Question, choice: Choice) -> Timing | None:
         pinned = replace(demand, resident_layers=resident, window=demand.window or slots)
         with contextlib.suppress(ConfigError):
             choice = _fastest(question, pinned)
-            load = _load(question, costs, choice.plan)
-            found.append(_timing(question, choice, physical_limit(load, _share(question))))
+            limits = _limits(question, demand, choice.plan)
+            found.append(_timing(question, choice.forecast, limits))
     if not found:
         return outlook(question).timing
     return min(found, key=lambda timing: timing.step_s)
@@ -375,9 +405,8 @@ def _near(question: Question, choice: Choice) -> Timing | None:
 # -- the config -----------------------------------------------------------------------------------
 
 
-def config_of(question: Question, plan: Plan) -> dict[str, Any]:
-    """A config that runs `plan`: for `stronghold.initialize`, DeepSpeed's launcher or a trainer."""
-    blocks = question.subject.layout.streamed
+def _config(question: Question, plan: Plan) -> dict[str, Any]:
+    blocks = question.model.layout.streamed
     kept = len(plan.resident.intersection(blocks))
     section: dict[str, Any] = {
         "gpu_memory": question.gpu_bytes - plan.activation_bytes,  # which the key does not count
@@ -389,6 +418,8 @@ def config_of(question: Question, plan: Plan) -> dict[str, Any]:
         section |= {"window": plan.window, "prefetch": plan.prefetch}
     policies = [plan.activations[index] for index in blocks]
     section["activations"] = policies[0] if policies else "keep"
+    if question.chunk is not None:
+        section["chunk"] = question.chunk
     if 0 < policies.count("keep") < len(policies):
         section["kept_activations"] = policies.count("keep")  # the search keeps the last blocks'
     if plan.gradients is Gradients.RING:
@@ -396,7 +427,7 @@ def config_of(question: Question, plan: Plan) -> dict[str, Any]:
     if plan.nvme_bytes:
         section["nvme"] = {"path": question.nvme_path, "capacity": question.nvme_bytes}
     config: dict[str, Any] = {
-        "_plan": f"stronghold plan: {question.subject.name}; {question.machine.name}; "
+        "_plan": f"stronghold plan: {question.model.name}; {question.machine.name}; "
         f"{question.seq} tokens per sequence",
         "train_micro_batch_size_per_gpu": question.batch,
         "gradient_accumulation_steps": question.accumulation,
@@ -410,3 +441,57 @@ def config_of(question: Question, plan: Plan) -> dict[str, Any]:
         "params": {"lr": 1e-5, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1},
     }
     return config | {"stronghold": section}
+
+
+# -- many values of one thing ---------------------------------------------------------------------
+
+
+def sweep(question: Question, axis: str) -> list[tuple[int, Forecast]]:
+    """Forecasts along "window", "batch", "seq" or "layers", in increasing order, until one does not
+    fit; of layers and batches the largest that fits is the last but one."""
+    points: list[tuple[int, Forecast]] = []
+    for value in _values(question, axis):
+        points.append((value, outlook(_with(question, axis, value))))
+        if not points[-1][1].fits:
+            break
+    if not any(found.fits for _, found in points):
+        raise ConfigError(f"--sweep {axis}: not even {axis} {points[0][0]} fits")
+    if not points[-1][1].fits and axis in ("batch", "layers"):
+        low, high = points[-2][0], points[-1][0]
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if fits(_with(question, axis, middle)) else (low, middle)
+        last = [(value, outlook(_with(question, axis, value))) for value in (low, high)]
+        points = [*points[:-2], *(points[-2:-1] if low > points[-2][0] else []), *last]
+    return points
+
+
+def _with(question: Question, axis: str, value: int) -> Question:
+    model = question.model
+    if axis == "window":
+        # Resident blocks would need no window: with them every window is as good.
+        return replace(question, window=value, resident_layers=0)
+    if axis == "batch":
+        return replace(question, batch=value)
+    if axis == "seq":
+        return replace(question, seq=value, model=model.with_positions(value))
+    return replace(question, model=model.with_layers(value))
+
+
+def _values(question: Question, axis: str) -> list[int]:
+    """At most MOST_POINTS that are worth a look."""
+    model, steps = question.model, range(MOST_POINTS)
+    if axis == "window":
+        last = model.num_blocks  # denser at the beginning
+        if last <= MOST_POINTS:
+            return list(range(1, last + 1))
+        ratio = last ** (1 / (MOST_POINTS - 1))
+        return sorted({round(ratio**k) for k in steps})
+    if axis == "batch":
+        return [2**k for k in steps]
+    if axis == "seq":
+        longest = model.positions or SHORTEST * 2 ** (MOST_POINTS - 1)
+        first = min(SHORTEST, longest)
+        return [first * 2**k for k in steps if first * 2**k <= longest]
+    first = max(1, model.num_blocks // 4)
+    return sorted({round(first * GROWTH**k) for k in steps})

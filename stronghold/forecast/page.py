@@ -1,6 +1,6 @@
-"""A forecast as one page of text.
+"""A forecast as one page of text, a sweep as a table and a picture.
 
-Pure: owns the words and the layout. The command prints it.
+Owns the words and the layout. The command prints them.
 """
 
 from __future__ import annotations
@@ -8,10 +8,11 @@ from __future__ import annotations
 import json
 import re
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
-from stronghold.forecast.forecast import Forecast, Gain, Tier, Timing
+from stronghold.forecast.answer import Forecast, Timing, seconds
 
 WIDTH = 100
 GIB = float(1 << 30)
@@ -24,50 +25,50 @@ def page(forecast: Forecast, *, config_path: str | None = None) -> str:
     blocks = [_head(forecast)]
     if forecast.refusal is not None:
         blocks.append(_wrap(forecast.refusal))
-    blocks += [_notes(forecast), _memory(forecast.tiers), _plan(forecast.reasons)]
+    blocks.append([line for note in forecast.notes for line in _wrap(f"note: {note}")])
+    blocks.append(_memory(forecast))
+    reasons = [line for reason in forecast.reasons for line in _wrap(reason, "  ", "    ")]
+    blocks.append(["Plan", *reasons] if reasons else [])
     if forecast.timing is not None:
         blocks.append(_prediction(forecast.timing))
-    blocks += [_limit(forecast), _gains(forecast), _config(forecast, config_path)]
+    blocks += [_limit(forecast), _gains(forecast)]
+    if config_path is not None and forecast.config is not None:
+        blocks.append([f"The config is in {config_path}"])
+    elif forecast.config is not None:
+        text = textwrap.indent(config_text(forecast.config), "  ")
+        blocks.append(["Config", *text.splitlines()])
     return "\n\n".join("\n".join(lines) for lines in blocks if lines)
 
 
 def _head(forecast: Forecast) -> list[str]:
-    asked = forecast.asked
+    asked = forecast.question
     steps = f" x {asked.accumulation} micro-batches" if asked.accumulation > 1 else ""
+    if asked.chunk is not None:
+        steps = f" in chunks of {asked.chunk}{steps}"
     ranks = f" x {asked.gpus} ranks" if asked.gpus > 1 else ""
     ranks += f" x {asked.nodes} nodes" if asked.nodes > 1 else ""
     clipping = f"clipped at {asked.clipping:g}" if asked.clipping else "no clipping"
+    model = asked.model
+    sizes = f"{model.layout.num_parameters / 1e9:.3g} B parameters in {model.num_blocks} blocks"
     return [
-        *_wrap(
-            f"{asked.model}: {asked.num_parameters / 1e9:.3g} B parameters in {asked.num_blocks} "
-            f"blocks"
-        ),
+        *_wrap(f"{model.name}: {sizes}"),
         f"{asked.dtype}, batch {asked.batch} x {asked.seq} tokens{steps}{ranks} = "
         f"{asked.tokens:,} tokens per step, {clipping}",
-        f"on {asked.machine}",
+        f"on {asked.machine.name}",
         "",
         "FITS" if forecast.fits else "DOES NOT FIT",
     ]
 
 
-def _notes(forecast: Forecast) -> list[str]:
-    return [line for note in forecast.notes for line in _wrap(f"note: {note}")]
-
-
-def _memory(tiers: Sequence[Tier]) -> list[str]:
-    lines = ["Memory"] if tiers else []
-    for tier in tiers:
-        share = tier.planned_bytes / tier.budget_bytes if tier.budget_bytes else 0.0
-        parts = ", ".join(f"{name} {gib(size)}" for name, size in tier.parts.items() if size)
-        figure = f"{gib(tier.planned_bytes)} of {gib(tier.budget_bytes)} GiB ({share:.0%})"
-        lines += _labelled(tier.name, f"{figure}: {parts}" if parts else figure)
+def _memory(forecast: Forecast) -> list[str]:
+    lines = ["Memory"] if forecast.tiers else []
+    for name, (budget, sizes) in forecast.tiers.items():
+        planned = sum(sizes.values())
+        share = planned / budget if budget else 0.0
+        parts = ", ".join(f"{part} {gib(size)}" for part, size in sizes.items() if size)
+        figure = f"{gib(planned)} of {gib(budget)} GiB ({share:.0%})"
+        lines += _labelled(name, f"{figure}: {parts}" if parts else figure)
     return lines
-
-
-def _plan(reasons: Sequence[str]) -> list[str]:
-    if not reasons:
-        return []
-    return ["Plan", *(line for reason in reasons for line in _wrap(reason, "  ", "    "))]
 
 
 def _prediction(timing: Timing) -> list[str]:
@@ -88,10 +89,9 @@ def _limit(forecast: Forecast) -> list[str]:
     distance = ""
     if timing is not None and timing.step_s > 0.0:
         distance = f"; the plan reaches {limits.seconds / timing.step_s:.0%} of it"
-    tokens = forecast.asked.tokens / limits.seconds if limits.seconds > 0.0 else 0.0
-    parts = ", ".join(
-        f"{name} {seconds(value)}" for name, value in _descending(limits.parts) if value > 0.0
-    )
+    tokens = forecast.question.tokens / limits.seconds if limits.seconds > 0.0 else 0.0
+    descending = sorted(limits.parts.items(), key=lambda part: -part[1])
+    parts = ", ".join(f"{name} {seconds(value)}" for name, value in descending if value > 0.0)
     if limits.fill_s > 0.0:
         parts += f"; one layer's way in and out {seconds(limits.fill_s)}"
     even = forecast.break_even
@@ -108,36 +108,22 @@ def _limit(forecast: Forecast) -> list[str]:
     ]
 
 
-def _descending(parts: dict[str, float]) -> list[tuple[str, float]]:
-    return sorted(parts.items(), key=lambda part: -part[1])
-
-
 def _gains(forecast: Forecast) -> list[str]:
     if not forecast.gains:
         return []
-    width = max(LABEL, *(len(gain.change) for gain in forecast.gains))
-    return [
-        "What more would buy",
-        *(f"  {gain.change:<{width}}  {_gain(gain, forecast.timing)}" for gain in forecast.gains),
-    ]
+    width = max(LABEL, *(len(change) for change, _ in forecast.gains))
+    rows = [f"  {change:<{width}}  {_gain(gain, forecast)}" for change, gain in forecast.gains]
+    return ["What more would buy", *rows]
 
 
-def _gain(gain: Gain, timing: Timing | None) -> str:
-    if gain.step_s is None or gain.tokens_per_s is None:
+def _gain(gain: Timing | None, forecast: Forecast) -> str:
+    if gain is None:
         return "does not fit"
     speed = f"{gain.tokens_per_s:,.0f} tokens/s, step {seconds(gain.step_s)}"
-    if timing is None:
+    if forecast.timing is None:
         return f"fits: {speed}"
-    change = gain.tokens_per_s / timing.tokens_per_s - 1
+    change = gain.tokens_per_s / forecast.timing.tokens_per_s - 1
     return "nothing" if abs(change) < SAME else f"{change:+.0%}: {speed}"
-
-
-def _config(forecast: Forecast, path: str | None) -> list[str]:
-    if forecast.config is None:
-        return []
-    if path is not None:
-        return [f"The config is in {path}"]
-    return ["Config", *textwrap.indent(config_text(forecast.config), "  ").splitlines()]
 
 
 def config_text(config: dict[str, Any]) -> str:
@@ -154,6 +140,43 @@ def _in_one_line(match: re.Match[str]) -> str:
     return f"{match[0][0]}{inner}{match[0][-1]}"
 
 
+# -- a sweep --------------------------------------------------------------------------------------
+
+
+def table(points: Sequence[tuple[int, Forecast]], axis: str) -> str:
+    """One line per point of `answer.sweep`."""
+    lines = [f"{axis:>9}  {'step':>9}  {'tokens/s':>9}  {'limit':>9}  bound"]
+    for value, found in points:
+        if found.timing is None:
+            lines.append(f"{value:>9,}  does not fit")
+            continue
+        lines.append(
+            f"{value:>9,}  {seconds(found.timing.step_s):>9}  {found.timing.tokens_per_s:>9,.0f}  "
+            f"{seconds(found.limits.seconds):>9}  {found.timing.bound}"
+        )
+    return "\n".join(lines)
+
+
+def draw(points: Sequence[tuple[int, Forecast]], axis: str, png: Path) -> None:
+    """The same as a picture."""
+    from stronghold.telemetry import plot  # matplotlib: only for those who draw
+
+    question = points[0][1].question
+    swept = [
+        plot.Swept(
+            value=value,
+            step_s=None if found.timing is None else found.timing.step_s,
+            bound="" if found.timing is None else found.timing.bound,
+            limit_s=found.limits.seconds,
+            tokens=found.question.tokens,
+        )
+        for value, found in points
+    ]
+    names = {"window": "window, slots", "batch": "sequences per micro-batch", "seq": "tokens"}
+    title = f"{question.model.name}, {question.machine.name}"
+    plot.draw_sweep(swept, png, axis=names.get(axis, "layers"), title=title)
+
+
 # -- figures --------------------------------------------------------------------------------------
 
 
@@ -163,27 +186,16 @@ def gib(nbytes: float) -> str:
     return f"{size:.2f}" if size < 10 else f"{size:.1f}"
 
 
-def seconds(value: float) -> str:
-    """A duration with its unit."""
-    if value == float("inf"):
-        return "never"
-    if value < 1:
-        return f"{value * 1e3:.3g} ms"
-    return f"{value:.3g} s" if value < 100 else f"{value:,.0f} s"
-
-
 def _labelled(label: str, text: str) -> list[str]:
     head = f"  {label:<{LABEL}}"
     return _wrap(text, head, " " * len(head))
 
 
 def _wrap(text: str, first: str = "", then: str = "") -> list[str]:
-    return list(_wrapped(text, first, then))
-
-
-def _wrapped(text: str, first: str, then: str) -> Iterator[str]:
-    for number, line in enumerate(text.splitlines()):
-        yield from textwrap.wrap(
+    return [
+        part
+        for number, line in enumerate(text.splitlines())
+        for part in textwrap.wrap(
             line,
             WIDTH,
             initial_indent=then if number else first,
@@ -191,3 +203,4 @@ def _wrapped(text: str, first: str, then: str) -> Iterator[str]:
             break_long_words=False,
             break_on_hyphens=False,
         )
+    ]

@@ -1,22 +1,58 @@
 """The question of a forecast: a model, a machine with its budgets, and a way to train.
 
-Owns the defaults of what was not said. Reads a profile and a model's configuration; measures
-nothing. One thread enters.
+Owns the defaults of what was not said, and the way from a Hugging Face configuration, or from sizes
+alone, to a model's layers and their costs. Reads a profile and one JSON file, never weights;
+measures nothing; imports transformers only for a configuration. One thread enters.
 """
 
 from __future__ import annotations
 
+import copy
+import functools
+import json
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from stronghold.config.section import parse_bytes
 from stronghold.errors import ConfigError
-from stronghold.forecast.subject import Subject, check_depth, from_config, from_sizes
-from stronghold.model.layout import ModelLayout, for_ranks
-from stronghold.plan.profile import MachineProfile, find, machine_names
+from stronghold.model.costs import ModelCosts, trace_costs
+from stronghold.model.layout import ModelLayout, for_ranks, layout
+from stronghold.model.partition import partition
+from stronghold.model.shapes import transformer_shape
+from stronghold.plan.machine import MachineProfile, find, machine_names
 
 SEQ = 2048  # without --seq, or as many as the model knows
 CLIPPING = 1.0  # DeepSpeed's default
+CONFIG = "config.json"
+MOST_LAYERS = 1000  # eight times what the deepest models have
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    """A model to plan for, without its weights.
+
+    `costs_of` takes batch, seq and dtype. `positions` is the longest sequence that the model knows,
+    None where nothing says. `with_layers` makes the same model with another number of blocks,
+    `with_positions` one that knows so long a sequence where its sizes depend on that.
+    """
+
+    name: str
+    layout: ModelLayout
+    costs_of: Callable[[int, int, str], ModelCosts]
+    positions: int | None
+    with_layers: Callable[[int], Model]
+    with_positions: Callable[[int], Model]
+
+    @property
+    def num_blocks(self) -> int:
+        """Layers that may be streamed."""
+        return len(self.layout.streamed)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +60,7 @@ class Question:
     """What is asked. Budgets are bytes; `nvme_bytes` is 0 without that tier. `window` and
     `resident_layers` are pinned where they are given."""
 
-    subject: Subject
+    model: Model
     machine: MachineProfile
     batch: int
     seq: int
@@ -38,6 +74,7 @@ class Question:
     nvme_path: str = ""
     window: int | None = None
     resident_layers: int | None = None
+    chunk: int | None = None  # sequences that go through a block together; None: all
     gpus: int = 1  # of each node, each a rank; `gpu_bytes` and `batch` are of each
     nodes: int = 1  # `host_bytes` are of each
     wire_gbps: float | None = None  # what a rank receives from its node; None: as over its link
@@ -55,116 +92,102 @@ class Question:
     @property
     def layout(self) -> ModelLayout:
         """The model's, as that many ranks share it."""
-        return for_ranks(self.subject.layout, self.ranks) if self.ranks > 1 else self.subject.layout
+        return for_ranks(self.model.layout, self.ranks) if self.ranks > 1 else self.model.layout
+
+    @property
+    def costs(self) -> ModelCosts:
+        return self.model.costs_of(self.batch, self.seq, self.dtype)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Words:
-    """The command's options as they were written; None where one was left out."""
-
-    model: Path | None = None
-    layers: int | None = None
-    hidden: int | None = None
-    heads: int | None = None
-    vocab: int | None = None
-    machine: str | None = None
-    gpu: str | None = None
-    host: str | None = None
-    nvme: str | None = None
-    nvme_path: Path | None = None
-    batch: int | None = 1  # None: the largest that fits
-    seq: int | None = None
-    accumulation: int = 1
-    precision: str = "bf16"
-    clipping: float = CLIPPING
-    no_overflow_check: bool = False
-    gpus: int = 1
-    nodes: int = 1
-    wire: float | None = None
-    network: float | None = None
-
-
-def understand(words: Words) -> Question:
-    """The question that the options ask; ConfigError, with the option's name, for a mistake."""
-    for option, value in (
-        ("--batch", words.batch),
-        ("--seq", words.seq),
-        ("--accumulation", words.accumulation),
-        ("--gpus", words.gpus),
-        ("--nodes", words.nodes),
+def understand(
+    *,
+    model: Path | None = None,
+    layers: int | None = None,
+    hidden: int | None = None,
+    heads: int | None = None,
+    vocab: int | None = None,
+    machine: str | None = None,
+    gpu: str | None = None,
+    host: str | None = None,
+    nvme: str | None = None,
+    nvme_path: Path | None = None,
+    batch: int | None = 1,
+    seq: int | None = None,
+    accumulation: int = 1,
+    chunk: int | None = None,
+    precision: str = "bf16",
+    clipping: float = CLIPPING,
+    no_overflow_check: bool = False,
+    gpus: int = 1,
+    nodes: int = 1,
+    wire: float | None = None,
+    network: float | None = None,
+) -> Question:
+    """The question that the command's options ask, None where one was left out (`batch`: the
+    largest that fits is wanted, and 1 stands in the answer; `chunk`: 0 where the fastest is wanted,
+    and none stands in the answer). ConfigError, with the option's name,
+    for a mistake."""
+    for option, count in (
+        ("--batch", batch),
+        ("--seq", seq),
+        ("--accumulation", accumulation),
+        ("--chunk", chunk or None),
+        ("--gpus", gpus),
+        ("--nodes", nodes),
     ):
-        if value is not None and value < 1:
-            raise ConfigError(f"{option}: got {value}, expected at least 1")
-    if not words.clipping >= 0.0:
-        raise ConfigError(f"--clipping: got {words.clipping}, expected a norm, or 0 for none")
-    if words.no_overflow_check and words.precision != "bf16":
+        if count is not None and count < 1:
+            raise ConfigError(f"{option}: got {count}, expected at least 1")
+    if not clipping >= 0.0:
+        raise ConfigError(f"--clipping: got {clipping}, expected a norm, or 0 for none")
+    if no_overflow_check and precision != "bf16":
         raise ConfigError(
-            f"--no-overflow-check: got it with --precision {words.precision}, expected bf16: "
-            + ("fp16 scales the loss by it" if words.precision == "fp16" else "fp32 has no check")
+            f"--no-overflow-check: got it with --precision {precision}, expected bf16: "
+            + ("fp16 scales the loss by it" if precision == "fp16" else "fp32 has no check")
         )
-    for option, rate in (("--wire", words.wire), ("--network", words.network)):
+    for option, rate in (("--wire", wire), ("--network", network)):
         if rate is not None and not 0.0 < rate < float("inf"):
             raise ConfigError(f"{option}: got {rate}, expected 1e9 bytes per second, above 0")
-    _check_company(words)
-    machine = _machine(words.machine)
-    gpu_bytes = _bytes("--gpu", words.gpu, machine.gpu_memory_bytes)
-    host_bytes = _bytes("--host", words.host, machine.host_memory_bytes)
-    nvme_bytes = _bytes("--nvme", words.nvme, 0)
-    subject = _subject(words)
+    # An option that says nothing without another is a question that would not be answered.
+    for option, value, others, given in (
+        ("--nvme-path", nvme_path, "--nvme SIZE", nvme is not None),
+        ("--wire", wire, "--gpus N or --nodes M above 1", gpus * nodes > 1),
+        ("--network", network, "--nodes M above 1", nodes > 1),
+    ):
+        if value is not None and not given:
+            raise ConfigError(f"{option}: got {value}, expected it with {others} alone")
+    profile = _machine(machine)
+    gpu_bytes = _bytes("--gpu", gpu, profile.gpu_memory_bytes)
+    host_bytes = _bytes("--host", host, profile.host_memory_bytes)
+    nvme_bytes = _bytes("--nvme", nvme, 0)
+    asked = _model(
+        model, {"--layers": layers, "--hidden": hidden, "--heads": heads, "--vocab": vocab}, seq
+    )
+    if nvme_bytes and None in (profile.nvme_read_gbps, profile.nvme_write_gbps):
+        raise ConfigError(
+            f"--nvme: the profile of {profile.name} has no disk; measure one with `stronghold "
+            "doctor --path DIR`, or name another --machine"
+        )
+    folder = str(nvme_path or profile.nvme_path or "/path/to/nvme")
     return Question(
-        subject=subject,
-        machine=replace(machine, gpu_memory_bytes=gpu_bytes, host_memory_bytes=host_bytes),
-        batch=words.batch or 1,
-        seq=words.seq or min(SEQ, subject.positions or SEQ),
-        accumulation=words.accumulation,
-        dtype=words.precision,
-        clipping=words.clipping,
+        model=asked,
+        machine=replace(profile, gpu_memory_bytes=gpu_bytes, host_memory_bytes=host_bytes),
+        batch=batch or 1,
+        seq=seq or min(SEQ, asked.positions or SEQ),
+        accumulation=accumulation,
+        chunk=chunk or None,
+        dtype=precision,
+        clipping=clipping,
         # 16-bit gradients are checked before any is used: DeepSpeed's default.
-        overflow_check=words.precision != "fp32" and not words.no_overflow_check,
+        overflow_check=precision != "fp32" and not no_overflow_check,
         gpu_bytes=gpu_bytes,
         host_bytes=host_bytes,
         nvme_bytes=nvme_bytes,
-        nvme_path=_nvme_path(words, machine) if nvme_bytes else "",
-        gpus=words.gpus,
-        nodes=words.nodes,
-        wire_gbps=words.wire,
-        network_gbps=words.network,
+        nvme_path=folder if nvme_bytes else "",
+        gpus=gpus,
+        nodes=nodes,
+        wire_gbps=wire,
+        network_gbps=network,
     )
-
-
-def _check_company(words: Words) -> None:
-    """An option that says nothing without another is a question that would not be answered."""
-    for option, value, company, there in (
-        ("--nvme-path", words.nvme_path, "--nvme SIZE", words.nvme is not None),
-        ("--wire", words.wire, "--gpus N or --nodes M above 1", words.gpus * words.nodes > 1),
-        ("--network", words.network, "--nodes M above 1", words.nodes > 1),
-    ):
-        if value is not None and not there:
-            raise ConfigError(f"{option}: got {value}, expected it with {company} alone")
-
-
-def _subject(words: Words) -> Subject:
-    sizes = {
-        "--layers": words.layers,
-        "--hidden": words.hidden,
-        "--heads": words.heads,
-        "--vocab": words.vocab,
-    }
-    given = [name for name, value in sizes.items() if value is not None]
-    if words.model is not None:
-        if given:
-            raise ConfigError(
-                f"--model and {given[0]}: expected one of the two ways to say a model"
-            )
-        return from_config(words.model)
-    missing = [name for name, value in sizes.items() if value is None]
-    if missing:
-        raise ConfigError(
-            f"{', '.join(missing)}: missing; expected --model DIR, or all of {', '.join(sizes)}"
-        )
-    check_depth("--layers", words.layers)
-    layers, hidden, heads, vocab = (value or 0 for value in sizes.values())
-    return from_sizes(layers, hidden, heads, vocab, words.seq or SEQ)
 
 
 def _machine(name: str | None) -> MachineProfile:
@@ -188,10 +211,158 @@ def _bytes(option: str, text: str | None, default: int) -> int:
         raise ConfigError(f"{option} {text}: {error}") from error
 
 
-def _nvme_path(words: Words, machine: MachineProfile) -> str:
-    if machine.nvme_read_gbps is None or machine.nvme_write_gbps is None:
+# -- the model ------------------------------------------------------------------------------------
+
+
+def _model(path: Path | None, sizes: dict[str, int | None], seq: int | None) -> Model:
+    given = [name for name, size in sizes.items() if size is not None]
+    if path is not None:
+        if given:
+            raise ConfigError(
+                f"--model and {given[0]}: expected one of the two ways to say a model"
+            )
+        return from_config(path)
+    missing = [name for name in sizes if name not in given]
+    if missing:
         raise ConfigError(
-            f"--nvme: the profile of {machine.name} has no disk; measure one with `stronghold "
-            "doctor --path DIR`, or name another --machine"
+            f"{', '.join(missing)}: missing; expected --model DIR, or all of {', '.join(sizes)}"
         )
-    return str(words.nvme_path or machine.nvme_path or "/path/to/nvme")
+    _check_depth("--layers", sizes["--layers"])
+    layers, hidden, heads, vocab = (size or 0 for size in sizes.values())
+    return from_sizes(layers, hidden, heads, vocab, seq or SEQ)
+
+
+def _check_depth(option: str, layers: object) -> None:
+    """ConfigError for more layers than can be planned: plans are tried layer by layer."""
+    if isinstance(layers, int) and layers > MOST_LAYERS:
+        raise ConfigError(
+            f"{option}: got {layers}, expected at most {MOST_LAYERS}: a plan is found by "
+            "simulating steps layer by layer, which would take hours. Ask for fewer layers"
+        )
+
+
+def from_sizes(layers: int, hidden: int, heads: int, vocab: int, positions: int) -> Model:
+    """A standard GPT of these sizes (`model.shapes`); ConfigError where they contradict."""
+    sizes, costs_of = transformer_shape(layers, hidden, heads, vocab, positions)
+    return Model(
+        name=f"GPT, hidden {hidden}, {heads} heads, vocabulary {vocab}",
+        layout=sizes,
+        costs_of=costs_of,
+        positions=None,
+        with_layers=lambda count: from_sizes(count, hidden, heads, vocab, positions),
+        with_positions=lambda longest: from_sizes(layers, hidden, heads, vocab, longest),
+    )
+
+
+def from_config(path: Path) -> Model:
+    """The model of a directory with a config.json, or of such a file; its weights are not needed.
+
+    ConfigError where there is none, where transformers is not installed or does not know the model,
+    and where its forward depends on values.
+    """
+    file = path / CONFIG if path.is_dir() else path
+    if not file.is_file():
+        what = f"has no {CONFIG}" if path.is_dir() else "is neither a directory nor a file"
+        raise ConfigError(
+            f"--model {path}: {what}; expected a local directory of a Hugging Face model, or its "
+            f"{CONFIG} (weights are not needed), or --layers, --hidden, --heads and --vocab"
+        )
+    config = _read(file)
+    _check_depth(f"--model {file}: num_hidden_layers", getattr(config, "num_hidden_layers", None))
+    return _of_config(config, str(path))
+
+
+def _read(file: Path) -> Any:
+    """The file as transformers' configuration."""
+    transformers = _transformers()
+    try:
+        raw = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"--model {file}: cannot be read as JSON: {error}") from error
+    kind = raw.pop("model_type", None) if isinstance(raw, dict) else None
+    known = transformers.models.auto.configuration_auto.CONFIG_MAPPING
+    if not isinstance(kind, str) or kind not in known:
+        raise ConfigError(
+            f"--model {file}: model_type: got {kind!r}, which transformers "
+            f"{transformers.__version__} does not know; expected the {CONFIG} of one of its models"
+            + (" (custom code is not run)" if isinstance(raw, dict) and "auto_map" in raw else "")
+        )
+    try:
+        return transformers.AutoConfig.for_model(kind, **raw)
+    except Exception as error:
+        raise ConfigError(
+            f"--model {file}: transformers refuses it: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _transformers() -> Any:
+    try:
+        import transformers
+    except ImportError as error:
+        raise ConfigError(
+            "--model: needs transformers to build the model: pip install transformers; or give "
+            "--layers, --hidden, --heads and --vocab"
+        ) from error
+    return transformers
+
+
+def _of_config(config: Any, where: str) -> Model:
+    model = _build(config, where)
+    layers = partition(model)
+
+    @functools.cache
+    def costs_of(batch: int, seq: int, dtype: str) -> ModelCosts:
+        with _quiet():
+            return trace_costs(model, layers, batch=batch, seq=seq, dtype=dtype)
+
+    found = Model(
+        name=f"{type(model).__name__} of {where}",
+        layout=layout(layers),
+        costs_of=costs_of,
+        positions=getattr(config, "max_position_embeddings", None),
+        with_layers=lambda count: _of_config(_with_layers(config, count), where),
+        with_positions=lambda longest: found,
+    )
+    return found
+
+
+def _build(config: Any, where: str) -> Any:
+    """The model without memory, in training mode: the class that the configuration names, else a
+    causal language model; attention fused where the model can."""
+    transformers = _transformers()
+    named = [getattr(transformers, name, None) for name in config.architectures or ()]
+    makers = [kind._from_config for kind in named[:1] if kind is not None]
+    make = makers[0] if makers else transformers.AutoModelForCausalLM.from_config
+    with torch.device("meta"), _quiet():
+        try:
+            try:
+                model = make(copy.deepcopy(config), attn_implementation="sdpa")
+            except ValueError:  # written out in this model
+                model = make(copy.deepcopy(config), attn_implementation="eager")
+        except Exception as error:
+            raise ConfigError(
+                f"--model {where}: transformers cannot build it: "
+                f"{type(error).__name__}: {str(error).splitlines()[0]}"
+            ) from error
+    return model.train()
+
+
+def _with_layers(config: Any, count: int) -> Any:
+    changed = copy.deepcopy(config)
+    changed.num_hidden_layers = count
+    kinds = getattr(config, "layer_types", None)
+    if kinds:  # the pattern goes on
+        changed.layer_types = [kinds[index % len(kinds)] for index in range(count)]
+    return changed
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without transformers' advice, which is about runs."""
+    logger = logging.getLogger("transformers")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)

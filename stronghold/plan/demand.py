@@ -1,7 +1,4 @@
-"""What the planner is asked.
-
-Pure data: no tensors, no threads.
-"""
+"""What the planner is asked: pure data."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ class Gradients(Enum):
     """Where gradients wait on the host between their drain and the update."""
 
     RING = "ring"  # updated as they come
-    HELD = "held"  # every layer's, until the gate opens: norm or overflow decides over them all
+    HELD = "held"  # every layer's, until the gate: norm, overflow or several ranks decide over all
     ACCUMULATED = "accumulated"  # fp32 sums over micro-batches
 
 
@@ -35,6 +32,8 @@ class Demand:
     resident_updates: str | None = None  # "gpu" or "host": where resident layers are updated
     whole: bool | None = None  # None: where every layer stays on the gpu and is updated there
     activations: str | tuple[str, ...] | None = None  # one policy, or one per layer
+    chunk: int | None = None  # sequences that go through a block together; None: all
+    chunks: int = 1  # that a micro-batch has of them, where that is known
     kept_activations: int = 0  # of the last blocks, whose policy is "keep" whatever the one is
     # Bytes that each layer's forward keeps, and that recomputation keeps in their place; empty:
     # unknown, and the gpu budget is for weights and gradients alone.
@@ -46,7 +45,7 @@ class Demand:
     num_cores: int = 1
     nvme: bool = False  # whether there is such a tier
     nvme_capacity_bytes: int | None = None
-    spill: str | None = None  # a word of `spills.DEPTHS`: all of it spills; None: what must
+    spill: str | None = None  # a word of `plan.DEPTHS`: all of it spills; None: what must
     spilled: tuple[frozenset[str], ...] | None = None  # by layer: what lies in files, and stays
     piece_bytes: int | None = None
     micro_batches: int = 1
@@ -69,7 +68,12 @@ class Demand:
 
     @property
     def gradients(self) -> Gradients:
-        """What the micro-batches and the gate ask of gradients."""
+        """What the micro-batches, the gate and other ranks ask of gradients."""
         if self.accumulate:
             return Gradients.ACCUMULATED
-        return Gradients.HELD if self.gated else Gradients.RING
+        return Gradients.HELD if self.gated or self.meets_others else Gradients.RING
+
+    @property
+    def meets_others(self) -> bool:
+        """Whether several ranks update together, each its part of the layers or of the model."""
+        return self.num_ranks > 1 or self.shares_weights

@@ -1,7 +1,7 @@
 """The search: which of the plans that fit is the fastest.
 
-Pure: no tensors, no threads. Owns the candidates and the order in which they are tried; what a
-candidate takes is told by `predict`, which runs the real executor on virtual clocks (`simulate`).
+Pure: no tensors, no threads. Owns the candidates and the order in which they are tried; how long a
+candidate takes `predict` says, which runs the real executor on virtual clocks (`simulate`).
 What the user pinned in the demand stays as it is.
 
 [Note: lower bounds first] A candidate's step cannot be shorter than the work on its lanes.
@@ -18,13 +18,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Protocol
+from itertools import product
+from typing import Generic, Protocol, TypeVar
 
+from stronghold.device.contention import Rates
 from stronghold.errors import BudgetError, ConfigError
 from stronghold.model.layout import ModelLayout
-from stronghold.plan.bounds import Lanes as Lanes
-from stronghold.plan.bounds import deferrals, lower_bound
-from stronghold.plan.planner import Demand, Plan, make_plan
+from stronghold.plan.cost import Workload, shares
+from stronghold.plan.plan import Demand, Gradients, Plan, make_plan
 
 USUAL_WINDOW = 3  # one computes, one is still in use or drains, one is on its way
 WINDOWS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24)
@@ -36,67 +37,122 @@ UPDATES = ("host", "gpu")  # of resident layers
 WHOLE = 1.03  # a model that fits whole stays whole, unless another plan is faster than this
 ENOUGH = 1.01  # so near the fastest, that deferring fewer updates, which takes less, is preferred
 EQUAL = 1e-3  # a plan must be faster than another by this share to be preferred to a smaller one
+MARGINS = (1.0, 1.1)  # on the seconds of updates: hand-overs, and the way of one layer
+CHOSEN = ("window", "resident_layers", "resident_updates", "activations", "deferred_layers")
 
 
-class Forecast(Protocol):
+class Timed(Protocol):
     """What the search reads of a prediction."""
 
     @property
     def step_s(self) -> float: ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
-    """The fastest plan, its forecast, and how many were simulated of those that fit."""
-
-    plan: Plan
-    forecast: Forecast
-    demand: Demand
-    num_tried: int
-    num_fitting: int
+Prediction = TypeVar("Prediction", bound=Timed)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Candidate:
-    """A plan that fits; `bound_s` is the least that its step can take, `nbytes` its gpu's peak."""
+class Choice(Generic[Prediction]):
+    """A plan, how long its step takes, and the demand that it is made of."""
 
-    demand: Demand
     plan: Plan
-    bound_s: float
-    nbytes: int
+    forecast: Prediction
+    demand: Demand
+
+    @property
+    def step_s(self) -> float:
+        return self.forecast.step_s
+
+
+# -- bounds ---------------------------------------------------------------------------------------
+
+
+def lower_bound(plan: Plan, work: Workload, rates: Rates) -> float:
+    """Seconds of the busiest lane's own work in a step of `plan` ([Note: lower bounds first])."""
+    moved, forward_s = plan.traffic, work.forward_s
+    update_s = moved.update_bytes * 1e-9 / rates.update_gbps
+    compute_s = work.micro_batches * (forward_s + work.backward_s(plan.activations))
+    compute_s += moved.device_update_bytes * 1e-9 / rates.device_gbps
+    if plan.gradients is not Gradients.RING:
+        # Updates begin when backward has ended, and the next backward needs them all.
+        compute_s += max(0.0, update_s - forward_s)
+    return max(
+        compute_s,
+        update_s,
+        moved.fetch_bytes * 1e-9 / rates.fetch_gbps,
+        moved.drain_bytes * 1e-9 / rates.drain_gbps,
+    )
+
+
+def updates_s(plan: Plan, rates: Rates) -> tuple[float, float]:
+    """Seconds of a step's updates on the host: of the CPU's Adam and its norms, and of the disk."""
+    moved = plan.traffic
+    read, written = moved.nvme_read_bytes, moved.nvme_written_bytes
+    disk = read / rates.load_gbps, written / rates.spill_gbps, (read + written) / rates.io_gbps
+    return (moved.update_bytes + moved.norm_bytes) * 1e-9 / rates.update_gbps, max(disk) * 1e-9
+
+
+def deferrals(layout: ModelLayout, plan: Plan, work: Workload, rates: Rates) -> list[int]:
+    """How many blocks may be worth deferring, the least first; always 0, and only that where the
+    plan's updates wait for the end of the step anyway ([Note: deferred updates] of `cost`)."""
+    on_host = [
+        layer
+        for layer in layout.layers
+        if layer.streamed and layer.trainable_numel and layer.index not in plan.updated_on_gpu
+    ]
+    if plan.gradients is not Gradients.RING or not on_host:
+        return [0]
+    # Of the layers with arrays in files, for the disk's time; of all, for the longest.
+    filed = sum(bool(plan.spilled[layer.index]) for layer in on_host)
+    adam_s, disk_s = updates_s(plan, rates)
+    bounds = [(len(on_host), max(adam_s, disk_s))]
+    if 0 < filed < len(on_host):
+        bounds += [(filed, disk_s), (len(on_host), adam_s)]
+    wanted = {0}
+    for (number, seconds), margin in product(bounds, MARGINS):
+        least, most = shares(
+            forward_s=work.forward_s,
+            backward_s=work.backward_s(plan.activations),
+            updates_s=margin * seconds,
+        )
+        for share in (least, (least + most) / 2, most):
+            wanted |= {math.floor(share * number), math.ceil(share * number)}
+    return sorted(wanted)
+
+
+# -- the search -----------------------------------------------------------------------------------
 
 
 def search(
-    layout: ModelLayout, demand: Demand, lanes: Lanes, predict: Callable[[Plan], Forecast]
-) -> Choice:
-    """The fastest plan within the demand's budgets, by `predict`.
+    layout: ModelLayout,
+    demand: Demand,
+    work: Workload,
+    rates: Rates,
+    predict: Callable[[Plan], Prediction],
+) -> Choice[Prediction]:
+    """The fastest plan within the demand's budgets, by `predict`. BudgetError when none fits: it is
+    the one of the smallest plan, and names what would make it fit."""
+    return _Search(layout, demand, work, rates, predict).run()
 
-    BudgetError when none fits: it is the one of the smallest plan, and names what would make it
-    fit.
-    """
-    return _Search(layout, demand, lanes, predict).run()
 
-
-class _Search:
+class _Search(Generic[Prediction]):
     def __init__(
         self,
         layout: ModelLayout,
         demand: Demand,
-        lanes: Lanes,
-        predict: Callable[[Plan], Forecast],
+        work: Workload,
+        rates: Rates,
+        predict: Callable[[Plan], Prediction],
     ) -> None:
         self._layout = layout
-        keys = ("window", "resident_layers", "resident_updates", "activations", "deferred_layers")
-        self._demand = replace(
-            demand, searched=frozenset(key for key in keys if getattr(demand, key) is None)
-        )
-        self._lanes = lanes
+        searched = frozenset(key for key in CHOSEN if getattr(demand, key) is None)
+        self._demand = replace(demand, searched=searched)
+        self._work, self._rates = work, rates
         self._predict = predict
         self._seen: set[object] = set()
-        self._tried: list[tuple[Forecast, _Candidate]] = []
-        self._num_fitting = 0
+        self._tried: list[Choice[Prediction]] = []
 
-    def run(self) -> Choice:
+    def run(self) -> Choice[Prediction]:
         num_blocks = len(self._layout.streamed)
         pinned = self._demand.resident_layers
         shares = {round(num_blocks * k / SHARES) for k in range(SHARES + 1)}
@@ -105,70 +161,58 @@ class _Search:
         self._round(self._usual(residents))
         if not self._tried:
             raise _refusal(self._layout, self._demand)
-        for _, candidate in self._best(FEW):
-            resident = self._residents(candidate)
-            self._round(self._fitting(self._demands([resident], [*WINDOWS, num_blocks])))
+        for choice in self._best(FEW):
+            resident = [choice.demand.resident_layers or 0]
+            self._round(self._fitting(self._demands(resident, [*WINDOWS, num_blocks])))
         for step in FINER if pinned is None else ():
-            for _, candidate in self._best(1):
-                near, away = self._residents(candidate), max(1, round(step * num_blocks))
-                around = [r for r in (near - away, near + away) if 0 <= r <= num_blocks]
-                self._round(self._usual(around))
-                self._round(self._fitting(self._demands(around, [candidate.plan.window])))
+            best = self._best(1)[0]
+            near, away = best.demand.resident_layers or 0, max(1, round(step * num_blocks))
+            around = [r for r in (near - away, near + away) if 0 <= r <= num_blocks]
+            self._round(self._usual(around))
+            self._round(self._fitting(self._demands(around, [best.plan.window])))
         if self._demand.deferred_layers is None:
-            self._round(self._deferring(self._best(1)[0][1]))
-        forecast, best = self._chosen()
-        return Choice(
-            plan=best.plan,
-            forecast=forecast,
-            demand=best.demand,
-            num_tried=len(self._tried),
-            num_fitting=self._num_fitting,
-        )
+            best = self._best(1)[0]
+            counts = deferrals(self._layout, best.plan, self._work, self._rates)
+            self._round(self._new(replace(best.demand, deferred_layers=count) for count in counts))
+        return self._chosen()
 
-    def _chosen(self) -> tuple[Forecast, _Candidate]:
-        best = self._fewest_deferred(self._best(1)[0])
-        whole = [pair for pair in self._tried if pair[1].plan.whole]
-        if whole and whole[0][0].step_s <= WHOLE * best[0].step_s:
-            return whole[0]
-        return best
-
-    def _fewest_deferred(self, best: tuple[Forecast, _Candidate]) -> tuple[Forecast, _Candidate]:
-        """Of those that differ from the best in this alone and are nearly as fast."""
-        demand = replace(best[1].demand, deferred_layers=None)
+    def _chosen(self) -> Choice[Prediction]:
+        best = self._best(1)[0]
+        # Of those that differ from it in this alone and are nearly as fast: the fewest deferred.
+        demand = replace(best.demand, deferred_layers=None)
         alike = [
-            (forecast, candidate)
-            for forecast, candidate in self._tried
-            if replace(candidate.demand, deferred_layers=None) == demand
-            and forecast.step_s <= ENOUGH * best[0].step_s
+            choice
+            for choice in self._tried
+            if replace(choice.demand, deferred_layers=None) == demand
+            and choice.step_s <= ENOUGH * best.step_s
         ]
-        return min(alike, key=lambda pair: len(pair[1].plan.deferred))
+        best = min(alike, key=lambda choice: len(choice.plan.deferred))
+        whole = next((choice for choice in self._tried if choice.plan.whole), best)
+        return whole if whole.step_s <= WHOLE * best.step_s else best
 
-    def _residents(self, candidate: _Candidate) -> int:
-        return candidate.demand.resident_layers or 0
-
-    def _best(self, count: int) -> list[tuple[Forecast, _Candidate]]:
+    def _best(self, count: int) -> list[Choice[Prediction]]:
         """The fastest so far; of equals the one that takes the least of the gpu."""
-        least = min(forecast.step_s for forecast, _ in self._tried)
-        return sorted(
-            self._tried,
-            key=lambda pair: (
-                round(pair[0].step_s / (least * EQUAL)),
-                pair[1].nbytes,
-                len(pair[1].plan.deferred),
-            ),
-        )[:count]
+        unit = EQUAL * min(choice.step_s for choice in self._tried)
 
-    def _round(self, candidates: Iterable[_Candidate]) -> None:
+        def order(choice: Choice[Prediction]) -> tuple[int, int, int]:
+            plan = choice.plan
+            return round(choice.step_s / unit), _gpu_peak(plan), len(plan.deferred)
+
+        return sorted(self._tried, key=order)[:count]
+
+    def _round(self, candidates: Iterable[tuple[Plan, Demand]]) -> None:
         """Try what is new and fits, the most promising first ([Note: lower bounds first])."""
-        fitting = sorted(candidates, key=lambda entry: (entry.bound_s, entry.nbytes))
-        self._num_fitting += len(fitting)
-        least = min((forecast.step_s for forecast, _ in self._tried), default=math.inf)
-        for candidate in fitting:
-            if candidate.bound_s >= least and not candidate.plan.whole:
+        bounded = [
+            (lower_bound(plan, self._work, self._rates), plan, demand)
+            for plan, demand in candidates
+        ]
+        least = min((choice.step_s for choice in self._tried), default=math.inf)
+        for bound_s, plan, demand in sorted(bounded, key=lambda row: (row[0], _gpu_peak(row[1]))):
+            if bound_s >= least and not plan.whole:
                 continue
-            forecast = self._predict(candidate.plan)
-            self._tried.append((forecast, candidate))
-            least = min(least, forecast.step_s)
+            choice = Choice(plan=plan, forecast=self._predict(plan), demand=demand)
+            self._tried.append(choice)
+            least = min(least, choice.step_s)
 
     def _demands(self, residents: Iterable[int], windows: Iterable[int]) -> Iterator[Demand]:
         pinned, prefetch = self._demand.window, self._demand.prefetch
@@ -186,50 +230,39 @@ class _Search:
                             window=window,
                         )
 
-    def _usual(self, residents: Iterable[int]) -> Iterator[_Candidate]:
+    def _usual(self, residents: Iterable[int]) -> Iterator[tuple[Plan, Demand]]:
         """With each number of resident blocks, and each place of their updates: the largest window
-        of usual size that fits.
-        """
+        of usual size that fits."""
         for resident in residents:
             done: set[str | None] = set()
             for window in range(USUAL_WINDOW, 0, -1):
-                for wish in self._demands([resident], [window]):
-                    if wish.resident_updates not in done and (found := list(self._fitting([wish]))):
-                        done.add(wish.resident_updates)
-                        yield from found
+                for demand in self._demands([resident], [window]):
+                    if demand.resident_updates in done:
+                        continue
+                    for candidate in self._fitting([demand]):
+                        done.add(demand.resident_updates)
+                        yield candidate
 
-    def _fitting(self, demands: Iterable[Demand]) -> Iterator[_Candidate]:
-        for wish in demands:
-            for filled in _filled(self._layout, wish):
-                yield from self._as_candidate(filled)
+    def _fitting(self, demands: Iterable[Demand]) -> Iterator[tuple[Plan, Demand]]:
+        for demand in demands:
+            yield from self._new(_filled(self._layout, demand))
 
-    def _as_candidate(self, demand: Demand) -> Iterator[_Candidate]:
-        """The demand's plan, if it fits and is new."""
-        try:
-            plan = make_plan(self._layout, demand)
-        except (BudgetError, ConfigError):
-            return
-        key = (
-            plan.window,
-            plan.prefetch,
-            plan.resident,
-            plan.updated_on_gpu,
-            plan.activations,
-            plan.deferred,
-        )
-        if key not in self._seen:
-            self._seen.add(key)
-            yield _Candidate(
-                demand=demand,
-                plan=plan,
-                bound_s=lower_bound(self._layout, plan, self._lanes),
-                nbytes=plan.gpu_total_bytes + plan.activation_bytes,
-            )
+    def _new(self, demands: Iterable[Demand]) -> Iterator[tuple[Plan, Demand]]:
+        """Their plans, as far as they fit and are new."""
+        for demand in demands:
+            try:
+                plan = make_plan(self._layout, demand)
+            except (BudgetError, ConfigError):
+                continue
+            slots, places = (plan.window, plan.prefetch), (plan.resident, plan.updated_on_gpu)
+            key = (slots, places, plan.activations, plan.deferred)
+            if key not in self._seen:
+                self._seen.add(key)
+                yield plan, demand
 
-    def _deferring(self, candidate: _Candidate) -> Iterator[_Candidate]:
-        """The candidate with updates deferred, as many as may pay."""
-        for count in deferrals(self._layout, candidate.plan, self._lanes):
-            yield from self._as_candidate(replace(candidate.demand, deferred_layers=count))
+
+def _gpu_peak(plan: Plan) -> int:
+    return plan.gpu_total_bytes + plan.activation_bytes
 
 
 def _filled(layout: ModelLayout, demand: Demand) -> Iterator[Demand]:
@@ -242,16 +275,14 @@ def _filled(layout: ModelLayout, demand: Demand) -> Iterator[Demand]:
     # What is not kept may be too much for the host: then nothing of this policy fits.
     free = replace(demand, host_budget_bytes=None)
     for other in POLICIES:
-        low, high = -1, len(blocks)  # `low` kept blocks fit, `high + 1` do not
-        while low < high:
-            middle = (low + high + 1) // 2
-            if _fits(layout, _with_kept(layout, free, middle, other)):
-                low = middle
-            else:
-                high = middle - 1
-        if low >= 0:
-            yield _with_kept(layout, demand, low, other)
-            if low == len(blocks):
+
+        def fits(kept: int, other: str = other) -> bool:
+            return _fits(layout, _with_kept(layout, free, kept, other))
+
+        most = _last(fits, -1, len(blocks))
+        if most >= 0:
+            yield _with_kept(layout, demand, most, other)
+            if most == len(blocks):
                 return
 
 
@@ -289,15 +320,12 @@ def _most_resident(layout: ModelLayout, demand: Demand, policy: str) -> int:
     """How many blocks the gpu can hold with their optimizer's state, whatever the host has: what
     takes least of the host. 0 when not even the smallest plan fits.
     """
-    free = replace(demand, host_budget_bytes=None)
-    low, high = 0, len(layout.streamed)
-    while low < high:
-        middle = (low + high + 1) // 2
-        if _fits(layout, _frugal(free, middle, demand.resident_updates or "gpu", policy)):
-            low = middle
-        else:
-            high = middle - 1
-    return low
+    free, updates = replace(demand, host_budget_bytes=None), demand.resident_updates or "gpu"
+
+    def fits(resident: int) -> bool:
+        return _fits(layout, _frugal(free, resident, updates, policy))
+
+    return _last(fits, 0, len(layout.streamed))
 
 
 def _least(layout: ModelLayout, demand: Demand) -> Iterator[Demand]:
@@ -344,15 +372,18 @@ def _refusal(layout: ModelLayout, demand: Demand) -> BudgetError:
 
 def largest_micro_batch(fits: Callable[[int], bool], limit: int = 1 << 20) -> int:
     """The largest micro-batch for which `fits` holds, 0 when not even one does. `fits` may not
-    become true again once it was false.
-    """
+    become true again once it was false."""
     if not fits(1):
         return 0
     low, high = 1, 2
     while high <= limit and fits(high):
         low, high = high, 2 * high
-    high = min(high, limit + 1)
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
+    return _last(fits, low, min(high - 1, limit))
+
+
+def _last(fits: Callable[[int], bool], low: int, high: int) -> int:
+    """The largest number up to `high` for which `fits` holds; for `low` it does."""
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
     return low

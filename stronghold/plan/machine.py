@@ -1,4 +1,5 @@
-"""The profile: rates and sizes of one machine, measured by `stronghold doctor` or shipped.
+"""The machine: rates and sizes of one, measured by `stronghold doctor` or shipped, and the rates
+that a simulated rank has of it.
 
 Pure: no tensors, no threads, no clock. Owns the JSON of a profile and where a machine's own lies;
 never measures anything. Rates are sustained, in 1e9 bytes per second (`*_gbps`) or FLOP per second;
@@ -20,23 +21,27 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from stronghold.device.contention import Rates
 from stronghold.errors import ConfigError, did_you_mean
 
 VERSION = 1
 MACHINES = Path(__file__).parent / "machines"
 ENVIRONMENT = "STRONGHOLD_PROFILE"
-DTYPES = ("bf16", "fp16", "fp32")
 EMULATED = "emulated"
 
-# What `kernels/src/adam-inl.h` moves per parameter with bf16 weights and bf16 gradients: the
-# weight, its 16-bit remainder and two fp32 moments are read and written, the gradient is read.
-ADAM_BF16_BYTES = 2 * (2 + 2 + 4 + 4) + 2
-# The same with fp16 weights and gradients, and whole fp32 masters beside the weights.
-ADAM_FP16_BYTES = 2 * (2 + 4 + 4 + 4) + 2
-# The same with fp32 weights and gradients, which have no remainder.
-ADAM_FP32_BYTES = 2 * (4 + 4 + 4) + 4
+# Bytes of a weight, and of what beside it makes an fp32 master.
+STATE_BYTES = {"bf16": (2, 2), "fp16": (2, 4), "fp32": (4, 0)}
 NETWORK_GBPS = 25.0  # between nodes, unless it is said: 200 Gb/s for each GPU
+LAUNCH_S = 4e-4  # the calling thread's time to launch one layer's kernels and run its hooks
 
+
+def adam_bytes(weight_bytes: int, low_bytes: int) -> int:
+    """What `kernels/src/adam-inl.h` moves per parameter: the weight, the rest of its master and two
+    fp32 moments are read and written, the gradient, of the weight's type, is read."""
+    return 2 * (weight_bytes + low_bytes + 4 + 4) + weight_bytes
+
+
+ADAM_BF16_BYTES = adam_bytes(*STATE_BYTES["bf16"])
 _logger = logging.getLogger("stronghold")
 
 
@@ -79,11 +84,10 @@ class MachineProfile:
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             _CHECKS[str(field.type)](f"profile.{field.name}", getattr(self, field.name))
-        missing = [dtype for dtype in DTYPES if dtype not in self.flops]
-        if missing or len(self.flops) != len(DTYPES):
+        if set(self.flops) != set(STATE_BYTES):
             raise ConfigError(
                 f"profile.flops: got {', '.join(self.flops) or 'nothing'}, expected a rate for "
-                f"each of {', '.join(DTYPES)}"
+                f"each of {', '.join(STATE_BYTES)}"
             )
 
     def memory_rate(self, threads: int) -> float:
@@ -94,6 +98,19 @@ class MachineProfile:
     def adam_rate(self, threads: int) -> float:
         """The CPU Adam's rate with so many threads, as `memory_rate`."""
         return _interpolate(self.adam_gbps, threads)
+
+    def share(self, num_ranks: int) -> MachineProfile:
+        """The machine as one of its ranks has it: a GPU and a link, and a part of the bandwidth of
+        memory and disks."""
+        disk = (self.nvme_read_gbps, self.nvme_write_gbps, self.nvme_mixed_gbps)
+        read, write, mixed = (rate and rate / num_ranks for rate in disk)
+        return dataclasses.replace(
+            self,
+            memory_gbps={count: rate / num_ranks for count, rate in self.memory_gbps.items()},
+            nvme_read_gbps=read,
+            nvme_write_gbps=write,
+            nvme_mixed_gbps=mixed,
+        )
 
     def to_json(self) -> str:
         """The profile with its version, as JSON that a person can read and edit."""
@@ -228,11 +245,6 @@ def _threads(where: str, key: str) -> int:
     return int(key)
 
 
-def _is_rate(value: object) -> bool:
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    return number and 0 < value <= sys.float_info.max  # type: ignore[operator]
-
-
 def _check_text(where: str, value: object) -> None:
     if not isinstance(value, str):
         raise ConfigError(f"{where}: got {value!r}, expected text")
@@ -249,13 +261,9 @@ def _check_count(where: str, value: object) -> None:
 
 
 def _check_rate(where: str, value: object) -> None:
-    if not _is_rate(value):
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not (number and 0 < value <= sys.float_info.max):  # type: ignore[operator]
         raise ConfigError(f"{where}: got {value!r}, expected a positive number")
-
-
-def _check_optional_rate(where: str, value: object) -> None:
-    if value is not None:
-        _check_rate(where, value)
 
 
 def _check_rates(where: str, value: object) -> None:
@@ -267,8 +275,7 @@ def _check_rates(where: str, value: object) -> None:
 
 def _check_rates_by_threads(where: str, value: object) -> None:
     _check_rates(where, value)
-    assert isinstance(value, Mapping)
-    for threads in value:
+    for threads in value:  # type: ignore[attr-defined]
         _check_count(where, threads)
 
 
@@ -278,7 +285,7 @@ _CHECKS = {
     "tuple[str, ...]": _check_texts,
     "int": _check_count,
     "float": _check_rate,
-    "float | None": _check_optional_rate,
+    "float | None": lambda where, value: None if value is None else _check_rate(where, value),
     "dict[str, float]": _check_rates,
     "dict[int, float]": _check_rates_by_threads,
 }
@@ -303,9 +310,40 @@ def _slug(text: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-") or "unknown"
 
 
-def reduce_gbps(num_local: int, num_nodes: int, wire: float, network: float) -> float:
-    """What a rank receives of gradients in 1e9 bytes/s: a node's are added on its wire, and the
-    sums of its ranks' parts over the network."""
-    within, between = (num_local - 1) / num_local, (num_nodes - 1) / (num_nodes * num_local)
-    received = 1 - 1 / (num_local * num_nodes)
-    return received / (within / wire + between / network) if received else wire
+def rates_of(
+    machine: MachineProfile,
+    cpu_threads: int,
+    *,
+    sharing: int = 1,
+    num_nodes: int = 1,
+    wire_gbps: float | None = None,
+    network_gbps: float | None = None,
+) -> Rates:
+    """The lanes' rates on `machine` with so many threads for the CPU's Adam.
+
+    `sharing` ranks of each of `num_nodes` nodes have a link each, and divide the bandwidth of host
+    memory and disks; `wire_gbps` is what a rank receives from those of its node, by default as much
+    as over its link, `network_gbps` what it receives from other nodes.
+    """
+    share = machine.share(sharing)
+    wire, network = wire_gbps or machine.fetch_gbps, network_gbps or NETWORK_GBPS
+    read, write = share.nvme_read_gbps or 1.0 / sharing, share.nvme_write_gbps or 1.0 / sharing
+    # Of gradients a node's are added on its wire, the sums of its ranks' parts over the network.
+    within, between = (sharing - 1) / sharing, (num_nodes - 1) / (num_nodes * sharing)
+    received = 1 - 1 / (sharing * num_nodes)
+    alone, together = (machine.adam_rate(cpu_threads * ranks) / ranks for ranks in (1, sharing))
+    return Rates(
+        fetch_gbps=machine.fetch_gbps,
+        drain_gbps=machine.drain_gbps,
+        duplex_gbps=machine.duplex_gbps,
+        update_gbps=min(alone, together),
+        memory_gbps=share.memory_rate(max(machine.memory_gbps)),
+        wire_gbps=wire,
+        reduce_gbps=received / (within / wire + between / network) if received else wire,
+        exchange_gbps=network,
+        device_gbps=machine.gpu_memory_gbps,
+        load_gbps=read,
+        spill_gbps=write,
+        io_gbps=share.nvme_mixed_gbps or max(read, write),
+        launch_s=LAUNCH_S,
+    )

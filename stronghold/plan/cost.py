@@ -1,0 +1,419 @@
+"""What a step costs: one table of the bytes that it moves, its seconds, and the limits of both.
+
+Pure arithmetic on sizes, rates and spans; any thread. `Traffic` serves the plan, its log line, the
+search's bounds and the physical limit; nobody else counts a step's bytes.
+
+[Note: formula] For P streamed parameters of e bytes, T tokens in n micro-batches, k = 2 loads of
+the weights and r further forward passes per micro-batch:
+
+    step >= max((6 + 2 r) P T / F + attention, (k e P n + A) / B, (e P n + A) / B, q P / M, D / S)
+
+less what is still in the window when the direction turns, and with F the FLOP/s, B the link's
+bytes/s per direction, M the host memory's, S the disk's, A the bytes of activations that are
+offloaded in a step, D the disk's bytes and q the bytes of host memory that a parameter costs.
+Beside it stand the fetch and the drain of one layer, which nothing hides but what stays on the
+device.
+
+[Note: deferred updates] Where nothing holds updates back (no clipping, no overflow check) gradients
+come in the order L..1, and the next forward needs weights in the order 1..L. Updated as they come,
+a step takes max(B, D) + F, for a forward of F seconds, a backward of B and updates of D (of the
+disk or the CPU, whichever takes longer): in forward nothing is left to update. So gradients of some
+layers are held, and these are updated after backward, in forward order, while forward runs. With a
+share f of the updates deferred a step takes
+
+    max(B, (1 - f) D) + max(F, f D)
+
+which is max(F + B, D), the least there can be, for f = 1 - B / D where D is at most F + B, and
+from F / D to 1 - B / D beyond. Evenly over the depth, because layer i can be updated from B i / L
+before the end of backward to F i / L after it: these spans lie in each other, and of the layers
+below any depth backward takes its share and forward the rest. The lower ones have the least time:
+early ones among them are updated last in backward, deferred ones first in forward. Which layers are
+deferred never changes a bit: the same gradients, the same numbers of Adam.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields, replace
+
+from stronghold.device.contention import Rates
+from stronghold.model.costs import ModelCosts
+from stronghold.model.layout import LayerLayout, ModelLayout
+from stronghold.plan.demand import Demand
+from stronghold.plan.machine import STATE_BYTES, MachineProfile, adam_bytes
+from stronghold.telemetry.trace import Span
+
+LOADS = 2  # k: forward and backward
+SUM_BYTES = 4  # of an accumulated gradient
+UNCONTENDED_GBPS = 1e6  # of what was measured with its contention
+
+COMPUTE = "compute"
+MEMORY = "host memory bandwidth"
+FETCH = "link host to device"
+DRAIN = "link device to host"
+DUPLEX = "link, both directions together"
+DISK = "nvme"
+
+# -- bytes ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traffic:
+    """What one training step moves on one rank, whatever the schedule.
+
+    `streamed_parameters` cross the link, but for `window_parameters` of them that are still there
+    when the direction turns; `trained_parameters` of them have gradients and are updated on the
+    host. `refreshed_parameters` stay on the device but are updated on the host;
+    `device_parameters` are updated where they stay. `layer_parameters` is the largest streamed
+    layer. `offloaded_bytes` of activations leave and return in every micro-batch; `nvme_*` are of a
+    step. Padding does not count, but in files.
+    """
+
+    weight_bytes: int
+    low_bytes: int
+    micro_batches: int = 1
+    streamed_parameters: int = 0
+    window_parameters: int = 0
+    trained_parameters: int = 0
+    refreshed_parameters: int = 0
+    device_parameters: int = 0
+    layer_parameters: int = 0
+    offloaded_bytes: int = 0
+    nvme_read_bytes: int = 0
+    nvme_written_bytes: int = 0
+
+    @property
+    def adam_bytes(self) -> int:
+        """Of one parameter."""
+        return adam_bytes(self.weight_bytes, self.low_bytes)
+
+    @property
+    def fetch_bytes(self) -> int:
+        """Host to device: weights k n times, without those in the window at each turn between
+        forward and backward but with them after an update, which changed them; once what was
+        updated away from where it stays; and activations that come back."""
+        passes = LOADS * self.micro_batches
+        loaded = passes * self.streamed_parameters - (passes - 1) * self.window_parameters
+        loaded += self.refreshed_parameters
+        return self.weight_bytes * loaded + self.micro_batches * self.offloaded_bytes
+
+    @property
+    def drain_bytes(self) -> int:
+        """Device to host: gradients of streamed layers in every micro-batch (their slots are needed
+        for the next layer), of those that stay at least once; and activations that leave."""
+        drained = self.micro_batches * self.trained_parameters + self.refreshed_parameters
+        return self.weight_bytes * drained + self.micro_batches * self.offloaded_bytes
+
+    @property
+    def update_bytes(self) -> int:
+        """What the CPU's Adam reads and writes."""
+        return self.adam_bytes * (self.trained_parameters + self.refreshed_parameters)
+
+    @property
+    def norm_bytes(self) -> int:
+        """What the norms of its gradients read."""
+        return self.weight_bytes * (self.trained_parameters + self.refreshed_parameters)
+
+    @property
+    def sum_bytes(self) -> int:
+        """Sums over micro-batches: the first gradient starts a sum (read e, write 4), each further
+        one is added (read e and 4, write 4), and the last is read by Adam beside the sum."""
+        if self.micro_batches == 1:
+            return 0
+        each = (self.micro_batches - 1) * (self.weight_bytes + 2 * SUM_BYTES)
+        return each * self.trained_parameters
+
+    @property
+    def device_update_bytes(self) -> int:
+        return self.adam_bytes * self.device_parameters
+
+    @property
+    def memory_bytes(self) -> int:
+        """Host memory: the optimizer, and every transfer's end there, the disk's too."""
+        moved = self.fetch_bytes + self.drain_bytes + self.nvme_read_bytes + self.nvme_written_bytes
+        return self.update_bytes + self.sum_bytes + moved
+
+
+def traffic_of(
+    layout: ModelLayout,
+    demand: Demand,
+    *,
+    resident: frozenset[int] = frozenset(),
+    on_gpu: frozenset[int] = frozenset(),
+    window: int = 0,
+    offloaded_bytes: int = 0,
+    nvme: tuple[int, int] = (0, 0),
+) -> Traffic:
+    """What a step moves on one rank when these layers stay (what is no block stays anyway), and
+    those in `on_gpu` are updated there; `nvme` is read and written."""
+    streamed = [layer for layer in layout.layers if layer.streamed and layer.index not in resident]
+    away = {layer.index for layer in streamed}
+    staying = [layer for layer in layout.layers if layer.index not in away | on_gpu]
+    largest = sorted(e.num_parameters // demand.sharers("weights") for e in streamed)[::-1]
+    return Traffic(
+        weight_bytes=demand.weight_bytes,
+        low_bytes=demand.low_bytes,
+        micro_batches=demand.micro_batches,
+        streamed_parameters=sum(largest),
+        window_parameters=sum(largest[:window]),
+        trained_parameters=sum(e.num_trainable for e in streamed) // demand.num_ranks,
+        refreshed_parameters=sum(e.num_trainable for e in staying) // demand.num_ranks,
+        device_parameters=sum(e.num_trainable for e in layout.layers if e.index in on_gpu),
+        layer_parameters=next(iter(largest), 0),
+        offloaded_bytes=offloaded_bytes,
+        nvme_read_bytes=nvme[0],
+        nvme_written_bytes=nvme[1],
+    )
+
+
+# -- limits ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """`seconds` no step can beat; `bound` is the part that sets them, `parts` the seconds of every
+    resource, `fill_s` what one layer's way in and out adds."""
+
+    seconds: float
+    bound: str
+    parts: dict[str, float]
+    fill_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BreakEven:
+    """Tokens from which compute takes longer than the optimizer (`cpu`, per step) and than the
+    weights' way to the GPU (`link`, per micro-batch), whatever the size of the model."""
+
+    cpu: float
+    link: float
+
+
+def physical_limit(
+    traffic: Traffic,
+    machine: MachineProfile,
+    dtype: str,
+    *,
+    forward_flops: float,
+    recomputed_flops: float = 0.0,
+    staying_flops: float = 0.0,
+) -> Limits:
+    """The lower bound of a step's time ([Note: formula]): the busiest resource if it never waited.
+
+    FLOPs are those of one micro-batch's forward: of the model, of what backward computes again, and
+    of the layers that never leave the device. Backward computes twice what forward does: one
+    product for the input's gradient, one for the weight's.
+    """
+    rate, link = machine.flops[dtype], traffic.fetch_bytes + traffic.drain_bytes
+    parts = {
+        COMPUTE: traffic.micro_batches * (3.0 * forward_flops + recomputed_flops) / rate,
+        FETCH: traffic.fetch_bytes / (machine.fetch_gbps * 1e9),
+        DRAIN: traffic.drain_bytes / (machine.drain_gbps * 1e9),
+        DUPLEX: link / (machine.duplex_gbps * 1e9),
+        MEMORY: traffic.memory_bytes / (max(machine.memory_gbps.values()) * 1e9),
+        DISK: _disk_s(traffic, machine),
+    }
+    layer_bytes = traffic.weight_bytes * traffic.layer_parameters
+    drained = layer_bytes if traffic.trained_parameters else 0
+    way_s = (layer_bytes / machine.fetch_gbps + drained / machine.drain_gbps) / 1e9
+    fill_s = max(0.0, way_s - 3.0 * staying_flops / rate)
+    bound = max(parts, key=lambda name: parts[name])
+    return Limits(seconds=parts[bound] + fill_s, bound=bound, parts=parts, fill_s=fill_s)
+
+
+def _disk_s(traffic: Traffic, machine: MachineProfile) -> float:
+    """Reads and writes at their own rates, and both together at the mixed one; infinite where the
+    profile has no disk."""
+    reads, writes = traffic.nvme_read_bytes, traffic.nvme_written_bytes
+    if not reads + writes:
+        return 0.0
+    if machine.nvme_read_gbps is None or machine.nvme_write_gbps is None:
+        return float("inf")
+    apart = max(reads / machine.nvme_read_gbps, writes / machine.nvme_write_gbps)
+    mixed = machine.nvme_mixed_gbps
+    return max(apart, (reads + writes) / mixed if mixed else 0.0) / 1e9
+
+
+def break_even(machine: MachineProfile, dtype: str, *, recompute: bool) -> BreakEven:
+    """Tokens at which the terms of [Note: formula] are equal, without attention:
+    q F / ((6 + 2 r) M) and k e F / ((6 + 2 r) B)."""
+    rate = machine.flops[dtype] / (8.0 if recompute else 6.0)
+    weight_bytes = STATE_BYTES[dtype][0]
+    return BreakEven(
+        cpu=bytes_per_parameter(dtype) * rate / (max(machine.memory_gbps.values()) * 1e9),
+        link=LOADS * weight_bytes * rate / (machine.fetch_gbps * 1e9),
+    )
+
+
+def bytes_per_parameter(dtype: str, micro_batches: int = 1) -> int:
+    """q: bytes of host memory that a step of a trained, streamed parameter reads and writes: 32 in
+    bf16, 26 of them Adam's; 36 in fp16, where weight and whole fp32 master are both read and
+    written."""
+    weight_bytes, low_bytes = STATE_BYTES[dtype]
+    return Traffic(
+        weight_bytes=weight_bytes,
+        low_bytes=low_bytes,
+        micro_batches=micro_batches,
+        streamed_parameters=1,
+        trained_parameters=1,
+    ).memory_bytes
+
+
+# -- deferred updates -----------------------------------------------------------------------------
+
+
+def spread(layers: Sequence[LayerLayout], count: int) -> frozenset[int]:
+    """The indices of `count` of `layers` (all where there are fewer), evenly over their bytes."""
+    trained = [layer for layer in layers if layer.trainable_numel]
+    count = min(count, len(trained))
+    total = sum(layer.trainable_numel for layer in trained)
+    chosen: list[int] = []
+    below = 0
+    for position, layer in enumerate(trained):
+        below += layer.trainable_numel
+        # The middle of each of `count` equal parts; as many as are left, where layers are uneven.
+        due = count * below >= (len(chosen) + 0.5) * total
+        if len(chosen) < count and (due or len(trained) - position == count - len(chosen)):
+            chosen.append(layer.index)
+    return frozenset(chosen)
+
+
+def shares(*, forward_s: float, backward_s: float, updates_s: float) -> tuple[float, float]:
+    """The least and the largest share f for which a step takes the least ([Note: deferred
+    updates]); both 0 where backward hides the updates."""
+    if updates_s <= backward_s:
+        return 0.0, 0.0
+    within = 1.0 - backward_s / updates_s
+    return min(within, forward_s / updates_s), within
+
+
+def update_order(num_layers: int, *, early: bool, deferred: frozenset[int]) -> list[int]:
+    """Layers in the order of their updates. `early`: they do not wait for the end of backward,
+    unless they are `deferred`."""
+    if not early:
+        return list(range(num_layers))
+    at_once = [layer for layer in reversed(range(num_layers)) if layer not in deferred]
+    return [*at_once, *sorted(deferred)]
+
+
+# -- seconds --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerLoad:
+    """One layer in one micro-batch: seconds of forward and of backward (without recomputation), and
+    bytes that offloading its activations moves each way."""
+
+    forward_s: float
+    backward_s: float
+    saved_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """What a step computes: `layers` in the layout's order, for each of `micro_batches` of `tokens`
+    tokens."""
+
+    layers: tuple[LayerLoad, ...]
+    tokens: int
+    micro_batches: int = 1
+
+    @property
+    def forward_s(self) -> float:
+        """Of the model, in one micro-batch."""
+        return sum(layer.forward_s for layer in self.layers)
+
+    def backward_s(self, activations: Sequence[str]) -> float:
+        """With what is computed again under these policies."""
+        policies = zip(self.layers, activations, strict=True)
+        again = sum(layer.forward_s for layer, policy in policies if policy == "recompute")
+        return sum(layer.backward_s for layer in self.layers) + again
+
+
+def workload_of(costs: ModelCosts, machine: MachineProfile, *, micro_batches: int = 1) -> Workload:
+    """The seconds that `machine` needs for `costs`, at its rate of matrix multiplication; backward
+    computes twice what forward does."""
+    flops = machine.flops[costs.dtype]
+    return Workload(
+        layers=tuple(
+            LayerLoad(
+                forward_s=layer.forward_flops / flops,
+                backward_s=2 * layer.forward_flops / flops,
+                saved_bytes=layer.saved_bytes,
+            )
+            for layer in costs.layers
+        ),
+        tokens=costs.tokens,
+        micro_batches=micro_batches,
+    )
+
+
+# -- what the first steps showed ------------------------------------------------------------------
+
+
+def measured_workload(
+    spans: Iterable[Span],
+    layout: ModelLayout,
+    *,
+    activations: Sequence[str],
+    saved_bytes: Sequence[int],
+    tokens: int,
+    micro_batches: int,
+    num_steps: int,
+) -> Workload:
+    """Each layer's seconds in the compute spans "forward i" and "backward i" of `num_steps`.
+
+    `activations` are the policies under which they were recorded: a recomputed layer's backward
+    span contains its forward. What runs between two layers' uses (head, loss and their backward)
+    is in the span of the layer before. `saved_bytes` per layer may be empty: nothing is offloaded.
+    """
+    seconds: dict[str, float] = defaultdict(float)
+    for span in spans:
+        if span.lane == "compute":
+            seconds[span.name] += span.duration_s / (num_steps * micro_batches)
+    loads = []
+    for layer, policy in zip(layout.layers, activations, strict=True):
+        forward_s = seconds[f"forward {layer.index}"]
+        backward_s = seconds[f"backward {layer.index}"]
+        if policy == "recompute":
+            backward_s = max(0.0, backward_s - forward_s)
+        saved = saved_bytes[layer.index] if saved_bytes else 0
+        loads.append(LayerLoad(forward_s=forward_s, backward_s=backward_s, saved_bytes=saved))
+    return Workload(layers=tuple(loads), tokens=tokens, micro_batches=micro_batches)
+
+
+def measured_rates(spans: Iterable[Span], otherwise: Rates) -> Rates:
+    """The rate of each lane in the recorded spans; that of `otherwise` for a lane that moved
+    nothing. What is measured in place has contention in it: lanes that share a resource are not
+    charged for it again."""
+    nbytes: dict[str, int] = defaultdict(int)
+    seconds: dict[str, float] = defaultdict(float)
+    for span in spans:
+        if "nbytes" in span.args:
+            nbytes[span.lane] += span.args["nbytes"]
+            seconds[span.lane] += span.duration_s
+    lanes = ("fetch", "drain", "update", "load", "spill", "gather", "reduce", "exchange")
+    fields_of = {lane: f"{'wire' if lane == 'gather' else lane}_gbps" for lane in lanes}
+    found = {
+        fields_of[lane]: nbytes[lane] / seconds[lane] * 1e-9 for lane in lanes if seconds[lane] > 0
+    }
+    known = replace(otherwise, memory_gbps=UNCONTENDED_GBPS, **found)
+    duplex, disk = known.fetch_gbps + known.drain_gbps, known.load_gbps + known.spill_gbps
+    return replace(known, duplex_gbps=duplex, io_gbps=disk)
+
+
+def slowest(found: Sequence[tuple[Rates, Workload]]) -> tuple[Rates, Workload]:
+    """What several ranks showed, as one: each lane's least rate, each layer's most seconds and
+    bytes. Of the lanes that meet other ranks the most, since their spans contain the waiting."""
+    rates, workloads = [rates for rates, _ in found], [workload for _, workload in found]
+    wires = ("wire_gbps", "reduce_gbps", "exchange_gbps")
+    lanes = {
+        field.name: (max if field.name in wires else min)(getattr(r, field.name) for r in rates)
+        for field in fields(Rates)
+    }
+    loads = tuple(
+        LayerLoad(**{f.name: max(getattr(e, f.name) for e in of_layer) for f in fields(LayerLoad)})
+        for of_layer in zip(*(workload.layers for workload in workloads), strict=True)
+    )
+    return Rates(**lanes), replace(workloads[0], layers=loads)

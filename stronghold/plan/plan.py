@@ -1,0 +1,711 @@
+"""The plan: where each layer's bytes live, how many slots there are, and what spills.
+
+Pure: no tensors, no threads. Made from sizes and budgets when the engine is, and again from what
+the first steps have shown (`refine`); printed with its reasons. The byte counts are the formula
+that `memory` must meet exactly (a test compares them).
+
+[Note: what spills first] Kinds in the order of how seldom their bytes are needed: moments (read and
+written once a step), the rest of the masters, then gradients that wait for the step's end, last the
+weights, which every pass reads. Within a kind the last layers spill first where updates wait for
+the gate: they come in forward order, so at the turn from one step to the next nothing is read, and
+the disk is a few layers ahead when the first spilled one is needed. Where updates come as gradients
+do, the layers that spill are spread evenly: the disk works all through backward, not only at its
+beginning, and what is deferred all through forward ([Note: deferred updates] of `cost`).
+
+[Note: the staging ring] Pieces of one size. An update's piece holds a range of all spilled arrays
+of a layer: one is read, one is updated, one is written, one more is read ahead. A fetch's piece
+holds a range of weights: one is read, one waits for its slot, one is copied. The two have entries
+of their own, for an update must not wait for a slot. One further entry serves checkpoints.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+from stronghold.errors import BudgetError, ConfigError
+from stronghold.model.layout import PAGE_NUMEL, LayerLayout, ModelLayout
+from stronghold.plan.cost import Traffic, spread, traffic_of
+from stronghold.plan.demand import Demand as Demand
+from stronghold.plan.demand import Gradients as Gradients
+
+DEFAULT_WINDOW = 4  # without a budget: one computes, one is still in use, two are on their way
+MAX_GRADIENT_SLOTS = 2  # one gathers while the other drains
+RING_ENTRIES = 3  # one drains, one waits for its update, one is updated
+UPDATE_ENTRIES, FETCH_ENTRIES, OTHER_ENTRIES = 4, 3, 1  # [Note: the staging ring]
+# Beside milliseconds of a disk the tenths that a hand-over between lanes takes do not count.
+PIECE_BYTES = 32 << 20
+PAGE_BYTES = 4096
+MIB = float(1 << 20)
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+KINDS: dict[str, tuple[str, ...]] = {
+    "moments": MOMENTS,
+    "rest of the masters": ("low",),
+    "held gradients": ("gradients",),
+    "accumulated gradients": ("accumulated",),
+    "weights": ("weights",),
+}
+# How far each word of stronghold.nvme.spill goes into KINDS.
+DEPTHS = {"moments": 1, "masters": 2, "weights": len(KINDS)}
+WRITTEN = ("exp_avg", "exp_avg_sq", "low", "weights")  # by an update; gradients are only read by it
+
+Spilled = tuple[frozenset[str], ...]  # by layer, its arrays that lie in files
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Staging:
+    """The ring: entries for updates and for fetches, and the bytes of each."""
+
+    update_entries: int = 0
+    fetch_entries: int = 0
+    piece_bytes: int = PAGE_BYTES
+
+    @property
+    def entries(self) -> int:
+        """All of them, with that of checkpoints."""
+        own = self.update_entries + self.fetch_entries
+        return own + OTHER_ENTRIES if own else 0
+
+    @property
+    def nbytes(self) -> int:
+        return self.entries * self.piece_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What will run. `gpu_bytes` and `host_bytes` name every part of each tier's peak, activations
+    excepted: `activation_bytes` are theirs on the gpu, `offloaded_bytes` on the host, 0 where they
+    are not known.
+
+    Layers in `updated_on_gpu`, which are resident, have their masters, moments and sums there too,
+    and nothing on the host. `whole`: every layer is one of them, and nothing stands on the model's
+    path: no hooks, no slots, no copies.
+    """
+
+    window: int
+    prefetch: int
+    resident: frozenset[int]
+    updated_on_gpu: frozenset[int]
+    whole: bool
+    own_gradients: frozenset[int]  # layers that gather gradients in a slot of their own
+    gradient_slots: int
+    gradients: Gradients
+    ring_entries: int
+    deferred: frozenset[int]  # layers updated after backward, where others are as gradients come
+    activations: tuple[str, ...]  # by layer; what is no block keeps its own
+    cpu_threads: int
+    gpu_bytes: dict[str, int]
+    host_bytes: dict[str, int]
+    num_parameters: int
+    activation_bytes: int
+    offloaded_bytes: int
+    recomputed: float  # share of the parameters whose forward runs again in backward
+    reasons: tuple[str, ...]
+    traffic: Traffic
+    spilled: Spilled = ()
+    staging: Staging = field(default_factory=Staging)
+    nvme_bytes: dict[str, int] = field(default_factory=dict)
+    num_ranks: int = 1  # bytes are of each
+    num_nodes: int = 1
+    chunk: int | None = None  # sequences that go through a block together; None: all
+
+    @property
+    def gpu_total_bytes(self) -> int:
+        return sum(self.gpu_bytes.values())
+
+    @property
+    def host_total_bytes(self) -> int:
+        return sum(self.host_bytes.values())
+
+    @property
+    def nvme_total_bytes(self) -> int:
+        return sum(self.nvme_bytes.values())
+
+    @property
+    def nvme_read_bytes(self) -> int:
+        """In a step."""
+        return self.traffic.nvme_read_bytes
+
+    @property
+    def nvme_written_bytes(self) -> int:
+        return self.traffic.nvme_written_bytes
+
+    def __str__(self) -> str:
+        ranks = f" x {self.num_ranks} ranks" if self.num_ranks > 1 else ""
+        if self.num_nodes > 1:
+            ranks += f" on {self.num_nodes} nodes, each with the weights"
+
+        def table(title: str, parts: dict[str, int]) -> list[str]:
+            total = sum(parts.values())
+            each = total / max(1, self.num_parameters)
+            return [
+                f"  {title:<5}{total / MIB:>12.2f} MiB = {each:.2f} bytes/parameter{ranks}",
+                *(f"    {name:<24}{size / MIB:>10.2f} MiB" for name, size in parts.items() if size),
+            ]
+
+        return "\n".join(
+            ["stronghold plan"]
+            + [f"  {reason}" for reason in self.reasons]
+            + table("gpu", self.gpu_bytes | {"activations": self.activation_bytes})
+            + table("host", self.host_bytes | {"offloaded activations": self.offloaded_bytes})
+            + ([*table("nvme", self.nvme_bytes), f"  {self.wear()}"] if self.nvme_bytes else [])
+        )
+
+    def wear(self, step_s: float | None = None) -> str:
+        """Bytes that a step reads from NVMe and writes to it; per hour too where a step takes
+        `step_s`."""
+        read, written = self.nvme_read_bytes, self.nvme_written_bytes
+        line = f"nvme, per step: {read / MIB:.2f} MiB read, {written / MIB:.2f} MiB written"
+        if not step_s:
+            return line
+        hourly = written * 3600.0 / step_s
+        return f"{line}; {hourly / 1e12:.3f} TB written per hour of such steps ({step_s:.2f} s)"
+
+
+def make_plan(layout: ModelLayout, demand: Demand) -> Plan:
+    """The plan for `layout`; BudgetError, before anything is allocated, when it cannot fit."""
+    reasons: list[str] = []
+    places = _Places(layout, demand, reasons)
+    activations, blocks = places.activations, places.blocks
+    kept_bytes = activation_bytes(layout, activations, demand)
+    offloaded = _offloaded_bytes(activations, demand)
+
+    def gpu_total(window: int, gradient_slots: int) -> int:
+        own = places.gpu_bytes(window, gradient_slots)
+        return max(kept_bytes, demand.reserve_bytes) + sum(own.values())
+
+    window, gradient_slots, reason = _slots(places, gpu_total)
+    reasons.append(reason)
+    prefetch = _prefetch(places, window, gpu_total)
+    threads = demand.cpu_threads or max(1, demand.num_cores)
+    counts = Counter(activations[block.index] for block in blocks)
+    policies = ", ".join(f"{policy} {count}" for policy, count in sorted(counts.items()))
+    if len(counts) < 2:
+        policies = next(iter(counts), "keep")
+    reasons.append(
+        f"activations: {policies}; {threads} update threads; gradients: {places.gradients.value}"
+    )
+    if demand.meets_others and not (demand.gated or demand.accumulate):
+        reasons.append("updates wait for the end of backward: several ranks make them together")
+    host = _Host(places, offloaded).tier(reasons)
+    reasons += _deferred_in_words(places, host.deferred)
+    again = sum(e.num_parameters for e in layout.layers if activations[e.index] == "recompute")
+    on_gpu = frozenset(layer.index for layer in places.on_gpu)
+    return Plan(
+        window=window,
+        prefetch=prefetch,
+        resident=places.resident,
+        updated_on_gpu=on_gpu,
+        whole=places.whole,
+        own_gradients=frozenset(layer.index for layer in places.own_slots),
+        gradient_slots=gradient_slots,
+        gradients=places.gradients,
+        ring_entries=host.ring_entries,
+        deferred=host.deferred,
+        activations=activations,
+        cpu_threads=threads,
+        gpu_bytes=places.gpu_bytes(window, gradient_slots),
+        host_bytes=host.host_bytes,
+        num_parameters=layout.num_parameters,
+        activation_bytes=kept_bytes,
+        offloaded_bytes=offloaded,
+        recomputed=again / max(1, layout.num_parameters),
+        reasons=tuple(reasons),
+        traffic=traffic_of(
+            layout,
+            demand,
+            resident=places.resident,
+            on_gpu=on_gpu,
+            window=window,
+            offloaded_bytes=offloaded,
+            nvme=host.traffic,
+        ),
+        spilled=host.spilled,
+        staging=host.staging,
+        nvme_bytes=host.nvme_bytes,
+        num_ranks=demand.num_ranks,
+        num_nodes=demand.num_nodes,
+        chunk=demand.chunk,
+    )
+
+
+def _deferred_in_words(places: _Places, deferred: frozenset[int]) -> list[str]:
+    demand = places.demand
+    if not demand.deferred_layers:
+        return []
+    why = demand.why("deferred_layers")
+    if places.gradients is not Gradients.RING:
+        return [f"no block's update is deferred ({why}): all wait for the end of the step"]
+    numel = sum(layer.trainable_numel for layer in places.blocks if layer.index in deferred)
+    return [
+        f"{len(deferred)} of {len(places.blocks)} blocks are updated while the next forward runs, "
+        f"their gradients held until then: {numel * demand.weight_bytes / MIB:.2f} MiB ({why})"
+    ]
+
+
+# -- activations ----------------------------------------------------------------------------------
+
+
+def activation_bytes(layout: ModelLayout, activations: Sequence[str], demand: Demand) -> int:
+    """Bytes of activations on the gpu when forward has ended and backward begins.
+
+    What is kept, the inputs of what is recomputed, and beside them the largest of: what the layers
+    outside the blocks keep (the head's logits go first), what one recomputation makes anew (of a
+    chunk), two offloaded layers on their way.
+    """
+    if not demand.saved_bytes:
+        return 0
+    saved, boundary = demand.saved_bytes, demand.boundary_bytes
+    blocks = layout.streamed
+
+    def of(policy: str, nbytes: Sequence[int]) -> list[int]:
+        return [nbytes[index] for index in blocks if activations[index] == policy]
+
+    passing = max(
+        sum(saved[index] for index in layout.resident),
+        -(-max(of("recompute", saved), default=0) // demand.chunks),
+        2 * max(of("offload", saved), default=0),
+    )
+    return sum(of("keep", saved)) + sum(of("recompute", boundary)) + passing
+
+
+def _offloaded_bytes(activations: Sequence[str], demand: Demand) -> int:
+    """Bytes of activations that wait on the host while backward begins."""
+    policies = zip(demand.saved_bytes, activations, strict=False)  # none are known, or all
+    return sum(saved for saved, policy in policies if policy == "offload")
+
+
+def _policies(layout: ModelLayout, demand: Demand) -> tuple[str, ...]:
+    """Each layer's activation policy; what is no block keeps its own."""
+    chosen = demand.activations or "keep"
+    if not isinstance(chosen, str):
+        return chosen
+    blocks = layout.streamed
+    kept = {*blocks[max(0, len(blocks) - demand.kept_activations) :]}
+    return tuple(
+        chosen if layer.streamed and layer.index not in kept else "keep" for layer in layout.layers
+    )
+
+
+# -- places ---------------------------------------------------------------------------------------
+
+
+class _Places:
+    """Layers by where they are. `on_gpu` and `on_host`: where a layer is updated. `own_slots` and
+    `shared_slots`: whether its gradients gather in a slot of its own. ConfigError for what the
+    model does not have."""
+
+    def __init__(self, layout: ModelLayout, demand: Demand, reasons: list[str]) -> None:
+        self.demand, self.gradients = demand, demand.gradients
+        self.activations = _policies(layout, demand)
+        self.blocks = blocks = [layer for layer in layout.layers if layer.streamed]
+        self.outside = [layer for layer in layout.layers if not layer.streamed]
+        wanted = demand.resident_layers or 0
+        if wanted > len(blocks):
+            raise ConfigError(
+                f"stronghold.resident_layers: got {wanted}, but the model has {len(blocks)} "
+                'blocks; "all" keeps every one'
+            )
+        if wanted:
+            why = demand.why("resident_layers")
+            reasons.append(f"{wanted} of {len(blocks)} blocks stay on the gpu ({why})")
+        # The last blocks: forward needs the first ones first, and they may still be updated then.
+        num_streamed = len(blocks) - wanted
+        self.streamed, self.kept = blocks[:num_streamed], blocks[num_streamed:]
+        on_gpu = demand.resident_updates == "gpu"
+        self.on_gpu = [*self.outside, *self.kept] if on_gpu else []
+        there = {layer.index for layer in self.on_gpu}
+        self.on_host = [layer for layer in layout.layers if layer.index not in there]
+        whole = not self.on_host and {"keep"} >= set(self.activations)
+        whole = whole and demand.chunk is None  # blocks are called chunk by chunk
+        if demand.whole and not whole:
+            raise ConfigError(
+                "a model is whole on the gpu when every layer stays and is updated there, and "
+                'activations are kept: set stronghold.resident_layers to "all", '
+                'stronghold.resident_updates to "gpu" and stronghold.activations to "keep"'
+            )
+        self.whole = whole if demand.whole is None else demand.whole
+        if self.whole:
+            reasons.append("the model stays whole on the gpu: no hooks, no copies")
+        elif on_gpu and there:
+            why = demand.why("resident_updates")
+            reasons.append(f"resident layers are updated on the gpu ({why})")
+        # Until the gate opens, gradients on the gpu stay where they were gathered. The gradients of
+        # what is no block come early and late in backward.
+        held = there if demand.gradients is Gradients.HELD else set[int]()
+        own = [layer for layer in layout.layers if not layer.streamed or layer.index in held]
+        self.own_slots = [] if self.whole else own
+        shared = [layer for layer in blocks if layer.index not in held]
+        self.shared_slots = [] if self.whole else shared
+        self.resident = frozenset(layer.index for layer in (*self.outside, *self.kept))
+
+    @property
+    def most_gradient_slots(self) -> int:
+        """How many shared slots are of use: none when no block that shares them trains."""
+        trainable = [layer for layer in self.shared_slots if layer.trainable_numel]
+        if not self.demand.training or not trainable:
+            return 0
+        # Gradients that are used on the gpu never drain: there is nothing to overlap.
+        there = {layer.index for layer in self.on_gpu}
+        return 1 if all(layer.index in there for layer in trainable) else MAX_GRADIENT_SLOTS
+
+    def gpu_bytes(self, window: int, gradient_slots: int) -> dict[str, int]:
+        """Every part of the gpu's peak, activations excepted, with so many slots."""
+        size, training = self.demand.weight_bytes, self.demand.training
+        trained = sum(layer.trainable_numel for layer in self.on_gpu) if training else 0
+        own = sum(layer.trainable_numel for layer in self.own_slots) if training else 0
+        by_torch = sum(layer.num_trainable for layer in self.on_gpu) if training else 0
+        accumulates = self.gradients is Gradients.ACCUMULATED
+        reduces = training and self.demand.reduces_in_room
+        gathered = _largest(layer.trainable_numel for layer in self.shared_slots)
+        # Gradients of several chunks are added in fp32 beside the slot, in those of blocks.
+        summed = training and self.demand.chunk is not None and size < 4
+        own_sums = sum(layer.trainable_numel for layer in self.own_slots if layer.streamed)
+        sums = gradient_slots * gathered + own_sums if summed else 0
+        reduced = _largest(layer.trainable_numel for layer in self.on_host) if reduces else 0
+        return {
+            "weight slots": window * _largest(layer.numel for layer in self.streamed) * size,
+            "gradient slots": gradient_slots * gathered * size,
+            "fp32 sums of chunks": sums * 4,
+            "resident blocks": sum(layer.numel for layer in self.kept) * size,
+            "outside the blocks": sum(layer.numel for layer in self.outside) * size,
+            "gradients of resident layers": own * size,
+            "rest of the masters": trained * self.demand.low_bytes,
+            "moments": trained * 8,
+            "accumulated gradients": trained * 4 if accumulates else 0,
+            "gradients (kept by torch)": by_torch * size if self.whole else 0,
+            "gradients of other ranks": reduced * size,
+        }
+
+
+def _largest(numels: Iterable[int]) -> int:
+    return max(numels, default=0)
+
+
+# -- slots ----------------------------------------------------------------------------------------
+
+
+def _slots(places: _Places, total: Callable[[int, int], int]) -> tuple[int, int, str]:
+    """Number of weight slots and gradient slots, and why. `total(window, gradient_slots)` are the
+    bytes on the gpu."""
+    demand, num_streamed = places.demand, len(places.streamed)
+    most_gradients = places.most_gradient_slots
+    if demand.window is not None and demand.window < 1:
+        raise ConfigError(f"stronghold.window: got {demand.window}, expected at least 1 slot")
+    budget = demand.gpu_budget_bytes
+    if budget is None:
+        wanted = demand.window or max(DEFAULT_WINDOW, 1 + (demand.prefetch or 0))
+        window = min(wanted, num_streamed)
+        why = demand.why("window") if demand.window else "no gpu budget"
+        return window, most_gradients, f"window: {window} slots ({why})"
+    fewest_gradients = min(1, most_gradients)
+    smallest = total(min(1, num_streamed), fewest_gradients)
+    if demand.window is not None:
+        window = min(demand.window, num_streamed)
+        need = total(window, fewest_gradients)
+        if need > budget:
+            raise BudgetError(
+                f"stronghold.gpu_memory: got {budget} bytes, but stronghold.window of {window} "
+                f"slots needs {need}; raise gpu_memory to at least {need}, or leave window out, "
+                f"with which {smallest} bytes suffice"
+            )
+        fit = (count for count in range(most_gradients, 0, -1) if total(window, count) <= budget)
+        return window, next(fit, 0), f"window: {window} slots ({demand.why('window')})"
+    if smallest > budget:
+        raise BudgetError(
+            f"stronghold.gpu_memory: got {budget} bytes, but the smallest window needs {smallest}: "
+            "one weight slot and one gradient slot of the largest layer, beside "
+            f"{total(0, 0)} bytes of what stays on the gpu; raise gpu_memory to at least {smallest}"
+            + (", or lower stronghold.resident_layers" if demand.resident_layers else "")
+            + (
+                ', or set stronghold.resident_updates to "host"'
+                if demand.resident_updates == "gpu"
+                else ""
+            )
+        )
+    # A second gradient slot lets a drain overlap the next backward: worth more than a third
+    # weight slot.
+    fits = total(min(2, num_streamed), most_gradients) <= budget
+    gradient_slots = most_gradients if fits else fewest_gradients
+    window = min(1, num_streamed)
+    while window < num_streamed and total(window + 1, gradient_slots) <= budget:
+        window += 1
+    why = f"the most that {budget / MIB:.2f} MiB hold (stronghold.gpu_memory)"
+    return window, gradient_slots, f"window: {window} slots, {why}"
+
+
+def _prefetch(places: _Places, window: int, total: Callable[[int, int], int]) -> int:
+    """How many layers are fetched ahead; one slot of the window holds the layer that computes."""
+    demand, num_streamed = places.demand, len(places.streamed)
+    most = max(0, window - 1)
+    wanted = most if demand.prefetch is None else demand.prefetch
+    if wanted <= most or window == num_streamed:  # there are no more layers to fetch ahead
+        return min(wanted, most)
+    if demand.window is not None:
+        remedy = f"stronghold.window to {wanted + 1}"
+    else:
+        need = total(min(wanted + 1, num_streamed), places.most_gradient_slots)
+        remedy = f"stronghold.gpu_memory to {need} bytes"
+    raise ConfigError(
+        f"stronghold.prefetch: got {wanted}, expected less than the window of {window} slots, one "
+        f"of which holds the layer that computes; lower prefetch to {most} or raise {remedy}"
+    )
+
+
+# -- the host and its files -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Tier:
+    """The host's and the disk's share of a plan, by its names; `traffic` is what a step reads from
+    files and writes to them."""
+
+    host_bytes: dict[str, int]
+    nvme_bytes: dict[str, int]
+    ring_entries: int
+    spilled: Spilled
+    deferred: frozenset[int]
+    staging: Staging
+    traffic: tuple[int, int]
+
+
+class _Host:
+    """What is updated on the host: what of it lies in RAM, what spills, what passes between.
+
+    Of several ranks it is one's share: of every array an equal part, of a node's weights too.
+    """
+
+    def __init__(self, places: _Places, offloaded_bytes: int) -> None:
+        self._demand = demand = places.demand
+        self._gradients = places.gradients
+        self._offloaded_bytes = offloaded_bytes
+        self._early = places.gradients is Gradients.RING
+        self._deferrable = self._may_wait(places)
+        self._shared = demand.meets_others
+        if self._shared and demand.nvme and demand.spill == "weights":
+            raise ConfigError(
+                'stronghold.nvme.spill: got "weights" (or DeepSpeed\'s offload_param on nvme), but '
+                "several ranks have the weights once for all of them, in memory; set it to "
+                '"masters", or leave it out'
+            )
+        self._layers = [
+            replace(
+                layer,
+                numel=layer.numel // demand.sharers("weights"),
+                trainable_numel=layer.trainable_numel // demand.num_ranks,
+            )
+            for layer in places.on_host
+        ]
+        # Bytes of an element of every array that a layer has here.
+        self._sizes = {"weights": demand.weight_bytes}
+        if demand.training:
+            held = {Gradients.HELD: {"gradients": demand.weight_bytes}}
+            held[Gradients.ACCUMULATED] = {"accumulated": 4}
+            low = {"low": demand.low_bytes} if demand.low_bytes else {}
+            self._sizes |= dict.fromkeys(MOMENTS, 4) | low | held.get(places.gradients, {})
+
+    def _may_wait(self, places: _Places) -> list[LayerLayout]:
+        """Blocks whose updates may wait for the next forward ([Note: deferred updates] of
+        `cost`)."""
+        count, num_blocks = self._demand.deferred_layers or 0, len(places.blocks)
+        if count > num_blocks:
+            raise ConfigError(
+                f"stronghold.deferred_layers: got {count}, but the model has {num_blocks} blocks"
+            )
+        if not (count and self._early and self._demand.training):
+            return []
+        return [layer for layer in places.on_host if layer.streamed]
+
+    def tier(self, reasons: list[str]) -> _Tier:
+        """The share; BudgetError, before anything is allocated, when it cannot fit."""
+        demand = self._demand
+        if not demand.nvme:
+            spilled = self._arrays(0)
+        elif demand.spilled is not None:
+            spilled = demand.spilled
+        elif demand.spill is not None:
+            spilled = self._arrays(DEPTHS[demand.spill])
+            reasons.append(f"nvme: {demand.spill} spill, and all that goes first (stronghold.nvme)")
+        else:
+            spilled = self._fewest()
+        tier = self._tier(spilled)
+        if demand.nvme and demand.spill is None:
+            kinds = [kind for kind, size in tier.nvme_bytes.items() if size]
+            which = "of layers spread evenly" if self._early else "the last layers first"
+            what = f"{', '.join(kinds)} spill, {which}" if kinds else "nothing spills"
+            reasons.append(f"nvme: {what}; host memory holds the rest")
+        self._check(tier)
+        return tier
+
+    def _arrays(self, num_kinds: int) -> Spilled:
+        """All arrays of the first `num_kinds` kinds, at their layers' indices."""
+        arrays = [array for kind in list(KINDS)[:num_kinds] for array in KINDS[kind]]
+        found = {
+            layer.index: frozenset(a for a in arrays if self._sizes.get(a) and _numel(layer, a))
+            for layer in self._layers
+        }
+        return tuple(found.get(index, frozenset()) for index in range(max(found, default=-1) + 1))
+
+    def _fewest(self) -> Spilled:
+        """What must spill so that the rest fits, in the order of [Note: what spills first]; all
+        that may when that does not suffice."""
+        num_kinds = len(KINDS) - self._shared  # all but weights
+        spilled, most = self._arrays(0), self._arrays(num_kinds)
+        ranks = _spread_ranks(len(most)) if self._early else range(len(most))
+        if self._fits(spilled):
+            return spilled
+        for kind in list(KINDS)[:num_kinds]:
+            arrays, before = frozenset(KINDS[kind]), spilled
+            spilled = tuple(had | (has & arrays) for had, has in zip(spilled, most, strict=True))
+            if not self._fits(spilled):
+                continue
+            # Enough, or more than that: bring the first layers back as long as it fits.
+            few, many = 0, len(spilled)
+            while few < many:
+                kept = (few + many + 1) // 2
+                if self._fits(_mixed(before, spilled, ranks, kept)):
+                    few = kept
+                else:
+                    many = kept - 1
+            return _mixed(before, spilled, ranks, few)
+        return most
+
+    def _fits(self, spilled: Spilled) -> bool:
+        budget = self._demand.host_budget_bytes
+        needed = self._offloaded_bytes + sum(self._tier(spilled).host_bytes.values())
+        return budget is None or needed <= budget
+
+    def _tier(self, spilled: Spilled) -> _Tier:
+        demand, layers, sizes = self._demand, self._layers, self._sizes
+
+        def nbytes(arrays: Iterable[str], *, in_files: bool) -> int:
+            return sum(
+                _numel(layer, array) * sizes.get(array, 0)
+                for layer in layers
+                for array in arrays
+                if (array in spilled[layer.index]) == in_files
+            )
+
+        # Layers with arrays in files as far as there are so many, since the disk is slowest.
+        count = demand.deferred_layers or 0
+        filed = [layer for layer in self._deferrable if spilled[layer.index]]
+        deferred = spread(filed if count <= len(filed) else self._deferrable, count)
+        waiting = sum(layer.trainable_numel for layer in layers if layer.index in deferred)
+        staging, kinds = self._staging(spilled), KINDS if any(spilled) else {}
+        # Gradients that are held in host memory need no ring; those that spill pass it.
+        held = self._gradients is Gradients.HELD
+        passing = not held or any("gradients" in arrays for arrays in spilled)
+        largest = _largest(layer.trainable_numel for layer in layers)
+        ring_entries = RING_ENTRIES if passing and largest and demand.training else 0
+        ring_bytes = ring_entries * largest * demand.weight_bytes
+        return _Tier(
+            host_bytes={
+                "weights": nbytes(["weights"], in_files=False),
+                "rest of the masters": nbytes(["low"], in_files=False),
+                "moments": nbytes(MOMENTS, in_files=False),
+                "held gradients": nbytes(["gradients"], in_files=False),
+                "deferred gradients": waiting * demand.weight_bytes,
+                "accumulated gradients": nbytes(["accumulated"], in_files=False),
+                f"gradient ring ({RING_ENTRIES} entries)": ring_bytes,
+                f"staging ring ({staging.entries} pieces)": staging.nbytes,
+            },
+            nvme_bytes={kind: nbytes(arrays, in_files=True) for kind, arrays in kinds.items()},
+            ring_entries=ring_entries,
+            spilled=spilled,
+            deferred=deferred,
+            staging=staging,
+            traffic=self._file_traffic(spilled),
+        )
+
+    def _staging(self, spilled: Spilled) -> Staging:
+        """The ring that `spilled` needs."""
+        sizes, asked = self._sizes, self._demand.piece_bytes
+        largest, smallest, updates, fetches = 0, 0, False, False
+        for layer in self._layers:
+            arrays = spilled[layer.index]
+            trained = sum(sizes[array] for array in arrays) if layer.trainable_numel else 0
+            updates = updates or bool(trained and len(sizes) > 1)
+            fetches = fetches or "weights" in arrays
+            whole = layer.numel * sizes["weights"] if "weights" in arrays else 0
+            largest = max(largest, trained * layer.trainable_numel, whole)
+            smallest = max(smallest, PAGE_NUMEL * max(trained, sizes["weights"]))
+        if not largest:
+            return Staging()
+        chosen = max(smallest, min(asked or PIECE_BYTES, largest))
+        return Staging(
+            update_entries=UPDATE_ENTRIES if updates else 0,
+            fetch_entries=FETCH_ENTRIES if fetches else 0,
+            piece_bytes=-(-chosen // PAGE_BYTES) * PAGE_BYTES,
+        )
+
+    def _file_traffic(self, spilled: Spilled) -> tuple[int, int]:
+        """Bytes read and written per step: an update reads what is spilled and writes it back, but
+        gradients are written as they come; sums over micro-batches are read by every one but the
+        first, and written by each; fetches read weights twice per micro-batch at most."""
+        read = written = 0
+        micro_batches = self._demand.micro_batches
+        for layer in self._layers:
+            for array in spilled[layer.index]:
+                times = micro_batches if array == "accumulated" else 1
+                read += times * layer.trainable_numel * self._sizes[array]
+                written += times * layer.trainable_numel * self._sizes[array]
+                if array == "weights":
+                    read += 2 * micro_batches * layer.numel * self._sizes[array]
+        return read, written
+
+    def _check(self, tier: _Tier) -> None:
+        demand = self._demand
+        on_disk, capacity = sum(tier.nvme_bytes.values()), demand.nvme_capacity_bytes
+        if capacity is not None and on_disk > capacity:
+            each = f" on each of {demand.num_ranks} ranks" if demand.num_ranks > 1 else ""
+            raise BudgetError(
+                f"stronghold.nvme.capacity: what spills needs {on_disk} bytes{each}, {capacity} "
+                "are allowed; raise it, or give more to stronghold.host_memory so that less spills"
+            )
+        wanted = tier.host_bytes | {"offloaded activations": self._offloaded_bytes}
+        need, budget = sum(wanted.values()), demand.host_budget_bytes
+        if budget is None or need <= budget:
+            return
+        parts = ", ".join(f"{name} {size}" for name, size in wanted.items() if size)
+        advice = (
+            f"raise stronghold.host_memory or add RAM to at least {need} bytes, or train fewer "
+            "parameters"
+        )
+        held = tier.host_bytes["held gradients"]
+        if held and not demand.meets_others:
+            advice += (
+                "; without gradient_clipping and bf16.check_grad_overflow gradients need not be "
+                f"held, which saves about {held}"
+            )
+        if not demand.nvme:
+            advice += "; or name a directory on an NVMe disk in stronghold.nvme.path: "
+            advice += f"{need - budget} bytes and more can lie there"
+        elif demand.spill not in (None, "weights"):
+            advice += f'; or leave stronghold.nvme.spill ("{demand.spill}") out: more can spill'
+        raise BudgetError(
+            f"host memory: the plan needs {need} bytes ({parts}), {budget} are available; {advice}"
+        )
+
+
+def _numel(layer: LayerLayout, array: str) -> int:
+    """Elements of a layer's array, padded."""
+    return layer.numel if array == "weights" else layer.trainable_numel
+
+
+def _mixed(before: Spilled, after: Spilled, ranks: Sequence[int], kept: int) -> Spilled:
+    """`before` for the layers whose rank is below `kept`, `after` for the others."""
+    rows = zip(ranks, before, after, strict=True)
+    return tuple(had if rank < kept else has for rank, had, has in rows)
+
+
+def _spread_ranks(count: int) -> list[int]:
+    """A rank for each of `count` layers: those below any rank, and those above, are spread evenly
+    (van der Corput, 1935). The first layer's is the lowest."""
+    bits = max(1, (count - 1).bit_length())
+    order = sorted(range(count), key=lambda index: int(f"{index:0{bits}b}"[::-1], 2))
+    ranks = [0] * count
+    for rank, index in enumerate(order):
+        ranks[index] = rank
+    return ranks
