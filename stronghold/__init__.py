@@ -19,8 +19,8 @@ from stronghold.errors import (
 
 if TYPE_CHECKING:
     from stronghold.cpu_adam import CPUAdam
-    from stronghold.dispatch import initialize
     from stronghold.engine import StrongholdEngine
+    from stronghold.engine.dispatch import initialize
     from stronghold.pretrained import from_pretrained
 
 __version__ = "0.1.0"
@@ -43,7 +43,7 @@ _HOME = {
     "CPUAdam": "stronghold.cpu_adam",
     "StrongholdEngine": "stronghold.engine",
     "from_pretrained": "stronghold.pretrained",
-    "initialize": "stronghold.dispatch",
+    "initialize": "stronghold.engine.dispatch",
 }
 
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
+import inspect
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -55,12 +56,10 @@ def _parser() -> argparse.ArgumentParser:
     trace.add_argument("-o", "--output", type=Path, help="the picture (default: FILE.png)")
     extent = trace.add_argument_group("extent")
     extent.add_argument("--step", type=int, help="draw this step")
-    extent.add_argument(
-        "--from", type=float, dest="from_s", metavar="S", help="start at this second of the trace"
-    )
-    extent.add_argument(
-        "--to", type=float, dest="to_s", metavar="S", help="end at this second of the trace"
-    )
+    for option, what in (("from", "start"), ("to", "end")):
+        words = f"{what} at this second of the trace"
+        dest = f"{option}_s"
+        extent.add_argument(f"--{option}", type=float, dest=dest, metavar="S", help=words)
     trace.set_defaults(run=_trace)
     _add_doctor(commands)
     _add_plan(commands)
@@ -135,6 +134,12 @@ def _add_plan(commands: Any) -> None:
     )
     training.add_argument("--seq", type=int, metavar="N", help="tokens of a sequence")
     training.add_argument("--accumulation", type=int, default=1, metavar="N", help="micro-batches")
+    training.add_argument(
+        "--chunk",
+        type=_chunk,
+        metavar="N",
+        help="sequences that go through a block together; auto: the fastest",
+    )
     training.add_argument("--precision", choices=["bf16", "fp16", "fp32"], default="bf16")
     training.add_argument("--clipping", type=float, default=1.0, metavar="NORM", help="0: none")
     training.add_argument(
@@ -156,6 +161,15 @@ def _batch(text: str) -> int | None:
         return None if text == "max" else int(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f'got {text!r}, expected a number or "max"') from None
+
+
+def _chunk(text: str) -> int:
+    """A number of sequences; 0 for the fastest."""
+    if text == "auto":
+        return 0
+    if not text.isdigit() or not int(text):
+        raise argparse.ArgumentTypeError(f'got {text!r}, expected a number above 0 or "auto"')
+    return int(text)
 
 
 def _add_export(commands: Any) -> None:
@@ -199,8 +213,7 @@ def _doctor(arguments: argparse.Namespace) -> tuple[str, int]:
     form = "{desc:<40} {percentage:3.0f}% |{bar}| {elapsed}"
     with tqdm(total=100, desc="loading torch", bar_format=form, leave=False, disable=None) as bar:
         from stronghold import doctor
-        from stronghold.doctor.report import table
-        from stronghold.plan import profile
+        from stronghold.plan import machine
 
         def progress(what: str, share: float) -> None:
             bar.set_description(what, refresh=False)
@@ -210,13 +223,13 @@ def _doctor(arguments: argparse.Namespace) -> tuple[str, int]:
         findings = doctor.examine(
             arguments.device, arguments.path, quick=arguments.quick, progress=progress
         )
-    path = arguments.json or profile.default_path(doctor.gpu_name(arguments.device))
+    path = arguments.json or machine.default_path(doctor.gpu_name(arguments.device))
     try:
         findings.profile.save(path)
     except OSError as error:  # a minute's work is not lost with the file
         print(f"stronghold: --json {path}: cannot be written: {error}", file=sys.stderr)
-        return table(findings), 2
-    return f"{table(findings)}\n\nThe profile is in {path}", 0
+        return doctor.table(findings), 2
+    return f"{doctor.table(findings)}\n\nThe profile is in {path}", 0
 
 
 def _plan(arguments: argparse.Namespace) -> tuple[str, int]:
@@ -224,12 +237,19 @@ def _plan(arguments: argparse.Namespace) -> tuple[str, int]:
 
     _check_output(arguments)
 
-    names = [field.name for field in dataclasses.fields(forecast.Words)]
-    words = forecast.Words(**{name: getattr(arguments, name) for name in names})
-    question = forecast.understand(words)
+    options = inspect.signature(forecast.understand).parameters
+    question = forecast.understand(**{name: getattr(arguments, name) for name in options})
+    if arguments.batch is None:
+        if arguments.chunk == 0:
+            question = replace(question, chunk=1)
+        question = forecast.with_largest_batch(question)
+    if arguments.chunk == 0:
+        question = forecast.with_fastest_chunk(question)
     if arguments.sweep:
         png = arguments.output or Path(f"sweep_{arguments.sweep}.png")
-        return forecast.sweep(question, arguments.sweep, png), 0
+        points = forecast.sweep(question, arguments.sweep)
+        forecast.draw(points, arguments.sweep, png)
+        return f"{forecast.table(points, arguments.sweep)}\n\nThe plot is in {png}", 0
     found = forecast.answer(question)
     path = arguments.write
     if path is not None and found.config is not None:
@@ -260,28 +280,28 @@ def _write(path: Path, text: str) -> None:
 
 
 def _export(arguments: argparse.Namespace) -> str:
-    from stronghold.checkpoint import export, zero_export
+    from stronghold.checkpoint import weights, zero
     from stronghold.config.section import parse_bytes
 
-    source = export.locate(arguments.checkpoint, arguments.tag)
+    source = weights.locate(arguments.checkpoint, arguments.tag)
     if arguments.to == "zero-stage2":
-        files = zero_export.export_zero(source, arguments.out)
+        files = zero.export_zero(source, arguments.out)
     else:
         try:
             size = parse_bytes(arguments.max_shard_size)
         except ValueError as error:
             raise ConfigError(f"--max-shard-size {arguments.max_shard_size}: {error}") from error
-        files = export.export_hf(
+        files = weights.export_hf(
             source, arguments.out, max_shard_bytes=size, model_dir=arguments.model_dir
         )
     return "\n".join(str(path) for path in files)
 
 
 def _import(arguments: argparse.Namespace) -> str:
-    from stronghold.checkpoint import export, zero_import
+    from stronghold.checkpoint import weights, zero
 
-    source = export.locate(arguments.checkpoint, arguments.tag)
-    return str(zero_import.import_zero(source, arguments.out, source.name))
+    source = weights.locate(arguments.checkpoint, arguments.tag)
+    return str(zero.import_zero(source, arguments.out, source.name))
 
 
 def _version(_: argparse.Namespace | None) -> str:
@@ -300,13 +320,8 @@ def _trace(arguments: argparse.Namespace) -> str:
 
     spans = trace.read(arguments.file)
     png = arguments.output or arguments.file.with_suffix(".png")
-    plot.draw_timeline(
-        spans,
-        png,
-        step=arguments.step,
-        from_s=arguments.from_s,
-        to_s=arguments.to_s,
-    )
+    extent = {name: getattr(arguments, name) for name in ("step", "from_s", "to_s")}
+    plot.draw_timeline(spans, png, **extent)
     return str(png)
 
 

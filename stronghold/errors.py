@@ -37,7 +37,7 @@ class LaneError(StrongholdError, RuntimeError):
         super().__init__(f"{operation} failed on the {lane} lane: {type(cause).__name__}: {cause}")
         self.lane = lane
         self.operation = operation
-        self.heard = False  # whether it was raised where the program can catch it
+        self.surfaced = False  # whether it was raised where the program can catch it
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

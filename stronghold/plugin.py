@@ -11,14 +11,14 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import deepspeed
 
 from stronghold import config as configs
 from stronghold.errors import ConfigError
-from stronghold.telemetry.log import show_log
+from stronghold.telemetry import show_log
 
 logger = logging.getLogger("stronghold")
 
@@ -28,10 +28,9 @@ Initialize = Callable[..., Any]
 class _Switch:
     """What stands at `deepspeed.initialize`, and what stood there before."""
 
-    def __init__(self) -> None:
-        self.active = False
-        self.original: Initialize | None = None
-        self.installed: Initialize | None = None
+    active = False
+    original: Initialize | None = None
+    installed: Initialize | None = None
 
 
 _switch = _Switch()
@@ -69,34 +68,28 @@ def enabled() -> bool:
 def _choosing(original: Initialize) -> Initialize:
     signature = inspect.signature(original)
 
+    def asks_for_stronghold(*args: Any, **kwargs: Any) -> bool:
+        # What cannot be read or bound does not: DeepSpeed then says in its own words what is wrong.
+        try:
+            call = signature.bind(*args, **kwargs).arguments
+            source = call.get("config")
+            source = call.get("config_params") if source is None else source
+            read = configs.read_config(source, call.get("args"))
+        except (TypeError, ConfigError):
+            return False
+        return configs.section_enabled(read)
+
     @functools.wraps(original)
     def initialize(*args: Any, **kwargs: Any) -> Any:
-        if _switch.active and _asks_for_stronghold(signature, args, kwargs):
+        if _switch.active and asks_for_stronghold(*args, **kwargs):
             # Not before: `stronghold launch` enables the plugin where deepspeed is imported, which
             # may be halfway through stronghold's own modules.
-            from stronghold import dispatch
+            from stronghold.engine import dispatch
 
             return dispatch.initialize(*args, **kwargs)
         return original(*args, **kwargs)
 
     return initialize
-
-
-def _asks_for_stronghold(
-    signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> bool:
-    """Whether the call's config has an enabled section.
-
-    What cannot be read or bound does not ask: DeepSpeed then says in its own words what is wrong.
-    """
-    try:
-        call = signature.bind(*args, **kwargs).arguments
-        source = call.get("config")
-        source = call.get("config_params") if source is None else source
-        read = configs.read_config(source, call.get("args"))
-    except (TypeError, ConfigError):
-        return False
-    return configs.section_enabled(read)
 
 
 enable()

@@ -138,8 +138,9 @@ class _Directory:
                 )
             self._found[id(parameter)] = stored[key], key
         if missing:
+            more = f" and {len(missing) - 1} more parameters" if missing[1:] else ""
             raise ConfigError(
-                f"{path}: has no {missing[0]}{_more(missing)}."
+                f"{path}: has no {missing[0]}{more}."
                 f"{did_you_mean(missing[0], stored)} Where transformers converts names or "
                 "makes new weights while it loads, use its from_pretrained, then save_pretrained"
             )
@@ -169,7 +170,3 @@ def _read(file: TensorFile, key: str, target: torch.Tensor) -> None:
     for piece in file.pieces(key):
         flat[begin : begin + piece.numel()].copy_(piece)
         begin += piece.numel()
-
-
-def _more(names: list[str]) -> str:
-    return f" and {len(names) - 1} more parameters" if names[1:] else ""

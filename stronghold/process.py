@@ -1,7 +1,8 @@
 """Processes: which one something belongs to, and whether that one still runs.
 
 Owns the identity of a process, in words that a file or a file's name can hold. Whoever removes what
-another process left, or waits for one, asks here. Any thread may enter.
+another process left, or waits for one, asks here. Any thread may enter. And the contract of those
+of one node that work on one model (`Neighbours`).
 
 [Note: identity] The kernel gives a process's number to later processes again, so its start belongs
 to it. Both mean something in one PID name space of one boot alone: two containers on one kernel
@@ -23,15 +24,54 @@ import hashlib
 import os
 import re
 import socket
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar, cast
 
 from stronghold.errors import ConfigError
+
+Result = TypeVar("Result")
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 MACHINE_ID = Path("/etc/machine-id")
 DIGITS = 12  # of what is shortened: 48 random bits
 TOKEN = rf"[0-9a-f]{{0,{DIGITS}}}-[0-9a-f]{{0,{DIGITS}}}-\d{{1,10}}-\d{{1,10}}-\d{{1,20}}"
+
+
+class Neighbours:
+    """The processes of one node that work on one model, this one `index` of `count`: how they do
+    one after the other what would disturb them at once, and how all learn of it when one fails.
+    Every process of every node makes the same calls, on its training thread. This class is of a
+    process that is alone; `team.group` has that of several.
+    """
+
+    index = 0
+    count = 1
+
+    def of_node(self, mine: Result) -> list[Result]:
+        """The objects of this node's processes, in order."""
+        return [mine]
+
+    def of_all(self, mine: Result) -> list[Result]:
+        """The objects of all nodes' processes."""
+        return [mine]
+
+    def barrier(self) -> None:
+        """Return when every process of every node has called it."""
+
+    def first(self, work: Callable[[], Result]) -> Result:
+        """What `work` returns on the first of this node, which alone does it; an error on all."""
+        found = self.together(lambda: work() if self.index == 0 else None)
+        return cast(Result, found[0])
+
+    def together(self, work: Callable[[], Result]) -> list[Result]:
+        """What `work` returns on each of this node. When it raises on one, of whatever node, all
+        raise: that one its own error, the others one that names its rank."""
+        return [work()]
+
+
+ALONE = Neighbours()
 
 
 class Life(enum.Enum):

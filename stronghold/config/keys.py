@@ -1,8 +1,8 @@
-"""DeepSpeed's config keys and what becomes of each: honoured, without effect, or refused.
+"""DeepSpeed's config keys: what becomes of each, and which values can be read.
 
-Owns the one table; the checks, the warning and docs/config.md are made from it. A row covers its
-key and, unless a longer key has a row of its own, everything below it. To support another key, move
-its row. Pure data and pure functions.
+Owns the tables; the checks, the warning and docs/config.md are made from them. A row covers its key
+and, unless a longer key has a row of its own, everything below it. To support another key, move its
+row. Pure data and pure functions.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from __future__ import annotations
 import enum
 import functools
 import logging
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,6 +46,9 @@ OFF = (None, False, "auto")
 FP32 = ("fp32", "float32", "float", "torch.float32")  # DeepSpeed's spellings
 _PARALLEL = "Only data parallelism is supported"
 _REMOVED = "DeepSpeed removed this feature: delete the key."
+_REMOVED_NAMES = """compression_training curriculum_learning eigenvalue elasticity graph_harvesting
+    nebula progressive_layer_drop quantize_training sparse_attention sparse_gradients"""
+_WRITER = "DeepSpeed's writer: train_loss, lr and loss_scale of each step, over samples."
 
 HONOURED = {
     "train_batch_size": "Micro-batch size x accumulation steps x ranks.",
@@ -77,10 +81,7 @@ HONOURED = {
     "dump_state": "Logs DeepSpeed's reading of the config at start.",
     "steps_per_print": "Steps between log lines. Absent or infinite: never.",
     "dataloader_drop_last": "For the loader made from training_data.",
-    "tensorboard": "DeepSpeed's writer: train_loss, lr and loss_scale of each step, over samples.",
-    "wandb": "DeepSpeed's writer: train_loss, lr and loss_scale of each step, over samples.",
-    "csv_monitor": "DeepSpeed's writer: train_loss, lr and loss_scale of each step, over samples.",
-    "comet": "DeepSpeed's writer: train_loss, lr and loss_scale of each step, over samples.",
+    **dict.fromkeys(("tensorboard", "wandb", "csv_monitor", "comet"), _WRITER),
 }
 
 IGNORED = {
@@ -157,16 +158,7 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "weight_quantization": ((None, {}), "Training is in full precision. Remove the section."),
     "compile.deepcompile": (OFF, "It rewrites the graph around ZeRO. Set it to false."),
     "amp": ((), 'DeepSpeed removed Apex. Delete the key and use "bf16": {"enabled": true}.'),
-    "compression_training": ((), _REMOVED),
-    "curriculum_learning": ((), _REMOVED),
-    "eigenvalue": ((), _REMOVED),
-    "elasticity": ((), _REMOVED),
-    "graph_harvesting": ((), _REMOVED),
-    "nebula": ((), _REMOVED),
-    "progressive_layer_drop": ((), _REMOVED),
-    "quantize_training": ((), _REMOVED),
-    "sparse_attention": ((), _REMOVED),
-    "sparse_gradients": ((), _REMOVED),
+    **dict.fromkeys(_REMOVED_NAMES.split(), ((), _REMOVED)),
 }
 
 KEYS: tuple[Key, ...] = (
@@ -174,46 +166,104 @@ KEYS: tuple[Key, ...] = (
     *(Key(name, Effect.IGNORED, note) for name, note in IGNORED.items()),
     *(Key(name, Effect.REFUSED, note, harmless) for name, (harmless, note) in REFUSED.items()),
 )
-
 ROWS: dict[str, Key] = {row.name: row for row in KEYS}
 SECTIONS = frozenset(name.partition(".")[0] for name in ROWS if "." in name)
 ALIASES = {"bfloat16": "bf16"}
 KNOWN = frozenset({name.partition(".")[0] for name in ROWS} | {SECTION, *ALIASES})
+BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What a value must be: `fits`, in the words `expected`."""
+
+    fits: Callable[[Any], bool]
+    expected: str
+
+
+def is_number(value: object) -> bool:
+    """Finite, not negative, and no boolean."""
+    plain = isinstance(value, int | float) and not isinstance(value, bool)
+    return plain and math.isfinite(value) and value >= 0  # type: ignore[arg-type, operator]
+
+
+def is_pair_of_betas(value: object) -> bool:
+    return (
+        isinstance(value, list | tuple)
+        and len(value) == 2
+        and all(is_number(beta) and beta < 1 for beta in value)
+    )
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+NUMBER = Kind(is_number, "a number >= 0")
+BOOLEAN = Kind(lambda value: isinstance(value, bool), "true or false")
+BETAS = Kind(is_pair_of_betas, "two numbers in [0, 1), such as [0.9, 0.999]")
+OBJECT = Kind(lambda value: isinstance(value, Mapping), "an object {...}")
+STEPS = Kind(
+    lambda value: value == math.inf or (isinstance(value, int) and is_number(value)),
+    "a number of steps, or no such key",
+)
+VALUES: dict[str, Kind] = {
+    **dict.fromkeys(BATCH_KEYS, Kind(_is_count, "an integer >= 1")),
+    # DeepSpeed unpacks sections unseen: a number there is a TypeError far from its key.
+    **dict.fromkeys(sorted({*SECTIONS, *ALIASES} - {"zero_optimization"}), OBJECT),
+    "gradient_clipping": Kind(is_number, "a number >= 0 (0 turns clipping off)"),
+    "steps_per_print": STEPS,
+    "bf16.enabled": BOOLEAN,
+    "fp16.enabled": BOOLEAN,
+    "scheduler.params": OBJECT,
+}
+
+
+def wrong(key: str, value: object, kind: Kind) -> str | None:
+    """The line of an error, or None where the value fits."""
+    if kind.fits(value):
+        return None
+    hint = ""
+    if isinstance(value, str) and kind is NUMBER:
+        hint = (
+            " Fill it in: nobody replaced it." if value == "auto" else " Write it without quotes."
+        )
+    return f"{key}: got {value!r}, expected {kind.expected}.{hint}"
 
 
 def row_for(dotted: str) -> Key | None:
     """The row of the longest prefix of `dotted` that has one, or None."""
-    parts = dotted.split(".")
-    parts[0] = ALIASES.get(parts[0], parts[0])
-    for length in range(len(parts), 0, -1):
-        row = ROWS.get(".".join(parts[:length]))
-        if row is not None:
-            return row
-    return None
+    parts = _canonical(dotted).split(".")
+    prefixes = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
+    return next((ROWS[prefix] for prefix in prefixes if prefix in ROWS), None)
+
+
+def _canonical(dotted: str) -> str:
+    section, dot, rest = dotted.partition(".")
+    return f"{ALIASES.get(section, section)}{dot}{rest}"
 
 
 def refusals(config: Mapping[str, Any]) -> list[str]:
-    """One line for each key whose value asks for what stronghold does not do."""
+    """One line for each key whose value asks for what stronghold does not do, or cannot be read."""
     lines = []
     for dotted, value in _walk(config):
-        row = row_for(dotted)
-        if row is None or row.effect is not Effect.REFUSED or not _covers_exactly(row, dotted):
-            continue
-        if value not in row.harmless:
-            lines.append(f"{dotted}: got {value!r}. {row.note}")
+        row, kind = row_for(dotted), VALUES.get(_canonical(dotted))
+        exact = row is not None and row.name.count(".") == dotted.count(".")
+        if row is not None and exact and row.effect is Effect.REFUSED:
+            if value not in row.harmless:
+                lines.append(f"{dotted}: got {value!r}. {row.note}")
+        elif kind is OBJECT or (kind is not None and value not in (None, "auto")):
+            lines += filter(None, [wrong(dotted, value, kind)])
     return lines
 
 
 def unfilled(config: Mapping[str, Any]) -> list[str]:
     """One line for each honoured key that is still "auto"; frameworks replace them earlier."""
-    lines = []
-    for dotted, value in _walk(config):
-        row = row_for(dotted)
-        if value == "auto" and row is not None and row.effect is Effect.HONOURED:
-            lines.append(
-                f'{dotted}: got "auto", which nothing filled in. Write a value or remove it.'
-            )
-    return lines
+    return [
+        f'{dotted}: got "auto", which nothing filled in. Write a value or remove it.'
+        for dotted, value in _walk(config)
+        if value == "auto" and (row := row_for(dotted)) and row.effect is Effect.HONOURED
+    ]
 
 
 def warn_of_ignored(config: Mapping[str, Any]) -> None:
@@ -233,10 +283,6 @@ def warn_of_ignored(config: Mapping[str, Any]) -> None:
 @functools.lru_cache(maxsize=1024)  # the cache is what makes it once
 def _warn_once(message: str) -> None:
     logger.warning("%s", message)
-
-
-def _covers_exactly(row: Key, dotted: str) -> bool:
-    return row.name.count(".") == dotted.count(".")
 
 
 def _walk(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import inspect
 import logging
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from stronghold.config.keys import BETAS, BOOLEAN, NUMBER, wrong
 from stronghold.errors import ConfigError, did_you_mean
 
 logger = logging.getLogger("stronghold")
@@ -28,6 +28,11 @@ FIXED: dict[str, tuple[bool, str]] = {
     "maximize": (False, "the CPU kernel minimizes; set it to false, and negate the loss"),
     "differentiable": (False, "the update runs outside autograd; set it to false or remove it"),
     "fp32_optimizer_states": (True, "the moments are kept in fp32; set it to true or remove it"),
+}
+KINDS = {
+    **dict.fromkeys(("lr", "eps", "weight_decay"), NUMBER),
+    **dict.fromkeys(("adam_w_mode", "torch_adam", "bias_correction"), BOOLEAN),
+    "betas": BETAS,
 }
 # Known optimizer classes by where they come from, so that none of these packages has to be
 # imported.
@@ -83,7 +88,51 @@ def settings_from_config(optimizer: object) -> AdamSettings | None:
             f'optimizer.params: got {params!r}, expected an object such as {{"lr": 1e-4}}.'
         )
     present = {key: value for key, value in params.items() if value is not None}
-    return _settings_from_params(name.lower(), present)
+    problems = [line for key, value in present.items() if (line := _wrong_parameter(key, value))]
+    if problems:
+        raise ConfigError("\n".join(problems))
+    always = name.lower() == "adamw"
+    mode = present.get("adam_w_mode", True)
+    if always and not mode:
+        logger.warning(
+            'optimizer.params.adam_w_mode is without effect: type "AdamW" is always AdamW, as in '
+            "DeepSpeed"
+        )
+    if present.get("torch_adam") and (always or mode):
+        present.setdefault("weight_decay", TORCH_ADAMW_WEIGHT_DECAY)
+    return _settings(present, adamw=always or mode)
+
+
+def _wrong_parameter(key: str, value: Any) -> str | None:
+    dotted = f"optimizer.params.{key}"
+    if key == "max_grad_norm":
+        return (
+            f"{dotted}: not an optimizer parameter. Remove it and set the top-level "
+            f'"gradient_clipping": {value!r}.'
+        )
+    if key in FIXED:
+        expected, reason = FIXED[key]
+        return None if value is expected else f"{dotted}: got {value!r}; {reason}."
+    if key in KINDS:
+        return wrong(dotted, value, KINDS[key])
+    if key in WITHOUT_EFFECT:
+        return None
+    usable = sorted({*KINDS, *WITHOUT_EFFECT, *FIXED})
+    hint = did_you_mean(key, usable) or f" Known: {', '.join(usable)}."
+    return f"{dotted}: unknown parameter.{hint}"
+
+
+def _settings(group: Mapping[str, Any], *, adamw: bool) -> AdamSettings:
+    default = AdamSettings()
+    first, second = group.get("betas", default.betas)
+    return AdamSettings(
+        lr=float(group.get("lr", default.lr)),
+        betas=(float(first), float(second)),  # with capturable, torch may hold them as tensors
+        eps=float(group.get("eps", default.eps)),
+        weight_decay=float(group.get("weight_decay", default.weight_decay)),
+        adamw=adamw,
+        bias_correction=bool(group.get("bias_correction", default.bias_correction)),
+    )
 
 
 def settings_from_client_optimizer(optimizer: object) -> tuple[AdamSettings, ...]:
@@ -93,96 +142,31 @@ def settings_from_client_optimizer(optimizer: object) -> tuple[AdamSettings, ...
     FusedAdam and stronghold.CPUAdam, and subclasses that inherit their `step`. Raises ConfigError
     for every other class, and for amsgrad, maximize or differentiable.
     """
-    known = _known_base(type(optimizer))
+    cls = type(optimizer)
+    known = _known_base(cls)
     if known is None:
         raise ConfigError(
-            f"optimizer: {_class_name(type(optimizer))} cannot run on the CPU here; {SUPPORTED} "
-            "can. Pass torch.optim.AdamW, torch.optim.Adam, DeepSpeedCPUAdam, FusedAdam or "
-            "stronghold.CPUAdam, or leave the "
-            'optimizer out and set "optimizer": {"type": "AdamW", ...} in the config.'
+            f"optimizer: {cls.__module__}.{cls.__qualname__} cannot run on the CPU here; "
+            f"{SUPPORTED} can. Pass torch.optim.AdamW, torch.optim.Adam, DeepSpeedCPUAdam, "
+            "FusedAdam or stronghold.CPUAdam, or leave the optimizer out and set "
+            '"optimizer": {"type": "AdamW", ...} in the config.'
         )
     groups: list[dict[str, Any]] = optimizer.param_groups  # type: ignore[attr-defined]
-    return tuple(
-        _settings_of_group(optimizer, known, index, group) for index, group in enumerate(groups)
-    )
-
-
-def _settings_from_params(name: str, params: Mapping[str, Any]) -> AdamSettings:
-    problems: list[str] = []
-    if "max_grad_norm" in params:
-        problems.append(
-            "optimizer.params.max_grad_norm: not an optimizer parameter. Remove it and set the "
-            "top-level "
-            f'"gradient_clipping": {params["max_grad_norm"]!r}.'
-        )
-    flags = {"adam_w_mode": True, "torch_adam": False, "bias_correction": True}
-    numbers = {"lr": AdamSettings().lr, "eps": AdamSettings().eps, "weight_decay": 0.0}
-    for key in flags:
-        flags[key] = _boolean(f"optimizer.params.{key}", params.get(key, flags[key]), problems)
-    adamw = name == "adamw" or flags["adam_w_mode"]
-    if name == "adamw" and not flags["adam_w_mode"]:
-        logger.warning(
-            'optimizer.params.adam_w_mode is without effect: type "AdamW" is always AdamW, as in '
-            "DeepSpeed"
-        )
-    if flags["torch_adam"] and adamw:
-        numbers["weight_decay"] = TORCH_ADAMW_WEIGHT_DECAY
-    for key in numbers:
-        numbers[key] = _number(f"optimizer.params.{key}", params.get(key, numbers[key]), problems)
-    betas = _betas("optimizer.params.betas", params.get("betas", AdamSettings().betas), problems)
-    known = {*flags, *numbers, "betas", "max_grad_norm", *WITHOUT_EFFECT, *FIXED}
-    for key, value in params.items():
-        if key in FIXED and value is not FIXED[key][0]:
-            problems.append(f"optimizer.params.{key}: got {value!r}; {FIXED[key][1]}.")
-        elif key not in known:
-            usable = sorted(known - {"max_grad_norm"})
-            hint = did_you_mean(key, usable) or f" Known: {', '.join(usable)}."
-            problems.append(f"optimizer.params.{key}: unknown parameter.{hint}")
-    if problems:
-        raise ConfigError("\n".join(problems))
-    return AdamSettings(
-        lr=numbers["lr"],
-        betas=betas,
-        eps=numbers["eps"],
-        weight_decay=numbers["weight_decay"],
-        adamw=adamw,
-        bias_correction=flags["bias_correction"],
-    )
-
-
-def _boolean(key: str, value: object, problems: list[str]) -> bool:
-    if not isinstance(value, bool):
-        problems.append(f"{key}: got {value!r}, expected true or false.")
-        return False
-    return value
-
-
-def _number(key: str, value: object, problems: list[str]) -> float:
-    if (
-        isinstance(value, (int, float))
-        and not isinstance(value, bool)
-        and math.isfinite(value)
-        and value >= 0
-    ):
-        return float(value)
-    hint = ""
-    if isinstance(value, str):
-        hint = (
-            " Fill it in: nobody replaced it." if value == "auto" else " Write it without quotes."
-        )
-    problems.append(f"{key}: got {value!r}, expected a number >= 0.{hint}")
-    return 0.0
-
-
-def _betas(key: str, value: object, problems: list[str]) -> tuple[float, float]:
-    if isinstance(value, (list, tuple)) and len(value) == 2:
-        first, second = value
-        if all(
-            isinstance(b, (int, float)) and not isinstance(b, bool) and 0 <= b < 1 for b in value
-        ):
-            return float(first), float(second)
-    problems.append(f"{key}: got {value!r}, expected two numbers in [0, 1), such as [0.9, 0.999].")
-    return AdamSettings().betas
+    found = []
+    for index, group in enumerate(groups):
+        where = f"optimizer.param_groups[{index}]"
+        settings = _settings(group, adamw=_is_adamw(optimizer, known, group))
+        problems = [
+            f"{where}: {key} is on; {FIXED[key][1]}."
+            for key in ("amsgrad", "maximize", "differentiable")
+            if group.get(key)
+        ]
+        for key in ("lr", "betas", "eps", "weight_decay"):
+            problems += filter(None, [wrong(f"{where}: {key}", getattr(settings, key), KINDS[key])])
+        if problems:
+            raise ConfigError("\n".join(problems))
+        found.append(settings)
+    return tuple(found)
 
 
 def _known_base(cls: type) -> type | None:
@@ -194,36 +178,6 @@ def _known_base(cls: type) -> type | None:
             step, own = inspect.unwrap(base.step), inspect.unwrap(cls.step)  # type: ignore[attr-defined]
             return base if step is own else None
     return None
-
-
-def _class_name(cls: type) -> str:
-    return f"{cls.__module__}.{cls.__qualname__}"
-
-
-def _settings_of_group(
-    optimizer: object, known: type, index: int, group: Mapping[str, Any]
-) -> AdamSettings:
-    problems: list[str] = []
-    where = f"optimizer.param_groups[{index}]"
-    for key in ("amsgrad", "maximize", "differentiable"):
-        if group.get(key):
-            problems.append(f"{where}: {key} is on; {FIXED[key][1]}.")
-    default = AdamSettings()
-    # With capturable, torch may hold the learning rate and betas as tensors.
-    betas = [float(beta) for beta in group["betas"]]
-    settings = AdamSettings(
-        lr=_number(f"{where}: lr", float(group["lr"]), problems),
-        betas=_betas(f"{where}: betas", betas, problems),
-        eps=_number(f"{where}: eps", float(group.get("eps", default.eps)), problems),
-        weight_decay=_number(
-            f"{where}: weight_decay", float(group.get("weight_decay", 0.0)), problems
-        ),
-        adamw=_is_adamw(optimizer, known, group),
-        bias_correction=bool(group.get("bias_correction", default.bias_correction)),
-    )
-    if problems:
-        raise ConfigError("\n".join(problems))
-    return settings
 
 
 def _is_adamw(optimizer: object, known: type, group: Mapping[str, Any]) -> bool:

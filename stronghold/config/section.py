@@ -1,6 +1,7 @@
 """The `"stronghold"` section of the config: its keys, types and meanings, and their errors.
 
-Owns the schema: the error messages and docs/config.md are both made from it. A key that is left
+Owns the schema: the error messages and docs/config.md are both made from it; and the one reading of
+all that the config says about NVMe, also in DeepSpeed's offload and aio keys. A key that is left
 out, null or "auto" is derived later by the plan. Frozen once read. No device, no torch, no
 DeepSpeed is imported here.
 """
@@ -8,9 +9,10 @@ DeepSpeed is imported here.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from decimal import Decimal
-from typing import Annotated, Any, Literal, get_args
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 from pydantic import (
     BaseModel,
@@ -22,10 +24,12 @@ from pydantic import (
     model_validator,
 )
 from pydantic.fields import FieldInfo
-from pydantic_core import PydanticCustomError
 
-from stronghold.config.source import SECTION
+from stronghold.config.source import SECTION, section_of
 from stronghold.errors import ConfigError, did_you_mean
+
+if TYPE_CHECKING:
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
 UNITS = {prefix + "b": 1000**i for i, prefix in enumerate(("", "k", "m", "g", "t"))} | {
     prefix + "ib": 1024**i for i, prefix in enumerate(("k", "m", "g", "t"), start=1)
@@ -74,6 +78,11 @@ Positive = Annotated[int, Field(ge=1)]
 NotNegative = Annotated[int, Field(ge=0)]
 
 
+def key(description: str, *, default: Any = None, **limits: Any) -> Any:
+    """A key that may be left out: None then, for the plan to derive, or `default`."""
+    return Field(default=default, description=description, **limits)
+
+
 class _Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -91,75 +100,60 @@ class _Section(BaseModel):
 class EmulatedConfig(_Section):
     """How hostile, and how fast, the emulated device is."""
 
-    poison: bool = Field(
-        default=True,
-        description="Fill a slot with NaN when it is released, so that a use after release shows.",
+    poison: bool = key(
+        "Fill a slot with NaN when it is released, so that a use after release shows.", default=True
     )
-    jitter_s: float = Field(
-        default=0.0,
-        ge=0,
-        description="Largest random delay before each operation on a lane, in seconds.",
+    jitter_s: float = key(
+        "Largest random delay before each operation on a lane, in seconds.", default=0.0, ge=0
     )
-    seed: NotNegative = Field(default=0, description="Seed of the random delays.")
-    link_gbps: float | None = Field(
-        default=None,
-        gt=0,
-        description="Pace of each direction of the link between host and device, in 1e9 bytes per "
+    seed: NotNegative = key("Seed of the random delays.", default=0)
+    link_gbps: float | None = key(
+        "Pace of each direction of the link between host and device, in 1e9 bytes per "
         "second. Left out: as fast as memory copies.",
-    )
-    update_gbps: float | None = Field(
-        default=None,
         gt=0,
-        description="Pace of the CPU optimizer, in 1e9 bytes of host memory per second. Left out: "
+    )
+    update_gbps: float | None = key(
+        "Pace of the CPU optimizer, in 1e9 bytes of host memory per second. Left out: "
         "as fast as it is.",
-    )
-    wire_gbps: float | None = Field(
-        default=None,
         gt=0,
-        description="Pace of weights, and of gradients, that come from other ranks, in 1e9 bytes "
+    )
+    wire_gbps: float | None = key(
+        "Pace of weights, and of gradients, that come from other ranks, in 1e9 bytes "
         "per second. Left out: as fast as they come.",
-    )
-    nvme_gbps: float | None = Field(
-        default=None,
         gt=0,
-        description="Pace of each direction of the NVMe disks together, in 1e9 bytes per second. "
+    )
+    nvme_gbps: float | None = key(
+        "Pace of each direction of the NVMe disks together, in 1e9 bytes per second. "
         "Left out: as fast as the files are.",
+        gt=0,
     )
 
 
 class NvmeConfig(_Section):
     """Where state goes that RAM cannot hold, and how it is read and written."""
 
-    path: Name | Annotated[list[Name], Field(min_length=1)] | None = Field(
-        default=None,
-        description="Directory on an NVMe disk, or a list of them on several, over which the state "
-        "is striped by their measured rates. Left out: DeepSpeed's nvme_path.",
+    path: Name | Annotated[list[Name], Field(min_length=1)] | None = key(
+        "Directory on an NVMe disk, or a list of them on several, over which the state "
+        "is striped by their measured rates. Left out: DeepSpeed's nvme_path."
     )
-    capacity: Bytes | None = Field(
-        default=None,
-        description="Most bytes of the files together, of all ranks of a node. Left out: what is "
-        "free.",
+    capacity: Bytes | None = key(
+        "Most bytes of the files together, of all ranks of a node. Left out: what is free."
     )
-    spill: Literal["moments", "masters", "weights"] | None = Field(
-        default=None,
-        description="What lies on NVMe even where RAM could hold it: Adam's moments; with "
+    spill: Literal["moments", "masters", "weights"] | None = key(
+        "What lies on NVMe even where RAM could hold it: Adam's moments; with "
         '"masters" also what makes the weights fp32 masters; with "weights" everything (on one GPU '
         "alone). Left out: what host_memory cannot hold, in this order: of the last layers first, "
-        "or, where updates begin in backward (no clipping, no overflow check), of layers spread "
-        "evenly.",
+        "or, where updates begin in backward (no clipping, no overflow check, one rank), of layers "
+        "spread evenly."
     )
-    engine: Literal["io_uring", "threads"] | None = Field(
-        default=None,
-        description="How files are read and written. Left out: io_uring where the kernel permits "
-        "it, else threads.",
+    engine: Literal["io_uring", "threads"] | None = key(
+        "How files are read and written. Left out: io_uring where the kernel permits "
+        "it, else threads."
     )
-    depth: Annotated[int, Field(ge=1, le=MAX_DEPTH)] | None = Field(
-        default=None,
-        description="Blocks in flight on each disk and in each direction. Left out: 16.",
+    depth: Annotated[int, Field(ge=1, le=MAX_DEPTH)] | None = key(
+        "Blocks in flight on each disk and in each direction. Left out: 16."
     )
-    block: Block | None = Field(
-        default=None, description="Bytes of one request to the disk. Left out: 1 MiB."
-    )
+    block: Block | None = key("Bytes of one request to the disk. Left out: 1 MiB.")
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -172,93 +166,94 @@ class NvmeConfig(_Section):
 class StrongholdConfig(_Section):
     """The section as the user wrote it: None is a key that was left out."""
 
-    enabled: bool = Field(
-        default=True,
-        description="Whether this engine is used. With false, DeepSpeed itself runs the program.",
+    enabled: bool = key(
+        "Whether this engine is used. With false, DeepSpeed itself runs the program.", default=True
     )
-    device: Literal["cuda", "emulated"] | None = Field(
-        default=None,
-        description="Where layers compute. Left out: CUDA where there is a GPU, else the emulated "
-        "device, which is CPU tensors with a thread per lane and an enforced budget.",
+    device: Literal["cuda", "emulated"] | None = key(
+        "Where layers compute. Left out: CUDA where there is a GPU, else the emulated "
+        "device, which is CPU tensors with a thread per lane and an enforced budget."
     )
-    gpu_memory: Bytes | None = Field(
-        default=None,
-        description="Budget of GPU memory for weights, gradients and resident layers. Left out: "
+    gpu_memory: Bytes | None = key(
+        "Budget of GPU memory for weights, gradients and resident layers. Left out: "
         "half of what is free, and once the first steps have shown what activations take, nine "
-        "tenths with these. On the emulated device: no limit.",
+        "tenths with these. On the emulated device: no limit."
     )
-    host_memory: Bytes | None = Field(
-        default=None,
-        description="Budget of host memory for weights, masters, moments and gradients, of each "
+    host_memory: Bytes | None = key(
+        "Budget of host memory for weights, masters, moments and gradients, of each "
         "rank. Left out: what is available when the engine is made, with what the model takes "
-        "then; of several ranks on a node each has an equal part.",
+        "then; of several ranks on a node each has an equal part."
     )
-    window: Positive | None = Field(
-        default=None,
-        description="Weight slots on the GPU: the number of layers that can be there at once.",
+    window: Positive | None = key(
+        "Weight slots on the GPU: the number of layers that can be there at once."
     )
-    prefetch: NotNegative | None = Field(
-        default=None,
-        description="How many layers ahead of compute weights are fetched. Less than the window.",
+    prefetch: NotNegative | None = key(
+        "How many layers ahead of compute weights are fetched. Less than the window."
     )
-    activations: Literal["keep", "offload", "recompute"] | None = Field(
-        default=None,
-        description="What happens to what autograd saves in forward: it stays on the GPU, goes to "
-        "the host and comes back, or is computed again in backward.",
+    activations: Literal["keep", "offload", "recompute"] | None = key(
+        "What happens to what autograd saves in forward: it stays on the GPU, goes to "
+        "the host and comes back, or is computed again in backward."
     )
-    kept_activations: NotNegative | None = Field(
-        default=None,
-        description="How many of the last blocks keep what they save on the GPU, although "
-        "activations says otherwise: backward needs theirs first.",
+    chunk: Positive | None = key(
+        "How many sequences of the batch go through a block together: the others follow while its "
+        "weights are there, so that a larger batch costs no more transfers and no more memory in "
+        "the blocks. Gradients of the chunks are added in fp32. Changes rounding, so no plan "
+        "chooses it; left out, a micro-batch is one chunk, as PyTorch computes it."
     )
-    resident_layers: NotNegative | Literal["all"] | None = Field(
-        default=None, description="Layers that stay on the GPU and are never streamed."
+    loss_chunk: NotNegative | None = key(
+        "Of causal language models of Transformers: head and loss are computed this many tokens at "
+        "a time, in training and evaluation, and the logits are never whole, unless the program "
+        "reads them; 0 switches that off. Losses are those of the plain model but for the order of "
+        "a sum, gradients are within rounding of it. Left out: 1024 where the logits would take "
+        "1 GiB or more in fp32, and below that all at once, to the bit as PyTorch computes them. "
+        "1024 tokens of a vocabulary of 128k have 0.75 GiB in passing in bf16; fewer save little "
+        "beside a layer's weights, and make the matrix products small."
     )
-    resident_updates: Literal["gpu", "host"] | None = Field(
-        default=None,
-        description="Where layers that stay on the GPU are updated: there, with masters and "
+    kept_activations: NotNegative | None = key(
+        "How many of the last blocks keep what they save on the GPU, although "
+        "activations says otherwise: backward needs theirs first."
+    )
+    resident_layers: NotNegative | Literal["all"] | None = key(
+        "Layers that stay on the GPU and are never streamed."
+    )
+    resident_updates: Literal["gpu", "host"] | None = key(
+        "Where layers that stay on the GPU are updated: there, with masters and "
         "moments beside them and nothing on the host, or on the host, from which they are fetched "
         "each step. When every layer stays and is updated there, and activations are kept, the "
-        "model is whole: nothing of the engine is on its path.",
+        "model is whole: nothing of the engine is on its path."
     )
-    deferred_layers: NotNegative | None = Field(
-        default=None,
-        description="How many blocks are updated while the next forward runs, where updates do not "
-        "wait for the end of the step (gradient_clipping 0, no overflow check): their "
+    deferred_layers: NotNegative | None = key(
+        "How many blocks are updated while the next forward runs, where updates do not "
+        "wait for the end of the step (gradient_clipping 0, no overflow check, one rank): their "
         "gradients are held on the host until then, and where updates take longer than backward a "
         "step takes less. Blocks with state on NVMe come first. Left out: by simulation, once the "
-        "first steps are measured.",
+        "first steps are measured."
     )
-    cpu_threads: Annotated[int, Field(ge=1, le=MAX_THREADS)] | None = Field(
-        default=None,
-        description="Threads of the CPU optimizer. Left out: the cores that torch does not use.",
+    cpu_threads: Annotated[int, Field(ge=1, le=MAX_THREADS)] | None = key(
+        "Threads of the CPU optimizer. Left out: the cores that torch does not use."
     )
-    nvme: NvmeConfig | None = Field(
-        default=None,
-        description="A third tier for the state that host_memory cannot hold. Left out: none, "
-        "unless DeepSpeed's offload keys ask for it.",
+    nvme: NvmeConfig | None = key(
+        "A third tier for the state that host_memory cannot hold. Left out: none, "
+        "unless DeepSpeed's offload keys ask for it."
     )
-    layers: str | Annotated[list[str], Field(min_length=1)] | None = Field(
-        default=None,
-        description="Full name of the ModuleList that holds the repeated blocks, or a list of "
-        "names for several stacks. Left out: found by the model's class, then by structure.",
+    layers: str | Annotated[list[str], Field(min_length=1)] | None = key(
+        "Full name of the ModuleList that holds the repeated blocks, or a list of "
+        "names for several stacks. Left out: found by the model's class, then by structure."
     )
-    trace: Annotated[str, Field(min_length=1)] | None = Field(
-        default=None,
-        description="File for a Chrome/Perfetto trace, with a row per lane, written at the end: "
+    trace: Annotated[str, Field(min_length=1)] | None = key(
+        "File for a Chrome/Perfetto trace, with a row per lane, written at the end: "
         "the newest 250,000 operations, or more. Of several ranks the first writes it, and another "
-        "beside it: trace.rank1.json beside trace.json. Left out: none.",
+        "beside it: trace.rank1.json beside trace.json. Left out: none."
     )
-    async_checkpoint: bool = Field(
-        default=False,
-        description="Whether save_checkpoint returns at once and its files are written while the "
+    async_checkpoint: bool = key(
+        "Whether save_checkpoint returns at once and its files are written while the "
         "next steps compute. The next save, load or destroy waits for them.",
+        default=False,
     )
-    rank_timeout_s: float = Field(
+    rank_timeout_s: float = key(
+        "Of several ranks: how long one may give no sign of life before the others end "
+        "with its name, in seconds.",
         default=60.0,
         gt=0,
-        description="Of several ranks: how long one may give no sign of life before the others end "
-        "with its name, in seconds.",
     )
     emulated: EmulatedConfig = Field(
         default_factory=EmulatedConfig,
@@ -268,53 +263,30 @@ class StrongholdConfig(_Section):
     @model_validator(mode="after")
     def _consistent(self) -> StrongholdConfig:
         if self.window is not None and self.prefetch is not None and self.prefetch >= self.window:
-            raise PydanticCustomError(
-                "contradiction",
-                "{section}.prefetch: got {prefetch}, expected less than {section}.window "
-                "({window}): a layer that is fetched needs a slot beside the one in use. "
-                "Lower prefetch or raise window",
-                {"section": SECTION, "prefetch": self.prefetch, "window": self.window},
+            raise ValueError(
+                f"{SECTION}.prefetch: got {self.prefetch}, expected less than {SECTION}.window "
+                f"({self.window}): a layer that is fetched needs a slot beside the one in use. "
+                "Lower prefetch or raise window"
             )
         if self.kept_activations is not None and self.activations is None:
-            raise PydanticCustomError(
-                "contradiction",
-                "{section}.kept_activations: says which blocks differ from {section}.activations, "
-                "which is left out. Add activations, or leave both out",
-                {"section": SECTION},
+            raise ValueError(
+                f"{SECTION}.kept_activations: says which blocks differ from {SECTION}.activations, "
+                "which is left out. Add activations, or leave both out"
             )
         if self.device == "cuda" and "emulated" in self.model_fields_set:
-            raise PydanticCustomError(
-                "contradiction",
-                '{section}.emulated: is for device "emulated", and {section}.device is "cuda". '
-                "Remove one of the two",
-                {"section": SECTION},
+            raise ValueError(
+                f'{SECTION}.emulated: is for device "emulated", and {SECTION}.device is "cuda". '
+                "Remove one of the two"
             )
         return self
 
 
-def parse_section(section: object) -> StrongholdConfig:
-    """The checked section. Raises one ConfigError: each wrong key, got and expected."""
-    if isinstance(section, bool):  # "stronghold": true is short for an empty object
-        section = {"enabled": section}
-    if section is None or section == "auto":
-        section = {}
-    if not isinstance(section, Mapping):
-        raise ConfigError(
-            f'{SECTION}: got {section!r}, expected an object such as {{"enabled": true}}.'
-        )
+def parse_section(config: Mapping[str, Any]) -> StrongholdConfig:
+    """The config's section, checked. Raises one ConfigError: each wrong key, got and expected."""
     try:
-        return StrongholdConfig.model_validate(dict(section))
+        return StrongholdConfig.model_validate(dict(section_of(config) or {}))
     except ValidationError as error:
         raise ConfigError(_explain(error)) from error
-
-
-def parse_nvme_value(name: str, value: object, key: str) -> Any:
-    """What `nvme.<name>` makes of a value that stands under another `key`. Raises ConfigError."""
-    try:
-        return getattr(NvmeConfig.model_validate({name: value}), name)
-    except ValidationError as error:
-        expected = describe_type(NvmeConfig.model_json_schema()["properties"][name])
-        raise ConfigError(f"{key}: got {value!r}, expected {expected}.") from error
 
 
 def describe_type(schema: Mapping[str, Any]) -> str:
@@ -382,7 +354,7 @@ def _key_path(location: tuple[int | str, ...]) -> tuple[str, ...]:
 
 def _explain_one(path: tuple[str, ...], detail: Any) -> str:
     if not path:
-        return f"{detail['msg']}."
+        return f"{detail['msg'].removeprefix('Value error, ')}."
     model: type[BaseModel] = StrongholdConfig
     for key in path[:-1]:
         model = nested_section(model.model_fields[key]) or model
@@ -393,3 +365,64 @@ def _explain_one(path: tuple[str, ...], detail: Any) -> str:
         return f"{dotted}: unknown key.{hint}"
     schema = model.model_json_schema()["properties"][path[-1]]
     return f"{dotted}: got {detail['input']!r}, expected {describe_type(schema)}."
+
+
+# -- DeepSpeed's words for NVMe -------------------------------------------------------------------
+def resolve_nvme(
+    section: StrongholdConfig, zero: DeepSpeedZeroConfig, aio: Mapping[str, Any] | None
+) -> StrongholdConfig:
+    """The section with the effective `nvme`: None where nothing asks for it, else with a path.
+
+    `zero` and `aio` are DeepSpeed's reading of zero_optimization and the user's aio. A device
+    "nvme" of offload_optimizer lets moments and masters spill, one of offload_param everything;
+    their two paths are striped over. Raises ConfigError for a contradiction, and for no path.
+    """
+    parts = {"offload_optimizer": zero.offload_optimizer, "offload_param": zero.offload_param}
+    offloads = {
+        f"zero_optimization.{key}": part
+        for key, part in parts.items()
+        if part is not None and part.device == "nvme"
+    }
+    if section.nvme is None and not offloads:
+        return section
+    ours = section.nvme or NvmeConfig()
+    problems, update = [], {}
+    for name, key, value in _theirs(offloads, aio or {}):
+        given = getattr(ours, name)
+        if given is None:
+            update[name] = value
+        elif given != value and (name != "path" or _directories(given) != _directories(value)):
+            problems.append(
+                f"{SECTION}.nvme.{name}: got {given!r}, and {key} asks for {value!r}. "
+                "Remove one of the two, or make them equal."
+            )
+    if problems:
+        raise ConfigError("\n".join(problems))
+    nvme = ours.model_copy(update=update)
+    if not nvme.paths:
+        key = f"{next(iter(offloads))}.nvme_path" if offloads else f"{SECTION}.nvme.path"
+        expected = 'a directory on an NVMe disk, such as "/mnt/nvme0"'
+        raise ConfigError(f"{key}: missing, expected {expected}.")
+    return section.model_copy(update={"nvme": nvme})
+
+
+def _theirs(offloads: Mapping[str, Any], aio: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
+    """(our key, DeepSpeed's key, value in our terms) of what its sections say."""
+    given = {f"{key}.nvme_path": part.nvme_path for key, part in offloads.items()}
+    paths = {key: str(path) for key, path in given.items() if path is not None}
+    if paths:
+        distinct = list(dict.fromkeys(paths.values()))
+        yield "path", " and ".join(paths), distinct if len(distinct) > 1 else distinct[0]
+    for deepest in list(offloads)[-1:]:
+        yield "spill", f"{deepest}.device", "weights" if "param" in deepest else "masters"
+    for name, key in (("depth", "queue_depth"), ("block", "block_size")):
+        if (value := aio.get(key)) is not None:
+            try:
+                yield name, f"aio.{key}", getattr(NvmeConfig.model_validate({name: value}), name)
+            except ValidationError as error:
+                expected = describe_type(NvmeConfig.model_json_schema()["properties"][name])
+                raise ConfigError(f"aio.{key}: got {value!r}, expected {expected}.") from error
+
+
+def _directories(value: str | list[str]) -> set[Path]:
+    return {Path(path) for path in ([value] if isinstance(value, str) else value)}

@@ -57,8 +57,10 @@ def read_config(source: Source, args: object | None = None) -> dict[str, Any]:
             f"config: got {type(source).__name__}, expected a path to a JSON file, a dict or a "
             "base64 string."
         )
-    path = Path(source)
-    if _exists(path):
+    path, exists = Path(source), False
+    with contextlib.suppress(OSError, ValueError):  # too long for a name, or with a null byte
+        exists = path.exists()
+    if exists:
         return _parse(_read_text(path), f'config file "{path}"')
     decoded = _decode_base64(str(source))
     if decoded is not None:
@@ -75,21 +77,27 @@ def section_enabled(config: Mapping[str, Any]) -> bool:
     for key in config:
         if key != SECTION and isinstance(key, str):
             _warn_if_nearly_ours(key)
-    section = config.get(SECTION)
-    if section is None or section == "auto":
-        return False
-    if isinstance(section, bool):
-        return section
-    if not isinstance(section, Mapping):
-        raise ConfigError(
-            f'{SECTION}: got {section!r}, expected an object such as {{"enabled": true}}.'
-        )
-    enabled = section.get("enabled")
+    section = section_of(config)
+    enabled = False if section is None else section.get("enabled")
     if enabled is None or enabled == "auto":
         return True
     if not isinstance(enabled, bool):
         raise ConfigError(f"{SECTION}.enabled: got {enabled!r}, expected true or false.")
     return enabled
+
+
+def section_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The section as it stands there; `true` and `false` are short for an object that says so."""
+    section = config.get(SECTION)
+    if section is None or section == "auto":
+        return None
+    if isinstance(section, bool):
+        return {"enabled": section}
+    if not isinstance(section, Mapping):
+        raise ConfigError(
+            f'{SECTION}: got {section!r}, expected an object such as {{"enabled": true}}.'
+        )
+    return section
 
 
 @functools.lru_cache(maxsize=1024)  # the cache is what makes it once per word
@@ -107,13 +115,6 @@ def _from_arguments(args: object | None) -> Any:
             "--deepscale_config."
         )
     return older if current is None else current
-
-
-def _exists(path: Path) -> bool:
-    try:
-        return path.exists()
-    except (OSError, ValueError):  # too long for a name, or with a null byte
-        return False
 
 
 def _read_text(path: Path) -> str:
@@ -203,8 +204,7 @@ def _json_error(text: str) -> tuple[int, int, str] | None:
 
 
 def _not_json(what: str, text: str, line: int, column: int, reason: str) -> str:
-    lines = text.splitlines()
-    found = lines[line - 1].strip() if line <= len(lines) else ""
+    found = (text.splitlines()[line - 1 :] or [""])[0].strip()
     return f"{what} is not JSON: line {line}, column {column}: {reason}, in: {found[:80]}"
 
 

@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import ValidationError
 
-from stronghold.config.keys import ALIASES, FP32, SECTIONS, refusals, unfilled, warn_of_ignored
-from stronghold.config.offload import resolve_nvme
+from stronghold.config.keys import BATCH_KEYS, FP32, refusals, unfilled, warn_of_ignored
 from stronghold.config.optimizer import AdamSettings, settings_from_config
-from stronghold.config.section import StrongholdConfig, parse_section
+from stronghold.config.section import StrongholdConfig, parse_section, resolve_nvme
 from stronghold.config.source import SECTION, Source, read_config
 from stronghold.errors import ConfigError, did_you_mean
 
@@ -27,13 +26,17 @@ if TYPE_CHECKING:
     from deepspeed.runtime.config import DeepSpeedConfig
 
 FP32_POWERS = range(-126, 128)  # of two
+_UNPACKING = (
+    TypeError,
+    AttributeError,
+    KeyError,
+)  # what DeepSpeed meets in a section of another form
 Precision = Literal["fp32", "bf16", "fp16"]
 DTYPE_NAMES: dict[Precision, tuple[str, ...]] = {  # DeepSpeed's spellings
     "fp32": FP32,
     "bf16": ("bf16", "bfloat16", "torch.bfloat16"),
     "fp16": ("fp16", "float16", "half", "torch.float16"),
 }
-BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,33 +89,27 @@ def load(
     its message is one key, what was got and what to change.
     """
     original = read_config(source, args)
-    _check_sections(original)
-    section = parse_section(original.get(SECTION))
+    section = parse_section(original)
     config = {key: value for key, value in original.items() if key != SECTION and value is not None}
-    problems = refusals(config) + unfilled(config)
-    if problems:
-        raise ConfigError("\n".join(problems))
+    _raise(refusals(config) + unfilled(config))
     config = {key: value for key, value in config.items() if value != "auto"}
     precision = _precision(config)
     optimizer = settings_from_config(config.get("optimizer"))
     scheduler = _scheduler(config.get("scheduler"))
-    clipping = _gradient_clipping(config)
-    steps_per_print = _steps_per_print(config.get("steps_per_print"))
     _check_log_level(config.get("log_level"))
     deepspeed = _deepspeed_config(config, world_size, mpu)
     section = resolve_nvme(section, deepspeed.zero_config, config.get("aio"))
     warn_of_ignored(config)
+    steps_per_print = config.get("steps_per_print")  # infinity is how accelerate says never
     training = TrainingConfig(
         precision=precision,
-        train_batch_size=deepspeed.train_batch_size,
-        train_micro_batch_size_per_gpu=deepspeed.train_micro_batch_size_per_gpu,
-        gradient_accumulation_steps=deepspeed.gradient_accumulation_steps,
-        gradient_clipping=float(deepspeed.gradient_clipping) if clipping is None else clipping,
+        **{key: getattr(deepspeed, key) for key in BATCH_KEYS},
+        gradient_clipping=float(config.get("gradient_clipping", deepspeed.gradient_clipping)),
         check_grad_overflow=precision == "fp16"
         or (precision == "bf16" and deepspeed.bfloat16_config.check_grad_overflow),
         optimizer=optimizer,
         scheduler=scheduler,
-        steps_per_print=steps_per_print,
+        steps_per_print=None if steps_per_print in (None, 0, math.inf) else steps_per_print,
         wall_clock_breakdown=bool(deepspeed.wall_clock_breakdown),
     )
     return Settings(original=original, deepspeed=deepspeed, training=training, stronghold=section)
@@ -122,38 +119,19 @@ def check_keys(config: Mapping[str, Any]) -> StrongholdConfig:
     """What `load` refuses by its keys alone, for programs whose framework acts on the config before
     an engine is made; "auto" may still be there. The section, if nothing is refused.
     """
-    _check_sections(config)
-    section = parse_section(config.get(SECTION))
-    problems = refusals({k: v for k, v in config.items() if k != SECTION and v is not None})
-    if problems:
-        raise ConfigError("\n".join(problems))
+    section = parse_section(config)
+    _raise(refusals({k: v for k, v in config.items() if k != SECTION and v is not None}))
     return section
 
 
-def _check_sections(config: Mapping[str, Any]) -> None:
-    """DeepSpeed unpacks sections unseen: a number there is a TypeError far from its key."""
-    problems = [
-        f"{key}: got {config[key]!r}, expected an object {{...}}."
-        for key in sorted({*SECTIONS, *ALIASES} - {"zero_optimization"})
-        if config.get(key) is not None and not isinstance(config[key], Mapping)
-    ]
+def _raise(problems: list[str]) -> None:
     if problems:
         raise ConfigError("\n".join(problems))
 
 
 def _precision(config: Mapping[str, Any]) -> Precision:
-    sections = {
-        "bf16": config.get("bf16") or config.get("bfloat16") or {},
-        "fp16": config.get("fp16") or {},
-    }
-    problems = [
-        f"{name}.enabled: got {section['enabled']!r}, expected true or false."
-        for name, section in sections.items()
-        if not isinstance(section.get("enabled", False), bool)
-    ]
-    if problems:
-        raise ConfigError("\n".join(problems))
-    bf16, fp16 = (bool(section.get("enabled")) for section in sections.values())
+    sections = (config.get("bf16") or config.get("bfloat16") or {}, config.get("fp16") or {})
+    bf16, fp16 = (bool(section.get("enabled")) for section in sections)
     if bf16 and fp16:
         raise ConfigError(
             "fp16.enabled and bf16.enabled are both true, and a model has one dtype. "
@@ -167,31 +145,6 @@ def _precision(config: Mapping[str, Any]) -> Precision:
             "Remove it, or enable the section bf16 or fp16 that it means."
         )
     return precision
-
-
-def _gradient_clipping(config: Mapping[str, Any]) -> float | None:
-    value = config.get("gradient_clipping")
-    if value is None:
-        return None
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, (int, float))
-        or not (math.isfinite(value) and value >= 0)
-    ):
-        raise ConfigError(
-            f"gradient_clipping: got {value!r}, expected a number >= 0 (0 turns clipping off)."
-        )
-    return float(value)
-
-
-def _steps_per_print(value: object) -> int | None:
-    if value is None or value == math.inf:  # infinity is how accelerate says never
-        return None
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise ConfigError(
-            f"steps_per_print: got {value!r}, expected a number of steps, or no such key."
-        )
-    return value or None
 
 
 def _check_log_level(value: object) -> None:
@@ -210,20 +163,17 @@ def _scheduler(section: Any) -> SchedulerSettings | None:
         raise ConfigError(
             f'scheduler.type: got {name!r}, expected the name of a schedule such as "WarmupLR".'
         )
-    if not isinstance(params, Mapping):
-        raise ConfigError(f"scheduler.params: got {params!r}, expected an object.")
-    accepted = inspect.signature(_schedule_class(name)).parameters
+    accepted = {**inspect.signature(_schedule_class(name)).parameters}
+    accepted.pop("optimizer", None)
     problems = []
     for key in params:
-        if key not in accepted or key == "optimizer":
-            known = [word for word in accepted if word != "optimizer"]
-            hint = did_you_mean(key, known) or f" {name} takes: {', '.join(known)}."
+        if key not in accepted:
+            hint = did_you_mean(key, accepted) or f" {name} takes: {', '.join(accepted)}."
             problems.append(f"scheduler.params.{key}: unknown parameter of {name}.{hint}")
     for key, parameter in accepted.items():
-        if parameter.default is parameter.empty and key not in params and key != "optimizer":
+        if parameter.default is parameter.empty and key not in params:
             problems.append(f"scheduler.params.{key}: missing, and {name} needs it.")
-    if problems:
-        raise ConfigError("\n".join(problems))
+    _raise(problems)
     return SchedulerSettings(type=name, params=dict(params))
 
 
@@ -231,30 +181,16 @@ def _schedule_class(name: str) -> type:
     import torch
     from deepspeed.runtime import lr_schedules
 
-    torch_schedules = torch.optim.lr_scheduler
-    if name in lr_schedules.VALID_LR_SCHEDULES:
-        return getattr(lr_schedules, name)  # type: ignore[no-any-return]
-    if name in torch_schedules.__all__:
-        return getattr(torch_schedules, name)  # type: ignore[no-any-return]
-    known = [*lr_schedules.VALID_LR_SCHEDULES, *torch_schedules.__all__]
-    hint = (
-        did_you_mean(name, known)
-        or f" DeepSpeed's are {', '.join(lr_schedules.VALID_LR_SCHEDULES)}."
-    )
+    theirs, torchs = lr_schedules.VALID_LR_SCHEDULES, torch.optim.lr_scheduler.__all__
+    for module, names in ((lr_schedules, theirs), (torch.optim.lr_scheduler, torchs)):
+        if name in names:
+            return getattr(module, name)  # type: ignore[no-any-return]
+    hint = did_you_mean(name, [*theirs, *torchs]) or f" DeepSpeed's are {', '.join(theirs)}."
     raise ConfigError(f'scheduler.type: unknown schedule "{name}".{hint}')
 
 
 def _batch_sizes(config: Mapping[str, Any], ranks: int) -> dict[str, int]:
     """All of BATCH_KEYS from those that are given, by DeepSpeed's rules."""
-    problems = []
-    for key in BATCH_KEYS:
-        value = config.get(key)
-        if value is not None and (
-            isinstance(value, bool) or not isinstance(value, int) or value < 1
-        ):
-            problems.append(f"{key}: got {value!r}, expected an integer >= 1.")
-    if problems:
-        raise ConfigError("\n".join(problems))
     sizes: list[Any] = [config.get(key) for key in BATCH_KEYS]
     total, micro, steps = sizes
     if total is None and micro is None:
@@ -268,22 +204,15 @@ def _batch_sizes(config: Mapping[str, Any], ranks: int) -> dict[str, int]:
     if total is None:
         total = micro * steps * ranks
     if total != micro * steps * ranks or not micro or not steps:
-        raise ConfigError(_batch_mismatch(config, total, micro, steps, ranks))
+        given = ", ".join(f"{k} {config[k]}" for k in BATCH_KEYS if config.get(k) is not None)
+        divisor = ranks * (sizes[1] or 1) * (sizes[2] or 1)
+        raise ConfigError(
+            f"batch sizes do not multiply out: {given}, on {ranks} rank{'s' if ranks > 1 else ''}; "
+            "train_batch_size must be train_micro_batch_size_per_gpu x "
+            f"gradient_accumulation_steps x ranks, and {total} != {micro} x {steps} x {ranks}. Set "
+            f'"train_batch_size": {divisor * max(1, total // divisor)}, or change the others.'
+        )
     return dict(zip(BATCH_KEYS, (total, micro, steps), strict=True))
-
-
-def _batch_mismatch(
-    config: Mapping[str, Any], total: int, micro: int, steps: int, ranks: int
-) -> str:
-    given = ", ".join(f"{key} {config[key]}" for key in BATCH_KEYS if config.get(key) is not None)
-    divisor = ranks * (config.get(BATCH_KEYS[1]) or 1) * (config.get(BATCH_KEYS[2]) or 1)
-    nearest = divisor * max(1, total // divisor)
-    return (
-        f"batch sizes do not multiply out: {given}, on {ranks} rank{'s' if ranks > 1 else ''}; "
-        "train_batch_size must be train_micro_batch_size_per_gpu x gradient_accumulation_steps x "
-        f'ranks, and {total} != {micro} x {steps} x {ranks}. Set "train_batch_size": {nearest}, '
-        "or change the others."
-    )
 
 
 def _ranks(mpu: Any) -> int:
@@ -315,17 +244,11 @@ def _deepspeed_config(config: dict[str, Any], world_size: int | None, mpu: Any) 
         deepspeed = DeepSpeedConfig(without_total, mpu)
     except ValidationError as error:
         raise ConfigError(_explain(error)) from error
-    except (
-        DeepSpeedConfigError,
-        ValueError,
-        AssertionError,
-        TypeError,
-        AttributeError,
-        KeyError,
-    ) as error:
-        raise _refusal(error)(
-            f"DeepSpeed refuses the config: {type(error).__name__}: {error}"
-        ) from error
+    except (DeepSpeedConfigError, ValueError, AssertionError, *_UNPACKING) as error:
+        refusal: type[Exception] = ConfigError
+        if isinstance(error, DeepSpeedConfigError):  # programs catch that
+            refusal = type("ConfigError", (ConfigError, DeepSpeedConfigError), {})
+        raise refusal(f"DeepSpeed refuses the config: {type(error).__name__}: {error}") from error
     power = deepspeed.float16_config.initial_scale_power
     if power not in FP32_POWERS:
         raise ConfigError(
@@ -336,15 +259,6 @@ def _deepspeed_config(config: dict[str, Any], world_size: int | None, mpu: Any) 
     deepspeed.world_size = ranks
     deepspeed.train_batch_size = batch["train_batch_size"]
     return deepspeed
-
-
-def _refusal(error: Exception) -> type[ConfigError]:
-    """ConfigError, and DeepSpeed's own type of error too: programs catch that."""
-    from deepspeed.runtime.config import DeepSpeedConfigError
-
-    if not isinstance(error, DeepSpeedConfigError):
-        return ConfigError
-    return type("ConfigError", (ConfigError, DeepSpeedConfigError), {})
 
 
 # The title of a pydantic error is the class of DeepSpeed's that refused; users know the section.
@@ -374,15 +288,8 @@ def _hint(title: str, key: str) -> str:
     from deepspeed.runtime import precision_config
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
-    classes = (
-        precision_config.DeepSpeedBF16Config,
-        precision_config.DeepSpeedFP16Config,
-        DeepSpeedZeroConfig,
-    )
-    known = [
-        field.alias or name
-        for model in classes
-        if model.__name__ == title
-        for name, field in model.model_fields.items()
-    ]
+    precisions = precision_config.DeepSpeedBF16Config, precision_config.DeepSpeedFP16Config
+    model = {cls.__name__: cls for cls in (*precisions, DeepSpeedZeroConfig)}.get(title)
+    fields = {} if model is None else model.model_fields
+    known = [field.alias or name for name, field in fields.items()]
     return did_you_mean(key, known) or " Remove it: DeepSpeed does not know it."

@@ -1,18 +1,22 @@
-"""Pictures of a run: the timeline of a trace, and curves of losses.
+"""Pictures: the timeline of a trace, curves of losses, and a sweep of predictions.
 
-Owns how they look. Never reads a trace file or computes a number that a log line shows. Runs after
-training, in one thread; draws with Agg, so it needs no display.
+Owns how they look. Never reads a trace file or computes a number that a log line shows. Runs in one
+thread; draws with Agg, so it needs no display.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from stronghold.errors import ConfigError
@@ -40,6 +44,15 @@ LABEL_POINTS = 8.5
 PIXELS_PER_CHARACTER = LABEL_POINTS * DPI / 72 * 0.62
 LABEL_MARGIN_PIXELS = 5
 DARK_LABELS = frozenset({"wait", "load", "spill", "reduce"})
+# By the words of a forecast: a bound has the colour of its lane in a timeline.
+BOUND_COLOURS = {
+    "compute": COLOURS["forward"],
+    "link host to device": COLOURS["fetch"],
+    "link device to host": COLOURS["drain"],
+    "host memory bandwidth": COLOURS["update"],
+    "nvme": COLOURS["load"],
+}
+LIMIT_LINE: dict[str, Any] = {"color": FAINT, "linewidth": 1.2, "linestyle": (0, (4, 3))}
 LANE_WIDTH = 0.925  # share of the figure's width that the axes take
 
 Point = tuple[float, float]
@@ -80,7 +93,13 @@ def draw_timeline(
     _style_rows(axes, lanes, [_busy(visible, lane, begin_s, end_s) for lane in lanes])
     axes.set_xlabel("ms", color=FAINT, fontsize=9)
     figure.text(0.055, 1 - 0.30 / height, title, color=INK, fontsize=12, weight="bold", va="center")
-    _draw_legend(figure, visible, 1 - 0.30 / height)
+    kinds = {span.kind for span in visible}
+    entries = [Patch(color=COLOURS[kind], label=kind) for kind in COLOURS if kind in kinds]
+    if kinds - set(COLOURS):
+        entries.append(Patch(color=OTHER_COLOUR, label="other"))
+    shape = {"handlelength": 1.0, "handleheight": 1.0, "handletextpad": 0.5}
+    anchor = (0.985, 1 - 0.30 / height)
+    _legend(figure, entries, "center right", bbox_to_anchor=anchor, fontsize=9, **shape)
     save(figure, png)
 
 
@@ -108,17 +127,34 @@ def draw_losses(curves: Mapping[str, Sequence[Point]], png: str | Path, *, title
             solid_capstyle="round",
             label=f"{name}: {points[-1][1]:.3f} at step {points[-1][0]:,.0f}",
         )
-    axes.set_xlabel("step", color=FAINT, fontsize=9)
-    axes.set_ylabel("nats per byte", color=FAINT, fontsize=9)
     axes.set_title(title, color=INK, fontsize=12, weight="bold", loc="left")
-    axes.grid(color="#eceef1", linewidth=0.8)
-    axes.set_axisbelow(True)
     axes.margins(x=0.01)
-    axes.tick_params(colors=FAINT, labelsize=9, length=0)
-    for side in axes.spines.values():
-        side.set_visible(False)
+    _style(axes, "step", "nats per byte")
     axes.legend(frameon=False, fontsize=9, labelcolor=INK)
     save(figure, png)
+
+
+def _style(axes: Axes, x: str, y: str) -> None:
+    """Of curves: a pale grid, no frame, and the axes' names."""
+    axes.set_xlabel(x, color=FAINT, fontsize=9)
+    axes.set_ylabel(y, color=FAINT, fontsize=9)
+    axes.grid(color="#eceef1", linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.tick_params(colors=FAINT, labelsize=9, length=0)
+    axes.spines[:].set_visible(False)
+
+
+def _legend(figure: Figure, entries: Sequence[Artist], loc: str, **more: Any) -> None:
+    """In one row beside the title."""
+    figure.legend(
+        handles=entries,
+        loc=loc,
+        ncols=len(entries),
+        frameon=False,
+        labelcolor=INK,
+        columnspacing=1.4,
+        **more,
+    )
 
 
 def _spacing(points: Sequence[Point]) -> float:
@@ -248,8 +284,7 @@ def _style_rows(axes: Axes, lanes: Sequence[str], busy: Sequence[float]) -> None
     axes.tick_params(axis="x", colors=FAINT, labelsize=9)
     axes.grid(axis="x", color="#dfe2e6", linewidth=0.7)
     axes.set_axisbelow(True)
-    for side in axes.spines.values():
-        side.set_visible(False)
+    axes.spines[:].set_visible(False)
 
 
 def _busy(spans: Sequence[Span], lane: str, begin_s: float, end_s: float) -> float:
@@ -264,24 +299,100 @@ def _busy(spans: Sequence[Span], lane: str, begin_s: float, end_s: float) -> flo
     return busy_s / (end_s - begin_s)
 
 
-def _draw_legend(figure: Figure, spans: Sequence[Span], middle: float) -> None:
-    kinds = {span.kind for span in spans}
-    entries = [Patch(color=COLOURS[kind], label=kind) for kind in COLOURS if kind in kinds]
-    if kinds - set(COLOURS):
-        entries.append(Patch(color=OTHER_COLOUR, label="other"))
-    figure.legend(
-        handles=entries,
-        loc="center right",
-        bbox_to_anchor=(0.985, middle),
-        ncols=len(entries),
-        frameon=False,
-        fontsize=9,
-        labelcolor=INK,
-        handlelength=1.0,
-        handleheight=1.0,
-        columnspacing=1.4,
-        handletextpad=0.5,
-    )
+# -- a sweep --------------------------------------------------------------------------------------
+
+
+class Swept(NamedTuple):
+    """What was predicted for one value of a sweep; no `step_s` where it does not fit."""
+
+    value: int
+    step_s: float | None
+    bound: str
+    limit_s: float
+    tokens: int
+
+
+def draw_sweep(points: Sequence[Swept], png: str | Path, *, axis: str, title: str) -> None:
+    """Draw step time and tokens per second over the swept values to `png`, each beside the physical
+    limit, a dot in the colour of what bounds it."""
+    figure = Figure(figsize=(11.0, 4.6), dpi=DPI, facecolor="white")
+    fitting = [point for point in points if point.step_s is not None]
+    scale, unit = (1e3, "ms") if max(point.step_s or 0.0 for point in fitting) < 1 else (1.0, "s")
+    left, right = (figure.add_axes((x, 0.135, 0.415, 0.685)) for x in (0.062, 0.56))
+    rate = {point: point.tokens / (point.step_s or 1.0) for point in fitting}
+    steps = [(point.step_s or 0.0) * scale for point in fitting]
+    _draw_curve(left, fitting, steps, [point.limit_s * scale for point in fitting])
+    limits = [point.tokens / point.limit_s for point in fitting]
+    _draw_curve(right, fitting, list(rate.values()), limits)
+    best = max(fitting, key=lambda point: rate[point])
+    most = f"most: {rate[best]:,.0f} tokens/s at {best.value:,}"
+    right.text(1.0, 1.025, most, transform=right.transAxes, ha="right", fontsize=8.5, color=INK)
+    for axes, name in ((left, f"step, {unit}"), (right, "tokens per second")):
+        _style_values(axes, points)
+        axes.set_ylim(bottom=0.0)
+        axes.margins(y=0.14)
+        _style(axes, axis, name)
+    figure.text(0.062, 0.945, title, color=INK, fontsize=12, weight="bold", va="center")
+    entries = [
+        Line2D(
+            [],
+            [],
+            marker="o",
+            linestyle="",
+            color=BOUND_COLOURS.get(bound, OTHER_COLOUR),
+            label=f"bound by {bound}",
+        )
+        for bound in dict.fromkeys(point.bound for point in fitting)
+    ]
+    entries.append(Line2D([], [], label="physical limit", **LIMIT_LINE))
+    place = {"bbox_to_anchor": (0.05, 0.895), "fontsize": 8.5, "handletextpad": 0.4}
+    _legend(figure, entries, "center left", **place)
+    save(figure, png)
+
+
+def _draw_curve(
+    axes: Axes, points: Sequence[Swept], values: Sequence[float], limits: Sequence[float]
+) -> None:
+    xs = [point.value for point in points]
+    colours = [BOUND_COLOURS.get(point.bound, OTHER_COLOUR) for point in points]
+    axes.plot(xs, values, color=INK, linewidth=1.1, zorder=2)
+    axes.scatter(xs, values, s=34, c=colours, zorder=3, edgecolors="white", linewidths=0.8)
+    axes.plot(xs, limits, zorder=1, **LIMIT_LINE)
+
+
+def _style_values(axes: Axes, points: Sequence[Swept]) -> None:
+    values = [point.value for point in points]
+    if values[-1] >= 16 * values[0]:
+        axes.set_xscale("log", base=2)
+    axes.set_xticks(_apart(values, axes), [f"{value:,}" for value in _apart(values, axes)])
+    axes.minorticks_off()
+    for point in points:
+        if point.step_s is None:
+            axes.axvline(point.value, color=FAINT, linewidth=1.2, linestyle=(0, (1, 2)))
+            axes.annotate(
+                f"{point.value:,} does not fit",
+                (point.value, 0.5),
+                xycoords=("data", "axes fraction"),
+                xytext=(-4, 0),
+                textcoords="offset points",
+                rotation=90,
+                ha="right",
+                va="center",
+                fontsize=8,
+                color=FAINT,
+            )
+
+
+def _apart(values: Sequence[int], axes: Axes) -> list[int]:
+    """Those of the values that are far enough apart to be written below the axis."""
+    log = axes.get_xscale() == "log"
+    places = [math.log(value) if log else float(value) for value in values]
+    least = (places[-1] - places[0]) / 12
+    shown: list[tuple[int, float]] = []
+    for value, place in zip(reversed(values), reversed(places), strict=True):
+        if not shown or shown[-1][1] - place >= least:
+            shown.append((value, place))
+    return [value for value, _ in reversed(shown)]
 
 
 def save(figure: Figure, png: str | Path) -> None:

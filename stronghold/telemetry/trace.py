@@ -84,9 +84,12 @@ class Trace:
                 del self._spans[:surplus]
                 self._num_dropped += surplus
 
-    @contextmanager
-    def span(self, lane: str, name: str, **args: Any) -> Iterator[None]:
+    def span(self, lane: str, name: str, **args: Any) -> AbstractContextManager[None]:
         """Record the body's time, also when the body raises."""
+        return self._timed(lane, name, args) if self.recording else nullcontext()
+
+    @contextmanager
+    def _timed(self, lane: str, name: str, args: dict[str, Any]) -> Iterator[None]:
         start_s = time.perf_counter()
         try:
             yield
@@ -132,34 +135,15 @@ class Trace:
             partial.unlink(missing_ok=True)
 
 
-_NOTHING = nullcontext()
+class NullTrace(Trace):
+    """Records nothing, at the cost of a call, and writes no file."""
 
-
-class NullTrace:
-    """Records nothing, at the cost of a call."""
-
-    recording = False
-
-    def record(self, lane: str, name: str, start_s: float, end_s: float, **args: Any) -> None:
-        """Drop the operation."""
-
-    def span(self, lane: str, name: str, **args: Any) -> AbstractContextManager[None]:
-        """Run the body."""
-        return _NOTHING
-
-    def mark(self) -> int:
-        """Always the beginning."""
-        return 0
-
-    def spans(self, since: int = 0) -> list[Span]:
-        """None."""
-        return []
-
-    def clear(self) -> None:
-        """There is nothing to forget."""
+    def __init__(self) -> None:
+        super().__init__()
+        self.recording = False
 
     def write(self, path: str | Path) -> None:
-        """Write no file."""
+        """Nothing."""
 
 
 def file_of_rank(path: str | Path, rank: int) -> Path:

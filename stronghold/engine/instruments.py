@@ -27,25 +27,18 @@ if TYPE_CHECKING:
 
 Phase = Literal["forward", "backward", "step"]
 Event = tuple[str, float, int]
-MICRO: dict[Phase, tuple[str, ...]] = {
-    "forward": (deepspeed_timer.FORWARD_MICRO_TIMER,),
-    "backward": (deepspeed_timer.BACKWARD_MICRO_TIMER, deepspeed_timer.BACKWARD_INNER_MICRO_TIMER),
-    "step": (deepspeed_timer.STEP_MICRO_TIMER,),
+# DeepSpeed's timers of each phase, as it names them: FORWARD_MICRO_TIMER, FORWARD_GLOBAL_TIMER ...
+TIMERS: dict[Phase, tuple[str, ...]] = {
+    "forward": ("FORWARD",),
+    "backward": ("BACKWARD", "BACKWARD_INNER"),
+    "step": ("STEP",),
 }
-GLOBAL: dict[Phase, tuple[str, ...]] = {
-    "forward": (deepspeed_timer.FORWARD_GLOBAL_TIMER,),
-    "backward": (
-        deepspeed_timer.BACKWARD_GLOBAL_TIMER,
-        deepspeed_timer.BACKWARD_INNER_GLOBAL_TIMER,
-    ),
-    "step": (deepspeed_timer.STEP_GLOBAL_TIMER,),
-}
-SPANS = {  # global timer: the event that a monitor gets
-    deepspeed_timer.FORWARD_GLOBAL_TIMER: "Train/Samples/elapsed_time_ms_forward",
-    deepspeed_timer.BACKWARD_GLOBAL_TIMER: "Train/Samples/elapsed_time_ms_backward",
-    deepspeed_timer.BACKWARD_INNER_GLOBAL_TIMER: "Train/Samples/elapsed_time_ms_backward_inner",
-    deepspeed_timer.STEP_GLOBAL_TIMER: "Train/Samples/elapsed_time_ms_step",
-}
+
+
+def timers_of(kind: Literal["MICRO", "GLOBAL"], *phases: Phase) -> dict[str, str]:
+    """Of the timers of these phases, or of all: the names that events have, and DeepSpeed's."""
+    words = [word for phase in phases or TIMERS for word in TIMERS[phase]]
+    return {word.lower(): getattr(deepspeed_timer, f"{word}_{kind}_TIMER") for word in words}
 
 
 class NoMonitor:
@@ -58,21 +51,18 @@ class NoMonitor:
 
 
 class Instruments:
-    """What `config` asks for, around `engine`, whose module is `module`.
-
-    Raises ImportError, as DeepSpeed does, where a writer's package is not installed.
+    """What `config` asks for, around `engine`, whose module is `module`. Raises ImportError, as
+    DeepSpeed does, where a writer's package is not installed.
     """
 
     def __init__(self, config: DeepSpeedConfig, engine: Any, module: nn.Module) -> None:
         self._config = config
         self._breakdown = bool(config.wall_clock_breakdown)
-        profiler = config.flops_profiler_config
-        self.profiler = None
-        if profiler.enabled:
+        options, self.profiler = config.flops_profiler_config, None
+        if options.enabled:
             # A proxy: the profiler reads sizes and timers, and must not keep the engine alive.
-            self.profiler = FlopsProfiler(
-                module, weakref.proxy(engine), profiler.recompute_fwd_factor
-            )
+            proxy = weakref.proxy(engine)
+            self.profiler = FlopsProfiler(module, proxy, options.recompute_fwd_factor)
         self.timers = deepspeed_timer.SynchronizedWallClockTimer()
         self.throughput = deepspeed_timer.ThroughputTimer(
             config.timers_config, batch_size=config.train_batch_size, steps_per_output=None
@@ -85,14 +75,16 @@ class Instruments:
         if config.dump_state:
             config.print("DeepSpeed's reading of the config")
 
-    def _names(self, phase: Phase) -> tuple[str, ...]:
-        micro = MICRO[phase] if self._breakdown else ()
-        return micro + (GLOBAL[phase] if self._breakdown or self.profiler is not None else ())
+    @property
+    def _times_steps(self) -> bool:
+        return self._breakdown or self.profiler is not None
 
     @contextlib.contextmanager
     def time(self, phase: Phase) -> Iterator[None]:
         """Time what runs inside, under DeepSpeed's names of the phase."""
-        timers = [self.timers(name) for name in self._names(phase)]
+        names = [*timers_of("MICRO", phase).values()] if self._breakdown else []
+        names += timers_of("GLOBAL", phase).values() if self._times_steps else ()
+        timers = [self.timers(name) for name in names]
         for timer in timers:
             if timer.started_:  # an interrupt kept it from being stopped
                 timer.reset()
@@ -106,7 +98,7 @@ class Instruments:
     @contextlib.contextmanager
     def forward(self, step: int) -> Iterator[None]:
         """Time a forward; `step`, counted from 0, is profiled when it is the one asked for."""
-        profiler = self.profiler if self._profiles(step) else None
+        profiler = self._profiler_at(step)
         if profiler is not None:
             profiler.start_profile(ignore_list=None)
         try:
@@ -116,54 +108,37 @@ class Instruments:
             if profiler is not None:
                 profiler.stop_profile()
 
-    def _profiles(self, step: int) -> bool:
-        return bool(
-            self.profiler is not None and step == self._config.flops_profiler_config.profile_step
-        )
+    def _profiler_at(self, step: int) -> Any:
+        due = step == self._config.flops_profiler_config.profile_step
+        return self.profiler if due else None
 
     def end_step(self, record: StepRecord, *, samples: int, loss_scale: float | None) -> None:
         """Tell the monitors of a step; reads the loss, so it waits for the step's compute."""
         if not self.monitor.enabled:
             return
-        found = {
-            "train_loss": value(record.loss),
-            "lr": record.learning_rate,
-            "loss_scale": loss_scale,
-        }
+        found = {"train_loss": value(record.loss), "lr": record.learning_rate}
+        found["loss_scale"] = loss_scale
         self.monitor.write_events(
             [(f"Train/Samples/{k}", v, samples) for k, v in found.items() if v is not None]
         )
 
     def end_micro_batch(self, *, step: int, samples: int, boundary: bool) -> None:
         """Print what was measured; `step`, from 0, is the one that the micro-batch belongs to."""
-        if self._profiles(step):
-            self._print_profile(step)
+        profiler = self._profiler_at(step)
+        if profiler is not None and profiler.started:
+            options = self._config.flops_profiler_config
+            shown = ("module_depth", "top_modules", "detailed", "output_file")
+            values = {name: getattr(options, name) for name in shown}
+            profiler.print_model_profile(profile_step=step, **values)
+            profiler.end_profile()
+        micro, whole = timers_of("MICRO"), timers_of("GLOBAL")
         if self._breakdown:
-            names = [*self._all(MICRO), *self._all(GLOBAL)]
+            names = [*micro.values(), *whole.values()]
             self.last_times_ms = {n: self.timers(n).elapsed(reset=False) for n in names}
-            self.timers.log(self._all(MICRO), memory_breakdown=self._config.memory_breakdown)
-        if boundary and self._names("step"):
-            self.monitor.write_events(
-                [
-                    (event, self.timers(name).elapsed(reset=False), samples)
-                    for name, event in SPANS.items()
-                ]
-            )
-            self.timers.log(self._all(GLOBAL))
-
-    @staticmethod
-    def _all(names: dict[Phase, tuple[str, ...]]) -> list[str]:
-        return [name for of_phase in names.values() for name in of_phase]
-
-    def _print_profile(self, step: int) -> None:
-        assert self.profiler is not None
-        options = self._config.flops_profiler_config
-        if self.profiler.started:
-            self.profiler.print_model_profile(
-                profile_step=step,
-                module_depth=options.module_depth,
-                top_modules=options.top_modules,
-                detailed=options.detailed,
-                output_file=options.output_file,
-            )
-            self.profiler.end_profile()
+            breakdown = self._config.memory_breakdown
+            self.timers.log(list(micro.values()), memory_breakdown=breakdown)
+        if boundary and self._times_steps:
+            times = {word: self.timers(n).elapsed(reset=False) for word, n in whole.items()}
+            prefix = "Train/Samples/elapsed_time_ms"
+            self.monitor.write_events([(f"{prefix}_{w}", t, samples) for w, t in times.items()])
+            self.timers.log(list(whole.values()))

@@ -11,42 +11,54 @@ is kept here, and what cannot apply is refused by `surface`.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import logging
 import os
 import sys
+import weakref
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import deepspeed
 import torch
 from torch import nn
 
-from stronghold.checkpoint.engine_part import Checkpoints
 from stronghold.config import Settings
-from stronghold.device.handover import off_lanes
+from stronghold.device.base import off_lanes
+from stronghold.engine.checkpoints import Checkpoints
+from stronghold.engine.instruments import Instruments
+from stronghold.engine.surface import refuse
 from stronghold.errors import ConfigError
-from stronghold.instruments import Instruments
-from stronghold.lifetime import finish_at_exit
-from stronghold.plan.planner import Plan
+from stronghold.plan.plan import Plan
 from stronghold.process import forked_from
 from stronghold.refine import Refinement
-from stronghold.runtime.distributed import Ranks, model_parallel_place, places_of
-from stronghold.runtime.loss_scale import make_scaler
-from stronghold.runtime.optimizer import EngineOptimizer
-from stronghold.runtime.reads import ParameterReads
+from stronghold.runtime.guards import ParameterReads, StateHooks, check_free
+from stronghold.runtime.optimizer import EngineOptimizer, make_scaler
 from stronghold.runtime.stack import MemoryReport, Request, Stack
-from stronghold.runtime.state import StateHooks, check_free
-from stronghold.surface import refuse
+from stronghold.team.group import Ranks
 from stronghold.telemetry.metrics import Reading, StepRecord, count_tokens, value
 
 logger = logging.getLogger("stronghold")
 
 WEAR_STEP = 3  # the first step that starts as it ends: its seconds tell the wear per hour
+_living: weakref.WeakSet[StrongholdEngine] = weakref.WeakSet()
+
+
+@atexit.register
+def finish_engines() -> None:
+    """Programs whose framework made the engine never destroy it: their last checkpoint and their
+    trace are finished before the interpreter takes modules down."""
+    for engine in list(_living):
+        try:
+            engine.finish()
+        except Exception:
+            logger.exception("the process ends with work unfinished")
 
 
 @refuse
-class StrongholdEngine(Checkpoints, deepspeed.DeepSpeedEngine):  # type: ignore[misc]
+class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
     """Trains `model` through a window of layers. Made by `stronghold.initialize`.
 
     `optimizer` is None for a forward-only engine, which holds the weights alone.
@@ -65,7 +77,7 @@ class StrongholdEngine(Checkpoints, deepspeed.DeepSpeedEngine):  # type: ignore[
         training_data: Any = None,
         collate_fn: Any = None,
         mpu: Any = None,
-        ranks: Ranks | None = None,
+        ranks: Ranks,
     ) -> None:
         nn.Module.__init__(self)
         self._process = os.getpid()
@@ -77,8 +89,9 @@ class StrongholdEngine(Checkpoints, deepspeed.DeepSpeedEngine):  # type: ignore[
         given = os.environ.get("LOCAL_RANK", 0) if named is None or int(named) < 0 else named
         self.local_rank = int(given)
         self._ranks = ranks
-        self.global_rank, self.world_size, self.dp_world_size = places_of(ranks)
-        self._model_parallel_rank, self.mp_world_size = model_parallel_place(mpu)
+        self.global_rank, self.world_size = ranks.global_rank, ranks.world_size
+        self.dp_world_size, self.mp_world_size = ranks.num_ranks, ranks.model_parallel_size
+        self._model_parallel_rank = ranks.model_parallel_rank
         self.mpu = mpu
         self.collate_fn = collate_fn
         self.global_steps = self.global_samples = self.micro_steps = self.skipped_steps = 0
@@ -98,61 +111,48 @@ class StrongholdEngine(Checkpoints, deepspeed.DeepSpeedEngine):  # type: ignore[
         if optimizer is not None:
             optimizer.connect(self.step, self.zero_grad)
             if training.precision == "fp16":
-                optimizer.loss_scaler = make_scaler(
-                    self._config.float16_config, self.zero_optimization_stage()
-                )
+                stage = self.zero_optimization_stage()
+                optimizer.loss_scaler = make_scaler(self._config.float16_config, stage)
         self.lr_scheduler = lr_scheduler
-        self._stack = Stack(
-            model,
-            Request(
-                section=settings.stronghold,
-                precision=training.precision,
-                gated=training.gradient_clipping > 0.0 or training.check_grad_overflow,
-                accumulate=training.gradient_accumulation_steps > 1,
-                micro_batches=training.gradient_accumulation_steps,
-                local_rank=self.local_rank,
-                ranks=ranks,
-            ),
-            optimizer,
+        request = Request(
+            section=settings.stronghold,
+            precision=training.precision,
+            gated=training.gradient_clipping > 0.0 or training.check_grad_overflow,
+            accumulate=training.gradient_accumulation_steps > 1,
+            micro_batches=training.gradient_accumulation_steps,
+            local_rank=self.local_rank,
+            ranks=ranks,
         )
-        self._refinement = Refinement(
-            self._stack, micro_batches=training.gradient_accumulation_steps
-        )
+        self._stack = stack = Stack(model, request, optimizer)
+        asynchronous = settings.stronghold.async_checkpoint
+        self._checkpoints = Checkpoints(stack, optimizer, asynchronous=asynchronous)
+        self._refinement = Refinement(stack, micro_batches=request.micro_batches)
         self.module = model
-        self.device = self._stack.device.torch_device
+        self.device = stack.device.torch_device
         self._state_hooks = StateHooks(
             model,
-            self._stack.parameters,
-            wait=self._stack.settle,
-            read=self._stack.wait_for_readers,
-            loaded=self._stack.adopt_weights,
+            stack.parameters,
+            wait=stack.settle,
+            read=stack.wait_for_readers,
+            loaded=stack.adopt_weights,
         )
-        self._reads = ParameterReads(
-            {
-                parameter: (layer, part.name)
-                for layer, of_layer in enumerate(self._stack.parameters)
-                for parameter, part in zip(
-                    of_layer, self._stack.layout.layers[layer].slices, strict=True
-                )
-            },
-            settle=self._stack.settle,
-            drop=self._stack.drop_gradients,
-        )
-        finish_at_exit(self)
+        owned = {
+            parameter: (layer.index, part.name)
+            for of_layer, layer in zip(stack.parameters, stack.layout.layers, strict=True)
+            for parameter, part in zip(of_layer, layer.slices, strict=True)
+        }
+        self._reads = ParameterReads(owned, settle=stack.settle, drop=stack.drop_gradients)
+        _living.add(self)
         try:
-            self._make_deepspeed_parts(training_data)
+            self._instruments = parts = Instruments(self._config, self, model)
+            self.timers, self.tput_timer = parts.timers, parts.throughput
+            self.monitor, self.flops_profiler = parts.monitor, parts.profiler
+            wanted = training_data is not None
+            self.training_dataloader = self.deepspeed_io(training_data) if wanted else None
         except BaseException:
             self.destroy()
             raise
-        logger.info("%s", self._stack.plan)
-
-    def _make_deepspeed_parts(self, training_data: Any) -> None:
-        self._instruments = parts = Instruments(self._config, self, self.module)
-        self.timers, self.tput_timer = parts.timers, parts.throughput
-        self.monitor, self.flops_profiler = parts.monitor, parts.profiler
-        self.training_dataloader = (
-            self.deepspeed_io(training_data) if training_data is not None else None
-        )
+        logger.info("%s", stack.plan)
 
     # -- the step ---------------------------------------------------------------------------------
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -161,7 +161,7 @@ class StrongholdEngine(Checkpoints, deepspeed.DeepSpeedEngine):  # type: ignore[
         LaneError, once, for an asynchronous save that has failed meanwhile: the next call goes on.
         """
         self._stack.check_process("engine.forward")
-        self._hear_of_checkpoint()
+        self._checkpoints.raise_failure()
         if self.module.training and torch.is_grad_enabled():
             self._stack.metrics.add_tokens(count_tokens(inputs, kwargs))
         with self._instruments.forward(self.global_steps), self._stack.runtime.forward_pass():
@@ -171,10 +171,8 @@ class StrongholdEngine(Checkpoints, deepspeed.DeepSpeedEngine):  # type: ignore[
         self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
     ) -> torch.Tensor:
         """Run autograd on a scalar loss, divided by the accumulation steps if `scale_wrt_gas`;
-        returns that quotient.
-
-        Gradients go to the host layer by layer; parameters have none afterwards. When autograd
-        raises, the step starts again: its earlier micro-batches are dropped too.
+        returns that quotient. Parameters have no gradients afterwards. When autograd raises, the
+        step starts again: its earlier micro-batches are dropped too.
         """
         optimizer = self._needed_optimizer("backward")
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or loss.grad_fn is None:
@@ -208,12 +206,10 @@ class StrongholdEngine(Checkpoints, deepspeed.DeepSpeedEngine):  # type: ignore[
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """End the micro-batch; at an accumulation boundary clip, queue the updates and advance the
-        schedule.
-
-        Waits for the gradients' norm, except where a model that is whole on the device clips and
-        checks nothing; never for the updates: the next forward waits for them layer
-        by layer. When Ctrl-C ends it before a weight has changed, the step starts again; later it
-        asks for a checkpoint.
+        schedule. Waits for the gradients' norm, except where a model that is whole on the device
+        clips and checks nothing; never for the updates, for which the next forward waits layer by
+        layer. When Ctrl-C ends it before a weight has changed, the step starts again; later it asks
+        for a checkpoint.
         """
         optimizer = self._needed_optimizer("step")
         self._step_applied = False
@@ -235,10 +231,8 @@ class StrongholdEngine(Checkpoints, deepspeed.DeepSpeedEngine):  # type: ignore[
         learning_rate = float(optimizer.param_groups[0]["lr"])
         if not stack.runtime.ledger.pending:
             self._loss_sum = None
-        gate = stack.runtime.close_gate(
-            clipping=float(self.gradient_clipping() or 0.0),
-            loss_scale=optimizer.loss_scale,
-        )
+        clipping = float(self.gradient_clipping() or 0.0)
+        gate = stack.runtime.close_gate(clipping=clipping, loss_scale=optimizer.loss_scale)
         self._grad_norm = optimizer.grad_norm = gate.grad_norm
         optimizer.overflow = gate.overflow
         self._step_applied = not gate.overflow
@@ -343,7 +337,7 @@ class StrongholdEngine(Checkpoints, deepspeed.DeepSpeedEngine):  # type: ignore[
 
     def get_data_parallel_rank(self) -> int:
         """This rank among those that share the model's state."""
-        return self._ranks.rank if self._ranks is not None else 0
+        return self._ranks.rank
 
     def get_model_parallel_rank(self) -> int:
         """This rank among those of `mpu`, 0 without one."""
@@ -399,6 +393,93 @@ class StrongholdEngine(Checkpoints, deepspeed.DeepSpeedEngine):  # type: ignore[
         else:
             self.module.load_state_dict(state, strict=strict)
 
+    # -- checkpoints ------------------------------------------------------------------------------
+    def save_checkpoint(
+        self,
+        save_dir: str | Path,
+        tag: str | int | None = None,
+        client_state: dict[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Save everything that the next step depends on as `save_dir/tag` (`global_step{N}` without
+        one); True.
+
+        The tag appears complete or not at all, then `latest` names it. With
+        stronghold.async_checkpoint the files are written while the next steps compute, and a
+        failure is raised once, as LaneError, by the next forward, save, load or
+        wait_for_checkpoint; else OSError is raised here. Either way training can go on.
+        ConfigError between the micro-batches of one step.
+        """
+        self._checkpoints.save(
+            self,
+            save_dir,
+            f"global_step{self.global_steps}" if tag is None else tag,
+            client=client_state or {},
+            exclude_frozen=exclude_frozen_parameters,
+            latest=save_latest,
+        )
+        return True
+
+    def wait_for_checkpoint(self) -> None:
+        """Wait until a save that runs beside training is complete; raise its error if it failed."""
+        self._checkpoints.wait()
+
+    def load_checkpoint(
+        self,
+        load_dir: str | Path,
+        tag: str | int | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Callable[..., Any] | None = None,
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        """Load `load_dir/tag` (the tag that `latest` names, without one) and return the path of
+        its state file, as DeepSpeed does, and the client state that was saved; (None, None) when
+        there is no `latest`.
+
+        Everything is verified before anything in memory changes: CheckpointError for files that are
+        missing, cut off, changed or foreign, ConfigError for a checkpoint of another model.
+        `load_module_only` loads the weights alone: masters become these weights, moments, counters
+        and random states stay. No code of the checkpoint's runs for them: where the client state
+        has objects that need it, it is None.
+        """
+        return self._checkpoints.load(
+            self,
+            load_dir,
+            tag,
+            strict=load_module_strict,
+            states=load_optimizer_states,
+            schedule=load_lr_scheduler_states,
+            weights_only=load_module_only,
+            custom=custom_load_fn,
+        )
+
+    def save_16bit_model(
+        self,
+        save_dir: str | Path,
+        save_filename: str = "pytorch_model.bin",
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Write the model's state dict in the compute dtype to one file: safetensors by its suffix,
+        else torch's own format. True. Tied parameters are stored once.
+        """
+        self._checkpoints.save_weights(
+            save_dir, save_filename, exclude_frozen=exclude_frozen_parameters
+        )
+        return True
+
+    save_fp16_model = save_16bit_model
+
+    def _zero3_consolidated_16bit_state_dict(
+        self, exclude_frozen_parameters: bool = False
+    ) -> dict[str, torch.Tensor]:
+        """The state dict on the CPU without a copy: values change with the next step."""
+        return self._checkpoints.weights(exclude_frozen=exclude_frozen_parameters)
+
+    _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict
+
     # -- modes and life ---------------------------------------------------------------------------
     def train(self, mode: bool = True) -> StrongholdEngine:
         """Training mode of the module. An evaluation does not count as a step's time."""
@@ -437,7 +518,7 @@ class StrongholdEngine(Checkpoints, deepspeed.DeepSpeedEngine):  # type: ignore[
             self._state_hooks.close()
             self._reads.close()
             try:
-                self.wait_for_checkpoint()
+                self._checkpoints.wait()
             finally:
                 self._stack.close()
 
@@ -446,7 +527,7 @@ class StrongholdEngine(Checkpoints, deepspeed.DeepSpeedEngine):  # type: ignore[
     def finish(self) -> None:
         """Write the rest of a checkpoint, and the trace: at the latest when the process ends."""
         if not self._destroyed and not forked_from(self._process):
-            self._stack.finish(self.wait_for_checkpoint)
+            self._stack.finish(self._checkpoints.wait)
 
     def __del__(self, ending: Callable[[], bool] = sys.is_finalizing) -> None:
         if not ending():  # else modules are gone

@@ -20,10 +20,10 @@ from stronghold import config as configs
 from stronghold.device import cuda
 from stronghold.engine import StrongholdEngine
 from stronghold.errors import ConfigError
-from stronghold.runtime import distributed
 from stronghold.runtime.adam import AdamFlags
 from stronghold.runtime.optimizer import EngineOptimizer
-from stronghold.telemetry.log import show_log
+from stronghold.team.group import data_parallel_size, join
+from stronghold.telemetry import show_log
 
 logger = logging.getLogger("stronghold")
 
@@ -53,34 +53,21 @@ def initialize(
     nothing trains where no model_parameters are given. Raises ConfigError or BudgetError, saying
     what to change, before anything is allocated.
     """
+    given = dict(locals())
     source = config if config is not None else config_params
-    if not _asks_for_stronghold(source, args):
-        return deepspeed.initialize(  # type: ignore[no-any-return]
-            args=args,
-            model=model,
-            optimizer=optimizer,
-            model_parameters=model_parameters,
-            training_data=training_data,
-            lr_scheduler=lr_scheduler,
-            distributed_port=distributed_port,
-            mpu=mpu,
-            dist_init_required=dist_init_required,
-            collate_fn=collate_fn,
-            config=config,
-            mesh_param=mesh_param,
-            config_params=config_params,
-        )
+    if not configs.section_enabled(configs.read_config(source, args)):
+        return deepspeed.initialize(**given)  # type: ignore[no-any-return]
     if model is None:
         raise ConfigError("stronghold.initialize: model is missing")
     _check_model(model)
     show_log()
-    num_ranks = distributed.data_parallel_size(mpu)
+    num_ranks = data_parallel_size(mpu)
     settings = configs.load(source, args=args, world_size=num_ranks, mpu=mpu)
     shown = make_optimizer(model, optimizer, model_parameters, settings)
     _init_distributed(settings, distributed_port, dist_init_required)
     section = settings.stronghold
     on_gpu = (section.device or "cuda") == "cuda" and cuda.available()
-    ranks = distributed.join(mpu, on_gpu=on_gpu, silence_s=section.rank_timeout_s)
+    ranks = join(mpu, on_gpu=on_gpu, silence_s=section.rank_timeout_s)
     try:
         engine = StrongholdEngine(
             args=args,
@@ -94,15 +81,10 @@ def initialize(
             ranks=ranks,
         )
     except BaseException:
-        if ranks is not None:
-            ranks.close()
+        ranks.close()
         raise
     logger.info("stronghold engine active on %s", engine.device)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
-
-
-def _asks_for_stronghold(source: Any, args: Any) -> bool:
-    return configs.section_enabled(configs.read_config(source, args))
 
 
 def _check_model(model: nn.Module) -> None:
@@ -122,14 +104,12 @@ def _check_model(model: nn.Module) -> None:
 def make_optimizer(
     model: nn.Module, optimizer: ClientOptimizer, model_parameters: Any, settings: configs.Settings
 ) -> EngineOptimizer | None:
-    """The optimizer that the engine shows: from the client's, or from the config and
-    `model_parameters`.
-    """
+    """The optimizer that the engine shows: the client's, or the config's of `model_parameters`."""
     if optimizer is not None:
         groups = _groups(model, model_parameters)
-        client = (
-            optimizer if isinstance(optimizer, torch.optim.Optimizer) else optimizer(_flat(groups))
-        )
+        client = optimizer
+        if not isinstance(client, torch.optim.Optimizer):
+            client = client(groups if len(groups) > 1 else list(groups[0]["params"]))
         found = configs.settings_from_client_optimizer(client)
         if client.state:
             raise ConfigError(
@@ -146,12 +126,7 @@ def make_optimizer(
         return None  # a reference model, which gets the config of the model that trains
     groups = _groups(model, model_parameters)
     _check_owned(model, groups, "model_parameters")
-    defaults = {
-        "lr": adam.lr,
-        "betas": adam.betas,
-        "eps": adam.eps,
-        "weight_decay": adam.weight_decay,
-    }
+    defaults = {name: getattr(adam, name) for name in ("lr", "betas", "eps", "weight_decay")}
     return EngineOptimizer(groups, defaults, AdamFlags(adam.adamw, adam.bias_correction))
 
 
@@ -163,9 +138,7 @@ def make_scheduler(
         is_scheduler = hasattr(client, "step")
         return client if is_scheduler or not callable(client) else client(optimizer)
     configured = settings.training.scheduler
-    if configured is None or optimizer is None:
-        return None
-    return configured.build(optimizer)
+    return configured.build(optimizer) if configured and optimizer is not None else None
 
 
 def _groups(model: nn.Module, model_parameters: Any) -> list[dict[str, Any]]:
@@ -199,11 +172,6 @@ def _check_owned(model: nn.Module, groups: Iterable[dict[str, Any]], what: str) 
             f"{what}: {foreign} of its parameters are not the model's, and would never be updated: "
             "pass model.parameters() of the very model that initialize gets"
         )
-
-
-def _flat(groups: Iterable[dict[str, Any]]) -> list[Any]:
-    groups = list(groups)
-    return groups if len(groups) > 1 else list(groups[0]["params"])
 
 
 def _init_distributed(settings: configs.Settings, port: int, required: bool | None) -> None:

@@ -1,0 +1,223 @@
+"""The saves and loads of one engine.
+
+Owns the save that is running, and the order in which a load changes things. The counters, the
+schedule and the data loader are the engine's: it comes with each call, and is not kept. The
+training thread alone enters.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from stronghold.checkpoint import directory, state
+from stronghold.checkpoint.load import Load
+from stronghold.checkpoint.manifest import COUNTERS, GAS
+from stronghold.checkpoint.save import Save
+from stronghold.checkpoint.team import Team
+from stronghold.checkpoint.weights import live_weights, write_weights
+from stronghold.errors import ConfigError
+from stronghold.runtime.optimizer import EngineOptimizer, restore_scaler, scaler_state
+from stronghold.runtime.stack import Stack
+
+logger = logging.getLogger("stronghold")
+
+
+class Checkpoints:
+    """Checkpoints of what `stack` trains. `asynchronous`: saves run beside the next steps."""
+
+    def __init__(
+        self, stack: Stack, optimizer: EngineOptimizer | None, *, asynchronous: bool
+    ) -> None:
+        self._stack = stack
+        self._optimizer = optimizer
+        self._asynchronous = asynchronous
+        self._team = Team(stack.ranks)
+        self._running: Save | None = None
+
+    # -- saving -----------------------------------------------------------------------------------
+    def save(
+        self,
+        engine: Any,
+        save_dir: str | Path,
+        tag: object,
+        *,
+        client: dict[str, Any],
+        exclude_frozen: bool,
+        latest: bool,
+    ) -> None:
+        """Save everything as `save_dir/tag`. ConfigError between the micro-batches of one step."""
+        counters = {name: getattr(engine, name) for name in COUNTERS}
+        counters[GAS] = int(engine.gradient_accumulation_steps())
+        if not save_dir:
+            raise ConfigError(f"save_checkpoint: save_dir is {save_dir!r}, expected a directory")
+        self.wait()
+        ledger = self._stack.runtime.ledger
+        ledger.check()
+        if ledger.pending:
+            raise ConfigError(
+                "save_checkpoint: gradients of a step that has not ended are waiting; call it "
+                f"after the engine.step that ends the step ({GAS} is {counters[GAS]})"
+            )
+        optimizer, random = self._optimizer, state.random_states(self._stack.device)
+        of_ranks = self._team.of_slices(self._team.exchange(random, "random states"))
+        found = state.ClientState(
+            scheduler=_state_of(engine.lr_scheduler),
+            loader=_state_of(engine.training_dataloader),
+            client=client,
+            loss_scale=None if optimizer is None else scaler_state(optimizer.loss_scaler),
+            random=random,
+            random_of_ranks=of_ranks if self._team.several else None,
+        )
+        save = Save(
+            self._stack,
+            optimizer,
+            Path(save_dir),
+            directory.check_tag(tag),
+            client=found,
+            counters=counters,
+            exclude_frozen=exclude_frozen,
+            team=self._team,
+            latest=latest,
+        )
+        if self._asynchronous:
+            save.start()
+            self._running = save
+        else:
+            save.run()
+
+    def wait(self) -> None:
+        """Wait until a save that runs beside training is complete; raise its error if it failed,
+        once."""
+        self._stack.check_process("a checkpoint")
+        if self._running is not None:
+            try:
+                self._running.wait()
+            except Exception:
+                self._running = None
+                raise
+            self._running = None
+
+    def raise_failure(self) -> None:
+        """Raise the error of a save beside training that has failed meanwhile, once."""
+        if self._running is not None and self._running.ended:
+            self.wait()
+
+    # -- loading ----------------------------------------------------------------------------------
+    def load(
+        self,
+        engine: Any,
+        load_dir: str | Path,
+        tag: object,
+        *,
+        strict: bool,
+        states: bool,
+        schedule: bool,
+        weights_only: bool,
+        custom: Callable[..., Any] | None,
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        """The path of the state file of `load_dir/tag`, loaded, and the client state; (None, None)
+        when there is neither a `tag` nor a file `latest`. `states`: masters and moments too,
+        `schedule`: that of learning rates; neither where `weights_only`.
+        """
+        self.wait()
+        root, team, stack = Path(load_dir), self._team, self._stack
+        if tag is None:
+            latest = team.all_or_raise(lambda: directory.read_latest(root))
+            tag = team.exchange(latest, "latest")[0]
+        if tag is None:
+            logger.warning("load_checkpoint: no file named latest in %s; nothing is loaded", root)
+            return None, None
+        name = directory.check_tag(tag)
+        team.check_same(root / name)
+        path = team.all_or_raise(lambda: directory.resolve(root, name))
+        load = team.all_or_raise(
+            lambda: Load(
+                path,
+                stack,
+                self._optimizer if states and not weights_only else None,
+                team=team,
+                names_must_match=strict,
+                trusted=not weights_only,
+            )
+        )
+        with load:
+            team.check_opened(path, load.mark)
+            found = load.state
+            if found is not None and schedule and not weights_only:
+                scheduler, saved = engine.lr_scheduler, found.scheduler
+                team.all_or_raise(lambda: _restore_scheduler(scheduler, saved, path))
+            with stack.runtime.ledger.changing(f"load_checkpoint({str(path)!r})"):
+                load.into_slabs(custom)
+                if found is not None and not weights_only:
+                    self._restore(engine, found, load.manifest.counters)
+        return str(path / team.slices.state), None if found is None else found.client
+
+    def _restore(self, engine: Any, saved: state.ClientState, counters: dict[str, int]) -> None:
+        for name in COUNTERS:
+            setattr(engine, name, counters[name])
+        gas = int(engine.gradient_accumulation_steps())
+        if counters[GAS] != gas:  # saves are at boundaries: this one is the next step's
+            engine.micro_steps = engine.global_steps * gas
+        if saved.loader is not None and hasattr(engine.training_dataloader, "load_state_dict"):
+            engine.training_dataloader.load_state_dict(saved.loader)
+        if self._optimizer is not None and saved.loss_scale is not None:
+            restore_scaler(self._optimizer.loss_scaler, saved.loss_scale)
+        # Of as many ranks each its own again; of another number the first goes on with the first's,
+        # and the others with what they have.
+        team, own = self._team, saved.random
+        of_ranks = saved.random_of_ranks or [own]
+        if own is not None and len(of_ranks) == team.num_ranks:
+            own = of_ranks[team.rank]
+        elif team.rank > 0:
+            own = None
+        state.restore_random_states(own, self._stack.device)
+
+    # -- weights alone ----------------------------------------------------------------------------
+    def save_weights(self, save_dir: str | Path, filename: str, *, exclude_frozen: bool) -> None:
+        """Write the state dict in the compute dtype to one file; the first rank does."""
+        self._stack.runtime.ledger.check()
+        self._stack.settle()
+        if self._team.slices.size > 1:
+            raise ConfigError(
+                f"save_16bit_model: the model is split over {self._team.slices.size} "
+                "model-parallel ranks, and one file would have the slices of one of them: put its "
+                "parts together from every rank's state_dict, or use save_checkpoint"
+            )
+        self.wait()
+
+        def write() -> None:
+            if self._team.leader:
+                weights = live_weights(self._stack, exclude_frozen=exclude_frozen)
+                write_weights(weights, Path(save_dir), filename)
+
+        self._team.all_or_raise(write)
+
+    def weights(self, *, exclude_frozen: bool) -> dict[str, torch.Tensor]:
+        """The state dict on the CPU without a copy: values change with the next step."""
+        self._stack.settle()
+        return live_weights(self._stack, exclude_frozen=exclude_frozen)
+
+
+def _restore_scheduler(scheduler: Any, saved: dict[str, Any] | None, path: Path) -> None:
+    """Code that is not ours: it may refuse, before anything of ours changes."""
+    if scheduler is None or saved is None:
+        return
+    before = scheduler.state_dict()
+    try:
+        scheduler.load_state_dict(saved)
+    except Exception as error:
+        scheduler.load_state_dict(before)
+        raise ConfigError(
+            f"{path}: its schedule of learning rates cannot be loaded into this "
+            f"{type(scheduler).__name__}: {error!r}; pass load_lr_scheduler_states=False to go on "
+            "with this one"
+        ) from error
+
+
+def _state_of(part: Any) -> dict[str, Any] | None:
+    return part.state_dict() if hasattr(part, "state_dict") else None
