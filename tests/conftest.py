@@ -40,7 +40,7 @@ import pytest  # noqa: E402
 import torch  # noqa: E402
 
 from stronghold.device.emulated import EmulatedDevice  # noqa: E402
-from tests.turns import turn  # noqa: E402
+from tests.support.turns import turn  # noqa: E402
 
 HAS_CUDA = torch.cuda.is_available()
 if not HAS_CUDA:
@@ -111,7 +111,7 @@ def lane_threads() -> list[str]:
 @pytest.fixture(autouse=True)
 def one_thread() -> None:
     """Also after a test that used more. The environment may choose other kernels than those of one
-    thread, as tests/test_kernel_choices.py does."""
+    thread, as tests/laws/test_kernel_choices.py does."""
     torch.set_num_threads(int(os.environ.get("STRONGHOLD_TEST_THREADS", "1")))
     torch.backends.mkldnn.enabled = os.environ.get("STRONGHOLD_TEST_ONEDNN") != "0"
 
@@ -119,9 +119,9 @@ def one_thread() -> None:
 @pytest.fixture(autouse=True)
 def own_port(monkeypatch: pytest.MonkeyPatch) -> None:
     """A port that is free now: the one chosen when the session began may be taken by the time that
-    a test makes a process group."""
-    if not torch.distributed.is_initialized():
-        monkeypatch.setenv("MASTER_PORT", str(free_port()))
+    a test makes a process group, and by this process's own when a program that it starts makes
+    one."""
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
 
 
 @pytest.fixture(autouse=True)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.training import operators_in_one_order
+from tests.support.training import operators_in_one_order
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import stronghold
-from tests.training import config
+from tests.support.training import config
 
 pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 

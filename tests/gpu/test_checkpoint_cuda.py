@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.checkpoints import assert_same, make_model, session, snapshot, train
+from tests.support.checkpoints import assert_same, make_model, session, snapshot, train
 
 pytestmark = pytest.mark.gpu
 

@@ -1,8 +1,8 @@
 """Laws of the CUDA device that the emulated one cannot show.
 
-What both devices share is in `tests/test_device.py`, which runs its bodies on CUDA too. Overlap is
-shown by order, not by a stopwatch: a kernel that sleeps on the device holds compute back while a
-transfer finishes.
+What both devices share is in `tests/units/test_device.py`, which runs its bodies on CUDA too.
+Overlap is shown by order, not by a stopwatch: a kernel that sleeps on the device holds compute back
+while a transfer finishes.
 """
 
 from __future__ import annotations

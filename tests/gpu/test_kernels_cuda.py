@@ -11,7 +11,7 @@ from stronghold import native
 from stronghold.device.cuda import CudaDevice
 from stronghold.device.kernels import NativeKernels
 from stronghold.device.triton_kernels import TritonKernels
-from tests.device_kernels import (
+from tests.support.device_kernels import (
     BF16,
     DTYPES,
     F16,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.models import MODELS
-from tests.training import Run, assert_identical, config, train_windowed
+from tests.support.training import Run, assert_identical, config, train_windowed
 
 pytestmark = pytest.mark.gpu
 
@@ -18,7 +18,7 @@ STEPS = 5
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stronghold.plan.spills.PIECE_BYTES", 2048 * 24)
+    monkeypatch.setattr("stronghold.plan.plan.PIECE_BYTES", 2048 * 24)
 
 
 def trained(section: dict[str, Any], **settings: Any) -> Run:

@@ -20,8 +20,8 @@ from stronghold.device.cuda import CudaDevice
 from stronghold.errors import StateError
 from stronghold.memory.slab import map_slab
 from tests.gpu.test_training_cuda import STEPS, plain
-from tests.test_exactness import llama
-from tests.training import assert_identical, config, train_windowed
+from tests.models.families import odd_llama as llama
+from tests.support.training import assert_identical, config, train_windowed
 
 pytestmark = [
     pytest.mark.gpu,

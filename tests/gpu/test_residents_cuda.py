@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
+from tests.laws.test_residents import FP16, MODES, as_planned
 from tests.models import HUGGING_FACE, MODELS, PLAIN
-from tests.places import CHECKPOINTED, ON_GPU, assert_resumed_through, on_gpu
-from tests.test_exactness import llama
-from tests.test_residents import FP16, MODES, as_planned
-from tests.training import Run, assert_identical, config, train_windowed
+from tests.models.families import odd_llama as llama
+from tests.support.places import CHECKPOINTED, ON_GPU, assert_resumed_through, on_gpu
+from tests.support.training import Run, assert_identical, config, train_windowed
 
 pytestmark = pytest.mark.gpu
 

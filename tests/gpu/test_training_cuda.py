@@ -27,8 +27,8 @@ from tests.models import (
     token_batch,
     without_caches,
 )
-from tests.test_exactness import llama
-from tests.training import (
+from tests.models.families import odd_llama as llama
+from tests.support.training import (
     ADAM,
     KernelAdam,
     Run,
@@ -298,3 +298,24 @@ def test_the_slots_are_all_that_the_engine_takes() -> None:
     section = {"device": "cuda", **STREAMED, "window": 2, "activations": "keep"}
     settings = config(section=section, precision="bf16")
     train_windowed(llama, steps=STEPS, settings=settings, inspect=inspect)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_chunks_have_the_same_bits_wherever_layers_are(precision: str) -> None:
+    """A plain loop is the oracle on the CPU (`tests/laws/test_chunks.py`)."""
+    places: list[dict[str, Any]] = [
+        {"resident_layers": "all", "resident_updates": "gpu", "activations": "keep"}
+    ]
+    for window, policy in zip((1, 2, 1), POLICIES, strict=True):
+        places.append({**STREAMED, "window": window, "activations": policy})
+    runs = [
+        train_windowed(
+            MODELS["llama"],
+            steps=4,
+            settings=config(precision=precision, section={"device": "cuda", "chunk": 1, **place}),
+        )
+        for place in places
+    ]
+    for run in runs[1:]:
+        assert_identical(run, runs[0])
+        assert run.norms == runs[0].norms

@@ -150,6 +150,20 @@ def llama(**config: Any) -> Any:
 
 
 @hugging_face
+def odd_llama(num_layers: int = 5) -> Any:
+    """Heads of 12, an odd vocabulary, an odd sequence."""
+    odd = {"hidden_size": 24, "intermediate_size": 52, "head_dim": 12, "vocab_size": 61}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": num_layers}
+    model, _ = _causal("Llama", _LLAMA, {**odd, **heads})
+
+    def make_batch(seed: int) -> Batch:
+        tokens = torch.randint(0, 61, (2, 11), generator=torch.Generator().manual_seed(seed))
+        return {"input_ids": tokens, "labels": tokens}
+
+    return model, make_batch
+
+
+@hugging_face
 def cache_dependent(**config: Any) -> Any:
     """Rounds differently where it is given a key-value cache, on every machine: what another order
     of the same sums does on some."""

@@ -516,6 +516,10 @@ TORCH_LIBRARY_IMPL(aten, CUDA, library) {
   // Composed of other operators where a device has no kernel of its own; the CPU has one.
   library.impl("native_layer_norm",
                torch::CppFunction::makeFromBoxedFunction<&pretended::on_the_host>());
+  // They choose among kernels by the device; a depthwise one is a GPU's alone.
+  for (const char* name : {"convolution", "convolution_backward"}) {
+    library.impl(name, torch::CppFunction::makeFromBoxedFunction<&pretended::on_the_host>());
+  }
   library.impl("_fused_sdp_choice", pretended::sdp_choice);
 }
 

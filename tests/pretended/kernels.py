@@ -1,7 +1,8 @@
 """What stands for the Triton kernels: the host's, on the bytes behind device addresses.
 
 They refuse addresses of the host, and run on the current stream's thread, later than the call
-returns. Nothing here runs a program of Triton: the interpreter does (tests/test_device_kernels.py).
+returns. Nothing here runs a program of Triton: the interpreter does
+(tests/units/test_device_kernels.py).
 """
 
 from __future__ import annotations

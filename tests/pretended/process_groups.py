@@ -1,4 +1,7 @@
-"""What stands for NCCL: gloo, which stages device tensors on the host. Groups of one rank alone."""
+"""What stands for NCCL: gloo, which stages device tensors on the host. Groups of one rank alone.
+
+Gloo crashes where it is to reduce and scatter device tensors: of one rank's, that is a copy.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,15 @@ from typing import Any
 
 import torch.distributed
 from torch.distributed import distributed_c10d
+
+REDUCE_SCATTER = ("reduce_scatter_tensor", "reduce_scatter_single")  # torch's old name and its new
+
+
+class Done:
+    """A work that is in its stream."""
+
+    def wait(self) -> bool:
+        return True
 
 
 def install() -> None:
@@ -22,7 +34,28 @@ def install() -> None:
             options["backend"] = "gloo"
         return new_group(*arguments, **options)
 
+    names = [name for name in REDUCE_SCATTER if hasattr(torch.distributed, name)]
+    of_hosts = {name: getattr(torch.distributed, name) for name in names}
+
+    def one_ranks(name: str) -> Any:
+        def reduce_scatter(
+            output: torch.Tensor,
+            input: torch.Tensor,
+            op: Any = torch.distributed.ReduceOp.SUM,
+            group: Any = None,
+            async_op: bool = False,
+        ) -> Any:
+            if input.device.type == "cpu":
+                return of_hosts[name](output, input, op, group, async_op)
+            assert torch.distributed.get_world_size(group) == 1
+            output.copy_(input)
+            return Done() if async_op else None
+
+        return reduce_scatter
+
     for module in (torch.distributed, distributed_c10d):
+        for name in names:
+            setattr(module, name, one_ranks(name))
         module.init_process_group = init  # type: ignore[attr-defined]
         module.new_group = new  # type: ignore[attr-defined]
         module.is_nccl_available = lambda: True  # type: ignore[attr-defined]

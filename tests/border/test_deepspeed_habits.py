@@ -1,0 +1,69 @@
+"""What programs written for DeepSpeed do besides training; each was found by DeepSpeed's tests."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import pytest
+from deepspeed.utils import logging as deepspeed_logging
+
+from stronghold import config as configs
+from stronghold.errors import ConfigError
+from tests.support.twin import Twin, twin
+
+
+def test_emptying_the_partition_cache_changes_nothing() -> None:
+    with twin() as both:
+        both.train(0)
+        both.engine.empty_partition_cache()
+        both.train(1)
+
+
+def test_an_engine_without_experts_or_sparse_gradients_says_so() -> None:
+    with twin() as both:
+        assert both.engine.has_moe_layers is False
+        assert both.engine.sparse_tensor_module_names == set()
+
+
+@pytest.mark.parametrize("folder", [None, ""])
+def test_a_checkpoint_without_a_directory_is_a_value_error(folder: Any) -> None:
+    with twin() as both, pytest.raises(ValueError, match="expected a directory"):
+        both.engine.save_checkpoint(folder)
+
+
+def test_the_config_sets_the_level_of_deepspeeds_logger() -> None:
+    logger = deepspeed_logging.logger
+    levels = [(each, each.level) for each in (logger, *logger.handlers)]
+    try:
+        with twin(extra={"log_level": "ERROR"}):
+            assert logger.getEffectiveLevel() == logging.ERROR
+    finally:
+        for each, level in levels:
+            each.setLevel(level)
+
+
+def test_what_deepspeed_refuses_is_its_own_error_too() -> None:
+    wrong = {"train_batch_size": 1, "checkpoint": {"tag_validation": "foo"}}
+    with pytest.raises(deepspeed.DeepSpeedConfigError, match="tag_validation") as refusal:
+        configs.load(wrong)
+    assert isinstance(refusal.value, ConfigError)
+
+
+def test_the_loss_scale_goes_on_after_a_checkpoint(tmp_path: Path) -> None:
+    section = {"fp16": {"enabled": True, "initial_scale_power": 6, "loss_scale_window": 1}}
+    first, second = (Twin(extra=section) for _ in range(2))
+    try:
+        for micro in range(3):
+            first.engine.backward(first.on(micro)(first.engine))
+            first.engine.step()
+        scale = first.engine.optimizer.loss_scale
+        assert scale > 64
+        first.engine.save_checkpoint(str(tmp_path / "fp16"))
+        second.engine.load_checkpoint(str(tmp_path / "fp16"))
+        assert second.engine.optimizer.loss_scale == scale
+    finally:
+        first.engine.destroy()
+        second.engine.destroy()

@@ -1,0 +1,548 @@
+"""What the engine is to its surroundings: every public name of DeepSpeed's engine, and the user's
+model, which stays theirs.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import inspect
+import io
+import weakref
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+from deepspeed import utils
+from torch import nn
+
+import stronghold
+from stronghold.engine import StrongholdEngine
+from stronghold.engine.surface import REFUSED
+from stronghold.errors import ConfigError
+from stronghold.runtime.guards import FRAGMENT
+from tests.conftest import lane_threads
+from tests.models import MODELS, loss_of
+from tests.support.pairs import pairs
+from tests.support.training import config
+from tests.support.twin import Twin, twin
+
+# DeepSpeed's own public names; those of nn.Module that it does not redefine mean the same here.
+PUBLIC = [
+    name
+    for name in dir(deepspeed.DeepSpeedEngine)
+    if not name.startswith("_")
+    and getattr(deepspeed.DeepSpeedEngine, name) is not getattr(nn.Module, name, None)
+]
+# One-line accessors of DeepSpeed's that read `_config`, `optimizer` or a batch size, and set none.
+_ACCESSORS = """
+    aio_config autotp_size autotuning_enabled autotuning_end_profile_step autotuning_metric
+    autotuning_metric_path autotuning_model_info_path autotuning_profile_model_info
+    autotuning_start_profile_step bf16_master_weights_and_gradients bf16_optimizer_states
+    bfloat16_enabled checkpoint_serialization_enabled checkpoint_tag_validation_enabled
+    checkpoint_tag_validation_fail checkpoint_writer_enabled collect_python_gc
+    communication_data_type compile_autosp compile_autotp cpuadam_cores_perc
+    curriculum_learning_config curriculum_learning_enabled data_efficiency_config
+    data_efficiency_enabled data_sampling_config data_sampling_enabled dataloader_drop_last
+    dump_state dynamic_loss_scale dynamic_loss_scale_args flops_profiler_detailed
+    flops_profiler_enabled flops_profiler_module_depth flops_profiler_output_file
+    flops_profiler_profile_step flops_profiler_recompute_fwd_factor flops_profiler_top_modules
+    fp16_auto_cast fp16_enabled fp16_master_weights_and_gradients get_batch_info get_data_types
+    get_lr get_mom get_type gradient_accumulation_steps gradient_clipping
+    gradient_predivide_factor initial_dynamic_scale is_deepcompile_active is_deepcompile_enabled
+    is_first_weights_partition_group is_iterable_style_dataset is_map_style_dataset
+    is_sanity_checks_enabled load_universal_checkpoint log_level loss_scale
+    managed_gradient_accumulation memory_breakdown optimizer_legacy_fusion optimizer_name
+    optimizer_params postscale_gradients random_ltd_config random_ltd_enabled scheduler_name
+    scheduler_params set_train_micro_batch_size steps_per_print super_offload
+    tensor_parallel_config torch_autocast_dtype torch_autocast_enabled
+    torch_autocast_lower_precision_safe_modules train_batch_size train_micro_batch_size_per_gpu
+    use_node_local_storage uses_parallelization_pass_only wall_clock_breakdown zenflow_config
+    zero_allgather_bucket_size zero_allgather_partitions zero_allgather_sequential
+    zero_allow_untested_optimizer zero_compute_grad_norm zero_contiguous_gradients
+    zero_cpu_offload zero_elastic_checkpoint zero_force_ds_cpu_optimizer
+    zero_gather_16bit_weights_on_model_save zero_hpz_partition_size zero_ignore_unused_parameters
+    zero_legacy_stage1 zero_load_from_fp32_weights zero_log_trace_cache_warnings
+    zero_max_live_parameters zero_max_reuse_distance zero_model_persistence_threshold
+    zero_module_granularity_threshold zero_multi_rank_bucket_allreduce
+    zero_nvme_offload_optimizer zero_offload_optimizer zero_offload_param zero_optimization
+    zero_optimization_partition_gradients zero_optimization_partition_weights
+    zero_optimization_stage zero_overlap_comm zero_param_persistence_threshold
+    zero_parameter_alignment zero_partial_offload zero_prefetch_bucket_size
+    zero_quantized_gradients zero_quantized_nontrainable_weights zero_quantized_weights
+    zero_reduce_bucket_size zero_reduce_scatter zero_round_robin_gradients
+    zero_save_muon_momentum_buffer_in_memory zero_sub_group_size zero_use_cpu_optimizer
+"""
+INHERITED: frozenset[str] = frozenset(_ACCESSORS.split())
+OWN = [one for one in StrongholdEngine.__mro__ if one.__module__.startswith("stronghold")]
+IMPLEMENTED = {name for one in OWN for name in vars(one)} - {*REFUSED}
+
+
+def make(name: str = "gpt", **options: Any) -> tuple[StrongholdEngine, Any]:
+    model, make_batch = MODELS[name]()
+    engine, *_ = stronghold.initialize(
+        model=model, config=config(**options), model_parameters=model.parameters()
+    )
+    return engine, make_batch
+
+
+# --- the contract with the installed DeepSpeed ----------------------------------------------------
+
+
+def test_every_public_name_of_deepspeeds_engine_has_its_place() -> None:
+    places = (IMPLEMENTED, set(REFUSED), INHERITED)
+    strangers = [name for name in PUBLIC if not any(name in place for place in places)]
+    assert strangers == [], "implement them, or list them in stronghold/engine/surface.py or above"
+    twice = [name for name in PUBLIC if sum(name in place for place in places) > 1]
+    assert twice == []
+
+
+def test_the_tables_name_nothing_that_deepspeed_does_not_have() -> None:
+    assert set(PUBLIC) >= INHERITED
+    assert set(REFUSED) <= set(PUBLIC)
+
+
+def test_a_refused_name_says_why() -> None:
+    engine, _ = make()
+    for name, reason in REFUSED.items():
+        with pytest.raises(ConfigError) as refusal:
+            getattr(engine, name)("anything", of="any kind")
+        assert f"engine.{name}" in str(refusal.value)
+        assert reason in str(refusal.value)
+    engine.destroy()
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_every_inherited_name_answers_on_a_live_engine(training: bool) -> None:
+    model, make_batch = MODELS["gpt"]()
+    settings = config()
+    if not training:
+        del settings["optimizer"]
+    engine, *_ = stronghold.initialize(model=model, config=settings)
+    if training:
+        engine.backward(loss_of(engine(**make_batch(0))))
+        engine.step()
+    arguments = {
+        "set_train_micro_batch_size": (2,),
+        "is_map_style_dataset": ([1],),
+        "is_iterable_style_dataset": ([1],),
+    }
+    for name in sorted(INHERITED):
+        value = getattr(engine, name)
+        if callable(value):
+            value(*arguments.get(name, ()))
+    assert engine.train_batch_size() == 2
+    assert engine.gradient_clipping() == 1.0
+    assert engine.get_lr() == ([1e-2] if training else [])
+    assert engine.get_mom() == ([(0.9, 0.99)] if training else [])
+    assert engine.zero_optimization_stage() == 0
+    assert not engine.bfloat16_enabled()
+    engine.destroy()
+
+
+@pytest.mark.parametrize("name", sorted(set(PUBLIC) & IMPLEMENTED))
+def test_an_implemented_method_takes_what_deepspeeds_takes(name: str) -> None:
+    theirs, ours = getattr(deepspeed.DeepSpeedEngine, name), getattr(StrongholdEngine, name)
+    if not callable(theirs):
+        assert not callable(ours)
+        return
+    signature = inspect.signature(ours)
+    parameters = list(inspect.signature(theirs).parameters.values())[1:]
+    if name == "backward":  # behind a decorator that hides its signature
+        inner = deepspeed.DeepSpeedEngine.backward.__closure__
+        (theirs,) = (c.cell_contents for c in inner if inspect.isfunction(c.cell_contents))
+        parameters = list(inspect.signature(theirs).parameters.values())[1:]
+    required = [p for p in parameters if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
+    ordinary = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    engine = object()
+    signature.bind(engine, *[0 for _ in required])
+    signature.bind(engine, **{p.name: 0 for p in ordinary})
+    signature.bind(engine, *[0 for p in ordinary if p.kind is p.POSITIONAL_OR_KEYWORD][:3])
+
+
+def test_initialize_takes_what_deepspeeds_takes() -> None:
+    ours = inspect.signature(stronghold.initialize).parameters
+    theirs = inspect.signature(deepspeed.initialize).parameters
+    assert [(p.name, p.default) for p in ours.values()] == [
+        (p.name, p.default) for p in theirs.values()
+    ]
+
+
+# --- the user's model is theirs -------------------------------------------------------------------
+
+BOOKKEEPING = "_is_full_backward_hook"  # None until torch sees the first full backward hook
+
+
+def anatomy(model: nn.Module) -> list[dict[str, Any]]:
+    """Every attribute of every module: containers by their keys, the rest by identity."""
+    return [
+        {
+            name: tuple(value.items()) if isinstance(value, dict) else value
+            for name, value in vars(module).items()
+        }
+        for module in model.modules()
+    ]
+
+
+def hooks_of(model: nn.Module) -> int:
+    on_modules = sum(
+        len(value)
+        for module in model.modules()
+        for name, value in vars(module).items()
+        if "hook" in name and isinstance(value, dict)
+    )
+    return on_modules + sum(
+        len(getattr(p, name) or ())
+        for p in model.parameters()
+        for name in ("_backward_hooks", "_post_accumulate_grad_hooks")
+    )
+
+
+@pytest.mark.parametrize("name", ["gpt", "gpt_tied", "weird_model", "frozen", "unused", "llama"])
+def test_parameters_keep_identity_dtype_and_shape(name: str) -> None:
+    model, make_batch = MODELS[name]()
+    before = {k: (p, p.dtype, p.shape) for k, p in model.named_parameters(remove_duplicate=False)}
+    keys = list(model.state_dict())
+
+    def check() -> None:
+        after = dict(model.named_parameters(remove_duplicate=False))
+        assert list(after) == list(before)
+        for key, (parameter, dtype, shape) in before.items():
+            assert after[key] is parameter
+            assert (parameter.dtype, parameter.shape) == (dtype, shape)
+            assert parameter.grad is None
+        assert list(model.state_dict()) == keys
+
+    engine, *_ = stronghold.initialize(
+        model=model, config=config(section={"window": 1}), model_parameters=model.parameters()
+    )
+    check()
+    for step in range(2):
+        engine.backward(loss_of(engine(**make_batch(step))))
+        check()
+        engine.step()
+        check()
+    assert [f"module.{key}" for key in keys] == list(engine.state_dict())
+    engine.destroy()
+    check()
+
+
+def test_nothing_is_written_on_the_users_modules_but_hooks_that_go_again() -> None:
+    model, make_batch = MODELS["gpt"]()
+    before, names = anatomy(model), [set(vars(module)) for module in model.modules()]
+    assert hooks_of(model) == 0
+    engine, *_ = stronghold.initialize(
+        model=model, config=config(), model_parameters=model.parameters()
+    )
+    assert hooks_of(model) > 0
+    for step in range(2):
+        engine.backward(loss_of(engine(**make_batch(step))))
+        engine.step()
+    assert [set(vars(module)) for module in model.modules()] == names
+    assert all(set(vars(parameter)) == set(FRAGMENT) for parameter in model.parameters())
+    engine.destroy()
+    assert all(set(vars(parameter)) == set() for parameter in model.parameters())
+    assert anatomy(model) == before
+    assert hooks_of(model) == 0
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_after_destroy_the_model_trains_on_in_plain_pytorch(precision: str) -> None:
+    both = Twin(precision=precision)
+    both.train(0)
+    both.train(1)
+    both.engine.destroy()
+    both.engine.destroy()
+    assert lane_threads() == []
+    for ours, theirs in zip(both.model.parameters(), both.plain.parameters(), strict=True):
+        assert ours.device.type == "cpu"
+        assert torch.equal(ours, theirs)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (both.model, both.plain)]
+    for step in range(2):
+        losses = [both.on(step)(model) for model in (both.model, both.plain)]
+        assert torch.equal(*losses)
+        for loss, optimizer in zip(losses, optimizers, strict=True):
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    for ours, theirs in zip(both.model.parameters(), both.plain.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+# --- the engine as an object ----------------------------------------------------------------------
+
+
+def test_the_engine_is_deepspeeds_by_name_and_passes_through_to_the_model() -> None:
+    model, make_batch = MODELS["gpt"]()
+    settings = config()
+    engine, optimizer, loader, scheduler = stronghold.initialize(
+        model=model, config=settings, model_parameters=model.parameters()
+    )
+    assert isinstance(engine, deepspeed.DeepSpeedEngine)
+    assert isinstance(engine, nn.Module)
+    assert engine.module is model
+    assert optimizer is engine.optimizer
+    assert isinstance(optimizer, torch.optim.Optimizer)
+    assert loader is None
+    assert scheduler is None
+    assert engine.config == settings
+    assert engine.config.get("zero_optimization") is None
+    assert engine.embedding is model.embedding
+    engine._accelerator = settings  # frameworks keep things on engines
+    assert engine._accelerator is settings
+    with pytest.raises(AttributeError, match="no_such_name"):
+        engine.no_such_name  # noqa: B018
+    assert engine.eval() is engine
+    assert not model.training
+    assert engine.train() is engine
+    assert model.training
+    assert torch.equal(engine(**make_batch(0)), model(**make_batch(0)))
+    engine.destroy()
+
+
+def test_the_modules_forward_is_called_as_it_is_at_that_moment() -> None:
+    """Lightning and TRL put another `forward` on the instance for a while."""
+    engine, make_batch = make()
+    model = engine.module
+    expected = engine(**make_batch(0)).item()
+    original = model.forward
+    model.forward = lambda **batch: 2 * original(**batch)
+    assert engine(**make_batch(0)).item() == pytest.approx(2 * expected)
+    engine.backward(engine(**make_batch(0)))
+    engine.step()
+    del model.forward
+    engine.destroy()
+
+
+def test_generation_runs_through_the_engine_and_the_raw_model() -> None:
+    engine, make_batch = make("llama", section={"window": 1})
+    plain, _ = MODELS["llama"]()
+    prompt = make_batch(0)["input_ids"][:, :4]
+    engine.eval()
+    expected = plain.eval().generate(prompt, max_new_tokens=4, do_sample=False)
+    assert torch.equal(engine.generate(prompt, max_new_tokens=4, do_sample=False), expected)
+    assert torch.equal(engine.module.generate(prompt, max_new_tokens=4, do_sample=False), expected)
+    engine.destroy()
+
+
+def test_moving_or_casting_the_engine_is_without_effect_and_says_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with twin(section={"window": 2}) as both:
+        both.train(0)
+        for move in (
+            lambda: both.engine.to("cpu"),
+            lambda: both.engine.half(),
+            lambda: both.engine.bfloat16(),
+            lambda: both.engine.to(torch.float64),
+        ):
+            assert move() is both.engine
+            assert "without effect" in caplog.text
+        both.train(1)
+        both.train(2)
+
+
+ZEROES: dict[str, Any] = {
+    "engine": lambda both: both.engine.zero_grad(),
+    "optimizer": lambda both: both.engine.optimizer.zero_grad(set_to_none=False),
+    "model": lambda both: both.model.zero_grad(),
+    "a model around it": lambda both: nn.Sequential(both.model).zero_grad(set_to_none=True),
+    "client's optimizer": lambda both: torch.optim.SGD(both.model.parameters()).zero_grad(),
+}
+PLACES: dict[str, dict[str, Any]] = {
+    "streamed": {"window": 1},
+    "resident": {"resident_layers": 1, "window": 1},
+    "updated on the gpu": {"resident_layers": 1, "resident_updates": "gpu", "window": 1},
+    "whole": {"resident_layers": "all", "resident_updates": "gpu"},
+}
+
+
+@pytest.mark.parametrize(
+    ("mode", "place", "zero"),
+    pairs(
+        {"fp32": {}, "bf16": {"precision": "bf16"}, "accumulated": {"accumulation": 2}},
+        list(PLACES),
+        list(ZEROES),
+    ),
+)
+def test_zero_grad_throws_away_what_came_since_the_last_step(
+    mode: dict[str, Any], place: str, zero: str
+) -> None:
+    with twin(section=PLACES[place], **mode) as both:
+        for step in range(3):
+            ZEROES[zero](both)  # after a step: nothing is there
+            for micro in range(both.accumulation - 1):
+                both.backward(both.on(4 * step + micro))
+                both.engine.step()
+            if step == 1:  # a bad batch, and those of its step before it
+                both.backward(both.on(9))
+                ZEROES[zero](both)
+                both.drop_plain()
+            both.backward(both.on(4 * step + 3))
+            both.step()
+            assert both.engine.last_record.loss is not None
+        both.backward(both.on(9))
+        ZEROES[zero](both)
+        both.drop_plain()
+        both.engine.step()  # without a gradient: nothing changes, as in a plain loop
+
+
+def test_a_step_whose_weights_have_changed_cannot_be_thrown_away() -> None:
+    with twin(clipping=0.0) as both:
+        for zero in ZEROES.values():
+            zero(both)
+            both.backward(both.on(0))
+            with pytest.raises(ConfigError, match=r"zero_grad .* was updated .* gradient_clipping"):
+                zero(both)
+            both.step()
+
+
+def test_gradients_of_a_part_are_not_thrown_away_alone() -> None:
+    with twin() as both:
+        both.model.blocks[0].zero_grad()
+        both.backward(both.on(0))
+        with pytest.raises(ConfigError, match=r"zero_grad .* of a part of the model, without"):
+            both.model.blocks[0].zero_grad()
+        both.step()
+
+
+def test_the_loss_of_a_step_is_that_of_the_batches_that_were_kept() -> None:
+    engine, make_batch = make(accumulation=2)
+    for _ in range(2):
+        engine.backward(loss_of(engine(**make_batch(9))))
+        engine.zero_grad()
+    losses = []
+    for micro in range(2):
+        losses.append(loss_of(engine(**make_batch(micro))).detach() / 2)
+        engine.backward(loss_of(engine(**make_batch(micro))))
+        engine.step()
+    assert torch.equal(engine.last_record.loss, losses[0] + losses[1])
+    engine.destroy()
+
+
+# --- DeepSpeed's access to masters, moments and gradients -----------------------------------------
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_deepspeeds_access_to_states_is_refused_with_the_way_to_them(place: str) -> None:
+    engine, make_batch = make(section=PLACES[place])
+    parameter = engine.module.head.weight
+    engine.backward(loss_of(engine(**make_batch(0))))
+    calls = (
+        lambda: utils.safe_get_full_fp32_param(parameter),
+        lambda: utils.safe_set_full_fp32_param(parameter, parameter.detach()),
+        lambda: utils.safe_get_full_optimizer_state(parameter, "exp_avg"),
+        lambda: utils.safe_set_full_optimizer_state(parameter, parameter.detach(), "exp_avg"),
+        lambda: utils.safe_get_full_grad(parameter),
+        lambda: utils.safe_set_full_grad(parameter, parameter.detach()),
+    )
+    for call in calls:
+        with pytest.raises(ConfigError, match=r"head.weight: safe_.* cannot be used"):
+            call()
+    engine.step()
+    frozen = nn.Parameter(torch.ones(2), requires_grad=False)
+    assert utils.safe_get_full_fp32_param(frozen) is None  # of no engine: DeepSpeed's own answer
+    kept = io.BytesIO()
+    torch.save(engine.module, kept)
+    kept.seek(0)
+    for model in (copy.deepcopy(engine.module), torch.load(kept, weights_only=False)):
+        assert all(vars(p) == {} for p in model.parameters())
+    with pytest.raises(ConfigError, match="cannot be used"):
+        calls[0]()
+    model = engine.module
+    engine.destroy()
+    assert all(vars(p) == {} for p in model.parameters())
+
+
+# --- several engines, and their ends --------------------------------------------------------------
+
+
+def test_an_engine_that_is_dropped_ends_its_lanes_and_gives_the_model_back() -> None:
+    engine, make_batch = make()
+    model, optimizer = engine.module, engine.optimizer
+    engine.backward(loss_of(engine(**make_batch(0))))
+    engine.step()
+    gone = weakref.ref(engine)
+    del engine
+    gc.collect()
+    assert gone() is None
+    assert lane_threads() == []
+    assert hooks_of(model) == 0
+    assert all(torch.isfinite(parameter).all() for parameter in model.parameters())
+    with pytest.raises(ConfigError, match="not connected to an engine"):
+        optimizer.step()
+
+
+def test_an_engine_in_a_cycle_of_references_is_collected_too() -> None:
+    engine, _ = make()
+    engine.callbacks = [engine]
+    gone = weakref.ref(engine)
+    del engine
+    gc.collect()
+    assert gone() is None
+    assert lane_threads() == []
+
+
+def test_engines_do_not_know_of_each_other() -> None:
+    """A policy that trains, and a reference model that only answers."""
+    with (
+        twin(section={"window": 1}) as policy,
+        twin(extra={"optimizer": None}, model_parameters=None) as reference,
+        twin(precision="bf16", accumulation=2) as other,
+    ):
+        for step in range(3):
+            with torch.no_grad():
+                answer = reference.on(step)(reference.engine)
+                assert torch.equal(answer, reference.on(step)(reference.plain))
+            policy.train(step)
+            other.train(2 * step, 2 * step + 1)
+    assert lane_threads() == []
+
+
+def test_a_model_that_an_engine_streams_is_refused_until_it_is_given_back() -> None:
+    both = Twin()
+    for model in (both.model, nn.Sequential(both.model)):
+        with pytest.raises(ConfigError, match=r"already; call its destroy\(\) first"):
+            stronghold.initialize(
+                model=model, config=both.settings, model_parameters=model.parameters()
+            )
+    both.train(0)
+    both.check()
+    both.engine.destroy()
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_same_model_goes_through_a_second_engine_exactly(precision: str) -> None:
+    """As auto_find_batch_size does: destroy, and initialize again with another batch size."""
+    both = Twin(precision=precision)
+    both.train(0)
+    both.train(1)
+    both.engine.destroy()
+    # Moments and remainders end with their engine.
+    both.restart_plain()
+    both.settings["train_micro_batch_size_per_gpu"] = 1
+    both.engine, *_ = stronghold.initialize(
+        model=both.model, config=both.settings, model_parameters=both.model.parameters()
+    )
+    both.train(2)
+    both.train(3)
+    both.check()
+    assert both.engine.global_steps == 2
+    both.engine.destroy()
+
+
+def test_a_failure_while_the_engine_is_built_leaves_the_model_as_it_was() -> None:
+    model, make_batch = MODELS["gpt"]()
+    before = anatomy(model)
+    with pytest.raises(ValueError, match="torch Dataset") as caught:  # which keeps the engine alive
+        stronghold.initialize(
+            model=model,
+            config=config(),
+            model_parameters=model.parameters(),
+            training_data=object(),
+        )
+    assert lane_threads() == []
+    assert anatomy(model) == before
+    assert torch.isfinite(loss_of(model(**make_batch(0))))
+    assert caught.traceback

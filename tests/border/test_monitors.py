@@ -1,0 +1,194 @@
+"""DeepSpeed's instruments on our engine: monitors, wall-clock timers, the FLOPS profiler."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+
+import stronghold
+from stronghold.errors import ConfigError
+from tests.models import MODELS
+from tests.support.training import assert_identical, config, train_windowed
+
+WARMUP = {"type": "WarmupLR", "params": {"warmup_min_lr": 1e-3, "warmup_num_steps": 9}}
+TIMERS = {"fwd", "bwd", "bwd_inner", "step"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """DeepSpeed's monitors ask its process group for the rank."""
+    mine = not torch.distributed.is_initialized()  # another test may have left one
+    if mine:
+        store = tmp_path_factory.mktemp("group") / "store"
+        torch.distributed.init_process_group(
+            "gloo", init_method=f"file://{store}", rank=0, world_size=1
+        )
+    deepspeed.init_distributed("gloo", auto_mpi_discovery=False)
+    yield
+    if mine:
+        deepspeed.comm.destroy_process_group()
+        deepspeed.comm.comm.cdb = None
+
+
+def rows(folder: Path, name: str) -> list[tuple[int, float]]:
+    """(samples, value) of one event, as the CSV writer left them."""
+    (written,) = folder.rglob(f"Train_Samples_{name}.csv")
+    lines = written.read_text().splitlines()
+    assert lines[0] == f"step,{name}"
+    return [(int(samples), float(found)) for samples, found in (x.split(",") for x in lines[1:])]
+
+
+def train(extra: dict[str, Any], *, micro_batches: int, accumulation: int = 1) -> Any:
+    """An engine that has trained, and the losses of its micro-batches."""
+    model, make_batch = MODELS["gpt"]()
+    engine = stronghold.initialize(
+        model=model,
+        config={**config(accumulation=accumulation), **extra},
+        model_parameters=model.parameters(),
+    )[0]
+    losses = []
+    for micro in range(micro_batches):
+        loss = engine(**make_batch(micro))
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return engine, losses
+
+
+def csv(folder: Path) -> dict[str, Any]:
+    return {"csv_monitor": {"enabled": True, "output_path": str(folder), "job_name": "run"}}
+
+
+def test_monitors_get_the_mean_loss_and_the_rate_of_each_step_over_samples(tmp_path: Path) -> None:
+    extra = {**csv(tmp_path), "scheduler": WARMUP}
+    engine, losses = train(extra, micro_batches=6, accumulation=2)
+    engine.destroy()
+    means = [(losses[i] + losses[i + 1]) / 2 for i in (0, 2, 4)]
+    found = rows(tmp_path, "train_loss")
+    assert [samples for samples, _ in found] == [4, 8, 12]
+    assert [mean for _, mean in found] == pytest.approx(
+        means, rel=1e-6
+    )  # halves are summed in fp32
+    assert [samples for samples, _ in rows(tmp_path, "lr")] == [4, 8, 12]
+    assert not list(tmp_path.rglob("*loss_scale*"))
+
+
+def test_monitors_get_the_loss_scale_in_fp16(tmp_path: Path) -> None:
+    section = {"enabled": True, "initial_scale_power": 6, "loss_scale_window": 1}
+    engine, _ = train({**csv(tmp_path), "fp16": section}, micro_batches=3)
+    scale = engine.optimizer.loss_scale
+    engine.destroy()
+    found = rows(tmp_path, "loss_scale")
+    assert found[-1] == (6, scale)
+    assert scale > 64
+
+
+def test_a_writer_that_is_not_installed_is_an_import_error_and_frees_the_model(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    model, make_batch = MODELS["gpt"]()
+    made = {**config(), "wandb": {"enabled": True}}
+    with pytest.raises(ImportError):
+        stronghold.initialize(model=model, config=made, model_parameters=model.parameters())
+    model(**make_batch(0)).backward()
+
+
+def test_without_a_monitor_the_engine_says_that_it_is_off() -> None:
+    engine, _ = train({}, micro_batches=1)
+    assert engine.monitor.enabled is False
+    assert engine.get_wall_clock_timers() == {}
+    engine.destroy()
+
+
+def test_wall_clock_breakdown_times_each_phase_under_deepspeeds_names(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    extra = {**csv(tmp_path), "wall_clock_breakdown": True}
+    engine, _ = train(extra, micro_batches=4, accumulation=2)
+    times = engine.get_wall_clock_timers()
+    assert set(times) == TIMERS | {f"{name}_microstep" for name in TIMERS}
+    assert all(milliseconds > 0.0 for milliseconds in times.values())
+    # The step's timers hold both micro-batches, the others the last one.
+    assert times["fwd"] > times["fwd_microstep"]
+    engine.destroy()
+    printed = capsys.readouterr().out
+    assert printed.count("fwd_microstep: ") == 4
+    assert printed.count("| fwd: ") == 2
+    for phase in ("forward", "backward", "backward_inner", "step"):
+        assert [s for s, _ in rows(tmp_path, f"elapsed_time_ms_{phase}")] == [4, 8]
+
+
+def test_a_failed_forward_leaves_no_timer_running() -> None:
+    engine, _ = train({"wall_clock_breakdown": True}, micro_batches=1)
+    with pytest.raises(TypeError):
+        engine(no_such_argument=1)
+    _, make_batch = MODELS["gpt"]()
+    engine.backward(engine(**make_batch(1)))
+    engine.step()
+    engine.destroy()
+
+
+@pytest.mark.parametrize("breakdown", [False, True])
+def test_the_flops_profiler_reports_the_step_that_is_asked_for(
+    tmp_path: Path, breakdown: bool
+) -> None:
+    report = tmp_path / "flops.txt"
+    profiler = {"enabled": True, "profile_step": 1, "output_file": str(report)}
+    extra = {"flops_profiler": profiler, "wall_clock_breakdown": breakdown}
+    engine, _ = train(extra, micro_batches=1)
+    assert not report.exists()
+    engine.destroy()
+    engine, _ = train(extra, micro_batches=3)
+    text = report.read_text()
+    assert "Profile Summary at step 1:" in text
+    number = sum(p.numel() for p in engine.module.parameters())
+    assert f"{number / 1e3:.2f} K" in text
+    engine.destroy()
+
+
+def test_instruments_never_change_training(tmp_path: Path) -> None:
+    measured = {
+        **csv(tmp_path),
+        "wall_clock_breakdown": True,
+        "flops_profiler": {"enabled": True, "profile_step": 1, "output_file": f"{tmp_path}/flops"},
+    }
+    runs = [
+        train_windowed(MODELS["gpt"], steps=3, settings={**config(accumulation=2), **extra})
+        for extra in ({}, measured)
+    ]
+    assert_identical(*runs)
+
+
+def test_an_engine_that_is_profiled_is_still_let_go(tmp_path: Path) -> None:
+    profiler = {"enabled": True, "profile_step": 0, "output_file": f"{tmp_path}/flops"}
+    engine, _ = train({"flops_profiler": profiler}, micro_batches=2)
+    alive = weakref.ref(engine)
+    del engine
+    assert alive() is None
+
+
+def test_dump_state_logs_the_config(caplog: pytest.LogCaptureFixture) -> None:
+    logging.getLogger("DeepSpeed").propagate = True
+    with caplog.at_level(logging.INFO, "DeepSpeed"):
+        engine, _ = train({"dump_state": True}, micro_batches=1)
+    engine.destroy()
+    assert any("gradient_accumulation_steps" in record.message for record in caplog.records)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "bfloat16"])
+def test_sums_in_half_precision_are_refused_and_fp32_is_what_happens(dtype: str) -> None:
+    made = {**config(), "data_types": {"grad_accum_dtype": dtype}}
+    with pytest.raises(ConfigError, match=r"grad_accum_dtype: got .* added up in fp32"):
+        stronghold.initialize(model=MODELS["gpt"]()[0], config=made)
+    engine, _ = train({"data_types": {"grad_accum_dtype": "fp32"}}, micro_batches=1)
+    assert engine.get_data_types()[1] is torch.float32
+    engine.destroy()

@@ -1,0 +1,380 @@
+"""Selection: a "stronghold" section in the config, and nothing else, decides which engine runs."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import subprocess
+import sys
+from argparse import Namespace
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+
+import stronghold
+from stronghold import cli, plugin, run
+from stronghold.engine import StrongholdEngine
+from stronghold.errors import ConfigError
+from tests.models import MODELS
+from tests.support.training import config
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class DeepSpeeds:
+    """Stands where DeepSpeed's own `initialize` does, and remembers its calls."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+
+    def __call__(
+        self,
+        args: Any = None,
+        model: Any = None,
+        optimizer: Any = None,
+        model_parameters: Any = None,
+        config: Any = None,
+        config_params: Any = None,
+        **others: Any,
+    ) -> str:
+        given = {"args": args, "model": model, "optimizer": optimizer}
+        given |= {"model_parameters": model_parameters, "config": config}
+        self.calls.append(((), {**given, "config_params": config_params, **others}))
+        return "DeepSpeed's own"
+
+
+@pytest.fixture
+def original(monkeypatch: pytest.MonkeyPatch) -> Iterator[DeepSpeeds]:
+    plugin.disable()
+    stand_in = DeepSpeeds()
+    monkeypatch.setattr(deepspeed, "initialize", stand_in)
+    plugin.enable()
+    yield stand_in
+    plugin.disable()
+
+
+def engine_from(*args: Any, **kwargs: Any) -> Any:
+    """`deepspeed.initialize(...)[0]`, closed after a look at it."""
+    engine = deepspeed.initialize(*args, **kwargs)[0]
+    engine.destroy()
+    return engine
+
+
+# --- deepspeed.initialize -------------------------------------------------------------------------
+
+
+def test_an_enabled_section_gets_strongholds_engine(original: DeepSpeeds) -> None:
+    model, _ = MODELS["gpt"]()
+    engine = engine_from(model=model, config=config(), model_parameters=model.parameters())
+    assert isinstance(engine, StrongholdEngine)
+    assert isinstance(engine, deepspeed.DeepSpeedEngine)
+    assert original.calls == []
+
+
+def test_every_way_to_pass_a_config_is_seen(original: DeepSpeeds, tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config()))
+    args = Namespace(deepspeed_config=str(path), local_rank=0)
+    model, _ = MODELS["gpt"]()
+    for given, named in (
+        ((None, model), {"config": str(path)}),
+        ((None, model), {"config_params": config()}),
+        ((args, model, None, list(model.parameters())), {}),
+    ):
+        assert isinstance(engine_from(*given, **named), StrongholdEngine)
+    assert original.calls == []
+
+
+@pytest.mark.parametrize(
+    "section", [None, {"enabled": False}, False], ids=["absent", "disabled", "false"]
+)
+def test_without_an_enabled_section_deepspeed_gets_the_call_untouched(
+    original: DeepSpeeds, section: Any
+) -> None:
+    settings = config()
+    del settings["stronghold"]
+    if section is not None:
+        settings["stronghold"] = section
+    model, _ = MODELS["gpt"]()
+    assert deepspeed.initialize(None, model, config=settings) == "DeepSpeed's own"
+    [(_, given)] = original.calls
+    assert given["model"] is model
+    assert given["config"] is settings
+
+
+@pytest.mark.parametrize("settings", [None, "no/such/file.json", 17, {}])
+def test_what_deepspeed_refuses_is_refused_in_its_own_words(
+    original: DeepSpeeds, settings: Any
+) -> None:
+    assert deepspeed.initialize(model=None, config=settings) == "DeepSpeed's own"
+
+
+def test_a_malformed_section_is_refused_in_ours(original: DeepSpeeds) -> None:
+    with pytest.raises(ConfigError, match="stronghold"):
+        deepspeed.initialize(model=None, config={**config(), "stronghold": "yes"})
+    assert original.calls == []
+
+
+def test_strongholds_own_initialize_reaches_deepspeed_once(original: DeepSpeeds) -> None:
+    settings = config()
+    del settings["stronghold"]
+    assert stronghold.initialize(config=settings) == "DeepSpeed's own"
+    assert len(original.calls) == 1
+
+
+# --- idempotent, reversible -----------------------------------------------------------------------
+
+
+def test_enabling_twice_is_enabling_once(original: DeepSpeeds) -> None:
+    installed = deepspeed.initialize
+    plugin.enable()
+    assert deepspeed.initialize is installed
+    assert inspect.signature(installed) == inspect.signature(original)
+
+
+def test_disabling_gives_the_very_function_back(original: DeepSpeeds) -> None:
+    plugin.disable()
+    assert deepspeed.initialize is original
+    assert not plugin.enabled()
+    plugin.disable()
+    assert deepspeed.initialize is original
+    plugin.enable()
+    assert deepspeed.initialize is not original
+    assert plugin.enabled()
+
+
+def test_a_wrapper_put_on_later_stays_and_ours_passes_on(
+    original: DeepSpeeds, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours = deepspeed.initialize
+
+    def wrapper(**kwargs: Any) -> Any:
+        return ours(**kwargs)
+
+    monkeypatch.setattr(deepspeed, "initialize", wrapper)
+    model, _ = MODELS["gpt"]()
+    plugin.disable()
+    assert deepspeed.initialize is wrapper
+    assert deepspeed.initialize(model=model, config=config()) == "DeepSpeed's own"
+    plugin.enable()
+    assert isinstance(engine_from(model=model, config=config()), StrongholdEngine)
+    monkeypatch.setattr(deepspeed, "initialize", ours)
+
+
+def test_an_engine_outlives_disable(original: DeepSpeeds) -> None:
+    model, make_batch = MODELS["gpt"]()
+    engine, *_ = deepspeed.initialize(
+        model=model, config=config(), model_parameters=model.parameters()
+    )
+    plugin.disable()
+    engine.backward(engine(**make_batch(0)))
+    engine.step()
+    assert engine.was_step_applied()
+    engine.destroy()
+
+
+def test_models_of_other_engines_are_refused(original: DeepSpeeds) -> None:
+    model = torch.nn.Linear(2, 2)
+    model.weight.ds_id = 0  # what deepspeed.zero.Init leaves
+    with pytest.raises(ConfigError, match=r"weight was partitioned by deepspeed\.zero\.Init"):
+        deepspeed.initialize(model=model, config=config())
+
+
+# --- python -m stronghold.run ---------------------------------------------------------------------
+
+SHOW = """
+import json, sys
+import deepspeed, torch
+model = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(3)))
+config = {
+    "train_micro_batch_size_per_gpu": 1,
+    "optimizer": {"type": "AdamW"},
+    "stronghold": {"device": "emulated"},
+}
+engine, *_ = deepspeed.initialize(
+    model=model, config=config, model_parameters=model.parameters(), dist_init_required=False
+)
+engine.backward(engine(torch.ones(1, 4)).sum())
+engine.step()
+found = {"argv": sys.argv, "name": __name__, "path": sys.path[0], "steps": engine.global_steps}
+print("FOUND" + json.dumps({**found, "engine": type(engine).__name__}))
+engine.destroy()
+"""
+
+
+@pytest.fixture(autouse=True)
+def disabled_afterwards() -> Iterator[None]:
+    yield
+    plugin.disable()
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "folder" / "script.py"
+    path.parent.mkdir()
+    path.write_text(SHOW)
+    return path
+
+
+def found_in(output: str) -> dict[str, Any]:
+    [line] = [line for line in output.splitlines() if line.startswith("FOUND")]
+    result: dict[str, Any] = json.loads(line.removeprefix("FOUND"))
+    return result
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ([], []),
+        ([], ["--lr", "1", "--local_rank=3"]),
+        (["--local_rank=0"], ["--lr", "1"]),
+        (["--local-rank=0"], []),
+        (["--local_rank", "0"], ["x"]),
+    ],
+)
+def test_a_script_sees_its_own_command_line(
+    script: Path,
+    before: list[str],
+    after: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["stronghold.run"])
+    monkeypatch.setattr(sys, "path", ["elsewhere", *sys.path])
+    run.main([*before, str(script), *after])
+    assert found_in(capsys.readouterr().out) == {
+        "argv": [str(script), *before, *after],
+        "name": "__main__",
+        "path": str(script.parent),
+        "steps": 1,
+        "engine": "StrongholdEngine",
+    }
+
+
+def test_a_module_runs_as_with_python_m(
+    script: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["stronghold.run"])
+    monkeypatch.syspath_prepend(script.parent)
+    run.main(["--local_rank=0", "-m", "script", "--lr"])
+    found = found_in(capsys.readouterr().out)
+    assert found["argv"] == [str(script), "--local_rank=0", "--lr"]
+    assert found["name"] == "__main__"
+
+
+@pytest.mark.parametrize("words", [[], ["--local_rank=0"], ["--lr", "1"], ["-m"], ["missing.py"]])
+def test_a_command_line_without_a_script_ends_with_the_usage(words: list[str]) -> None:
+    with pytest.raises(SystemExit, match=r"usage: python -m stronghold\.run"):
+        run.main(words)
+
+
+LAUNCHERS = {
+    "python": ["-m", "stronghold.run"],
+    "torchrun": ["-m", "torch.distributed.run", "--nproc_per_node=1", "-m", "stronghold.run"],
+    "deepspeed": ["-m", "deepspeed.launcher.runner", "--num_gpus=1", "--module", "stronghold.run"],
+    "accelerate": [
+        *("-m", "accelerate.commands.launch", "--use_deepspeed", "--num_processes=1"),
+        *("--num_machines=1", "--mixed_precision=no", "--dynamo_backend=no"),
+        *("--module", "stronghold.run"),
+    ],
+}
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_launchers_start_a_script_through_run(launcher: str, script: Path) -> None:
+    from tests.conftest import free_port
+
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        del environment[name]
+    command = [sys.executable, *LAUNCHERS[launcher]]
+    port = {"torchrun": "--master_port", "deepspeed": "--master_port"}.get(launcher)
+    if port:
+        command.insert(3, f"{port}={free_port()}")
+    if launcher == "accelerate":
+        command.insert(3, f"--main_process_port={free_port()}")
+    ended = subprocess.run(
+        [*command, str(script), "--lr", "1"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    line = ended.stdout[ended.stdout.index("FOUND") :].splitlines()[0]
+    found = found_in(line)
+    assert found["engine"] == "StrongholdEngine"
+    assert [word for word in found["argv"] if "local_rank" not in word] == [
+        str(script),
+        "--lr",
+        "1",
+    ]
+    assert found["path"] == str(script.parent)
+
+
+# --- stronghold launch ----------------------------------------------------------------------------
+
+PROBE = """
+import importlib.util, os, sys
+print("CHAINED", os.environ.get("CHAINED"), sys.modules["sitecustomize"].__file__)
+for _ in range(3):
+    assert importlib.util.find_spec("deepspeed").origin.endswith("__init__.py")
+    assert importlib.util.find_spec("no_such_package") is None
+assert "deepspeed" not in sys.modules and "torch" not in sys.modules
+import deepspeed
+assert "exec_module" not in vars(deepspeed.__spec__.loader)
+print("ENABLED", sys.modules["stronghold.plugin"].enabled())
+"""
+
+
+def test_launch_enables_the_plugin_in_a_program_that_owns_its_command_line(tmp_path: Path) -> None:
+    theirs = tmp_path / "sitecustomize.py"
+    theirs.write_text("import os\nos.environ['CHAINED'] = 'yes'\n")
+    ended = subprocess.run(
+        [sys.executable, "-m", "stronghold.cli", "launch", "--", sys.executable, "-c", PROBE],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert f"CHAINED yes {theirs}" in ended.stdout
+    assert "ENABLED True" in ended.stdout
+
+
+@pytest.mark.parametrize("first", ["plugin", "engine.dispatch", "engine", "cpu_adam"])
+def test_launch_enables_the_plugin_in_a_program_that_imports_stronghold(first: str) -> None:
+    probe = f"import stronghold.{first}; from stronghold import plugin, initialize\n"
+    probe += "print(plugin.enabled())"
+    result = subprocess.run(
+        [sys.executable, "-m", "stronghold.cli", "launch", "--", sys.executable, "-c", probe],
+        env={**os.environ, "DS_ACCELERATOR": "cpu"},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.split()[-1] == "True"
+
+
+def test_the_shim_is_first_in_the_path_once() -> None:
+    first = run.with_shim({"PYTHONPATH": f"a{os.pathsep}b", "HOME": "h"})
+    assert first == {"PYTHONPATH": os.pathsep.join([str(run.SHIM), "a", "b"]), "HOME": "h"}
+    assert run.with_shim(first) == first
+    assert run.with_shim({})["PYTHONPATH"] == str(run.SHIM)
+
+
+@pytest.mark.parametrize("words", [[], ["--"], ["--", "no-such-program"]])
+def test_launch_without_a_program_says_so(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["launch", *words]) == 2
+    assert "stronghold: launch:" in capsys.readouterr().err

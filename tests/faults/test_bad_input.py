@@ -1,0 +1,430 @@
+"""Bad input: one error each, which says what to change, before anything is allocated.
+
+Budget errors carry numbers: each test follows the advice and trains.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import stronghold
+from stronghold.device import base
+from stronghold.errors import BudgetError, ConfigError
+from stronghold.memory import host
+from tests.conftest import HAS_CUDA, lane_threads
+from tests.models import MODELS, loss_of
+from tests.support.training import config
+from tests.support.twin import Twin
+
+
+@pytest.fixture
+def allocations(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Every host slab, lane and device buffer that is made from now on."""
+    made: list[str] = []
+
+    def count(owner: Any, name: str) -> None:
+        original = getattr(owner, name)
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            made.append(name)
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, counted)
+
+    count(host, "map_slab")
+    count(base.Lane, "__init__")
+    count(base.Device, "allocate")
+    return made
+
+
+def refused(
+    allocations: list[str],
+    model: nn.Module,
+    settings: Any,
+    error: type[ConfigError],
+    *advice: str,
+    **initialize: Any,
+) -> str:
+    """Initialize; the one error's message, which holds every regular expression of `advice`."""
+    before = [(p, p.data_ptr(), p.dtype, p.shape, p.device) for p in model.parameters()]
+    names = [list(vars(module)) for module in model.modules()]
+    initialize.setdefault("model_parameters", list(model.parameters()))
+    with pytest.raises(ConfigError) as caught:
+        stronghold.initialize(model=model, config=settings, **initialize)
+    assert type(caught.value) is error
+    message = str(caught.value)
+    for words in advice:
+        assert re.search(words, message), f"{words!r} is not in: {message}"
+    assert allocations == [], "something was allocated first"
+    assert lane_threads() == []
+    assert [(p, p.data_ptr(), p.dtype, p.shape, p.device) for p in model.parameters()] == before
+    assert [list(vars(module)) for module in model.modules()] == names
+    assert not any(module._forward_pre_hooks for module in model.modules())
+    return message
+
+
+def trains(
+    model: nn.Module, make_batch: Callable[[int], Any], settings: Any, **options: Any
+) -> Any:
+    """One step through the engine; the engine's memory report."""
+    options.setdefault("model_parameters", list(model.parameters()))
+    engine, *_ = stronghold.initialize(model=model, config=settings, **options)
+    engine.backward(loss_of(engine(**make_batch(0))))
+    engine.step()
+    engine.synchronize()
+    report = engine.memory_report()
+    engine.destroy()
+    return report
+
+
+# --- budgets: follow the advice, and it works -----------------------------------------------------
+
+
+def least(message: str) -> int:
+    found = re.search(r"to at least (\d+)", message)
+    assert found, message
+    return int(found[1])
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", ["gpt", "weird_model", "uneven"])
+def test_a_gpu_budget_below_the_smallest_window(
+    name: str, precision: str, allocations: list[str]
+) -> None:
+    model, make_batch = MODELS[name]()
+
+    def settings(budget: int | str) -> dict[str, Any]:
+        return config(precision=precision, section={"gpu_memory": budget})
+
+    message = refused(
+        allocations, model, settings(100), BudgetError, r"stronghold\.gpu_memory: got 100 bytes"
+    )
+    enough = least(message)
+    again = refused(allocations, model, settings(enough - 1), BudgetError)
+    assert least(again) == enough
+    report = trains(model, make_batch, settings(enough))
+    assert report.gpu_peak <= enough
+
+
+def test_a_gpu_budget_below_the_window_that_is_asked_for(allocations: list[str]) -> None:
+    model, make_batch = MODELS["gpt"](num_layers=4)
+    section: dict[str, Any] = {"window": 3, "gpu_memory": 60_000}
+    settings = config(section=section)
+    message = refused(
+        allocations, model, settings, BudgetError, "window of 3 slots needs", "leave window out"
+    )
+    enough = least(message)
+    trains(model, make_batch, config(section={"window": 3, "gpu_memory": enough}))
+    without = re.search(r"with which (\d+) bytes suffice", message)
+    assert without
+    trains(model, make_batch, config(section={"gpu_memory": int(without[1])}))
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_host_with_too_little_memory(accumulation: int, allocations: list[str]) -> None:
+    model, make_batch = MODELS["gpt"]()
+
+    def settings(budget: int | str, **options: Any) -> dict[str, Any]:
+        return config(accumulation=accumulation, section={"host_memory": budget}, **options)
+
+    message = refused(
+        allocations, model, settings("1KiB"), BudgetError, "1024 are available", "host_memory"
+    )
+    enough = least(message)
+    refused(allocations, model, settings(enough - 1), BudgetError)
+    report = trains(model, make_batch, settings(enough))
+    assert report.host_peak == report.host_planned == enough
+    if accumulation == 1:
+        saved = re.search(r"saves about (\d+)", message)
+        assert saved, message
+        less = least(refused_message(model, settings(1, clipping=0.0)))
+        assert less < enough
+        trains(model, make_batch, settings(less, clipping=0.0))
+
+
+def refused_message(model: nn.Module, settings: Any) -> str:
+    with pytest.raises(BudgetError) as caught:
+        stronghold.initialize(model=model, config=settings)
+    return str(caught.value)
+
+
+def test_a_machine_that_lacks_memory_is_refused_without_a_budget_in_the_config(
+    allocations: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from stronghold.runtime import stack
+
+    model, _ = MODELS["gpt"]()
+    monkeypatch.setattr(stack, "available_host_bytes", lambda: 10_000)
+    refused(allocations, model, config(), BudgetError, "add RAM to at least")
+
+
+# --- models ---------------------------------------------------------------------------------------
+
+
+class Flat(nn.Module):
+    """Nothing repeats."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 5), nn.Linear(5, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x)).mean()
+
+
+# --- refused: a model, or a change of the config; what the one error says; what trains instead ---
+
+
+def ours(**section: Any) -> dict[str, Any]:
+    return {"stronghold": {"device": "emulated", **section}}
+
+
+def codes(model: Any) -> None:
+    model.blocks[0].codes = nn.Parameter(torch.ones(3, dtype=torch.int8), requires_grad=False)
+
+
+def same_memory(model: Any) -> None:
+    model.head.weight = nn.Parameter(model.embedding.weight.data)
+
+
+ENDLESS: dict[str, Any] = ours()
+ENDLESS["stronghold"]["emulated"] = ENDLESS["stronghold"]
+FILE = "LICENSE/trace.json"  # below what is no folder
+BF16 = {"bf16": {"enabled": True}}
+MODELS_REFUSED: dict[str, tuple[Any, dict[str, Any], tuple[str, ...], dict[str, Any] | None]] = {
+    "nothing repeats": (lambda _: Flat(), {}, (r"stronghold\.layers", "block"), None),
+    "layers that are not there": (None, ours(layers="bloks"), ("bloks", "blocks"), ours()),
+    "meta": (lambda m: m.to("meta"), {}, ("meta device", "load its values"), None),
+    "integers": (codes, {}, (r"blocks\.0\.codes", "int8", "buffer"), None),
+    "one memory": (same_memory, {}, ("same memory", "assigning the same nn.Param"), None),
+    "bf16": (
+        lambda m: m.bfloat16(),
+        {},
+        (r'add "bf16": \{"enabled": true\}', "float32"),
+        BF16,
+    ),
+    # Refused in fp32; in bf16 all are cast, as DeepSpeed does.
+    "two dtypes": (
+        lambda m: m.blocks[1].bfloat16() and None,
+        {},
+        (r"blocks\.1\.\S+ is torch\.bfloat16", "bf16"),
+        BF16,
+    ),
+    "double": (
+        lambda m: m.double(),
+        {},
+        (r"asks for fp32: load the model in torch\.float32",),
+        None,
+    ),
+    "nothing to train": (
+        lambda m: m.requires_grad_(False),
+        {},
+        ("requires_grad", "model_parameters"),
+        None,
+    ),
+    "endless": (None, ENDLESS, ("nested more than 50 levels deep",), ours()),
+    "a trace in a folder": (
+        None,
+        ours(trace="tests"),
+        (r"stronghold\.trace: .*cannot be written",),
+        ours(),
+    ),
+    "a trace below a file": (
+        None,
+        ours(trace=FILE),
+        (r"stronghold\.trace: .*cannot be written",),
+        ours(),
+    ),
+    "no GPU": (None, ours(device="cuda"), ('got "cuda"', '"device": "emulated"'), ours()),
+}
+CONFIGS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "batch sizes": (
+        {"train_batch_size": 7},
+        ("do not multiply out", r"7 != 2 x 1 x 1", '"train_batch_size": 6'),
+    ),
+    "both precisions": (
+        {"fp16": {"enabled": True}, "bf16": {"enabled": True}},
+        ("both true", r'"fp16": \{"enabled": false\}'),
+    ),
+    "optimizer": (
+        {"optimizer": {"type": "Lion", "params": {"lr": 1e-4}}},
+        ("Lion", "Adam and AdamW", '"type": "AdamW"'),
+    ),
+    "optimizer's parameter": (
+        {"optimizer": {"type": "AdamW", "params": {"learning_rate": 1e-4}}},
+        (r"optimizer\.params\.learning_rate",),
+    ),
+    "scheduler": (
+        {"scheduler": {"type": "WarmupRL"}},
+        (r"scheduler\.type", "Did you mean", "WarmupLR"),
+    ),
+    "scheduler's values": (
+        {"scheduler": {"type": "OneCycle", "params": {"cycle_min_lr": 0.1}}},
+        (r"scheduler\.params\.cycle_max_lr: missing",),
+    ),
+    "unknown key": (
+        {"stronghold": {"device": "emulated", "windw": 2}},
+        (r"stronghold\.windw: unknown key", 'Did you mean "window"'),
+    ),
+    "wrong type": (
+        {"stronghold": {"device": "emulated", "window": "two"}},
+        (r"stronghold\.window: got 'two', expected an integer",),
+    ),
+    "more resident layers than there are": (
+        {"stronghold": {"device": "emulated", "resident_layers": 99}},
+        (r"stronghold\.resident_layers: got 99", '"all"'),
+    ),
+    "prefetch beyond the window": (
+        {"stronghold": {"device": "emulated", "window": 2, "prefetch": 2}},
+        (r"stronghold\.prefetch: got 2", "Lower prefetch or raise window"),
+    ),
+    "stage 3": ({"zero_optimization": {"stage": 3}}, ("Stage 3", r'"stage": 0')),
+    "log level": ({"log_level": 1}, ("log_level: got 1", '"warning"')),
+    "a number without end": (
+        {"gradient_clipping": 10**400},
+        (r"gradient_clipping: got an integer of 1329 bits",),
+    ),
+    "a rate without end": (
+        {"optimizer": {"type": "AdamW", "params": {"lr": 10**400}}},
+        (r"optimizer\.params\.lr: got an integer",),
+    ),
+    "a beta without end": (
+        {"optimizer": {"type": "AdamW", "params": {"betas": [0.9, 10**400]}}},
+        (r"optimizer\.params\.betas\[1\]: got an integer",),
+    ),
+    "a scale without end": (
+        {"fp16": {"enabled": True, "loss_scale": -(10**400)}},
+        (r"fp16\.loss_scale: got an integer",),
+    ),
+    "a window without end": (
+        {"stronghold": {"device": "emulated", "window": 10**400}},
+        (r"stronghold\.window: got an integer",),
+    ),
+    "a schedule without end": (
+        {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 10**400}}},
+        (r"scheduler\.params\.warmup_max_lr: got an integer",),
+    ),
+    "clipping": ({"gradient_clipping": "auto"}, ("gradient_clipping", "auto")),
+}
+REFUSED = MODELS_REFUSED | {name: (None, *row, None) for name, row in CONFIGS.items()}
+if HAS_CUDA:
+    del REFUSED["no GPU"]
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_refused_says_what_to_change(case: str, allocations: list[str]) -> None:
+    change, changes, advice, instead = REFUSED[case]
+    model, make_batch = MODELS["gpt"]()
+    model = (change(model) if change else None) or model
+    refused(allocations, model, {**config(), **changes}, ConfigError, *advice)
+    if instead is not None:
+        trains(model, make_batch, {**config(), **instead})
+
+
+def test_calls_that_are_refused(allocations: list[str]) -> None:
+    model, _ = MODELS["gpt"]()
+    refused(allocations, model, None, ConfigError, "no config: pass config=")
+    advice = ("SGD cannot run on the CPU here", r"torch\.optim\.AdamW")
+    client = torch.optim.SGD(model.parameters(), lr=0.1)
+    refused(allocations, model, config(), ConfigError, *advice, optimizer=client)
+
+
+@pytest.mark.parametrize("kind", ["transposed", "strided", "expanded"])
+def test_parameters_with_strides_of_their_own_train_as_contiguous_ones(kind: str) -> None:
+    both = Twin()
+    both.engine.destroy()
+    for model in (both.model, both.plain):
+        bias = model.blocks[0].mlp.down.bias
+        weight = model.blocks[0].mlp.down.weight
+        if kind == "transposed":
+            weight.data = weight.data.t().contiguous().t()
+        elif kind == "strided":
+            weight.data = weight.data.repeat_interleave(2, 1)[:, ::2]
+        else:
+            bias.data = torch.zeros(1).expand(bias.shape)
+        assert not all(p.is_contiguous() for p in (weight, bias))
+    for parameter in both.plain.parameters():
+        parameter.data = parameter.data.contiguous()
+    both.restart_plain()
+    both.engine, *_ = stronghold.initialize(
+        model=both.model, config=both.settings, model_parameters=both.model.parameters()
+    )
+    both.train(0)
+    both.train(1)
+    both.check()
+    both.engine.destroy()
+
+
+def test_no_model(allocations: list[str]) -> None:
+    with pytest.raises(ConfigError, match="model is missing"):
+        stronghold.initialize(config=config())
+    assert allocations == []
+
+
+# --- configs --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "advice"),
+    [
+        (None, r"does not exist.*Did you mean.*ds_config\.json"),
+        ("", "is empty: write at least"),
+        ("   \n", "is empty"),
+        ('{"train_batch_size": 2,, }', r"is not JSON: line 1, column 24"),
+        ("train with AdamW, please", "is not JSON: line 1, column 1"),
+        ("[1, 2]", "holds list|expected a JSON object"),
+        ('{"train_batch_size":' + "1" * 5000 + "}", "digits"),
+        ("[" * 100_000, "nested more than 50 levels deep"),
+        ('{"a":' * 900 + "1" + "}" * 900, "nested more than 50 levels deep"),
+    ],
+    ids=[
+        *("missing", "empty", "blank", "a comma too many", "text", "a list"),
+        *("an endless number", "endless lists", "deep"),
+    ],
+)
+def test_a_config_file_that_cannot_be_read(
+    text: str | None, advice: str, tmp_path: Path, allocations: list[str]
+) -> None:
+    (tmp_path / "ds_config.json").write_text("{}")
+    path = tmp_path / ("ds_confg.json" if text is None else "broken.json")
+    if text is not None:
+        path.write_text(text)
+    model, _ = MODELS["gpt"]()
+    refused(allocations, model, str(path), ConfigError, path.name, advice)
+    refused(allocations, model, path, ConfigError, path.name, advice)
+
+
+# --- the machine ----------------------------------------------------------------------------------
+
+
+def test_ranks_without_a_process_group(
+    allocations: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, _ = MODELS["gpt"]()
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)
+    advice = ("WORLD_SIZE: got 2", "deepspeed.init_distributed")
+    refused(allocations, model, config(), ConfigError, *advice, dist_init_required=False)
+
+
+def test_a_clients_schedule_that_fails(allocations: list[str]) -> None:
+    model, _ = MODELS["gpt"]()
+
+    def broken(optimizer: torch.optim.Optimizer) -> Any:
+        raise RuntimeError("no such schedule")
+
+    with pytest.raises(RuntimeError, match="no such schedule"):
+        stronghold.initialize(
+            model=model,
+            config=config(),
+            model_parameters=model.parameters(),
+            lr_scheduler=broken,
+        )
+    assert allocations == []

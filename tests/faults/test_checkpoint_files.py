@@ -1,0 +1,670 @@
+"""What is wrong with a checkpoint is said, with the file, before anything in memory changes; also
+where another hand has changed it, before a load or while it runs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+import threading
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from stronghold.checkpoint import directory, tensorfile
+from stronghold.checkpoint.load import Load
+from stronghold.checkpoint.manifest import MANIFEST, STATE, Manifest
+from stronghold.checkpoint.tensorfile import (
+    HeldFile,
+    TensorFile,
+    entry_of,
+    write_durably,
+    write_tensors,
+)
+from stronghold.cli import main
+from stronghold.errors import CheckpointError, ConfigError
+from tests.support.checkpoints import assert_same, command, make_model, session, snapshot, train
+from tests.support.mutations import mutated
+
+TAG = "global_step3"
+FILES = [
+    "weights-00001.safetensors",
+    "masters-00002.safetensors",
+    "moments-00003.safetensors",
+    "buffers.safetensors",
+    STATE,
+    MANIFEST,
+]
+Damage = Callable[[Path], None]
+
+
+class WithBuffer(nn.Module):
+    """GPT-2 has no buffer in its state dict: this one has."""
+
+    def __init__(self, seed: int = 0, num_layers: int = 3, width: int = 24) -> None:
+        super().__init__()
+        self.body = make_model(seed=seed, num_layers=num_layers, width=width)
+        self.register_buffer("seen", torch.zeros(3))
+
+    def forward(self, **batch: Any) -> Any:
+        self.seen += 1
+        return self.body(**batch)
+
+
+@contextmanager
+def at_most(seconds: int) -> Iterator[None]:
+    """TimeoutError in what would wait for ever."""
+
+    def stop(*_: object) -> None:
+        raise TimeoutError(f"no answer within {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tag after three steps, and under `five` after five."""
+    where = tmp_path_factory.mktemp("saved")
+    with session(WithBuffer(), precision="bf16") as engine:
+        train(engine, 3)
+        engine.save_checkpoint(where, client_state={"epoch": 1})
+        train(engine, 2)
+        engine.save_checkpoint(where, tag="five", save_latest=False)
+    return where
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Any]:
+    """One engine for every refusal: nothing may change it."""
+    with session(WithBuffer(seed=9), precision="bf16") as engine:
+        train(engine, 5)
+        yield engine
+
+
+@pytest.fixture
+def copy(saved: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(saved, tmp_path / "copy"))
+
+
+def refused(engine: Any, where: Path, error: type[Exception], match: str, **options: Any) -> None:
+    before = snapshot(engine)
+    with at_most(20), pytest.raises(error, match=match):
+        engine.load_checkpoint(where, **options)
+    assert_same(snapshot(engine), before)
+
+
+def write_manifest(path: Path, body: Any) -> None:
+    """With a checksum that is right."""
+    crc32 = zlib.crc32(json.dumps(body, sort_keys=True).encode())
+    (path / MANIFEST).write_text(json.dumps({"crc32": crc32, "manifest": body}))
+
+
+def rewrite(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    """Change a manifest as somebody would who also makes its checksum right."""
+    body = json.loads((path / MANIFEST).read_text())["manifest"]
+    change(body)
+    write_manifest(path, body)
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def cut_to_nothing(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def longer(path: Path) -> None:
+    path.write_bytes(path.read_bytes() + b"\0")
+
+
+def flip_a_bit(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) * 2 // 3] ^= 4
+    path.write_bytes(data)
+
+
+def remove(path: Path) -> None:
+    path.unlink()
+
+
+@pytest.mark.parametrize("damage", [cut, cut_to_nothing, longer, flip_a_bit, remove])
+@pytest.mark.parametrize("name", FILES)
+def test_a_damaged_file_is_named_and_nothing_changes(
+    name: str, damage: Damage, engine: Any, copy: Path
+) -> None:
+    damage(copy / TAG / name)
+    match = f"{copy / TAG}.*manifest" if name == MANIFEST else f"{copy / TAG / name}: "
+    refused(engine, copy, CheckpointError, match)
+
+
+def test_the_undamaged_copy_loads(engine: Any, copy: Path) -> None:
+    engine.load_checkpoint(copy)
+    assert engine.global_steps == 3
+    assert engine.module.seen.tolist() == [3.0, 3.0, 3.0]
+
+
+def test_another_version_is_refused(engine: Any, copy: Path) -> None:
+    rewrite(copy / TAG, lambda body: body.update(version=7))
+    refused(engine, copy, CheckpointError, "version 7, expected stronghold checkpoint version 1")
+
+
+def test_a_file_that_says_other_than_the_manifest_is_refused(engine: Any, copy: Path) -> None:
+    tensors = load_file(copy / TAG / FILES[0])
+    name = sorted(tensors)[0]
+    tensors[name] = tensors[name][:1].clone()
+    save_file(tensors, copy / TAG / FILES[0])
+    data = (copy / TAG / FILES[0]).read_bytes()
+    record = {"num_bytes": len(data), "crc32": zlib.crc32(data)}
+    rewrite(copy / TAG, lambda body: body["files"].update({FILES[0]: record}))
+    refused(engine, copy, CheckpointError, f"{FILES[0]}: {name} is .* and the manifest says")
+
+
+def test_a_missing_tag_is_answered_with_those_that_are_there(engine: Any, copy: Path) -> None:
+    refused(
+        engine,
+        copy,
+        CheckpointError,
+        r"tags there are five, global_step3\. Did you mean",
+        tag="global_stp3",
+    )
+    (copy / "latest").write_text("global_step9")
+    refused(engine, copy, CheckpointError, "global_step9: no such checkpoint")
+    refused(engine, copy, ConfigError, "the name of one directory", tag="../global_step3")
+
+
+def test_foreign_directories_are_told_apart(engine: Any, tmp_path: Path) -> None:
+    for name, match in (
+        ("bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt", "stronghold import"),
+        (STATE, "stronghold import"),
+        ("model.safetensors", "from_pretrained"),
+        ("notes.txt", "not a checkpoint of stronghold's"),
+    ):
+        tag = tmp_path / name.replace(".", "-")
+        tag.mkdir()
+        (tag / name).write_bytes(b"?")
+        refused(engine, tmp_path, CheckpointError, match, tag=tag.name)
+
+
+def test_a_checkpoint_of_another_model_is_refused(engine: Any, saved: Path) -> None:
+    for other, match in (
+        (WithBuffer(num_layers=2), r"this model has no body\.transformer\.h\.2\..* and 7 more"),
+        (WithBuffer(num_layers=4), r"it has no body\.transformer\.h\.3\..*Did you mean|it has no"),
+        (WithBuffer(width=32), r"has the shape \[61, 24\] there, and \[61, 32\] in this model"),
+        (make_model(), r"it has no transformer\.wte\.weight.*Did you mean \"body\.transformer"),
+    ):
+        with session(other, precision="bf16") as stranger:
+            train(stranger, 1)
+            refused(stranger, saved, ConfigError, match)
+
+
+def test_names_need_not_match_on_request(saved: Path) -> None:
+    with session(WithBuffer(num_layers=2, seed=9), precision="bf16") as smaller:
+        refused(smaller, saved, ConfigError, "parameter groups", load_module_strict=False)
+        smaller.load_checkpoint(saved, load_module_strict=False, load_optimizer_states=False)
+        weights = load_file(saved / TAG / "weights-00001.safetensors")
+        name = sorted(weights)[0]
+        assert torch.equal(smaller.module_state_dict()[name], weights[name])
+
+
+def test_a_checkpoint_without_an_optimizer_says_so(saved: Path, copy: Path, engine: Any) -> None:
+    rewrite(copy / TAG, lambda body: body.update(groups=None))
+    refused(engine, copy, ConfigError, "saved by an engine without an optimizer")
+    rewrite(copy / TAG, lambda body: body.update(groups=[]))
+    refused(engine, copy, ConfigError, "load_optimizer_states=False")
+
+
+# -- the files themselves ------------------------------------------------------------------------
+SHAPES = [(), (1,), (15,), (17, 3), (0, 4), (4097,), (3, 700_001)]
+
+
+@pytest.mark.parametrize("dtype", list(tensorfile.DTYPES.values()), ids=str)
+def test_the_library_reads_what_is_written_and_we_read_what_it_writes(
+    dtype: torch.dtype, tmp_path: Path
+) -> None:
+    tensors = {
+        f"t{k}": (torch.arange(torch.Size(shape).numel()) % 127).view(shape).to(dtype)
+        for k, shape in enumerate(SHAPES)
+    }
+    record = write_tensors(tmp_path / "ours", [entry_of(*item) for item in tensors.items()])
+    HeldFile(tmp_path / "ours").check(record)
+    save_file(tensors, tmp_path / "theirs")
+    read, file = load_file(tmp_path / "ours"), TensorFile(tmp_path / "theirs")
+    for name, tensor in tensors.items():
+        assert torch.equal(read[name], tensor)
+        assert torch.equal(file.read(name), tensor)
+        assert torch.equal(file.mapped(name), tensor)
+        pieces = [piece.clone() for piece in file.pieces(name)]
+        assert torch.equal(torch.cat([torch.empty(0, dtype=dtype), *pieces]), tensor.view(-1))
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"short",
+        b"\xff" * 64,
+        (5).to_bytes(8, "little") + b"[1,2]",
+        (30).to_bytes(8, "little") + b'{"a":{"dtype":"F32"}}         ',
+        (64).to_bytes(8, "little")
+        + b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}'.ljust(64)
+        + b"1234",
+    ],
+)
+def test_what_is_no_safetensors_file_is_refused(data: bytes, tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(data)
+    with pytest.raises(CheckpointError, match=str(tmp_path / "file")):
+        TensorFile(tmp_path / "file")
+
+
+def test_the_manifest_is_what_was_written(saved: Path) -> None:
+    manifest = Manifest.read(saved / TAG)
+    names = {record.name for record in manifest.tensors}
+    assert "body.transformer.wte.weight" in names
+    tied = next(r for r in manifest.tensors if r.name == "body.transformer.wte.weight")
+    assert tied.aliases == ("body.transformer.wte.weight", "body.lm_head.weight")
+    assert manifest.buffers == {"seen": (3,)}
+    assert {record.step for record in manifest.tensors} == {3}
+    listed = set(manifest.files) | {MANIFEST}
+    assert listed == {path.name for path in (saved / TAG).iterdir()}
+
+
+def test_a_disk_that_takes_no_more_is_told_with_the_file(tmp_path: Path) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+    try:
+        with pytest.raises(OSError, match=r"a\.safetensors"):
+            write_durably(tmp_path / "a.safetensors", bytes(4096))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+# -- a tag that is replaced while it is loaded ----------------------------------------------------
+def state_of(engine: Any, where: Path, tag: str) -> dict[str, torch.Tensor]:
+    engine.load_checkpoint(where, tag=tag)
+    return snapshot(engine)
+
+
+def replace(save_dir: Path, tag: str, source: Path) -> None:
+    """As a save does: a hidden directory takes the tag's name, and the old one is removed."""
+    hidden = directory.begin(save_dir, tag)
+    shutil.copytree(source, hidden, dirs_exist_ok=True)
+    directory.publish(hidden, save_dir / tag)
+
+
+@pytest.mark.parametrize("exchange", [True, False])
+@pytest.mark.parametrize("moment", ["into_slabs", "_weights", "_fill", "_moments"])
+def test_a_load_is_of_the_save_that_it_verified(
+    moment: str, exchange: bool, engine: Any, copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tag is replaced between verification and the last read: all that is read is the old."""
+    if not exchange:
+        monkeypatch.setattr(directory, "_exchange", lambda one, two: False)
+    expected, later = state_of(engine, copy, TAG), state_of(engine, copy, "five")
+    original, replaced = getattr(Load, moment), []
+
+    def replacing(*args: Any, **options: Any) -> Any:
+        if not replaced:
+            replaced.append(replace(copy, TAG, copy / "five"))
+        return original(*args, **options)
+
+    monkeypatch.setattr(Load, moment, replacing)
+    assert_same(state_of(engine, copy, TAG), expected)
+    assert_same(state_of(engine, copy, TAG), later)
+
+
+def test_a_tag_that_is_replaced_while_it_is_opened_is_the_new_one(
+    engine: Any, copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = state_of(engine, copy, "five")
+    original, replaced = Manifest.read, []
+
+    def replacing(*args: Any, **options: Any) -> Manifest:
+        found = original(*args, **options)
+        if not replaced:
+            replaced.append(replace(copy, TAG, copy / "five"))
+        return found
+
+    monkeypatch.setattr(Manifest, "read", staticmethod(replacing))
+    assert_same(state_of(engine, copy, TAG), expected)
+
+
+def test_loads_beside_a_writer_are_each_of_one_save(engine: Any, copy: Path) -> None:
+    states = [state_of(engine, copy, TAG), state_of(engine, copy, "five")]
+    shutil.copytree(copy / TAG, copy / "three")
+    stop, turns = threading.Event(), 0
+
+    def write() -> None:
+        nonlocal turns
+        while not stop.is_set():
+            replace(copy, TAG, copy / ("five", "three")[turns % 2])
+            turns += 1
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    try:
+        for _ in range(25):
+            found = state_of(engine, copy, TAG)
+            step = engine.global_steps
+            assert_same(found, states[step == 5])
+    finally:
+        stop.set()
+        writer.join()
+    assert turns >= 10, "the writer hardly ran: the test shows little"
+
+
+def test_a_file_that_is_written_to_while_it_is_read_is_noticed(
+    saved: Path, copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not replaced: overwritten where it lies, as no save of ours does."""
+    original = Load._moments
+
+    def writing(load: Load) -> None:
+        file = copy / TAG / "moments-00001.safetensors"
+        file.write_bytes((saved / "five" / file.name).read_bytes())
+        original(load)
+
+    monkeypatch.setattr(Load, "_moments", writing)
+    with session(WithBuffer(seed=9), precision="bf16") as engine:
+        with pytest.raises(CheckpointError, match=r"moments-00001\.safetensors: was written to"):
+            engine.load_checkpoint(copy, tag=TAG)
+        monkeypatch.undo()
+        engine.load_checkpoint(saved)
+        assert engine.global_steps == 3
+
+
+def test_no_file_is_held_after_a_load_or_a_refusal(engine: Any, copy: Path) -> None:
+    def held() -> list[str]:
+        links = [Path("/proc/self/fd", name) for name in os.listdir("/proc/self/fd")]
+        return [os.readlink(link) for link in links if link.is_symlink()]
+
+    engine.load_checkpoint(copy)
+    assert not [name for name in held() if str(copy) in name]
+    rewrite(copy / TAG, lambda body: body["counters"].pop("global_samples"))
+    refused(engine, copy, CheckpointError, "global_samples")
+    (copy / "five" / "moments-00002.safetensors").write_bytes(b"?")
+    refused(engine, copy, CheckpointError, "moments-00002", tag="five")
+    assert not [name for name in held() if str(copy) in name]
+
+
+# -- manifests ------------------------------------------------------------------------------------
+def tensor(key: str, value: Any) -> Callable[[dict[str, Any]], Any]:
+    return lambda body: body["tensors"][3].update({key: value})
+
+
+CRAFTED: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "step is a word": tensor("step", "x"),
+    "step is negative": tensor("step", -1),
+    "step is a fraction": tensor("step", 1.5),
+    "step is endless": tensor("step", 10**400),
+    "trainable is a number": tensor("trainable", 1),
+    "a name is a number": tensor("name", 7),
+    "another name first": tensor("aliases", ["other"]),
+    "no name at all": tensor("aliases", []),
+    "sizes are negative": tensor("shape", [-1, -24]),
+    "a type that no layer has": tensor("dtype", "I64"),
+    "a file elsewhere": tensor("weights", "../../weights.safetensors"),
+    "a file that is not listed": tensor("moments", "moments-99999.safetensors"),
+    "an unknown key": tensor("strange", 1),
+    "a tensor twice": lambda body: body["tensors"].append(body["tensors"][0]),
+    "tensors are an object": lambda body: body.update(tensors={}),
+    "no counters": lambda body: body.pop("counters"),
+    "a counter less": lambda body: body["counters"].pop("global_samples"),
+    "a counter is a word": lambda body: body["counters"].update(micro_steps="x"),
+    "no accumulation": lambda body: body["counters"].update(gradient_accumulation_steps=0),
+    "lr is a word": lambda body: body["groups"][0].update(lr="x"),
+    "lr is missing a number": lambda body: body["groups"][0].update(lr=None),
+    "lr is endless": lambda body: body["groups"][0].update(lr=10**400),
+    "one beta": lambda body: body["groups"][0].update(betas=[0.9]),
+    "betas are words": lambda body: body["groups"][0].update(betas=["a", "b"]),
+    "a group without params": lambda body: body["groups"][0].pop("params"),
+    "params are numbers": lambda body: body["groups"][0].update(params=[1]),
+    "sizes of files are words": lambda body: body["files"][STATE].update(num_bytes="x"),
+    "a file without a checksum": lambda body: body["files"][STATE].pop("crc32"),
+    "buffers are a list": lambda body: body.update(buffers=[1]),
+    "of two model-parallel ranks": lambda body: body.update(model_parallel={"rank": 1, "size": 2}),
+}
+
+
+@pytest.mark.parametrize("case", CRAFTED)
+def test_a_crafted_manifest_is_refused_before_memory_changes(
+    case: str, engine: Any, copy: Path
+) -> None:
+    rewrite(copy / TAG, CRAFTED[case])
+    refused(engine, copy, CheckpointError, str(copy / TAG))
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"manifest":' * 50_000, "{}", "[]", "7", "\0"])
+def test_a_manifest_of_another_form_is_refused(text: str, engine: Any, copy: Path) -> None:
+    (copy / TAG / MANIFEST).write_text(text)
+    refused(engine, copy, CheckpointError, f"{copy / TAG / MANIFEST}: not a readable manifest")
+
+
+def refuses_or_loads(engine: Any, where: Path, before: dict[str, torch.Tensor]) -> Any:
+    """The engine's state now; the same as before if the load was refused."""
+    try:
+        engine.load_checkpoint(where)
+    except (CheckpointError, ConfigError) as error:
+        said = str(error)
+    else:
+        return snapshot(engine)
+    assert str(where) in said
+    assert_same(snapshot(engine), before)
+    return before
+
+
+def fuzz_manifests(engine: Any, copy: Path, cases: int, seed: int) -> int:
+    """How many of `cases` were refused."""
+    body = json.loads((copy / TAG / MANIFEST).read_text())["manifest"]
+    before, num_refused = snapshot(engine), 0
+    for case in range(cases):
+        chosen = random.Random(f"{seed} {case}")
+        write_manifest(copy / TAG, mutated(body, chosen))
+        try:
+            after = refuses_or_loads(engine, copy, before)
+        except BaseException as error:
+            raise AssertionError(f"case {case} of seed {seed}: {error!r}") from error
+        num_refused += after is before
+        before = after
+    return num_refused
+
+
+def fuzz_headers(file: Path, work: Path, cases: int, seed: int) -> int:
+    data = file.read_bytes()
+    begin = 8 + int.from_bytes(data[:8], "little")
+    header, num_refused = json.loads(data[8:begin]), 0
+    for case in range(cases):
+        chosen = random.Random(f"{seed} {case}")
+        text = json.dumps(mutated(header, chosen)).encode()
+        length = len(text) if case % 10 else chosen.randrange(2**64)
+        work.write_bytes(length.to_bytes(8, "little") + text + data[begin:])
+        try:
+            opened = TensorFile(work)
+            for name in opened.tensors:
+                assert opened.read(name).nbytes == opened.info(name).num_bytes
+        except CheckpointError as error:
+            num_refused += str(work) in str(error)
+        except BaseException as error:
+            raise AssertionError(f"case {case} of seed {seed}: {error!r}") from error
+    return num_refused
+
+
+def test_mutated_manifests_are_refused_or_load(engine: Any, copy: Path) -> None:
+    assert fuzz_manifests(engine, copy, cases=150, seed=0) > 75
+
+
+def test_mutated_headers_are_refused_or_read(saved: Path, tmp_path: Path) -> None:
+    file = saved / TAG / "moments-00001.safetensors"
+    assert fuzz_headers(file, tmp_path / "file", cases=300, seed=0) > 150
+
+
+@pytest.mark.slow
+def test_many_mutations(engine: Any, saved: Path, copy: Path, tmp_path: Path) -> None:
+    manifests = fuzz_manifests(engine, copy, cases=5000, seed=1)
+    file = saved / TAG / "moments-00001.safetensors"
+    headers = fuzz_headers(file, tmp_path / "file", cases=20_000, seed=1)
+    print(f"refused: {manifests} of 5,000 manifests, {headers} of 20,000 headers")
+
+
+# -- names ----------------------------------------------------------------------------------------
+@pytest.mark.parametrize("content", [b"\xff\xfe\x00", b"", b"../elsewhere", b"a\0b", b"x" * 9999])
+def test_a_latest_that_names_no_tag_is_refused(content: bytes, engine: Any, copy: Path) -> None:
+    (copy / "latest").write_bytes(content)
+    refused(engine, copy, CheckpointError, f"{copy / 'latest'}: ")
+    assert main(["export", str(copy), str(copy / "out")]) == 2
+
+
+@pytest.mark.parametrize(
+    "name", ["latest", f"{TAG}/{MANIFEST}", f"{TAG}/moments-00001.safetensors"]
+)
+@pytest.mark.parametrize("kind", ["pipe", "directory"])
+def test_what_is_no_file_is_refused(kind: str, name: str, engine: Any, copy: Path) -> None:
+    (copy / name).unlink()
+    os.mkfifo(copy / name) if kind == "pipe" else (copy / name).mkdir()
+    refused(engine, copy, CheckpointError, f"{copy / name}: cannot be read: it is no regular file")
+
+
+@pytest.mark.parametrize("tag", ["a\0b", "a ", " a", "a\nb", "latest", ".a", "a/b", ""])
+def test_a_tag_is_the_name_of_a_directory(tag: str, engine: Any, copy: Path) -> None:
+    refused(engine, copy, ConfigError, "the name of one directory", tag=tag)
+    with pytest.raises(ConfigError, match="the name of one directory"):
+        engine.save_checkpoint(copy, tag=tag)
+
+
+class Underscored(nn.Module):
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.body = make_model()
+        self.register_parameter(name, nn.Parameter(torch.ones(5)))
+        self._name = name
+
+    def forward(self, **batch: Any) -> Any:
+        output = self.body(**batch)
+        output.loss = output.loss + getattr(self, self._name).square().sum()
+        return output
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_name_may_begin_with_two_underscores(precision: str, tmp_path: Path) -> None:
+    with session(Underscored("__scale"), precision=precision) as engine:
+        train(engine, 2)
+        engine.save_checkpoint(tmp_path)
+        expected = snapshot(engine)
+        train(engine, 1)
+        engine.load_checkpoint(tmp_path)
+        assert_same(snapshot(engine), expected)
+        engine.save_16bit_model(tmp_path, "model.safetensors")
+    assert "__scale" in load_file(tmp_path / "model.safetensors")
+
+
+def test_the_formats_own_key_is_refused_as_a_name(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="__metadata__: safetensors keeps this name"):
+        write_tensors(tmp_path / "file", [entry_of("__metadata__", torch.ones(3))])
+    with session(Underscored("__metadata__")) as engine:
+        with pytest.raises(CheckpointError, match="__metadata__: safetensors keeps this name"):
+            engine.save_checkpoint(tmp_path / "saved")
+        assert list((tmp_path / "saved").iterdir()) == []
+
+
+# -- pickles --------------------------------------------------------------------------------------
+class Bomb:
+    """Leaves a trace when it is unpickled."""
+
+    def __init__(self, trace: Path) -> None:
+        self._trace = trace
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self._trace,)
+
+
+@pytest.fixture
+def bomb(tmp_path: Path) -> tuple[Path, Path]:
+    """A checkpoint whose client state runs code, and what that makes."""
+    with session(precision="bf16") as engine:
+        train(engine, 2)
+        client = {"epoch": 1, "bomb": Bomb(tmp_path / "went off")}
+        engine.save_checkpoint(tmp_path / "saved", client_state=client)
+    return tmp_path / "saved", tmp_path / "went off"
+
+
+def test_weights_alone_run_no_code_of_the_checkpoints(
+    bomb: tuple[Path, Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    saved, trace = bomb
+    with session(make_model(seed=9), precision="bf16") as engine:
+        path, client = engine.load_checkpoint(saved, load_module_only=True)
+        assert client is None
+        assert path == str(saved / "global_step2" / STATE)
+        weights = load_file(saved / "global_step2" / "weights-00001.safetensors")
+        live = engine.module_state_dict()
+        assert all(torch.equal(live[name], value) for name, value in weights.items())
+        assert not trace.exists()
+        assert "is not read: code of its own would run" in caplog.text
+        engine.load_checkpoint(saved)  # the client asks for all of it
+        assert trace.exists()
+
+
+@pytest.mark.parametrize("to", ["hf", "zero-stage2"])
+def test_an_export_runs_no_code_of_the_checkpoints(
+    to: str, bomb: tuple[Path, Path], tmp_path: Path
+) -> None:
+    saved, trace = bomb
+    command("export", saved, tmp_path / "out", "--to", to)
+    assert any((tmp_path / "out").iterdir())
+    assert not trace.exists()
+
+
+def test_torchs_safe_reader_is_enough_for_plain_client_states(
+    engine: Any, copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original, asked = torch.load, []
+
+    def asking(*args: Any, **options: Any) -> Any:
+        asked.append(options["weights_only"])
+        return original(*args, **options)
+
+    monkeypatch.setattr(torch, "load", asking)
+    for options in ({}, {"load_module_only": True}):
+        _, client = engine.load_checkpoint(copy, **options)
+        assert client == {"epoch": 1}
+    assert asked == [True, True]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"random": {"python": 1}},
+        {"random": 7},
+        {"loss_scaler": {"cur_scale": "x"}},
+        {"client_state": None},
+        {"lr_scheduler": []},
+        {"lr_scheduler": {"strange": 1}},
+    ],
+    ids=str,
+)
+def test_small_state_of_other_types_is_refused(
+    change: dict[str, Any], engine: Any, copy: Path
+) -> None:
+    file = copy / TAG / STATE
+    torch.save({**torch.load(file, weights_only=False), **change}, file)
+    data = file.read_bytes()
+    record = {"num_bytes": len(data), "crc32": zlib.crc32(data)}
+    rewrite(copy / TAG, lambda body: body["files"].update({STATE: record}))
+    refused(engine, copy, (CheckpointError, ConfigError), str(copy / TAG))  # type: ignore[arg-type]

@@ -1,0 +1,244 @@
+"""A lane's exception surfaces in the training thread with the operation's name; nothing hangs."""
+
+from __future__ import annotations
+
+import gc
+import re
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import stronghold
+from stronghold import native
+from tests.conftest import lane_threads
+from tests.models import MODELS, loss_of
+from tests.support.training import config
+
+MODES: dict[str, dict[str, Any]] = {
+    "early": {"clipping": 0.0},
+    "gated": {"clipping": 1.0},
+    "accumulated": {"clipping": 1.0, "accumulation": 2},
+}
+WITHIN_S = 30.0  # far above any step here: a hang fails the test rather than the suite
+
+
+def make_engine(**options: Any) -> tuple[Any, Callable[[int], dict[str, Any]]]:
+    model, make_batch = MODELS["gpt"](num_layers=4)
+    section = {"window": 2, "activations": options.pop("activations", "keep")}
+    settings = config(section=section, **options)
+    engine, _, _, _ = stronghold.initialize(
+        model=model, config=settings, model_parameters=model.parameters()
+    )
+    return engine, make_batch
+
+
+def run_steps(engine: Any, make_batch: Any, steps: range) -> None:
+    for micro in range(
+        steps.start * engine.gradient_accumulation_steps(),
+        steps.stop * engine.gradient_accumulation_steps(),
+    ):
+        engine.backward(loss_of(engine(**make_batch(micro))))
+        engine.step()
+
+
+def in_time(work: Callable[[], None]) -> BaseException | None:
+    """Run `work` in a thread; its exception, or None. Fails when it does not end."""
+    raised: list[BaseException] = []
+
+    def run() -> None:
+        torch.set_num_threads(1)
+        try:
+            work()
+        except BaseException as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(WITHIN_S)
+    assert not thread.is_alive(), "hangs"
+    return raised[0] if raised else None
+
+
+def fail_in(
+    engine: Any, monkeypatch: pytest.MonkeyPatch, operation: str, only: int | None = None
+) -> None:
+    """Let the next operations of this name fail; with `only` the one of that number, from 1 on."""
+    device, seen = engine._stack.device, 0
+    for lane in (device.fetch, device.drain, device.update, *device._of_files.values()):
+        submit = lane.submit
+
+        def submit_failing(
+            name: str, work: Any, after: Any = (), *, submit: Any = submit, **declared: Any
+        ) -> Any:
+            nonlocal seen
+            seen += name == operation
+
+            def broken() -> None:
+                raise OSError("injected")
+
+            fails = name == operation and only in (None, seen)
+            return submit(name, broken if fails else work, after, **declared)
+
+        monkeypatch.setattr(lane, "submit", submit_failing)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("verb", ["fetch", "drain", "update"])
+def test_a_failing_operation_names_itself_within_one_step(
+    verb: str, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, make_batch = make_engine(**MODES[mode])
+    run_steps(engine, make_batch, range(2))
+    layer = engine._stack.layout.streamed[1]
+    fail_in(engine, monkeypatch, f"{verb} {layer}")
+    # One step in which the operation fails, and the next one, whose first wait tells at the latest.
+    error = in_time(lambda: run_steps(engine, make_batch, range(2, 4)))
+    assert isinstance(error, stronghold.LaneError)
+    assert f"{verb} {layer} failed on the {verb} lane: OSError: injected" in str(error)
+    assert isinstance(error.__cause__, OSError)
+    assert in_time(engine.destroy) is None
+
+
+@pytest.mark.parametrize("verb", ["offload", "onload"])
+def test_a_failing_activation_transfer_names_itself(
+    verb: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from stronghold.runtime import activations
+
+    monkeypatch.setattr(activations, "MIN_OFFLOAD_BYTES", 1)
+    engine, make_batch = make_engine(activations="offload")
+    run_steps(engine, make_batch, range(2))
+    layer = engine._stack.layout.streamed[1]
+    fail_in(engine, monkeypatch, f"{verb} {layer}")
+    error = in_time(lambda: run_steps(engine, make_batch, range(2, 4)))
+    assert isinstance(error, stronghold.LaneError)
+    assert f"{verb} {layer} failed" in str(error)
+    assert in_time(engine.destroy) is None
+
+
+def test_a_failing_kernel_names_its_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, make_batch = make_engine()
+    run_steps(engine, make_batch, range(1))
+
+    def broken(*_: Any) -> None:
+        raise stronghold.StateError("injected")
+
+    monkeypatch.setattr(native, "adam", broken)
+    error = in_time(lambda: run_steps(engine, make_batch, range(1, 3)))
+    assert isinstance(error, stronghold.LaneError)
+    assert re.search(r"update \d+ failed on the update lane", str(error))
+    with pytest.raises(stronghold.LaneError, match=r"update \d+ failed"):
+        engine.module_state_dict()
+    assert in_time(engine.destroy) is None
+
+
+def test_a_failed_engine_gives_the_model_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, make_batch = make_engine()
+    run_steps(engine, make_batch, range(1))
+    fail_in(engine, monkeypatch, f"fetch {engine._stack.layout.streamed[-1]}")
+    assert in_time(lambda: run_steps(engine, make_batch, range(1, 3))) is not None
+    model = engine.module
+    assert in_time(engine.destroy) is None
+    assert all(torch.isfinite(parameter).all() for parameter in model.parameters())
+    loss_of(model(**make_batch(0))).backward()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_failure_of_the_last_step_is_told_by_destroy(
+    mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else weights of two steps would be taken for trained ones."""
+    engine, make_batch = make_engine(**MODES[mode])
+    run_steps(engine, make_batch, range(1))
+    last = f"update {engine._stack.layout.layers[0].index}"  # the last one in either order
+    fail_in(engine, monkeypatch, last)
+    model = engine.module
+    error = in_time(lambda: (run_steps(engine, make_batch, range(1, 2)), engine.destroy()))
+    assert isinstance(error, stronghold.LaneError)
+    assert str(error).startswith(f"{last} failed")
+    assert in_time(engine.destroy) is None
+    assert lane_threads() == []
+    loss_of(model(**make_batch(0))).backward()
+
+
+class _FailingBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        raise RuntimeError("out of memory")
+
+
+def fail_backward(engine: Any, make_batch: Any) -> None:
+    """Fail in the middle of the model, when the layers behind have their gradients."""
+    block = engine._stack.partition.layers[engine._stack.layout.streamed[1]].modules[0]
+
+    def breaking(module: Any, args: Any, output: Any) -> Any:
+        return _FailingBackward.apply(output)
+
+    handle = block.register_forward_hook(breaking)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        engine.backward(loss_of(engine(**make_batch(0))))
+    handle.remove()
+
+
+def test_a_failed_backward_before_the_gate_changes_nothing() -> None:
+    weights = []
+    for fails in (True, False):
+        engine, make_batch = make_engine()
+        run_steps(engine, make_batch, range(1))
+        if fails:
+            fail_backward(engine, make_batch)
+        run_steps(engine, make_batch, range(1, 3))
+        weights.append({k: v.clone() for k, v in engine.module_state_dict().items()})
+        engine.destroy()
+    assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
+
+
+def test_a_failed_backward_after_early_updates_is_not_trained_on() -> None:
+    engine, make_batch = make_engine(clipping=0.0)
+    run_steps(engine, make_batch, range(1))
+    fail_backward(engine, make_batch)
+    with pytest.raises(stronghold.ConfigError, match="weights are of two steps"):
+        run_steps(engine, make_batch, range(1, 2))
+    engine.destroy()
+
+
+def test_an_engine_that_is_collected_on_a_lane_ends_like_another() -> None:
+    """The collector comes upon it in the first update, for which the next forward's fetch waits."""
+    engine, make_batch = make_engine()
+    engine.callbacks = [engine]  # a cycle, which the collector alone frees
+    model, lane, dropped = engine.module, engine._stack.device.update, threading.Event()
+    submit = lane.submit
+
+    def submit_collecting(name: str, work: Any, after: Any = (), **declared: Any) -> Any:
+        def collect() -> None:
+            dropped.wait()
+            gc.collect()
+            work()
+
+        return submit(name, collect if name.startswith("update") else work, after, **declared)
+
+    gc.collect()
+    gc.disable()  # until a lane calls it
+    try:
+        lane.submit = submit_collecting
+        run_steps(engine, make_batch, range(1))
+        gone = weakref.ref(engine)
+        del engine
+        dropped.set()
+        deadline = time.monotonic() + WITHIN_S
+        while lane_threads() and time.monotonic() < deadline:
+            time.sleep(0.01)
+    finally:
+        gc.enable()
+    assert lane_threads() == []
+    assert gone() is None
+    assert all(torch.isfinite(parameter).all() for parameter in model.parameters())

@@ -1,0 +1,239 @@
+"""Laws of training on NVMe when something breaks: an error that says what and where within one
+step, no weight that changes silently, a model that is given back, and a next run that starts."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import signal
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import stronghold
+from stronghold.errors import BudgetError, ConfigError
+from tests.faults.test_lane_failures import fail_in, in_time, run_steps
+from tests.models import MODELS
+from tests.support.pages import mounted
+from tests.support.training import config
+
+PAGE_NUMEL = 2048
+MODES = {"early": (0.0, 1), "gated": (0.5, 1), "accumulated": (0.5, 2)}
+DEVICES = {"write": ("/dev/full", errno.ENOSPC), "read": ("/proc/self/mem", errno.EIO)}
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stronghold.plan.plan.PIECE_BYTES", PAGE_NUMEL * 24)
+
+
+def make_engine(path: Path, spill: str, clipping: float = 0.5, accumulation: int = 1) -> Any:
+    torch.manual_seed(0)
+    model, make_batch = MODELS["gpt"](num_layers=4)
+    section = {"window": 2, "nvme": {"path": str(path), "spill": spill}}
+    settings = config(
+        clipping=clipping, accumulation=accumulation, precision="bf16", section=section
+    )
+    engine, _, _, _ = stronghold.initialize(
+        model=model, config=settings, model_parameters=model.parameters()
+    )
+    return engine, make_batch
+
+
+def store_of(engine: Any) -> Any:
+    return engine._stack.host.tiers._store
+
+
+def break_disk(engine: Any, verb: str) -> None:
+    """From now on every read gives EIO, or every write ENOSPC."""
+    file = store_of(engine)._files[0]
+    queue, _ = file._sides[verb]
+    broken = queue.open(DEVICES[verb][0], 1 << 62, create=False, preallocate=False)
+    file._sides[verb] = (queue, broken)
+
+
+def truncate(engine: Any) -> None:
+    os.truncate(f"/proc/self/fd/{store_of(engine)._files[0].descriptor}", 0)
+
+
+def weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: value.detach().clone() for name, value in model.named_parameters()}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("spill", ["moments", "weights"])
+@pytest.mark.parametrize("verb", ["read", "write"])
+def test_a_disk_that_fails_is_an_error_within_one_step(
+    verb: str, spill: str, mode: str, tmp_path: Path
+) -> None:
+    engine, make_batch = make_engine(tmp_path, spill, *MODES[mode])
+    run_steps(engine, make_batch, range(2))
+    break_disk(engine, verb)
+    error = in_time(lambda: run_steps(engine, make_batch, range(2, 4)))
+    assert isinstance(error, stronghold.LaneError)
+    cause = error.__cause__
+    assert isinstance(cause, OSError)
+    path, number = DEVICES[verb]
+    assert cause.errno == number
+    assert re.search(
+        r"(load|stage|spill)[a-z ]* \d+ failed on the (load|stage|spill) lane", str(error)
+    )
+    assert re.search(rf"{verb} of \d+ bytes at offset \d+", str(error))
+    assert path in str(error)
+    assert isinstance(in_time(engine.module_state_dict), stronghold.LaneError)
+    model = engine.module
+    ended = in_time(engine.destroy)
+    if (verb, spill) == ("read", "weights"):
+        assert isinstance(ended, OSError)
+        assert "cannot be read back from NVMe, and are NaN now; load a checkpoint" in str(ended)
+        assert all(p.isnan().all() for p in model.parameters())
+    else:
+        assert ended is None
+    assert all(
+        p.shape == q.shape
+        for p, q in zip(
+            model.parameters(), MODELS["gpt"](num_layers=4)[0].parameters(), strict=True
+        )
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_after_a_failure_every_weight_is_of_one_step_or_the_next(mode: str, tmp_path: Path) -> None:
+    clipping, accumulation = MODES[mode]
+    found = []
+    for steps in (2, 3):
+        engine, make_batch = make_engine(tmp_path, "moments", clipping, accumulation)
+        run_steps(engine, make_batch, range(steps))
+        engine.destroy()
+        found.append(weights(engine.module))
+    for layer in engine._stack.layout.streamed[::2]:
+        for verb in ("load", "spill", "update"):
+            engine, make_batch = make_engine(tmp_path, "moments", clipping, accumulation)
+            run_steps(engine, make_batch, range(2))
+            with pytest.MonkeyPatch.context() as patch:
+                fail_in(engine, patch, f"{verb} {layer}")
+                assert in_time(partial(run_steps, engine, make_batch, range(2, 4))) is not None
+            engine.destroy()
+            after = weights(engine.module)
+            names = [part.name for part in engine._stack.layout.layers[layer].slices]
+            for name, value in after.items():
+                same = [torch.equal(value, of_step[name]) for of_step in found]
+                # A layer takes several pieces: those before the one that failed are new.
+                assert any(same) or name in names, (verb, layer, name)
+
+
+def test_a_failing_piece_fails_the_layer(tmp_path: Path) -> None:
+    """Later pieces of a layer must not make its fence look well."""
+    for verb in ("load", "update", "spill"):
+        engine, make_batch = make_engine(tmp_path, "weights")
+        run_steps(engine, make_batch, range(1))
+        layer = engine._stack.layout.streamed[1]
+        with pytest.MonkeyPatch.context() as patch:
+            fail_in(engine, patch, f"{verb} {layer}", only=1)
+            assert in_time(partial(run_steps, engine, make_batch, range(1, 3))) is not None
+        with pytest.raises(stronghold.LaneError, match=f"{verb} {layer} failed"):
+            engine._stack.host.layers[layer].wait()
+        engine.destroy()
+
+
+@pytest.mark.parametrize("spill", ["moments", "weights"])
+def test_a_file_truncated_during_the_run_is_an_error_and_never_zeros(
+    spill: str, tmp_path: Path
+) -> None:
+    engine, make_batch = make_engine(tmp_path, spill)
+    run_steps(engine, make_batch, range(2))
+    engine.synchronize()
+    truncate(engine)
+    if spill == "weights":  # they are mapped: reading them would end the process
+        error = in_time(engine.module_state_dict)
+        assert isinstance(error, OSError)
+        assert "truncated during the run" in str(error)
+    error = in_time(lambda: run_steps(engine, make_batch, range(2, 4)))
+    assert isinstance(error, stronghold.LaneError)
+    assert "truncated during the run" in str(error)
+    ended = in_time(engine.destroy)
+    if spill == "weights":
+        assert isinstance(ended, OSError)
+        assert "truncated during the run" in str(ended)
+        assert all(p.isnan().all() for p in engine.module.parameters())
+    else:
+        assert ended is None
+        assert all(p.isfinite().all() for p in engine.module.parameters())
+
+
+def test_a_full_disk_is_refused_before_the_run(tmp_path: Path) -> None:
+    model, _ = MODELS["gpt"](num_layers=4)
+    before = weights(model)
+    with mounted(tmp_path, "-t", "tmpfs", "-o", "size=64k", "tmpfs"):
+        settings = config(section={"nvme": {"path": str(tmp_path), "spill": "moments"}})
+        with pytest.raises(BudgetError, match=r"stronghold.nvme.path.*needs \d+ bytes"):
+            stronghold.initialize(model=model, config=settings, model_parameters=model.parameters())
+        assert list(tmp_path.iterdir()) == []
+    assert all(torch.equal(value, before[name]) for name, value in weights(model).items())
+
+
+def test_a_read_only_path_is_refused_before_the_run(tmp_path: Path) -> None:
+    model, _ = MODELS["gpt"](num_layers=4)
+    with mounted(tmp_path, "-t", "tmpfs", "-o", "ro", "tmpfs"):
+        settings = config(section={"nvme": {"path": str(tmp_path), "spill": "moments"}})
+        with pytest.raises(ConfigError, match=r"stronghold.nvme.path.*cannot be written"):
+            stronghold.initialize(model=model, config=settings, model_parameters=model.parameters())
+
+
+def test_after_a_killed_run_the_next_one_starts(tmp_path: Path) -> None:
+    if (child := os.fork()) == 0:
+        engine, make_batch = make_engine(tmp_path, "weights")
+        run_steps(engine, make_batch, range(2))
+        os.kill(os.getpid(), signal.SIGKILL)
+    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
+    assert len(list(tmp_path.iterdir())) == 1  # without the files, which had no names
+    engine, make_batch = make_engine(tmp_path, "weights")
+    assert len(list(tmp_path.iterdir())) == 1  # its own
+    run_steps(engine, make_batch, range(1))
+    engine.destroy()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_a_checkpoint_that_fails_stops_nobody(beside: bool, tmp_path: Path) -> None:
+    """Its error, which is kept, holds what was being read; others read on."""
+    state, full, saved = (tmp_path / name for name in ("state", "full", "saved"))
+    state.mkdir(), full.mkdir()
+    engine, make_batch = make_engine(state, "weights")
+    run_steps(engine, make_batch, range(1))
+    engine.settings.stronghold.__dict__["async_checkpoint"] = beside
+
+    def save() -> None:
+        engine.save_checkpoint(full)
+        engine.wait_for_checkpoint()
+
+    kept = []
+    for size in (16, 24, 32):  # in the middle of a tensor, sooner or later
+        with mounted(full, "-t", "tmpfs", "-o", f"size={size}k", "tmpfs"):
+            kept.append(in_time(save))
+        assert isinstance(kept[-1], OSError | stronghold.LaneError)
+        assert os.strerror(errno.ENOSPC) in str(kept[-1])
+        assert in_time(lambda: run_steps(engine, make_batch, range(1, 2))) is None
+    assert in_time(lambda: engine.save_checkpoint(saved)) is None
+    assert in_time(engine.destroy) is None
+    assert all(p.isfinite().all() for p in engine.module.parameters())
+
+
+def test_weights_that_do_not_fit_stay_in_the_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine, make_batch = make_engine(tmp_path, "weights")
+    run_steps(engine, make_batch, range(2))
+    expected = {name: value.clone() for name, value in engine.module_state_dict().items()}
+    monkeypatch.setattr("stronghold.runtime.stack.available_host_bytes", lambda: 0)
+    engine.destroy()
+    assert "save a checkpoint" in caplog.text
+    assert list(tmp_path.iterdir()) == []
+    for name, value in engine.module.state_dict().items():
+        assert torch.equal(value, expected[name]), name

@@ -1,0 +1,313 @@
+"""Training a part of a model: frozen layers, PEFT's adapters, experts that nobody chose, parameters
+that arrive in another dtype than the config's.
+
+Frozen layers stream without gradients and without optimizer state, and what trains does so exactly
+as in a plain loop with the same Adam.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration
+
+import stronghold
+from stronghold.errors import ConfigError
+from tests.models import MODELS, loss_of
+from tests.support.training import Factory, assert_identical, config, train_plain, train_windowed
+from tests.support.twin import Twin
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    import peft
+
+STEPS = 5
+VOCABULARY = 61
+Batches = Callable[[int], dict[str, Any]]
+
+
+def token_batch(seed: int) -> dict[str, Any]:
+    tokens = torch.randint(VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(seed))
+    return {"input_ids": tokens, "labels": tokens}
+
+
+def base_model() -> nn.Module:
+    shape = LlamaConfig(
+        hidden_size=24,
+        intermediate_size=52,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        vocab_size=VOCABULARY,
+        use_cache=False,
+    )
+    return LlamaForCausalLM(shape)
+
+
+def lora(**options: Any) -> tuple[nn.Module, Batches]:
+    """A tiny Llama with adapters whose second factor is not zero, so that every factor learns."""
+    chosen = {"target_modules": ["q_proj", "v_proj"], "init_lora_weights": False, **options}
+    settings = peft.LoraConfig(task_type="CAUSAL_LM", r=4, lora_alpha=8, **chosen)
+    return peft.get_peft_model(base_model(), settings), token_batch
+
+
+def checkpointed_lora(*, reentrant: bool) -> tuple[nn.Module, Batches]:
+    """As the Trainer sets it up: the embedding's output must ask for a gradient, since nothing
+    before the first block does."""
+    model, make_batch = lora()
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    model.enable_input_require_grads()
+    return model, make_batch
+
+
+CASES: dict[str, Factory] = {
+    "lora": lora,
+    "lora with dropout": functools.partial(lora, lora_dropout=0.3),
+    "lora on everything": functools.partial(lora, target_modules="all-linear"),
+    "lora and a whole head": functools.partial(lora, modules_to_save=["lm_head"]),
+    "lora and whole norms": functools.partial(lora, modules_to_save=["input_layernorm"]),
+    "dora": functools.partial(lora, use_dora=True),
+    "lora, checkpointed": functools.partial(checkpointed_lora, reentrant=False),
+    "lora, checkpointed reentrant": functools.partial(checkpointed_lora, reentrant=True),
+}
+
+
+@pytest.mark.parametrize(
+    ("case", "precision"),
+    [
+        *((case, "fp32") for case in CASES),
+        *(
+            pytest.param(
+                *(case, "bf16"), marks=() if case in ("lora", "dora") else pytest.mark.slow
+            )
+            for case in CASES
+        ),
+    ],
+)
+def test_adapters_train_exactly_as_in_a_plain_loop(case: str, precision: str) -> None:
+    settings = config(clipping=0.5, precision=precision, section={"window": 1})
+    run = train_windowed(CASES[case], steps=STEPS, settings=settings)
+    expected = train_plain(CASES[case], steps=STEPS, clipping=0.5, precision=precision)
+    assert_identical(run, expected)
+    assert run.norms == expected.norms
+    torch.manual_seed(0)
+    before = CASES[case]()[0].state_dict()
+    changed = [
+        name
+        for name, weight in run.weights.items()
+        if not torch.equal(weight.float(), before[name])
+    ]
+    # With bf16 every weight is rounded: only in fp32 does "changed" say "trained".
+    if precision == "fp32":
+        assert all("lora_" in name or "modules_to_save" in name for name in changed)
+        assert any("lora_B" in name for name in changed)
+
+
+@pytest.mark.parametrize("policy", ["keep", "offload", "recompute"])
+def test_adapters_accumulate_under_every_activation_policy(policy: str) -> None:
+    section = {"window": 1, "activations": policy}
+    settings = config(accumulation=3, clipping=0.5, section=section)
+    run = train_windowed(lora, steps=STEPS, settings=settings)
+    assert_identical(run, train_plain(lora, steps=STEPS, accumulation=3, clipping=0.5))
+
+
+def test_a_frozen_base_costs_its_weights_alone() -> None:
+    model, make_batch = lora()
+    engine, *_ = stronghold.initialize(
+        model=model, config=config(section={"window": 1}), model_parameters=model.parameters()
+    )
+    engine.backward(loss_of(engine(**make_batch(0))))
+    engine.step()
+    report = engine.memory_report()
+    sizes = engine._stack.layout
+    weights = sum(layer.numel for layer in sizes.layers) * 4
+    trained = sum(layer.trainable_numel for layer in sizes.layers)
+    assert sizes.num_trainable < 0.2 * sizes.num_parameters
+    assert report.host_peak == report.host_planned
+    # Two moments and one held gradient, fp32: only for what trains.
+    assert report.host_peak == weights + trained * (4 + 4 + 4)
+    assert [p for p in model.parameters() if p.grad is not None] == []
+    for state in engine._stack.host.layers:
+        assert state.exp_avg is not None
+        assert state.exp_avg.numel() == state.layout.trainable_numel
+    engine.destroy()
+
+
+def test_saved_adapters_open_on_the_base_model(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, make_batch = lora(modules_to_save=["lm_head"])
+    engine, *_ = stronghold.initialize(
+        model=model, config=config(section={"window": 1}), model_parameters=model.parameters()
+    )
+    engine.backward(loss_of(engine(**make_batch(0))))
+    engine.step()
+    engine.module.save_pretrained(tmp_path)
+    torch.manual_seed(0)
+    opened = peft.PeftModel.from_pretrained(base_model(), tmp_path)
+    expected = {k: v for k, v in engine.module_state_dict().items() if "lora_" in k or "saved" in k}
+    assert expected
+    for name, weight in opened.state_dict().items():
+        if name in expected:
+            assert torch.equal(weight, expected[name]), name
+    merged = engine.module.eval()(**make_batch(1)).loss
+    assert torch.allclose(opened.eval()(**make_batch(1)).loss, merged, atol=1e-6)
+    engine.destroy()
+
+
+def test_adapters_can_be_switched_off_for_a_reference_forward() -> None:
+    """What TRL does when it has no reference model: the base is the policy without adapters."""
+    torch.manual_seed(0)
+    model, make_batch = lora()
+    torch.manual_seed(0)
+    base = base_model().eval()
+    engine, *_ = stronghold.initialize(
+        model=model, config=config(section={"window": 1}), model_parameters=model.parameters()
+    )
+    engine.backward(loss_of(engine(**make_batch(0))))
+    engine.step()
+    engine.eval()
+    with torch.no_grad(), engine.module.disable_adapter():
+        reference = engine(**make_batch(1)).logits
+    with torch.no_grad():
+        assert torch.equal(reference, base(**make_batch(1)).logits)
+        assert not torch.equal(engine(**make_batch(1)).logits, reference)
+    engine.destroy()
+
+
+# --- a model that is frozen altogether ------------------------------------------------------------
+
+
+def test_a_frozen_reference_model_takes_the_training_config() -> None:
+    model, make_batch = MODELS["gpt"]()
+    model.requires_grad_(False)
+    expected = loss_of(model(**make_batch(0)))
+    engine, optimizer, _, _ = stronghold.initialize(model=model, config=config())
+    assert optimizer is None
+    assert torch.equal(loss_of(engine(**make_batch(0))), expected)
+    assert engine.memory_report().host_peak <= 4 * sum(
+        layer.numel for layer in engine._stack.layout.layers
+    )
+    engine.destroy()
+
+
+# --- experts --------------------------------------------------------------------------------------
+
+
+def starving_mixtral() -> tuple[nn.Module, Batches]:
+    """Sixteen experts, each token chooses one: for sixteen tokens, some get none."""
+    return MODELS["mixtral"](num_local_experts=16, num_experts_per_tok=1)
+
+
+def test_some_experts_are_unused() -> None:
+    model, make_batch = starving_mixtral()
+    loss_of(model(**make_batch(0))).backward()
+    experts = model.model.layers[0].mlp.experts.down_proj.grad
+    unused = int((experts.flatten(1).abs().sum(1) == 0).sum())
+    assert 0 < unused < 16
+
+
+EXPERTS = {"one tensor": starving_mixtral, "a module each": MODELS["experts"]}
+
+
+@pytest.mark.parametrize("kind", EXPERTS)
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_unused_experts_are_updated_as_in_a_plain_loop(kind: str, accumulation: int) -> None:
+    """Zero gradients inside one tensor of all experts; no gradient, no update, on its own."""
+    model = EXPERTS[kind]
+    settings = config(accumulation=accumulation, clipping=0.5, section={"window": 1})
+    run = train_windowed(model, steps=STEPS, settings=settings)
+    expected = train_plain(model, steps=STEPS, accumulation=accumulation, clipping=0.5)
+    assert_identical(run, expected)
+    assert run.norms == expected.norms
+
+
+# --- dtypes ---------------------------------------------------------------------------------------
+
+
+def t5(dtype: torch.dtype = torch.float32) -> nn.Module:
+    torch.manual_seed(0)
+    shape = T5Config(
+        d_model=16,
+        d_kv=8,
+        d_ff=32,
+        num_layers=2,
+        num_heads=2,
+        vocab_size=VOCABULARY,
+        dropout_rate=0.0,
+        decoder_start_token_id=0,
+    )
+    model = T5ForConditionalGeneration(shape).to(dtype)
+    for name, parameter in model.named_parameters():
+        if ".wo." in name:  # T5's _keep_in_fp32_modules, as from_pretrained leaves them
+            parameter.data = parameter.data.float()
+    return model
+
+
+def mixed_lora() -> nn.Module:
+    """A bf16 base with adapters that PEFT made fp32, its default."""
+    torch.manual_seed(0)
+    settings = peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj"])
+    return peft.get_peft_model(base_model().bfloat16(), settings)
+
+
+@pytest.mark.parametrize("make", [lambda: t5(torch.bfloat16), mixed_lora], ids=["t5", "peft"])
+def test_bf16_training_casts_every_parameter_as_deepspeed_does(make: Any) -> None:
+    model = make()
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16, torch.float32}
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    engine, *_ = stronghold.initialize(
+        model=model,
+        config=config(precision="bf16", section={"window": 1}),
+        model_parameters=model.parameters(),
+    )
+    for name, parameter in engine.module.named_parameters():
+        assert parameter.dtype is torch.bfloat16
+        assert torch.equal(parameter, before[name].bfloat16())
+    for _ in range(2):
+        engine.backward(engine(**token_batch(0)).loss)
+        engine.step()
+        assert engine.was_step_applied()
+    engine.destroy()
+
+
+def test_fp32_training_refuses_a_parameter_of_fewer_bits() -> None:
+    with pytest.raises(ConfigError, match=r'bfloat16, but the config asks for fp32: add "bf16"'):
+        stronghold.initialize(model=mixed_lora(), config=config())
+
+
+# --- merging between steps ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("section", [{"window": 1}, {"resident_layers": 1}], ids=str)
+def test_adapters_that_are_merged_between_steps_leave_the_base_of_a_plain_loop(
+    section: dict[str, Any], precision: str
+) -> None:
+    """As a rollout with the merged weights does it: every round reads and writes the base."""
+    slow = {**section, "emulated": {"update_gbps": 0.02}}
+    torch.manual_seed(0)
+    model, make_batch = lora()
+    torch.manual_seed(0)
+    plain, _ = lora()
+    MODELS["merged"] = lambda: (plain, make_batch)
+    try:
+        both = Twin("merged", of=model, precision=precision, section=slow)
+    finally:
+        del MODELS["merged"]
+    for step in range(8):
+        both.train(step)
+        for each in (both.model, both.plain):
+            each.merge_adapter()
+        with torch.no_grad():
+            assert torch.equal(both.on(9)(both.engine), both.on(9)(both.plain))
+        for each in (both.model, both.plain):
+            each.unmerge_adapter()
+    both.check()
+    both.engine.destroy()

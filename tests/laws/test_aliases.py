@@ -1,0 +1,171 @@
+"""Views of a streamed layer's weights that autograd does not see: their memory is taken by other
+layers. They are found and refused; what autograd sees, and copies, are right.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from stronghold.errors import ConfigError
+from tests.models import HIDDEN, Block, Decoder, token_batch
+from tests.support.places import on_gpu
+from tests.support.training import assert_identical, config, train_plain, train_windowed
+
+POLICIES = ["keep", "offload", "recompute"]
+
+
+class _ByAttribute(torch.autograd.Function):
+    """What a kernel's author writes: the weight for backward is an attribute of the context."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, how: str) -> Tensor:  # type: ignore[override]
+        ctx.save_for_backward(x)
+        ctx.weight = {
+            "transposed": lambda: weight.t(),
+            "detached": lambda: weight.detach(),
+            "data": lambda: weight.data[2:].view(-1),
+            "copied": lambda: weight.detach().clone(),
+            "itself": lambda: weight,
+        }[how]()
+        ctx.how = how
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        (x,) = ctx.saved_tensors
+        weight = ctx.weight.t() if ctx.how == "transposed" else ctx.weight
+        if ctx.how == "data":  # part of it
+            weight = torch.cat([gradient.new_zeros(2, x.shape[-1]), weight.view(-1, x.shape[-1])])
+        return gradient @ weight, gradient.flatten(0, 1).t() @ x.flatten(0, 1), None
+
+
+class _Kernel(nn.Module):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(0.3 * torch.randn(HIDDEN, HIDDEN))
+        self.bias = nn.Parameter(torch.zeros(HIDDEN))
+        self.how = how
+        self.kept: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + getattr(self, f"_{self.how}", self._function)(x) + self.bias
+
+    def _function(self, x: Tensor) -> Tensor:
+        return _ByAttribute.apply(x, self.weight, self.how)
+
+    def _linear(self, x: Tensor) -> Tensor:
+        return torch.tanh(F.linear(x, self.weight))
+
+    def _hooked(self, x: Tensor) -> Tensor:
+        with saved_tensors_hooks(lambda tensor: tensor.detach(), lambda tensor: tensor):
+            return self._linear(x)
+
+    def _cpu(self, x: Tensor) -> Tensor:
+        with torch.autograd.graph.save_on_cpu():
+            return self._linear(x)
+
+    def _copying(self, x: Tensor) -> Tensor:
+        with saved_tensors_hooks(lambda tensor: tensor.detach().clone(), lambda tensor: tensor):
+            return self._linear(x)
+
+    def _closure(self, x: Tensor) -> Tensor:
+        y, weight = self._linear(x), self.weight.detach()
+        y.register_hook(lambda gradient: gradient * (1.0 + weight.mean()))
+        return y
+
+    def _remembered(self, x: Tensor) -> Tensor:
+        if self.kept is None:
+            self.kept = self.weight.detach()
+        return x @ self.kept
+
+    def _cycle(self, x: Tensor) -> Tensor:
+        ring: list[Any] = [self.weight.detach()]
+        ring.append(ring)
+        return self._linear(x)
+
+    def _checkpointed(self, x: Tensor) -> Tensor:
+        return checkpoint(self._half_used, x, self.weight.t(), use_reentrant=False)[0]
+
+    def _half_used(self, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.tanh(x @ weight), torch.tanh(x.sin() @ self.weight)
+
+    def _given_out(self, x: Tensor) -> Tensor:
+        self.kept = self._linear(x)
+        return self.kept
+
+
+class _Kernels(Block):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.kernel = _Kernel(how)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.kernel(x))
+
+
+def factory_of(how: str) -> Any:
+    def factory() -> Any:
+        torch.manual_seed(0)
+        return Decoder([_Kernels(how) for _ in range(3)]), token_batch
+
+    return factory
+
+
+RIGHT_IN_THEIR_STEP = ["hooked", "cpu"]  # the graph lets go of them when backward has been there
+ALIASES = ["transposed", "detached", "data", "hooked", "closure", "remembered", "cpu"]
+
+
+REFUSED = r"blocks\.0\.kernel\.weight: .*save_for_backward"
+
+
+@pytest.mark.parametrize(
+    ("how", "policy"),
+    [
+        # Under each policy the two that are most unlike; keep has them all.
+        pytest.param(
+            *(how, policy),
+            marks=() if policy == "keep" or how in ("data", "closure") else pytest.mark.slow,
+        )
+        for how in ALIASES
+        for policy in POLICIES
+    ],
+)
+def test_a_view_of_weights_that_outlives_their_block_is_refused(how: str, policy: str) -> None:
+    settings = config(section={"window": 2, "activations": policy})
+    with pytest.raises(ConfigError, match=REFUSED):
+        train_windowed(factory_of(how), steps=1, settings=settings)
+
+
+@pytest.mark.parametrize("how", ALIASES)
+def test_with_room_for_every_layer_a_view_may_live_until_the_step(how: str) -> None:
+    """No slot changes hands before the step; a view that is held until then would be old."""
+    settings = config(section={"window": 64, "activations": "keep"})
+    if how in RIGHT_IN_THEIR_STEP:
+        run = train_windowed(factory_of(how), steps=3, settings=settings)
+        assert_identical(run, train_plain(factory_of(how), steps=3))
+    else:
+        with pytest.raises(ConfigError, match=REFUSED):
+            train_windowed(factory_of(how), steps=3, settings=settings)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(
+    "how", ["copied", "itself", "copying", "cycle", "checkpointed", "given_out"]
+)
+def test_what_needs_no_view_is_right(how: str, policy: str) -> None:
+    settings = config(section={"window": 2, "activations": policy})
+    run = train_windowed(factory_of(how), steps=3, settings=settings)
+    assert_identical(run, train_plain(factory_of(how), steps=3))
+
+
+@pytest.mark.parametrize("how", ["transposed", "detached", "hooked", "closure", "remembered"])
+def test_views_of_weights_that_stay_are_right(how: str) -> None:
+    run = train_windowed(factory_of(how), steps=3, settings=config(section=on_gpu("whole")))
+    assert_identical(run, train_plain(factory_of(how), steps=3))

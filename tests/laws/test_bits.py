@@ -1,0 +1,263 @@
+"""Laws 1, 2, 4 and 6 at once: where state lies, when it is updated, what is kept and where a run is
+interrupted never change a bit of a loss, a norm, a weight or a moment, and cost what is planned.
+
+A covering array: every pair of values of two axes is in a case of the default run, for instance
+every model with every home of its state. Cases drawn from the whole product are slow. What the
+other files of this folder show is particular: hazards, faults, counts, order.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import stronghold
+from stronghold import native
+from stronghold.plan.plan import make_plan
+from tests.models import HUGGING_FACE, MODELS, PLAIN, loss_of
+from tests.support.pairs import covering, pairs
+from tests.support.training import (
+    Run,
+    assert_identical,
+    config,
+    moments_of,
+    train_plain,
+    train_windowed,
+)
+
+STEPS = 3
+NUM_DRAWN = 1000
+SMALLEST_PIECE = 2048 * 24  # a page of each array: every layer takes several pieces
+
+ON_GPU = {"resident_updates": "gpu"}
+PLACES: dict[str, dict[str, Any]] = {
+    "one slot": {"window": 1},
+    "two slots": {"window": 2},
+    "every slot": {"window": 64},
+    "one resident": {"window": 1, "resident_layers": 1},
+    "half on the gpu": {"window": 2, "resident_layers": 1, **ON_GPU},
+    "updated on the gpu": {"resident_layers": "all", "activations": "recompute", **ON_GPU},
+    "whole": {"resident_layers": "all", **ON_GPU},
+}
+UPDATES: dict[str, tuple[float, dict[str, Any]]] = {  # where in the step
+    "gate": (0.5, {}),
+    "early": (0.0, {"deferred_layers": 0}),
+    "deferred": (0.0, {"deferred_layers": 1}),
+}
+# Built as Llama is, of the same modules in the same order: one case each.
+LIKE_LLAMA = ["llama", "qwen2", "qwen3", "mistral", "gemma2", "phi3"]
+AXES: dict[str, list[str]] = {
+    "model": [name for name in (*PLAIN, *HUGGING_FACE) if name not in LIKE_LLAMA],
+    "place": list(PLACES),
+    "home": ["ram", "moments", "masters", "weights"],
+    "activations": ["keep", "offload", "recompute"],
+    "update": list(UPDATES),
+    "micro-batches": ["1", "3"],
+    "precision": ["fp32", "bf16", "fp16"],
+    "between": ["nothing", "evaluation", "resumed", "replanned"],
+    "cores": [f"{isa} {1 + number % 2}" for number, isa in enumerate(native.isas())],
+    "lanes": ["on time", "late"],
+}
+Case = tuple[str, ...]
+
+
+# A gradient that comes in parts, or never, takes an entry more than was planned.
+IN_PARTS = {"called_twice", "shared_list", "layer_drop"}
+# Their buffers and what they are given are fp32 values, which half precision does not mix with.
+FP32 = {"structured", "shared_list", "sequential", "buffers", "growing_buffers"}
+
+
+def never(*values: str) -> bool:
+    """The search changes no plan whose state is in files."""
+    files = not {"moments", "masters", "weights"}.isdisjoint(values)
+    half = not {"bf16", "fp16"}.isdisjoint(values)
+    return ("replanned" in values and files) or (half and not FP32.isdisjoint(values))
+
+
+def drawn(count: int) -> Iterator[Case]:
+    rng = random.Random(0)
+    axes = AXES | {"model": [*PLAIN, *HUGGING_FACE]}
+    for _ in range(count):
+        case = tuple(rng.choice(values) for values in axes.values())
+        if not never(*case):
+            yield case
+
+
+@functools.cache
+def plain(name: str, clipping: float, accumulation: int, precision: str) -> Run:
+    return train_plain(
+        MODELS[name],
+        steps=STEPS,
+        clipping=clipping,
+        accumulation=accumulation,
+        precision=precision,
+    )
+
+
+@contextmanager
+def engine_of(name: str, settings: dict[str, Any], seed: int) -> Iterator[Any]:
+    model, make_batch = MODELS[name](seed=seed)
+    engine = stronghold.initialize(
+        model=model, config=settings, model_parameters=model.parameters()
+    )[0]
+    try:
+        yield engine, make_batch
+    finally:
+        engine.destroy()
+
+
+def section_of(of: dict[str, str], folder: Path) -> dict[str, Any]:
+    threads = of["cores"].split()[1]
+    section = {"activations": of["activations"], "cpu_threads": int(threads), **PLACES[of["place"]]}
+    section |= UPDATES[of["update"]][1]
+    if of["home"] != "ram":
+        section["nvme"] = {"path": str(folder), "spill": of["home"]}
+    if of["lanes"] == "late":
+        section["emulated"] = {"jitter_s": 0.0003, "seed": 1}
+    return section
+
+
+def after(value: str, axis: str) -> str:
+    """Two further on: not the neighbour, which is much alike."""
+    values = AXES[axis]
+    return values[(values.index(value) + 2) % len(values)]
+
+
+def trained(of: dict[str, str], folder: Path) -> Run:
+    """The run of a case, as its engines leave it."""
+    accumulation = int(of["micro-batches"])
+    options = {
+        "clipping": UPDATES[of["update"]][0],
+        "accumulation": accumulation,
+        "precision": of["precision"],
+    }
+    parts = [(range(STEPS), of)]
+    if of["between"] == "resumed":  # the second part of the run in another place, and home
+        there = {"place": after(of["place"], "place"), "home": after(of["home"], "home")}
+        parts = [(range(1), of), (range(1, STEPS), {**of, **there})]
+    run = Run()
+    torch.manual_seed(1)
+    for part, here in parts:
+        section = section_of(here, folder)
+        settings = config(section=section, **options)
+        with engine_of(of["model"], settings, seed=part.start) as (engine, make_batch):
+            if part.start > 0:
+                engine.load_checkpoint(folder / "saved")
+            for step in part:
+                for micro in range(step * accumulation, (step + 1) * accumulation):
+                    loss = loss_of(engine(**make_batch(micro)))
+                    engine.backward(loss)
+                    engine.step()
+                    run.losses.append(loss.detach().clone())
+                run.norms.append(engine.get_global_grad_norm())
+                if step == 0:
+                    interrupt(of["between"], of["model"], engine, make_batch)
+            report = engine.memory_report()
+            if of["model"] not in IN_PARTS:
+                assert report.host_peak == report.host_planned
+            assert report.nvme_peak == report.nvme_planned
+            assert report.gpu_peak <= report.gpu_planned
+            # What a whole model does not use has no gradient, and a change of plan leaves less.
+            if not (engine.plan.whole or of["between"] == "replanned"):
+                assert report.gpu_peak == report.gpu_planned
+            if part.stop < STEPS:
+                engine.save_checkpoint(folder / "saved")
+            run.weights = {k: v.clone() for k, v in engine.module_state_dict().items()}
+            run.moments = moments_of(engine)
+    return run
+
+
+def interrupt(what: str, name: str, engine: Any, make_batch: Any) -> None:
+    if what == "evaluation":  # the raw model, without gradients
+        fresh, _ = MODELS[name]()
+        for parameter, trained in zip(fresh.parameters(), engine.parameters(), strict=True):
+            parameter.data = trained.detach().clone()
+        for path, buffer in engine.module.named_buffers():  # also those that a forward made
+            owner, _, leaf = path.rpartition(".")
+            fresh.get_submodule(owner).register_buffer(leaf, buffer.clone())
+        with torch.no_grad():
+            found, expected = (loss_of(m.eval()(**make_batch(9))) for m in (engine.module, fresh))
+        engine.module.train()
+        assert torch.equal(found, expected)
+    elif what == "replanned":
+        stack = engine._stack
+        streamed = stack.layout.streamed
+        resident = min(1 + len(stack.plan.resident & set(streamed)), len(streamed))
+        demand = replace(stack.demand, window=2, resident_layers=resident, activations="recompute")
+        assert stack.replan(make_plan(stack.layout, demand))
+
+
+def check(case: Case, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    of = dict(zip(AXES, case, strict=True))
+    monkeypatch.setattr("stronghold.plan.plan.PIECE_BYTES", SMALLEST_PIECE)
+    monkeypatch.setenv("STRONGHOLD_ISA", of["cores"].split()[0])
+    expected = plain(
+        of["model"], UPDATES[of["update"]][0], int(of["micro-batches"]), of["precision"]
+    )
+    run = trained(of, folder)
+    assert_identical(run, expected)
+    assert run.norms == expected.norms
+
+
+ARRAY = covering(list(AXES.values()), never)
+OTHER_LLAMAS = [(name, *ARRAY[37 * k][1:]) for k, name in enumerate(LIKE_LLAMA)]
+
+
+@pytest.mark.parametrize("case", [*ARRAY, *OTHER_LLAMAS], ids="-".join)
+def test_nothing_changes_a_bit(case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check(case, tmp_path, monkeypatch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", list(drawn(NUM_DRAWN)), ids="-".join)
+def test_no_case_of_the_whole_product_changes_a_bit(
+    case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check(case, tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("name", "reentrant", "policy"),
+    pairs(["llama", "gpt2", "bert"], {"anew": False, "reentrant": True}, list(AXES["activations"])),
+)
+def test_own_gradient_checkpointing_keeps_working(name: str, reentrant: bool, policy: str) -> None:
+    def factory() -> Any:
+        model, make_batch = MODELS[name]()
+        model.gradient_checkpointing_enable(
+            gradient_checkpointing_kwargs={"use_reentrant": reentrant}
+        )
+        if reentrant:
+            model.enable_input_require_grads()
+        return model, make_batch
+
+    settings = config(clipping=0.5, section={"window": 1, "activations": policy})
+    run = train_windowed(factory, steps=STEPS, settings=settings)
+    assert_identical(run, plain(name, 0.5, 1, "fp32"))
+
+
+def test_weights_that_are_not_contiguous_are_said_and_trained_as_contiguous(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def transposed() -> Any:
+        model, make_batch = MODELS["odd_llama"]()
+        for layer in model.model.layers:
+            weight = layer.mlp.up_proj.weight
+            weight.data = weight.data.t().contiguous().t()
+        return model, make_batch
+
+    settings = config(section={"window": 1, "activations": "keep"})
+    with caplog.at_level(logging.WARNING, "stronghold"):
+        run = train_windowed(transposed, steps=4, settings=settings)
+    said = [record.message for record in caplog.records if "contiguous" in record.message]
+    assert len(said) == 1
+    assert "model.layers.0.mlp.up_proj.weight and 4 more" in said[0]
+    assert_identical(run, train_plain(MODELS["odd_llama"], steps=4))

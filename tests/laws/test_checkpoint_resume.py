@@ -1,0 +1,468 @@
+"""Law 4: stop after any step, resume anywhere, and the next losses are the uninterrupted run's."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import stronghold
+from stronghold.checkpoint import save
+from stronghold.checkpoint.tensorfile import TensorFile
+from stronghold.errors import ConfigError, LaneError
+from tests.faults.test_lane_failures import fail_in
+from tests.support.checkpoints import (
+    assert_same,
+    make_batch,
+    make_model,
+    masters_of,
+    session,
+    snapshot,
+    train,
+)
+
+STOPS = 3
+NEXT = 3
+LAYOUTS: list[dict[str, Any]] = [
+    {"window": 1, "activations": "recompute"},
+    {"resident_layers": "all", "cpu_threads": 2},
+    {"window": 2, "activations": "offload"},
+    {"window": 4, "resident_layers": 1, "cpu_threads": 2},
+    {"window": 2, "emulated": {"jitter_s": 0.0005, "seed": 3}},
+]
+RUNS: list[dict[str, Any]] = [
+    {"precision": "fp32", "clipping": 0.5},
+    {"precision": "bf16", "clipping": 0.5},
+    {"precision": "bf16", "clipping": 0.0},
+    {"precision": "bf16", "clipping": 0.5, "accumulation": 2},
+    {"precision": "fp32", "clipping": 0.0, "accumulation": 2},
+    {"precision": "fp16", "clipping": 0.5},
+]
+
+
+@pytest.mark.parametrize("options", RUNS, ids=str)
+def test_a_resumed_run_is_the_uninterrupted_one(options: dict[str, Any], tmp_path: Path) -> None:
+    with session(**options) as engine:
+        losses = []
+        for _ in range(STOPS):
+            losses += train(engine, 1)
+            assert engine.save_checkpoint(tmp_path) is True
+        losses += train(engine, NEXT)
+        expected = snapshot(engine)
+    gas, first = options.get("accumulation", 1), RUNS.index(options)
+    layouts = itertools.islice(itertools.cycle(LAYOUTS), first, first + STOPS)
+    for stop, layout in zip(range(1, STOPS + 1), layouts, strict=True):
+        with session(make_model(seed=9), section=layout, **options) as engine:
+            path, _ = engine.load_checkpoint(tmp_path, tag=f"global_step{stop}")
+            assert Path(path).parent == tmp_path / f"global_step{stop}"
+            resumed = train(engine, STOPS - stop + NEXT)
+            assert all(map(torch.equal, resumed, losses[stop * gas :])), f"stop {stop}, {layout}"
+            assert len(resumed) == len(losses) - stop * gas
+            assert_same(snapshot(engine), expected)
+
+
+def test_a_run_can_go_back_to_its_own_checkpoint(tmp_path: Path) -> None:
+    with session(precision="bf16") as engine:
+        train(engine, 2)
+        engine.save_checkpoint(tmp_path)
+        losses, after = train(engine, 4), snapshot(engine)
+        for _ in range(2):
+            engine.load_checkpoint(tmp_path)
+            assert all(map(torch.equal, train(engine, 4), losses))
+            assert_same(snapshot(engine), after)
+
+
+def test_counters_tags_client_state_and_generators_return(tmp_path: Path) -> None:
+    with session() as engine:
+        assert engine.load_checkpoint(tmp_path) == (None, None)
+        train(engine, 3)
+        random.seed(5), np.random.seed(5)
+        engine.save_checkpoint(tmp_path, client_state={"epoch": 2, "best": [0.5, None]})
+        engine.save_checkpoint(tmp_path, tag="other", save_latest=False)
+        expected = random.random(), np.random.random(), torch.rand(1)
+    assert (tmp_path / "latest").read_text() == "global_step3"
+    assert (tmp_path / "other" / "mp_rank_00_model_states.pt").exists()
+    with session() as engine:
+        path, client = engine.load_checkpoint(tmp_path)
+        assert path == str(tmp_path / "global_step3" / "mp_rank_00_model_states.pt")
+        assert client == {"epoch": 2, "best": [0.5, None]}
+        assert (engine.global_steps, engine.micro_steps, engine.global_samples) == (3, 3, 6)
+        assert (random.random(), np.random.random(), torch.rand(1)) == expected
+
+
+def test_another_number_of_accumulation_steps_starts_at_a_boundary(tmp_path: Path) -> None:
+    with session(accumulation=2) as engine:
+        train(engine, 3)
+        engine.save_checkpoint(tmp_path)
+    with session(accumulation=5) as engine:
+        engine.load_checkpoint(tmp_path)
+        assert engine.micro_steps == 15
+        train(engine, 1)
+        assert engine.global_steps == 4
+
+
+def test_weights_alone_leave_everything_else(tmp_path: Path) -> None:
+    with session(precision="bf16") as engine:
+        train(engine, 3)
+        engine.save_checkpoint(tmp_path)
+        saved = {name: value.clone() for name, value in engine.module_state_dict().items()}
+    for name in ("masters", "moments"):
+        for path in (tmp_path / "global_step3").glob(f"{name}-*"):
+            path.unlink()  # they are not needed
+    with session(make_model(seed=9), precision="bf16") as engine:
+        train(engine, 5)
+        before = snapshot(engine)
+        engine.load_checkpoint(tmp_path, load_module_only=True)
+        after = snapshot(engine)
+        for name, value in engine.module_state_dict().items():
+            assert torch.equal(value, saved[name])
+        changed = {name for name in before if not torch.equal(before[name], after[name])}
+        assert {name.split()[0] for name in changed} == {"weight", "low"}
+        assert all(not after[name].any() for name in after if name.startswith("low"))
+        train(engine, 2)
+
+
+def test_weights_load_into_an_engine_that_only_runs_forward(tmp_path: Path) -> None:
+    with session(precision="bf16") as engine:
+        train(engine, 2)
+        engine.save_checkpoint(tmp_path)
+        saved = {name: value.clone() for name, value in engine.module_state_dict().items()}
+    settings = {
+        "train_micro_batch_size_per_gpu": 1,
+        "bf16": {"enabled": True},
+        "stronghold": {"device": "emulated"},
+    }
+    reader, *_ = stronghold.initialize(model=make_model(seed=9), config=settings)
+    try:
+        reader.load_checkpoint(tmp_path)
+        for name, value in reader.module_state_dict().items():
+            assert torch.equal(value, saved[name])
+        assert not reader._stack.host.training
+    finally:
+        reader.destroy()
+
+
+@pytest.mark.parametrize(
+    ("source", "target"), [("bf16", "fp32"), ("fp32", "bf16"), ("fp16", "bf16")]
+)
+def test_masters_are_the_same_numbers_in_every_precision(
+    source: str, target: str, tmp_path: Path
+) -> None:
+    def masters(engine: Any) -> list[torch.Tensor]:
+        host = engine._stack.host
+        return [host.master(s.layout.index, p) for s in host.layers for p in s.layout.slices]
+
+    with session(precision=source) as engine:
+        train(engine, 3)
+        engine.save_checkpoint(tmp_path)
+        expected = masters(engine)
+    with session(make_model(seed=9), precision=target) as engine:
+        engine.load_checkpoint(tmp_path)
+        assert all(map(torch.equal, masters(engine), expected))
+        train(engine, 1)
+
+
+def test_a_save_beside_training_equals_one_that_stops_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for options in ({"clipping": 0.5}, {"clipping": 0.0}, {"accumulation": 2}):
+        options |= {"precision": "bf16"}
+        stopped, beside = tmp_path / f"{options}" / "stopped", tmp_path / f"{options}" / "beside"
+        with session(**options) as engine:
+            train(engine, 2)
+            engine.save_checkpoint(stopped)
+            losses = train(engine, 3)
+        write = save.Save._write_layer
+
+        def slow(self: Any, index: int, write: Any = write) -> None:
+            time.sleep(0.02)  # training has time to overtake a save that nothing holds back
+            write(self, index)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(save.Save, "_write_layer", slow)
+            with session(section={"async_checkpoint": True}, **options) as engine:
+                train(engine, 2)
+                engine.save_checkpoint(beside)
+                assert not (beside / "latest").exists()
+                assert all(map(torch.equal, train(engine, 3), losses))
+        assert (beside / "latest").read_text() == "global_step2"
+        files = sorted((stopped / "global_step2").glob("*.safetensors"))
+        assert len(files) > 10
+        for file in files:
+            assert file.read_bytes() == (beside / "global_step2" / file.name).read_bytes(), file
+
+
+def test_a_failed_save_beside_training_is_raised_where_it_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(self: Any, index: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(save.Save, "_write_layer", full)
+    with session(section={"async_checkpoint": True}) as engine:
+        train(engine, 1)
+        engine.save_checkpoint(tmp_path)
+        with pytest.raises(LaneError, match=r"publish global_step1 .*No space left"):
+            engine.wait_for_checkpoint()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("told_by", ["forward", "save", "load"])
+def test_after_a_failed_save_beside_training_is_told_of_once_everything_goes_on(
+    told_by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = save.Save._write_layer
+    errors = [OSError(28, "No space left on device")]
+
+    def full_once(self: Any, index: int) -> None:
+        for error in [errors.pop() for _ in errors[:1]]:
+            raise error
+        write(self, index)
+
+    with session() as engine:
+        losses = train(engine, 6)
+    with session(section={"async_checkpoint": True}) as engine:
+        assert all(map(torch.equal, train(engine, 2), losses[:2]))
+        engine.save_checkpoint(tmp_path, tag="good")
+        engine.wait_for_checkpoint()
+        with monkeypatch.context() as patched:
+            patched.setattr(save.Save, "_write_layer", full_once)
+            engine.save_checkpoint(tmp_path, tag="bad")
+            engine._stack.device.finish()
+            call = {
+                "forward": lambda: engine(**make_batch(0)),
+                "save": lambda: engine.save_checkpoint(tmp_path, tag="next"),
+                "load": lambda: engine.load_checkpoint(tmp_path),
+            }[told_by]
+            with pytest.raises(LaneError, match=r"publish bad .*No space left"):
+                call()
+            engine.load_checkpoint(tmp_path, tag="good")
+            assert all(map(torch.equal, train(engine, 2), losses[2:4]))
+            engine.save_checkpoint(tmp_path, tag="next")
+            assert all(map(torch.equal, train(engine, 2), losses[4:]))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["good", "latest", "next"]
+    with session() as engine:
+        engine.load_checkpoint(tmp_path)
+        assert all(map(torch.equal, train(engine, 2), losses[4:]))
+
+
+@pytest.mark.parametrize("place", ["streamed", "whole"])
+def test_after_a_load_that_failed_halfway_nothing_goes_on_before_one_that_succeeds(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = {"resident_layers": "all", "resident_updates": "gpu"}
+    section = whole if place == "whole" else {"window": 1}
+    # Every read of the second pass fails once; those of the first, of checksums, change nothing.
+    read, countdown = TensorFile.read_part, [0]
+
+    def failing(self: Any, name: str, begin: int, into: torch.Tensor) -> None:
+        countdown[0] -= 1
+        if countdown[0] == 0:
+            raise OSError(5, "Input/output error", name)
+        read(self, name, begin, into)
+
+    pieces = TensorFile.pieces
+
+    def failing_pieces(self: Any, name: str) -> Any:
+        countdown[0] -= 1
+        if countdown[0] == 0:
+            raise OSError(5, "Input/output error", name)
+        return pieces(self, name)
+
+    with session(section=section, precision="bf16") as engine:
+        train(engine, 2)
+        engine.save_checkpoint(tmp_path)
+        expected = train(engine, 2)
+        monkeypatch.setattr(TensorFile, "read_part", failing)
+        monkeypatch.setattr(TensorFile, "pieces", failing_pieces)
+        for number in (1, 2, 11, 29):
+            countdown[0] = number
+            with pytest.raises(OSError, match="Input/output error"):
+                engine.load_checkpoint(tmp_path)
+            countdown[0] = 0
+            with pytest.raises(ConfigError, match=r"load_checkpoint\(.* did not end"):
+                engine(**make_batch(0))
+            with pytest.raises(ConfigError, match=r"load_checkpoint\(.* did not end"):
+                engine.save_checkpoint(tmp_path / "torn")
+            with pytest.raises(ConfigError, match=r"load_checkpoint\(.* did not end"):
+                engine.save_16bit_model(tmp_path / "torn")
+            engine.load_checkpoint(tmp_path)
+            assert all(map(torch.equal, train(engine, 2), expected)), number
+
+
+@pytest.mark.parametrize("custom", [False, True])
+def test_weights_that_are_loaded_beside_a_save_are_not_in_it(
+    custom: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = save.Save._write_layer
+
+    def slow(self: Any, index: int) -> None:
+        time.sleep(0.02)
+        write(self, index)
+
+    def place(src: dict[str, torch.Tensor], dst: torch.nn.Module) -> None:
+        for name, parameter in dst.named_parameters():
+            parameter.data.copy_(src[name])
+
+    monkeypatch.setattr(save.Save, "_write_layer", slow)
+    with session(section={"async_checkpoint": True}) as engine:
+        train(engine, 1)
+        saved = {name: value.clone() for name, value in engine.module.state_dict().items()}
+        engine.save_checkpoint(tmp_path)
+        zeros = {name: torch.zeros_like(value) for name, value in saved.items()}
+        engine.load_module_state_dict(zeros, custom_load_fn=place if custom else None)
+        assert not any(value.any() for value in engine.module.state_dict().values())
+        engine.load_checkpoint(tmp_path, load_module_only=True)
+        assert_same(engine.module.state_dict(), saved)
+
+
+def test_a_save_of_which_a_layer_failed_to_update_does_not_take_the_place_of_a_whole_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with session(section={"async_checkpoint": True}) as engine:
+        train(engine, 1)
+        engine.save_checkpoint(tmp_path, tag="best")
+        engine.wait_for_checkpoint()
+        update = f"update {engine._stack.layout.streamed[1]}"
+        fail_in(engine, monkeypatch, update)
+        train(engine, 1)
+        engine.save_checkpoint(tmp_path, tag="best")
+        with pytest.raises(LaneError, match=f"{update} failed .*injected"):
+            engine.wait_for_checkpoint()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["best", "latest"]
+    with session() as engine:
+        losses = train(engine, 2)
+    with session() as engine:
+        engine.load_checkpoint(tmp_path)
+        assert all(map(torch.equal, train(engine, 1), losses[1:]))
+
+
+def test_a_failed_save_leaves_training_and_the_disk_as_they_were(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with session() as engine:
+        losses = train(engine, 4)
+    with session() as engine:
+        resumed = train(engine, 2)
+        with monkeypatch.context() as patched:
+            patched.setattr(save.Save, "_publish", lambda self: (_ for _ in ()).throw(OSError(28)))
+            with pytest.raises(OSError):
+                engine.save_checkpoint(tmp_path)
+        assert list(tmp_path.iterdir()) == []
+        assert all(map(torch.equal, resumed + train(engine, 2), losses))
+
+
+def test_between_micro_batches_a_save_is_refused_and_a_load_starts_the_step_again(
+    tmp_path: Path,
+) -> None:
+    with session(accumulation=2) as engine:
+        train(engine, 1)
+        engine.save_checkpoint(tmp_path)
+        expected = train(engine, 2)
+        engine.backward(engine(**make_batch(7)).loss)
+        engine.step()
+        with pytest.raises(ConfigError, match="has not ended"):
+            engine.save_checkpoint(tmp_path)
+        engine.load_checkpoint(tmp_path)
+        assert all(map(torch.equal, train(engine, 2), expected))
+
+
+def test_weights_can_be_placed_by_the_caller(tmp_path: Path) -> None:
+    def place(src: dict[str, torch.Tensor], dst: torch.nn.Module) -> None:
+        for name, parameter in dst.named_parameters():
+            parameter.data.copy_(src[name] * 2)
+
+    with session(precision="bf16") as engine:
+        train(engine, 3)
+        engine.save_checkpoint(tmp_path)
+        saved, expected = engine.module_state_dict(), snapshot(engine)
+        saved = {name: value.clone() for name, value in saved.items()}
+    layout = {"resident_layers": 1, "window": 1}
+    with session(make_model(seed=9), section=layout, precision="bf16") as engine:
+        engine.load_checkpoint(tmp_path, custom_load_fn=place)
+        for name, value in engine.module_state_dict().items():
+            assert torch.equal(value, saved[name] * 2)
+        loaded = snapshot(engine)
+        assert loaded.keys() == expected.keys()
+        for name, value in loaded.items():
+            if name.startswith("low"):
+                assert not value.any()
+            elif not name.startswith("weight"):
+                assert torch.equal(value, expected[name]), name
+        train(engine, 1)
+
+
+def test_after_a_step_of_two_halves_a_checkpoint_is_the_way_back(tmp_path: Path) -> None:
+    """Without clipping, a failing backward has updated the layers behind the failure."""
+
+    def fail(gradient: torch.Tensor) -> None:
+        raise RuntimeError("on purpose")
+
+    with session(clipping=0.0, precision="bf16") as engine:
+        train(engine, 1)
+        engine.save_checkpoint(tmp_path)
+        expected = train(engine, 3)
+        hook = engine.module.transformer.h[0].ln_1.weight.register_hook(fail)
+        with pytest.raises(RuntimeError, match="on purpose"):
+            train(engine, 1)
+        hook.remove()
+        with pytest.raises(ConfigError, match="Start again from a checkpoint"):
+            train(engine, 1)
+        engine.load_checkpoint(tmp_path)
+        assert all(map(torch.equal, train(engine, 3), expected))
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_weights_alone_that_are_in_part_there_change_the_masters_of_these_alone(
+    precision: str, tmp_path: Path
+) -> None:
+    class Part(torch.nn.Module):
+        """The first blocks of the model, by their own names."""
+
+        def __init__(self, model: Any) -> None:
+            super().__init__()
+            self.transformer = torch.nn.Module()
+            self.transformer.h = torch.nn.ModuleList(model.transformer.h[:2])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.transformer.h[0](x)[0]
+
+    with session(Part(make_model(seed=5)), precision=precision) as engine:
+        engine.save_checkpoint(tmp_path)
+    with session(precision=precision) as engine:
+        train(engine, 4)
+        before = masters_of(engine)
+        engine.load_checkpoint(tmp_path, load_module_only=True, load_module_strict=False)
+        weights, after = engine.module_state_dict(), masters_of(engine)
+        for name, master in after.items():
+            loaded = name.startswith(("transformer.h.0.", "transformer.h.1."))
+            assert torch.equal(master, weights[name].float() if loaded else before[name]), name
+            assert loaded or not torch.equal(master, weights[name].float()), name
+
+
+def test_frozen_parameters_can_be_left_out(tmp_path: Path) -> None:
+    def partly_frozen(seed: int) -> Any:
+        model = make_model(seed=seed)
+        for parameter in model.transformer.h[1].parameters():
+            parameter.requires_grad = False
+        return model
+
+    model = partly_frozen(0)
+    with session(model, precision="bf16") as engine:
+        train(engine, 2)
+        engine.save_checkpoint(tmp_path / "all")
+        engine.save_checkpoint(tmp_path / "trained", exclude_frozen_parameters=True)
+        losses = train(engine, 2)
+    for where in ("all", "trained"):
+        with session(partly_frozen(0), precision="bf16") as engine:
+            engine.load_checkpoint(tmp_path / where)
+            assert all(map(torch.equal, train(engine, 2), losses))
+    missing = pytest.raises(ConfigError, match=r"it has no transformer\.h\.1\.")
+    with session(precision="bf16") as engine, missing:  # here they are trained
+        engine.load_checkpoint(tmp_path / "trained")

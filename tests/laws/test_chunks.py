@@ -1,0 +1,284 @@
+"""Chunks: a block takes its batch a few sequences at a time. For one chunk size nothing else ever
+changes a bit, and the bits are those of a plain loop whose blocks are chunked in the same way.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import stronghold
+from stronghold.errors import ConfigError
+from stronghold.model.partition import partition
+from tests.models import HUGGING_FACE, MODELS
+from tests.support.training import Run, assert_identical, config, train_plain, train_windowed
+
+STEPS = 6
+NUM_LAYERS = 4
+VOCABULARY = 61
+BATCH = 5
+
+
+def llama(dropout: float = 0.2) -> tuple[nn.Module, Callable[[int], dict[str, Any]]]:
+    shape = LlamaConfig(
+        hidden_size=24,
+        intermediate_size=52,
+        num_hidden_layers=NUM_LAYERS,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        vocab_size=VOCABULARY,
+        attention_dropout=dropout,
+        use_cache=False,
+    )
+
+    def make_batch(seed: int) -> dict[str, Any]:
+        made = torch.Generator().manual_seed(seed)
+        tokens = torch.randint(0, VOCABULARY, (BATCH, 11), generator=made)
+        mask = torch.ones_like(tokens)
+        mask[1, 7:] = 0
+        return {"input_ids": tokens, "labels": tokens, "attention_mask": mask}
+
+    return LlamaForCausalLM(shape).train(), make_batch
+
+
+def blocks_of(model: Any) -> list[nn.Module]:
+    return list(model.model.layers)
+
+
+@functools.cache
+def plain(chunk: int, precision: str, accumulation: int = 1, clipping: float = 0.5) -> Run:
+    return train_plain(
+        llama,
+        steps=STEPS,
+        accumulation=accumulation,
+        clipping=clipping,
+        precision=precision,
+        chunks=(blocks_of, chunk),
+    )
+
+
+def check(
+    section: dict[str, Any],
+    *,
+    chunk: int = 2,
+    precision: str = "bf16",
+    accumulation: int = 1,
+    clipping: float = 0.5,
+) -> None:
+    settings = config(
+        accumulation=accumulation,
+        clipping=clipping,
+        precision=precision,
+        section={"chunk": chunk, **section},
+    )
+    run = train_windowed(llama, steps=STEPS, settings=settings)
+    expected = plain(chunk, precision, accumulation, clipping)
+    assert_identical(run, expected)
+    assert run.norms == expected.norms
+
+
+@pytest.mark.parametrize("policy", ["keep", "offload", "recompute"])
+@pytest.mark.parametrize(
+    "place",
+    [
+        {"window": 1},
+        {"window": 3, "cpu_threads": 2},
+        {"window": 2, "resident_layers": 1},
+        {"resident_layers": "all", "resident_updates": "gpu"},
+    ],
+    ids=str,
+)
+def test_where_layers_are_never_changes_a_bit(place: dict[str, Any], policy: str) -> None:
+    check({**place, "activations": policy})
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("chunk", [1, 2, 3])
+@pytest.mark.parametrize("policy", ["keep", "recompute"])
+def test_every_chunk_has_the_bits_of_a_plain_loop_with_it(
+    chunk: int, precision: str, policy: str
+) -> None:
+    check({"window": 2, "activations": policy}, chunk=chunk, precision=precision)
+
+
+@pytest.mark.parametrize("policy", ["keep", "recompute"])
+def test_updates_as_gradients_come_and_sums_over_micro_batches(policy: str) -> None:
+    check({"window": 2, "activations": policy}, clipping=0.0)
+    check({"window": 2, "activations": policy}, clipping=0.0, accumulation=3)
+
+
+@pytest.mark.parametrize("spill", ["moments", "weights"])
+def test_files_never_change_a_bit(spill: str, tmp_path: Path) -> None:
+    check({"window": 2, "nvme": {"path": str(tmp_path), "spill": spill}})
+
+
+def test_a_batch_of_one_chunk_is_as_without_the_key() -> None:
+    settings = config(precision="bf16", section={"chunk": BATCH, "window": 2})
+    run = train_windowed(llama, steps=STEPS, settings=settings)
+    assert_identical(run, train_plain(llama, steps=STEPS, clipping=1.0, precision="bf16"))
+
+
+def streamed_modules(model: nn.Module) -> list[nn.Module]:
+    return [module for layer in partition(model).streamed for module in layer.modules]
+
+
+@functools.cache
+def plain_zoo(name: str) -> Run:
+    return train_plain(MODELS[name], steps=3, clipping=0.5, chunks=(streamed_modules, 1))
+
+
+@pytest.mark.parametrize(
+    "section",
+    [
+        {"window": 2, "activations": "recompute"},
+        pytest.param({"window": 1, "activations": "keep"}, marks=pytest.mark.slow),
+        pytest.param({"resident_layers": "all", "resident_updates": "gpu"}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("name", HUGGING_FACE)
+def test_the_zoo_trains_in_chunks_as_a_plain_loop_does(name: str, section: dict[str, Any]) -> None:
+    settings = config(clipping=0.5, section={"chunk": 1, **section})
+    assert_identical(train_windowed(MODELS[name], steps=3, settings=settings), plain_zoo(name))
+
+
+# -- what it costs ---------------------------------------------------------------------------------
+@pytest.mark.parametrize("chunk", [1, 2, 5])
+def test_weights_cross_twice_and_gradients_once_however_many_chunks(chunk: int) -> None:
+    model, make_batch = llama()
+    section = {"chunk": chunk, "window": 1, "activations": "recompute"}
+    engine, *_ = stronghold.initialize(
+        model=model, config=config(precision="bf16", section=section)
+    )
+    try:
+        for step in range(3):
+            executor = engine._stack.runtime.executor
+            before = executor.num_fetches, executor.drains.drained_bytes
+            engine.backward(engine(**make_batch(step)).loss)
+            fetched, drained = (
+                executor.num_fetches - before[0],
+                executor.drains.drained_bytes - before[1],
+            )
+            engine.step()
+        streamed = sum(state.layout.streamed for state in engine._stack.host.layers)
+        # One layer of the turn from forward to backward is there already.
+        assert fetched <= 2 * streamed
+        trained = sum(s.layout.num_trainable for s in engine._stack.host.layers)
+        padding = sum(s.layout.trainable_numel for s in engine._stack.host.layers)
+        assert 2 * trained <= drained <= 2 * padding
+        report = engine._stack.memory_report()
+        assert report.gpu_peak == report.gpu_planned
+        assert engine.plan.gpu_bytes["fp32 sums of chunks"] > 0
+    finally:
+        engine.destroy()
+
+
+def test_gradients_are_nearer_to_fp32_than_the_whole_batchs() -> None:
+    """Sums of chunks are fp32, where one large product rounds to bf16 once: not worse."""
+    torch.manual_seed(0)
+    model, make_batch = llama(dropout=0.0)
+    batch = make_batch(0)
+    exact = copy.deepcopy(model).float()
+    exact(**batch).loss.backward()
+
+    def error(chunk: int | None) -> float:
+        one = copy.deepcopy(model).bfloat16()
+        from tests.support.chunked import chunk_blocks
+
+        sums = chunk_blocks(blocks_of(one), chunk) if chunk else None
+        one(**batch).loss.backward()
+        if sums is not None:
+            sums.to_grad()
+        pairs = zip(one.model.layers.parameters(), exact.model.layers.parameters(), strict=True)
+        return max(((p.grad.float() - q.grad).norm() / q.grad.norm()).item() for p, q in pairs)
+
+    assert error(1) <= 1.1 * error(None)
+
+
+# -- what it is to the user ------------------------------------------------------------------------
+class OverTheBatch(nn.Module):
+    """A block that mixes the sequences of a batch."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.kind = kind
+        self.norm = nn.BatchNorm1d(8) if kind == "batch norm" else nn.Identity()
+
+    def forward(self, x: torch.Tensor) -> Any:
+        y = self.linear(x)
+        if self.kind == "mean":
+            return x + y - y.mean(0)
+        if self.kind == "sum":
+            return (x + y).sum(0)
+        if self.kind == "all rows":
+            return x + y.reshape(4, 8)
+        return self.norm(y)
+
+
+class Stack(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(OverTheBatch(kind) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("kind", ["mean", "sum", "all rows", "batch norm"])
+def test_what_cannot_be_divided_is_refused_by_name_before_it_trains(kind: str) -> None:
+    torch.manual_seed(0)
+    model = Stack(kind)
+    before = [p.detach().clone() for p in model.parameters()]
+
+    def first_call() -> None:
+        engine, *_ = stronghold.initialize(model=model, config=config(section={"chunk": 2}))
+        try:
+            engine(torch.randn(4, 8))
+        finally:
+            engine.destroy()
+
+    with pytest.raises(ConfigError, match=r"stronghold.chunk: blocks\.0.*eave the key out"):
+        first_call()
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+
+
+def test_the_model_is_given_back_whole() -> None:
+    model, make_batch = llama()
+    engine, *_ = stronghold.initialize(model=model, config=config(section={"chunk": 2}))
+    engine.backward(engine(**make_batch(0)).loss)
+    engine.step()
+    copied = copy.deepcopy(model)
+    pickled = pickle.loads(pickle.dumps(model))
+    engine.destroy()
+    for one in (model, copied, pickled):
+        assert "forward" not in vars(one.model.layers[0]) or one is not model
+        one.eval()
+    batch = make_batch(1)
+    with torch.no_grad():
+        losses = [one(**batch).loss for one in (model, copied, pickled)]
+    assert torch.equal(losses[0], losses[1])
+    assert torch.equal(losses[0], losses[2])
+
+
+@pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_a_hook_on_a_gradient_is_refused(kind: str) -> None:
+    model, make_batch = llama()
+    engine, *_ = stronghold.initialize(model=model, config=config(section={"chunk": 2}))
+    try:
+        getattr(model.model.layers[0].mlp.up_proj.weight, kind)(lambda given: None)
+        with pytest.raises(ConfigError, match=r"layers\.0\.mlp\.up_proj\.weight has a hook"):
+            engine(**make_batch(0))
+    finally:
+        engine.destroy()

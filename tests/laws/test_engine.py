@@ -1,0 +1,319 @@
+"""The engine against a plain PyTorch loop: accumulation, refusals, DeepSpeed's parts.
+
+Everything is equal to the bit, unless a test says why not.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+from torch import nn
+
+from stronghold.errors import ConfigError
+from tests.models import loss_of
+from tests.support.pairs import pairs
+from tests.support.training import WARMUP, moments_of
+from tests.support.twin import failing_once, twin
+
+POLICIES = ["keep", "offload", "recompute"]
+
+
+# --- accumulation ---------------------------------------------------------------------------------
+
+
+def test_the_boundary_is_every_accumulation_steps_micro_batch() -> None:
+    with twin(accumulation=3) as both:
+        engine = both.engine
+        for micro in range(7):
+            both.backward(both.on(micro))
+            boundary = micro % 3 == 2
+            assert engine.is_gradient_accumulation_boundary() is boundary
+            before = {name: p.clone() for name, p in engine.named_parameters()}
+            if boundary:
+                both.step()
+            else:
+                engine.step()
+                assert not engine.was_step_applied()
+                for name, parameter in engine.named_parameters():
+                    assert torch.equal(parameter, before[name])
+        assert (engine.micro_steps, engine.global_steps, engine.global_samples) == (7, 2, 12)
+        both.drop_plain()
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_an_overridden_boundary_ends_a_shorter_window(precision: str) -> None:
+    """As accelerate does: the boundary before every backward, `step` at a boundary alone."""
+    with twin(accumulation=3, precision=precision) as both:
+        for length in (3, 2, 3, 1):
+            for micro in range(length):
+                both.engine.set_gradient_accumulation_boundary(micro == length - 1)
+                both.backward(both.on(10 * length + micro))
+            both.step()
+        assert both.engine.global_steps == 4
+
+
+def test_losses_that_the_caller_divides_are_not_divided_again() -> None:
+    with twin(accumulation=3) as both:
+        for micro in range(6):
+            both.backward(both.on(micro), caller_scales=True)
+            if micro % 3 == 2:
+                both.step()
+            else:
+                both.engine.step()
+
+
+def test_backward_returns_the_loss_divided_by_the_accumulation_steps() -> None:
+    with twin(accumulation=4) as both:
+        loss = both.on(0)(both.engine)
+        assert torch.equal(both.engine.backward(loss), loss / 4)
+        loss = both.on(1)(both.engine)
+        assert torch.equal(both.engine.backward(loss, scale_wrt_gas=False), loss)
+
+
+def test_no_sync_changes_nothing_on_one_rank() -> None:
+    with twin(accumulation=2) as both:
+        for step in range(2):
+            with both.engine.no_sync():
+                both.backward(both.on(2 * step))
+                both.engine.step()
+            both.backward(both.on(2 * step + 1))
+            both.step()
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_two_backwards_before_a_step_add_up(accumulation: int, precision: str) -> None:
+    with twin(accumulation=accumulation, precision=precision) as both:
+        for step in range(3):
+            both.engine.set_gradient_accumulation_boundary(True)
+            both.backward(both.on(2 * step))
+            both.backward(both.on(2 * step + 1))
+            both.step()
+
+
+def test_early_updates_refuse_a_second_backward_and_train_on() -> None:
+    with twin(clipping=0.0) as both:
+        both.train(0)
+        both.backward(both.on(1))
+        with pytest.raises(ConfigError, match="gradient_accumulation_steps to the number of back"):
+            both.engine.backward(both.on(2)(both.engine))
+        both.step()
+        both.train(3)
+
+
+@pytest.mark.parametrize(
+    ("clipping", "precision", "policy"),
+    pairs({"early": 0.0, "gated": 0.5}, ["fp32", "bf16"], POLICIES),
+)
+def test_two_forwards_before_one_backward_equal_plain_pytorch(
+    clipping: float, precision: str, policy: str
+) -> None:
+    """A preference loss: chosen and rejected go through the model one after the other."""
+    section = {"activations": policy}
+    with twin(clipping=clipping, precision=precision, section=section) as both:
+        for step in range(3):
+            first, second = both.on(2 * step), both.on(2 * step + 1)
+
+            def preference(model: Any, first: Any = first, second: Any = second) -> torch.Tensor:
+                return -nn.functional.logsigmoid(first(model) - second(model))
+
+            both.backward(preference)
+            both.step()
+
+
+# --- what is refused, and what goes on after it ---------------------------------------------------
+
+
+def test_a_loss_that_is_no_scalar_or_has_no_graph_is_refused() -> None:
+    with twin() as both:
+        loss = both.on(0)(both.engine)
+        for wrong in (loss.expand(3), loss.detach(), torch.tensor(1.0), 1.0, None):
+            with pytest.raises(ConfigError, match="expected a scalar loss with a graph"):
+                both.engine.backward(wrong)
+        both.engine.eval()
+        with torch.no_grad(), pytest.raises(ConfigError, match="expected a scalar loss"):
+            both.engine.backward(both.on(0)(both.engine))
+        both.engine.train()
+        both.train(1)
+
+
+def test_autograds_own_backward_is_refused_and_leaves_nothing_behind() -> None:
+    with twin() as both:
+        both.train(0)
+        with pytest.raises(ConfigError, match=r"call engine\.backward\(loss\)"):
+            both.on(1)(both.engine).backward()
+        assert all(parameter.grad is None for parameter in both.model.parameters())
+        both.train(2)
+        both.train(3)
+
+
+def test_a_gradient_through_another_engines_model_needs_that_one_frozen() -> None:
+    """As a generator's comes through its critic."""
+    with twin("sequential") as critic, twin("sequential") as generator:
+
+        def through_the_critic(model: Any) -> torch.Tensor:
+            batch = critic.make_batch(0)
+            judge = critic.engine if model is generator.engine else critic.plain
+            inputs = batch["inputs"] * model(**batch)
+            return judge(inputs=inputs, targets=batch["targets"])
+
+        with pytest.raises(ConfigError, match="freeze it meanwhile"):
+            generator.engine.backward(through_the_critic(generator.engine))
+        for step in range(2):
+            for model in (critic.model, critic.plain):
+                model.requires_grad_(False)
+            generator.backward(through_the_critic)
+            generator.step()
+            for model in (critic.model, critic.plain):
+                model.requires_grad_(True)
+            critic.train(step)
+
+
+@pytest.mark.parametrize(
+    ("accumulation", "where", "policy"),
+    pairs({"once": 1, "three": 3}, ["forward", "backward"], POLICIES),
+)
+def test_training_goes_on_exactly_after_a_failure_inside_the_model(
+    accumulation: int, where: str, policy: str
+) -> None:
+    section = {"activations": policy}
+    with twin(accumulation=accumulation, section=section) as both:
+        seeds = range(accumulation)
+        both.train(*seeds)
+        if accumulation > 1:
+            both.engine.backward(both.on(7)(both.engine))
+            both.engine.step()
+        with (
+            failing_once(both.model.blocks[1].mlp.up, where),
+            pytest.raises(torch.OutOfMemoryError),
+        ):
+            both.engine.backward(both.on(8)(both.engine))
+        if accumulation > 1 and where == "forward":  # the step's earlier micro-batch still counts
+            both.plain_backward(both.on(7))
+            both.train(*seeds[1:])
+        else:  # the step starts again
+            both.train(*seeds)
+        both.train(*seeds)
+
+
+def test_a_forward_only_engine_refuses_backward_and_step_and_says_why() -> None:
+    settings = {"optimizer": None}
+    with twin(extra=settings, model_parameters=None) as both:
+        engine = both.engine
+        assert engine.optimizer is None
+        with torch.no_grad():
+            assert torch.equal(both.on(0)(engine.eval()), both.on(0)(both.plain.eval()))
+        with pytest.raises(ConfigError, match=r"engine\.backward: this engine has no optimizer"):
+            engine.backward(both.on(0)(engine))
+        with pytest.raises(ConfigError, match=r"engine\.step: this engine has no optimizer"):
+            engine.step()
+        assert engine.get_lr() == []
+        report = engine.memory_report()
+        weights = sum(layer.numel for layer in engine._stack.layout.layers) * 4
+        assert report.host_peak == report.host_planned == weights
+
+
+# --- DeepSpeed's parts ----------------------------------------------------------------------------
+
+
+class _Tokens(torch.utils.data.Dataset[Any]):
+    def __init__(self, both: Any) -> None:
+        self._make_batch = both
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {name: value[0] for name, value in self._make_batch(index).items()}
+
+
+def test_training_data_gives_deepspeeds_loader() -> None:
+    from deepspeed.runtime.dataloader import DeepSpeedDataLoader
+
+    from tests.models import token_batch
+
+    def collate(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        return {name: torch.stack([s[name] for s in samples]) for name in samples[0]}
+
+    with twin(training_data=_Tokens(token_batch), collate_fn=collate) as both:
+        loader = both.engine.training_dataloader
+        assert isinstance(loader, DeepSpeedDataLoader)
+        batches = list(loader)
+        assert len(batches) == len(loader) == 6
+        for batch in batches:
+            assert batch["input_ids"].shape == (2, 8)
+            both.backward(lambda model, batch=batch: loss_of(model(**batch)))
+            both.step()
+
+
+def test_the_csv_monitor_gets_the_learning_rate_of_each_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # DeepSpeed's own group would compile a kernel for half a minute; its monitors ask for a rank.
+    begun: list[int] = []
+    monkeypatch.setattr(deepspeed, "init_distributed", lambda **_: begun.append(1))
+    monkeypatch.setattr(deepspeed.comm, "is_initialized", lambda: bool(begun))
+    monkeypatch.setattr(deepspeed.comm, "get_rank", lambda group=None: 0)
+    monitor = {"enabled": True, "output_path": str(tmp_path), "job_name": "run"}
+    with twin(extra={**WARMUP, "csv_monitor": monitor}) as both:
+        used = []
+        for step in range(3):
+            both.shown.param_groups[0]["lr"] = both.engine.get_lr()[0]
+            used += both.engine.get_lr()
+            both.train(step)
+    (written,) = tmp_path.rglob("*lr*.csv")
+    rows = [line.split(",") for line in written.read_text().splitlines()[1:]]
+    assert [(int(samples), float(rate)) for samples, rate in rows] == [
+        (2 * (step + 1), rate) for step, rate in enumerate(used)
+    ]
+
+
+def test_a_monitor_without_a_process_group_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deepspeed.comm, "is_initialized", lambda: False)
+    with (
+        pytest.raises(ConfigError, match=r"deepspeed\.init_distributed\(\) first"),
+        twin(extra={"csv_monitor": {"enabled": True}}, dist_init_required=False),
+    ):
+        pass
+
+
+def test_batch_sizes_are_read_and_changed_as_in_deepspeed() -> None:
+    with twin(accumulation=3) as both:
+        engine = both.engine
+        assert engine.train_batch_size() == 6
+        assert engine.train_micro_batch_size_per_gpu() == 2
+        assert engine.gradient_accumulation_steps() == 3
+        assert engine.gradient_clipping() == 1.0
+        both.train(0, 1, 2)
+        engine.set_train_batch_size(4)
+        both.accumulation = 2
+        assert engine.gradient_accumulation_steps() == 2
+        engine.micro_steps = 0
+        both.train(3, 4)
+        with pytest.raises(ValueError, match="divisible"):
+            engine.set_train_batch_size(5)
+
+
+def test_more_accumulation_steps_than_were_planned_for_are_refused_without_effect() -> None:
+    with twin() as both:
+        with pytest.raises(ConfigError, match="start with gradient_accumulation_steps above 1"):
+            both.engine.set_train_batch_size(4)
+        assert both.engine.train_batch_size() == 2
+        assert both.engine.gradient_accumulation_steps() == 1
+        both.train(0)
+
+
+def test_moments_are_those_of_the_plain_loop() -> None:
+    with twin("weird_model") as both:
+        both.train(0)
+        both.train(1)
+        moments = moments_of(both.engine)
+        for name, parameter in both.plain.named_parameters():
+            if parameter in both.adam._state:
+                state = both.adam._state[parameter]
+                assert torch.equal(moments[name][0], state["m"])
+                assert torch.equal(moments[name][1], state["v"])

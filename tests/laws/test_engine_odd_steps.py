@@ -1,0 +1,395 @@
+"""The engine against a plain PyTorch loop in steps out of the ordinary: other orders of forward and
+backward, gradients that are not finite, weights from outside.
+
+Everything is equal to the bit, unless a test says why not.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from stronghold.errors import ConfigError
+from tests.models import MODELS as MODEL_FACTORIES
+from tests.support.pairs import pairs
+from tests.support.training import WARMUP
+from tests.support.twin import Twin, assert_half_a_step_refuses_every_further_one, twin
+
+POLICIES = ["keep", "offload", "recompute"]
+
+
+# --- forwards and backwards in another order ------------------------------------------------------
+
+MODES: dict[str, dict[str, Any]] = {
+    "early": {"clipping": 0.0},
+    "gated": {"clipping": 0.5},
+    "accumulated": {"clipping": 0.5, "accumulation": 2},
+}
+
+
+@pytest.mark.parametrize(
+    ("what", "mode", "policy"),
+    pairs(["evaluation", "inference", "a loss that is dropped"], list(MODES), POLICIES),
+)
+def test_other_forwards_before_a_backward_change_nothing(what: str, mode: str, policy: str) -> None:
+    with twin(section={"activations": policy}, **MODES[mode]) as both:
+        engine = both.engine
+        for step in range(3):
+            for micro in range(both.accumulation):
+                batch = both.on(2 * step + micro)
+                loss = batch(engine)
+                if what == "evaluation":
+                    with torch.no_grad():
+                        assert torch.equal(both.on(9)(both.model), both.on(9)(both.plain))
+                elif what == "inference":
+                    with torch.inference_mode():
+                        assert torch.equal(both.on(9)(engine), both.on(9)(both.plain))
+                else:
+                    both.on(9)(engine)
+                engine.backward(loss)
+                both.plain_backward(batch)
+                if micro < both.accumulation - 1:
+                    engine.step()
+            both.step()
+
+
+@pytest.mark.parametrize(
+    ("where", "mode", "policy"),
+    pairs(["the engine", "the model", "a recomputation"], list(MODES), POLICIES),
+)
+def test_a_forward_that_is_stopped_by_hand_leaves_nothing_behind(
+    where: str, mode: str, policy: str
+) -> None:
+    def stopped(both: Twin) -> None:
+        called = both.on(9)(both.model if where == "the model" else both.engine)
+        both.engine.backward(called)
+
+    with twin(section={"activations": policy}, **MODES[mode]) as both:
+        block = next(m for name, m in both.model.named_modules() if name.endswith(".2"))
+        answer, stopping = block.forward, [False]
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            late = where == "a recomputation" and torch._C._current_graph_task_id() < 0
+            if stopping[0] and not late:
+                raise KeyboardInterrupt
+            return answer(*args, **kwargs)
+
+        block.forward = forward
+        for step in range(3):
+            if step == 1 and (where != "a recomputation" or policy == "recompute"):
+                stopping[0] = True
+                with pytest.raises(KeyboardInterrupt):
+                    stopped(both)
+                stopping[0] = False
+            for micro in range(both.accumulation):
+                batch = both.on(2 * step + micro)
+                loss = batch(both.engine)
+                assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
+                if mode == "early" and where == "a recomputation" and policy == "recompute":
+                    return  # layers were updated before it: refused, as after every failure
+                both.engine.backward(loss)
+                both.plain_backward(batch)
+                if micro < both.accumulation - 1:
+                    both.engine.step()
+            both.step()
+
+
+@pytest.mark.parametrize("error", [RuntimeError("a hook of the user's"), KeyboardInterrupt()])
+@pytest.mark.parametrize("place", ["streamed", "resident", "whole"])
+@pytest.mark.parametrize("mode", ["gated", "accumulated"])
+def test_a_gradient_that_its_hook_kept_from_leaving_is_no_further_steps(
+    mode: str, place: str, error: BaseException
+) -> None:
+    model, _ = MODEL_FACTORIES["gpt"]()
+    failures: list[BaseException] = []
+
+    def fail(_: Any) -> None:
+        for failure in failures:
+            raise failure
+
+    # Of each layer a parameter, whose hook runs before the engine's, which would take .grad away.
+    for number, parameter in enumerate(model.parameters()):
+        if number % 3 == 0:
+            parameter.register_post_accumulate_grad_hook(fail)
+    sections: dict[str, dict[str, Any]] = {
+        "streamed": {"window": 1},
+        "resident": {"resident_layers": 1},
+        "whole": {"resident_layers": "all", "resident_updates": "gpu"},
+    }
+    with twin(of=model, section=sections[place], **MODES[mode]) as both:
+        micro = range(both.accumulation)
+        both.train(*micro)
+        failures.append(error)
+        with pytest.raises(type(error)):
+            both.engine.backward(both.on(9)(both.engine))
+        failures.clear()
+        assert all(parameter.grad is None for parameter in model.parameters())
+        for step in range(1, 3):
+            both.train(*(2 * step + k for k in micro))
+
+
+def test_an_engine_that_is_destroyed_after_a_stopped_call_leaves_no_hook() -> None:
+    with twin() as both:
+        block = next(m for name, m in both.model.named_modules() if name.endswith(".2"))
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            raise KeyboardInterrupt
+
+        block.forward = forward
+        with pytest.raises(KeyboardInterrupt):
+            both.on(0)(both.model)
+        both.engine.destroy()
+        assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("mode", ["gated", "accumulated"])
+def test_a_retained_graph_can_run_backward_twice(mode: str, policy: str) -> None:
+    with twin(section={"activations": policy}, **MODES[mode]) as both:
+        for step in range(2):
+            both.engine.set_gradient_accumulation_boundary(True)
+            loss, expected = both.on(step)(both.engine), both.on(step)(both.plain)
+            both.engine.backward(loss, retain_graph=True)
+            both.engine.backward(loss)
+            for retain in (True, False):
+                (expected / both.accumulation).backward(retain_graph=retain)
+                if both.accumulation > 1:
+                    for parameter in both.parameters:
+                        before = both.sums.get(parameter)
+                        both.sums[parameter] = (
+                            parameter.grad if before is None else before + parameter.grad
+                        )
+                        parameter.grad = None
+            both.step()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("mode", MODES)
+def test_a_penalty_on_the_gradient_of_the_input_is_exact(mode: str, policy: str) -> None:
+    """Backward of a backward needs weights whose slots have held other layers since."""
+
+    def penalised(both: Twin, seed: int) -> Any:
+        def loss(model: Any) -> torch.Tensor:
+            batch = both.make_batch(seed)
+            inputs = batch["inputs"].requires_grad_()
+            plain_loss = model(**batch)
+            (gradient,) = torch.autograd.grad(plain_loss, inputs, create_graph=True)
+            return plain_loss + gradient.square().sum()
+
+        return loss
+
+    with twin("sequential", section={"activations": policy}, **MODES[mode]) as both:
+        for step in range(3):
+            for micro in range(both.accumulation):
+                both.backward(penalised(both, 2 * step + micro))
+                if micro < both.accumulation - 1:
+                    both.engine.step()
+            both.step()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("first", [0, 1])
+def test_two_losses_may_run_backward_in_either_order(first: int, policy: str) -> None:
+    """A forward that is computed again has the buffers of its own call, not those of the last."""
+    with twin("growing_buffers", section={"activations": policy}) as both:
+        for step in range(3):
+            losses = [both.on(2 * step + k)(both.engine) for k in range(2)]
+            expected = [both.on(2 * step + k)(both.plain) for k in range(2)]
+            for k in (first, 1 - first):
+                assert torch.equal(losses[k], expected[k])
+                both.engine.backward(losses[k])
+                expected[k].backward()
+            both.step()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_step_without_a_backward_changes_no_weight(mode: str) -> None:
+    with twin(**MODES[mode]) as both:
+        both.train(*range(both.accumulation))
+        for _ in range(both.accumulation):
+            both.engine.step()
+        assert both.engine.get_global_grad_norm() == 0.0
+        both.check()
+        both.train(*range(both.accumulation))
+
+
+def test_a_backward_that_fails_between_early_updates_refuses_every_further_one() -> None:
+    """Some layers are of the next step already: no further step could be exact."""
+    assert_half_a_step_refuses_every_further_one(section={})
+
+
+# --- gradients that are not finite ----------------------------------------------------------------
+
+
+def memory_of(engine: Any) -> list[torch.Tensor]:
+    """Weights, remainders and moments, copied."""
+    engine.synchronize()
+    held = []
+    for state in engine._stack.host.layers:
+        held += [state.weights.clone(), state.exp_avg.clone(), state.exp_avg_sq.clone()]
+        if state.low is not None:
+            held.append(state.low.clone())
+    return held
+
+
+def bad_by_loss(value: float) -> Any:
+    def backward(both: Twin) -> None:
+        both.engine.backward(both.on(5)(both.engine) * value)
+
+    return backward
+
+
+def bad_by_one_element(both: Twin) -> None:
+    """One gradient of one parameter is infinite; every other is as it should be."""
+    bias = both.model.blocks[1].mlp.up.bias
+
+    def spoil(gradient: torch.Tensor) -> torch.Tensor:
+        return torch.cat([torch.full_like(gradient[:1], torch.inf), gradient[1:]])
+
+    handle = bias.register_hook(spoil)
+    both.engine.backward(both.on(5)(both.engine))
+    handle.remove()
+
+
+BAD = {
+    "nan": bad_by_loss(float("nan")),
+    "inf": bad_by_loss(float("inf")),
+    "one element": bad_by_one_element,
+}
+
+
+@pytest.mark.parametrize("bad", BAD)
+@pytest.mark.parametrize(
+    "mode",
+    [
+        {"precision": "fp32", "clipping": 0.5},
+        {"precision": "bf16", "clipping": 0.5},
+        {"precision": "bf16", "clipping": 0.0, "extra": {"bf16": {"enabled": True}}},
+        {"precision": "fp32", "clipping": 0.5, "accumulation": 2},
+    ],
+    ids=["fp32", "bf16", "bf16 without clipping", "accumulated"],
+)
+def test_a_step_with_gradients_that_are_not_finite_is_skipped_and_counted(
+    mode: dict[str, Any], bad: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with twin(**{**mode, "extra": {**WARMUP, **mode.get("extra", {})}}) as both:
+        engine, micros = both.engine, range(both.accumulation)
+
+        def train() -> None:
+            both.shown.param_groups[0]["lr"] = engine.get_lr()[0]
+            both.train(*micros)
+
+        train()
+        train()
+        before, rate = memory_of(engine), engine.get_lr()
+        for _ in micros[1:]:
+            engine.backward(both.on(9)(engine))
+            engine.step()
+        BAD[bad](both)
+        with caplog.at_level(logging.WARNING, "stronghold"):
+            engine.step()
+        assert "step 3 skipped: the gradients are not finite" in caplog.text
+        assert not engine.was_step_applied()
+        assert engine.optimizer.overflow
+        assert (engine.global_steps, engine.skipped_steps) == (3, 1)
+        assert engine.last_record.skipped
+        assert not torch.isfinite(torch.tensor(engine.get_global_grad_norm()))
+        assert engine.get_lr() == rate, "the schedule moved"
+        for value, expected in zip(memory_of(engine), before, strict=True):
+            assert torch.equal(value, expected)
+        train()
+        train()
+        assert (engine.global_steps, engine.skipped_steps) == (5, 1)
+        assert not engine.optimizer.overflow
+
+
+def test_the_norm_is_torchs_norm_before_clipping() -> None:
+    with twin("weird_model", clipping=1e-3) as both:
+        assert both.engine.get_global_grad_norm() is None
+        for step in range(3):
+            both.backward(both.on(step))
+            gradients = [p.grad.clone() for p in both.parameters if p.grad is not None]
+            both.step()
+            expected = torch.nn.utils.get_total_norm(gradients).item()
+            # Sums of squares in another order and precision: fp32 rounding of the total.
+            assert both.engine.get_global_grad_norm() == pytest.approx(expected, rel=1e-6)
+            assert both.engine.get_global_grad_norm() > 1e-3
+
+
+# --- weights from outside -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("way", "precision", "section"),
+    pairs(
+        ["model", "engine", "module", "checkpoint", "custom"],
+        ["fp32", "bf16"],
+        {"as planned": {}, "two slots": {"window": 2}, "resident": {"resident_layers": 1}},
+    ),
+)
+def test_loaded_weights_become_the_masters(
+    way: str, precision: str, section: dict[str, Any]
+) -> None:
+    def custom(src: dict[str, torch.Tensor], dst: nn.Module) -> None:
+        with torch.no_grad():
+            for name, parameter in dst.named_parameters():
+                parameter.copy_(src[name])
+
+    with twin(precision=precision, section=section) as both:
+        both.train(0)
+        both.train(1)
+        # Values between those that bf16 has, as another run's masters: the remainder must restart.
+        new = {k: v.float() * 1.1 + 1e-4 for k, v in both.plain.state_dict().items()}
+        both.plain.load_state_dict(new)
+        for state in both.adam._state.values():
+            if state["low"] is not None:
+                state["low"].zero_()
+        if way == "model":
+            both.model.load_state_dict(new)
+        elif way == "engine":
+            both.engine.load_state_dict({f"module.{name}": value for name, value in new.items()})
+        elif way == "module":
+            both.engine.load_module_state_dict(new)
+        elif way == "checkpoint":
+            both.engine.load_module_state_dict({"module": new}, strict=True)
+        else:
+            both.engine.load_module_state_dict(new, custom_load_fn=custom)
+        with torch.no_grad():
+            assert torch.equal(both.on(3)(both.model), both.on(3)(both.plain))
+        both.train(2)
+        both.train(3)
+
+
+def test_loading_by_assignment_is_refused_before_a_parameter_is_replaced() -> None:
+    with twin() as both:
+        both.train(0)
+        own = list(both.model.parameters())
+        with pytest.raises(ConfigError, match="leave assign out"):
+            both.model.load_state_dict(both.plain.state_dict(), assign=True)
+        assert all(a is b for a, b in zip(own, both.model.parameters(), strict=True))
+        both.train(1)
+
+
+@pytest.mark.parametrize("read", ["state_dict", "module_state_dict", "parameters", "raw", "named"])
+def test_what_is_read_after_a_step_is_its_result(read: str) -> None:
+    # Slow lanes: whoever does not wait reads weights of the step before.
+    section = {"window": 2, "emulated": {"jitter_s": 0.01, "seed": 1}}
+    with twin(section=section) as both:
+        engine = both.engine
+        both.train(0)
+        if read == "state_dict":
+            values = [engine.state_dict()[f"module.{name}"] for name in both.plain.state_dict()]
+        elif read == "module_state_dict":
+            values = list(engine.module_state_dict().values())
+        elif read == "parameters":
+            values = list(engine.parameters())
+        elif read == "named":
+            values = [parameter for _, parameter in engine.named_parameters()]
+        else:
+            values = list(both.model.state_dict().values())
+        for value, expected in zip(values, both.plain.state_dict().values(), strict=True):
+            assert torch.equal(value, expected)

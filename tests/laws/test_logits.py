@@ -1,0 +1,241 @@
+"""Logits that are never whole: the loss is the plain model's, gradients are no worse, and whatever
+else asks for logits gets them.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import stronghold
+from stronghold.errors import ConfigError
+from stronghold.model.logits import Logits, LogitsInParts
+from tests.models import MODELS
+from tests.support.training import assert_identical, config, train_plain, train_windowed
+
+VOCABULARY = 61
+
+
+def llama(*, tied: bool = False, bias: bool = False) -> Any:
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            hidden_size=24,
+            intermediate_size=52,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            vocab_size=VOCABULARY,
+            tie_word_embeddings=tied,
+            use_cache=False,
+        )
+    )
+    if bias:
+        model.lm_head.bias = nn.Parameter(torch.randn(VOCABULARY))
+    return model.train()
+
+
+def batch(**more: Any) -> dict[str, Any]:
+    ids = torch.randint(0, VOCABULARY, (3, 11), generator=torch.Generator().manual_seed(1))
+    labels = ids.clone()
+    labels[1, 5:] = -100
+    return {"input_ids": ids, "labels": labels, **more}
+
+
+SHIFTED = torch.roll(batch()["labels"], -1, 1)
+GIVEN: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "plain": ({}, {}),
+    "tied": ({"tied": True}, {}),
+    "bias": ({"bias": True}, {}),
+    "number of items": ({}, {"num_items_in_batch": torch.tensor(17)}),
+    "shifted labels": ({}, {"shift_labels": SHIFTED}),
+    "another word is ignored": ({}, {"ignore_index": 3, "labels": batch()["input_ids"]}),
+}
+
+
+def gradients(model: Any, given: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    loss = model(**batch(**given)).loss
+    loss.backward()
+    found = [p.grad.double().flatten() for p in model.parameters() if p.grad is not None]
+    return loss.detach(), torch.cat(found)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("part", [1, 7, 100])
+@pytest.mark.parametrize("name", list(GIVEN))
+def test_the_gradients_are_no_worse_than_the_plain_models(
+    name: str, part: int, dtype: torch.dtype
+) -> None:
+    made, given = GIVEN[name]
+    model = llama(**made).to(dtype)
+    plain, plain_gradient = gradients(copy.deepcopy(model), given)
+    _, exact = gradients(copy.deepcopy(model).double(), given)
+    parts = LogitsInParts(model, part)
+    loss, gradient = gradients(model, given)
+    with torch.no_grad():
+        evaluated = model(**batch(**given)).loss
+    parts.close()
+    assert loss.dtype is plain.dtype
+    torch.testing.assert_close(loss, plain, rtol=1e-6, atol=0.0)  # another order of one fp32 sum
+    assert torch.equal(evaluated, loss)
+    # The same number of roundings, of other sums: two random errors of one size.
+    assert (gradient - exact).norm() <= 1.2 * (plain_gradient - exact).norm()
+
+
+def in_parts(name: str, part: int) -> Callable[[], Any]:
+    def make() -> Any:
+        model, make_batch = MODELS[name]()
+        LogitsInParts(model, part)
+        return model, make_batch
+
+    return make
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", ["odd_llama", "qwen2", "gpt2"])
+def test_the_engine_has_the_bits_of_a_plain_loop_in_parts(name: str, precision: str) -> None:
+    section = {"loss_chunk": 5, "window": 2, "activations": "recompute"}
+    run = train_windowed(
+        MODELS[name], steps=4, settings=config(precision=precision, section=section)
+    )
+    assert_identical(run, train_plain(in_parts(name, 5), steps=4, precision=precision))
+
+
+@pytest.mark.parametrize("loss_chunk", [None, 0])
+def test_small_logits_and_those_that_are_switched_off_are_plain_to_the_bit(
+    loss_chunk: int | None,
+) -> None:
+    section = {} if loss_chunk is None else {"loss_chunk": loss_chunk}
+    run = train_windowed(MODELS["odd_llama"], steps=3, settings=config(section=section))
+    assert_identical(run, train_plain(MODELS["odd_llama"], steps=3))
+
+
+class Outside(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(logits)
+        return logits.square().sum()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+        return 2 * gradient * ctx.saved_tensors[0]
+
+
+def written(logits: torch.Tensor) -> torch.Tensor:
+    logits[..., 50:] = 0.0
+    return logits.logsumexp(-1).sum()
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda logits: logits[:, 1:].square().sum(),
+        lambda logits: logits.float().log_softmax(-1)[..., 3].sum(),
+        lambda logits: torch.stack([logits, logits]).square().sum(),
+        Outside.apply,
+        written,
+    ],
+    ids=["index", "label smoothing", "torch function", "autograd function", "in place"],
+)
+def test_whatever_else_asks_for_logits_gets_them(use: Callable[[torch.Tensor], Any]) -> None:
+    model = llama()
+    plain = copy.deepcopy(model)
+    LogitsInParts(model, 7)
+    ids = batch()["input_ids"]
+    results = []
+    for each in (plain, model):
+        logits = each(input_ids=ids).logits
+        assert logits.requires_grad
+        assert logits.shape == (3, 11, VOCABULARY)
+        value = use(logits)
+        value.backward()
+        results.append((value, each.lm_head.weight.grad, each.model.embed_tokens.weight.grad))
+    assert torch.equal(results[0][0], results[1][0])
+    for expected, found in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_the_object_itself_is_like_a_tensor() -> None:
+    model = llama()
+    plain = copy.deepcopy(model)
+    LogitsInParts(model, 7)
+    with torch.no_grad():
+        expected = plain(**batch()).logits
+
+        def made() -> Any:
+            return model(**batch()).logits
+
+        assert type(made()) is Logits
+        assert torch.equal(copy.deepcopy(made()), expected)
+        assert torch.equal(pickle.loads(pickle.dumps(made())), expected)
+        assert made().tolist() == expected.tolist()
+        assert (made().numpy() == expected.numpy()).all()
+        assert repr(made()) == repr(expected)
+    with pytest.raises(ConfigError, match=r"stronghold\.loss_chunk to 0"):
+        model(**batch()).logits.retain_grad()
+
+
+def test_what_stands_between_head_and_loss_is_computed_on_whole_logits() -> None:
+    """Gemma 2 caps its logits."""
+    section = {"loss_chunk": 5}
+    run = train_windowed(MODELS["gemma2"], steps=2, settings=config(section=section))
+    expected = train_plain(MODELS["gemma2"], steps=2)
+    for loss, other in zip(run.losses, expected.losses, strict=True):
+        torch.testing.assert_close(loss, other, rtol=1e-5, atol=0.0)
+
+
+def test_a_frozen_head_costs_no_gradient_of_its_own() -> None:
+    model = llama()
+    plain = copy.deepcopy(model)
+    LogitsInParts(model, 7)
+    for each in (plain, model):
+        each.lm_head.weight.requires_grad_(False)
+        each(**batch()).loss.backward()
+    assert model.lm_head.weight.grad is None
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        if one.grad is not None:
+            torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("resident_updates", ["gpu", "host"])
+def test_logits_are_read_before_the_step(resident_updates: str) -> None:
+    model = llama()
+    section = {"loss_chunk": 7, "resident_updates": resident_updates}
+    engine, *_ = stronghold.initialize(
+        model=model, config=config(section=section), model_parameters=model.parameters()
+    )
+    try:
+        for _ in range(2):
+            early, late = engine(**batch()), engine(**batch())
+            engine.backward(late.loss)
+            assert early.logits.argmax(-1).shape == (3, 11)
+            engine.step()
+            early.logits.sum()
+            with pytest.raises(ConfigError, match=r"outputs.logits before engine.step\(\)"):
+                late.logits.sum()
+    finally:
+        engine.destroy()
+
+
+def test_the_model_is_given_back_whole_and_copies_are_their_own() -> None:
+    model = llama()
+    before = {name: set(vars(module)) for name, module in model.named_modules()}
+    engine, *_ = stronghold.initialize(model=model, config=config(section={"loss_chunk": 7}))
+    try:
+        assert type(model(**batch()).logits) is Logits
+        for made in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            output = made(**{name: value.clone() for name, value in batch().items()})
+            assert type(output.logits) is torch.Tensor
+            assert made.lm_head.forward.__self__ is made.lm_head
+            assert torch.isfinite(output.loss)
+    finally:
+        engine.destroy()
+    assert {name: set(vars(module)) for name, module in model.named_modules()} == before
+    assert type(model(**batch()).logits) is torch.Tensor

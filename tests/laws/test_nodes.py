@@ -1,0 +1,247 @@
+"""Several nodes: ranks that share no memory, told apart by the environment or by namespaces."""
+
+from __future__ import annotations
+
+import filecmp
+import os
+import pickle
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from stronghold.errors import ConfigError
+from stronghold.model.layout import ParameterShape, Shards, layer_layout
+from stronghold.team.group import nodes_of
+from tests.conftest import free_port
+from tests.laws.test_ranks import interleaved, test_ranks_refine_one_plan_without_a_change_of_bits
+from tests.support import node_programs, rank_cases, rank_checkpoints, rank_programs
+from tests.support.ranks import ROOT, Launch, run_ranks
+from tests.support.training import Run, assert_identical
+
+PROGRAMS = "tests.support.node_programs"
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    """What two nodes of one rank found in one launch."""
+    folder = tmp_path_factory.mktemp("two")
+    return run_ranks(f"{PROGRAMS}:two_nodes", 2, folder, num_nodes=2)
+
+
+@pytest.mark.parametrize("name", node_programs.BITS)
+def test_nodes_have_the_bits_of_one_rank_that_accumulates(name: str, two: list[Any]) -> None:
+    """And so, by `test_ranks`, those of as many ranks of one node."""
+    one = rank_cases.CASES[name]()
+    losses = interleaved([found["bits"][name] for found in two])
+    for found in two:
+        run = found["bits"][name]
+        assert_identical(Run(losses=losses, weights=run.weights), one)
+        assert run.norms == pytest.approx(one.norms, rel=1e-12)
+
+
+def test_two_nodes_twice_are_identical(two: list[Any]) -> None:
+    for found in two:
+        assert_identical(found["again"], found["bits"]["gpt_tied"])
+        assert found["again"].norms == found["bits"]["gpt_tied"].norms
+
+
+def test_host_bytes_are_the_plans_with_the_weights_on_every_node(two: list[Any]) -> None:
+    """bf16 with held gradients: 2 bytes of weights, and 12 that all ranks share."""
+    for found in two:
+        report = found["memory"]
+        assert report["host_peak"] == report["host_planned"]
+        assert report["host_peak"] == (2 + 12 / 2) * report["padded_numel"]
+        assert "x 2 ranks on 2 nodes, each with the weights" in report["plan"]
+
+
+def test_the_wire_between_nodes_carries_weights_once_and_gradients_once(two: list[Any]) -> None:
+    """Of each the half that the other node has; ZeRO-3 receives weights twice."""
+    for found in two:
+        traffic = found["traffic"]
+        assert traffic["received"] == (traffic["trained"] + traffic["trained"]) * 4 // 2
+
+
+def test_a_rank_of_any_node_may_evaluate_alone(two: list[Any]) -> None:
+    rank_cases.assert_trained_as_one(two)
+
+
+@pytest.mark.parametrize("what", ["seeds", "new weights"])
+def test_weights_of_the_first_node_hold(what: str, two: list[Any]) -> None:
+    """Where the model, or a state dict, has other values on another node."""
+    for name, weight in two[0][what].items():
+        assert torch.equal(weight, two[1][what][name]), name
+    if what == "new weights":
+        assert all(bool((weight == 1.0).all()) for weight in two[1][what].values())
+
+
+def test_each_node_divides_its_own_cores(two: list[Any]) -> None:
+    for node, found in enumerate(two):
+        cores = len(os.sched_getaffinity(0))
+        assert found["cores"] == {"cores": cores, "node": node, "nodes": 2}
+
+
+def test_nodes_refine_one_plan_without_a_change_of_bits(two: list[Any]) -> None:
+    test_ranks_refine_one_plan_without_a_change_of_bits(two)
+
+
+# -- checkpoints -----------------------------------------------------------------------------------
+def test_what_nodes_save_resumes_to_the_bit(two: list[Any]) -> None:
+    for found in two:
+        saved = found["checkpoint"]
+        assert saved["on"]["losses"] == saved["straight"]["losses"][2:]
+        for name, weight in saved["straight"]["weights"].items():
+            assert torch.equal(saved["on"]["weights"][name], weight), name
+
+
+def test_one_rank_loads_what_two_nodes_saved_and_saves_the_same(
+    two: list[Any], tmp_path: Path
+) -> None:
+    source = Path(two[0]["checkpoint"]["saved"])
+    found = rank_checkpoints.session(tmp_path / "again", source, steps=0)
+    for name, weight in two[0]["checkpoint"]["first"]["weights"].items():
+        assert torch.equal(found["weights"][name], weight), name
+    same_files(source / "global_step2", tmp_path / "again" / "global_step2")
+    same_files(source / "global_step2", Path(two[0]["checkpoint"]["beside"]) / "global_step2")
+
+
+def same_files(one: Path, two: Path) -> None:
+    names = sorted(path.name for path in one.glob("*.safetensors"))
+    assert names
+    assert filecmp.cmpfiles(one, two, names, shallow=False)[0] == names
+
+
+def test_a_folder_that_the_nodes_do_not_share_is_refused_before_it_is_written(
+    two: list[Any],
+) -> None:
+    for found in two:
+        apart = found["apart"]
+        assert "rank 1 on node 1 does not see" in apart["save"]
+        assert "rank 1 on node 1 finds no" in apart["load"]
+        for what in ("save", "load"):
+            assert "is not the same folder on every node" in apart[what]
+        assert apart["left"] == "False"
+
+
+# -- failures --------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    "how", ["kill", *(pytest.param(how, marks=pytest.mark.slow) for how in ("raise", "stop"))]
+)
+def test_a_rank_that_is_lost_on_another_node_is_named(how: str, tmp_path: Path) -> None:
+    """Of its process nothing can be seen: it falls silent, or has said why it fails."""
+    words = "failed: ArithmeticError: a batch of nonsense" if how == "raise" else "was silent for"
+    with Launch(
+        run="tests.support.rank_programs:fail",
+        num_ranks=2,
+        num_nodes=2,
+        folder=tmp_path,
+        environment={"HOW": how},
+    ) as launch:
+        status = launch.processes[0].wait(timeout=120)
+        seconds = time.time() - float((tmp_path / "failing").read_text())
+        name = f"rank 1 (process {launch.processes[1].pid} on node 1)"
+        assert f"{name} {words}" in launch.output(0)
+    assert status != 0
+    assert seconds < 30
+
+
+# -- places ----------------------------------------------------------------------------------------
+def test_ranges_of_a_nodes_ranks_are_what_they_fetch() -> None:
+    """Each layer once on every node, of which each rank's part has its own range and its peers'."""
+    nodes = nodes_of(["a", "a", "b", "b", "c", "c"])
+    shapes = [
+        ParameterShape(name=name, shape=(5000,), trainable=name == "trained")
+        for name in ("trained", "frozen")
+    ]
+    layer = layer_layout(shapes, index=0, name="one", streamed=True, num_ranks=6)
+    own, fetched = set(), []
+    for rank in range(6):
+        shards = Shards(num_ranks=6, rank=nodes.range_of(rank), num_nodes=3)
+        for (begin, end), (first, last) in shards.exchanged(layer):
+            assert begin <= first < last <= end
+            own.add((first, last))
+        fetched.append(tuple(part for _, part in shards.fetched(layer)))
+    assert sum(end - begin for begin, end in own) == layer.numel
+    for rank in range(6):
+        assert {fetched[peer] for peer in nodes.peers(rank)} == {fetched[rank]}
+    assert [nodes.range_of(rank) for rank in nodes.by_range] == list(range(6))
+
+
+def test_nodes_with_unequal_numbers_of_ranks_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"unequally over 2 nodes \(2 on a, 1 on b\)"):
+        nodes_of([("a", 1), ("b", 1), ("a", 1)])
+
+
+# -- two nodes of two ranks ------------------------------------------------------------------------
+@pytest.mark.slow
+def test_two_nodes_of_two_ranks(two: list[Any], tmp_path: Path) -> None:
+    """Bits, bytes, and a checkpoint of two nodes of one rank."""
+    source = Path(two[0]["checkpoint"]["saved"])
+    four = run_ranks(f"{PROGRAMS}:four_ranks", 4, tmp_path, num_nodes=2, CHECKPOINT=str(source))
+    for name, run in rank_programs.four_ranks(tmp_path).items():
+        losses = interleaved([found["bits"][name] for found in four])
+        for found in four:
+            assert_identical(Run(losses=losses, weights=found["bits"][name].weights), run)
+            assert found["bits"][name].norms == pytest.approx(run.norms, rel=1e-12)
+    for found in four:
+        report, traffic = found["memory"], found["traffic"]
+        assert report["host_peak"] == report["host_planned"]
+        assert report["host_peak"] == (2 / 2 + 12 / 4) * report["padded_numel"]
+        # Weights: of its half of the node's the half that its peer has. Gradients: over gloo every
+        # rank's piece comes by itself, two from the other node.
+        assert traffic["received"] == (traffic["trained"] + 2 * traffic["trained"]) * 4 // 4
+        for name, weight in two[0]["checkpoint"]["first"]["weights"].items():
+            assert torch.equal(found["elsewhere"]["weights"][name], weight), name
+    same_files(source / "global_step2", tmp_path / "again" / "global_step2")
+
+
+# -- machines of their own -------------------------------------------------------------------------
+UNSHARE = ["unshare", "--uts", "--pid", "--fork", "--mount-proc"]
+AGENT = (
+    'hostname "$1" && exec "$2" -m torch.distributed.run --nnodes 2 --node_rank "$3" '
+    '--nproc_per_node 1 --master_addr 127.0.0.1 --master_port "$4" '
+    '--module tests.support.node_programs "$5"'
+)
+
+
+@pytest.mark.slow
+def test_two_machines_under_torchrun(tmp_path: Path) -> None:
+    """Namespaces of their own: neither sees the other's processes."""
+    tried = subprocess.run([*UNSHARE, "hostname", "elsewhere"], capture_output=True, text=True)
+    if tried.returncode:
+        pytest.skip(f"unshare: {tried.stderr.strip()}")
+    port, agents = str(free_port()), []
+    environment = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "LOCAL_SIZE": "1"}
+    for node, host in enumerate(("alpha", "beta")):
+        words = [host, sys.executable, str(node), port, str(tmp_path)]
+        with open(tmp_path / f"log-{node}", "w") as log:
+            agents.append(
+                subprocess.Popen(
+                    [*UNSHARE, "bash", "-c", AGENT, "agent", *words],
+                    cwd=ROOT,
+                    env={**os.environ, **environment},
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                )
+            )
+    try:
+        for node, agent in enumerate(agents):
+            log = (tmp_path / f"log-{node}").read_text
+            assert agent.wait(timeout=240) == 0, log(errors="replace")[-6000:]
+    finally:
+        for agent in agents:
+            agent.kill()
+            agent.wait()
+    found = [pickle.loads((tmp_path / f"result-{rank}").read_bytes()) for rank in range(2)]
+    assert found[0]["processes"] != found[1]["processes"]
+    one = rank_cases.CASES["gpt"]()
+    for rank, of_rank in enumerate(found):
+        assert of_rank["host"] == ("alpha", "beta")[rank]
+        assert of_rank["nodes"] == 2
+        losses = interleaved([each["run"] for each in found])
+        assert_identical(Run(losses=losses, weights=of_rank["run"].weights), one)
+    assert rank_checkpoints.session(None, tmp_path / "saved", steps=0)["steps"] == 1

@@ -1,0 +1,392 @@
+"""Several ranks on one node: processes over gloo, each with its share of the state."""
+
+from __future__ import annotations
+
+import filecmp
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from stronghold.memory.runfolder import reclaim
+from tests.support import rank_cases, rank_checkpoints, rank_models, rank_programs
+from tests.support.ranks import Launch, run_ranks
+from tests.support.training import Run, assert_identical, config
+
+PROGRAMS = "tests.support.rank_programs"
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    """What two ranks found in one launch: processes take seconds to start."""
+    return run_ranks(f"{PROGRAMS}:two_ranks", 2, tmp_path_factory.mktemp("two"))
+
+
+@pytest.mark.parametrize("name", rank_cases.CASES)
+def test_ranks_have_the_bits_of_one_that_accumulates(name: str, two: list[Any]) -> None:
+    """In fp32 with 2 or 4 ranks: halves are exact, and sums come in the order of the ranks. The
+    norm differs by its own rounding, since a parameter's squares are added in parts."""
+    one = rank_cases.CASES[name]()
+    losses = interleaved([found["bits"][name] for found in two])
+    for found in two:
+        run = found["bits"][name]
+        assert_identical(Run(losses=losses, weights=run.weights), one)
+        assert run.norms == pytest.approx(one.norms, rel=1e-12)
+        assert run.norms == two[0]["bits"][name].norms
+
+
+def interleaved(runs: list[Run]) -> list[torch.Tensor]:
+    """The losses of all ranks in the order of their micro-batches."""
+    return [loss for of_all in zip(*(run.losses for run in runs), strict=True) for loss in of_all]
+
+
+@pytest.mark.parametrize("name", rank_cases.CLOSE)
+def test_ranks_and_one_rank_differ_by_rounding(name: str, two: list[Any]) -> None:
+    """Clipping multiplies by a number that is rounded differently in its last bit, and 16-bit
+    gradients are rounded once more, after the mean. Adam's first steps turn a gradient of any size
+    into one of the size of the learning rate, 1e-2: there the bound is of the loss."""
+    one = rank_cases.CLOSE[name]()
+    losses = interleaved([found["close"][name] for found in two])
+    tolerance = 1e-5 if name == "clipped" else 2e-2
+    for loss, expected in zip(losses, one.losses, strict=True):
+        assert loss.item() == pytest.approx(expected.item(), rel=tolerance)
+    norms = [found["close"][name].norms for found in two]
+    assert norms[0] == norms[1]
+    assert norms[0] == pytest.approx(one.norms, rel=1e-6 if name == "clipped" else 2e-2)
+
+
+def test_two_ranks_twice_are_identical(two: list[Any]) -> None:
+    for found in two:
+        for name, run in found["again"].items():
+            assert_identical(run, found["bits"][name])
+            assert run.norms == found["bits"][name].norms
+
+
+def test_host_bytes_are_the_plans_and_half_of_one_ranks(two: list[Any]) -> None:
+    for found in two:
+        for report in (found["memory"], found["memory without gate"]):
+            assert report["host_peak"] == report["host_planned"]
+            assert report["gpu_peak"] == report["gpu_planned"]
+            assert "x 2 ranks" in report["plan"]
+            # bf16 with held gradients: 14 bytes a parameter, layers padded to pages of each rank.
+            assert report["host_peak"] == 14 * report["padded_numel"] // 2
+        assert "several ranks make them together" in found["memory without gate"]["plan"]
+        assert "several ranks make them together" not in found["memory"]["plan"]
+
+
+@pytest.mark.parametrize("name", rank_cases.FILES)
+def test_files_of_each_rank_never_change_a_bit(name: str, two: list[Any]) -> None:
+    """Against the same ranks in memory; all but weights spills, layers take several pieces."""
+    for found in two:
+        on_files, in_memory = found["files"][name]
+        assert_identical(on_files, in_memory)
+        assert on_files.norms == in_memory.norms
+
+
+def test_bytes_of_files_are_the_plans_and_half_of_one_ranks(two: list[Any]) -> None:
+    """bf16 with held gradients: weights and those in memory, moments and masters in files."""
+    for found in two:
+        report = found["memory on files"]
+        assert report["host_peak"] == report["host_planned"]
+        assert report["host_peak"] == 4 * report["padded_numel"] // 2 + report["staging"]
+        assert report["nvme_peak"] == report["nvme_planned"] == 10 * report["padded_numel"] // 2
+        # The first step's reads and writes; nothing is read or written to make the files.
+        assert report["moved"] == report["traffic"]
+
+
+def test_the_nodes_weights_are_there_once(two: list[Any]) -> None:
+    """Proportional set size: a page that two processes map counts half in each."""
+    sizes = [found["memory"]["weights_pss"] for found in two]
+    whole = two[0]["memory"]["weights_bytes"]
+    assert sum(sizes) == pytest.approx(whole, rel=0.05)
+
+
+def test_the_wire_carries_what_zero_3_needs(two: list[Any]) -> None:
+    """Weights of streamed layers twice and of resident ones once, gradients once, and of each the
+    part that other ranks have."""
+    for found in two:
+        traffic = found["traffic"]
+        assert traffic["received"] == traffic["expected"], traffic
+
+
+def test_one_rank_may_evaluate_alone(two: list[Any]) -> None:
+    """And read the weights: nothing of it meets the other, and training goes on as without it."""
+    rank_cases.assert_trained_as_one(two)
+
+
+def test_what_the_engine_says_of_ranks(two: list[Any]) -> None:
+    for rank, found in enumerate(two):
+        assert found["surface"] == {
+            "local_rank": rank,
+            "global_rank": rank,
+            "world_size": 2,
+            "dp_world_size": 2,
+            "train_batch_size": 12,
+            "gradient_accumulation_steps": 3,
+            "samples": found["surface"]["samples"],
+        }
+    seen = [sorted(found["surface"]["samples"]) for found in two]
+    assert sorted(seen[0] + seen[1]) == list(range(8))
+
+
+def test_an_overflow_on_one_rank_skips_the_step_on_all(two: list[Any]) -> None:
+    for found in two:
+        assert found["overflow"] == {"skipped": 1, "scale": 128.0, "unchanged": True}
+
+
+def test_what_several_ranks_cannot_do_yet_is_refused(two: list[Any]) -> None:
+    for found in two:
+        refused = found["refused"]
+        assert "resident_updates" in refused["gpu"]
+        assert "stronghold.nvme.spill" in refused["nvme"]
+        assert "the model's parameters differ between the ranks" in refused["model"]
+
+
+def test_a_disk_that_refuses_one_rank_ends_all(two: list[Any]) -> None:
+    said = [found["refused"]["disk"] for found in two]
+    assert said[0].startswith("RankError: rank 1: OSError: [Errno 28] No space left on device")
+    assert said[1].startswith("OSError: [Errno 28] No space left on device")
+
+
+def test_nothing_is_left_of_an_engine(two: list[Any]) -> None:
+    """Its model is each process's own, its threads have ended, and no file remains; also of one
+    that could not be made."""
+    for rank, found in enumerate(two):
+        assert found["life"] == {"sevens": rank == 0, "threads": [], "files": []}
+
+
+def test_each_rank_has_a_trace_of_its_own(two: list[Any]) -> None:
+    for found in two:
+        assert found["traces"] == {"trace.json": {0}, "trace.rank1.json": {1}}
+
+
+def test_norms_are_of_the_whole_model_under_tensor_parallelism(two: list[Any]) -> None:
+    """Parts of split parameters are added, whole ones counted once."""
+    for found in two:
+        split = found["model parallel"]
+        assert split["norm"] == pytest.approx(split["expected"], rel=1e-6)
+        assert split["batch"] == 2
+        assert split["ranks"] == (2, 1, 2)
+        on_files = found["model parallel on files"]
+        assert on_files["files"] > 0 == split["files"]
+        assert on_files["norm"] == split["norm"]
+        assert all(map(torch.equal, on_files["weights"], split["weights"]))
+
+
+@pytest.mark.slow
+def test_gathers_and_reductions_hide_behind_compute(tmp_path: Path) -> None:
+    """Where compute takes longest, a step takes little more: the fill and drain of one layer."""
+    for busy in run_ranks("tests.support.rank_looks:overlap", 2, tmp_path):
+        bound = max(seconds for lane, seconds in busy.items() if lane != "step")
+        assert bound == busy["compute"], busy
+        assert busy["step"] <= 1.15 * bound, busy
+        hidden = busy["fetch"] + busy["gather"] + busy["reduce"] + busy["drain"]
+        assert hidden > 0.5 * bound, busy  # not vacuous
+
+
+def test_ranks_that_go_different_ways_are_named_before_a_weight_changes(two: list[Any]) -> None:
+    for said in (said for found in two for said in found["astray"]):
+        assert "gathered or reduced different layers in this step: [0] against [1]" in said
+
+
+def test_a_backward_that_fails_on_one_rank_ends_all(two: list[Any]) -> None:
+    """And neither goes on: each says so again."""
+    for said in two[0]["broken"].split(" | "):
+        assert "rank 1 (process" in said
+        assert "failed: engine.backward raised" in said
+    assert two[1]["broken"].startswith("division by zero | ")
+    assert "this rank cannot go on (engine.backward raised)" in two[1]["broken"]
+
+
+# -- checkpoints -----------------------------------------------------------------------------------
+def test_what_ranks_save_resumes_to_the_bit(two: list[Any]) -> None:
+    for found in two:
+        saved = found["checkpoint"]
+        assert saved["on"]["losses"] == saved["straight"]["losses"][2:]
+        for name, weight in saved["straight"]["weights"].items():
+            assert torch.equal(saved["on"]["weights"][name], weight), name
+
+
+def test_what_ranks_save_in_memory_resumes_on_files_and_the_other_way(two: list[Any]) -> None:
+    for found in two:
+        saved = found["checkpoint"]
+        assert saved["on files"]["losses"] == saved["on"]["losses"]
+        assert [*saved["on files"]["losses"], *saved["off files"]["losses"]] == (
+            saved["straight on"]["losses"]
+        )
+        for name, weight in saved["straight on"]["weights"].items():
+            assert torch.equal(saved["off files"]["weights"][name], weight), name
+
+
+def test_a_save_beside_training_writes_the_same_files(two: list[Any]) -> None:
+    saved, beside = (
+        Path(two[0]["checkpoint"][which]) / "global_step2" for which in ("saved", "beside")
+    )
+    names = sorted(path.name for path in saved.iterdir())
+    assert names == sorted(path.name for path in beside.iterdir())
+    assert filecmp.cmpfiles(saved, beside, names, shallow=False) == (names, [], [])
+
+
+def test_one_rank_loads_what_two_saved(two: list[Any], tmp_path: Path) -> None:
+    """And saves the same files: a checkpoint says nothing of ranks, but for their random states."""
+    source = Path(two[0]["checkpoint"]["saved"])
+    found = rank_checkpoints.session(tmp_path / "again", source, steps=0)
+    assert_same_save(found, two[0]["checkpoint"]["first"], source, tmp_path / "again", steps=2)
+
+
+def assert_same_save(
+    found: dict[str, Any], expected: dict[str, Any], source: Path, again: Path, *, steps: int
+) -> None:
+    """Loaded from `source` and saved in `again`: the weights, and the bytes of the tensor files."""
+    for name, weight in expected["weights"].items():
+        assert torch.equal(found["weights"][name], weight), name
+    tag = f"global_step{steps}"
+    tensors = sorted(path.name for path in (source / tag).glob("*.safetensors"))
+    assert filecmp.cmpfiles(source / tag, again / tag, tensors, shallow=False)[0] == tensors
+
+
+def test_a_save_that_fails_on_one_rank_fails_on_all_and_leaves_nothing(two: list[Any]) -> None:
+    said = [found["full disk"]["error"] for found in two]
+    assert said[0].startswith(
+        "CheckpointError: the checkpoint failed on rank 1: OSError: [Errno 28]"
+    )
+    assert said[1].startswith("OSError: [Errno 28]")
+    for found in two:
+        assert found["full disk"]["left"] == []
+        assert found["full disk"]["then"] == ["latest", "two"]
+
+
+def test_ranks_never_load_two_saves_of_one_tag(two: list[Any]) -> None:
+    for found in two:
+        assert found["replaced"].startswith("CheckpointError: ")
+        assert "was replaced while it was loaded: rank 1 has opened another" in found["replaced"]
+
+
+@pytest.mark.parametrize("spill", [None, "weights"])
+def test_one_rank_loads_what_two_saved_from_files(
+    spill: str | None, two: list[Any], tmp_path: Path
+) -> None:
+    source = Path(two[0]["checkpoint"]["from files"])
+    section = {"nvme": {"path": str(tmp_path), "spill": spill}} if spill else {}
+    found = rank_checkpoints.session(tmp_path / "again", source, steps=0, **section)
+    assert_same_save(found, two[0]["checkpoint"]["on files"], source, tmp_path / "again", steps=4)
+
+
+def test_ranks_refine_one_plan_without_a_change_of_bits(two: list[Any]) -> None:
+    one = rank_models.train("gpt", config(clipping=0.0), steps=6)
+    losses = interleaved([found["refined"]["run"] for found in two])
+    for found in two:
+        assert found["refined"]["changed"]
+        assert found["refined"]["plan"] == two[0]["refined"]["plan"]
+        assert_identical(Run(losses=losses, weights=found["refined"]["run"].weights), one)
+
+
+def test_each_model_parallel_rank_saves_and_resumes_its_slices(two: list[Any]) -> None:
+    """In one tag, under the names that DeepSpeed gives their states."""
+    for rank, found in enumerate(two):
+        split = found["slices"]
+        straight, on = split["straight"], split["on"]
+        assert on["losses"] == straight["losses"][2:]
+        for name, weight in straight["weights"].items():
+            assert torch.equal(on["weights"][name], weight), name
+        assert Path(on["path"]).name == f"mp_rank_0{rank}_model_states.pt"
+        for name in ("manifest.json", "model_states.pt", "moments-00000.safetensors"):
+            assert f"mp_rank_0{rank}_{name}" in split["names"]
+        assert all(name.startswith("mp_rank_0") for name in split["names"])
+    weights = [found["slices"]["on"]["weights"] for found in two]
+    assert not any(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+def test_slices_are_loaded_under_as_many_model_parallel_ranks_alone(two: list[Any]) -> None:
+    for found in two:
+        split = found["slices"]
+        assert "saved by 2 model-parallel ranks, expected 1" in split["whole"]
+        assert "saved by 1 model-parallel ranks, expected 2" in split["split"]
+        assert "split over 2 model-parallel ranks" in split["16 bit"]
+
+
+@pytest.mark.slow
+def test_slices_resume_in_another_number_of_data_parallel_places(
+    two: list[Any], tmp_path: Path
+) -> None:
+    """Two ranks that have the same micro-batch do what one does."""
+    source = Path(two[0]["checkpoint"]["saved"]).parent / "slices"
+    run = "tests.support.rank_checkpoints:slices_elsewhere"
+    for found in run_ranks(run, 4, tmp_path, CHECKPOINT=str(source)):
+        straight = two[found["unit"]]["slices"]["straight"]
+        assert found["on"]["losses"] == straight["losses"][2:]
+        for name, weight in straight["weights"].items():
+            assert torch.equal(found["on"]["weights"][name], weight), name
+
+
+@pytest.mark.slow
+def test_four_ranks_load_what_one_saved_and_what_two_saved(two: list[Any], tmp_path: Path) -> None:
+    one = rank_checkpoints.session(tmp_path / "one", None, steps=2)
+    for source, expected in (
+        (tmp_path / "one", one),
+        (Path(two[0]["checkpoint"]["saved"]), two[0]["checkpoint"]["first"]),
+    ):
+        folder = tmp_path / source.name / "four"
+        for found in run_ranks(
+            "tests.support.rank_checkpoints:load_elsewhere", 4, folder, CHECKPOINT=str(source)
+        ):
+            for name, weight in expected["weights"].items():
+                assert torch.equal(found["weights"][name], weight), name
+            assert found["trained"]["steps"] == 3
+        tensors = sorted(path.name for path in (source / "global_step2").glob("*.safetensors"))
+        again = folder / "again" / "global_step2"
+        assert (
+            filecmp.cmpfiles(source / "global_step2", again, tensors, shallow=False)[0] == tensors
+        )
+
+
+@pytest.mark.slow
+def test_four_ranks_have_the_bits_of_one_that_accumulates(tmp_path: Path) -> None:
+    four = run_ranks(f"{PROGRAMS}:four_ranks", 4, tmp_path)
+    for name, run in rank_programs.four_ranks(tmp_path).items():
+        losses = interleaved([found[name] for found in four])
+        for found in four:
+            assert_identical(Run(losses=losses, weights=found[name].weights), run)
+            assert found[name].norms == pytest.approx(run.norms, rel=1e-12)
+
+
+# -- failures --------------------------------------------------------------------------------------
+FAILURES = {
+    "kill": "rank 1 (process {}) has ended without a word",
+    "raise": "rank 1 (process {}) failed: ArithmeticError: a batch of nonsense",
+    "stop": "rank 1 (process {}) was silent for",
+    "disk": "rank 1 (process {}) failed: LaneError: spill",
+}
+
+
+@pytest.mark.parametrize(
+    "how",
+    ["kill", *(pytest.param(how, marks=pytest.mark.slow) for how in ("raise", "stop", "disk"))],
+)
+def test_a_rank_that_is_lost_is_named_and_the_others_end(how: str, tmp_path: Path) -> None:
+    environment = {"HOW": how}
+    run = f"{PROGRAMS}:fail"
+    with Launch(run=run, num_ranks=2, folder=tmp_path, environment=environment) as launch:
+        status = launch.processes[0].wait(timeout=120)
+        seconds = time.time() - float((tmp_path / "failing").read_text())
+        words = FAILURES[how].format(launch.processes[1].pid)
+        assert words in launch.output(0)
+        assert "Load the last checkpoint" in launch.output(0)
+        if how == "stop":
+            assert "is stopped" in launch.output(0)
+        if how == "disk":
+            assert "No space left on device" in launch.output(0)
+    assert status != 0
+    left = list((tmp_path / "disk").iterdir())
+    assert len(left) <= (how in ("kill", "stop")), left
+    reclaim(tmp_path / "disk")  # as the next run does
+    assert not list((tmp_path / "disk").iterdir())
+    assert seconds < 30  # silence counts as loss after 3 s in this program, 60 s by default
+
+
+@pytest.mark.slow
+def test_a_slow_rank_is_named_and_waited_for(tmp_path: Path) -> None:
+    run_ranks(f"{PROGRAMS}:fail", 2, tmp_path, HOW="slow")
+    assert "waits for rank 1 (process" in (tmp_path / "log-0").read_text()

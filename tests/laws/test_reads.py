@@ -1,0 +1,481 @@
+"""Whoever asks a module for its parameters reads the newest weights, knowing nothing of engines."""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+import io
+import subprocess
+import sys
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.func import functional_call
+from torch.nn import functional as F
+from torch.optim.swa_utils import AveragedModel
+
+from stronghold.errors import ConfigError
+from tests.models import HIDDEN, MODELS, VOCAB, loss_of
+from tests.support.pairs import pairs
+from tests.support.quiet import law_of_time, on_time
+from tests.support.twin import Twin, twin
+
+# Some 20 ms an update of each layer: what does not wait reads weights of two steps.
+SLOW = {"emulated": {"update_gbps": 0.02}}
+KINDS: dict[str, dict[str, Any]] = {
+    "streamed": SLOW,
+    "resident": {**SLOW, "resident_layers": 1},
+    "on the device": {**SLOW, "resident_layers": 1, "resident_updates": "gpu"},
+}
+PLACES: dict[str, dict[str, Any]] = {
+    **KINDS,
+    "all resident": {**SLOW, "resident_layers": "all", "resident_updates": "host"},
+    "whole": {"resident_layers": "all", "resident_updates": "gpu"},
+    "on disk": {**SLOW, "nvme": {"path": "", "spill": "weights"}},
+}
+
+
+def section_of(place: str, folder: Path) -> dict[str, Any]:
+    section = dict(PLACES[place])
+    if "nvme" in section:
+        section["nvme"] = {**section["nvme"], "path": str(folder)}
+    return section
+
+
+class Program:
+    """What a program has of a model: itself, the optimizer's groups, and a list that it made before
+    the first step."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.model: Any = model
+        self.groups = optimizer.param_groups
+        self.listed = list(model.parameters())
+        self.weak = [weakref.ref(parameter) for parameter in self.listed]
+        self.named = dict(model.named_parameters())
+        self.hidden_in_closure = (lambda weight: lambda: weight)(self.model.head.weight)
+
+
+def through_pickle(value: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+def averaged(p: Program) -> list[torch.Tensor]:
+    average = AveragedModel(p.model)
+    average.update_parameters(p.model)
+    return list(average.module.parameters())
+
+
+Way = Callable[[Program], Any]
+# Every way to come by a parameter, and to look at what it holds, that a program has.
+READS: dict[str, Way] = {
+    "module.weight": lambda p: p.model.blocks[1].mlp.up.weight.clone(),
+    "module.weight of the head": lambda p: p.model.head.weight * 2.0,
+    "module._parameters": lambda p: p.model.blocks[2].norm1._parameters["weight"].sum(),
+    "getattr": lambda p: getattr(p.model.blocks[0].attention.out, "bias").clone(),  # noqa: B009
+    "get_parameter": lambda p: p.model.get_parameter("blocks.0.mlp.up.weight").norm(),
+    "parameters()": lambda p: [w.abs().max() for w in p.model.parameters()],
+    "named_parameters()": lambda p: [w.clone() for _, w in p.model.named_parameters()],
+    "parameters() of a part": lambda p: [w.clone() for w in p.model.blocks[2].parameters()],
+    "param_groups": lambda p: [w.clone() for g in p.groups for w in g["params"]],
+    "a list that was kept": lambda p: [w.clone() for w in p.listed],
+    "a dict that was kept": lambda p: [w.mean() for w in p.named.values()],
+    "weak references": lambda p: [ref().clone() for ref in p.weak],
+    "a closure": lambda p: p.hidden_in_closure().clone(),
+    "state_dict()": lambda p: [w.clone() for w in p.model.state_dict().values()],
+    "state_dict() of a part": lambda p: [w.clone() for w in p.model.head.state_dict().values()],
+    "state_dict(keep_vars)": lambda p: [w + 0 for w in p.model.state_dict(keep_vars=True).values()],
+    ".data": lambda p: [w.data.clone() for w in p.listed],
+    ".detach()": lambda p: [w.detach().clone() for w in p.listed],
+    "NumPy": lambda p: [torch.tensor(w.detach().numpy()) for w in p.listed],
+    "np.asarray": lambda p: torch.tensor(np.array(p.listed[0].detach())),
+    "DLPack": lambda p: torch.from_dlpack(p.listed[1].detach()).clone(),
+    "its storage": lambda p: bytes_of(p.listed[1]),
+    "an element": lambda p: [w.flatten()[0].item() for w in p.listed],
+    "a row": lambda p: p.model.embedding.weight[3].clone(),
+    "tolist()": lambda p: p.listed[-1].tolist(),
+    "repr": lambda p: repr(p.model.blocks[1].norm2.bias).replace("Hidden", ""),
+    "F.linear": lambda p: F.linear(torch.ones(2, HIDDEN), p.model.head.weight.float()),
+    "torch._foreach": lambda p: torch._foreach_norm(p.listed),
+    "torch.stack": lambda p: torch.stack([b.norm1.weight for b in p.model.blocks]),
+    "parameters_to_vector": lambda p: nn.utils.parameters_to_vector(p.listed),
+    "an average": lambda p: torch.zeros(()).lerp(p.listed[0].detach().float().sum(), 0.5),
+    "AveragedModel": averaged,
+    "copy.deepcopy": lambda p: copy.deepcopy(p.listed[0]),
+    "copy.copy": lambda p: copy.copy(p.listed[-1]),
+    "copy.deepcopy of a part": lambda p: list(copy.deepcopy(p.model.blocks[1]).parameters()),
+    "torch.save": lambda p: through_pickle(p.listed[2]),
+    "torch.save of a part": lambda p: list(through_pickle(p.model.blocks[0]).parameters()),
+    "functional_call": lambda p: functional_call(
+        nn.Linear(HIDDEN, VOCAB, bias=False),
+        {"weight": p.model.head.weight.float()},
+        torch.ones(1, HIDDEN),
+    ),
+    "torch.ops": lambda p: torch.ops.aten.mul.Tensor(p.listed[0], p.listed[0]),
+    "nn.Parameter.data.__get__": lambda p: torch.Tensor.data.__get__(p.listed[1]).clone(),
+}
+
+
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory at its address, as code in C reads it."""
+    size = tensor.numel() * tensor.element_size()
+    return torch.tensor(list((ctypes.c_ubyte * size).from_address(tensor.data_ptr())))
+
+
+def assert_equal(found: Any, expected: Any, what: str) -> None:
+    if isinstance(expected, (list, tuple)):
+        assert len(found) == len(expected), what
+        for one, other in zip(found, expected, strict=True):
+            assert_equal(one, other, what)
+    elif isinstance(expected, torch.Tensor):
+        assert torch.equal(found.detach().cpu(), expected.detach()), f"{what}: of another step"
+        assert type(found) is type(expected), what
+    else:
+        assert found == expected, what
+
+
+def pending(both: Twin) -> bool:
+    """Whether an update of the last step is still on its way."""
+    stack = both.engine._stack
+    return any(
+        not stack.host.layers[i].records["weights"].writer.done
+        for i in range(len(stack.parameters))
+    )
+
+
+@pytest.mark.parametrize(
+    ("place", "precision"),
+    [(place, "fp32") for place in PLACES]
+    + [pytest.param(place, "bf16", marks=pytest.mark.slow) for place in PLACES],
+)
+def test_every_way_to_come_by_a_parameter_shows_the_last_step(
+    place: str, precision: str, tmp_path: Path
+) -> None:
+    section = section_of(place, tmp_path)
+    with twin("gpt", precision=precision, section=section) as both:
+        ours = Program(both.model, both.engine.optimizer)
+        plain = Program(both.plain, both.shown)
+        waited = 0
+        ways = list(READS.items())
+        at_once = 1 if place == "streamed" else 3  # what one reads is not all that is under way
+        steps = [ways[first : first + at_once] for first in range(0, len(ways), at_once)]
+        for step, some in enumerate(steps):
+            both.train(step)
+            waited += pending(both)
+            for way, read in some:
+                if precision == "fp32" or way not in ("NumPy", "np.asarray"):  # it has no bf16
+                    assert_equal(read(ours), read(plain), way)
+    on_time(place == "whole" or waited > len(steps) // 2, "updates were done before the reads")
+
+
+@pytest.mark.parametrize("clipping", [0.0, 1.0], ids=["early updates", "gated updates"])
+@pytest.mark.parametrize("place", ["streamed", "all resident", "on the device", "whole"])
+def test_what_was_updated_early_is_of_the_step_before_or_refused(
+    place: str, clipping: float
+) -> None:
+    """Between backward and step a plain program reads the old weights."""
+    with twin("gpt", clipping=clipping, section=PLACES[place]) as both:
+        for step in range(3):
+            both.backward(both.on(step))
+            early = bool(both.engine._stack.runtime.ledger.applied)
+            refused = 0
+            ours, plain = list(both.model.parameters()), list(both.plain.parameters())
+            for parameter, expected in zip(ours, plain, strict=True):
+                try:
+                    assert torch.equal(parameter, expected)
+                except ConfigError:
+                    refused += 1
+            assert early or not refused
+            with torch.no_grad():
+                if early:
+                    with pytest.raises(ConfigError, match=r"read between engine\.backward and"):
+                        both.on(9)(both.engine)
+                else:
+                    assert torch.equal(both.on(9)(both.engine), both.on(9)(both.plain))
+            both.step()
+
+
+# What shows the memory itself: whoever has kept it asks nobody.
+KEPT: dict[str, Callable[[nn.Parameter], Any]] = {
+    ".data": lambda weight: weight.data,
+    ".detach()": lambda weight: weight.detach(),
+    "a view": lambda weight: weight.detach().view(-1)[1:],
+    "NumPy": lambda weight: weight.detach().numpy(),
+    "a row": lambda weight: weight.detach()[0],
+}
+UPDATES = {"early updates": 0.0, "gated updates": 1.0}
+
+
+@pytest.mark.parametrize(("place", "keep", "clipping"), pairs(list(PLACES), list(KEPT), UPDATES))
+def test_an_alias_that_was_kept_shows_the_last_step(
+    place: str, keep: str, clipping: float, tmp_path: Path, caplog: Any
+) -> None:
+    """And what is written through it counts."""
+
+    def kept(model: nn.Module) -> list[Any]:
+        return [KEPT[keep](parameter) for parameter in model.parameters()]
+
+    def values(aliases: list[Any]) -> list[Any]:
+        return [torch.as_tensor(alias).clone() for alias in aliases]
+
+    with twin("gpt", clipping=clipping, section=section_of(place, tmp_path)) as both:
+        ours, plain = kept(both.model), kept(both.plain)
+        for step in range(4):
+            both.train(step)
+            assert_equal(values(ours), values(plain), keep)
+            for alias in (*ours, *plain):
+                alias *= 0.5
+            with torch.no_grad():
+                assert torch.equal(both.on(9)(both.engine), both.on(9)(both.plain))
+        told = [record for record in caplog.records if "keeps aliases" in record.message]
+        assert len(told) == (place != "whole")
+
+
+def test_nothing_waits_for_a_program_that_keeps_no_alias() -> None:
+    with twin("gpt", section=SLOW) as both:
+        for step in range(3):
+            both.train(step)
+            assert both.engine._stack.runtime.executor.aliased(range(5)) == []
+            for parameter in both.model.parameters():
+                parameter.data.sum(), parameter.detach().numpy().sum()
+            both.model.state_dict()
+
+
+def test_what_needs_no_value_does_not_wait() -> None:
+    with twin("gpt", section=SLOW) as both:
+        both.train(0)
+        both.train(1)
+        before = pending(both)
+        last = both.model.blocks[2].mlp.down.weight
+        fence = both.engine._stack.host.layers[3].records["weights"].writer
+        assert (last.shape, last.dtype, last.grad) == ((HIDDEN, 4 * HIDDEN), torch.float32, None)
+        assert (last.requires_grad, last.is_leaf, last.numel()) == (True, True, 4 * HIDDEN**2)
+        assert isinstance(last, nn.Parameter)
+        assert {last} == {both.model.get_parameter("blocks.2.mlp.down.weight")}
+        nn.utils.clip_grad_norm_(both.model.parameters(), 1.0)
+        both.model.zero_grad()
+        waiting = not fence.done
+    on_time(before and waiting, "the updates were done before anybody asked")
+
+
+def test_a_program_gets_its_parameters_back() -> None:
+    both = Twin("gpt", section=SLOW)
+    kept = list(both.model.parameters())
+    both.train(0)
+    both.engine.destroy()
+    for before, after in zip(kept, both.model.parameters(), strict=True):
+        assert before is after
+        assert type(after) is nn.Parameter
+        assert vars(after) == {}
+    assert "data" not in vars(nn.Parameter)
+    assert_same(both.model, both.plain)
+
+
+def assert_same(ours: nn.Module, plain: nn.Module) -> None:
+    pairs = zip(ours.named_parameters(), plain.named_parameters(), strict=True)
+    for (name, parameter), (_, expected) in pairs:
+        assert torch.equal(parameter.cpu(), expected), f"{name} is of another step"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("clipping", [0.0, 1.0], ids=["early updates", "gated updates"])
+def test_parameters_between_steps_are_of_the_last_step(kind: str, clipping: float) -> None:
+    with twin("gpt", clipping=clipping, section=KINDS[kind]) as both:
+        for step in range(3):
+            both.train(step)
+            assert_same(both.model, both.plain)
+
+
+@law_of_time
+def test_a_part_of_the_model_waits_for_its_own_updates_alone() -> None:
+    with twin("gpt", section=SLOW) as both:
+        both.train(0)
+        fences = [both.engine._stack.host.layers[i].records["weights"].writer for i in range(3)]
+        next(both.model.parameters()).sum()
+        late = not fences[-1].done
+        both.model.state_dict()
+        assert all(fence.done for fence in fences)
+    on_time(late, "the last update was done before anybody waited for it")
+
+
+def test_a_pass_may_ask_for_parameters_in_its_middle() -> None:
+    with twin("gpt", section=SLOW) as both:
+        seen = []
+        block = max(both.model.modules(), key=lambda module: isinstance(module, nn.ModuleList))
+        handle = block[1].register_forward_pre_hook(
+            lambda *_: seen.append([p.sum() for p in both.model.parameters()])
+        )
+        both.train(0)
+        both.train(1)
+        handle.remove()
+        assert seen
+
+
+def test_torch_is_as_it_was_when_the_last_engine_is_gone() -> None:
+    one, other = Twin("gpt"), Twin("llama")
+    assert "data" in vars(nn.Parameter)
+    one.engine.destroy()
+    assert "data" in vars(nn.Parameter)
+    other.train(0)
+    assert_same(other.model, other.plain)
+    other.engine.destroy()
+    assert "data" not in vars(nn.Parameter)
+
+
+SCRIPT = """
+import sys, torch, stronghold
+from tests.models import MODELS, loss_of
+from tests.support.training import config
+folder = sys.argv[1]
+model, make_batch = MODELS["gpt"]()
+section = {"window": 1, "trace": folder + "/trace.json", "async_checkpoint": True}
+engine, *_ = stronghold.initialize(
+    model=model, config=config(section=section), model_parameters=model.parameters()
+)
+engine.backward(loss_of(engine(**make_batch(0))))
+engine.step()
+engine.save_checkpoint(folder + "/saved")
+engine.itself = engine
+"""
+
+
+def test_what_a_program_owes_the_disk_is_there_when_it_ends(tmp_path: Path) -> None:
+    """It never destroys its engine, as programs of frameworks do not; and is not disturbed."""
+    command = [sys.executable, "-c", SCRIPT, str(tmp_path)]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert "Exception" not in ended.stderr
+    assert (tmp_path / "trace.json").stat().st_size > 0
+    assert (tmp_path / "saved" / "latest").read_text().strip() == "global_step1"
+
+
+BUSY = """
+import torch, stronghold
+from tests.models import MODELS
+from tests.support.training import config
+model, _ = MODELS["gpt"]()
+engine, *_ = stronghold.initialize(
+    model=model, config=config(), model_parameters=model.parameters()
+)
+here, there = torch.ones(40_000_000), torch.empty(40_000_000)
+done = engine._stack.device.fetch.submit("fetch 0", lambda: [there.copy_(here) for _ in range(20)])
+engine._stack.device.update.submit("update 0", lambda: 1 / 0)
+engine.itself = engine, done
+"""
+
+
+def test_a_program_that_ends_while_a_lane_computes_is_not_aborted() -> None:
+    """The interpreter ends threads that are in torch's code by aborting the process."""
+    command = [sys.executable, "-c", BUSY]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (ended.returncode, "terminate" in ended.stderr) == (0, False), ended.stderr
+    assert "update 0 failed" in ended.stderr  # nobody else has told of it
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_part_of_the_model_saves_the_weights_of_the_last_step(kind: str) -> None:
+    """`torch.save(model.encoder.state_dict())`: the model's own state dict is not asked."""
+    with twin("gpt", section=KINDS[kind]) as both:
+        for step in range(2):
+            both.train(step)
+            for part in ("blocks", "blocks.1.mlp", "head", "embedding"):
+                expected = both.plain.get_submodule(part).state_dict()
+                for name, value in both.model.get_submodule(part).state_dict().items():
+                    assert torch.equal(value, expected[name]), f"{part}.{name}"
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_that_are_loaded_into_a_part_become_its_masters(kind: str, precision: str) -> None:
+    """Those of the other parts keep every bit."""
+    with twin("gpt", section=KINDS[kind], precision=precision) as both:
+        both.train(0)
+        for part in ("blocks.1", "head"):
+            of_plain = both.plain.get_submodule(part)
+            new = {name: 1.5 * value for name, value in of_plain.state_dict().items()}
+            of_plain.load_state_dict(new)
+            both.model.get_submodule(part).load_state_dict(new)
+            for parameter in of_plain.parameters():
+                low = both.adam._state[parameter]["low"]
+                if low is not None:
+                    low.zero_()
+        both.train(1)
+        both.train(2)
+
+
+def test_a_copy_of_the_model_is_of_the_last_step_and_no_engines() -> None:
+    """copy.deepcopy, torch's AveragedModel and torch.save take the hooks along, and what they
+    hold."""
+    with twin("gpt", section=SLOW) as both:
+        both.train(0)
+        saved = io.BytesIO()
+        torch.save(both.engine.module, saved)
+        saved.seek(0)
+        copies = [
+            torch.load(saved, weights_only=False),
+            copy.deepcopy(both.engine.module),
+            AveragedModel(both.engine.module),
+        ]
+        expected = copy.deepcopy(both.plain)
+        both.train(1)
+        for made in copies:
+            assert torch.equal(both.on(9)(made), both.on(9)(expected))
+        both.train(2)
+
+
+# -- torch.compile ---------------------------------------------------------------------------------
+def compiled_before(model: Any, batch: Any) -> Any:
+    """Compiled and called without an engine's hooks: what was made then is not used again."""
+    compiled = torch.compile(model, backend="eager")
+    loss_of(compiled(**batch)).backward()
+    model.zero_grad()
+    return compiled
+
+
+def compiled_in_place(model: Any, batch: Any) -> Any:
+    model.compile(backend="eager")
+    return compiled_before(model, batch)
+
+
+def compiled_blocks(model: Any, batch: Any) -> Any:
+    for block in model.blocks:
+        block.compile(backend="eager")
+    loss_of(model(**batch)).backward()
+    model.zero_grad()
+    return model
+
+
+@pytest.mark.parametrize(
+    ("prepare", "clipping"),
+    [
+        (compiled_before, 0.0),
+        (compiled_in_place, 1.0),
+        (compiled_blocks, 0.0),
+        pytest.param(compiled_before, 1.0, marks=pytest.mark.slow),
+        pytest.param(compiled_in_place, 0.0, marks=pytest.mark.slow),
+        pytest.param(compiled_blocks, 1.0, marks=pytest.mark.slow),
+    ],
+)
+def test_a_model_that_was_compiled_and_called_before_trains_the_newest_weights(
+    prepare: Any, clipping: float
+) -> None:
+    torch._dynamo.reset()
+    model, make_batch = MODELS["gpt"]()
+    called = prepare(model, make_batch(0))
+    section = {**SLOW, "activations": "keep"}
+    with twin("gpt", of=model, section=section, clipping=clipping) as both:
+        for step in range(4):
+            loss, expected = both.on(step)(called), both.plain_backward(both.on(step))
+            both.engine.backward(loss)
+            assert torch.equal(loss, expected)
+            both.step()
+            if step == 1:
+                assert_same(both.model, both.plain)

@@ -1,0 +1,536 @@
+"""A block that is recomputed computes what it computed: whatever its hooks do, whatever it writes
+into what it was given or keeps by itself, and whichever generators it draws from.
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+import types
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import stronghold
+from stronghold.errors import ConfigError
+from tests.models import HIDDEN, Block, Decoder, loss_of, token_batch
+from tests.support.training import Run, assert_identical, config, train_plain, train_windowed
+
+SECTION = {"window": 2, "activations": "recompute"}
+
+
+def check(factory: Callable[[], Any], steps: int = 3) -> None:
+    run = train_windowed(factory, steps=steps, settings=config(section=SECTION))
+    assert_identical(run, train_plain(factory, steps=steps))
+
+
+def scaled(module: nn.Module, args: Any) -> Any:
+    return (args[0] * 1.5, *args[1:])
+
+
+def scaled_with_names(module: nn.Module, args: Any, kwargs: Any) -> Any:
+    return (args[0] * 0.5, *args[1:]), kwargs
+
+
+def decoder() -> nn.Module:
+    torch.manual_seed(0)
+    return Decoder([Block(dropout=0.1) for _ in range(3)])
+
+
+def train(model: nn.Module, hook: Callable[[nn.Module], Any], section: Any, remove: bool) -> Run:
+    """Steps with hooks that are registered after initialize; removed, they are gone in backward."""
+    engine = stronghold.initialize(
+        model=model, config=config(section=section), model_parameters=model.parameters()
+    )[0]
+    run = Run()
+    torch.manual_seed(1)
+    handles = hook(model)
+    for step in range(3):
+        loss = loss_of(engine(**token_batch(step)))
+        if remove:
+            for handle in handles:
+                handle.remove()
+        engine.backward(loss)
+        engine.step()
+        run.losses.append(loss.detach().clone())
+        if remove:
+            handles = hook(model)
+    run.weights = {name: value.clone() for name, value in engine.module_state_dict().items()}
+    engine.destroy()
+    for handle in handles:
+        handle.remove()
+    return run
+
+
+def on_blocks(*, with_names: bool, prepend: bool) -> Callable[[Any], list[Any]]:
+    hook = scaled_with_names if with_names else scaled
+    return lambda model: [
+        part.register_forward_pre_hook(hook, prepend=prepend, with_kwargs=with_names)
+        for block in model.blocks
+        for part in (block, block.mlp)
+    ]
+
+
+def on_all(model: nn.Module) -> list[Any]:
+    """Of the block and of its parts, where the hook may change what it is given in place."""
+
+    def hook(module: nn.Module, args: Any) -> Any:
+        if isinstance(module, nn.LayerNorm):
+            return scaled(module, args)
+        if isinstance(module, Block):
+            return ((args[0] * 1.0).mul_(1.5),)
+        return None
+
+    return [nn.modules.module.register_module_forward_pre_hook(hook)]
+
+
+@pytest.mark.parametrize("remove", [False, True], ids=["stay", "gone in backward"])
+@pytest.mark.parametrize(
+    "hook",
+    [
+        on_blocks(with_names=False, prepend=True),
+        on_blocks(with_names=True, prepend=True),
+        on_blocks(with_names=True, prepend=False),
+        on_all,
+    ],
+    ids=["before", "before, with names", "after", "global"],
+)
+def test_hooks_that_change_arguments_change_them_once(hook: Any, remove: bool) -> None:
+    kept = {"window": 2, "activations": "keep"}
+    assert_identical(
+        train(decoder(), hook, SECTION, remove), train(decoder(), hook, kept, remove=False)
+    )
+
+
+def test_hooks_before_ours_run_once_a_call() -> None:
+    seen: list[str] = []
+    model = decoder()
+
+    def count(model: Any) -> list[Any]:
+        note = lambda module, args: seen.append(type(module).__name__)  # noqa: E731
+        return [model.blocks[1].register_forward_pre_hook(note, prepend=True)]
+
+    train(model, count, SECTION, remove=False)
+    assert seen == ["Block"] * 3
+
+
+# -- what a block writes into what it was given ----------------------------------------------------
+
+
+@dataclass
+class Carried:
+    scale: float = 1.0
+    seen: list[int] = field(default_factory=list)
+    summed: Tensor | None = None
+
+
+class _State:
+    """Neither a dataclass nor a namespace."""
+
+    def __init__(self) -> None:
+        self.scale, self.seen, self.summed = 1.0, [], None
+
+
+class Writing(Block):
+    """What it finds in `state` changes what it computes, and it changes what it finds."""
+
+    def forward(self, x: Tensor, state: Any = None, **more: Any) -> Tensor:
+        state = more.get("state", state)
+        get = state.get if isinstance(state, dict) else lambda name: getattr(state, name)
+        scale, seen, summed = get("scale"), get("seen"), get("summed")
+        y = super().forward(x * scale) / (1 + len(seen))
+        if summed is not None:
+            y = y + 0.1 * summed
+        seen.append(len(seen))
+        new = {"scale": scale * 0.75, "summed": y.mean(0) if summed is None else summed + y.mean(0)}
+        if isinstance(state, dict):
+            state.update(new)
+        else:
+            for name, value in new.items():
+                setattr(state, name, value)
+        return y
+
+
+MAKES: dict[str, Callable[[], Any]] = {
+    "dict": lambda: {"scale": 1.0, "seen": [], "summed": None},
+    "namespace": lambda: types.SimpleNamespace(scale=1.0, seen=[], summed=None),
+    "dataclass": Carried,
+    "object": _State,
+}
+
+
+class Carrying(Decoder):
+    def __init__(self, blocks: list[nn.Module], make: Callable[[], Any], named: bool) -> None:
+        super().__init__(blocks)
+        self.make, self.named = make, named
+
+    def run(self, x: Tensor, input_ids: Tensor) -> Tensor:
+        state = self.make()
+        for block in self.blocks:
+            x = block(x, state=state) if self.named else block(x, state)
+        seen = state["seen"] if isinstance(state, dict) else state.seen
+        assert seen == [0, 1, 2]  # the model sees what its blocks wrote
+        return x
+
+
+@pytest.mark.parametrize("named", [False, True], ids=["in order", "by name"])
+@pytest.mark.parametrize("kind", MAKES)
+def test_what_a_block_writes_into_its_arguments_is_written_once(kind: str, named: bool) -> None:
+    def factory() -> Any:
+        return Carrying([Writing() for _ in range(3)], MAKES[kind], named), token_batch
+
+    check(factory)
+
+
+class InPlace(Block):
+    def forward(self, x: Tensor, total: dict[str, Tensor]) -> Tensor:  # type: ignore[override]
+        y = super().forward(x + total["of all"].mean())
+        with torch.no_grad():
+            total["of all"] += y
+        return y
+
+
+class Totals(Decoder):
+    def run(self, x: Tensor, input_ids: Tensor) -> Tensor:
+        total = {"of all": torch.zeros_like(x)}
+        for block in self.blocks:
+            x = block(x, total)
+        return x
+
+
+def test_a_tensor_among_the_arguments_that_is_written_in_place_is_refused() -> None:
+    def factory() -> Any:
+        return Totals([InPlace() for _ in range(3)]), token_batch
+
+    with pytest.raises(RuntimeError, match=r"blocks\.\d.*stronghold\.activations"):
+        train_windowed(factory, steps=1, settings=config(section=SECTION))
+
+
+# -- what it keeps by itself -----------------------------------------------------------------------
+
+
+class Counting(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls, self.history, self.last = 0, [], None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        y = super().forward(x) * (1.0 if self.calls % 2 else 0.5) / (1 + len(self.history))
+        if self.last is not None:
+            y = y + 0.1 * self.last.detach()
+        if len(self.history) < 4:
+            self.history.append(self.calls)
+        self.last = y
+        return y
+
+
+def test_attributes_that_a_block_changes_change_once() -> None:
+    models = []
+
+    def factory() -> Any:
+        models.append(Decoder([Counting() for _ in range(3)]))
+        return models[-1], token_batch
+
+    check(factory, steps=3)
+    for model in models:
+        assert [(b.calls, b.history) for b in model.blocks] == [(3, [1, 2, 3])] * 3
+
+
+class Summing(Block):
+    def __init__(self, *, buffer: bool) -> None:
+        super().__init__()
+        if buffer:
+            self.register_buffer("total", torch.zeros(HIDDEN))
+        else:
+            self.total = torch.zeros(HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x + self.total)
+        self.total.add_(y.detach().mean((0, 1)))
+        return y
+
+
+def test_a_tensor_of_the_block_that_is_written_in_place_is_a_buffer_or_refused() -> None:
+    check(lambda: (Decoder([Summing(buffer=True) for _ in range(3)]), token_batch))
+    settings = config(section=SECTION)
+    with pytest.raises(ConfigError, match=r"Summing\.total: .*register it as a buffer"):
+        train_windowed(
+            lambda: (Decoder([Summing(buffer=False) for _ in range(3)]), token_batch),
+            steps=1,
+            settings=settings,
+        )
+
+
+def test_a_model_in_another_mode_in_backward_is_recomputed_in_its_own() -> None:
+    losses = []
+    for activations in ("keep", "recompute"):
+        model = decoder()
+        engine = stronghold.initialize(
+            model=model,
+            config=config(section={"window": 2, "activations": activations}),
+            model_parameters=model.parameters(),
+        )[0]
+        torch.manual_seed(1)
+        losses.append([])
+        for step in range(3):
+            loss = loss_of(engine(**token_batch(step)))
+            model.eval()
+            engine.backward(loss)
+            assert not any(part.training for part in model.modules())
+            model.train()
+            engine.step()
+            losses[-1].append(loss.item())
+        engine.destroy()
+    assert losses[0] == losses[1]
+
+
+# -- which generators it draws from ----------------------------------------------------------------
+
+GENERATOR = torch.Generator()
+
+
+class Drawing(Block):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.own = torch.Generator().manual_seed(1)
+        self.several = [np.random.default_rng(2), random.Random(3), np.random.RandomState(4)]
+
+    def forward(self, x: Tensor, generator: Any = None) -> Tensor:
+        draws: dict[str, Callable[[], Any]] = {
+            "attribute": lambda: torch.rand((), generator=self.own),
+            "numpy attribute": lambda: self.several[0].random() + self.several[2].random(),
+            "python attribute": lambda: self.several[1].random(),
+            "argument": lambda: torch.rand((), generator=generator),
+            "python": random.random,
+            "numpy": lambda: np.random.rand(),
+            "global": self._of_the_module,
+        }
+        return super().forward(x * (0.5 + float(draws[self.how]())))
+
+    def _of_the_module(self) -> Tensor:
+        return torch.rand((), generator=GENERATOR)
+
+
+class Handing(Decoder):
+    def __init__(self, blocks: list[nn.Module]) -> None:
+        super().__init__(blocks)
+        self.handed = torch.Generator().manual_seed(5)
+
+    def run(self, x: Tensor, input_ids: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x, generator=self.handed)
+        return x
+
+
+@contextmanager
+def seeded() -> Iterator[None]:
+    before = random.getstate(), np.random.get_state()
+    random.seed(1)
+    np.random.seed(1)
+    GENERATOR.manual_seed(1)
+    yield
+    random.setstate(before[0])
+    np.random.set_state(before[1])
+
+
+@pytest.mark.parametrize(
+    "how",
+    ["attribute", "numpy attribute", "python attribute", "argument", "python", "numpy", "global"],
+)
+def test_generators_go_on_from_where_the_forward_left_them(how: str) -> None:
+    def factory() -> Any:
+        torch.manual_seed(0)
+        return Handing([Drawing(how) for _ in range(3)]), token_batch
+
+    with seeded():
+        run = train_windowed(factory, steps=3, settings=config(section=SECTION))
+    with seeded():
+        assert_identical(run, train_plain(factory, steps=3))
+
+
+CALLS: list[int] = []  # no state of a block's, which would be put back
+
+
+class Otherwise(Block):
+    """What it saves when it is run again is not what it saved."""
+
+    def __init__(self, how: str, place: int) -> None:
+        super().__init__()
+        self.how, self.place = how, place
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        again = self.place in CALLS
+        CALLS.append(self.place)
+        out = super().forward(hidden)
+        if not again:
+            return out + torch.sin(hidden) + torch.cos(hidden)
+        return out if self.how == "fewer" else out + torch.sin(hidden) + torch.cos(hidden.sum(0))
+
+
+@pytest.mark.parametrize(
+    ("how", "match"),
+    [
+        ("fewer", r"saved \d+ tensors, expected \d+"),
+        ("other shapes", r"tensor \d+: got torch.float32 \[.*\] on cpu, expected torch.float32"),
+    ],
+)
+def test_a_second_run_that_saves_other_tensors_is_refused(how: str, match: str) -> None:
+    CALLS.clear()
+    model = Decoder([Otherwise(how, place) for place in range(2)])
+    engine = stronghold.initialize(
+        model=model, config=config(section=SECTION), model_parameters=model.parameters()
+    )[0]
+    with pytest.raises(torch.utils.checkpoint.CheckpointError, match=match):
+        engine.backward(loss_of(engine(**token_batch(0))))
+    engine.destroy()
+
+
+def test_a_tensor_that_the_block_writes_after_it_was_saved_is_refused() -> None:
+    class Writes(Block):
+        def forward(self, hidden: Tensor) -> Tensor:
+            exponent = torch.exp(super().forward(hidden) * 0.1)  # it saves its result
+            exponent += 1.0
+            return torch.sin(exponent)
+
+    model = Decoder([Writes() for _ in range(2)])
+    engine = stronghold.initialize(
+        model=model, config=config(section=SECTION), model_parameters=model.parameters()
+    )[0]
+    with pytest.raises(RuntimeError, match="modified in place after it was saved"):
+        engine.backward(loss_of(engine(**token_batch(0))))
+    engine.destroy()
+
+
+def test_a_block_is_run_again_once_and_as_far_as_autograd_needs_it() -> None:
+    seen: list[str] = []
+
+    class Telling(Block):
+        def forward(self, hidden: Tensor) -> Tensor:
+            seen.append("begins")
+            hidden = super().forward(hidden).sin()  # the last that autograd saves anything of
+            seen.append("ends")
+            return hidden + 1
+
+    train_windowed(
+        lambda: (Decoder([Telling() for _ in range(3)]), token_batch),
+        steps=1,
+        settings=config(section=SECTION),
+    )
+    assert seen == ["begins", "ends"] * 3 + ["begins"] * 3
+
+
+class Surrounded(Block):
+    """What it computes depends on what stands around its call."""
+
+    def __init__(self, devices: list[torch.device]) -> None:
+        super().__init__()
+        self.devices = devices
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        self.devices.append(torch.empty(1).device)
+        return super().forward(hidden)
+
+
+@pytest.mark.parametrize("around", ["autocast", "default device"])
+def test_a_second_run_stands_where_the_first_one_stood(around: str) -> None:
+    def train(activations: str) -> tuple[list[float], list[torch.device]]:
+        torch.manual_seed(0)
+        devices: list[torch.device] = []
+        model = Decoder([Surrounded(devices) for _ in range(3)])
+        engine = stronghold.initialize(
+            model=model,
+            config=config(section={"window": 2, "activations": activations}),
+            model_parameters=model.parameters(),
+        )[0]
+        losses = []
+        for step in range(3):
+            ids = token_batch(step)
+            context: Any = torch.autocast("cpu", torch.bfloat16)
+            if around == "default device":
+                context = torch.device("meta")
+            with context:
+                loss = loss_of(engine(**ids))
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+        engine.destroy()
+        return losses, devices
+
+    losses, devices = train("recompute")
+    assert losses == train("keep")[0]
+    expected = "meta" if around == "default device" else "cpu"
+    assert {device.type for device in devices} == {expected}
+
+
+class Mark:
+    pass
+
+
+class Node(torch.autograd.Function):
+    """`alive[-1]()` is None once the graph is gone."""
+
+    alive: ClassVar[list[weakref.ref[Any]]] = []
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.mark = Mark()
+        Node.alive.append(weakref.ref(ctx.mark))
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:  # type: ignore[override]
+        return gradients[0]
+
+
+class Residual(Decoder):
+    """It writes into what it gave a block, which then belongs to the block's own graph."""
+
+    def run(self, x: Tensor, input_ids: Tensor) -> Tensor:
+        x = Node.apply(x)
+        for block in self.blocks:
+            x += block(x)
+        return x
+
+
+def test_a_graph_without_a_backward_is_freed_at_once() -> None:
+    model = Residual([Block() for _ in range(3)])
+    engine = stronghold.initialize(
+        model=model, config=config(section=SECTION), model_parameters=model.parameters()
+    )[0]
+    gc.disable()
+    try:
+        for step in range(2):
+            loss = loss_of(engine(**token_batch(step)))
+            assert Node.alive[-1]() is not None
+            del loss
+            assert Node.alive[-1]() is None
+    finally:
+        gc.enable()
+        engine.destroy()
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_graph_that_is_kept_is_recomputed_for_each_backward(times: int) -> None:
+    gradients = []
+    for section in (SECTION, {"window": 2, "activations": "keep"}):
+        model = decoder()
+        engine = stronghold.initialize(
+            model=model, config=config(section=section), model_parameters=model.parameters()
+        )[0]
+        torch.manual_seed(1)
+        hidden = torch.randn(2, 3, HIDDEN, requires_grad=True)
+        out = model.blocks[1](hidden).sin().sum()
+        found = [torch.autograd.grad(out, hidden, retain_graph=True)[0] for _ in range(times)]
+        assert all(torch.equal(found[0], other) for other in found)
+        gradients.append(found[0])
+        engine.destroy()
+    assert torch.equal(*gradients)

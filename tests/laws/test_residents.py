@@ -1,0 +1,358 @@
+"""What stays on the GPU, updated there or not: it never moves, and fails as what streams does."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import stronghold
+from stronghold import native, simulate
+from stronghold.checkpoint import save
+from stronghold.device.contention import Rates
+from stronghold.errors import ConfigError
+from stronghold.memory import window
+from stronghold.model.layout import layout
+from stronghold.model.partition import partition
+from stronghold.plan.cost import LayerLoad, Workload
+from stronghold.plan.demand import Demand
+from stronghold.plan.plan import make_plan
+from tests.models import HIDDEN, MODELS, Decoder, loss_of
+from tests.support.checkpoints import assert_same, make_model, session, snapshot
+from tests.support.checkpoints import train as train_session
+from tests.support.places import ON_GPU, on_gpu
+from tests.support.training import assert_identical, config, train, train_plain, train_windowed
+from tests.support.twin import assert_half_a_step_refuses_every_further_one, failing_once, twin
+
+STEPS = 4
+MODES: dict[str, dict[str, Any]] = {
+    "ring": {"clipping": 0.0},
+    "held": {"clipping": 0.5},
+    "accumulated": {"clipping": 0.5, "accumulation": 3},
+    "accumulated, no clipping": {"clipping": 0.0, "accumulation": 2},
+}
+
+
+def as_planned(engine: Any) -> None:
+    report = engine.memory_report()
+    assert report.gpu_peak == report.gpu_planned
+    assert report.host_peak == report.host_planned
+
+
+def engine_of(place: str, mode: str = "held", **options: Any) -> tuple[Any, Any]:
+    model, make_batch = MODELS["gpt"](num_layers=4)
+    settings = config(section=on_gpu(place, deferred_layers=0), **{**MODES[mode], **options})
+    engine = stronghold.initialize(
+        model=model, config=settings, model_parameters=model.parameters()
+    )[0]
+    return engine, make_batch
+
+
+def arrays_of(engine: Any) -> list[torch.Tensor]:
+    """Weights and moments, copied."""
+    engine.synchronize()
+    return [
+        array.clone()
+        for state in engine._stack.host.layers
+        for array in (state.weights, state.exp_avg, state.exp_avg_sq)
+    ]
+
+
+FP16 = {"fp16": {"enabled": True, "initial_scale_power": 30, "loss_scale_window": 2}}
+
+
+def test_fp16_with_overflows_is_the_same_everywhere() -> None:
+    runs = [
+        train_windowed(
+            MODELS["gpt"], steps=24, settings={**config(clipping=0.1, section=section), **FP16}
+        )
+        for section in ({"window": 1}, *(on_gpu(place) for place in ON_GPU))
+    ]
+    assert 0 < len(runs[0].norms) < 24  # some steps overflow, some do not
+    for run in runs[1:]:
+        assert_identical(run, runs[0])
+        assert run.norms == runs[0].norms
+
+
+# -- what stays never moves ------------------------------------------------------------------------
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("place", ON_GPU)
+def test_what_is_updated_on_the_gpu_has_no_slab_and_no_transfer(
+    place: str, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, make_batch = engine_of(place, mode)
+    stack = engine._stack
+    train(engine, make_batch, range(1))
+    submitted: list[str] = []
+    for lane in (stack.device.fetch, stack.device.drain, stack.device.update):
+
+        def noted(name: str, *args: Any, submit: Any = lane.submit, **kwargs: Any) -> Any:
+            submitted.append(name)
+            return submit(name, *args, **kwargs)
+
+        monkeypatch.setattr(lane, "submit", noted)
+    with monkeypatch.context() as patched:  # what a rare gradient takes beside its layer's slot
+        patched.setattr(window, "GradientSlot", None)
+        train(engine, make_batch, range(1, 4))
+    here = engine.plan.updated_on_gpu
+    moved = {int(name.split()[1]) for name in submitted}
+    assert moved == set(range(len(stack.layout.layers))) - here
+    assert engine.plan.whole == (place == "whole")
+    away = [layer for layer in stack.layout.layers if layer.index not in here]
+    assert engine.plan.host_bytes["weights"] == 4 * sum(layer.numel for layer in away)
+    assert engine.plan.host_bytes["moments"] == 8 * sum(layer.trainable_numel for layer in away)
+    as_planned(engine)
+    engine.destroy()
+
+
+def test_nothing_stands_on_the_path_of_a_model_that_is_whole() -> None:
+    engine, make_batch = engine_of("whole")
+    train(engine, make_batch, range(2))
+    for module in engine.module.modules():
+        for hooks in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks"):
+            assert not getattr(module, hooks)
+    arrays = {state.weights.untyped_storage().data_ptr() for state in engine._stack.host.layers}
+    before = [p.data_ptr() for p in engine.module.parameters()]
+    loss = loss_of(engine(**make_batch(2)))
+    for parameter in engine.module.parameters():
+        assert not parameter._backward_hooks
+        assert not parameter._post_accumulate_grad_hooks
+        assert parameter.untyped_storage().data_ptr() in arrays
+    engine.backward(loss)
+    assert all(parameter.grad is None for parameter in engine.module.parameters())
+    engine.step()
+    assert [p.data_ptr() for p in engine.module.parameters()] == before
+    engine.destroy()
+
+
+@pytest.mark.parametrize("place", ["half", "whole"])
+def test_closing_gives_the_model_back_in_memory_of_its_own(place: str) -> None:
+    engine, make_batch = engine_of(place)
+    train(engine, make_batch, range(2))
+    expected = {name: value.clone() for name, value in engine.module_state_dict().items()}
+    arrays = [state.weights for state in engine._stack.host.layers if state.on_device]
+    model = engine.module
+    engine.destroy()
+    for array in arrays:
+        array.fill_(torch.nan)  # what was the device's
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, expected[name]), name
+    loss_of(model(**make_batch(0))).backward()  # an ordinary model again
+
+
+def test_a_forward_only_engine_that_is_whole_costs_the_weights_alone() -> None:
+    model, make_batch = MODELS["gpt"]()
+    settings = config(section=on_gpu("whole"))
+    del settings["optimizer"]
+    engine = stronghold.initialize(model=model, config=settings)[0]
+    with torch.no_grad():
+        loss_of(engine(**make_batch(0)))
+    assert engine.plan.whole
+    weights = sum(layer.numel for layer in engine._stack.layout.layers) * 4
+    assert engine.memory_report().gpu_peak == engine.memory_report().gpu_planned == weights
+    assert engine.memory_report().host_peak == 0
+    engine.destroy()
+
+
+@pytest.mark.parametrize("mode", [{}, {"gated": True}, {"accumulate": True}], ids=str)
+def test_a_simulated_step_takes_what_the_plan_says(mode: dict[str, bool]) -> None:
+    """The same parts, without memory: nothing of them reads a value on its way."""
+    found = layout(partition(MODELS["gpt"](num_layers=4)[0]))
+    load = LayerLoad(forward_s=1e-3, backward_s=2e-3, saved_bytes=0)
+    workload = Workload(
+        layers=(load,) * len(found.layers), tokens=1, micro_batches=1 + ("accumulate" in mode)
+    )
+    rates = Rates(
+        fetch_gbps=1.0,
+        drain_gbps=1.0,
+        duplex_gbps=2.0,
+        update_gbps=1.0,
+        memory_gbps=100.0,
+        device_gbps=10.0,
+        handover_s=1e-5,
+    )
+    for resident, whole in ((0, None), (2, None), (4, False), (4, None)):
+        wish = Demand(weight_bytes=2, low_bytes=2, **{"gated": False, "accumulate": False, **mode})
+        places = {"resident_layers": resident, "resident_updates": "gpu", "whole": whole}
+        plan = make_plan(found, dataclasses.replace(wish, window=2, **places))
+        dtype = torch.bfloat16
+        prediction = simulate.simulate(found, plan, workload, rates, dtype=dtype)
+        peaks = prediction.gpu_peak_bytes, prediction.host_peak_bytes
+        assert peaks == (plan.gpu_total_bytes, plan.host_total_bytes)
+
+
+# -- gradients that come twice, late, never, or not finite -----------------------------------------
+@pytest.mark.parametrize("mode", ["held", "accumulated"])
+@pytest.mark.parametrize("place", ON_GPU)
+def test_two_backwards_before_a_step_add_up(place: str, mode: str) -> None:
+    with twin(section=on_gpu(place), **MODES[mode]) as both:
+        for step in range(2):
+            both.engine.set_gradient_accumulation_boundary(True)
+            for seed in (2 * step, 2 * step + 1):
+                both.backward(both.on(seed))
+            both.step()
+
+
+@pytest.mark.parametrize("place", ON_GPU)
+def test_early_updates_refuse_a_second_backward_unless_nothing_was_updated(place: str) -> None:
+    with twin(section=on_gpu(place), clipping=0.0) as both:
+        both.backward(both.on(0))
+        if place == "whole":
+            both.backward(both.on(1))
+        else:
+            with pytest.raises(ConfigError, match=r"read between engine\.backward and"):
+                both.engine.backward(both.on(1)(both.engine))
+        both.step()
+        both.train(2)
+
+
+@pytest.mark.parametrize("place", ON_GPU)
+def test_a_step_whose_gradients_are_not_finite_changes_nothing(place: str) -> None:
+    with twin(section=on_gpu(place), precision="bf16") as both:
+        both.train(0)
+        before = arrays_of(both.engine)
+        both.engine.backward(both.on(5)(both.engine) * torch.inf)
+        both.engine.step()
+        assert not both.engine.was_step_applied()
+        assert all(map(torch.equal, arrays_of(both.engine), before))
+        both.train(1)
+
+
+@pytest.mark.parametrize("mode", ["held", "accumulated"])
+@pytest.mark.parametrize("place", ON_GPU)
+def test_a_backward_that_fails_leaves_the_step_before(place: str, mode: str) -> None:
+    with twin(section=on_gpu(place), **MODES[mode]) as both:
+        seeds = range(both.accumulation)
+        both.train(*seeds)
+        with (
+            failing_once(both.model.blocks[1].mlp.up, "backward"),
+            pytest.raises(torch.OutOfMemoryError),
+        ):
+            both.engine.backward(both.on(8)(both.engine))
+        both.train(*seeds)
+
+
+def test_a_backward_that_fails_between_early_updates_refuses_every_further_one() -> None:
+    assert_half_a_step_refuses_every_further_one(section=on_gpu("every layer"))
+
+
+def test_a_gradient_from_outside_is_refused_and_dropped() -> None:
+    with twin(section=on_gpu("whole")) as both:
+        both.train(0)
+        for call in (lambda: both.engine.backward(both.on(2)(both.engine)), both.engine.step):
+            both.on(1)(both.engine).backward()
+            with pytest.raises(ConfigError, match=r"of .* outside engine\.backward"):
+                call()
+        both.train(3)
+
+
+def test_a_graph_older_than_the_step_is_refused_as_in_a_plain_loop() -> None:
+    engine, make_batch = engine_of("whole")
+    old = loss_of(engine(**make_batch(0)))
+    train(engine, make_batch, range(1))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        engine.backward(old)
+    train(engine, make_batch, range(1, 2))
+    engine.destroy()
+
+
+class ReadsDetached(nn.Module):
+    """Backward needs the weight once more after its gradient is complete."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.inner(F.linear(x, self.inner.weight.detach())))
+
+
+def detached() -> Any:
+    torch.manual_seed(3)
+    return Decoder([ReadsDetached() for _ in range(3)]), MODELS["gpt"]()[1]
+
+
+@pytest.mark.parametrize("activations", ["keep", "recompute"])
+@pytest.mark.parametrize("clipping", [0.0, 0.5])
+def test_a_detached_read_is_exact_or_refused(clipping: float, activations: str) -> None:
+    expected = train_plain(detached, steps=3, clipping=clipping)
+    for place in ({"window": 1}, on_gpu("half"), on_gpu("whole")):
+        settings = config(clipping=clipping, section={**place, "activations": activations})
+        early = clipping == 0.0 and place.get("resident_updates") == "gpu"
+        if early and (activations == "recompute" or place["resident_layers"] != "all"):
+            with pytest.raises(ConfigError, match="reads a trained weight detached"):
+                train_windowed(detached, steps=3, settings=settings)
+        else:
+            assert_identical(train_windowed(detached, steps=3, settings=settings), expected)
+
+
+@pytest.mark.parametrize("mode", ["ring", "held", "accumulated"])
+@pytest.mark.parametrize("place", ["every layer", "whole"])
+def test_a_failing_kernel_names_what_it_did(
+    place: str, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, make_batch = engine_of(place, mode)
+    train(engine, make_batch, range(1))
+
+    def broken(*_: Any) -> None:
+        raise stronghold.StateError("injected")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(native, "adam", broken)
+        with pytest.raises(stronghold.LaneError, match=r"update \d+.* on the compute lane: Stat"):
+            train(engine, make_batch, range(1, 2))
+    with pytest.raises(stronghold.LaneError, match=r"update \d+.* failed"):
+        train(engine, make_batch, range(2, 3))
+    engine.destroy()
+
+
+# -- checkpoints -----------------------------------------------------------------------------------
+@pytest.mark.parametrize("place", ["half", "whole"])
+@pytest.mark.parametrize("clipping", [0.0, 0.5])
+def test_the_next_update_waits_for_a_save_beside_it(
+    clipping: float, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options: dict[str, Any] = {"precision": "bf16", "clipping": clipping}
+    with session(section=on_gpu(place), **options) as engine:
+        train_session(engine, 2)
+        engine.save_checkpoint(tmp_path / "stopped")
+        losses = train_session(engine, 3)
+    write = save.Save._write_layer
+
+    def slow(self: Any, index: int) -> None:
+        time.sleep(0.02)  # training has time to overtake a save that nothing holds back
+        write(self, index)
+
+    monkeypatch.setattr(save.Save, "_write_layer", slow)
+    with session(section=on_gpu(place, async_checkpoint=True), **options) as engine:
+        train_session(engine, 2)
+        engine.save_checkpoint(tmp_path / "beside")
+        assert all(map(torch.equal, train_session(engine, 3), losses))
+    files = sorted((tmp_path / "stopped" / "global_step2").glob("*.safetensors"))
+    assert len(files) > 10
+    for file in files:
+        assert file.read_bytes() == (tmp_path / "beside" / "global_step2" / file.name).read_bytes()
+
+
+@pytest.mark.parametrize("place", ["embedding and head", "every layer", "whole"])
+def test_loaded_weights_are_the_new_masters(place: str) -> None:
+    """state_dict, load_state_dict and the consolidated weights of savers, between steps."""
+    runs = []
+    for section in ({"window": 1}, on_gpu(place)):
+        with session(precision="bf16", section=section) as engine:
+            train_session(engine, 4)
+            assert any(state.low.any() for state in engine._stack.host.layers)
+            new = {name: value / 2 for name, value in make_model(seed=7).state_dict().items()}
+            engine.module.load_state_dict(new)
+            train_session(engine, 2)
+            live = engine._zero3_consolidated_16bit_state_dict()
+            for name, value in engine.module.state_dict().items():
+                assert torch.equal(live[name], value), name
+            runs.append(snapshot(engine))
+    assert_same(*runs)

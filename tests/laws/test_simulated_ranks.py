@@ -1,0 +1,209 @@
+"""Several ranks on virtual clocks: the real gathers and reductions, with a wire of a known rate."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from stronghold.cli import main
+from stronghold.errors import BudgetError, ConfigError
+from stronghold.forecast.question import from_sizes
+from stronghold.model.layout import for_ranks
+from stronghold.plan.cost import workload_of
+from stronghold.plan.machine import MachineProfile, rates_of
+from stronghold.plan.plan import Demand, Gradients, Plan, make_plan
+from stronghold.simulate import Prediction, simulate
+
+SUBJECT = from_sizes(12, 2048, 16, 32000, 1024)
+MACHINE = MachineProfile.load("a100-80gb")
+
+
+def predict(
+    num_ranks: int,
+    *,
+    num_nodes: int = 1,
+    wire_gbps: float | None = None,
+    network_gbps: float | None = None,
+    window: int = 4,
+    gated: bool = True,
+    **more: Any,
+) -> Prediction:
+    sharing = num_ranks // num_nodes
+    return simulate(
+        for_ranks(SUBJECT.layout, num_ranks),
+        plan_of(num_ranks, window, num_nodes, gated=gated, **more),
+        workload_of(SUBJECT.costs_of(8, 1024, "bf16"), MACHINE),
+        rates_of(
+            MACHINE,
+            MACHINE.num_cores // sharing,
+            sharing=sharing,
+            num_nodes=num_nodes,
+            wire_gbps=wire_gbps,
+            network_gbps=network_gbps,
+        ),
+        dtype=torch.bfloat16,
+    )
+
+
+def plan_of(
+    num_ranks: int,
+    window: int = 4,
+    num_nodes: int = 1,
+    *,
+    gated: bool = True,
+    spill: str | None = None,
+    deferred_layers: int | None = None,
+) -> Plan:
+    demand = Demand(
+        weight_bytes=2,
+        low_bytes=2,
+        gated=gated,
+        accumulate=False,
+        window=window,
+        num_ranks=num_ranks,
+        num_nodes=num_nodes,
+        nvme=spill is not None,
+        spill=spill,
+        deferred_layers=deferred_layers,
+    )
+    return make_plan(for_ranks(SUBJECT.layout, num_ranks), demand)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4, 8])
+@pytest.mark.parametrize("gated", [True, False])
+def test_a_simulated_rank_has_the_bytes_of_its_plan(gated: bool, num_ranks: int) -> None:
+    """14 bytes per parameter, also where no norm decides and whatever is to be deferred."""
+    prediction, plan = predict(num_ranks, gated=gated), plan_of(num_ranks, gated=gated)
+    assert prediction.host_peak_bytes == plan.host_total_bytes
+    assert prediction.gpu_peak_bytes == plan.gpu_total_bytes
+    alone = plan_of(1, gated=True).host_total_bytes
+    assert plan.host_total_bytes == pytest.approx(alone / num_ranks, rel=1e-3)
+    numel = sum(layer.numel for layer in for_ranks(SUBJECT.layout, num_ranks).layers)
+    assert plan.host_total_bytes == 14 * numel // num_ranks
+    deferring = plan_of(num_ranks, gated=gated, deferred_layers=6)
+    assert (deferring.host_total_bytes, deferring.deferred) == (plan.host_total_bytes, frozenset())
+    assert "no block's update is deferred (stronghold.deferred_layers)" in str(deferring)
+    assert ("several ranks make them together" in str(plan)) is not gated
+
+
+def test_updates_wait_for_the_gate_also_where_each_rank_has_a_part_of_the_model() -> None:
+    demand = Demand(weight_bytes=2, low_bytes=2, gated=False, accumulate=False)
+    assert make_plan(SUBJECT.layout, demand).gradients is Gradients.RING
+    plan = make_plan(SUBJECT.layout, replace(demand, shares_weights=True))
+    assert plan.gradients is Gradients.HELD
+    assert "several ranks make them together" in str(plan)
+
+
+@pytest.mark.parametrize("spill", ["moments", "masters"])
+@pytest.mark.parametrize("gated", [True, False])
+def test_ranks_of_one_node_divide_its_disks(gated: bool, spill: str) -> None:
+    """Bytes of the plan, 1 / N in files, and the step of one rank at the disks' rates."""
+    alone = predict(1, gated=True, spill=spill)
+    files = plan_of(1, gated=True, spill=spill).nvme_total_bytes
+    for num_ranks in (2, 8):
+        plan = plan_of(num_ranks, gated=gated, spill=spill)
+        prediction = predict(num_ranks, wire_gbps=200.0, gated=gated, spill=spill)
+        assert prediction.host_peak_bytes == plan.host_total_bytes
+        assert plan.nvme_total_bytes == pytest.approx(files / num_ranks, rel=1e-3)
+        assert prediction.step_s == pytest.approx(alone.step_s, rel=0.1)
+        assert prediction.bound in ("load", "spill", "stage")
+
+
+def test_several_ranks_keep_their_weights_in_memory() -> None:
+    with pytest.raises(ConfigError, match=r"nvme\.spill"):
+        plan_of(2, spill="weights")
+    demand = Demand(weight_bytes=2, low_bytes=2, gated=True, accumulate=False, nvme=True)
+    demand = replace(demand, host_budget_bytes=1)
+    # Also those of which each has a part of the model of its own.
+    for sharing in (replace(demand, num_ranks=2), replace(demand, shares_weights=True)):
+        with pytest.raises(BudgetError) as refused:
+            make_plan(for_ranks(SUBJECT.layout, 2), sharing)
+        kept = str(refused.value).split("(")[1]
+        assert kept.startswith("weights ")
+        assert "moments" not in kept
+        assert "held gradients" not in kept
+
+
+def test_ranks_of_one_node_take_the_step_of_one() -> None:
+    """They divide the optimizer's work and the memory's bandwidth alike; gathers hide."""
+    alone = predict(1).step_s
+    for num_ranks in (2, 8):
+        assert predict(num_ranks, wire_gbps=200.0).step_s == pytest.approx(alone, rel=0.05)
+
+
+def test_a_slow_wire_sets_the_step() -> None:
+    """A layer is received twice in weights; with the least window none stays from pass to pass."""
+    wire_gbps, num_ranks = 0.5, 4
+    prediction = predict(num_ranks, wire_gbps=wire_gbps, window=2)
+    streamed = [layer for layer in SUBJECT.layout.layers if layer.streamed]
+    nbytes = 2 * 2 * sum(layer.numel for layer in streamed) * (num_ranks - 1) / num_ranks
+    assert prediction.bound == "gather"
+    assert prediction.step_s >= 0.9 * nbytes / (wire_gbps * 1e9)
+
+
+@pytest.mark.parametrize(("num_ranks", "num_nodes"), [(2, 2), (8, 2), (32, 4)])
+def test_nodes_have_the_bytes_of_their_plan(num_ranks: int, num_nodes: int) -> None:
+    """2 bytes of weights for those of a node, 12 for all ranks."""
+    prediction, plan = predict(num_ranks, num_nodes=num_nodes), plan_of(num_ranks, 4, num_nodes)
+    assert prediction.host_peak_bytes == plan.host_total_bytes
+    num_local = num_ranks // num_nodes
+    padded = sum(layer.numel for layer in for_ranks(SUBJECT.layout, num_ranks).layers)
+    assert plan.host_total_bytes == padded * 2 // num_local + padded * 12 // num_ranks
+
+
+def test_the_exchange_takes_the_networks_time() -> None:
+    """Each rank receives its part of a node's weights once, but for its own range; a network that
+    is slow enough sets the step, with the gradients' way before it."""
+    network_gbps, num_ranks, num_nodes = 0.25, 4, 2
+    prediction = predict(num_ranks, num_nodes=num_nodes, network_gbps=network_gbps)
+    numel = sum(layer.trainable_numel for layer in for_ranks(SUBJECT.layout, num_ranks).layers)
+    exchange_s = numel * 2 / num_nodes * (num_nodes - 1) / num_nodes / (network_gbps * 1e9)
+    busy_s = sum(op.end_s - op.start_s for op in prediction.operations if op.lane == "exchange")
+    assert busy_s == pytest.approx(exchange_s, rel=1e-6)
+    assert prediction.step_s >= 2 * exchange_s
+    assert max(prediction.critical, key=prediction.critical.__getitem__) in ("reduce", "exchange")
+
+
+def test_a_fast_network_adds_nothing_to_the_step() -> None:
+    one = predict(2, wire_gbps=200.0).step_s
+    many = predict(8, num_nodes=4, wire_gbps=200.0, network_gbps=50.0).step_s
+    assert many <= 1.02 * one  # each rank updates a quarter
+
+
+def test_layouts_of_ranks_keep_every_parameter() -> None:
+    for one, many in zip(SUBJECT.layout.layers, for_ranks(SUBJECT.layout, 8).layers, strict=True):
+        assert [part.name for part in many.slices] == [part.name for part in one.slices]
+        assert replace(many, slices=(), trainable_numel=0, numel=0) == replace(
+            one, slices=(), trainable_numel=0, numel=0
+        )
+        assert many.numel % (8 * 2048) == many.trainable_numel % (8 * 2048) == 0
+
+
+def test_the_command_plans_several_ranks(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    command = "plan --layers 4 --hidden 1024 --heads 16 --vocab 32000 --machine rtx4090 --seq 1024"
+    assert main([*command.split(), "--host", "16GiB", "--gpus", "4", "--wire", "20"]) in (None, 0)
+    page = capsys.readouterr().out
+    assert "x 4 ranks = 4,096 tokens" in page
+    assert "each receives 20 GB/s from the others" in " ".join(page.split())
+    assert "of 4.00 GiB" in page
+    files = tmp_path / "config.json"
+    options = ["--host", "1GiB", "--gpus", "2", "--nvme", "1TB", "--write", str(files)]
+    assert main([*command.split(), *options]) in (None, 0)
+    page = capsys.readouterr().out
+    assert "of 465.7 GiB (0%)" in page
+    assert json.loads(files.read_text())["stronghold"]["nvme"]["capacity"] == 10**12
+    assert main([*command.split(), "--gpus", "0"]) not in (None, 0)
+    assert "--gpus: got 0" in capsys.readouterr().err
+    nodes = [*command.split(), "--gpus", "2", "--nodes", "2", "--network", "5"]
+    assert main([*nodes, "--host", "16GiB"]) in (None, 0)
+    page = capsys.readouterr().out
+    assert "x 2 ranks x 2 nodes = 4,096 tokens" in page
+    assert "5 GB/s from other nodes (--network)" in " ".join(page.split())
+    assert "of 8.00 GiB" in page

@@ -1,0 +1,223 @@
+"""Laws of weights that a program writes by hand between two steps: in place they count, as in plain
+PyTorch; what cannot count is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import stronghold
+from stronghold.errors import ConfigError
+from tests.models import MODELS
+from tests.support.pairs import pairs
+from tests.support.training import config
+from tests.support.twin import Twin, twin
+
+SLOW = {"emulated": {"update_gbps": 0.05}}  # else a write finds nothing under way
+SECTIONS: dict[str, dict[str, Any]] = {
+    "streamed": {"window": 2, **SLOW},
+    "resident": {"resident_layers": "all", "resident_updates": "host", **SLOW},
+    "updated on the gpu": {"resident_layers": 1, "resident_updates": "gpu", "window": 1},
+    "whole": {"resident_layers": "all", "resident_updates": "gpu"},
+}
+
+
+@torch.no_grad()
+def clamp(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.clamp_(-0.05, 0.05)
+
+
+@torch.no_grad()
+def renew_the_head(model: nn.Module) -> None:
+    generator = torch.Generator().manual_seed(3)
+    nn.init.normal_(model.head.weight, std=0.1, generator=generator)
+
+
+def renew_by_its_own_method(model: nn.Module) -> None:
+    torch.manual_seed(4)
+    for module in (model.head, model.blocks[1].mlp.up, model.blocks[2].norm1):
+        module.reset_parameters()
+
+
+def clip_data(model: nn.Module) -> None:
+    for parameter in KEPT[id(model)]:
+        parameter.data.clamp_(-0.05, 0.05)
+
+
+def scale_in_a_batch(model: nn.Module) -> None:
+    with torch.no_grad():
+        torch._foreach_mul_(KEPT[id(model)], 0.7)
+
+
+def assign_elements(model: nn.Module) -> None:
+    with torch.no_grad():
+        model.blocks[0].mlp.up.weight[0] = 0.125
+        model.embedding.weight[:, 1] = 0.25
+        model.blocks[2].attention.out.bias.data[...] = 0.5
+
+
+def merge(model: nn.Module) -> None:
+    """As adapters are merged: added to an alias, which is assigned."""
+    for block in model.blocks:
+        merged = block.mlp.up.weight.data
+        merged += 0.01 * block.mlp.down.weight.data.T
+        block.mlp.up.weight.data = merged
+
+
+KEPT: dict[int, list[nn.Parameter]] = {}  # of each model, from before the first step
+
+
+def same_outputs(both: Twin) -> None:
+    with torch.no_grad():
+        assert torch.equal(both.on(9)(both.engine), both.on(9)(both.plain))
+
+
+UPDATES = {"early updates": 0.0, "gated updates": 1.0}
+WRITES = [
+    clamp,
+    renew_the_head,
+    renew_by_its_own_method,
+    clip_data,
+    scale_in_a_batch,
+    assign_elements,
+    merge,
+]
+
+
+@pytest.mark.parametrize(("section", "clipping", "write"), pairs(list(SECTIONS), UPDATES, WRITES))
+def test_what_is_written_in_place_is_used_and_trained(
+    section: str, clipping: float, write: Callable[[nn.Module], None]
+) -> None:
+    with twin(section=SECTIONS[section], clipping=clipping) as both:
+        KEPT.update({id(model): list(model.parameters()) for model in (both.model, both.plain)})
+        for step in range(4):
+            both.train(step)
+            write(both.model)
+            write(both.plain)
+            if step == 1:
+                same_outputs(both)
+            if step == 2:  # nothing is under way, and slots hold what the pass has left in them
+                write(both.model)
+                write(both.plain)
+        same_outputs(both)
+        KEPT.clear()
+
+
+@pytest.mark.parametrize("through", ["data", "no_grad"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("section", SECTIONS)
+def test_weights_may_be_exchanged_for_an_evaluation(
+    section: str, precision: str, through: str
+) -> None:
+    """As moving averages are: masters and training are what they would have been without."""
+
+    def write(parameter: nn.Parameter, values: torch.Tensor) -> None:
+        with torch.no_grad():
+            (parameter.data if through == "data" else parameter).copy_(values)
+
+    def exchanged(both: Twin, model: nn.Module) -> torch.Tensor:
+        own = [parameter.detach().clone() for parameter in model.parameters()]
+        for parameter in model.parameters():
+            write(parameter, 0.9 * parameter.detach())
+        with torch.no_grad():
+            loss = both.on(9)(model)
+        for parameter, values in zip(model.parameters(), own, strict=True):
+            write(parameter, values)
+        return loss
+
+    with twin(section=SECTIONS[section], precision=precision) as both:
+        for step in range(3):
+            both.train(step)
+            assert torch.equal(exchanged(both, both.model), exchanged(both, both.plain))
+
+
+def test_what_is_written_last_is_in_the_model_that_is_given_back() -> None:
+    model, _ = MODELS["gpt"]()
+    engine, *_ = stronghold.initialize(
+        model=model, config=config(section={"window": 1}), model_parameters=model.parameters()
+    )
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(0.25)
+    engine.destroy()
+    assert all(bool((parameter == 0.25).all()) for parameter in model.parameters())
+
+
+@torch.no_grad()
+def halve(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.data = 0.5 * parameter.data
+
+
+@pytest.mark.parametrize("point", [halve, nn.Module.half], ids=["p.data =", "model.half()"])
+@pytest.mark.parametrize("section", SECTIONS)
+def test_a_parameter_that_points_at_other_values_is_refused(
+    section: str, point: Callable[[nn.Module], Any]
+) -> None:
+    both = Twin(section=SECTIONS[section])
+    both.train(0)
+
+    def go_on() -> None:
+        point(both.model)
+        both.engine.backward(both.on(1)(both.engine))
+
+    with pytest.raises((ConfigError, RuntimeError), match=r"pointed at other memory|dtype"):
+        go_on()
+    both.engine.destroy()
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+def test_a_parameter_that_points_at_a_copy_of_itself_is_taken_back(section: str) -> None:
+    """`model.to(device)` makes one where the model rests elsewhere."""
+    with twin(section=SECTIONS[section]) as both:
+        both.train(0)
+        for parameter in both.model.parameters():
+            parameter.data = parameter.data.clone()
+        both.train(1)
+        both.train(2)
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("names", [[], ["head.weight"], ["blocks.1.mlp.up.weight", "head.weight"]])
+def test_a_partial_load_changes_the_masters_of_what_it_loads_alone(
+    names: list[str], precision: str, section: str
+) -> None:
+    def masters(engine: Any) -> dict[str, torch.Tensor]:
+        engine.synchronize()
+        host = engine._stack.host
+        return {
+            part.name: host.master(state.layout.index, part).cpu()
+            for state in host.layers
+            for part in state.layout.slices
+        }
+
+    both = Twin(section=SECTIONS[section], precision=precision)
+    for step in range(4):
+        both.engine.backward(both.on(step)(both.engine))
+        both.engine.step()
+        if precision == "bf16":
+            both.plain_backward(both.on(step))
+            both.plain_step()
+        if step != 1:
+            continue
+        before = masters(both.engine)
+        state = {name: both.model.state_dict()[name].clone() for name in names}
+        found = both.model.load_state_dict(state, strict=False)
+        assert before.keys() - names <= set(found.missing_keys)
+        after = masters(both.engine)
+        for name, master in before.items():
+            expected = state[name].float() if name in names else master
+            assert torch.equal(after[name], expected), name
+        assert all(not torch.equal(before[name], state[name].float()) for name in names)
+        for name in names if precision == "bf16" else ():
+            both.adam.restart_master(both.plain.get_parameter(name))
+    if precision == "bf16":
+        both.check()
+    both.engine.destroy()

@@ -1,0 +1,144 @@
+"""A training session for tests of checkpoints: dropout, tied weights, a schedule, named by step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+
+import stronghold
+from stronghold.cli import main
+from tests.support.training import config, moments_of, on
+
+VOCABULARY = 61
+SCHEDULE = {
+    "type": "WarmupDecayLR",
+    "params": {"warmup_num_steps": 5, "total_num_steps": 40, "warmup_max_lr": 1e-2},
+}
+
+
+def make_model(num_layers: int = 3, seed: int = 0, width: int = 24) -> GPT2LMHeadModel:
+    """A small GPT-2: dropout everywhere, head tied to the embedding."""
+    shape = GPT2Config(
+        n_embd=width, n_layer=num_layers, n_head=2, n_positions=16, vocab_size=VOCABULARY
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return GPT2LMHeadModel(shape).train()
+
+
+def make_batch(seed: int) -> dict[str, torch.Tensor]:
+    tokens = torch.randint(0, VOCABULARY, (2, 11), generator=torch.Generator().manual_seed(seed))
+    return {"input_ids": tokens, "labels": tokens}
+
+
+def two_groups(model: torch.nn.Module) -> list[dict[str, Any]]:
+    """Weight decay for matrices alone."""
+    parameters = list(model.parameters())
+    return [
+        {"params": [p for p in parameters if p.dim() > 1], "weight_decay": 0.1},
+        {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
+    ]
+
+
+def settings_of(**options: Any) -> dict[str, Any]:
+    """`tests.support.training.config` with a schedule of learning rates."""
+    return {**config(**options), "scheduler": SCHEDULE}
+
+
+@contextmanager
+def session(model: Any = None, **options: Any) -> Iterator[Any]:
+    """An engine over a fresh model, destroyed at the end."""
+    torch.manual_seed(1)
+    model = make_model() if model is None else model
+    engine, _, _, _ = stronghold.initialize(
+        model=model, config=settings_of(**options), model_parameters=two_groups(model)
+    )
+    try:
+        yield engine
+    finally:
+        engine.destroy()
+
+
+def train(engine: Any, steps: int) -> list[torch.Tensor]:
+    """The losses of the next micro-batches, from the engine's own position on."""
+    losses = []
+    for _ in range(steps * engine.gradient_accumulation_steps()):
+        output = engine(**on(engine.device, make_batch(engine.micro_steps)))
+        engine.backward(output.loss)
+        engine.step()
+        losses.append(output.loss.detach().clone())
+    return losses
+
+
+def snapshot(engine: Any) -> dict[str, torch.Tensor]:
+    """Everything that a load may change, by name."""
+    engine.synchronize()
+    found = {f"weight {k}": v.cpu().clone() for k, v in engine.module_state_dict().items()}
+    host = engine._stack.host
+    if host.training:
+        moments = moments_of(engine)
+        found |= {f"moment {i} {k}": m for k, v in moments.items() for i, m in enumerate(v)}
+        for state in host.layers:
+            if state.low is not None:
+                found[f"low {state.layout.index}"] = state.low.to("cpu", copy=True)
+    found["steps"] = torch.tensor([step for layer in engine._stack.adam.counts for step in layer])
+    found["torch's random state"] = torch.get_rng_state()
+    rates = [group["lr"] for group in engine.optimizer.param_groups]
+    counters = [engine.global_steps, engine.micro_steps, engine.global_samples]
+    found["numbers"] = torch.tensor([*rates, *counters], dtype=torch.float64)
+    return found
+
+
+def assert_same(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> None:
+    assert one.keys() == two.keys()
+    for name, value in one.items():
+        assert torch.equal(value, two[name]), f"{name} differs"
+
+
+def masters_of(engine: Any) -> dict[str, torch.Tensor]:
+    engine.synchronize()
+    host = engine._stack.host
+    return {
+        part.name: host.master(state.layout.index, part)
+        for state in host.layers
+        for part in state.layout.slices
+        if part.trainable
+    }
+
+
+def saved_run(where: Path) -> Path:
+    """A checkpoint after four steps, and beside it the plain weights and masters."""
+    with session(precision="bf16") as engine:
+        train(engine, 4)
+        engine.save_checkpoint(where, client_state={"epoch": 1})
+        save_plain(engine, where / "plain.pt")
+    return where
+
+
+def save_plain(engine: Any, path: Path) -> None:
+    weights = {name: value.clone() for name, value in engine.module_state_dict().items()}
+    torch.save({"weights": weights, "masters": masters_of(engine)}, path)
+
+
+def command(*arguments: object) -> None:
+    """`stronghold` with these arguments ends well."""
+    assert main([str(argument) for argument in arguments]) == 0
+
+
+@contextmanager
+def imported_session(model: Any, stage: int, precision: str) -> Iterator[Any]:
+    """An engine for what was imported of DeepSpeed's, without a schedule."""
+    settings = settings_of(precision=precision)
+    del settings["scheduler"]
+    groups = two_groups(model) if 0 < stage < 3 else model.parameters()
+    torch.manual_seed(1)
+    engine, *_ = stronghold.initialize(model=model, config=settings, model_parameters=groups)
+    try:
+        yield engine
+    finally:
+        engine.destroy()

@@ -1,0 +1,108 @@
+"""A plain loop whose blocks are chunked: the oracle of `stronghold.chunk`.
+
+Each chunk calls the block with leaves of its own on the parameters' memory; their gradients are
+added in fp32, in the order in which autograd comes to them, and rounded once.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+
+class Sums:
+    """Of one model: fp32 sums by parameter, until `to_grad`."""
+
+    def __init__(self) -> None:
+        self._sums: dict[nn.Parameter, torch.Tensor] = {}
+
+    def add(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
+        if parameter in self._sums:
+            self._sums[parameter].add_(gradient)
+        else:
+            self._sums[parameter] = gradient.float()
+
+    def to_grad(self) -> None:
+        """What autograd would have left."""
+        for parameter, total in self._sums.items():
+            parameter.grad = total.to(parameter.dtype)
+        self._sums.clear()
+
+
+def parts_of(value: Any, batch: int, size: int) -> list[Any]:
+    if isinstance(value, torch.Tensor) and value.dim() and value.size(0) == batch:
+        return list(value.split(size))
+    count = -(-batch // size)
+    if isinstance(value, tuple | list):
+        each = [parts_of(part, batch, size) for part in value]
+        return [type(value)(part[k] for part in each) for k in range(count)]
+    if isinstance(value, dict):
+        tables = {key: parts_of(part, batch, size) for key, part in value.items()}
+        return [{key: part[k] for key, part in tables.items()} for k in range(count)]
+    return [value] * count
+
+
+def joined(outputs: list[Any]) -> Any:
+    first = outputs[0]
+    if isinstance(first, torch.Tensor):
+        # Relative positions are one table, whatever the chunk.
+        same = all(torch.equal(first, other) for other in outputs)
+        return first if same else torch.cat(outputs)
+    if isinstance(first, tuple | list):
+        return type(first)(joined(list(parts)) for parts in zip(*outputs, strict=True))
+    return first
+
+
+def chunk_blocks(blocks: list[nn.Module], size: int) -> Sums:
+    """Call these blocks chunk by chunk from now on."""
+    sums = Sums()
+    for block in blocks:
+        _chunk(block, size, sums)
+    return sums
+
+
+def _chunk(block: nn.Module, size: int, sums: Sums) -> None:
+    inner = block.forward
+    places = [
+        (part._parameters, name, parameter)
+        for part in block.modules()
+        for name, parameter in part._parameters.items()
+        if parameter is not None
+    ]
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        tensors = (v for v in (*args, *kwargs.values()) if isinstance(v, torch.Tensor) and v.dim())
+        batch = next(tensors).size(0)
+        if batch <= size or not torch.is_grad_enabled():
+            return inner(*args, **kwargs)
+        outputs = []
+        for of_args, of_kwargs in zip(
+            parts_of(args, batch, size), parts_of(kwargs, batch, size), strict=True
+        ):
+            leaves = {}
+            for _, _, parameter in places:
+                leaf = parameter.detach().requires_grad_(parameter.requires_grad)
+                if leaf.requires_grad:
+                    leaf.register_post_accumulate_grad_hook(_adder(sums, parameter))
+                leaves[parameter] = leaf
+            for table, name, parameter in places:
+                table[name] = leaves[parameter]
+            try:
+                outputs.append(inner(*of_args, **of_kwargs))
+            finally:
+                for table, name, parameter in places:
+                    table[name] = parameter
+        return joined(outputs)
+
+    vars(block)["forward"] = forward
+
+
+def _adder(sums: Sums, parameter: nn.Parameter) -> Any:
+    def add(leaf: torch.Tensor) -> None:
+        assert leaf.grad is not None
+        sums.add(parameter, leaf.grad)
+        leaf.grad = None
+
+    return add

@@ -1,0 +1,56 @@
+"""What tests of scripts/finetune share: its modules' place, a tokenizer of bytes, a tiny Llama."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
+sys.path.insert(0, str(SCRIPTS))  # they import each other by name, as scripts do
+
+POSITIONS = 96
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}<eos>\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    characters = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "<eos>", "<user>", "<assistant>"]
+    vocabulary = {character: k for k, character in enumerate(characters)}
+    bytes_alone = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    bytes_alone.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bytes_alone.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=bytes_alone,
+        eos_token="<eos>",
+        additional_special_tokens=["<user>", "<assistant>"],
+    )
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
+
+
+def tiny_llama(vocabulary: int) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=vocabulary,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=3,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            max_position_embeddings=POSITIONS,
+        )
+    )
+
+
+def jsonl(path: Path, *records: Any) -> Path:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path

@@ -1,0 +1,37 @@
+"""What tests of `stronghold plan` share: small sizes, a large model, the command's output."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from transformers import LlamaConfig
+
+from stronghold import cli
+from stronghold.forecast.question import Question, understand
+
+SIZES = ["--layers", "6", "--hidden", "128", "--heads", "4", "--vocab", "500", "--seq", "64"]
+SMALL = {"layers": 6, "hidden": 128, "heads": 4, "vocab": 500, "seq": 64, "machine": "rtx4090"}
+LLAMA_70B = LlamaConfig(
+    hidden_size=8192,
+    intermediate_size=28672,
+    num_hidden_layers=80,
+    num_attention_heads=64,
+    num_key_value_heads=8,
+    vocab_size=128256,
+    tie_word_embeddings=False,
+    architectures=["LlamaForCausalLM"],
+)
+
+
+def run(*arguments: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
+    try:
+        status = cli.main(["plan", *arguments])
+    except SystemExit as stopped:
+        status = int(str(stopped.code))
+    captured = capsys.readouterr()
+    return status, captured.out, captured.err
+
+
+def asked(**changes: Any) -> Question:
+    return understand(**SMALL | changes)

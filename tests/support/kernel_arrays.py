@@ -1,0 +1,94 @@
+"""Segments for the laws of the native kernels, at any byte."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from stronghold import native
+from tests.support.device_kernels import HYPER
+from tests.support.reference import join_bf16, split_bf16
+
+F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
+DTYPES = (F32, BF16, F16)
+SIZES = (0, 1, 15, 17, 33, 4097)
+NAN = 0x7FC00000
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view({2: torch.int16, 4: torch.int32}[tensor.element_size()])
+
+
+def misaligned(tensor: torch.Tensor, skip: int) -> torch.Tensor:
+    """The same values, `skip` bytes past an aligned address."""
+    raw = torch.zeros(tensor.nbytes + 128, dtype=torch.uint8)
+    start = -raw.data_ptr() % 64 + skip
+    out = torch.from_numpy(
+        np.frombuffer(raw.numpy().data, dtype=np.uint8, offset=start, count=tensor.nbytes)
+    )
+    if tensor.numel():
+        out.copy_(tensor.view(torch.uint8))
+    return out  # bytes: torch does not view them as floats at odd addresses
+
+
+class Arrays:
+    """The arrays of one segment, as bytes at a chosen misalignment."""
+
+    def __init__(
+        self, master: torch.Tensor, grad: torch.Tensor, weight_dtype: torch.dtype, skip: int = 0
+    ) -> None:
+        low = torch.empty(0)
+        if weight_dtype == F32:
+            weight = master
+        elif weight_dtype == BF16:
+            upper, rest = split_bf16(master.numpy())
+            weight, low = torch.from_numpy(upper).view(BF16), torch.from_numpy(rest)
+        else:
+            weight, low = master.half(), master
+        zeros = torch.zeros_like(master)
+        self.numel = master.numel()
+        self.weight_dtype, self.grad_dtype = weight_dtype, grad.dtype
+        self.parts = [misaligned(part, skip) for part in (weight, low, zeros, zeros, grad)]
+
+    def segment(self, step: int = 1, **changes: float) -> native.AdamSegment:
+        names = ("weight", "low", "exp_avg", "exp_avg_sq", "grad")
+        addresses = dict(zip(names, (part.data_ptr() for part in self.parts), strict=True))
+        return native.AdamSegment(numel=self.numel, step=step, **addresses, **{**HYPER, **changes})
+
+    def run(self, pool: native.Pool, steps: Sequence[int] = (1, 2, 3), **changes: float) -> None:
+        for step in steps:
+            segments = [self.segment(step, **changes)]
+            native.adam(pool, self.weight_dtype, self.grad_dtype, segments)
+
+    def array(self, index: int, dtype: torch.dtype) -> torch.Tensor:
+        return self.parts[index].clone().view(dtype)
+
+    def master(self) -> torch.Tensor:
+        if self.weight_dtype == F32:
+            return self.array(0, F32)
+        if self.weight_dtype == F16:
+            return self.array(1, F32)
+        upper, low = self.array(0, torch.int16), self.array(1, torch.int16)
+        return torch.from_numpy(join_bf16(upper.numpy(), low.numpy()))
+
+
+def same(left: Arrays, right: Arrays) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(left.parts, right.parts, strict=True))
+
+
+def values(numel: int, seed: int, special: bool = False) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(numel, generator=generator)
+    x *= torch.pow(10.0, torch.randint(-6, 3, (numel,), generator=generator).float())
+    if special and numel:
+        odd = [math.nan, math.inf, -math.inf, 0.0, -0.0, 1e-40, -1e-45, 3.4e38, 1e-20, -3.4e38]
+        at = torch.arange(0, numel, 3)
+        x[at] = torch.tensor(odd)[torch.randint(0, len(odd), (len(at),), generator=generator)]
+    return x
+
+
+def addresses(*tensors: torch.Tensor) -> list[tuple[int, int]]:
+    return [(tensor.data_ptr(), tensor.numel()) for tensor in tensors]

@@ -1,0 +1,190 @@
+"""Trainings that give several ranks the bits of one, or nearly; every rank enters them."""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from stronghold import refine
+from stronghold.errors import BudgetError
+from stronghold.runtime.drains import GradientDrains
+from tests.support.rank_models import num_ranks, train
+from tests.support.training import Run, assert_identical, config
+
+HALVED = 2  # a block of the model
+
+
+def in_parts(section: dict[str, Any] | None = None) -> Run:
+    """The gradients of a block come in halves, the second ones when backward ends and the first
+    were reduced. One rank alone gets them whole."""
+    if num_ranks() == 1:
+        return CASES["gpt"]()
+    kept: list[tuple[Any, ...]] = []
+    whole = {name: getattr(GradientDrains, name) for name in ("arrived", "flush")}
+
+    def arrived(self: Any, layer: int, position: int, part: Any, parameter: Any) -> None:
+        if layer == HALVED:
+            parameter.grad = parameter.grad / 2
+            kept.append((layer, position, part, parameter, parameter.grad.clone()))
+        whole["arrived"](self, layer, position, part, parameter)
+
+    def flush(self: Any) -> None:
+        for layer, position, part, parameter, half in kept:
+            parameter.grad = half
+            whole["arrived"](self, layer, position, part, parameter)
+        assert kept
+        kept.clear()
+        whole["flush"](self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        for change in (arrived, flush):
+            patch.setattr(GradientDrains, change.__name__, change)
+        patch.setattr(refine, "UNTOLD_STEPS", 99)  # a simulation has no halves
+        return train("gpt", config(clipping=0.0, section=section))
+
+
+EVERYTHING = {
+    "fp32": {"exp_avg", "exp_avg_sq", "gradients"},
+    "bf16": {"exp_avg", "exp_avg_sq", "low"},
+}
+
+
+def files(spill: str | None = None, **more: Any) -> dict[str, Any]:
+    """A section whose state lies in files of each rank, on one path."""
+    nvme = {"path": tempfile.gettempdir()} | ({"spill": spill} if spill else {})
+    return {"nvme": nvme, **more}
+
+
+def least_memory(name: str, settings: dict[str, Any], **more: Any) -> int:
+    """What the plan needs on the host when all that can spill does, as its error says."""
+    section = {**settings["stronghold"], "host_memory": 4096}
+    try:
+        train(name, {**settings, "stronghold": section}, **more)
+    except BudgetError as error:
+        return int(re.findall(r"to at least (\d+) bytes", str(error))[0])
+    raise AssertionError("a page of memory suffices")
+
+
+def on_files(
+    name: str,
+    *,
+    clipping: float,
+    spill: str | None = None,
+    precision: str = "fp32",
+    batches_per_step: int = 2,
+    in_memory: bool = False,
+) -> Run:
+    """Several ranks spill, everything but weights if `spill` does not say what; one, and what is
+    to stay `in_memory`, does not. Layers of choosy take several pieces."""
+    more: dict[str, Any] = {"steps": 4, "batches_per_step": batches_per_step}
+    if name == "choosy":
+        more["options"] = {"width": 96}
+    settings = config(clipping=clipping, precision=precision, section={"window": 2})
+    if in_memory or num_ranks() == 1:
+        return train(name, settings, **more)
+    spilled: set[str] = set()
+    section = files(spill, window=2, emulated={"jitter_s": 3e-4})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("stronghold.plan.plan.PIECE_BYTES", 1)  # so as few as hold a page
+        settings["stronghold"] |= section
+        if spill is None:
+            settings["stronghold"]["host_memory"] = least_memory(name, settings, **more)
+        run = train(
+            name,
+            settings,
+            each_step=lambda engine, _: spilled.update(*engine.plan.spilled),
+            **more,
+        )
+    assert spilled >= ({"exp_avg", "exp_avg_sq"} if spill else EVERYTHING[precision]), spilled
+    return run
+
+
+# Frozen and tied parameters, blocks called twice, unused ones, experts chosen by the data.
+ZOO = "gpt gpt_tied frozen unused tied_blocks called_twice experts adapters uneven"
+
+
+CASES: dict[str, Callable[[], Run]] = {
+    **{name: partial(train, name, config(clipping=0.0)) for name in ZOO.split()},
+    "choosy": partial(train, "choosy", config(clipping=0.0), steps=5),
+    "choosy, one slot": partial(
+        train, "choosy", config(clipping=0.0, section={"window": 1}), steps=5
+    ),
+    "weird sizes": partial(train, "weird_model", config(clipping=0.0)),
+    "recomputed": partial(train, "gpt", config(clipping=0.0, section={"activations": "recompute"})),
+    "chunks": partial(train, "gpt", config(clipping=0.0, section={"chunk": 1})),
+    "chunks, recomputed": partial(
+        train,
+        "gpt",
+        config(clipping=0.5, section={"chunk": 1, "window": 1, "activations": "recompute"}),
+    ),
+    "hostile": partial(
+        train, "gpt", config(clipping=0.0, section={"window": 2, "emulated": {"jitter_s": 2e-3}})
+    ),
+    # A norm above which nothing is clipped.
+    "experts, clipped at a large norm": partial(train, "experts", config(clipping=1e9)),
+    # Has no effect: updates wait for the gate.
+    "deferred": partial(
+        train,
+        "choosy",
+        config(clipping=0.0, section={"deferred_layers": 3, "emulated": {"jitter_s": 1e-3}}),
+    ),
+    "parts": in_parts,
+    # One rank alone takes the same steps in memory.
+    "moments in files": lambda: on_files("experts", clipping=0.0, spill="moments"),
+    "moments in files, choosy": lambda: on_files("choosy", clipping=0.0, spill="moments"),
+    "all in files": lambda: on_files("choosy", clipping=1e9),
+    "files, parts": lambda: in_parts(section=files("masters")),
+}
+
+
+# With files, beside the same in memory.
+FILES: dict[str, Callable[..., Run]] = {
+    "held": partial(on_files, "choosy", clipping=0.5, precision="bf16"),
+    "accumulated": partial(on_files, "choosy", clipping=0.5, precision="bf16", batches_per_step=4),
+}
+
+
+CLOSE: dict[str, Callable[[], Run]] = {
+    "clipped": partial(train, "gpt", config(clipping=0.1), batches_per_step=4),
+    "bf16": partial(train, "gpt", config(precision="bf16"), batches_per_step=4),
+}
+
+
+def assert_trained_as_one(found: list[Any]) -> None:
+    """One rank evaluated alone between steps; both ended with the weights of one that trained, and
+    evaluated to the same bits."""
+    expected = CASES["gpt"]()
+    for of_rank in found:
+        weights = of_rank["alone"].weights
+        assert_identical(Run(losses=[], weights=weights), Run(weights=expected.weights))
+    assert torch.equal(*(of_rank["alone loss"] for of_rank in found))
+
+
+TWICE = ("gpt", "experts", "choosy")
+
+
+def refined() -> dict[str, Any]:
+    """The plan changes while ranks train, each of which has measured something else."""
+    worth, refine.WORTH = refine.WORTH, 1e9  # whatever is predicted
+    plans: list[Any] = []
+
+    def each_step(engine: Any, _: int) -> None:
+        plans.append(engine._stack.plan)
+
+    try:
+        section = {"gpu_memory": 400 << 10}
+        run = train("gpt", config(clipping=0.0, section=section), steps=6, each_step=each_step)
+    finally:
+        refine.WORTH = worth
+    first, last = plans[0], plans[-1]
+    return {
+        "run": run,
+        "changed": last is not first,
+        "plan": (last.window, sorted(last.resident), sorted(last.deferred), last.activations),
+    }

@@ -1,0 +1,237 @@
+"""What one looks at in an engine that is one of several ranks; every rank enters it."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from stronghold.errors import ConfigError, RankError
+from stronghold.memory.nvme import SpillFile
+from stronghold.telemetry.trace import file_of_rank, read
+from tests.conftest import lane_threads
+from tests.models import MODELS, loss_of
+from tests.support.rank_cases import files
+from tests.support.rank_models import Wide, engine_of, full, rank, train
+from tests.support.sleeping import SleepingModel
+from tests.support.training import config
+
+
+def memory(*, clipping: float, **section: Any) -> dict[str, Any]:
+    section |= {"layers": "blocks"}
+    settings = config(clipping=clipping, precision="bf16", section=section)
+    engine = engine_of(Wide(), settings)
+    try:
+        engine.backward(engine(torch.ones(2, 512, dtype=torch.bfloat16)).float().mean())
+        engine.step()
+        engine.synchronize()
+        stack, report = engine._stack, engine.memory_report()
+        padded_numel = sum(layer.numel for layer in stack.layout.layers)
+        torch.distributed.barrier()
+        found = {
+            "host_peak": report.host_peak,
+            "host_planned": report.host_planned,
+            "gpu_peak": report.gpu_peak,
+            "gpu_planned": report.gpu_planned,
+            "padded_numel": padded_numel,
+            "plan": str(stack.plan),
+            "nvme_peak": report.nvme_peak,
+            "nvme_planned": report.nvme_planned,
+            "staging": stack.plan.staging.nbytes,
+            "traffic": (stack.plan.nvme_read_bytes, stack.plan.nvme_written_bytes),
+            "moved": _moved(stack.host.tiers),
+            "weights_bytes": padded_numel * 2,
+            "weights_pss": _pss("stronghold weights"),
+        }
+        torch.distributed.barrier()
+        return found
+    finally:
+        engine.destroy()
+
+
+def _moved(tiers: Any) -> tuple[int, int]:
+    store = tiers._store
+    return (store.bytes_read, store.bytes_written) if store is not None else (0, 0)
+
+
+def _pss(name: str) -> int:
+    """Bytes of the mappings whose file has this name, shared pages counted in parts."""
+    total, inside = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if "-" in line.split(" ", 1)[0]:
+            inside = name in line
+        elif inside and line.startswith("Pss:"):
+            total += int(line.split()[1]) * 1024
+    return total
+
+
+def traffic() -> dict[str, int]:
+    """Bytes that a step receives, when the order of the layers is known, with one slot."""
+    model, make_batch = MODELS["gpt"](num_layers=5)
+    engine = engine_of(model, config(clipping=0.0, section={"window": 1}))
+    try:
+        before = 0
+        for step in range(3):
+            before = engine._ranks.received_bytes
+            engine.backward(loss_of(engine(**make_batch(2 * step + rank()))))
+            engine.step()
+            engine._stack.device.gather.submit("wait", lambda: None).wait()
+        received = engine._ranks.received_bytes - before
+        layers = engine._stack.layout.layers
+        twice = sum(layer.numel for layer in layers if layer.streamed)
+        once = sum(layer.numel for layer in layers if not layer.streamed)
+        # The layer at which backward turns is there still.
+        at_the_turn = max(layer.index for layer in layers if layer.streamed)
+        weights = 2 * twice - layers[at_the_turn].numel + once
+        gradients = sum(layer.trainable_numel for layer in layers)
+        return {
+            "received": received,
+            "expected": (weights + gradients) * 4 // 2,
+        }
+    finally:
+        engine.destroy()
+
+
+def alone() -> dict[str, Any]:
+    """Rank 0 evaluates and reads weights between all steps; the other does after the last."""
+    _, make_batch = MODELS["gpt"]()
+    loss = torch.zeros(())
+
+    def each_step(engine: Any, step: int) -> None:
+        nonlocal loss
+        if rank() == 0 or step == 2:
+            engine.eval()
+            with torch.no_grad():
+                for seed in range(step + 2):
+                    loss = loss_of(engine.module(**make_batch(1000 + seed)))
+            engine.module.state_dict()
+            engine.train()
+
+    return {"alone": train("gpt", config(clipping=0.0), each_step=each_step), "alone loss": loss}
+
+
+def surface() -> dict[str, Any]:
+    model, _ = MODELS["gpt"]()
+    args = argparse.Namespace(local_rank=-1)  # what torchrun leaves of the argument
+    settings = config(accumulation=3)
+    engine = engine_of(model, settings, args=args, training_data=list(range(8)))
+    try:
+        return {
+            "local_rank": engine.local_rank,
+            "global_rank": engine.global_rank,
+            "world_size": engine.world_size,
+            "dp_world_size": engine.dp_world_size,
+            "train_batch_size": engine.train_batch_size(),
+            "gradient_accumulation_steps": engine.gradient_accumulation_steps(),
+            "samples": torch.cat(list(engine.training_dataloader)).tolist(),
+        }
+    finally:
+        engine.destroy()
+
+
+def overflow() -> dict[str, Any]:
+    """fp16: one rank's loss is infinite."""
+    model, make_batch = MODELS["gpt"]()
+    engine = engine_of(model, {**config(precision="fp16"), "zero_optimization": {"stage": 0}})
+    try:
+        before = {k: v.clone() for k, v in engine.module_state_dict().items()}
+        loss = loss_of(engine(**make_batch(rank())))
+        engine.backward(loss * (float("inf") if rank() == 1 else 1.0))
+        engine.step()
+        after = engine.module_state_dict()
+        return {
+            "skipped": engine.skipped_steps,
+            "scale": engine.optimizer.loss_scale,
+            "unchanged": all(torch.equal(after[k], v) for k, v in before.items()),
+        }
+    finally:
+        engine.destroy()
+
+
+def refused() -> dict[str, str]:
+    """What several ranks refuse before they run, and why."""
+    cases: dict[str, tuple[nn.Module, dict[str, Any]]] = {
+        "gpu": (Wide(8, 2), {"resident_updates": "gpu"}),
+        "nvme": (Wide(8, 2), files("weights")),
+        "model": (Wide(8 + rank(), 2), {}),
+        "disk": (Wide(8, 2), files("masters")),
+    }
+    found = {}
+    create = SpillFile._create
+    for name, (model, section) in cases.items():
+        if name == "disk" and rank() == 1:
+            SpillFile._create = full
+        try:
+            engine_of(model, config(section={"layers": "blocks", **section})).destroy()
+        except (ConfigError, RankError, OSError) as error:
+            found[name] = f"{type(error).__name__}: {error}"
+        finally:
+            SpillFile._create = create
+    return found
+
+
+def life() -> dict[str, Any]:
+    """What is left after engines that ended, and after one that could not be made."""
+    refused()
+    wide = Wide(16, 2)
+    engine_of(wide, config(section={"layers": "blocks"})).destroy()
+    torch.distributed.barrier()
+    if rank() == 0:
+        with torch.no_grad():
+            for parameter in wide.parameters():
+                parameter.fill_(7.0)
+    torch.distributed.barrier()
+    found = {
+        "sevens": all(bool((p == 7.0).all()) for p in wide.parameters()),
+        "threads": lane_threads(),
+        "files": [name for name in os.listdir("/dev/shm") if "stronghold" in name],
+    }
+    torch.distributed.barrier()
+    return found
+
+
+def traces(folder: Path) -> dict[str, set[int]]:
+    """The ranks of which every trace has rows, by the file's name, of a config that names one."""
+    model, make_batch = MODELS["gpt"]()
+    section = {"trace": str(folder / "traces" / "trace.json")}
+    engine = engine_of(model, config(section=section))
+    engine.backward(loss_of(engine(**make_batch(rank()))))
+    engine.step()
+    engine.destroy()
+    torch.distributed.barrier()
+    found = {}
+    for file in (folder / "traces").iterdir():
+        events = json.loads(file.read_text())["traceEvents"]
+        found[file.name] = {event["pid"] for event in events}
+    return found
+
+
+def overlap(folder: Path) -> dict[str, float]:
+    """Seconds of a step, and of what each lane was busy with in it."""
+    trace, num_layers, steps = folder / "trace.json", 12, 6
+    model = SleepingModel([(1 << 18, 0.02, 0.04)] * num_layers)  # 1 MiB in fp32 each
+    paces = {"poison": False, "link_gbps": 0.05, "wire_gbps": 0.05}  # 10 ms for half a layer
+    section = {"trace": str(trace), "window": 4, "cpu_threads": 1, "emulated": paces}
+    engine = engine_of(model, config(section=section))
+    stamps = []
+    for _ in range(steps):
+        stamps.append(time.perf_counter())
+        engine.backward(engine(torch.ones(1024)))
+        engine.step()
+    stamps.append(time.perf_counter())
+    engine.destroy()
+    lanes = ("compute", "fetch", "gather", "reduce", "drain", "update")
+    spans = read(file_of_rank(trace, rank()))
+    busy = {
+        lane: sum(span.duration_s for span in spans if span.lane == lane) / steps for lane in lanes
+    }
+    pairs = itertools.pairwise(stamps)
+    return busy | {"step": statistics.median(end - begin for begin, end in pairs)}

@@ -1,0 +1,131 @@
+"""What every process of a launch builds and trains, on its own part of the batches."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+import stronghold
+from tests.models import MODELS, loss_of
+from tests.support.training import Run
+
+
+def rank() -> int:
+    return int(os.environ["RANK"])
+
+
+def num_ranks() -> int:
+    return int(os.environ["WORLD_SIZE"])
+
+
+class Choosy(nn.Module):
+    """What a batch's number decides: which blocks run, and whether a parameter is used."""
+
+    def __init__(self, width: int = 24, num_layers: int = 5) -> None:
+        super().__init__()
+        self.first = nn.Linear(width, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(num_layers))
+        self.sometimes = nn.Parameter(torch.ones(width))
+        self.never = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: torch.Tensor, number: int) -> torch.Tensor:
+        x = x.to(self.first.weight.dtype)
+        y = self.first(x)
+        for index, block in enumerate(self.blocks):
+            if (number + index) % 3:
+                y = block(y, number)
+        if number % 2:
+            y = y * self.sometimes
+        return (y - x).square().mean()
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+        self.even = nn.Parameter(torch.zeros(width))
+
+    def forward(self, x: torch.Tensor, number: int) -> torch.Tensor:
+        y = x + torch.tanh(self.linear(x))
+        return y + self.even if number % 2 == 0 else y
+
+
+def choosy(width: int = 24) -> tuple[nn.Module, Callable[[int], dict[str, Any]]]:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = Choosy(width)
+
+    def make_batch(seed: int) -> dict[str, Any]:
+        random = torch.Generator().manual_seed(seed)
+        return {"x": torch.randn(3, width, generator=random), "number": seed}
+
+    return model.train(), make_batch
+
+
+class Wide(nn.Module):
+    """Some megabytes of weights."""
+
+    def __init__(self, width: int = 512, num_layers: int = 8) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(width, width) for _ in range(num_layers))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def engine_of(model: nn.Module, settings: dict[str, Any], **more: Any) -> Any:
+    parameters = model.parameters()
+    engine, *_ = stronghold.initialize(
+        model=model, config=settings, model_parameters=parameters, **more
+    )
+    return engine
+
+
+def train(
+    name: str,
+    settings: dict[str, Any],
+    *,
+    steps: int = 3,
+    options: dict[str, Any] | None = None,
+    batches_per_step: int = 2,
+    each_step: Callable[[Any, int], None] | None = None,
+) -> Run:
+    """Train on the same `batches_per_step` micro-batches a step, whatever the number of ranks.
+    Losses are this rank's.
+    """
+    factory = choosy if name == "choosy" else MODELS[name]
+    model, make_batch = factory(**(options or {}))
+    accumulation = batches_per_step // num_ranks()
+    settings = {**settings, "gradient_accumulation_steps": accumulation}
+    engine, *_ = stronghold.initialize(
+        model=model, config=settings, model_parameters=model.parameters()
+    )
+    run = Run()
+    try:
+        for step in range(steps):
+            for micro in range(accumulation):
+                index = step * batches_per_step + micro * num_ranks() + rank()
+                with engine.no_sync():
+                    loss = loss_of(engine(**make_batch(index)))
+                    engine.backward(loss)
+                engine.step()
+                run.losses.append(loss.detach().clone())
+            run.norms.append(engine.get_global_grad_norm())
+            if each_step is not None:
+                each_step(engine, step)
+        run.weights = {name: p.detach().clone() for name, p in engine.named_parameters()}
+    finally:
+        engine.destroy()
+    return run
+
+
+def full(*_: Any) -> None:
+    """Stands for a write to a full disk."""
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/a/disk")

@@ -1,0 +1,139 @@
+"""What the processes of a launch run: each function is entered by every rank."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from stronghold.errors import LaneError, RankError
+from tests.models import MODELS, loss_of
+from tests.support.rank_cases import CASES, CLOSE, FILES, TWICE, files, refined
+from tests.support.rank_checkpoints import checkpoint, full_disk, model_parallel, replaced, slices
+from tests.support.rank_looks import (
+    alone,
+    life,
+    memory,
+    overflow,
+    refused,
+    surface,
+    traces,
+    traffic,
+)
+from tests.support.rank_models import engine_of, full, num_ranks, rank, train
+from tests.support.training import Run, config
+
+
+def two_ranks(folder: Path) -> dict[str, Any]:
+    """Everything that needs two ranks and no failure."""
+    return {
+        "bits": {name: run() for name, run in CASES.items()},
+        "again": {name: CASES[name]() for name in TWICE},
+        "close": {name: run() for name, run in CLOSE.items()},
+        "files": {name: (run(), run(in_memory=True)) for name, run in FILES.items()},
+        "memory on files": memory(clipping=1.0, **files("masters")),
+        "memory": memory(clipping=1.0),
+        "memory without gate": memory(clipping=0.0),
+        "traffic": traffic(),
+        **alone(),
+        "surface": surface(),
+        "overflow": overflow(),
+        "refused": refused(),
+        "checkpoint": checkpoint(folder),
+        "life": life(),
+        "traces": traces(folder),
+        "model parallel": model_parallel(),
+        "slices": slices(folder / "slices"),
+        "model parallel on files": model_parallel(**files("masters")),
+        "refined": refined(),
+        "astray": [astray("gather", clipping=1.0), astray("reduce", clipping=0.0)],
+        "broken": broken(),
+        "full disk": full_disk(folder),
+        "replaced": replaced(folder),
+    }
+
+
+def four_ranks(folder: Path) -> dict[str, Run]:
+    """Cases that are exact with four ranks too."""
+    names = ("gpt", "experts", "choosy")
+    cases = {name: partial(train, name, config(clipping=0.0), steps=2) for name in names}
+    return {name: case(batches_per_step=4) for name, case in cases.items()}
+
+
+def fail(folder: Path) -> None:
+    """The last rank ends, in the way that HOW names, in its third step. A slow one comes back."""
+    from stronghold.team import group
+
+    group.SAY_EVERY_S = 1.0
+    how = os.environ["HOW"]
+    model, make_batch = MODELS["gpt"]()
+    disk = folder / "disk"
+    disk.mkdir(exist_ok=True)
+    section = {"rank_timeout_s": 3.0, "nvme": {"path": str(disk), "spill": "masters"}}
+    engine = engine_of(model, config(clipping=0.0, section=section))
+    for step in range(5):
+        loss = loss_of(engine(**make_batch(step)))
+        if step == 3 and rank() == num_ranks() - 1:
+            (folder / "failing").write_text(str(time.time()))
+            if how == "raise":
+                raise ArithmeticError("a batch of nonsense")
+            if how == "disk":
+                engine._stack.host.tiers.spill = full
+            elif how == "slow":
+                time.sleep(2.5)
+            else:
+                os.kill(os.getpid(), signal.SIGKILL if how == "kill" else signal.SIGSTOP)
+        engine.backward(loss)
+        engine.step()
+    engine.synchronize()
+    engine.destroy()
+
+
+def astray(lane: str, *, clipping: float) -> str:
+    """One rank is noted for a gather or a reduction that the other does not make."""
+    model, make_batch = MODELS["gpt"]()
+    engine = engine_of(model, config(clipping=clipping))
+    before = [p.detach().clone() for p in engine.parameters()]
+    said = "nothing was raised"
+    try:
+        loss = loss_of(engine(**make_batch(rank())))
+        if rank() == 1:
+            engine._stack.team.note(lane, 0)
+        engine.backward(loss)
+        engine.step()
+    except (RankError, LaneError) as error:
+        said = str(error)
+    torch.distributed.barrier()
+    with contextlib.suppress(LaneError):
+        engine.destroy()
+    assert all(map(torch.equal, before, model.parameters())), "weights have changed"
+    return said
+
+
+def broken() -> str:
+    """Backward raises on one rank, when other layers were reduced."""
+    model, make_batch = MODELS["gpt"]()
+    engine = engine_of(model, config(clipping=0.0))
+    said = ""
+    if rank() == 1:
+        first = next(model.parameters())
+        first.register_hook(lambda gradient: 1 / 0)
+    try:
+        engine.backward(loss_of(engine(**make_batch(rank()))))
+        engine.step()
+    except (RankError, LaneError, ZeroDivisionError) as error:
+        said = str(error)
+    torch.distributed.barrier()
+    try:
+        engine.backward(loss_of(engine(**make_batch(rank()))))
+    except (RankError, LaneError) as error:
+        said += " | " + str(error)
+    with contextlib.suppress(LaneError):
+        engine.destroy()
+    return said

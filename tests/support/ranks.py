@@ -1,0 +1,106 @@
+"""Processes for tests of several ranks: each runs one function of a module, over gloo on loopback.
+
+Owns their launch and their end. A test that fails kills those that are left.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import pickle
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.conftest import free_port
+
+ROOT = Path(__file__).resolve().parents[2]
+CODE = "import sys; from tests.support.ranks import enter; enter(*sys.argv[1:])"
+
+
+@dataclass(kw_only=True)
+class Launch:
+    """Running ranks: `run` is "module:function", called with the folder as its only argument."""
+
+    run: str
+    num_ranks: int
+    folder: Path
+    environment: dict[str, str] = field(default_factory=dict)
+    num_nodes: int = 1  # by the environment, which is all that tells them apart
+    processes: list[subprocess.Popen[str]] = field(default_factory=list)
+
+    def __enter__(self) -> Launch:
+        shared = {
+            **os.environ,
+            "WORLD_SIZE": str(self.num_ranks),
+            "LOCAL_WORLD_SIZE": str(self.num_ranks // self.num_nodes),
+            "LOCAL_SIZE": str(self.num_ranks // self.num_nodes),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(free_port()),
+            "DS_ACCELERATOR": "cpu",
+            "OMP_NUM_THREADS": "1",
+            **self.environment,
+        }
+        num_local = self.num_ranks // self.num_nodes
+        for rank in range(self.num_ranks):
+            places = {"RANK": str(rank), "LOCAL_RANK": str(rank % num_local)}
+            if self.num_nodes > 1:
+                places["STRONGHOLD_NODE"] = f"node {rank // num_local}"
+            log = open(self.folder / f"log-{rank}", "w")
+            self.processes.append(
+                subprocess.Popen(
+                    [sys.executable, "-c", CODE, self.run, str(self.folder)],
+                    cwd=ROOT,
+                    env={**shared, **places},
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    text=True,
+                )
+            )
+            log.close()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self.processes:
+            process.kill()
+            process.wait()
+
+    def finish(self, timeout_s: float = 240.0) -> list[tuple[int, str]]:
+        """Wait for all: (exit status, output) by rank."""
+        deadline = time.monotonic() + timeout_s
+        for process in self.processes:
+            process.wait(timeout=max(1.0, deadline - time.monotonic()))
+        return [(p.returncode, self.output(rank)) for rank, p in enumerate(self.processes)]
+
+    def output(self, rank: int) -> str:
+        return (self.folder / f"log-{rank}").read_text(errors="replace")
+
+
+def run_ranks(
+    run: str, num_ranks: int, folder: Path, *, num_nodes: int = 1, **environment: str
+) -> list[Any]:
+    """What the function returned on every rank; fails with the output of one that failed."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with Launch(
+        run=run, num_ranks=num_ranks, folder=folder, environment=environment, num_nodes=num_nodes
+    ) as launch:
+        ended = launch.finish()
+    for rank, (status, output) in enumerate(ended):
+        assert status == 0, f"rank {rank} of {num_ranks} ended with {status}:\n{output[-6000:]}"
+    return [pickle.loads((folder / f"result-{rank}").read_bytes()) for rank in range(num_ranks)]
+
+
+def enter(run: str, folder: str) -> None:
+    """The body of each process."""
+    torch.set_num_threads(1)
+    module, _, function = run.partition(":")
+    result = getattr(importlib.import_module(module), function)(Path(folder))
+    (Path(folder) / f"result-{os.environ['RANK']}").write_bytes(pickle.dumps(result))
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()

@@ -1,0 +1,49 @@
+"""What tests of the NVMe store share: a small store, its memory and its open files."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+
+from stronghold.memory.nvme import ExtentRequest, NvmeStore
+from stronghold.memory.slab import map_slab
+from tests.support.pages import PAGE
+
+
+def pages(count: int, array: str = "exp_avg", layer: int = 0) -> ExtentRequest:
+    return ExtentRequest(layer=layer, array=array, nbytes=count * PAGE)
+
+
+def store_of(paths: list[Path], *extents: ExtentRequest, **options: object) -> NvmeStore:
+    arguments: dict[str, object] = {
+        "ring_entries": 2,
+        "piece_bytes": 16 * PAGE,
+        "rates": [1.0] * len(paths),
+        "block_bytes": 4 * PAGE,
+        "depth": 4,
+        **options,
+    }
+    return NvmeStore(paths, extents=extents, **arguments)  # type: ignore[arg-type]
+
+
+def memory(count: int, seed: int | None = None) -> torch.Tensor:
+    """Page-aligned bytes: random ones, or all 0xA5."""
+    made = map_slab(count * PAGE, torch.uint8)
+    if seed is None:
+        return made.fill_(0xA5)
+    generator = torch.Generator().manual_seed(seed)
+    return made.random_(0, 256, generator=generator)
+
+
+def descriptors(folder: Path) -> list[str]:
+    """This process's open files under `folder`, as paths of /proc."""
+    found = []
+    for link in Path("/proc/self/fd").iterdir():
+        try:
+            if os.readlink(link).startswith(f"{folder}/") and "spill" in os.readlink(link):
+                found.append(str(link))
+        except OSError:
+            continue
+    return found

@@ -1,0 +1,326 @@
+"""Training runs for tests: the same model and batches, through the engine or in a plain loop."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import stronghold
+from stronghold import native
+from stronghold.runtime.ledger import norm_and_scale
+from tests.models import loss_of, without_caches
+from tests.support.chunked import chunk_blocks
+
+Batch = dict[str, Any]
+Factory = Callable[[], tuple[nn.Module, Callable[[int], Batch]]]
+ADAM: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1}
+WARMUP = {
+    "scheduler": {
+        "type": "WarmupLR",
+        "params": {"warmup_max_lr": 1e-2, "warmup_num_steps": 10, "warmup_type": "linear"},
+    }
+}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+SCALE_POWER = 8  # of two: the first loss scale in fp16
+
+
+@dataclass(kw_only=True)
+class Run:
+    """What a run leaves: the loss of every micro-batch, and weights and norms at the end."""
+
+    losses: list[torch.Tensor] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    weights: dict[str, torch.Tensor] = field(default_factory=dict)
+    moments: dict[str, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+
+
+def assert_identical(run: Run, expected: Run) -> None:
+    """Every loss and every weight equal to the bit, wherever they lie."""
+    for step, (loss, other) in enumerate(zip(run.losses, expected.losses, strict=True)):
+        same = torch.equal(loss.cpu(), other.cpu())
+        assert same, f"micro-batch {step}: {loss.item()!r} != {other.item()!r}"
+    assert run.weights.keys() == expected.weights.keys()
+    for name, weight in run.weights.items():
+        assert torch.equal(weight.cpu(), expected.weights[name].cpu()), f"{name} differs"
+    assert run.moments.keys() >= expected.moments.keys()
+    for name in expected.moments:
+        for moment, other in zip(run.moments[name], expected.moments[name], strict=True):
+            assert torch.equal(moment, other), f"a moment of {name} differs"
+
+
+@contextmanager
+def operators_in_one_order() -> Iterator[None]:
+    """Operators add in the same order in every run, where torch has such ones, with a warning where
+    it has none. Attention is written out: of the fused kernels the backward adds in any order at
+    real lengths, unless what has no such operator may raise instead of warning.
+    """
+    before = torch.utils.deterministic.fill_uninitialized_memory
+    torch.utils.deterministic.fill_uninitialized_memory = False  # it would write beside the lanes
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        with sdpa_kernel(SDPBackend.MATH):
+            yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.utils.deterministic.fill_uninitialized_memory = before
+
+
+def on(device: torch.device, batch: Batch) -> Batch:
+    """The batch with its tensors on `device`."""
+    return {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
+
+
+def config(
+    *,
+    accumulation: int = 1,
+    clipping: float = 1.0,
+    precision: str = "fp32",
+    section: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """A DeepSpeed config with the "stronghold" section given; overflow is checked when gradients
+    are clipped.
+    """
+    made: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": accumulation,
+        "gradient_clipping": clipping,
+        "steps_per_print": 10**9,
+        "optimizer": {"type": "AdamW", "params": {**ADAM, "betas": list(ADAM["betas"])}},
+        "stronghold": {"device": "emulated", **(section or {})},
+    }
+    if precision == "bf16":
+        made["bf16"] = {"enabled": True, "check_grad_overflow": clipping > 0.0}
+    if precision == "fp16":
+        made["fp16"] = {"enabled": True, "initial_scale_power": SCALE_POWER}
+    return made
+
+
+def train_windowed(
+    factory: Factory,
+    *,
+    steps: int,
+    settings: dict[str, Any],
+    groups: Callable[[nn.Module], Iterable[Any]] | None = None,
+    inspect: Callable[[Any], None] | None = None,
+) -> Run:
+    """Train through the engine. `inspect` sees the engine before it is destroyed."""
+    torch.manual_seed(0)
+    model, make_batch = factory()
+    engine, _, _, _ = stronghold.initialize(
+        model=model,
+        config=settings,
+        model_parameters=groups(model) if groups else model.parameters(),
+    )
+    run = Run()
+    try:
+        torch.manual_seed(1)
+        for micro in range(steps * engine.gradient_accumulation_steps()):
+            loss = loss_of(engine(**on(engine.device, make_batch(micro))))
+            engine.backward(loss)
+            engine.step()
+            run.losses.append(loss.detach().clone())
+            if engine.was_step_applied():
+                run.norms.append(engine.get_global_grad_norm())
+        if inspect is not None:
+            inspect(engine)
+        run.weights = {name: value.clone() for name, value in engine.module_state_dict().items()}
+        run.moments = moments_of(engine)
+    finally:
+        engine.destroy()
+    return run
+
+
+def moments_of(engine: Any) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Adam's moments by parameter name."""
+    engine.synchronize()
+    found = {}
+    host = engine._stack.host
+    for state in host.layers:
+        state.wait()
+        for part in state.layout.slices:
+            if part.trainable:
+                found[part.name] = (
+                    whole(host, state.layout.index, "exp_avg", part),
+                    whole(host, state.layout.index, "exp_avg_sq", part),
+                )
+    return found
+
+
+def whole(host: Any, index: int, array: str, part: Any) -> torch.Tensor:
+    """One parameter's part of an array, flat, on the CPU, from wherever it lies."""
+    at, end = part.offset, part.offset + part.numel
+    pieces = [
+        found[array].to("cpu", copy=True) for _, _, found in host.pieces(index, (array,), at, end)
+    ]
+    return torch.cat(pieces) if pieces else torch.empty(0)
+
+
+def train_plain(
+    factory: Factory,
+    *,
+    steps: int,
+    accumulation: int = 1,
+    clipping: float = 1.0,
+    precision: str = "fp32",
+    groups: Callable[[nn.Module], Iterable[Any]] | None = None,
+    scaler: Any = None,
+    chunks: tuple[Callable[[nn.Module], list[nn.Module]], int] | None = None,
+) -> Run:
+    """The same training without a window: autograd, fp32 sums, torch's clipping formula, the same
+    Adam kernel; in fp16 the loss in fp32, times the scale that `scaler` has, or the config's first.
+    `chunks`: which blocks take their batch in chunks, and of how many sequences.
+    """
+    torch.manual_seed(0)
+    model, make_batch = factory()
+    without_caches(model)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(DTYPES[precision])
+    of_chunks = chunk_blocks(chunks[0](model), chunks[1]) if chunks is not None else None
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    optimizer = KernelAdam(torch.optim.AdamW(groups(model) if groups else parameters, **ADAM))
+    sums: dict[nn.Parameter, torch.Tensor] = {}
+    run = Run()
+    torch.manual_seed(1)
+    for micro in range(steps * accumulation):
+        loss = loss_of(model(**make_batch(micro)))
+        run.losses.append(loss.detach().clone())
+        loss = loss / accumulation if accumulation > 1 else loss
+        scale = 1.0
+        if precision == "fp16":
+            scale = 2.0**SCALE_POWER if scaler is None else scaler.cur_scale
+            loss = loss.float() * scale
+        loss.backward()
+        if of_chunks is not None:
+            of_chunks.to_grad()
+        if accumulation > 1:
+            _add_up(parameters, sums)
+        if (micro + 1) % accumulation == 0:
+            norm = _step(parameters, sums, optimizer, clipping, scale)
+            run.norms += [norm] if scaler is None or math.isfinite(norm) else []
+            if scaler is not None:
+                scaler.update_scale(not math.isfinite(norm))
+    run.weights = {name: value.clone() for name, value in model.state_dict().items()}
+    run.moments = optimizer.moments(model)
+    return run
+
+
+def _add_up(parameters: list[nn.Parameter], sums: dict[nn.Parameter, torch.Tensor]) -> None:
+    for parameter in parameters:
+        if parameter.grad is not None:
+            gradient = parameter.grad.float()
+            sums[parameter] = sums[parameter] + gradient if parameter in sums else gradient
+            parameter.grad = None
+
+
+def _step(
+    parameters: list[nn.Parameter],
+    sums: dict[nn.Parameter, torch.Tensor],
+    optimizer: KernelAdam,
+    clipping: float,
+    scale: float,
+) -> float:
+    gradients = dict(sums) if sums else {p: p.grad for p in parameters if p.grad is not None}
+    norm = optimizer.step(gradients, clipping, scale)
+    sums.clear()
+    for parameter in parameters:
+        parameter.grad = None
+    return norm
+
+
+class KernelAdam:
+    """The native kernel over whole tensors, one after the other: what the engine does, without
+    everything it does.
+    """
+
+    def __init__(self, groups_of: torch.optim.Optimizer) -> None:
+        self._groups = groups_of.param_groups
+        self._state: dict[nn.Parameter, dict[str, Any]] = {}
+        self._pool = native.Pool(1)
+
+    def moments(self, model: nn.Module) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+        """Adam's moments by parameter name, flat; of what was ever updated."""
+        named = {name: self._state.get(p) for name, p in model.named_parameters()}
+        return {name: (state["m"], state["v"]) for name, state in named.items() if state}
+
+    def restart_master(self, parameter: nn.Parameter) -> None:
+        """The weight was written from outside: it is its own bf16 master."""
+        self._state[parameter]["low"].zero_()
+
+    def step(
+        self,
+        gradients: dict[nn.Parameter, torch.Tensor],
+        clipping: float,
+        loss_scale: float = 1.0,
+    ) -> float:
+        """Clip by the global norm as torch.nn.utils.clip_grad_norm_ does, then update; returns the
+        norm. With a loss scale the gradients are divided by it, and none is applied when one is not
+        finite.
+        """
+        sums = [
+            native.sum_squares(self._pool, g.dtype, [(g.data_ptr(), g.numel())])[0]
+            for g in gradients.values()
+        ]
+        norm, scale = norm_and_scale(sums, clipping=clipping, loss_scale=loss_scale)
+        if loss_scale != 1.0 and not math.isfinite(norm):
+            return math.nan
+        for group in self._groups:
+            for parameter in group["params"]:
+                if parameter in gradients:
+                    self._update(parameter, gradients[parameter], group, scale)
+        return norm
+
+    def _update(
+        self, parameter: nn.Parameter, gradient: torch.Tensor, group: dict[str, Any], scale: float
+    ) -> None:
+        if parameter not in self._state:
+            zeros = torch.zeros(parameter.numel())
+            low = None
+            if parameter.dtype is torch.bfloat16:
+                low = torch.zeros(parameter.numel(), dtype=torch.int16)
+            elif parameter.dtype is torch.float16:
+                low = parameter.detach().float().flatten()  # the master itself
+            self._state[parameter] = {"step": 0, "m": zeros, "v": zeros.clone(), "low": low}
+        state = self._state[parameter]
+        state["step"] += 1
+        gradient, weight = gradient.contiguous(), parameter.detach().contiguous()
+        native.adam(
+            self._pool,
+            parameter.dtype,
+            gradient.dtype,
+            [
+                native.AdamSegment(
+                    weight=weight.data_ptr(),
+                    low=0 if state["low"] is None else state["low"].data_ptr(),
+                    exp_avg=state["m"].data_ptr(),
+                    exp_avg_sq=state["v"].data_ptr(),
+                    grad=gradient.data_ptr(),
+                    numel=parameter.numel(),
+                    lr=group["lr"],
+                    beta1=group["betas"][0],
+                    beta2=group["betas"][1],
+                    eps=group["eps"],
+                    weight_decay=group["weight_decay"],
+                    grad_scale=scale,
+                    step=state["step"],
+                    adamw=True,
+                    bias_correction=True,
+                )
+            ],
+        )
+        if not parameter.is_contiguous():  # else it was written where it lies
+            parameter.data.copy_(weight)
+
+
+def train(engine: Any, make_batch: Any, steps: range) -> None:
+    """The engine's steps of these numbers; micro-batch k is `make_batch(k)`."""
+    accumulation = engine.gradient_accumulation_steps()
+    for micro in range(steps.start * accumulation, steps.stop * accumulation):
+        engine.backward(loss_of(engine(**make_batch(micro))))
+        engine.step()

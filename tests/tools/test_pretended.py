@@ -1,0 +1,108 @@
+"""The pretended GPU holds what it says: laws of the CUDA path pass on it, mistakes die on it."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.pretended import build, install
+from tests.pretended.deselected import DESELECTED
+
+ROOT = Path(__file__).resolve().parents[2]
+TIMEOUT_S = 300
+
+# Fences of fetches, drains and compute; a window's bits; a layer that is updated on the GPU; a
+# checkpoint.
+LAWS = {
+    "device_cuda.py::test_fetches_and_drains_finish_while_compute_is_busy": 1,
+    "device_cuda.py::test_a_drain_does_not_wait_for_a_fetch": 1,
+    "device_cuda.py::test_a_copy_may_span_registered_and_other_memory": 4,
+    "training_cuda.py::test_a_plan_of_its_own_never_changes_a_bit[fp32]": 1,
+    "residents_cuda.py::test_updates_on_the_gpu_have_the_hosts_bits[half-ring-bf16]": 1,
+    "checkpoint_cuda.py": 4,
+}
+# What a CUDA GPU refuses; the host would compute it, or read the memory, without a word.
+MISTAKES = {
+    "import ctypes; ctypes.string_at(there.data_ptr(), 4)": "",
+    "there + torch.ones(3)": "Expected all tensors to be on the same device",
+    "torch.ones(3).set_(there.untyped_storage())": "different device|to a storage on",
+}
+
+can_pretend = pytest.mark.skipif(
+    torch.version.cuda is not None or not torch.__version__.startswith(f"{install.TORCH}."),
+    reason=f"the pretended device needs torch {install.TORCH} without CUDA",
+)
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S)
+
+
+@can_pretend
+@pytest.mark.slow
+def test_laws_of_the_cuda_path_pass_on_the_pretended_device() -> None:
+    laws = [f"tests/gpu/test_{law}" for law in LAWS]
+    result = run("-m", "pytest", "-q", "-p", "tests.pretended.plugin", "-m", "gpu", *laws)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert re.search(rf"^{sum(LAWS.values())} passed in", result.stdout, re.MULTILINE), (
+        result.stdout
+    )
+
+
+@can_pretend
+@pytest.mark.slow
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_what_a_gpu_refuses_dies_on_the_pretended_device(mistake: str) -> None:
+    begin = "from tests.pretended.install import install; install(); import torch"
+    result = run("-c", f"{begin}; there = torch.ones(3, device='cuda'); {mistake}")
+    assert result.returncode == (1 if MISTAKES[mistake] else -signal.SIGSEGV), result.stderr
+    assert re.search(MISTAKES[mistake], result.stderr), result.stderr
+
+
+@can_pretend
+@pytest.mark.slow
+def test_one_rank_gathers_and_takes_means_on_the_pretended_device() -> None:
+    begin = "from tests.pretended.install import install; install(); import sys, tests.conftest"
+    groups = "from tests.pretended import process_groups; process_groups.install()"
+    feature = "sys.path.append('benchmarks'); from smoke_features import FEATURES"
+    result = run("-c", f"{begin}; {groups}; {feature}; print(FEATURES['nccl'].run('cuda'))")
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_it_is_not_installed_where_torch_has_looked_for_a_gpu() -> None:
+    with pytest.raises(install.Refused, match=r"before torch is imported|written for torch"):
+        install.install()
+
+
+def test_another_torch_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metadata, "version", lambda name: "2.14.1+cpu")
+    with pytest.raises(install.Refused, match=r"^.*for torch 2\.13, here is torch 2\.14\.1\+cpu$"):
+        install.install()
+
+
+def test_another_source_or_torch_is_another_library(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    found = {build.folder()}
+    with monkeypatch.context() as patched:
+        patched.setattr(metadata, "version", lambda name: "2.13.9")
+        found.add(build.folder())
+    changed = tmp_path / "device.cpp"
+    changed.write_bytes(build.SOURCES[0].read_bytes() + b"\n")
+    monkeypatch.setattr(build, "SOURCES", [changed, *build.SOURCES[1:]])
+    found.add(build.folder())
+    assert len(found) == 3
+
+
+@pytest.mark.parametrize("law", DESELECTED)
+def test_what_is_deselected_exists(law: str) -> None:
+    path, name = law.split("::")
+    assert f"def {name}(" in (ROOT / path).read_text(encoding="utf-8")

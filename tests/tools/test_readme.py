@@ -1,0 +1,189 @@
+"""What the README says is true: its commands run, its code runs, its file tree is the tree."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from stronghold import cli
+from stronghold.telemetry import trace
+
+ROOT = Path(__file__).resolve().parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+TIMEOUT_S = 300
+SEARCH_PATH = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+
+# Each command of the README, and how it is run here: what takes minutes is run for less.
+QUICK = ["--tiny", "--steps", "3", "--compare-steps", "2", "--no-timing"]
+PLAN = (
+    "stronghold plan --layers 32 --hidden 4096 --heads 32 --vocab 50304 --machine rtx4090 --batch 8"
+)
+FAST_VARIANTS = {
+    "scripts/quickstart": ["scripts/quickstart", *QUICK],
+    "scripts/quickstart --tiny --steps 20": None,  # the same as the one above
+    "scripts/quickstart --text corpus.txt --steps 1000": [
+        *("scripts/quickstart", "--text", "README.md", *QUICK)
+    ],
+    "scripts/test": [
+        *("env", "STRONGHOLD_CHECKED=1"),
+        *("scripts/test", "--collect-only", "tests/tools/test_cli.py"),
+    ],
+    # Run in test_finetune, which makes a model for it.
+    "scripts/finetune --model DIR --data FILE --config 8b_24gb_ram --output OUT": None,
+    "stronghold trace trace.json -o timeline.png": None,  # run where the trace is made
+    "stronghold doctor": None,  # a minute; run in test_doctor, for less
+    PLAN: shlex.split(PLAN),
+}
+
+
+def blocks(language: str) -> list[str]:
+    """The README's fenced blocks in a language."""
+    fences = re.findall(r"^```(\w*)\n(.*?)^```\n", README, flags=re.MULTILINE | re.DOTALL)
+    return [body for name, body in fences if name == language]
+
+
+def commands() -> list[str]:
+    lines = "".join(blocks("bash")).splitlines()
+    return [line.split(" #")[0].strip() for line in lines if line.strip()]
+
+
+def run(command: list[str], folder: Path = ROOT) -> str:
+    environment = {**os.environ, "PATH": SEARCH_PATH}
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        environment.pop(name, None)  # a launcher's, which the command would take for its own
+    result = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S
+    )
+    assert result.returncode == 0, f"{shlex.join(command)}\n{result.stdout}\n{result.stderr}"
+    return result.stdout
+
+
+needs_set_up = pytest.mark.skipif(
+    not (ROOT / ".venv" / "stronghold.stamp").exists(), reason="scripts/_setup has not been run"
+)
+
+
+def test_every_command_of_the_readme_is_known_here() -> None:
+    assert sorted(commands()) == sorted(FAST_VARIANTS)
+
+
+@needs_set_up
+def test_the_quickstart_learns_compares_and_leaves_its_pictures(tmp_path: Path) -> None:
+    command = FAST_VARIANTS["scripts/quickstart"]
+    assert command is not None
+    before = set(Path("/dev/shm").glob("deepspeed_*")) if Path("/dev/shm").exists() else set()
+    output = run([*command, "--output", str(tmp_path)])
+    assert "losses are equal, bit for bit" in output
+    assert "every peak is what was planned" in output
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["losses_equal"] is True
+    assert summary["losses"][:2] == summary["plain_losses"]
+    assert 2 * summary["gpu_budget_bytes"] < summary["weight_bytes"]
+    assert summary["memory"]["gpu_peak"] <= summary["gpu_budget_bytes"]
+    for name in ("losses.png", "timeline.png", "trace.json", "config.json"):
+        assert (tmp_path / name).stat().st_size > 0
+    lanes = {span.lane for span in trace.read(tmp_path / "trace.json")}
+    assert {"step", "compute", "fetch", "drain", "update"} <= lanes
+    if Path("/dev/shm").exists():
+        assert set(Path("/dev/shm").glob("deepspeed_*")) <= before
+
+
+@needs_set_up
+def test_the_test_command_hands_its_arguments_to_pytest() -> None:
+    command = FAST_VARIANTS["scripts/test"]
+    assert command is not None
+    assert "tests/tools/test_cli.py" in run(command)
+
+
+def test_the_code_of_the_readme_trains_and_its_trace_draws(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The README's Python with its own JSON; a small model stands for the one it downloads."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2}
+    config = LlamaConfig(vocab_size=64, num_hidden_layers=4, num_key_value_heads=2, **sizes)
+    small = LlamaForCausalLM(config).to(torch.bfloat16)
+    monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", lambda *_, **__: small)
+    monkeypatch.chdir(tmp_path)
+    (code,), (section,) = blocks("python"), blocks("json")
+    Path("ds_config.json").write_text(section)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    tokens = torch.arange(32, device=device).view(2, 16)
+    before = small.lm_head.weight.detach().clone()
+    names = {"loader": [{"input_ids": tokens, "labels": tokens}] * 3}
+    exec(compile(code, "README.md", "exec"), names)
+    assert names["engine"].global_steps == 3
+    assert not torch.equal(small.lm_head.weight.cpu(), before)
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+    (command,) = [shlex.split(line) for line in commands() if line.startswith("stronghold trace")]
+    if shutil.which(command[0], path=SEARCH_PATH) is None:
+        pytest.skip("the command is not in PATH")
+    run(command, folder=tmp_path)
+    assert Path("timeline.png").stat().st_size > 0
+
+
+def test_the_file_tree_of_the_readme_is_the_tree() -> None:
+    (tree,) = [block for block in blocks("") if block.startswith("stronghold/")]
+    listed, folder = set(), ""
+    for line in tree.splitlines():
+        name = line.split()[0]
+        if not line.startswith(" "):
+            folder = name if name == "stronghold/" else ""
+            listed.add(name)
+        else:
+            listed.add(folder + name)
+    missing = [name for name in listed if not (ROOT / name).exists()]
+    assert missing == []
+    package = ROOT / "stronghold"
+    rooms = {f"stronghold/{p.name}" for p in package.glob("*.py") if p.name != "__init__.py"}
+    rooms |= {f"stronghold/{p.parent.name}/" for p in package.glob("*/__init__.py")}
+    assert rooms <= listed, "rooms that the README does not list"
+
+
+def test_the_figures_of_the_readme_are_those_of_the_results() -> None:
+    results = json.loads((ROOT / "benchmarks" / "results" / "quickstart.json").read_text())
+    mib, memory, num_parameters = 1 << 20, results["memory"], results["num_parameters"]
+    weights, step_s = results["weight_bytes"], results["step_s"]
+    rows = [
+        f"first {len(results['plain_losses'])} steps | equal, bit for bit",
+        f"| {memory['gpu_peak'] / mib:.1f} MiB, as planned | {2 * weights / mib:.1f} MiB, "
+        f"and {12 * num_parameters / mib:.1f} MiB for AdamW |",
+        f"| {memory['host_peak'] / num_parameters:.1f} bytes per parameter, as planned |",
+        f"| {step_s['window'] * 1e3:.0f} ms | {step_s['plain'] * 1e3:.0f} ms |",
+        f"after {len(results['losses'])} steps | {results['held_out'][-1][1]:.2f} nats per byte",
+    ]
+    assert [row for row in rows if row not in README] == []
+    assert results["losses_equal"] is True
+    assert memory["gpu_peak"] == memory["gpu_planned"]
+    assert memory["host_peak"] == memory["host_planned"]
+
+
+def test_the_plan_of_the_readme_is_made(capsys: pytest.CaptureFixture[str]) -> None:
+    command = FAST_VARIANTS[PLAN]
+    assert command is not None
+    assert cli.main(command[1:]) == 0
+    assert "\nFITS\n" in capsys.readouterr().out
+
+
+def test_the_links_of_the_readme_lead_somewhere() -> None:
+    targets = re.findall(r"\]\(([^)]+)\)", README)
+    assert targets
+    assert [target for target in targets if not (ROOT / target).exists()] == []
+
+
+def test_the_files_that_the_architecture_names_exist() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    named = set(re.findall(r"`((?:\w+/)*\w+\.py)`", text))
+    assert len(named) > 10
+    assert [name for name in sorted(named) if not (ROOT / "stronghold" / name).is_file()] == []

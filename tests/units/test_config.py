@@ -1,0 +1,320 @@
+"""Reading the config and our section: what is accepted, and errors that say what to change."""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import copy
+import importlib.util
+import json
+import logging
+import os
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+import pytest
+from deepspeed.runtime import config as deepspeed_config
+
+from stronghold import config as configs
+from stronghold.config import source
+from stronghold.config.keys import KEYS, Effect
+from stronghold.config.section import EmulatedConfig, NvmeConfig, StrongholdConfig
+from stronghold.errors import ConfigError
+from tests.support.settings import BASE, LOGGER, load, refusal
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def section_refusal(**section: Any) -> str:
+    return refusal({**BASE, "stronghold": section})
+
+
+def nested(dotted: str, value: Any) -> dict[str, Any]:
+    """{"a": {"b": value}} for "a.b"."""
+    for part in reversed(dotted.split(".")):
+        value = {part: value}
+    result: dict[str, Any] = value
+    return result
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "ds_config.json"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+# -- where the config comes from ------------------------------------------------------------------
+
+
+def test_every_source_gives_the_same_config(tmp_path: Path) -> None:
+    config = {**BASE, "stronghold": {"window": 2}}
+    path = write(tmp_path, json.dumps(config))
+    encoded = base64.urlsafe_b64encode(json.dumps(config).encode()).decode()
+    args = argparse.Namespace(deepspeed_config=str(path))
+    older = argparse.Namespace(deepspeed_config=None, deepscale_config=str(path))
+    for given in (config, path, str(path), encoded):
+        assert configs.read_config(given) == config
+    assert configs.read_config(None, args) == config
+    assert configs.read_config(None, older) == config
+
+
+def test_the_callers_dict_is_never_changed_nor_shared() -> None:
+    config = {
+        **BASE,
+        "stronghold": {"gpu_memory": "1GB"},
+        "optimizer": {"type": "Adam", "params": {}},
+    }
+    before = copy.deepcopy(config)
+    settings = configs.load(config)
+    settings.original["optimizer"]["params"]["lr"] = 1.0
+    assert config == before
+    assert settings.original["stronghold"] == before["stronghold"]
+
+
+def test_two_configs_are_refused() -> None:
+    args = argparse.Namespace(deepspeed_config="a.json")
+    with pytest.raises(ConfigError, match="two configs"):
+        configs.read_config(BASE, args)
+    with pytest.raises(ConfigError, match="deepscale_config"):
+        configs.read_config(None, argparse.Namespace(deepspeed_config="a", deepscale_config="b"))
+
+
+@pytest.mark.parametrize(
+    "args", [None, argparse.Namespace(), argparse.Namespace(deepspeed_config=None)]
+)
+def test_no_config_is_refused(args: Any) -> None:
+    with pytest.raises(ConfigError, match="no config"):
+        configs.read_config(None, args)
+
+
+def test_a_file_reads_as_deepspeed_reads_it(tmp_path: Path) -> None:
+    text = '{\n  # a comment\n  "train_batch_size": 1, // another\n  "b": {"c": 3e-5},\n}'
+    path = write(tmp_path, text)
+    theirs = deepspeed_config.DeepSpeedConfig(str(path))._param_dict
+    assert configs.read_config(path) == theirs == {"train_batch_size": 1, "b": {"c": 3e-5}}
+
+
+def test_a_missing_file_names_its_nearest_neighbour(tmp_path: Path) -> None:
+    path = write(tmp_path, "{}")
+    with pytest.raises(ConfigError, match=r'does not exist .*Did you mean "ds_config.json"\?'):
+        configs.read_config(path.with_name("ds_confg.json"))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "is empty"),
+        (" \n", "is empty"),
+        ('{"a": 1,\n "b": tru}', "line 2, column 7"),
+        ('{"a": 1\n "b": 2 "c": 3}', "line 2, column 2"),
+        ('{"a": 1', "line 1, column 8"),
+        ("hello", "line 1, column 1"),
+        ('{\n  # fine\n  "a": [1,\n}', "line 4, column 1"),
+        ("[1, 2]", r"holds list, expected a JSON object"),
+        ('{"a": 1, "b": {"c": 1, "c": 2}}', r"Duplicate keys .*'c'.*Keep one"),
+    ],
+)
+def test_a_bad_file_says_where_it_is_bad(tmp_path: Path, text: str, message: str) -> None:
+    path = write(tmp_path, text)
+    with pytest.raises(ConfigError, match=message) as caught:
+        configs.read_config(path)
+    assert str(path) in str(caught.value)
+
+
+def test_what_is_no_text_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is a directory"):
+        configs.read_config(tmp_path)
+    (tmp_path / "binary.json").write_bytes(b'{"a": "\xff\xfe"}')
+    with pytest.raises(ConfigError, match="UTF-8"):
+        configs.read_config(tmp_path / "binary.json")
+    with pytest.raises(ConfigError, match="is JSON text"):
+        configs.read_config('{"a": 1}')
+    with pytest.raises(ConfigError, match="does not exist"):
+        configs.read_config("x" * 5000)
+    with pytest.raises(ConfigError, match="got int, expected a path"):
+        configs.read_config(3)  # type: ignore[arg-type]
+
+
+# -- whether the section asks for us --------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("config", "enabled"),
+    [
+        ({}, False),
+        ({"stronghold": {}}, True),
+        ({"stronghold": {"enabled": True}}, True),
+        ({"stronghold": {"enabled": False}}, False),
+        ({"stronghold": {"enabled": None, "window": 2}}, True),
+        ({"stronghold": {"enabled": "auto"}}, True),
+        ({"stronghold": True}, True),
+        ({"stronghold": False}, False),
+        ({"stronghold": None}, False),
+        ({"stronghold": "auto"}, False),
+    ],
+)
+def test_the_section_alone_selects_the_engine(config: dict[str, Any], enabled: bool) -> None:
+    assert configs.section_enabled(config) is enabled
+
+
+@pytest.mark.parametrize("section", [3, "yes", [], {"enabled": "yes"}, {"enabled": 1}])
+def test_a_section_that_says_neither_yes_nor_no_is_refused(section: Any) -> None:
+    with pytest.raises(ConfigError, match="stronghold"):
+        configs.section_enabled({"stronghold": section})
+
+
+@pytest.mark.parametrize("word", ["strongold", "Stronghold", "stronghold_"])
+def test_a_misspelt_section_is_warned_of_once(word: str, caplog: pytest.LogCaptureFixture) -> None:
+    source._warn_if_nearly_ours.cache_clear()
+    with caplog.at_level(logging.WARNING, LOGGER):
+        for _ in range(3):
+            assert not configs.section_enabled({word: {"enabled": True}, "optimizer": {}, 5: 6})
+    assert [record.message for record in caplog.records] == [
+        f'config key "{word}" is ignored. Did you mean "stronghold"?'
+    ]
+
+
+# -- our section ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        (1, 1),
+        (25769803776, 24 * 2**30),
+        (24e9, 24 * 10**9),
+        ("24GB", 24 * 10**9),
+        ("24GiB", 24 * 2**30),
+        ("512MiB", 2**29),
+        ("800 MB", 800 * 10**6),
+        ("1.5 gib", 3 * 2**29),
+        ("0.1GB", 10**8),
+        ("3kB", 3000),
+        ("1TiB", 2**40),
+        ("4096 B", 4096),
+    ],
+)
+def test_sizes_are_bytes(text: Any, size: int) -> None:
+    assert load(stronghold={"gpu_memory": text}).stronghold.gpu_memory == size
+
+
+@pytest.mark.parametrize(
+    "size", ["24G", "24", "GB", "-1GB", "24 GX", "", 0, -5, True, 1.5, [1], "1e9B", "nan GB", "0GB"]
+)
+def test_a_size_with_two_meanings_or_none_is_refused(size: Any) -> None:
+    message = section_refusal(host_memory=size)
+    assert message.startswith(f"stronghold.host_memory: got {size!r}, expected bytes")
+    assert "24GiB" in message
+
+
+@pytest.mark.parametrize("absent", [None, "auto"])
+def test_null_and_auto_mean_that_the_key_is_absent(absent: Any) -> None:
+    section: dict[str, Any] = dict.fromkeys(StrongholdConfig.model_fields, absent)
+    assert load(stronghold=section).stronghold == StrongholdConfig()
+    section["emulated"] = dict.fromkeys(EmulatedConfig.model_fields, absent)
+    assert load(stronghold=section).stronghold.emulated == EmulatedConfig()
+    assert load(stronghold=absent).stronghold == StrongholdConfig()
+
+
+@pytest.mark.parametrize(
+    ("key", "values"),
+    [
+        ("enabled", ["yes", 1]),
+        ("device", ["gpu", 0, "CUDA"]),
+        ("window", [0, -1, 1.5, "2", True, [1]]),
+        ("prefetch", [-1, 0.5, "1", False]),
+        ("activations", ["Keep", True, "none"]),
+        ("resident_layers", [-1, "some", 1.5, True]),
+        ("resident_updates", ["cuda", True, 1]),
+        ("cpu_threads", [0, "4", 2.0]),
+        ("layers", [1, [], [1], {}]),
+        ("trace", [True, "", 3]),
+        ("emulated", [True, 3, "fast"]),
+        ("nvme", [True, 3, "/mnt/nvme0"]),
+    ],
+)
+def test_a_wrong_value_names_its_key_and_what_is_expected(key: str, values: list[Any]) -> None:
+    for value in values:
+        message = section_refusal(**{key: value})
+        assert message.startswith(f"stronghold.{key}: got {value!r}, expected "), message
+        assert message.count("\n") == 0
+
+
+@pytest.mark.parametrize(
+    ("key", "values"),
+    [
+        ("poison", ["yes", 1]),
+        ("jitter_s", [-0.1, "1", float("inf")]),
+        ("seed", [-1, 1.5]),
+        ("link_gbps", [0, -1, float("nan"), "8"]),
+    ],
+)
+def test_a_wrong_value_in_a_sub_section_has_its_dotted_name(key: str, values: list[Any]) -> None:
+    for value in values:
+        message = section_refusal(emulated={key: value})
+        assert message.startswith(f"stronghold.emulated.{key}: got {value!r}, expected "), message
+
+
+def test_every_wrong_key_is_in_one_error() -> None:
+    message = section_refusal(windo=3, device="gpu", prefetch=-1, emulated={"jitter": 1}, zzz=1)
+    lines = message.splitlines()
+    assert 'stronghold.windo: unknown key. Did you mean "window"?' in lines
+    assert 'stronghold.emulated.jitter: unknown key. Did you mean "jitter_s"?' in lines
+    assert any(
+        line.startswith("stronghold.zzz: unknown key. Known keys: enabled, ") for line in lines
+    )
+    assert len(lines) == 5
+
+
+def test_contradictory_keys_are_refused() -> None:
+    assert "stronghold.prefetch: got 2, expected less than" in section_refusal(window=2, prefetch=2)
+    assert "stronghold.emulated" in section_refusal(device="cuda", emulated={"seed": 1})
+    assert load(stronghold={"window": 2, "prefetch": 1}).stronghold.window == 2
+    assert load(stronghold={"window": 1, "prefetch": 0}).stronghold.prefetch == 0
+    assert "stronghold.kept_activations: says which blocks" in section_refusal(kept_activations=2)
+    kept = load(stronghold={"activations": "offload", "kept_activations": 2}).stronghold
+    assert kept.kept_activations == 2
+
+
+def test_what_was_read_cannot_be_changed() -> None:
+    settings = load(stronghold={"window": 2})
+    with pytest.raises(ValueError, match="frozen"):
+        settings.stronghold.window = 3
+    with pytest.raises(AttributeError):
+        settings.training.gradient_clipping = 0.0  # type: ignore[misc]
+
+
+# -- the page -------------------------------------------------------------------------------------
+
+
+def make_docs() -> ModuleType:
+    loader = SourceFileLoader("make_docs", str(ROOT / "scripts" / "make_docs"))
+    spec = importlib.util.spec_from_loader("make_docs", loader)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    loader.exec_module(module)
+    return module
+
+
+def test_the_page_is_current() -> None:
+    script = make_docs()
+    assert script.PAGE.read_text(encoding="utf-8") == script.page(), "run scripts/make_docs"
+
+
+def test_the_page_names_every_key() -> None:
+    page = make_docs().page()
+    names = [*StrongholdConfig.model_fields, *(row.name for row in KEYS)]
+    names += [f"emulated.{name}" for name in EmulatedConfig.model_fields]
+    names += [f"nvme.{name}" for name in NvmeConfig.model_fields]
+    assert [name for name in names if f"| `{name}` |" not in page] == []
+    assert all(effect in {row.effect for row in KEYS} for effect in Effect)
+
+
+def test_the_example_on_the_page_loads() -> None:
+    example = make_docs().page().split("```json")[1].split("```")[0]
+    settings = configs.load(json.loads(example))
+    assert settings.stronghold.gpu_memory == 24 * 10**9

@@ -1,0 +1,255 @@
+"""Every file in configs/ is a config of ours, and one named after a size and a GPU fits them.
+
+The planner runs on the real models' layouts, built on the meta device from their published shapes,
+with the bytes of the card and of the RAM that the file's "_machine" names. What activations need is
+not planned yet: of them the test counts only what is certainly there.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+
+from stronghold.config import Settings, keys, load, parse_bytes
+from stronghold.model.layout import ModelLayout, layout
+from stronghold.model.partition import partition
+from stronghold.plan.plan import Demand, Gradients, Plan, make_plan
+
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+SEQUENCE = 2048  # scripts/finetune's
+RAM_SHARE = 0.9  # the rest is the system's and the program's
+GIB = 1 << 30  # RAM is sold in these; a GPU's "24 GB" has at least 24e9 bytes
+
+LLAMA = {"vocab_size": 128256, "num_key_value_heads": 8, "tie_word_embeddings": False}
+QWEN2 = {"vocab_size": 152064, "tie_word_embeddings": False}
+QWEN3 = {"vocab_size": 151936, "num_key_value_heads": 8, "head_dim": 128}
+# Published shapes, and how many parameters they come to.
+MODELS: dict[str, tuple[Any, int]] = {
+    "Llama-3.1-8B": (
+        LlamaConfig(
+            hidden_size=4096,
+            intermediate_size=14336,
+            num_hidden_layers=32,
+            num_attention_heads=32,
+            **LLAMA,
+        ),
+        8_030_261_248,
+    ),
+    "Qwen2.5-7B": (
+        Qwen2Config(
+            hidden_size=3584,
+            intermediate_size=18944,
+            num_hidden_layers=28,
+            num_attention_heads=28,
+            num_key_value_heads=4,
+            **QWEN2,
+        ),
+        7_615_616_512,
+    ),
+    "Qwen3-8B": (
+        Qwen3Config(
+            hidden_size=4096,
+            intermediate_size=12288,
+            num_hidden_layers=36,
+            num_attention_heads=32,
+            tie_word_embeddings=False,
+            **QWEN3,
+        ),
+        8_190_735_360,
+    ),
+    "Qwen3-14B": (
+        Qwen3Config(
+            hidden_size=5120,
+            intermediate_size=17408,
+            num_hidden_layers=40,
+            num_attention_heads=40,
+            tie_word_embeddings=False,
+            **QWEN3,
+        ),
+        14_768_307_200,
+    ),
+    "Qwen3-32B": (
+        Qwen3Config(
+            hidden_size=5120,
+            intermediate_size=25600,
+            num_hidden_layers=64,
+            num_attention_heads=64,
+            tie_word_embeddings=False,
+            **QWEN3,
+        ),
+        32_762_123_264,
+    ),
+    "Qwen2.5-32B": (
+        Qwen2Config(
+            hidden_size=5120,
+            intermediate_size=27648,
+            num_hidden_layers=64,
+            num_attention_heads=40,
+            num_key_value_heads=8,
+            **QWEN2,
+        ),
+        32_763_876_352,
+    ),
+}
+CASES = [
+    ("8b_24gb_ram", "Llama-3.1-8B"),
+    ("8b_24gb_ram", "Qwen2.5-7B"),
+    ("8b_24gb_ram", "Qwen3-8B"),
+    ("14b_24gb_ram", "Qwen3-14B"),
+    ("32b_80gb_ram", "Qwen3-32B"),
+    ("32b_80gb_ram", "Qwen2.5-32B"),
+]
+NVME_CASES = [("32b_24gb_nvme", "Qwen3-32B"), ("32b_24gb_nvme", "Qwen2.5-32B")]
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.iterdir()), ids=lambda path: path.name)
+def test_every_config_loads_without_a_word(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    keys._warn_once.cache_clear()  # what one file is told is news to the next
+    with caplog.at_level(logging.WARNING, "stronghold"):
+        settings = load(path)
+    assert settings.training.optimizer is not None
+    assert caplog.text == ""
+
+
+def test_every_config_for_a_machine_is_planned_here() -> None:
+    named = {path.stem for path in CONFIGS.glob("*.json")} - {"quickstart"}
+    assert named == {config for config, _ in CASES + NVME_CASES}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """In bytes, as the config's name and its "_machine" say."""
+
+    gpu: int
+    ram: int
+
+
+def machine(settings: Settings, config: str) -> Machine:
+    (gpu, ram) = re.search(
+        r"GPU of (\d+) GB with (\d+) GB of RAM", settings.original["_machine"]
+    ).groups()
+    assert f"_{gpu}gb_" in config
+    return Machine(gpu=int(gpu) * 10**9, ram=int(ram) * GIB)
+
+
+def sizes(model: str) -> ModelLayout:
+    shape, num_parameters = MODELS[model]
+    with torch.device("meta"):
+        built = AutoModelForCausalLM.from_config(shape, dtype=torch.bfloat16)
+    found = layout(partition(built))
+    assert found.num_parameters == num_parameters
+    return found
+
+
+def plan(settings: Settings, of: ModelLayout, ram: int, accumulation: int | None = None) -> Plan:
+    """As the engine asks for it; BudgetError when it does not fit."""
+    training, section = settings.training, settings.stronghold
+    steps = accumulation or training.gradient_accumulation_steps
+    assert training.precision == "bf16"
+    return make_plan(
+        of,
+        Demand(
+            weight_bytes=2,
+            low_bytes=2,
+            gated=training.gradient_clipping > 0,
+            accumulate=steps > 1,
+            gpu_budget_bytes=section.gpu_memory,
+            host_budget_bytes=int(ram * RAM_SHARE),
+            window=section.window,
+            prefetch=section.prefetch,
+            resident_layers=section.resident_layers,
+            activations=section.activations,
+            nvme=section.nvme is not None,
+            spill=section.nvme.spill if section.nvme else None,
+        ),
+    )
+
+
+@pytest.mark.parametrize(("config", "model"), CASES)
+def test_the_model_fits_the_machine_that_the_config_is_for(config: str, model: str) -> None:
+    settings = load(CONFIGS / f"{config}.json")
+    has, of = machine(settings, config), sizes(model)
+    planned = plan(settings, of, has.ram)
+    numel = sum(layer.numel for layer in of.layers)
+    largest = max(layer.numel for layer in of.layers)
+    if planned.gradients is Gradients.ACCUMULATED:
+        # weight, rest of the master, two moments, fp32 sum; a ring of three layers in bf16
+        expected = (2 + 2 + 8 + 4) * numel + 3 * 2 * largest
+    else:
+        expected = (2 + 2 + 8 + 2) * numel  # the last two: the gradient, held for the norm
+    assert planned.host_total_bytes == expected
+    outside = sum(layer.numel for layer in of.layers if not layer.streamed)
+    slots = planned.window + planned.gradient_slots
+    assert planned.gpu_total_bytes == 2 * (slots * of.max_numel + 2 * outside)
+    assert planned.gpu_total_bytes <= settings.stronghold.gpu_memory
+    # Two layers are on their way while one computes, and a drain runs beside the next backward.
+    assert planned.window >= 3
+    assert planned.gradient_slots == 2
+
+
+@pytest.mark.parametrize(("config", "model"), NVME_CASES)
+def test_the_model_fits_the_ram_and_the_disk_that_the_config_is_for(
+    config: str, model: str
+) -> None:
+    settings = load(CONFIGS / f"{config}.json")
+    has, of = machine(settings, config), sizes(model)
+    planned = plan(settings, of, has.ram)
+    numel = sum(layer.numel for layer in of.layers)
+    assert planned.nvme_bytes["moments"] == 8 * numel
+    assert planned.nvme_bytes["rest of the masters"] == 2 * numel
+    assert planned.nvme_bytes["held gradients"] == 2 * numel
+    # RAM is full but for less than one layer: of the weights no more spill than must.
+    left = int(has.ram * RAM_SHARE) - planned.host_total_bytes
+    assert 0 <= left < 2 * max(layer.numel for layer in of.layers)
+    assert planned.nvme_bytes["weights"] < 2 * 0.3 * numel
+    free, moved = (
+        int(found) * 10**9
+        for found in re.search(
+            r"(\d+) GB free on NVMe disks, which read and write (\d+) GB",
+            settings.original["_machine"],
+        ).groups()
+    )
+    assert planned.nvme_total_bytes <= free
+    # Weights are read for both passes, and for the update.
+    read = planned.nvme_read_bytes - 2 * planned.nvme_bytes["weights"]
+    assert read == planned.nvme_written_bytes == pytest.approx(moved, rel=0.05)
+    assert planned.window >= 3
+    assert planned.gradient_slots == 2
+
+
+@pytest.mark.parametrize(("config", "model"), CASES + NVME_CASES)
+def test_the_gpu_has_room_for_activations(config: str, model: str) -> None:
+    """What is certainly there in one forward and backward with recomputation: the input of every
+    layer in bf16, logits in bf16 and fp32, and their fp32 gradient."""
+    settings = load(CONFIGS / f"{config}.json")
+    shape, _ = MODELS[model]
+    assert settings.stronghold.activations == "recompute"
+    tokens = settings.training.train_micro_batch_size_per_gpu * SEQUENCE
+    inputs = tokens * shape.num_hidden_layers * shape.hidden_size * 2
+    logits = tokens * shape.vocab_size * (2 + 4 + 4)
+    left = machine(settings, config).gpu - settings.stronghold.gpu_memory
+    assert inputs + logits <= 0.75 * left, "a layer that is recomputed and CUDA need the rest"
+
+
+@pytest.mark.parametrize(("config", "model"), CASES)
+def test_what_the_comment_says_of_accumulation_is_so(config: str, model: str) -> None:
+    settings = load(CONFIGS / f"{config}.json")
+    comment, of = settings.original["_machine"], sizes(model)
+    has = machine(settings, config)
+    more = re.search(r"With (\d+) GB gradient_accumulation_steps can be more", comment)
+    if more:
+        planned = plan(settings, of, parse_bytes(f"{more[1]}GiB"), accumulation=2)
+        said = 14 + float(re.search(r"for ([\d.]+) bytes more", comment)[1])
+    else:
+        planned = plan(settings, of, has.ram)
+        said = float(re.search(r"([\d.]+) bytes of it per parameter", comment)[1])
+    assert planned.host_total_bytes <= said * of.num_parameters + 1e8
+    once = plan(settings, of, has.ram, accumulation=1)
+    assert once.host_total_bytes / of.num_parameters == pytest.approx(14, abs=0.01)

@@ -1,0 +1,371 @@
+"""Laws of the costs: what is counted without memory is what a real forward computes and saves.
+
+The oracle runs the same model on real tensors and keeps the distinct storages that autograd saved.
+A CPU differs from a GPU in three places, each with its known number of bytes (`attention_extra` and
+below).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
+
+from stronghold.errors import ConfigError
+from stronghold.model.costs import DTYPES, ModelCosts, trace_costs
+from stronghold.model.partition import Partition, partition
+from tests.models import HIDDEN, LENGTH, MODELS, VOCAB, Block, Decoder
+from tests.support.quiet import law_of_time, on_time
+
+TOKENS = 2 * LENGTH  # of the zoo's batches
+
+
+def on_meta(batch: dict[str, Any]) -> dict[str, Any]:
+    return {k: v.to("meta") if isinstance(v, Tensor) else v for k, v in batch.items()}
+
+
+def traced(name: str, dtype: str = "fp32", **options: Any) -> ModelCosts:
+    model, make_batch = MODELS[name](**options)
+    return trace_costs(
+        model, partition(model), batch=2, seq=LENGTH, dtype=dtype, inputs=on_meta(make_batch(0))
+    )
+
+
+def attention_extra(query: Tensor, *tensors: Tensor, dtype: str) -> int:
+    """Bytes that the fused kernel of a GPU saves and the one of a CPU does not: the seed and offset
+    of dropout, and in fp32 log-sum-exp rows up to a multiple of 32."""
+    if not any(tensor.requires_grad for tensor in (query, *tensors)):
+        return 0
+    batch, heads, rows, _ = query.shape
+    return 24 if dtype != "fp32" else 16 + 4 * batch * heads * (-rows % 32)
+
+
+def really_kept(
+    model: nn.Module, batch: dict[str, Any], dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> int:
+    """Bytes of the storages that one forward on the CPU leaves behind: saved by autograd, or given
+    to several blocks; plus what a GPU's attention adds."""
+    model.to(DTYPES[dtype])
+    own = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
+    kept: dict[int, Any] = {}
+    entered: dict[int, tuple[Any, set[nn.Module]]] = {}
+    extra = []
+    fused = F.scaled_dot_product_attention
+
+    def attention(*args: Any, **kwargs: Any) -> Tensor:
+        extra.append(attention_extra(*args[:3], dtype=dtype))
+        return fused(*args, **kwargs)
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage._cdata] = storage
+        return tensor
+
+    def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
+        for leaf in (*args, *kwargs.values()):
+            for tensor in leaf if isinstance(leaf, tuple) else (leaf,):
+                if isinstance(tensor, Tensor):
+                    storage = tensor.untyped_storage()
+                    entered.setdefault(storage._cdata, (storage, set()))[1].add(module)
+
+    for layer in partition(model).streamed:
+        layer.modules[0].register_forward_pre_hook(enter, with_kwargs=True)
+    with saved_tensors_hooks(pack, lambda packed: packed):
+        monkeypatch.setattr(F, "scaled_dot_product_attention", attention)
+        output = model(**batch)  # held: the graph frees nothing
+    monkeypatch.undo()
+    kept |= {key: storage for key, (storage, blocks) in entered.items() if len(blocks) > 1}
+    del output
+    return sum(storage.nbytes() for storage in kept.values()) + sum(extra)
+
+
+# The same operators on both: bytes must be equal. Others of the zoo drop their layers at random.
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("gpt", "gpt_tied", "weird_model", "frozen", "frozen_prefix", "adapters", "unused"),
+        *("tied_blocks", "uneven", "sequential", "called_twice", "shared_list", "structured"),
+        *("buffers", "megatron_gpt", "megatron_bert", "gpt2", "bert", "gemma2"),
+    ],
+)
+def test_saved_bytes_are_those_of_a_real_forward(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, make_batch = MODELS[name]()
+    assert traced(name).saved_bytes == really_kept(model, make_batch(0), "fp32", monkeypatch)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "phi3", "mixtral"])
+def test_saved_bytes_in_bf16_are_those_of_a_real_forward(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With grouped heads, which no GPU's kernel takes in fp32."""
+    model, make_batch = MODELS[name]()
+    batch = make_batch(0)
+    assert traced(name, "bf16").saved_bytes == really_kept(model, batch, "bf16", monkeypatch)
+
+
+def test_statistics_of_layer_norms_are_fp32_beside_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU keeps them in bf16: mean and rstd of 7 norms, 2 bytes less each."""
+    model, make_batch = MODELS["gpt"](num_layers=3)
+    real = really_kept(model, make_batch(0), "bf16", monkeypatch)
+    assert traced("gpt", "bf16").saved_bytes == real + 7 * 2 * TOKENS * 2
+
+
+def test_a_dropout_mask_is_a_byte_per_element() -> None:
+    """And an element where its input was not needed: two of them in each block of the zoo's."""
+    extra = traced("gpt_dropout").saved_bytes - traced("gpt").saved_bytes
+    assert extra == 3 * 2 * TOKENS * HIDDEN
+
+
+def test_attention_inside_a_module_of_torch_is_fused_too() -> None:
+    """Written out it saves a matrix per head: 16 times the bytes for 4 times the length."""
+    short, long = (encoder(seq).saved_bytes for seq in (512, 2048))
+    assert long < 4.01 * short
+
+
+def encoder(seq: int) -> ModelCosts:
+    with torch.device("meta"):
+        block = nn.TransformerEncoderLayer(64, 4, 128, dropout=0.0, batch_first=True)
+        model = nn.TransformerEncoder(block, 2, enable_nested_tensor=False)
+    source = torch.empty(1, seq, 64, device="meta")
+    return trace_costs(
+        model, partition(model), batch=1, seq=seq, dtype="bf16", inputs={"src": source}
+    )
+
+
+# -- FLOPs ----------------------------------------------------------------------------------------
+
+
+def block_flops(hidden: int, inner: int, seq: int, tokens: int) -> int:
+    """qkv, output, up and down; q k^T and the product with v, all pairs of a sequence."""
+    return 2 * tokens * (4 * hidden * hidden + 2 * hidden * inner) + 4 * tokens * seq * hidden
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_flops_follow_the_closed_formula(dtype: str) -> None:
+    costs = traced("gpt", dtype)
+    model, _ = MODELS["gpt"]()
+    of = {layer.name: layer.index for layer in partition(model).layers}
+    for block in range(3):
+        index = of[f"blocks.{block}"]
+        assert costs.layers[index].forward_flops == block_flops(HIDDEN, 4 * HIDDEN, LENGTH, TOKENS)
+    assert costs.layers[of["head"]].forward_flops == 2 * TOKENS * HIDDEN * VOCAB
+    assert costs.forward_flops == sum(layer.forward_flops for layer in costs.layers)
+    assert (costs.batch, costs.seq, costs.tokens, costs.dtype) == (2, LENGTH, TOKENS, dtype)
+
+
+def test_a_causal_mask_does_not_halve_the_flops() -> None:
+    query = torch.empty(1, 2, 64, 32, device="meta", dtype=torch.bfloat16)
+
+    class Attend(nn.Module):
+        def __init__(self, causal: bool) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(32, device="meta"))
+            self.causal = causal
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = x * self.weight
+            return F.scaled_dot_product_attention(y, y, y, is_causal=self.causal)
+
+    flops = []
+    for causal in (True, False):
+        model = nn.Sequential(Attend(causal))
+        costs = trace_costs(
+            model, partition(model, "0"), batch=1, seq=64, dtype="bf16", inputs={"input": query}
+        )
+        flops.append(costs.forward_flops)
+    assert flops[0] == flops[1] == 4 * 2 * 64 * 64 * 32
+
+
+def test_keys_that_several_heads_share_count_for_each_of_them() -> None:
+    query = torch.empty(1, 8, 64, 32, device="meta", dtype=torch.bfloat16)
+
+    class Attend(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(32, device="meta"))
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = x * self.weight
+            few = y[:, :2]
+            return F.scaled_dot_product_attention(y, few, few, enable_gqa=True).sum()
+
+    model = nn.Sequential(Attend())
+    given = {"input": query}
+    costs = trace_costs(model, partition(model, "0"), batch=1, seq=64, dtype="bf16", inputs=given)
+    assert costs.forward_flops == 4 * 8 * 64 * 64 * 32
+
+
+def test_experts_count_for_the_tokens_that_they_get() -> None:
+    config = MixtralConfig(
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        num_local_experts=8,
+        num_experts_per_tok=2,
+        vocab_size=100,
+    )
+    costs, layers = of_config(config, batch=2, seq=32)
+    tokens = 64
+    attention = 2 * tokens * 4 * 64 * 64 + 4 * tokens * 32 * 64
+    experts = 2 * tokens * 2 * 3 * 64 * 128  # two experts of three matrices for each token
+    router = 2 * tokens * 64 * 8
+    block = next(layer.index for layer in layers.streamed)
+    # Without the rotary embedding's outer product, which lies before the blocks.
+    assert costs.layers[block].forward_flops == attention + experts + router
+
+
+# -- which layer ----------------------------------------------------------------------------------
+
+
+def of_config(config: Any, *, batch: int, seq: int) -> tuple[ModelCosts, Partition]:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=torch.bfloat16, attn_implementation="sdpa"
+        ).train()
+    layers = partition(model)
+    return trace_costs(model, layers, batch=batch, seq=seq, dtype="bf16"), layers
+
+
+def llama(num_layers: int = 3, **changes: Any) -> LlamaConfig:
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 160,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 100,
+        "tie_word_embeddings": False,
+    }
+    return LlamaConfig(num_hidden_layers=num_layers, **(sizes | changes))
+
+
+def test_a_block_keeps_its_input_for_recomputation_and_nothing_shared() -> None:
+    """Cosines and sines enter every block: they belong to none."""
+    costs, layers = of_config(llama(), batch=2, seq=32)
+    for layer in layers.layers:
+        expected = 2 * 32 * 64 * 2 if layer.streamed else 0
+        assert costs.layers[layer.index].boundary_bytes == expected
+
+
+def test_blocks_of_one_kind_cost_the_same_and_others_their_own() -> None:
+    costs, layers = of_config(llama(4), batch=2, seq=32)
+    blocks = [costs.layers[layer.index] for layer in layers.streamed]
+    assert len(set(blocks)) == 1
+    model = Decoder([Block(), Block(inner=48), Block(), Block(inner=48), Block(dropout=0.5)])
+    ids = torch.zeros(2, LENGTH, dtype=torch.long, device="meta")
+    layers = partition(model)
+    found = trace_costs(
+        model,
+        layers,
+        batch=2,
+        seq=LENGTH,
+        dtype="fp32",
+        inputs={"input_ids": ids, "labels": ids},
+    )
+    plain, narrow, again, narrow_again, dropping = (
+        found.layers[layer.index] for layer in layers.streamed
+    )
+    assert plain == again
+    assert narrow == narrow_again
+    assert narrow.saved_bytes < plain.saved_bytes < dropping.saved_bytes
+
+
+def test_a_repeated_block_costs_what_it_costs_when_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for the loss's backward, which then goes on through the blocks."""
+    names = ("gpt", "llama", "bert", "called_twice")
+    remembered = [without_passing(traced(name, "bf16")) for name in names]
+    monkeypatch.setattr("stronghold.model.costs.record", lambda **_: None)
+    assert remembered == [without_passing(traced(name, "bf16")) for name in names]
+
+
+def test_the_logits_of_the_loss_belong_to_the_head() -> None:
+    costs, layers = of_config(llama(vocab_size=10_000), batch=2, seq=32)
+    head = layers.layers[-1]
+    assert head.name == "lm_head"
+    fp32_logits = 2 * 32 * 10_000 * 4
+    assert fp32_logits < costs.layers[head.index].saved_bytes < 1.1 * fp32_logits
+
+
+# -- what it leaves and refuses -------------------------------------------------------------------
+
+
+def test_the_model_is_as_before() -> None:
+    model, make_batch = MODELS["gpt"]()
+    before = {name: set(vars(module)) for name, module in model.named_modules()}
+    values = {name: (p, p.data_ptr(), p.dtype) for name, p in model.named_parameters()}
+    trace_costs(
+        model, partition(model), batch=2, seq=LENGTH, dtype="bf16", inputs=on_meta(make_batch(0))
+    )
+    assert {name: set(vars(module)) for name, module in model.named_modules()} == before
+    for name, parameter in model.named_parameters():
+        assert values[name] == (parameter, parameter.data_ptr(), parameter.dtype)
+        assert parameter.grad is None
+
+
+def test_a_forward_that_depends_on_values_is_refused() -> None:
+    with pytest.raises(ConfigError, match="failed on tensors without values"):
+        traced("experts")
+
+
+def test_arguments_that_are_not_known_are_named() -> None:
+    class Pair(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+        def forward(self, left: Tensor, right: Tensor) -> Tensor:
+            return left + right
+
+    model = Pair()
+    with pytest.raises(ConfigError, match=r"Pair\.forward needs right"):
+        trace_costs(model, partition(model, "blocks"), batch=1, seq=8, dtype="bf16")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"dtype": "bf61"}, 'Did you mean "bf16"'),
+        ({"batch": 0}, "batch: got 0"),
+        ({"seq": 0}, "seq: got 0"),
+    ],
+)
+def test_a_wrong_question_says_what_is_expected(wrong: dict[str, Any], message: str) -> None:
+    model, _ = MODELS["gpt"]()
+    with pytest.raises(ConfigError, match=message):
+        trace_costs(model, partition(model), **({"batch": 1, "seq": 8, "dtype": "bf16"} | wrong))
+
+
+@law_of_time
+def test_eighty_layers_take_less_than_two_seconds() -> None:
+    config = llama(
+        80,
+        hidden_size=8192,
+        intermediate_size=28672,
+        num_attention_heads=64,
+        num_key_value_heads=8,
+        vocab_size=128256,
+    )
+    of_config(llama(), batch=1, seq=8)  # imports
+    begin = time.process_time()  # of this process: others may be at work here
+    costs, layers = of_config(config, batch=1, seq=8192)
+    took_s = time.process_time() - begin
+    assert len(layers.streamed) == 80
+    numel = sum(named.parameter.numel() for layer in layers.layers for named in layer.parameters)
+    assert costs.forward_flops == pytest.approx(2 * numel * 8192, rel=0.15)  # and attention
+    on_time(took_s < 2.0, f"{took_s:.1f} s")
+
+
+def without_passing(costs: ModelCosts) -> ModelCosts:
+    layers = tuple(dataclasses.replace(layer, passing_bytes=0) for layer in costs.layers)
+    return dataclasses.replace(costs, layers=layers)

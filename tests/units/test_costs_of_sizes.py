@@ -1,0 +1,140 @@
+"""Laws of a GPT's costs from its sizes alone: the formulas are the costs of an equal model."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM, GPT2Config
+
+from stronghold.errors import ConfigError
+from stronghold.model.costs import trace_costs
+from stronghold.model.layout import layout
+from stronghold.model.partition import partition
+from stronghold.model.shapes import transformer_shape
+from tests.units.test_costs import without_passing
+
+# -- a GPT from its sizes -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("layers", "hidden", "heads", "vocab", "seq"),
+    [(1, 16, 1, 17, 1), (3, 48, 4, 1001, 33), (32, 2048, 16, 50304, 1024)],
+)
+def test_parameters_follow_the_formula(
+    layers: int, hidden: int, heads: int, vocab: int, seq: int
+) -> None:
+    sizes, _ = transformer_shape(layers, hidden, heads, vocab, seq)
+    l, h, v, s = layers, hidden, vocab, seq  # noqa: E741
+    assert sizes.num_parameters == l * (12 * h * h + 13 * h) + v * h + s * h + 2 * h
+
+
+def test_the_layout_is_that_of_gpt2() -> None:
+    config = GPT2Config(n_layer=3, n_embd=48, n_head=4, vocab_size=1001, n_positions=33)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    assert transformer_shape(3, 48, 4, 1001, 33)[0] == layout(partition(model))
+
+
+class ShapedBlock(nn.Module):
+    """The block that the formulas describe."""
+
+    def __init__(self, hidden: int, heads: int, inner: int, kv_heads: int, gated: bool) -> None:
+        super().__init__()
+        self.heads, self.kv_heads, self.gated = heads, kv_heads, gated
+        width = hidden // heads
+        self.ln_1 = nn.LayerNorm(hidden)
+        self.qkv = nn.Linear(hidden, hidden + 2 * kv_heads * width)
+        self.out = nn.Linear(hidden, hidden)
+        self.ln_2 = nn.LayerNorm(hidden)
+        if gated:
+            self.gate = nn.Linear(hidden, inner)
+        self.up = nn.Linear(hidden, inner)
+        self.down = nn.Linear(inner, hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, seq, hidden = x.shape
+        parts = self.qkv(self.ln_1(x)).view(batch, seq, self.heads + 2 * self.kv_heads, -1)
+        q, k, v = parts.transpose(1, 2).split([self.heads, self.kv_heads, self.kv_heads], dim=1)
+        mixed = F.scaled_dot_product_attention(
+            q, k, v, is_causal=True, enable_gqa=self.kv_heads < self.heads
+        )
+        x = x + self.out(mixed.transpose(1, 2).reshape(batch, seq, hidden))
+        y = self.ln_2(x)
+        inner = F.gelu(self.gate(y)) * self.up(y) if self.gated else F.gelu(self.up(y))
+        return x + self.down(inner)
+
+
+class ShapedModel(nn.Module):
+    def __init__(
+        self, layers: int, hidden: int, vocab: int, seq: int, blocks: list[ShapedBlock]
+    ) -> None:
+        super().__init__()
+        self.wte = nn.Embedding(vocab, hidden)
+        self.wpe = nn.Embedding(seq, hidden)
+        self.h = nn.ModuleList(blocks)
+        self.ln_f = nn.LayerNorm(hidden)
+        self.head = nn.Linear(hidden, vocab, bias=False)
+        self.head.weight = self.wte.weight
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.wte(input_ids) + self.wpe(torch.arange(input_ids.shape[1], device="meta"))
+        for block in self.h:
+            x = block(x)
+        logits = self.head(self.ln_f(x)).float()
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kv_heads", "gated"),
+    [("bf16", 4, False), ("fp32", 4, False), ("fp16", 2, True), ("fp32", 4, True)],
+)
+def test_the_formulas_are_the_costs_of_an_equal_model(
+    dtype: str, kv_heads: int, gated: bool
+) -> None:
+    sizes, costs_of = transformer_shape(
+        3, 64, 4, 101, 40, ffn=3, kv_heads=kv_heads, gated_mlp=gated
+    )
+    with torch.device("meta"):
+        blocks = [ShapedBlock(64, 4, 3 * 64, kv_heads, gated) for _ in range(3)]
+        model = ShapedModel(3, 64, 101, 40, blocks)
+    layers = partition(model)
+    found = layout(layers)
+    assert [layer.numel for layer in sizes.layers] == [layer.numel for layer in found.layers]
+    assert sizes.num_parameters == found.num_parameters
+    expected = trace_costs(model, layers, batch=2, seq=33, dtype=dtype)
+    assert without_passing(costs_of(2, 33, dtype)) == without_passing(expected)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_the_head_has_twice_its_fp32_logits_in_passing(dtype: str) -> None:
+    """Where the vocabulary is much wider than the model; both counted and by the formula."""
+    _, costs_of = transformer_shape(2, 64, 4, 8000, 64)
+    with torch.device("meta"):
+        blocks = [ShapedBlock(64, 4, 4 * 64, 4, False) for _ in range(2)]
+        model = ShapedModel(2, 64, 8000, 64, blocks)
+    traced = trace_costs(model, partition(model), batch=4, seq=64, dtype=dtype)
+    logits = 4 * 64 * 8000 * 4
+    for costs in (traced, costs_of(4, 64, dtype)):
+        assert costs.layers[0].passing_bytes == pytest.approx(2 * logits, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ((0, 64, 4, 100, 8), "--layers: got 0"),
+        ((2, 64, 5, 100, 8), r"--heads: got 5, expected a divisor of --hidden \(64\)"),
+    ],
+)
+def test_sizes_that_do_not_fit_together_are_named(
+    sizes: tuple[int, int, int, int, int], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        transformer_shape(*sizes)
+
+
+def test_a_sequence_longer_than_the_positions_is_refused() -> None:
+    _, costs_of = transformer_shape(2, 64, 4, 100, 8)
+    with pytest.raises(ConfigError, match="--seq: got 9, expected 1 to 8"):
+        costs_of(1, 9, "bf16")

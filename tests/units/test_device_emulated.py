@@ -1,0 +1,208 @@
+"""Laws of the emulated device: it is more hostile than CUDA, and keeps its pace."""
+
+from __future__ import annotations
+
+import os
+import resource
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from stronghold import native
+from stronghold.device import emulated as emulated_module
+from stronghold.device.base import THREAD_PREFIX
+from stronghold.device.emulated import EmulatedDevice
+from stronghold.errors import StateError
+from tests.support.pages import in_child
+from tests.support.quiet import law_of_time, on_time
+
+WEIRD = (1, 2, 15, 17, 4097)
+
+
+@pytest.fixture
+def emulated() -> Iterator[Callable[..., EmulatedDevice]]:
+    devices: list[EmulatedDevice] = []
+
+    def make(**options: object) -> EmulatedDevice:
+        devices.append(EmulatedDevice(**options))  # type: ignore[arg-type]
+        return devices[-1]
+
+    yield make
+    for device in devices:
+        device.close()
+
+
+# -- turns of the interpreter ------------------------------------------------------------------
+def test_lanes_take_turns_soon_and_the_programs_interval_comes_back() -> None:
+    before = sys.getswitchinterval()
+    one, other = EmulatedDevice(), EmulatedDevice()
+    assert sys.getswitchinterval() <= 5e-4
+    one.close()
+    assert sys.getswitchinterval() <= 5e-4
+    other.close()
+    other.close()
+    assert sys.getswitchinterval() == before
+    changed = EmulatedDevice()
+    sys.setswitchinterval(2 * before)
+    changed.close()
+    assert sys.getswitchinterval() == 2 * before
+    sys.setswitchinterval(before)
+
+
+@pytest.mark.alone
+@law_of_time
+def test_a_lane_wakes_within_a_millisecond_beside_pure_python(
+    emulated: Callable[..., EmulatedDevice],
+) -> None:
+    """Tokenising, or collating, in another thread."""
+    device, stop, late_s = emulated(), threading.Event(), []
+
+    def count() -> None:
+        number = 0
+        while not stop.is_set():
+            number += 1
+
+    thread = threading.Thread(target=count)
+    thread.start()
+    try:
+        for _ in range(100):
+            time.sleep(0.002)  # the lane's thread sleeps too
+            begun = time.perf_counter()
+            device.fetch.submit("wake", lambda b=begun: late_s.append(time.perf_counter() - b))
+            device.fetch.finish()
+    finally:
+        stop.set()
+        thread.join()
+    on_time(statistics.median(late_s) <= 1e-3, f"median {statistics.median(late_s) * 1e3:.2f} ms")
+
+
+# -- the emulated device's hostility -----------------------------------------------------------
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("numel", WEIRD)
+def test_poison_is_nan_in_every_element(
+    emulated: Callable[..., EmulatedDevice], numel: int, dtype: torch.dtype
+) -> None:
+    device = emulated()
+    fresh = device.allocate(numel, dtype, "slot")
+    assert fresh.isnan().all()
+    whole = torch.zeros(numel + 2, dtype=dtype)
+    device.poison(whole[1:-1])
+    assert whole[1:-1].isnan().all()
+    assert whole[0] == whole[-1] == 0.0
+    kept = torch.zeros(numel, dtype=dtype)
+    emulated(poison=False).poison(kept)
+    assert not kept.isnan().any()
+
+
+def test_a_copy_into_less_room_is_refused(emulated: Callable[..., EmulatedDevice]) -> None:
+    """It would write past the end of somebody else's memory."""
+    device = emulated()
+    for target, source in (
+        (torch.zeros(3), torch.zeros(4)),
+        (torch.zeros(4), torch.zeros(3)),
+        (torch.zeros(2, dtype=torch.bfloat16), torch.zeros(2)),
+        (torch.zeros(4, 4)[:, 0], torch.zeros(4)),
+    ):
+        with pytest.raises(StateError, match="a copy of"):
+            device.copy(target, source)
+
+
+@law_of_time
+def test_the_link_keeps_its_pace(emulated: Callable[..., EmulatedDevice]) -> None:
+    """40 MB at 0.4 GB/s take 0.1 s, never less; a busy machine may take longer, so the best of
+    three is bounded from above."""
+    device = emulated(link_gbps=0.4)
+    source, target = torch.zeros(10_000_000), torch.zeros(10_000_000)
+    seconds = []
+    for _ in range(3):
+        begun = time.perf_counter()
+        device.fetch.submit("fetch", lambda: device.copy(target, source)).wait()
+        seconds.append(time.perf_counter() - begun)
+    assert min(seconds) >= 0.1
+    on_time(min(seconds) < 0.15, seconds)
+
+
+@law_of_time
+def test_the_directions_of_the_link_do_not_share_its_pace(
+    emulated: Callable[..., EmulatedDevice],
+) -> None:
+    device = emulated(link_gbps=0.2)
+    buffers = [torch.zeros(5_000_000) for _ in range(4)]
+    best = 1.0
+    for _ in range(3):
+        begun = time.perf_counter()
+        there = device.fetch.submit("there", lambda: device.copy(buffers[0], buffers[1]))
+        back = device.drain.submit("back", lambda: device.copy(buffers[2], buffers[3]))
+        there.wait()
+        back.wait()
+        best = min(best, time.perf_counter() - begun)
+    assert best >= 0.1
+    on_time(best < 0.17, best)  # one after the other: 0.2 s
+
+
+def test_jitter_is_seeded_lane_by_lane(
+    emulated: Callable[..., EmulatedDevice], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    delays: dict[str, list[float]] = {}
+
+    def sleep(seconds: float) -> None:
+        delays.setdefault(threading.current_thread().name, []).append(seconds)
+
+    def run(seed: int, num_drains: int) -> dict[str, list[float]]:
+        delays.clear()
+        device = emulated(jitter_s=0.5, seed=seed)
+        for _ in range(20):
+            device.fetch.submit("fetch", lambda: None)
+        for _ in range(num_drains):
+            device.drain.submit("drain", lambda: None)
+        device.close()
+        return {lane: list(of_lane) for lane, of_lane in delays.items()}
+
+    monkeypatch.setattr(emulated_module.time, "sleep", sleep)
+    first = run(seed=3, num_drains=20)
+    assert all(0.0 <= delay <= 0.5 for of_lane in first.values() for delay in of_lane)
+    assert run(seed=3, num_drains=20) == first
+    fetch = THREAD_PREFIX + "fetch"
+    # What one lane does never changes another's delays: a failure is found again.
+    assert run(seed=3, num_drains=5)[fetch] == first[fetch]
+    assert run(seed=4, num_drains=20)[fetch] != first[fetch]
+    assert first[fetch] != first[THREAD_PREFIX + "drain"]
+
+
+def with_threads(count: int, make: Callable[[], object]) -> tuple[str, list[str]]:
+    """What `make` raises where the system grants this process `count` threads more, and the lanes'
+    threads that are left then. For a forked child: the user changes, since root has no limit."""
+    os.setuid(23456)  # nobody else's: it has this one thread
+    resource.setrlimit(resource.RLIMIT_NPROC, (1 + count, 1 + count))
+    try:
+        make()
+    except OSError as error:
+        names = [thread.name for thread in threading.enumerate()]
+        return str(error), [name for name in names if name.startswith(THREAD_PREFIX)]
+    return "", []
+
+
+may_limit = pytest.mark.skipif(
+    os.geteuid() != 0, reason="the system counts all threads of a user, and only root may change it"
+)
+
+
+@may_limit
+@pytest.mark.parametrize(("count", "whose"), [(0, "fetch"), (1, "drain"), (2, "update")])
+def test_a_device_whose_thread_is_refused_says_so_and_leaves_none(count: int, whose: str) -> None:
+    said = in_child(lambda: with_threads(count, EmulatedDevice))
+    assert f"the {whose} lane: the system refused to start a thread" in said
+    assert "ulimit -u" in said
+    assert said.endswith(", [])")
+
+
+@may_limit
+def test_a_pool_whose_thread_is_refused_says_so() -> None:
+    native.library()
+    said = in_child(lambda: with_threads(1, lambda: native.Pool(4)))
+    assert "a pool of 4 threads: the system refused to start a thread" in said

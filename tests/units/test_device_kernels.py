@@ -1,0 +1,340 @@
+"""Laws of the update's kernels: a GPU's give the host's bits.
+
+Without a GPU two things show it. Triton's interpreter runs the programs on the CPU, as written:
+`TRITON_INTERPRET=1 pytest tests/units/test_device_kernels.py`, which one test here does. And
+Triton's compiler gives the PTX: tests/units/test_device_programs.py. Both are
+skipped without Triton.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from stronghold import native
+from stronghold.device import triton_kernels
+from stronghold.device.emulated import EmulatedDevice
+from stronghold.device.kernels import Kernels, NativeKernels
+from stronghold.device.triton_kernels import TritonKernels
+from stronghold.errors import ConfigError
+from tests.support.device_kernels import (
+    BF16,
+    DTYPES,
+    F16,
+    F32,
+    HYPER,
+    SIZES,
+    Arrays,
+    accumulated,
+    assert_same,
+    run_adam,
+    some_arrays,
+    sums,
+)
+
+# The interpreter computes with NumPy, which warns of the infinities and NaNs that are wanted here.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
+
+CPU = torch.device("cpu")
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+INTERPRETING = HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1"
+TIMEOUT_S = 1200
+
+
+def rounds_fma_once() -> bool:
+    """Whether Triton's interpreter does; before 3.7 it multiplied, rounded and added."""
+    from triton._C.libtriton import interpreter
+
+    return hasattr(interpreter, "fma_fp32")
+
+
+TWICE = "this Triton's interpreter rounds twice in an fma"
+interpreted = pytest.mark.skipif(
+    not INTERPRETING or not rounds_fma_once(),
+    reason=TWICE if INTERPRETING else "runs under TRITON_INTERPRET=1",
+)
+compiled = pytest.mark.skipif(INTERPRETING or not HAS_TRITON, reason="needs Triton's compiler")
+
+
+@pytest.fixture(scope="module")
+def host() -> Iterator[NativeKernels]:
+    with native.Pool(1) as pool:
+        yield NativeKernels(pool)
+
+
+@pytest.fixture
+def triton(device: EmulatedDevice) -> TritonKernels:
+    return TritonKernels(device)
+
+
+# ---- The host's ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_both_forms_of_the_sums_are_the_native_ones(host: NativeKernels, dtype: torch.dtype):
+    arrays = [torch.randn(n).to(dtype) for n in SIZES]
+    segments = [(x.data_ptr(), x.numel()) for x in arrays]
+    with native.Pool(2) as pool:
+        expected = native.sum_squares(pool, dtype, segments)
+    assert host.sum_squares(dtype, segments) == expected
+    found = host.sum_squares_async(dtype, segments)
+    assert found.dtype == torch.float64
+    assert found.tolist() == expected
+
+
+def test_adam_and_accumulation_are_the_native_ones(host: NativeKernels):
+    ours, theirs = (some_arrays(SIZES, BF16, F32, CPU) for _ in range(2))
+    run_adam(host, ours, range(1, 4))
+    with native.Pool(2) as pool:
+        run_adam(SimpleNamespace(adam=lambda *a: native.adam(pool, *a)), theirs, range(1, 4))
+    assert_same(ours, theirs)
+    acc, grad = torch.ones(17), torch.full((17,), 2.0)
+    host.accumulate(F32, [(grad.data_ptr(), acc.data_ptr(), 17, True)])
+    assert torch.equal(acc, torch.full((17,), 3.0))
+
+
+# ---- The numbers of a step, without Triton ---------------------------------------------------
+
+
+def one_element(host: NativeKernels, p: float, m: float, v: float, g: float, **changes: Any):
+    """(p, m, v) after one native step."""
+    arrays = [torch.tensor([x]) for x in (p, m, v, g)]
+    weight, exp_avg, exp_avg_sq, grad = (x.data_ptr() for x in arrays)
+    hyper = {**HYPER, "grad_scale": 1.0, **changes}
+    segment = native.AdamSegment(weight, 0, exp_avg, exp_avg_sq, grad, numel=1, **hyper)
+    host.adam(F32, F32, [segment])
+    return [x.item() for x in arrays[:3]]
+
+
+@pytest.mark.parametrize("bias_correction", [True, False])
+@pytest.mark.parametrize("step", [1, 2, 77, 123_456, 10_000_000])
+@pytest.mark.parametrize(
+    ("lr", "beta1", "beta2", "eps", "weight_decay"),
+    [
+        (1e-3, 0.9, 0.999, 1e-8, 0.1),
+        (3.7e-4, 0.95, 0.98, 1e-6, 0.033),
+        (7e-6, 0.0, 0.9999, 1e-15, 1e-3),
+        (0.11, 0.87, 0.0, 0.3, -0.2),
+    ],
+)
+def test_a_steps_numbers_are_the_natives(
+    host: NativeKernels, lr, beta1, beta2, eps, weight_decay, step, bias_correction
+):
+    """Each is read off the native kernel by an input that leaves it alone in the result."""
+    hyper = {
+        "lr": lr,
+        "beta1": beta1,
+        "beta2": beta2,
+        "eps": eps,
+        "weight_decay": weight_decay,
+        "step": step,
+        "bias_correction": bias_correction,
+    }
+    segment = native.AdamSegment(*(8, 8, 8, 8, 8), numel=1, grad_scale=1 / 3, adamw=True, **hyper)
+    rows = native.AdamBatch(F32, F32, [segment]).rows
+    [(constants, adamw, indices)] = triton_kernels._groups(rows)
+    assert adamw
+    assert indices == [0]
+    scale, decay, factor, b1, not_b1, b2, not_b2, root, epsilon, minus_rate = constants
+    assert scale == np.float32(1 / 3)
+    assert decay == np.float32(weight_decay)
+    assert epsilon == np.float32(eps)
+    assert one_element(host, 1.0, 0.0, 0.0, 0.0, **hyper)[0] == factor
+    assert one_element(host, 0.0, 1.0, 1.0, 0.0, **hyper)[1:] == [b1, b2]
+    assert one_element(host, 0.0, 0.0, 0.0, 1.0, **hyper)[1:] == [not_b1, not_b2]
+    # Without bias correction of the other moment's kind: m = 1, sqrt(v) = 0 or 1.
+    p, m, v = one_element(host, 0.0, 1.0, 0.0, 0.0, **{**hyper, "eps": 1.0})
+    assert v == 0.0
+    assert p == np.float32(np.float64(minus_rate) * m)  # exact in double, rounded once
+    p, m, v = one_element(host, 0.0, 1.0, 1.0, 0.0, **{**hyper, "eps": 0.0})
+    with np.errstate(invalid="ignore", divide="ignore"):
+        ratio = np.float32(m) / (np.sqrt(np.float32(v)) * np.float32(root))
+        expected = np.float32(np.float64(minus_rate) * ratio)
+    assert np.array_equal(np.float32(p), expected, equal_nan=True)
+
+
+def test_segments_share_a_launch_when_their_numbers_are_equal():
+    sizes = (5, 0, 5, 5, 5)
+    steps, decays = (1, 1, 1, 2, 1), (0.0, 0.0, 0.1, 0.1, 0.0)
+    segments = [
+        native.AdamSegment(
+            *(8, 8, 8, 8, 8, numel),
+            **{**HYPER, "step": step, "weight_decay": decay, "adamw": k == 0},
+        )
+        for k, (numel, step, decay) in enumerate(zip(sizes, steps, decays, strict=True))
+    ]
+    rows = native.AdamBatch(F32, F32, segments).rows
+    groups = [(adamw, indices) for _, adamw, indices in triton_kernels._groups(rows)]
+    # Without weight decay both forms are one; a segment without elements is in none.
+    assert groups == [(True, [0, 4]), (False, [2]), (False, [3])]
+
+
+def test_without_triton_the_error_says_what_to_install(
+    device: EmulatedDevice, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setitem(sys.modules, "triton", None)
+    monkeypatch.delitem(sys.modules, "stronghold.device.triton_programs", raising=False)
+    monkeypatch.delattr("stronghold.device.triton_programs", raising=False)
+    with pytest.raises(ConfigError, match="pip install triton"):
+        TritonKernels(device)
+
+
+# ---- Interpreted: the programs as they are written -------------------------------------------
+
+
+@pytest.mark.skipif(INTERPRETING or not HAS_TRITON, reason="needs Triton, not yet interpreting")
+def test_the_laws_hold_where_triton_interprets():
+    if not rounds_fma_once():
+        pytest.skip(TWICE)
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-rN", __file__, "-k", "interpreted"],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        cwd=Path(__file__).resolve().parents[2],
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+    )
+    assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-4000:]
+    assert " passed" in run.stdout
+
+
+@interpreted
+@pytest.mark.parametrize("weight_dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("grad_dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("adamw", [True, False], ids=["adamw", "l2"])
+def test_interpreted_adam_has_the_natives_bits(
+    host: NativeKernels, triton: TritonKernels, weight_dtype, grad_dtype, adamw
+):
+    for special, bias_correction in ((False, True), (True, True), (True, False)):
+        ours, theirs = (
+            some_arrays(SIZES, weight_dtype, grad_dtype, CPU, special=special) for _ in range(2)
+        )
+        for kernels, arrays in ((triton, ours), (host, theirs)):
+            run_adam(kernels, arrays, range(1, 5), adamw=adamw, bias_correction=bias_correction)
+        assert_same(ours, theirs, f"special {special}")
+
+
+@interpreted
+@pytest.mark.parametrize("weight_dtype", DTYPES, ids=str)
+def test_interpreted_adam_takes_arrays_at_any_element(
+    host: NativeKernels, triton: TritonKernels, weight_dtype
+):
+    for skip in (1, 8):
+        ours, theirs = (some_arrays((1025, 3), weight_dtype, F16, CPU, skip=skip) for _ in "ab")
+        run_adam(triton, ours, (1, 2))
+        run_adam(host, theirs, (1, 2))
+        assert_same(ours, theirs, f"skip {skip}")
+
+
+@interpreted
+def test_interpreted_masters_at_every_remainder_keep_their_bits(triton: TritonKernels):
+    """Ties included: a step with a learning rate of 0 joins, does nothing, and splits."""
+    arrays = Arrays(1 << 16, BF16, BF16, device=CPU)
+    rest = torch.arange(-(1 << 15), 1 << 15).to(torch.int16)
+    arrays.low.copy_(rest)
+    weight = arrays.weight.clone()
+    triton.adam(BF16, BF16, [arrays.segment(1, lr=0.0, weight_decay=0.0)])
+    assert torch.equal(arrays.weight, weight)
+    assert torch.equal(arrays.low, rest)
+
+
+@interpreted
+def test_interpreted_adam_takes_more_segments_than_a_table_has_rows(
+    host: NativeKernels, triton: TritonKernels
+):
+    sizes = [(k * 7) % 23 for k in range(400)]
+    ours, theirs = (some_arrays(sizes, BF16, BF16, CPU) for _ in range(2))
+    run_adam(triton, ours, (1,))
+    run_adam(host, theirs, (1,))
+    assert_same(ours, theirs)
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("skip", [0, 1])
+def test_interpreted_accumulation_has_the_natives_bits(
+    host: NativeKernels, triton: TritonKernels, dtype, skip
+):
+    ours = accumulated(triton, SIZES, dtype, CPU, skip)
+    theirs = accumulated(host, SIZES, dtype, CPU, skip)
+    assert all(map(torch.equal, ours, theirs))
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("special", [False, True])
+def test_interpreted_sums_have_the_natives_bits(
+    host: NativeKernels, triton: TritonKernels, dtype, special
+):
+    sizes = (*SIZES, 0, 65_535, 65_536, 131_105, 33, 0)
+    assert torch.equal(
+        sums(triton, sizes, dtype, CPU, special), sums(host, sizes, dtype, CPU, special)
+    )
+    many = [k % 40 for k in range(150)]
+    assert torch.equal(sums(triton, many, dtype, CPU), sums(host, many, dtype, CPU))
+    assert triton.sum_squares(dtype, []) == []
+
+
+@interpreted
+def test_interpreted_tables_are_kept_while_the_segments_stay(
+    triton: TritonKernels, monkeypatch: pytest.MonkeyPatch
+):
+    arrays = some_arrays((17, 4097), BF16, BF16, CPU)
+    for step in range(3, 33, 3):  # with the same gradient's address
+        run_adam(triton, arrays, (step,), bias_correction=True)
+    assert len(triton._tables) == 2  # of two weight decays
+    monkeypatch.setattr(triton_kernels, "MAX_TABLES", 3)
+    for step in (1, 2, 3):
+        run_adam(triton, arrays, (step,))
+    assert len(triton._tables) == 3
+
+
+@interpreted
+def test_interpreted_kernels_refuse_other_dtypes(triton: TritonKernels):
+    x = torch.zeros(4, dtype=torch.float64)
+    with pytest.raises(ConfigError, match=r"got torch\.float64"):
+        triton.sum_squares(torch.float64, [(x.data_ptr(), 4)])
+    with pytest.raises(ConfigError, match=r"got torch\.float64"):
+        triton.accumulate(torch.float64, [(x.data_ptr(), x.data_ptr(), 4, False)])
+    with pytest.raises(ConfigError, match=r"got torch\.float64"):
+        triton.adam(torch.float64, F32, [])
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"beta1": 1.0}, r"segment 1: beta1: got 1.0, expected in \[0, 1\)"),
+        ({"beta2": float("nan")}, "beta2"),
+        ({"eps": -1.0}, "eps: got -1.0, expected >= 0"),
+        ({"lr": float("inf")}, "lr: got inf, expected finite"),
+        ({"weight_decay": float("nan")}, "weight_decay"),
+        ({"step": 0}, "step: got 0, expected >= 1"),
+        ({"numel": -1}, "numel: got -1"),
+        ({"grad": 0}, "grad: got 0, expected an address aligned to 2 bytes"),
+        ({"exp_avg": 1026}, "exp_avg: got 1026, expected an address aligned to 4 bytes"),
+    ],
+)
+def test_interpreted_adam_refuses_what_the_native_refuses(
+    host: NativeKernels, triton: TritonKernels, changes, message
+):
+    arrays = Arrays(17, BF16, BF16, device=CPU)
+    before = arrays.state()
+    good = arrays.segment(1)
+    kernels: list[Kernels] = [triton]
+    if "exp_avg" not in changes:  # the host loads from any address
+        kernels.append(host)
+    for kernel in kernels:
+        with pytest.raises(ConfigError, match=message if kernel is triton else None):
+            kernel.adam(BF16, BF16, [good, good._replace(**changes)])
+    assert all(map(torch.equal, before, arrays.state()))

@@ -1,0 +1,376 @@
+"""Laws of `stronghold doctor`: what it measures is there, and the command says and writes it."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import select
+import struct
+import subprocess
+import sys
+import termios
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from stronghold import cli, doctor, limits
+from stronghold.device.emulated import EmulatedDevice
+from stronghold.doctor import measure
+from stronghold.doctor.findings import DiskRates, Findings
+from stronghold.doctor.measure import Effort
+from stronghold.errors import ConfigError
+from stronghold.plan import machine as profile
+from stronghold.plan.machine import ADAM_BF16_BYTES, MachineProfile
+from tests.support.quiet import law_of_time, on_time
+
+MIB = 1 << 20
+SMALL = Effort(
+    adam_numel=MIB,
+    copy_bytes=8 * MIB,
+    rounds=3,
+    product_s=0.01,
+    pin_s=0.1,
+    pin_bytes=64 * MIB,
+    disk_bytes=8 * MIB,
+)
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.delenv(profile.ENVIRONMENT, raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture(scope="module")
+def examined(tmp_path_factory: pytest.TempPathFactory) -> tuple[Findings, Path, float, list[float]]:
+    """A real, quick examination of this machine: findings, the disk's directory, seconds, and the
+    shares of progress."""
+    folder = tmp_path_factory.mktemp("disk")
+    shares: list[float] = []
+    begun = time.perf_counter()
+    findings = doctor.examine(
+        "emulated", folder, quick=True, progress=lambda _, share: shares.append(share)
+    )
+    return findings, folder, time.perf_counter() - begun, shares
+
+
+# -- the measurement ------------------------------------------------------------------------------
+
+
+@law_of_time
+def test_a_quick_examination_takes_seconds_and_tells_how_far_it_is(
+    examined: tuple[Findings, Path, float, list[float]],
+) -> None:
+    _, _, seconds, shares = examined
+    assert shares[0] == 0.0
+    assert shares[-1] == 1.0
+    assert shares == sorted(shares)
+    assert shares[-2] < 1.0  # as many steps as were announced
+    assert len(set(shares)) == len(shares)
+    on_time(seconds < 10, seconds)
+
+
+@law_of_time
+def test_figures_are_positive_and_agree_with_each_other(
+    examined: tuple[Findings, Path, float, list[float]],
+) -> None:
+    """Wide bounds: other processes use the same memory. A wrong count of bytes is found below."""
+    machine = examined[0].profile
+    assert list(machine.memory_gbps) == list(machine.adam_gbps)
+    assert max(machine.memory_gbps) == machine.num_cores == limits.host_limits().num_cores
+    assert machine.host_memory_bytes == limits.host_limits().usable_bytes
+    assert machine.name.startswith("emulated on ")
+    assert machine.sources == ()
+    assert len(machine.measured) == len("2026-01-31")
+    on_time(machine.duplex_gbps <= 2 * (machine.fetch_gbps + machine.drain_gbps), machine)
+    for threads, memory in machine.memory_gbps.items():
+        on_time(machine.adam_gbps[threads] <= 1.6 * memory, machine)
+
+
+def test_what_was_measured_survives_its_file(
+    examined: tuple[Findings, Path, float, list[float]], tmp_path: Path
+) -> None:
+    examined[0].profile.save(tmp_path / "profile.json")
+    assert MachineProfile.load(tmp_path / "profile.json") == examined[0].profile
+
+
+def test_the_disks_file_is_gone_and_its_rates_are_there(
+    examined: tuple[Findings, Path, float, list[float]],
+) -> None:
+    findings, folder, _, _ = examined
+    assert list(folder.iterdir()) == []
+    rates = findings.disk
+    assert rates is not None
+    assert rates.error == ""
+    assert set(rates.read_gbps) == set(rates.write_gbps) == set(measure.DEPTHS)
+    assert min(*rates.read_gbps.values(), *rates.write_gbps.values(), rates.mixed_gbps) > 0
+    if rates.direct:
+        assert findings.profile.nvme_path == str(folder.resolve())
+        assert findings.profile.nvme_read_gbps == pytest.approx(
+            max(rates.read_gbps.values()), rel=1e-3
+        )
+    else:  # the page cache's rates are not the disk's
+        assert findings.profile.nvme_read_gbps is None
+
+
+@law_of_time
+def test_a_paced_link_is_measured_at_its_pace() -> None:
+    device = EmulatedDevice(link_gbps=0.4, poison=False)
+    try:
+        rates = measure.link_rates(device, SMALL, lambda _: None)
+        assert device.allocated_bytes == 0
+    finally:
+        device.close()
+    for rate in (rates.fetch_gbps, rates.drain_gbps):
+        assert rate <= 0.401
+        on_time(rate > 0.3, rates)
+    assert rates.duplex_gbps <= 0.802
+    on_time(rates.duplex_gbps > 0.5, rates)
+    on_time(rates.gpu_memory_gbps > 0.4, rates)  # not over the link
+    assert rates.pin_error == ""
+
+
+class Lopsided(EmulatedDevice):
+    """A link of which one direction is twice as fast."""
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        rate = 0.2 if threading.current_thread().name.endswith(":fetch") else 0.4
+        time.sleep(target.numel() / (rate * 1e9))
+
+
+@law_of_time
+def test_each_direction_is_measured_by_itself_and_both_until_both_end() -> None:
+    """Copies of equal size would leave the faster direction idle for half the time: 0.4."""
+    device = Lopsided(poison=False)
+    try:
+        rates = measure.link_rates(device, SMALL, lambda _: None)
+    finally:
+        device.close()
+    assert rates.fetch_gbps <= 0.2
+    assert rates.drain_gbps <= 0.4
+    assert rates.duplex_gbps <= 0.61
+    on_time(rates.fetch_gbps > 0.15 and rates.drain_gbps > 0.3, rates)
+    on_time(rates.duplex_gbps > 0.45, rates)
+
+
+def test_rates_count_the_bytes_and_operations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a clock on which everything takes a second, rates are what was moved."""
+
+    def one_second(run: Callable[[], object]) -> float:
+        run()
+        return 1.0
+
+    monkeypatch.setattr(measure, "_seconds", one_second)
+    memory, adam = measure.host_rates(SMALL, 2, lambda _: None)
+    assert memory == adam == dict.fromkeys((1, 2), MIB * ADAM_BF16_BYTES / 1e9)
+    device = EmulatedDevice(poison=False)
+    try:
+        rates = measure.link_rates(device, SMALL, lambda _: None)
+        flops = measure.product_flops(device, torch.float32, SMALL)
+    finally:
+        device.close()
+    copies = 4 * 8 * MIB / 1e9
+    assert rates.fetch_gbps == rates.drain_gbps == copies
+    assert rates.duplex_gbps == rates.gpu_memory_gbps == 2 * copies
+    assert flops == 2.0 * 256**3
+
+
+def test_an_unpinnable_host_is_measured_as_it_is() -> None:
+    class Unpinnable(EmulatedDevice):
+        pinned = 0
+
+        def pin(self, tensor: torch.Tensor) -> None:
+            if self.pinned:
+                raise OSError("no more locked memory")
+            self.pinned += 1
+
+        def unpin(self, tensor: torch.Tensor) -> None:
+            self.pinned -= 1
+
+    device = Unpinnable(poison=False)
+    try:
+        rates = measure.link_rates(device, SMALL, lambda _: None)
+    finally:
+        device.close()
+    assert rates.pin_error == "no more locked memory"
+    assert rates.pinnable_bytes == 32 * MIB
+    assert rates.fetch_gbps > 0
+    assert device.pinned == 0
+
+
+@pytest.mark.parametrize(
+    ("cores", "expected"), [(1, [1]), (2, [1, 2]), (6, [1, 2, 4, 6]), (16, [1, 2, 4, 8, 16])]
+)
+def test_threads_double_up_to_all_cores(cores: int, expected: list[int]) -> None:
+    assert measure.thread_counts(cores) == expected
+
+
+def test_a_machine_with_little_free_memory_is_measured_with_little() -> None:
+    size = measure.effort(False, 512 * MIB)
+    assert size.adam_numel * measure.ADAM_RESIDENT_BYTES <= 64 * MIB
+    assert size.copy_bytes <= 32 * MIB
+
+
+def test_the_callers_random_numbers_stay_theirs() -> None:
+    torch.manual_seed(3)
+    expected = torch.rand(4)
+    torch.manual_seed(3)
+    device = EmulatedDevice()
+    measure.product_flops(device, torch.float32, SMALL)
+    device.close()
+    assert torch.equal(torch.rand(4), expected)
+
+
+def test_a_callers_device_is_left_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "effort", lambda *_: SMALL)
+    device = EmulatedDevice(budget_bytes=40 * MIB, poison=False)
+    try:
+        found = doctor.examine(device)
+        assert found.profile.gpu_memory_bytes == 40 * MIB
+        assert found.disk is None
+        assert device.fetch.submit("still there", lambda: None).wait() is None
+    finally:
+        device.close()
+
+
+# -- the disk -------------------------------------------------------------------------------------
+
+
+def test_the_disks_file_never_has_a_name(tmp_path: Path) -> None:
+    seen: list[list[Path]] = []
+    rates = measure.disk_rates(tmp_path, 8 * MIB, lambda _: seen.append(list(tmp_path.iterdir())))
+    assert rates.error == ""
+    assert len(seen) == len(measure.DEPTHS) + 1
+    assert not any(seen)
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
+def test_the_disks_file_is_gone_after_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    def fail(*_: object) -> float:
+        raise error
+
+    monkeypatch.setattr(measure, "_transfer", fail)
+    if isinstance(error, OSError):
+        rates = measure.disk_rates(tmp_path, 8 * MIB, lambda _: None)
+        assert "No space left" in rates.error
+    else:
+        with pytest.raises(KeyboardInterrupt):
+            measure.disk_rates(tmp_path, 8 * MIB, lambda _: None)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_slow_disk_ends_the_measurement_early(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measure, "LONGEST_S", 0.0)
+    rates = measure.disk_rates(tmp_path, 64 * MIB, lambda _: None)
+    assert rates.error == ""
+    assert min(*rates.read_gbps.values(), rates.mixed_gbps) > 0
+
+
+def test_the_best_depth_is_the_least_that_is_fast() -> None:
+    rates = {1: 1.0, 4: 3.0, 16: 3.1, 32: 3.0}
+    assert DiskRates(path="", read_gbps=rates, write_gbps=rates).best_depth == 4
+
+
+def test_a_directory_that_is_not_there_is_refused_before_anything_is_measured() -> None:
+    with pytest.raises(ConfigError, match="/nowhere"):
+        doctor.examine("emulated", "/nowhere", progress=lambda *_: pytest.fail("measured"))
+
+
+def test_an_unknown_device_is_refused() -> None:
+    with pytest.raises(ConfigError, match="got 'tpu', expected cuda or emulated"):
+        doctor.examine("tpu")
+
+
+# -- the command ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "effort", lambda *_: SMALL)
+
+
+@pytest.mark.usefixtures("small")
+def test_the_command_prints_the_table_and_writes_the_machines_profile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    assert cli.main(["doctor", "--quick", "--device", "emulated"]) == 0
+    output = capsys.readouterr().out
+    saved = profile.find()
+    assert saved is not None
+    assert saved.name in output
+    assert output.rstrip().endswith(str(profile.default_path()))
+    for words in ("host to device", "Adam (", "matrix products, bf16", "file reads", "problem"):
+        assert words in output
+    assert list((tmp_path / "here").iterdir()) == []
+    assert saved.nvme_path in ("", str(tmp_path / "here"))
+
+
+@pytest.mark.usefixtures("small")
+def test_the_command_writes_where_it_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = tmp_path / "profiles" / "box.json"
+    arguments = ["--device", "emulated", "--path", str(tmp_path), "--json", str(target)]
+    assert cli.main(["doctor", "--quick", *arguments]) == 0
+    assert str(target) in capsys.readouterr().out
+    assert MachineProfile.load(target).name.startswith("emulated on ")
+    assert profile.find() is None
+
+
+@pytest.mark.usefixtures("small")
+def test_the_table_is_printed_even_if_the_profile_cannot_be_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    arguments = ["--path", str(tmp_path), "--json", str(tmp_path / "file" / "box.json")]
+    assert cli.main(["doctor", "--quick", "--device", "emulated", *arguments]) == 2
+    captured = capsys.readouterr()
+    assert "host to device" in captured.out
+    assert "cannot be written" in captured.err
+
+
+def test_the_command_refuses_a_directory_that_is_not_there(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert cli.main(["doctor", "--quick", "--device", "emulated", "--path", "/nowhere"]) == 2
+    assert "--path: got /nowhere" in capsys.readouterr().err
+
+
+@law_of_time
+def test_something_is_on_the_screen_within_two_seconds(tmp_path: Path) -> None:
+    """Before torch is loaded, which alone takes longer on a cold machine."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 100, 0, 0))
+    command = [sys.executable, "-m", "stronghold.cli", "doctor", "--device", "emulated"]
+    begun = time.perf_counter()
+    process = subprocess.Popen(
+        [*command, "--json", str(tmp_path / "box.json")],
+        cwd=tmp_path,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=theirs,
+    )
+    try:
+        ready, _, _ = select.select([ours], [], [], 10.0)
+        seconds = time.perf_counter() - begun
+        assert ready
+        assert "loading torch" in os.read(ours, 1000).decode(errors="replace")
+        on_time(seconds < 2.0, seconds)
+    finally:
+        process.kill()
+        process.wait()
+        os.close(ours)
+        os.close(theirs)
+    assert list(tmp_path.iterdir()) == []  # nothing is left of a killed one

@@ -1,0 +1,341 @@
+"""Laws of what `stronghold doctor` says: each problem is found where it is, with its remedy."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stronghold.doctor import findings
+from stronghold.doctor.findings import DiskRates, Findings, PcieLink, Problem
+from stronghold.doctor.measure import read_link
+from stronghold.limits import HostLimits
+from stronghold.plan.machine import MachineProfile
+
+MIB, GIB = 1 << 20, 1 << 30
+
+
+# -- what is wrong --------------------------------------------------------------------------------
+
+Change = Callable[[Findings], Findings]
+HEALTHY = Findings(
+    profile=dataclasses.replace(MachineProfile.load("a100-80gb"), measured="2026-01-31"),
+    limits=HostLimits(
+        memory_bytes=512 * GIB, available_bytes=500 * GIB, num_cores=32, huge_pages="madvise"
+    ),
+    emulated=False,
+    isa="avx512",
+    best_isa="avx512",
+    link=PcieLink(speed=16.0, width=16, max_speed=16.0, max_width=16),
+    disk=DiskRates(
+        path="/disk",
+        engine="io_uring",
+        direct=True,
+        read_gbps={1: 2.0, 4: 6.0},
+        write_gbps={1: 2.0, 4: 3.0},
+        mixed_gbps=5.0,
+    ),
+)
+
+
+def rates(**changes: Any) -> Change:
+    return lambda f: dataclasses.replace(f, profile=dataclasses.replace(f.profile, **changes))
+
+
+def limited(**changes: Any) -> Change:
+    return lambda f: dataclasses.replace(f, limits=dataclasses.replace(f.limits, **changes))
+
+
+def on_disk(**changes: Any) -> Change:
+    def change(findings: Findings) -> Findings:
+        assert findings.disk is not None
+        return dataclasses.replace(findings, disk=dataclasses.replace(findings.disk, **changes))
+
+    return change
+
+
+def found(**changes: Any) -> Change:
+    return lambda f: dataclasses.replace(f, **changes)
+
+
+def both(*changes: Change) -> Change:
+    def change(findings: Findings) -> Findings:
+        for each in changes:
+            findings = each(findings)
+        return findings
+
+    return change
+
+
+NARROW = PcieLink(speed=16.0, width=8, max_speed=16.0, max_width=16)
+EMULATED = found(emulated=True, link=None)
+
+# What is wrong, what is just not wrong, words of the problem, words of the remedy.
+CASES: dict[str, tuple[Change, Change, str, str]] = {
+    "pinning": (
+        found(pin_error="refused", pinnable_bytes=3 << 29),
+        found(pin_error="", pinnable_bytes=3 << 29),
+        "cannot be pinned: got 1.50 GiB of host memory could be pinned, then: refused",
+        "ulimit -l unlimited",
+    ),
+    "one memory": (
+        found(one_memory=True),
+        found(one_memory=False),
+        "CPU and GPU share one memory",
+        "train without a stronghold section",
+    ),
+    "slow link": (
+        rates(fetch_gbps=21.0, duplex_gbps=40.0),
+        rates(fetch_gbps=22.5, duplex_gbps=40.0),
+        "slow link between host and GPU: got 21.0 GB/s on 16 GT/s x16, expected 22 GB/s or more of",
+        "slot of the processor's own",
+    ),
+    "few lanes": (
+        both(rates(drain_gbps=13.0, duplex_gbps=35.0), found(link=NARROW)),
+        both(rates(drain_gbps=25.0), found(link=NARROW)),
+        "13.0 GB/s on 16 GT/s x8",
+        "8 of 16 lanes",
+    ),
+    "link that nobody describes": (
+        both(rates(drain_gbps=10.0), found(link=None)),
+        both(rates(drain_gbps=12.0), found(link=None)),
+        "got 10.0 GB/s, expected 11 GB/s or more",
+        "slot",
+    ),
+    "shared link": (
+        rates(duplex_gbps=27.0),
+        rates(duplex_gbps=33.0),
+        "both directions of the link share one: got 27.0 GB/s together",
+        "memory channels",
+    ),
+    "few channels": (
+        rates(memory_gbps={1: 100.0, 4: 120.0, 32: 121.0}),
+        rates(memory_gbps={1: 100.0, 4: 120.0, 32: 130.0}),
+        "few memory channels: got 121 GB/s with 32 threads, 100 with one",
+        "every channel",
+    ),
+    "low bandwidth": (
+        rates(memory_gbps={1: 22.0, 32: 88.0}, adam_gbps={1: 20.0, 32: 80.0}),
+        rates(memory_gbps={1: 22.0, 32: 91.0}, adam_gbps={1: 20.0, 32: 80.0}),
+        "host memory is slow for this link: got 88 GB/s, expected 90 GB/s",
+        "fill every memory channel",
+    ),
+    "no vectors": (
+        found(isa="scalar", best_isa="scalar"),
+        found(isa="avx2", best_isa="avx2"),
+        "without vector instructions: got scalar code, expected AVX2",
+        "host-passthrough",
+    ),
+    "scalar on purpose": (
+        found(isa="scalar"),
+        found(isa="neon", best_isa="neon"),
+        "got scalar code, expected avx512",
+        "unset STRONGHOLD_ISA",
+    ),
+    "lesser vectors": (
+        found(isa="avx2"),
+        found(isa="avx512"),
+        "does not use the best instructions: got avx2, expected avx512",
+        "unset STRONGHOLD_ISA",
+    ),
+    "slow Adam": (
+        rates(adam_gbps={1: 20.0, 32: 110.0}),
+        rates(adam_gbps={1: 20.0, 32: 113.0}),
+        "Adam is slower than memory: got 110 of 160 GB/s",
+        "more cores",
+    ),
+    "quota": (
+        limited(cpu_quota=7.5),
+        limited(cpu_quota=32.0),
+        "got 7.5 cores' time for 32 cores",
+        "stronghold.cpu_threads to 7",
+    ),
+    "occupied memory": (
+        limited(available_bytes=200 * GIB),
+        limited(available_bytes=200 * GIB, cgroup_bytes=400 * GIB),
+        "got 200 of 512 GiB free",
+        "end what holds it",
+    ),
+    "swap on": (
+        limited(swap_bytes=8 * GIB),
+        limited(swap_bytes=0),
+        "swap is on: got 0.0 of 8.0 GiB used",
+        "swapoff -a",
+    ),
+    "swap in use": (
+        limited(swap_bytes=8 * GIB, swap_used_bytes=2 * GIB),
+        limited(),
+        "swap is in use: got 2.0 of 8.0 GiB used",
+        "swapoff -a, after",
+    ),
+    "locked memory": (
+        limited(locked_bytes=8 * MIB),
+        limited(locked_bytes=256 * GIB),
+        "the limit of locked memory is small: got ulimit -l of 0.01 GiB",
+        "--ulimit memlock=-1",
+    ),
+    "overcommit": (
+        limited(overcommit=2),
+        limited(overcommit=1),
+        "got vm.overcommit_memory = 2, expected 0 or 1",
+        "sysctl",
+    ),
+    "huge pages": (
+        limited(huge_pages="never"),
+        limited(huge_pages="always"),
+        "huge pages are off",
+        "echo madvise",
+    ),
+    "unreadable disk": (
+        on_disk(error="Permission denied", read_gbps={}, write_gbps={}),
+        found(disk=None),
+        "the disk could not be measured: got Permission denied",
+        "--path",
+    ),
+    "page cache": (
+        on_disk(direct=False),
+        on_disk(direct=True),
+        "got no O_DIRECT in /disk",
+        "local disk",
+    ),
+    "threads for files": (
+        on_disk(engine="threads", note="io_uring_setup: Operation not permitted"),
+        on_disk(note="memory was not registered"),
+        "the kernel refuses io_uring: got io_uring_setup: Operation not permitted",
+        "seccomp",
+    ),
+    "threads on purpose": (
+        on_disk(engine="threads"),
+        on_disk(engine="io_uring"),
+        "files are read and written by threads",
+        "unset STRONGHOLD_IO_ENGINE",
+    ),
+    "slow reads": (
+        on_disk(read_gbps={1: 0.4, 4: 1.4}),
+        on_disk(read_gbps={1: 0.4, 4: 1.6}),
+        "slow disk: got 1.40 GB/s read, 3.00 GB/s written in /disk",
+        "NVMe",
+    ),
+    "slow writes": (
+        on_disk(write_gbps={1: 0.7}),
+        on_disk(write_gbps={1: 0.8}),
+        "0.70 GB/s written",
+        "NVMe",
+    ),
+}
+
+
+def test_a_healthy_machine_has_no_problem() -> None:
+    assert HEALTHY.problems == ()
+    assert "No problem found." in findings.table(HEALTHY)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_problem_is_found_where_it_is_and_not_where_it_is_not(case: str) -> None:
+    wrong, right, words, remedy = CASES[case]
+    (problem,) = wrong(HEALTHY).problems
+    assert words in str(problem)
+    assert remedy in problem.remedy
+    assert right(HEALTHY).problems == ()
+
+
+def test_every_rule_has_a_case() -> None:
+    found = {problem.what for wrong, *_ in CASES.values() for problem in wrong(HEALTHY).problems}
+    rules = {what.partition(" is ")[0] if what.startswith("swap") else what for what in found}
+    assert len(rules) == inspect.getsource(findings).count("yield Problem(")
+
+
+@pytest.mark.parametrize("case", ["slow link", "shared link", "low bandwidth", "locked memory"])
+def test_an_emulated_link_is_not_held_against_a_real_one(case: str) -> None:
+    assert both(CASES[case][0], EMULATED)(HEALTHY).problems == ()
+
+
+def test_a_faster_link_than_pcie_is_no_problem() -> None:
+    memory = {1: 30.0, 32: 1500.0}
+    change = rates(
+        fetch_gbps=400.0, drain_gbps=300.0, duplex_gbps=700.0, memory_gbps=memory, adam_gbps=memory
+    )
+    assert both(change, found(link=None))(HEALTHY).problems == ()
+
+
+def test_the_gravest_problem_comes_first() -> None:
+    change = both(CASES["slow reads"][0], CASES["swap on"][0], CASES["pinning"][0])
+    assert [problem.what for problem in change(HEALTHY).problems] == [
+        "host memory cannot be pinned",
+        "swap is on",
+        "slow disk",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        (("16.0 GT/s PCIe", "8", "32.0 GT/s PCIe", "16"), "16 GT/s x8"),
+        (("2.5 GT/s", "16", "8 GT/s", "16"), "2.5 GT/s x16"),
+        (("Unknown", "0", "Unknown", "255"), None),
+        (("16.0 GT/s PCIe", "0", "16.0 GT/s PCIe", "0"), None),
+        (None, None),
+    ],
+)
+def test_the_link_is_read_as_sysfs_writes_it(
+    tmp_path: Path, files: tuple[str, ...] | None, expected: str | None
+) -> None:
+    names = ("current_link_speed", "current_link_width", "max_link_speed", "max_link_width")
+    for name, text in zip(names, files or (), strict=files is not None):
+        (tmp_path / name).write_text(f"{text}\n")
+    link = read_link(tmp_path)
+    assert (None if link is None else str(link)) == expected
+
+
+# -- what is said ---------------------------------------------------------------------------------
+
+
+def test_the_table_says_what_each_figure_bounds() -> None:
+    text = findings.table(rates(fetch_gbps=20.0, drain_gbps=25.0, adam_gbps={32: 130.0})(HEALTHY))
+    flat = " ".join(text.split())
+    for words in (
+        "host to device (16 GT/s x16) 20.0 GB/s a bf16 8 B model streams its weights (16 GB) in "
+        "800 ms, twice per step",
+        "device to host 25.0 GB/s its gradients leave in 640 ms",
+        "matrix products, bf16 256 TFLOP/s a step of 8192 tokens computes for 1.54 s",
+        "Adam (avx512), 32 threads 130.0 GB/s updates 8 B parameters in 1.60 s",
+        "file reads, depth 4 6.00 GB/s states of an 8 B model (96 GB) pass in 16 s",
+        "host memory, free 500.0 GiB holds exact AdamW states (12 bytes) of 44.7 B parameters",
+        "locked memory unlimited",
+        "swap none",
+        "cores 32",
+    ):
+        assert words in flat, words
+    assert max(len(line) for line in text.splitlines()) <= 100
+
+
+def test_break_even_is_where_compute_takes_as_long_as_the_weights() -> None:
+    machine = HEALTHY.profile
+    tokens = findings.break_even_tokens(machine)
+    parameters = 3e9
+    compute_s = 6 * parameters * tokens / machine.flops["bf16"]
+    assert compute_s == pytest.approx(2 * 2 * parameters / (machine.fetch_gbps * 1e9))
+
+
+def test_every_problem_is_printed_with_its_remedy() -> None:
+    worst = HEALTHY
+    for case, (wrong, *_) in CASES.items():
+        if case != "unreadable disk":  # which has no other problem
+            worst = wrong(worst)
+    text = findings.table(worst)
+    flat = " ".join(text.replace("->", "").split())
+    assert len(worst.problems) >= 10
+    assert f"{len(worst.problems)} problems:" in text
+    for problem in worst.problems:
+        assert " ".join(problem.got.split()) in flat
+        assert " ".join(problem.remedy.split()) in flat
+    assert max(len(line) for line in text.splitlines()) <= 100
+
+
+def test_a_problem_reads_as_a_sentence() -> None:
+    problem = Problem(what="slow", got="1", expected="2", remedy="do this")
+    assert str(problem) == "slow: got 1, expected 2; do this"

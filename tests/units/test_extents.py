@@ -1,0 +1,108 @@
+"""Laws of extents: every byte of every array has one place, and disks share the work by rate."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from stronghold.errors import ConfigError, StateError
+from stronghold.memory.nvme import ARRAYS, PERIOD_UNITS, ExtentRequest, Striping, lay_out
+
+PAGE = 4096
+RATES = [[1.0], [2.0, 2.0], [3.0, 1.0], [7.1, 3.4, 0.6], [1.0, 1000.0], [1.0] * 5]
+
+
+def request(layer: int, array: str, pages: int) -> ExtentRequest:
+    return ExtentRequest(layer=layer, array=array, nbytes=pages * PAGE)
+
+
+def test_extents_lie_one_after_another() -> None:
+    sizes = [(0, "low", 1), (0, "exp_avg", 15), (7, "exp_avg", 0), (7, "weights", 4097)]
+    extents = lay_out([request(*size) for size in sizes])
+    begin = 0
+    for layer, array, pages in sizes:
+        extent = extents[layer, array]
+        assert (extent.begin, extent.nbytes) == (begin, pages * PAGE)
+        assert str(extent) == f"{array} of layer {layer}"
+        begin += extent.nbytes
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        [request(0, "moments", 1)],
+        [request(0, ARRAYS[0], 1), request(0, ARRAYS[0], 2)],
+        [ExtentRequest(layer=0, array=ARRAYS[0], nbytes=4095)],
+        [request(0, ARRAYS[0], -1)],
+    ],
+)
+def test_a_wrong_request_is_refused(wrong: list[ExtentRequest]) -> None:
+    with pytest.raises(StateError, match="extent"):
+        lay_out(wrong)
+
+
+@pytest.mark.parametrize("rates", RATES)
+@pytest.mark.parametrize("unit_pages", [1, 3])
+@pytest.mark.parametrize("total_pages", [0, 1, 15, 17, 64, 611])
+def test_every_page_has_one_place_and_files_have_no_gaps(
+    rates: list[float], unit_pages: int, total_pages: int
+) -> None:
+    striping = Striping(rates, unit_pages * PAGE)
+    sizes = striping.file_bytes(total_pages * PAGE)
+    assert sum(sizes) == total_pages * PAGE
+    places = []
+    for page in range(total_pages):
+        (segment,) = striping.segments(page * PAGE, PAGE)
+        assert (segment.begin, segment.nbytes) == (0, PAGE)
+        places.append((segment.file, segment.offset))
+    everywhere = [(f, offset) for f, size in enumerate(sizes) for offset in range(0, size, PAGE)]
+    assert sorted(places) == everywhere
+
+
+@pytest.mark.parametrize("rates", RATES)
+def test_a_range_is_its_pages(rates: list[float]) -> None:
+    chance, striping, pages = random.Random(5), Striping(rates, 4 * PAGE), 700
+    single = [next(iter(striping.segments(page * PAGE, PAGE))) for page in range(pages)]
+    for _ in range(200):
+        first = chance.randrange(pages)
+        count = chance.randrange(pages - first)
+        found, previous = [], None
+        for segment in striping.segments(first * PAGE, count * PAGE):
+            assert segment.begin == len(found) * PAGE
+            assert previous is None or previous.file != segment.file, "neighbours are joined"
+            found += [
+                (segment.file, segment.offset + within) for within in range(0, segment.nbytes, PAGE)
+            ]
+            previous = segment
+        assert found == [(page.file, page.offset) for page in single[first : first + count]]
+
+
+@pytest.mark.parametrize("rates", RATES)
+def test_files_are_as_large_as_their_disks_are_fast(rates: list[float]) -> None:
+    units = 100 * PERIOD_UNITS
+    striping = Striping(rates, PAGE)
+    sizes = striping.file_bytes(units * PAGE)
+    for rate, size in zip(rates, sizes, strict=True):
+        share = rate / sum(rates)
+        assert abs(size / (units * PAGE) - share) <= 1.2 / PERIOD_UNITS  # rounded to a 64th
+        assert size > 0
+    # Evenly: also a short range finds each disk near its share, not one disk first.
+    for begin in range(3 * PERIOD_UNITS):
+        part = [0] * len(rates)
+        for segment in striping.segments(begin * PAGE, PERIOD_UNITS // 2 * PAGE):
+            part[segment.file] += segment.nbytes // PAGE
+        for count, size in zip(part, sizes, strict=True):
+            assert abs(count - PERIOD_UNITS / 2 * size / (units * PAGE)) < 2
+
+
+@pytest.mark.parametrize("rates", [[], [0.0], [1.0, -1.0], [float("nan")], [float("inf"), 1.0]])
+def test_a_rate_is_a_positive_number(rates: list[float]) -> None:
+    with pytest.raises(ConfigError, match="rates"):
+        Striping(rates, PAGE)
+
+
+def test_a_unit_is_whole_pages() -> None:
+    for unit_bytes in (0, 1, PAGE + 512):
+        with pytest.raises(ConfigError, match="unit_bytes"):
+            Striping([1.0], unit_bytes)

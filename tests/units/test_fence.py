@@ -1,0 +1,106 @@
+"""Records: who waits for whom, by what operations say that they read and write."""
+
+from __future__ import annotations
+
+import pytest
+
+from stronghold.device.fence import MANY, Fence, Record, completed, dependences, submitted
+from stronghold.errors import LaneError
+
+
+def pending(lane: str, operation: str = "work") -> Fence:
+    """The fence of an operation that is not done."""
+    return Fence(lane, operation)
+
+
+def test_nothing_is_waited_for_where_nothing_was_written() -> None:
+    record = Record()
+    assert dependences((), (record,), (record,)) == ()
+    record.wait()
+
+
+def test_a_reader_waits_for_the_newest_writer_alone() -> None:
+    record, old, new, reader = Record(), pending("update"), pending("drain"), pending("fetch")
+    submitted(old, (), (record,))
+    submitted(new, (), (record,))
+    submitted(reader, (record,), ())
+    assert record.writer is new
+    assert dependences((), (record,), ()) == (new,)
+
+
+def test_a_writer_waits_for_the_newest_writer_and_for_every_reader_since() -> None:
+    record, before, writer = Record(), pending("io"), pending("update")
+    fetch, save = pending("fetch"), pending("io")
+    submitted(before, (record,), ())
+    submitted(writer, (), (record,))  # waited for the reader before it: so does who waits for it
+    submitted(fetch, (record,), ())
+    submitted(save, (record,), ())
+    assert dependences((), (), (record,)) == (writer, fetch, save)
+
+
+def test_who_reads_and_writes_waits_as_a_writer_and_is_the_newest_one() -> None:
+    record, writer, reader, both = Record(), pending("drain"), pending("fetch"), pending("update")
+    submitted(writer, (), (record,))
+    submitted(reader, (record,), ())
+    assert dependences((), (record,), (record,)) == (writer, reader)
+    submitted(both, (record,), (record,))
+    assert record.users == (both,)
+
+
+def test_what_is_given_beside_records_is_waited_for_and_nothing_twice() -> None:
+    one, two, writer, given = Record(), Record(), pending("update"), pending("compute")
+    submitted(writer, (), (one, two))
+    assert dependences((given, writer), (one,), (two,)) == (given, writer)
+
+
+def test_the_newest_reader_of_a_lane_stands_for_those_before() -> None:
+    record, other = Record(), pending("io")
+    fetches = [pending("fetch", f"fetch {k}") for k in range(3)]
+    for fence in (fetches[0], other, *fetches[1:]):
+        record.read(fence)
+    assert record.users[1:] == (other, fetches[-1])
+
+
+def test_a_reader_on_compute_stands_for_no_other_one() -> None:
+    """Compute may run on several streams, which are not in order."""
+    record, streams = Record(), [pending("compute", f"stream {k}") for k in range(3)]
+    for fence in streams:
+        record.read(fence)
+    assert record.users[1:] == tuple(streams)
+
+
+def test_of_many_readers_those_that_have_ended_are_forgotten_and_no_others() -> None:
+    record, running = Record(), [pending("compute", f"stream {k}") for k in range(3)]
+    for fence in running:
+        record.read(fence)
+    for k in range(20 * MANY):
+        record.read(completed("compute", f"ended {k}"))
+    assert record.users[1:4] == tuple(running)
+    assert len(record.users) <= 2 + MANY
+
+
+def test_a_failed_reader_is_told_to_the_writer_that_waits_for_it() -> None:
+    record, writer, reader, later = (
+        Record(),
+        completed("update", "update 3"),
+        pending("io", "save 3"),
+        pending("fetch", "fetch 3"),
+    )
+    submitted(writer, (), (record,))
+    submitted(reader, (record,), ())
+    submitted(later, (record,), ())
+    reader.fail(LaneError("io", "save 3", OSError("disk full")))
+    later.issue(None)
+    assert reader in dependences((), (), (record,))
+    assert dependences((), (record,), ()) == (writer,)  # other readers have nothing to do with it
+    with pytest.raises(LaneError, match="save 3"):
+        record.wait()
+
+
+def test_a_wait_for_a_record_is_one_for_its_writer_too() -> None:
+    record, writer = Record(), pending("update", "update 3")
+    submitted(writer, (), (record,))
+    submitted(completed("fetch", "fetch 3"), (record,), ())
+    writer.fail(LaneError("update", "update 3", ValueError("no")))
+    with pytest.raises(LaneError, match="update 3"):
+        record.wait()

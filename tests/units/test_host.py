@@ -1,0 +1,412 @@
+"""Laws of the host's slabs."""
+
+from __future__ import annotations
+
+import itertools
+import mmap
+import os
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from stronghold.device.base import completed
+from stronghold.device.emulated import EmulatedDevice
+from stronghold.errors import StateError
+from stronghold.memory.host import HostStore
+from stronghold.memory.layer import view
+from stronghold.memory.slab import HUGE_PAGE_BYTES, map_slab
+from stronghold.memory.tiers import LOW_DTYPE
+from stronghold.model.layout import LayerLayout, ModelLayout, ParameterSlice
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+PAGE = mmap.PAGESIZE
+
+
+class PinningDevice(EmulatedDevice):
+    """Remembers what is registered, and fails on what a real driver refuses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pinned: dict[int, int] = {}
+
+    def pin(self, tensor: torch.Tensor) -> None:
+        assert tensor.numel() > 0
+        assert tensor.data_ptr() not in self.pinned
+        self.pinned[tensor.data_ptr()] = tensor.numel() * tensor.element_size()
+
+    def unpin(self, tensor: torch.Tensor) -> None:
+        del self.pinned[tensor.data_ptr()]
+
+
+def layer(index: int, *shapes: tuple[int, ...], frozen: int = 0) -> LayerLayout:
+    """A layer of these parameters, the last `frozen` of them frozen; aligned to 128, padded to
+    2048."""
+    slices, end, trainable_numel = [], 0, 0
+    for position, shape in enumerate(shapes):
+        trainable = position < len(shapes) - frozen
+        if not trainable and position == len(shapes) - frozen:
+            end = trainable_numel = -(-end // 2048) * 2048
+        numel = torch.Size(shape).numel()
+        offset = -(-end // 128) * 128
+        slices.append(
+            ParameterSlice(
+                name=f"layer{index}.p{position}",
+                offset=offset,
+                numel=numel,
+                shape=shape,
+                trainable=trainable,
+            )
+        )
+        end = offset + numel
+    numel = -(-end // 2048) * 2048
+    return LayerLayout(
+        index=index,
+        name=f"layer{index}",
+        streamed=index > 0,
+        slices=tuple(slices),
+        trainable_numel=numel if not frozen else trainable_numel,
+        numel=numel,
+        num_parameters=sum(part.numel for part in slices),
+        num_trainable=sum(part.numel for part in slices if part.trainable),
+    )
+
+
+LAYOUT = ModelLayout(
+    layers=(
+        layer(0, (1,), (3, 5), (17,)),
+        layer(1, (4097,), (), (15, 1), frozen=1),
+        layer(2, (64, 33), frozen=1),  # all frozen
+        layer(3, (2048,)),
+    )
+)
+NUMEL = sum(each.numel for each in LAYOUT.layers)
+TRAINABLE = sum(each.trainable_numel for each in LAYOUT.layers)
+LARGEST = max(each.trainable_numel for each in LAYOUT.layers)
+
+
+@pytest.fixture
+def device() -> Iterator[PinningDevice]:
+    device = PinningDevice()
+    yield device
+    device.close()
+
+
+@pytest.fixture
+def make_store(device: PinningDevice) -> Callable[..., HostStore]:
+    def make(
+        dtype: torch.dtype = torch.bfloat16,
+        *,
+        hold: bool = False,
+        accumulate: bool = False,
+        ring_entries: int = 3,
+    ) -> HostStore:
+        return HostStore(
+            LAYOUT, dtype, device, hold=hold, accumulate=accumulate, ring_entries=ring_entries
+        )
+
+    return make
+
+
+def parameters(index: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(index)
+    return [
+        torch.randn(part.shape, generator=generator).to(dtype)
+        for part in LAYOUT.layers[index].slices
+    ]
+
+
+def adopt_all(store: HostStore, dtype: torch.dtype = torch.float32) -> None:
+    for each in LAYOUT.layers:
+        store.adopt(each.index, parameters(each.index, dtype))
+
+
+# -- slabs -------------------------------------------------------------------------------------
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.int16, torch.uint8])
+@pytest.mark.parametrize("numel", [1, 15, 17, 4097, 3 << 20])
+def test_a_slab_is_zero_exact_and_begins_at_a_page(numel: int, dtype: torch.dtype) -> None:
+    slab = map_slab(numel, dtype)
+    assert (slab.shape, slab.dtype) == ((numel,), dtype)
+    assert slab.untyped_storage().nbytes() == numel * dtype.itemsize
+    assert slab.data_ptr() % PAGE == 0
+    assert not slab.any()
+    slab.fill_(1)
+
+
+def test_an_empty_slab_has_no_mapping() -> None:
+    assert map_slab(0, torch.float32).shape == (0,)
+
+
+@pytest.mark.parametrize("nbytes", [1 << 28, (1 << 28) - PAGE, 1 << 29])
+def test_slabs_lie_no_multiple_of_a_large_power_of_two_apart(nbytes: int) -> None:
+    """Adam's streams would fall together: three times slower on some CPUs."""
+    slabs = [map_slab(nbytes, torch.uint8) for _ in range(5)]  # a layer's arrays; never touched
+    addresses = [slab.data_ptr() for slab in slabs]
+    for one, other in itertools.combinations(addresses, 2):
+        assert (one - other) % (1 << 28)  # small ones may fall into gaps, at any distance
+
+
+def test_a_slab_lives_as_long_as_its_views() -> None:
+    views = [map_slab(4097, torch.float32)[1:].fill_(float(k)) for k in range(50)]
+    for k, flat in enumerate(views):
+        assert torch.equal(flat, torch.full((4096,), float(k)))
+
+
+def mapping_flags(address: int) -> list[str]:
+    """VmFlags of the mapping that holds `address`, as the kernel tells them."""
+    inside = False
+    with open("/proc/self/smaps", encoding="ascii") as smaps:
+        for line in smaps:
+            first = line.split()[0]
+            if "-" in first and not first.endswith(":"):
+                begin, end = (int(part, 16) for part in first.split("-"))
+                inside = begin <= address < end
+            elif inside and first == "VmFlags:":
+                return line.split()[1:]
+    raise AssertionError("no such mapping")
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/smaps"), reason="the kernel tells no flags")
+def test_a_slab_is_private_may_have_huge_pages_and_is_not_copied_by_a_fork() -> None:
+    """Shared memory gets no huge pages by default; a fork's copy-on-write would double the host's
+    bytes and move pinned pages away from the device."""
+    slab = map_slab(2 * HUGE_PAGE_BYTES, torch.uint8)
+    flags = mapping_flags(slab.data_ptr() + PAGE)
+    assert "sh" not in flags
+    assert "dc" in flags
+    if os.path.exists("/sys/kernel/mm/transparent_hugepage"):
+        assert "hg" in flags
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/smaps"), reason="the kernel tells no maps")
+def test_a_forked_child_unmaps_nothing_of_its_own() -> None:
+    """The child inherits the object that unmaps a slab, but not the slab: its address must be taken
+    by nobody else, and letting the object go must be harmless."""
+    slab = map_slab(HUGE_PAGE_BYTES, torch.uint8)
+    address = slab.data_ptr()
+    child = os.fork()
+    if child == 0:
+        with open("/proc/self/maps") as maps:
+            found = [line.split()[1] for line in maps if line.startswith(f"{address:x}-")]
+        del slab
+        os._exit(0 if found == ["---p"] else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert not slab.any()
+
+
+# -- weights -----------------------------------------------------------------------------------
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("source", DTYPES)
+def test_adopted_weights_are_the_models_cast_once(
+    make_store: Callable[..., HostStore], dtype: torch.dtype, source: torch.dtype
+) -> None:
+    store = make_store(dtype)
+    adopt_all(store, source)
+    for state in store.layers:
+        given = parameters(state.layout.index, source)
+        for part, parameter in zip(state.layout.slices, given, strict=True):
+            assert torch.equal(view(state.weights, part), parameter.to(dtype))
+            assert view(state.weights, part).shape == part.shape
+        padding = torch.ones(state.layout.numel, dtype=torch.bool)
+        for part in state.layout.slices:
+            padding[part.offset : part.offset + part.numel] = False
+        assert not state.weights[padding].any()
+
+
+def test_adopting_copies_and_a_wrong_number_of_parameters_is_refused(
+    make_store: Callable[..., HostStore],
+) -> None:
+    store = make_store(torch.float32)
+    given = [torch.nn.Parameter(parameter) for parameter in parameters(0)]
+    store.adopt(0, list(given))
+    with torch.no_grad():
+        given[1].zero_()
+    assert view(store.layers[0].weights, LAYOUT.layers[0].slices[1]).all()
+    assert not store.layers[0].weights.requires_grad
+    with pytest.raises(ValueError):
+        store.adopt(0, list(given[:-1]))
+
+
+def test_weights_alone_until_training(
+    make_store: Callable[..., HostStore], device: PinningDevice
+) -> None:
+    """A forward-only engine costs its weights."""
+    store = make_store(torch.bfloat16, hold=True)
+    adopt_all(store)
+    assert store.allocated_bytes == 2 * NUMEL
+    assert sorted(device.pinned.values()) == sorted(2 * each.numel for each in LAYOUT.layers)
+    for state in store.layers:
+        arrays = (state.low, state.exp_avg, state.exp_avg_sq, state.accumulated, state.held)
+        assert arrays == (None,) * 5
+    assert not store.training
+
+
+# -- training ----------------------------------------------------------------------------------
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("mode", ["ring", "held", "accumulated"])
+def test_training_adds_masters_moments_and_gradients_and_no_more(
+    make_store: Callable[..., HostStore], device: PinningDevice, dtype: torch.dtype, mode: str
+) -> None:
+    store = make_store(dtype, hold=mode == "held", accumulate=mode == "accumulated")
+    adopt_all(store)
+    store.prepare_training()
+    low = {torch.bfloat16: 2, torch.float16: 4, torch.float32: 0}[dtype]
+    size = dtype.itemsize
+    weights, masters_and_moments = NUMEL * size, TRAINABLE * (low + 8)
+    ring = 3 * LARGEST * size
+    gradients = {"ring": ring, "held": TRAINABLE * size, "accumulated": TRAINABLE * 4 + ring}
+    assert store.allocated_bytes == weights + masters_and_moments + gradients[mode]
+    drained = {"ring": ring, "held": TRAINABLE * size, "accumulated": ring}
+    # Registered: what transfers touch, and nothing else.
+    assert sum(device.pinned.values()) == weights + drained[mode]
+    before = store.allocated_bytes
+    store.prepare_training()
+    for _ in range(7):
+        if mode != "held":
+            store.ring_entry()
+    assert store.allocated_bytes == before
+    for state in store.layers:
+        numel = state.layout.trainable_numel
+        assert state.exp_avg is not None
+        assert state.exp_avg_sq is not None
+        for moment in (state.exp_avg, state.exp_avg_sq):
+            assert (moment.shape, moment.dtype) == ((numel,), torch.float32)
+            assert not moment.any()
+        assert (state.low is None) == (LOW_DTYPE[dtype] is None)
+        assert (state.accumulated is None) == (mode != "accumulated")
+        assert (state.held is None) == (mode != "held" or numel == 0)
+
+
+def test_ring_entries_come_in_turn_and_fit_the_largest_layer(
+    make_store: Callable[..., HostStore],
+) -> None:
+    store = make_store(torch.bfloat16)
+    store.prepare_training()
+    entries = [store.ring_entry() for _ in range(6)]
+    assert [id(entry) for entry in entries[:3]] == [id(entry) for entry in entries[3:]]
+    assert len({entry.memory.data_ptr() for entry in entries}) == 3
+    for entry in entries:
+        assert (entry.memory.numel(), entry.memory.dtype) == (LARGEST, torch.bfloat16)
+        assert entry.record.writer.done
+
+
+def test_a_held_entry_is_the_layers_own(make_store: Callable[..., HostStore]) -> None:
+    store = make_store(torch.float16, hold=True)
+    adopt_all(store)
+    store.prepare_training()
+    entries = {index: store.held_entry(index) for index in (0, 1, 3)}
+    assert len({entry.memory.data_ptr() for entry in entries.values()}) == 3
+    for index, entry in entries.items():
+        assert store.held_entry(index) is entry
+        assert entry.memory.numel() == LAYOUT.layers[index].trainable_numel
+        entry.record.read(completed("update", "used"))
+
+
+def test_an_accumulator_that_is_not_planned_is_a_state_error(
+    make_store: Callable[..., HostStore],
+) -> None:
+    store = make_store(accumulate=True)
+    with pytest.raises(StateError, match="layer 1 has no accumulator"):
+        store.accumulator(1)
+    store.prepare_training()
+    assert store.accumulator(1).dtype is torch.float32
+
+
+# -- masters -----------------------------------------------------------------------------------
+def split(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """fp32 -> bf16, to nearest with ties away from zero, and the 16 bits that are left."""
+    bits = master.view(torch.int32).to(torch.int64)
+    upper = (bits + 0x8000) >> 16
+    low = bits - (upper << 16)
+    weight = (((upper + 0x8000) % 0x10000) - 0x8000).to(torch.int16).view(torch.bfloat16)
+    return weight, low.to(torch.int16)
+
+
+def test_a_bf16_master_is_exact_to_the_bit(make_store: Callable[..., HostStore]) -> None:
+    """Random finite bit patterns of either sign, subnormals, and both ties."""
+    store = make_store(torch.bfloat16)
+    adopt_all(store)
+    store.prepare_training()
+    state, part = store.layers[1], LAYOUT.layers[1].slices[0]
+    generator = torch.Generator().manual_seed(0)
+    bits = torch.randint(-(2**31), 2**31, (part.numel,), generator=generator).to(torch.int32)
+    ties = [0x3F808000, 0x3F818000, 0x3F807FFF, 0x3F808001, 1, 0x8000, 0x7FFF, 0, 0x007FFFFF]
+    for k, tie in enumerate(ties):
+        bits[2 * k] = tie
+        bits[2 * k + 1] = tie - 2**31
+    master = bits.view(torch.float32)
+    # What rounds to infinity has no bf16 weight: the largest exponent is left out.
+    master = torch.where((bits & 0x7F800000) >= 0x7F000000, torch.ones(()), master)
+    weight, low = split(master)
+    view(state.weights, part).copy_(weight)
+    assert state.low is not None
+    view(state.low, part).copy_(low)
+    exact = store.master(1, part)
+    assert torch.equal(exact.view(torch.int32), master.view(torch.int32))
+    assert exact.shape == part.shape
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_master_begins_at_its_weight(
+    make_store: Callable[..., HostStore], dtype: torch.dtype
+) -> None:
+    store = make_store(dtype)
+    adopt_all(store)
+    store.prepare_training()
+    for state in store.layers:
+        for part in state.layout.slices:
+            if part.trainable:
+                master = store.master(state.layout.index, part)
+                weights = view(state.weights, part)
+                assert master.dtype is torch.float32
+                assert master.shape == part.shape
+                assert torch.equal(master, weights.float())
+                before = master.clone()
+                master.add_(1.0)  # a copy: the slabs are not touched
+                assert torch.equal(store.master(state.layout.index, part), before)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_weight_written_from_outside_becomes_the_master(
+    make_store: Callable[..., HostStore], dtype: torch.dtype
+) -> None:
+    store = make_store(dtype)
+    adopt_all(store)
+    store.prepare_training()
+    state, part = store.layers[3], LAYOUT.layers[3].slices[0]
+    if state.low is not None:
+        state.low.fill_(7)
+    view(state.weights, part).fill_(-2.5)
+    if state.low is not None:
+        assert not torch.equal(store.master(3, part), torch.full((2048,), -2.5))
+    store.restart_master(3)
+    assert torch.equal(store.master(3, part), torch.full((2048,), -2.5))
+
+
+def test_a_master_in_fp16_is_the_fp32_array(make_store: Callable[..., HostStore]) -> None:
+    store = make_store(torch.float16)
+    adopt_all(store)
+    store.prepare_training()
+    state, part = store.layers[0], LAYOUT.layers[0].slices[2]
+    assert state.low is not None
+    exact = torch.linspace(0.1, 0.2, 17)
+    view(state.low, part).copy_(exact)
+    assert torch.equal(store.master(0, part), exact)
+
+
+# -- life --------------------------------------------------------------------------------------
+def test_close_unregisters_and_drops_and_views_keep_their_values(
+    make_store: Callable[..., HostStore], device: PinningDevice
+) -> None:
+    store = make_store(torch.float32, hold=True)
+    adopt_all(store)
+    store.prepare_training()
+    kept = view(store.layers[1].weights, LAYOUT.layers[1].slices[0])
+    store.close()
+    assert device.pinned == {}
+    for state in store.layers:
+        assert state.weights.numel() == 0
+        arrays = (state.low, state.exp_avg, state.exp_avg_sq, state.accumulated, state.held)
+        assert arrays == (None,) * 5
+    assert torch.equal(kept, parameters(1)[0])
+    store.close()

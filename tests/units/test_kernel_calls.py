@@ -1,0 +1,133 @@
+"""Laws of calls of the native kernels: pools of threads, instruction sets, bad input."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+
+from stronghold import native
+from stronghold.errors import ConfigError, StateError
+from tests.support.kernel_arrays import BF16, F32, Arrays, same, values
+
+# ---- Pools and bad input --------------------------------------------------------------------
+
+
+def test_calls_from_many_threads_on_one_pool_take_turns():
+    jobs = [Arrays(values(50_000, i), values(50_000, 9 - i), F32) for i in range(4)]
+    expected = [Arrays(values(50_000, i), values(50_000, 9 - i), F32) for i in range(4)]
+    with native.Pool(3) as pool:
+        threads = [threading.Thread(target=job.run, args=(pool, range(1, 6))) for job in jobs]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        for arrays in expected:
+            arrays.run(pool, range(1, 6))
+    assert all(same(a, b) for a, b in zip(jobs, expected, strict=True))
+
+
+def test_pools_leave_no_thread_and_no_affinity_behind():
+    before, mask = len(os.listdir("/proc/self/task")), os.sched_getaffinity(0)
+    core = min(mask)
+    pools = [native.Pool(3), native.Pool(2, cores=[core])]
+    assert len(os.listdir("/proc/self/task")) == before + 3
+    for pool in pools:
+        Arrays(values(80_000, 0), values(80_000, 1), F32).run(pool)
+        assert pool.num_threads in (2, 3)
+        pool.close()
+        pool.close()
+    assert len(os.listdir("/proc/self/task")) == before
+    assert os.sched_getaffinity(0) == mask
+    with pytest.raises(StateError, match="closed"):
+        native.sum_squares(pools[0], F32, [])
+
+
+def test_a_forked_child_is_refused_and_does_not_hang():
+    pool = native.Pool(2)
+    child = os.fork()
+    if child == 0:
+        try:
+            native.sum_squares(pool, F32, [])
+        except ConfigError as error:
+            pool.close()
+            os._exit(0 if "fork" in str(error) else 2)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    pool.close()
+
+
+FORCED = [*native.isas(), "", "sse9"]
+SHOW_ISAS = """
+import os, sys
+import torch  # once: it takes seconds
+for isa in sys.argv[1:]:
+    if os.fork() == 0:  # the library reads its environment once
+        os.environ["STRONGHOLD_ISA"] = isa
+        try:
+            from stronghold import native
+            print(native.isa(), flush=True)
+        except Exception as error:
+            print(f"{type(error).__name__}: {error}", flush=True)
+        os._exit(0)
+    os.wait()
+"""
+
+
+@pytest.fixture(scope="module")
+def forced():
+    """What a process runs under each value of the variable."""
+    command = [sys.executable, "-c", SHOW_ISAS, *FORCED]
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    return dict(zip(FORCED, result.stdout.splitlines(), strict=True))
+
+
+@pytest.mark.parametrize("isa", FORCED)
+def test_environment_forces_the_instruction_set(isa, forced):
+    if isa == "sse9":
+        assert forced[isa].startswith('ConfigError: STRONGHOLD_ISA is "sse9"; this CPU runs')
+    else:
+        assert forced[isa] == (isa or native.isas()[0])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"beta1": 1.0}, "segment 1: beta1"),
+        ({"beta2": math.nan}, "segment 1: beta2"),
+        ({"eps": -1.0}, "segment 1: eps"),
+        ({"lr": math.inf}, "segment 1: lr"),
+        ({"step": 0}, "segment 1: step"),
+        ({"numel": -1}, "segment 1: numel"),
+        ({"weight": 0}, "segment 1: weight"),
+        ({"low": 0}, "segment 1: low"),
+        ({"exp_avg": 0}, "segment 1: exp_avg"),
+        ({"grad": 0}, "segment 1: grad"),
+    ],
+)
+def test_a_bad_segment_is_named_and_nothing_is_updated(changes, message):
+    good, bad, untouched = (Arrays(torch.ones(17), torch.ones(17), BF16) for _ in range(3))
+    with native.Pool(1) as pool:
+        batch = native.AdamBatch(BF16, F32, [good.segment(), bad.segment()])
+        for name, value in changes.items():
+            batch.rows[name][1] = value
+        with pytest.raises(ConfigError, match=message):
+            batch.run(pool)
+    assert same(good, untouched)
+
+
+def test_bad_pools_and_dtypes_are_refused():
+    for arguments in ({"num_threads": 0}, {"num_threads": 1, "cores": []}):
+        with pytest.raises(ConfigError):
+            native.Pool(**arguments)
+    with pytest.raises(ConfigError, match="core"):
+        native.Pool(1, cores=[-1])
+    with pytest.raises(OSError, match="core list"):
+        native.Pool(1, cores=[1023])
+    with pytest.raises(ConfigError, match="float64"), native.Pool(1) as pool:
+        native.sum_squares(pool, torch.float64, [])

@@ -1,0 +1,362 @@
+"""Laws of lean states: the kernel is the reference bit for bit, and the encoding keeps its word."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+
+from stronghold import lean, native
+from stronghold.errors import ConfigError
+from tests.support.device_kernels import HYPER
+from tests.support.kernel_arrays import BF16, DTYPES, F16, F32, NAN, bits, misaligned, values
+
+SIZES = (0, 1, 15, 17, 31, 33, 63, 64, 65, 255, 256, 257, 4097)
+PARTS = ("weight", "low", "exp_avg", "exp_avg_sq", "grad", "exp_avg_scale", "exp_avg_sq_scale")
+HALF = 1 + 2**-20  # half a step, and the rounding of the few operations on the way
+
+
+class LeanArrays:
+    """The arrays of one segment with lean states, as bytes at a chosen misalignment."""
+
+    def __init__(self, master: torch.Tensor, grad: torch.Tensor, skip: int = 0) -> None:
+        zeros = torch.zeros_like(master)
+        self.numel, self.grad_dtype = master.numel(), grad.dtype
+        self.parts = [torch.empty(0, dtype=torch.uint8)] * 7
+        self.skip = skip
+        self.put("grad", grad)
+        self.write(master, zeros, zeros)
+        for name in ("exp_avg", "exp_avg_scale", "exp_avg_sq", "exp_avg_sq_scale"):
+            self.parts[PARTS.index(name)].zero_()
+
+    def put(self, name: str, value: torch.Tensor) -> None:
+        self.parts[PARTS.index(name)] = misaligned(value.contiguous(), self.skip)
+
+    def get(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+        return self.parts[PARTS.index(name)].clone().view(dtype)
+
+    def write(self, master: torch.Tensor, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor) -> None:
+        """Encodes the three as the reference does."""
+        encoded = (
+            *lean.split_master(master),
+            *lean.encode_exp_avg(exp_avg),
+            *lean.encode_exp_avg_sq(exp_avg_sq),
+        )
+        names = ("weight", "low", "exp_avg", "exp_avg_scale", "exp_avg_sq", "exp_avg_sq_scale")
+        for name, value in zip(names, encoded, strict=True):
+            self.put(name, value)
+
+    def read(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The master and the moments, decoded as the reference does."""
+        return (
+            lean.join_master(self.get("weight", BF16), self.get("low", torch.int8)),
+            lean.decode_exp_avg(self.get("exp_avg", torch.int8), self.get("exp_avg_scale", F32)),
+            lean.decode_exp_avg_sq(
+                self.get("exp_avg_sq", torch.uint8), self.get("exp_avg_sq_scale", F32)
+            ),
+        )
+
+    def segment(self, step: int = 1, **changes: float) -> native.AdamSegment:
+        addresses = dict(zip(PARTS, (part.data_ptr() for part in self.parts), strict=True))
+        return native.AdamSegment(numel=self.numel, step=step, **{**addresses, **HYPER, **changes})
+
+    def run(self, pool: native.Pool, step: int = 1, **changes: float) -> None:
+        native.adam(pool, BF16, self.grad_dtype, [self.segment(step, **changes)], lean=True)
+
+    def run_reference(self, pool: native.Pool, step: int = 1, **changes: float) -> None:
+        """Decode, the exact kernel's fp32 step, encode."""
+        master, exp_avg, exp_avg_sq = self.read()
+        grad = self.get("grad", self.grad_dtype)
+        # The group's missing elements are zeros, and reach no other: nothing is padded here.
+        segment = native.AdamSegment(
+            weight=master.data_ptr(),
+            low=0,
+            exp_avg=exp_avg.data_ptr(),
+            exp_avg_sq=exp_avg_sq.data_ptr(),
+            grad=grad.data_ptr(),
+            numel=self.numel,
+            step=step,
+            **{**HYPER, **changes},
+        )
+        native.adam(pool, F32, self.grad_dtype, [segment])
+        self.write(master, exp_avg, exp_avg_sq)
+
+
+def same(left: LeanArrays, right: LeanArrays) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(left.parts, right.parts, strict=True))
+
+
+def differing(left: LeanArrays, right: LeanArrays) -> list[str]:
+    pairs = zip(PARTS, left.parts, right.parts, strict=True)
+    return [name for name, a, b in pairs if not torch.equal(a, b)]
+
+
+# ---- The kernel is the reference ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("isa", native.isas())
+@pytest.mark.parametrize("grad_dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("adamw", [True, False], ids=["adamw", "l2"])
+def test_the_kernel_is_the_reference_bit_for_bit(isa, grad_dtype, adamw):
+    with native.Pool(1, isa=isa) as pool, native.Pool(1) as exact:
+        for numel, skip, special in itertools.product(SIZES, (0, 1, 6), (False, True)):
+            master = values(numel, 1)
+            kernel, reference = (
+                LeanArrays(master, values(numel, 2, special).to(grad_dtype), skip) for _ in range(2)
+            )
+            for step in (1, 2, 3):
+                grad = values(numel, step + 2, special).to(grad_dtype)
+                for arrays in (kernel, reference):
+                    arrays.put("grad", grad)
+                kernel.run(pool, step, adamw=adamw)
+                reference.run_reference(exact, step, adamw=adamw)
+                assert differing(kernel, reference) == [], (numel, skip, special, step)
+            if numel > 1 and not special:
+                assert not torch.equal(kernel.read()[0], master)
+
+
+@pytest.mark.parametrize("num_threads", [2, 3])
+def test_number_of_threads_never_changes_a_bit(num_threads):
+    sizes = [200_003, 0, 1, 15, 17, 4097, 65_536, *([1024] * 50)]
+    inputs = [(values(n, n), values(n, n + 1).bfloat16()) for n in sizes]
+    results = []
+    for count in (1, num_threads):
+        with native.Pool(count) as pool:
+            many = [LeanArrays(master, grad) for master, grad in inputs]
+            for step in (1, 2, 3):
+                native.adam(pool, BF16, BF16, [a.segment(step) for a in many], lean=True)
+            results.append(many)
+    assert all(same(one, other) for one, other in zip(*results, strict=True))
+
+
+def test_parts_of_a_parameter_that_begin_at_groups_are_the_whole():
+    master, grad = values(4097, 1), values(4097, 2)
+    whole, parts = LeanArrays(master, grad), LeanArrays(master, grad)
+    bytes_per_element = {"weight": 2, "low": 1, "exp_avg": 1, "exp_avg_sq": 1, "grad": 4}
+    ends = (64, 320, 384, 2048, 4097)
+    with native.Pool(1) as pool:
+        for step in (1, 2):
+            whole.run(pool, step)
+            row = parts.segment(step)
+            for begin, end in itertools.pairwise((0, *ends)):
+                moved = {
+                    name: getattr(row, name) + begin * size
+                    for name, size in bytes_per_element.items()
+                }
+                for name in ("exp_avg_scale", "exp_avg_sq_scale"):
+                    moved[name] = getattr(row, name) + begin // lean.GROUP * 4
+                segment = row._replace(numel=end - begin, **moved)
+                native.adam(pool, BF16, F32, [segment], lean=True)
+    assert differing(whole, parts) == []
+
+
+@pytest.mark.parametrize("isa", native.isas())
+def test_every_weight_with_every_remainder_comes_back(isa):
+    every = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16)
+    kept = torch.full((1 << 16,), 5, dtype=torch.int8)
+    with native.Pool(2, isa=isa) as pool:
+        arrays = LeanArrays(torch.zeros(1 << 16), torch.zeros(1 << 16))
+        for low in range(-128, 128):
+            arrays.put("weight", every)
+            arrays.put("low", kept.fill_(low))
+            master = lean.join_master(every.view(BF16), kept)
+            assert torch.equal(bits(master) & 0xFF, torch.zeros(1 << 16, dtype=torch.int32))
+            nan = master.isnan()
+            # Weight decay 0 and no gradient: the master goes through the kernel as it is.
+            arrays.run(pool, lr=0.0, weight_decay=0.0)
+            weight, rest = arrays.get("weight", torch.int16), arrays.get("low", torch.int8)
+            assert torch.equal(weight[~nan], every[~nan])
+            assert (rest[~nan] == low).all()
+            assert (weight[nan] == NAN >> 16).all()
+            assert (rest[nan] == 0).all()
+            mine = lean.split_master(master)
+            assert torch.equal(mine[0].view(torch.int16), weight)
+            assert torch.equal(mine[1], rest)
+
+
+@pytest.mark.parametrize("isa", native.isas())
+def test_every_code_of_both_moments_is_decoded_as_written(isa):
+    """Without a gradient beta 0.5 halves first moments, and beta 0.25 the roots: codes stay."""
+    signed, unsigned = torch.arange(-127, 128), torch.arange(1, 256)
+    for scale in (2.0**-120, 1e-30, 3.0e-8, 0.123, 1.0, 777.0, 2.0**60):
+        arrays = LeanArrays(torch.zeros(4 * 255), torch.zeros(4 * 255))
+        # Each group holds its largest code: else the encoding would make a finer scale.
+        codes = torch.cat([signed, signed.flip(0), signed, signed.flip(0)]).to(torch.int8)
+        squares = torch.cat([unsigned, unsigned.flip(0), unsigned, unsigned.flip(0)])
+        squares = squares.to(torch.uint8)
+        codes[:: lean.GROUP], squares[:: lean.GROUP] = 127, 255
+        groups = lean.num_groups(codes.numel())
+        scales = torch.full((groups,), scale)
+        arrays.put("exp_avg", codes)
+        arrays.put("exp_avg_sq", squares)
+        arrays.put("exp_avg_scale", scales)
+        arrays.put("exp_avg_sq_scale", scales.clamp(2.0**-50, 2.0**40))  # squares are kept
+        before = arrays.read()
+        with native.Pool(1, isa=isa) as pool:
+            arrays.run(pool, lr=0.0, beta1=0.5, beta2=0.25)
+        after = arrays.read()
+        assert torch.equal(arrays.get("exp_avg", torch.int8), codes)
+        assert torch.equal(arrays.get("exp_avg_sq", torch.uint8), squares)
+        assert torch.allclose(after[1], before[1] / 2, rtol=2**-21, atol=0)
+        assert torch.allclose(after[2], before[2] / 4, rtol=2**-20, atol=2.0**-149)
+
+
+def test_codes_are_those_nearest_to_their_values():
+    codes = torch.arange(256)
+    exact = lean.expand(codes).double()
+    # From code 2 on compress() is a line between neighbouring codes: the middle of two values
+    # rounds to either.
+    middles = (exact[1:] + exact[:-1]) / 2
+    for offset, expected in ((-(2.0**-20), codes[:-1]), (2.0**-20, codes[1:])):
+        rounded = lean.compress((middles * (1 + offset)).float()).round().long()
+        assert torch.equal(rounded[2:], expected[2:])
+
+
+# ---- What the encoding promises ------------------------------------------------------------------
+
+
+def spread(seed: int, groups: int = 512) -> torch.Tensor:
+    """Groups of many sizes, with elements that dwarf theirs."""
+    x = values(groups * lean.GROUP, seed).view(groups, lean.GROUP)
+    generator = torch.Generator().manual_seed(seed)
+    x *= torch.pow(10.0, torch.randint(-30, 20, (groups, 1), generator=generator).float())
+    x[::3, 5] *= 1e6
+    x[1::7] = 0.0
+    return x
+
+
+def test_a_master_is_within_2_to_the_minus_16():
+    master = torch.cat([spread(1).view(-1), torch.tensor([1e-40, -1e-44, 0.0, -0.0, 3e38])])
+    error = (lean.join_master(*lean.split_master(master)).double() - master.double()).abs()
+    normal = master.abs() >= 2.0**-126
+    assert (error[normal] <= 2.0**-16 * master[normal].abs()).all()
+    assert (error[~normal] <= 2.0**-142).all()
+
+
+def test_a_weight_is_the_nearest_to_its_master():
+    weight, low = lean.split_master(values(4097, 3))
+    master = lean.join_master(weight, low).double()
+    for neighbour in (-1, 1):
+        other = (weight.view(torch.int16) + neighbour).view(BF16).double()
+        assert ((weight.double() - master).abs() <= (other - master).abs()).all()
+
+
+def test_a_first_moment_is_within_its_words():
+    exp_avg = spread(2)
+    found = lean.decode_exp_avg(*lean.encode_exp_avg(exp_avg)).double()
+    error, largest = (found - exp_avg).abs(), exp_avg.double().abs().amax(1, keepdim=True)
+    assert (error <= (largest / 126).clamp_min(2.0**-119) * HALF).all()
+    near = (exp_avg.abs() >= largest / 15) & (largest >= 2.0**-112)
+    assert near.sum() > 1000
+    assert (error[near] <= exp_avg.double().abs()[near] / 31 * HALF).all()
+    assert (found[exp_avg == 0] == 0).all()
+
+
+def test_a_second_moments_root_is_within_its_words():
+    root = spread(3).abs()
+    root = root.clamp(max=1e18).double()
+    exp_avg_sq = root.square().float()
+    root = exp_avg_sq.double().sqrt()
+    found = lean.decode_exp_avg_sq(*lean.encode_exp_avg_sq(exp_avg_sq)).double().sqrt()
+    error, largest = (found - root).abs(), root.amax(1, keepdim=True)
+    # Squares below 2^-126 have fewer bits: a root there is only as exact as they are.
+    bound = (largest / 254).clamp_min(2.0**-74)
+    assert (error <= bound * HALF).all()
+    near = (root >= largest / 63) & (root >= 2.0**-62)
+    assert near.sum() > 1000
+    assert (error[near] <= root[near] / 31 * HALF).all()
+    assert (found[(exp_avg_sq > 0) & (root >= 2.0**-50)] > 0).all()
+
+
+def test_scales_follow_a_decay_that_no_code_could():
+    """Gradients ten times smaller for 5000 steps of beta2 0.999: the roots follow."""
+    arrays = LeanArrays(torch.zeros(1024), torch.zeros(1024))
+    generator = torch.Generator().manual_seed(0)
+    sizes = (0.5 * torch.randn(1024, generator=generator)).exp()
+    exact = torch.zeros(1024)
+    with native.Pool(1) as pool:
+        for step in range(1, 7001):
+            grad = torch.randn(1024, generator=generator) * sizes * (1.0 if step <= 2000 else 0.1)
+            arrays.put("grad", grad)
+            arrays.run(pool, step, lr=0.0, beta2=0.999, grad_scale=1.0, adamw=True)
+            exact = 0.999 * exact + 0.001 * grad.square()
+    ratio = (arrays.read()[2] / exact).sqrt()
+    assert ratio.median().item() == pytest.approx(1.0, abs=0.03)
+    assert ((ratio > 0.6) & (ratio < 1.7)).all()
+
+
+# ---- The ends of the range -----------------------------------------------------------------------
+
+
+def test_an_element_that_dwarfs_its_group_makes_no_other_jump():
+    """Adam's update is at most about lr * 7.3 (beta 0.9, 0.999); were a second moment rounded to
+    nothing, it would be lr * m / eps."""
+    generator = torch.Generator().manual_seed(0)
+    arrays = LeanArrays(torch.zeros(640), torch.zeros(640))
+    with native.Pool(1) as pool:
+        for step in range(1, 200):
+            grad = torch.randn(640, generator=generator)
+            grad[::64] *= 10.0 ** (step % 9)
+            grad[step % 7 :: 7] = 0.0
+            arrays.put("grad", grad)
+            before = arrays.read()[0]
+            arrays.run(pool, step, lr=1e-3, weight_decay=0.0)
+            assert (arrays.read()[0] - before).abs().max().item() < 1e-3 * 7.4
+
+
+def test_what_has_no_gradient_does_not_move():
+    grad = values(4097, 3)
+    grad[1::2] = 0.0
+    master = values(4097, 1)
+    arrays = LeanArrays(master, grad)
+    before = arrays.read()[0]
+    with native.Pool(1) as pool:
+        for step in (1, 2, 3):
+            arrays.run(pool, step, weight_decay=0.0)
+    after = arrays.read()[0]
+    assert torch.equal(after[1::2], before[1::2])
+    assert (after[::2] != before[::2]).float().mean() > 0.9
+
+
+@pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf])
+def test_a_gradient_that_is_not_finite_stays_visible(wrong):
+    grad = torch.ones(200)
+    grad[70] = wrong
+    arrays = LeanArrays(torch.ones(200), grad)
+    with native.Pool(1) as pool:
+        arrays.run(pool, 1)
+        first = arrays.read()
+        arrays.put("grad", torch.ones(200))
+        arrays.run(pool, 2)
+        second = arrays.read()
+    assert first[0].isnan().nonzero().flatten().tolist() == [70]
+    in_group = list(range(64, 128))
+    assert first[1].isnan().nonzero().flatten().tolist() == in_group
+    for array in second:
+        assert array.isnan().nonzero().flatten().tolist() == in_group
+
+
+def test_other_weights_than_bf16_and_missing_scales_are_refused():
+    arrays = LeanArrays(torch.ones(17), torch.ones(17))
+    with native.Pool(1) as pool:
+        for dtype in (F32, F16):
+            with pytest.raises(ConfigError, match="lean states are a layout of bfloat16"):
+                native.adam(pool, dtype, F32, [arrays.segment()], lean=True)
+        for name in ("exp_avg_scale", "exp_avg_sq_scale"):
+            with pytest.raises(ConfigError, match=f"segment 0: {name} is NULL"):
+                native.adam(pool, BF16, F32, [arrays.segment(**{name: 0})], lean=True)
+
+
+def test_traffic_in_place_changes_nothing_and_past_the_caches_copies():
+    source, before = (LeanArrays(values(4097, 1), values(4097, 2).bfloat16()) for _ in range(2))
+    target = LeanArrays(torch.zeros(4097), torch.zeros(4097).bfloat16())
+    with native.Pool(1) as pool:
+        source.run(pool)
+        before.run(pool)
+        batch = native.AdamBatch(BF16, BF16, [source.segment()], lean=True)
+        batch.traffic(pool)
+        assert differing(source, before) == []
+        batch.traffic(pool, native.AdamBatch(BF16, BF16, [target.segment()], lean=True))
+    assert differing(source, target) == ["grad"]

@@ -1,0 +1,252 @@
+"""Laws of the partition: every parameter in exactly one layer, whatever is shared or frozen."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from stronghold.errors import ConfigError, StateError
+from stronghold.model.partition import _check_exactly_once, _names, partition
+from tests.models import HUGGING_FACE, MODELS, PLAIN, Block, Decoder, loss_of
+from tests.support.partitions import (
+    EXPECTED,
+    build,
+    layer_of,
+    pair,
+    resident,
+    streamed,
+    without_table,
+)
+
+# --- the zoo -------------------------------------------------------------------------------------
+
+
+def test_the_zoo_is_covered() -> None:
+    assert set(EXPECTED) == set(MODELS) == {*PLAIN, *HUGGING_FACE}
+
+
+@pytest.mark.parametrize("name", list(EXPECTED))
+def test_a_zoo_model_has_exactly_these_layers(name: str) -> None:
+    found = partition(build(name))
+    assert (streamed(found), resident(found)) == EXPECTED[name]
+
+
+@pytest.mark.parametrize("name", list(EXPECTED))
+def test_structure_alone_finds_the_same_layers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build(name)
+    without_table(monkeypatch)
+    found = partition(model)
+    assert (streamed(found), resident(found)) == EXPECTED[name]
+
+
+@pytest.mark.parametrize("name", list(EXPECTED))
+def test_every_parameter_is_in_exactly_one_layer_under_all_its_names(name: str) -> None:
+    model = build(name)
+    found = partition(model)
+    placed = [named for layer in found.layers for named in layer.parameters]
+    assert {id(named.parameter) for named in placed} == {id(p) for p in model.parameters()}
+    assert len(placed) == len(list(model.parameters()))
+    names = [alias for named in placed for alias in named.aliases]
+    assert sorted(names) == sorted(k for k, _ in model.named_parameters(remove_duplicate=False))
+    first = {id(parameter): name for name, parameter in model.named_parameters()}
+    for named in placed:
+        assert named.name == named.aliases[0] == first[id(named.parameter)]
+
+
+@pytest.mark.parametrize("name", list(EXPECTED))
+def test_layers_stand_in_registration_order_and_hold_trainable_parameters_first(name: str) -> None:
+    model = build(name)
+    found = partition(model)
+    assert [layer.index for layer in found.layers] == list(range(len(found.layers)))
+    modules = [name for name, _ in model.named_modules()]
+    positions = [modules.index(layer.name) for layer in found.layers]
+    assert positions == sorted(positions)
+    order = {id(parameter): index for index, parameter in enumerate(model.parameters())}
+    for layer in found.layers:
+        keys = [(not n.parameter.requires_grad, order[id(n.parameter)]) for n in layer.parameters]
+        assert keys == sorted(keys)
+
+
+@pytest.mark.parametrize("name", list(EXPECTED))
+def test_a_streamed_layer_is_used_by_its_block_alone(name: str) -> None:
+    model = build(name)
+    modules = dict(model.named_modules())
+    for layer in partition(model).streamed:
+        assert layer.modules == (modules[layer.name],)
+        inside = set(layer.modules[0].modules())
+        for named in layer.parameters:
+            holders = [
+                m for m in modules.values() if named.parameter in set(m._parameters.values())
+            ]
+            assert inside.issuperset(holders)
+
+
+@pytest.mark.parametrize("name", list(EXPECTED))
+def test_a_resident_layer_names_every_holder_of_its_parameters(name: str) -> None:
+    model = build(name)
+    for layer in partition(model).layers:
+        if not layer.streamed:
+            mine = {named.parameter for named in layer.parameters}
+            holders = [m for m in model.modules() if not mine.isdisjoint(m._parameters.values())]
+            assert set(layer.modules) == set(holders)
+            assert len(layer.modules) == len(holders)
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_the_partition_changes_nothing_in_the_model(name: str) -> None:
+    model = build(name)
+    before = [(m, dict(vars(m)), dict(m._parameters), dict(m._modules)) for m in model.modules()]
+    partition(model)
+    for module, attributes, parameters, children in before:
+        assert vars(module).keys() == attributes.keys()
+        assert not module._forward_hooks
+        assert not module._forward_pre_hooks
+        for name, parameter in parameters.items():
+            assert module._parameters[name] is parameter
+        assert dict(module._modules) == children
+
+
+@pytest.mark.parametrize("name", list(EXPECTED))
+def test_a_zoo_model_s_loss_depends_on_its_seeds_alone(name: str) -> None:
+    losses = []
+    for _ in range(2):
+        model, make_batch = MODELS[name]()
+        torch.manual_seed(7)
+        loss = loss_of(model(**make_batch(3)))
+        loss.backward()
+        losses.append(loss.detach())
+    assert losses[0].ndim == 0
+    assert torch.isfinite(losses[0])
+    assert torch.equal(*losses)
+
+
+# --- what stays resident -------------------------------------------------------------------------
+
+
+def test_tied_weights_belong_to_the_first_holder_and_name_all_of_them() -> None:
+    model = build("gpt_tied")
+    layer = layer_of(partition(model), model.head.weight)
+    assert (layer.name, layer.streamed) == ("embedding", False)
+    assert layer.modules == (model.embedding, model.head)
+    assert layer.parameters[0].aliases == ("embedding.weight", "head.weight")
+
+
+def test_a_weight_that_two_blocks_share_leaves_both() -> None:
+    model = build("tied_blocks")
+    found = partition(model)
+    layer = layer_of(found, model.blocks[0].mlp.up.weight)
+    assert not layer.streamed
+    assert layer.modules == (model.blocks[0].mlp.up, model.blocks[2].mlp.up)
+    # The rest of the holder stays in its block: only the shared matrix is needed outside it.
+    assert layer_of(found, model.blocks[0].mlp.up.bias).name == "blocks.0"
+
+
+def test_a_module_that_two_blocks_share_leaves_both() -> None:
+    model = build("tied_blocks")
+    layer = layer_of(partition(model), model.blocks[3].norm1.weight)
+    assert (layer.name, layer.streamed) == ("blocks.0.norm1", False)
+    assert layer.modules == (model.blocks[0].norm1,)
+    assert len(layer.parameters[0].aliases) == 2
+
+
+def test_a_weight_tied_inside_one_block_stays_in_it() -> None:
+    model = build("tied_blocks")
+    layer = layer_of(partition(model), model.blocks[1].again.weight)
+    assert (layer.name, layer.streamed) == ("blocks.1", True)
+    (named,) = [n for n in layer.parameters if n.parameter is model.blocks[1].again.weight]
+    assert named.aliases == ("blocks.1.mlp.down.weight", "blocks.1.again.weight")
+
+
+def test_a_submodule_that_is_also_used_outside_the_blocks_is_resident() -> None:
+    model = Decoder(pair())
+    model.norm = model.blocks[1].norm2
+    found = partition(model)
+    assert "blocks.1.norm2" in resident(found)
+    assert layer_of(found, model.norm.weight).modules == (model.norm,)
+
+
+def test_a_shared_parameter_that_a_block_holds_directly_is_a_layer_beside_the_block() -> None:
+    model = build("weird_model", num_layers=2)
+    model.blocks[1].gain = model.blocks[0].gain
+    found = partition(model)
+    assert [(x.name, x.streamed) for x in found.layers if x.name.startswith("blocks")] == [
+        ("blocks.0", False),
+        ("blocks.0", True),
+        ("blocks.1", True),
+    ]
+    assert layer_of(found, model.blocks[0].gain).modules == tuple(model.blocks)
+
+
+def test_a_block_that_stands_twice_in_the_list_is_one_layer() -> None:
+    model = build("shared_list")
+    found = partition(model)
+    assert streamed(found) == ["blocks.0", "blocks.1"]
+    assert len(found.streamed[0].parameters[0].aliases) == 2
+    assert len(found.streamed[1].parameters[0].aliases) == 3
+
+
+def test_a_block_whose_every_parameter_is_shared_is_no_layer() -> None:
+    twins = [nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)]
+    twins[1].weight, twins[1].bias = twins[0].weight, twins[0].bias
+    found = partition(nn.Sequential(*twins))
+    assert (streamed(found), resident(found)) == (["2"], ["0"])
+
+
+def test_frozen_parameters_stay_in_their_layer_after_the_trainable_ones() -> None:
+    model = build("frozen")
+    layer = layer_of(partition(model), model.blocks[2].norm1.weight)
+    assert layer.name == "blocks.2"
+    assert [n.name for n in layer.parameters if not n.parameter.requires_grad] == [
+        "blocks.2.norm1.weight",
+        "blocks.2.mlp.up.weight",
+    ]
+    assert layer.parameters[-1].name == "blocks.2.mlp.up.weight"
+
+
+def test_blocks_without_parameters_are_no_layers() -> None:
+    found = partition(nn.Sequential(Block(), nn.ReLU(), nn.Identity(), Block(), nn.Dropout()))
+    assert streamed(found) == ["0", "3"]
+
+
+# --- what cannot be moved ------------------------------------------------------------------------
+
+
+def test_a_lazy_parameter_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r'"1\.weight" has no shape yet.*run one forward'):
+        partition(nn.Sequential(nn.Linear(2, 2), nn.LazyLinear(3)))
+
+
+def test_a_parameter_that_is_not_floating_point_is_refused() -> None:
+    model = Decoder(pair())
+    model.blocks[0].codes = nn.Parameter(torch.zeros(3, dtype=torch.uint8), requires_grad=False)
+    with pytest.raises(ConfigError, match=r'"blocks\.0\.codes" is torch\.uint8.*register_buffer'):
+        partition(model)
+
+
+def test_parameters_tied_by_memory_alone_are_refused_unless_frozen() -> None:
+    model = Decoder(pair())
+    model.head.weight.data = model.embedding.weight.data
+    with pytest.raises(ConfigError, match=r'"embedding\.weight" and "head\.weight".*same memory'):
+        partition(model)
+    model.embedding.requires_grad_(False)
+    model.head.requires_grad_(False)
+    assert len(partition(model).layers) == 6
+
+
+def test_views_of_one_buffer_that_do_not_overlap_are_fine() -> None:
+    model = Decoder(pair())
+    flat = torch.cat([p.detach().flatten() for p in model.parameters()])
+    start = 0
+    for parameter in model.parameters():
+        parameter.data = flat[start : start + parameter.numel()].view_as(parameter)
+        start += parameter.numel()
+    assert streamed(partition(model)) == ["blocks.0", "blocks.1"]
+
+
+def test_a_parameter_in_no_layer_or_in_two_is_noticed() -> None:
+    model = build("gpt")
+    layers = list(partition(model).layers)
+    for broken in (layers[1:], [*layers, layers[2]]):
+        with pytest.raises(StateError, match="expected exactly one"):
+            _check_exactly_once(_names(model), broken)

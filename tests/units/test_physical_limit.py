@@ -1,0 +1,182 @@
+"""Laws of the physical limit: the published formula, term by term."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+
+from stronghold.plan.cost import (
+    COMPUTE,
+    DISK,
+    DRAIN,
+    DUPLEX,
+    FETCH,
+    MEMORY,
+    BreakEven,
+    Limits,
+    Traffic,
+    break_even,
+    bytes_per_parameter,
+    physical_limit,
+)
+from stronghold.plan.machine import STATE_BYTES, MachineProfile, machine_names
+
+MACHINE = MachineProfile(
+    name="round",
+    measured="",
+    sources=(),
+    gpu_memory_bytes=24 << 30,
+    host_memory_bytes=128 << 30,
+    num_cores=16,
+    fetch_gbps=20.0,
+    drain_gbps=25.0,
+    duplex_gbps=40.0,
+    memory_gbps={1: 10.0, 8: 60.0, 16: 50.0},
+    adam_gbps={1: 10.0, 8: 50.0},
+    flops={"bf16": 150e12, "fp16": 150e12, "fp32": 75e12},
+    gpu_memory_gbps=900.0,
+    nvme_read_gbps=5.0,
+    nvme_write_gbps=3.0,
+    nvme_mixed_gbps=6.0,
+)
+PARAMETERS = 8 * 10**9
+TOKENS = 4096
+
+
+def limit(machine: MachineProfile = MACHINE, dtype: str = "bf16", **changes: Any) -> Limits:
+    weight_bytes, low_bytes = STATE_BYTES[dtype]
+    parameters = {"streamed_parameters": PARAMETERS, "trained_parameters": PARAMETERS}
+    flops = {"forward_flops": 2.0 * PARAMETERS * TOKENS}
+    for name, value in changes.items():
+        (flops if name.endswith("flops") else parameters)[name] = value
+    moved = Traffic(weight_bytes=weight_bytes, low_bytes=low_bytes, **parameters)
+    return physical_limit(moved, machine, dtype, **flops)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_compute_is_six_or_eight_flops_per_parameter_and_token(recompute: bool) -> None:
+    forward = 2.0 * PARAMETERS * TOKENS
+    parts = limit(recomputed_flops=forward if recompute else 0.0).parts
+    factor = 8 if recompute else 6
+    assert parts[COMPUTE] == pytest.approx(factor * PARAMETERS * TOKENS / 150e12)
+
+
+def test_weights_cross_twice_and_gradients_once() -> None:
+    parts = limit().parts
+    assert parts[FETCH] == pytest.approx(2 * 2 * PARAMETERS / 20e9)
+    assert parts[DRAIN] == pytest.approx(2 * PARAMETERS / 25e9)
+    assert parts[DUPLEX] == pytest.approx(6 * PARAMETERS / 40e9)
+
+
+def test_offloaded_activations_cross_both_ways_and_touch_memory_twice() -> None:
+    plain, offloaded = (limit(offloaded_bytes=nbytes).parts for nbytes in (0, 10**10))
+    assert offloaded[FETCH] - plain[FETCH] == pytest.approx(10 / 20)
+    assert offloaded[DRAIN] - plain[DRAIN] == pytest.approx(10 / 25)
+    assert offloaded[MEMORY] - plain[MEMORY] == pytest.approx(20 / 60)
+
+
+def test_host_memory_is_32_bytes_per_parameter_at_the_best_number_of_threads() -> None:
+    assert bytes_per_parameter("bf16") == 32
+    parts = limit().parts
+    assert parts[MEMORY] == pytest.approx(32 * PARAMETERS / 60e9)
+
+
+@pytest.mark.parametrize(("dtype", "micro_batches"), [("bf16", 1), ("fp32", 1), ("bf16", 2)])
+def test_the_two_ways_to_count_host_memory_agree(dtype: str, micro_batches: int) -> None:
+    parts = limit(dtype=dtype, micro_batches=micro_batches).parts
+    expected = bytes_per_parameter(dtype, micro_batches) * PARAMETERS / 60e9
+    assert parts[MEMORY] == pytest.approx(expected)
+
+
+def test_every_micro_batch_moves_the_weights_and_adds_its_gradients() -> None:
+    """Two: 6 bytes of transfers more, one sum of 2 read and 4 written, which Adam reads."""
+    assert bytes_per_parameter("bf16", 2) - bytes_per_parameter("bf16", 1) == 6 + (2 + 4) + 4
+    assert bytes_per_parameter("bf16", 5) - bytes_per_parameter("bf16", 4) == 6 + (2 + 4 + 4)
+    one, four = (limit(micro_batches=n).parts for n in (1, 4))
+    for name in (COMPUTE, FETCH, DRAIN, DUPLEX):
+        assert four[name] == pytest.approx(4 * one[name])
+    assert one[MEMORY] < four[MEMORY] < 4 * one[MEMORY]
+
+
+def test_what_is_still_in_the_window_when_the_direction_turns_is_not_loaded_again() -> None:
+    """Two micro-batches turn three times before the update, after which everything is stale."""
+    saved = 3 * 2 * 10**9 / 20e9
+    plain, window = (limit(micro_batches=2, window_parameters=size).parts for size in (0, 10**9))
+    assert plain[FETCH] - window[FETCH] == pytest.approx(saved)
+    assert plain[MEMORY] - window[MEMORY] == pytest.approx(saved * 20 / 60)
+    assert plain[DRAIN] == window[DRAIN]
+
+
+def test_what_stays_and_is_updated_on_the_host_crosses_once_each_way() -> None:
+    parts = limit(streamed_parameters=0, trained_parameters=0, refreshed_parameters=10**9).parts
+    assert parts[FETCH] == pytest.approx(2 / 20)
+    assert parts[DRAIN] == pytest.approx(2 / 25)
+    assert parts[MEMORY] == pytest.approx((26 + 2 + 2) / 60)
+
+
+def test_frozen_parameters_cost_their_way_in_alone() -> None:
+    parts = limit(trained_parameters=0).parts
+    assert parts[DRAIN] == 0.0
+    assert parts[FETCH] == limit().parts[FETCH]
+    assert parts[MEMORY] == pytest.approx(4 * PARAMETERS / 60e9)
+
+
+def test_a_model_that_is_not_streamed_is_bound_by_compute_alone() -> None:
+    limits = limit(streamed_parameters=0, trained_parameters=0)
+    assert limits.bound == COMPUTE
+    assert limits.seconds == limits.parts[COMPUTE]
+    assert sum(limits.parts.values()) == limits.parts[COMPUTE]
+
+
+@pytest.mark.parametrize(
+    ("reads", "writes", "seconds"), [(50, 0, 10.0), (0, 30, 10.0), (30, 30, 10.0), (0, 0, 0.0)]
+)
+def test_the_disk_takes_its_slowest_rate(reads: int, writes: int, seconds: float) -> None:
+    parts = limit(nvme_read_bytes=reads * 10**9, nvme_written_bytes=writes * 10**9).parts
+    assert parts[DISK] == pytest.approx(seconds)
+    without = limit().parts[MEMORY]
+    assert parts[MEMORY] - without == pytest.approx((reads + writes) / 60)
+
+
+def test_a_disk_that_is_not_there_is_never_done() -> None:
+    machine = dataclasses.replace(
+        MACHINE, nvme_read_gbps=None, nvme_write_gbps=None, nvme_mixed_gbps=None
+    )
+    assert math.isinf(limit(machine, nvme_read_bytes=1).seconds)
+
+
+def test_the_limit_is_its_largest_part_and_a_layers_way_in_and_out() -> None:
+    limits = limit(layer_parameters=10**9)
+    assert limits.fill_s == pytest.approx(2 / 20 + 2 / 25)
+    assert limits.seconds == max(limits.parts.values()) + limits.fill_s
+    assert limits.parts[limits.bound] == max(limits.parts.values())
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_at_break_even_compute_takes_as_long(recompute: bool) -> None:
+    tokens = break_even(MACHINE, "bf16", recompute=recompute)
+    for count, part in ((tokens.cpu, MEMORY), (tokens.link, FETCH)):
+        for parameters in (10**8, 10**11):  # whatever the size
+            forward = 2.0 * parameters * count
+            parts = limit(
+                forward_flops=forward,
+                recomputed_flops=forward if recompute else 0.0,
+                streamed_parameters=parameters,
+                trained_parameters=parameters,
+            ).parts
+            assert parts[COMPUTE] == pytest.approx(parts[part])
+
+
+def test_break_even_is_the_published_formula() -> None:
+    assert break_even(MACHINE, "bf16", recompute=True) == BreakEven(
+        cpu=pytest.approx(32 * 150e12 / (8 * 60e9)), link=pytest.approx(4 * 150e12 / (8 * 20e9))
+    )
+
+
+@pytest.mark.parametrize("name", machine_names())
+def test_every_shipped_machine_has_a_limit(name: str) -> None:
+    limits = limit(MachineProfile.load(name))
+    assert 0.0 < limits.seconds < 1e3

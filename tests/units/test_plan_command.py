@@ -1,0 +1,450 @@
+"""Laws of `stronghold plan`: what it prints is what the planner and the simulator said, what it
+writes runs, and it never promises more than the machine can do."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
+
+import stronghold
+from stronghold import forecast
+from stronghold.config import load
+from stronghold.errors import ConfigError
+from stronghold.forecast.question import from_config, from_sizes, understand
+from stronghold.plan.machine import MachineProfile, machine_names
+from tests.support.forecasts import LLAMA_70B, SIZES, asked, run
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> Path:
+    LLAMA_70B.save_pretrained(tmp_path / "llama")
+    return tmp_path / "llama"
+
+
+# -- the page -------------------------------------------------------------------------------------
+
+
+def test_the_page_says_what_fits_how_fast_and_why(capsys: pytest.CaptureFixture[str]) -> None:
+    status, page, _ = run(*SIZES, "--machine", "rtx4090", "--gpu", "1GiB", capsys=capsys)
+    assert status == 0
+    for expected in (
+        "6 blocks",
+        "batch 1 x 64 tokens = 64 tokens per step, clipped at 1",
+        "RTX 4090",
+        "\nFITS\n",
+        "  gpu ",
+        "of 1.00 GiB",
+        "window:",
+        "tokens/s",
+        "of the step",
+        "Physical limit",
+        "the plan reaches",
+        "break even",
+        "1 GiB more on the gpu",
+        "1 GiB more of host memory",
+        "twice the tokens: batch 2",
+        '"stronghold": {',
+    ):
+        assert expected in page
+    assert max(map(len, page.split("Config")[0].splitlines())) <= 100
+
+
+def test_json_has_the_figures_of_the_page(capsys: pytest.CaptureFixture[str]) -> None:
+    call = [*SIZES, "--machine", "a100-80gb"]
+    _, page, _ = run(*call, capsys=capsys)
+    status, text, _ = run(*call, "--json", capsys=capsys)
+    figures = json.loads(text)
+    assert status == 0
+    assert figures["fits"] is True
+    assert figures["tokens"] == 64
+    timing = figures["timing"]
+    assert timing["tokens_per_s"] * timing["step_s"] == pytest.approx(64)
+    assert f"{timing['tokens_per_s']:,.0f} tokens/s" in page
+    assert f"{timing['bound']}, {next(iter(timing['shares'].values())):.0%} of the step" in page
+    assert list(timing["shares"].values()) == sorted(timing["shares"].values(), reverse=True)
+    assert figures["limits"]["bound"] in page
+    assert [tier["name"] for tier in figures["tiers"]] == ["gpu", "host"]
+
+
+def test_on_stdout_is_the_answer_alone() -> None:
+    environment = {k: v for k, v in os.environ.items() if k != "DS_ACCELERATOR"}
+    command = [sys.executable, "-m", "stronghold.cli", "plan", *SIZES, "--machine", "rtx4090"]
+    result = subprocess.run(
+        [*command, "--json"],
+        env=environment,  # without a GPU DeepSpeed, once imported, warns on stdout
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert json.loads(result.stdout)["fits"] is True
+
+
+@pytest.mark.parametrize("machine", machine_names())
+@pytest.mark.parametrize(
+    ("gpu", "accumulation", "clipping"), [(None, 1, 1.0), ("300MB", 1, 0.0), ("300MB", 3, 1.0)]
+)
+def test_no_prediction_beats_the_physical_limit(
+    machine: str, gpu: str | None, accumulation: int, clipping: float
+) -> None:
+    found = forecast.answer(
+        asked(
+            layers=8,
+            hidden=1024,
+            heads=8,
+            machine=machine,
+            gpu=gpu,
+            accumulation=accumulation,
+            clipping=clipping,
+        )
+    )
+    assert found.timing is not None
+    assert found.timing.step_s >= found.limits.seconds * 0.999
+    assert sum(found.timing.shares.values()) <= 1.001
+
+
+def test_more_memory_is_never_said_to_cost_anything(tmp_path: Path) -> None:
+    """And it buys much where a slow link streams what the GPU could hold."""
+    machine = MachineProfile.load("rtx4090")
+    slow = dataclasses.replace(machine, fetch_gbps=1.0, drain_gbps=1.0, duplex_gbps=1.5)
+    slow.save(tmp_path / "slow.json")
+    found = forecast.answer(
+        asked(hidden=1024, heads=8, gpu="90MB", clipping=0.0, machine=str(tmp_path / "slow.json"))
+    )
+    assert found.timing is not None
+    gains = dict(found.gains)
+    for change in ("1 GiB more on the gpu", "1 GiB more of host memory"):
+        gained = gains[change]
+        assert gained is not None
+        assert gained.step_s <= found.timing.step_s
+    assert found.timing.bound.startswith("link")
+    more = gains["1 GiB more on the gpu"]
+    assert more is not None
+    assert more.step_s < 0.95 * found.timing.step_s
+
+
+def test_tiers_are_within_their_budgets_and_count_every_parameter() -> None:
+    found = forecast.answer(asked(gpu="1GiB", host="1GiB"))
+    for budget, parts in found.tiers.values():
+        assert 0 < sum(parts.values()) <= budget == 1 << 30
+    _, host = found.tiers["host"]
+    num_parameters = found.question.layout.num_parameters
+    assert host["weights"] >= 2 * num_parameters
+    assert host["moments"] >= 8 * num_parameters
+    assert found.tiers["gpu"][1]["activations"] > 0
+
+
+def test_what_host_memory_cannot_hold_goes_to_nvme(tmp_path: Path) -> None:
+    """The page, the limit and the config all know of it; no step is faster than the disk."""
+    words = {"layers": 12, "hidden": 768, "heads": 12, "host": "350MB", "gpu": "450MiB"}
+    assert not forecast.answer(asked(**words)).fits
+    found = forecast.answer(asked(**words, nvme="1TB", nvme_path=tmp_path))
+    assert found.timing is not None
+    budget, parts = found.tiers["nvme"]
+    assert 0 < sum(parts.values()) <= budget == 10**12
+    assert found.timing.step_s >= found.limits.parts["nvme"] > 0.0
+    assert found.config is not None
+    settings = load(found.config)
+    assert settings.stronghold.nvme is not None
+    assert settings.stronghold.nvme.paths == (str(tmp_path),)
+    assert "1 GiB more of nvme" in dict(found.gains)
+
+
+def test_nvme_needs_a_measured_disk(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    machine = dataclasses.replace(
+        MachineProfile.load("rtx4090"),
+        nvme_read_gbps=None,
+        nvme_write_gbps=None,
+        nvme_mixed_gbps=None,
+    )
+    machine.save(tmp_path / "diskless.json")
+    options = ["--machine", str(tmp_path / "diskless.json"), "--nvme", "1TB"]
+    status, _, error = run(*SIZES, *options, capsys=capsys)
+    assert status == 2
+    assert "stronghold doctor --path" in error
+
+
+# -- what does not fit ----------------------------------------------------------------------------
+
+
+def test_what_does_not_fit_is_said_with_the_change_that_makes_it_fit(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    call = [*SIZES, "--machine", "rtx4090", "--gpu", "8MB"]
+    status, page, _ = run(*call, "--host", "1MiB", capsys=capsys)
+    assert status == 1
+    assert "DOES NOT FIT" in page
+    assert "Prediction" not in page
+    assert "Physical limit" in page
+    needed = re.search(r"at\s+least\s+(\d+)", page)
+    assert needed is not None
+    status, page, _ = run(*call, "--host", f"{needed[1]}B", capsys=capsys)
+    assert status == 0
+    assert "\nFITS\n" in page
+    status, _, _ = run(*call, "--host", f"{int(needed[1]) - 1}B", capsys=capsys)
+    assert status == 1
+
+
+def test_a_gpu_too_small_for_one_layer_is_told_what_it_needs(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    call = [*SIZES, "--machine", "rtx4090"]
+    status, page, _ = run(*call, "--gpu", "1MiB", capsys=capsys)
+    assert status == 1
+    needed = re.search(r"gpu_memory\s+to\s+at\s+least\s+(\d+)", page)
+    assert needed is not None
+    status, _, _ = run(*call, "--gpu", f"{needed[1]}B", capsys=capsys)
+    assert status == 0
+
+
+def test_a_change_that_helps_is_named_where_nothing_fits() -> None:
+    found = forecast.answer(asked(host="1MiB", gpu="8MB"))
+    assert not found.fits
+    assert found.config is None
+    changes = ["1 GiB more on the gpu", "1 GiB more of host memory"]
+    assert list(dict(found.gains)) == changes
+
+
+# -- the config -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
+def test_the_config_loads_and_says_what_was_planned(
+    precision: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "configs" / "small.json"
+    options = ["--batch", "2", "--accumulation", "3", "--clipping", "0.5", "--gpu", "200MB"]
+    status, page, _ = run(
+        *SIZES,
+        *options,
+        *("--machine", "rtx3090", "--precision", precision, "--write", str(path)),
+        capsys=capsys,
+    )
+    assert status == 0
+    assert f"The config is in {path}" in page
+    settings = load(path)
+    assert settings.training.precision == precision
+    assert settings.training.train_micro_batch_size_per_gpu == 2
+    assert settings.training.gradient_accumulation_steps == 3
+    assert settings.training.gradient_clipping == 0.5
+    assert 100_000_000 < settings.stronghold.gpu_memory < 200_000_000  # activations need the rest
+
+
+@pytest.mark.parametrize("gpu", ["4MB", "6MB", "40MB"])
+def test_the_config_runs_as_it_was_planned(gpu: str, tmp_path: Path) -> None:
+    """On the emulated device: window, residents and bytes are those of the page."""
+    config = GPT2Config(n_layer=6, n_embd=128, n_head=4, vocab_size=500, n_positions=64)
+    config.save_pretrained(tmp_path)
+    question = asked(
+        model=tmp_path, layers=None, hidden=None, heads=None, vocab=None, gpu=gpu, host="100MB"
+    )
+    found = forecast.answer(question)
+    assert found.config is not None
+    written = json.loads(json.dumps(found.config))
+    written["stronghold"]["device"] = "emulated"
+    engine, *_ = stronghold.initialize(
+        model=AutoModelForCausalLM.from_config(config), config=written
+    )
+    try:
+        ids = torch.zeros(1, 64, dtype=torch.long)
+        engine.backward(engine(input_ids=ids, labels=ids).loss)
+        engine.step()
+        report = engine._stack.memory_report()
+        (_, device), (_, host) = found.tiers["gpu"], found.tiers["host"]
+        planned = sum(device.values()) - device["activations"]
+        assert report.gpu_peak == report.gpu_planned == planned
+        assert report.host_peak == report.host_planned == sum(host.values())
+        section = found.config["stronghold"]
+        assert engine._stack.plan.window == section.get("window", 0)
+        assert engine._stack.plan.prefetch == section.get("prefetch", 0)
+    finally:
+        engine.destroy()
+
+
+def test_a_config_that_cannot_be_written_is_a_mistake_of_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    status, _, error = run(
+        *SIZES, "--machine", "rtx4090", "--write", str(tmp_path / "file" / "x.json"), capsys=capsys
+    )
+    assert status == 2
+    assert "--write" in error
+    assert error.count("\n") == 1
+
+
+# -- the model ------------------------------------------------------------------------------------
+
+
+def test_a_directory_and_its_config_file_are_the_same_model(llama: Path) -> None:
+    by_directory, by_file = from_config(llama), from_config(llama / "config.json")
+    assert by_directory.layout == by_file.layout
+    assert by_directory.layout.num_parameters == 70_553_706_496
+    assert by_directory.num_blocks == 80
+
+
+def test_sizes_are_gpt2s(tmp_path: Path) -> None:
+    GPT2Config(n_layer=4, n_embd=64, n_head=4, vocab_size=300, n_positions=32).save_pretrained(
+        tmp_path
+    )
+    assert from_sizes(4, 64, 4, 300, 32).layout == from_config(tmp_path).layout
+
+
+def test_more_layers_are_the_same_model_grown(llama: Path) -> None:
+    model = from_config(llama)
+    for other, blocks in ((model.with_layers(3), 3), (from_sizes(2, 64, 4, 9, 8), 2)):
+        assert other.num_blocks == blocks
+        grown = other.with_layers(7)
+        assert grown.num_blocks == 7
+        assert len(grown.costs_of(1, 8, "bf16").layers) == len(grown.layout.layers)
+
+
+def test_a_sequence_beyond_the_models_positions_is_noted(tmp_path: Path) -> None:
+    GPT2Config(n_layer=2, n_embd=64, n_head=4, vocab_size=300, n_positions=32).save_pretrained(
+        tmp_path
+    )
+    question = understand(model=tmp_path, machine="h200")
+    assert question.seq == 32
+    assert forecast.answer(question).notes == ()
+    notes = forecast.answer(dataclasses.replace(question, seq=33)).notes
+    assert any("33" in note and "32 positions" in note for note in notes)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "cannot be read as JSON"),
+        pytest.param("[" * 100_000, "cannot be read as JSON", id="deep"),
+        ("{}", "model_type: got None"),
+        ('{"model_type": "lama"}', "model_type: got 'lama'"),
+        ('{"model_type": "llama", "num_attention_heads": 0}', "--model"),
+    ],
+)
+def test_a_config_that_is_none_is_said(text: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        from_config(tmp_path)
+
+
+def test_without_transformers_the_way_out_is_named(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ConfigError, match="pip install transformers"):
+        from_config(llama)
+
+
+# -- mistakes -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--machine", "rtx4090"], "--layers, --hidden, --heads, --vocab: missing"),
+        ([*SIZES[:4], "--machine", "rtx4090"], "--heads, --vocab: missing"),
+        ([*SIZES, "--machine", "rtx4090", "--model", "."], "--model and --layers"),
+        (["--model", "nowhere", "--machine", "rtx4090"], "neither a directory nor a file"),
+        ([*SIZES, "--machine", "rtx4900"], 'Did you mean "rtx4090"'),
+        ([*SIZES, "--machine", "rtx4090", "--gpu", "24G"], "--gpu 24G: expected bytes"),
+        ([*SIZES, "--machine", "rtx4090", "--batch", "0"], "--batch: got 0"),
+        ([*SIZES, "--machine", "rtx4090", "--clipping", "-1"], "--clipping: got -1"),
+        ([*SIZES, "--machine", "rtx4090", "--heads", "3"], "--heads: got 3"),
+        ([*SIZES, "--machine", "rtx4090", "--nvme-path", "."], "expected it with --nvme SIZE"),
+        ([*SIZES, "--machine", "rtx4090", "--wire", "9"], "expected it with --gpus N"),
+        ([*SIZES, "--machine", "rtx4090", "--gpus", "2", "--network", "9"], "with --nodes M"),
+        ([*SIZES, "--machine", "rtx4090", "-o", "a.png"], "is for the plot of --sweep"),
+        ([*SIZES, "--machine", "rtx4090", "--sweep", "seq", "--write", "a"], "--write and --sweep"),
+        ([*SIZES, "--machine", "rtx4090", "--sweep", "seq", "--json"], "--json and --sweep"),
+        (
+            [*SIZES, "--machine", "rtx4090", "--sweep", "window", "-o", "/dev/null/a.png"],
+            "/dev/null/a.png: the picture cannot be written",
+        ),
+    ],
+)
+def test_a_mistake_is_one_line_with_the_options_name(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, page, error = run(*arguments, capsys=capsys)
+    assert (status, page) == (2, "")
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_a_machine_that_was_not_measured_is_told_how(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("STRONGHOLD_PROFILE", raising=False)
+    status, _, error = run(*SIZES, capsys=capsys)
+    assert status == 2
+    assert "stronghold doctor" in error
+    assert "rtx4090" in error
+
+
+def test_this_machines_profile_is_the_default(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("STRONGHOLD_PROFILE", "v100-32gb")
+    status, page, _ = run(*SIZES, capsys=capsys)
+    assert status == 0
+    assert "on V100 32 GB" in page
+
+
+def test_the_largest_micro_batch_fits_and_one_more_does_not(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    call = [*SIZES, "--machine", "rtx4090", "--gpu", "60MB", "--host", "100MB"]
+    status, page, _ = run(*call, "--batch", "max", capsys=capsys)
+    assert status == 0
+    found = re.search(r"batch (\d+) x 64 tokens", page)
+    assert found is not None
+    largest = int(found[1])
+    assert largest > 1
+    assert run(*call, "--batch", str(largest), capsys=capsys)[0] == 0
+    assert run(*call, "--batch", str(largest + 1), capsys=capsys)[0] == 1
+    assert run(*call, "--batch", "0", capsys=capsys)[0] == 2
+
+
+def test_more_layers_than_can_be_planned_are_refused_at_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = ["100000" if word == "6" else word for word in SIZES]
+    status, _, said = run(*sizes, "--machine", "rtx4090", capsys=capsys)
+    assert status != 0
+    assert "--layers: got 100000, expected at most 1000" in said
+    LlamaConfig(num_hidden_layers=100000).save_pretrained(tmp_path)
+    status, _, said = run("--model", str(tmp_path), "--machine", "rtx4090", capsys=capsys)
+    assert status != 0
+    assert "num_hidden_layers: got 100000, expected at most 1000" in said
+
+
+def test_chunks_let_a_larger_batch_fit_and_are_in_the_config(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = {"64": "64", "16384": "96"}
+    sizes = [words.get(word, word) for word in SIZES]
+    sizes[sizes.index("--vocab") + 1] = "96"
+    call = [*sizes, "--machine", "rtx4090", "--gpu", "60MB", "--host", "100MB", "--batch", "max"]
+    largest = []
+    for chunk in ((), ("--chunk", "1"), ("--chunk", "auto")):
+        path = tmp_path / "config.json"
+        status, page, _ = run(*call, *chunk, "--write", str(path), capsys=capsys)
+        assert status == 0
+        found = re.search(r"batch (\d+) x 64 tokens", page)
+        assert found is not None
+        largest.append(int(found[1]))
+        written = json.loads(path.read_text())["stronghold"]
+        assert ("chunk" in written) == ("in chunks of" in page)
+        if chunk:
+            assert "in chunks of" in page
+    assert largest[1] == largest[2] > largest[0]
+    assert run(*call, "--chunk", "0", capsys=capsys)[0] == 2

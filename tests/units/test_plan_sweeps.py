@@ -1,0 +1,77 @@
+"""Laws of `stronghold plan --sweep`: a swept point is the forecast of that question, until one does
+not fit; and of how long a plan may take."""
+
+from __future__ import annotations
+
+import functools
+import re
+import time
+from pathlib import Path
+
+import pytest
+
+from stronghold import forecast
+from stronghold.forecast.answer import Forecast, sweep
+from stronghold.forecast.question import understand
+from tests.support.forecasts import LLAMA_70B, SIZES, asked, run
+from tests.support.quiet import law_of_time, on_time
+
+LIMITS = {"gpu": "30MB", "host": "40MB"}
+
+
+@functools.cache
+def swept(axis: str) -> list[tuple[int, Forecast]]:
+    return sweep(asked(**LIMITS), axis)
+
+
+# -- sweeps ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("axis", ["window", "batch", "seq", "layers"])
+def test_a_sweep_draws_and_prints_its_points(
+    axis: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    png = tmp_path / "deep" / f"{axis}.png"
+    limits = ["--gpu", LIMITS["gpu"], "--host", LIMITS["host"], "--machine", "v100-32gb"]
+    status, text, _ = run(*SIZES, *limits, "--sweep", axis, "-o", str(png), capsys=capsys)
+    assert status == 0
+    assert f"The plot is in {png}" in text
+    assert png.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    rows = [line for line in text.splitlines() if re.match(r"\s+[\d,]+  ", line)]
+    assert len(rows) >= 4
+
+
+@pytest.mark.parametrize("axis", ["batch", "layers"])
+def test_a_sweep_ends_with_the_largest_that_fits_and_the_next_that_does_not(axis: str) -> None:
+    points = swept(axis)
+    values = [value for value, _ in points]
+    assert values == sorted(set(values))
+    assert all(found.fits for _, found in points[:-1])
+    assert not points[-1][1].fits
+    assert values[-1] == values[-2] + 1
+    assert forecast.answer(asked(**LIMITS, **{axis: values[-2]})).fits
+    assert not forecast.answer(asked(**LIMITS, **{axis: values[-1]})).fits
+
+
+def test_a_swept_point_is_the_forecast_of_that_question() -> None:
+    points = dict(swept("batch"))
+    timing = forecast.answer(asked(**LIMITS, batch=4)).timing
+    assert timing is not None
+    assert points[4].timing == timing
+    assert points[4].question.tokens == 4 * 64
+
+
+# -- speed ----------------------------------------------------------------------------------------
+
+
+@law_of_time
+def test_a_70b_model_of_80_layers_is_planned_in_seconds(tmp_path: Path) -> None:
+    llama = tmp_path / "llama"
+    LLAMA_70B.save_pretrained(llama)
+    understand(model=llama, machine="h100-80gb")  # imports
+    begin = time.process_time()  # of this process: others may be at work here
+    found = forecast.answer(understand(model=llama, machine="h100-80gb", host="1200GiB", batch=8))
+    took_s = time.process_time() - begin
+    assert found.fits
+    assert found.question.model.num_blocks == 80
+    on_time(took_s < 8.0, f"{took_s:.1f} s")  # 3 to 6 s, by the processor

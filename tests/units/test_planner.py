@@ -1,0 +1,396 @@
+"""Laws of the plan: its bytes are the bytes that are taken, its errors say what would fit."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import Any
+
+import pytest
+import torch
+
+from stronghold.device.emulated import EmulatedDevice
+from stronghold.errors import BudgetError, ConfigError
+from stronghold.memory.host import HostStore
+from stronghold.memory.resident import DeviceStore
+from stronghold.memory.tiers import LOW_DTYPE
+from stronghold.memory.window import Window
+from stronghold.model.layout import LayerLayout, ModelLayout
+from stronghold.plan.plan import RING_ENTRIES, Demand, Gradients, Plan, make_plan
+from stronghold.plan.schedule import Kind, canonical_uses, make_schedule
+
+# Per layer: padded numel, padded trainable numel, and whether it is a block.
+Sizes = tuple[tuple[int, int, bool], ...]
+MODELS: dict[str, Sizes] = {
+    "even": ((4096, 4096, False), *((2048, 2048, True),) * 6, (4096, 4096, False)),
+    "unlike": (
+        (6144, 2048, False),
+        (2048, 2048, True),
+        (8192, 4096, True),
+        (4096, 0, True),
+        (6144, 6144, True),
+        (2048, 2048, False),
+    ),
+    "largest last": ((2048, 2048, True), (2048, 2048, True), (8192, 8192, True)),
+    "one layer": ((2048, 2048, True),),
+    "one block": ((4096, 4096, False), (6144, 2048, True)),
+    "frozen blocks": ((2048, 2048, False), (4096, 0, True), (4096, 0, True)),
+    "all frozen": ((2048, 0, False), (4096, 0, True), (2048, 0, True)),
+    "small blocks": ((65536, 65536, False), *((2048, 2048, True),) * 3),
+}
+
+
+def layout_of(sizes: Sizes) -> ModelLayout:
+    return ModelLayout(
+        layers=tuple(
+            LayerLayout(
+                index=index,
+                name=f"layer{index}",
+                streamed=streamed,
+                slices=(),
+                trainable_numel=trainable,
+                numel=numel,
+                num_parameters=numel - 7,
+                num_trainable=max(0, trainable - 7),
+            )
+            for index, (numel, trainable, streamed) in enumerate(sizes)
+        )
+    )
+
+
+def demand(dtype: torch.dtype = torch.bfloat16, **changes: Any) -> Demand:
+    low = LOW_DTYPE[dtype]
+    sizes = {"weight_bytes": dtype.itemsize, "low_bytes": low.itemsize if low else 0}
+    return Demand(**{**sizes, "gated": False, "accumulate": False, **changes})
+
+
+def taken(layout: ModelLayout, plan: Plan, dtype: torch.dtype, *, training: bool) -> list[int]:
+    """Bytes on the device and on the host that the plan's window and slabs really take."""
+    # The planned bytes are the device's budget: one more would raise.
+    device = EmulatedDevice(budget_bytes=plan.gpu_total_bytes)
+    try:
+        store = HostStore(
+            layout,
+            dtype,
+            device,
+            hold=plan.gradients is Gradients.HELD,
+            accumulate=plan.gradients is Gradients.ACCUMULATED,
+            ring_entries=plan.ring_entries,
+            elsewhere=plan.updated_on_gpu,
+        )
+        window = Window(
+            device,
+            dtype,
+            store.layers,
+            resident=plan.resident,
+            num_slots=plan.window,
+            num_gradient_slots=plan.gradient_slots,
+            own_gradients=plan.own_gradients,
+            sums=plan.chunk is not None,
+        )
+        there = DeviceStore(store, device, accumulate=plan.gradients is Gradients.ACCUMULATED)
+        for layer in layout.layers:
+            (there if layer.index in plan.updated_on_gpu else store).adopt(layer.index, [])
+        if training:
+            window.prepare_training()
+            store.prepare_training()
+            there.prepare_training()
+        # Autograd makes and keeps the gradients of a model that is whole, without padding.
+        kept = plan.whole and training and sum(layer.num_trainable for layer in layout.layers)
+        return [device.peak_bytes + kept * dtype.itemsize, store.allocated_bytes]
+    finally:
+        device.close()
+
+
+def named_bytes(error: pytest.ExceptionInfo[BaseException], pattern: str) -> int:
+    found = re.search(pattern, str(error.value))
+    assert found, str(error.value)
+    return int(found[1])
+
+
+# -- the formula -------------------------------------------------------------------------------
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("dtype", LOW_DTYPE)
+@pytest.mark.parametrize(
+    "mode",
+    [
+        {},
+        {"gated": True},
+        {"accumulate": True},
+        {"accumulate": True, "gated": True},
+        {"training": False},
+        {"chunk": 2},
+        {"chunk": 2, "gated": True},
+    ],
+    ids=lambda mode: "+".join(mode) or "ring",
+)
+@pytest.mark.parametrize(
+    "pinned",
+    [
+        {},
+        {"window": 1},
+        {"window": 3},
+        {"window": 99},
+        {"window": 2},
+        {"resident_layers": 1},
+        {"resident_updates": "gpu"},
+        {"resident_layers": 1, "resident_updates": "gpu"},
+        {"resident_layers": "all", "resident_updates": "gpu", "whole": False},
+        {"resident_layers": "all", "resident_updates": "gpu"},
+    ],
+    ids=str,
+)
+def test_the_plans_bytes_are_the_bytes_that_are_taken(
+    model: str, dtype: torch.dtype, mode: dict[str, Any], pinned: dict[str, Any]
+) -> None:
+    layout = layout_of(MODELS[model])
+    if pinned.get("resident_layers") == "all":
+        pinned = {**pinned, "resident_layers": len(layout.streamed)}
+    plan = make_plan(layout, demand(dtype, **mode, **pinned))
+    training = mode.get("training", True)
+    assert taken(layout, plan, dtype, training=training) == [
+        plan.gpu_total_bytes,
+        plan.host_total_bytes,
+    ]
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_every_block_resident_needs_no_slot(model: str) -> None:
+    layout = layout_of(MODELS[model])
+    plan = make_plan(layout, demand(resident_layers=len(layout.streamed)))
+    assert (plan.window, plan.prefetch) == (0, 0)
+    assert plan.resident == frozenset(range(len(layout.layers)))
+    assert taken(layout, plan, torch.bfloat16, training=True) == [
+        plan.gpu_total_bytes,
+        plan.host_total_bytes,
+    ]
+    uses = canonical_uses(range(len(layout.layers)), backward=True)
+    schedule = make_schedule(
+        uses, num_slots=plan.window, prefetch=plan.prefetch, resident=plan.resident
+    )
+    assert Kind.RELEASE not in {action.kind for action in schedule.actions}
+
+
+def test_bf16_training_takes_twelve_bytes_a_parameter_and_a_ring() -> None:
+    layout = layout_of(MODELS["even"])
+    plan = make_plan(layout, demand())
+    numel = sum(layer.numel for layer in layout.layers)
+    assert plan.host_total_bytes == 12 * numel + RING_ENTRIES * 2 * 4096
+
+
+def test_bf16_on_the_gpu_takes_twelve_bytes_a_parameter_and_its_gradients() -> None:
+    layout = layout_of(MODELS["even"])
+    pinned = {"resident_layers": len(layout.streamed), "resident_updates": "gpu"}
+    numel = sum(layer.numel for layer in layout.layers)
+    early = make_plan(layout, demand(whole=False, **pinned))
+    # Embedding and head gather in slots of their own, the blocks in one that they share.
+    assert early.gpu_total_bytes == 12 * numel + 2 * (4096 + 4096) + 2 * 2048
+    held = make_plan(layout, demand(whole=False, gated=True, **pinned))
+    assert held.gpu_total_bytes == 14 * numel
+    summed = make_plan(layout, demand(accumulate=True, **pinned))
+    assert summed.gpu_total_bytes == 16 * numel + 2 * layout.num_trainable
+    assert early.host_total_bytes == held.host_total_bytes == summed.host_total_bytes == 0
+
+
+@pytest.mark.parametrize(
+    "pinned",
+    [
+        {"resident_updates": "gpu"},
+        {"resident_layers": 6},
+        {"resident_layers": 6, "resident_updates": "gpu", "activations": "recompute"},
+    ],
+    ids=str,
+)
+def test_a_model_is_whole_when_all_of_it_stays_and_is_updated_there(pinned: Any) -> None:
+    layout = layout_of(MODELS["even"])
+    assert not make_plan(layout, demand(**pinned)).whole
+    with pytest.raises(ConfigError, match=r'resident_layers to "all", stronghold\.resident_upd'):
+        make_plan(layout, demand(whole=True, **pinned))
+    everything = {**pinned, "resident_layers": 6, "resident_updates": "gpu", "activations": "keep"}
+    assert make_plan(layout, demand(**everything)).whole
+    assert not make_plan(layout, demand(whole=False, **everything)).whole
+
+
+# -- the gpu's budget --------------------------------------------------------------------------
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("kept", [0, 1])
+@pytest.mark.parametrize("training", [True, False])
+def test_the_budget_is_never_passed_and_too_little_is_refused_with_what_fits(
+    model: str, kept: int, training: bool
+) -> None:
+    layout = layout_of(MODELS[model])
+    wish = demand(resident_layers=kept, training=training)
+    most = make_plan(layout, dataclasses.replace(wish, window=99)).gpu_total_bytes
+    with pytest.raises(BudgetError, match=r"stronghold\.gpu_memory: got 1 ") as error:
+        make_plan(layout, dataclasses.replace(wish, gpu_budget_bytes=1))
+    least = named_bytes(error, r"gpu_memory to at least (\d+)")
+    widest = 0
+    for budget in [*range(least, most, 2048), most, most * 2]:
+        plan = make_plan(layout, dataclasses.replace(wish, gpu_budget_bytes=budget))
+        assert plan.gpu_total_bytes <= budget
+        if training and any(layer.trainable_numel for layer in layout.layers if layer.streamed):
+            assert plan.gradient_slots >= 1
+        widest = max(widest, plan.window)
+        taken(layout, plan, torch.bfloat16, training=training)
+    assert make_plan(layout, dataclasses.replace(wish, gpu_budget_bytes=least)).window <= 1
+    assert widest == plan.window == len(layout.streamed) - kept
+    with pytest.raises(BudgetError, match=r"stronghold\.gpu_memory") as error:
+        make_plan(layout, dataclasses.replace(wish, gpu_budget_bytes=least - 1))
+    assert named_bytes(error, r"gpu_memory to at least (\d+)") == least
+    assert ("resident_layers" in str(error.value)) == bool(kept)
+
+
+def test_a_budget_below_two_layers_holds_one_and_its_gradients() -> None:
+    """One weight slot and one gradient slot are the least; a byte less is refused."""
+    layout = layout_of(MODELS["one layer"])
+    plan = make_plan(layout, demand(gpu_budget_bytes=2 * 2048 * 2))
+    assert (plan.window, plan.gradient_slots, plan.prefetch) == (1, 1, 0)
+    with pytest.raises(BudgetError, match=f"gpu_memory to at least {2 * 2048 * 2}"):
+        make_plan(layout, demand(gpu_budget_bytes=2 * 2048 * 2 - 1))
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("window", [1, 2, 3, 99])
+def test_a_pinned_window_is_kept_or_refused_with_what_fits(model: str, window: int) -> None:
+    layout = layout_of(MODELS[model])
+    kept = min(window, len(layout.streamed))
+    with pytest.raises(BudgetError, match=rf"stronghold\.window of {kept} ") as error:
+        make_plan(layout, demand(window=window, gpu_budget_bytes=1))
+    need = named_bytes(error, r"raise gpu_memory to at least (\d+)")
+    plan = make_plan(layout, demand(window=window, gpu_budget_bytes=need))
+    assert plan.window == kept
+    assert plan.gpu_total_bytes == need
+    assert plan.gradient_slots <= 1  # the least that trains, or `need` was not the least
+    with pytest.raises(BudgetError):
+        make_plan(layout, demand(window=window, gpu_budget_bytes=need - 1))
+    # The other remedy of the message.
+    smallest = named_bytes(error, r"with which (\d+) bytes suffice")
+    assert make_plan(layout, demand(gpu_budget_bytes=smallest)).window == 1
+
+
+def test_more_budget_never_means_fewer_slots() -> None:
+    layout = layout_of(MODELS["even"])
+    slots = []
+    for budget in range(50_000, 90_000, 512):
+        plan = make_plan(layout, demand(gpu_budget_bytes=budget))
+        slots.append(plan.window + plan.gradient_slots)
+    assert slots == sorted(slots)
+
+
+# -- what is pinned ----------------------------------------------------------------------------
+def test_without_a_budget_the_window_is_a_few_layers() -> None:
+    layout = layout_of(MODELS["even"])
+    plan = make_plan(layout, demand())
+    assert (plan.window, plan.prefetch, plan.gradient_slots) == (4, 3, 2)
+    assert make_plan(layout_of(MODELS["one layer"]), demand()).window == 1
+    # A pinned prefetch depth needs its slots.
+    assert make_plan(layout, demand(prefetch=5)).window == 6
+
+
+def test_window_and_prefetch_that_contradict_each_other_are_refused() -> None:
+    layout = layout_of(MODELS["even"])
+    with pytest.raises(ConfigError, match=r"stronghold\.prefetch: got 3, .* window of 2 ") as error:
+        make_plan(layout, demand(window=2, prefetch=3))
+    assert named_bytes(error, r"lower prefetch to (\d+)") == 1
+    assert named_bytes(error, r"stronghold\.window to (\d+)") == 4
+    assert make_plan(layout, demand(window=2, prefetch=1)).prefetch == 1
+    assert make_plan(layout, demand(window=4, prefetch=3)).window == 4
+
+
+def test_a_prefetch_that_the_budget_cannot_hold_is_refused_with_the_bytes() -> None:
+    layout = layout_of(MODELS["even"])
+    least = make_plan(layout, demand(window=1)).gpu_total_bytes
+    with pytest.raises(ConfigError, match=r"stronghold\.prefetch: got 3") as error:
+        make_plan(layout, demand(prefetch=3, gpu_budget_bytes=least))
+    need = named_bytes(error, r"stronghold\.gpu_memory to (\d+) bytes")
+    assert make_plan(layout, demand(prefetch=3, gpu_budget_bytes=need)).prefetch == 3
+
+
+def test_depth_beyond_the_models_layers_is_no_contradiction() -> None:
+    """window 8 and prefetch 5 agree; a model of one block has neither, and nothing to fetch."""
+    plan = make_plan(layout_of(MODELS["one block"]), demand(window=8, prefetch=5))
+    assert (plan.window, plan.prefetch) == (1, 0)
+
+
+def test_a_window_of_zero_is_refused_by_its_key() -> None:
+    with pytest.raises(ConfigError, match=r"stronghold\.window: got 0"):
+        make_plan(layout_of(MODELS["even"]), demand(window=0))
+    with pytest.raises(ConfigError, match=r"stronghold\.window: got 0"):
+        make_plan(layout_of(MODELS["even"]), demand(window=0, gpu_budget_bytes=10**6))
+
+
+def test_more_resident_layers_than_blocks_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"stronghold\.resident_layers: got 7, .* 6 blocks"):
+        make_plan(layout_of(MODELS["even"]), demand(resident_layers=7))
+
+
+def test_resident_blocks_are_the_last_ones() -> None:
+    """They are used last in forward and first in backward: the turn costs no fetch."""
+    plan = make_plan(layout_of(MODELS["even"]), demand(resident_layers=2))
+    assert plan.resident == frozenset({0, 5, 6, 7})
+
+
+def test_gradients_wait_where_the_config_needs_them() -> None:
+    layout = layout_of(MODELS["even"])
+    assert make_plan(layout, demand()).gradients is Gradients.RING
+    held = make_plan(layout, demand(gated=True))
+    assert (held.gradients, held.ring_entries) == (Gradients.HELD, 0)
+    both = make_plan(layout, demand(gated=True, accumulate=True))
+    assert (both.gradients, both.ring_entries) == (Gradients.ACCUMULATED, RING_ENTRIES)
+
+
+# -- the host's budget -------------------------------------------------------------------------
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("mode", [{}, {"gated": True}, {"accumulate": True}], ids=str)
+def test_too_little_host_memory_is_refused_with_what_fits(model: str, mode: dict[str, Any]) -> None:
+    layout = layout_of(MODELS[model])
+    with pytest.raises(BudgetError, match=r"stronghold\.host_memory") as error:
+        make_plan(layout, demand(**mode, host_budget_bytes=1))
+    need = named_bytes(error, r"to at least (\d+) bytes")
+    plan = make_plan(layout, demand(**mode, host_budget_bytes=need))
+    assert plan.host_total_bytes == need
+    with pytest.raises(BudgetError):
+        make_plan(layout, demand(**mode, host_budget_bytes=need - 1))
+    held = plan.host_bytes["held gradients"]
+    assert ("gradient_clipping" in str(error.value)) == bool(held)
+
+
+# -- what a person reads -----------------------------------------------------------------------
+def test_the_plan_prints_its_reasons_and_every_byte() -> None:
+    layout = layout_of(MODELS["even"])
+    plan = make_plan(layout, demand(gated=True, resident_layers=1, gpu_budget_bytes=80_000))
+    text = str(plan)
+    assert text.startswith("stronghold plan\n")
+    for reason in plan.reasons:
+        assert f"  {reason}\n" in text
+    assert "stronghold.resident_layers" in text
+    assert "stronghold.gpu_memory" in text
+    for name, size in (plan.gpu_bytes | plan.host_bytes).items():
+        assert (f" {name} " in text) == (size > 0)
+    printed = [float(number) for number in re.findall(r"= ([\d.]+) bytes/parameter", text)]
+    assert printed == [
+        pytest.approx(total / plan.num_parameters, abs=0.006)
+        for total in (plan.gpu_total_bytes, plan.host_total_bytes)
+    ]
+
+
+def test_the_same_question_has_the_same_answer() -> None:
+    layout = layout_of(MODELS["unlike"])
+    wish = demand(gpu_budget_bytes=10**5, cpu_threads=3, activations="offload")
+    plan = make_plan(layout, wish)
+    assert plan == make_plan(layout, wish)
+    assert plan.cpu_threads == 3
+    assert [plan.activations[layer.index] for layer in layout.layers] == [
+        "offload" if layer.streamed else "keep" for layer in layout.layers
+    ]
+    assert make_plan(layout, demand(num_cores=5)).cpu_threads == 5
+
+
+def test_the_last_blocks_may_keep_their_activations() -> None:
+    layout = layout_of(MODELS["even"])
+    blocks = layout.streamed
+    for kept in range(len(blocks) + 2):
+        plan = make_plan(layout, demand(activations="recompute", kept_activations=kept))
+        policies = [plan.activations[index] for index in blocks]
+        num_again = max(0, len(blocks) - kept)
+        assert policies == ["recompute"] * num_again + ["keep"] * (len(blocks) - num_again)

@@ -1,0 +1,245 @@
+"""Laws of machine profiles: what is written is what is read, and nothing else is taken."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from stronghold import native
+from stronghold.errors import ConfigError
+from stronghold.memory.tiers import LOW_DTYPE
+from stronghold.plan import machine as profile
+from stronghold.plan.machine import MachineProfile
+from stronghold.runtime.adam import adam_bytes
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def of(**changes: Any) -> MachineProfile:
+    """A profile of round numbers."""
+    fields: dict[str, Any] = {
+        "name": "a machine",
+        "measured": "2026-01-31",
+        "sources": (),
+        "gpu_memory_bytes": 24 << 30,
+        "host_memory_bytes": 128 << 30,
+        "num_cores": 8,
+        "fetch_gbps": 24.0,
+        "drain_gbps": 25.0,
+        "duplex_gbps": 44.0,
+        "memory_gbps": {1: 20.0, 2: 36.0, 8: 60.0},
+        "adam_gbps": {1: 18.0, 2: 34.0, 8: 57.0},
+        "flops": {"bf16": 1e14, "fp16": 1e14, "fp32": 2e13},
+        "gpu_memory_gbps": 900.0,
+    }
+    return MachineProfile(**{**fields, **changes})
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.delenv(profile.ENVIRONMENT, raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.mark.parametrize("disk", [{}, {"nvme_read_gbps": 3.1, "nvme_path": "/disk"}])
+def test_what_is_saved_is_what_is_loaded(tmp_path: Path, disk: dict[str, Any]) -> None:
+    saved = of(sources=("a data sheet", "täglich gemessen"), **disk)
+    saved.save(tmp_path / "new" / "profile.json")
+    assert MachineProfile.load(tmp_path / "new" / "profile.json") == saved
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["profile.json"]
+
+
+def test_a_profile_replaces_the_one_before(tmp_path: Path) -> None:
+    of(name="first").save(tmp_path / "profile.json")
+    of(name="second").save(tmp_path / "profile.json")
+    assert MachineProfile.load(tmp_path / "profile.json").name == "second"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"version": 2}, "version: got 2, expected 1"),
+        ({"version": None}, "version: got None, expected 1"),
+        ({"fetch_gbp": 3.0}, 'profile.fetch_gbp: unknown key. Did you mean "fetch_gbps"'),
+        ({"fetch_gbps": 0}, "profile.fetch_gbps: got 0, expected a positive number"),
+        ({"fetch_gbps": True}, "profile.fetch_gbps: got True"),
+        ({"fetch_gbps": None}, "profile.fetch_gbps: got None"),
+        ({"fetch_gbps": float("nan")}, "profile.fetch_gbps: got nan"),
+        ({"drain_gbps": "25"}, "profile.drain_gbps: got '25'"),
+        ({"nvme_read_gbps": -1.0}, "profile.nvme_read_gbps: got -1.0"),
+        ({"num_cores": 0}, "profile.num_cores: got 0, expected a whole number"),
+        ({"num_cores": 10**400}, "profile.num_cores: got 1000"),
+        ({"fetch_gbps": 10**400}, "profile.fetch_gbps: got 1000"),
+        ({"adam_gbps": {"1" * 5000: 1.0}}, "profile.adam_gbps: got the key '1111"),
+        ({"num_cores": 1.5}, "profile.num_cores: got 1.5"),
+        ({"adam_gbps": {}}, "profile.adam_gbps: got {}"),
+        ({"adam_gbps": {"one": 1.0}}, "profile.adam_gbps: got the key 'one'"),
+        ({"adam_gbps": {"0": 1.0}}, "profile.adam_gbps: got 0"),
+        ({"memory_gbps": {"1": -1.0}}, "profile.memory_gbps.1: got -1.0"),
+        ({"memory_gbps": 40.0}, "profile.memory_gbps: got 40.0"),
+        ({"flops": {"bf16": 1.0, "fp16": 1.0}}, "profile.flops: got bf16, fp16, expected"),
+        ({"flops": {"bf16": 1.0, "fp16": 1.0, "fp32": 1.0, "int8": 1.0}}, "profile.flops: got"),
+        ({"sources": "a data sheet"}, "profile.sources: got 'a data sheet'"),
+        ({"name": 3}, "profile.name: got 3, expected text"),
+    ],
+)
+def test_other_versions_unknown_keys_and_wrong_values_are_refused(
+    change: dict[str, Any], message: str
+) -> None:
+    raw = {**json.loads(of().to_json()), **change}
+    with pytest.raises(ConfigError) as refused:
+        MachineProfile.from_json(json.dumps(raw), "box.json")
+    assert str(refused.value).startswith("box.json: ")
+    assert message in str(refused.value)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "3", '{"version": 1}', "[" * 100_000])
+def test_what_is_no_profile_is_refused_by_name(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"box\.json.*stronghold doctor"):
+        MachineProfile.from_json(text, "box.json")
+
+
+@pytest.mark.parametrize("field", ["name", "fetch_gbps", "adam_gbps", "flops", "sources"])
+def test_a_missing_key_is_named(field: str) -> None:
+    raw = json.loads(of().to_json())
+    del raw[field]
+    with pytest.raises(ConfigError, match=f"missing {field}"):
+        MachineProfile.from_json(json.dumps(raw), "box.json")
+
+
+@pytest.mark.parametrize(
+    ("threads", "expected"),
+    [(1, 20.0), (2, 36.0), (5, 48.0), (8, 60.0), (9, 60.0), (400, 60.0), (0, 20.0)],
+)
+def test_rates_lie_between_measured_numbers_of_threads(threads: int, expected: float) -> None:
+    assert of().memory_rate(threads) == expected
+    assert of(adam_gbps=of().memory_gbps).adam_rate(threads) == expected
+
+
+def test_the_known_machines_ship() -> None:
+    expected = {"rtx3090", "rtx4090", "v100-32gb", "a100-80gb", "h100-80gb", "h200"}
+    assert expected <= set(profile.machine_names())
+
+
+@pytest.mark.parametrize("name", profile.machine_names())
+def test_shipped_machines_load_and_say_where_their_rates_come_from(name: str) -> None:
+    machine = MachineProfile.load(name)
+    assert machine.measured == ""
+    for part in ("GPU", "Link", "Host", "Disk", "Adam"):
+        assert any(source.startswith(part) for source in machine.sources), part
+    assert machine.duplex_gbps <= machine.fetch_gbps + machine.drain_gbps
+    assert max(machine.fetch_gbps, machine.drain_gbps) <= machine.duplex_gbps
+    assert machine.flops["fp32"] < machine.flops["fp16"]
+    assert machine.gpu_memory_gbps > machine.memory_rate(machine.num_cores)
+    assert list(machine.memory_gbps) == list(machine.adam_gbps)
+    assert max(machine.memory_gbps) == machine.num_cores
+    for threads in machine.memory_gbps:
+        assert machine.adam_rate(threads) <= machine.memory_rate(threads)
+
+
+def test_the_artifacts_machine_has_the_artifacts_cores_and_memory() -> None:
+    machine = MachineProfile.load("v100-32gb")
+    assert (machine.num_cores, machine.host_memory_bytes) == (12, 90 * 10**9)
+
+
+def test_an_unknown_machine_gets_a_hint_and_the_list() -> None:
+    with pytest.raises(ConfigError) as refused:
+        MachineProfile.load("rtx409")
+    message = str(refused.value)
+    assert 'Did you mean "rtx4090"?' in message
+    assert all(name in message for name in profile.machine_names())
+
+
+def test_a_directory_is_no_profile(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read"):
+        MachineProfile.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "nbytes"),
+    [
+        (torch.bfloat16, profile.adam_bytes(2, 2)),
+        (torch.float16, profile.adam_bytes(2, 4)),
+        (torch.float32, profile.adam_bytes(4, 0)),
+    ],
+)
+def test_adams_bytes_are_those_of_its_arrays(dtype: torch.dtype, nbytes: int) -> None:
+    """Every array that a segment names is read, and all but the gradient are written."""
+    low = LOW_DTYPE[dtype]
+    written = dtype.itemsize + (low.itemsize if low else 0) + 2 * torch.float32.itemsize
+    assert {"weight", "low", "exp_avg", "exp_avg_sq", "grad"} <= set(native.AdamSegment._fields)
+    assert nbytes == 2 * written + dtype.itemsize == adam_bytes(dtype, dtype)
+
+
+# -- where a machine's own profile lies -----------------------------------------------------------
+
+
+def test_each_kind_of_gpu_has_a_file_of_its_own(own_cache: Path) -> None:
+    paths = {profile.default_path(gpu) for gpu in (None, "NVIDIA H200", "NVIDIA A100")}
+    assert len(paths) == 3
+    assert {path.parent for path in paths} == {own_cache / "stronghold"}
+    assert profile.default_path("NVIDIA H200").name.endswith("-nvidia-h200.json")
+
+
+def test_nothing_is_found_where_nothing_was_measured() -> None:
+    assert profile.find() is None
+    assert profile.find("NVIDIA H200") is None
+
+
+def test_a_gpus_profile_is_found_before_the_emulated_devices() -> None:
+    of(name="gpu").save(profile.default_path("NVIDIA H200"))
+    of(name="emulated").save(profile.default_path())
+    os.utime(profile.default_path("NVIDIA H200"), (0, 0))
+    for gpu, name in ((None, "gpu"), ("NVIDIA H200", "gpu"), ("emulated", "emulated")):
+        found = profile.find(gpu)
+        assert found is not None
+        assert found.name == name
+    assert profile.find("NVIDIA A100") is None
+
+
+def test_the_environment_names_another_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of(name="cached").save(profile.default_path())
+    monkeypatch.setenv(profile.ENVIRONMENT, str(tmp_path / "mine.json"))
+    assert profile.default_path("NVIDIA H200") == tmp_path / "mine.json"
+    with pytest.raises(ConfigError, match=r"mine\.json"):
+        profile.find()
+    of(name="mine").save(profile.default_path())
+    assert profile.find() == of(name="mine")
+    monkeypatch.setenv(profile.ENVIRONMENT, "h200")
+    assert profile.find() == MachineProfile.load("h200")
+    assert profile.default_path().parent == tmp_path / "cache" / "stronghold"
+
+
+def test_a_damaged_cache_is_as_good_as_none_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    path = profile.default_path()
+    path.parent.mkdir(parents=True)
+    path.write_text('{"version": 0}')
+    assert profile.find() is None
+    assert str(path) in caplog.text
+
+
+def test_a_profile_is_read_without_torch() -> None:
+    """The rates are plain data: planning without a GPU starts at once."""
+    code = (
+        "import sys, types; package = types.ModuleType('stronghold');"
+        f"package.__path__ = [{str(ROOT / 'stronghold')!r}]; sys.modules['stronghold'] = package;"
+        "from stronghold.plan.machine import MachineProfile; MachineProfile.load('h200');"
+        "assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_profiles_cannot_be_changed() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        of().fetch_gbps = 1.0  # type: ignore[misc]

@@ -1,0 +1,193 @@
+"""The search's choice is the best, or nearly, of all that fit; and what cannot fit is told."""
+
+from __future__ import annotations
+
+import re
+import time
+from dataclasses import replace
+from itertools import product
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from stronghold.errors import BudgetError
+from stronghold.model.costs import ModelCosts
+from stronghold.model.layout import ModelLayout
+from stronghold.model.shapes import transformer_shape
+from stronghold.plan.cost import workload_of
+from stronghold.plan.machine import MachineProfile, rates_of
+from stronghold.plan.plan import Demand, Plan, make_plan
+from stronghold.plan.search import largest_micro_batch, lower_bound
+from stronghold.simulate import fastest_plan, simulate
+from tests.support.quiet import law_of_time, on_time
+
+GIB = 1 << 30
+NEAR = 1.03  # the issue's figure
+
+
+class Pair(NamedTuple):
+    """A machine, a model (layers, hidden, heads, vocabulary), its tokens, and the GPU's budget."""
+
+    machine: str
+    shape: tuple[int, int, int, int]
+    batch: int
+    seq: int
+    gpu_gib: float
+    gated: bool = True
+
+
+# Large layers, few of them: an exhaustive sweep takes seconds.
+PAIRS = [
+    Pair("rtx4090", (12, 4096, 32, 32000), 8, 1024, 8),
+    Pair("rtx4090", (12, 4096, 32, 32000), 1, 512, 8),
+    Pair("rtx3090", (10, 5120, 40, 32000), 16, 1024, 14),
+    Pair("v100-32gb", (12, 2048, 16, 50304), 4, 1024, 5),
+    Pair("a100-80gb", (8, 8192, 64, 32000), 4, 4096, 30),
+    Pair("a100-80gb", (12, 4096, 32, 128256), 2, 1024, 20, gated=False),
+    Pair("h100-80gb", (10, 8192, 64, 128256), 8, 4096, 60),
+    Pair("h100-80gb", (12, 5120, 40, 32000), 1, 2048, 16),
+    Pair("h200", (8, 8192, 64, 32000), 1, 1024, 40),
+    Pair("h200", (10, 8192, 64, 128256), 16, 2048, 100, gated=False),
+]
+
+
+def demand_of(pair: Pair) -> tuple[ModelLayout, ModelCosts, MachineProfile, Demand]:
+    machine = MachineProfile.load(pair.machine)
+    layout, costs_of = transformer_shape(*pair.shape, pair.seq)
+    costs = costs_of(pair.batch, pair.seq, "bf16")
+    demand = Demand(
+        weight_bytes=2,
+        low_bytes=2,
+        gated=pair.gated,
+        accumulate=False,
+        gpu_budget_bytes=int(pair.gpu_gib * GIB),
+        cpu_threads=machine.num_cores,
+        saved_bytes=tuple(layer.saved_bytes for layer in costs.layers),
+        boundary_bytes=tuple(layer.boundary_bytes for layer in costs.layers),
+    )
+    return layout, costs, machine, demand
+
+
+def sweep(pair: Pair) -> tuple[float, float, int]:
+    """Seconds of a step: the search's choice, and the best of every window, share of resident
+    blocks and policy that fits; and how many those were."""
+    layout, costs, machine, demand = demand_of(pair)
+    workload = workload_of(costs, machine)
+    rates = rates_of(machine, demand.cpu_threads or 1)
+    choice = fastest_plan(layout, demand, workload, rates, dtype=torch.bfloat16)
+    best, count = float("inf"), 0
+    blocks = layout.streamed
+    for resident, updates, window, kept, other in product(
+        range(len(blocks) + 1),
+        ("host", "gpu"),
+        range(1, len(blocks) + 1),
+        range(len(blocks) + 1),
+        ("recompute", "offload"),
+    ):
+        if window > max(1, len(blocks) - resident):
+            continue
+        wish = replace(
+            demand,
+            resident_layers=resident,
+            resident_updates=updates,
+            window=window,
+            activations=other,
+            kept_activations=kept,
+        )
+        try:
+            plan = make_plan(layout, wish)
+        except BudgetError:
+            continue
+        if lower_bound(plan, workload, rates) >= best:
+            continue  # it cannot be better
+        step_s = simulate(layout, plan, workload, rates, dtype=torch.bfloat16).step_s
+        assert step_s >= lower_bound(plan, workload, rates) * (1 - 1e-9)
+        best, count = min(best, step_s), count + 1
+    return choice.forecast.step_s, best, count
+
+
+def check(pair: Pair) -> None:
+    chosen, best, count = sweep(pair)
+    assert count > 0
+    assert chosen <= NEAR * best, f"{chosen} s against {best} s, of {count} plans simulated"
+
+
+@pytest.mark.parametrize("pair", PAIRS[:1], ids=str)
+def test_the_choice_is_within_three_per_cent_of_an_exhaustive_sweep(pair: Pair) -> None:
+    check(pair)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pair", PAIRS[1:], ids=str)
+def test_the_choice_is_within_three_per_cent_on_every_machine(pair: Pair) -> None:
+    check(pair)
+
+
+@law_of_time
+def test_seventy_billion_parameters_are_planned_in_seconds() -> None:
+    layout, costs, machine, demand = demand_of(Pair("h200", (80, 8192, 64, 128256), 4, 4096, 130))
+    begun = time.process_time()
+    choice = fastest_plan(
+        layout,
+        demand,
+        workload_of(costs, machine),
+        rates_of(machine, machine.num_cores),
+        dtype=torch.bfloat16,
+    )
+    took_s = time.process_time() - begun
+    assert choice.plan.gpu_total_bytes + choice.plan.activation_bytes <= 130 * GIB
+    on_time(took_s < 8.0, f"{took_s:.1f} s")  # 3 to 6 s, by the processor
+
+
+def test_what_the_user_pinned_stays() -> None:
+    layout, costs, machine, demand = demand_of(PAIRS[0])
+    pinned = replace(demand, window=4, prefetch=2, activations="recompute", resident_layers=1)
+    rates = rates_of(machine, machine.num_cores)
+    plan = fastest_plan(
+        layout, pinned, workload_of(costs, machine), rates, dtype=torch.bfloat16
+    ).plan
+    blocks = layout.streamed
+    assert (plan.window, plan.prefetch) == (4, 2)
+    assert {plan.activations[index] for index in blocks} == {"recompute"}
+    assert plan.resident & set(blocks) == {blocks[-1]}
+
+
+def needed_bytes(error: BudgetError) -> int:
+    found = re.search(r"raise gpu_memory to at least (\d+)", str(error))
+    assert found, str(error)
+    return int(found[1])
+
+
+@pytest.mark.parametrize("pair", PAIRS[:3], ids=str)
+def test_a_refusal_names_the_smallest_budget_that_fits(pair: Pair) -> None:
+    layout, costs, machine, demand = demand_of(pair)
+    workload, rates = workload_of(costs, machine), rates_of(machine, machine.num_cores)
+
+    def plan_with(budget: int) -> Plan:
+        wish = replace(demand, gpu_budget_bytes=budget)
+        return fastest_plan(layout, wish, workload, rates, dtype=torch.bfloat16).plan
+
+    with pytest.raises(BudgetError) as refused:
+        plan_with(1 << 20)
+    need = needed_bytes(refused.value)
+    plan = plan_with(need)
+    assert plan.gpu_total_bytes + plan.activation_bytes <= need
+    with pytest.raises(BudgetError):
+        plan_with(need - 1)
+
+
+def test_the_largest_micro_batch_is_the_last_that_fits() -> None:
+    for last in (0, 1, 2, 3, 7, 8, 100):
+        assert largest_micro_batch(lambda batch, last=last: batch <= last) == last
+    assert largest_micro_batch(lambda batch: True, limit=64) == 64
+
+
+def test_a_model_that_fits_whole_stays_whole() -> None:
+    layout, costs, machine, demand = demand_of(PAIRS[3]._replace(gpu_gib=30))
+    workload, rates = workload_of(costs, machine), rates_of(machine, machine.num_cores)
+    choice = fastest_plan(layout, demand, workload, rates, dtype=torch.bfloat16)
+    assert choice.plan.whole
+    compute_s = sum(load.forward_s + load.backward_s for load in workload.layers)
+    adam_s = 26 * layout.num_parameters * 1e-9 / rates.device_gbps
+    assert choice.forecast.step_s == pytest.approx(compute_s + adam_s, rel=0.05)

@@ -1,0 +1,38 @@
+"""What is written to a range of an array in a file leaves the elements beside it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from stronghold.memory.tiers import Tiers
+from stronghold.model.layout import PAGE_NUMEL, ModelLayout, ParameterShape, layer_layout
+from tests.support.pages import PAGE
+from tests.support.stores import pages, store_of
+
+
+@pytest.mark.parametrize("mode", ["edit", "replace"])
+@pytest.mark.parametrize(
+    ("begin", "end"), [(0, 5), (PAGE_NUMEL - 1, PAGE_NUMEL + 1), (17, 5 * PAGE_NUMEL - 3)]
+)
+def test_elements_beside_a_written_range_stay(
+    mode: str, begin: int, end: int, folders: list[Path]
+) -> None:
+    shape = ParameterShape(name="p", shape=(5 * PAGE_NUMEL,), trainable=True)
+    layer = layer_layout([shape], index=0, name="layer", streamed=True)
+    count = layer.numel * 4 // PAGE
+    with store_of(folders[:1], pages(count, "exp_avg"), piece_bytes=4 * PAGE) as store:
+        layout = ModelLayout(layers=(layer,))
+        tiers = Tiers(layout, torch.float32, store, [frozenset({"exp_avg"})])
+        expected = torch.arange(layer.numel, dtype=torch.float32)
+        for first, last, found in tiers.staged(0, ("exp_avg",), 0, layer.numel, "replace"):
+            found["exp_avg"].copy_(expected[first:last])
+        for first, last, found in tiers.staged(0, ("exp_avg",), begin, end, mode):  # type: ignore[arg-type]
+            if mode == "edit":
+                assert torch.equal(found["exp_avg"], expected[first:last])
+            found["exp_avg"].copy_(-expected[first:last])
+        expected[begin:end] *= -1
+        for first, last, found in tiers.staged(0, ("exp_avg",), 0, layer.numel, "read"):
+            assert torch.equal(found["exp_avg"], expected[first:last])

@@ -1,0 +1,234 @@
+"""Laws of the trace, its file, and its pictures."""
+
+from __future__ import annotations
+
+import json
+import random
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from stronghold.errors import ConfigError
+from stronghold.telemetry import plot, trace
+from stronghold.telemetry.trace import NullTrace, Span, Trace
+from tests.support.mutations import mutated
+
+PNG_MAGIC = b"\x89PNG\r\n\x1a\n"
+
+
+def recorded_step(lanes: Trace, step: int, start_s: float) -> None:
+    """One step of two layers, 8 ms long."""
+    ms = 1e-3
+    lanes.record("fetch", "fetch 1", start_s, start_s + 1 * ms, bytes=4096)
+    lanes.record("compute", "forward 0", start_s, start_s + 2 * ms)
+    lanes.record("compute", "forward 1", start_s + 2 * ms, start_s + 4 * ms)
+    lanes.record("compute", "backward 1", start_s + 4 * ms, start_s + 6 * ms)
+    lanes.record("compute", "backward 0", start_s + 6 * ms, start_s + 8 * ms)
+    lanes.record("drain", "drain 1", start_s + 6 * ms, start_s + 7 * ms)
+    lanes.record("update", "update 1", start_s + 7 * ms, start_s + 9 * ms)
+    lanes.record("step", f"step {step}", start_s, start_s + 8 * ms)
+
+
+@pytest.fixture
+def three_steps(tmp_path: Path) -> Path:
+    lanes = Trace()
+    origin = time.perf_counter()
+    for step in (1, 2, 3):
+        recorded_step(lanes, step, origin + step * 8e-3)
+    lanes.write(tmp_path / "trace.json")
+    return tmp_path / "trace.json"
+
+
+def test_a_written_trace_reads_back_as_recorded(tmp_path: Path) -> None:
+    lanes = Trace()
+    start = time.perf_counter()
+    lanes.record("update", "update 3", start + 0.5, start + 0.75, bytes=17)
+    lanes.record("fetch", "fetch 2", start, start + 0.25)
+    lanes.write(tmp_path / "trace.json")
+    first, second = trace.read(tmp_path / "trace.json")
+    assert (first.lane, first.name, first.kind, first.args) == ("fetch", "fetch 2", "fetch", {})
+    assert (second.lane, second.name, second.args) == ("update", "update 3", {"bytes": 17})
+    # The file keeps nanoseconds.
+    assert first.duration_s == pytest.approx(0.25, abs=1e-8)
+    assert second.start_s - first.start_s == pytest.approx(0.5, abs=1e-8)
+
+
+def test_rows_keep_the_order_of_the_lanes(tmp_path: Path) -> None:
+    lanes = Trace(rank=3)
+    for lane in ("other", "io", "update", "drain", "fetch", "compute", "step"):
+        lanes.record(lane, "work", 0.0, 1.0)
+    lanes.write(tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    order = {e["tid"]: e["args"]["sort_index"] for e in events if e["name"] == "thread_sort_index"}
+    assert [names[row] for row in sorted(names, key=lambda row: order[row])] == [
+        *("step", "compute", "fetch", "drain", "update", "io", "other")
+    ]
+    assert {e["pid"] for e in events} == {3}
+
+
+def test_no_span_is_lost_when_many_threads_record(tmp_path: Path) -> None:
+    lanes = Trace()
+
+    def work(lane: str) -> None:
+        for layer in range(500):
+            with lanes.span(lane, f"fetch {layer}"):
+                pass
+
+    threads = [threading.Thread(target=work, args=(f"lane {i}",)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    lanes.write(tmp_path / "early.json")  # while the others record
+    for thread in threads:
+        thread.join()
+    lanes.write(tmp_path / "trace.json")
+    spans = trace.read(tmp_path / "trace.json")
+    assert len(spans) == 2000
+    assert len({(span.lane, span.name) for span in spans}) == 2000
+
+
+def test_a_span_is_recorded_when_its_body_raises() -> None:
+    lanes = Trace()
+    with pytest.raises(RuntimeError, match="link"), lanes.span("fetch", "fetch 1"):
+        raise RuntimeError("link")
+    assert [name for _, name, _, _, _ in lanes._spans] == ["fetch 1"]
+
+
+def test_writing_replaces_the_file_and_leaves_no_other(tmp_path: Path, three_steps: Path) -> None:
+    Trace().write(three_steps)
+    assert trace.read(three_steps) == []
+    assert list(tmp_path.iterdir()) == [three_steps]
+
+
+def test_a_run_of_any_length_keeps_the_newest_operations_alone() -> None:
+    lanes = Trace(newest=100)
+    kept = []
+    for k in range(1050):
+        lanes.record("fetch", f"fetch {k}", float(k), k + 1.0)
+        kept.append(len(lanes.spans()))
+        assert lanes.spans()[-1].name == f"fetch {k}"
+    assert max(kept) == 200
+    mark = lanes.mark()
+    lanes.record("fetch", "fetch 1050", 0.0, 1.0)
+    for k in range(1051, 1100):
+        lanes.record("fetch", f"fetch {k}", 0.0, 1.0)
+    assert [span.name for span in lanes.spans(mark)] == [f"fetch {k}" for k in range(1050, 1100)]
+
+
+def test_each_rank_writes_a_trace_of_its_own(tmp_path: Path) -> None:
+    files = [trace.open_path(tmp_path / "new" / "trace.json", rank) for rank in (0, 1, 12)]
+    names = ["trace.json", "trace.rank1.json", "trace.rank12.json"]
+    assert files == [tmp_path / "new" / name for name in names]
+    assert list((tmp_path / "new").iterdir()) == []
+
+
+def test_a_null_trace_has_every_method_of_a_trace_and_writes_nothing(tmp_path: Path) -> None:
+    null = NullTrace()
+    assert isinstance(null, Trace)
+    null.record("fetch", "fetch 0", 0.0, 1.0, bytes=1)
+    with null.span("fetch", "fetch 0", bytes=1):
+        pass
+    null.write(tmp_path / "trace.json")
+    assert (null.recording, null.mark(), null.spans()) == (False, 0, [])
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(None, "cannot be read"), ("", "not a trace"), ("[]", "not a trace"), ("{}", "not a trace")],
+)
+def test_a_file_that_is_no_trace_is_refused(
+    tmp_path: Path, content: str | None, message: str
+) -> None:
+    path = tmp_path / "trace.json"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(ConfigError, match=message):
+        trace.read(path)
+
+
+def event(**changes: object) -> str:
+    """A trace of one event."""
+    row = {"ph": "M", "pid": 0, "tid": 1, "name": "thread_name", "args": {"name": "step"}}
+    span = {"ph": "X", "pid": 0, "tid": 1, "name": "step 1", "ts": 0, "dur": 1, "args": {}}
+    return json.dumps({"traceEvents": [row, {**span, **changes}]})
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        *(event(**{key: 10**400}) for key in ("ts", "dur", "tid", "name", "args")),
+        *(event(**{key: "x"}) for key in ("ts", "dur", "tid", "name", "args")),
+        *(event(**{key: None}) for key in ("ts", "dur", "tid", "name", "args")),
+        *(event(ts=value) for value in (float("nan"), float("inf"), True, [])),
+        *(event(dur=value) for value in (-1, float("nan"))),
+        *(event(name=value) for value in ("", "step", "step one")),
+        *('{"traceEvents": 7}', '{"traceEvents": [7]}', '{"traceEvents": {"ph": "X"}}'),
+        *("[" * 100_000, '{"traceEvents": ' + "1" * 5000 + "}"),
+    ],
+)
+def test_a_trace_of_other_types_is_refused(tmp_path: Path, content: str) -> None:
+    (tmp_path / "trace.json").write_text(content)
+    with pytest.raises(ConfigError, match="not a trace"):
+        trace.read(tmp_path / "trace.json")
+
+
+def test_mutated_traces_are_refused_or_read(three_steps: Path) -> None:
+    document, refused = json.loads(three_steps.read_text()), 0
+    for case in range(500):
+        three_steps.write_text(json.dumps(mutated(document, random.Random(case))))
+        try:
+            plot._extent(trace.read(three_steps), None, None, None)
+        except ConfigError:
+            refused += 1
+        except BaseException as error:
+            raise AssertionError(f"case {case}: {error!r}") from error
+    assert refused > 100
+
+
+def test_a_timeline_shows_the_last_step_unless_told_otherwise(three_steps: Path) -> None:
+    spans = trace.read(three_steps)
+    begin_s, end_s, title = plot._extent(spans, None, None, None)
+    last = next(span for span in spans if span.name == "step 3")
+    assert (begin_s, end_s, title) == (last.start_s, last.end_s, "step 3, 8.0 ms")
+    assert plot._extent(spans, 1, None, None)[0] < last.start_s
+    assert plot._extent(spans, None, 0.001, 0.002)[:2] == (0.001, 0.002)
+
+
+def test_a_timeline_is_a_png(tmp_path: Path, three_steps: Path) -> None:
+    plot.draw_timeline(trace.read(three_steps), tmp_path / "new folder" / "timeline.png")
+    assert (tmp_path / "new folder" / "timeline.png").read_bytes().startswith(PNG_MAGIC)
+
+
+def test_a_lane_is_busy_for_the_union_of_its_spans_and_not_while_it_waits() -> None:
+    def span(name: str, start_s: float, end_s: float) -> Span:
+        return Span(lane="compute", name=name, start_s=start_s, end_s=end_s)
+
+    spans = [span("forward 0", -1, 2), span("forward 1", 1, 3), span("wait fetch 2", 3, 8)]
+    assert plot._busy(spans, "compute", 0.0, 10.0) == pytest.approx(0.3)
+
+
+@pytest.mark.parametrize(
+    ("extent", "message"),
+    [
+        ({"step": 9}, "steps 1 to 3"),
+        ({"from_s": 7.0, "to_s": 8.0}, "no operation"),
+        ({"from_s": 2.0, "to_s": 1.0}, "not after"),
+        ({"step": 1, "to_s": 1.0}, "one of them"),
+    ],
+)
+def test_an_extent_without_operations_is_refused(
+    tmp_path: Path, three_steps: Path, extent: dict[str, float], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        plot.draw_timeline(trace.read(three_steps), tmp_path / "timeline.png", **extent)
+    with pytest.raises(ConfigError, match="no operations"):
+        plot.draw_timeline([], tmp_path / "timeline.png")
+
+
+def test_losses_are_a_png_also_with_empty_and_single_point_curves(tmp_path: Path) -> None:
+    curves = {"train": [(1, 5.0), (2, 4.0)], "plain": [(1, 5.0)], "validation": []}
+    plot.draw_losses(curves, tmp_path / "losses.png", title="t")
+    assert (tmp_path / "losses.png").read_bytes().startswith(PNG_MAGIC)

@@ -1,0 +1,87 @@
+"""Transfers of one lane follow each other without a pause, and still wait for what they must."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from stronghold.device.emulated import EmulatedDevice
+from stronghold.device.fence import Record
+from stronghold.errors import LaneError
+from stronghold.memory.tiers import Transfers
+
+
+class Disk:
+    """Notes in what order transfers begin and end; `going` lets all of them end."""
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+        self.going = threading.Event()
+
+    def begin(self, name: str) -> _Transfer:
+        self.seen.append(f"begin {name}")
+        return _Transfer(self, name)
+
+
+class _Transfer:
+    def __init__(self, disk: Disk, name: str) -> None:
+        self._disk, self._name = disk, name
+
+    def wait(self) -> None:
+        assert self._disk.going.wait(10)
+        self._disk.seen.append(f"end {self._name}")
+
+
+def wait_until(disk: Disk, *seen: str) -> None:
+    for _ in range(1000):
+        if disk.seen == list(seen):
+            return
+        threading.Event().wait(0.01)
+    raise AssertionError(f"{disk.seen}, expected {list(seen)}")
+
+
+def test_the_next_transfer_begins_before_the_first_one_ends(device: EmulatedDevice) -> None:
+    disk, transfers, hold = Disk(), Transfers(), threading.Event()
+    device.load.submit("hold", lambda: hold.wait(10) and None)
+    for name in ("a", "b", "c"):
+        fence = transfers.submit(device.load, name, lambda name=name: disk.begin(name), nbytes=1)
+    hold.set()
+    wait_until(disk, "begin a", "begin b")
+    disk.going.set()
+    fence.wait()
+    assert disk.seen == ["begin a", "begin b", "end a", "begin c", "end b", "end c"]
+
+
+@pytest.mark.parametrize("failing", [False, True])
+def test_no_transfer_begins_before_or_behind_what_it_may_not(
+    device: EmulatedDevice, failing: bool
+) -> None:
+    """What it waits for runs still, or has failed: it begins in its turn, or never."""
+    disk, transfers, hold, work = Disk(), Transfers(), threading.Event(), threading.Event()
+    record = Record()
+
+    def update() -> None:
+        if failing:
+            raise ValueError("no")
+        work.wait(10)
+
+    device.load.submit("hold", lambda: hold.wait(10) and None)
+    updated = device.update.submit("update 3", update, writes=(record,))
+    if failing:
+        with pytest.raises(LaneError, match="update 3"):
+            updated.wait()
+    first = transfers.submit(device.load, "a", lambda: disk.begin("a"), nbytes=1)
+    second = transfers.submit(device.load, "b", lambda: disk.begin("b"), reads=(record,), nbytes=1)
+    hold.set()
+    disk.going.set()
+    first.wait()
+    assert disk.seen == ["begin a", "end a"]
+    work.set()
+    if failing:
+        with pytest.raises(LaneError, match="update 3"):
+            second.wait()
+        assert disk.seen == ["begin a", "end a"]
+    else:
+        second.wait()
+        assert disk.seen == ["begin a", "end a", "begin b", "end b"]

@@ -1,0 +1,411 @@
+"""Laws of slots and residency."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+
+from stronghold.device.base import Fence, completed
+from stronghold.device.emulated import EmulatedDevice
+from stronghold.errors import BudgetError, StateError
+from stronghold.memory.layer import TRANSITIONS, LayerState, Residency
+from stronghold.memory.window import Window
+from stronghold.model.layout import LayerLayout, ParameterSlice, Shards
+
+# Layer 0 is no block (an embedding), 1 to 4 are blocks of unlike sizes, 4 is frozen.
+NUMEL = (4096, 2048, 6144, 2048, 4096)
+TRAINABLE = (2048, 2048, 4096, 2048, 0)
+LAYERS = tuple(
+    LayerLayout(
+        index=index,
+        name=f"layer{index}",
+        streamed=index > 0,
+        slices=(),
+        trainable_numel=trainable,
+        numel=numel,
+        num_parameters=numel,
+        num_trainable=trainable,
+    )
+    for index, (numel, trainable) in enumerate(zip(NUMEL, TRAINABLE, strict=True))
+)
+EMBEDDING = 0
+
+
+def states(layers: tuple[LayerLayout, ...] = LAYERS) -> list[LayerState]:
+    return [
+        LayerState(layout=layer, weights=torch.empty(0, dtype=torch.bfloat16), shards=Shards())
+        for layer in layers
+    ]
+
+
+@pytest.fixture
+def layers() -> list[LayerState]:
+    return states()
+
+
+@pytest.fixture
+def make_window(device: EmulatedDevice, layers: list[LayerState]) -> Callable[..., Window]:
+    def make(
+        num_slots: int = 2,
+        num_gradient_slots: int = 2,
+        resident: frozenset[int] = frozenset({EMBEDDING}),
+        dtype: torch.dtype = torch.bfloat16,
+        of: list[LayerState] | None = None,
+    ) -> Window:
+        return Window(
+            device,
+            dtype,
+            of or layers,
+            resident=resident,
+            num_slots=num_slots,
+            num_gradient_slots=num_gradient_slots,
+        )
+
+    return make
+
+
+def fence(name: str) -> Fence:
+    return completed("compute", name)
+
+
+def take(window: Window, state: LayerState, *, resident: bool = True) -> None:
+    """Fetch the layer into the slot that is next."""
+    slot = window.free_slot()
+    assert slot is not None
+    window.claim(slot, state.index)
+    slot.record.write(completed("fetch", f"fetch {state.index}"))
+    if resident:
+        state.move(Residency.RESIDENT)
+
+
+# -- residency ---------------------------------------------------------------------------------
+@pytest.mark.parametrize("begin", Residency)
+@pytest.mark.parametrize("end", Residency)
+def test_a_layer_moves_only_along_the_table(
+    make_window: Callable[..., Window],
+    begin: Residency,
+    end: Residency,
+    layers: list[LayerState],
+) -> None:
+    make_window()
+    layers[1].residency = begin
+    if end in TRANSITIONS[begin]:
+        layers[1].move(end)
+        assert layers[1].residency is end
+    else:
+        with pytest.raises(
+            StateError, match=f"layer 1 cannot go from {begin.value} to {end.value}"
+        ):
+            layers[1].move(end)
+        assert layers[1].residency is begin
+
+
+def test_the_table_is_this_one() -> None:
+    host, fetching, resident = Residency.HOST, Residency.FETCHING, Residency.RESIDENT
+    assert {begin: set(ends) for begin, ends in TRANSITIONS.items()} == {
+        host: {fetching},
+        fetching: {resident, host},
+        resident: {host, fetching},
+    }
+
+
+def test_every_layer_begins_on_the_host(
+    make_window: Callable[..., Window],
+    layers: list[LayerState],
+) -> None:
+    window = make_window()
+    assert {state.residency for state in layers} == {Residency.HOST}
+    assert window.held_layers() == []
+
+
+# -- weight slots ------------------------------------------------------------------------------
+def test_a_window_takes_its_slots_and_not_a_byte_more(
+    make_window: Callable[..., Window], device: EmulatedDevice
+) -> None:
+    window = make_window(num_slots=3, num_gradient_slots=2)
+    slots = 3 * max(NUMEL[1:]) + NUMEL[EMBEDDING]
+    assert device.allocated_bytes == 2 * slots
+    window.prepare_training()
+    gradients = 2 * max(TRAINABLE[1:]) + TRAINABLE[EMBEDDING]
+    assert device.allocated_bytes == device.peak_bytes == 2 * (slots + gradients)
+    window.prepare_training()
+    assert device.allocated_bytes == 2 * (slots + gradients)
+
+
+def test_slots_fit_the_layers_that_take_turns_only(
+    make_window: Callable[..., Window], device: EmulatedDevice
+) -> None:
+    """The largest layer stays on the device: the others' slots need not hold it."""
+    make_window(num_slots=1, resident=frozenset({EMBEDDING, 2}), dtype=torch.float32)
+    assert device.allocated_bytes == 4 * (max(NUMEL[1], NUMEL[3], NUMEL[4]) + NUMEL[0] + NUMEL[2])
+
+
+def test_without_streamed_layers_there_are_no_slots(make_window: Callable[..., Window]) -> None:
+    window = make_window(num_slots=3, resident=frozenset(range(5)))
+    assert window.free_slot() is None
+    assert window.held_layers() == []
+
+
+def test_a_layer_holds_its_slot_from_claim_to_release(
+    make_window: Callable[..., Window],
+    layers: list[LayerState],
+) -> None:
+    window = make_window(num_slots=2)
+    slot = window.free_slot()
+    assert slot is not None
+    assert layers[1].slot is None
+    window.claim(slot, 1)
+    assert layers[1].slot is slot
+    assert layers[1].residency is Residency.FETCHING
+    assert window.held_layers() == [1]
+    layers[1].move(Residency.RESIDENT)
+    take(window, layers[2])
+    assert window.free_slot() is None
+    used = fence("release 1")
+    window.release(1, used)
+    assert layers[1].slot is None
+    assert layers[1].residency is Residency.HOST
+    assert window.free_slot() is slot
+    assert used in slot.record.users
+    assert window.held_layers() == [2]
+
+
+def test_the_slot_freed_last_is_taken_last(
+    make_window: Callable[..., Window],
+    layers: list[LayerState],
+) -> None:
+    """Its compute may still run; the others' is longer ago."""
+    window = make_window(num_slots=3)
+    for layer in (1, 2, 3):
+        take(window, layers[layer])
+    slots = {layer: layers[layer].slot for layer in (1, 2, 3)}
+    for layer in (2, 1, 3):
+        window.release(layer, fence(f"release {layer}"))
+    order = []
+    for layer in (4, 3, 1):
+        order.append(window.free_slot())
+        take(window, layers[layer])
+    assert order == [slots[2], slots[1], slots[3]]
+
+
+def test_a_released_slot_is_poisoned(
+    make_window: Callable[..., Window],
+    layers: list[LayerState],
+) -> None:
+    window = make_window()
+    take(window, layers[1])
+    slot = layers[1].slot
+    assert slot is not None
+    slot.weights.zero_()
+    window.release(1, fence("release 1"))
+    assert slot.weights.isnan().all()
+
+
+def test_an_unused_prefetch_makes_the_next_fetch_wait_for_it(
+    make_window: Callable[..., Window],
+    layers: list[LayerState],
+) -> None:
+    """Its copy may still write the slot: poison now would be overwritten, and so would weights."""
+    window = make_window()
+    take(window, layers[1], resident=False)
+    slot = layers[1].slot
+    assert slot is not None
+    slot.weights.zero_()
+    ready = slot.record.writer
+    window.release(1, fence("release 1"))
+    assert slot.record.users == (ready,)
+    assert not slot.weights.isnan().any()
+    assert layers[1].residency is Residency.HOST
+    # Claimed, but its fetch was never submitted.
+    window.claim(slot, 2)
+    window.release(2, fence("release 2"))
+    assert slot.record.users == (ready,)
+
+
+def test_a_resident_layer_is_fetched_again_into_its_own_slot(
+    make_window: Callable[..., Window],
+    layers: list[LayerState],
+) -> None:
+    window = make_window()
+    slot = layers[EMBEDDING].slot
+    assert slot is not None
+    assert slot.weights.numel() == NUMEL[EMBEDDING]
+    for _ in range(2):
+        window.claim(slot, EMBEDDING)
+        layers[EMBEDDING].move(Residency.RESIDENT)
+    assert window.held_layers() == []
+
+
+def test_misuse_of_slots_is_a_state_error_that_changes_nothing(
+    make_window: Callable[..., Window],
+    layers: list[LayerState],
+) -> None:
+    window = make_window(num_slots=2)
+    take(window, layers[1])
+    slot, own, free = layers[1].slot, layers[EMBEDDING].slot, window.free_slot()
+    assert slot is not None
+    assert own is not None
+    assert free is not None
+    misuses: list[Callable[[], object]] = [
+        lambda: window.claim(slot, 2),  # taken
+        lambda: window.claim(own, 2),  # a resident layer's
+        lambda: window.claim(free, EMBEDDING),  # a resident layer has its own
+        lambda: window.release(EMBEDDING, fence("x")),
+        lambda: window.release(2, fence("x")),  # holds none
+    ]
+    for misuse in misuses:
+        with pytest.raises(StateError):
+            misuse()
+        assert layers[1].slot is slot
+        assert layers[2].slot is None
+        assert layers[EMBEDDING].slot is own
+        assert window.free_slot() is free
+        assert layers[2].residency is Residency.HOST
+    window.release(1, fence("release 1"))
+    with pytest.raises(StateError, match="layer 1 has no slot"):
+        window.release(1, fence("again"))
+
+
+# -- gradient slots ----------------------------------------------------------------------------
+def test_blocks_take_turns_in_gradient_slots(
+    make_window: Callable[..., Window],
+    layers: list[LayerState],
+) -> None:
+    window = make_window(num_gradient_slots=2)
+    assert window.free_gradient_slot(3) is None  # nothing before the first backward
+    window.prepare_training()
+    first = window.free_gradient_slot(3)
+    assert first is not None
+    assert layers[3].gathering is None
+    window.claim_gradients(first, 3)
+    assert layers[3].gathering is first
+    first.arrived.update({0, 1})
+    second = window.free_gradient_slot(2)
+    assert second is not None
+    assert second is not first
+    window.claim_gradients(second, 2)
+    assert window.free_gradient_slot(1) is None
+    assert sorted(window.gathering()) == [2, 3]
+    drained = completed("drain", "drain 3")
+    first.record.read(drained)
+    window.release_gradients(first)
+    assert drained in first.record.users
+    assert window.gathering() == [2]
+    assert window.free_gradient_slot(1) is first
+    window.claim_gradients(first, 1)
+    assert first.arrived == set()  # not the gradients of layer 3
+
+
+def test_the_gradient_slot_freed_last_is_taken_last(make_window: Callable[..., Window]) -> None:
+    window = make_window(num_gradient_slots=2)
+    window.prepare_training()
+    slots = []
+    for layer in (4, 3, 2, 1):
+        slot = window.free_gradient_slot(layer)
+        assert slot is not None
+        window.claim_gradients(slot, layer)
+        window.release_gradients(slot)
+        slots.append(slot)
+    assert slots[0] is slots[2]
+    assert slots[1] is slots[3]
+    assert slots[0] is not slots[1]
+
+
+def test_what_is_no_block_has_a_gradient_slot_of_its_own(
+    make_window: Callable[..., Window],
+    layers: list[LayerState],
+) -> None:
+    """The embedding's gradients come early (tied head) and late: it would hold a shared slot."""
+    window = make_window(num_gradient_slots=1, resident=frozenset({EMBEDDING, 4}))
+    window.prepare_training()
+    assert [state.own_gradients is not None for state in layers] == [True] + [False] * 4
+    own, shared = window.free_gradient_slot(EMBEDDING), window.free_gradient_slot(1)
+    assert own is not None
+    assert shared is not None
+    assert own is not shared
+    assert own.gradients.numel() == TRAINABLE[EMBEDDING]
+    assert shared.gradients.numel() == max(TRAINABLE[1:])
+    window.claim_gradients(own, EMBEDDING)
+    assert layers[EMBEDDING].gathering is own
+    assert window.free_gradient_slot(1) is shared
+    window.release_gradients(own)
+    assert layers[EMBEDDING].gathering is None
+    assert window.free_gradient_slot(EMBEDDING) is own
+
+
+def test_a_frozen_model_has_no_gradient_slots(
+    make_window: Callable[..., Window], device: EmulatedDevice
+) -> None:
+    frozen = states((replace(LAYERS[4], index=0),))
+    window = make_window(num_slots=1, resident=frozenset(), of=frozen)
+    before = device.allocated_bytes
+    window.prepare_training()
+    assert device.allocated_bytes == before
+    assert window.free_gradient_slot(0) is None
+
+
+def test_misuse_of_gradient_slots_is_a_state_error(make_window: Callable[..., Window]) -> None:
+    window = make_window()
+    window.prepare_training()
+    slot = window.free_gradient_slot(1)
+    assert slot is not None
+    window.claim_gradients(slot, 1)
+    slot.arrived.add(0)
+    with pytest.raises(StateError, match="layer 2 cannot gather in the gradient slot of layer 1"):
+        window.claim_gradients(slot, 2)
+    assert (slot.layer, slot.arrived) == (1, {0})
+    window.release_gradients(slot)
+    with pytest.raises(StateError, match="twice"):
+        window.release_gradients(slot)
+
+
+# -- life --------------------------------------------------------------------------------------
+def test_a_window_past_the_budget_is_refused() -> None:
+    device = EmulatedDevice(budget_bytes=2 * (max(NUMEL[1:]) + NUMEL[0]))
+    try:
+        with pytest.raises(BudgetError, match="weight slot 1"):
+            Window(
+                device,
+                torch.bfloat16,
+                states(),
+                resident=frozenset({EMBEDDING}),
+                num_slots=2,
+                num_gradient_slots=1,
+            )
+    finally:
+        device.close()
+
+
+def test_close_drops_every_buffer(
+    make_window: Callable[..., Window],
+    layers: list[LayerState],
+) -> None:
+    window = make_window()
+    window.prepare_training()
+    take(window, layers[1])
+    window.close()
+    assert layers[1].slot is None
+    assert layers[EMBEDDING].slot is None
+    assert window.free_slot() is None
+    assert window.free_gradient_slot(1) is None
+    assert window.held_layers() == window.gathering() == []
+
+
+def test_sums_of_a_layer_that_was_abandoned_are_not_the_next_ones(
+    make_window: Callable[..., Window],
+) -> None:
+    window = make_window(num_gradient_slots=1)
+    window.prepare_training()
+    slot = window.free_gradient_slot(3)
+    assert slot is not None
+    window.claim_gradients(slot, 3)
+    part = ParameterSlice(name="p", offset=0, numel=8, shape=(8,), trainable=True)
+    slot.sum_of(part).fill_(7)
+    window.release_gradients(slot)  # never rounded
+    window.claim_gradients(slot, 2)
+    slot.view(part).fill_(1)
+    slot.round_sums()
+    assert bool((slot.view(part) == 1).all())
