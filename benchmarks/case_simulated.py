@@ -16,9 +16,10 @@ from methods.task import DTYPES, Task
 from stronghold.errors import BudgetError
 from stronghold.memory.tiers import LOW_DTYPE
 from stronghold.model.shapes import transformer_shape
-from stronghold.plan.planner import Demand, make_plan
-from stronghold.plan.profile import MachineProfile
-from stronghold.simulate import fastest_plan, rates_of, simulate, workload_of
+from stronghold.plan.cost import workload_of
+from stronghold.plan.machine import MachineProfile, rates_of
+from stronghold.plan.plan import Demand, make_plan
+from stronghold.simulate import fastest_plan, simulate
 
 OURS = "stronghold"
 

@@ -141,7 +141,7 @@ piece() {
     doctor) "$PYTHON" -m stronghold.cli doctor --json "$RESULTS/doctor.json" ;;
     smoke) "$PYTHON" benchmarks/smoke.py --logs "$STATE/smoke" ;;
     # One after the other: they look at what the device does meanwhile.
-    tests-device) gpu_tests tests/gpu/test_device_cuda.py tests/test_device.py ;;
+    tests-device) gpu_tests tests/gpu/test_device_cuda.py tests/gpu/test_activations_cuda.py tests/units/test_device.py ;;
     tests-kernels) side_by_side tests/gpu/test_kernels_cuda.py ;;
     tests-training) side_by_side tests/gpu/test_training_cuda.py tests/gpu/test_checkpoint_cuda.py ;;
     tests-rest) side_by_side tests/gpu/test_residents_cuda.py tests/gpu/test_nvme_cuda.py tests/gpu/test_doctor_cuda.py ;;

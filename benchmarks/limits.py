@@ -5,7 +5,7 @@
 Takes compare.py's arguments. Rates of the link, of host memory and of matrix products are measured
 in this run, by the code of `stronghold doctor`; then the methods run; then the rates are measured
 again, because shared machines change, and the faster figure of each counts. The limit is
-`stronghold.plan.limits.physical_limit`: the time of the busiest resource if it never waited.
+`stronghold.plan.cost.physical_limit`: the time of the busiest resource if it never waited.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from methods.model import Model
 from methods.task import Task
 
 from stronghold.doctor import examine
-from stronghold.plan.limits import StepLoad, break_even, physical_limit
-from stronghold.plan.profile import MachineProfile
+from stronghold.plan.cost import Limits, Traffic, break_even, physical_limit
+from stronghold.plan.machine import STATE_BYTES, MachineProfile
 
 
-def load_of(task: Task, *, streamed: bool) -> StepLoad:
-    """What a step of `task` must move and compute: `streamed`, every block's weights rest in host
-    memory and their gradients go there; else everything is on the device.
+def load_of(task: Task, *, streamed: bool) -> tuple[Traffic, dict[str, float]]:
+    """What a step of `task` must move, and its FLOPs: `streamed`, every block's weights rest in
+    host memory and their gradients go there; else everything is on the device.
 
     Forward is 2 P T for the matrices, the tied head once and embeddings not, and 2 l h s T for
     causal attention (half of QK^T and of AV).
@@ -43,15 +43,23 @@ def load_of(task: Task, *, streamed: bool) -> StepLoad:
     attention = 2 * task.layers * task.hidden * task.seq * tokens
     in_blocks = 2.0 * sum(blocks) * tokens + attention
     head = 2.0 * task.vocab * task.hidden * tokens
-    return StepLoad(
-        dtype=task.precision,
-        forward_flops=in_blocks + head,
-        recomputed_flops=in_blocks if task.recomputes else 0.0,
+    weight_bytes, low_bytes = STATE_BYTES[task.precision]
+    moved = Traffic(
+        weight_bytes=weight_bytes,
+        low_bytes=low_bytes,
         micro_batches=task.accumulation,
         streamed_parameters=sum(blocks) if streamed else 0,
         trained_parameters=sum(blocks) if streamed else 0,
         layer_parameters=max(blocks) if streamed else 0,
     )
+    again = in_blocks if task.recomputes else 0.0
+    return moved, {"forward_flops": in_blocks + head, "recomputed_flops": again}
+
+
+def limit_of(task: Task, machine: MachineProfile, *, streamed: bool) -> Limits:
+    """What no method can beat on this machine."""
+    moved, flops = load_of(task, streamed=streamed)
+    return physical_limit(moved, machine, task.precision, **flops)
 
 
 def measure_rates(task: Task, quick: bool) -> MachineProfile:
@@ -82,8 +90,8 @@ def faster(first: MachineProfile, second: MachineProfile) -> MachineProfile:
 def judge(result: dict[str, Any], machine: MachineProfile) -> dict[str, Any]:
     """Limits, and each method's share of them."""
     task = Task(**result["task"])
-    streaming = physical_limit(load_of(task, streamed=True), machine)
-    resident = physical_limit(load_of(task, streamed=False), machine)
+    streaming = limit_of(task, machine, streamed=True)
+    resident = limit_of(task, machine, streamed=False)
     shares = {
         row["method"]: {
             "step_s": row["wall_s"] / task.steps,

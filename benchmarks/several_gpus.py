@@ -20,11 +20,12 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from stronghold.forecast.subject import from_sizes
+from stronghold.forecast.question import from_sizes
 from stronghold.model.layout import for_ranks
-from stronghold.plan.planner import Demand, make_plan
-from stronghold.plan.profile import MachineProfile
-from stronghold.simulate import rates_of, simulate, workload_of
+from stronghold.plan.cost import workload_of
+from stronghold.plan.machine import MachineProfile, rates_of
+from stronghold.plan.plan import Demand, make_plan
+from stronghold.simulate import simulate
 
 MODELS = {"7 B": (32, 4096, 32, 32000), "65 B": (80, 8192, 64, 32000)}
 BATCH, SEQ, WINDOW, RANKS_OF_NODE = 4, 2048, 4, 8
@@ -34,8 +35,8 @@ GIB = 1 << 30
 
 
 def row(name: str, num_ranks: int, machine: MachineProfile, exchange_gbps: float | None) -> str:
-    subject = from_sizes(*MODELS[name], SEQ)
-    layout = for_ranks(subject.layout, num_ranks)
+    model = from_sizes(*MODELS[name], SEQ)
+    layout = for_ranks(model.layout, num_ranks)
     sharing = min(num_ranks, RANKS_OF_NODE)
     num_nodes = num_ranks // sharing
     threads = max(1, machine.num_cores // sharing)
@@ -64,7 +65,7 @@ def row(name: str, num_ranks: int, machine: MachineProfile, exchange_gbps: float
     found = simulate(
         layout,
         plan,
-        workload_of(subject.costs_of(BATCH, SEQ, "bf16"), machine),
+        workload_of(model.costs_of(BATCH, SEQ, "bf16"), machine),
         rates,
         dtype=torch.bfloat16,
     )

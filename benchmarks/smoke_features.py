@@ -127,7 +127,7 @@ def triton(machine: str) -> str:
     from stronghold import native
     from stronghold.device.cuda import CudaDevice
     from stronghold.device.kernels import NativeKernels
-    from tests.device_kernels import BF16, F32, assert_same, run_adam, some_arrays, sums
+    from tests.support.device_kernels import BF16, F32, assert_same, run_adam, some_arrays, sums
 
     device = CudaDevice()
     on_gpu, on_cpu = torch.device("cuda", 0), torch.device("cpu")
@@ -148,7 +148,7 @@ def triton(machine: str) -> str:
 def trained(machine: str, section: dict[str, Any], name: str = "gpt", **options: Any) -> str:
     """Ten steps have the bits of a plain loop on the same device."""
     from tests.models import MODELS
-    from tests.training import (
+    from tests.support.training import (
         assert_identical,
         config,
         operators_in_one_order,
@@ -240,8 +240,8 @@ def nvme(machine: str) -> str:
 def checkpoint(machine: str) -> str:
     import torch
 
-    from tests.checkpoints import assert_same, make_model, session, snapshot, train
-    from tests.training import operators_in_one_order
+    from tests.support.checkpoints import assert_same, make_model, session, snapshot, train
+    from tests.support.training import operators_in_one_order
 
     section = {"device": machine, "window": 2, "cpu_threads": 2}
     with tempfile.TemporaryDirectory() as folder, operators_in_one_order():
@@ -290,11 +290,11 @@ def cap(machine: str) -> str:
 def nccl(machine: str) -> str:
     import torch
 
-    from stronghold.runtime.ranks.group import Group
+    from stronghold.team.group import Group
 
     torch.cuda.set_device(0)
     torch.distributed.init_process_group("cpu:gloo,cuda:nccl")
-    group = Group([0], [[0]], "nccl", 0)
+    group = Group.open([0], [[0]], "nccl", 0)
     for dtype in (torch.bfloat16, torch.float32):
         whole = torch.full((4096,), 3.0, dtype=dtype, device="cuda")
         group.mean(whole, None, "mean")
