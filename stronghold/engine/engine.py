@@ -34,6 +34,7 @@ from stronghold.errors import ConfigError
 from stronghold.plan.plan import Plan
 from stronghold.process import forked_from
 from stronghold.refine import Refinement
+from stronghold.runtime.fragments import fragments
 from stronghold.runtime.guards import ParameterReads, StateHooks, check_free
 from stronghold.runtime.optimizer import EngineOptimizer, make_scaler
 from stronghold.runtime.stack import MemoryReport, Request, Stack
@@ -141,7 +142,9 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
             for of_layer, layer in zip(stack.parameters, stack.layout.layers, strict=True)
             for parameter, part in zip(of_layer, layer.slices, strict=True)
         }
-        self._reads = ParameterReads(owned, settle=stack.settle, drop=stack.drop_gradients)
+        self._reads = ParameterReads(
+            owned, settle=stack.settle, drop=stack.drop_gradients, found=fragments(stack)
+        )
         _living.add(self)
         try:
             self._instruments = parts = Instruments(self._config, self, model)

@@ -23,8 +23,10 @@ is counted too, and `binding` finds it.
 
 [Note: DeepSpeed's attributes] `deepspeed.utils.safe_get_full_fp32_param` and its kin look for
 attributes of the parameter, and where there are none they return None, or do nothing. So a
-parameter that is trained has these while the engine lives, and they raise. They are the only ones
-that this package ever sets on a parameter, and no copy or pickle has them.
+parameter that is trained has these while the engine lives (`fragments`). They are the only ones
+that this package ever sets on a parameter, and no copy or pickle has them. The functions of
+partitions (`safe_get_local_grad`) ask for ZeRO-3's attributes, by which other code would take the
+parameter for a partitioned one: while an engine lives these six are replaced in `deepspeed.utils`.
 
 [Note: copies] `copy.deepcopy(model)` and `torch.save(model)` take a module's hooks along: those of
 a live engine would move its layers when the copy is called, and hold locks that cannot be pickled.
@@ -35,8 +37,9 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
+import deepspeed.utils
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
@@ -185,7 +188,7 @@ class _Replacement:
         self.waits: dict[int, Callable[[], None]] = {}
         self.drops: dict[int, Callable[[set[int]], None]] = {}  # given what else is dropped
         # By class and name: what stood there, and what stands there now.
-        self._replaced: dict[tuple[type, str], tuple[Any, Any]] = {}
+        self._replaced: dict[tuple[Any, str], tuple[Any, Any]] = {}
 
     def enable(self) -> None:
         if "data" not in vars(nn.Parameter):
@@ -194,8 +197,10 @@ class _Replacement:
             self._replace(nn.Parameter, name, self._without_attributes)
         for owner in (nn.Module, torch.optim.Optimizer):
             self._replace(owner, "zero_grad", self._dropping)
+        for name, answer in LOCAL.items():
+            self._replace(deepspeed.utils, name, _of_partitions(answer))
 
-    def _replace(self, owner: type, name: str, make: Callable[[Any], Any]) -> None:
+    def _replace(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
         if (owner, name) not in self._replaced:  # else: another wrapper kept ours inside
             original = getattr(owner, name)
             self._replaced[owner, name] = (original, make(original))
@@ -243,28 +248,50 @@ def _parameters_of(owner: nn.Module | torch.optim.Optimizer) -> Iterator[nn.Para
     yield from owner.parameters()
 
 
-def _refuse(name: str, functions: str, *_: Any, **__: Any) -> NoReturn:
-    raise ConfigError(
-        f"{name}: {functions} cannot be used in this release, for an engine keeps masters, moments "
-        "and gradients of its own. Weights: the parameter itself, or engine.module_state_dict(); "
-        "to write them, with torch.no_grad(): p.copy_(values) after engine.synchronize(), or "
-        "engine.load_module_state_dict. Masters and moments: engine.save_checkpoint, and "
-        "`stronghold export`"
-    )
+class Access:
+    """What answers DeepSpeed's functions for one parameter ([Note: DeepSpeed's attributes])."""
+
+    __slots__ = ()
+
+    def local(self) -> Any:
+        """Itself, where one rank's partition is the whole."""
+        raise NotImplementedError
 
 
-FRAGMENT = {  # what DeepSpeed looks for, and the functions that then call it
+# What DeepSpeed looks for on a parameter, and the method of its `Access` that answers.
+FRAGMENT = {
     "_hp_mapping": "",
-    "get_full_hp_param": "safe_get_full_fp32_param and safe_get_full_optimizer_state",
-    "set_full_hp_param": "safe_set_full_fp32_param and safe_set_full_optimizer_state",
-    "get_full_hp_grad": "safe_get_full_grad",
-    "set_full_hp_grad": "safe_set_full_grad",
+    "get_full_hp_param": "get",
+    "set_full_hp_param": "set",
+    "get_full_hp_grad": "get_gradient",
+    "set_full_hp_grad": "set_gradient",
+}
+# DeepSpeed's functions that ask for ZeRO-3 by name, and what answers for a parameter of ours.
+LOCAL: dict[str, Callable[..., Any]] = {
+    "safe_get_local_fp32_param": lambda own: own.local().get().view(-1),
+    "safe_get_local_optimizer_state": lambda own, key: own.local().get(key).view(-1),
+    "safe_get_local_grad": lambda own: own.local().get_gradient().view(-1),
+    "safe_set_local_fp32_param": lambda own, value: own.local().set(value),
+    "safe_set_local_optimizer_state": lambda own, value, key: own.local().set(value, key),
+    "safe_set_local_grad": lambda own, value: own.local().set_gradient(value),
 }
 
 
 def _is_ours(parameter: nn.Parameter) -> bool:
-    made = vars(parameter).get("get_full_hp_param")
-    return isinstance(made, functools.partial) and made.func is _refuse
+    return isinstance(vars(parameter).get("_hp_mapping"), Access)
+
+
+def _of_partitions(answer: Callable[..., Any]) -> Callable[[Any], Any]:
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def local(param: nn.Parameter, *args: Any, **kwargs: Any) -> Any:
+            if _is_ours(param):
+                return answer(vars(param)["_hp_mapping"], *args, **kwargs)
+            return original(param, *args, **kwargs)
+
+        return local
+
+    return make
 
 
 _replacement = _Replacement()
@@ -274,7 +301,7 @@ class ParameterReads:
     """Of one engine. `places` have each parameter's layer and name; `settle` returns when the
     newest weights of the layers that it is given are where their parameters point, and shows them;
     `drop` throws the gradients away that wait for the step; it is given the name of one that shall
-    stay, if one shall.
+    stay, if one shall. `found` has what DeepSpeed shall find on parameters that are trained.
     """
 
     def __init__(
@@ -283,6 +310,7 @@ class ParameterReads:
         *,
         settle: Callable[[Sequence[int]], None],
         drop: Callable[[str | None], None],
+        found: Mapping[nn.Parameter, Access],
     ) -> None:
         self._drop_gradients = drop
         self._waits = {
@@ -291,10 +319,10 @@ class ParameterReads:
         }
         self._parameters = list(places)
         self._trained = {p: name for p, (_, name) in places.items() if p.requires_grad}
-        for parameter, name in self._trained.items():
-            for attribute, functions in FRAGMENT.items():
-                refuse = functools.partial(_refuse, name, functions) if functions else None
-                setattr(parameter, attribute, refuse)
+        self._fragments = list(found)
+        for parameter, fragment in found.items():
+            for attribute, method in FRAGMENT.items():
+                setattr(parameter, attribute, getattr(fragment, method) if method else fragment)
         _replacement.waits |= self._waits
         _replacement.drops |= {id(parameter): self._drop for parameter in self._trained}
         _replacement.enable()
@@ -313,11 +341,13 @@ class ParameterReads:
         for parameter in self._trained:
             if _replacement.drops.get(id(parameter)) == self._drop:
                 del _replacement.drops[id(parameter)]
-                for attribute in FRAGMENT if _is_ours(parameter) else ():
-                    delattr(parameter, attribute)
+        for parameter in self._fragments:
+            for attribute in FRAGMENT if _is_ours(parameter) else ():
+                delattr(parameter, attribute)
         self._waits.clear()
         self._parameters.clear()
         self._trained.clear()
+        self._fragments.clear()
         if not _replacement.waits:
             _replacement.disable()
 

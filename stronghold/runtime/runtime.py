@@ -121,8 +121,9 @@ class Runtime(ABC):
         """
 
     @abstractmethod
-    def loaded(self) -> None:
-        """New values were written to the arrays: after `settle` the parameters show them."""
+    def loaded(self, layers: Sequence[int] | None = None) -> None:
+        """New values were written to the arrays of these layers, or of all: after `settle` the
+        parameters show them."""
 
     @abstractmethod
     def adopt_weights(self, written: Written | None = None) -> None:

@@ -220,11 +220,14 @@ class Streaming(Runtime):
         self._start_again()
         self._team.barrier("before a load")
 
-    def loaded(self) -> None:
+    def loaded(self, layers: Sequence[int] | None = None) -> None:
         self._team.spread("after a load")
-        for state in self._host.layers:
-            state.versions = None  # what was written before is gone
-        self.executor.weights_changed(range(len(self._host.layers)))
+        chosen = range(len(self._host.layers)) if layers is None else layers
+        for layer in chosen:
+            self._host.layers[layer].versions = None  # what was written before is gone
+            if layer in self._plan.updated_on_gpu:
+                torch.autograd.graph.increment_version(self._parameters[layer])
+        self.executor.weights_changed(chosen)
 
     def _adopt_edited(self) -> None:
         """What was written in place, from outside, where an update on the host would not see it:

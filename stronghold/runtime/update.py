@@ -47,7 +47,7 @@ from stronghold.device.fence import Record, dependences
 from stronghold.device.kernels import Kernels
 from stronghold.memory.buffers import Entry, GradientSlot, view
 from stronghold.memory.layer import STATES, LayerState
-from stronghold.memory.tiers import Views
+from stronghold.memory.tiers import Mode, Views
 from stronghold.memory.window import Window
 from stronghold.model.layout import ParameterSlice
 from stronghold.plan.plan import Gradients
@@ -424,13 +424,31 @@ class Updates:
         return on_host, self._device.read_later(torch.cat(sums)) if sums else None
 
     def _late_norm(self, state: LayerState, k: int) -> None:
-        state.records["accumulated"].writer.wait()
         part, norms = _own_part(state, k), self._norms(state)
         state.square_sums[k] = 0.0
-        for begin, end, found in self._host.pieces(
-            state.index, ("accumulated",), part.offset, part.offset + part.numel
-        ):
-            norms.add_part(found["accumulated"], begin, end, k, part)
+        for begin, end, flat in self.gradient_pieces(state, k):
+            norms.add_part(flat, begin, end, k, part)
+
+    def gradient_pieces(
+        self, state: LayerState, k: int, *, mode: Mode = "read"
+    ) -> Iterator[tuple[int, int, torch.Tensor]]:
+        """The gradient of parameter `k` that waits for the step, as `HostStore.pieces`: (from, to,
+        flat tensor), of this rank's elements. Nothing of the layer's is under way meanwhile."""
+        found = self._waiting(state)
+        state.records["norms"].writer.wait()
+        found.record.wait()
+        part = state.layout.slices[k]
+        at, end = part.offset, part.offset + part.numel
+        if found.array:
+            for first, last, there in self._host.pieces(
+                state.index, found.arrays, at, end, mode=mode
+            ):
+                yield first, last, there[found.array]
+        elif found.memory is None:
+            yield at, end, found.each[k].view(-1)
+        else:
+            own = part.within(state.begin, state.end)
+            yield state.begin + own.start, state.begin + own.stop, found.memory[own]
 
     def forget(self) -> None:
         """Drop the gradients of the step that has ended or is abandoned."""

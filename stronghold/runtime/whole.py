@@ -150,8 +150,10 @@ class Whole(Runtime):
         for layer, state in enumerate(self._host.layers):
             self._bindings.point(layer, state.weights)
 
-    def loaded(self) -> None:
-        """Nothing to do: parameters are the arrays."""
+    def loaded(self, layers: Sequence[int] | None = None) -> None:
+        """Parameters are the arrays; a graph that needs what they were is refused by autograd."""
+        chosen = range(len(self._parameters)) if layers is None else layers
+        torch.autograd.graph.increment_version([p for i in chosen for p in self._parameters[i]])
 
     def adopt_weights(self, written: Written | None = None) -> None:
         for layer in range(len(self._parameters)) if written is None else written:

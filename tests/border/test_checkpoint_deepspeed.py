@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -10,13 +9,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import deepspeed
 import pytest
 import torch
 from safetensors.torch import load_file, save_model
 
 from stronghold.cli import main
 from stronghold.memory.host import join_master, split_master
+from tests.support import stock
 from tests.support.checkpoints import (
     command,
     imported_session,
@@ -29,13 +28,7 @@ from tests.support.checkpoints import (
     train,
     two_groups,
 )
-
-DEEPSPEED = {
-    "train_micro_batch_size_per_gpu": 2,
-    "gradient_clipping": 0.5,
-    "steps_per_print": 10**9,
-    "zero_force_ds_cpu_optimizer": False,
-}
+from tests.support.stock import one_rank
 
 
 @pytest.fixture(scope="module")
@@ -57,23 +50,8 @@ def test_a_master_survives_its_split_bit_for_bit() -> None:
 
 @pytest.fixture(scope="module")
 def gloo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """DeepSpeed's engine needs a process group; its shared-memory kernel, which one rank has no use
-    for, would be compiled for half a minute."""
-    backend = importlib.import_module("deepspeed.comm.torch")
-    patched = pytest.MonkeyPatch()
-    patched.setattr(backend, "build_shm_op", lambda: None)
-    mine = not torch.distributed.is_initialized()
-    if mine:
-        file = tmp_path_factory.mktemp("gloo") / "store"
-        torch.distributed.init_process_group(
-            "gloo", init_method=f"file://{file}", rank=0, world_size=1
-        )
-    deepspeed.init_distributed()
-    yield
-    patched.undo()
-    if mine:
-        torch.distributed.destroy_process_group()
-        deepspeed.comm.comm.cdb = None
+    with one_rank(tmp_path_factory.mktemp("gloo")):
+        yield
 
 
 @contextmanager
@@ -81,17 +59,11 @@ def deepspeeds_engine(stage: int, precision: str, seed: int = 0, frozen: bool = 
     model = make_model(seed=seed)
     if frozen:
         freeze(model)
-    adam = {"lr": 1e-2, "betas": [0.9, 0.99], "weight_decay": 0.1, "torch_adam": True}
-    settings = DEEPSPEED | {
-        "optimizer": {"type": "AdamW", "params": adam},
-        "zero_optimization": {"stage": stage},
-        "bf16": {"enabled": precision == "bf16"},
-    }
-    groups = two_groups(model) if 0 < stage < 3 else model.parameters()
-    engine, *_ = deepspeed.initialize(model=model, config=settings, model_parameters=groups)
-    torch.manual_seed(1)
-    yield engine
-    engine.destroy()
+    groups = two_groups(model) if 0 < stage < 3 else None
+    bf16 = precision == "bf16"
+    with stock.deepspeeds_engine(model, stage=stage, bf16=bf16, groups=groups) as engine:
+        torch.manual_seed(1)
+        yield engine
 
 
 def freeze(model: torch.nn.Module) -> None:

@@ -4,17 +4,14 @@ model, which stays theirs.
 
 from __future__ import annotations
 
-import copy
 import gc
 import inspect
-import io
 import weakref
 from typing import Any
 
 import deepspeed
 import pytest
 import torch
-from deepspeed import utils
 from torch import nn
 
 import stronghold
@@ -419,40 +416,6 @@ def test_the_loss_of_a_step_is_that_of_the_batches_that_were_kept() -> None:
         engine.step()
     assert torch.equal(engine.last_record.loss, losses[0] + losses[1])
     engine.destroy()
-
-
-# --- DeepSpeed's access to masters, moments and gradients -----------------------------------------
-
-
-@pytest.mark.parametrize("place", PLACES)
-def test_deepspeeds_access_to_states_is_refused_with_the_way_to_them(place: str) -> None:
-    engine, make_batch = make(section=PLACES[place])
-    parameter = engine.module.head.weight
-    engine.backward(loss_of(engine(**make_batch(0))))
-    calls = (
-        lambda: utils.safe_get_full_fp32_param(parameter),
-        lambda: utils.safe_set_full_fp32_param(parameter, parameter.detach()),
-        lambda: utils.safe_get_full_optimizer_state(parameter, "exp_avg"),
-        lambda: utils.safe_set_full_optimizer_state(parameter, parameter.detach(), "exp_avg"),
-        lambda: utils.safe_get_full_grad(parameter),
-        lambda: utils.safe_set_full_grad(parameter, parameter.detach()),
-    )
-    for call in calls:
-        with pytest.raises(ConfigError, match=r"head.weight: safe_.* cannot be used"):
-            call()
-    engine.step()
-    frozen = nn.Parameter(torch.ones(2), requires_grad=False)
-    assert utils.safe_get_full_fp32_param(frozen) is None  # of no engine: DeepSpeed's own answer
-    kept = io.BytesIO()
-    torch.save(engine.module, kept)
-    kept.seek(0)
-    for model in (copy.deepcopy(engine.module), torch.load(kept, weights_only=False)):
-        assert all(vars(p) == {} for p in model.parameters())
-    with pytest.raises(ConfigError, match="cannot be used"):
-        calls[0]()
-    model = engine.module
-    engine.destroy()
-    assert all(vars(p) == {} for p in model.parameters())
 
 
 # --- several engines, and their ends --------------------------------------------------------------

@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from stronghold.memory.runfolder import reclaim
+from tests.models import MODELS, loss_of
 from tests.support import rank_cases, rank_checkpoints, rank_models, rank_programs
 from tests.support.ranks import Launch, run_ranks
-from tests.support.training import Run, assert_identical, config
+from tests.support.training import DTYPES, Run, assert_identical, config
 
 PROGRAMS = "tests.support.rank_programs"
 
@@ -129,6 +130,24 @@ def test_what_the_engine_says_of_ranks(two: list[Any]) -> None:
         }
     seen = [sorted(found["surface"]["samples"]) for found in two]
     assert sorted(seen[0] + seen[1]) == list(range(8))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_gradients_are_read_and_written_whole_on_every_rank(precision: str, two: list[Any]) -> None:
+    """The mean of what each rank's batch gives in plain PyTorch."""
+    sums: list[torch.Tensor] = []
+    for batch in range(2):
+        model, make_batch = MODELS["gpt"]()
+        model.to(DTYPES[precision])
+        loss_of(model(**make_batch(batch))).backward()
+        sums = [p.grad + s for p, s in zip(model.parameters(), sums or [0] * 99, strict=False)]
+    norm = torch.stack([(s / 2).float().norm() for s in sums]).norm().item()
+    for found in (of_rank["gradients"][precision] for of_rank in two):
+        assert all(
+            torch.equal(g, (s / 2).float()) for g, s in zip(found["read"], sums, strict=True)
+        )
+        assert found["norm"] == pytest.approx(norm / 2, rel=1e-2)
+        assert "safe_get_full_*" in found["local"]
 
 
 def test_an_overflow_on_one_rank_skips_the_step_on_all(two: list[Any]) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from deepspeed import utils
 
 from stronghold import refine
 from stronghold.errors import BudgetError
@@ -47,6 +48,21 @@ def in_parts(section: dict[str, Any] | None = None) -> Run:
             patch.setattr(GradientDrains, change.__name__, change)
         patch.setattr(refine, "UNTOLD_STEPS", 99)  # a simulation has no halves
         return train("gpt", config(clipping=0.0, section=section))
+
+
+def written() -> Run:
+    """Between steps masters and moments are written through DeepSpeed's functions, and read."""
+
+    def each_step(engine: Any, _: int) -> None:
+        for parameter in engine.module.parameters():
+            master = utils.safe_get_full_fp32_param(parameter) * 1.25
+            utils.safe_set_full_fp32_param(parameter, master)
+            assert torch.equal(utils.safe_get_full_fp32_param(parameter), master)
+            moment = utils.safe_get_full_optimizer_state(parameter, "exp_avg") * 0.5
+            utils.safe_set_full_optimizer_state(parameter, moment, "exp_avg")
+            assert torch.equal(utils.safe_get_full_optimizer_state(parameter, "exp_avg"), moment)
+
+    return train("gpt", config(clipping=0.0), each_step=each_step)
 
 
 EVERYTHING = {
@@ -135,6 +151,7 @@ CASES: dict[str, Callable[[], Run]] = {
         config(clipping=0.0, section={"deferred_layers": 3, "emulated": {"jitter_s": 1e-3}}),
     ),
     "parts": in_parts,
+    "written": written,
     # One rank alone takes the same steps in memory.
     "moments in files": lambda: on_files("experts", clipping=0.0, spill="moments"),
     "moments in files, choosy": lambda: on_files("choosy", clipping=0.0, spill="moments"),

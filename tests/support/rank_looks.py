@@ -11,7 +11,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+from deepspeed import utils
 from torch import nn
 
 from stronghold.errors import ConfigError, RankError
@@ -133,6 +135,23 @@ def surface() -> dict[str, Any]:
             "gradient_accumulation_steps": engine.gradient_accumulation_steps(),
             "samples": torch.cat(list(engine.training_dataloader)).tolist(),
         }
+    finally:
+        engine.destroy()
+
+
+def gradients(precision: str) -> dict[str, Any]:
+    """Read and halved through DeepSpeed's functions, where no rank has all of one."""
+    model, make_batch = MODELS["gpt"]()
+    engine = engine_of(model, config(precision=precision))
+    try:
+        engine.backward(loss_of(engine(**make_batch(rank()))))
+        read = [utils.safe_get_full_grad(p) for p in model.parameters()]
+        for p, gradient in zip(model.parameters(), read, strict=True):
+            utils.safe_set_full_grad(p, gradient / 2)
+        engine.step()
+        with pytest.raises(ConfigError) as refusal:
+            utils.safe_get_local_fp32_param(next(model.parameters()))
+        return {"read": read, "norm": engine.get_global_grad_norm(), "local": str(refusal.value)}
     finally:
         engine.destroy()
 

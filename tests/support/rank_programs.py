@@ -18,6 +18,7 @@ from tests.support.rank_cases import CASES, CLOSE, FILES, TWICE, files, refined
 from tests.support.rank_checkpoints import checkpoint, full_disk, model_parallel, replaced, slices
 from tests.support.rank_looks import (
     alone,
+    gradients,
     life,
     memory,
     overflow,
@@ -43,6 +44,7 @@ def two_ranks(folder: Path) -> dict[str, Any]:
         "traffic": traffic(),
         **alone(),
         "surface": surface(),
+        "gradients": {name: gradients(name) for name in ("fp32", "bf16")},
         "overflow": overflow(),
         "refused": refused(),
         "checkpoint": checkpoint(folder),

@@ -1,0 +1,179 @@
+"""What DeepSpeed's `safe_get_*` and `safe_set_*` find on a trained parameter: its master, moments
+and gradient, read and written wherever they lie.
+
+Owns no bytes. Reads and writes between the operations that use the arrays, and never beside them:
+it waits for the layer's lanes first. The training thread alone enters; of several ranks all call
+together, as for DeepSpeed's own, and each writes its own elements.
+
+As in DeepSpeed a gradient is the mean over ranks and carries the loss scale; it has the dtype in
+which it waits for the step (the sums' fp32 under accumulation, else the compute dtype), and a value
+that is written is rounded to that. Unlike DeepSpeed's, a master that is written shows in the
+parameter at once. The local functions are for ZeRO-3's partitions, of which one rank has one: the
+whole, flat.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from stronghold.errors import ConfigError
+from stronghold.memory.host import join_master
+from stronghold.model.layout import ParameterSlice
+from stronghold.runtime.guards import Access
+
+if TYPE_CHECKING:
+    from stronghold.runtime.stack import Stack
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+SHARED_NUMEL = 1 << 22  # elements that ranks give each other at once
+
+
+def fragments(stack: Stack) -> dict[nn.Parameter, Fragment]:
+    """One for each parameter that the optimizer of `stack` owns."""
+    return {
+        parameter: Fragment(stack, layer, k)
+        for layer, of_layer in enumerate(stack.parameters)
+        for k, parameter in enumerate(of_layer)
+        if stack.adam.trains(parameter)
+    }
+
+
+class Fragment(Access):
+    """Of parameter `position` of a layer. Tensors that it gives are fp32 copies in the parameter's
+    shape, on the parameter's device; ConfigError (a ValueError) says what cannot be had now.
+    """
+
+    __slots__ = ("_layer", "_position", "_stack")
+
+    def __init__(self, stack: Stack, layer: int, position: int) -> None:
+        self._stack = stack
+        self._layer = layer
+        self._position = position
+
+    @property
+    def _part(self) -> ParameterSlice:
+        return self._stack.layout.layers[self._layer].slices[self._position]
+
+    def local(self) -> Fragment:
+        if self._stack.ranks.num_ranks > 1:
+            raise ConfigError(
+                f"{self._part.name}: safe_get_local_* and safe_set_local_* on several ranks: their "
+                "partitions are not DeepSpeed's; call safe_get_full_* or safe_set_full_* on every "
+                "rank"
+            )
+        return self
+
+    # -- masters and moments ----------------------------------------------------------------------
+    def get(self, optim_state_key: str | None = None) -> torch.Tensor:
+        """The exact fp32 master, or a moment: zeros before the first update."""
+        self._stack.settle((self._layer,))
+        host = self._stack.host
+        if optim_state_key is None:
+            arrays: tuple[str, ...] = ("weights", "low")[: 1 + host.has(self._layer, "low")]
+        else:
+            arrays = (self._moment(optim_state_key),)
+        part = self._part
+        at, end = part.offset, part.offset + part.numel
+
+        def own() -> Iterator[tuple[int, torch.Tensor]]:
+            if host.has(self._layer, arrays[-1]):
+                for first, _, found in host.pieces(self._layer, arrays, at, end):
+                    value = found[arrays[0]]
+                    if optim_state_key is None:
+                        value = join_master(value, found.get("low"))
+                    yield first - at, value
+
+        return self._whole(own())
+
+    def set(self, value: torch.Tensor, optim_state_key: str | None = None) -> None:
+        """Write the master, and the weights rounded from it, or a moment."""
+        flat, stack = self._flat(value), self._stack
+        key = None if optim_state_key is None else self._moment(optim_state_key)
+        stack.settle((self._layer,))
+        stack.prepare_training()
+        stack.host.layers[self._layer].wait_unused()
+        part = self._part
+        if key is None:
+            stack.host.write_master(self._layer, part, 0, flat)
+            stack.runtime.loaded((self._layer,))
+            stack.settle((self._layer,))
+            return
+        at, end = part.offset, part.offset + part.numel
+        for first, last, found in stack.host.pieces(self._layer, (key,), at, end, mode="replace"):
+            found[key].copy_(flat[first - at : last - at])
+
+    def _moment(self, key: str) -> str:
+        if key not in MOMENTS:
+            raise ConfigError(
+                f"{self._part.name}: optimizer state {key!r} not found: expected one of {MOMENTS}"
+            )
+        return key
+
+    # -- gradients --------------------------------------------------------------------------------
+    def get_gradient(self) -> torch.Tensor:
+        """The gradient that waits for the step; zeros where none came. ConfigError when no step's
+        gradients are there."""
+        updates, state = self._waiting()
+        at, position = self._part.offset, self._position
+        came = position in state.arrived
+        found = updates.gradient_pieces(state, position) if came else ()
+        return self._whole((first - at, flat) for first, _, flat in found)
+
+    def set_gradient(self, value: torch.Tensor) -> None:
+        """Write it, before the gate: norm, clipping and update are those of the new value."""
+        flat, (updates, state) = self._flat(value), self._waiting()
+        at, k = self._part.offset, self._position
+        if k not in state.arrived:
+            if flat.count_nonzero():
+                raise ConfigError(
+                    f"{self._part.name}: it got no gradient in this backward, and none can be "
+                    "given to it: let the loss depend on it (add 0.0 * parameter.sum())"
+                )
+            return
+        for first, last, there in updates.gradient_pieces(state, k, mode="replace"):
+            there.copy_(flat[first - at : last - at])
+        state.square_sums.pop(k, None)  # taken again at the gate
+
+    def _waiting(self) -> Any:
+        stack, name = self._stack, self._part.name
+        stack.check_process("reading gradients")
+        state = stack.host.layers[self._layer]
+        if not stack.runtime.ledger.pending:
+            raise ConfigError(
+                f"{name}: gradients are only available after engine.backward and before the "
+                "engine.step that uses them"
+            )
+        if state.applied:
+            raise ConfigError(
+                f"{name} was updated as its gradient came, and the gradient is gone: set "
+                "gradient_clipping above 0 or bf16.check_grad_overflow true, so that gradients "
+                "wait for engine.step"
+            )
+        stack.device.check()
+        return stack.runtime.updates, state
+
+    # -- values -----------------------------------------------------------------------------------
+    def _flat(self, value: torch.Tensor) -> torch.Tensor:
+        part = self._part
+        if value.numel() != part.numel:
+            raise ConfigError(
+                f"{part.name}: got a value of {value.numel()} elements, expected {part.numel}"
+            )
+        return value.detach().reshape(-1).to("cpu", torch.float32)
+
+    def _whole(self, own: Iterator[tuple[int, torch.Tensor]]) -> torch.Tensor:
+        """The parameter's values from the pieces that this rank has: (first element, values)."""
+        stack, part = self._stack, self._part
+        flat = torch.zeros(part.numel)
+        for at, values in own:
+            flat[at : at + values.numel()].copy_(values)
+        if stack.ranks.num_ranks > 1:
+            for some in flat.view(torch.int32).split(SHARED_NUMEL):  # of bits: others have zeros
+                rows = stack.ranks.control.numbers(some.clone(), f"reading {part.name}")
+                some.copy_(rows.sum(dim=0, dtype=torch.int32))
+        device = stack.parameters[self._layer][self._position].device
+        return flat.view(part.shape).to(device)

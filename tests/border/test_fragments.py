@@ -1,0 +1,229 @@
+"""DeepSpeed's safe_get_* and safe_set_*: masters, moments and gradients, wherever they lie."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from deepspeed import utils
+from deepspeed.runtime.zero import GatheredParameters
+from torch import nn
+
+import stronghold
+from stronghold.errors import ConfigError
+from stronghold.memory.host import join_master, split_master
+from tests.models import MODELS, loss_of
+from tests.support import stock
+from tests.support.pairs import pairs
+from tests.support.training import config
+from tests.support.twin import Twin, twin
+
+MOMENTS = {"exp_avg": "m", "exp_avg_sq": "v"}
+PLACES: dict[str, dict[str, Any]] = {
+    "streamed": {"window": 1},
+    "resident": {"resident_layers": 1, "resident_updates": "host"},
+    "updated on the gpu": {"resident_layers": 1, "resident_updates": "gpu"},
+    "whole": {"resident_layers": "all", "resident_updates": "gpu"},
+    "files": {"nvme": {"spill": "weights"}},
+}
+MODES: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "bf16": {"precision": "bf16"},
+    "accumulated": {"precision": "bf16", "accumulation": 2},
+}
+
+
+def placed(place: str, folder: Path) -> dict[str, Any]:
+    section = dict(PLACES[place])
+    if "nvme" in section:
+        section["nvme"] = section["nvme"] | {"path": str(folder)}
+    return section
+
+
+def pairs_of(both: Twin) -> list[tuple[str, nn.Parameter, nn.Parameter]]:
+    named = zip(both.model.named_parameters(), both.plain.parameters(), strict=True)
+    return [(name, ours, plain) for (name, ours), plain in named]
+
+
+def master_of(both: Twin, plain: nn.Parameter) -> torch.Tensor:
+    low = both.adam._state[plain]["low"]
+    flat = plain.detach().reshape(-1).contiguous()
+    return join_master(flat, low).view(plain.shape) if low is not None else plain.detach()
+
+
+def write_plain(both: Twin, plain: nn.Parameter, master: torch.Tensor) -> None:
+    weights, low = split_master(master.reshape(-1), plain.dtype)
+    with torch.no_grad():
+        plain.copy_(weights.view(plain.shape))
+    if low is not None:
+        both.adam._state[plain]["low"].copy_(low)
+
+
+def check_states(both: Twin) -> None:
+    for name, ours, plain in pairs_of(both):
+        assert torch.equal(utils.safe_get_full_fp32_param(ours), master_of(both, plain)), name
+        for moment, key in MOMENTS.items():
+            expected = both.adam._state[plain][key].view(plain.shape)
+            assert torch.equal(utils.safe_get_full_optimizer_state(ours, moment), expected), name
+            local = utils.safe_get_local_optimizer_state(ours, moment)
+            assert torch.equal(local, expected.view(-1)), name
+
+
+@pytest.mark.parametrize(("place", "mode"), pairs(list(PLACES), list(MODES)))
+def test_what_is_written_is_read_and_trained_on(place: str, mode: str, tmp_path: Path) -> None:
+    """Against a plain loop whose masters, moments and gradients are written by hand."""
+    with twin("gpt", section=placed(place, tmp_path), **MODES[mode]) as both:
+        seeds = iter(range(99))
+        both.train(*(next(seeds) for _ in range(both.accumulation)))
+        check_states(both)
+        for _, ours, plain in pairs_of(both):
+            master = master_of(both, plain) * 1.001  # has bits that bf16 has not
+            utils.safe_set_full_fp32_param(ours, master)
+            write_plain(both, plain, master)
+            for moment, key in MOMENTS.items():
+                both.adam._state[plain][key].mul_(0.75)
+                written = both.adam._state[plain][key].view(plain.shape)
+                utils.safe_set_full_optimizer_state(ours, written, moment)
+        check_states(both)
+        both.check()
+        for _ in range(2):
+            for micro in range(both.accumulation):
+                both.backward(both.on(next(seeds)))
+                if micro < both.accumulation - 1:
+                    both.engine.step()
+            for name, ours, plain in pairs_of(both):
+                waits = both.sums.get(plain, plain.grad)
+                assert waits is not None
+                assert torch.equal(utils.safe_get_full_grad(ours), waits.float()), name
+                if "weight" in name:
+                    with torch.no_grad():
+                        waits.mul_(0.5)
+                    utils.safe_set_full_grad(ours, waits)
+                    assert torch.equal(utils.safe_get_local_grad(ours), waits.float().view(-1))
+            both.step()
+        check_states(both)
+
+
+@pytest.fixture(scope="module")
+def gloo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with stock.one_rank(tmp_path_factory.mktemp("gloo")):
+        yield
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_values_are_those_that_deepspeed_gives_at_the_same_calls(stage: int, gloo: None) -> None:
+    """To the bit where nothing was computed but the gradient; Adam's rounding is torch's there."""
+    model, make_batch = MODELS["gpt"]()
+    theirs_model = MODELS["gpt"]()[0]
+    settings = config(clipping=0.5, precision="bf16")
+    settings["optimizer"]["params"] = stock.ADAM
+    ours, *_ = stronghold.initialize(model=model, config=settings)
+    with stock.deepspeeds_engine(theirs_model, stage=stage, bf16=True) as theirs:
+        for step in range(2):
+            for engine in (ours, theirs):
+                engine.backward(loss_of(engine(**make_batch(step))))
+            for p, q in zip(model.parameters(), theirs_model.parameters(), strict=True):
+                looks = [
+                    utils.safe_get_full_fp32_param,
+                    utils.safe_get_full_grad,
+                    lambda p: utils.safe_get_full_optimizer_state(p, "exp_avg"),
+                ]
+                for k, look in enumerate(looks[: 2 + step]):  # theirs has no states at first
+                    found, expected = look(p), look(q).float()
+                    assert found.shape == expected.shape
+                    bound = 0.0 if step == 0 else 2e-2
+                    assert torch.allclose(found, expected, rtol=bound, atol=bound / 10), (k, step)
+            for engine in (ours, theirs):
+                engine.step()
+    ours.destroy()
+
+
+def test_states_can_be_read_and_written_before_the_first_step() -> None:
+    with twin(precision="bf16") as both:
+        for _, ours, plain in pairs_of(both):
+            assert torch.equal(utils.safe_get_full_fp32_param(ours), plain.float())
+            zeros = torch.zeros(plain.shape)
+            assert torch.equal(utils.safe_get_full_optimizer_state(ours, "exp_avg"), zeros)
+            master = plain.detach().float() * 1.001
+            utils.safe_set_full_fp32_param(ours, master)
+            assert torch.equal(utils.safe_get_local_fp32_param(ours), master.view(-1))
+            with torch.no_grad():
+                plain.copy_(split_master(master.view(-1), torch.bfloat16)[0].view(plain.shape))
+
+
+def test_a_written_master_counts_when_its_layer_was_fetched_ahead(tmp_path: Path) -> None:
+    """An evaluation leaves layers in slots; fp16 has masters beside the weights."""
+    extra = {"fp16": {"enabled": True, "initial_scale_power": 4}}
+    both = Twin(extra=extra)
+    for _, ours, _ in pairs_of(both):
+        utils.safe_set_full_fp32_param(ours, utils.safe_get_full_fp32_param(ours) + 0.25)
+    with torch.no_grad():
+        before = both.on(0)(both.engine)
+        for _, ours, _ in pairs_of(both):
+            utils.safe_set_full_fp32_param(ours, utils.safe_get_full_fp32_param(ours) - 0.25)
+        after = both.on(0)(both.engine)
+    assert not torch.equal(before, after)
+    plain = both.plain.half()
+    for _, ours, theirs in pairs_of(both):
+        assert torch.equal(ours, theirs)
+    assert torch.equal(after, both.on(0)(plain))
+    both.engine.destroy()
+
+
+def test_what_cannot_be_had_is_refused_with_the_way() -> None:
+    both = Twin(clipping=0.0)
+    weight = both.model.head.weight
+    with pytest.raises(ValueError, match=r"head.weight: gradients are only available after"):
+        utils.safe_get_full_grad(weight)
+    with pytest.raises(ValueError, match=r"optimizer state 'momentum' not found"):
+        utils.safe_get_full_optimizer_state(weight, "momentum")
+    with pytest.raises(ConfigError, match="got a value of 1 elements, expected"):
+        utils.safe_set_full_fp32_param(weight, torch.ones(1))
+    both.engine.backward(both.on(0)(both.engine))
+    with pytest.raises(ConfigError, match=r"updated as its gradient came.*gradient_clipping"):
+        utils.safe_get_full_grad(weight)
+    both.engine.step()
+    both.engine.destroy()
+    assert utils.safe_get_full_fp32_param(weight) is None  # of no engine: DeepSpeed's own answer
+    with pytest.raises(AssertionError, match="ZeRO-3"):
+        utils.safe_get_local_fp32_param(weight)
+
+
+def test_a_parameter_without_a_gradient_reads_zeros() -> None:
+    with twin("unused") as both:
+        both.backward(both.on(0))
+        plain = [p for p in both.parameters if p.grad is None]
+        assert plain
+        for name, ours, theirs in pairs_of(both):
+            if theirs.grad is None:
+                assert not utils.safe_get_full_grad(ours).any(), name
+                with pytest.raises(ConfigError, match="got no gradient in this backward"):
+                    utils.safe_set_full_grad(ours, torch.ones(ours.shape))
+        utils.safe_update_full_grad_vectorized(list(both.model.parameters()), lambda g, p: g * 2)
+        for p in both.parameters:
+            if p.grad is not None:
+                p.grad.mul_(2)
+        both.step()
+
+
+def test_copies_have_no_attributes_and_gathered_parameters_are_the_newest() -> None:
+    with twin() as both:
+        both.train(0)
+        kept = io.BytesIO()
+        torch.save(both.engine.module, kept)
+        kept.seek(0)
+        for model in (copy.deepcopy(both.engine.module), torch.load(kept, weights_only=False)):
+            assert all(vars(p) == {} for p in model.parameters())
+        with GatheredParameters(list(both.model.parameters()), modifier_rank=0), torch.no_grad():
+            both.check()
+            for _, ours, plain in pairs_of(both):
+                ours.mul_(1.5)
+                plain.mul_(1.5)
+        both.train(1)
+        loss = loss_of(both.engine(**both.make_batch(2)))
+        assert torch.equal(loss, both.on(2)(both.plain))
