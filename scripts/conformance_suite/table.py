@@ -60,7 +60,6 @@ REASONS = {
     "internals": "reads the insides of a DeepSpeed optimizer, which this engine does not have",
     "class": "asserts the class of the optimizer; ours is stronghold's, over the same groups",
     "grad by hand": "writes or reads .grad by hand; gradients leave for the host during backward",
-    "user backward": "calls loss.backward() or engine.scale: refused in favour of engine.backward",
     "unmanaged": "managed_gradient_accumulation false is refused",
     "buffers": "data_types.buffer_dtype is refused: buffers keep their dtype",
     "dtype": "a half-precision model under a config that asks for fp32 is refused, with the edit",
@@ -102,11 +101,6 @@ ROWS = (
     Row("launcher/test_user_args.py::*pdsh*", None, "package"),
     # What this engine refuses, in its own words.
     Row("*", r"Stage 3 partitions parameters|was partitioned by deepspeed\.zero\.Init", "stage 3"),
-    Row(
-        "*",
-        r"engine\.scale does not apply|call engine\.backward\(loss\), not loss",
-        "user backward",
-    ),
     Row("*", r"managed_gradient_accumulation: got False", "unmanaged"),
     Row("*", r"data_types\.buffer_dtype: got", "buffers"),
     Row("*", r"but the config asks for fp32", "dtype"),

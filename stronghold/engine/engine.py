@@ -27,6 +27,7 @@ from torch import nn
 
 from stronghold.config import Settings
 from stronghold.device.base import off_lanes
+from stronghold.engine.backward import UserBackward
 from stronghold.engine.checkpoints import Checkpoints
 from stronghold.engine.instruments import Instruments
 from stronghold.engine.surface import refuse
@@ -42,6 +43,15 @@ from stronghold.team.group import Ranks
 from stronghold.telemetry.metrics import Reading, StepRecord, count_tokens, value
 
 logger = logging.getLogger("stronghold")
+
+
+def _check_loss(name: str, loss: Any) -> None:
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or loss.grad_fn is None:
+        raise ConfigError(
+            f"engine.{name}: expected a scalar loss with a graph (a tensor of one element); for "
+            "another tensor, output.backward(gradient)"
+        )
+
 
 WEAR_STEP = 3  # the first step that starts as it ends: its seconds tell the wear per hour
 _living: weakref.WeakSet[StrongholdEngine] = weakref.WeakSet()
@@ -128,6 +138,7 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
         asynchronous = settings.stronghold.async_checkpoint
         self._checkpoints = Checkpoints(stack, optimizer, asynchronous=asynchronous)
         self._refinement = Refinement(stack, micro_batches=request.micro_batches)
+        self._user_backward = UserBackward(self, stack.outside)
         self.module = model
         self.device = stack.device.torch_device
         self._state_hooks = StateHooks(
@@ -165,10 +176,23 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
         """
         self._stack.check_process("engine.forward")
         self._checkpoints.raise_failure()
+        self._user_backward.check()
         if self.module.training and torch.is_grad_enabled():
             self._stack.metrics.add_tokens(count_tokens(inputs, kwargs))
         with self._instruments.forward(self.global_steps), self._stack.runtime.forward_pass():
-            return self.module(*inputs, **kwargs)
+            output = self.module(*inputs, **kwargs)
+        if self.optimizer is not None and torch.is_grad_enabled():
+            self._user_backward.watch(output)
+        return output
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss times the loss scale, for `engine.scale(loss).backward()`, which is what fp16
+        needs; elsewhere `loss.backward()` is the same. The engine divides by the accumulation
+        steps itself.
+        """
+        self._needed_optimizer("scale")
+        _check_loss("scale", loss)
+        return self._user_backward.scale(loss)
 
     def backward(
         self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
@@ -178,10 +202,8 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
         step starts again: its earlier micro-batches are dropped too.
         """
         optimizer = self._needed_optimizer("backward")
-        if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or loss.grad_fn is None:
-            raise ConfigError(
-                "engine.backward: expected a scalar loss with a graph (a tensor of one element)"
-            )
+        _check_loss("backward", loss)
+        self._user_backward.check()
         steps = self.gradient_accumulation_steps()
         scaled: torch.Tensor = loss / steps if scale_wrt_gas and steps > 1 else loss
         runtime, begun = self._stack.runtime, False
@@ -190,7 +212,7 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
         try:
             runtime.begin_backward(boundary=self.is_gradient_accumulation_boundary())
             begun = True
-            with self._instruments.time("backward"):
+            with self._instruments.time("backward"), self._user_backward.none():
                 optimizer.scaled(scaled).backward(retain_graph=retain_graph)
             runtime.end_backward()
         except BaseException as error:
@@ -215,6 +237,7 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
         for a checkpoint.
         """
         optimizer = self._needed_optimizer("step")
+        self._user_backward.check()
         self._step_applied = False
         step, boundary = self.global_steps, self.is_gradient_accumulation_boundary()
         try:
@@ -322,6 +345,7 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
         without effect where none is waiting. ConfigError where weights have taken them already.
         """
         if not self._destroyed:
+            self._user_backward.check()
             self._stack.drop_gradients()
 
     # -- what is read -----------------------------------------------------------------------------

@@ -39,7 +39,6 @@ REFUSED: dict[str, str] = {
     "clip_fp32_gradients": "engine.step clips by the global norm: set gradient_clipping",
     "print_forward_breakdown": "set stronghold.trace to a file for a timeline of the step",
     "random_ltd_initialize": "random layer-token drop changes the model's layers while they stream",
-    "scale": "call engine.backward(loss): it scales and streams",
     "swap_tensor_config": "set stronghold.nvme: it says where state spills, and how",
 }
 

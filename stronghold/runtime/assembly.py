@@ -22,7 +22,7 @@ from stronghold.model.layout import ModelLayout
 from stronghold.model.source import WeightSource
 from stronghold.plan.plan import Gradients, Plan
 from stronghold.runtime.adam import AdamSteps, Grouped
-from stronghold.runtime.parts import Parts
+from stronghold.runtime.parts import Outside, Parts
 from stronghold.runtime.streaming import Streaming
 from stronghold.runtime.whole import Whole
 from stronghold.team.ranks import RankTeam, Team
@@ -75,6 +75,7 @@ class Assembly:
         if weights is not None:
             trained = [self.adam.trained(layer.index) for layer in layout.layers]
             self.team = RankTeam(device, self.host.layers, weights, parameters, trained)
+        self.outside = Outside()
         self._parts = Parts(
             device=device,
             host=self.host,
@@ -84,6 +85,7 @@ class Assembly:
             kernels=kernels,
             metrics=metrics,
             team=self.team,
+            outside=self.outside,
         )
 
     def make_runtime(self, plan: Plan, *, host_room_bytes: int | None = None) -> Streaming | Whole:

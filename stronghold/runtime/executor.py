@@ -79,6 +79,7 @@ class Executor:
         self._bindings = Bindings(host.layers, parts.parameters, plan.resident)
         self._metrics = parts.metrics
         self._team = parts.team
+        self.outside = parts.outside
         self.phase = Phase.IDLE
         # Resident layers whose weights come from the host; the others' are never old.
         self._refreshed = plan.resident - plan.updated_on_gpu
@@ -520,14 +521,23 @@ class Executor:
         self, layer: int, position: int, part: ParameterSlice, parameter: torch.Tensor
     ) -> None:
         """Autograd has accumulated into `parameter.grad`: send it on its way to the host."""
-        if self.phase is not Phase.BACKWARD:
+        gradient = parameter.grad
+        assert gradient is not None
+        if not self.reached(gradient=True):
             parameter.grad = None
             raise ConfigError(
-                f"gradient of {part.name} outside engine.backward: "
-                "call engine.backward(loss), not loss.backward(); where another engine's backward "
-                "runs through this model, freeze it meanwhile: model.requires_grad_(False)"
+                f"a gradient of {part.name} came while the model's forward runs: call backward "
+                "after forward, or freeze the model meanwhile: model.requires_grad_(False)"
             )
+        parameter.grad = self.outside.scaled(gradient)
         self.drains.arrived(layer, position, part, parameter)
+
+    def reached(self, *, gradient: bool) -> bool:
+        """Autograd has come to an output of a layer, or to a parameter (`gradient`). Whether a
+        backward is running: the user's own begins here."""
+        if self.phase is Phase.IDLE:
+            self.outside.reached(gradient)
+        return self.phase is Phase.BACKWARD
 
     def chunk_begun(self, layer: int) -> None:
         """A chunk of the layer is computed whose gradients will come."""
@@ -535,12 +545,13 @@ class Executor:
 
     def chunk_gathered(self, layer: int, gradients: Sequence[tuple[int, torch.Tensor]]) -> None:
         """Autograd has come through a chunk: its gradients, (position, gradient)."""
-        if self.phase is not Phase.BACKWARD:
+        if not self.reached(gradient=True):
             raise ConfigError(
-                f"gradients of {self.name_of(layer)} outside engine.backward: call "
-                "engine.backward(loss), not loss.backward()"
+                f"gradients of {self.name_of(layer)} came while the model's forward runs: call "
+                "backward after forward"
             )
-        self.drains.chunk_arrived(layer, gradients)
+        scaled = self.outside.scaled
+        self.drains.chunk_arrived(layer, [(k, scaled(gradient)) for k, gradient in gradients])
 
     # -- between steps --------------------------------------------------------------------------
     def weights_changed(self, layers: Sequence[int]) -> None:

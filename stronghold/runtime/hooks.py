@@ -164,6 +164,7 @@ class Hooks:
 
     # -- the whole model --------------------------------------------------------------------------
     def _before_model(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self._executor.outside.check()
         self._depth += 1
         if self._depth > 1 or self._executor.phase is Phase.BACKWARD:
             return
@@ -183,6 +184,7 @@ class Hooks:
 
     def _called_by_itself(self) -> None:
         """A part of the model is called, and not by the model: nothing tells what it will read."""
+        self._executor.outside.check()
         if self._depth == 0 and self._executor.phase is Phase.IDLE:
             for index in self._residents.all:
                 self._executor.make_resident(index)
@@ -259,7 +261,7 @@ class Hooks:
 
     def _backward_hook(self, index: int) -> Callable[[torch.Tensor], None]:
         def before(gradient: torch.Tensor) -> None:
-            if self._executor.phase is Phase.BACKWARD:
+            if self._executor.reached(gradient=False):
                 self._executor.begin_use(index, Kind.BACKWARD)
                 self._activations.prefetch(index)
                 following = self._executor.next_backward()

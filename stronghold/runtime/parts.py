@@ -5,9 +5,10 @@ Owns nothing; `assembly` makes it. Frozen: any thread may read it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
+import torch
 from torch import nn
 
 from stronghold.device.base import Device
@@ -18,6 +19,26 @@ from stronghold.memory.resident import DeviceStore
 from stronghold.runtime.adam import AdamSteps
 from stronghold.team.ranks import Team
 from stronghold.telemetry.metrics import Metrics
+
+
+def _nobody(gradient: bool = False) -> None:
+    """Nobody wants to know."""
+
+
+@dataclass(slots=True)
+class Outside:
+    """Who is told that autograd runs through the model though no backward was begun: `reached`, at
+    an output of a layer or (`gradient`) a parameter, may begin one; `check` ends one that raised.
+    `divisor`: of its gradients as they arrive.
+    """
+
+    reached: Callable[[bool], None] = _nobody
+    check: Callable[[], None] = _nobody
+    divisor: int = 1
+
+    def scaled(self, gradient: torch.Tensor) -> torch.Tensor:
+        """A gradient that has arrived."""
+        return gradient if self.divisor == 1 else gradient / self.divisor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +56,7 @@ class Parts:
     kernels: Kernels
     metrics: Metrics
     team: Team
+    outside: Outside = field(default_factory=Outside)
 
     @property
     def layers(self) -> Sequence[LayerState]:

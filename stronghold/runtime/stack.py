@@ -179,6 +179,7 @@ class Stack:
         )
         self.host, self.store = self._assembly.host, self._assembly.store
         self.adam, self.team = self._assembly.adam, self._assembly.team
+        self.outside = self._assembly.outside
         self.parameters = parameters
         self.runtime = self._make_runtime(self.plan)
         # Never two copies of a layer; a large model takes minutes, a small one shows no bar.
@@ -223,6 +224,7 @@ class Stack:
     def settle(self, layers: Sequence[int] | None = None) -> None:
         """Wait until the parameters of these layers, or of all, show their newest values."""
         self.check_process("reading parameters")
+        self.outside.check()
         self.runtime.settle(layers)
 
     def wait_for_readers(self) -> None:

@@ -6,8 +6,8 @@ gradients are taken out of `.grad`, and wait for the step where they are. The tr
 enters.
 
 Nothing is updated before the gate, whatever the plan's mode: a backward that fails changes nothing.
-Since nobody is called when a gradient comes, one that comes outside `engine.backward` is found, and
-refused, at the next `engine.backward` or `engine.step`.
+Since nobody is called when a gradient comes, one of outputs that the engine did not make is found,
+and refused, at the next backward or `engine.step`.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ class Whole(Runtime):
         mode = Gradients.ACCUMULATED if self._accumulates else Gradients.HELD
         super().__init__(parts, plan, mode)  # nothing is updated early
         self._bindings = Bindings(parts.layers, parts.parameters)
+        self._outside = parts.outside
 
     # -- life -------------------------------------------------------------------------------------
     def adopted(self, layer: int) -> None:
@@ -81,6 +82,7 @@ class Whole(Runtime):
             if self._adam.trains(parameter):
                 # Sparse, or laid out as nobody asked: the kernels take neither.
                 dense = gradient.to_dense() if gradient.is_sparse else gradient
+                dense = self._outside.scaled(dense)
                 taken.setdefault(layer, {})[k] = dense.contiguous()
         self.kept_gradient_bytes = max(self.kept_gradient_bytes, nbytes)
         batch = [
@@ -127,9 +129,9 @@ class Whole(Runtime):
                 strays.append(self._host.layers[layer].layout.slices[k].name)
         if strays:
             raise ConfigError(
-                f"gradient of {strays[0]} outside engine.backward: "
-                "call engine.backward(loss), not loss.backward(); where another engine's backward "
-                "runs through this model, freeze it meanwhile: model.requires_grad_(False)"
+                f"{strays[0]}.grad was set by hand, or by a backward of outputs that the engine "
+                "has not made: call the engine, not its module, or engine.backward(loss); a "
+                "gradient of your own takes deepspeed.utils.safe_set_full_grad after backward"
             )
 
     def _drop_gradients(self) -> None:

@@ -141,17 +141,8 @@ def test_a_loss_that_is_no_scalar_or_has_no_graph_is_refused() -> None:
         both.train(1)
 
 
-def test_autograds_own_backward_is_refused_and_leaves_nothing_behind() -> None:
-    with twin() as both:
-        both.train(0)
-        with pytest.raises(ConfigError, match=r"call engine\.backward\(loss\)"):
-            both.on(1)(both.engine).backward()
-        assert all(parameter.grad is None for parameter in both.model.parameters())
-        both.train(2)
-        both.train(3)
-
-
-def test_a_gradient_through_another_engines_model_needs_that_one_frozen() -> None:
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_gradient_through_another_engines_model_is_that_ones_too(frozen: bool) -> None:
     """As a generator's comes through its critic."""
     with twin("sequential") as critic, twin("sequential") as generator:
 
@@ -161,16 +152,17 @@ def test_a_gradient_through_another_engines_model_needs_that_one_frozen() -> Non
             inputs = batch["inputs"] * model(**batch)
             return judge(inputs=inputs, targets=batch["targets"])
 
-        with pytest.raises(ConfigError, match="freeze it meanwhile"):
-            generator.engine.backward(through_the_critic(generator.engine))
         for step in range(2):
             for model in (critic.model, critic.plain):
-                model.requires_grad_(False)
+                model.requires_grad_(not frozen)
             generator.backward(through_the_critic)
             generator.step()
             for model in (critic.model, critic.plain):
                 model.requires_grad_(True)
-            critic.train(step)
+            if frozen:
+                critic.train(step)
+            else:
+                critic.step()
 
 
 @pytest.mark.parametrize(

@@ -152,6 +152,7 @@ CASES: dict[str, Callable[[], Run]] = {
     ),
     "parts": in_parts,
     "written": written,
+    "loss.backward()": partial(train, "choosy", config(clipping=0.0), by_user=True),
     # One rank alone takes the same steps in memory.
     "moments in files": lambda: on_files("experts", clipping=0.0, spill="moments"),
     "moments in files, choosy": lambda: on_files("choosy", clipping=0.0, spill="moments"),

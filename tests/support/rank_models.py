@@ -96,6 +96,7 @@ def train(
     options: dict[str, Any] | None = None,
     batches_per_step: int = 2,
     each_step: Callable[[Any, int], None] | None = None,
+    by_user: bool = False,
 ) -> Run:
     """Train on the same `batches_per_step` micro-batches a step, whatever the number of ranks.
     Losses are this rank's.
@@ -114,7 +115,7 @@ def train(
                 index = step * batches_per_step + micro * num_ranks() + rank()
                 with engine.no_sync():
                     loss = loss_of(engine(**make_batch(index)))
-                    engine.backward(loss)
+                    loss.backward() if by_user else engine.backward(loss)
                 engine.step()
                 run.losses.append(loss.detach().clone())
             run.norms.append(engine.get_global_grad_norm())

@@ -1,0 +1,166 @@
+"""Backwards that the user's code starts: `loss.backward()` instead of `engine.backward(loss)`.
+
+Owns the one that is running. It begins when autograd comes to the first output or parameter of the
+model, and ends with autograd's own callback at the end of that backward; one that raised is found,
+and its step begun again, at the next call of the engine or the model. Entered by the training
+thread, and by autograd's in backward; the two never run at once.
+
+[Note: accumulation] As in DeepSpeed, a backward that `engine.backward` does not run divides by the
+accumulation steps where the model was called through the engine. DeepSpeed divides the gradient of
+each output, and so twice where one output was computed from another (a loss and its logits); here
+gradients of parameters are divided, once, as they arrive: the bits of `engine.backward` where the
+number of steps is a power of two.
+
+[Note: autograd.grad] What asks for gradients of inputs is no backward of ours. In torch.autograd.
+grad no parameter's node is executed, and that is what tells.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from stronghold.errors import ConfigError
+from stronghold.runtime.parts import Outside
+
+_NONE = -1  # torch's number of the backward that is running, where none is
+_running = [0]  # `engine.backward` of any engine: what it runs, it has scaled
+
+
+class UserBackward:
+    """Of one engine, to which it keeps no reference that counts. `outside` calls it."""
+
+    def __init__(self, engine: Any, outside: Outside) -> None:
+        self._engine = weakref.ref(engine)
+        self._outside = outside
+        self._task: int | None = None  # torch's number of the backward that is open
+        self._asked: tuple[int, bool] = (_NONE, False)  # of which backward, and whether it trains
+        self._scaled = self._own = False
+        self._timing = contextlib.ExitStack()
+        outside.reached, outside.check = self._reached, self.check
+
+    @contextlib.contextmanager
+    def none(self) -> Iterator[None]:
+        """Around autograd's run in `engine.backward`: what it reaches begins nothing here."""
+        _running[0] += 1
+        self._own = True
+        try:
+            yield
+        finally:
+            _running[0] -= 1
+            self._own = False
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss times the loss scale, for a `backward` of its own."""
+        engine: Any = self._engine()
+        self._scaled = True
+        scaled: torch.Tensor = engine.optimizer.scaled(loss)
+        return scaled
+
+    def watch(self, output: Any) -> None:
+        """Hang on the tensors of an output of the model: tensors in tuples, lists and dicts."""
+        for tensor in _tensors(output):
+            tensor.register_hook(self._at_output)
+
+    def _at_output(self, _: torch.Tensor) -> None:
+        if self._task not in (None, torch._C._current_graph_task_id()):
+            self._abandon()  # it raised, and the same graph is tried again
+        self._reached(gradient=False)
+        engine = self._engine()
+        if engine is not None and self._task is not None and not _running[0]:
+            self._outside.divisor = engine.gradient_accumulation_steps()
+
+    # -- its life ---------------------------------------------------------------------------------
+    def _reached(self, gradient: bool) -> None:
+        engine, task = self._engine(), torch._C._current_graph_task_id()
+        if engine is None or engine._destroyed or engine.optimizer is None or task == _NONE:
+            return
+        if self._own or self._task is not None:
+            return
+        if not (gradient or self._trains(engine, task)):
+            return
+        optimizer, runtime = engine.optimizer, engine._stack.runtime
+        if not _running[0] and not self._scaled and optimizer.loss_scale != 1.0:
+            raise ConfigError(
+                "loss.backward() of a loss that was not scaled, in fp16: call "
+                "engine.scale(loss).backward() or engine.backward(loss)"
+            )
+        if not runtime.ledger.pending:
+            engine._loss_sum = None
+        runtime.begin_backward(boundary=engine.is_gradient_accumulation_boundary())
+        self._task = task
+        self._timing.enter_context(engine._instruments.time("backward"))
+        torch.autograd.Variable._execution_engine.queue_callback(self._end)
+
+    def _trains(self, engine: Any, task: int) -> bool:
+        """Whether a gradient of a parameter will come of this backward ([Note: autograd.grad])."""
+        if self._asked[0] != task:
+            self._asked = (
+                task,
+                any(
+                    _will_execute(node)
+                    for node in _behind(torch._C._current_autograd_node())
+                    if engine._stack.adam.trains(getattr(node, "variable", None))
+                ),
+            )
+        return self._asked[1]
+
+    def _end(self) -> None:
+        engine = self._engine()
+        if engine is None or self._task is None:
+            return
+        try:
+            engine._stack.runtime.end_backward()
+        except BaseException:
+            self._abandon()
+            raise
+        self._close()
+
+    def check(self) -> None:
+        """Abandon the step of a backward that raised: none is running here."""
+        if self._task is not None and torch._C._current_graph_task_id() == _NONE:
+            self._abandon()
+
+    def _abandon(self) -> None:
+        self._close()
+        engine = self._engine()
+        if engine is not None and not engine._destroyed:
+            engine._abandon_step()
+
+    def _close(self) -> None:
+        self._task, self._scaled, self._outside.divisor = None, False, 1
+        self._timing.close()
+
+
+def _tensors(output: Any) -> Iterator[torch.Tensor]:
+    if isinstance(output, torch.Tensor):
+        if output.grad_fn is not None:
+            yield output
+    elif isinstance(output, tuple | list):
+        for item in output:
+            yield from _tensors(item)
+    elif isinstance(output, dict):
+        for value in output.values():
+            yield from _tensors(value)
+
+
+def _behind(node: Any) -> Iterator[Any]:
+    """The node of a graph and all that its backward leads to."""
+    seen, waiting = {None}, [node]
+    while waiting:
+        found = waiting.pop()
+        if found not in seen:
+            seen.add(found)
+            yield found
+            waiting += [behind for behind, _ in found.next_functions]
+
+
+def _will_execute(leaf: Any) -> bool:
+    try:
+        return bool(torch._C._will_engine_execute_node(leaf))
+    except RuntimeError:  # of torch.autograd.grad, which asked for this very parameter
+        return False

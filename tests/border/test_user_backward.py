@@ -1,0 +1,271 @@
+"""`loss.backward()` by the user: the bits of `engine.backward(loss)`, and DeepSpeed's gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from deepspeed.utils import safe_get_full_grad
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import stronghold
+from stronghold.errors import ConfigError
+from tests.models import MODELS, loss_of
+from tests.support import stock
+from tests.support.pairs import pairs
+from tests.support.training import Run, assert_identical, config, moments_of
+from tests.support.twin import failing_once, twin
+
+Backward = Callable[..., Any]  # (engine, loss)
+Batches = Callable[[int], dict[str, Any]]
+
+
+def by_engine(engine: Any, loss: torch.Tensor, **options: Any) -> None:
+    engine.backward(loss, **options)
+
+
+def by_user(engine: Any, loss: torch.Tensor, **options: Any) -> None:
+    engine.scale(loss).backward(**options)
+
+
+# -- programs: the losses of three steps -----------------------------------------------------------
+def plain(engine: Any, batches: Batches, backward: Backward) -> Iterator[torch.Tensor]:
+    for micro in range(3 * engine.gradient_accumulation_steps()):
+        loss = loss_of(engine(**batches(micro)))
+        backward(engine, loss)
+        engine.step()
+        yield loss
+
+
+def two_losses(engine: Any, batches: Batches, backward: Backward) -> Iterator[torch.Tensor]:
+    for step in range(3):
+        losses = [loss_of(engine(**batches(2 * step + k))) for k in range(2)]
+        for loss in losses:
+            backward(engine, loss)
+        engine.step()
+        yield from losses
+
+
+def retained(engine: Any, batches: Batches, backward: Backward) -> Iterator[torch.Tensor]:
+    for step in range(3):
+        loss = loss_of(engine(**batches(step)))
+        backward(engine, loss, retain_graph=True)
+        backward(engine, loss)
+        engine.step()
+        yield loss
+
+
+def outside(engine: Any, batches: Batches, backward: Backward) -> Iterator[torch.Tensor]:
+    for step in range(3):
+        loss = engine(**batches(step)).square() * 0.7
+        backward(engine, loss)
+        engine.step()
+        yield loss
+
+
+def evaluated_between(engine: Any, batches: Batches, backward: Backward) -> Iterator[torch.Tensor]:
+    for step in range(3):
+        loss = loss_of(engine(**batches(step)))
+        with torch.no_grad():
+            yield loss_of(engine(**batches(9)))
+        backward(engine, loss)
+        with torch.no_grad():
+            yield loss_of(engine.module(**batches(9)))
+        engine.step()
+
+
+def failed_once(engine: Any, batches: Batches, backward: Backward) -> Iterator[torch.Tensor]:
+    for step in range(3):
+        if step == 1:
+            loss = loss_of(engine(**batches(7)))
+            with (
+                failing_once(engine.module.blocks[0].mlp.up, "backward"),
+                pytest.raises(torch.OutOfMemoryError),
+            ):
+                backward(engine, loss)
+        loss = loss_of(engine(**batches(step)))
+        backward(engine, loss)
+        engine.step()
+        yield loss
+
+
+def boundary_set(engine: Any, batches: Batches, backward: Backward) -> Iterator[torch.Tensor]:
+    for step in range(3):
+        for micro in range(3):
+            engine.set_gradient_accumulation_boundary(micro == 2)
+            with engine.no_sync():
+                loss = loss_of(engine(**batches(3 * step + micro)))
+                backward(engine, loss)
+            engine.step()
+            yield loss
+
+
+def dropped(engine: Any, batches: Batches, backward: Backward) -> Iterator[torch.Tensor]:
+    for step in range(3):
+        backward(engine, loss_of(engine(**batches(9))))
+        engine.zero_grad()
+        loss = loss_of(engine(**batches(step)))
+        backward(engine, loss)
+        engine.step()
+        yield loss
+
+
+def checkpointed(engine: Any, batches: Batches, backward: Backward) -> Iterator[torch.Tensor]:
+    """By torch, with a backward inside of the backward."""
+    for block in engine.module.blocks:
+        whole = block.forward
+        block.forward = lambda x, whole=whole: checkpoint(whole, x, use_reentrant=True)
+    try:
+        yield from plain(engine, batches, backward)
+    finally:
+        for block in engine.module.blocks:
+            del block.forward
+
+
+def by_the_module(engine: Any, batches: Batches, backward: Backward) -> Iterator[torch.Tensor]:
+    for step in range(3):
+        loss = loss_of(engine.module(**batches(step)))
+        backward(engine, loss)
+        engine.step()
+        yield loss
+
+
+PROGRAMS = {
+    "plain": (plain, {}),
+    "accumulation": (plain, {"accumulation": 2}),
+    "fp16": (plain, {"precision": "fp16"}),
+    "bf16": (plain, {"precision": "bf16", "accumulation": 4}),
+    "as gradients come": (plain, {"clipping": 0.0}),
+    "two losses": (two_losses, {}),
+    "retained": (retained, {}),
+    "outside": (outside, {"accumulation": 2}),
+    "evaluated between": (evaluated_between, {}),
+    "failed once": (failed_once, {"accumulation": 1}),
+    "boundary": (boundary_set, {"accumulation": 4}),
+    "dropped": (dropped, {}),
+    "checkpointed": (checkpointed, {}),
+    "by the module": (by_the_module, {}),
+}
+PLACES: dict[str, dict[str, Any]] = {
+    "streamed": {"window": 1},
+    "recomputed": {"window": 2, "activations": "recompute"},
+    "chunks": {"window": 1, "chunk": 1},
+    "resident": {"resident_layers": 1, "resident_updates": "gpu"},
+    "whole": {"resident_layers": "all", "resident_updates": "gpu"},
+}
+# The first is refused (below); the second gives its chunks to a forward of its own.
+NEVER = {("by the module", "whole"), ("checkpointed", "chunks")}
+
+
+def ran(program: str, place: str, backward: Backward) -> Run:
+    run, settings = PROGRAMS[program]
+    model, batches = MODELS["gpt"]()
+    engine, *_ = stronghold.initialize(
+        model=model, config=config(**settings, section=PLACES[place])
+    )
+    try:
+        return Run(
+            losses=[loss.detach().clone() for loss in run(engine, batches, backward)],
+            weights={name: p.clone() for name, p in engine.module_state_dict().items()},
+            moments=moments_of(engine),
+        )
+    finally:
+        engine.destroy()
+
+
+@pytest.mark.parametrize(("program", "place"), pairs(list(PROGRAMS), list(PLACES)))
+def test_a_users_backward_has_the_bits_of_the_engines(program: str, place: str) -> None:
+    if (program, place) not in NEVER:
+        expected = ran(program, place, by_engine)
+        assert_identical(ran(program, place, by_user), expected)
+
+
+# -- what is refused, and what is left -------------------------------------------------------------
+def test_a_loss_that_was_not_scaled_is_refused_in_fp16() -> None:
+    model, batches = MODELS["gpt"]()
+    engine, *_ = stronghold.initialize(model=model, config=config(precision="fp16"))
+    with pytest.raises(ConfigError, match=r"engine\.scale\(loss\)\.backward"):
+        loss_of(engine(**batches(0))).backward()
+    by_user(engine, loss_of(engine(**batches(0))))
+    engine.step()
+    assert engine.was_step_applied()
+    engine.destroy()
+
+
+def test_what_a_whole_model_finds_in_grad_is_refused_with_the_way() -> None:
+    with twin(section=PLACES["whole"]) as both:
+        both.on(1)(both.engine.module).backward()
+        with pytest.raises(ConfigError, match=r"call the engine, not its module.*full_grad"):
+            both.engine.step()
+        both.train(0)
+
+
+def test_gradients_of_inputs_are_no_backward_of_the_engines() -> None:
+    with twin("sequential", clipping=0.0) as both:
+        inputs = both.make_batch(0)["inputs"].requires_grad_()
+        out = loss_of(both.engine(**(both.make_batch(0) | {"inputs": inputs})))
+        torch.autograd.grad(out, inputs)
+        assert not both.engine._stack.host.training
+        both.train(0)
+
+
+# -- beside DeepSpeed ------------------------------------------------------------------------------
+class Outputs(nn.Module):
+    """Its outputs are those of `names`: "hidden", or "loss", which is made of it, or both."""
+
+    def __init__(self, *names: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.names = names
+
+    def forward(self, x: torch.Tensor) -> Any:
+        for block in self.blocks:
+            x = block(x).tanh()
+        found = {"hidden": x, "loss": x.square().mean()}
+        return {name: found[name] for name in self.names}
+
+
+CALLS: dict[str, tuple[tuple[str, ...], Callable[[Any, Any], None]]] = {
+    "engine": (("loss",), lambda engine, out: engine.backward(out["loss"])),
+    "loss": (("loss",), lambda _, out: out["loss"].backward()),
+    "outside": (("hidden",), lambda _, out: out["hidden"].square().mean().backward()),
+    "gradient": (("hidden",), lambda _, out: out["hidden"].backward(out["hidden"] / 8)),
+    "divided": (("loss",), lambda engine, out: (out["loss"] / 2).backward()),
+    "unscaled": (("loss",), lambda e, out: e.backward(out["loss"] / 2, scale_wrt_gas=False)),
+    "both": (("hidden", "loss"), lambda _, out: out["loss"].backward()),
+}
+
+
+@pytest.fixture(scope="module")
+def gloo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with stock.one_rank(tmp_path_factory.mktemp("gloo")):
+        yield
+
+
+def gradients(engine: Any, call: Any) -> list[torch.Tensor]:
+    """Of a step of two micro-batches, before it ends."""
+    random = torch.Generator().manual_seed(1)
+    for micro in range(2):
+        call(engine, engine(torch.randn(2, 8, generator=random)))
+        if micro == 0:
+            engine.step()
+    return [safe_get_full_grad(p).clone() for p in engine.module.parameters()]
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("name", CALLS)
+def test_accumulation_is_deepspeeds_at_the_same_call(name: str, stage: int, gloo: None) -> None:
+    names, call = CALLS[name]
+    ours, *_ = stronghold.initialize(model=Outputs(*names), config=config(accumulation=2))
+    with stock.deepspeeds_engine(
+        Outputs(*names), stage=stage, gradient_accumulation_steps=2
+    ) as theirs:
+        # Divided at both outputs there, one of which the other was made of; here once.
+        factor = 2.0 if name == "both" else 1.0
+        for found, expected in zip(gradients(ours, call), gradients(theirs, call), strict=True):
+            torch.testing.assert_close(found, expected * factor, rtol=1e-6, atol=1e-8)
+    ours.destroy()
