@@ -14,12 +14,12 @@ from compare import rates
 from methods.task import DTYPES, Task
 
 from stronghold.errors import BudgetError
-from stronghold.memory.tiers import LOW_DTYPE
 from stronghold.model.shapes import transformer_shape
 from stronghold.plan.cost import workload_of
 from stronghold.plan.machine import MachineProfile, rates_of
 from stronghold.plan.plan import Demand, make_plan
 from stronghold.simulate import fastest_plan, simulate
+from stronghold.states import LOW_DTYPE
 
 OURS = "stronghold"
 

@@ -141,6 +141,12 @@ def _add_plan(commands: Any) -> None:
         help="sequences that go through a block together; auto: the fastest",
     )
     training.add_argument("--precision", choices=["bf16", "fp16", "fp32"], default="bf16")
+    training.add_argument(
+        "--states",
+        choices=["exact", "lean"],
+        default="exact",
+        help="lean: bf16, 5.1 bytes per parameter instead of 12; rounds otherwise",
+    )
     training.add_argument("--clipping", type=float, default=1.0, metavar="NORM", help="0: none")
     training.add_argument(
         "--no-overflow-check",

@@ -83,6 +83,11 @@ class CPUAdam(torch.optim.Optimizer):
         self._pool = Pool(available_cores() if num_threads is None else num_threads)
         super().__init__(params, defaults)
 
+    @property
+    def states(self) -> str:
+        """ "exact" or "lean"."""
+        return "lean" if self._lean else "exact"
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
         try:

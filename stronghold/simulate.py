@@ -177,7 +177,7 @@ class _Run:
             optimizer=_Groups([p for of_layer in self._parameters for p in of_layer]),
             kernels=device.kernels,
             metrics=Metrics(num_parameters=layout.num_parameters),
-            tiers=null_tiers(layout, dtype, plan.spilled, plan.staging, shards),
+            tiers=null_tiers(layout, dtype, plan.spilled, plan.staging, shards, plan.states),
             undo=contextlib.ExitStack(),
             weights=weights,
             allocate=meta_slab,

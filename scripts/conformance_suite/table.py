@@ -148,7 +148,6 @@ ROWS = (
     Row("*", r"Skipped: .*half precision inf/nan output", "gpu"),
     Row("ops/adam/test_cpu_adam.py::TestCPUAdamGPUError::*", r"DID NOT RAISE", "gpu"),
     Row("ops/adam/test_cpu_adam.py::*", r"argument 'fp32_optimizer_states'", "half masters"),
-    Row("*", r"bf16_master_weights_and_grads: got True", "half masters"),
     Row("*", r"Skipped: .*(skip for now|timesout)", "switched off"),
     Row("*", r"Skipped: .*Amp is not installed", "removed"),
 )

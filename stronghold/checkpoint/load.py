@@ -22,12 +22,12 @@ from stronghold.checkpoint.manifest import OpenTag, TensorRecord
 from stronghold.checkpoint.save import named_groups, persistent_buffers
 from stronghold.checkpoint.team import Team
 from stronghold.errors import CheckpointError, ConfigError, did_you_mean
-from stronghold.memory.host import join_master
-from stronghold.memory.tiers import LOW_DTYPE
 from stronghold.model.layout import ParameterSlice
 from stronghold.runtime.optimizer import EngineOptimizer
 from stronghold.runtime.stack import Stack
+from stronghold.states import MOMENTS, items, join_master, states_of
 
+PIECE_NUMEL = 1 << 20  # of moments that are decoded at once: a multiple of a group
 SHOWN = 5  # names in an error; the rest is counted
 
 
@@ -189,9 +189,9 @@ class Load:
         host, model = self._stack.host, self._stack.partition.model
         for index, _, part, record in self._found:
             with_master = exact and part.trainable
-            if record.dtype is host.dtype:
+            if states_of(record.dtype, self.manifest.states) is host.states:
                 self._fill(index, "weights", part, record.weights, record.name)
-                if with_master and record.low is None and LOW_DTYPE[host.dtype] is torch.float32:
+                if with_master and record.low is None and host.states.low is torch.float32:
                     self._copy_weights_to_low(index, part)
                 elif with_master:
                     self._fill(index, "low", part, record.low, record.name)
@@ -226,7 +226,7 @@ class Load:
         if not host.has(index, array):
             return
         if file is not None and host.layers[index].on_device:
-            begin, target = 0, getattr(host.layers[index], array)[at:end]
+            begin, target = 0, getattr(host.layers[index], array)[items(array, at, end)]
             for piece in self._tag.tensors(file).pieces(name):
                 target[begin : begin + piece.numel()].copy_(piece)  # waits: it is filled again
                 begin += piece.numel()
@@ -235,7 +235,8 @@ class Load:
             if file is None:
                 found[array].zero_()
             else:
-                self._tag.tensors(file).read_part(name, first - at, found[array])
+                begin = items(array, first - at, end - at).start
+                self._tag.tensors(file).read_part(name, begin, found[array])
 
     def _copy_weights_to_low(self, index: int, part: ParameterSlice) -> None:
         host, at, end = self._stack.host, part.offset, part.offset + part.numel
@@ -244,11 +245,29 @@ class Load:
                 found["low"].copy_(found["weights"])
 
     def _moments(self) -> None:
+        states = self._stack.host.states
         for index, k, part, record in self._found:
             if part.trainable:
                 self._stack.adam.counts[index][k] = record.step
-                for moment in ("exp_avg", "exp_avg_sq"):
-                    self._fill(index, moment, part, record.moments, f"{moment}.{record.name}")
+                if record.moments is not None and self.manifest.states != states.kind:
+                    self._convert_moments(index, part, record.moments, record.name)
+                    continue
+                for array in states.moments:
+                    self._fill(index, array, part, record.moments, f"{array}.{record.name}")
+
+    def _convert_moments(self, index: int, part: ParameterSlice, file: str, name: str) -> None:
+        """Moments of another kind of states: the decoded values, encoded."""
+        host, at, end = self._stack.host, part.offset, part.offset + part.numel
+        states, arrays = host.states, tuple(host.states.moments)
+        if not all(host.has(index, array) for array in arrays):
+            return
+        for first, last, found in host.pieces(index, arrays, at, end, mode="replace"):
+            for begin in range(first, last, PIECE_NUMEL):
+                stop = min(begin + PIECE_NUMEL, last)
+                decoded = moments_of(self._tag, file, name, begin - at, stop - at)
+                for moment, of_moment in decoded.items():
+                    for array, values in states.encode(moment, of_moment).items():
+                        found[array][items(array, begin - first, stop - first)].copy_(values)
 
     def _hyper_parameters(self, optimizer: EngineOptimizer) -> None:
         for group, saved in zip(optimizer.param_groups, self.manifest.groups or (), strict=True):
@@ -280,6 +299,18 @@ def masters(tag: OpenTag, record: TensorRecord, *, exact: bool) -> Iterator[torc
     else:
         lows = tag.tensors(record.low).pieces(record.name)
         yield from (join_master(w, low) for w, low in zip(weights, lows, strict=True))
+
+
+def moments_of(tag: OpenTag, file: str, name: str, begin: int, end: int) -> dict[str, torch.Tensor]:
+    """exp_avg and exp_avg_sq of a parameter's elements [begin, end), flat, in fp32; `begin` is a
+    multiple of a group."""
+    arrays = {}
+    states = states_of(torch.bfloat16, tag.manifest.states)  # moments are alike for all weights
+    for array, dtype in states.moments.items():
+        at = items(array, begin, end)
+        arrays[array] = torch.empty(at.stop - at.start, dtype=dtype)
+        tag.tensors(file).read_part(f"{array}.{name}", at.start, arrays[array])
+    return {moment: states.decode(moment, arrays) for moment in MOMENTS}
 
 
 def _is_like(live: Any, saved: Any) -> bool:

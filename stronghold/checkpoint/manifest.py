@@ -5,11 +5,12 @@ of them is read. A checkpoint knows nothing of windows, tiers, policies or the p
 layers: tensors are whole and named as the model names them. The training thread alone enters.
 
 Files of a tag: `weights-N` (parameters in the compute dtype, N the saving engine's layer),
-`masters-N` (what makes the fp32 master of them: bf16's 16-bit remainders or fp16's fp32 masters),
-`moments-N` (`exp_avg.NAME`, `exp_avg_sq.NAME`), `buffers`, all `.safetensors`; `config.json` (of a
-Hugging Face model); `mp_rank_00_model_states.pt` (everything else: see `state`). Of a model that is
-split over model-parallel ranks each has these files for its slices, under names that say whose
-(`Slices`).
+`masters-N` (what makes the master of them: bf16's 16-bit remainders, with lean states 8-bit ones,
+or fp16's fp32 masters), `moments-N` (`exp_avg.NAME`, `exp_avg_sq.NAME`, and with lean states their
+flat scales `exp_avg_scale.NAME`, `exp_avg_sq_scale.NAME`: `stronghold.states`), `buffers`, all
+`.safetensors`; `config.json` (of a Hugging Face model); `mp_rank_00_model_states.pt` (everything
+else: see `state`). Of a model that is split over model-parallel ranks each has these files for its
+slices, under names that say whose (`Slices`).
 
 [Note: one save] A tag may be replaced while it is read, and often is while training goes on: its
 directory and its files are opened once and read by descriptor, so that all is of one save.
@@ -28,7 +29,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import (
@@ -52,7 +53,7 @@ from stronghold.checkpoint.tensorfile import (
     write_durably,
 )
 from stronghold.errors import CheckpointError, ConfigError
-from stronghold.memory.tiers import LOW_DTYPE
+from stronghold.states import EXACT, LEAN, LOW_DTYPE, group_size, num_items, states_of
 
 MANIFEST = "manifest.json"
 STATE = "mp_rank_00_model_states.pt"  # DeepSpeed's name: what looks for its tags looks for this
@@ -97,6 +98,11 @@ def _floating(value: Any) -> torch.dtype:
     return dtype
 
 
+def shape_of(array: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """That of an array of a parameter of `shape`: of its items, flat, where they are of groups."""
+    return shape if group_size(array) == 1 else (num_items(array, math.prod(shape)),)
+
+
 Count = Annotated[int, Field(ge=0, le=2**53)]
 Name = Annotated[str, Field(min_length=1)]
 FileName = Annotated[str, AfterValidator(_one_name)]
@@ -137,7 +143,8 @@ class TensorRecord(BaseModel):
 
 
 class Manifest(BaseModel):
-    """`groups`: the optimizer's parameter groups, "params" being names; the rest of them are
+    """`states`: the kind of masters and moments. `groups`: the optimizer's parameter groups,
+    "params" being names; the rest of them are
     hyper-parameters, which the optimizer that takes them over knows. `excluded`: frozen parameters
     that were left out on request.
     """
@@ -146,6 +153,7 @@ class Manifest(BaseModel):
 
     versions: dict[str, str]
     dtype: Floating
+    states: Literal["exact", "lean"] = "exact"
     counters: dict[str, Count]
     groups: tuple[dict[str, Any], ...] | None
     excluded: tuple[Name, ...] = ()
@@ -160,6 +168,8 @@ class Manifest(BaseModel):
             raise ValueError(f"counters: {min(missing)} is missing")
         if self.counters[GAS] < 1:
             raise ValueError(f"counters.{GAS}: got {self.counters[GAS]}, expected at least 1")
+        if self.states == LEAN and any(t.dtype is not torch.bfloat16 for t in self.tensors):
+            raise ValueError("states: expected exact ones of weights that are not bf16")
         names = [alias for tensor in self.tensors for alias in tensor.aliases]
         if repeated := [name for name, count in Counter(names).items() if count > 1]:
             raise ValueError(f"tensors: {repeated[0]} is there more than once")
@@ -182,6 +192,8 @@ class Manifest(BaseModel):
         body["files"] = dict(sorted(body["files"].items()))
         if self.model_parallel.size == 1:
             del body["model_parallel"]
+        if self.states == EXACT:
+            del body["states"]
         crc32 = zlib.crc32(json.dumps(body, sort_keys=True).encode())
         text = json.dumps({"crc32": crc32, "manifest": body}, indent=1)
         write_durably(directory / self.model_parallel.name(MANIFEST), text.encode())
@@ -340,12 +352,13 @@ class OpenTag:
         moments with `state`, and of the buffers, what the manifest says."""
         for record in records:
             self._check_header(record.weights, record.name, record.dtype, record.shape)
+            states = states_of(record.dtype, self.manifest.states)
             if state and record.low is not None:
-                low_dtype = LOW_DTYPE[record.dtype]
-                self._check_header(record.low, record.name, low_dtype, record.shape)
+                self._check_header(record.low, record.name, states.low, record.shape)
             if state and record.moments is not None:
-                for name in (f"exp_avg.{record.name}", f"exp_avg_sq.{record.name}"):
-                    self._check_header(record.moments, name, torch.float32, record.shape)
+                for array, dtype in states.moments.items():
+                    name, shape = f"{array}.{record.name}", shape_of(array, record.shape)
+                    self._check_header(record.moments, name, dtype, shape)
         for name, shape in self.manifest.buffers.items():
             self._check_header(self.buffers, name, None, shape)
 

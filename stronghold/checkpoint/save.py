@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 from stronghold.checkpoint import directory, state
-from stronghold.checkpoint.manifest import BUFFERS, CONFIG, Manifest, TensorRecord
+from stronghold.checkpoint.manifest import BUFFERS, CONFIG, Manifest, TensorRecord, shape_of
 from stronghold.checkpoint.team import Team
 from stronghold.checkpoint.tensorfile import (
     Entry,
@@ -42,17 +42,15 @@ from stronghold.checkpoint.tensorfile import (
 )
 from stronghold.device.base import Fence, surfacing
 from stronghold.errors import CheckpointError, LaneError
-from stronghold.memory.buffers import view
-from stronghold.memory.layer import STATES
-from stronghold.memory.tiers import array_dtypes
 from stronghold.model.layout import ParameterSlice
 from stronghold.plan.cost import update_order
 from stronghold.plan.plan import Gradients
 from stronghold.runtime.optimizer import EngineOptimizer
 from stronghold.runtime.stack import Stack
+from stronghold.states import MOMENTS, SCALES, STATES, group_size, items
 
 PACKAGES = ("stronghold", "deepspeed", "torch")
-KINDS = {"weights": ("weights",), "masters": ("low",), "moments": ("exp_avg", "exp_avg_sq")}
+KINDS = {"weights": ("weights",), "masters": ("low",), "moments": (*MOMENTS, *SCALES)}
 
 
 def versions() -> dict[str, str]:
@@ -226,6 +224,7 @@ class Save:
 
     def _write_layer(self, index: int) -> None:
         parts = {part.name: part for part in self._stack.layout.layers[index].slices}
+        dtypes = self._stack.host.states.dtypes
         for kind, arrays in KINDS.items():
             name = self._file(kind, index)
             entries = [
@@ -235,6 +234,7 @@ class Save:
                 for r in self._records[index]
                 if name in (r.weights, r.low, r.moments)
                 for array in arrays
+                if array in dtypes
             ]
             if entries:
                 first = self._team.rank == 0
@@ -243,17 +243,19 @@ class Save:
     def _entry(self, index: int, array: str, part: ParameterSlice, name: str) -> Entry:
         """A parameter's part of one array, from where it lies: a slab, or piece by piece from a
         file or the device. Of several ranks each writes its own elements."""
-        host = self._stack.host
+        host, begin, end = self._stack.host, part.offset, part.offset + part.numel
+        shape = shape_of(array, part.shape)
         if host.layers[index].on_device:
-            flat = getattr(host.layers[index], array)
-            return staged_entry(name, view(flat, part), self._stack.device.copy_now)
-        dtype, begin = array_dtypes(host.dtype)[array], part.offset
+            flat = getattr(host.layers[index], array)[items(array, begin, end)]
+            return staged_entry(name, flat.view(shape), self._stack.device.copy_now)
+        dtype = host.states.dtypes[array]
 
         def pieces() -> Iterator[tuple[int, memoryview]]:
-            for first, _, found in host.pieces(index, (array,), begin, begin + part.numel):
-                yield from cut(raw_bytes(found[array]), (first - begin) * dtype.itemsize)
+            for first, _, found in host.pieces(index, (array,), begin, end):
+                at = (first - begin) // group_size(array) * dtype.itemsize
+                yield from cut(raw_bytes(found[array]), at)
 
-        return Entry(name=name, dtype=dtype, shape=part.shape, pieces=pieces)
+        return Entry(name=name, dtype=dtype, shape=shape, pieces=pieces)
 
     # -- the end ----------------------------------------------------------------------------------
     def _describe(self, of_ranks: list[dict[str, list[Part]]]) -> None:
@@ -275,6 +277,7 @@ class Save:
         parameters = [part for layer in stack.layout.layers for part in layer.slices]
         Manifest(
             dtype=stack.dtype,
+            states=stack.host.states.kind,
             counters=self._counters,
             tensors=tuple(records),
             excluded=tuple(part.name for part in parameters if part.name not in kept),

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 
 from stronghold.checkpoint import directory, state
-from stronghold.checkpoint.load import masters
+from stronghold.checkpoint.load import PIECE_NUMEL, masters, moments_of
 from stronghold.checkpoint.manifest import BUFFERS, GAS, STATE, Manifest, OpenTag, TensorRecord
 from stronghold.checkpoint.save import plain_group, versions
 from stronghold.checkpoint.tensorfile import (
@@ -35,8 +35,7 @@ from stronghold.checkpoint.tensorfile import (
     write_tensors,
 )
 from stronghold.errors import CheckpointError, ConfigError
-from stronghold.memory.host import split_master
-from stronghold.memory.tiers import LOW_DTYPE
+from stronghold.states import LOW_DTYPE, MOMENTS, states_of
 
 logger = logging.getLogger("stronghold")
 
@@ -51,7 +50,6 @@ OWN_KEYS = frozenset(_OWN.split())
 HYPER_PARAMETERS = ("lr", "betas", "eps", "weight_decay", "initial_lr", "bias_correction")
 FILE_NUMEL = 1 << 28  # parameters in one imported file: a layer of a large model
 ALIGNMENT = 2  # DeepSpeed pads a group's flat tensor to twice the number of ranks
-MOMENTS = ("exp_avg", "exp_avg_sq")
 Views = list[torch.Tensor]  # flat, one behind the other
 
 
@@ -185,7 +183,7 @@ def _entries(
         return Entry(name=name, dtype=to, shape=parameter.shape, pieces=lambda: in_order(pieces()))
 
     def half(which: int) -> Callable[[torch.Tensor], Any]:
-        return lambda master: split_master(master.float(), dtype)[which]
+        return lambda master: states_of(dtype).split(master.float())[which]
 
     name, low_dtype = parameter.name, LOW_DTYPE[dtype]
     rounded = half(0) if parameter.trainable else partial(torch.Tensor.to, dtype=dtype)
@@ -535,10 +533,11 @@ def _optimizer_state(
                 fp32[at : at + piece.numel()] = piece
                 at += piece.numel()
             if record.moments is not None:
-                file = opened.tensors(record.moments)
-                for moment, flat in moments.items():
-                    target = flat[begin : begin + record.numel]
-                    file.read_into(f"{moment}.{record.name}", target)
+                for at in range(0, record.numel, PIECE_NUMEL):
+                    end = min(at + PIECE_NUMEL, record.numel)
+                    found = moments_of(opened, record.moments, record.name, at, end)
+                    for moment, flat in moments.items():
+                        flat[begin + at : begin + end] = found[moment]
             begin += record.numel
         flats.append(fp32)
         mappings.append(mapping)

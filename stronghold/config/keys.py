@@ -60,6 +60,11 @@ HONOURED = {
     "scheduler.type": "DeepSpeed's LR schedules and those of torch.optim.lr_scheduler.",
     "scheduler.params": "Arguments of the schedule.",
     "bf16.enabled": "bf16 weights and gradients; exact fp32 masters and moments on the host.",
+    "bf16.bf16_master_weights_and_grads": "DeepSpeed's take 2 bytes beside the weight, and so do "
+    "the exact fp32 masters here; lean ones take 1 (stronghold.states). Gradients are bf16 anyway. "
+    "The log says which.",
+    "bf16.bf16_optimizer_states": "DeepSpeed's take 4 bytes for both moments; exact ones here are "
+    "fp32 and take 8, lean ones take 2.1 (stronghold.states). The log says which.",
     "bf16.check_grad_overflow": "Skips a step with NaN or infinite gradients. True when absent.",
     "fp16": "fp16 weights and gradients, fp32 masters and moments on the host, and DeepSpeed's "
     "loss scale: loss_scale (0: dynamic), initial_scale_power, loss_scale_window, min_loss_scale. "
@@ -127,11 +132,6 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
         '{"stage": 0}; 0, 1 and 2 are accepted and without effect.',
     ),
     "zero_optimization.zenflow": ((None,), "No update is stale here. Remove the section."),
-    "bf16.bf16_master_weights_and_grads": (
-        OFF,
-        "The weight is the upper half of its exact fp32 master. Set it to false or remove it.",
-    ),
-    "bf16.bf16_optimizer_states": (OFF, "Moments are fp32. Set it to false or remove it."),
     "fp16.fp16_master_weights_and_grads": (OFF, "Masters are fp32. Set it to false or remove it."),
     "data_types.grad_accum_dtype": (
         (None, "auto", *FP32),
@@ -170,6 +170,16 @@ ROWS: dict[str, Key] = {row.name: row for row in KEYS}
 SECTIONS = frozenset(name.partition(".")[0] for name in ROWS if "." in name)
 ALIASES = {"bfloat16": "bf16"}
 KNOWN = frozenset({name.partition(".")[0] for name in ROWS} | {SECTION, *ALIASES})
+BF16_STATES = {  # by the kind of states, what meets DeepSpeed's words for small ones
+    "bf16_master_weights_and_grads": {
+        "exact": "exact fp32 masters in as many bytes, 2 beside the weight",
+        "lean": "masters of 24 bits, 1 byte beside the weight",
+    },
+    "bf16_optimizer_states": {
+        "exact": 'fp32 moments, 8 bytes instead of 4; "lean" takes 2.1',
+        "lean": "8-bit moments, 2.1 bytes instead of 4",
+    },
+}
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
@@ -214,6 +224,7 @@ VALUES: dict[str, Kind] = {
     "gradient_clipping": Kind(is_number, "a number >= 0 (0 turns clipping off)"),
     "steps_per_print": STEPS,
     "bf16.enabled": BOOLEAN,
+    **{f"bf16.{key}": BOOLEAN for key in BF16_STATES},
     "fp16.enabled": BOOLEAN,
     "scheduler.params": OBJECT,
 }

@@ -27,7 +27,11 @@ FIXED: dict[str, tuple[bool, str]] = {
     "amsgrad": (False, "the CPU kernel has no AMSGrad; set it to false or remove it"),
     "maximize": (False, "the CPU kernel minimizes; set it to false, and negate the loss"),
     "differentiable": (False, "the update runs outside autograd; set it to false or remove it"),
-    "fp32_optimizer_states": (True, "the moments are kept in fp32; set it to true or remove it"),
+    "fp32_optimizer_states": (
+        True,
+        "moments are kept in fp32; set it to true or remove it (smaller ones are "
+        'stronghold.states: "lean")',
+    ),
 }
 KINDS = {
     **dict.fromkeys(("lr", "eps", "weight_decay"), NUMBER),

@@ -169,6 +169,14 @@ class StrongholdConfig(_Section):
     enabled: bool = key(
         "Whether this engine is used. With false, DeepSpeed itself runs the program.", default=True
     )
+    states: Literal["exact", "lean"] = key(
+        "What the optimizer keeps of a bf16 parameter: exact is an fp32 master and fp32 moments, "
+        "12 bytes with the weight; lean is a master of 24 bits and 8-bit moments, 5.1. Lean is "
+        "as deterministic, but rounds otherwise, so no plan chooses it: a master within 2^-16 of "
+        "its value, moments within 1/31. A learning rate below 2^-17 of a weight cannot move it, "
+        "and the log names such layers. Weights in fp16 and fp32 are exact alone.",
+        default="exact",
+    )
     device: Literal["cuda", "emulated"] | None = key(
         "Where layers compute. Left out: CUDA where there is a GPU, else the emulated "
         "device, which is CPU tensors with a thread per lane and an enforced budget."

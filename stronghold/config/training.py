@@ -8,6 +8,7 @@ allocated. DeepSpeed is imported at the first call.
 from __future__ import annotations
 
 import inspect
+import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,7 +16,14 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import ValidationError
 
-from stronghold.config.keys import BATCH_KEYS, FP32, refusals, unfilled, warn_of_ignored
+from stronghold.config.keys import (
+    BATCH_KEYS,
+    BF16_STATES,
+    FP32,
+    refusals,
+    unfilled,
+    warn_of_ignored,
+)
 from stronghold.config.optimizer import AdamSettings, settings_from_config
 from stronghold.config.section import StrongholdConfig, parse_section, resolve_nvme
 from stronghold.config.source import SECTION, Source, read_config
@@ -24,6 +32,8 @@ from stronghold.errors import ConfigError, did_you_mean
 if TYPE_CHECKING:
     import torch
     from deepspeed.runtime.config import DeepSpeedConfig
+
+logger = logging.getLogger("stronghold")
 
 FP32_POWERS = range(-126, 128)  # of two
 _UNPACKING = (
@@ -99,6 +109,7 @@ def load(
     _check_log_level(config.get("log_level"))
     deepspeed = _deepspeed_config(config, world_size, mpu)
     section = resolve_nvme(section, deepspeed.zero_config, config.get("aio"))
+    _check_states(section, precision, config.get("bf16") or config.get("bfloat16") or {})
     warn_of_ignored(config)
     steps_per_print = config.get("steps_per_print")  # infinity is how accelerate says never
     training = TrainingConfig(
@@ -145,6 +156,25 @@ def _precision(config: Mapping[str, Any]) -> Precision:
             "Remove it, or enable the section bf16 or fp16 that it means."
         )
     return precision
+
+
+def _check_states(section: StrongholdConfig, precision: Precision, bf16: Mapping[str, Any]) -> None:
+    """Refuses lean states of other weights; says what meets DeepSpeed's own words for states."""
+    if section.states == "lean" and precision != "bf16":
+        raise ConfigError(
+            f'{SECTION}.states: got "lean", and weights are {precision}: lean states are a layout '
+            "of bf16 weights, whose masters are their upper 16 bits and 8 more. Set "
+            f'"bf16": {{"enabled": true}}, or {SECTION}.states to "exact".'
+        )
+    for key, met in BF16_STATES.items():
+        if bf16.get(key) is True:
+            logger.info(
+                'bf16.%s: met by %s (%s.states "%s")',
+                key,
+                met[section.states],
+                SECTION,
+                section.states,
+            )
 
 
 def _check_log_level(value: object) -> None:

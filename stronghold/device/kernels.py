@@ -29,8 +29,11 @@ class Kernels(Protocol):
         weight_dtype: torch.dtype,
         grad_dtype: torch.dtype,
         segments: Sequence[native.AdamSegment] | native.AdamRows,
+        *,
+        lean: bool = False,
     ) -> None:
         """One step of Adam or AdamW on every segment, in place; the formula is in `stronghold.h`.
+        `lean`: bf16 weights with lean states.
 
         ConfigError for a segment that breaks its contract, before anything is written.
         """
@@ -78,8 +81,10 @@ class NativeKernels:
         weight_dtype: torch.dtype,
         grad_dtype: torch.dtype,
         segments: Sequence[native.AdamSegment] | native.AdamRows,
+        *,
+        lean: bool = False,
     ) -> None:
-        native.adam(self._pool, weight_dtype, grad_dtype, segments)
+        native.adam(self._pool, weight_dtype, grad_dtype, segments, lean=lean)
 
     def accumulate(
         self, grad_dtype: torch.dtype, segments: Sequence[tuple[int, int, int, bool]]

@@ -144,6 +144,8 @@ class NullKernels:
         weight_dtype: torch.dtype,
         grad_dtype: torch.dtype,
         segments: Sequence[native.AdamSegment] | native.AdamRows,
+        *,
+        lean: bool = False,
     ) -> None:
         """Nothing."""
 

@@ -77,12 +77,19 @@ class TritonKernels:
         weight_dtype: torch.dtype,
         grad_dtype: torch.dtype,
         segments: Sequence[native.AdamSegment] | native.AdamRows,
+        *,
+        lean: bool = False,
     ) -> None:
         """One step of Adam or AdamW on every segment, in place; the formula is in `stronghold.h`.
 
         Segments with the same numbers share a launch. ConfigError for a segment that breaks its
-        contract, before anything is written.
+        contract, before anything is written, and for lean states.
         """
+        if lean:
+            raise ConfigError(
+                "lean states are updated on the host: there is no program for a GPU. Set "
+                'stronghold.resident_updates to "host"'
+            )
         fields = native.AdamBatch(weight_dtype, grad_dtype, segments).rows
         _check_numbers(fields)
         arrays = {

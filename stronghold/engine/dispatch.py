@@ -17,6 +17,7 @@ from deepspeed.runtime.pipe.module import PipelineModule
 from torch import nn
 
 from stronghold import config as configs
+from stronghold.cpu_adam import CPUAdam
 from stronghold.device import cuda
 from stronghold.engine import StrongholdEngine
 from stronghold.errors import ConfigError
@@ -115,6 +116,11 @@ def make_optimizer(
             raise ConfigError(
                 "optimizer: it has taken steps already, and its moments cannot be taken over: pass "
                 "a new one"
+            )
+        if isinstance(client, CPUAdam) and client.states != settings.stronghold.states == "exact":
+            raise ConfigError(
+                'optimizer: a CPUAdam with states="lean", but the engine keeps the states, and '
+                'stronghold.states is "exact": set that to "lean"'
             )
         _check_owned(model, client.param_groups, "optimizer")
         flags = [AdamFlags(group.adamw, group.bias_correction) for group in found]

@@ -39,6 +39,7 @@ from stronghold.runtime.fragments import fragments
 from stronghold.runtime.guards import ParameterReads, StateHooks, check_free
 from stronghold.runtime.optimizer import EngineOptimizer, make_scaler
 from stronghold.runtime.stack import MemoryReport, Request, Stack
+from stronghold.runtime.standstill import Standstill
 from stronghold.team.group import Ranks
 from stronghold.telemetry.metrics import Reading, StepRecord, count_tokens, value
 
@@ -137,6 +138,7 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
         self._stack = stack = Stack(model, request, optimizer)
         asynchronous = settings.stronghold.async_checkpoint
         self._checkpoints = Checkpoints(stack, optimizer, asynchronous=asynchronous)
+        self._standstill = Standstill(stack.host, stack.adam)
         self._refinement = Refinement(stack, micro_batches=request.micro_batches)
         self._user_backward = UserBackward(self, stack.outside)
         self.module = model
@@ -274,6 +276,8 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
             optimizer.loss_scaler.update_scale(gate.overflow)
         self._report(learning_rate, gate.overflow)
         self._refinement.end_step()
+        if not gate.overflow:
+            self._standstill.end_step()
 
     def _report(self, learning_rate: float, skipped: bool) -> None:
         stack, loss = self._stack, self._loss_sum

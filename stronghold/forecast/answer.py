@@ -16,7 +16,6 @@ from typing import Any
 from stronghold.device.contention import Rates
 from stronghold.errors import BudgetError, ConfigError
 from stronghold.forecast.question import Question
-from stronghold.memory.tiers import LOW_DTYPE
 from stronghold.model.costs import DTYPES, LayerCost
 from stronghold.plan import search
 from stronghold.plan.cost import (
@@ -33,6 +32,7 @@ from stronghold.plan.machine import NETWORK_GBPS, rates_of
 from stronghold.plan.plan import Demand, Gradients, Plan
 from stronghold.plan.search import Choice, updates_s
 from stronghold.simulate import Prediction, fastest_plan
+from stronghold.states import EXACT, LEAN, states_of
 
 GIB = 1 << 30
 WAITS = 0.05  # share of a step from which on what it waits for is named
@@ -96,7 +96,8 @@ class Forecast:
     @property
     def break_even(self) -> BreakEven:
         recompute = self.plan is None or self.plan.recomputed > 0.5
-        return break_even(self.question.machine, self.question.dtype, recompute=recompute)
+        asked = self.question
+        return break_even(asked.machine, asked.dtype, asked.states, recompute=recompute)
 
     @property
     def tiers(self) -> dict[str, tuple[int, dict[str, int]]]:
@@ -120,7 +121,17 @@ class Forecast:
     def as_json(self) -> dict[str, Any]:
         """Every figure, in the units of its name."""
         question, timing = self.question, self.timing
-        copied = ("dtype", "batch", "seq", "accumulation", "chunk", "clipping", "gpus", "nodes")
+        copied = (
+            "dtype",
+            "states",
+            "batch",
+            "seq",
+            "accumulation",
+            "chunk",
+            "clipping",
+            "gpus",
+            "nodes",
+        )
         return {
             "fits": self.fits,
             "tokens": question.tokens,
@@ -214,16 +225,17 @@ def _work_and_rates(question: Question, demand: Demand) -> tuple[Workload, Rates
         num_nodes=question.nodes,
         wire_gbps=question.wire_gbps,
         network_gbps=question.network_gbps,
+        states=question.states,
     )
     return workload_of(question.costs, machine, micro_batches=question.accumulation), rates
 
 
 def _demand(question: Question) -> Demand:
     dtype, costs = DTYPES[question.dtype], question.costs
-    low = LOW_DTYPE[dtype]
     return Demand(
         weight_bytes=dtype.itemsize,
-        low_bytes=low.itemsize if low is not None else 0,
+        low_bytes=states_of(dtype, question.states).low_bytes,
+        states=question.states,
         gated=question.clipping > 0.0 or question.overflow_check,
         accumulate=question.accumulation > 1,
         gpu_budget_bytes=question.gpu_bytes,
@@ -236,7 +248,7 @@ def _demand(question: Question) -> Demand:
         num_cores=max(1, question.machine.num_cores // question.gpus - 1),
         num_ranks=question.ranks,
         num_nodes=question.nodes,
-        resident_updates="host" if question.ranks > 1 else None,
+        resident_updates="host" if question.ranks > 1 or question.states == LEAN else None,
         nvme=question.nvme_bytes > 0,
         nvme_capacity_bytes=question.nvme_bytes // question.gpus or None,
         micro_batches=question.accumulation,
@@ -355,23 +367,28 @@ def _gate(found: Forecast) -> Iterator[str]:
 def _gains(found: Forecast) -> Iterator[tuple[str, Timing | None]]:
     """Every change's step; where nothing fits, of those changes alone that help."""
     question = found.question
-    changes = {
+    changes: dict[str, dict[str, Any]] = {
         "1 GiB more on the gpu": {"gpu_bytes": question.gpu_bytes + GIB},
         "1 GiB more of host memory": {"host_bytes": question.host_bytes + GIB},
         "1 GiB more of nvme": {"nvme_bytes": question.nvme_bytes + GIB},
         f"twice the tokens: batch {2 * question.batch}": {"batch": 2 * question.batch},
     }
+    # Where host memory does not hold the states; they round otherwise, so no plan has them unasked.
+    full = found.plan is None or any(found.plan.nvme_bytes.values())
+    if full and (question.states, question.dtype) == (EXACT, "bf16"):
+        changes["states: lean (they round otherwise)"] = {"states": LEAN}
     for change, values in changes.items():
         if "nvme_bytes" in values and not question.nvme_bytes:
             continue
-        asked = replace(question, **values)  # type: ignore[arg-type]
+        asked = replace(question, **values)
         if found.plan is None:
             timing = outlook(asked).timing
             if timing is None:
                 continue
         else:
             timing = _near(asked, found.plan)
-            if found.timing is not None and timing is not None and asked.tokens == question.tokens:
+            alike = (asked.tokens, asked.states) == (question.tokens, question.states)
+            if found.timing is not None and timing is not None and alike:
                 # More memory takes nothing away: the plan without it still fits.
                 timing = min(timing, found.timing, key=lambda timing: timing.step_s)
         yield change, timing
@@ -408,7 +425,8 @@ def _near(question: Question, plan: Plan) -> Timing | None:
 def _config(question: Question, plan: Plan) -> dict[str, Any]:
     blocks = question.model.layout.streamed
     kept = len(plan.resident.intersection(blocks))
-    section: dict[str, Any] = {
+    section: dict[str, Any] = {} if question.states == EXACT else {"states": question.states}
+    section |= {
         "gpu_memory": question.gpu_bytes - plan.activation_bytes,  # which the key does not count
         "host_memory": question.host_bytes // question.gpus,
         "resident_layers": "all" if kept == len(blocks) else kept,

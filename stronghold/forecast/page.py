@@ -48,11 +48,12 @@ def _head(forecast: Forecast) -> list[str]:
     ranks = f" x {asked.gpus} ranks" if asked.gpus > 1 else ""
     ranks += f" x {asked.nodes} nodes" if asked.nodes > 1 else ""
     clipping = f"clipped at {asked.clipping:g}" if asked.clipping else "no clipping"
+    states = "" if asked.states == "exact" else f" with {asked.states} states"
     model = asked.model
     sizes = f"{model.layout.num_parameters / 1e9:.3g} B parameters in {model.num_blocks} blocks"
     return [
         *_wrap(f"{model.name}: {sizes}"),
-        f"{asked.dtype}, batch {asked.batch} x {asked.seq} tokens{steps}{ranks} = "
+        f"{asked.dtype}{states}, batch {asked.batch} x {asked.seq} tokens{steps}{ranks} = "
         f"{asked.tokens:,} tokens per step, {clipping}",
         f"on {asked.machine.name}",
         "",

@@ -26,6 +26,7 @@ from stronghold.model.layout import ModelLayout, for_ranks, layout
 from stronghold.model.partition import partition
 from stronghold.model.shapes import transformer_shape
 from stronghold.plan.machine import MachineProfile, find, machine_names
+from stronghold.states import EXACT, LEAN, Kind, page_numel
 
 SEQ = 2048  # without --seq, or as many as the model knows
 CLIPPING = 1.0  # DeepSpeed's default
@@ -70,6 +71,7 @@ class Question:
     overflow_check: bool
     gpu_bytes: int
     host_bytes: int
+    states: Kind = EXACT
     nvme_bytes: int = 0
     nvme_path: str = ""
     window: int | None = None
@@ -91,8 +93,10 @@ class Question:
 
     @property
     def layout(self) -> ModelLayout:
-        """The model's, as that many ranks share it."""
-        return for_ranks(self.model.layout, self.ranks) if self.ranks > 1 else self.model.layout
+        """The model's, as that many ranks share it, with pages for these states."""
+        layout, page = self.model.layout, page_numel(self.states)
+        same = self.ranks == 1 and page == layout.page_numel
+        return layout if same else for_ranks(layout, self.ranks, page)
 
     @property
     def costs(self) -> ModelCosts:
@@ -116,6 +120,7 @@ def understand(
     accumulation: int = 1,
     chunk: int | None = None,
     precision: str = "bf16",
+    states: Kind = EXACT,
     clipping: float = CLIPPING,
     no_overflow_check: bool = False,
     gpus: int = 1,
@@ -139,6 +144,11 @@ def understand(
             raise ConfigError(f"{option}: got {count}, expected at least 1")
     if not clipping >= 0.0:
         raise ConfigError(f"--clipping: got {clipping}, expected a norm, or 0 for none")
+    if states == LEAN and precision != "bf16":
+        raise ConfigError(
+            f"--states: got lean with --precision {precision}, expected bf16: lean states are a "
+            "layout of bf16 weights"
+        )
     if no_overflow_check and precision != "bf16":
         raise ConfigError(
             f"--no-overflow-check: got it with --precision {precision}, expected bf16: "
@@ -176,6 +186,7 @@ def understand(
         accumulation=accumulation,
         chunk=chunk or None,
         dtype=precision,
+        states=states,
         clipping=clipping,
         # 16-bit gradients are checked before any is used: DeepSpeed's default.
         overflow_check=precision != "fp32" and not no_overflow_check,

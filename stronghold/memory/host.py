@@ -8,15 +8,15 @@ The fences of `runtime` keep them apart.
 
 [Note: layouts] Per layer, in elements of its `LayerLayout` (one offset serves every array):
     weights     whole layer, in the compute dtype: the bytes that a fetch copies
-    low         trainable part; bf16: int16 remainder, fp16: fp32 master, fp32: absent
-    exp_avg, exp_avg_sq   trainable part, fp32
+    low, exp_avg, exp_avg_sq   trainable part, of the kind of states (`stronghold.states`)
+    exp_avg_scale, exp_avg_sq_scale   trainable part, an item for a group; of lean states alone
     accumulated trainable part, fp32: only when micro-batches are added up on the host
 Gradients arrive in entries of the compute dtype: one per layer when the gate holds them back, else
 a small ring.
 
-[Note: ranks] Of several ranks each holds elements [begin, end) of a layer's trainable part in the
-last four and in its entries. Weights are the node's (`team.weights`): they have all elements, of
-which this rank updates its own and counts those that it fetches.
+[Note: ranks] Of several ranks each holds elements [begin, end) of a layer's trainable part in all
+but the first and in its entries. Weights are the node's (`team.weights`): they have all elements,
+of which this rank updates its own and counts those that it fetches.
 
 [Note: files] An array that the plan spills has no slab: `tiers` says in which file it lies, and
 `pieces` gives any array, wherever it lies. Spilled weights are mapped: at rest a parameter is a
@@ -28,7 +28,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import nn
@@ -38,9 +37,10 @@ from stronghold.errors import StateError
 from stronghold.memory.buffers import Entry, Ring
 from stronghold.memory.layer import LayerState, fill
 from stronghold.memory.slab import flush, map_slab
-from stronghold.memory.tiers import LOW_DTYPE, Mode, Tiers, Views
+from stronghold.memory.tiers import Mode, Tiers, Views
 from stronghold.model.layout import ModelLayout, ParameterSlice, Shards
 from stronghold.model.source import WeightSource
+from stronghold.states import items, join_master, num_items
 
 logger = logging.getLogger("stronghold")
 
@@ -79,6 +79,7 @@ class HostStore:
         self._shared = shared
         self._fills = fills
         self.tiers = tiers or Tiers(layout, dtype)
+        self.states = self.tiers.states
         self.dtype = dtype
         self._device = device
         self._hold = hold
@@ -152,26 +153,17 @@ class HostStore:
         if self._prepared:
             return
         self.training = True
-        low_dtype = LOW_DTYPE[self.dtype]
+        sums = {"accumulated": torch.float32} if self._accumulate else {}
         for state in self._mine:
             numel = state.end - state.begin
             index = state.layout.index
-
-            def room(array: str, dtype: torch.dtype, of: int = index, numel: int = numel) -> Any:
-                there = getattr(self.layers[of], array)
-                if there is not None or self.tiers.holds(of, array):
-                    return there
-                return self._slab(numel, dtype, pinned=False)
-
-            if low_dtype is not None:
-                state.low = room("low", low_dtype)
-                if low_dtype is torch.float32:
+            for array, dtype in {**self.states.dtypes, **sums}.items():
+                if getattr(state, array) is None and not self.tiers.holds(index, array):
+                    slab = self._slab(num_items(array, numel), dtype, pinned=False)
+                    setattr(state, array, slab)
+                if array == "low" and dtype is torch.float32:
                     self.restart_master(index)
-            state.exp_avg = room("exp_avg", torch.float32)
-            state.exp_avg_sq = room("exp_avg_sq", torch.float32)
-            if self._accumulate:
-                state.accumulated = room("accumulated", torch.float32)
-            elif self._holds(index) and numel:
+            if not self._accumulate and self._holds(index) and numel:
                 self.held_entry(index)
         passing = any(self.tiers.holds(s.layout.index, "gradients") for s in self._mine)
         if self._accumulate or not self._hold or passing:
@@ -239,7 +231,7 @@ class HostStore:
         filed = [array for array in arrays if self.tiers.holds(index, array)]
         slabs = {a: getattr(self.layers[index], a) for a in arrays if a not in filed}
         if not filed and self.shards.num_ranks == 1:
-            yield begin, end, {array: slab[begin:end] for array, slab in slabs.items()}
+            yield begin, end, {a: slab[items(a, begin, end)] for a, slab in slabs.items()}
             return
         state = self.layers[index]
         base = {array: 0 if array == "weights" else state.begin for array in slabs}
@@ -249,7 +241,8 @@ class HostStore:
         else:
             staged = ((*own, {}) for own in self.shards.within(state.layout, begin, end))
         for first, last, found in staged:
-            found.update({a: s[first - base[a] : last - base[a]] for a, s in slabs.items()})
+            for array, slab in slabs.items():
+                found[array] = slab[items(array, first - base[array], last - base[array])]
             yield first, last, found
 
     def flush(self, index: int) -> None:
@@ -307,10 +300,10 @@ class HostStore:
         """
         state = self.layers[index]
         left = replace(state)
-        arrays = (state.weights, state.low, state.exp_avg, state.exp_avg_sq, state.accumulated)
-        self._give_back(*arrays, state.held.memory if state.held is not None else None)
+        held = [state.held.memory] if state.held is not None else []
+        self._give_back(state.weights, *state.arrays().values(), *held)
         state.weights = torch.empty(0, dtype=self.dtype)
-        state.low = state.exp_avg = state.exp_avg_sq = state.accumulated = None
+        state.drop_arrays()
         state.held = None
         state.on_device = True
         self._mine.remove(state)
@@ -319,15 +312,14 @@ class HostStore:
             self._ring.clear()
         return left
 
-    def _give_back(self, *slabs: torch.Tensor | None) -> None:
+    def _give_back(self, *slabs: torch.Tensor) -> None:
         for slab in slabs:
-            if slab is not None:
-                self.allocated_bytes -= slab.numel() * slab.element_size()
-                if self._pinned.pop(slab.data_ptr(), None) is not None:
-                    self._device.unpin(slab)
+            self.allocated_bytes -= slab.numel() * slab.element_size()
+            if self._pinned.pop(slab.data_ptr(), None) is not None:
+                self._device.unpin(slab)
 
     def master(self, index: int, part: ParameterSlice) -> torch.Tensor:
-        """The exact fp32 master of one trainable parameter, as a fresh tensor of its shape."""
+        """The fp32 master of one trainable parameter, as a fresh tensor of its shape."""
         master = torch.empty(part.shape, dtype=torch.float32)
         flat, at = master.view(-1), part.offset
         for begin, end, found in self.pieces(
@@ -339,15 +331,15 @@ class HostStore:
     def write_master(
         self, index: int, part: ParameterSlice, begin: int, master: torch.Tensor
     ) -> None:
-        """Make `master` (flat, fp32) the exact master of the parameter's elements from `begin` on,
-        and round the weights from it: bf16 to nearest, ties away from zero, as updates do.
+        """Make `master` (flat, fp32) the master of the parameter's elements from `begin` on, and
+        round the weights from it: bf16 to nearest, ties away from zero, as updates do.
         """
         at = part.offset + begin
         arrays = self._master_arrays(index)
         for first, last, found in self.pieces(
             index, arrays, at, at + master.numel(), mode="replace"
         ):
-            weights, low = split_master(master[first - at : last - at], self.dtype)
+            weights, low = self.states.split(master[first - at : last - at])
             found["weights"].copy_(weights)
             if low is not None:
                 found["low"].copy_(low)
@@ -364,7 +356,7 @@ class HostStore:
             parts = [layout.slices[k] for k in sorted(positions) if layout.slices[k].trainable]
             ranges = [(part.offset, part.offset + part.numel) for part in parts]
         for begin, end in ranges:
-            if LOW_DTYPE[self.dtype] is torch.int16:
+            if self.dtype is torch.bfloat16:
                 for _, _, found in self.pieces(index, ("low",), begin, end, mode="replace"):
                     found["low"].zero_()
                 continue
@@ -380,29 +372,5 @@ class HostStore:
         self._ring.clear()
         for state in self.layers:
             state.weights = torch.empty(0, dtype=self.dtype)
-            state.low = state.exp_avg = state.exp_avg_sq = state.accumulated = None
+            state.drop_arrays()
             state.held = None
-
-
-def split_master(
-    master: torch.Tensor, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """A flat fp32 master as weights in `dtype` and what makes it exact again ([Note: layouts])."""
-    if dtype is torch.float32:
-        return master, None
-    if dtype is torch.float16:
-        return master.to(dtype), master
-    bits = master.contiguous().view(torch.int32)
-    upper = (bits + 0x8000) >> 16  # the carry past the sign is undone by the remainder
-    low = (bits - (upper << 16)).to(torch.int16)
-    return upper.to(torch.int16).view(torch.bfloat16), low
-
-
-def join_master(weights: torch.Tensor, low: torch.Tensor | None) -> torch.Tensor:
-    """The inverse of `split_master`; without `low` the weights themselves, in fp32."""
-    if low is None:
-        return weights.float()
-    if low.dtype is torch.float32:
-        return low
-    upper = weights.contiguous().view(torch.int16).to(torch.int32)
-    return ((upper << 16) + low.to(torch.int32)).view(torch.float32)

@@ -20,8 +20,9 @@ from stronghold.errors import StateError
 from stronghold.memory.buffers import Entry, GradientSlot, Slot, view
 from stronghold.model.layout import LayerLayout, Shards
 from stronghold.model.source import WeightSource
+from stronghold.states import STATES
 
-STATES = ("weights", "low", "exp_avg", "exp_avg_sq")  # what Adam changes
+TRAINED = (*STATES[1:], "accumulated")  # what only training needs
 # What has a record; "norms" are the sums of squares of the step's gradients.
 RECORDS = (*STATES, "accumulated", "gradients", "norms")
 
@@ -74,6 +75,8 @@ class LayerState:
     low: torch.Tensor | None = None
     exp_avg: torch.Tensor | None = None
     exp_avg_sq: torch.Tensor | None = None
+    exp_avg_scale: torch.Tensor | None = None
+    exp_avg_sq_scale: torch.Tensor | None = None
     accumulated: torch.Tensor | None = None
     held: Entry | None = None
     records: dict[str, Record] = field(default_factory=lambda: {name: Record() for name in RECORDS})
@@ -137,6 +140,16 @@ class LayerState:
                 f"layer {self.index} cannot go from {self.residency.value} to {to.value}"
             )
         self.residency = to
+
+    def arrays(self) -> dict[str, torch.Tensor]:
+        """Those of training that it has in memory, by name."""
+        found = {name: getattr(self, name) for name in TRAINED}
+        return {name: array for name, array in found.items() if array is not None}
+
+    def drop_arrays(self) -> None:
+        """It has none of training any more."""
+        for name in TRAINED:
+            setattr(self, name, None)
 
     def records_of(self, arrays: Iterable[str]) -> list[Record]:
         return [self.records[array] for array in arrays]

@@ -48,9 +48,10 @@ from stronghold.memory.runfolder import RunDirectory, reclaim
 from stronghold.memory.slab import map_files, map_slab
 from stronghold.native_io import ALIGNMENT, IoFile, IoQueue
 from stronghold.process import ALONE, Neighbours
+from stronghold.states import MOMENTS, SCALES
 
 # -- what lies where -------------------------------------------------------------------------------
-ARRAYS = ("exp_avg", "exp_avg_sq", "low", "weights", "gradients", "accumulated")
+ARRAYS = (*MOMENTS, *SCALES, "low", "weights", "gradients", "accumulated")
 
 # Units of a period: rates are matched to a 64th. Two paths of equal disks, measured a few percent
 # apart, then differ by a unit or two, which costs as many percent.

@@ -18,8 +18,12 @@ from stronghold.device.base import Device
 from stronghold.memory.host import HostStore
 from stronghold.memory.layer import fill
 from stronghold.memory.slab import map_slab
-from stronghold.memory.tiers import LOW_DTYPE
 from stronghold.model.source import WeightSource
+from stronghold.states import MOMENTS, SCALES, num_items
+
+PURPOSES = {"low": "masters", "accumulated": "accumulated gradients"} | dict.fromkeys(
+    (*MOMENTS, *SCALES), "moments"
+)
 
 
 class DeviceStore:
@@ -63,14 +67,11 @@ class DeviceStore:
         """
         state, left = self._host.layers[index], self._host.give_up(index)
         state.weights = self._moved(left.weights, f"weights of {state.layout.name or 'the root'}")
-        if left.exp_avg is not None and left.exp_avg_sq is not None:
-            if left.low is not None:
-                state.low = self._moved(left.low, "masters of resident layers")
-            state.exp_avg = self._moved(left.exp_avg, "moments of resident layers")
-            state.exp_avg_sq = self._moved(left.exp_avg_sq, "moments of resident layers")
-            if self._accumulate:
-                numel = state.layout.trainable_numel
-                state.accumulated = self._zeros(numel, torch.float32, "accumulated gradients")
+        for name, array in left.arrays().items():
+            if name == "accumulated":  # between two steps there is no sum
+                setattr(state, name, self._zeros(array.numel(), array.dtype, name))
+            else:
+                setattr(state, name, self._moved(array, f"{PURPOSES[name]} of resident layers"))
         self.layers.append(state)
         self.layers.sort(key=lambda one: one.layout.index)
 
@@ -83,31 +84,26 @@ class DeviceStore:
         """Make masters, moments and accumulators; called at every backward, works at the first."""
         if self._training:
             return
-        low_dtype = LOW_DTYPE[self._dtype]
+        sums = {"accumulated": torch.float32} if self._accumulate else {}
         for state in self.layers:
             numel = state.layout.trainable_numel
             # What an interrupt ended goes on where it was.
-            if low_dtype is not None:
-                if state.low is None:
-                    state.low = self._zeros(numel, low_dtype, "masters")
-                self._host.restart_master(state.layout.index)
-            if state.exp_avg is None:
-                state.exp_avg = self._zeros(numel, torch.float32, "moments")
-            if state.exp_avg_sq is None:
-                state.exp_avg_sq = self._zeros(numel, torch.float32, "moments")
-            if self._accumulate and state.accumulated is None:
-                state.accumulated = self._zeros(numel, torch.float32, "accumulated gradients")
+            for array, dtype in {**self._host.states.dtypes, **sums}.items():
+                if getattr(state, array) is None:
+                    setattr(state, array, self._zeros(num_items(array, numel), dtype, array))
+                if array == "low":
+                    self._host.restart_master(state.layout.index)
         self._training = True
 
-    def _zeros(self, numel: int, dtype: torch.dtype, purpose: str) -> torch.Tensor:
-        return self._device.allocate(numel, dtype, f"{purpose} of resident layers").zero_()
+    def _zeros(self, numel: int, dtype: torch.dtype, array: str) -> torch.Tensor:
+        purpose = f"{PURPOSES[array]} of resident layers"
+        return self._device.allocate(numel, dtype, purpose).zero_()
 
     def give_back(self) -> None:
         """The device's work has ended: every layer's weights move to host memory, their own."""
         for state in self.layers:
             weights = self._allocate(state.layout.numel, self._dtype)
             self._device.copy_now(weights, state.weights)
-            mine = (state.weights, state.low, state.exp_avg, state.exp_avg_sq, state.accumulated)
-            self._device.release(*(array for array in mine if array is not None))
+            self._device.release(state.weights, *state.arrays().values())
             state.weights = weights
-            state.low = state.exp_avg = state.exp_avg_sq = state.accumulated = None
+            state.drop_arrays()

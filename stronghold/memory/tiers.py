@@ -6,8 +6,9 @@ thread makes it; `load` and `spill` are called by lanes, `staged` by the trainin
 lane.
 
 [Note: a piece] One entry holds elements [begin, end) of several arrays of one layer, one array
-after the other. Layers are padded to `PAGE_NUMEL` elements and pieces are cut at its multiples, so
-that every array's part begins and ends on a page, whatever its element size.
+after the other. Layers are padded to the layout's `page_numel` elements and pieces are cut at its
+multiples, so that every array's part begins and ends on a page, whatever its element size and
+however many elements have one item together.
 """
 
 from __future__ import annotations
@@ -25,14 +26,9 @@ from stronghold.device.fence import Record, dependences, submitted
 from stronghold.memory.buffers import Entry, Ring
 from stronghold.memory.nvme import ARRAYS, Extent, ExtentRequest, lay_out
 from stronghold.memory.slab import map_slab
-from stronghold.model.layout import PAGE_NUMEL, LayerLayout, ModelLayout, Shards
+from stronghold.model.layout import LayerLayout, ModelLayout, Shards
 from stronghold.native_io import ALIGNMENT
-
-LOW_DTYPE: dict[torch.dtype, torch.dtype | None] = {
-    torch.bfloat16: torch.int16,
-    torch.float16: torch.float32,
-    torch.float32: None,
-}
+from stronghold.states import EXACT, Kind, items, num_items, states_of
 
 SIMULATED_PIECES = 8  # of a layer, at most
 Mode = Literal["read", "edit", "replace"]
@@ -207,10 +203,13 @@ class Tiers:
         update_entries: int = 0,
         fetch_entries: int = 0,
         shards: Shards | None = None,
+        states: Kind = EXACT,
     ) -> None:
         self._layers = layout.layers
+        self._page_numel = layout.page_numel
         self._shards = shards or Shards()
-        self._dtypes = array_dtypes(dtype)
+        self.states = states_of(dtype, states)
+        self._dtypes = array_dtypes(dtype, states)
         self._store = store
         missing = [frozenset[str]()] * (len(layout.layers) - len(spilled))
         self._spilled = (*spilled, *missing)
@@ -257,14 +256,14 @@ class Tiers:
         self, layer: int, arrays: Sequence[str], begin: int = 0, end: int | None = None
     ) -> Iterator[tuple[int, int]]:
         """Ranges of elements, each no more than an entry holds, that cover [begin, end) of the
-        layer (all of it that these arrays have here) at multiples of `PAGE_NUMEL`.
+        layer (all of it that these arrays have here) at multiples of `page_numel`.
         """
         assert self._store is not None
         first, last = self._range(layer, arrays)
-        end = last if end is None else min(last, -(-end // PAGE_NUMEL) * PAGE_NUMEL)
-        size = sum(self._dtypes[array].itemsize for array in arrays)
-        step = self._store.piece_bytes // (size * PAGE_NUMEL) * PAGE_NUMEL
-        at = max(first, begin // PAGE_NUMEL * PAGE_NUMEL)
+        page = self._page_numel
+        end = last if end is None else min(last, -(-end // page) * page)
+        step = self._store.piece_bytes // self.nbytes(arrays, page) * page
+        at = max(first, begin // page * page)
         while at < end:
             yield at, min(at + step, end)
             at += step
@@ -275,14 +274,14 @@ class Tiers:
         at = 0
         for array in arrays:
             dtype = self._dtypes[array]
-            nbytes = numel * dtype.itemsize
+            nbytes = num_items(array, numel) * dtype.itemsize
             found[array] = memory[at : at + nbytes].view(dtype)
             at += nbytes
         return found
 
     def nbytes(self, arrays: Sequence[str], numel: int) -> int:
         """Bytes of a piece."""
-        return numel * sum(self._dtypes[array].itemsize for array in arrays)
+        return sum(num_items(array, numel) * self._dtypes[array].itemsize for array in arrays)
 
     def load(self, layer: int, begin: int, views: Views) -> Transfer:
         """Begin to read elements from `begin` on of each array. `wait` returns when none of it is
@@ -308,7 +307,8 @@ class Tiers:
             for array, memory in views.items():
                 extent = self._store.extent(layer, array)
                 at = begin - self._range(layer, [array])[0]
-                started.callback(submit(extent, at * memory.element_size(), memory).wait)
+                first = num_items(array, at) * memory.element_size()
+                started.callback(submit(extent, first, memory).wait)
             return _Transfers(started.pop_all())
 
     # -- on the lanes -----------------------------------------------------------------------------
@@ -355,14 +355,13 @@ class Tiers:
     ) -> Fence:
         """Queue the write of `views`, elements from `begin` on that lie in `entry`, to the files
         that may be written after `after`."""
-        numel = next(iter(views.values())).numel()
         return self._spills.submit(
             device.spill,
             f"spill{what} {layer}",
             partial(self.spill, layer, begin, views),
             after,
             reads=(entry.record,),
-            nbytes=self.nbytes(tuple(views), numel),
+            nbytes=sum(view.nbytes for view in views.values()),
         )
 
     # -- outside of the lanes ---------------------------------------------------------------------
@@ -387,8 +386,12 @@ class Tiers:
                 if mode == "replace" and first > low:  # of pages that are not replaced as a whole
                     self._load_page(layer, low, 0, views)
                 if mode == "replace" and last < high:
-                    self._load_page(layer, low, high - low - PAGE_NUMEL, views)
-                yield first, last, {a: view[first - low : last - low] for a, view in views.items()}
+                    self._load_page(layer, low, high - low - self._page_numel, views)
+                yield (
+                    first,
+                    last,
+                    {a: view[items(a, first - low, last - low)] for a, view in views.items()},
+                )
                 if mode != "read":
                     self.spill(layer, low, views).wait()
         finally:
@@ -396,7 +399,7 @@ class Tiers:
                 self._staged.release()
 
     def _load_page(self, layer: int, low: int, at: int, views: Views) -> None:
-        page = {array: view[at : at + PAGE_NUMEL] for array, view in views.items()}
+        page = {a: view[items(a, at, at + self._page_numel)] for a, view in views.items()}
         self.load(layer, low + at, page).wait()
 
     def mapped(self, layer: int, array: str) -> torch.Tensor:
@@ -406,17 +409,9 @@ class Tiers:
         return self._store.mapped(self._store.extent(layer, array)).view(self._dtypes[array])
 
 
-def array_dtypes(dtype: torch.dtype) -> dict[str, torch.dtype]:
+def array_dtypes(dtype: torch.dtype, states: Kind = EXACT) -> dict[str, torch.dtype]:
     """The element type of every array of a layer with weights of `dtype`."""
-    dtypes = {
-        "weights": dtype,
-        "exp_avg": torch.float32,
-        "exp_avg_sq": torch.float32,
-        "gradients": dtype,
-        "accumulated": torch.float32,
-    }
-    low = LOW_DTYPE[dtype]
-    return dtypes if low is None else {**dtypes, "low": low}
+    return {**states_of(dtype, states).dtypes, "gradients": dtype, "accumulated": torch.float32}
 
 
 def numel_of(layer: LayerLayout, arrays: Sequence[str]) -> int:
@@ -430,15 +425,16 @@ def extent_requests(
     dtype: torch.dtype,
     spilled: Sequence[frozenset[str]],
     num_ranks: int = 1,
+    states: Kind = EXACT,
 ) -> list[ExtentRequest]:
     """The extents of all that spills, layer by layer: what an update reads lies together. Of
     several ranks each has an equal part."""
-    dtypes = array_dtypes(dtype)
+    dtypes = array_dtypes(dtype, states)
     return [
         ExtentRequest(
             layer=layer.index,
             array=array,
-            nbytes=numel_of(layer, [array]) // num_ranks * dtypes[array].itemsize,
+            nbytes=num_items(array, numel_of(layer, [array]) // num_ranks) * dtypes[array].itemsize,
         )
         for layer, arrays in zip(layout.layers, spilled, strict=False)  # shorter: nothing after
         for array in ARRAYS
@@ -452,6 +448,7 @@ def null_tiers(
     spilled: Sequence[frozenset[str]],
     staging: RingSize,
     shards: Shards | None = None,
+    states: Kind = EXACT,
 ) -> Tiers:
     """Tiers without bytes, for simulations.
 
@@ -459,8 +456,9 @@ def null_tiers(
     little coarser, and a simulation takes milliseconds again.
     """
     if not any(spilled):
-        return Tiers(layout, dtype)
-    requests = extent_requests(layout, dtype, spilled, shards.num_ranks if shards else 1)
+        return Tiers(layout, dtype, states=states)
+    num_ranks = shards.num_ranks if shards else 1
+    requests = extent_requests(layout, dtype, spilled, num_ranks, states)
     by_layer = [sum(r.nbytes for r in requests if r.layer == i) for i in range(len(spilled))]
     coarse = max(by_layer) // SIMULATED_PIECES // ALIGNMENT * ALIGNMENT
     store = NullStore(
@@ -474,4 +472,5 @@ def null_tiers(
         update_entries=staging.update_entries,
         fetch_entries=staging.fetch_entries,
         shards=shards,
+        states=states,
     )

@@ -25,6 +25,7 @@ from dataclasses import dataclass, replace
 
 from stronghold.errors import StateError
 from stronghold.model.partition import Partition
+from stronghold.states import EXACT, page_numel
 
 # Every parameter starts at a multiple of this: 256 bytes in 16-bit and 512 in 32-bit arrays. The
 # caching allocator of CUDA hands out 512-byte multiples and cuBLAS picks its kernel by pointer
@@ -33,8 +34,8 @@ from stronghold.model.partition import Partition
 ALIGN_NUMEL = 128
 
 # The trainable part and the whole layer are padded to this: 4096 bytes in 16-bit arrays, a page and
-# O_DIRECT's block.
-PAGE_NUMEL = 2048
+# O_DIRECT's block; where states have arrays of fewer bits, to `states.page_numel`.
+PAGE_NUMEL = page_numel(EXACT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,9 +83,11 @@ class LayerLayout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelLayout:
-    """The layers in the partition's order: `layers[i].index == i`."""
+    """The layers in the partition's order: `layers[i].index == i`. `page_numel`: what each of their
+    parts is a multiple of, for every rank."""
 
     layers: tuple[LayerLayout, ...]
+    page_numel: int = PAGE_NUMEL
 
     @property
     def num_parameters(self) -> int:
@@ -113,10 +116,12 @@ class ModelLayout:
         return max((self.layers[index].numel for index in self.streamed), default=0)
 
 
-def layout(partition: Partition, num_ranks: int = 1) -> ModelLayout:
-    """The layout of `partition`, whose parts `num_ranks` divides into whole pages. Reads shapes
-    only; StateError when a layer's parameters are not trainable first."""
+def layout(partition: Partition, num_ranks: int = 1, page_numel: int = PAGE_NUMEL) -> ModelLayout:
+    """The layout of `partition`, whose parts `num_ranks` divides into whole pages (of `page_numel`
+    elements: `states.page_numel`). Reads shapes only; StateError when a layer's parameters are not
+    trainable first."""
     return ModelLayout(
+        page_numel=page_numel,
         layers=tuple(
             layer_layout(
                 [
@@ -131,15 +136,17 @@ def layout(partition: Partition, num_ranks: int = 1) -> ModelLayout:
                 name=layer.name,
                 streamed=layer.streamed,
                 num_ranks=num_ranks,
+                page_numel=page_numel,
             )
             for layer in partition.layers
-        )
+        ),
     )
 
 
-def for_ranks(layout: ModelLayout, num_ranks: int) -> ModelLayout:
+def for_ranks(layout: ModelLayout, num_ranks: int, page_numel: int = PAGE_NUMEL) -> ModelLayout:
     """The layout of the same parameters whose parts `num_ranks` divides into whole pages."""
     return ModelLayout(
+        page_numel=page_numel,
         layers=tuple(
             layer_layout(
                 layer.slices,
@@ -147,9 +154,10 @@ def for_ranks(layout: ModelLayout, num_ranks: int) -> ModelLayout:
                 name=layer.name,
                 streamed=layer.streamed,
                 num_ranks=num_ranks,
+                page_numel=page_numel,
             )
             for layer in layout.layers
-        )
+        ),
     )
 
 
@@ -160,6 +168,7 @@ def layer_layout(
     name: str,
     streamed: bool,
     num_ranks: int = 1,
+    page_numel: int = PAGE_NUMEL,
 ) -> LayerLayout:
     """The layout of one layer; StateError when its parameters are not trainable first."""
     trainable = [parameter for parameter in parameters if parameter.trainable]
@@ -171,7 +180,7 @@ def layer_layout(
             "partition() and layout()"
         )
     first, end = _place(trainable, start=0)
-    trainable_numel = _padded(end, num_ranks * PAGE_NUMEL)
+    trainable_numel = _padded(end, num_ranks * page_numel)
     second, end = _place(frozen, start=trainable_numel)
     slices = first + second
     return LayerLayout(
@@ -180,7 +189,7 @@ def layer_layout(
         streamed=streamed,
         slices=slices,
         trainable_numel=trainable_numel,
-        numel=trainable_numel + _padded(end - trainable_numel, num_ranks * PAGE_NUMEL),
+        numel=trainable_numel + _padded(end - trainable_numel, num_ranks * page_numel),
         num_parameters=sum(part.numel for part in slices),
         num_trainable=sum(part.numel for part in first),
     )
@@ -189,7 +198,7 @@ def layer_layout(
 def condensed(layout: ModelLayout) -> ModelLayout:
     """The layout with at most two parameters a layer, trainable and frozen, of the same sizes: the
     same bytes move, in fewer Python objects."""
-    return ModelLayout(layers=tuple(_condensed(layer) for layer in layout.layers))
+    return replace(layout, layers=tuple(_condensed(layer) for layer in layout.layers))
 
 
 def _condensed(layer: LayerLayout) -> LayerLayout:

@@ -42,10 +42,13 @@ from stronghold.model.costs import ModelCosts
 from stronghold.model.layout import LayerLayout, ModelLayout
 from stronghold.plan.demand import Demand
 from stronghold.plan.machine import STATE_BYTES, MachineProfile, adam_bytes
+from stronghold.states import EXACT, Kind, moment_bytes
 from stronghold.telemetry.trace import Span
 
 LOADS = 2  # k: forward and backward
 SUM_BYTES = 4  # of an accumulated gradient
+LEAN_LOW_BYTES = 1  # of a master's remainder with lean states
+MANY = 1 << 20  # parameters, whose bytes are whole numbers also where several have one item
 UNCONTENDED_GBPS = 1e6  # of what was measured with its contention
 
 COMPUTE = "compute"
@@ -72,6 +75,7 @@ class Traffic:
 
     weight_bytes: int
     low_bytes: int
+    states: Kind = EXACT
     micro_batches: int = 1
     streamed_parameters: int = 0
     window_parameters: int = 0
@@ -84,9 +88,9 @@ class Traffic:
     nvme_written_bytes: int = 0
 
     @property
-    def adam_bytes(self) -> int:
+    def adam_bytes(self) -> float:
         """Of one parameter."""
-        return adam_bytes(self.weight_bytes, self.low_bytes)
+        return adam_bytes(self.weight_bytes, self.low_bytes, moment_bytes(self.states))
 
     @property
     def fetch_bytes(self) -> int:
@@ -108,7 +112,7 @@ class Traffic:
     @property
     def update_bytes(self) -> int:
         """What the CPU's Adam reads and writes."""
-        return self.adam_bytes * (self.trained_parameters + self.refreshed_parameters)
+        return int(self.adam_bytes * (self.trained_parameters + self.refreshed_parameters))
 
     @property
     def norm_bytes(self) -> int:
@@ -126,7 +130,7 @@ class Traffic:
 
     @property
     def device_update_bytes(self) -> int:
-        return self.adam_bytes * self.device_parameters
+        return int(self.adam_bytes * self.device_parameters)
 
     @property
     def memory_bytes(self) -> int:
@@ -154,6 +158,7 @@ def traffic_of(
     return Traffic(
         weight_bytes=demand.weight_bytes,
         low_bytes=demand.low_bytes,
+        states=demand.states,
         micro_batches=demand.micro_batches,
         streamed_parameters=sum(largest),
         window_parameters=sum(largest[:window]),
@@ -235,29 +240,35 @@ def _disk_s(traffic: Traffic, machine: MachineProfile) -> float:
     return max(apart, (reads + writes) / mixed if mixed else 0.0) / 1e9
 
 
-def break_even(machine: MachineProfile, dtype: str, *, recompute: bool) -> BreakEven:
+def break_even(
+    machine: MachineProfile, dtype: str, states: Kind = EXACT, *, recompute: bool
+) -> BreakEven:
     """Tokens at which the terms of [Note: formula] are equal, without attention:
     q F / ((6 + 2 r) M) and k e F / ((6 + 2 r) B)."""
     rate = machine.flops[dtype] / (8.0 if recompute else 6.0)
     weight_bytes = STATE_BYTES[dtype][0]
     return BreakEven(
-        cpu=bytes_per_parameter(dtype) * rate / (max(machine.memory_gbps.values()) * 1e9),
+        cpu=bytes_per_parameter(dtype, states=states)
+        * rate
+        / (max(machine.memory_gbps.values()) * 1e9),
         link=LOADS * weight_bytes * rate / (machine.fetch_gbps * 1e9),
     )
 
 
-def bytes_per_parameter(dtype: str, micro_batches: int = 1) -> int:
+def bytes_per_parameter(dtype: str, micro_batches: int = 1, states: Kind = EXACT) -> float:
     """q: bytes of host memory that a step of a trained, streamed parameter reads and writes: 32 in
-    bf16, 26 of them Adam's; 36 in fp16, where weight and whole fp32 master are both read and
-    written."""
+    bf16, 26 of them Adam's, and 18.25 with lean states; 36 in fp16, where weight and whole fp32
+    master are both read and written."""
     weight_bytes, low_bytes = STATE_BYTES[dtype]
-    return Traffic(
+    moved = Traffic(
         weight_bytes=weight_bytes,
-        low_bytes=low_bytes,
+        low_bytes=low_bytes if states == EXACT else LEAN_LOW_BYTES,
+        states=states,
         micro_batches=micro_batches,
-        streamed_parameters=1,
-        trained_parameters=1,
-    ).memory_bytes
+        streamed_parameters=MANY,
+        trained_parameters=MANY,
+    )
+    return moved.memory_bytes / MANY
 
 
 # -- deferred updates -----------------------------------------------------------------------------

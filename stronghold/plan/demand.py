@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+from stronghold.states import EXACT, Kind
+
 
 class Gradients(Enum):
     """Where gradients wait on the host between their drain and the update."""
@@ -21,6 +23,7 @@ class Demand:
 
     weight_bytes: int
     low_bytes: int
+    states: Kind = EXACT  # a word of `stronghold.states`
     gated: bool
     accumulate: bool
     training: bool = True

@@ -32,16 +32,19 @@ EMULATED = "emulated"
 # Bytes of a weight, and of what beside it makes an fp32 master.
 STATE_BYTES = {"bf16": (2, 2), "fp16": (2, 4), "fp32": (4, 0)}
 NETWORK_GBPS = 25.0  # between nodes, unless it is said: 200 Gb/s for each GPU
+# What lean states' Adam moves in a second, of what the exact one does: it computes more for fewer
+# bytes. benchmarks/results/adam_lean_amd-epyc.md has 0.62 for one thread and 0.59 for two.
+LEAN_RATE = 0.59
 LAUNCH_S = 4e-4  # the calling thread's time to launch one layer's kernels and run its hooks
 
 
-def adam_bytes(weight_bytes: int, low_bytes: int) -> int:
-    """What `kernels/src/adam-inl.h` moves per parameter: the weight, the rest of its master and two
-    fp32 moments are read and written, the gradient, of the weight's type, is read."""
-    return 2 * (weight_bytes + low_bytes + 4 + 4) + weight_bytes
+def adam_bytes(weight_bytes: int, low_bytes: int, moment_bytes: float = 8) -> float:
+    """What `kernels/src/adam-inl.h` moves per parameter: the weight, the rest of its master and the
+    moments (two in fp32) are read and written, the gradient, of the weight's type, is read."""
+    return 2 * (weight_bytes + low_bytes + moment_bytes) + weight_bytes
 
 
-ADAM_BF16_BYTES = adam_bytes(*STATE_BYTES["bf16"])
+ADAM_BF16_BYTES = int(adam_bytes(*STATE_BYTES["bf16"]))
 _logger = logging.getLogger("stronghold")
 
 
@@ -318,6 +321,7 @@ def rates_of(
     num_nodes: int = 1,
     wire_gbps: float | None = None,
     network_gbps: float | None = None,
+    states: str = "exact",
 ) -> Rates:
     """The lanes' rates on `machine` with so many threads for the CPU's Adam.
 
@@ -336,7 +340,7 @@ def rates_of(
         fetch_gbps=machine.fetch_gbps,
         drain_gbps=machine.drain_gbps,
         duplex_gbps=machine.duplex_gbps,
-        update_gbps=min(alone, together),
+        update_gbps=min(alone, together) * (LEAN_RATE if states == "lean" else 1.0),
         memory_gbps=share.memory_rate(max(machine.memory_gbps)),
         wire_gbps=wire,
         reduce_gbps=received / (within / wire + between / network) if received else wire,

@@ -25,10 +25,22 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from stronghold.errors import BudgetError, ConfigError
-from stronghold.model.layout import PAGE_NUMEL, LayerLayout, ModelLayout
+from stronghold.model.layout import LayerLayout, ModelLayout
 from stronghold.plan.cost import Traffic, spread, traffic_of
 from stronghold.plan.demand import Demand as Demand
 from stronghold.plan.demand import Gradients as Gradients
+from stronghold.states import (
+    EXACT,
+    LEAN,
+    MOMENT_DTYPES,
+    MOMENTS,
+    PAGE_BYTES,
+    SCALES,
+    Kind,
+    moment_bytes,
+    num_items,
+    page_numel,
+)
 
 DEFAULT_WINDOW = 4  # without a budget: one computes, one is still in use, two are on their way
 MAX_GRADIENT_SLOTS = 2  # one gathers while the other drains
@@ -36,12 +48,10 @@ RING_ENTRIES = 3  # one drains, one waits for its update, one is updated
 UPDATE_ENTRIES, FETCH_ENTRIES, OTHER_ENTRIES = 4, 3, 1  # [Note: the staging ring]
 # Beside milliseconds of a disk the tenths that a hand-over between lanes takes do not count.
 PIECE_BYTES = 32 << 20
-PAGE_BYTES = 4096
 MIB = float(1 << 20)
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
 KINDS: dict[str, tuple[str, ...]] = {
-    "moments": MOMENTS,
+    "moments": (*MOMENTS, *SCALES),
     "rest of the masters": ("low",),
     "held gradients": ("gradients",),
     "accumulated gradients": ("accumulated",),
@@ -49,7 +59,6 @@ KINDS: dict[str, tuple[str, ...]] = {
 }
 # How far each word of stronghold.nvme.spill goes into KINDS.
 DEPTHS = {"moments": 1, "masters": 2, "weights": len(KINDS)}
-WRITTEN = ("exp_avg", "exp_avg_sq", "low", "weights")  # by an update; gradients are only read by it
 
 Spilled = tuple[frozenset[str], ...]  # by layer, its arrays that lie in files
 
@@ -110,6 +119,7 @@ class Plan:
     num_ranks: int = 1  # bytes are of each
     num_nodes: int = 1
     chunk: int | None = None  # sequences that go through a block together; None: all
+    states: Kind = EXACT
 
     @property
     def gpu_total_bytes(self) -> int:
@@ -189,6 +199,10 @@ def make_plan(layout: ModelLayout, demand: Demand) -> Plan:
     )
     if demand.meets_others and not (demand.gated or demand.accumulate):
         reasons.append("updates wait for the end of backward: several ranks make them together")
+    if demand.states == LEAN:
+        stays = [layer for layer in places.on_host if layer.index in places.resident]
+        where = "; what stays on the gpu is updated on the host" if stays else ""
+        reasons.append(f"states: lean, which round otherwise than exact ones{where}")
     host = _Host(places, offloaded).tier(reasons)
     reasons += _deferred_in_words(places, host.deferred)
     again = sum(e.num_parameters for e in layout.layers if activations[e.index] == "recompute")
@@ -228,6 +242,7 @@ def make_plan(layout: ModelLayout, demand: Demand) -> Plan:
         num_ranks=demand.num_ranks,
         num_nodes=demand.num_nodes,
         chunk=demand.chunk,
+        states=demand.states,
     )
 
 
@@ -373,7 +388,7 @@ class _Places:
             "outside the blocks": sum(layer.numel for layer in self.outside) * size,
             "gradients of resident layers": own * size,
             "rest of the masters": trained * self.demand.low_bytes,
-            "moments": trained * 8,
+            "moments": int(trained * moment_bytes(self.demand.states)),
             "accumulated gradients": trained * 4 if accumulates else 0,
             "gradients (kept by torch)": by_torch * size if self.whole else 0,
             "gradients of other ranks": reduced * size,
@@ -481,6 +496,7 @@ class _Host:
         self._demand = demand = places.demand
         self._gradients = places.gradients
         self._offloaded_bytes = offloaded_bytes
+        self._page_numel = page_numel(demand.states)
         self._early = places.gradients is Gradients.RING
         self._deferrable = self._may_wait(places)
         self._shared = demand.meets_others
@@ -498,13 +514,14 @@ class _Host:
             )
             for layer in places.on_host
         ]
-        # Bytes of an element of every array that a layer has here.
+        # Bytes of an item of every array that a layer has here.
         self._sizes = {"weights": demand.weight_bytes}
         if demand.training:
             held = {Gradients.HELD: {"gradients": demand.weight_bytes}}
             held[Gradients.ACCUMULATED] = {"accumulated": 4}
             low = {"low": demand.low_bytes} if demand.low_bytes else {}
-            self._sizes |= dict.fromkeys(MOMENTS, 4) | low | held.get(places.gradients, {})
+            moments = {a: dtype.itemsize for a, dtype in MOMENT_DTYPES[demand.states].items()}
+            self._sizes |= moments | low | held.get(places.gradients, {})
 
     def _may_wait(self, places: _Places) -> list[LayerLayout]:
         """Blocks whose updates may wait for the next forward ([Note: deferred updates] of
@@ -604,7 +621,7 @@ class _Host:
             host_bytes={
                 "weights": nbytes(["weights"], in_files=False),
                 "rest of the masters": nbytes(["low"], in_files=False),
-                "moments": nbytes(MOMENTS, in_files=False),
+                "moments": nbytes(KINDS["moments"], in_files=False),
                 "held gradients": nbytes(["gradients"], in_files=False),
                 "deferred gradients": waiting * demand.weight_bytes,
                 "accumulated gradients": nbytes(["accumulated"], in_files=False),
@@ -625,12 +642,16 @@ class _Host:
         largest, smallest, updates, fetches = 0, 0, False, False
         for layer in self._layers:
             arrays = spilled[layer.index]
-            trained = sum(sizes[array] for array in arrays) if layer.trainable_numel else 0
+            trained = arrays if layer.trainable_numel else frozenset[str]()
             updates = updates or bool(trained and len(sizes) > 1)
             fetches = fetches or "weights" in arrays
             whole = layer.numel * sizes["weights"] if "weights" in arrays else 0
-            largest = max(largest, trained * layer.trainable_numel, whole)
-            smallest = max(smallest, PAGE_NUMEL * max(trained, sizes["weights"]))
+            page, every = (
+                sum(num_items(array, numel) * sizes[array] for array in trained)
+                for numel in (self._page_numel, layer.trainable_numel)
+            )
+            largest = max(largest, every, whole)
+            smallest = max(smallest, page, self._page_numel * sizes["weights"])
         if not largest:
             return Staging()
         chosen = max(smallest, min(asked or PIECE_BYTES, largest))
@@ -649,8 +670,9 @@ class _Host:
         for layer in self._layers:
             for array in spilled[layer.index]:
                 times = micro_batches if array == "accumulated" else 1
-                read += times * layer.trainable_numel * self._sizes[array]
-                written += times * layer.trainable_numel * self._sizes[array]
+                nbytes = num_items(array, layer.trainable_numel) * self._sizes[array]
+                read += times * nbytes
+                written += times * nbytes
                 if array == "weights":
                     read += 2 * micro_batches * layer.numel * self._sizes[array]
         return read, written
@@ -679,6 +701,14 @@ class _Host:
                 "; without gradient_clipping and bf16.check_grad_overflow gradients need not be "
                 f"held, which saves about {held}"
             )
+        if demand.states == EXACT and (demand.weight_bytes, demand.low_bytes) == (2, 2):
+            moments, lows = tier.host_bytes["moments"], tier.host_bytes["rest of the masters"]
+            saved = lows // 2 + moments - int(moments * moment_bytes(LEAN) / moment_bytes(EXACT))
+            if saved:
+                advice += (
+                    '; or set stronghold.states to "lean", which rounds otherwise (24-bit masters, '
+                    f"8-bit moments) and saves about {saved}"
+                )
         if not demand.nvme:
             advice += "; or name a directory on an NVMe disk in stronghold.nvme.path: "
             advice += f"{need - budget} bytes and more can lie there"
@@ -690,8 +720,8 @@ class _Host:
 
 
 def _numel(layer: LayerLayout, array: str) -> int:
-    """Elements of a layer's array, padded."""
-    return layer.numel if array == "weights" else layer.trainable_numel
+    """Items of a layer's array, padded."""
+    return num_items(array, layer.numel if array == "weights" else layer.trainable_numel)
 
 
 def _mixed(before: Spilled, after: Spilled, ranks: Sequence[int], kept: int) -> Spilled:

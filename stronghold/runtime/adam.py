@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
-import torch
 from torch import nn
 
 from stronghold.errors import ConfigError
@@ -122,15 +121,16 @@ class AdamSteps:
             )
         return tuple(steps)
 
+    def rates(self) -> list[float]:
+        """The learning rate of each parameter that is trained."""
+        return [float(group["lr"]) for group, _ in self._groups.values()]
+
+    def rates_of(self, layer: int) -> list[tuple[ParameterSlice, float]]:
+        """The layer's parameters that are trained, with their learning rates."""
+        of_layer = zip(self._layers[layer].slices, self._parameters[layer], strict=True)
+        return [(s, float(self._groups[p][0]["lr"])) for s, p in of_layer if p in self._groups]
+
     def retract(self, layer: int, arrived: Iterable[int]) -> None:
         """Undo the count of `advance`: its steps were not taken."""
         for k in arrived:
             self.counts[layer][k] -= 1
-
-
-def adam_bytes(weight_dtype: torch.dtype, grad_dtype: torch.dtype) -> int:
-    """Bytes of memory that Adam reads and writes for one parameter: weight, what makes it an fp32
-    master, and two fp32 moments both ways, the gradient one way.
-    """
-    master = {torch.float32: 8, torch.bfloat16: 8, torch.float16: 12}[weight_dtype]
-    return master + 16 + grad_dtype.itemsize

@@ -21,14 +21,13 @@ import torch
 from torch import nn
 
 from stronghold.errors import ConfigError
-from stronghold.memory.host import join_master
 from stronghold.model.layout import ParameterSlice
 from stronghold.runtime.guards import Access
+from stronghold.states import MOMENTS, join_master
 
 if TYPE_CHECKING:
     from stronghold.runtime.stack import Stack
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
 SHARED_NUMEL = 1 << 22  # elements that ranks give each other at once
 
 
@@ -69,23 +68,23 @@ class Fragment(Access):
 
     # -- masters and moments ----------------------------------------------------------------------
     def get(self, optim_state_key: str | None = None) -> torch.Tensor:
-        """The exact fp32 master, or a moment: zeros before the first update."""
+        """The fp32 master, or a moment, decoded: zeros before the first update."""
         self._stack.settle((self._layer,))
         host = self._stack.host
         if optim_state_key is None:
             arrays: tuple[str, ...] = ("weights", "low")[: 1 + host.has(self._layer, "low")]
         else:
-            arrays = (self._moment(optim_state_key),)
+            arrays = host.states.arrays_of(self._moment(optim_state_key))
         part = self._part
         at, end = part.offset, part.offset + part.numel
 
         def own() -> Iterator[tuple[int, torch.Tensor]]:
             if host.has(self._layer, arrays[-1]):
                 for first, _, found in host.pieces(self._layer, arrays, at, end):
-                    value = found[arrays[0]]
                     if optim_state_key is None:
-                        value = join_master(value, found.get("low"))
-                    yield first - at, value
+                        yield first - at, join_master(found["weights"], found.get("low"))
+                    else:
+                        yield first - at, host.states.decode(optim_state_key, found)
 
         return self._whole(own())
 
@@ -103,8 +102,12 @@ class Fragment(Access):
             stack.settle((self._layer,))
             return
         at, end = part.offset, part.offset + part.numel
-        for first, last, found in stack.host.pieces(self._layer, (key,), at, end, mode="replace"):
-            found[key].copy_(flat[first - at : last - at])
+        states = stack.host.states
+        for first, last, found in stack.host.pieces(
+            self._layer, states.arrays_of(key), at, end, mode="replace"
+        ):
+            for array, values in states.encode(key, flat[first - at : last - at]).items():
+                found[array].copy_(values)
 
     def _moment(self, key: str) -> str:
         if key not in MOMENTS:

@@ -28,7 +28,7 @@ from stronghold.errors import ConfigError, LaneError, StateError
 from stronghold.limits import available_host_bytes
 from stronghold.memory.nvme import BLOCK_BYTES, NvmeStore
 from stronghold.memory.slab import FreedMemory, check_mappings
-from stronghold.memory.tiers import LOW_DTYPE, Tiers, extent_requests
+from stronghold.memory.tiers import Tiers, extent_requests
 from stronghold.model.layout import ModelLayout, layout
 from stronghold.model.logits import LogitsInParts
 from stronghold.model.partition import Partition, partition
@@ -39,6 +39,7 @@ from stronghold.runtime.assembly import Assembly
 from stronghold.runtime.optimizer import EngineOptimizer
 from stronghold.runtime.recompute import NoCaches
 from stronghold.runtime.runtime import Runtime, Written
+from stronghold.states import LEAN, page_numel, states_of
 from stronghold.team.group import Ranks
 from stronghold.team.ranks import check_alike, check_section
 from stronghold.team.weights import NodeWeights
@@ -100,7 +101,9 @@ class Stack:
         self.ranks = request.ranks
         if self.ranks.several:
             check_section(section)
-        self.layout: ModelLayout = layout(self.partition, self.ranks.num_ranks)
+        self.layout: ModelLayout = layout(
+            self.partition, self.ranks.num_ranks, page_numel(section.states)
+        )
         kind = section.device or ("cuda" if cuda.available() else "emulated")
         self.section = section
         on_gpu = kind == "cuda" and cuda.available()
@@ -363,12 +366,12 @@ def _open_tiers(
 ) -> Tiers:
     """Open the files of what `plan` spills, which `undo` closes; every rank calls it."""
     if nvme is None or not any(plan.spilled):
-        return Tiers(layout, dtype)
+        return Tiers(layout, dtype, states=plan.states)
     mapped = plan.nvme_bytes["weights"]
     check_mappings(mapped, len(nvme.paths), nvme.block or BLOCK_BYTES)
     store = NvmeStore(
         nvme.paths,
-        extents=extent_requests(layout, dtype, plan.spilled, plan.num_ranks),
+        extents=extent_requests(layout, dtype, plan.spilled, plan.num_ranks, plan.states),
         ring_entries=plan.staging.entries,
         piece_bytes=plan.staging.piece_bytes,
         capacity_bytes=nvme.capacity,
@@ -388,6 +391,7 @@ def _open_tiers(
         update_entries=plan.staging.update_entries,
         fetch_entries=plan.staging.fetch_entries,
         shards=ranks.shards,
+        states=plan.states,
     )
 
 
@@ -438,7 +442,6 @@ def _demand(
     gpu_free_bytes: int | None,
 ) -> Demand:
     section = request.section
-    low = LOW_DTYPE[dtype]
     gpu_budget = section.gpu_memory
     if gpu_budget is None and gpu_free_bytes is not None:
         gpu_budget = int(gpu_free_bytes * GPU_SHARE)
@@ -459,7 +462,8 @@ def _demand(
     compute_threads = torch.get_num_threads() if gpu_free_bytes is None else 1
     return Demand(
         weight_bytes=dtype.itemsize,
-        low_bytes=low.itemsize if low is not None else 0,
+        low_bytes=states_of(dtype, section.states).low_bytes,
+        states=section.states,
         gated=request.gated,
         accumulate=request.accumulate,
         training=optimizer is not None,
@@ -468,7 +472,7 @@ def _demand(
         window=section.window,
         prefetch=section.prefetch,
         resident_layers=num_blocks if resident == "all" else resident,
-        resident_updates="host" if ranks.several else section.resident_updates,
+        resident_updates=_resident_updates(section, ranks, on_gpu=gpu_free_bytes is not None),
         # On a GPU of unknown room: the policy that takes least, until what is kept is known.
         activations=section.activations or (None if gpu_free_bytes is None else "recompute"),
         chunk=section.chunk,
@@ -485,6 +489,17 @@ def _demand(
         reduces_in_room=ranks.several and gpu_free_bytes is None,
         shares_weights=ranks.several,
     )
+
+
+def _resident_updates(section: StrongholdConfig, ranks: Ranks, *, on_gpu: bool) -> str | None:
+    """Where resident layers are updated: lean states have a kernel for the CPU alone."""
+    only_host = section.states == LEAN and on_gpu
+    if only_host and section.resident_updates == "gpu":
+        raise ConfigError(
+            'stronghold.resident_updates: got "gpu", but lean states are updated on the host: '
+            'leave it out, or set stronghold.states to "exact"'
+        )
+    return "host" if ranks.several or only_host else section.resident_updates
 
 
 def _move_buffers(model: nn.Module, device: torch.device) -> None:

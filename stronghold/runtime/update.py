@@ -46,14 +46,15 @@ from stronghold import native
 from stronghold.device.fence import Record, dependences
 from stronghold.device.kernels import Kernels
 from stronghold.memory.buffers import Entry, GradientSlot, view
-from stronghold.memory.layer import STATES, LayerState
+from stronghold.memory.layer import LayerState
 from stronghold.memory.tiers import Mode, Views
 from stronghold.memory.window import Window
 from stronghold.model.layout import ParameterSlice
 from stronghold.plan.plan import Gradients
-from stronghold.runtime.adam import ParameterStep, adam_bytes
+from stronghold.runtime.adam import ParameterStep
 from stronghold.runtime.ledger import GateResult, Ledger, norm_and_scale, open_gate
 from stronghold.runtime.parts import Parts
+from stronghold.states import SCALES, STATES, group_size, items
 
 SUM_BLOCK_NUMEL = 65536  # kSumBlock of the kernels: a part of the result's definition
 
@@ -127,6 +128,7 @@ class Updates:
     ) -> None:
         self._device = parts.device
         self._host = parts.host
+        self._states = parts.host.states
         self._tiers = parts.host.tiers
         self._layers = parts.layers
         self._adam_steps = parts.adam
@@ -512,15 +514,16 @@ class Updates:
     def _adam(self, found: Gathered, scale: float, norms: PieceNorms | None = None) -> None:
         """One step of Adam of a layer on the host, with this moment's hyper-parameters; norms of
         its gradients on the way, where they were not taken before."""
-        state, weight_dtype = found.state, self._host.dtype
+        state, states = found.state, self._states
         steps = self._adam_steps.advance(state.index, found.arrived, scale)
 
         def work(piece: Piece) -> None:
             if norms is not None:
                 norms.add(piece)
-            self._kernels.adam(weight_dtype, found.dtype, _segments(piece, steps))
+            segments = _segments(piece, steps)
+            self._kernels.adam(states.dtype, found.dtype, segments, lean=states.is_lean)
 
-        each = adam_bytes(weight_dtype, found.dtype)
+        each = states.adam_bytes(found.dtype)
         each += found.dtype.itemsize if norms is not None else 0
         # An update whose norms were taken before is not waited for by the gate.
         self._over_pieces("update", found, STATES, work, each, norms=norms is not None)
@@ -532,7 +535,7 @@ class Updates:
         found: Gathered,
         changed: Sequence[str],
         work: Callable[[Piece], None],
-        bytes_each: int,
+        bytes_each: float,
         *,
         load: bool = True,
         norms: bool = True,
@@ -559,7 +562,7 @@ class Updates:
                 run if finish is None else finish(run),
                 reads=(found.record,),
                 writes=writes,
-                nbytes=bytes_each * state.numel_of(found.arrived),
+                nbytes=int(bytes_each * state.numel_of(found.arrived)),
             )
             return
         kept = tuple(a for a in (*of_ram, *found.arrays) if a not in filed)
@@ -589,7 +592,7 @@ class Updates:
                 run_piece if finish is None or end < cuts[-1][1] else finish(run_piece),
                 reads=reads,
                 writes=(entry.record, *writes),
-                nbytes=bytes_each * (end - begin),
+                nbytes=int(bytes_each * (end - begin)),
             )
             if spills:
                 views = {array: piece.views[array] for array in spills}
@@ -617,7 +620,7 @@ class Updates:
         found: Views = {}
         for array in arrays:
             first = 0 if array == "weights" else state.begin
-            found[array] = getattr(state, array)[begin - first : end - first]
+            found[array] = getattr(state, array)[items(array, begin - first, end - first)]
         return found
 
     def _next(
@@ -727,16 +730,16 @@ class Updates:
     def _apply(self, prepared: _Prepared, scale: float) -> None:
         batch, rows = prepared.batch, prepared.rows
         rows["grad_scale"] = scale
-        dtype, weight_dtype = batch[0].dtype, self._host.dtype
+        dtype, states = batch[0].dtype, self._states
 
         def work(_: Sequence[Piece]) -> None:
-            self._device.kernels.adam(weight_dtype, dtype, rows)
+            self._device.kernels.adam(states.dtype, dtype, rows, lean=states.is_lean)
             # A graph that was kept may need the weights of before: autograd refuses it then.
             torch.autograd.graph.increment_version(
                 [self._parameters[found.state.index][k] for found in batch for k in found.arrived]
             )
 
-        nbytes = adam_bytes(weight_dtype, dtype) * int(rows["numel"].sum())
+        nbytes = int(states.adam_bytes(dtype) * int(rows["numel"].sum()))
         self._on_device("update", batch, STATES, work, nbytes)
 
 
@@ -853,12 +856,11 @@ def _ranges(piece: Piece, positions: Iterable[int]) -> Iterator[tuple[int, slice
 def _segments(piece: Piece, steps: Sequence[ParameterStep]) -> list[native.AdamSegment]:
     """Adam over the piece. Whoever calls keeps its arrays alive until the kernel has run."""
 
-    def base(array: str) -> tuple[int, int]:
-        flat = piece.views.get(array)
-        return (0, 0) if flat is None else (flat.data_ptr(), flat.element_size())
+    def base(array: str) -> tuple[int, int, int]:
+        flat, size = piece.views.get(array), group_size(array)
+        return (0, 0, size) if flat is None else (flat.data_ptr(), flat.element_size(), size)
 
-    (weights, size), (low, low_size) = base("weights"), base("low")
-    exp_avg, exp_avg_sq = base("exp_avg")[0], base("exp_avg_sq")[0]
+    states, scales = [[base(a) for a in arrays] for arrays in (STATES[:4], SCALES)]
     places = {k: (at, numel) for k, at, numel in _parts(piece)}
     segments = []
     for k, step in zip(sorted(piece.found.arrived), steps, strict=True):
@@ -866,14 +868,14 @@ def _segments(piece: Piece, steps: Sequence[ParameterStep]) -> list[native.AdamS
             at, numel = places[k]
             i = at - piece.begin
             segments.append(
-                native.AdamSegment(
-                    weights + i * size,
-                    low + i * low_size,
-                    exp_avg + i * 4,
-                    exp_avg_sq + i * 4,
-                    piece.gradient(k, at),
-                    numel,
-                    *step[1:],
+                native.AdamSegment._make(
+                    (
+                        *(begin + i // of * size for begin, size, of in states),
+                        piece.gradient(k, at),
+                        numel,
+                        *step[1:],
+                        *(begin + i // of * size for begin, size, of in scales),
+                    )
                 )
             )
     return segments

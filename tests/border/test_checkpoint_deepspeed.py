@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_model
 
 from stronghold.cli import main
-from stronghold.memory.host import join_master, split_master
+from stronghold.states import join_master, states_of
 from tests.support import stock
 from tests.support.checkpoints import (
     command,
@@ -41,10 +41,10 @@ def test_a_master_survives_its_split_bit_for_bit() -> None:
     edges = torch.tensor([0.0, -0.0, 1.0, -1.0, 3.4e38, 1e-45, float("inf"), -float("inf")])
     master = torch.cat([edges, bits.view(torch.float32)])
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        again = join_master(*split_master(master, dtype))
+        again = join_master(*states_of(dtype).split(master))
         assert torch.equal(again.view(torch.int32), master.view(torch.int32))
     ordinary = torch.randn(1 << 12)
-    weights, _ = split_master(ordinary, torch.bfloat16)
+    weights, _ = states_of(torch.bfloat16).split(ordinary)
     assert torch.equal(weights, ordinary.bfloat16())
 
 

@@ -16,14 +16,13 @@ from torch import nn
 
 import stronghold
 from stronghold.errors import ConfigError
-from stronghold.memory.host import join_master, split_master
+from stronghold.states import MOMENTS, join_master
 from tests.models import MODELS, loss_of
 from tests.support import stock
 from tests.support.pairs import pairs
 from tests.support.training import config
 from tests.support.twin import Twin, twin
 
-MOMENTS = {"exp_avg": "m", "exp_avg_sq": "v"}
 PLACES: dict[str, dict[str, Any]] = {
     "streamed": {"window": 1},
     "resident": {"resident_layers": 1, "resident_updates": "host"},
@@ -35,6 +34,7 @@ MODES: dict[str, dict[str, Any]] = {
     "fp32": {},
     "bf16": {"precision": "bf16"},
     "accumulated": {"precision": "bf16", "accumulation": 2},
+    "lean": {"precision": "lean"},
 }
 
 
@@ -51,13 +51,13 @@ def pairs_of(both: Twin) -> list[tuple[str, nn.Parameter, nn.Parameter]]:
 
 
 def master_of(both: Twin, plain: nn.Parameter) -> torch.Tensor:
-    low = both.adam._state[plain]["low"]
+    low = both.adam._state[plain].get("low")
     flat = plain.detach().reshape(-1).contiguous()
     return join_master(flat, low).view(plain.shape) if low is not None else plain.detach()
 
 
 def write_plain(both: Twin, plain: nn.Parameter, master: torch.Tensor) -> None:
-    weights, low = split_master(master.reshape(-1), plain.dtype)
+    weights, low = both.adam.states(plain).split(master.reshape(-1))
     with torch.no_grad():
         plain.copy_(weights.view(plain.shape))
     if low is not None:
@@ -67,8 +67,9 @@ def write_plain(both: Twin, plain: nn.Parameter, master: torch.Tensor) -> None:
 def check_states(both: Twin) -> None:
     for name, ours, plain in pairs_of(both):
         assert torch.equal(utils.safe_get_full_fp32_param(ours), master_of(both, plain)), name
-        for moment, key in MOMENTS.items():
-            expected = both.adam._state[plain][key].view(plain.shape)
+        for moment in MOMENTS:
+            decoded = both.adam.states(plain).decode(moment, both.adam._state[plain])
+            expected = decoded.view(plain.shape)
             assert torch.equal(utils.safe_get_full_optimizer_state(ours, moment), expected), name
             local = utils.safe_get_local_optimizer_state(ours, moment)
             assert torch.equal(local, expected.view(-1)), name
@@ -85,10 +86,12 @@ def test_what_is_written_is_read_and_trained_on(place: str, mode: str, tmp_path:
             master = master_of(both, plain) * 1.001  # has bits that bf16 has not
             utils.safe_set_full_fp32_param(ours, master)
             write_plain(both, plain, master)
-            for moment, key in MOMENTS.items():
-                both.adam._state[plain][key].mul_(0.75)
-                written = both.adam._state[plain][key].view(plain.shape)
-                utils.safe_set_full_optimizer_state(ours, written, moment)
+            states, arrays = both.adam.states(plain), both.adam._state[plain]
+            for moment in MOMENTS:
+                written = states.decode(moment, arrays) * 0.75
+                for array, values in states.encode(moment, written).items():
+                    arrays[array].copy_(values)
+                utils.safe_set_full_optimizer_state(ours, written.view(plain.shape), moment)
         check_states(both)
         both.check()
         for _ in range(2):
@@ -153,7 +156,7 @@ def test_states_can_be_read_and_written_before_the_first_step() -> None:
             utils.safe_set_full_fp32_param(ours, master)
             assert torch.equal(utils.safe_get_local_fp32_param(ours), master.view(-1))
             with torch.no_grad():
-                plain.copy_(split_master(master.view(-1), torch.bfloat16)[0].view(plain.shape))
+                plain.copy_(both.adam.states(plain).split(master.view(-1))[0].view(plain.shape))
 
 
 def test_a_written_master_counts_when_its_layer_was_fetched_ahead(tmp_path: Path) -> None:

@@ -125,7 +125,7 @@ def test_a_failing_kernel_names_its_update(monkeypatch: pytest.MonkeyPatch) -> N
     engine, make_batch = make_engine()
     run_steps(engine, make_batch, range(1))
 
-    def broken(*_: Any) -> None:
+    def broken(*_: Any, **__: Any) -> None:
         raise stronghold.StateError("injected")
 
     monkeypatch.setattr(native, "adam", broken)

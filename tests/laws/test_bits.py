@@ -62,7 +62,7 @@ AXES: dict[str, list[str]] = {
     "activations": ["keep", "offload", "recompute"],
     "update": list(UPDATES),
     "micro-batches": ["1", "3"],
-    "precision": ["fp32", "bf16", "fp16"],
+    "precision": ["fp32", "bf16", "fp16", "lean"],  # lean: bf16 with lean states
     "between": ["nothing", "evaluation", "resumed", "replanned"],
     "cores": [f"{isa} {1 + number % 2}" for number, isa in enumerate(native.isas())],
     "lanes": ["on time", "late"],
@@ -79,7 +79,7 @@ FP32 = {"structured", "shared_list", "sequential", "buffers", "growing_buffers"}
 def never(*values: str) -> bool:
     """The search changes no plan whose state is in files."""
     files = not {"moments", "masters", "weights"}.isdisjoint(values)
-    half = not {"bf16", "fp16"}.isdisjoint(values)
+    half = not {"bf16", "fp16", "lean"}.isdisjoint(values)
     return ("replanned" in values and files) or (half and not FP32.isdisjoint(values))
 
 

@@ -307,5 +307,5 @@ def test_moments_are_those_of_the_plain_loop() -> None:
         for name, parameter in both.plain.named_parameters():
             if parameter in both.adam._state:
                 state = both.adam._state[parameter]
-                assert torch.equal(moments[name][0], state["m"])
-                assert torch.equal(moments[name][1], state["v"])
+                assert torch.equal(moments[name][0], state["exp_avg"])
+                assert torch.equal(moments[name][1], state["exp_avg_sq"])

@@ -300,7 +300,7 @@ def test_a_failing_kernel_names_what_it_did(
     engine, make_batch = engine_of(place, mode)
     train(engine, make_batch, range(1))
 
-    def broken(*_: Any) -> None:
+    def broken(*_: Any, **__: Any) -> None:
         raise stronghold.StateError("injected")
 
     with monkeypatch.context() as patched:

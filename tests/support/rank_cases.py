@@ -153,6 +153,14 @@ CASES: dict[str, Callable[[], Run]] = {
     "parts": in_parts,
     "written": written,
     "loss.backward()": partial(train, "choosy", config(clipping=0.0), by_user=True),
+    # The ranks' ranges are cut within parameters.
+    "lean": partial(
+        train,
+        "choosy",
+        config(clipping=0.0, precision="lean"),
+        options={"width": 384},
+        same=True,
+    ),
     # One rank alone takes the same steps in memory.
     "moments in files": lambda: on_files("experts", clipping=0.0, spill="moments"),
     "moments in files, choosy": lambda: on_files("choosy", clipping=0.0, spill="moments"),
@@ -165,6 +173,7 @@ CASES: dict[str, Callable[[], Run]] = {
 FILES: dict[str, Callable[..., Run]] = {
     "held": partial(on_files, "choosy", clipping=0.5, precision="bf16"),
     "accumulated": partial(on_files, "choosy", clipping=0.5, precision="bf16", batches_per_step=4),
+    "lean": partial(on_files, "choosy", clipping=0.5, precision="lean", spill="masters"),
 }
 
 

@@ -95,11 +95,13 @@ def train(
     steps: int = 3,
     options: dict[str, Any] | None = None,
     batches_per_step: int = 2,
+    same: bool = False,
     each_step: Callable[[Any, int], None] | None = None,
     by_user: bool = False,
 ) -> Run:
-    """Train on the same `batches_per_step` micro-batches a step, whatever the number of ranks.
-    Losses are this rank's.
+    """Train on the same `batches_per_step` micro-batches a step, whatever the number of ranks; all
+    of a step's are the `same` one, for gradients whose mean is exact in 16 bits. Losses are this
+    rank's.
     """
     factory = choosy if name == "choosy" else MODELS[name]
     model, make_batch = factory(**(options or {}))
@@ -112,7 +114,7 @@ def train(
     try:
         for step in range(steps):
             for micro in range(accumulation):
-                index = step * batches_per_step + micro * num_ranks() + rank()
+                index = step if same else step * batches_per_step + micro * num_ranks() + rank()
                 with engine.no_sync():
                     loss = loss_of(engine(**make_batch(index)))
                     loss.backward() if by_user else engine.backward(loss)

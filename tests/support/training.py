@@ -15,6 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import stronghold
 from stronghold import native
 from stronghold.runtime.ledger import norm_and_scale
+from stronghold.states import MOMENT_DTYPES, STATES, Kind, States, num_items, states_of
 from tests.models import loss_of, without_caches
 from tests.support.chunked import chunk_blocks
 
@@ -28,6 +29,7 @@ WARMUP = {
     }
 }
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES["lean"] = torch.bfloat16  # with lean states
 SCALE_POWER = 8  # of two: the first loss scale in fp16
 
 
@@ -38,7 +40,7 @@ class Run:
     losses: list[torch.Tensor] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
-    moments: dict[str, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    moments: dict[str, tuple[torch.Tensor, ...]] = field(default_factory=dict)
 
 
 def assert_identical(run: Run, expected: Run) -> None:
@@ -95,7 +97,9 @@ def config(
         "optimizer": {"type": "AdamW", "params": {**ADAM, "betas": list(ADAM["betas"])}},
         "stronghold": {"device": "emulated", **(section or {})},
     }
-    if precision == "bf16":
+    if precision == "lean":
+        made["stronghold"].setdefault("states", "lean")
+    if precision in ("bf16", "lean"):
         made["bf16"] = {"enabled": True, "check_grad_overflow": clipping > 0.0}
     if precision == "fp16":
         made["fp16"] = {"enabled": True, "initial_scale_power": SCALE_POWER}
@@ -137,8 +141,8 @@ def train_windowed(
     return run
 
 
-def moments_of(engine: Any) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """Adam's moments by parameter name."""
+def moments_of(engine: Any) -> dict[str, tuple[torch.Tensor, ...]]:
+    """The arrays of Adam's moments by parameter name."""
     engine.synchronize()
     found = {}
     host = engine._stack.host
@@ -146,10 +150,9 @@ def moments_of(engine: Any) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
         state.wait()
         for part in state.layout.slices:
             if part.trainable:
-                found[part.name] = (
-                    whole(host, state.layout.index, "exp_avg", part),
-                    whole(host, state.layout.index, "exp_avg_sq", part),
-                )
+                index = state.layout.index
+                arrays = host.states.moments
+                found[part.name] = tuple(whole(host, index, a, part) for a in arrays)
     return found
 
 
@@ -184,7 +187,10 @@ def train_plain(
         parameter.data = parameter.data.to(DTYPES[precision])
     of_chunks = chunk_blocks(chunks[0](model), chunks[1]) if chunks is not None else None
     parameters = [p for p in model.parameters() if p.requires_grad]
-    optimizer = KernelAdam(torch.optim.AdamW(groups(model) if groups else parameters, **ADAM))
+    optimizer = KernelAdam(
+        torch.optim.AdamW(groups(model) if groups else parameters, **ADAM),
+        "lean" if precision == "lean" else "exact",
+    )
     sums: dict[nn.Parameter, torch.Tensor] = {}
     run = Run()
     torch.manual_seed(1)
@@ -236,18 +242,26 @@ def _step(
 
 class KernelAdam:
     """The native kernel over whole tensors, one after the other: what the engine does, without
-    everything it does.
+    everything it does. `kind`: of its states.
     """
 
-    def __init__(self, groups_of: torch.optim.Optimizer) -> None:
+    def __init__(self, groups_of: torch.optim.Optimizer, kind: Kind = "exact") -> None:
+        self._kind = kind
         self._groups = groups_of.param_groups
         self._state: dict[nn.Parameter, dict[str, Any]] = {}
         self._pool = native.Pool(1)
 
-    def moments(self, model: nn.Module) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-        """Adam's moments by parameter name, flat; of what was ever updated."""
+    def moments(self, model: nn.Module) -> dict[str, tuple[torch.Tensor, ...]]:
+        """What `moments_of` gives, flat; of what was ever updated."""
         named = {name: self._state.get(p) for name, p in model.named_parameters()}
-        return {name: (state["m"], state["v"]) for name, state in named.items() if state}
+        return {
+            name: tuple(state[array] for array in MOMENT_DTYPES[self._kind])
+            for name, state in named.items()
+            if state
+        }
+
+    def states(self, parameter: nn.Parameter) -> States:
+        return states_of(parameter.dtype, self._kind)
 
     def restart_master(self, parameter: nn.Parameter) -> None:
         """The weight was written from outside: it is its own bf16 master."""
@@ -279,15 +293,17 @@ class KernelAdam:
     def _update(
         self, parameter: nn.Parameter, gradient: torch.Tensor, group: dict[str, Any], scale: float
     ) -> None:
+        states = self.states(parameter)
         if parameter not in self._state:
-            zeros = torch.zeros(parameter.numel())
-            low = None
-            if parameter.dtype is torch.bfloat16:
-                low = torch.zeros(parameter.numel(), dtype=torch.int16)
-            elif parameter.dtype is torch.float16:
-                low = parameter.detach().float().flatten()  # the master itself
-            self._state[parameter] = {"step": 0, "m": zeros, "v": zeros.clone(), "low": low}
+            self._state[parameter] = {"step": 0} | {
+                array: torch.zeros(num_items(array, parameter.numel()), dtype=dtype)
+                for array, dtype in states.dtypes.items()
+                if array != "weights"
+            }
+            if parameter.dtype is torch.float16:  # the master itself
+                self._state[parameter]["low"].copy_(parameter.detach().flatten())
         state = self._state[parameter]
+        addresses = {array: state[array].data_ptr() for array in STATES if array in state}
         state["step"] += 1
         gradient, weight = gradient.contiguous(), parameter.detach().contiguous()
         native.adam(
@@ -297,9 +313,7 @@ class KernelAdam:
             [
                 native.AdamSegment(
                     weight=weight.data_ptr(),
-                    low=0 if state["low"] is None else state["low"].data_ptr(),
-                    exp_avg=state["m"].data_ptr(),
-                    exp_avg_sq=state["v"].data_ptr(),
+                    **({"low": 0} | addresses),
                     grad=gradient.data_ptr(),
                     numel=parameter.numel(),
                     lr=group["lr"],
@@ -313,6 +327,7 @@ class KernelAdam:
                     bias_correction=True,
                 )
             ],
+            lean=states.is_lean,
         )
         if not parameter.is_contiguous():  # else it was written where it lies
             parameter.data.copy_(weight)

@@ -14,6 +14,7 @@ from torch import nn
 
 import stronghold
 from stronghold.errors import ConfigError
+from stronghold.states import Kind
 from tests.models import MODELS, loss_of, without_caches
 from tests.support.training import ADAM, KernelAdam, config
 
@@ -41,6 +42,7 @@ class Twin:
         self.model = self.model if of is None else of
         self.plain = without_caches(MODELS[name]()[0])
         self.accumulation, self.clipping = accumulation, clipping
+        self.kind: Kind = "lean" if precision == "lean" else "exact"
         self.settings = config(
             accumulation=accumulation,
             clipping=clipping,
@@ -53,7 +55,7 @@ class Twin:
         self.engine: Any = stronghold.initialize(
             model=self.model, config=self.settings, **initialize
         )[0]
-        if precision == "bf16":
+        if precision in ("bf16", "lean"):
             for parameter in self.plain.parameters():
                 parameter.data = parameter.data.bfloat16()
         self.parameters = [p for p in self.plain.parameters() if p.requires_grad]
@@ -62,7 +64,7 @@ class Twin:
     def restart_plain(self, groups: Any = None, hyper: dict[str, Any] | None = None) -> None:
         """A new optimizer for the plain model: moments and sums are gone."""
         self.shown = torch.optim.AdamW(groups or self.parameters, **(hyper or ADAM))
-        self.adam = KernelAdam(self.shown)
+        self.adam = KernelAdam(self.shown, self.kind)
         self.sums: dict[nn.Parameter, torch.Tensor] = {}
 
     def on(self, seed: int) -> Objective:

@@ -16,8 +16,8 @@ from stronghold.errors import StateError
 from stronghold.memory.host import HostStore
 from stronghold.memory.layer import view
 from stronghold.memory.slab import HUGE_PAGE_BYTES, map_slab
-from stronghold.memory.tiers import LOW_DTYPE
 from stronghold.model.layout import LayerLayout, ModelLayout, ParameterSlice
+from stronghold.states import LOW_DTYPE
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 PAGE = mmap.PAGESIZE

@@ -13,11 +13,11 @@ from stronghold.device.emulated import EmulatedDevice
 from stronghold.errors import BudgetError, ConfigError
 from stronghold.memory.host import HostStore
 from stronghold.memory.resident import DeviceStore
-from stronghold.memory.tiers import LOW_DTYPE
 from stronghold.memory.window import Window
 from stronghold.model.layout import LayerLayout, ModelLayout
 from stronghold.plan.plan import RING_ENTRIES, Demand, Gradients, Plan, make_plan
 from stronghold.plan.schedule import Kind, canonical_uses, make_schedule
+from stronghold.states import LOW_DTYPE
 
 # Per layer: padded numel, padded trainable numel, and whether it is a block.
 Sizes = tuple[tuple[int, int, bool], ...]

@@ -15,10 +15,9 @@ import torch
 
 from stronghold import native
 from stronghold.errors import ConfigError
-from stronghold.memory.tiers import LOW_DTYPE
 from stronghold.plan import machine as profile
 from stronghold.plan.machine import MachineProfile
-from stronghold.runtime.adam import adam_bytes
+from stronghold.states import STATES, States, num_items, states_of
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -165,19 +164,21 @@ def test_a_directory_is_no_profile(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "nbytes"),
+    ("states", "nbytes"),
     [
-        (torch.bfloat16, profile.adam_bytes(2, 2)),
-        (torch.float16, profile.adam_bytes(2, 4)),
-        (torch.float32, profile.adam_bytes(4, 0)),
+        (states_of(torch.bfloat16), profile.adam_bytes(2, 2)),
+        (states_of(torch.float16), profile.adam_bytes(2, 4)),
+        (states_of(torch.float32), profile.adam_bytes(4, 0)),
+        (states_of(torch.bfloat16, "lean"), profile.adam_bytes(2, 1, 2.125)),
     ],
 )
-def test_adams_bytes_are_those_of_its_arrays(dtype: torch.dtype, nbytes: int) -> None:
+def test_adams_bytes_are_those_of_its_arrays(states: States, nbytes: float) -> None:
     """Every array that a segment names is read, and all but the gradient are written."""
-    low = LOW_DTYPE[dtype]
-    written = dtype.itemsize + (low.itemsize if low else 0) + 2 * torch.float32.itemsize
-    assert {"weight", "low", "exp_avg", "exp_avg_sq", "grad"} <= set(native.AdamSegment._fields)
-    assert nbytes == 2 * written + dtype.itemsize == adam_bytes(dtype, dtype)
+    assert {"weight", "grad", *STATES[1:]} <= set(native.AdamSegment._fields)
+    numel = 1 << 16
+    written = sum(num_items(a, numel) * dtype.itemsize for a, dtype in states.dtypes.items())
+    moved = (2 * written + numel * states.dtype.itemsize) / numel
+    assert nbytes == moved == states.adam_bytes(states.dtype)
 
 
 # -- where a machine's own profile lies -----------------------------------------------------------

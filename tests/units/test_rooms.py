@@ -35,6 +35,7 @@ LEVELS = {
     "stronghold.cpu_adam": 1,
     "stronghold.device": 1,
     "stronghold.lean": 0,
+    "stronghold.states": 0,
     "stronghold.native": 0,
     "stronghold.native_io": 0,
     "stronghold.errors": 0,
