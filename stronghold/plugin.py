@@ -1,6 +1,10 @@
 """Import this module, and `deepspeed.initialize` obeys a "stronghold" section in the config.
 
-Owns the replacement of that one name, in this process alone: nothing installed is changed on disk.
+Owns the replacement of three names, in this process alone: nothing installed is changed on disk.
+Beside that one they are those through which a config with ZeRO stage 3 would have a model
+partitioned before an engine sees it: `deepspeed.zero.Init`, which does nothing where it is given a
+config with the section, and Accelerate's reading of the config, in which (in its own copy) such a
+stage 3 becomes 2; so Transformers, PEFT and TRL neither partition nor gather.
 For programs whose framework calls `deepspeed.initialize` itself (Transformers' Trainer, Accelerate,
 Lightning, TRL). A config without the section reaches DeepSpeed as if this module were not there.
 Importing it twice is importing it once; `disable` undoes it. The training thread alone enters.
@@ -8,11 +12,12 @@ Importing it twice is importing it once; `disable` undoes it. The training threa
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import deepspeed
 
@@ -31,6 +36,7 @@ class _Switch:
     active = False
     original: Initialize | None = None
     installed: Initialize | None = None
+    methods: ClassVar[list[tuple[type, str, Callable[..., Any]]]] = []  # what stood there
 
 
 _switch = _Switch()
@@ -44,6 +50,12 @@ def enable() -> None:
     if _switch.installed is None:  # else: another wrapper kept ours inside, see `disable`
         _switch.original = deepspeed.initialize
         _switch.installed = deepspeed.initialize = _choosing(deepspeed.initialize)
+    if not _switch.methods:
+        _replace(deepspeed.zero.Init, "__init__", _partitioning_nothing)
+        with contextlib.suppress(ImportError):
+            from accelerate.utils.deepspeed import HfDeepSpeedConfig
+
+            _replace(HfDeepSpeedConfig, "set_stage_and_offload", _without_stage_3)
     show_log()
     logger.info('deepspeed.initialize obeys the config\'s "stronghold" section from now on')
 
@@ -58,11 +70,54 @@ def disable() -> None:
     if _switch.installed is not None and deepspeed.initialize is _switch.installed:
         deepspeed.initialize = _switch.original
         _switch.original = _switch.installed = None
+    while _switch.methods:
+        owner, name, original = _switch.methods.pop()
+        setattr(owner, name, original)
 
 
 def enabled() -> bool:
     """Whether a config with a "stronghold" section gets stronghold's engine now."""
     return _switch.active
+
+
+def _replace(owner: type, name: str, make: Callable[..., Callable[..., Any]]) -> None:
+    original = getattr(owner, name)
+    _switch.methods.append((owner, name, original))
+    setattr(owner, name, make(original))
+
+
+def _has_section(source: Any) -> bool:
+    """Whether it is a config that asks for this engine; what cannot be read does not."""
+    try:
+        return source is not None and configs.section_enabled(configs.read_config(source, None))
+    except (TypeError, ConfigError):
+        return False
+
+
+def _partitioning_nothing(original: Callable[..., None]) -> Callable[..., None]:
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        given = signature.bind(self, *args, **kwargs).arguments
+        source = given.get("config_dict_or_path")
+        if _has_section(given.get("config") if source is None else source):
+            self.enabled = False
+        else:
+            original(self, *args, **kwargs)
+
+    return init
+
+
+def _without_stage_3(original: Callable[[Any], None]) -> Callable[[Any], None]:
+    @functools.wraps(original)
+    def set_stage_and_offload(self: Any) -> None:
+        zero = self.config.get("zero_optimization")
+        if isinstance(zero, dict) and zero.get("stage") == 3 and _has_section(self.config):
+            zero["stage"] = 2
+        original(self)
+
+    return set_stage_and_offload
 
 
 def _choosing(original: Initialize) -> Initialize:

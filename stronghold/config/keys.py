@@ -68,7 +68,7 @@ HONOURED = {
     "bf16.check_grad_overflow": "Skips a step with NaN or infinite gradients. True when absent.",
     "fp16": "fp16 weights and gradients, fp32 masters and moments on the host, and DeepSpeed's "
     "loss scale: loss_scale (0: dynamic), initial_scale_power, loss_scale_window, min_loss_scale. "
-    "hysteresis and consecutive_hysteresis count under ZeRO stage 1 and 2 alone, as in DeepSpeed.",
+    "hysteresis and consecutive_hysteresis count under ZeRO stage 1 to 3 alone, as in DeepSpeed.",
     "zero_optimization.offload_optimizer.device": '"nvme" lets moments and masters spill: '
     '"stronghold": {"nvme": {"spill": "masters"}}.',
     "zero_optimization.offload_optimizer.nvme_path": "The nvme.path of the section.",
@@ -127,9 +127,8 @@ IGNORED = {
 # Key: the values that ask for nothing, and what to do about all others.
 REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "zero_optimization.stage": (
-        (None, "auto", 0, 1, 2),
-        'Stage 3 partitions parameters before stronghold sees them. Set "zero_optimization": '
-        '{"stage": 0}; 0, 1 and 2 are accepted and without effect.',
+        (None, "auto", 0, 1, 2, 3),
+        "0 to 3 are accepted and without effect: every stage is a model that streams. Remove it.",
     ),
     "zero_optimization.zenflow": ((None,), "No update is stale here. Remove the section."),
     "fp16.fp16_master_weights_and_grads": (OFF, "Masters are fp32. Set it to false or remove it."),

@@ -94,12 +94,46 @@ def _check_model(model: nn.Module) -> None:
             "model: a PipelineModule, which is cut for another engine of DeepSpeed's: pass a plain "
             'module, or remove the "stronghold" section'
         )
-    for name, parameter in model.named_parameters():
-        if getattr(parameter, "ds_id", None) is not None:
+    partitioned = {n: p for n, p in model.named_parameters() if hasattr(p, "ds_id")}
+    for name, parameter in partitioned.items():
+        if _partition_of(parameter) is None:
             raise ConfigError(
-                f"{name} was partitioned by deepspeed.zero.Init: build the model outside of it "
-                '("zero_optimization": {"stage": 0} keeps Transformers from entering it)'
+                f"{name} was partitioned by deepspeed.zero.Init among several ranks, or to NVMe: "
+                "import stronghold.plugin before the model is built, and pass this config to "
+                "deepspeed.zero.Init (Transformers does), which then leaves the model whole"
             )
+    for parameter in partitioned.values():
+        _undo_partitioning(parameter)
+
+
+# What deepspeed.zero.Init sets on a parameter, beside names that begin with ds_.
+_GATHERS = "all_gather all_gather_coalesced partition partition_gradients"
+_SIZES = "aligned_size padding_size partition_numel convert_to_zero_parameters"
+_OTHERS = "is_external_param item nvme_swapper reduce_gradients_at_owner"
+_OF_ZERO_INIT = frozenset(f"{_GATHERS} {_SIZES} {_OTHERS}".split())
+
+
+def _partition_of(parameter: Any) -> torch.Tensor | None:
+    """The values of a parameter that deepspeed.zero.Init has made: its partition, where one rank
+    has all of it in memory."""
+    if parameter.numel() == parameter.ds_numel and parameter.shape == parameter.ds_shape:
+        gathered: torch.Tensor = parameter.detach()
+        return gathered
+    partition = parameter.ds_tensor
+    if partition is None or partition.numel() < parameter.ds_numel:
+        return None
+    whole: torch.Tensor = partition.detach().view(-1)[: parameter.ds_numel]
+    return whole.view(parameter.ds_shape)
+
+
+def _undo_partitioning(parameter: nn.Parameter) -> None:
+    """The parameter as if it had been made outside of deepspeed.zero.Init: a view of its
+    partition, not a copy."""
+    values = _partition_of(parameter)
+    assert values is not None
+    for name in [n for n in vars(parameter) if n.startswith("ds_") or n in _OF_ZERO_INIT]:
+        delattr(parameter, name)
+    parameter.data = values
 
 
 def make_optimizer(

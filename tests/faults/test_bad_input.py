@@ -285,7 +285,7 @@ CONFIGS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         {"stronghold": {"device": "emulated", "window": 2, "prefetch": 2}},
         (r"stronghold\.prefetch: got 2", "Lower prefetch or raise window"),
     ),
-    "stage 3": ({"zero_optimization": {"stage": 3}}, ("Stage 3", r'"stage": 0')),
+    "stage 4": ({"zero_optimization": {"stage": 4}}, ("stage: got 4", "0 to 3 are accepted")),
     "log level": ({"log_level": 1}, ("log_level: got 1", '"warning"')),
     "a number without end": (
         {"gradient_clipping": 10**400},

@@ -78,8 +78,8 @@ def test_files_that_do_not_go_together_are_refused_before_anything_is_built(
     refused(arguments(model_dir, file, tmp_path, "--sequence", "97"), "the model has 96 positions")
     refused(arguments(model_dir, file, tmp_path, "--resume"), "there is no checkpoint")
     refused(arguments(model_dir, file, tmp_path, scheduler={"type": "WarmupLR"}), "--schedule")
-    stage = {"stage": 3, "offload_param": {"device": "cpu"}}
-    refused(arguments(model_dir, file, tmp_path, zero_optimization=stage), "stage: got 3")
+    stage = {"stage": 4, "offload_param": {"device": "cpu"}}
+    refused(arguments(model_dir, file, tmp_path, zero_optimization=stage), "stage: got 4")
     refused(arguments(model_dir, file, tmp_path, "--report", "nothing"), "--report: got nothing")
     args = arguments(model_dir, file, tmp_path)
     args.output = file / "out"
