@@ -5,11 +5,15 @@ last place of the fp32 weight: test_kernels states it exactly. Over a training r
 feeds back through the gradients, and Adam divides by the gradient's size, so that an element whose
 gradient is itself rounding noise may go either way, by up to the learning rate in each step. The
 bound over T steps is therefore stated on the mean over all weights, in units of what the weights
-could have moved (T times the learning rate): 2**-16 in fp32, where gradients carry 24 bits, and
-2**-7 with bf16 weights, where they carry 8. Losses follow. Measured: 2**-19 and 2**-9.
+could have moved (T times the learning rate): 2**-20 in fp32, where gradients carry 24 bits, and
+2**-7 with bf16 weights, where they carry 8. Losses follow. Measured with three choices of torch's
+kernels: 2**-23.7 and 2**-9.4 at most. At ten times the learning rate the run is chaotic, and the
+difference what the kernels make of it: up to 2**-4.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 import torch
@@ -19,8 +23,15 @@ from tests.models.families import odd_llama as llama
 from tests.support.training import ADAM, Run, config, train_windowed
 
 STEPS = 20
-BOUND = {"fp32": 2.0**-16, "bf16": 2.0**-7}
-LOSS_BOUND = {"fp32": 2e-5, "bf16": 5e-3}
+RATES = {**ADAM, "lr": 1e-3}
+BOUND = {"fp32": 2.0**-20, "bf16": 2.0**-7}
+LOSS_BOUND = {"fp32": 5e-6, "bf16": 2e-3}
+
+
+def settings_of(**more: Any) -> dict[str, Any]:
+    settings = config(section={"window": 1}, **more)
+    settings["optimizer"]["params"]["lr"] = RATES["lr"]
+    return settings
 
 
 def train_with_torch(precision: str, clipping: float) -> Run:
@@ -32,7 +43,7 @@ def train_with_torch(precision: str, clipping: float) -> Run:
             parameter.data = parameter.data.bfloat16()
     parameters = list(model.parameters())
     masters = [parameter.detach().float().clone() for parameter in parameters]
-    optimizer = torch.optim.AdamW(masters, **ADAM)
+    optimizer = torch.optim.AdamW(masters, **RATES)
     run = Run()
     for step in range(STEPS):
         loss = loss_of(model(**make_batch(step)))
@@ -56,26 +67,23 @@ def train_with_torch(precision: str, clipping: float) -> Run:
 @pytest.mark.parametrize("clipping", [0.0, 0.5])
 def test_twenty_steps_differ_from_torch_by_rounding_alone(clipping: float, precision: str) -> None:
     expected = train_with_torch(precision, clipping)
-    settings = config(clipping=clipping, precision=precision, section={"window": 1})
+    settings = settings_of(clipping=clipping, precision=precision)
     run = train_windowed(llama, steps=STEPS, settings=settings)
     difference = sum(
         (run.weights[name].float() - weight).abs().sum().item()
         for name, weight in expected.weights.items()
     )
     mean = difference / sum(weight.numel() for weight in expected.weights.values())
-    assert mean <= BOUND[precision] * STEPS * ADAM["lr"]
+    assert mean <= BOUND[precision] * STEPS * RATES["lr"]
     for loss, other in zip(run.losses, expected.losses, strict=True):
         assert abs(loss.item() - other.item()) <= LOSS_BOUND[precision]
-    # Norms of bf16 gradients part with the trajectories; the first ones tell a wrong formula.
-    compared = STEPS if precision == "fp32" else 3
-    for norm, other_norm in zip(run.norms[:compared], expected.norms[:compared], strict=True):
-        assert norm == pytest.approx(other_norm, rel=1e-4 if precision == "fp32" else 2e-2)
+    assert run.norms == pytest.approx(expected.norms, rel=1e-5 if precision == "fp32" else 2e-2)
 
 
 def test_the_bound_tells_a_wrong_optimizer() -> None:
     """Adam's L2 decay instead of AdamW's must fall outside, or the bound says nothing."""
     expected = train_with_torch("fp32", 0.0)
-    settings = config(clipping=0.0, section={"window": 1})
+    settings = settings_of(clipping=0.0)
     settings["optimizer"]["params"]["adam_w_mode"] = False
     settings["optimizer"]["type"] = "Adam"
     run = train_windowed(llama, steps=STEPS, settings=settings)
@@ -83,4 +91,4 @@ def test_the_bound_tells_a_wrong_optimizer() -> None:
         (run.weights[name] - weight).abs().sum().item() for name, weight in expected.weights.items()
     )
     mean = difference / sum(weight.numel() for weight in expected.weights.values())
-    assert mean > 100 * BOUND["fp32"] * STEPS * ADAM["lr"]
+    assert mean > 100 * BOUND["fp32"] * STEPS * RATES["lr"]
