@@ -1,14 +1,18 @@
-"""A layer whose gradients come in parts: blocks are called twice, the second call alone uses one of
-their parameters, and other layers need the gradient slot in between."""
+"""Blocks that are called twice: the second call alone uses one of their parameters, or trains them,
+and other layers need the gradient slot in between."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
+import stronghold
+from stronghold.errors import ConfigError
 from tests.support.training import assert_identical, config, train_plain, train_windowed
 
 WIDTH = 24
@@ -26,21 +30,50 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, block: type[Block]) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(6))
+        self.first = nn.Linear(WIDTH, WIDTH)  # so that each block has a backward
+        self.blocks = nn.ModuleList(block() for _ in range(6))
+        for one in self.blocks if block is Shared else ():
+            one.shared = self.first
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
         for last in (False, True):
             for block in self.blocks:
                 x = block(x, last)
         return x.square().mean()
 
 
-def factory() -> Any:
+class Half(Block):
+    """Only its last call is trained, and is the first in backward."""
+
+    def forward(self, x: torch.Tensor, last: bool) -> torch.Tensor:
+        if last:
+            return super().forward(x, last)
+        weight, bias = self.linear.weight.detach(), self.linear.bias.detach()
+        return x + torch.tanh(nn.functional.linear(x, weight, bias))
+
+
+class Shared(Block):
+    """Calls a module of all blocks, which has no block, before it reads its own weights."""
+
+    def forward(self, x: torch.Tensor, last: bool) -> torch.Tensor:
+        return super().forward(self.shared(x), last)
+
+
+class Checkpointed(Block):
+    """Each call has a backward of its own inside of the backward."""
+
+    def forward(self, x: torch.Tensor, last: bool) -> torch.Tensor:
+        result: torch.Tensor = checkpoint(super().forward, x, True, use_reentrant=True)
+        return result
+
+
+def factory(block: type[Block] = Block) -> Any:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = Model()
+        model = Model(block)
 
     def batch(number: int) -> dict[str, torch.Tensor]:
         generator = torch.Generator().manual_seed(number)
@@ -51,11 +84,38 @@ def factory() -> Any:
 
 @pytest.mark.parametrize("activations", ["keep", "recompute"])
 @pytest.mark.parametrize("clipping", [0.0, 0.5])
-def test_parts_are_updated_once_when_backward_has_ended(clipping: float, activations: str) -> None:
+@pytest.mark.parametrize("block", [Block, Half, Shared, Checkpointed])
+def test_parts_are_updated_once_when_backward_has_ended(
+    block: type[Block], clipping: float, activations: str
+) -> None:
     """Neither in the middle of backward, which needs the weights once more, nor for each part."""
     section = {"window": 1, "activations": activations, "emulated": {"jitter_s": 3e-4}}
     settings = config(clipping=clipping, section=section)
-    run = train_windowed(factory, steps=3, settings=settings)
-    expected = train_plain(factory, steps=3, clipping=clipping)
+    run = train_windowed(partial(factory, block), steps=3, settings=settings)
+    expected = train_plain(partial(factory, block), steps=3, clipping=clipping)
     assert_identical(run, expected)
     assert run.norms == expected.norms
+
+
+class CheckpointedFromOutside(Model):
+    """Backward comes to a block once more, of which nothing told before."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for _ in range(2):
+            for block in self.blocks:
+                x = checkpoint(block, x, True, use_reentrant=True)
+        return x.square().mean()
+
+
+def test_a_gradient_that_comes_after_its_update_is_refused() -> None:
+    _, batch = factory()
+    model = CheckpointedFromOutside(Block)
+    engine, _, _, _ = stronghold.initialize(
+        model=model,
+        model_parameters=model.parameters(),
+        config=config(clipping=0.0, section={"window": 1}),
+    )
+    with pytest.raises(ConfigError, match=r"further gradient of .* after its layer was updated"):
+        engine.backward(engine(**batch(0)))
+    engine.destroy()
