@@ -26,7 +26,7 @@ from stronghold.plan.cost import Workload, measured_rates, measured_workload, sl
 from stronghold.plan.demand import Demand, Gradients
 from stronghold.plan.plan import Plan, activation_bytes, make_plan
 from stronghold.runtime.activations import ActivationSizes
-from stronghold.runtime.stack import Stack
+from stronghold.runtime.stack import Stack, pinned_activations
 from stronghold.runtime.streaming import Streaming
 from stronghold.simulate import fastest_plan, simulate
 
@@ -121,6 +121,8 @@ class Refinement:
             stack.layout,
             activations=stack.plan.activations,
             saved_bytes=sizes.saved,
+            boundary_bytes=sizes.boundary,
+            attended=sizes.attended,
             tokens=1,
             micro_batches=self._micro_batches,
             num_steps=TRACED_STEPS,
@@ -165,6 +167,9 @@ class Refinement:
                 forward_s=count * load.forward_s,
                 backward_s=count * load.backward_s,
                 saved_bytes=count * load.saved_bytes,
+                boundary_bytes=count * load.boundary_bytes,
+                attention_s=count * load.attention_s,
+                attention_bytes=count * load.attention_bytes,
             )
             for load in workload.layers
         )
@@ -230,12 +235,13 @@ class Refinement:
 class Memory(NamedTuple):
     """What a rank knows of its GPU in bytes: what its tensors can have in all, as things are now
     (None: unknown), what others than the plan's buffers took at most, and of each block what it
-    saves for backward and what enters it."""
+    saves for backward, what enters it, and what attention gave."""
 
     reachable: int | None
     peak: int | None
     saved: tuple[int, ...]
     boundary: tuple[int, ...]
+    attended: tuple[int, ...]
     chunks: int  # of a micro-batch, at least
 
 
@@ -245,6 +251,7 @@ def _memory(stack: Stack, sizes: ActivationSizes) -> Memory:
         stack.device.activation_peak_bytes(),
         tuple(sizes.saved),
         tuple(sizes.boundary),
+        tuple(call.nbytes for call in sizes.attended),
         sizes.least_chunks,
     )
 
@@ -261,6 +268,7 @@ def _least(found: Sequence[Memory]) -> Memory:
         max(memory.peak or 0 for memory in found) if known else None,
         most(memory.saved for memory in found),
         most(memory.boundary for memory in found),
+        most(memory.attended for memory in found),
         min(memory.chunks for memory in found),
     )
 
@@ -277,10 +285,11 @@ def _known_demand(stack: Stack, memory: Memory) -> Demand:
     budget = int(memory.reachable * GPU_SHARE)
     known = replace(
         stack.demand,
-        activations=section.activations,
+        activations=pinned_activations(section, stack.layout),
         gpu_budget_bytes=budget,
         saved_bytes=saved,
         boundary_bytes=memory.boundary,
+        attention_bytes=memory.attended,
         chunks=memory.chunks,
         reserve_bytes=0 if section.gpu_memory is None else budget - section.gpu_memory,
     )

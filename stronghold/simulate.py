@@ -21,11 +21,11 @@ from stronghold.device.contention import Rates
 from stronghold.device.simulated import Operation, SimulatedDevice, meta_slab
 from stronghold.errors import StateError
 from stronghold.memory.tiers import null_tiers
-from stronghold.model.layout import LayerLayout, ModelLayout, condensed
+from stronghold.model.layout import ModelLayout, condensed
 from stronghold.plan.cost import Workload
 from stronghold.plan.plan import Demand, Plan
 from stronghold.plan.schedule import Kind
-from stronghold.plan.search import Choice, search
+from stronghold.plan.search import LADDERS, Choice, Ladder, search
 from stronghold.runtime.adam import AdamFlags, Group
 from stronghold.runtime.assembly import Assembly
 from stronghold.runtime.whole import Whole
@@ -116,13 +116,15 @@ def fastest_plan(
     *,
     dtype: torch.dtype,
     asynchronous: bool = True,
+    ladders: Sequence[Ladder] = LADDERS,
 ) -> Choice[Prediction]:
-    """The fastest plan for `demand`, by simulation; BudgetError when none fits."""
+    """The fastest plan for `demand`, by simulation, and by one of `ladders`; BudgetError when none
+    fits."""
 
     def predict(plan: Plan) -> Prediction:
         return simulate(layout, plan, workload, rates, dtype=dtype, asynchronous=asynchronous)
 
-    return search(layout, demand, workload, rates, predict)
+    return search(layout, demand, workload, rates, predict, ladders)
 
 
 class _Groups:
@@ -216,12 +218,12 @@ class _Run:
             index = layer.index
             executor.begin_use(index, Kind.FORWARD)
             self.device.run_compute(f"forward {index}", self._work.layers[index].forward_s)
-            if self._policy(layer) == "offload":
+            if self._moved(index):
                 self._stored[index] = self.device.drain.submit(
                     f"offload {index}",
                     _nothing,
                     (self.device.record_compute("activations"),),
-                    nbytes=self._work.layers[index].saved_bytes,
+                    nbytes=self._moved(index),
                 )
             executor.end_forward(index)
         executor.end_forward_pass()
@@ -230,7 +232,6 @@ class _Run:
         executor = None if isinstance(self._runtime, Whole) else self._runtime.executor
         for layer in reversed(self._layout.layers):
             index, load = layer.index, self._work.layers[layer.index]
-            policy = self._policy(layer)
             if layer.streamed and executor is not None:
                 executor.begin_use(index, Kind.BACKWARD)
                 self._bring_back(index)
@@ -239,7 +240,7 @@ class _Run:
                     self._bring_back(following)
                 if index in self._coming:
                     self.device.compute_wait(self._coming.pop(index))
-            seconds = load.backward_s + (load.forward_s if policy == "recompute" else 0.0)
+            seconds = load.backward_s + load.again_s(self._level(index))
             self.device.run_compute(f"backward {index}", seconds)
             for position, part in enumerate(layer.slices):
                 if part.trainable:
@@ -248,16 +249,18 @@ class _Run:
                     if executor is not None:
                         executor.gradient_arrived(index, position, part, parameter)
 
-    def _policy(self, layer: LayerLayout) -> str:
-        return self._plan.activations[layer.index] if layer.streamed else "keep"
+    def _level(self, index: int) -> str:
+        return self._plan.activations[index] if self._layout.layers[index].streamed else "keep"
+
+    def _moved(self, index: int) -> int:
+        return self._work.layers[index].moved_bytes(self._level(index))
 
     def _bring_back(self, index: int) -> None:
         stored = self._stored.pop(index, None)
         if stored is not None:
             after = (stored, self.device.record_compute("room for activations"))
-            nbytes = self._work.layers[index].saved_bytes
             self._coming[index] = self.device.fetch.submit(
-                f"onload {index}", _nothing, after, nbytes=nbytes
+                f"onload {index}", _nothing, after, nbytes=self._moved(index)
             )
 
 

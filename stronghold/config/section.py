@@ -76,6 +76,9 @@ Block = Annotated[int, BeforeValidator(parse_block), WithJsonSchema({"type": "bl
 Name = Annotated[str, Field(min_length=1)]
 Positive = Annotated[int, Field(ge=1)]
 NotNegative = Annotated[int, Field(ge=0)]
+Level = Literal[
+    "keep", "offload", "attention", "attention_offload", "recompute", "recompute_offload"
+]
 
 
 def key(description: str, *, default: Any = None, **limits: Any) -> Any:
@@ -197,9 +200,15 @@ class StrongholdConfig(_Section):
     prefetch: NotNegative | None = key(
         "How many layers ahead of compute weights are fetched. Less than the window."
     )
-    activations: Literal["keep", "offload", "recompute"] | None = key(
-        "What happens to what autograd saves in forward: it stays on the GPU, goes to "
-        "the host and comes back, or is computed again in backward."
+    activations: Level | Annotated[dict[Level, Positive], Field(min_length=1)] | None = key(
+        "What happens to what autograd saves of a block in forward: it stays on the GPU "
+        '("keep"), goes to the host and comes back ("offload"), or is computed again in backward, '
+        'from the inputs of the block alone ("recompute") or so that what the fused kernels of '
+        'attention gave is kept beside them, and not computed twice ("attention"). With '
+        '"recompute_offload" and "attention_offload" what these two keep waits on the host. '
+        "An object gives numbers of blocks, the first blocks' first: "
+        '{"recompute": 20, "attention": 8, "keep": 4}. Never changes a bit. Left out: what the '
+        "search finds fastest, and until the first steps are measured recompute on a GPU."
     )
     chunk: Positive | None = key(
         "How many sequences of the batch go through a block together: the others follow while its "
@@ -215,10 +224,6 @@ class StrongholdConfig(_Section):
         "1 GiB or more in fp32, and below that all at once, to the bit as PyTorch computes them. "
         "1024 tokens of a vocabulary of 128k have 0.75 GiB in passing in bf16; fewer save little "
         "beside a layer's weights, and make the matrix products small."
-    )
-    kept_activations: NotNegative | None = key(
-        "How many of the last blocks keep what they save on the GPU, although "
-        "activations says otherwise: backward needs theirs first."
     )
     resident_layers: NotNegative | Literal["all"] | None = key(
         "Layers that stay on the GPU and are never streamed."
@@ -276,11 +281,6 @@ class StrongholdConfig(_Section):
                 f"({self.window}): a layer that is fetched needs a slot beside the one in use. "
                 "Lower prefetch or raise window"
             )
-        if self.kept_activations is not None and self.activations is None:
-            raise ValueError(
-                f"{SECTION}.kept_activations: says which blocks differ from {SECTION}.activations, "
-                "which is left out. Add activations, or leave both out"
-            )
         if self.device == "cuda" and "emulated" in self.model_fields_set:
             raise ValueError(
                 f'{SECTION}.emulated: is for device "emulated", and {SECTION}.device is "cuda". '
@@ -306,6 +306,8 @@ def describe_type(schema: Mapping[str, Any]) -> str:
     if "enum" in schema or "const" in schema:
         *rest, last = [f'"{word}"' for word in schema.get("enum", [schema.get("const")])]
         return f"{', '.join(rest)} or {last}" if rest else last
+    if "additionalProperties" in schema and "propertyNames" in schema:
+        return "an object of such names with numbers of blocks"
     if "$ref" in schema:
         return "an object"
     if {"minimum", "maximum"} <= schema.keys():

@@ -8,8 +8,8 @@ size. One thread enters.
 from __future__ import annotations
 
 import contextlib
-from collections import defaultdict
-from collections.abc import Iterator
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -28,6 +28,7 @@ from stronghold.plan.cost import (
     traffic_of,
     workload_of,
 )
+from stronghold.plan.demand import AGAIN, ATTENTION
 from stronghold.plan.machine import NETWORK_GBPS, rates_of
 from stronghold.plan.plan import Demand, Gradients, Plan
 from stronghold.plan.search import Choice, updates_s
@@ -82,6 +83,7 @@ class Forecast:
     refusal: str | None = None
     plan: Plan | None = None
     timing: Timing | None = None
+    ladder: tuple[str, ...] = ()  # by which the plan's activations were chosen
     notes: tuple[str, ...] = ()
     gains: tuple[tuple[str, Timing | None], ...] = ()
 
@@ -181,7 +183,9 @@ def outlook(question: Question) -> Forecast:
         return Forecast(question=question, refusal=str(error), limits=limits)
     limits = _limits(question, demand, choice.plan)
     timing = _timing(question, choice.forecast, limits)
-    return Forecast(question=question, plan=choice.plan, timing=timing, limits=limits)
+    return Forecast(
+        question=question, plan=choice.plan, timing=timing, limits=limits, ladder=choice.ladder
+    )
 
 
 def fits(question: Question) -> bool:
@@ -211,9 +215,12 @@ def with_fastest_chunk(question: Question) -> Question:
     return replace(question, chunk=chunks[best])
 
 
-def _fastest(question: Question, demand: Demand) -> Choice[Prediction]:
+def _fastest(
+    question: Question, demand: Demand, ladders: Sequence[search.Ladder] = search.LADDERS
+) -> Choice[Prediction]:
     work, rates = _work_and_rates(question, demand)
-    return fastest_plan(question.layout, demand, work, rates, dtype=DTYPES[question.dtype])
+    dtype = DTYPES[question.dtype]
+    return fastest_plan(question.layout, demand, work, rates, dtype=dtype, ladders=ladders)
 
 
 def _work_and_rates(question: Question, demand: Demand) -> tuple[Workload, Rates]:
@@ -244,6 +251,7 @@ def _demand(question: Question) -> Demand:
         resident_layers=question.resident_layers,
         saved_bytes=tuple(_most_saved(layer) for layer in costs.layers),
         boundary_bytes=tuple(layer.boundary_bytes for layer in costs.layers),
+        attention_bytes=tuple(layer.attention_bytes for layer in costs.layers),
         # One launches the GPU's work.
         num_cores=max(1, question.machine.num_cores // question.gpus - 1),
         num_ranks=question.ranks,
@@ -266,18 +274,23 @@ def _most_saved(layer: LayerCost) -> int:
 def _limits(question: Question, demand: Demand, plan: Plan | None) -> Limits:
     """Of what `plan` must move and compute on each rank; without one, of what the least memory
     would need: every block streamed and recomputed."""
-    layout, flops = question.model.layout, [layer.forward_flops for layer in question.costs.layers]
+    layout, loads = question.model.layout, question.costs.layers
+    flops = [layer.forward_flops for layer in loads]
     if plan is None:
-        traffic, again, stay = traffic_of(layout, demand), layout.streamed, layout.resident
+        traffic, levels, stay = traffic_of(layout, demand), None, layout.resident
     else:
-        traffic, stay = plan.traffic, tuple(sorted(plan.resident))
-        again = tuple(i for i in layout.streamed if plan.activations[i] == "recompute")
+        traffic, levels, stay = plan.traffic, plan.activations, tuple(sorted(plan.resident))
+    again = 0.0
+    for index in layout.streamed:
+        level = "recompute" if levels is None else levels[index]
+        kept = loads[index].attention_flops if level in ATTENTION else 0.0
+        again += flops[index] - kept if level in AGAIN else 0.0
     return physical_limit(
         traffic,
         question.machine.share(question.gpus),
         question.dtype,
         forward_flops=sum(flops),
-        recomputed_flops=sum(flops[index] for index in again),
+        recomputed_flops=again,
         staying_flops=sum(flops[index] for index in stay),
     )
 
@@ -386,7 +399,7 @@ def _gains(found: Forecast) -> Iterator[tuple[str, Timing | None]]:
             if timing is None:
                 continue
         else:
-            timing = _near(asked, found.plan)
+            timing = _near(asked, found, found.plan)
             alike = (asked.tokens, asked.states) == (question.tokens, question.states)
             if found.timing is not None and timing is not None and alike:
                 # More memory takes nothing away: the plan without it still fits.
@@ -394,15 +407,16 @@ def _gains(found: Forecast) -> Iterator[tuple[str, Timing | None]]:
         yield change, timing
 
 
-def _near(question: Question, plan: Plan) -> Timing | None:
-    """The fastest of the plans near `plan` under another question: its window and its number of
-    resident blocks, or of either what a GiB holds more, with whatever activations then fit. None
-    where not one of them fits, nor any other plan."""
+def _near(question: Question, other: Forecast, plan: Plan) -> Timing | None:
+    """The fastest of the plans near `plan`, the `other`'s, under another question: its window and
+    its number of resident blocks, or of either what a GiB holds more, with whatever activations
+    then fit. None where not one of them fits, nor any other plan."""
     demand, layout = _demand(question), question.layout
     blocks = set(layout.streamed)
     kept, window = len(plan.resident & blocks), plan.window
     held = max(1, GIB // max(1, layout.max_numel * demand.weight_bytes))
     near = [(kept, window), (kept + held, window), (kept, window + held), (kept - 1, window)]
+    ladders = [other.ladder] if other.ladder else search.LADDERS
     found = []
     for resident, slots in near:
         resident = min(resident, len(blocks))
@@ -411,7 +425,7 @@ def _near(question: Question, plan: Plan) -> Timing | None:
             continue
         pinned = replace(demand, resident_layers=resident, window=demand.window or slots)
         with contextlib.suppress(ConfigError):
-            choice = _fastest(question, pinned)
+            choice = _fastest(question, pinned, ladders)
             limits = _limits(question, demand, choice.plan)
             found.append(_timing(question, choice.forecast, limits))
     if not found:
@@ -434,12 +448,10 @@ def _config(question: Question, plan: Plan) -> dict[str, Any]:
     }
     if kept < len(blocks):
         section |= {"window": plan.window, "prefetch": plan.prefetch}
-    policies = [plan.activations[index] for index in blocks]
-    section["activations"] = policies[0] if policies else "keep"
+    counts = Counter(plan.activations[index] for index in blocks)  # in the blocks' order
+    section["activations"] = dict(counts) if len(counts) > 1 else next(iter(counts), "keep")
     if question.chunk is not None:
         section["chunk"] = question.chunk
-    if 0 < policies.count("keep") < len(policies):
-        section["kept_activations"] = policies.count("keep")  # the search keeps the last blocks'
     if plan.gradients is Gradients.RING:
         section["deferred_layers"] = len(plan.deferred)
     if plan.nvme_bytes:

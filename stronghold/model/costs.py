@@ -39,7 +39,14 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflat
 from torch.utils.flop_counter import FlopCounterMode
 
 from stronghold.errors import ConfigError, did_you_mean
-from stronghold.model.gpu_operators import MORE_FLOPS, AsOnGpu
+from stronghold.model.gpu_operators import (
+    ATTENTION_KERNELS,
+    MORE_FLOPS,
+    AsOnGpu,
+    Attended,
+    attended,
+    in_all,
+)
 from stronghold.model.partition import Layer, Partition
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -62,12 +69,15 @@ class LayerCost:
     `saved_bytes`; 0 for a layer that is no block. Neither counts what enters several blocks ([Note:
     shared]). `passing_bytes`: the most that its forward has at once beside what is
     saved; for the layer that ran last, the head, also what the loss and its backward have.
+    `attention_flops` and `attention_bytes`: of a block's fused attention, parts of the first two.
     """
 
     forward_flops: float
     saved_bytes: int
     boundary_bytes: int
     passing_bytes: int = 0
+    attention_flops: float = 0.0
+    attention_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,7 +224,8 @@ class _Tracer:
         self._bytes: dict[int, int] = {}
         # Storages by identity; held, so that none is reused for another.
         self._held: dict[int, torch.UntypedStorage] = {}
-        self._passing = Passing(lambda: self._now)
+        self._attended: list[list[Attended]] = [[] for _ in partition.layers]
+        self._passing = Passing(lambda: self._now, self._attend)
         self._weights = {self._key(tensor) for tensor in weights.values()}
         self._running: list[int] = []
         self._forward_is_over = False
@@ -222,7 +233,8 @@ class _Tracer:
         self._outside = resident[0] if resident else 0
         self._counter = FlopCounterMode(display=False, custom_mapping=MORE_FLOPS)
         self._counted = 0.0
-        self._known: dict[Any, tuple[int, Call]] = {}  # the layer that was called, and how
+        # The layer that was called, how, and what its attention took.
+        self._known: dict[Any, tuple[int, Call, list[Attended]]] = {}
         self._like: dict[int, int] = {}  # layer that did not run -> layer that ran in its place
 
     @contextmanager
@@ -269,12 +281,15 @@ class _Tracer:
                 boundary[next(iter(blocks))] += self._bytes[key]
         kept = {self._passing.number(storage) for storage in self._held.values()}
         passing = self._passing.most(len(saved), kept)
+        attended = [in_all(calls) for calls in self._attended]
         return tuple(
             LayerCost(
                 forward_flops=self._flops[index],
                 saved_bytes=saved[index],
                 boundary_bytes=boundary[index],
                 passing_bytes=passing[self._like.get(index, index)],
+                attention_flops=attended[index].flops,
+                attention_bytes=attended[index].nbytes,
             )
             for index in range(len(saved))
         )
@@ -305,9 +320,10 @@ class _Tracer:
                         self._enter(layer.index, leaf)
                 kind = (made_like, spec, kinds(leaves), torch.is_grad_enabled())
                 if kind in self._known:
-                    self._like[layer.index], known = self._known[kind]
+                    self._like[layer.index], known, calls = self._known[kind]
+                    self._attended[layer.index] += calls
                     return self._again(layer.index, known, leaves)
-                begin = len(self._saved)
+                begin, attended = len(self._saved), len(self._attended[layer.index])
                 output = forward(*args, **kwargs)
                 flops = self._settle_flops()
                 saved = dict.fromkeys(key for _, key in self._saved[begin:])
@@ -319,7 +335,7 @@ class _Tracer:
                     key_of=self._key,
                 )
                 if call is not None:
-                    self._known[kind] = (layer.index, call)
+                    self._known[kind] = (layer.index, call, self._attended[layer.index][attended:])
                 return output
 
         return run
@@ -359,6 +375,10 @@ class _Tracer:
         if key not in self._weights:
             self._entered.setdefault(key, set()).add(layer)
             self._around.setdefault(key, self._outside)
+
+    def _attend(self, call: Attended) -> None:
+        if self._running and not self._forward_is_over:
+            self._attended[self._now].append(call)
 
     def _settle_flops(self) -> float:
         """Charge what was computed since the last call to the layer that runs; returns it."""
@@ -536,11 +556,15 @@ def _kind(value: Any) -> Any:
 
 
 class Passing(TorchDispatchMode):
-    """Records what every operation makes, and when it is gone. `running` names the layer."""
+    """Records what every operation makes, and when it is gone. `running` names the layer;
+    `attend` is told of attention's kernels."""
 
-    def __init__(self, running: Callable[[], int]) -> None:
+    def __init__(
+        self, running: Callable[[], int], attend: Callable[[Attended], None] = lambda _: None
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._running = running
+        self._attend = attend
         self._events: list[tuple[int, int, int]] = []  # (storage, bytes or minus them, layer)
         self._alive: dict[int, tuple[int, weakref.ref[torch.UntypedStorage]]] = {}
         self._num_storages = 0
@@ -556,6 +580,8 @@ class Passing(TorchDispatchMode):
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor):
                 self._note(leaf.untyped_storage())
+        if func in ATTENTION_KERNELS:
+            self._attend(attended(args[:3], result))
         return result
 
     def number(self, storage: torch.UntypedStorage) -> int:

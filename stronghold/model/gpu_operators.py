@@ -8,8 +8,8 @@ inside its `with`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional as F
@@ -20,7 +20,7 @@ FLASH_HEAD_DIM = 256
 FLASH_HEAD_MULTIPLE = 8  # torch pads the heads to it before the kernel
 
 aten = torch.ops.aten
-WRITTEN_OUT = F.scaled_dot_product_attention  # on the meta device
+WRITTEN_OUT = torch._C._nn.scaled_dot_product_attention  # on the meta device
 
 
 def _grouped_mm_flops(
@@ -30,6 +30,48 @@ def _grouped_mm_flops(
     experts."""
     groups = left[0] if len(left) == len(right) == 3 else 1
     return int(2 * groups * left[-2] * left[-1] * right[-1])
+
+
+# Fused attention, of every kind of device, whose forward gives all that its backward needs beside
+# q, k and v.
+ATTENTION_KERNELS = frozenset(
+    getattr(aten, f"_scaled_dot_product_{name}").default
+    for name in (
+        "flash_attention",
+        "efficient_attention",
+        "cudnn_attention",
+        "flash_attention_for_cpu",
+        "fused_attention_overrideable",
+    )
+)
+
+
+class Attended(NamedTuple):
+    """What one of them takes: bytes that it gives, FLOPs, and rows of all sequences' queries."""
+
+    nbytes: int
+    flops: float
+    tokens: int
+
+
+def attended(inputs: Sequence[torch.Tensor], results: Sequence[Any]) -> Attended:
+    """Of a call with q, k and v."""
+    query, key, value = (tensor.shape for tensor in inputs)
+    storages = [r.untyped_storage() for r in results if isinstance(r, torch.Tensor)]
+    return Attended(
+        sum({int(storage._cdata): storage.nbytes() for storage in storages}.values()),
+        float(_attention_flops(query, key, value)),
+        query[0] * query[2],
+    )
+
+
+def in_all(calls: Sequence[Attended]) -> Attended:
+    """Of several calls."""
+    return Attended(
+        sum(call.nbytes for call in calls),
+        sum(call.flops for call in calls),
+        sum(call.tokens for call in calls),
+    )
 
 
 def _attention_flops(
@@ -74,7 +116,7 @@ class AsOnGpu(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if func is F.scaled_dot_product_attention:
+        if func is WRITTEN_OUT:
             return attention(*args, **kwargs)
         if func is F.dropout:
             return dropout(*args, **kwargs)

@@ -138,6 +138,8 @@ def _costs(sizes: _Sizes, batch: int, seq: int, dtype: str) -> ModelCosts:
         forward_flops=_block_flops(sizes, tokens, seq),
         saved_bytes=_block_saved(sizes, batch, seq, dtype),
         boundary_bytes=row,
+        attention_flops=4.0 * tokens * seq * h,
+        attention_bytes=row + _statistics(sizes, batch, seq, dtype),
     )
     head = _head(sizes, tokens, each)
     positions = LayerCost(forward_flops=0.0, saved_bytes=seq * 8, boundary_bytes=0)
@@ -192,8 +194,13 @@ def _block_saved(sizes: _Sizes, batch: int, seq: int, dtype: str) -> int:
     """
     tokens, h, each = batch * seq, sizes.hidden, DTYPES[dtype].itemsize
     norms = 2 * (2 * tokens * h * each + 2 * tokens * 4)
-    # Rows of log-sum-exp in fp32; seed and offset of dropout. The kernel for fp32 pads the rows.
-    rows, state = (-(-seq // 32) * 32, 16) if dtype == "fp32" else (seq, 24)
     attention = tokens * (h + 2 * sizes.kv_hidden) * each + tokens * h * each
     mlp = (4 if sizes.gated else 2) * tokens * sizes.inner * each
-    return norms + attention + batch * sizes.heads * rows * 4 + state + mlp
+    return norms + attention + _statistics(sizes, batch, seq, dtype) + mlp
+
+
+def _statistics(sizes: _Sizes, batch: int, seq: int, dtype: str) -> int:
+    """Attention's rows of log-sum-exp in fp32; seed and offset of dropout. The kernel for fp32 pads
+    the rows."""
+    rows, state = (-(-seq // 32) * 32, 16) if dtype == "fp32" else (seq, 24)
+    return batch * sizes.heads * rows * 4 + state

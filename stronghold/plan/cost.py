@@ -40,7 +40,7 @@ from dataclasses import dataclass, fields, replace
 from stronghold.device.contention import Rates
 from stronghold.model.costs import ModelCosts
 from stronghold.model.layout import LayerLayout, ModelLayout
-from stronghold.plan.demand import Demand
+from stronghold.plan.demand import AGAIN, ATTENTION, AWAY, Demand
 from stronghold.plan.machine import STATE_BYTES, MachineProfile, adam_bytes
 from stronghold.states import EXACT, Kind, moment_bytes
 from stronghold.telemetry.trace import Span
@@ -313,12 +313,29 @@ def update_order(num_layers: int, *, early: bool, deferred: frozenset[int]) -> l
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerLoad:
-    """One layer in one micro-batch: seconds of forward and of backward (without recomputation), and
-    bytes that offloading its activations moves each way."""
+    """One layer in one micro-batch: seconds of forward, of attention's kernels in it, and of
+    backward (without recomputation); and bytes of what it saves, of its inputs, and of what
+    attention gave."""
 
     forward_s: float
     backward_s: float
     saved_bytes: int = 0
+    boundary_bytes: int = 0
+    attention_s: float = 0.0
+    attention_bytes: int = 0
+
+    def again_s(self, level: str) -> float:
+        """Seconds that backward computes again."""
+        if level not in AGAIN:
+            return 0.0
+        return self.forward_s - (self.attention_s if level in ATTENTION else 0.0)
+
+    def moved_bytes(self, level: str) -> int:
+        """To the host, and back."""
+        if level not in AGAIN:
+            return self.saved_bytes if level in AWAY else 0
+        moved = self.boundary_bytes + (self.attention_bytes if level in ATTENTION else 0)
+        return moved if level in AWAY else 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -337,9 +354,8 @@ class Workload:
 
     def backward_s(self, activations: Sequence[str]) -> float:
         """With what is computed again under these policies."""
-        policies = zip(self.layers, activations, strict=True)
-        again = sum(layer.forward_s for layer, policy in policies if policy == "recompute")
-        return sum(layer.backward_s for layer in self.layers) + again
+        levels = zip(self.layers, activations, strict=True)
+        return sum(layer.backward_s + layer.again_s(level) for layer, level in levels)
 
 
 def workload_of(costs: ModelCosts, machine: MachineProfile, *, micro_batches: int = 1) -> Workload:
@@ -352,6 +368,9 @@ def workload_of(costs: ModelCosts, machine: MachineProfile, *, micro_batches: in
                 forward_s=layer.forward_flops / flops,
                 backward_s=2 * layer.forward_flops / flops,
                 saved_bytes=layer.saved_bytes,
+                boundary_bytes=layer.boundary_bytes,
+                attention_s=layer.attention_flops / flops,
+                attention_bytes=layer.attention_bytes,
             )
             for layer in costs.layers
         ),
@@ -368,16 +387,20 @@ def measured_workload(
     layout: ModelLayout,
     *,
     activations: Sequence[str],
-    saved_bytes: Sequence[int],
     tokens: int,
     micro_batches: int,
     num_steps: int,
+    saved_bytes: Sequence[int] = (),
+    boundary_bytes: Sequence[int] = (),
+    attended: Sequence[tuple[int, float, int]] = (),
 ) -> Workload:
     """Each layer's seconds in the compute spans "forward i" and "backward i" of `num_steps`.
 
     `activations` are the policies under which they were recorded: a recomputed layer's backward
     span contains its forward. What runs between two layers' uses (head, loss and their backward)
-    is in the span of the layer before. `saved_bytes` per layer may be empty: nothing is offloaded.
+    is in the span of the layer before. Bytes per layer may be empty: nothing is offloaded.
+    `attended`: by layer bytes, FLOPs and tokens of attention's kernels. Their part of a forward is
+    that of its FLOPs, of which each parameter has two a token.
     """
     seconds: dict[str, float] = defaultdict(float)
     for span in spans:
@@ -387,10 +410,17 @@ def measured_workload(
     for layer, policy in zip(layout.layers, activations, strict=True):
         forward_s = seconds[f"forward {layer.index}"]
         backward_s = seconds[f"backward {layer.index}"]
-        if policy == "recompute":
-            backward_s = max(0.0, backward_s - forward_s)
-        saved = saved_bytes[layer.index] if saved_bytes else 0
-        loads.append(LayerLoad(forward_s=forward_s, backward_s=backward_s, saved_bytes=saved))
+        nbytes, flops, rows = attended[layer.index] if attended else (0, 0.0, 0)
+        part = flops / (flops + 2.0 * layer.num_parameters * rows) if flops else 0.0
+        load = LayerLoad(
+            forward_s=forward_s,
+            backward_s=backward_s,
+            saved_bytes=saved_bytes[layer.index] if saved_bytes else 0,
+            boundary_bytes=boundary_bytes[layer.index] if boundary_bytes else 0,
+            attention_s=part * forward_s,
+            attention_bytes=nbytes,
+        )
+        loads.append(replace(load, backward_s=max(0.0, backward_s - load.again_s(policy))))
     return Workload(layers=tuple(loads), tokens=tokens, micro_batches=micro_batches)
 
 

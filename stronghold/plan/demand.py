@@ -7,6 +7,21 @@ from enum import Enum
 
 from stronghold.states import EXACT, Kind
 
+# What happens to what autograd saves of a block, by name: it stays, or goes to the host and comes
+# back; or it is computed again from the block's inputs, which stay or wait on the host; and with
+# them what attention gave, which is then not computed twice.
+LEVELS = (
+    "keep",
+    "offload",
+    "attention",
+    "attention_offload",
+    "recompute",
+    "recompute_offload",
+)
+AGAIN = frozenset(LEVELS[2:])  # run twice
+ATTENTION = frozenset(LEVELS[2:4])
+AWAY = frozenset(level for level in LEVELS if level.endswith("offload"))
+
 
 class Gradients(Enum):
     """Where gradients wait on the host between their drain and the update."""
@@ -34,14 +49,15 @@ class Demand:
     resident_layers: int | None = None
     resident_updates: str | None = None  # "gpu" or "host": where resident layers are updated
     whole: bool | None = None  # None: where every layer stays on the gpu and is updated there
-    activations: str | tuple[str, ...] | None = None  # one policy, or one per layer
+    activations: str | tuple[str, ...] | None = None  # one of LEVELS, or one per layer
     chunk: int | None = None  # sequences that go through a block together; None: all
     chunks: int = 1  # that a micro-batch has of them, where that is known
-    kept_activations: int = 0  # of the last blocks, whose policy is "keep" whatever the one is
-    # Bytes that each layer's forward keeps, and that recomputation keeps in their place; empty:
-    # unknown, and the gpu budget is for weights and gradients alone.
+    # Bytes that each layer's forward keeps, that recomputation keeps in their place, and of the
+    # first those that attention gave; empty: unknown, and the gpu budget is for weights and
+    # gradients alone.
     saved_bytes: tuple[int, ...] = ()
     boundary_bytes: tuple[int, ...] = ()
+    attention_bytes: tuple[int, ...] = ()
     reserve_bytes: int = 0  # of the gpu budget that are activations' at least
     cpu_threads: int | None = None
     deferred_layers: int | None = None  # blocks that are updated while the next forward runs

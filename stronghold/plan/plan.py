@@ -21,12 +21,13 @@ of their own, for an update must not wait for a slot. One further entry serves c
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from stronghold.errors import BudgetError, ConfigError
 from stronghold.model.layout import LayerLayout, ModelLayout
 from stronghold.plan.cost import Traffic, spread, traffic_of
+from stronghold.plan.demand import AGAIN, ATTENTION, AWAY
 from stronghold.plan.demand import Demand as Demand
 from stronghold.plan.demand import Gradients as Gradients
 from stronghold.states import (
@@ -180,7 +181,7 @@ def make_plan(layout: ModelLayout, demand: Demand) -> Plan:
     places = _Places(layout, demand, reasons)
     activations, blocks = places.activations, places.blocks
     kept_bytes = activation_bytes(layout, activations, demand)
-    offloaded = _offloaded_bytes(activations, demand)
+    offloaded = _offloaded_bytes(layout, activations, demand)
 
     def gpu_total(window: int, gradient_slots: int) -> int:
         own = places.gpu_bytes(window, gradient_slots)
@@ -205,7 +206,7 @@ def make_plan(layout: ModelLayout, demand: Demand) -> Plan:
         reasons.append(f"states: lean, which round otherwise than exact ones{where}")
     host = _Host(places, offloaded).tier(reasons)
     reasons += _deferred_in_words(places, host.deferred)
-    again = sum(e.num_parameters for e in layout.layers if activations[e.index] == "recompute")
+    again = sum(e.num_parameters for e in layout.layers if activations[e.index] in AGAIN)
     on_gpu = frozenset(layer.index for layer in places.on_gpu)
     return Plan(
         window=window,
@@ -267,29 +268,40 @@ def activation_bytes(layout: ModelLayout, activations: Sequence[str], demand: De
     """Bytes of activations on the gpu when forward has ended and backward begins.
 
     What is kept, the inputs of what is recomputed, and beside them the largest of: what the layers
-    outside the blocks keep (the head's logits go first), what one recomputation makes anew (of a
-    chunk), two offloaded layers on their way.
+    outside the blocks keep (the head's logits go first), and of a block what one recomputation
+    makes anew (of a chunk), with what two offloaded layers on their way have.
     """
     if not demand.saved_bytes:
         return 0
-    saved, boundary = demand.saved_bytes, demand.boundary_bytes
-    blocks = layout.streamed
-
-    def of(policy: str, nbytes: Sequence[int]) -> list[int]:
-        return [nbytes[index] for index in blocks if activations[index] == policy]
-
-    passing = max(
-        sum(saved[index] for index in layout.resident),
-        -(-max(of("recompute", saved), default=0) // demand.chunks),
-        2 * max(of("offload", saved), default=0),
-    )
-    return sum(of("keep", saved)) + sum(of("recompute", boundary)) + passing
+    passing, kept = sum(demand.saved_bytes[index] for index in layout.resident), 0
+    for index in layout.streamed:
+        level, waiting, again = activations[index], waiting_bytes(demand, index, activations), 0
+        if level in AGAIN:
+            anew = demand.saved_bytes[index] - _attended_bytes(demand, index, level)
+            again = -(-anew // demand.chunks)
+        kept += 0 if level in AWAY else waiting
+        passing = max(passing, again + (2 * waiting if level in AWAY else 0))
+    return kept + passing
 
 
-def _offloaded_bytes(activations: Sequence[str], demand: Demand) -> int:
+def waiting_bytes(demand: Demand, index: int, activations: Sequence[str]) -> int:
+    """What waits of a block from its forward to its backward, on the GPU or the host."""
+    level = activations[index]
+    if level not in AGAIN:
+        return demand.saved_bytes[index]
+    return demand.boundary_bytes[index] + _attended_bytes(demand, index, level)
+
+
+def _attended_bytes(demand: Demand, index: int, level: str) -> int:
+    return demand.attention_bytes[index] if level in ATTENTION and demand.attention_bytes else 0
+
+
+def _offloaded_bytes(layout: ModelLayout, activations: Sequence[str], demand: Demand) -> int:
     """Bytes of activations that wait on the host while backward begins."""
-    policies = zip(demand.saved_bytes, activations, strict=False)  # none are known, or all
-    return sum(saved for saved, policy in policies if policy == "offload")
+    if not demand.saved_bytes:
+        return 0
+    away = [index for index in layout.streamed if activations[index] in AWAY]
+    return sum(waiting_bytes(demand, index, activations) for index in away)
 
 
 def _policies(layout: ModelLayout, demand: Demand) -> tuple[str, ...]:
@@ -297,11 +309,19 @@ def _policies(layout: ModelLayout, demand: Demand) -> tuple[str, ...]:
     chosen = demand.activations or "keep"
     if not isinstance(chosen, str):
         return chosen
-    blocks = layout.streamed
-    kept = {*blocks[max(0, len(blocks) - demand.kept_activations) :]}
-    return tuple(
-        chosen if layer.streamed and layer.index not in kept else "keep" for layer in layout.layers
-    )
+    return levels_of(layout, {chosen: len(layout.streamed)})
+
+
+def levels_of(layout: ModelLayout, counts: Mapping[str, int]) -> tuple[str, ...]:
+    """By layer, of so many blocks with each level, the first blocks' first. ConfigError when the
+    numbers are not the model's."""
+    of_block = iter([level for level, count in counts.items() for _ in range(count)])
+    if sum(counts.values()) != len(layout.streamed):
+        raise ConfigError(
+            f"stronghold.activations: got levels of {sum(counts.values())} blocks, expected "
+            f"{len(layout.streamed)}, as many as the model has"
+        )
+    return tuple(next(of_block) if layer.streamed else "keep" for layer in layout.layers)
 
 
 # -- places ---------------------------------------------------------------------------------------

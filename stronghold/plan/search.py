@@ -5,34 +5,45 @@ candidate takes `predict` says, which runs the real executor on virtual clocks (
 What the user pinned in the demand stays as it is.
 
 [Note: lower bounds first] A candidate's step cannot be shorter than the work on its lanes.
-Candidates are tried in the order of that bound, and a round ends when the bound alone is more than
-the best step found: nothing that is left can be faster.
+Candidates are tried in the order of that bound, and a round ends when the bound alone is as much
+as the best step found: nothing that is left can be faster by more than EQUAL.
 
-[Note: rounds] First a share of the blocks to keep and what happens to activations, with the largest
-window of usual size that fits; then the window, for the best few of these; then the share more
-finely. Last, for the best, which updates are deferred.
+[Note: rounds] First a share of the blocks to keep, with the largest window of usual size that fits,
+and activations as by the FIRST ladders; for the best few of these the other LADDERS; for the best
+few the window; then the share more finely. Last, for the best, which updates are deferred.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import pairwise, product
 from typing import Generic, Protocol, TypeVar
 
 from stronghold.device.contention import Rates
 from stronghold.errors import BudgetError, ConfigError
 from stronghold.model.layout import ModelLayout
 from stronghold.plan.cost import Workload, shares
-from stronghold.plan.plan import Demand, Gradients, Plan, make_plan
+from stronghold.plan.plan import Demand, Gradients, Plan, levels_of, make_plan
 
 USUAL_WINDOW = 3  # one computes, one is still in use or drains, one is on its way
 WINDOWS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24)
 SHARES = 8  # resident blocks are tried in steps of an eighth of the model, then of a part of that
 FINER = (1 / 16, 1 / 32, 1 / 64)
 FEW = 3  # of the first round's best, whose window is varied
-POLICIES = ("recompute", "offload")  # of what is not kept
+POLICIES = ("recompute", "offload", "recompute_offload")  # at the beginning, of what is not kept
+# Of the last blocks as many as fit have the last level, of those before them the one before, and
+# the first blocks the first.
+Ladder = tuple[str, ...]
+FIRST: tuple[Ladder, ...] = (("recompute", "keep"), ("offload", "keep"))
+LADDERS: tuple[Ladder, ...] = (
+    *FIRST,
+    ("recompute", "attention", "keep"),
+    ("recompute_offload", "recompute"),
+    ("recompute_offload", "attention", "keep"),
+    ("attention_offload", "attention", "keep"),
+)
 UPDATES = ("host", "gpu")  # of resident layers
 WHOLE = 1.03  # a model that fits whole stays whole, unless another plan is faster than this
 ENOUGH = 1.01  # so near the fastest, that deferring fewer updates, which takes less, is preferred
@@ -58,6 +69,7 @@ class Choice(Generic[Prediction]):
     plan: Plan
     forecast: Prediction
     demand: Demand
+    ladder: Ladder = ()  # by which activations were chosen
 
     @property
     def step_s(self) -> float:
@@ -129,10 +141,12 @@ def search(
     work: Workload,
     rates: Rates,
     predict: Callable[[Plan], Prediction],
+    ladders: Sequence[Ladder] = LADDERS,
 ) -> Choice[Prediction]:
-    """The fastest plan within the demand's budgets, by `predict`. BudgetError when none fits: it is
-    the one of the smallest plan, and names what would make it fit."""
-    return _Search(layout, demand, work, rates, predict).run()
+    """The fastest plan within the demand's budgets, by `predict`, of those by `ladders`.
+    BudgetError when none fits: it is the one of the smallest plan, and names what would make it
+    fit."""
+    return _Search(layout, demand, work, rates, predict, ladders).run()
 
 
 class _Search(Generic[Prediction]):
@@ -143,12 +157,14 @@ class _Search(Generic[Prediction]):
         work: Workload,
         rates: Rates,
         predict: Callable[[Plan], Prediction],
+        ladders: Sequence[Ladder],
     ) -> None:
         self._layout = layout
         searched = frozenset(key for key in CHOSEN if getattr(demand, key) is None)
         self._demand = replace(demand, searched=searched)
         self._work, self._rates = work, rates
         self._predict = predict
+        self._ladders = ladders
         self._seen: set[object] = set()
         self._tried: list[Choice[Prediction]] = []
 
@@ -158,22 +174,29 @@ class _Search(Generic[Prediction]):
         shares = {round(num_blocks * k / SHARES) for k in range(SHARES + 1)}
         shares |= {_most_resident(self._layout, self._demand, policy) for policy in POLICIES}
         residents = sorted(shares) if pinned is None else [pinned]
-        self._round(self._usual(residents))
+        first = [ladder for ladder in FIRST if ladder in self._ladders]
+        self._round(self._usual(residents, first or self._ladders))
+        if not self._tried:
+            self._round(self._usual(residents, self._ladders))
         if not self._tried:
             raise _refusal(self._layout, self._demand)
         for choice in self._best(FEW):
-            resident = [choice.demand.resident_layers or 0]
-            self._round(self._fitting(self._demands(resident, [*WINDOWS, num_blocks])))
+            self._round(self._fitting(self._near(choice, [choice.plan.window]), self._ladders))
+        for choice in self._best(1):
+            wishes = self._near(choice, [*WINDOWS, num_blocks])
+            self._round(self._fitting(wishes, [choice.ladder]))
         for step in FINER if pinned is None else ():
             best = self._best(1)[0]
             near, away = best.demand.resident_layers or 0, max(1, round(step * num_blocks))
             around = [r for r in (near - away, near + away) if 0 <= r <= num_blocks]
-            self._round(self._usual(around))
-            self._round(self._fitting(self._demands(around, [best.plan.window])))
+            self._round(self._usual(around, [best.ladder]))
+            wishes = self._demands(around, [best.plan.window])
+            self._round(self._fitting(wishes, [best.ladder]))
         if self._demand.deferred_layers is None:
             best = self._best(1)[0]
             counts = deferrals(self._layout, best.plan, self._work, self._rates)
-            self._round(self._new(replace(best.demand, deferred_layers=count) for count in counts))
+            wishes = (replace(best.demand, deferred_layers=count) for count in counts)
+            self._round(self._new(wishes, best.ladder))
         return self._chosen()
 
     def _chosen(self) -> Choice[Prediction]:
@@ -200,17 +223,18 @@ class _Search(Generic[Prediction]):
 
         return sorted(self._tried, key=order)[:count]
 
-    def _round(self, candidates: Iterable[tuple[Plan, Demand]]) -> None:
+    def _round(self, candidates: Iterable[tuple[Plan, Demand, Ladder]]) -> None:
         """Try what is new and fits, the most promising first ([Note: lower bounds first])."""
         bounded = [
-            (lower_bound(plan, self._work, self._rates), plan, demand)
-            for plan, demand in candidates
+            (lower_bound(candidate[0], self._work, self._rates), *candidate)
+            for candidate in candidates
         ]
         least = min((choice.step_s for choice in self._tried), default=math.inf)
-        for bound_s, plan, demand in sorted(bounded, key=lambda row: (row[0], _gpu_peak(row[1]))):
-            if bound_s >= least and not plan.whole:
+        bounded.sort(key=lambda row: (row[0], _gpu_peak(row[1])))
+        for bound_s, plan, demand, ladder in bounded:
+            if bound_s >= (1.0 - EQUAL) * least and not plan.whole:
                 continue
-            choice = Choice(plan=plan, forecast=self._predict(plan), demand=demand)
+            choice = Choice(plan=plan, forecast=self._predict(plan), demand=demand, ladder=ladder)
             self._tried.append(choice)
             least = min(least, choice.step_s)
 
@@ -230,7 +254,12 @@ class _Search(Generic[Prediction]):
                             window=window,
                         )
 
-    def _usual(self, residents: Iterable[int]) -> Iterator[tuple[Plan, Demand]]:
+    def _near(self, choice: Choice[Prediction], windows: Iterable[int]) -> Iterator[Demand]:
+        return self._demands([choice.demand.resident_layers or 0], windows)
+
+    def _usual(
+        self, residents: Iterable[int], ladders: Sequence[Ladder]
+    ) -> Iterator[tuple[Plan, Demand, Ladder]]:
         """With each number of resident blocks, and each place of their updates: the largest window
         of usual size that fits."""
         for resident in residents:
@@ -239,15 +268,20 @@ class _Search(Generic[Prediction]):
                 for demand in self._demands([resident], [window]):
                     if demand.resident_updates in done:
                         continue
-                    for candidate in self._fitting([demand]):
+                    for candidate in self._fitting([demand], ladders):
                         done.add(demand.resident_updates)
                         yield candidate
 
-    def _fitting(self, demands: Iterable[Demand]) -> Iterator[tuple[Plan, Demand]]:
+    def _fitting(
+        self, demands: Iterable[Demand], ladders: Sequence[Ladder]
+    ) -> Iterator[tuple[Plan, Demand, Ladder]]:
         for demand in demands:
-            yield from self._new(_filled(self._layout, demand))
+            for filled, ladder in _filled(self._layout, demand, ladders):
+                yield from self._new([filled], ladder)
 
-    def _new(self, demands: Iterable[Demand]) -> Iterator[tuple[Plan, Demand]]:
+    def _new(
+        self, demands: Iterable[Demand], ladder: Ladder
+    ) -> Iterator[tuple[Plan, Demand, Ladder]]:
         """Their plans, as far as they fit and are new."""
         for demand in demands:
             try:
@@ -258,42 +292,55 @@ class _Search(Generic[Prediction]):
             key = (slots, places, plan.activations, plan.deferred)
             if key not in self._seen:
                 self._seen.add(key)
-                yield plan, demand
+                yield plan, demand, ladder
 
 
 def _gpu_peak(plan: Plan) -> int:
     return plan.gpu_total_bytes + plan.activation_bytes
 
 
-def _filled(layout: ModelLayout, demand: Demand) -> Iterator[Demand]:
-    """The demand with its activation policies: as pinned; or as many blocks kept as fit, and the
-    others recomputed or offloaded."""
+def _filled(
+    layout: ModelLayout, demand: Demand, ladders: Sequence[Ladder]
+) -> Iterator[tuple[Demand, Ladder]]:
+    """The demand with its activation levels: as pinned; or by each ladder, as many blocks as fit
+    the better off."""
     if demand.activations is not None or not demand.saved_bytes:
-        yield demand
+        yield demand, ()
         return
-    blocks = layout.streamed
-    # What is not kept may be too much for the host: then nothing of this policy fits.
+    num_blocks = len(layout.streamed)
+    # What is not kept may be too much for the host: then nothing of this ladder fits.
     free = replace(demand, host_budget_bytes=None)
-    for other in POLICIES:
+    for ladder in ladders:
+        if "attention" in ladder and not any(demand.attention_bytes):
+            continue
+        counts = dict.fromkeys(ladder, 0)
+        counts[ladder[0]] = num_blocks
+        if not _fits(layout, _levelled(layout, free, counts)):
+            continue
+        for below, level in pairwise(ladder):
+            counts = _risen(layout, free, counts, below, level)
+        yield _levelled(layout, demand, counts), ladder
+        if counts.get("keep") == num_blocks:
+            return
 
-        def fits(kept: int, other: str = other) -> bool:
-            return _fits(layout, _with_kept(layout, free, kept, other))
 
-        most = _last(fits, -1, len(blocks))
-        if most >= 0:
-            yield _with_kept(layout, demand, most, other)
-            if most == len(blocks):
-                return
+def _risen(
+    layout: ModelLayout, demand: Demand, counts: Mapping[str, int], below: str, level: str
+) -> dict[str, int]:
+    """The most of the blocks at `below` that fit at `level`."""
+
+    def risen(count: int) -> dict[str, int]:
+        return {**counts, below: counts[below] - count, level: count}
+
+    def fits(count: int) -> bool:
+        return _fits(layout, _levelled(layout, demand, risen(count)))
+
+    return risen(_last(fits, 0, counts[below]))
 
 
-def _with_kept(layout: ModelLayout, demand: Demand, kept: int, other: str) -> Demand:
-    """The last `kept` blocks keep what they save: backward needs it first."""
-    blocks = layout.streamed
-    chosen = set(blocks[len(blocks) - kept :])
-    policies = tuple(
-        other if layer.streamed and layer.index not in chosen else "keep" for layer in layout.layers
-    )
-    return replace(demand, activations=policies)
+def _levelled(layout: ModelLayout, demand: Demand, counts: Mapping[str, int]) -> Demand:
+    """Backward needs the last blocks' first."""
+    return replace(demand, activations=levels_of(layout, counts))
 
 
 def _fits(layout: ModelLayout, demand: Demand) -> bool:

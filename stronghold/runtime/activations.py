@@ -1,9 +1,9 @@
 """Saved tensors: keep them, offload them to the host, or compute them again.
 
 Owns what autograd saves while a streamed layer runs, and counts its bytes in the first steps.
-Entered by the training thread in forward and by autograd's thread in backward. Three policies,
-chosen layer by layer, one mechanism (`torch.autograd.graph.saved_tensors_hooks` around each layer's
-forward):
+Entered by the training thread in forward and by autograd's thread in backward. Policies are chosen
+layer by layer, one mechanism serves all (`torch.autograd.graph.saved_tensors_hooks` around each
+layer's forward):
 
 keep        a saved tensor that aliases a slot becomes a handle (layer, offset, shape, stride):
             the slot holds another layer by the time of backward; everything else stays on the
@@ -11,7 +11,9 @@ keep        a saved tensor that aliases a slot becomes a handle (layer, offset, 
 offload     beside that, other saved tensors go to host memory on the drain lane, and come back on
             the fetch lane one layer ahead of backward. Two layers' are on the device at a time
             ([Note: two layers])
-recompute   the layer's forward runs again in backward (`recompute`)
+recompute   the layer's forward runs again in backward, from its inputs (`recompute`)
+attention   the same, but what attention's kernels gave is kept (`attention`)
+..._offload what these two keep goes to host memory and comes back, as under offload
 
 [Note: two layers] On a GPU the host is many layers ahead of compute, and sees that a copy is done
 long after. So nothing is dropped because it was seen to be done: when the forward of layer i ends,
@@ -46,6 +48,16 @@ from torch.utils._pytree import tree_leaves
 from stronghold.device.base import Device, Fence, completed
 from stronghold.errors import ConfigError
 from stronghold.memory.slab import PinnedPool
+from stronghold.model.gpu_operators import Attended, in_all
+from stronghold.plan.demand import AGAIN, ATTENTION, AWAY
+from stronghold.runtime.attention import (
+    AttentionCalls,
+    Interception,
+    Through,
+    running,
+    say_not_kept,
+    watched,
+)
 from stronghold.runtime.executor import Executor
 from stronghold.runtime.recompute import Recomputation, Recomputed, SavedTensor, without_cache
 from stronghold.telemetry.metrics import Metrics
@@ -54,19 +66,22 @@ from stronghold.telemetry.metrics import Metrics
 class ActivationSizes:
     """`saved[i]` and `boundary[i]`: what block i's largest forward so far kept for backward, and
     what entered it, which recomputation keeps instead. Parameters and slots are not counted, a
-    storage is counted once per block. Nothing is counted unless `counting`.
+    storage is counted once per block. `attended[i]`: what attention's kernels took of it. Nothing
+    is counted unless `counting`.
     """
 
     def __init__(self, num_layers: int) -> None:
         self.counting = False
         self.saved = [0] * num_layers
         self.boundary = [0] * num_layers
+        self.attended = [in_all(())] * num_layers
         self.least_chunks = 1  # that a divided call had
         self._num_chunks = 0  # that the running call has, if it is divided
         self._layer: int | None = None  # whose forward runs, unless it is a recomputation
         # Held while the forward runs: an address that was freed would be given to another.
         self._seen: dict[int, torch.UntypedStorage] = {}
         self._bytes = 0
+        self._attended: list[Attended] = []  # calls of the forward that runs
 
     def divide(self, layer: int, inputs: Any, num_chunks: int) -> None:
         """A call of the layer begins whose chunks enter one after the other."""
@@ -85,6 +100,7 @@ class ActivationSizes:
         if self._num_chunks:  # what chunks save adds up
             return
         self._bytes = 0
+        self._attended = []
         storages = {
             leaf.untyped_storage().data_ptr(): leaf.untyped_storage().nbytes()
             for leaf in tree_leaves(inputs)
@@ -98,6 +114,13 @@ class ActivationSizes:
         self._seen.clear()
         if not chunk:
             self._num_chunks = 0
+
+    def saw_attention(self, layer: int, call: Attended) -> None:
+        """Attention's kernels computed a call."""
+        if layer != self._layer:
+            return
+        self._attended.append(call)
+        self.attended[layer] = max(self.attended[layer], in_all(self._attended))
 
     def saw(self, layer: int, tensor: torch.Tensor) -> None:
         """Autograd saves the tensor, which is in no slot."""
@@ -140,7 +163,7 @@ class SavedStorage:
     def __init__(self, source: torch.Tensor, host: torch.Tensor) -> None:
         self.source: torch.Tensor | None = source
         self.version = source._version
-        self.nbytes = source.untyped_storage().nbytes()
+        self.nbytes = host.numel()
         self.host = host
         self.stored: Fence | None = None
         self.back: _Back | None = None
@@ -184,6 +207,8 @@ class _Scope:
 
     layer: int
     hooks: saved_tensors_hooks | None = None
+    outside: Through | None = None  # what attention's calls went through before
+    again: Recomputation | None = None  # of a first run
 
 
 def _active_hooks() -> Hooks | None:
@@ -199,6 +224,11 @@ def _refuse_written(packed: SavedTensor) -> NoReturn:
         f"{packed.tensor._version}, expected version {packed.version}; write out of "
         "place (y = y + x, not y += x)"
     )
+
+
+def _part_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The contiguous tensor as bytes."""
+    return tensor.detach().view(-1).view(torch.uint8)
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -219,7 +249,7 @@ class Activations:
         host_room_bytes: int | None = None,
     ) -> None:
         self._policies = policies
-        offloading = [layer for layer, policy in enumerate(policies) if policy == "offload"]
+        offloading = [layer for layer, policy in enumerate(policies) if policy in AWAY]
         self._last_offloading = max(offloading, default=-1)
         self._device = device
         self._executor = executor
@@ -234,6 +264,10 @@ class Activations:
         self._stored: Fence = completed("drain", "nothing offloaded")  # the newest copy
         self._pool = PinnedPool(device, host_room_bytes)
         self.sizes = ActivationSizes(len(policies))
+        self._interception = Interception()
+        self._watched = [
+            watched(partial(self.sizes.saw_attention, layer)) for layer in range(len(policies))
+        ]
         self._plain = [
             self._hooks(layer, None, None, offload=False) for layer in range(len(policies))
         ]
@@ -256,27 +290,33 @@ class Activations:
         foreign = _active_hooks()
         if not self._open:
             self._outside = foreign
-        scope = _Scope(layer)
+        scope = _Scope(layer, outside=running.through)
         self._open.append(scope)  # before anything is open: an interrupt may end us anywhere
         again, self._again = self._again, None
-        recomputing = recomputing or again is not None
+        self._in_scope.clear()
+        first = not recomputing and again is None
+        if first:
+            self._forget_coming()
+            self._leaving.append([])
+            self.sizes.enter(layer, (args, kwargs))
+        through = self._watched[layer] if first and self.sizes.counting else None
         outer: Callable[[torch.Tensor], Any] | None = None
         offload = False
         if again is not None:
             outer = again.find
+            through = again.attention.again() if again.attention is not None else None
         elif foreign is not None:  # they decide, also whether the forward runs again
             pack = foreign[0]
             outer = lambda tensor: _Foreign(pack(tensor))  # noqa: E731
-        elif not recomputing and self.recomputes(layer):
+        elif first and self.recomputes(layer):
             args, kwargs = without_cache(args, kwargs)
-            outer = self._recomputation(layer, module, args, kwargs, run).save
+            scope.again = self._recomputation(layer, module, args, kwargs, run)
+            outer = scope.again.save
+            if scope.again.attention is not None:
+                through = scope.again.attention.first
         else:
-            offload = self._policies[layer] == "offload" and not recomputing
-        self._in_scope.clear()
-        if not recomputing:
-            self._forget_coming()
-            self._leaving.append([])
-            self.sizes.enter(layer, (args, kwargs))
+            offload = self._policies[layer] == "offload" and first
+        running.through = through
         if outer is None and not offload:
             pair = self._plain[layer]
         else:
@@ -294,7 +334,9 @@ class Activations:
         kwargs: dict[str, Any],
         run: Callable[..., Any] | None,
     ) -> Recomputation:
-        return Recomputation(
+        policy = self._policies[layer]
+        away = policy in AWAY
+        again = Recomputation(
             module,
             args,
             kwargs,
@@ -302,7 +344,35 @@ class Activations:
             device=self._device,
             check=partial(self._refuse_old, layer, self._executor.epoch(layer)),
             run=run,
+            store=partial(self._store_input, layer) if away else None,
         )
+        if policy in ATTENTION:
+            again.attention = AttentionCalls(
+                partial(self._keep_result, layer, away=away), self._give_result, self._device
+            )
+        return again
+
+    def _store_input(self, layer: int, tensor: torch.Tensor) -> Callable[[], torch.Tensor] | None:
+        """Of a view its own part alone: chunks share their storage."""
+        if not (tensor.is_contiguous() and self._worth_offloading(tensor, part=True)):
+            return None
+        saved = self._store(layer, tensor, _part_of(tensor))
+        kept = SavedActivation(saved, tensor.dtype, 0, tensor.shape, tensor.stride())
+        return partial(self._give_result, kept)
+
+    def _keep_result(self, layer: int, tensor: torch.Tensor, *, away: bool) -> Any:
+        if away and self._worth_offloading(tensor):
+            return self._offloaded(layer, tensor)
+        return SavedTensor(tensor.detach(), tensor._version)
+
+    def _give_result(self, kept: Any) -> torch.Tensor:
+        if isinstance(kept, SavedTensor):
+            return (
+                kept.tensor.detach()
+                if kept.tensor._version == kept.version
+                else (_refuse_written(kept))
+            )
+        return self._unpack(-1, kept, None)
 
     def will_recompute(self, layer: int, *, recomputing: bool) -> bool:
         """Whether a forward of the layer that begins now will run again."""
@@ -311,7 +381,7 @@ class Activations:
 
     def recomputes(self, layer: int) -> bool:
         """Whether the layer's policy is to run it again for backward, where one will come."""
-        return self._policies[layer] == "recompute" and torch.is_grad_enabled()
+        return self._policies[layer] in AGAIN and torch.is_grad_enabled()
 
     def leave(self, layer: int, *, chunk: bool = False) -> None:
         """The layer's forward, or a chunk of it, returned or raised."""
@@ -321,6 +391,10 @@ class Activations:
             return
         if scope.hooks is not None:
             scope.hooks.__exit__(None, None, None)
+        running.through = scope.outside
+        again = scope.again
+        if again is not None and again.attention is not None and not again.attention.any:
+            say_not_kept(again.kind)
         self._in_scope.clear()
         self._open.remove(scope)
         # What comes after the last layer that offloads keeps its own: no room is left for two.
@@ -342,6 +416,8 @@ class Activations:
                 torch._C._autograd._pop_saved_tensors_default_hooks()
             if active is None and self._outside is not None:
                 torch._C._autograd._push_saved_tensors_default_hooks(*self._outside)
+        if left_open:
+            running.through = self._open[0].outside
         self._open.clear()
         self._in_scope.clear()
         self.sizes.leave()
@@ -373,14 +449,7 @@ class Activations:
             if outer is not None:
                 return outer(tensor)
             if offload and self._worth_offloading(tensor):
-                storage = self._store(layer, tensor)
-                return SavedActivation(
-                    storage,
-                    tensor.dtype,
-                    int(tensor.storage_offset()),
-                    tensor.shape,
-                    tensor.stride(),
-                )
+                return self._offloaded(layer, tensor)
             return SavedTensor(tensor.detach(), tensor._version)
 
         def unpack(packed: Any) -> torch.Tensor:
@@ -436,8 +505,8 @@ class Activations:
             )
 
     # -- offload ----------------------------------------------------------------------------------
-    def _worth_offloading(self, tensor: torch.Tensor) -> bool:
-        nbytes = tensor.untyped_storage().nbytes()
+    def _worth_offloading(self, tensor: torch.Tensor, *, part: bool = False) -> bool:
+        nbytes = 0 if part else tensor.untyped_storage().nbytes()
         return (
             tensor.device == self._device.torch_device
             and tensor.layout is torch.strided
@@ -446,13 +515,20 @@ class Activations:
             and nbytes <= MAX_STORAGE_WASTE * tensor.numel() * tensor.element_size()
         )
 
-    def _store(self, layer: int, tensor: torch.Tensor) -> SavedStorage:
+    def _offloaded(self, layer: int, tensor: torch.Tensor) -> SavedActivation:
+        """The tensor as a view of its storage, which goes to the host once."""
         address = tensor.untyped_storage().data_ptr()
-        if (known := self._in_scope.get(address)) is not None:
-            return known
-        nbytes = tensor.untyped_storage().nbytes()
+        saved = self._in_scope.get(address)
+        if saved is None:
+            saved = self._in_scope[address] = self._store(layer, tensor, _bytes_of(tensor))
+        at = int(tensor.storage_offset())
+        return SavedActivation(saved, tensor.dtype, at, tensor.shape, tensor.stride())
+
+    def _store(self, layer: int, tensor: torch.Tensor, source: torch.Tensor) -> SavedStorage:
+        """The bytes `source` of the tensor's storage go to the host."""
+        nbytes = source.numel()
         saved = SavedStorage(tensor.detach(), self._pool.take(nbytes))  # [Note: pack]
-        source, target, device = _bytes_of(tensor), saved.host, self._device
+        target, device = saved.host, self._device
         saved.stored = device.drain.submit(
             f"offload {layer}",
             lambda: device.copy(target, source),
@@ -460,7 +536,6 @@ class Activations:
             nbytes=nbytes,
         )
         self._stored = saved.stored
-        self._in_scope[address] = saved
         pool, host = self._pool, saved.host
         # Memory that is taken again while a transfer still reads it cannot happen: the next offload
         # waits for compute, and compute waited for that transfer.
@@ -534,6 +609,7 @@ class Activations:
 
     def close(self) -> None:
         """Unregister the host memory."""
+        self._interception.close()
         for fence in (self._stored, *(back.ready for back in self._coming)):
             if not fence.failed:
                 fence.wait()

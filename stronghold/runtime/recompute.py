@@ -54,6 +54,7 @@ from torch.utils.hooks import RemovableHandle
 
 from stronghold.device.base import Device
 from stronghold.errors import ConfigError
+from stronghold.runtime.attention import AttentionCalls
 from stronghold.runtime.guards import OwnHook, serves
 
 logger = logging.getLogger("stronghold")
@@ -102,7 +103,8 @@ class Recomputation:
     finds in the module and around itself, and what autograd saves of it.
 
     `check` comes before each further run, and raises where the module must not run again. `run` is
-    what runs then, if it is not the module: a part of its forward.
+    what runs then, if it is not the module: a part of its forward. `store` may put the tensor that
+    the module is given first elsewhere meanwhile, and returns what brings it back, or None.
     """
 
     def __init__(
@@ -115,16 +117,21 @@ class Recomputation:
         device: Device,
         check: Callable[[], None],
         run: Callable[..., Any] | None = None,
+        store: Callable[[torch.Tensor], Callable[[], torch.Tensor] | None] | None = None,
     ) -> None:
         self._forward: Callable[..., Any] = module if run is None else run
         self._name = name
+        self.kind = type(module).__name__
         self._check = check
+        self._store = store
         self._tensors: list[SavedTensor] = []  # among the arguments
+        self._away: dict[int, Callable[[], torch.Tensor]] = {}  # by id of what stands for it
         self._call = _Copy(self._keep, records=True).of((args, kwargs))
         self._kept = KeptModule(module, (args, kwargs), device)
         self._autocast = _autocast(device)
         modes = torch._C._len_torch_function_stack()
         self._default_device = torch.get_default_device() if modes else None
+        self.attention: AttentionCalls | None = None  # whose results are kept
         self._saved: list[weakref.ref[Recomputed]] = []
         self._num_found = 0
         self._different: list[str] = []
@@ -133,10 +140,19 @@ class Recomputation:
     def _keep(self, tensor: torch.Tensor) -> torch.Tensor:
         kept = tensor
         if tensor.grad_fn is not None:  # one written in place would own the graph that owns us
+            store, self._store = self._store, None
+            if store is not None and (back := store(tensor)) is not None:
+                stands = tensor.new_empty(0)
+                self._away[id(stands)] = back
+                return stands
             kept = tensor.detach().requires_grad_()
         if not tensor.is_inference():
             self._tensors.append(SavedTensor(kept, kept._version))
         return kept
+
+    def _back(self, tensor: torch.Tensor) -> torch.Tensor:
+        back = self._away.get(id(tensor))
+        return tensor if back is None else back().requires_grad_()
 
     def save(self, tensor: torch.Tensor) -> Recomputed:
         """Autograd saves the tensor in the first run."""
@@ -174,7 +190,7 @@ class Recomputation:
                     'stronghold.activations to "keep" or "offload"'
                 )
         self._num_found, self._different, self._task = 0, [], _task()
-        args, kwargs = _Copy(_same, records=True).of(self._call)
+        args, kwargs = _Copy(self._back, records=True).of(self._call)
         with contextlib.ExitStack() as around:
             for arguments in self._autocast:
                 if arguments != _autocast_of(arguments[0]):
@@ -414,10 +430,6 @@ def _copies(buffers: dict[int, Held]) -> dict[int, Held]:
 _SCALARS = frozenset({bool, int, float, complex, str, bytes, type(None), torch.dtype})
 _NAMESPACES = (types.SimpleNamespace, argparse.Namespace)
 _COPYING = ("__new__", "__reduce__", "__reduce_ex__", "__getstate__")
-
-
-def _same(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
 
 
 class _Copy:

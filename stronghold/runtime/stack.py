@@ -33,7 +33,7 @@ from stronghold.model.layout import ModelLayout, layout
 from stronghold.model.logits import LogitsInParts
 from stronghold.model.partition import Partition, partition
 from stronghold.model.source import WeightSource, forget_source, materialize, source_of
-from stronghold.plan.plan import Demand, Plan, make_plan
+from stronghold.plan.plan import Demand, Plan, levels_of, make_plan
 from stronghold.process import check_not_forked, forked_from
 from stronghold.runtime.assembly import Assembly
 from stronghold.runtime.optimizer import EngineOptimizer
@@ -474,9 +474,9 @@ def _demand(
         resident_layers=num_blocks if resident == "all" else resident,
         resident_updates=_resident_updates(section, ranks, on_gpu=gpu_free_bytes is not None),
         # On a GPU of unknown room: the policy that takes least, until what is kept is known.
-        activations=section.activations or (None if gpu_free_bytes is None else "recompute"),
+        activations=pinned_activations(section, sizes)
+        or (None if gpu_free_bytes is None else "recompute"),
         chunk=section.chunk,
-        kept_activations=section.kept_activations or 0,
         cpu_threads=section.cpu_threads,
         deferred_layers=section.deferred_layers,
         num_cores=max(1, cores - compute_threads),
@@ -500,6 +500,16 @@ def _resident_updates(section: StrongholdConfig, ranks: Ranks, *, on_gpu: bool) 
             'leave it out, or set stronghold.states to "exact"'
         )
     return "host" if ranks.several or only_host else section.resident_updates
+
+
+def pinned_activations(
+    section: StrongholdConfig, layout: ModelLayout
+) -> str | tuple[str, ...] | None:
+    """What the config says of activations, as the planner takes it."""
+    given = section.activations
+    if isinstance(given, dict):
+        return levels_of(layout, {str(level): count for level, count in given.items()})
+    return given
 
 
 def _move_buffers(model: nn.Module, device: torch.device) -> None:

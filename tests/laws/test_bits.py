@@ -22,6 +22,7 @@ import torch
 
 import stronghold
 from stronghold import native
+from stronghold.plan.demand import LEVELS
 from stronghold.plan.plan import make_plan
 from tests.models import HUGGING_FACE, MODELS, PLAIN, loss_of
 from tests.support.pairs import covering, pairs
@@ -59,7 +60,7 @@ AXES: dict[str, list[str]] = {
     "model": [name for name in (*PLAIN, *HUGGING_FACE) if name not in LIKE_LLAMA],
     "place": list(PLACES),
     "home": ["ram", "moments", "masters", "weights"],
-    "activations": ["keep", "offload", "recompute"],
+    "activations": [*LEVELS],
     "update": list(UPDATES),
     "micro-batches": ["1", "3"],
     "precision": ["fp32", "bf16", "fp16", "lean"],  # lean: bf16 with lean states
@@ -199,6 +200,7 @@ def interrupt(what: str, name: str, engine: Any, make_batch: Any) -> None:
 def check(case: Case, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     of = dict(zip(AXES, case, strict=True))
     monkeypatch.setattr("stronghold.plan.plan.PIECE_BYTES", SMALLEST_PIECE)
+    monkeypatch.setattr("stronghold.runtime.activations.MIN_OFFLOAD_BYTES", 1)
     monkeypatch.setenv("STRONGHOLD_ISA", of["cores"].split()[0])
     expected = plain(
         of["model"], UPDATES[of["update"]][0], int(of["micro-batches"]), of["precision"]

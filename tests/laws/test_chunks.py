@@ -19,6 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import stronghold
 from stronghold.errors import ConfigError
 from stronghold.model.partition import partition
+from stronghold.plan.demand import LEVELS
 from tests.models import HUGGING_FACE, MODELS
 from tests.support.training import Run, assert_identical, config, train_plain, train_windowed
 
@@ -86,7 +87,7 @@ def check(
     assert run.norms == expected.norms
 
 
-@pytest.mark.parametrize("policy", ["keep", "offload", "recompute"])
+@pytest.mark.parametrize("policy", LEVELS)
 @pytest.mark.parametrize(
     "place",
     [
@@ -97,7 +98,10 @@ def check(
     ],
     ids=str,
 )
-def test_where_layers_are_never_changes_a_bit(place: dict[str, Any], policy: str) -> None:
+def test_where_layers_are_never_changes_a_bit(
+    place: dict[str, Any], policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("stronghold.runtime.activations.MIN_OFFLOAD_BYTES", 1)
     check({**place, "activations": policy})
 
 

@@ -275,9 +275,15 @@ def test_contradictory_keys_are_refused() -> None:
     assert "stronghold.emulated" in section_refusal(device="cuda", emulated={"seed": 1})
     assert load(stronghold={"window": 2, "prefetch": 1}).stronghold.window == 2
     assert load(stronghold={"window": 1, "prefetch": 0}).stronghold.prefetch == 0
-    assert "stronghold.kept_activations: says which blocks" in section_refusal(kept_activations=2)
-    kept = load(stronghold={"activations": "offload", "kept_activations": 2}).stronghold
-    assert kept.kept_activations == 2
+
+
+def test_activations_are_one_level_or_numbers_of_blocks_in_order() -> None:
+    levels = {"recompute": 20, "attention": 8, "keep": 4}
+    assert load(stronghold={"activations": "attention"}).stronghold.activations == "attention"
+    given = load(stronghold={"activations": levels}).stronghold.activations
+    assert list(given.items()) == list(levels.items())
+    for wrong in ("recomput", {"recomput": 3}, {"keep": 0}, {}):
+        assert "stronghold.activations: got" in section_refusal(activations=wrong)
 
 
 def test_what_was_read_cannot_be_changed() -> None:

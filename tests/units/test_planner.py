@@ -15,7 +15,14 @@ from stronghold.memory.host import HostStore
 from stronghold.memory.resident import DeviceStore
 from stronghold.memory.window import Window
 from stronghold.model.layout import LayerLayout, ModelLayout
-from stronghold.plan.plan import RING_ENTRIES, Demand, Gradients, Plan, make_plan
+from stronghold.plan.plan import (
+    RING_ENTRIES,
+    Demand,
+    Gradients,
+    Plan,
+    levels_of,
+    make_plan,
+)
 from stronghold.plan.schedule import Kind, canonical_uses, make_schedule
 from stronghold.states import LOW_DTYPE
 
@@ -386,11 +393,37 @@ def test_the_same_question_has_the_same_answer() -> None:
     assert make_plan(layout, demand(num_cores=5)).cpu_threads == 5
 
 
-def test_the_last_blocks_may_keep_their_activations() -> None:
+def test_activations_by_level_are_what_waits_and_what_passes() -> None:
     layout = layout_of(MODELS["even"])
-    blocks = layout.streamed
-    for kept in range(len(blocks) + 2):
-        plan = make_plan(layout, demand(activations="recompute", kept_activations=kept))
-        policies = [plan.activations[index] for index in blocks]
-        num_again = max(0, len(blocks) - kept)
-        assert policies == ["recompute"] * num_again + ["keep"] * (len(blocks) - num_again)
+    blocks, num_layers = layout.streamed, len(layout.layers)
+    outside = num_layers - len(blocks)
+    saved, inputs, attended, chunks = 1000, 100, 30, 4
+    known = demand(
+        saved_bytes=tuple(saved if e.streamed else 7 for e in layout.layers),
+        boundary_bytes=(inputs,) * num_layers,
+        attention_bytes=(attended,) * num_layers,
+        chunks=chunks,
+    )
+    n = len(blocks)
+    for level, (on_gpu, on_host, passing) in {
+        "keep": (saved, 0, 7 * outside),
+        "offload": (0, saved, 2 * saved),
+        "recompute": (inputs, 0, saved // chunks),
+        "attention": (inputs + attended, 0, -(-(saved - attended) // chunks)),
+        "recompute_offload": (0, inputs, saved // chunks + 2 * inputs),
+        "attention_offload": (
+            0,
+            inputs + attended,
+            -(-(saved - attended) // chunks) + 2 * (inputs + attended),
+        ),
+    }.items():
+        plan = make_plan(layout, dataclasses.replace(known, activations=level))
+        assert plan.activation_bytes == n * on_gpu + passing, level
+        assert plan.offloaded_bytes == n * on_host, level
+    mixed = levels_of(layout, {"recompute": 1, "keep": n - 1})
+    assert [mixed[index] for index in blocks] == ["recompute"] + ["keep"] * (n - 1)
+    assert make_plan(layout, dataclasses.replace(known, activations=mixed)).activation_bytes == (
+        inputs + (n - 1) * saved + saved // chunks
+    )
+    with pytest.raises(ConfigError, match=f"expected {n}, as many as the model has"):
+        levels_of(layout, {"recompute": n + 1})

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Iterator
 from dataclasses import replace
-from itertools import product
+from itertools import combinations_with_replacement, pairwise, product
 from typing import NamedTuple
 
 import pytest
@@ -16,14 +17,17 @@ from stronghold.model.costs import ModelCosts
 from stronghold.model.layout import ModelLayout
 from stronghold.model.shapes import transformer_shape
 from stronghold.plan.cost import workload_of
+from stronghold.plan.demand import LEVELS
 from stronghold.plan.machine import MachineProfile, rates_of
-from stronghold.plan.plan import Demand, Plan, make_plan
+from stronghold.plan.plan import Demand, Plan, levels_of, make_plan
 from stronghold.plan.search import largest_micro_batch, lower_bound
 from stronghold.simulate import fastest_plan, simulate
 from tests.support.quiet import law_of_time, on_time
 
 GIB = 1 << 30
-NEAR = 1.03  # the issue's figure
+NEAR = 1.02
+# The first blocks with what takes the GPU least: their activations wait the longest.
+BY_ROOM = ["recompute_offload", "attention_offload", "offload", "recompute", "attention", "keep"]
 
 
 class Pair(NamedTuple):
@@ -65,63 +69,69 @@ def demand_of(pair: Pair) -> tuple[ModelLayout, ModelCosts, MachineProfile, Dema
         cpu_threads=machine.num_cores,
         saved_bytes=tuple(layer.saved_bytes for layer in costs.layers),
         boundary_bytes=tuple(layer.boundary_bytes for layer in costs.layers),
+        attention_bytes=tuple(layer.attention_bytes for layer in costs.layers),
     )
     return layout, costs, machine, demand
 
 
-def sweep(pair: Pair) -> tuple[float, float, int]:
-    """Seconds of a step: the search's choice, and the best of every window, share of resident
-    blocks and policy that fits; and how many those were."""
+def mixes(num_blocks: int, steps: int) -> Iterator[dict[str, int]]:
+    """Every division of the blocks among all levels, in so many equal shares."""
+    for bars in combinations_with_replacement(range(steps + 1), len(LEVELS) - 1):
+        edges = [round(num_blocks * edge / steps) for edge in (0, *bars, steps)]
+        shares = [high - low for low, high in pairwise(edges)]
+        yield {level: share for level, share in zip(BY_ROOM, shares, strict=True) if share}
+
+
+def sweep(
+    pair: Pair, *, residents: list[int], windows: list[int], steps: int
+) -> tuple[float, float, int]:
+    """Seconds of a step: the search's choice, and the best of all levels, and of these windows and
+    shares of resident blocks, that fit; and how many could have been better by their bound."""
     layout, costs, machine, demand = demand_of(pair)
     workload = workload_of(costs, machine)
     rates = rates_of(machine, demand.cpu_threads or 1)
-    choice = fastest_plan(layout, demand, workload, rates, dtype=torch.bfloat16)
-    best, count = float("inf"), 0
-    blocks = layout.streamed
-    for resident, updates, window, kept, other in product(
-        range(len(blocks) + 1),
-        ("host", "gpu"),
-        range(1, len(blocks) + 1),
-        range(len(blocks) + 1),
-        ("recompute", "offload"),
-    ):
-        if window > max(1, len(blocks) - resident):
+    chosen_s = fastest_plan(layout, demand, workload, rates, dtype=torch.bfloat16).forecast.step_s
+    best, count, num_blocks = float("inf"), 0, len(layout.streamed)
+    every = [levels_of(layout, mix) for mix in mixes(num_blocks, steps)]
+    for resident, updates, window, levels in product(residents, ("host", "gpu"), windows, every):
+        if window > max(1, num_blocks - resident):
             continue
         wish = replace(
             demand,
             resident_layers=resident,
             resident_updates=updates,
             window=window,
-            activations=other,
-            kept_activations=kept,
+            activations=levels,
         )
         try:
             plan = make_plan(layout, wish)
         except BudgetError:
             continue
-        if lower_bound(plan, workload, rates) >= best:
-            continue  # it cannot be better
+        count += 1
+        bound_s = lower_bound(plan, workload, rates)
+        if bound_s >= min(best, chosen_s):
+            best = min(best, bound_s)  # it cannot be better
+            continue
         step_s = simulate(layout, plan, workload, rates, dtype=torch.bfloat16).step_s
-        assert step_s >= lower_bound(plan, workload, rates) * (1 - 1e-9)
-        best, count = min(best, step_s), count + 1
-    return choice.forecast.step_s, best, count
+        assert step_s >= bound_s * (1 - 1e-9)
+        best = min(best, step_s)
+    return chosen_s, best, count
 
 
-def check(pair: Pair) -> None:
-    chosen, best, count = sweep(pair)
+def test_the_choice_is_within_two_per_cent_of_a_sweep_of_all_levels() -> None:
+    chosen, best, count = sweep(PAIRS[2], residents=[0, 4], windows=[2, 4], steps=3)
     assert count > 0
-    assert chosen <= NEAR * best, f"{chosen} s against {best} s, of {count} plans simulated"
-
-
-@pytest.mark.parametrize("pair", PAIRS[:1], ids=str)
-def test_the_choice_is_within_three_per_cent_of_an_exhaustive_sweep(pair: Pair) -> None:
-    check(pair)
+    assert chosen <= NEAR * best, f"{chosen} s against {best} s, of {count} plans"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("pair", PAIRS[1:], ids=str)
-def test_the_choice_is_within_three_per_cent_on_every_machine(pair: Pair) -> None:
-    check(pair)
+@pytest.mark.parametrize("pair", PAIRS, ids=str)
+def test_the_choice_is_within_two_per_cent_on_every_machine(pair: Pair) -> None:
+    num_blocks = pair.shape[0]
+    every = list(range(num_blocks + 1))
+    chosen, best, count = sweep(pair, residents=every[::2], windows=[1, 2, 3, 4, 6, 8], steps=4)
+    assert count > 0
+    assert chosen <= NEAR * best, f"{chosen} s against {best} s, of {count} plans"
 
 
 @law_of_time

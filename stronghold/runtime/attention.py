@@ -1,0 +1,197 @@
+"""What attention's forward gave, kept for the second run of a block.
+
+Owns the place from which `torch.nn.functional.scaled_dot_product_attention` is called while an
+engine lives, and what its kernels returned in a block's forward: the output and the logarithms of
+the rows' sums. In the second run they are returned again, and nothing is multiplied; autograd,
+which stands above, records the same node over the same bits. Entered by the training thread in
+forward and by autograd's in backward.
+
+[Note: where it stands] Torch's modes would do it for every operator of a block, at 3 to 5 us for
+each of a hundred. So one Python function is exchanged, and a mode is on inside of it alone. A
+block that reaches its attention otherwise (its own import of the function, a compiled part, another
+package's kernel, products written out) is computed again whole, and that is said once.
+
+[Note: dropout] A kernel that drops draws from the device's generator, and where it does not run,
+what comes after it in the block must draw as if it had: the generator's state is kept as well.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from stronghold.device.base import Device
+from stronghold.model.gpu_operators import ATTENTION_KERNELS, Attended, attended
+
+logger = logging.getLogger("stronghold")
+
+Plain = Callable[..., torch.Tensor]
+Through = Callable[[Plain, tuple[Any, ...], dict[str, Any]], torch.Tensor]
+
+
+class _Running(threading.local):
+    through: Through | None = None  # of the block that this thread runs
+
+
+running = _Running()
+_plain: Plain = F.scaled_dot_product_attention
+_engines = 0
+_installed = False
+
+
+def _attention(*args: Any, **kwargs: Any) -> torch.Tensor:
+    if torch.compiler.is_compiling() or running.through is None:
+        return _plain(*args, **kwargs)
+    return running.through(_plain, args, kwargs)
+
+
+_attention.__module__, _attention.__doc__ = F.__name__, _plain.__doc__  # found by these names,
+_attention.__name__ = _attention.__qualname__ = "scaled_dot_product_attention"  # when pickled
+
+
+class Interception:
+    """Attention's calls pass through here until `close`."""
+
+    def __init__(self) -> None:
+        global _plain, _engines, _installed
+        self._open = True
+        _engines += 1
+        if not _installed:
+            _installed, _plain = True, F.scaled_dot_product_attention
+            F.scaled_dot_product_attention = _attention
+
+    def close(self) -> None:
+        """The last one gives the function back; where somebody's own stands before it, ours passes
+        on. Safe to call twice."""
+        global _engines, _installed
+        if self._open:
+            self._open = False
+            _engines -= 1
+            if not _engines and F.scaled_dot_product_attention is _attention:
+                F.scaled_dot_product_attention, _installed = _plain, False
+
+
+class _Call(NamedTuple):
+    """A kernel's call: what it returned, tensors as they are kept, and the generator after it."""
+
+    kernel: Any
+    kept: tuple[Any, ...]
+    generator: torch.Tensor | None
+
+
+class _Watch(TorchDispatchMode):
+    """Remembers what attention's kernels return."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.found: list[tuple[Any, tuple[Any, ...]]] = []  # kernels, and what they returned
+        self.inputs: list[tuple[Any, ...]] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func in ATTENTION_KERNELS:
+            self.found.append((func, result))
+            self.inputs.append(args[:3])
+        return result
+
+
+class _Answer(TorchDispatchMode):
+    """Returns what they returned, in their order."""
+
+    def __init__(self, calls: list[_Call], give: Callable[[Any], Any], device: Device) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._calls = iter(calls)
+        self._give = give
+        self._device = device
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        call = next(self._calls, None) if func in ATTENTION_KERNELS else None
+        if call is None or call.kernel is not func:
+            return func(*args, **(kwargs or {}))
+        if call.generator is not None:
+            self._device.set_random_state(call.generator)
+        return tuple(map(self._give, call.kept))
+
+
+class AttentionCalls:
+    """Of one forward that will run again. `keep` says what stands for a tensor in between, and
+    `give` makes it a tensor again."""
+
+    def __init__(
+        self, keep: Callable[[torch.Tensor], Any], give: Callable[[Any], Any], device: Device
+    ) -> None:
+        self._keep = keep
+        self._give = give
+        self._device = device
+        self._calls: list[list[_Call]] = []  # of kernels, by call of the function
+        self._next = 0
+
+    @property
+    def any(self) -> bool:
+        """Whether anything is kept."""
+        return any(self._calls)
+
+    def first(self, plain: Plain, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+        """A call in the first run."""
+        with _Watch() as watch:
+            output = plain(*args, **kwargs)
+        drops = watch.found and (args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0)) > 0.0
+        generator = self._device.random_state() if drops else None
+        self._calls.append(
+            [
+                _Call(kernel, tuple(map(self._kept, results)), generator)
+                for kernel, results in watch.found
+            ]
+        )
+        return output
+
+    def _kept(self, value: Any) -> Any:
+        return self._keep(value) if isinstance(value, torch.Tensor) else value
+
+    def again(self) -> Through:
+        """What the calls of a second run, which begins now, go through."""
+        self._next = 0
+        return self._answer
+
+    def _answer(self, plain: Plain, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+        index, self._next = self._next, self._next + 1
+        calls = self._calls[index] if index < len(self._calls) else []
+        if not calls:
+            return plain(*args, **kwargs)
+        with _Answer(calls, self._give, self._device):
+            return plain(*args, **kwargs)
+
+
+def watched(tell: Callable[[Attended], None]) -> Through:
+    """Calls as they are; `tell` is called for each that a kernel computed."""
+
+    def through(plain: Plain, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+        with _Watch() as watch:
+            output = plain(*args, **kwargs)
+        for arguments, results in zip(watch.inputs, watch.found, strict=True):
+            tell(attended(arguments, results[1]))
+        return output
+
+    return through
+
+
+@functools.cache
+def say_not_kept(name: str) -> None:
+    """A block whose attention no kernel of torch's computed; once for each class of blocks."""
+    logger.warning(
+        "%s: activations are to keep what attention's backward needs, but its attention does not "
+        "come from a fused kernel of torch's scaled_dot_product_attention: it is computed again "
+        'like the rest, as under "recompute"',
+        name,
+    )

@@ -1,0 +1,147 @@
+"""The level `attention`: what attention's kernels gave is kept, so that none of its products is
+computed twice, and no bit differs from a block that is computed again whole, or kept.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import GPT2Config, GPT2LMHeadModel
+
+import stronghold
+from stronghold.model.gpu_operators import MORE_FLOPS, _attention_flops
+from stronghold.runtime import attention
+from tests.models import loss_of
+from tests.support.training import Run, assert_identical, config, train_plain, train_windowed
+
+KERNEL = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+LAYERS, BATCH, SEQ = 3, 4, 16
+LEVELS = ["attention", "attention_offload", "recompute_offload"]
+
+
+def gpt2(attention_dropout: float = 0.0) -> tuple[nn.Module, Callable[[int], dict[str, Any]]]:
+    """Dropout stands before and after attention, whose fused kernel on the CPU has none."""
+    shape = GPT2Config(
+        n_embd=32,
+        n_layer=LAYERS,
+        n_head=2,
+        vocab_size=61,
+        n_positions=SEQ,
+        resid_pdrop=0.2,
+        embd_pdrop=0.2,
+        attn_pdrop=attention_dropout,
+        use_cache=False,
+    )
+
+    def make_batch(seed: int) -> dict[str, Any]:
+        made = torch.Generator().manual_seed(seed)
+        tokens = torch.randint(0, 61, (BATCH, SEQ), generator=made)
+        return {"input_ids": tokens, "labels": tokens}
+
+    torch.manual_seed(0)
+    return GPT2LMHeadModel(shape).train(), make_batch
+
+
+@pytest.fixture(autouse=True)
+def everything_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stronghold.runtime.activations.MIN_OFFLOAD_BYTES", 1)
+
+
+def trained(section: dict[str, Any], precision: str = "fp32") -> Run:
+    return train_windowed(
+        gpt2, steps=3, settings=config(precision=precision, section={"window": 1, **section})
+    )
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("level", LEVELS)
+def test_no_level_changes_a_bit(level: str, precision: str) -> None:
+    expected = train_plain(gpt2, steps=3, precision=precision)
+    assert_identical(trained({"activations": level}, precision), expected)
+
+
+def test_levels_are_mixed_and_chunked_without_changing_a_bit() -> None:
+    expected = trained({"activations": "keep", "chunk": 1})
+    mixed = {"attention_offload": 1, "recompute_offload": 1, "attention": 1}
+    assert_identical(trained({"activations": mixed, "chunk": 1}), expected)
+
+
+@pytest.mark.parametrize("chunk", [None, 1])
+def test_none_of_attentions_products_is_computed_twice(chunk: int | None) -> None:
+    flops = {}
+    for level in ("keep", "recompute", *LEVELS[:2]):
+        section = {"window": 1, "activations": level, **({"chunk": chunk} if chunk else {})}
+        model, make_batch = gpt2()
+        engine = stronghold.initialize(
+            model=model, config=config(section=section), model_parameters=model.parameters()
+        )[0]
+        engine(**make_batch(0))  # a chunk is tried once
+        formulas = {**MORE_FLOPS, KERNEL: _attention_flops}
+        with FlopCounterMode(display=False, custom_mapping=formulas) as counter:
+            engine.backward(loss_of(engine(**make_batch(0))))
+        engine.destroy()
+        flops[level] = counter.get_flop_counts()["Global"][KERNEL]
+    once = LAYERS * _attention_flops(*[torch.Size((BATCH, 2, SEQ, 16))] * 3)
+    assert flops["keep"] == flops["attention"] == flops["attention_offload"] == once
+    assert flops["recompute"] == 2 * once
+
+
+def test_attention_that_no_kernel_computes_is_computed_again_and_said_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("stronghold"), "propagate", True)
+    attention.say_not_kept.cache_clear()
+    settings = config(section={"window": 1, "activations": "attention"})
+    run = train_windowed(lambda: gpt2(0.2), steps=3, settings=settings)
+    assert_identical(run, train_plain(lambda: gpt2(0.2), steps=3))
+    said = [record.message for record in caplog.records if "fused kernel" in record.message]
+    assert len(said) == 1
+    assert said[0].startswith("GPT2Block")
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever engines other tests have left."""
+    monkeypatch.setattr(
+        F, "scaled_dot_product_attention", torch._C._nn.scaled_dot_product_attention
+    )
+    monkeypatch.setattr(attention, "_engines", 0)
+    monkeypatch.setattr(attention, "_installed", False)
+
+
+@pytest.mark.usefixtures("alone")
+def test_the_function_is_given_back_when_the_last_engine_ends() -> None:
+    before = F.scaled_dot_product_attention
+    first, second = attention.Interception(), attention.Interception()
+    first.close()
+    first.close()
+    assert F.scaled_dot_product_attention is not before
+    second.close()
+    assert F.scaled_dot_product_attention is before
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_function_that_stands_before_ours_stays() -> None:
+    plain = F.scaled_dot_product_attention
+    ours = attention.Interception()
+    inner = F.scaled_dot_product_attention
+
+    def theirs(*args: Any, **kwargs: Any) -> torch.Tensor:
+        return inner(*args, **kwargs)
+
+    F.scaled_dot_product_attention = theirs
+    ours.close()
+    assert F.scaled_dot_product_attention is theirs
+    again = attention.Interception()  # must not call itself through theirs
+    query = torch.randn(1, 1, 4, 8)
+    assert torch.equal(F.scaled_dot_product_attention(*[query] * 3), plain(*[query] * 3))
+    F.scaled_dot_product_attention = inner
+    again.close()
+    assert F.scaled_dot_product_attention is plain
