@@ -53,9 +53,9 @@ class Corpus:
         self._batch_size, self._context = batch_size, context
         self.restart()
 
-    def restart(self) -> None:
+    def restart(self, seed: int = 0) -> None:
         """Begin the sequence of batches again: it is the same every time."""
-        self._generator = torch.Generator().manual_seed(0)
+        self._generator = torch.Generator().manual_seed(seed)
 
     @property
     def num_bytes(self) -> int:

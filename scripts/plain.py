@@ -23,12 +23,14 @@ TIMED_BLOCKS, STEPS_PER_BLOCK = 5, 4
 class PlainLoop:
     """The same training without stronghold's window: the whole model on the device, torch alone.
 
-    `exact` takes the engine's arithmetic, `stronghold.CPUAdam` on the host and a norm in double
-    precision, to compare bits; otherwise it is the fast loop that everybody writes, fused AdamW on
-    fp32 masters on the device.
+    `exact` takes the engine's arithmetic, `stronghold.CPUAdam` on the host (with `states` of either
+    kind) and a norm in double precision, to compare bits; otherwise it is the fast loop that
+    everybody writes, fused AdamW on fp32 masters on the device.
     """
 
-    def __init__(self, model: PreTrainedModel, config: dict[str, Any], exact: bool) -> None:
+    def __init__(
+        self, model: PreTrainedModel, config: dict[str, Any], exact: bool, states: str = "exact"
+    ) -> None:
         self._model = model
         self._exact = exact
         self._clipping = config["gradient_clipping"]
@@ -41,7 +43,7 @@ class PlainLoop:
             "betas": tuple(config["optimizer"]["params"]["betas"]),
         }
         adam = (
-            stronghold.CPUAdam(masters, **hyper)
+            stronghold.CPUAdam(masters, states=states, **hyper)
             if exact
             else torch.optim.AdamW(masters, fused=True, **hyper)
         )
@@ -78,6 +80,8 @@ class PlainLoop:
         return loss.detach()
 
     def _clip(self, gradients: list[torch.Tensor]) -> None:
+        if not self._clipping:
+            return
         if not self._exact:
             torch.nn.utils.clip_grad_norm_([master for _, master in self._pairs], self._clipping)
             return

@@ -47,9 +47,9 @@ class Size:
     heads: int
     context: int
 
-    def build(self, dtype: torch.dtype) -> LlamaForCausalLM:
+    def build(self, dtype: torch.dtype, seed: int = 0) -> LlamaForCausalLM:
         """The same weights on every call."""
-        torch.manual_seed(0)
+        torch.manual_seed(seed)
         config = LlamaConfig(
             vocab_size=VOCABULARY,
             hidden_size=self.hidden,

@@ -1,0 +1,186 @@
+"""Whether lean states train as exact ones do: held-out loss of the quickstart's model with both.
+
+    python benchmarks/lean_training.py [--tiny] [--steps 1000] [--seeds 3] [--save]
+
+A plain loop with the engine's arithmetic (`scripts/plain.py`): what the engine computes is the same
+to the bit, whatever moves. Each seed has its weights and its order of batches; both kinds of states
+have the same. What is asked: that the mean of the lean runs lies within the spread of the exact
+ones. Rows: two texts (the standard library's sources; the C++ headers that torch brings), clipping
+on and off, and fine-tuning on the other text, at a rate of 1e-5, what the first row's exact run of
+the same seed has learned.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from harness import RESULTS, ROOT, describe, hardware, provenance, save
+from tqdm import tqdm
+
+sys.path.insert(0, str(ROOT / "scripts"))
+from corpus import Corpus, read_text
+from plain import PlainLoop
+from quickstart import FULL, TINY, Size, evaluate
+
+EVALUATIONS = 10
+KINDS = ("exact", "lean")
+ROWS: dict[str, dict[str, Any]] = {
+    "clipped": {},
+    "not clipped": {"clipping": 0.0},
+    "other text": {"text": "headers"},
+    "fine-tuned": {"text": "headers", "lr": 1e-5, "begins": "clipped"},
+}
+Curve = list[tuple[int, float]]
+Weights = dict[str, torch.Tensor]
+
+
+def headers() -> bytes:
+    """A second text that every machine with torch has."""
+    folder = Path(torch.__file__).parent / "include"
+    return b"".join(file.read_bytes() for file in sorted(folder.rglob("*.h")))
+
+
+def train(
+    size: Size,
+    data: Corpus,
+    config: dict[str, Any],
+    *,
+    kind: str,
+    steps: int,
+    seed: int,
+    begins: Weights | None,
+) -> tuple[Curve, Weights]:
+    """(step, held-out loss in nats per byte), and the weights at the end."""
+    model = size.build(torch.bfloat16, seed)
+    if begins is not None:
+        model.load_state_dict(begins)
+    data.restart(seed)
+    loop = PlainLoop(model, config, exact=True, states=kind)
+    curve = [(0, evaluate(model, data))]
+    for step in range(1, steps + 1):
+        loop.step(data.batch())
+        if step % max(1, steps // EVALUATIONS) == 0 or step == steps:
+            curve.append((step, evaluate(model, data)))
+    return curve, copy.deepcopy(model.state_dict())
+
+
+def run(size: Size, steps: int, seeds: int, rows: list[str], config: dict[str, Any]) -> Any:
+    """The curves by row, kind and seed."""
+    batch = config["train_micro_batch_size_per_gpu"]
+    texts = {"stdlib": read_text(None), "headers": headers()}
+    corpora = {k: Corpus(text, batch_size=batch, context=size.context) for k, text in texts.items()}
+    found: dict[str, dict[str, list[Curve]]] = {}
+    learned: dict[tuple[str, int], Weights] = {}
+    bar = tqdm(total=len(rows) * seeds * len(KINDS), unit="run")
+    for row in rows:
+        asked, here = ROWS[row], copy.deepcopy(config)
+        here["gradient_clipping"] = asked.get("clipping", config["gradient_clipping"])
+        here["optimizer"]["params"]["lr"] = asked.get("lr", config["optimizer"]["params"]["lr"])
+        here["scheduler"]["params"]["total_num_steps"] = steps
+        found[row] = {kind: [] for kind in KINDS}
+        for seed in range(seeds):
+            for kind in KINDS:
+                curve, weights = train(
+                    size,
+                    corpora[asked.get("text", "stdlib")],
+                    here,
+                    kind=kind,
+                    steps=steps,
+                    seed=seed,
+                    begins=learned.get((asked.get("begins", ""), seed)),
+                )
+                found[row][kind].append(curve)
+                if kind == "exact":
+                    learned[row, seed] = weights
+                bar.update()
+    return found
+
+
+def verdicts(found: dict[str, dict[str, list[Curve]]]) -> dict[str, dict[str, Any]]:
+    rows = {}
+    for row, kinds in found.items():
+        last = {kind: [curve[-1][1] for curve in curves] for kind, curves in kinds.items()}
+        exact, mean = last["exact"], statistics.mean(last["lean"])
+        pairs = zip(last["lean"], exact, strict=True)
+        rows[row] = {
+            "before": [curve[0][1] for curve in kinds["exact"]],
+            **last,
+            "within": min(exact) <= mean <= max(exact),
+            "difference": statistics.mean(lean - other for lean, other in pairs),
+            "spread": max(exact) - min(exact),
+        }
+    return rows
+
+
+def page(size: Size, data: dict[str, Any]) -> str:
+    lines = [
+        "# Training with lean states",
+        "",
+        f"A Llama of {size.num_parameters() / 1e6:.1f} M parameters, bytes as tokens, "
+        f"{data['steps']} steps, {data['seeds']} seeds. Held-out loss at the end, nats per byte: "
+        "each seed, exact and lean beside each other.",
+        "",
+        "| | exact | lean | mean of lean - exact | spread of exact | mean of lean within it |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row, found in data["rows"].items():
+        exact, lean = (", ".join(f"{v:.4f}" for v in found[kind]) for kind in KINDS)
+        lines.append(
+            f"| {row} | {exact} | {lean} | {found['difference']:+.4f} | {found['spread']:.4f} | "
+            f"{'yes' if found['within'] else 'no'} |"
+        )
+    return "\n".join([*lines, "", describe(data), ""])
+
+
+def draw(found: dict[str, dict[str, list[Curve]]], png: Path) -> None:
+    from matplotlib.figure import Figure
+
+    from stronghold.telemetry import plot
+
+    figure = Figure(figsize=(4.2 * len(found), 3.6), dpi=110, layout="constrained")
+    columns = figure.subplots(1, len(found), squeeze=False)[0]
+    for axes, (row, kinds) in zip(columns, found.items(), strict=True):
+        for kind, colour, style in (("exact", "#303030", "-"), ("lean", "#d2691e", "--")):
+            for number, curve in enumerate(kinds[kind]):
+                label = f"{kind} states" if number == 0 else None
+                steps, losses = zip(*curve, strict=True)
+                axes.plot(steps, losses, style, color=colour, linewidth=1.1, label=label)
+        axes.set_title(row, fontsize=10)
+        axes.set_xlabel("step")
+        axes.set_ylabel("held-out loss, nats per byte")
+        axes.legend(frameon=False, fontsize=8)
+    plot.save(figure, png)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tiny", action="store_true", help="the model of 0.7 M parameters")
+    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--rows", nargs="+", choices=list(ROWS), default=list(ROWS))
+    parser.add_argument("--save", action="store_true", help="write to benchmarks/results")
+    args = parser.parse_args()
+    size = TINY if args.tiny else FULL
+    config = json.loads((ROOT / "configs" / "quickstart.json").read_text())
+    record = provenance()
+    curves = run(size, args.steps, args.seeds, args.rows, config)
+    asked = {"steps": args.steps, "seeds": args.seeds, "parameters": size.num_parameters()}
+    data = {**record, **asked, "rows": verdicts(curves), "curves": curves}
+    text = page(size, data)
+    print(text)
+    if args.save:
+        name = f"lean-training-{size.num_parameters() / 1e6:.1f}m_{hardware()}"
+        for path in save(name, text, data):
+            print(f"wrote {path}")
+        draw(curves, RESULTS / f"{name}.png")
+
+
+if __name__ == "__main__":
+    main()
