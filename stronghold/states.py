@@ -70,9 +70,11 @@ def num_items(array: str, numel: int) -> int:
     return -(-numel // group_size(array))
 
 
-def page_numel(kind: Kind) -> int:
+def page_numel(kind: Kind, *, in_files: bool = True) -> int:
     """Elements of which every array has whole pages: what padding and pieces are multiples of. The
-    weights' two bytes or, where it is more, what takes most elements to a page."""
+    weights' two bytes or, where arrays may lie `in_files`, what takes most elements to a page."""
+    if not in_files:
+        return PAGE_BYTES // 2
     sizes = (dtype.itemsize / group_size(array) for array, dtype in MOMENT_DTYPES[kind].items())
     return int(PAGE_BYTES / min(2, *sizes))
 

@@ -94,7 +94,7 @@ class Question:
     @property
     def layout(self) -> ModelLayout:
         """The model's, as that many ranks share it, with pages for these states."""
-        layout, page = self.model.layout, page_numel(self.states)
+        layout, page = self.model.layout, page_numel(self.states, in_files=self.nvme_bytes > 0)
         same = self.ranks == 1 and page == layout.page_numel
         return layout if same else for_ranks(layout, self.ranks, page)
 

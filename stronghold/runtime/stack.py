@@ -101,9 +101,8 @@ class Stack:
         self.ranks = request.ranks
         if self.ranks.several:
             check_section(section)
-        self.layout: ModelLayout = layout(
-            self.partition, self.ranks.num_ranks, page_numel(section.states)
-        )
+        page = page_numel(section.states, in_files=section.nvme is not None)
+        self.layout: ModelLayout = layout(self.partition, self.ranks.num_ranks, page)
         kind = section.device or ("cuda" if cuda.available() else "emulated")
         self.section = section
         on_gpu = kind == "cuda" and cuda.available()

@@ -17,6 +17,7 @@ from torch import nn
 from stronghold import refine
 from stronghold.device import cuda
 from stronghold.errors import ConfigError
+from stronghold.states import Kind
 from tests.models import (
     HIDDEN,
     HUGGING_FACE,
@@ -30,6 +31,7 @@ from tests.models import (
 from tests.models.families import odd_llama as llama
 from tests.support.training import (
     ADAM,
+    DTYPES,
     KernelAdam,
     Run,
     assert_identical,
@@ -53,7 +55,7 @@ def train_plain_on_gpu(factory: Any, *, precision: str, clipping: float, accumul
     torch.manual_seed(0)
     model, make_batch = factory()
     without_caches(model)
-    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    dtype = DTYPES[precision]
     mirrors: dict[nn.Parameter, nn.Parameter] = {}
     for parameter in model.parameters():
         parameter.data = parameter.data.to("cuda", dtype)
@@ -61,7 +63,8 @@ def train_plain_on_gpu(factory: Any, *, precision: str, clipping: float, accumul
             mirrors[parameter] = nn.Parameter(parameter.detach().cpu())
     for buffer in model.buffers():
         buffer.data = buffer.data.cuda()
-    optimizer = KernelAdam(torch.optim.AdamW(list(mirrors.values()), **ADAM))
+    kind: Kind = "lean" if precision == "lean" else "exact"
+    optimizer = KernelAdam(torch.optim.AdamW(list(mirrors.values()), **ADAM), kind)
     run = Run()
     sums: dict[nn.Parameter, torch.Tensor] = {}
     torch.manual_seed(1)
@@ -124,10 +127,19 @@ def test_any_model_trains_as_without_a_window(name: str, policy: str) -> None:
     check(name, {**STREAMED, "activations": policy}, clipping=0.5)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "lean"])
 def test_a_plan_of_its_own_never_changes_a_bit(precision: str) -> None:
-    """Nothing is said: the plan is made, and made anew after the first steps."""
+    """Nothing is said: the plan is made, and made anew after the first steps. With lean states what
+    stays on the GPU is updated on the host."""
     check("odd llama", {}, precision=precision, clipping=0.5)
+
+
+def test_lean_states_on_the_gpu_are_refused() -> None:
+    settings = config(
+        precision="lean", section={"device": "cuda", "resident_updates": "gpu", **STREAMED}
+    )
+    with pytest.raises(ConfigError, match="lean states are updated on the host"):
+        train_windowed(llama, steps=1, settings=settings)
 
 
 class Late(torch.autograd.Function):

@@ -18,10 +18,10 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
 from stronghold.config import Settings, keys, load, parse_bytes
-from stronghold.model.layout import ModelLayout, for_ranks, layout
+from stronghold.model.layout import ModelLayout, layout
 from stronghold.model.partition import partition
 from stronghold.plan.plan import Demand, Gradients, Plan, make_plan
-from stronghold.states import moment_bytes, page_numel, states_of
+from stronghold.states import moment_bytes, states_of
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 SEQUENCE = 2048  # scripts/finetune's
@@ -157,7 +157,7 @@ def plan(settings: Settings, of: ModelLayout, ram: int, accumulation: int | None
     steps = accumulation or training.gradient_accumulation_steps
     assert training.precision == "bf16"
     return make_plan(
-        for_ranks(of, 1, page_numel(section.states)),
+        of,
         Demand(
             weight_bytes=2,
             low_bytes=states_of(torch.bfloat16, section.states).low_bytes,
@@ -180,7 +180,7 @@ def plan(settings: Settings, of: ModelLayout, ram: int, accumulation: int | None
 def test_the_model_fits_the_machine_that_the_config_is_for(config: str, model: str) -> None:
     settings = load(CONFIGS / f"{config}.json")
     has, kind = machine(settings, config), settings.stronghold.states
-    of = for_ranks(sizes(model), 1, page_numel(kind))
+    of = sizes(model)
     planned = plan(settings, of, has.ram)
     numel = sum(layer.numel for layer in of.layers)
     largest = max(layer.numel for layer in of.layers)
