@@ -123,7 +123,7 @@ def error_of(seed: int) -> float:
 
 
 def compare(seeds: range) -> None:
-    """Seconds within the issue's bounds over all seeds, bytes equal in each."""
+    """Seconds within the bounds over all seeds, bytes equal in each."""
     errors = [error_of(seed) for seed in seeds]
     on_time(statistics.median(errors) <= MEDIAN_ERROR, errors)
     on_time(max(errors) <= WORST_ERROR, errors)
