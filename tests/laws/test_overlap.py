@@ -22,7 +22,7 @@ from tests.support.training import config
 NUM_LAYERS = 20
 LAYER_NUMEL = 1 << 19  # 2 MiB in fp32
 WARM_UP, MEASURED = UNTOLD_STEPS + TRACED_STEPS + 2, 5  # the plan is refined before that
-SLACK = 1.15  # the figure: fill and drain of one layer, and the hand-over between threads
+SLACK = 1.15  # what is promised: fill and drain of one layer, and the hand-over between threads
 
 
 def measure(

@@ -21,7 +21,7 @@ from tests.support.training import config
 
 WARM_UP, MEASURED = 2, 4
 NUM_PLANS = 30
-MEDIAN_ERROR, WORST_ERROR = 0.05, 0.15  # the figures
+MEDIAN_ERROR, WORST_ERROR = 0.05, 0.15  # what is promised
 INPUT_NUMEL = 1 << 13
 
 

@@ -21,7 +21,7 @@ from tests.support.sleeping import SleepingModel
 
 NUM_LAYERS, NUMEL = 16, 1 << 17
 FORWARD_S, BACKWARD_S = 0.003, 0.006  # of a layer
-SLACK = 1.15  # the figure
+SLACK = 1.15  # what is promised
 NEAR = 1.02  # of the best count: the search prefers to hold less
 
 
