@@ -225,6 +225,10 @@ class StrongholdConfig(_Section):
         "1024 tokens of a vocabulary of 128k have 0.75 GiB in passing in bf16; fewer save little "
         "beside a layer's weights, and make the matrix products small."
     )
+    kept_activations: NotNegative | None = key(
+        "How many of the last blocks keep what they save on the GPU, although activations, one "
+        'word then, says otherwise: "recompute" and 4 of 32 are {"recompute": 28, "keep": 4}.'
+    )
     resident_layers: NotNegative | Literal["all"] | None = key(
         "Layers that stay on the GPU and are never streamed."
     )
@@ -280,6 +284,12 @@ class StrongholdConfig(_Section):
                 f"{SECTION}.prefetch: got {self.prefetch}, expected less than {SECTION}.window "
                 f"({self.window}): a layer that is fetched needs a slot beside the one in use. "
                 "Lower prefetch or raise window"
+            )
+        if self.kept_activations is not None and not isinstance(self.activations, str):
+            raise ValueError(
+                f"{SECTION}.kept_activations: says which blocks differ from the one word of "
+                f"{SECTION}.activations, which is {'left out' if not self.activations else 'not one'}"
+                ". Give the numbers of blocks there, or leave kept_activations out"
             )
         if self.device == "cuda" and "emulated" in self.model_fields_set:
             raise ValueError(

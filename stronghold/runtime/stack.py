@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -506,6 +507,10 @@ def pinned_activations(
 ) -> str | tuple[str, ...] | None:
     """What the config says of activations, as the planner takes it."""
     given = section.activations
+    if isinstance(given, str) and section.kept_activations:
+        num_blocks = len(layout.streamed)
+        kept = min(section.kept_activations, num_blocks)
+        return levels_of(layout, Counter({given: num_blocks - kept}) + Counter(keep=kept))
     if isinstance(given, dict):
         return levels_of(layout, {str(level): count for level, count in given.items()})
     return given

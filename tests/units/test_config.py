@@ -24,6 +24,8 @@ from stronghold.config import source
 from stronghold.config.keys import KEYS, Effect
 from stronghold.config.section import EmulatedConfig, NvmeConfig, StrongholdConfig
 from stronghold.errors import ConfigError
+from stronghold.model.layout import ModelLayout, ParameterShape, layer_layout
+from stronghold.runtime.stack import pinned_activations
 from tests.support.settings import BASE, LOGGER, load, refusal
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -284,6 +286,18 @@ def test_activations_are_one_level_or_numbers_of_blocks_in_order() -> None:
     assert list(given.items()) == list(levels.items())
     for wrong in ("recomput", {"recomput": 3}, {"keep": 0}, {}):
         assert "stronghold.activations: got" in section_refusal(activations=wrong)
+    for wrong in (None, {"keep": 1}):
+        refused = section_refusal(activations=wrong, kept_activations=2)
+        assert "stronghold.kept_activations: says which blocks" in refused
+
+
+@pytest.mark.parametrize(("kept", "again"), [(0, 3), (1, 2), (3, 0), (5, 0)])
+def test_the_last_blocks_may_keep_what_the_one_word_does_not(kept: int, again: int) -> None:
+    shape = [ParameterShape(name="p", shape=(8,), trainable=True)]
+    blocks = [layer_layout(shape, index=k, name=str(k), streamed=True) for k in range(3)]
+    section = load(stronghold={"activations": "offload", "kept_activations": kept}).stronghold
+    pinned = pinned_activations(section, ModelLayout(tuple(blocks)))
+    assert pinned == ("offload" if kept == 0 else ("offload",) * again + ("keep",) * (3 - again))
 
 
 def test_what_was_read_cannot_be_changed() -> None:
