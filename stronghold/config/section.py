@@ -287,9 +287,8 @@ class StrongholdConfig(_Section):
             )
         if self.kept_activations is not None and not isinstance(self.activations, str):
             raise ValueError(
-                f"{SECTION}.kept_activations: says which blocks differ from the one word of "
-                f"{SECTION}.activations, which is {'left out' if not self.activations else 'not one'}"
-                ". Give the numbers of blocks there, or leave kept_activations out"
+                f"{SECTION}.kept_activations: says which blocks differ from {SECTION}.activations, "
+                f"got {self.activations!r}, expected one word. Say it there, or leave both out"
             )
         if self.device == "cuda" and "emulated" in self.model_fields_set:
             raise ValueError(

@@ -296,7 +296,7 @@ def test_the_last_blocks_may_keep_what_the_one_word_does_not(kept: int, again: i
     shape = [ParameterShape(name="p", shape=(8,), trainable=True)]
     blocks = [layer_layout(shape, index=k, name=str(k), streamed=True) for k in range(3)]
     section = load(stronghold={"activations": "offload", "kept_activations": kept}).stronghold
-    pinned = pinned_activations(section, ModelLayout(tuple(blocks)))
+    pinned = pinned_activations(section, ModelLayout(layers=tuple(blocks)))
     assert pinned == ("offload" if kept == 0 else ("offload",) * again + ("keep",) * (3 - again))
 
 
