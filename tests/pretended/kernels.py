@@ -17,6 +17,7 @@ import torch
 from stronghold import native
 from stronghold.device import cuda, triton_kernels
 from stronghold.device.kernels import NativeKernels
+from stronghold.errors import ConfigError
 
 ADDRESSES = ("weight", "low", "exp_avg", "exp_avg_sq", "grad")
 
@@ -38,7 +39,11 @@ def install(extension: Any) -> None:
             self._pool = native.Pool(1)
             self._host = NativeKernels(self._pool)
 
-        def adam(self, weight: torch.dtype, grad: torch.dtype, segments: Any) -> None:
+        def adam(
+            self, weight: torch.dtype, grad: torch.dtype, segments: Any, *, lean: bool = False
+        ) -> None:
+            if lean:
+                raise ConfigError("there is no program for lean states")  # as on a GPU
             rows = native.adam_rows(segments).copy()  # the caller may write its own anew
             numels = rows["numel"].tolist()
             for name in ADDRESSES:
