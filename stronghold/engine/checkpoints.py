@@ -76,7 +76,7 @@ class Checkpoints:
         save = Save(
             self._stack,
             optimizer,
-            Path(save_dir),
+            Path(save_dir).absolute(),  # of now: the program may go elsewhere meanwhile
             directory.check_tag(tag),
             client=found,
             counters=counters,

@@ -47,6 +47,16 @@ from stronghold.telemetry.metrics import Reading, StepRecord, count_tokens, valu
 logger = logging.getLogger("stronghold")
 
 
+def _take_over(model: nn.Module) -> None:
+    """An engine that streams this very model, and has trained nothing, ends: the next one takes
+    over, as where a reference's log-probabilities are computed before training."""
+    for engine in list(_living):
+        if engine._destroyed or engine.module is not model or engine.micro_steps:
+            continue
+        if engine.optimizer is None or not engine._stack.host.training:
+            engine.destroy()
+
+
 def _check_loss(name: str, loss: Any) -> None:
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or loss.grad_fn is None:
         raise ConfigError(
@@ -120,6 +130,7 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
         self._loss_sum: torch.Tensor | None = None
         self.last_record: StepRecord | None = None
         self._destroyed = False
+        _take_over(model)
         check_free(model)
         if optimizer is not None:
             optimizer.connect(self.step, self.zero_grad)
@@ -179,6 +190,8 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
 
         LaneError, once, for an asynchronous save that has failed meanwhile: the next call goes on.
         """
+        if self._destroyed:  # the model is the user's again, or another engine's
+            return self.module(*inputs, **kwargs)
         self._stack.check_process("engine.forward")
         self._checkpoints.raise_failure()
         self._user_backward.check()

@@ -43,6 +43,7 @@ import deepspeed.utils
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
+from torch.utils.dlpack import from_dlpack
 
 from stronghold.errors import ConfigError
 from stronghold.runtime.runtime import Written
@@ -355,6 +356,17 @@ class ParameterReads:
 Layers = Sequence[int]
 
 
+def _own_storages(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """What a state dict gives out shows the parameter's memory, as ever, through a storage that is
+    no larger than that: who saves it saves no more. Its version is the parameter's still."""
+    for name, parameter in module._parameters.items():
+        value = state.get(prefix + name)
+        if isinstance(value, torch.Tensor) and value is not parameter and not value.is_meta:
+            whole = value.untyped_storage().nbytes()
+            if value.is_contiguous() and value.nbytes < whole and value.nbytes:
+                point(value, from_dlpack(torch._C._to_dlpack(value.detach())))  # type: ignore[arg-type]
+
+
 class StateHooks:
     """`wait` returns when every parameter of these layers holds its newest value, `read` when
     nobody reads the slabs any more; `loaded` takes over new values of these parameters, and of no
@@ -392,6 +404,9 @@ class StateHooks:
             if own or module is model:
                 waiting = OwnHook(partial(self._before_save, own))
                 self._handles.append(module.register_state_dict_pre_hook(waiting))
+            if own:
+                hook = module._register_state_dict_hook(OwnHook(_own_storages))
+                self._handles.append(hook)
             self._handles += (
                 module.register_load_state_dict_pre_hook(OwnHook(self._before_load)),
                 module.register_load_state_dict_post_hook(OwnHook(self._after_load)),

@@ -103,6 +103,7 @@ class Hooks:
         self._executor = executor
         self._activations = activations
         self._handles: list[RemovableHandle] = []
+        self._on_gradients: list[tuple[nn.Parameter, int]] = []  # and the number of its hook
         self._depth = 0
         self._running: list[tuple[int, nn.Module]] = []  # blocks, the outermost first
         self._training = False  # whether the running pass of the model wants gradients
@@ -129,7 +130,9 @@ class Hooks:
                     hook = self._gradient_hook(
                         layer.index, position, part, trained(named.parameter)
                     )
-                    self._keep(named.parameter.register_post_accumulate_grad_hook(hook))
+                    handle = named.parameter.register_post_accumulate_grad_hook(hook)
+                    self._keep(handle)
+                    self._on_gradients.append((named.parameter, handle.id))
         # Attached last, it is the first to run: the root may hold parameters of its own.
         self._keep(
             root.register_forward_pre_hook(
@@ -287,6 +290,15 @@ class Hooks:
             self._executor.gradient_arrived(index, position, part, parameter)
 
         return arrived
+
+    def begin_backward(self) -> None:
+        """Backward is about to run. A parameter's hooks are called in the order in which they were
+        registered: ours is the last, which takes away what the user's have left."""
+        with torch._C.DisableTorchFunctionSubclass():  # hidden parameters need not be shown
+            for parameter, number in self._on_gradients:
+                hooks: Any = parameter._post_accumulate_grad_hooks
+                if next(reversed(hooks)) != number:
+                    hooks[number] = hooks.pop(number)
 
     def end_backward(self) -> None:
         """Backward has ended, or was abandoned."""

@@ -303,6 +303,7 @@ class KeptModule:
         self._versions: list[tuple[str, SavedTensor]] = []
         inner: list[tuple[int, str, Any]] = []  # what can be written into, by part and name
         buffers: dict[int, Held] = {}
+        self._trained = [p for p in module.parameters() if p.requires_grad]
         for k, part in enumerate(module.modules()):
             here = vars(part)
             names = tuple(here)
@@ -344,7 +345,10 @@ class KeptModule:
                 )
         now = _states([generator for generator, _ in self._states])
         outside: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        frozen = [p for p in self._trained if not p.requires_grad]  # since: its gradient is dropped
         try:
+            for parameter in frozen:
+                parameter.requires_grad_(True)
             self._exchange(outside)
             _set_states(self._states)
             yield
@@ -352,6 +356,8 @@ class KeptModule:
             for where, held in reversed(outside):
                 where.clear()
                 where.update(held)
+            for parameter in frozen:
+                parameter.requires_grad_(False)
             _set_states(now)
 
     def _exchange(self, outside: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:

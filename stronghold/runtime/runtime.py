@@ -10,6 +10,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 
+import torch
+from torch import nn
+
+from stronghold.errors import ConfigError
 from stronghold.memory.window import Window
 from stronghold.model.partition import Partition
 from stronghold.plan.plan import Gradients, Plan
@@ -51,6 +55,30 @@ class Runtime(ABC):
             deferred=plan.deferred,
             window=window,
         )
+
+    # -- what lies in .grad -----------------------------------------------------------------------
+    def _with_gradient(self) -> list[tuple[int, int, nn.Parameter]]:
+        with torch._C.DisableTorchFunctionSubclass():  # hidden parameters need not be shown
+            return [
+                (layer, k, parameter)
+                for layer, of_layer in enumerate(self._parameters)
+                for k, parameter in enumerate(of_layer)
+                if parameter.grad is not None
+            ]
+
+    def _refuse_strays(self) -> None:
+        """ConfigError for gradients that nobody has taken over; they are dropped."""
+        strays = []
+        for layer, k, parameter in self._with_gradient():
+            parameter.grad = None
+            if self._adam.trains(parameter):
+                strays.append(self._host.layers[layer].layout.slices[k].name)
+        if strays:
+            raise ConfigError(
+                f"{strays[0]}.grad was set by hand, or by a backward of outputs that the engine "
+                "has not made: call the engine, not its module, or engine.backward(loss); a "
+                "gradient of your own takes deepspeed.utils.safe_set_full_grad after backward"
+            )
 
     # -- life -------------------------------------------------------------------------------------
     @abstractmethod

@@ -142,17 +142,20 @@ class Streaming(Runtime):
 
     def _drop_grad(self) -> None:
         """What autograd left in parameters, whose hooks did not come to take it away."""
-        for of_layer in self._parameters:
-            for parameter in of_layer:
-                parameter.grad = None
+        for _, _, parameter in self._with_gradient():
+            parameter.grad = None
 
     def begin_backward(self, *, boundary: bool) -> None:
         self._device.check()
         self._abandon_forward()
         self._adam.refuse_unfrozen()
         self._adopt_edited()
+        if torch._C._current_graph_task_id() == -1:  # else what is there is of this very backward
+            self._refuse_strays()
         self.ledger.begin_backward(boundary=boundary)
         self._store.prepare_training()
+        if self._hooks is not None:
+            self._hooks.begin_backward()
         self.executor.begin_backward_pass()
 
     def end_backward(self) -> None:
@@ -179,6 +182,7 @@ class Streaming(Runtime):
         self._team.dropped()
 
     def close_gate(self, *, clipping: float, loss_scale: float) -> GateResult:
+        self._refuse_strays()
         self._adopt_edited()
         gate, changed = self.updates.close_gate(
             clipping=clipping, loss_scale=loss_scale, decides=self._gated

@@ -12,13 +12,11 @@ and refused, at the next backward or `engine.step`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
-from torch import nn
 
-from stronghold.errors import ConfigError
 from stronghold.model.partition import Partition
 from stronghold.plan.plan import Gradients, Plan
 from stronghold.runtime.binding import Bindings
@@ -113,26 +111,6 @@ class Whole(Runtime):
         return self.updates.close_gate(
             clipping=clipping, loss_scale=loss_scale, decides=self._gated
         )[0]
-
-    def _with_gradient(self) -> Iterator[tuple[int, int, nn.Parameter]]:
-        for layer, of_layer in enumerate(self._parameters):
-            for k, parameter in enumerate(of_layer):
-                if parameter.grad is not None:
-                    yield layer, k, parameter
-
-    def _refuse_strays(self) -> None:
-        """ConfigError for gradients that came outside engine.backward; they are dropped."""
-        strays = []
-        for layer, k, parameter in self._with_gradient():
-            parameter.grad = None
-            if self._adam.trains(parameter):
-                strays.append(self._host.layers[layer].layout.slices[k].name)
-        if strays:
-            raise ConfigError(
-                f"{strays[0]}.grad was set by hand, or by a backward of outputs that the engine "
-                "has not made: call the engine, not its module, or engine.backward(loss); a "
-                "gradient of your own takes deepspeed.utils.safe_set_full_grad after backward"
-            )
 
     def _drop_gradients(self) -> None:
         for _, _, parameter in self._with_gradient():

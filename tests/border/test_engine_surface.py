@@ -465,12 +465,13 @@ def test_engines_do_not_know_of_each_other() -> None:
 
 def test_a_model_that_an_engine_streams_is_refused_until_it_is_given_back() -> None:
     both = Twin()
+    both.train(0)
     for model in (both.model, nn.Sequential(both.model)):
         with pytest.raises(ConfigError, match=r"already; call its destroy\(\) first"):
             stronghold.initialize(
                 model=model, config=both.settings, model_parameters=model.parameters()
             )
-    both.train(0)
+    both.train(1)
     both.check()
     both.engine.destroy()
 
