@@ -67,6 +67,9 @@ def leave(folder: Path, title: str, numbers: Mapping[str, Any]) -> None:
         "with the window": list(enumerate(numbers["losses"], 1)),
         "without it": list(enumerate(numbers["plain_losses"], 1)),
         "held-out text": numbers["held_out"],
+        f"batch of {numbers['chunked']['batch']} in chunks of {numbers['chunked']['chunk']}": list(
+            enumerate(numbers["chunked"]["losses"], 1)
+        ),
     }
     plot.draw_losses(curves, folder / "losses.png", title=title)
     plot.draw_timeline(trace.read(folder / "trace.json"), folder / "timeline.png")

@@ -90,6 +90,10 @@ def test_the_quickstart_learns_compares_and_leaves_its_pictures(tmp_path: Path) 
     assert summary["losses"][:2] == summary["plain_losses"]
     assert 2 * summary["gpu_budget_bytes"] < summary["weight_bytes"]
     assert summary["memory"]["gpu_peak"] <= summary["gpu_budget_bytes"]
+    chunked = summary["chunked"]
+    assert len(chunked["losses"]) == 3
+    assert (chunked["batch"], chunked["chunk"]) == (16, 4)
+    assert chunked["memory"]["gpu_peak"] == chunked["memory"]["gpu_planned"]
     for name in ("losses.png", "timeline.png", "trace.json", "config.json"):
         assert (tmp_path / name).stat().st_size > 0
     lanes = {span.lane for span in trace.read(tmp_path / "trace.json")}
