@@ -21,8 +21,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Tr
 
 from stronghold.engine import StrongholdEngine
 from stronghold.plan.plan import Gradients
-from tests.laws.test_torch_reference import BOUND, LOSS_BOUND
-from tests.support.frameworks import fresh_accelerate, plugin
+from tests.support.frameworks import BOUND, LOSS_BOUND, fresh_accelerate, plugin
 from tests.support.frameworks import trainer_arguments as arguments
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate", "plugin")
@@ -129,8 +128,8 @@ def assert_same_training(streamed: Trainer, plain: Trainer) -> None:
     assert plain.model_wrapped is plain.model
     ours, theirs = curve(streamed), curve(plain)
     assert len(theirs.losses) == plain.state.global_step
-    assert ours.losses == pytest.approx(theirs.losses, abs=LOSS_BOUND["fp32"])
-    assert ours.eval_losses == pytest.approx(theirs.eval_losses, abs=LOSS_BOUND["fp32"])
+    assert ours.losses == pytest.approx(theirs.losses, abs=LOSS_BOUND)
+    assert ours.eval_losses == pytest.approx(theirs.eval_losses, abs=LOSS_BOUND)
     assert ours.norms == pytest.approx(theirs.norms, rel=1e-4)
     streamed.model_wrapped.synchronize()
     expected = dict(plain.model.named_parameters())
@@ -139,7 +138,7 @@ def assert_same_training(streamed: Trainer, plain: Trainer) -> None:
         for name, weight in streamed.model.named_parameters()
     )
     mean = total / sum(weight.numel() for weight in expected.values())
-    assert mean <= BOUND["fp32"] * plain.state.global_step * LEARNING_RATE
+    assert mean <= BOUND * plain.state.global_step * LEARNING_RATE
 
 
 @pytest.mark.parametrize("kept", ["activations kept", "reentrant", "not reentrant"])
@@ -168,7 +167,7 @@ def test_deepspeed_itself_trains_the_same_without_the_section(trained: Any) -> N
     assert type(stock.model_wrapped) is deepspeed.DeepSpeedEngine
     streamed = trained(CLIENT)
     assert isinstance(streamed.model_wrapped, StrongholdEngine)
-    bound = pytest.approx(curve(stock).losses, abs=LOSS_BOUND["fp32"])
+    bound = pytest.approx(curve(stock).losses, abs=LOSS_BOUND)
     assert curve(streamed).losses == bound
     assert curve(streamed).rates == curve(stock).rates
     assert streamed.state.global_step == stock.state.global_step

@@ -18,8 +18,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Trainer
 
 from tests.border.test_trainer import CLIENT
-from tests.laws.test_torch_reference import LOSS_BOUND
-from tests.support.frameworks import fresh_accelerate, plugin, trainer_arguments
+from tests.support.frameworks import LOSS_BOUND, fresh_accelerate, plugin, trainer_arguments
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate", "plugin")
 
@@ -140,7 +139,7 @@ def test_trainers_of_trl_train_as_on_plain_pytorch(
     (plain, expected), (ours, weights) = runs
     assert len(plain) == GIVEN["max_steps"]
     for entry, of_plain in zip(ours, plain, strict=True):
-        assert entry["loss"] == pytest.approx(of_plain["loss"], abs=LOSS_BOUND["fp32"])
+        assert entry["loss"] == pytest.approx(of_plain["loss"], abs=LOSS_BOUND)
         assert entry["grad_norm"] == pytest.approx(of_plain["grad_norm"], rel=1e-4)
     far = sum((a - b).abs().sum().item() for a, b in zip(weights, expected, strict=True))
     moved = GIVEN["learning_rate"] * sum(weight.numel() for weight in weights)
@@ -205,4 +204,4 @@ def test_lightnings_strategy_trains_as_on_plain_pytorch(
         runs.append(task.losses)
     engines.pop().destroy()
     assert len(runs[0]) == len(batches)
-    assert runs[1] == pytest.approx(runs[0], abs=LOSS_BOUND["fp32"])
+    assert runs[1] == pytest.approx(runs[0], abs=LOSS_BOUND)

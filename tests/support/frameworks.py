@@ -15,6 +15,11 @@ from transformers import TrainingArguments
 
 import stronghold.plugin as switch
 
+# Of a few steps in fp32 beside torch's own optimizer: what the mean weight differs by, of what it
+# could have moved (steps times the learning rate), and what losses differ by.
+BOUND = 2.0**-16
+LOSS_BOUND = 2e-5
+
 RANK = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
 
 
