@@ -64,7 +64,8 @@ class UserBackward:
     def watch(self, output: Any) -> None:
         """Hang on the tensors of an output of the model: tensors in tuples, lists and dicts."""
         for tensor in _tensors(output):
-            tensor.register_hook(self._at_output)
+            hang: Any = torch.Tensor.register_hook  # lazy logits' own refuses the user's
+            hang(tensor, self._at_output)
 
     def _at_output(self, _: torch.Tensor) -> None:
         if self._task not in (None, torch._C._current_graph_task_id()):

@@ -22,6 +22,7 @@ timeline is recorded first and judged when everything is known.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import weakref
@@ -47,6 +48,7 @@ from stronghold.model.gpu_operators import (
     attended,
     in_all,
 )
+from stronghold.model.logits import LogitsInParts
 from stronghold.model.partition import Layer, Partition
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -115,7 +117,8 @@ def trace_costs(
 
     Its parameters may be anywhere, their values are not used. `inputs` are the keyword arguments of
     one call, on the meta device; without them the model gets token ids of `batch` by `seq`, and
-    labels where its forward has such an argument. Attention through
+    labels where its forward has such an argument. Logits are as large as they are for the engine
+    without a key: in parts from some size on (`logits`). Attention through
     `scaled_dot_product_attention` costs what the fused kernel of a GPU does. Work outside the
     layers' modules, such as the loss, belongs to the resident layer that ran last.
 
@@ -134,7 +137,8 @@ def trace_costs(
     weights = _without_memory(model, DTYPES[dtype])
     tracer = _Tracer(partition, weights)
     named = {f"model.{name}": tensor for name, tensor in weights.items()}
-    with tracer.attached(), torch.enable_grad():
+    parts = LogitsInParts(model, None)
+    with contextlib.closing(parts), tracer.attached(), torch.enable_grad():
         try:
             functional_call(_Step(model, tracer), named, (), given)
         except Exception as error:
@@ -143,7 +147,15 @@ def trace_costs(
                 f"{type(model).__name__}: a step failed on tensors without values, so that "
                 f"its costs cannot be counted before a run: {type(error).__name__}: {reason}"
             ) from error
+        tracer.settle_head(divided=parts.num_divided > 0)
     return ModelCosts(layers=tracer.costs(), batch=batch, seq=seq, tokens=batch * seq, dtype=dtype)
+
+
+class _OneModule(contextlib.nullcontext[None]):
+    """For the counter: which module runs is known here, and hooks on every module's output would
+    make lazy logits real."""
+
+    parents = ("Global",)
 
 
 class _Step(nn.Module):
@@ -232,6 +244,7 @@ class _Tracer:
         resident = [layer.index for layer in partition.layers if not layer.streamed]
         self._outside = resident[0] if resident else 0
         self._counter = FlopCounterMode(display=False, custom_mapping=MORE_FLOPS)
+        self._counter.mod_tracker = _OneModule()  # type: ignore[assignment]
         self._counted = 0.0
         # The layer that was called, how, and what its attention took.
         self._known: dict[Any, tuple[int, Call, list[Attended]]] = {}
@@ -263,6 +276,12 @@ class _Tracer:
         self._forward_is_over = True
         if loss is not None:
             torch.autograd.backward(loss)
+
+    def settle_head(self, *, divided: bool) -> None:
+        """Of logits in parts two of four products were counted in forward ([Note: four products] of
+        `logits`), and backward is taken for two of three: a third of all."""
+        if divided:
+            self._flops[self._outside] *= 2 / 3
 
     def costs(self) -> tuple[LayerCost, ...]:
         """Per layer, once the forward is over."""

@@ -284,6 +284,7 @@ class _Loss:
     def __init__(self, plain: Callable[..., torch.Tensor], loss_chunk: int | None) -> None:
         self._plain = plain
         self._loss_chunk = loss_chunk
+        self.num_divided = 0  # calls that were computed in parts
 
     def __reduce__(self) -> Any:
         return functools.partial, (self._plain,)
@@ -320,6 +321,7 @@ class _Loss:
         target = shift_labels.reshape(-1).to(logits.device)
         hidden = logits._hidden.reshape(-1, logits._hidden.size(-1))
         ignored = target == ignore_index
+        self.num_divided += 1
         losses = _apply_losses(
             hidden,
             logits._weight,
@@ -364,6 +366,11 @@ class LogitsInParts:
             vars(part)["_loss_function"] = loss
             self._losses.append((part, loss))
 
+    @property
+    def num_divided(self) -> int:
+        """How many losses were computed in parts."""
+        return sum(loss.num_divided for _, loss in self._losses)
+
     def close(self) -> None:
         """Give the modules back what they had. Safe to call twice."""
         for head, forward in self._heads.items():
@@ -382,7 +389,10 @@ class LogitsInParts:
         return F.linear(input, head.weight, head.bias)
 
     def _divides(self, head: nn.Linear, hidden: torch.Tensor) -> bool:
-        if torch.compiler.is_compiling() or torch.is_autocast_enabled(hidden.device.type):
+        device = hidden.device.type
+        if torch.compiler.is_compiling() or (
+            device != "meta" and torch.is_autocast_enabled(device)
+        ):
             return False
         if hidden.dim() < 2 or hidden.dtype is not head.weight.dtype:
             return False

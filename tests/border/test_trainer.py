@@ -155,6 +155,15 @@ def test_the_trainer_trains_as_without_deepspeed(trained: Any, kept: str) -> Non
     assert weight_decays == {0.1, 0.0}, "the Trainer's decay and no-decay groups"
 
 
+def test_a_batch_in_chunks_trains_as_the_whole_one(trained: Any) -> None:
+    """A larger per-device batch and the key are all that a user changes."""
+    settings = {**CLIENT, "stronghold": {**CLIENT["stronghold"], "chunk": 1}}
+    changed = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1}
+    streamed = trained(settings, **changed)
+    assert streamed.model_wrapped.plan.chunk == 1
+    assert_same_training(streamed, trained(None, **changed))
+
+
 def test_updates_during_backward_train_as_without_deepspeed(trained: Any) -> None:
     changed = {"max_grad_norm": 0.0, "gradient_accumulation_steps": 1}
     streamed = trained(CLIENT, **changed)

@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import stronghold
 from stronghold.errors import ConfigError
-from stronghold.model.logits import Logits, LogitsInParts
+from stronghold.model.logits import LARGE_BYTES, TOKENS, Logits, LogitsInParts, part_of
 from tests.models import MODELS
 from tests.support.training import assert_identical, config, train_plain, train_windowed
 
@@ -106,6 +106,20 @@ def test_the_engine_has_the_bits_of_a_plain_loop_in_parts(name: str, precision: 
         MODELS[name], steps=4, settings=config(precision=precision, section=section)
     )
     assert_identical(run, train_plain(in_parts(name, 5), steps=4, precision=precision))
+
+
+def test_logits_of_a_gib_in_fp32_are_in_parts_without_being_asked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tokens = LARGE_BYTES // 4 // 131072
+    assert part_of(tokens, 131072, None) == TOKENS
+    assert part_of(tokens - 1, 131072, None) == 0
+    assert [part_of(tokens, 131072, chosen) for chosen in (0, 7)] == [0, 7]
+    # The engine takes that way by itself: a border that small logits reach stands for the large.
+    monkeypatch.setattr("stronghold.model.logits.LARGE_BYTES", 1)
+    monkeypatch.setattr("stronghold.model.logits.TOKENS", 5)
+    run = train_windowed(MODELS["odd_llama"], steps=3, settings=config(section={"window": 2}))
+    assert_identical(run, train_plain(in_parts("odd_llama", 5), steps=3))
 
 
 @pytest.mark.parametrize("loss_chunk", [None, 0])

@@ -297,6 +297,21 @@ def test_the_logits_of_the_loss_belong_to_the_head() -> None:
     assert fp32_logits < costs.layers[head.index].saved_bytes < 1.1 * fp32_logits
 
 
+def test_logits_in_parts_cost_what_the_formulas_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of head and loss: four products instead of three, one part's logits in passing, and nothing
+    is saved that has the vocabulary's width."""
+    monkeypatch.setattr("stronghold.model.logits.TOKENS", 16)
+    whole = of_config(llama(vocab_size=5000), batch=2, seq=32)[0].layers[-1]
+    monkeypatch.setattr("stronghold.model.logits.LARGE_BYTES", 1)
+    costs, layers = of_config(llama(vocab_size=5000), batch=2, seq=32)
+    parts = costs.layers[-1]
+    assert layers.layers[-1].name == "lm_head"
+    assert parts.forward_flops == pytest.approx(whole.forward_flops * 4 / 3)
+    logits = 16 * 5000 * 4
+    assert logits <= parts.passing_bytes < 0.5 * whole.passing_bytes
+    assert parts.saved_bytes < 0.1 * whole.saved_bytes
+
+
 # -- what it leaves and refuses -------------------------------------------------------------------
 
 
