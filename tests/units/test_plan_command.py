@@ -176,6 +176,23 @@ def test_nvme_needs_a_measured_disk(tmp_path: Path, capsys: pytest.CaptureFixtur
 # -- what does not fit ----------------------------------------------------------------------------
 
 
+def test_lean_states_are_named_where_host_memory_is_short_and_chosen_only_when_asked_for(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    call = [*SIZES, "--machine", "rtx4090", "--gpu", "4MB"]
+    numel = from_sizes(6, 128, 4, 500, 64).layout.num_parameters
+    short = ["--host", f"{8 * numel}B"]
+    status, page, _ = run(*call, *short, capsys=capsys)
+    assert status == 1
+    assert re.search(r"states: lean \(they round otherwise\) +fits: ", page)
+    status, page, _ = run(*call, *short, "--states", "lean", capsys=capsys)
+    assert status == 0
+    assert "bf16 with lean states" in page
+    assert '"states": "lean"' in page
+    _, page, _ = run(*call, capsys=capsys)
+    assert "lean" not in page
+
+
 def test_what_does_not_fit_is_said_with_the_change_that_makes_it_fit(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
