@@ -303,7 +303,8 @@ class KeptModule:
         self._versions: list[tuple[str, SavedTensor]] = []
         inner: list[tuple[int, str, Any]] = []  # what can be written into, by part and name
         buffers: dict[int, Held] = {}
-        self._trained = [p for p in module.parameters() if p.requires_grad]
+        # Of a chunk they are views of a slot, which nobody may hold.
+        self._trained = [weakref.ref(p) for p in module.parameters() if p.requires_grad]
         for k, part in enumerate(module.modules()):
             here = vars(part)
             names = tuple(here)
@@ -345,7 +346,7 @@ class KeptModule:
                 )
         now = _states([generator for generator, _ in self._states])
         outside: list[tuple[dict[str, Any], dict[str, Any]]] = []
-        frozen = [p for p in self._trained if not p.requires_grad]  # since: its gradient is dropped
+        frozen = self._frozen()
         try:
             for parameter in frozen:
                 parameter.requires_grad_(True)
@@ -359,6 +360,11 @@ class KeptModule:
             for parameter in frozen:
                 parameter.requires_grad_(False)
             _set_states(now)
+
+    def _frozen(self) -> list[nn.Parameter]:
+        """Those that were frozen since: the first run saved tensors for their gradients."""
+        held = (parameter() for parameter in self._trained)
+        return [p for p in held if p is not None and not p.requires_grad]
 
     def _exchange(self, outside: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:
         """Put what was kept in its place; `outside` gets each table that is changed and what was
