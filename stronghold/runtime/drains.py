@@ -88,16 +88,11 @@ class GradientDrains:
         self._last: GradientSlot | None = None  # into which the last gradient went
         self.drained_bytes = 0
 
-    def arrived(
-        self, layer: int, position: int, part: ParameterSlice, parameter: torch.Tensor
-    ) -> None:
-        """Move `parameter.grad` to the layer's slot, and drain the slot when the layer is complete:
-        after several forward calls more parts of a gradient may come, and the layer waits for the
-        end of backward.
+    def arrived(self, layer: int, position: int, gradient: torch.Tensor) -> None:
+        """Copy a parameter's gradient to the layer's slot, and drain the slot when the layer is
+        complete: after several forward calls more parts of a gradient may come, and the layer waits
+        for the end of backward.
         """
-        gradient = parameter.grad
-        assert gradient is not None
-        parameter.grad = None
         slot = self._add(layer, [(position, gradient)], sums=False)
         complete = len(slot.arrived) == self._adam.num_trained(layer)
         state = self._layers[layer]

@@ -521,16 +521,14 @@ class Executor:
         self, layer: int, position: int, part: ParameterSlice, parameter: torch.Tensor
     ) -> None:
         """Autograd has accumulated into `parameter.grad`: send it on its way to the host."""
-        gradient = parameter.grad
+        gradient, parameter.grad = parameter.grad, None  # its data may be elsewhere by now
         assert gradient is not None
         if not self.reached(gradient=True):
-            parameter.grad = None
             raise ConfigError(
                 f"a gradient of {part.name} came while the model's forward runs: call backward "
                 "after forward, or freeze the model meanwhile: model.requires_grad_(False)"
             )
-        parameter.grad = self.outside.scaled(gradient)
-        self.drains.arrived(layer, position, part, parameter)
+        self.drains.arrived(layer, position, self.outside.scaled(gradient))
 
     def reached(self, *, gradient: bool) -> bool:
         """Autograd has come to an output of a layer, or to a parameter (`gradient`). Whether a

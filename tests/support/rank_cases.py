@@ -29,16 +29,15 @@ def in_parts(section: dict[str, Any] | None = None) -> Run:
     kept: list[tuple[Any, ...]] = []
     whole = {name: getattr(GradientDrains, name) for name in ("arrived", "flush")}
 
-    def arrived(self: Any, layer: int, position: int, part: Any, parameter: Any) -> None:
+    def arrived(self: Any, layer: int, position: int, gradient: torch.Tensor) -> None:
         if layer == HALVED:
-            parameter.grad = parameter.grad / 2
-            kept.append((layer, position, part, parameter, parameter.grad.clone()))
-        whole["arrived"](self, layer, position, part, parameter)
+            gradient = gradient / 2
+            kept.append((layer, position, gradient.clone()))
+        whole["arrived"](self, layer, position, gradient)
 
     def flush(self: Any) -> None:
-        for layer, position, part, parameter, half in kept:
-            parameter.grad = half
-            whole["arrived"](self, layer, position, part, parameter)
+        for half in kept:
+            whole["arrived"](self, *half)
         assert kept
         kept.clear()
         whole["flush"](self)
