@@ -308,8 +308,8 @@ def _as_it_is(stack: Stack) -> Demand:
     plan, blocks = stack.plan, stack.layout.streamed
     return replace(
         stack.demand,
-        window=plan.window,
-        prefetch=plan.prefetch,
+        window=plan.window or None,  # none where every block stays
+        prefetch=plan.prefetch if plan.window else None,
         resident_layers=len(plan.resident.intersection(blocks)),
         resident_updates="gpu" if plan.updated_on_gpu else "host",
         activations=plan.activations,

@@ -266,3 +266,11 @@ def test_many_micro_batches_are_told_what_chunks_would_take(
     assert len(told) == (accumulation > 1)
     if told:
         assert "train_micro_batch_size_per_gpu by 4" in told[0]
+
+
+def test_where_every_block_stays_training_goes_on() -> None:
+    """There is no window of which anything could be said."""
+    section = {"resident_layers": "all", "resident_updates": "host", "gpu_memory": 1 << 24}
+    settings = config(accumulation=4, section=section)
+    run = train_windowed(MODELS["gpt"], steps=4 * (REFINED + 1), settings=settings)
+    assert_identical(run, train_plain(MODELS["gpt"], steps=4 * (REFINED + 1), accumulation=4))
