@@ -249,7 +249,7 @@ def _demand(question: Question) -> Demand:
         host_budget_bytes=question.host_bytes // question.gpus,
         window=question.window,
         resident_layers=question.resident_layers,
-        saved_bytes=tuple(_most_saved(layer) for layer in costs.layers),
+        saved_bytes=_saved_bytes(costs.layers),
         boundary_bytes=tuple(layer.boundary_bytes for layer in costs.layers),
         attention_bytes=tuple(layer.attention_bytes for layer in costs.layers),
         # One launches the GPU's work.
@@ -265,10 +265,15 @@ def _demand(question: Question) -> Demand:
     )
 
 
-def _most_saved(layer: LayerCost) -> int:
-    """What a layer keeps; of one outside the blocks, such as the head, also what it has in passing,
-    for that is there while everything else is kept."""
-    return layer.saved_bytes + (0 if layer.boundary_bytes else layer.passing_bytes)
+def _saved_bytes(layers: Sequence[LayerCost]) -> tuple[int, ...]:
+    """What each layer keeps. Outside the blocks (norm, head, loss) one after the other has most in
+    passing while everything else is kept: the most of them counts, once."""
+    outside = [k for k, layer in enumerate(layers) if not layer.boundary_bytes]
+    largest = max(outside, key=lambda k: layers[k].passing_bytes, default=-1)
+    return tuple(
+        layer.saved_bytes + (layer.passing_bytes if k == largest else 0)
+        for k, layer in enumerate(layers)
+    )
 
 
 def _limits(question: Question, demand: Demand, plan: Plan | None) -> Limits:
