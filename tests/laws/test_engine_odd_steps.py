@@ -346,7 +346,7 @@ def test_loaded_weights_become_the_masters(
         new = {k: v.float() * 1.1 + 1e-4 for k, v in both.plain.state_dict().items()}
         both.plain.load_state_dict(new)
         for state in both.adam._state.values():
-            if state["low"] is not None:
+            if state.get("low") is not None:
                 state["low"].zero_()
         if way == "model":
             both.model.load_state_dict(new)

@@ -242,16 +242,6 @@ def test_a_backward_that_fails_between_early_updates_refuses_every_further_one()
     assert_half_a_step_refuses_every_further_one(section=on_gpu("every layer"))
 
 
-def test_a_gradient_from_outside_is_refused_and_dropped() -> None:
-    with twin(section=on_gpu("whole")) as both:
-        both.train(0)
-        for call in (lambda: both.engine.backward(both.on(2)(both.engine)), both.engine.step):
-            both.on(1)(both.engine).backward()
-            with pytest.raises(ConfigError, match=r"of .* outside engine\.backward"):
-                call()
-        both.train(3)
-
-
 def test_a_graph_older_than_the_step_is_refused_as_in_a_plain_loop() -> None:
     engine, make_batch = engine_of("whole")
     old = loss_of(engine(**make_batch(0)))
