@@ -49,9 +49,10 @@ def run_steps(engine: Any, make_batch: Any, steps: range) -> None:
 def in_time(work: Callable[[], None]) -> BaseException | None:
     """Run `work` in a thread; its exception, or None. Fails when it does not end."""
     raised: list[BaseException] = []
+    threads = torch.get_num_threads()
 
     def run() -> None:
-        torch.set_num_threads(1)
+        torch.set_num_threads(threads)  # as many add in the same order
         try:
             work()
         except BaseException as error:

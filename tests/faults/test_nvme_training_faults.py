@@ -188,6 +188,7 @@ def test_a_read_only_path_is_refused_before_the_run(tmp_path: Path) -> None:
 
 def test_after_a_killed_run_the_next_one_starts(tmp_path: Path) -> None:
     if (child := os.fork()) == 0:
+        torch.set_num_threads(1)  # a fork has no other one of OpenMP's
         engine, make_batch = make_engine(tmp_path, "weights")
         run_steps(engine, make_batch, range(2))
         os.kill(os.getpid(), signal.SIGKILL)
