@@ -304,9 +304,12 @@ class KeptModule:
         inner: list[tuple[int, str, Any]] = []  # what can be written into, by part and name
         buffers: dict[int, Held] = {}
         # Of a chunk they are views of a slot, which nobody may hold.
-        self._trained = [weakref.ref(p) for p in module.parameters() if p.requires_grad]
+        self._trained: list[weakref.ref[nn.Parameter]] = []
         for k, part in enumerate(module.modules()):
             here = vars(part)
+            for own in here["_parameters"].values():
+                if own is not None and own.requires_grad:
+                    self._trained.append(weakref.ref(own))
             names = tuple(here)
             found = _sorted(names, tuple(map(type, here.values())), kinds)
             for name in found.tensors:
