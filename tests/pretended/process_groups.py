@@ -1,6 +1,7 @@
 """What stands for NCCL: gloo, which stages device tensors on the host. Groups of one rank alone.
 
-Gloo crashes where it is to reduce and scatter device tensors: of one rank's, that is a copy.
+Gloo crashes where it is to reduce and scatter device tensors, and gathers them beside what a stream
+still computes: of one rank's, both are a copy.
 """
 
 from __future__ import annotations
@@ -10,7 +11,12 @@ from typing import Any
 import torch.distributed
 from torch.distributed import distributed_c10d
 
-REDUCE_SCATTER = ("reduce_scatter_tensor", "reduce_scatter_single")  # torch's old name and its new
+COPIES = (  # torch's old names and its new
+    "reduce_scatter_tensor",
+    "reduce_scatter_single",
+    "all_gather_into_tensor",
+    "all_gather_single",
+)
 
 
 class Done:
@@ -34,24 +40,19 @@ def install() -> None:
             options["backend"] = "gloo"
         return new_group(*arguments, **options)
 
-    names = [name for name in REDUCE_SCATTER if hasattr(torch.distributed, name)]
+    names = [name for name in COPIES if hasattr(torch.distributed, name)]
     of_hosts = {name: getattr(torch.distributed, name) for name in names}
 
     def one_ranks(name: str) -> Any:
-        def reduce_scatter(
-            output: torch.Tensor,
-            input: torch.Tensor,
-            op: Any = torch.distributed.ReduceOp.SUM,
-            group: Any = None,
-            async_op: bool = False,
-        ) -> Any:
+        def copied(output: torch.Tensor, input: torch.Tensor, *given: Any, **options: Any) -> Any:
             if input.device.type == "cpu":
-                return of_hosts[name](output, input, op, group, async_op)
-            assert torch.distributed.get_world_size(group) == 1
-            output.copy_(input)
-            return Done() if async_op else None
+                return of_hosts[name](output, input, *given, **options)
+            assert torch.distributed.get_world_size(options.get("group")) == 1
+            if output.data_ptr() != input.data_ptr():
+                output.copy_(input)
+            return Done() if options.get("async_op") else None
 
-        return reduce_scatter
+        return copied
 
     for module in (torch.distributed, distributed_c10d):
         for name in names:
