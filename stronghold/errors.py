@@ -38,6 +38,7 @@ class LaneError(StrongholdError, RuntimeError):
         self.lane = lane
         self.operation = operation
         self.surfaced = False  # whether it was raised where the program can catch it
+        self.first: LaneError | None = None  # what had failed before on a lane of the same device
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

@@ -356,6 +356,8 @@ class Device(ABC):
         """Remember the first failure of any lane (called by lane threads)."""
         if self._failure is None:
             self._failure = error
+        elif error is not self._failure:
+            error.first = self._failure
 
     def check(self) -> None:
         """Raise the first failure of any lane; the training thread calls it at every trigger.

@@ -34,6 +34,8 @@ def surfacing(error: LaneError) -> LaneError:
     """`error`, which the calling thread is about to raise ([Note: surfaced])."""
     if not threading.current_thread().name.startswith(THREAD_PREFIX):
         error.surfaced = True
+        if error.first is not None:  # whoever is told of one failure knows
+            error.first.surfaced = True
     return error
 
 

@@ -266,6 +266,18 @@ def test_the_first_failure_is_the_one_that_is_reported(device: Device) -> None:
         device.check()
 
 
+def test_who_was_told_of_a_later_failure_is_not_told_of_the_first_at_the_end(
+    device: Device,
+) -> None:
+    work = raise_(OSError("no"))
+    first, second = (device.drain.submit(name, work) for name in ("first", "second"))
+    with pytest.raises(LaneError, match="second failed"):
+        second.wait()
+    device.check_unheard()
+    with pytest.raises(LaneError, match="first failed"):
+        first.wait()
+
+
 @pytest.mark.parametrize("error", [SystemExit(1), KeyboardInterrupt(), MemoryError()])
 def test_no_exception_ends_a_lane_silently(device: Device, error: BaseException) -> None:
     fence = device.update.submit("update 1", raise_(error))
