@@ -117,14 +117,15 @@ def fastest_plan(
     dtype: torch.dtype,
     asynchronous: bool = True,
     ladders: Sequence[Ladder] = LADDERS,
+    near: Sequence[tuple[int, int]] = (),
 ) -> Choice[Prediction]:
-    """The fastest plan for `demand`, by simulation, and by one of `ladders`; BudgetError when none
-    fits."""
+    """The fastest plan for `demand`, by simulation, by one of `ladders`, and `near` these numbers
+    of resident blocks and windows, if any (`search.search`); BudgetError when none fits."""
 
     def predict(plan: Plan) -> Prediction:
         return simulate(layout, plan, workload, rates, dtype=dtype, asynchronous=asynchronous)
 
-    return search(layout, demand, workload, rates, predict, ladders)
+    return search(layout, demand, workload, rates, predict, ladders, near)
 
 
 class _Groups:

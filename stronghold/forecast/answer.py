@@ -7,7 +7,6 @@ size. One thread enters.
 
 from __future__ import annotations
 
-import contextlib
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -216,11 +215,16 @@ def with_fastest_chunk(question: Question) -> Question:
 
 
 def _fastest(
-    question: Question, demand: Demand, ladders: Sequence[search.Ladder] = search.LADDERS
+    question: Question,
+    demand: Demand,
+    ladders: Sequence[search.Ladder] = search.LADDERS,
+    near: Sequence[tuple[int, int]] = (),
 ) -> Choice[Prediction]:
     work, rates = _work_and_rates(question, demand)
     dtype = DTYPES[question.dtype]
-    return fastest_plan(question.layout, demand, work, rates, dtype=dtype, ladders=ladders)
+    return fastest_plan(
+        question.layout, demand, work, rates, dtype=dtype, ladders=ladders, near=near
+    )
 
 
 def _work_and_rates(question: Question, demand: Demand) -> tuple[Workload, Rates]:
@@ -421,21 +425,15 @@ def _near(question: Question, other: Forecast, plan: Plan) -> Timing | None:
     kept, window = len(plan.resident & blocks), plan.window
     held = max(1, GIB // max(1, layout.max_numel * demand.weight_bytes))
     near = [(kept, window), (kept + held, window), (kept, window + held), (kept - 1, window)]
+    if question.resident_layers is not None:
+        near = near[::2]
+    bounded = [(min(count, len(blocks)), slots) for count, slots in near if count >= 0]
     ladders = [other.ladder] if other.ladder else search.LADDERS
-    found = []
-    for resident, slots in near:
-        resident = min(resident, len(blocks))
-        slots = max(1, min(slots, len(blocks) - resident))
-        if resident < 0:
-            continue
-        pinned = replace(demand, resident_layers=resident, window=demand.window or slots)
-        with contextlib.suppress(ConfigError):
-            choice = _fastest(question, pinned, ladders)
-            limits = _limits(question, demand, choice.plan)
-            found.append(_timing(question, choice.forecast, limits))
-    if not found:
+    try:
+        choice = _fastest(question, demand, ladders, bounded)
+    except ConfigError:
         return outlook(question).timing
-    return min(found, key=lambda timing: timing.step_s)
+    return _timing(question, choice.forecast, _limits(question, demand, choice.plan))
 
 
 # -- the config -----------------------------------------------------------------------------------

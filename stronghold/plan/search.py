@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise, product
 from typing import Generic, Protocol, TypeVar
 
-from stronghold.device.contention import Rates
+from stronghold.device.contention import LEAST_SHARE, Rates
 from stronghold.errors import BudgetError, ConfigError
 from stronghold.model.layout import ModelLayout
 from stronghold.plan.cost import Workload, shares
@@ -79,21 +79,43 @@ class Choice(Generic[Prediction]):
 # -- bounds ---------------------------------------------------------------------------------------
 
 
-def lower_bound(plan: Plan, work: Workload, rates: Rates) -> float:
+def lower_bound(layout: ModelLayout, plan: Plan, work: Workload, rates: Rates) -> float:
     """Seconds of the busiest lane's own work in a step of `plan` ([Note: lower bounds first])."""
-    moved, forward_s = plan.traffic, work.forward_s
+    moved = plan.traffic
     update_s = moved.update_bytes * 1e-9 / rates.update_gbps
-    compute_s = work.micro_batches * (forward_s + work.backward_s(plan.activations))
+    compute_s = work.micro_batches * (work.forward_s + work.backward_s(plan.activations))
     compute_s += moved.device_update_bytes * 1e-9 / rates.device_gbps
-    if plan.gradients is not Gradients.RING:
-        # Updates begin when backward has ended, and the next backward needs them all.
-        compute_s += max(0.0, update_s - forward_s)
+    compute_s += _waits_s(layout, plan, work, rates)
     return max(
         compute_s,
         update_s,
         moved.fetch_bytes * 1e-9 / rates.fetch_gbps,
         moved.drain_bytes * 1e-9 / rates.drain_gbps,
     )
+
+
+def _waits_s(layout: ModelLayout, plan: Plan, work: Workload, rates: Rates) -> float:
+    """Seconds that forward waits for updates at least. Those behind the gate begin when backward
+    has ended, in the layers' order; of others the first layer's, whose gradient is the last that is
+    there. Weights that were updated before cross host memory beside the updates.
+    """
+    gated = layout.layers if plan.gradients is not Gradients.RING else layout.layers[:1]
+    each_s = plan.traffic.adam_bytes * 1e-9 / rates.update_gbps / plan.num_ranks
+    # What crosses takes of Adam's memory what is more than it leaves unused, unless that is all.
+    own, fetch, memory = rates.update_gbps, rates.fetch_gbps, rates.memory_gbps
+    delay_s = 0.0
+    if plan.num_ranks == 1 and memory - rates.duplex_gbps - rates.io_gbps > LEAST_SHARE * own:
+        taken = max(0.0, own + fetch - memory) / own
+        delay_s = plan.traffic.weight_bytes * 1e-9 / fetch * taken
+    updated_s = delayed_s = end_s = forward_s = 0.0
+    for layer in gated:
+        on_host = 0 if layer.index in plan.updated_on_gpu else layer.num_trainable
+        updated_s += on_host * each_s
+        load_s = work.layers[layer.index].forward_s
+        end_s = max(end_s, updated_s + delayed_s) + load_s
+        forward_s += load_s
+        delayed_s += on_host * delay_s
+    return end_s - forward_s
 
 
 def updates_s(plan: Plan, rates: Rates) -> tuple[float, float]:
@@ -142,11 +164,13 @@ def search(
     rates: Rates,
     predict: Callable[[Plan], Prediction],
     ladders: Sequence[Ladder] = LADDERS,
+    near: Iterable[tuple[int, int]] = (),
 ) -> Choice[Prediction]:
-    """The fastest plan within the demand's budgets, by `predict`, of those by `ladders`.
+    """The fastest plan within the demand's budgets, by `predict`, of those by `ladders`; of those
+    `near`, when given: with these numbers of resident blocks and windows.
     BudgetError when none fits: it is the one of the smallest plan, and names what would make it
     fit."""
-    return _Search(layout, demand, work, rates, predict, ladders).run()
+    return _Search(layout, demand, work, rates, predict, ladders).run(list(near))
 
 
 class _Search(Generic[Prediction]):
@@ -168,7 +192,22 @@ class _Search(Generic[Prediction]):
         self._seen: set[object] = set()
         self._tried: list[Choice[Prediction]] = []
 
-    def run(self) -> Choice[Prediction]:
+    def run(self, near: Sequence[tuple[int, int]]) -> Choice[Prediction]:
+        if near:
+            wishes = (wish for kept, window in near for wish in self._demands([kept], [window]))
+            self._round(self._fitting(wishes, self._ladders))
+        else:
+            self._rounds()
+        if not self._tried:
+            raise _refusal(self._layout, self._demand)
+        if self._demand.deferred_layers is None:
+            best = self._best(1)[0]
+            counts = deferrals(self._layout, best.plan, self._work, self._rates)
+            wishes = (replace(best.demand, deferred_layers=count) for count in counts)
+            self._round(self._new(wishes, best.ladder))
+        return self._chosen()
+
+    def _rounds(self) -> None:
         num_blocks = len(self._layout.streamed)
         pinned = self._demand.resident_layers
         shares = {round(num_blocks * k / SHARES) for k in range(SHARES + 1)}
@@ -179,9 +218,10 @@ class _Search(Generic[Prediction]):
         if not self._tried:
             self._round(self._usual(residents, self._ladders))
         if not self._tried:
-            raise _refusal(self._layout, self._demand)
+            return
         for choice in self._best(FEW):
-            self._round(self._fitting(self._near(choice, [choice.plan.window]), self._ladders))
+            wishes = self._near(choice, [choice.plan.window, USUAL_WINDOW])
+            self._round(self._fitting(wishes, self._ladders))
         for choice in self._best(1):
             wishes = self._near(choice, [*WINDOWS, num_blocks])
             self._round(self._fitting(wishes, [choice.ladder]))
@@ -192,12 +232,6 @@ class _Search(Generic[Prediction]):
             self._round(self._usual(around, [best.ladder]))
             wishes = self._demands(around, [best.plan.window])
             self._round(self._fitting(wishes, [best.ladder]))
-        if self._demand.deferred_layers is None:
-            best = self._best(1)[0]
-            counts = deferrals(self._layout, best.plan, self._work, self._rates)
-            wishes = (replace(best.demand, deferred_layers=count) for count in counts)
-            self._round(self._new(wishes, best.ladder))
-        return self._chosen()
 
     def _chosen(self) -> Choice[Prediction]:
         best = self._best(1)[0]
@@ -226,7 +260,7 @@ class _Search(Generic[Prediction]):
     def _round(self, candidates: Iterable[tuple[Plan, Demand, Ladder]]) -> None:
         """Try what is new and fits, the most promising first ([Note: lower bounds first])."""
         bounded = [
-            (lower_bound(candidate[0], self._work, self._rates), *candidate)
+            (lower_bound(self._layout, candidate[0], self._work, self._rates), *candidate)
             for candidate in candidates
         ]
         least = min((choice.step_s for choice in self._tried), default=math.inf)

@@ -109,7 +109,7 @@ def sweep(
         except BudgetError:
             continue
         count += 1
-        bound_s = lower_bound(plan, workload, rates)
+        bound_s = lower_bound(layout, plan, workload, rates)
         if bound_s >= min(best, chosen_s):
             best = min(best, bound_s)  # it cannot be better
             continue
@@ -149,7 +149,7 @@ def test_seventy_billion_parameters_are_planned_in_seconds() -> None:
     )
     took_s = time.process_time() - begun
     assert choice.plan.gpu_total_bytes + choice.plan.activation_bytes <= 130 * GIB
-    on_time(took_s < 8.0, f"{took_s:.1f} s")  # 3 to 6 s, by the processor
+    on_time(took_s < 8.0, f"{took_s:.1f} s")  # 2 to 5 s, by the processor
 
 
 def test_what_the_user_pinned_stays() -> None:
