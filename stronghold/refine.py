@@ -97,6 +97,12 @@ class Refinement:
                 self._stack.device.record_spans(False)
                 self._stack.trace.clear()
 
+    def restart(self) -> None:
+        """The buffers are new ones: what was being measured is measured from here on."""
+        if self.stage is Stage.TRACED:
+            self._steps = UNTOLD_STEPS
+            self._begin_tracing()
+
     def _begin_tracing(self) -> None:
         self.stage = Stage.TRACED
         self._first_span = self._stack.trace.mark()

@@ -411,6 +411,9 @@ class Device(ABC):
         """
         return None
 
+    def trim(self) -> None:  # noqa: B027 - CPU memory goes back by itself
+        """Give the system back what the allocator keeps of tensors that are gone."""
+
     def restart_activation_peak(self) -> None:  # noqa: B027 - nobody counts
         """Count `activation_peak_bytes` from now on."""
 

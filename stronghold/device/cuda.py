@@ -535,6 +535,9 @@ class CudaDevice(Device):
             return False
         return True
 
+    def trim(self) -> None:
+        torch.cuda.empty_cache()
+
     def restart_activation_peak(self) -> None:
         torch.cuda.reset_peak_memory_stats(self._device)
 

@@ -124,6 +124,7 @@ class Checkpoints:
         when there is neither a `tag` nor a file `latest`. `states`: masters and moments too,
         `schedule`: that of learning rates; neither where `weights_only`.
         """
+        self._stack.check_here("load_checkpoint")
         self.wait()
         root, team, stack = Path(load_dir), self._team, self._stack
         if tag is None:

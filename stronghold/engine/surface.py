@@ -15,10 +15,6 @@ _REDUCE = "gradients leave for the host layer by layer during backward: nothing 
 _DATA = "build the data loader yourself and pass batches to the engine"
 _COMPILE = "torch.compile around streamed layers is not part of this release"
 _ALIEN = "the optimizer is stronghold's own Adam: set it in the config, or pass torch's"
-_STATES = (
-    "layers move by the plan: set stronghold.window, stronghold.gpu_memory or "
-    "stronghold.resident_layers instead"
-)
 
 # Names that would run DeepSpeed's own core on state that this engine does not have: by reason, then
 # one by one.
@@ -31,7 +27,6 @@ _BY_REASON = {
         get_deepcompile_backend get_deepspeed_compile_backend register_compile_pass
         compile_zero_optimization_stage""",
     _DATA: "set_custom_curriculum_learning_schedule set_data_post_process_func",
-    _STATES: "offload_states reload_states",
     _ALIEN: "get_optimizer_configuration",
 }
 REFUSED: dict[str, str] = {

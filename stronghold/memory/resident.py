@@ -44,7 +44,7 @@ class DeviceStore:
         self._device = device
         self._accumulate = accumulate
         self._allocate = allocate
-        self._training = False
+        self._training = self._away = False
         self.layers = [state for state in host.layers if state.on_device]
         for state in self.layers:
             name = f"weights of {state.layout.name or 'the root'}"
@@ -99,9 +99,29 @@ class DeviceStore:
         purpose = f"{PURPOSES[array]} of resident layers"
         return self._device.allocate(numel, dtype, purpose).zero_()
 
+    def leave(self) -> None:
+        """Between two steps: every array goes to host memory, until `come_back`."""
+        self._away = True
+        for state in self.layers:
+            for name, array in {"weights": state.weights, **state.arrays()}.items():
+                there = self._allocate(array.numel(), array.dtype)
+                self._device.copy_now(there, array)
+                setattr(state, name, there)
+                self._device.release(array)
+
+    def come_back(self) -> None:
+        """What `leave` has moved is on the device again."""
+        self._away = False
+        for state in self.layers:
+            for name, array in {"weights": state.weights, **state.arrays()}.items():
+                setattr(state, name, self._moved(array, f"{name} of {state.name}"))
+
     def give_back(self) -> None:
         """The device's work has ended: every layer's weights move to host memory, their own."""
         for state in self.layers:
+            if self._away:
+                state.drop_arrays()
+                continue
             weights = self._allocate(state.layout.numel, self._dtype)
             self._device.copy_now(weights, state.weights)
             self._device.release(state.weights, *state.arrays().values())

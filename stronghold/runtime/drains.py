@@ -187,6 +187,7 @@ class GradientDrains:
         while layers := self._order.further(self._window.gathering()):
             self._drain_all(layers)
         self._order.begin_again()
+        self._last = None  # or it outlives a plan that is changed
 
     def abandon(self) -> None:
         """Backward has failed: give the slots back undrained."""

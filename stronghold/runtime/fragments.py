@@ -91,6 +91,7 @@ class Fragment(Access):
     def set(self, value: torch.Tensor, optim_state_key: str | None = None) -> None:
         """Write the master, and the weights rounded from it, or a moment."""
         flat, stack = self._flat(value), self._stack
+        stack.check_here("safe_set_*")
         key = None if optim_state_key is None else self._moment(optim_state_key)
         stack.settle((self._layer,))
         stack.prepare_training()

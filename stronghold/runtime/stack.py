@@ -94,7 +94,7 @@ class Stack:
         self, model: nn.Module, request: Request, optimizer: EngineOptimizer | None
     ) -> None:
         section = request.section
-        self._closed = False
+        self._closed = self._away = False
         self._process = os.getpid()
         self.dtype = DTYPES[request.precision]
         self.partition: Partition = partition(model, section.layers)
@@ -224,11 +224,21 @@ class Stack:
         """ConfigError in a forked child."""
         check_not_forked(self._process, operation)
 
+    def check_here(self, operation: str) -> None:
+        """ConfigError while the model is away from the device, too."""
+        self.check_process(operation)
+        if self._away:
+            raise ConfigError(
+                f"{operation}: engine.offload_states() has taken the model off the device: call "
+                "engine.reload_states() first"
+            )
+
     def settle(self, layers: Sequence[int] | None = None) -> None:
         """Wait until the parameters of these layers, or of all, show their newest values."""
         self.check_process("reading parameters")
         self.outside.check()
-        self.runtime.settle(layers)
+        if not self._away:
+            self.runtime.settle(layers)
 
     def wait_for_readers(self) -> None:
         """Block until nothing reads the arrays: before they are written from outside."""
@@ -238,7 +248,11 @@ class Stack:
 
     def adopt_weights(self, written: Written | None = None) -> None:
         """New values were written where these parameters, or all, point: make them the masters."""
-        self.runtime.adopt_weights(written)
+        if self._away:
+            for index in range(len(self.parameters)) if written is None else written:
+                self.host.restart_master(index, written and written[index])
+        else:
+            self.runtime.adopt_weights(written)
 
     def drop_gradients(self, part: str | None = None) -> None:
         """Throw away the gradients that wait for the step, if there are any. ConfigError when only
@@ -287,13 +301,69 @@ class Stack:
         self.host.defer(plan.deferred)
         self.plan = plan
         self.metrics.recomputed = plan.recomputed
+        self._start(plan)
+        gpu, host = self._planned
+        self._planned = (max(gpu, plan.gpu_total_bytes), max(host, plan.host_total_bytes))
+        return fits
+
+    # -- away from the device ---------------------------------------------------------------------
+    def leave_device(self) -> None:
+        """Between two steps: nothing of the model is on the device until `return_to_device`; every
+        parameter shows its newest value on the CPU, and the module is a plain one. Every rank
+        calls it. ConfigError while gradients wait for their step. Twice is harmless.
+        """
+        if self._away:
+            return
+        self.check_process("engine.offload_states")
+        if self.runtime.ledger.pending:
+            raise ConfigError(
+                "engine.offload_states: gradients of a step that has not ended are waiting: call "
+                "it after engine.step, or throw them away with engine.zero_grad"
+            )
+        self.runtime.restart()
+        self.runtime.settle()
+        self.runtime.detach()
+        self.device.finish()
+        self.store.leave()
+        self.runtime.give_back()
+        self.runtime.close()
+        _move_buffers(self.partition.model, torch.device("cpu"))
+        self._versions = self._versions_now()
+        self._away = True
+
+    def return_to_device(self) -> None:
+        """Undo `leave_device`. ConfigError, and nothing is changed, where others have taken the
+        room meanwhile, on any rank."""
+        if not self._away:
+            return
+        self.check_process("engine.reload_states")
+        plan, device = self.plan, self.device
+        need = plan.gpu_total_bytes - device.allocated_bytes
+        if self.ranks.least(device.has_room(need, plan.activation_bytes)) != 1:
+            raise ConfigError(
+                f"engine.reload_states: the plan needs {need} bytes on {device.name} and "
+                f"{plan.activation_bytes} for activations, and others have taken them: free them, "
+                "or lower stronghold.gpu_memory and make the engine again from a checkpoint"
+            )
+        if self.dtype is torch.float16:  # masters of their own: what was written meanwhile counts
+            for layer, (now, then) in enumerate(
+                zip(self._versions_now(), self._versions, strict=True)
+            ):
+                edited = {k for k, version in enumerate(now) if version != then[k]}
+                self.host.restart_master(layer, edited)
+        self.store.come_back()
+        _move_buffers(self.partition.model, device.torch_device)
+        self._away = False
+        self._start(plan)
+
+    def _versions_now(self) -> list[list[int]]:
+        return [[parameter._version for parameter in of_layer] for of_layer in self.parameters]
+
+    def _start(self, plan: Plan) -> None:
         self.runtime = self._make_runtime(plan)
         for layer in range(len(self.parameters)):
             self.runtime.adopted(layer)
         self.runtime.start(self.partition)
-        gpu, host = self._planned
-        self._planned = (max(gpu, plan.gpu_total_bytes), max(host, plan.host_total_bytes))
-        return fits
 
     def prepare_training(self) -> None:
         """Make masters, moments and what gathers gradients on the host; harmless when they are

@@ -298,6 +298,26 @@ def test_a_plan_is_made_anew_from_what_is_free_then(monkeypatch: pytest.MonkeyPa
     assert seen[1] == seen[0] - taken
 
 
+@pytest.mark.parametrize("place", [STREAMED, {"resident_layers": "all"}])
+def test_states_that_leave_the_gpu_leave_it_to_others(place: dict[str, Any]) -> None:
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    there: list[int] = []
+
+    def inspect(engine: Any) -> None:
+        there.append(torch.cuda.memory_allocated() - before)
+        engine.offload_states()
+        there.append(torch.cuda.memory_allocated() - before)
+        engine.reload_states()
+        engine.backward(loss_of(engine(**on(torch.device("cuda"), llama()[1](0)))))
+        engine.step()
+
+    train_windowed(
+        llama, steps=1, settings=config(section={"device": "cuda", **place}), inspect=inspect
+    )
+    assert there[1] < 4096 < there[0], "more than the loss and the norm of the last step"
+
+
 def test_the_slots_are_all_that_the_engine_takes() -> None:
     """Peak bytes of slots equal the plan's; torch's allocator holds them and activations."""
 
