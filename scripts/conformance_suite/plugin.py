@@ -2,14 +2,16 @@
 
 Owns what is different in the process of the tests, and nothing on disk: `deepspeed.initialize`
 adds a "stronghold" section to every config; distributed tests run in this process, on one rank; the
-CPU accelerator says that it computes in half precision, which the emulated device does; the tests
-of DeepSpeed's CPU Adam get ours. Each outcome is a line of JSON in the file that
+CPU accelerator says that it computes in half precision, which the emulated device does; torch's
+DistributedDataParallel, the reference of many, runs on the CPU; the tests of DeepSpeed's CPU Adam
+get ours. Each outcome is a line of JSON in the file that
 STRONGHOLD_CONFORMANCE names.
 """
 
 from __future__ import annotations
 
 import fnmatch
+import functools
 import importlib
 import json
 import os
@@ -67,10 +69,21 @@ def on_one_rank(test: Any, num_procs: int, init_method: str) -> None:
     test.run(**test._fixture_kwargs)
 
 
+def without_device_ids(self: Any, init: Any, *args: Any, **kwargs: Any) -> None:
+    """torch's DistributedDataParallel of a module on the CPU."""
+    init(self, *args, **{**kwargs, "device_ids": None, "output_device": None})
+
+
 def pytest_configure(config: pytest.Config) -> None:
     os.environ.update(ONE_RANK)
     torch.set_num_threads(1)
     deepspeed.initialize = initialize
+    parallel = torch.nn.parallel.DistributedDataParallel
+    parallel.__init__ = functools.partialmethod(  # type: ignore[method-assign]
+        without_device_ids, parallel.__init__
+    )
+    accelerator = type(get_accelerator())
+    accelerator.current_device = accelerator.current_device_name  # "cpu", not "0"
     type(get_accelerator()).is_fp16_supported = lambda self: True
     importlib.import_module("unit.util").bf16_required_version_check = lambda *args: True
 

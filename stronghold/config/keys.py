@@ -54,6 +54,8 @@ HONOURED = {
     "train_batch_size": "Micro-batch size x accumulation steps x ranks.",
     "train_micro_batch_size_per_gpu": "Samples in one forward on one rank.",
     "gradient_accumulation_steps": "Micro-batches per step, accumulated in fp32.",
+    "managed_gradient_accumulation": "false: every engine.step() ends a step, of as many backwards "
+    "as came before it; their gradients are added up in fp32.",
     "gradient_clipping": "Largest global L2 norm. 1.0 when absent, as in DeepSpeed; 0 is off.",
     "optimizer.type": "Adam or AdamW, in any case. Adam means AdamW unless adam_w_mode is false.",
     "optimizer.params": "lr, betas, eps, weight_decay, bias_correction, adam_w_mode, torch_adam.",
@@ -65,7 +67,9 @@ HONOURED = {
     "The log says which.",
     "bf16.bf16_optimizer_states": "DeepSpeed's take 4 bytes for both moments; exact ones here are "
     "fp32 and take 8, lean ones take 2.1 (stronghold.states). The log says which.",
-    "bf16.check_grad_overflow": "Skips a step with NaN or infinite gradients. True when absent.",
+    "bf16.check_grad_overflow": "Skips a step with NaN or infinite gradients. True when absent; "
+    "false applies it, as a plain loop does. fp16 always skips; fp32 does where gradients are "
+    "clipped or added up, as DeepSpeed's ZeRO does.",
     "fp16": "fp16 weights and gradients, fp32 masters and moments on the host, and DeepSpeed's "
     "loss scale: loss_scale (0: dynamic), initial_scale_power, loss_scale_window, min_loss_scale. "
     "hysteresis and consecutive_hysteresis count under ZeRO stage 1 to 3 alone, as in DeepSpeed.",
@@ -138,10 +142,6 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     ),
     "data_types.buffer_dtype": ((None,), "Buffers keep their dtype. Cast them before initialize."),
     "torch_autocast.enabled": (OFF, 'Streamed weights have one dtype. Use "bf16" instead.'),
-    "managed_gradient_accumulation": (
-        (None, True, "auto"),
-        "step() applies an update at the accumulation boundary alone. Remove the key.",
-    ),
     "gradient_allreduce_op": (
         (None, "auto", "mean"),
         'Gradients are averaged over ranks. Set it to "mean" or remove it.',

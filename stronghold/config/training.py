@@ -73,7 +73,9 @@ class TrainingConfig:
     train_micro_batch_size_per_gpu: int
     gradient_accumulation_steps: int
     gradient_clipping: float  # global L2 norm; 0.0 is off
-    check_grad_overflow: bool  # whether a step with NaN or infinite gradients is skipped
+    check_grad_overflow: bool  # whether updates wait for it that all gradients are finite
+    skips: bool  # whether a step whose norm is not finite is skipped, where it is known in time
+    managed: bool  # false: every step() ends a step, and backwards before it are added up
     optimizer: AdamSettings | None  # None: the client's own, or forward only
     scheduler: SchedulerSettings | None
     steps_per_print: int | None  # None: never
@@ -118,6 +120,8 @@ def load(
         gradient_clipping=float(config.get("gradient_clipping", deepspeed.gradient_clipping)),
         check_grad_overflow=precision == "fp16"
         or (precision == "bf16" and deepspeed.bfloat16_config.check_grad_overflow),
+        skips=precision != "bf16" or bool(deepspeed.bfloat16_config.check_grad_overflow),
+        managed=bool(deepspeed.managed_gradient_accumulation),
         optimizer=optimizer,
         scheduler=scheduler,
         steps_per_print=None if steps_per_print in (None, 0, math.inf) else steps_per_print,

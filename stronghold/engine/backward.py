@@ -116,6 +116,7 @@ class UserBackward:
             return
         try:
             engine._stack.runtime.end_backward()
+            engine._num_backwards += 1
         except BaseException:
             self._abandon()
             raise

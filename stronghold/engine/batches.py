@@ -42,6 +42,7 @@ class Trainable(Protocol):
     def step(self) -> None: ...
     def train(self, mode: bool = True) -> Any: ...
     def gradient_accumulation_steps(self) -> int: ...
+    def managed_gradient_accumulation(self) -> bool: ...
 
 
 class Batches:
@@ -59,6 +60,11 @@ class Batches:
         engine = self._engine
         if not torch.is_grad_enabled():
             raise ConfigError("engine.train_batch: gradients are off; use eval_batch")
+        if not engine.managed_gradient_accumulation():
+            raise ConfigError(
+                "engine.train_batch: managed_gradient_accumulation is false, and every engine.step "
+                "ends a step: call engine, engine.backward and engine.step, or leave the key out"
+            )
         count = engine.gradient_accumulation_steps()
         if engine.micro_steps % count:
             raise ConfigError(

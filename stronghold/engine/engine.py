@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
 import logging
 import os
 import sys
@@ -125,6 +126,7 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
         self.sparse_tensor_module_names: set[str] = set()
         self.loaded_checkpoint_mp_world_size = self.loaded_checkpoint_dp_world_size = None
         self._boundary_override: bool | None = None
+        self._num_backwards = 0  # since the last step, where the program's step() ends each
         self._step_applied = False
         self._grad_norm: Reading = None
         self._loss_sum: torch.Tensor | None = None
@@ -142,7 +144,7 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
             section=settings.stronghold,
             precision=training.precision,
             gated=training.gradient_clipping > 0.0 or training.check_grad_overflow,
-            accumulate=training.gradient_accumulation_steps > 1,
+            accumulate=training.gradient_accumulation_steps > 1 or not training.managed,
             micro_batches=training.gradient_accumulation_steps,
             local_rank=self.local_rank,
             ranks=ranks,
@@ -192,7 +194,7 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
         """
         if self._destroyed:  # the model is the user's again, or another engine's
             return self.module(*inputs, **kwargs)
-        self._stack.check_process("engine.forward")
+        self._stack.check_here("engine.forward")
         self._checkpoints.raise_failure()
         self._user_backward.check()
         if self.module.training and torch.is_grad_enabled():
@@ -233,6 +235,7 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
             with self._instruments.time("backward"), self._user_backward.none():
                 optimizer.scaled(scaled).backward(retain_graph=retain_graph)
             runtime.end_backward()
+            self._num_backwards += 1
         except BaseException as error:
             if begun or not isinstance(error, Exception):  # else it is refused, and changes nothing
                 self._abandon_step()
@@ -244,8 +247,9 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
     def _abandon_step(self) -> None:
         """The step's gradients so far are void: the next micro-batch is its first."""
         self._stack.runtime.abandon_backward()
-        self.micro_steps -= self.micro_steps % self.gradient_accumulation_steps()
-        self._loss_sum = None
+        if self.managed_gradient_accumulation():
+            self.micro_steps -= self.micro_steps % self.gradient_accumulation_steps()
+        self._loss_sum, self._num_backwards = None, 0
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """End the micro-batch; at an accumulation boundary clip, queue the updates and advance the
@@ -257,7 +261,8 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
         optimizer = self._needed_optimizer("step")
         self._user_backward.check()
         self._step_applied = False
-        step, boundary = self.global_steps, self.is_gradient_accumulation_boundary()
+        step, managed = self.global_steps, self.managed_gradient_accumulation()
+        boundary = not managed or self.is_gradient_accumulation_boundary()
         try:
             with self._instruments.time("step"):
                 if boundary:
@@ -276,7 +281,10 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
         if not stack.runtime.ledger.pending:
             self._loss_sum = None
         clipping = float(self.gradient_clipping() or 0.0)
-        gate = stack.runtime.close_gate(clipping=clipping, loss_scale=optimizer.loss_scale)
+        training = self.settings.training
+        gate = stack.runtime.close_gate(
+            clipping=clipping, loss_scale=optimizer.loss_scale, skips=training.skips
+        )
         self._grad_norm = optimizer.grad_norm = gate.grad_norm
         optimizer.overflow = gate.overflow
         self._step_applied = not gate.overflow
@@ -287,13 +295,19 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
         elif self.lr_scheduler is not None:
             self.lr_scheduler.step(**lr_kwargs)
         self.global_steps += 1
-        self.global_samples += self.train_batch_size()
+        self.global_samples += self._samples_of_step()
         if optimizer.dynamic_loss_scale:
             optimizer.loss_scaler.update_scale(gate.overflow)
         self._report(learning_rate, gate.overflow)
         self._refinement.end_step()
         if not gate.overflow:
             self._standstill.end_step()
+
+    def _samples_of_step(self) -> int:
+        if self.managed_gradient_accumulation():
+            return int(self.train_batch_size())
+        count, self._num_backwards = self._num_backwards, 0
+        return int(self.train_batch_size()) // int(self.gradient_accumulation_steps()) * count
 
     def _report(self, learning_rate: float, skipped: bool) -> None:
         stack, loss = self._stack, self._loss_sum
@@ -322,7 +336,7 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
     def _needed_optimizer(self, what: str) -> EngineOptimizer:
         if self._destroyed:
             raise ConfigError(f"engine.{what}: this engine was destroyed; initialize a new one")
-        self._stack.check_process(f"engine.{what}")
+        self._stack.check_here(f"engine.{what}")
         if self.optimizer is None:
             raise ConfigError(
                 f'engine.{what}: this engine has no optimizer; add an "optimizer" section to the '
@@ -359,13 +373,21 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
 
     # -- accumulation -----------------------------------------------------------------------------
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether the current micro-batch ends a step."""
+        """Whether the current micro-batch ends a step. With managed_gradient_accumulation false
+        that is never known in backward: each `step` is the end of one."""
+        if not self.managed_gradient_accumulation():
+            return False
         if self._boundary_override is not None:
             return self._boundary_override
         return bool((self.micro_steps + 1) % self.gradient_accumulation_steps() == 0)
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Override the boundary from now on; set it before the micro-batch's forward."""
+        if not self.managed_gradient_accumulation():
+            raise ConfigError(
+                "set_gradient_accumulation_boundary: managed_gradient_accumulation is false, so "
+                "that every engine.step() ends a step: leave the call out, or the key"
+            )
         self._boundary_override = is_boundary
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
@@ -381,6 +403,12 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
                 f"set_train_batch_size({train_batch_size}) needs {after} accumulation steps, but "
                 "the plan has no fp32 accumulators: start with gradient_accumulation_steps above 1"
             )
+
+    def _backward_prologue(self) -> None:
+        """Nothing: a backward is seen by itself. Programs with several engines and one loss call
+        DeepSpeed's by hand."""
+
+    _backward_epilogue = _backward_prologue
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -406,8 +434,39 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
         """Whether the last `step` call changed weights: a boundary, and no overflow."""
         return self._step_applied
 
+    def offload_states(
+        self,
+        include: Any = None,
+        device: Any = "cpu",
+        pin_memory: bool = True,
+        non_blocking: bool = False,
+    ) -> None:
+        """Between two steps: take everything off the device, for a generator, say, until
+        `reload_states`. Meanwhile the parameters show their newest values on the CPU, the module is
+        a plain one there, and the engine neither trains nor runs forward.
+
+        `include` chooses nothing: slots belong to all layers, so that all of it leaves together.
+        Host memory is pinned where training's is; it has returned when all is done.
+        """
+        if str(getattr(device, "value", device)) == "none":
+            logger.warning("engine.offload_states: device none: nothing is moved")
+            return
+        if str(getattr(device, "value", device)) != "cpu":
+            raise ConfigError(f'engine.offload_states: device: got {device!r}, expected "cpu"')
+        self._stack.leave_device()
+        self.empty_partition_cache()
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """What `offload_states` took away is on the device again, and training goes on with the
+        same bits. ConfigError where others have taken the room."""
+        self._stack.return_to_device()
+        self._refinement.restart()
+
     def empty_partition_cache(self) -> None:
-        """Nothing to do: no partition of the weights is cached."""
+        """Give other processes the device memory that torch keeps of tensors that are gone; no
+        partition of the weights is cached."""
+        gc.collect()
+        self._stack.device.trim()
 
     def get_data_parallel_rank(self) -> int:
         """This rank among those that share the model's state."""

@@ -35,28 +35,27 @@ class GateResult:
 def norm_and_scale(
     square_sums: Sequence[float], *, clipping: float, loss_scale: float
 ) -> tuple[float, float]:
-    """The global L2 norm without the loss scale (NaN where a sum is not finite), and the factor of
-    the gradients: min(1, clipping / (norm + 1e-6)), as in torch.nn.utils.clip_grad_norm_, over the
-    loss scale. `clipping`: largest global norm, 0 for none.
+    """The global L2 norm without the loss scale, and the factor of the gradients: min(1, clipping /
+    (norm + 1e-6)), as in torch.nn.utils.clip_grad_norm_ (also of a norm that is not finite), over
+    the loss scale. `clipping`: largest global norm, 0 for none.
 
     Divided, not multiplied by 1 / loss_scale, which rounds once more unless it is a power of two.
     """
     # fsum rounds once: neither the order nor the grouping of parameters into layers can matter.
-    finite = all(map(math.isfinite, square_sums))
-    norm = math.sqrt(math.fsum(square_sums)) / loss_scale if finite else math.nan
-    coefficient = min(1.0, clipping / (norm + CLIPPING_EPSILON)) if clipping > 0.0 else 1.0
-    return norm, coefficient / loss_scale
+    norm = math.sqrt(math.fsum(square_sums)) / loss_scale
+    clipped = clipping / (norm + CLIPPING_EPSILON) if clipping > 0.0 else 1.0
+    return norm, (1.0 if clipped > 1.0 else clipped) / loss_scale
 
 
 def open_gate(
-    square_sums: Sequence[float], *, clipping: float, loss_scale: float, early: bool
+    square_sums: Sequence[float], *, clipping: float, loss_scale: float, skips: bool
 ) -> tuple[GateResult, float]:
     """What the sums of squares of every gradient decide, and the factor of the gradients.
 
-    `early`: updates were made as gradients came, so that nothing is left to decide.
+    `skips`: nothing is applied where the norm is not finite.
     """
     norm, scale = norm_and_scale(square_sums, clipping=clipping, loss_scale=loss_scale)
-    overflow = not early and not math.isfinite(norm)
+    overflow = skips and not math.isfinite(norm)
     return GateResult(grad_norm=norm, overflow=overflow), scale
 
 

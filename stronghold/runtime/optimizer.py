@@ -143,6 +143,10 @@ class EngineOptimizer(torch.optim.Optimizer):
         """Whether the scale follows the overflows."""
         return bool(self.loss_scaler.dynamic)
 
+    def needs_scaler(self) -> bool:
+        """Whether `loss.backward()` of the user's needs `engine.scale(loss)`."""
+        return self.dynamic_loss_scale
+
     def override_loss_scale(self, loss_scale: float) -> None:
         """Use this fixed scale from the next loss on."""
         self.loss_scaler = LossScaler(loss_scale)

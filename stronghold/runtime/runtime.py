@@ -129,8 +129,9 @@ class Runtime(ABC):
         """
 
     @abstractmethod
-    def close_gate(self, *, clipping: float, loss_scale: float) -> GateResult:
-        """End the step: wait for the norm, then queue the updates, or nothing on overflow.
+    def close_gate(self, *, clipping: float, loss_scale: float, skips: bool) -> GateResult:
+        """End the step: wait for the norm, then queue the updates, or nothing where it is not
+        finite and a step is skipped then (`skips`).
 
         `clipping`: largest global norm, 0 for none. Gradients carry `loss_scale`.
         """

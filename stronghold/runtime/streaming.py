@@ -105,6 +105,7 @@ class Streaming(Runtime):
         if self._hooks is not None:
             self._abandon_forward()
             self._hooks.close()
+            self._hooks = None
             self._adopt_edited()
 
     def give_back(self) -> None:
@@ -181,11 +182,11 @@ class Streaming(Runtime):
         self.updates.forget()
         self._team.dropped()
 
-    def close_gate(self, *, clipping: float, loss_scale: float) -> GateResult:
+    def close_gate(self, *, clipping: float, loss_scale: float, skips: bool) -> GateResult:
         self._refuse_strays()
         self._adopt_edited()
         gate, changed = self.updates.close_gate(
-            clipping=clipping, loss_scale=loss_scale, decides=self._gated
+            clipping=clipping, loss_scale=loss_scale, skips=skips and self._gated
         )
         self.executor.weights_changed(changed)
         if kept := self.executor.aliased(changed):

@@ -368,10 +368,11 @@ class Updates:
 
     # -- the gate ---------------------------------------------------------------------------------
     def close_gate(
-        self, *, clipping: float, loss_scale: float, decides: bool
+        self, *, clipping: float, loss_scale: float, skips: bool
     ) -> tuple[GateResult, list[int]]:
-        """End the step: wait for the norm, then queue the updates in forward order, or nothing on
-        overflow. Where the norm does not decide anything and is the device's, nobody waits for it.
+        """End the step: wait for the norm, then queue the updates in forward order, or nothing
+        where the norm is not finite and it `skips` then. Where the norm does not decide anything
+        and is the device's, nobody waits for it.
 
         `clipping`: largest global norm, 0 for none. Gradients carry `loss_scale`. Returns the
         layers on the host that change.
@@ -380,7 +381,7 @@ class Updates:
             state.records["norms"].writer.wait()
         self._ledger.check()
         with self._ledger.changing("engine.step"):
-            gate, scale = self._decide(clipping, loss_scale, decides or clipping > 0.0)
+            gate, scale = self._decide(clipping, loss_scale, skips)
             changed: list[LayerState] = []
             if not gate.overflow:
                 changed = [s for s in self._layers if s.arrived and not s.on_device]
@@ -392,14 +393,12 @@ class Updates:
             self.forget()
         return gate, [state.index for state in changed]
 
-    def _decide(
-        self, clipping: float, loss_scale: float, decides: bool
-    ) -> tuple[GateResult, float]:
+    def _decide(self, clipping: float, loss_scale: float, skips: bool) -> tuple[GateResult, float]:
         on_host, read = self._square_sums()
         on_host = self._team.meet(self._layers, on_host)
-        if decides or on_host or read is None:
+        if skips or clipping > 0.0 or on_host or read is None:
             sums = on_host + (read() if read is not None else [])
-            return open_gate(sums, clipping=clipping, loss_scale=loss_scale, early=not decides)
+            return open_gate(sums, clipping=clipping, loss_scale=loss_scale, skips=skips)
 
         def norm() -> float:
             return norm_and_scale(read(), clipping=0.0, loss_scale=loss_scale)[0]

@@ -106,10 +106,10 @@ class Whole(Runtime):
     def drop_gradients(self) -> None:
         self._drop_gradients()
 
-    def close_gate(self, *, clipping: float, loss_scale: float) -> GateResult:
+    def close_gate(self, *, clipping: float, loss_scale: float, skips: bool) -> GateResult:
         self._refuse_strays()
         return self.updates.close_gate(
-            clipping=clipping, loss_scale=loss_scale, decides=self._gated
+            clipping=clipping, loss_scale=loss_scale, skips=skips and self._gated
         )[0]
 
     def _drop_gradients(self) -> None:

@@ -269,3 +269,54 @@ def test_accumulation_is_deepspeeds_at_the_same_call(name: str, stage: int, gloo
         for found, expected in zip(gradients(ours, call), gradients(theirs, call), strict=True):
             torch.testing.assert_close(found, expected * factor, rtol=1e-6, atol=1e-8)
     ours.destroy()
+
+
+# -- steps that the program ends -------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("section", "backward"), [({"window": 1}, by_engine), ({"resident_layers": "all"}, by_user)]
+)
+def test_unmanaged_steps_are_those_of_boundaries_that_are_set(
+    section: dict[str, Any], backward: Backward
+) -> None:
+    counts, found = (2, 3, 1), []
+    for managed in (True, False):
+        settings = {**config(accumulation=2, section=section)}
+        settings["managed_gradient_accumulation"] = managed
+        model, batches = MODELS["gpt"]()
+        engine: Any = stronghold.initialize(
+            model=model, config=settings, model_parameters=model.parameters()
+        )[0]
+        run, micros = Run(), iter(range(sum(counts)))
+        for count in counts:
+            for left in reversed(range(count)):
+                if managed:
+                    engine.set_gradient_accumulation_boundary(not left)
+                loss = loss_of(engine(**batches(next(micros))))
+                backward(engine, loss)
+                run.losses.append(loss.detach().clone())
+            engine.step()
+            assert engine.was_step_applied()
+            run.norms.append(engine.get_global_grad_norm())
+        run.weights = {name: value.clone() for name, value in engine.module_state_dict().items()}
+        run.moments = moments_of(engine)
+        found.append(run)
+        if not managed:
+            assert engine.global_samples == 2 * sum(counts)
+            with pytest.raises(ConfigError, match="leave the call out"):
+                engine.set_gradient_accumulation_boundary(True)
+            with pytest.raises(ConfigError, match=r"engine\.train_batch"):
+                engine.train_batch(iter([batches(0)]))
+        engine.destroy()
+    assert_identical(found[1], found[0])
+    assert found[1].norms == found[0].norms
+
+
+def test_one_loss_of_several_engines_goes_on_after_deepspeeds_epilogue() -> None:
+    with twin(section={"window": 1}) as first, twin(section={"window": 2}) as second:
+        both = (first, second)
+        for step in range(2):
+            for one, other in ((t.engine.module for t in both), (t.plain for t in both)):
+                (first.on(step)(one) + second.on(step)(other) / 2).backward()
+            for each in both:
+                each.engine._backward_epilogue()
+                each.step()

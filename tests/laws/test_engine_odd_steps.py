@@ -307,6 +307,32 @@ def test_a_step_with_gradients_that_are_not_finite_is_skipped_and_counted(
         assert not engine.optimizer.overflow
 
 
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_step_that_is_not_to_be_skipped_has_the_bits_of_a_plain_loop(
+    bad: float, accumulation: int
+) -> None:
+    """`bf16.check_grad_overflow` false, where clipping shows that the norm is not finite."""
+    extra = {"bf16": {"enabled": True, "check_grad_overflow": False}}
+    both = Twin(precision="bf16", clipping=0.5, accumulation=accumulation, extra=extra)
+    both.train(*range(accumulation))
+    for model in (both.model, both.plain):
+        bias = model.blocks[1].mlp.up.bias
+        bias.register_hook(lambda g: torch.cat([torch.full_like(g[:1], bad), g[1:]]))
+    for seed in range(accumulation):
+        both.backward(both.on(seed))
+        both.engine.step()
+    both.plain_step()
+    assert both.engine.was_step_applied()
+    assert both.engine.skipped_steps == 0
+    found, spoiled = both.engine.module_state_dict(), 0
+    for name, expected in both.plain.state_dict().items():
+        spoiled += int(expected.isnan().sum())
+        assert torch.equal(found[name].nan_to_num(7.0), expected.nan_to_num(7.0)), name
+    assert spoiled == (1 if bad == torch.inf else sum(p.numel() for p in both.parameters))
+    both.engine.destroy()
+
+
 def test_the_norm_is_torchs_norm_before_clipping() -> None:
     with twin("weird_model", clipping=1e-3) as both:
         assert both.engine.get_global_grad_norm() is None

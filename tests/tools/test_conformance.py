@@ -21,7 +21,7 @@ import pytest
 
 def test_passes(): pass
 
-def test_unmanaged(): raise ValueError("managed_gradient_accumulation: got False. Refused.")
+def test_buffers(): raise ValueError("data_types.buffer_dtype: got bf16. Refused.")
 
 def test_unknown(): raise ValueError("something new")
 """
@@ -64,7 +64,7 @@ def test_a_pattern_of_one_file_names_a_file_that_is_run(table: Any) -> None:
 
 def test_a_failure_is_explained_by_its_symptom_alone(table: Any) -> None:
     test = "v1/zero/test_zero_user_backward.py::TestX::test_y"
-    assert table.explain(test, "managed_gradient_accumulation: got False.") == "unmanaged"
+    assert table.explain(test, "data_types.buffer_dtype: got bf16") == "buffers"
     assert table.explain(test, "AssertionError: losses differ") is None
     assert table.explain(test, "") is None
 
@@ -81,7 +81,7 @@ def test_the_program_counts_and_fails_on_what_is_unexplained(tmp_path: Path) -> 
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 1, done.stdout + done.stderr
     assert re.search(r"runtime/test_data\.py +1 +1 +1\n", done.stdout)
-    assert "managed_gradient_accumulation false is refused" in done.stdout
+    assert "data_types.buffer_dtype is refused" in done.stdout
     assert re.search(r"Unexplained:\n +runtime/test_data\.py::test_unknown: .*new", done.stdout)
     (unit / "runtime" / "test_data.py").write_text(SIMPLE[: SIMPLE.index("def test_unknown")])
     done = subprocess.run(command, capture_output=True, text=True, check=False)
