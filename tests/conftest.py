@@ -108,12 +108,17 @@ def lane_threads() -> list[str]:
     return sorted(t.name for t in threading.enumerate() if t.name.startswith(LANE_PREFIX))
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    """Also after a test that used more. The environment may choose other kernels than those of one
-    thread, as tests/laws/test_kernel_choices.py does."""
+def choose_kernels() -> None:
+    """Those of one thread, or what the environment says (tests/laws/test_kernel_choices.py), in
+    every process whose bits are compared."""
     torch.set_num_threads(int(os.environ.get("STRONGHOLD_TEST_THREADS", "1")))
     torch.backends.mkldnn.enabled = os.environ.get("STRONGHOLD_TEST_ONEDNN") != "0"
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    """Also after a test that used more."""
+    choose_kernels()
 
 
 @pytest.fixture(autouse=True)

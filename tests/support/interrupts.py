@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from tests.conftest import choose_kernels
 from tests.support.checkpoints import assert_same, session, snapshot, train
 
 Round = Callable[[], None]
@@ -202,7 +203,7 @@ def _where(error: BaseException) -> str:
 def main() -> None:
     folder, first, count = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     all_places, made = places(folder), {}
-    torch.set_num_threads(1)
+    choose_kernels()
     for number in range(first, first + count):
         at = number // 4 * 7 % len(all_places)  # each is interrupted in every way
         if at not in made:

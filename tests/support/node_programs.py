@@ -14,6 +14,7 @@ import torch
 
 from stronghold.checkpoint import team
 from stronghold.errors import CheckpointError
+from tests.conftest import choose_kernels
 from tests.models import MODELS, loss_of
 from tests.support import rank_cases, rank_checkpoints, rank_looks
 from tests.support.rank_cases import CASES
@@ -158,7 +159,7 @@ def machine(folder: Path) -> dict[str, Any]:
 
 def enter(folder: Path) -> None:
     """The body of a process that torchrun starts."""
-    torch.set_num_threads(1)
+    choose_kernels()
     torch.distributed.init_process_group("gloo")
     (folder / f"result-{rank()}").write_bytes(pickle.dumps(machine(folder)))
     torch.distributed.barrier()

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from tests.conftest import free_port
+from tests.conftest import choose_kernels, free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 CODE = "import sys; from tests.support.ranks import enter; enter(*sys.argv[1:])"
@@ -97,7 +97,7 @@ def run_ranks(
 
 def enter(run: str, folder: str) -> None:
     """The body of each process."""
-    torch.set_num_threads(1)
+    choose_kernels()
     module, _, function = run.partition(":")
     result = getattr(importlib.import_module(module), function)(Path(folder))
     (Path(folder) / f"result-{os.environ['RANK']}").write_bytes(pickle.dumps(result))
