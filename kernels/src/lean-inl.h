@@ -29,7 +29,6 @@ SH_INLINE AdamArrays LeanOffset(const AdamArrays& a, int64_t i, int64_t grad_byt
 
 // What is between the stages of a strip's groups.
 struct LeanStrip {
-  Quad weight[kStripGroups][kGroupQuads];
   Quad exp_avg[kStripGroups][kGroupQuads];
   Quad root[kStripGroups][kGroupQuads];
   F largest_exp_avg[kStripGroups];  // bits of the magnitudes, as unsigned integers
@@ -39,7 +38,7 @@ struct LeanStrip {
 };
 
 template <class Grad, bool kAdamW>
-SH_INLINE void LeanMoments(const AdamVectors& c, const AdamArrays& a, LeanStrip& strip, int64_t k) {
+SH_INLINE void LeanUpdate(const AdamVectors& c, const AdamArrays& a, LeanStrip& strip, int64_t k) {
   const F exp_avg_scale = SetFrom(a.exp_avg_scale);
   const F root_scale = SetFrom(a.exp_avg_sq_scale);
   F largest_exp_avg = Set(0.0f), largest_root = Set(0.0f);
@@ -56,28 +55,17 @@ SH_INLINE void LeanMoments(const AdamVectors& c, const AdamArrays& a, LeanStrip&
       const F r = AdamMoments<kAdamW>(c, g.f[i], p.f[i], m, v);
       largest_exp_avg = MaxBits(largest_exp_avg, Abs(m));
       largest_root = MaxBits(largest_root, r);
-      strip.weight[k][j].f[i] = p.f[i];
+      p.f[i] = AdamWeight(c, p.f[i], m, r);
       strip.exp_avg[k][j].f[i] = m;
       strip.root[k][j].f[i] = r;
-    }
-  }
-  strip.largest_exp_avg[k] = largest_exp_avg;
-  strip.largest_root[k] = largest_root;
-}
-
-SH_INLINE void LeanWeights(const AdamVectors& c, const AdamArrays& a, const LeanStrip& strip,
-                           int64_t k) {
-  for (int64_t j = 0; j < kGroupQuads; ++j) {
-    Quad p;
-    for (int i = 0; i < 4; ++i) {
-      p.f[i] = AdamWeight(c, strip.weight[k][j].f[i], strip.exp_avg[k][j].f[i],
-                          strip.root[k][j].f[i]);
     }
     if (__builtin_expect(AnyNan(p), 0)) {
       for (int i = 0; i < 4; ++i) p.f[i] = Canonical(p.f[i]);
     }
-    SplitLean(a.weight + j * kQuad * 2, a.low + j * kQuad, p);
+    SplitLean(a.weight + at * 2, a.low + at, p);
   }
+  strip.largest_exp_avg[k] = largest_exp_avg;
+  strip.largest_root[k] = largest_root;
 }
 
 // Writes the scales of a strip and gives their reciprocals; 0 for a group that is not finite.
@@ -121,19 +109,13 @@ SH_INLINE void LeanEncode(const AdamArrays& a, const LeanStrip& strip, int64_t k
   }
 }
 
-// The first stage of a strip's groups; between them the second, one group later, and the third of
-// the strip before: [Note: strips].
+// A strip's groups are updated, and between them the strip before is encoded: [Note: strips].
 template <class Grad, bool kAdamW, bool kFirst>
 SH_INLINE void LeanStripStep(const AdamVectors& c, const AdamArrays& a, LeanStrip& strip,
                              const AdamArrays& before, const LeanStrip& strip_before) {
   for (int64_t k = 0; k < kStripGroups; ++k) {
-    if (k > 0) {
-      LeanWeights(c, LeanOffset(a, (k - 1) * kLeanGroup, 0), strip, k - 1);
-    } else if (!kFirst) {
-      LeanWeights(c, LeanOffset(before, kStrip - kLeanGroup, 0), strip_before, kStripGroups - 1);
-    }
     if (!kFirst) LeanEncode(LeanOffset(before, k * kLeanGroup, 0), strip_before, k);
-    LeanMoments<Grad, kAdamW>(c, LeanOffset(a, k * kLeanGroup, Grad::kBytes), strip, k);
+    LeanUpdate<Grad, kAdamW>(c, LeanOffset(a, k * kLeanGroup, Grad::kBytes), strip, k);
   }
   LeanScales(strip.largest_exp_avg, kExpAvgTop, a.exp_avg_scale, strip.exp_avg_reciprocals);
   LeanScales(strip.largest_root, kExpAvgSqTop, a.exp_avg_sq_scale, strip.root_reciprocals);
@@ -141,7 +123,6 @@ SH_INLINE void LeanStripStep(const AdamVectors& c, const AdamArrays& a, LeanStri
 
 // What is left of the last strip.
 SH_INLINE void LeanStripEnd(const AdamVectors& c, const AdamArrays& a, const LeanStrip& strip) {
-  LeanWeights(c, LeanOffset(a, kStrip - kLeanGroup, 0), strip, kStripGroups - 1);
   for (int64_t k = 0; k < kStripGroups; ++k) LeanEncode(LeanOffset(a, k * kLeanGroup, 0), strip, k);
 }
 
