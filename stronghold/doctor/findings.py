@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from stronghold.limits import HostLimits
-from stronghold.plan.machine import ADAM_BF16_BYTES, MachineProfile
+from stronghold.plan.machine import ADAM_BF16_BYTES, ADAM_LEAN_BYTES, MachineProfile
 
 GIB = float(1 << 30)
 # Bytes per second and lane of PCI Express after its line code, by the transfers per second that
@@ -402,6 +402,11 @@ def _host_rows(findings: Findings) -> list[Row]:
         if threads == best:
             meaning += ", hidden when a forward pass takes as long"
         rows.append((f"Adam ({findings.isa}), {threads_in_words(threads)}", _gbps(rate), meaning))
+    if profile.adam_lean_gbps:
+        threads, rate = max(profile.adam_lean_gbps.items(), key=lambda item: item[1])
+        seconds = PARAMETERS * ADAM_LEAN_BYTES / rate
+        meaning = f"updates 8 B parameters in {_s(seconds * 1e-9)}"
+        rows.append((f"Adam, lean states, {threads_in_words(threads)}", _gbps(rate), meaning))
     return rows
 
 

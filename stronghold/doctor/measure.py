@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from stronghold import native
+from stronghold import lean, native
 from stronghold.device import cuda
 from stronghold.device.base import Device, Fence, Lane
 from stronghold.device.cuda import CudaDevice
@@ -34,10 +34,11 @@ from stronghold.errors import ConfigError
 from stronghold.limits import HostLimits, host_limits
 from stronghold.memory.slab import map_slab
 from stronghold.native_io import IoFile, IoQueue
-from stronghold.plan.machine import ADAM_BF16_BYTES, MachineProfile
+from stronghold.plan.machine import ADAM_BF16_BYTES, ADAM_LEAN_BYTES, MachineProfile
 
 MIB = 1 << 20
-ADAM_RESIDENT_BYTES = 2 + 2 + 4 + 4 + 2  # what the arrays of Adam occupy, per parameter
+# What the arrays of Adam occupy, per parameter: exact, and what lean states do not share with them.
+ADAM_RESIDENT_BYTES = (2 + 2 + 4 + 4 + 2) + (1 + 1 + 1 + 0.125)
 _L3 = Path("/sys/devices/system/cpu/cpu0/cache/index3/size")
 _COPIES = 4  # in a row, so that the hand-over to a lane's thread does not count
 _LARGEST_MATRIX = 8192
@@ -91,7 +92,7 @@ def gpu_name(device: str | None = None) -> str | None:
 def _examine(
     device: Device, limits: HostLimits, size: Effort, folder: Path | None, steps: _Steps
 ) -> Findings:
-    memory, adam = host_rates(size, limits.num_cores, steps)
+    memory, adam, lean_adam = host_rates(size, limits.num_cores, steps)
     rates = link_rates(device, size, steps)
     link = _pcie_link(device)  # now: an idle link runs slower
     flops = {}
@@ -117,6 +118,7 @@ def _examine(
             duplex_gbps=_figure(rates.duplex_gbps),
             memory_gbps={threads: _figure(rate) for threads, rate in memory.items()},
             adam_gbps={threads: _figure(rate) for threads, rate in adam.items()},
+            adam_lean_gbps={threads: _figure(rate) for threads, rate in lean_adam.items()},
             flops={name: _figure(rate) for name, rate in flops.items()},
             gpu_memory_gbps=_figure(rates.gpu_memory_gbps),
             **_of_disk(disk),
@@ -271,9 +273,9 @@ def effort(quick: bool, available_bytes: int) -> Effort:
             pin_bytes=available_bytes // 2,
             disk_bytes=32 * MIB,
         )
-    most = min(128 * MIB, available_bytes // 8 // ADAM_RESIDENT_BYTES)
+    most = min(128 * MIB, int(available_bytes / 8 / ADAM_RESIDENT_BYTES))
     # 64 Mi parameters take 0.9 GB; a processor of several chiplets names the cache of one alone.
-    numel = min(most, max(64 * MIB, 2 * _last_cache_bytes() // ADAM_RESIDENT_BYTES))
+    numel = min(most, max(64 * MIB, int(2 * _last_cache_bytes() / ADAM_RESIDENT_BYTES)))
     copy_bytes = min(256 * MIB, available_bytes // 16)
     return Effort(
         adam_numel=max(numel, MIB),
@@ -287,15 +289,18 @@ def effort(quick: bool, available_bytes: int) -> Effort:
 
 
 def host_rates(size: Effort, num_cores: int, step: Step) -> tuple[dict[int, float], ...]:
-    """Host memory bandwidth and the CPU Adam's rate by number of threads, in 1e9 bytes/s.
+    """Host memory bandwidth and the CPU Adam's rate with exact and with lean states, by number of
+    threads, in 1e9 bytes/s.
 
-    Both move the same arrays in turn: memory is shared with others, and changes from second to
+    All move the same arrays in turn: memory is shared with others, and changes from second to
     second.
     """
     numel = size.adam_numel
     weight, grad = (map_slab(numel, torch.bfloat16).fill_(0.01) for _ in range(2))
     low = map_slab(numel, torch.int16).zero_()
     moments = [map_slab(numel, torch.float32).fill_(value) for value in (1e-3, 4e-4)]
+    codes = map_slab(3 * numel, torch.int8).zero_()
+    scales = [map_slab(lean.num_groups(numel), torch.float32).zero_() for _ in range(2)]
     segment = native.AdamSegment(
         weight=weight.data_ptr(),
         low=low.data_ptr(),
@@ -313,22 +318,36 @@ def host_rates(size: Effort, num_cores: int, step: Step) -> tuple[dict[int, floa
         adamw=True,
         bias_correction=True,
     )
+    begin = codes.data_ptr()
+    small = segment._replace(
+        low=begin,
+        exp_avg=begin + numel,
+        exp_avg_sq=begin + 2 * numel,
+        exp_avg_scale=scales[0].data_ptr(),
+        exp_avg_sq_scale=scales[1].data_ptr(),
+    )
     batch = native.AdamBatch(torch.bfloat16, torch.bfloat16, [segment])
+    lean_batch = native.AdamBatch(torch.bfloat16, torch.bfloat16, [small], lean=True)
     moved = numel * ADAM_BF16_BYTES
+    lean_moved = numel * ADAM_LEAN_BYTES
     memory: dict[int, float] = {}
     adam: dict[int, float] = {}
+    lean_adam: dict[int, float] = {}
     for threads in thread_counts(num_cores):
         step(f"host memory and Adam, {threads_in_words(threads)}")
         with native.Pool(threads) as pool:
             batch.traffic(pool)
             batch.run(pool)
-            copying, updating = [], []
+            lean_batch.run(pool)
+            copying, updating, lean_updating = [], [], []
             for _ in range(size.rounds):
                 copying.append(_seconds(lambda: batch.traffic(pool)))
                 updating.append(_seconds(lambda: batch.run(pool)))
+                lean_updating.append(_seconds(lambda: lean_batch.run(pool)))
         memory[threads] = moved / statistics.median(copying) / 1e9
         adam[threads] = moved / statistics.median(updating) / 1e9
-    return memory, adam
+        lean_adam[threads] = lean_moved / statistics.median(lean_updating) / 1e9
+    return memory, adam, lean_adam
 
 
 def thread_counts(num_cores: int) -> list[int]:

@@ -16,7 +16,7 @@ import os
 import platform
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,9 +32,10 @@ EMULATED = "emulated"
 # Bytes of a weight, and of what beside it makes an fp32 master.
 STATE_BYTES = {"bf16": (2, 2), "fp16": (2, 4), "fp32": (4, 0)}
 NETWORK_GBPS = 25.0  # between nodes, unless it is said: 200 Gb/s for each GPU
-# What lean states' Adam moves in a second, of what the exact one does: it computes more for fewer
-# bytes. benchmarks/results/adam_lean_amd-epyc.md has 0.62 for one thread and 0.59 for two.
-LEAN_RATE = 0.59
+# What Adam with lean states moves in a second, of what the exact one does, where the profile does
+# not say: it computes more for fewer bytes. benchmarks/results/adam_lean_amd-epyc.md has 0.61 for
+# one of two cores, and 0.83 for both, which share their memory as those of large machines do.
+LEAN_RATE = 0.83
 LAUNCH_S = 4e-4  # the calling thread's time to launch one layer's kernels and run its hooks
 
 
@@ -45,6 +46,7 @@ def adam_bytes(weight_bytes: int, low_bytes: int, moment_bytes: float = 8) -> fl
 
 
 ADAM_BF16_BYTES = int(adam_bytes(*STATE_BYTES["bf16"]))
+ADAM_LEAN_BYTES = adam_bytes(2, 1, 2.125)
 _logger = logging.getLogger("stronghold")
 
 
@@ -58,11 +60,12 @@ class MachineProfile:
     `fetch_gbps` and `drain_gbps` are pinned host -> device and device -> host, each alone;
     `duplex_gbps` is the sum of both directions when both run. `memory_gbps` is the host memory's
     bandwidth by number of threads, read and written bytes counted, with the mix of accesses of
-    Adam. `adam_gbps` is the CPU Adam's, counted in `ADAM_BF16_BYTES` per parameter. `flops` is a
-    large matrix multiplication's rate on the device, by dtype. `gpu_memory_gbps` counts what a copy
-    on the device reads and writes. `nvme_*` are transfers past the page cache at the best depth,
-    None where no disk was measured; `nvme_mixed_gbps` is the sum when reads and writes run
-    together, and `nvme_path` the directory.
+    Adam. `adam_gbps` is the CPU Adam's, counted in `ADAM_BF16_BYTES` per parameter;
+    `adam_lean_gbps` with lean states, in `ADAM_LEAN_BYTES`, None where it was not measured.
+    `flops` is a large matrix multiplication's rate on the device, by dtype. `gpu_memory_gbps`
+    counts what a copy on the device reads and writes. `nvme_*` are transfers past the page cache at
+    the best depth, None where no disk was measured; `nvme_mixed_gbps` is the sum when reads and
+    writes run together, and `nvme_path` the directory.
     """
 
     name: str
@@ -79,6 +82,7 @@ class MachineProfile:
     adam_gbps: dict[int, float]
     flops: dict[str, float]
     gpu_memory_gbps: float
+    adam_lean_gbps: dict[int, float] | None = None
     nvme_read_gbps: float | None = None
     nvme_write_gbps: float | None = None
     nvme_mixed_gbps: float | None = None
@@ -98,9 +102,11 @@ class MachineProfile:
         of threads on the line between them, outside them the nearest."""
         return _interpolate(self.memory_gbps, threads)
 
-    def adam_rate(self, threads: int) -> float:
+    def adam_rate(self, threads: int, states: str = "exact") -> float:
         """The CPU Adam's rate with so many threads, as `memory_rate`."""
-        return _interpolate(self.adam_gbps, threads)
+        if states == "lean" and self.adam_lean_gbps is not None:
+            return _interpolate(self.adam_lean_gbps, threads)
+        return _interpolate(self.adam_gbps, threads) * (LEAN_RATE if states == "lean" else 1.0)
 
     def share(self, num_ranks: int) -> MachineProfile:
         """The machine as one of its ranks has it: a GPU and a link, and a part of the bandwidth of
@@ -236,8 +242,8 @@ def _fields(raw: dict[str, Any]) -> dict[str, Any]:
     arguments = dict(raw)
     if isinstance(raw["sources"], list):
         arguments["sources"] = tuple(raw["sources"])
-    for key in ("memory_gbps", "adam_gbps"):  # JSON's keys are strings
-        if isinstance(raw[key], dict):
+    for key in ("memory_gbps", "adam_gbps", "adam_lean_gbps"):  # JSON's keys are strings
+        if isinstance(raw.get(key), dict):
             arguments[key] = {_threads(f"profile.{key}", k): v for k, v in raw[key].items()}
     return arguments
 
@@ -282,15 +288,20 @@ def _check_rates_by_threads(where: str, value: object) -> None:
         _check_count(where, threads)
 
 
+def _or_none(check: Callable[[str, object], None]) -> Callable[[str, object], None]:
+    return lambda where, value: None if value is None else check(where, value)
+
+
 # By the annotation of the field.
 _CHECKS = {
     "str": _check_text,
     "tuple[str, ...]": _check_texts,
     "int": _check_count,
     "float": _check_rate,
-    "float | None": lambda where, value: None if value is None else _check_rate(where, value),
+    "float | None": _or_none(_check_rate),
     "dict[str, float]": _check_rates,
     "dict[int, float]": _check_rates_by_threads,
+    "dict[int, float] | None": _or_none(_check_rates_by_threads),
 }
 
 
@@ -335,12 +346,14 @@ def rates_of(
     # Of gradients a node's are added on its wire, the sums of its ranks' parts over the network.
     within, between = (sharing - 1) / sharing, (num_nodes - 1) / (num_nodes * sharing)
     received = 1 - 1 / (sharing * num_nodes)
-    alone, together = (machine.adam_rate(cpu_threads * ranks) / ranks for ranks in (1, sharing))
+    alone, together = (
+        machine.adam_rate(cpu_threads * ranks, states) / ranks for ranks in (1, sharing)
+    )
     return Rates(
         fetch_gbps=machine.fetch_gbps,
         drain_gbps=machine.drain_gbps,
         duplex_gbps=machine.duplex_gbps,
-        update_gbps=min(alone, together) * (LEAN_RATE if states == "lean" else 1.0),
+        update_gbps=min(alone, together),
         memory_gbps=share.memory_rate(max(machine.memory_gbps)),
         wire_gbps=wire,
         reduce_gbps=received / (within / wire + between / network) if received else wire,

@@ -25,7 +25,7 @@ from stronghold.doctor.findings import DiskRates, Findings
 from stronghold.doctor.measure import Effort
 from stronghold.errors import ConfigError
 from stronghold.plan import machine as profile
-from stronghold.plan.machine import ADAM_BF16_BYTES, MachineProfile
+from stronghold.plan.machine import ADAM_BF16_BYTES, ADAM_LEAN_BYTES, MachineProfile
 from tests.support.quiet import law_of_time, on_time
 
 MIB = 1 << 20
@@ -83,6 +83,8 @@ def test_figures_are_positive_and_agree_with_each_other(
     """Wide bounds: other processes use the same memory. A wrong count of bytes is found below."""
     machine = examined[0].profile
     assert list(machine.memory_gbps) == list(machine.adam_gbps)
+    assert machine.adam_lean_gbps is not None
+    assert list(machine.adam_lean_gbps) == list(machine.adam_gbps)
     assert max(machine.memory_gbps) == machine.num_cores == limits.host_limits().num_cores
     assert machine.host_memory_bytes == limits.host_limits().usable_bytes
     assert machine.name.startswith("emulated on ")
@@ -91,6 +93,7 @@ def test_figures_are_positive_and_agree_with_each_other(
     on_time(machine.duplex_gbps <= 2 * (machine.fetch_gbps + machine.drain_gbps), machine)
     for threads, memory in machine.memory_gbps.items():
         on_time(machine.adam_gbps[threads] <= 1.6 * memory, machine)
+        on_time(machine.adam_lean_gbps[threads] <= 1.6 * memory, machine)
 
 
 def test_what_was_measured_survives_its_file(
@@ -167,7 +170,8 @@ def test_rates_count_the_bytes_and_operations(monkeypatch: pytest.MonkeyPatch) -
         return 1.0
 
     monkeypatch.setattr(measure, "_seconds", one_second)
-    memory, adam = measure.host_rates(SMALL, 2, lambda _: None)
+    memory, adam, lean = measure.host_rates(SMALL, 2, lambda _: None)
+    assert lean == dict.fromkeys((1, 2), MIB * ADAM_LEAN_BYTES / 1e9)
     assert memory == adam == dict.fromkeys((1, 2), MIB * ADAM_BF16_BYTES / 1e9)
     device = EmulatedDevice(poison=False)
     try:

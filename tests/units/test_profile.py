@@ -122,6 +122,17 @@ def test_a_missing_key_is_named(field: str) -> None:
 def test_rates_lie_between_measured_numbers_of_threads(threads: int, expected: float) -> None:
     assert of().memory_rate(threads) == expected
     assert of(adam_gbps=of().memory_gbps).adam_rate(threads) == expected
+    assert of(adam_lean_gbps=of().memory_gbps).adam_rate(threads, "lean") == expected
+
+
+def test_a_profile_without_lean_states_has_a_share_of_the_exact_rate() -> None:
+    machine = of(adam_lean_gbps=None)
+    assert machine.adam_rate(2, "lean") == profile.LEAN_RATE * machine.adam_rate(2)
+    other = of(adam_lean_gbps={1: 5.0})
+    assert profile.rates_of(other, 1, states="lean").update_gbps == 5.0
+    assert profile.rates_of(other, 1).update_gbps == other.adam_rate(1)
+    with pytest.raises(ConfigError, match=r"profile\.adam_lean_gbps: got"):
+        of(adam_lean_gbps={"one": 1.0})
 
 
 def test_the_known_machines_ship() -> None:
@@ -169,7 +180,7 @@ def test_a_directory_is_no_profile(tmp_path: Path) -> None:
         (states_of(torch.bfloat16), profile.adam_bytes(2, 2)),
         (states_of(torch.float16), profile.adam_bytes(2, 4)),
         (states_of(torch.float32), profile.adam_bytes(4, 0)),
-        (states_of(torch.bfloat16, "lean"), profile.adam_bytes(2, 1, 2.125)),
+        (states_of(torch.bfloat16, "lean"), profile.ADAM_LEAN_BYTES),
     ],
 )
 def test_adams_bytes_are_those_of_its_arrays(states: States, nbytes: float) -> None:
