@@ -152,16 +152,16 @@ UPDATES = [
     Mutant(
         "a layer that waits for the end of backward is not updated",
         "runtime/update.py",
-        "                self._late.append(state)\n",
+        "                self._adam(self._waiting(state), 1.0)\n",
         "                pass\n",
         BITS,
         "gpt and (deferred-1-fp32 or deferred-1-bf16)",
     ),
     Mutant(
-        "a layer that came in two drains is updated twice",
+        "a layer that was updated as its gradients came is updated again",
         "runtime/update.py",
-        "sorted(set(self._late), key",
-        "sorted(self._late, key",
+        "            if state.arrived and not state.applied:\n                state",
+        "            if state.arrived:\n                state",
         PARTS,
     ),
     Mutant(

@@ -43,8 +43,7 @@ from stronghold.checkpoint.tensorfile import (
 from stronghold.device.base import Fence, surfacing
 from stronghold.errors import CheckpointError, LaneError
 from stronghold.model.layout import ParameterSlice
-from stronghold.plan.cost import update_order
-from stronghold.plan.plan import Gradients
+from stronghold.plan.schedule import update_order
 from stronghold.runtime.optimizer import EngineOptimizer
 from stronghold.runtime.stack import Stack
 from stronghold.states import MOMENTS, SCALES, STATES, group_size, items
@@ -98,11 +97,8 @@ class Save:
         self._jobs: list[Fence] = []
         self._published: Fence | None = None
         # As the next updates will come, so that they wait least.
-        self.order = update_order(
-            len(self._records),
-            early=stack.plan.gradients is Gradients.RING,
-            deferred=stack.plan.deferred,
-        )
+        order = update_order(stack.plan.updates)
+        self.order = [*order, *(i for i in range(len(self._records)) if i not in order)]
 
     def _begin(self) -> Path:
         """The hidden directory, which every rank sees."""

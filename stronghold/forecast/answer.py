@@ -29,7 +29,7 @@ from stronghold.plan.cost import (
 )
 from stronghold.plan.demand import AGAIN, ATTENTION
 from stronghold.plan.machine import NETWORK_GBPS, rates_of
-from stronghold.plan.plan import Demand, Gradients, Plan
+from stronghold.plan.plan import Demand, Plan
 from stronghold.plan.search import Choice, updates_s
 from stronghold.simulate import Prediction, fastest_plan
 from stronghold.states import EXACT, LEAN, states_of
@@ -360,7 +360,7 @@ def _wires(question: Question) -> str:
 def _gate(found: Forecast) -> Iterator[str]:
     """What it costs that updates wait for the end of backward, where the step waits for them."""
     question, plan, timing = found.question, found.plan, found.timing
-    if plan is None or timing is None or plan.gradients is Gradients.RING:
+    if plan is None or timing is None or not plan.gated:
         return
     waits = sum(timing.shares.get(RESOURCES[lane], 0.0) for lane in ("update", "load"))
     work, rates = _work_and_rates(question, _demand(question))
@@ -455,7 +455,7 @@ def _config(question: Question, plan: Plan) -> dict[str, Any]:
     section["activations"] = dict(counts) if len(counts) > 1 else next(iter(counts), "keep")
     if question.chunk is not None:
         section["chunk"] = question.chunk
-    if plan.gradients is Gradients.RING:
+    if not plan.gated:
         section["deferred_layers"] = len(plan.deferred)
     if plan.nvme_bytes:
         section["nvme"] = {"path": question.nvme_path, "capacity": question.nvme_bytes}

@@ -50,8 +50,8 @@ class HostStore:
 
     `layers` has every layer of the model; those in `elsewhere` take nothing here: their arrays are
     made by `memory.resident`. `dtype` is the compute dtype. `ring_entries` gradient entries of the
-    largest trainable layer exist when gradients are not held; `hold` gives every trainable layer
-    its own entry, `defer` those that it names; `accumulate` gives every one an fp32 accumulator.
+    largest trainable layer exist; layers in `held` have an entry of their own, where that is not in
+    a file; `accumulate` gives every trainable one an fp32 accumulator.
     `allocate` makes a flat zero tensor of host memory. `tiers` names the arrays that lie in files
     instead ([Note: files]). `shards` is this rank's part, `shared` the node's weights
     ([Note: ranks]).
@@ -63,11 +63,10 @@ class HostStore:
         dtype: torch.dtype,
         device: Device,
         *,
-        hold: bool,
+        held: frozenset[int],
         accumulate: bool,
         ring_entries: int,
         elsewhere: frozenset[int] = frozenset(),
-        defer: frozenset[int] = frozenset(),
         allocate: Callable[[int, torch.dtype], torch.Tensor] = map_slab,
         tiers: Tiers | None = None,
         shards: Shards | None = None,
@@ -82,8 +81,7 @@ class HostStore:
         self.states = self.tiers.states
         self.dtype = dtype
         self._device = device
-        self._hold = hold
-        self._defer = defer
+        self._held = held
         self._accumulate = accumulate
         self._ring_entries = ring_entries
         self._allocate = allocate
@@ -163,28 +161,25 @@ class HostStore:
                     setattr(state, array, slab)
                 if array == "low" and dtype is torch.float32:
                     self.restart_master(index)
-            if not self._accumulate and self._holds(index) and numel:
-                self.held_entry(index)
-        passing = any(self.tiers.holds(s.layout.index, "gradients") for s in self._mine)
-        if self._accumulate or not self._hold or passing:
-            self._make_ring(self._ring_entries - len(self._ring))
+        self._hold()
+        self._make_ring(self._ring_entries - len(self._ring))
         self._prepared = True
 
-    def defer(self, layers: frozenset[int]) -> None:
-        """Between two steps: these layers hold their gradients for the next forward, no others."""
-        before, self._defer = self._defer, layers
+    def hold(self, layers: frozenset[int]) -> None:
+        """Between two steps: these layers have gradient entries of their own, no others."""
+        before, self._held = self._held, layers
         for state in self._mine if self.training else ():
-            index = state.layout.index
-            if index in before - layers and state.held is not None:
+            if state.index in before - layers and state.held is not None:
                 self._give_back(state.held.memory)
                 state.held = None
-        for state in self._mine if self.training else ():
-            if state.layout.index in layers and state.end > state.begin:
-                self.held_entry(state.layout.index)
+        if self.training:
+            self._hold()
 
-    def _holds(self, index: int) -> bool:
-        held = self._hold and not self.tiers.holds(index, "gradients")
-        return held or index in self._defer
+    def _hold(self) -> None:
+        for state in self._mine:
+            filed = self.tiers.holds(state.index, "gradients")
+            if state.index in self._held and not filed and state.end > state.begin:
+                self.held_entry(state.index)
 
     def _make_ring(self, num_entries: int) -> None:
         largest = max((state.end - state.begin for state in self._mine), default=0)

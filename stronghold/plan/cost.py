@@ -299,15 +299,6 @@ def shares(*, forward_s: float, backward_s: float, updates_s: float) -> tuple[fl
     return min(within, forward_s / updates_s), within
 
 
-def update_order(num_layers: int, *, early: bool, deferred: frozenset[int]) -> list[int]:
-    """Layers in the order of their updates. `early`: they do not wait for the end of backward,
-    unless they are `deferred`."""
-    if not early:
-        return list(range(num_layers))
-    at_once = [layer for layer in reversed(range(num_layers)) if layer not in deferred]
-    return [*at_once, *sorted(deferred)]
-
-
 # -- seconds --------------------------------------------------------------------------------------
 
 

@@ -30,6 +30,7 @@ from stronghold.plan.cost import Traffic, spread, traffic_of
 from stronghold.plan.demand import AGAIN, ATTENTION, AWAY
 from stronghold.plan.demand import Demand as Demand
 from stronghold.plan.demand import Gradients as Gradients
+from stronghold.plan.schedule import Position
 from stronghold.states import (
     EXACT,
     LEAN,
@@ -103,7 +104,7 @@ class Plan:
     gradient_slots: int
     gradients: Gradients
     ring_entries: int
-    deferred: frozenset[int]  # layers updated after backward, where others are as gradients come
+    updates: dict[int, Position]  # where in the step that of each layer that trains stands
     activations: tuple[str, ...]  # by layer; what is no block keeps its own
     cpu_threads: int
     gpu_bytes: dict[str, int]
@@ -121,6 +122,27 @@ class Plan:
     num_nodes: int = 1
     chunk: int | None = None  # sequences that go through a block together; None: all
     states: Kind = EXACT
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether gradients wait as fp32 sums over micro-batches."""
+        return self.gradients is Gradients.ACCUMULATED
+
+    @property
+    def gated(self) -> bool:
+        """Whether something decides over all gradients before any is used."""
+        return self.gradients is not Gradients.RING
+
+    @property
+    def deferred(self) -> frozenset[int]:
+        """Layers updated after backward, where others are as gradients come."""
+        return frozenset(i for i, at in self.updates.items() if at is Position.BACKWARD)
+
+    @property
+    def apart(self) -> frozenset[int]:
+        """Layers whose gradients wait, as they are, for an update elsewhere in the step."""
+        late = (i for i, at in self.updates.items() if at is not Position.DRAIN)
+        return frozenset() if self.accumulates else frozenset(late)
 
     @property
     def gpu_total_bytes(self) -> int:
@@ -218,7 +240,7 @@ def make_plan(layout: ModelLayout, demand: Demand) -> Plan:
         gradient_slots=gradient_slots,
         gradients=places.gradients,
         ring_entries=host.ring_entries,
-        deferred=host.deferred,
+        updates=_positions(layout, places, host.deferred),
         activations=activations,
         cpu_threads=threads,
         gpu_bytes=places.gpu_bytes(window, gradient_slots),
@@ -245,6 +267,16 @@ def make_plan(layout: ModelLayout, demand: Demand) -> Plan:
         chunk=demand.chunk,
         states=demand.states,
     )
+
+
+def _positions(
+    layout: ModelLayout, places: _Places, deferred: frozenset[int]
+) -> dict[int, Position]:
+    trained = [layer.index for layer in layout.layers if layer.trainable_numel]
+    # Whole on the gpu: a backward that fails changes nothing.
+    if places.gradients is not Gradients.RING or places.whole:
+        return dict.fromkeys(trained, Position.GATE)
+    return {i: Position.BACKWARD if i in deferred else Position.DRAIN for i in trained}
 
 
 def _deferred_in_words(places: _Places, deferred: frozenset[int]) -> list[str]:

@@ -1,17 +1,21 @@
 """The schedule: the ordered list of actions of one pass over the model, as data.
 
-Pure: no tensors, no threads. Made from the order in which layers are used and the number of slots;
-interpreted by `runtime.executor`, printed and read as text, compared in tests.
+Pure: no tensors, no threads. Made from the order in which layers are used, the number of slots and
+the places of updates; interpreted by `runtime.executor`, printed and read as text, compared in
+tests.
 
 A pass is a sequence of uses (forward of layer 0, ..., backward of layer 0) that repeats. Before
 each use its actions say which slots to give back and what to fetch; a slot is given up by the layer
-whose next use lies farthest ahead, which is the choice that fetches least (Belady, 1966).
+whose next use lies farthest ahead, which is the choice that fetches least (Belady, 1966). After a
+backward its actions say what becomes of the gradients: the drain, and the update where it stands
+right behind it; after the last one what waits for the end of backward, the gate, and what waits for
+that.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -21,33 +25,47 @@ SETTLING_PASSES = 4  # after these the slots begin every pass alike, or never wi
 
 
 class Kind(Enum):
-    """What an action does. FORWARD and BACKWARD wait for the layer's fetch and let compute go
-    on."""
+    """What an action does. FORWARD and BACKWARD wait for the layer's fetch and let compute go on;
+    GATE waits for the norm of all gradients."""
 
     RELEASE = "release"
     FETCH = "fetch"
     FORWARD = "forward"
     BACKWARD = "backward"
+    DRAIN = "drain"
+    UPDATE = "update"
+    GATE = "gate"
+
+
+class Position(Enum):
+    """Where a layer's update stands in a step; in forward order but for the first."""
+
+    DRAIN = "as its gradients come"
+    BACKWARD = "when backward has ended"
+    GATE = "behind the gate"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Action:
-    """One entry of the schedule; `str` and `parse` round-trip."""
+    """One entry of the schedule; `str` and `parse` round-trip. The gate has no layer: -1."""
 
     kind: Kind
-    layer: int
+    layer: int = -1
 
     def __str__(self) -> str:
-        return f"{self.kind.value} {self.layer}"
+        return self.kind.value if self.kind is Kind.GATE else f"{self.kind.value} {self.layer}"
 
     @staticmethod
     def parse(text: str) -> Action:
         kind, _, layer = text.strip().partition(" ")
-        return Action(kind=Kind(kind), layer=int(layer))
+        return GATE if kind == GATE.kind.value else Action(kind=Kind(kind), layer=int(layer))
 
     @property
     def is_use(self) -> bool:
         return self.kind in (Kind.FORWARD, Kind.BACKWARD)
+
+
+GATE = Action(kind=Kind.GATE)
 
 
 def canonical_uses(layers: Sequence[int], *, backward: bool) -> tuple[Action, ...]:
@@ -60,14 +78,17 @@ def canonical_uses(layers: Sequence[int], *, backward: bool) -> tuple[Action, ..
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """`actions` of one pass. `steps[k]` are the actions of the k-th use, the use itself last."""
+    """`actions` of one pass. `steps[k]` are the actions of the k-th use, the use itself last;
+    `after[k]` what follows it: drains, updates and the gate."""
 
     uses: tuple[Action, ...]
     steps: tuple[tuple[Action, ...], ...]
+    after: tuple[tuple[Action, ...], ...]
 
     @property
     def actions(self) -> tuple[Action, ...]:
-        return tuple(action for step in self.steps for action in step)
+        pairs = zip(self.steps, self.after, strict=True)
+        return tuple(action for step, after in pairs for action in (*step, *after))
 
     def fetches(self, layer: int) -> int:
         """How often one pass of the steady state fetches the layer."""
@@ -79,29 +100,43 @@ class Schedule:
 
 def parse_schedule(text: str) -> Schedule:
     """Inverse of `str(schedule)`."""
-    steps: list[tuple[Action, ...]] = []
-    step: list[Action] = []
-    for line in text.splitlines():
-        step.append(Action.parse(line))
-        if step[-1].is_use:
-            steps.append(tuple(step))
-            step = []
-    return Schedule(uses=tuple(step[-1] for step in steps), steps=tuple(steps))
+    steps: list[list[Action]] = []
+    after: list[list[Action]] = []
+    for action in map(Action.parse, text.splitlines()):
+        if action.kind in (Kind.DRAIN, Kind.UPDATE, Kind.GATE):
+            after[-1].append(action)
+            continue
+        if len(steps) == len(after):
+            steps.append([])
+        steps[-1].append(action)
+        if action.is_use:
+            after.append([])
+    return Schedule(
+        uses=tuple(step[-1] for step in steps),
+        steps=tuple(map(tuple, steps)),
+        after=tuple(map(tuple, after)),
+    )
 
 
 def make_schedule(
-    uses: Iterable[Action], *, num_slots: int, prefetch: int, resident: frozenset[int] = frozenset()
+    uses: Iterable[Action],
+    *,
+    num_slots: int,
+    prefetch: int,
+    resident: frozenset[int] = frozenset(),
+    updates: Mapping[int, Position] | None = None,
 ) -> Schedule:
     """The actions for `uses`, repeated for ever, with `num_slots` slots.
 
     `prefetch`: how many further layers may be in slots or on their way while one computes (at most
     num_slots - 1). Layers in `resident` need no slot; they are fetched once a pass, after their
     update, when they come within reach. The steady state is returned: the pass that begins with
-    what the previous one left in the slots.
+    what the previous one left in the slots. `updates`: of each layer that trains, where its update
+    stands; None where nothing trains.
     """
     uses = tuple(uses)
     if not uses:
-        return Schedule(uses=(), steps=())
+        return Schedule(uses=(), steps=(), after=())
     if num_slots < 1 and any(use.layer not in resident for use in uses):
         raise ConfigError(f"stronghold.window: got {num_slots}, expected at least 1 slot")
     planner = _Pass(uses=uses, num_slots=num_slots, prefetch=prefetch, resident=resident)
@@ -116,7 +151,35 @@ def make_schedule(
         end = planner.run(start, keep=True)[1]
     steps, end = planner.run(start, keep=takes_turns)
     steps[0] = _after(end - start, steps[0])
-    return Schedule(uses=uses, steps=tuple(steps))
+    return Schedule(uses=uses, steps=tuple(steps), after=_after_uses(uses, updates or {}))
+
+
+def update_order(updates: Mapping[int, Position]) -> list[int]:
+    """Layers in the order in which a step updates them."""
+    at: dict[Position, list[int]] = {position: [] for position in Position}
+    for layer in sorted(updates):
+        at[updates[layer]].append(layer)
+    return [*reversed(at[Position.DRAIN]), *at[Position.BACKWARD], *at[Position.GATE]]
+
+
+def _after_uses(
+    uses: tuple[Action, ...], updates: Mapping[int, Position]
+) -> tuple[tuple[Action, ...], ...]:
+    """What follows each use. A layer's gradients are complete after its last backward; those of one
+    that has none (embedding, head), with the layers around it."""
+    after: list[list[Action]] = [[] for _ in uses]
+    last = {use.layer: k for k, use in enumerate(uses) if use.kind is Kind.BACKWARD}
+    at = max(0, min(last.values(), default=len(uses)) - 1)
+    for layer in sorted(updates, reverse=True):
+        at = max(at, last.get(layer, at))
+        after[at].append(Action(kind=Kind.DRAIN, layer=layer))
+        if updates[layer] is Position.DRAIN:
+            after[at].append(Action(kind=Kind.UPDATE, layer=layer))
+    for position, ends in ((Position.BACKWARD, [GATE]), (Position.GATE, [])):
+        waiting = [layer for layer in sorted(updates) if updates[layer] is position]
+        after[-1] += [Action(kind=Kind.UPDATE, layer=layer) for layer in waiting]
+        after[-1] += ends if updates else []
+    return tuple(map(tuple, after))
 
 
 def _after(left: frozenset[int], step: tuple[Action, ...]) -> tuple[Action, ...]:

@@ -25,7 +25,7 @@ from stronghold.device.contention import LEAST_SHARE, Rates
 from stronghold.errors import BudgetError, ConfigError
 from stronghold.model.layout import ModelLayout
 from stronghold.plan.cost import Workload, shares
-from stronghold.plan.plan import Demand, Gradients, Plan, levels_of, make_plan
+from stronghold.plan.plan import Demand, Plan, levels_of, make_plan
 
 USUAL_WINDOW = 3  # one computes, one is still in use or drains, one is on its way
 WINDOWS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24)
@@ -99,7 +99,7 @@ def _waits_s(layout: ModelLayout, plan: Plan, work: Workload, rates: Rates) -> f
     has ended, in the layers' order; of others the first layer's, whose gradient is the last that is
     there. Weights that were updated before cross host memory beside the updates.
     """
-    gated = layout.layers if plan.gradients is not Gradients.RING else layout.layers[:1]
+    gated = layout.layers if plan.gated else layout.layers[:1]
     each_s = plan.traffic.adam_bytes * 1e-9 / rates.update_gbps / plan.num_ranks
     # What crosses takes of Adam's memory what is more than it leaves unused, unless that is all.
     own, fetch, memory = rates.update_gbps, rates.fetch_gbps, rates.memory_gbps
@@ -134,7 +134,7 @@ def deferrals(layout: ModelLayout, plan: Plan, work: Workload, rates: Rates) -> 
         for layer in layout.layers
         if layer.streamed and layer.trainable_numel and layer.index not in plan.updated_on_gpu
     ]
-    if plan.gradients is not Gradients.RING or not on_host:
+    if plan.gated or not on_host:
         return [0]
     # Of the layers with arrays in files, for the disk's time; of all, for the longest.
     filed = sum(bool(plan.spilled[layer.index]) for layer in on_host)

@@ -20,7 +20,7 @@ from stronghold.memory.slab import map_slab
 from stronghold.memory.tiers import Tiers
 from stronghold.model.layout import ModelLayout
 from stronghold.model.source import WeightSource
-from stronghold.plan.plan import Gradients, Plan
+from stronghold.plan.plan import Plan
 from stronghold.runtime.adam import AdamSteps, Grouped
 from stronghold.runtime.parts import Outside, Parts
 from stronghold.runtime.streaming import Streaming
@@ -52,16 +52,14 @@ class Assembly:
         weights: NodeWeights | None = None,
         allocate: Callable[[int, torch.dtype], torch.Tensor] = map_slab,
     ) -> None:
-        accumulate = plan.gradients is Gradients.ACCUMULATED
         self.host = HostStore(
             layout,
             dtype,
             device,
-            hold=plan.gradients is Gradients.HELD,
-            accumulate=accumulate,
+            held=plan.apart,
+            accumulate=plan.accumulates,
             ring_entries=plan.ring_entries,
             elsewhere=plan.updated_on_gpu,
-            defer=plan.deferred,
             allocate=allocate,
             tiers=tiers,
             shards=weights.ranks.shards if weights is not None else None,
@@ -69,7 +67,7 @@ class Assembly:
             fills=weights is None or weights.fills,
         )
         undo.callback(self.host.close)
-        self.store = DeviceStore(self.host, device, accumulate=accumulate, allocate=allocate)
+        self.store = DeviceStore(self.host, device, accumulate=plan.accumulates, allocate=allocate)
         self.adam = AdamSteps(optimizer, parameters, layout.layers)
         self.team = Team()
         if weights is not None:

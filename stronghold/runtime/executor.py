@@ -57,7 +57,11 @@ class Track:
 def make_track(plan: Plan, uses: Sequence[Action]) -> Track:
     """The track of passes that use layers in this order."""
     schedule = make_schedule(
-        uses, num_slots=plan.window, prefetch=plan.prefetch, resident=plan.resident
+        uses,
+        num_slots=plan.window,
+        prefetch=plan.prefetch,
+        resident=plan.resident,
+        updates=plan.updates,
     )
     return Track(schedule=schedule)
 

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 
 from stronghold.errors import ConfigError
 from stronghold.memory.layer import LayerState
-from stronghold.plan.plan import Gradients
 
 logger = logging.getLogger("stronghold")
 
@@ -62,9 +61,9 @@ def open_gate(
 class Ledger:
     """The account of one engine's layers. `early`: updates may be made as gradients come."""
 
-    def __init__(self, layers: Sequence[LayerState], mode: Gradients) -> None:
+    def __init__(self, layers: Sequence[LayerState], *, early: bool) -> None:
         self._layers = layers
-        self.early = mode is Gradients.RING
+        self.early = early
         self.boundary = True  # whether the running micro-batch ends the step
         self._torn: str | None = None  # why the arrays are of two steps, or of two checkpoints
 

@@ -16,7 +16,8 @@ from torch import nn
 from stronghold.errors import ConfigError
 from stronghold.memory.window import Window
 from stronghold.model.partition import Partition
-from stronghold.plan.plan import Gradients, Plan
+from stronghold.plan.plan import Plan
+from stronghold.plan.schedule import Position
 from stronghold.runtime.ledger import GateResult, Ledger
 from stronghold.runtime.parts import Parts
 from stronghold.runtime.update import Updates
@@ -27,7 +28,7 @@ Written = Mapping[int, Collection[int]]
 
 class Runtime(ABC):
     """One model's passes and updates by `plan`. Between steps every parameter of the model holds
-    its newest value once `settle` has returned. `mode` says where gradients wait.
+    its newest value once `settle` has returned.
     """
 
     host_activation_bytes = 0  # host memory that holds saved tensors
@@ -38,7 +39,6 @@ class Runtime(ABC):
         self,
         parts: Parts,
         plan: Plan,
-        mode: Gradients,
         *,
         window: Window | None = None,
     ) -> None:
@@ -46,15 +46,9 @@ class Runtime(ABC):
         self._parameters, self._adam = parts.parameters, parts.adam
         self._team = parts.team
         self._plan = plan
-        self._gated = plan.gradients is not Gradients.RING
-        self.ledger = Ledger(parts.layers, mode)
-        self.updates = Updates(
-            parts,
-            self.ledger,
-            mode,
-            deferred=plan.deferred,
-            window=window,
-        )
+        early = any(at is not Position.GATE for at in plan.updates.values())
+        self.ledger = Ledger(parts.layers, early=early)
+        self.updates = Updates(parts, self.ledger, plan, window)
 
     # -- what lies in .grad -----------------------------------------------------------------------
     def _with_gradient(self) -> list[tuple[int, int, nn.Parameter]]:

@@ -298,7 +298,7 @@ class Stack:
             plan = self.plan
         for layer in sorted(plan.updated_on_gpu - self.plan.updated_on_gpu):
             self.store.take(layer)
-        self.host.defer(plan.deferred)
+        self.host.hold(plan.apart)
         self.plan = plan
         self.metrics.recomputed = plan.recomputed
         self._start(plan)

@@ -64,7 +64,7 @@ class Streaming(Runtime):
             own_gradients=plan.own_gradients,
             sums=plan.chunk is not None,
         )
-        super().__init__(parts, plan, plan.gradients, window=self.window)
+        super().__init__(parts, plan, window=self.window)
         self._hooks: Hooks | None = None
         # Updated on the host, where writes to what is on the device, or to what has a master of
         # its own, do not show; and the versions of their parameters that did.
@@ -186,7 +186,7 @@ class Streaming(Runtime):
         self._refuse_strays()
         self._adopt_edited()
         gate, changed = self.updates.close_gate(
-            clipping=clipping, loss_scale=loss_scale, skips=skips and self._gated
+            clipping=clipping, loss_scale=loss_scale, skips=skips and self._plan.gated
         )
         self.executor.weights_changed(changed)
         if kept := self.executor.aliased(changed):

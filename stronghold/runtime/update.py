@@ -50,7 +50,8 @@ from stronghold.memory.layer import LayerState
 from stronghold.memory.tiers import Mode, Views
 from stronghold.memory.window import Window
 from stronghold.model.layout import ParameterSlice
-from stronghold.plan.plan import Gradients
+from stronghold.plan.plan import Plan
+from stronghold.plan.schedule import Position
 from stronghold.runtime.adam import ParameterStep
 from stronghold.runtime.ledger import GateResult, Ledger, norm_and_scale, open_gate
 from stronghold.runtime.parts import Parts
@@ -113,18 +114,16 @@ class Piece:
 class Updates:
     """Norms, sums and Adam of one engine. Hyper-parameters are read when an update is submitted.
 
-    `mode` says where gradients wait; `deferred` layers are updated at the end of backward.
-    `window` has the slots of layers on the device, None for a model that is whole there.
+    `plan` says where in the step updates stand, and whether gradients wait as sums; `window` has
+    the slots of layers on the device, None for a model that is whole there.
     """
 
     def __init__(
         self,
         parts: Parts,
         ledger: Ledger,
-        mode: Gradients,
-        *,
-        deferred: frozenset[int] = frozenset(),
-        window: Window | None = None,
+        plan: Plan,
+        window: Window | None,
     ) -> None:
         self._device = parts.device
         self._host = parts.host
@@ -132,15 +131,14 @@ class Updates:
         self._tiers = parts.host.tiers
         self._layers = parts.layers
         self._adam_steps = parts.adam
-        self._mode = mode
+        self._plan = plan
+        self._positions = plan.updates
         self._kernels = parts.kernels
         self._ledger = ledger
         self._parameters = parts.parameters
         self._metrics = parts.metrics
-        self._deferred = deferred
         self._window = window
         self._team = parts.team
-        self._late: list[LayerState] = []  # to be updated at the end of this backward
         self._device_sums: list[torch.Tensor] = []  # of squares, of this step
         self._prepared: _Prepared | None = None  # waits for the gate's decision
         self._expected: deque[Piece] = deque()  # loaded ahead ([Note: the first pieces])
@@ -149,14 +147,14 @@ class Updates:
     # -- gradients come ---------------------------------------------------------------------------
     def begin_backward(self) -> None:
         """Backward is about to run."""
-        if self._mode is Gradients.RING:
+        if self._ledger.early:
             first, self._first = self._first, []
             for state, begin, end in first:
                 self._expected.append(self._load(_unknown(state), begin, end, self._filed(state)))
 
     def at_once(self, layer: int, *, late: bool = False) -> bool:
         """Whether the layer is updated as its gradients come: no more may come (`late`)."""
-        return self._mode is Gradients.RING and not late and layer not in self._deferred
+        return self._positions[layer] is Position.DRAIN and not late
 
     def refuse_further(self, layer: int, arrived: Iterable[int], *, late: bool = False) -> None:
         """ConfigError when gradients come again that were used already."""
@@ -168,7 +166,7 @@ class Updates:
         """Where the drain of these gradients goes: an entry of the layer's own when they wait there
         and none of them is there yet, else one of the ring."""
         state = self._layers[layer]
-        waits = self._mode is not Gradients.ACCUMULATED and not self.at_once(layer, late=late)
+        waits = not self._plan.accumulates and not self.at_once(layer, late=late)
         if waits and not self._in_file(state, "gradients") and not arrived & state.arrived:
             return self._host.held_entry(layer)
         return self._host.ring_entry()
@@ -178,15 +176,13 @@ class Updates:
         this backward. Returns whether they stay in their slot until the step ends."""
         state = found.state
         first, repeated = not state.arrived, self._ledger.arrive(state, found.arrived)
-        if self._mode is Gradients.ACCUMULATED:
+        if self._plan.accumulates:
             self.accumulate([found], {state.index: repeated}, first=first)
         elif self.at_once(state.index, late=late):
             self._update_now(found)
+        elif state.on_device:
+            return self._hold_on_device(found, repeated)
         else:
-            if self._mode is Gradients.RING:
-                self._late.append(state)
-            if state.on_device:
-                return self._hold_on_device(found, repeated)
             self._hold(found, repeated, first=first)
         return False
 
@@ -352,18 +348,16 @@ class Updates:
         """Backward has ended: update, in the order of the next forward, what is deferred, and what
         more gradients might have come for.
         """
-        late = sorted(set(self._late), key=lambda state: state.index)
-        for state in late:
-            state.applied = True
-            self._adam(self._waiting(state), 1.0)
+        for state in self._layers if self._ledger.early else ():
+            if state.arrived and not state.applied:
+                state.applied = True
+                self._adam(self._waiting(state), 1.0)
         self._drop_expected()
-        self._late.clear()
 
     def abandon_backward(self) -> None:
         """Backward raised: the step's gradients are void, and weights that it changed stay so."""
         self._ledger.abandon_backward()
         self._drop_expected()
-        self._late.clear()
         self.forget()
 
     # -- the gate ---------------------------------------------------------------------------------
@@ -385,8 +379,9 @@ class Updates:
             changed: list[LayerState] = []
             if not gate.overflow:
                 changed = [s for s in self._layers if s.arrived and not s.on_device]
-                for state in changed if self._mode is not Gradients.RING else ():
-                    self._adam(self._waiting(state), scale)
+                for state in changed:
+                    if not state.applied:
+                        self._adam(self._waiting(state), scale)
                 prepared, self._prepared = self._prepared, None
                 if prepared is not None:
                     self._apply(prepared, scale)
@@ -412,7 +407,7 @@ class Updates:
         waiting: list[Gathered] = []
         for state in self._layers:
             if state.on_device:
-                if state.arrived and self._mode is not Gradients.RING:
+                if state.arrived and not state.applied:
                     waiting.append(self._waiting(state))
                 continue
             for k in sorted(state.arrived - state.square_sums.keys()):
@@ -469,7 +464,6 @@ class Updates:
         a step that has not ended.
         """
         self._drop_expected()
-        self._late.clear()
         self.forget()
         for state in self._layers:
             state.wait_unused()
@@ -478,7 +472,7 @@ class Updates:
     def _waiting(self, state: LayerState) -> Gathered:
         """The layer's gradients where they wait."""
         index, arrived = state.index, frozenset(state.arrived)
-        if self._mode is Gradients.ACCUMULATED:
+        if self._plan.accumulates:
             record = state.records["accumulated"]
             return Gathered(
                 state=state,

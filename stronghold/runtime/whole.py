@@ -5,7 +5,6 @@ arrays for good, and autograd accumulates as in a plain loop; when a backward ha
 gradients are taken out of `.grad`, and wait for the step where they are. The training thread alone
 enters.
 
-Nothing is updated before the gate, whatever the plan's mode: a backward that fails changes nothing.
 Since nobody is called when a gradient comes, one of outputs that the engine did not make is found,
 and refused, at the next backward or `engine.step`.
 """
@@ -18,7 +17,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from stronghold.model.partition import Partition
-from stronghold.plan.plan import Gradients, Plan
+from stronghold.plan.plan import Plan
 from stronghold.runtime.binding import Bindings
 from stronghold.runtime.ledger import GateResult
 from stronghold.runtime.parts import Parts
@@ -30,9 +29,7 @@ class Whole(Runtime):
     """`store` of `parts` has the arrays of every layer."""
 
     def __init__(self, parts: Parts, plan: Plan) -> None:
-        self._accumulates = plan.gradients is Gradients.ACCUMULATED
-        mode = Gradients.ACCUMULATED if self._accumulates else Gradients.HELD
-        super().__init__(parts, plan, mode)  # nothing is updated early
+        super().__init__(parts, plan)
         self._bindings = Bindings(parts.layers, parts.parameters)
         self._outside = parts.outside
 
@@ -92,11 +89,11 @@ class Whole(Runtime):
             )
             for layer, each in taken.items()
         ]
-        if self._accumulates and batch:
+        if self._plan.accumulates and batch:
             arrive = self.ledger.arrive
             repeated = {found.state.index: arrive(found.state, found.arrived) for found in batch}
             self.updates.accumulate(batch, repeated)
-        for found in batch if not self._accumulates else ():
+        for found in batch if not self._plan.accumulates else ():
             self.updates.gathered(found)
 
     def abandon_backward(self) -> None:
@@ -109,7 +106,7 @@ class Whole(Runtime):
     def close_gate(self, *, clipping: float, loss_scale: float, skips: bool) -> GateResult:
         self._refuse_strays()
         return self.updates.close_gate(
-            clipping=clipping, loss_scale=loss_scale, skips=skips and self._gated
+            clipping=clipping, loss_scale=loss_scale, skips=skips and self._plan.gated
         )[0]
 
     def _drop_gradients(self) -> None:

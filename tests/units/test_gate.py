@@ -10,7 +10,6 @@ import torch
 from stronghold.errors import ConfigError
 from stronghold.memory.layer import LayerState
 from stronghold.model.layout import ParameterShape, Shards, layer_layout
-from stronghold.plan.plan import Gradients
 from stronghold.runtime.ledger import Ledger, norm_and_scale
 
 
@@ -28,7 +27,7 @@ def test_after_an_early_update_no_second_backward_begins() -> None:
     shape = ParameterShape(name="p", shape=(8,), trainable=True)
     layout = layer_layout([shape], index=0, name="layer", streamed=True)
     state = LayerState(layout=layout, weights=torch.empty(0), shards=Shards())
-    ledger = Ledger([state], Gradients.RING)
+    ledger = Ledger([state], early=True)
     ledger.begin_backward(boundary=True)
     state.applied = True
     with pytest.raises(ConfigError, match=r"a second engine\.backward"):

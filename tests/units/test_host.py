@@ -102,7 +102,12 @@ def make_store(device: PinningDevice) -> Callable[..., HostStore]:
         ring_entries: int = 3,
     ) -> HostStore:
         return HostStore(
-            LAYOUT, dtype, device, hold=hold, accumulate=accumulate, ring_entries=ring_entries
+            LAYOUT,
+            dtype,
+            device,
+            held=frozenset(layer.index for layer in LAYOUT.layers) if hold else frozenset(),
+            accumulate=accumulate,
+            ring_entries=0 if hold else ring_entries,
         )
 
     return make

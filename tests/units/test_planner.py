@@ -80,8 +80,8 @@ def taken(layout: ModelLayout, plan: Plan, dtype: torch.dtype, *, training: bool
             layout,
             dtype,
             device,
-            hold=plan.gradients is Gradients.HELD,
-            accumulate=plan.gradients is Gradients.ACCUMULATED,
+            held=plan.apart,
+            accumulate=plan.accumulates,
             ring_entries=plan.ring_entries,
             elsewhere=plan.updated_on_gpu,
         )
@@ -95,7 +95,7 @@ def taken(layout: ModelLayout, plan: Plan, dtype: torch.dtype, *, training: bool
             own_gradients=plan.own_gradients,
             sums=plan.chunk is not None,
         )
-        there = DeviceStore(store, device, accumulate=plan.gradients is Gradients.ACCUMULATED)
+        there = DeviceStore(store, device, accumulate=plan.accumulates)
         for layer in layout.layers:
             (there if layer.index in plan.updated_on_gpu else store).adopt(layer.index, [])
         if training:

@@ -13,10 +13,12 @@ from stronghold.errors import ConfigError
 from stronghold.plan.schedule import (
     Action,
     Kind,
+    Position,
     Schedule,
     canonical_uses,
     make_schedule,
     parse_schedule,
+    update_order,
 )
 from tests.support.quiet import law_of_time, on_time
 
@@ -88,12 +90,35 @@ def random_uses(seed: int) -> tuple[Action, ...]:
 # -- data --------------------------------------------------------------------------------------
 def test_text_round_trips() -> None:
     schedule = make_schedule(
-        canonical_uses(range(5), backward=True), num_slots=2, prefetch=1, resident=frozenset({3})
+        canonical_uses(range(5), backward=True),
+        num_slots=2,
+        prefetch=1,
+        resident=frozenset({3}),
+        updates=dict(zip(range(5), [*Position, *Position], strict=False)),
     )
     assert parse_schedule(str(schedule)) == schedule
     assert str(parse_schedule(str(schedule))) == str(schedule)
     for action in schedule.actions:
         assert Action.parse(f"  {action}\n") == action
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_gradients_are_used_where_the_updates_stand(gated: bool) -> None:
+    """Of two blocks between layers that have no backward of their own, one of which waits."""
+    positions = [Position.DRAIN, Position.BACKWARD, Position.DRAIN, Position.DRAIN]
+    updates = dict(enumerate([Position.GATE] * 4 if gated else positions))
+    uses = [*canonical_uses(range(4), backward=False), *canonical_uses((1, 2), backward=True)[2:]]
+    schedule = make_schedule(uses, num_slots=2, prefetch=1, updates=updates)
+    shown = [str(a) for a in schedule.actions if a.kind not in (Kind.FETCH, Kind.RELEASE)][3:]
+    expected = {
+        True: "forward 3|drain 3|backward 2|drain 2|backward 1|drain 1|drain 0|gate|update 0|"
+        "update 1|update 2|update 3",
+        False: "forward 3|drain 3|update 3|backward 2|drain 2|update 2|backward 1|drain 1|drain 0|"
+        "update 0|update 1|gate",
+    }
+    assert "|".join(shown) == expected[gated]
+    order = [a.layer for a in schedule.actions if a.kind is Kind.UPDATE]
+    assert order == update_order(updates)
 
 
 def test_text_that_is_no_action_is_refused() -> None:
@@ -130,7 +155,7 @@ def test_the_schedule_of_three_layers_in_two_slots_is_this_one() -> None:
 
 def test_no_uses_give_no_actions() -> None:
     schedule = make_schedule((), num_slots=0, prefetch=0)
-    assert schedule == Schedule(uses=(), steps=())
+    assert schedule == Schedule(uses=(), steps=(), after=())
     assert str(schedule) == ""
     assert parse_schedule("") == schedule
 
