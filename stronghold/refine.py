@@ -26,8 +26,8 @@ from stronghold.plan.cost import Workload, measured_rates, measured_workload, sl
 from stronghold.plan.demand import Demand, Gradients
 from stronghold.plan.plan import Plan, activation_bytes, make_plan
 from stronghold.runtime.activations import ActivationSizes
+from stronghold.runtime.runtime import Runtime
 from stronghold.runtime.stack import Stack, pinned_activations
-from stronghold.runtime.streaming import Streaming
 from stronghold.simulate import fastest_plan, simulate
 
 logger = logging.getLogger("stronghold")
@@ -83,8 +83,7 @@ class Refinement:
         """A step has ended, and its updates are queued."""
         if self.stage is Stage.SETTLED:
             return
-        runtime = self._stack.runtime
-        if not isinstance(runtime, Streaming):
+        if self._stack.plan.whole:
             self.stage = Stage.SETTLED
             return
         self._steps += 1
@@ -92,7 +91,7 @@ class Refinement:
             self._begin_tracing()
         elif self._steps == UNTOLD_STEPS + TRACED_STEPS:
             self.stage = Stage.SETTLED
-            self._refine(runtime)
+            self._refine(self._stack.runtime)
             if not self._tracing:
                 self._stack.device.record_spans(False)
                 self._stack.trace.clear()
@@ -109,11 +108,9 @@ class Refinement:
         self._stack.device.record_spans(True)
         # The first step is not like others, and before it the model may have been on the device.
         self._stack.device.restart_activation_peak()
-        runtime = self._stack.runtime
-        if isinstance(runtime, Streaming):
-            runtime.activations.sizes.counting = True
+        self._stack.runtime.activations.sizes.counting = True
 
-    def _refine(self, runtime: Streaming) -> None:
+    def _refine(self, runtime: Runtime) -> None:
         stack, sizes = self._stack, runtime.activations.sizes
         sizes.counting = False
         runtime.settle()

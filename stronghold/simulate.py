@@ -28,7 +28,7 @@ from stronghold.plan.schedule import Kind
 from stronghold.plan.search import LADDERS, Choice, Ladder, search
 from stronghold.runtime.adam import AdamFlags, Group
 from stronghold.runtime.assembly import Assembly
-from stronghold.runtime.whole import Whole
+from stronghold.runtime.runtime import Runtime
 from stronghold.team.group import simulated_ranks
 from stronghold.team.weights import SimulatedWeights
 from stronghold.telemetry.metrics import Metrics
@@ -186,7 +186,7 @@ class _Run:
             allocate=meta_slab,
         )
         self.host = assembly.host
-        self._runtime = assembly.make_runtime(plan)
+        self._runtime = Runtime(assembly.parts, plan)
         for index in range(len(layout.layers)):
             assembly.adopt(index)
             self._runtime.adopted(index)
@@ -209,10 +209,6 @@ class _Run:
         return self.device.peak_bytes + self._runtime.kept_gradient_bytes
 
     def _forward(self) -> None:
-        if isinstance(self._runtime, Whole):
-            for index, load in enumerate(self._work.layers):
-                self.device.run_compute(f"forward {index}", load.forward_s)
-            return
         executor = self._runtime.executor
         executor.begin_forward_pass(training=True)
         for layer in self._layout.layers:
@@ -230,10 +226,10 @@ class _Run:
         executor.end_forward_pass()
 
     def _backward(self) -> None:
-        executor = None if isinstance(self._runtime, Whole) else self._runtime.executor
+        executor = self._runtime.executor
         for layer in reversed(self._layout.layers):
             index, load = layer.index, self._work.layers[layer.index]
-            if layer.streamed and executor is not None:
+            if layer.streamed:
                 executor.begin_use(index, Kind.BACKWARD)
                 self._bring_back(index)
                 following = executor.next_backward()
@@ -247,7 +243,7 @@ class _Run:
                 if part.trainable:
                     parameter = self._parameters[index][position]
                     parameter.grad = torch.empty(part.shape, dtype=self._dtype, device="meta")
-                    if executor is not None:
+                    if not self._plan.whole:
                         executor.gradient_arrived(index, position, part, parameter)
 
     def _level(self, index: int) -> str:

@@ -23,8 +23,6 @@ from stronghold.model.source import WeightSource
 from stronghold.plan.plan import Plan
 from stronghold.runtime.adam import AdamSteps, Grouped
 from stronghold.runtime.parts import Outside, Parts
-from stronghold.runtime.streaming import Streaming
-from stronghold.runtime.whole import Whole
 from stronghold.team.ranks import RankTeam, Team
 from stronghold.team.weights import NodeWeights
 from stronghold.telemetry.metrics import Metrics
@@ -74,7 +72,7 @@ class Assembly:
             trained = [self.adam.trained(layer.index) for layer in layout.layers]
             self.team = RankTeam(device, self.host.layers, weights, parameters, trained)
         self.outside = Outside()
-        self._parts = Parts(
+        self.parts = Parts(
             device=device,
             host=self.host,
             store=self.store,
@@ -86,16 +84,9 @@ class Assembly:
             outside=self.outside,
         )
 
-    def make_runtime(self, plan: Plan, *, host_room_bytes: int | None = None) -> Streaming | Whole:
-        """What trains by `plan`. Offloaded activations take `host_room_bytes` of the host at most
-        (None: what it has)."""
-        if plan.whole:
-            return Whole(self._parts, plan)
-        return Streaming(self._parts, plan, host_room_bytes=host_room_bytes)
-
     def adopt(self, index: int, source: WeightSource | None = None) -> None:
         """Copy the layer's parameters into its arrays; those on the meta device are read from
         `source`."""
         on_device = self.host.layers[index].on_device
         store = self.store if on_device else self.host
-        store.adopt(index, list(self._parts.parameters[index]), source)
+        store.adopt(index, list(self.parts.parameters[index]), source)

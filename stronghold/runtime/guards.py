@@ -46,7 +46,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.dlpack import from_dlpack
 
 from stronghold.errors import ConfigError
-from stronghold.runtime.runtime import Written
+from stronghold.runtime.parts import Written
 
 
 class OwnHook:

@@ -5,7 +5,7 @@ Owns nothing; `assembly` makes it. Frozen: any thread may read it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -19,6 +19,9 @@ from stronghold.memory.resident import DeviceStore
 from stronghold.runtime.adam import AdamSteps
 from stronghold.team.ranks import Team
 from stronghold.telemetry.metrics import Metrics
+
+Written = Mapping[int, Collection[int]]
+"""Parameters by layer and their positions in it."""
 
 
 def _nobody(gradient: bool = False) -> None:

@@ -1,14 +1,36 @@
-"""What an engine asks of whatever trains its model: streamed through a window, or whole.
+"""What trains one model by one plan: what an engine asks for, and its checkpoints.
 
-Owns what both have: the account of the step, and its updates. `streaming` and `whole` fulfil the
-rest; the engine and its checkpoints do not ask which. The training thread alone calls.
+Owns window, executor, updates, activations and hooks, the account of the step, and the order in
+which an event of the step reaches them. Each part's own file says what it does. The training thread
+alone calls.
+
+A model that is whole on the device is a plan in which nothing moves. There are no hooks and no
+slots, so that nothing stands on its path: autograd accumulates as in a plain loop, and when a
+backward has ended its gradients are taken out of `.grad`, and wait for the step where they are.
+Since nobody is called when a gradient comes, one of outputs that the engine did not make is found,
+and refused, at the next backward or `engine.step`.
+
+[Note: interrupts] Ctrl-C, or an exception in a user's hook, may end any of this at any bytecode.
+What it may leave:
+  * a layer in two states at once: claimed and not fetched, released in the window and still bound,
+    some of its parameters in a slot and others at rest
+  * an operation that a lane performs and whose fence nobody has
+  * gradients: in `.grad`, in slots that gather, on their way, counted as arrived or not
+  * a pass that nobody ended: its phase, its blocks, its saved-tensor hooks, its place among uses
+  * steps of Adam that were counted, with or without their update
+None of it is repaired one by one. The lanes end what is queued, and then nothing is anywhere: no
+layer in a slot, no gradient, no pass, every parameter at rest. The arrays are whole, for the lanes
+alone write them; whether they are of one step is what the ledger knows, which is told before the
+first of them changes, and after the last. Arrays of two steps, and counts, are what a load writes.
+Of several ranks one that raises ends them all.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
-from contextlib import AbstractContextManager
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import nn
@@ -18,37 +40,208 @@ from stronghold.memory.window import Window
 from stronghold.model.partition import Partition
 from stronghold.plan.plan import Plan
 from stronghold.plan.schedule import Position
+from stronghold.runtime.activations import Activations
+from stronghold.runtime.executor import Executor, Phase
+from stronghold.runtime.hooks import Hooks
 from stronghold.runtime.ledger import GateResult, Ledger
-from stronghold.runtime.parts import Parts
-from stronghold.runtime.update import Updates
+from stronghold.runtime.parts import Parts, Written
+from stronghold.runtime.update import Gathered, Updates
 
-Written = Mapping[int, Collection[int]]
-"""Parameters by layer and their positions in it."""
+logger = logging.getLogger("stronghold")
 
 
-class Runtime(ABC):
+class Runtime:
     """One model's passes and updates by `plan`. Between steps every parameter of the model holds
-    its newest value once `settle` has returned.
+    its newest value once `settle` has returned. Offloaded activations take `host_room_bytes` of the
+    host at most (None: what it has).
     """
 
-    host_activation_bytes = 0  # host memory that holds saved tensors
     # The most bytes of gradients that were ever left in torch's own memory on the device.
     kept_gradient_bytes = 0
 
-    def __init__(
-        self,
-        parts: Parts,
-        plan: Plan,
-        *,
-        window: Window | None = None,
-    ) -> None:
-        self._device, self._host, self._store = parts.device, parts.host, parts.store
+    def __init__(self, parts: Parts, plan: Plan, *, host_room_bytes: int | None = None) -> None:
+        host, device = parts.host, parts.device
+        self._device, self._host, self._store = device, host, parts.store
         self._parameters, self._adam = parts.parameters, parts.adam
-        self._team = parts.team
+        self._team, self._outside = parts.team, parts.outside
         self._plan = plan
+        self.window = Window(
+            device,
+            host.dtype,
+            host.layers,
+            resident=plan.resident,
+            num_slots=plan.window,
+            num_gradient_slots=plan.gradient_slots,
+            own_gradients=plan.own_gradients,
+            sums=plan.chunk is not None,
+        )
         early = any(at is not Position.GATE for at in plan.updates.values())
         self.ledger = Ledger(parts.layers, early=early)
-        self.updates = Updates(parts, self.ledger, plan, window)
+        self.updates = Updates(parts, self.ledger, plan, self.window)
+        self._hooks: Hooks | None = None
+        # Updated on the host, where writes to what is on the device, or to what has a master of
+        # its own, do not show; and the versions of their parameters that did.
+        everything = range(len(parts.layers)) if host.dtype is torch.float16 else plan.resident
+        self._unseen = [layer for layer in everything if layer not in plan.updated_on_gpu]
+        for state in parts.layers:
+            state.versions = None
+        self._has_aliases = False  # said once
+        self.executor = Executor(parts, self.window, self.updates, self.ledger, plan)
+        self.activations = Activations(
+            plan.activations,
+            device,
+            self.executor,
+            parts.metrics,
+            host_room_bytes=host_room_bytes,
+        )
+
+    @property
+    def host_activation_bytes(self) -> int:
+        """Host memory that holds saved tensors."""
+        return self.activations.host_bytes
+
+    # -- life -------------------------------------------------------------------------------------
+    def adopted(self, layer: int) -> None:
+        """The layer's values are in its arrays: its parameters point there from now on."""
+        self.executor.rest(layer)
+
+    def start(self, partition: Partition) -> None:
+        """Every layer is adopted: the model may be called."""
+        if self._plan.whole:
+            return
+        self._hooks = Hooks(
+            partition=partition,
+            layout=self._host.layout,
+            executor=self.executor,
+            activations=self.activations,
+            trained=self._adam.trains,
+            chunk=self._plan.chunk,
+        )
+        self.settle()
+
+    def detach(self) -> None:
+        """The model is about to be given back: take everything off its modules."""
+        if self._hooks is not None:
+            self._abandon_forward()
+            self._hooks.close()
+            self._hooks = None
+            self._adopt_edited()
+
+    def give_back(self) -> None:
+        """The lanes have ended: point every parameter at host memory."""
+        if self._plan.whole:
+            self._drop_grad()
+            self.updates.forget()
+        self.executor.rest_all()
+
+    def close(self) -> None:
+        """Drop every buffer."""
+        self.activations.close()
+        self.window.close()
+
+    # -- the step ---------------------------------------------------------------------------------
+    @contextmanager
+    def forward_pass(self) -> Iterator[None]:
+        """Around a call of the model; what leaves it in whatever way leaves nothing open."""
+        self._device.check()  # what failed before explains what is refused now
+        self.ledger.check()
+        self._abandon_forward()  # of a call of the module itself, which nobody saw end
+        try:
+            yield
+        except BaseException as error:
+            self._abandon_forward(interrupted=not isinstance(error, Exception))
+            raise
+
+    def _abandon_forward(self, *, interrupted: bool = False) -> None:
+        left_open = self._hooks is not None and self._hooks.abandon_forward()
+        if left_open or interrupted:
+            self._start_again()
+
+    def _start_again(self) -> None:
+        """Nothing is anywhere ([Note: interrupts]); but what lies in slots stays where other ranks
+        count on it."""
+        if self._team.lockstep:
+            self.executor.abandon_forward()
+        else:
+            self._device.finish()
+            self.executor.start_again()
+
+    def begin_backward(self, *, boundary: bool) -> None:
+        """Autograd is about to run on a micro-batch that ends the step (`boundary`) or not.
+        ConfigError when no further gradients can be taken.
+        """
+        self._device.check()
+        self._abandon_forward()
+        self._adam.refuse_unfrozen()
+        self._adopt_edited()
+        # Else what is there is of this very backward.
+        if self._plan.whole or torch._C._current_graph_task_id() == -1:
+            self._refuse_strays()
+        self.ledger.begin_backward(boundary=boundary)
+        self._store.prepare_training()
+        if self._hooks is not None:
+            self._hooks.begin_backward()
+        self.executor.begin_backward_pass()
+
+    def end_backward(self) -> None:
+        """Autograd has returned: every gradient is taken over, and no parameter has one."""
+        if self._plan.whole:
+            self._take_grad()
+        self.executor.end_backward_pass()
+        if self._hooks is not None:
+            self._hooks.end_backward()
+
+    def abandon_backward(self) -> None:
+        """Autograd, or a step before it changed anything, raised: the step's gradients so far are
+        void, and no parameter has one.
+        """
+        if self._hooks is not None:
+            self._hooks.end_backward()
+        if self._team.lockstep:
+            if self.executor.phase is Phase.BACKWARD:  # else all ranks have raised
+                self._team.fail("engine.backward raised")
+            self.executor.abandon_backward_pass()
+        else:
+            self.updates.abandon_backward()
+            self._start_again()
+        self.executor.forget_calls()
+        self._drop_grad()
+
+    def drop_gradients(self) -> None:
+        """The user throws the step's gradients so far away. ConfigError where weights have taken
+        them already.
+        """
+        self.ledger.refuse_dropping()
+        self._drop_grad()
+        self.updates.forget()
+        self._team.dropped()
+
+    def close_gate(self, *, clipping: float, loss_scale: float, skips: bool) -> GateResult:
+        """End the step: wait for the norm, then queue the updates, or nothing where it is not
+        finite and a step is skipped then (`skips`).
+
+        `clipping`: largest global norm, 0 for none. Gradients carry `loss_scale`.
+        """
+        self._refuse_strays()
+        self._adopt_edited()
+        gate, changed = self.updates.close_gate(
+            clipping=clipping, loss_scale=loss_scale, skips=skips and self._plan.gated
+        )
+        self.executor.weights_changed(changed)
+        if kept := self.executor.aliased(changed):
+            self._wait_for_aliased(kept)
+        return gate
+
+    def _wait_for_aliased(self, layers: Sequence[int]) -> None:
+        if not self._has_aliases:
+            self._has_aliases = True
+            logger.warning(
+                "something keeps aliases of weights (p.data, p.detach(), a view, a state dict), of "
+                "%s first: engine.step() waits for the updates of these layers, so that they show "
+                "the newest values. Keep clones, or the parameters themselves, and it need not",
+                self._host.layers[layers[0]].layout.name,
+            )
+        self.settle(layers)
 
     # -- what lies in .grad -----------------------------------------------------------------------
     def _with_gradient(self) -> list[tuple[int, int, nn.Parameter]]:
@@ -74,82 +267,138 @@ class Runtime(ABC):
                 "gradient of your own takes deepspeed.utils.safe_set_full_grad after backward"
             )
 
-    # -- life -------------------------------------------------------------------------------------
-    @abstractmethod
-    def adopted(self, layer: int) -> None:
-        """The layer's values are in its arrays: its parameters point there from now on."""
+    def _drop_grad(self) -> None:
+        """What autograd left in parameters, whose hooks did not come to take it away."""
+        for _, _, parameter in self._with_gradient():
+            parameter.grad = None
 
-    @abstractmethod
-    def start(self, partition: Partition) -> None:
-        """Every layer is adopted: the model may be called."""
-
-    @abstractmethod
-    def detach(self) -> None:
-        """The model is about to be given back: take everything off its modules."""
-
-    @abstractmethod
-    def give_back(self) -> None:
-        """The lanes have ended: point every parameter at host memory."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Drop every buffer."""
-
-    # -- the step ---------------------------------------------------------------------------------
-    @abstractmethod
-    def forward_pass(self) -> AbstractContextManager[None]:
-        """Around a call of the model; what leaves it in whatever way leaves nothing open."""
-
-    @abstractmethod
-    def begin_backward(self, *, boundary: bool) -> None:
-        """Autograd is about to run on a micro-batch that ends the step (`boundary`) or not.
-        ConfigError when no further gradients can be taken.
-        """
-
-    @abstractmethod
-    def end_backward(self) -> None:
-        """Autograd has returned: every gradient is taken over, and no parameter has one."""
-
-    @abstractmethod
-    def abandon_backward(self) -> None:
-        """Autograd, or a step before it changed anything, raised: the step's gradients so far are
-        void, and no parameter has one.
-        """
-
-    @abstractmethod
-    def drop_gradients(self) -> None:
-        """The user throws the step's gradients so far away. ConfigError where weights have taken
-        them already.
-        """
-
-    @abstractmethod
-    def close_gate(self, *, clipping: float, loss_scale: float, skips: bool) -> GateResult:
-        """End the step: wait for the norm, then queue the updates, or nothing where it is not
-        finite and a step is skipped then (`skips`).
-
-        `clipping`: largest global norm, 0 for none. Gradients carry `loss_scale`.
-        """
+    def _take_grad(self) -> None:
+        """Of a model that is whole on the device."""
+        taken: dict[int, dict[int, torch.Tensor]] = {}
+        nbytes = sum(g.nbytes for state in self._host.layers for g in state.kept.values())
+        for layer, k, parameter in self._with_gradient():
+            gradient = parameter.grad
+            assert gradient is not None
+            parameter.grad = None
+            nbytes += gradient.nbytes
+            if self._adam.trains(parameter):
+                # Sparse, or laid out as nobody asked: the kernels take neither.
+                dense = gradient.to_dense() if gradient.is_sparse else gradient
+                dense = self._outside.scaled(dense)
+                taken.setdefault(layer, {})[k] = dense.contiguous()
+        self.kept_gradient_bytes = max(self.kept_gradient_bytes, nbytes)
+        self.updates.gathered_whole(
+            [
+                Gathered(
+                    state=self._host.layers[layer],
+                    arrived=frozenset(each),
+                    dtype=self._host.dtype,
+                    each=each,
+                )
+                for layer, each in taken.items()
+            ]
+        )
 
     # -- between steps ----------------------------------------------------------------------------
-    @abstractmethod
     def settle(self, layers: Sequence[int] | None = None) -> None:
         """Wait until the newest weights of these layers, or of all, are where their parameters
         point.
         """
+        if layers is not None:
+            self.ledger.refuse_early_read(layers)
+        asked = range(len(self._host.layers)) if layers is None else layers
+        self.executor.settle(asked)
+        self.executor.given_out(asked)
+        if self.executor.phase is Phase.IDLE and not self._team.lockstep:
+            self._adopt_edited()
 
-    @abstractmethod
     def restart(self) -> None:
         """The arrays are about to be written anew: finish what is queued, drop the gradients of a
         step that has not ended, and whatever an exception left half done.
         """
+        self._device.check()
+        if self._hooks is not None:
+            self._hooks.abandon_forward()
+            self._hooks.end_backward()
+        self._drop_grad()
+        self.updates.restart()
+        self.executor.forget_calls()
+        self._start_again()
+        self._team.barrier("before a load")
 
-    @abstractmethod
     def loaded(self, layers: Sequence[int] | None = None) -> None:
         """New values were written to the arrays of these layers, or of all: after `settle` the
-        parameters show them."""
+        parameters show them, and a graph that needs what they were is refused by autograd."""
+        self._team.spread("after a load")
+        chosen = range(len(self._host.layers)) if layers is None else layers
+        for layer in chosen:
+            self._host.layers[layer].versions = None  # what was written before is gone
+            if layer in self._plan.updated_on_gpu:
+                torch.autograd.graph.increment_version(self._parameters[layer])
+        self.executor.weights_changed(chosen)
 
-    @abstractmethod
+    def _adopt_edited(self) -> None:
+        """What was written in place, from outside, where an update on the host would not see it:
+        take it over before that. A parameter's version tells. bf16 masters keep their remainders,
+        so that weights that come back to what they were are the same masters.
+        """
+        edited: dict[int, set[int]] = {}
+        # Through an alias anything may have been written, but not since an early update.
+        applied = {state.index for state in self.ledger.applied}
+        silent = () if self._team.lockstep else self._plan.resident - applied
+        for layer in self._unseen:
+            versions = self._versions_of(layer)
+            state = self._host.layers[layer]
+            if state.versions is None:
+                state.versions = versions
+            before = state.versions
+            if versions != before:
+                self.ledger.refuse_early_write(layer)
+                pairs = zip(versions, before, strict=True)
+                edited[layer] = {k for k, (now, then) in enumerate(pairs) if now != then}
+            elif layer in silent and self.executor.aliased((layer,)):
+                self._save(layer)
+        if edited and self._team.lockstep:
+            self.adopt_weights(edited)
+        else:
+            for layer, positions in edited.items():
+                self._save(layer)
+                if self._host.dtype is torch.float16:
+                    self._host.restart_master(layer, positions)
+        for layer in edited:
+            self._host.layers[layer].versions = self._versions_of(layer)
+
+    def _versions_of(self, layer: int) -> list[int]:
+        with torch._C.DisableTorchFunctionSubclass():  # else those that are hidden take long
+            return [parameter._version for parameter in self._parameters[layer]]
+
     def adopt_weights(self, written: Written | None = None) -> None:
         """New values were written where these parameters, or all, point: make them the arrays'
         values and their masters.
         """
+        layers = list(range(len(self._host.layers)) if written is None else written)
+        for index in layers:
+            self._save(index)
+        self._team.agree("after new weights")
+        for index in layers:
+            self._host.restart_master(index, written and written[index])
+        self._team.barrier("after new weights")
+        self.executor.weights_changed([i for i in layers if i not in self._plan.resident])
+
+    def _save(self, layer: int) -> None:
+        """Bring what was written where the layer's parameters point to its arrays."""
+        device, state = self._device, self._host.layers[layer]
+        if layer in self._plan.resident and not state.on_device:
+            slot = state.slot
+            assert slot is not None
+            save = partial(device.copy, state.weights, slot.weights[: state.weights.numel()])
+            nbytes = state.weights.numel() * state.weights.element_size()
+            device.drain.submit(
+                f"save {layer}",
+                save,
+                (device.record_compute(f"weights {layer} written"),),
+                reads=(slot.record,),
+                writes=(state.records["weights"],),
+                nbytes=nbytes,
+            ).wait()
+        self._host.flush(layer)

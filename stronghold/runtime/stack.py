@@ -38,8 +38,9 @@ from stronghold.plan.plan import Demand, Plan, levels_of, make_plan
 from stronghold.process import check_not_forked, forked_from
 from stronghold.runtime.assembly import Assembly
 from stronghold.runtime.optimizer import EngineOptimizer
+from stronghold.runtime.parts import Written
 from stronghold.runtime.recompute import NoCaches
-from stronghold.runtime.runtime import Runtime, Written
+from stronghold.runtime.runtime import Runtime
 from stronghold.states import LEAN, page_numel, states_of
 from stronghold.team.group import Ranks
 from stronghold.team.ranks import check_alike, check_section
@@ -213,7 +214,7 @@ class Stack:
     def _make_runtime(self, plan: Plan) -> Runtime:
         budget = self.demand.host_budget_bytes
         room = None if budget is None else budget - plan.host_total_bytes
-        return self._assembly.make_runtime(plan, host_room_bytes=room)
+        return Runtime(self._assembly.parts, plan, host_room_bytes=room)
 
     @property
     def forked(self) -> bool:

@@ -115,7 +115,7 @@ class Updates:
     """Norms, sums and Adam of one engine. Hyper-parameters are read when an update is submitted.
 
     `plan` says where in the step updates stand, and whether gradients wait as sums; `window` has
-    the slots of layers on the device, None for a model that is whole there.
+    the slots of layers on the device.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class Updates:
         parts: Parts,
         ledger: Ledger,
         plan: Plan,
-        window: Window | None,
+        window: Window,
     ) -> None:
         self._device = parts.device
         self._host = parts.host
@@ -185,6 +185,16 @@ class Updates:
         else:
             self._hold(found, repeated, first=first)
         return False
+
+    def gathered_whole(self, batch: Sequence[Gathered]) -> None:
+        """The gradients of a backward of a model that is whole on the device, in one launch where
+        they are summed up."""
+        if batch and self._plan.accumulates:
+            arrive = self._ledger.arrive
+            self.accumulate(batch, {f.state.index: arrive(f.state, f.arrived) for f in batch})
+            return
+        for found in batch:
+            self.gathered(found)
 
     def _update_now(self, found: Gathered) -> None:
         state = found.state
@@ -454,9 +464,9 @@ class Updates:
                 self._adam_steps.retract(found.state.index, found.arrived)
             self._prepared = None
         self._device_sums.clear()
-        for state in self._layers if self._window is not None else ():
+        for state in self._layers:
             if state.on_device:
-                self._window.drop_held(state.index)  # type: ignore[union-attr]
+                self._window.drop_held(state.index)
         self._ledger.forget()
 
     def restart(self) -> None:
