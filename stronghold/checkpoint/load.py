@@ -248,7 +248,7 @@ class Load:
         states = self._stack.host.states
         for index, k, part, record in self._found:
             if part.trainable:
-                self._stack.adam.counts[index][k] = record.step
+                self._stack.host.layers[index].counts[k] = record.step
                 if record.moments is not None and self.manifest.states != states.kind:
                     self._convert_moments(index, part, record.moments, record.name)
                     continue

@@ -206,7 +206,7 @@ class Save:
                 shape=part.shape,
                 dtype=stack.dtype,
                 trainable=part.trainable,
-                step=stack.adam.counts[index][k],
+                step=stack.host.layers[index].counts[k],
                 weights=self._file("weights", index),
                 low=self._file("masters", index) if part.trainable and has_low else None,
                 moments=self._file("moments", index) if part.trainable and has_moments else None,

@@ -1,6 +1,7 @@
 """A layer: all that is known of it while an engine lives.
 
-Owns which arrays it has and their records, where its weights are, and what its gradients wait for.
+Owns which arrays it has and their records, where its weights are and its parameters point, what its
+gradients wait for, and how often it was updated.
 Owns no memory: `memory.host` and `memory.resident` make the arrays, `memory.window` the slots.
 `repr(layer)` says what it is doing. The training thread enters, and autograd's in backward; the two
 never run at once. Lanes read the arrays' addresses alone.
@@ -11,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -60,6 +62,17 @@ TRANSITIONS: dict[Residency, frozenset[Residency]] = {
 }
 
 
+class Place(NamedTuple):
+    """A layer's parameters in one place. `storage`: of these views alone, with so many references;
+    None for a slot that many layers take.
+    """
+
+    views: list[torch.Tensor]
+    addresses: tuple[int, ...]
+    storage: int | None
+    num_references: int
+
+
 @dataclass(slots=True, eq=False, repr=False)
 class LayerState:
     """One layer. Its arrays of training stay None until the first backward, and where they lie in
@@ -80,8 +93,18 @@ class LayerState:
     accumulated: torch.Tensor | None = None
     held: Entry | None = None
     records: dict[str, Record] = field(default_factory=lambda: {name: Record() for name in RECORDS})
+    parameters: Sequence[nn.Parameter] = ()  # in the layout's order
+    trained: frozenset[int] = frozenset()  # positions of those that the optimizer owns
+    counts: list[int] = field(default_factory=list)  # how often each was updated
     # Of its parameters, as they were when writes from outside were last looked for.
     versions: list[int] | None = None
+    # Where they may point, by address, and where they do; None: an interrupt may have left some
+    # here and some there.
+    places: dict[int, Place] = field(default_factory=dict)
+    place: Place | None = None
+    hidden: bool = False  # newest values are on their way to there
+    version_sum: int = 0  # of its parameters, as last seen
+    epoch: int = 0  # how often its values changed
     # On the device. `stale`: resident, and yet to be fetched since its last update.
     residency: Residency = Residency.HOST
     slot: Slot | None = None
@@ -102,6 +125,7 @@ class LayerState:
             word
             for word, true in (
                 ("old", self.stale),
+                ("hidden from readers", self.hidden),
                 (f"called {self.calls} times", self.calls > 0),
                 ("gathering", self.gathering is not None),
                 (f"{len(self.arrived)} gradients arrived", bool(self.arrived)),

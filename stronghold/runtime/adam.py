@@ -1,6 +1,6 @@
 """Which Adam each parameter gets: groups, hyper-parameters and step counts become steps of Adam.
 
-Owns how often every parameter was updated. Never touches a weight and never decides when
+Never touches a weight and never decides when
 (`runtime.update` does). The training thread calls `advance`.
 """
 
@@ -12,7 +12,8 @@ from typing import Any, NamedTuple, Protocol
 from torch import nn
 
 from stronghold.errors import ConfigError
-from stronghold.model.layout import LayerLayout, ParameterSlice
+from stronghold.memory.layer import LayerState
+from stronghold.model.layout import ParameterSlice
 
 Group = dict[str, Any]
 """A live parameter group of a `torch.optim.Optimizer`."""
@@ -49,27 +50,19 @@ class ParameterStep(NamedTuple):
 
 
 class AdamSteps:
-    """`parameters[i]` are layer i's parameters in the layout's order; hyper-parameters are read
-    from `optimizer.param_groups` at `advance`: schedulers write into the live groups.
+    """Hyper-parameters are read from `optimizer.param_groups` at `advance`: schedulers write into
+    the live groups. The counts, and which parameters are trained, stand in the layers.
     """
 
-    def __init__(
-        self,
-        optimizer: Grouped | None,
-        parameters: Sequence[Sequence[nn.Parameter]],
-        layers: Sequence[LayerLayout],
-    ) -> None:
-        self._parameters = parameters
-        self._layers = layers
+    def __init__(self, optimizer: Grouped | None, layers: Sequence[LayerState]) -> None:
         self._groups = optimizer.group_of() if optimizer is not None else {}
-        self._num_trained = [sum(p in self._groups for p in of_layer) for of_layer in parameters]
-        self._frozen = [
-            (part.name, parameter)
-            for layer, of_layer in zip(layers, parameters, strict=True)
-            for part, parameter in zip(layer.slices, of_layer, strict=True)
-            if not parameter.requires_grad
-        ]
-        self.counts: list[list[int]] = [[0] * len(layer.slices) for layer in layers]
+        self._frozen: list[tuple[str, nn.Parameter]] = []
+        for state in layers:
+            numbered = list(enumerate(state.parameters))
+            state.counts = [0] * len(numbered)
+            state.trained = frozenset(k for k, p in numbered if p in self._groups)
+            slices = state.layout.slices
+            self._frozen += [(slices[k].name, p) for k, p in numbered if not p.requires_grad]
 
     def refuse_unfrozen(self) -> None:
         """ConfigError for a parameter that was frozen when the engine was made, and is not now."""
@@ -82,32 +75,23 @@ class AdamSteps:
                     "initialize again"
                 )
 
-    def num_trained(self, layer: int) -> int:
-        """How many of the layer's parameters the optimizer owns."""
-        return self._num_trained[layer]
-
-    def trained(self, layer: int) -> frozenset[int]:
-        """Positions of the layer's parameters that the optimizer owns."""
-        of_layer = enumerate(self._parameters[layer])
-        return frozenset(k for k, parameter in of_layer if parameter in self._groups)
-
     def trains(self, parameter: nn.Parameter) -> bool:
         """Whether the optimizer owns the parameter: gradients of others are dropped."""
         return parameter in self._groups
 
     def advance(
-        self, layer: int, arrived: frozenset[int], scale: float
+        self, state: LayerState, arrived: frozenset[int], scale: float
     ) -> tuple[ParameterStep, ...]:
         """Count one step of the parameters that have a gradient, with this moment's numbers.
         `scale` multiplies the gradients: clip coefficient and 1 / loss scale.
         """
-        counts, steps = self.counts[layer], []
+        counts, steps = state.counts, []
         for k in sorted(arrived):
-            group, flags = self._groups[self._parameters[layer][k]]
+            group, flags = self._groups[state.parameters[k]]
             counts[k] += 1
             steps.append(
                 ParameterStep(
-                    part=self._layers[layer].slices[k],
+                    part=state.layout.slices[k],
                     lr=float(group["lr"]),
                     beta1=float(group["betas"][0]),
                     beta2=float(group["betas"][1]),
@@ -125,12 +109,12 @@ class AdamSteps:
         """The learning rate of each parameter that is trained."""
         return [float(group["lr"]) for group, _ in self._groups.values()]
 
-    def rates_of(self, layer: int) -> list[tuple[ParameterSlice, float]]:
+    def rates_of(self, state: LayerState) -> list[tuple[ParameterSlice, float]]:
         """The layer's parameters that are trained, with their learning rates."""
-        of_layer = zip(self._layers[layer].slices, self._parameters[layer], strict=True)
+        of_layer = zip(state.layout.slices, state.parameters, strict=True)
         return [(s, float(self._groups[p][0]["lr"])) for s, p in of_layer if p in self._groups]
 
-    def retract(self, layer: int, arrived: Iterable[int]) -> None:
+    def retract(self, state: LayerState, arrived: Iterable[int]) -> None:
         """Undo the count of `advance`: its steps were not taken."""
         for k in arrived:
-            self.counts[layer][k] -= 1
+            state.counts[k] -= 1

@@ -66,17 +66,17 @@ class Assembly:
         )
         undo.callback(self.host.close)
         self.store = DeviceStore(self.host, device, accumulate=plan.accumulates, allocate=allocate)
-        self.adam = AdamSteps(optimizer, parameters, layout.layers)
+        for state, of_layer in zip(self.host.layers, parameters, strict=True):
+            state.parameters = of_layer
+        self.adam = AdamSteps(optimizer, self.host.layers)
         self.team = Team()
         if weights is not None:
-            trained = [self.adam.trained(layer.index) for layer in layout.layers]
-            self.team = RankTeam(device, self.host.layers, weights, parameters, trained)
+            self.team = RankTeam(device, self.host.layers, weights)
         self.outside = Outside()
         self.parts = Parts(
             device=device,
             host=self.host,
             store=self.store,
-            parameters=parameters,
             adam=self.adam,
             kernels=kernels,
             metrics=metrics,
@@ -89,4 +89,4 @@ class Assembly:
         `source`."""
         on_device = self.host.layers[index].on_device
         store = self.store if on_device else self.host
-        store.adopt(index, list(self.parts.parameters[index]), source)
+        store.adopt(index, list(self.host.layers[index].parameters), source)

@@ -2,8 +2,8 @@
 
 Owns the views, and what is known of those who look at them: whether the parameters are hidden until
 their newest values are there (`guards`), how often they were written in place, and whether somebody
-outside keeps an alias. Never copies a byte. Entered by the training thread, and by autograd's in
-backward.
+outside keeps an alias; all of it stands in the layer. Never copies a byte. Entered by the training
+thread, and by autograd's in backward.
 
 [Note: other memory] `model.to(...)`, `model.half()`, `p.data = values` and cuDNN's flattening of
 recurrent weights point a parameter elsewhere, and what is written there would be neither trained
@@ -29,10 +29,8 @@ import contextlib
 import gc
 import time
 from collections.abc import Callable, Container, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter
-from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -40,7 +38,7 @@ from torch.utils.dlpack import from_dlpack
 
 from stronghold.errors import ConfigError
 from stronghold.memory.buffers import view
-from stronghold.memory.layer import LayerState
+from stronghold.memory.layer import LayerState, Place
 from stronghold.model.layout import LayerLayout
 from stronghold.runtime.guards import hide, point, show
 
@@ -104,67 +102,35 @@ _unasked = torch._C.DisableTorchFunctionSubclass  # those that are hidden do not
 _address = torch.Tensor.data_ptr
 
 
-class _Place(NamedTuple):
-    """One layer's parameters in one place. `storage`: of these views alone, with so many
-    references; None for a slot that many layers take.
-    """
-
-    views: list[torch.Tensor]
-    addresses: tuple[int, ...]
-    storage: int | None
-    num_references: int
-
-
-@dataclass(slots=True, eq=False)
-class _Bound:
-    """One layer: where its parameters may point, by address, and where they do."""
-
-    state: LayerState
-    parameters: Sequence[nn.Parameter]
-    resident: bool
-    places: dict[int, _Place] = field(default_factory=dict)  # slots and slabs are few, and stay
-    place: _Place | None = None  # None: an interrupt may have left some here and some there
-    hidden: bool = False
-    version: int = 0  # the sum of its parameters', as last seen
-    epoch: int = 0  # how often its values changed
-
-
 class Bindings:
-    """`parameters[i]` are the parameters of layer i in the layout's order; those of `resident`
-    layers are bound to memory of their own alone.
-    """
+    """Parameters of `resident` layers are bound to memory of their own alone."""
 
-    def __init__(
-        self,
-        layers: Sequence[LayerState],
-        parameters: Sequence[Sequence[nn.Parameter]],
-        resident: Container[int] = (),
-    ) -> None:
-        self._layers = [
-            _Bound(state, of_layer, layer in resident)
-            for layer, (state, of_layer) in enumerate(zip(layers, parameters, strict=True))
-        ]
+    def __init__(self, layers: Sequence[LayerState], resident: Container[int]) -> None:
+        self._layers, self._resident = layers, resident
+        for state in layers:
+            state.places, state.place = {}, None  # slots and slabs are few, and stay
+            state.hidden, state.version_sum, state.epoch = False, 0, 0
         self._views_at: dict[int, list[torch.Tensor]] = {}  # of all layers, of slots they share
 
     def bind(self, layer: int, flat: torch.Tensor) -> None:
         """Point the layer's parameters at their places in `flat`."""
         self.check(layer)
-        bound, address = self._layers[layer], flat.data_ptr()
-        place = bound.places.get(address)
+        state, address = self._layers[layer], flat.data_ptr()
+        place = state.places.get(address)
         if place is None:
-            place = bound.places[address] = self._make_place(bound, flat)
-        if bound.place is place:
+            place = state.places[address] = self._make_place(state, flat)
+        if state.place is place:
             return
-        bound.place = None
+        state.place = None
         with _unasked():
-            for parameter, values in zip(bound.parameters, place.views, strict=True):
+            for parameter, values in zip(state.parameters, place.views, strict=True):
                 point(parameter, values)
-        bound.place = place
+        state.place = place
 
-    def _make_place(self, bound: _Bound, flat: torch.Tensor) -> _Place:
-        slices, address = bound.state.layout.slices, flat.data_ptr()
+    def _make_place(self, state: LayerState, flat: torch.Tensor) -> Place:
+        slices, address = state.layout.slices, flat.data_ptr()
         storage, num_references = None, 0
-        if not bound.resident and address != bound.state.weights.data_ptr():
+        if state.index not in self._resident and address != state.weights.data_ptr():
             views = [view(flat, part) for part in slices]
             self._views_at.setdefault(address, []).extend(views)
         else:
@@ -174,7 +140,7 @@ class Bindings:
             storage = flat.untyped_storage()._cdata
             del flat
             num_references = _num_references(storage)
-        return _Place(views, tuple(map(_address, views)), storage, num_references)
+        return Place(views, tuple(map(_address, views)), storage, num_references)
 
     def point(self, layer: int, flat: torch.Tensor) -> None:
         """As `bind`, wherever the parameters point: an interrupt may have left them anywhere."""
@@ -187,48 +153,48 @@ class Bindings:
 
     def check(self, layer: int) -> None:
         """ConfigError when a parameter points elsewhere, at other values ([Note: other memory])."""
-        bound = self._layers[layer]
-        place = bound.place
+        state = self._layers[layer]
+        place = state.place
         with _unasked():
-            if place is None or tuple(map(_address, bound.parameters)) == place.addresses:
+            if place is None or tuple(map(_address, state.parameters)) == place.addresses:
                 return
-            for k, (parameter, own) in enumerate(zip(bound.parameters, place.views, strict=True)):
+            for k, (parameter, own) in enumerate(zip(state.parameters, place.views, strict=True)):
                 if parameter.data_ptr() != place.addresses[k]:
-                    _take_back(bound.state.layout.slices[k].name, parameter, own)
+                    _take_back(state.layout.slices[k].name, parameter, own)
 
     def rest(self, layer: int) -> None:
         """Point the layer's parameters at its own arrays: on the host, or on the device when it is
         updated there.
         """
-        self.bind(layer, self._layers[layer].state.weights)
+        self.bind(layer, self._layers[layer].weights)
 
     def rest_all(self) -> None:
         """Point every parameter at its layer's own arrays, and keep no other memory alive: slots,
         or files that are mapped."""
-        for layer, bound in enumerate(self._layers):
-            at_rest = bound.places.get(bound.state.weights.data_ptr())
-            if at_rest is None or bound.place is not at_rest:
-                self.point(layer, bound.state.weights)
-            bound.places.clear()
-            bound.place = None
+        for layer, state in enumerate(self._layers):
+            at_rest = state.places.get(state.weights.data_ptr())
+            if at_rest is None or state.place is not at_rest:
+                self.point(layer, state.weights)
+            state.places.clear()
+            state.place = None
         self._views_at.clear()
 
     # -- who looks at them ------------------------------------------------------------------------
     def hide(self, layer: int) -> None:
         """The layer's newest values are on their way to where its parameters point."""
-        bound = self._layers[layer]
-        if not bound.hidden:
+        state = self._layers[layer]
+        if not state.hidden:
             self.written(layer)
-            bound.epoch += 1
-            hide(bound.parameters)
-            bound.hidden = True
+            state.epoch += 1
+            hide(state.parameters)
+            state.hidden = True
 
     def show(self, layer: int) -> None:
         """They are there."""
-        bound = self._layers[layer]
-        if bound.hidden:
-            bound.hidden = False
-            show(bound.parameters)
+        state = self._layers[layer]
+        if state.hidden:
+            state.hidden = False
+            show(state.parameters)
 
     def epoch(self, layer: int) -> int:
         """How often the layer's values changed."""
@@ -236,24 +202,24 @@ class Bindings:
 
     def written(self, layer: int) -> bool:
         """Whether a parameter of the layer was written in place since this was asked last."""
-        bound = self._layers[layer]
-        if bound.hidden:  # else it would have been shown
+        state = self._layers[layer]
+        if state.hidden:  # else it would have been shown
             return False
-        before, bound.version = bound.version, sum(map(_version, bound.parameters))
-        bound.epoch += bound.version != before
-        return bound.version != before
+        before, state.version_sum = state.version_sum, sum(map(_version, state.parameters))
+        state.epoch += state.version_sum != before
+        return state.version_sum != before
 
     def aliased(self, layer: int, *, at_rest: bool = False) -> bool:
         """Whether anybody outside keeps an alias of what the parameters point at now, or of where
         they rest. False for a slot that many layers take.
         """
-        bound = self._layers[layer]
-        place = bound.place
+        state = self._layers[layer]
+        place = state.place
         if at_rest:
-            place = bound.places.get(bound.state.weights.data_ptr())
+            place = state.places.get(state.weights.data_ptr())
         if place is None or place.storage is None:
             return False
-        num_bound = len(bound.parameters) if place is bound.place else 0
+        num_bound = len(state.parameters) if place is state.place else 0
         return _num_references(place.storage) > place.num_references + num_bound
 
 

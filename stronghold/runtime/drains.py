@@ -80,7 +80,6 @@ class GradientDrains:
         self._layers = parts.layers
         self._window = window
         self._updates = updates
-        self._adam = parts.adam
         self._metrics = parts.metrics
         self._team = parts.team
         self._order = parts.team.order(window.num_gradient_slots)
@@ -93,9 +92,8 @@ class GradientDrains:
         complete: after several forward calls more parts of a gradient may come, and the layer waits
         for the end of backward.
         """
-        slot = self._add(layer, [(position, gradient)], sums=False)
-        complete = len(slot.arrived) == self._adam.num_trained(layer)
-        state = self._layers[layer]
+        state, slot = self._layers[layer], self._add(layer, [(position, gradient)], sums=False)
+        complete = len(slot.arrived) == len(state.trained)
         if complete and state.calls <= 1 and not state.chunks:
             self._drain_all(self._order.complete(layer))
 

@@ -80,7 +80,7 @@ class Executor:
         self._updates = updates
         self._ledger = ledger
         self._plan = plan
-        self._bindings = Bindings(host.layers, parts.parameters, plan.resident)
+        self._bindings = Bindings(host.layers, plan.resident)
         self._metrics = parts.metrics
         self._team = parts.team
         self.outside = parts.outside

@@ -9,7 +9,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import nn
 
 from stronghold.device.base import Device
 from stronghold.device.kernels import Kernels
@@ -47,14 +46,12 @@ class Outside:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
     """`host` has every layer, and the arrays of those that `store` has not: these are updated on
-    the device. `parameters[i]` are layer i's parameters in the layout's order; `kernels` run on the
-    update lane.
+    the device. `kernels` run on the update lane.
     """
 
     device: Device
     host: HostStore
     store: DeviceStore
-    parameters: Sequence[Sequence[nn.Parameter]]
     adam: AdamSteps
     kernels: Kernels
     metrics: Metrics

@@ -62,7 +62,7 @@ class Runtime:
     def __init__(self, parts: Parts, plan: Plan, *, host_room_bytes: int | None = None) -> None:
         host, device = parts.host, parts.device
         self._device, self._host, self._store = device, host, parts.store
-        self._parameters, self._adam = parts.parameters, parts.adam
+        self._adam = parts.adam
         self._team, self._outside = parts.team, parts.outside
         self._plan = plan
         self.window = Window(
@@ -247,9 +247,9 @@ class Runtime:
     def _with_gradient(self) -> list[tuple[int, int, nn.Parameter]]:
         with torch._C.DisableTorchFunctionSubclass():  # hidden parameters need not be shown
             return [
-                (layer, k, parameter)
-                for layer, of_layer in enumerate(self._parameters)
-                for k, parameter in enumerate(of_layer)
+                (state.index, k, parameter)
+                for state in self._host.layers
+                for k, parameter in enumerate(state.parameters)
                 if parameter.grad is not None
             ]
 
@@ -334,7 +334,7 @@ class Runtime:
         for layer in chosen:
             self._host.layers[layer].versions = None  # what was written before is gone
             if layer in self._plan.updated_on_gpu:
-                torch.autograd.graph.increment_version(self._parameters[layer])
+                torch.autograd.graph.increment_version(self._host.layers[layer].parameters)
         self.executor.weights_changed(chosen)
 
     def _adopt_edited(self) -> None:
@@ -370,7 +370,7 @@ class Runtime:
 
     def _versions_of(self, layer: int) -> list[int]:
         with torch._C.DisableTorchFunctionSubclass():  # else those that are hidden take long
-            return [parameter._version for parameter in self._parameters[layer]]
+            return [parameter._version for parameter in self._host.layers[layer].parameters]
 
     def adopt_weights(self, written: Written | None = None) -> None:
         """New values were written where these parameters, or all, point: make them the arrays'

@@ -143,7 +143,7 @@ class Stack:
         """How often a parameter of a layer that is not streamed was updated; None for others."""
         for layer, of_layer in zip(self.partition.layers, self.parameters, strict=True):
             if any(parameter is weight for parameter in of_layer):
-                return None if layer.streamed else sum(self.adam.counts[layer.index])
+                return None if layer.streamed else sum(self.host.layers[layer.index].counts)
         return None
 
     def _open_device(self, kind: str, request: Request) -> Device:

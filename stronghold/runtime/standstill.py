@@ -59,7 +59,7 @@ class Standstill:
         """How many of this rank's weights of the layer stand still, and of how many."""
         state.records["weights"].writer.wait()
         count = numel = 0
-        for part, rate in self._adam.rates_of(state.index):
+        for part, rate in self._adam.rates_of(state):
             if rate <= 0.0:  # as asked
                 continue
             least = 2.0 ** (math.floor(math.log2(rate)) + 17)  # [Note: half a unit]

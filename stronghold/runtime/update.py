@@ -135,7 +135,6 @@ class Updates:
         self._positions = plan.updates
         self._kernels = parts.kernels
         self._ledger = ledger
-        self._parameters = parts.parameters
         self._metrics = parts.metrics
         self._window = window
         self._team = parts.team
@@ -461,7 +460,7 @@ class Updates:
         self._team.forget()
         if self._prepared is not None:  # the gate stays closed: its steps were not taken
             for found in self._prepared.batch:
-                self._adam_steps.retract(found.state.index, found.arrived)
+                self._adam_steps.retract(found.state, found.arrived)
             self._prepared = None
         self._device_sums.clear()
         for state in self._layers:
@@ -518,7 +517,7 @@ class Updates:
         """One step of Adam of a layer on the host, with this moment's hyper-parameters; norms of
         its gradients on the way, where they were not taken before."""
         state, states = found.state, self._states
-        steps = self._adam_steps.advance(state.index, found.arrived, scale)
+        steps = self._adam_steps.advance(state, found.arrived, scale)
 
         def work(piece: Piece) -> None:
             if norms is not None:
@@ -726,7 +725,7 @@ class Updates:
         """
         segments: list[native.AdamSegment] = []
         for found in batch:
-            steps = self._adam_steps.advance(found.state.index, found.arrived, 1.0)
+            steps = self._adam_steps.advance(found.state, found.arrived, 1.0)
             segments += _segments(self._on_device_piece(found, STATES), steps)
         return _Prepared(batch, native.adam_rows(segments))
 
@@ -739,7 +738,7 @@ class Updates:
             self._device.kernels.adam(states.dtype, dtype, rows, lean=states.is_lean)
             # A graph that was kept may need the weights of before: autograd refuses it then.
             torch.autograd.graph.increment_version(
-                [self._parameters[found.state.index][k] for found in batch for k in found.arrived]
+                [found.state.parameters[k] for found in batch for k in found.arrived]
             )
 
         nbytes = int(states.adam_bytes(dtype) * int(rows["numel"].sum()))

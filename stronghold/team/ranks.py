@@ -239,29 +239,17 @@ class Team:
 
 
 class RankTeam(Team):
-    """One of several ranks. `parameters[i]` are the parameters of layer i in the layout's order,
-    `trained[i]` the places of those that are trained."""
+    """One of several ranks."""
 
     lockstep = True
 
-    def __init__(
-        self,
-        device: Device,
-        layers: Sequence[LayerState],
-        weights: NodeWeights,
-        parameters: Sequence[Sequence[nn.Parameter]],
-        trained: Sequence[frozenset[int]],
-    ) -> None:
+    def __init__(self, device: Device, layers: Sequence[LayerState], weights: NodeWeights) -> None:
         ranks = weights.ranks
         self._device = device
         self._layers = layers
         self._weights = weights
         self._ranks = ranks
-        self._trained = trained
         self._exchange = ranks.exchange if ranks.num_nodes > 1 else None
-        # As DeepSpeed does: of parameters that every model-parallel rank has whole, one counts.
-        whole = ranks.model_parallel_rank == 0
-        self._counted = [[whole or _is_split(p) for p in of_layer] for of_layer in parameters]
         # A checksum of what each lane was given to do with the other ranks: each lane has an order
         # of its own, and how the two mix differs where ranks skip layers.
         self.issued = {"gather": 0, "reduce": 0}
@@ -298,12 +286,12 @@ class RankTeam(Team):
         self._device.gather.submit(name, gather, writes=(slot.record,), nbytes=nbytes)
 
     def order(self, num_slots: int) -> Order:
-        expected = [i for i in reversed(range(len(self._layers))) if self._trained[i]]
+        expected = [i for i in reversed(range(len(self._layers))) if self._layers[i].trained]
         self._order = OneOrder(self._ranks.control, expected, num_slots)
         return self._order
 
     def absent(self, state: LayerState, slot: GradientSlot) -> frozenset[int]:
-        return self._trained[state.index] - slot.arrived
+        return state.trained - slot.arrived
 
     def reduce(self, state: LayerState, slot: GradientSlot, after: Sequence[Fence]) -> None:
         self.note("reduce", state.index)
@@ -381,11 +369,13 @@ class RankTeam(Team):
         for layer in self._read_apart:
             self._layers[layer].records["weights"].wait()
         self._read_apart.clear()
+        # As DeepSpeed does: of parameters that every model-parallel rank has whole, one counts.
+        whole = self._ranks.model_parallel_rank == 0
         sums = [
             value
             for state in layers
             for k, value in state.square_sums.items()
-            if self._counted[state.index][k] or not math.isfinite(value)
+            if whole or _is_split(state.parameters[k]) or not math.isfinite(value)
         ]
         uses, adopt_uses = self._uses
         marks = [*self.issued.values(), _checksum(str(uses)), _checksum(self._order.seen)]

@@ -86,7 +86,9 @@ def snapshot(engine: Any) -> dict[str, torch.Tensor]:
         for state in host.layers:
             if state.low is not None:
                 found[f"low {state.layout.index}"] = state.low.to("cpu", copy=True)
-    found["steps"] = torch.tensor([step for layer in engine._stack.adam.counts for step in layer])
+    found["steps"] = torch.tensor(
+        [step for layer in engine._stack.host.layers for step in layer.counts]
+    )
     found["torch's random state"] = torch.get_rng_state()
     rates = [group["lr"] for group in engine.optimizer.param_groups]
     counters = [engine.global_steps, engine.micro_steps, engine.global_samples]

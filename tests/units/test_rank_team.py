@@ -54,16 +54,21 @@ def make(device: EmulatedDevice) -> Make:
         ranks.control = TwoRanks(change)
         ranks.model_parallel_rank = model_parallel_rank
         layers = [
-            LayerState(layout=of_layer, weights=torch.empty(0), shards=ranks.shards)
+            LayerState(
+                layout=of_layer,
+                weights=torch.empty(0),
+                shards=ranks.shards,
+                parameters=[nn.Parameter(torch.zeros(8)) for _ in range(2)],
+                trained=frozenset({0, 1}),
+            )
             for of_layer in layouts
         ]
-        parameters = [[nn.Parameter(torch.zeros(8)) for _ in range(2)] for _ in layers]
         for k in split:
-            for of_layer in parameters:
-                of_layer[k].tensor_model_parallel = True  # type: ignore[attr-defined]
+            for state in layers:
+                state.parameters[k].tensor_model_parallel = True  # type: ignore[attr-defined]
         layout = ModelLayout(layers=layouts)
         weights = SimulatedWeights(layout, torch.float32, ranks)
-        return RankTeam(device, layers, weights, parameters, [frozenset({0, 1})] * 2)
+        return RankTeam(device, layers, weights)
 
     return of
 
