@@ -780,7 +780,7 @@ RANKS = [
     ),
     Mutant(
         "a layer is new when one rank's part is",
-        "team/weights.py",
+        "team/ranks.py",
         "int(versions.min()) < expected",
         "int(versions.max()) < expected",
         TEAM,

@@ -19,8 +19,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -147,7 +146,29 @@ class AdamBatch:
         )
 
 
-class Pool:
+Own = TypeVar("Own", bound="Closing")
+
+
+class Closing:
+    """What is closed at the end of a with statement, or when nobody refers to it any more; closing
+    twice is harmless."""
+
+    __slots__ = ()
+
+    def close(self) -> None:
+        raise NotImplementedError
+
+    def __enter__(self: Own) -> Own:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self.close()
+
+
+class Pool(Closing):
     """Threads for the kernels: `num_threads` of them, the calling thread included.
 
     They sleep between calls. With `cores` they, and the calling thread for the length of a call,
@@ -212,20 +233,6 @@ class Pool:
         handle, self._handle = self._handle, None
         if handle is not None:
             library().sh_pool_destroy(handle)
-
-    def __enter__(self) -> Pool:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
-
-    def __del__(self) -> None:
-        self.close()
 
 
 def adam(

@@ -16,10 +16,9 @@ import ctypes
 import functools
 import os
 from collections.abc import Sequence
-from types import TracebackType
 
 from stronghold.errors import ConfigError, StateError
-from stronghold.native import check, declare, library, naming_threads
+from stronghold.native import Closing, check, declare, library, naming_threads
 
 ALIGNMENT = 4096
 _WRITABLE, _CREATE, _PREALLOCATE, _DIRECT = 1, 2, 4, 8
@@ -71,16 +70,11 @@ class IoFile:
     def __enter__(self) -> IoFile:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
-class IoQueue:
+class IoQueue(Closing):
     """Keeps up to `depth` blocks in flight; cuts larger operations into `block_bytes`.
 
     `engine` is "io_uring" or "threads"; without it the environment variable STRONGHOLD_IO_ENGINE
@@ -229,20 +223,6 @@ class IoQueue:
         if commit:
             self.commit()
         return ticket.value
-
-    def __enter__(self) -> IoQueue:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
-
-    def __del__(self) -> None:
-        self.close()
 
 
 @functools.cache

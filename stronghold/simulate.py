@@ -27,10 +27,10 @@ from stronghold.plan.plan import Demand, Plan
 from stronghold.plan.schedule import Kind
 from stronghold.plan.search import LADDERS, Choice, Ladder, search
 from stronghold.runtime.adam import AdamFlags, Group
-from stronghold.runtime.assembly import Assembly
+from stronghold.runtime.parts import Assembly
 from stronghold.runtime.runtime import Runtime
 from stronghold.team.group import simulated_ranks
-from stronghold.team.weights import SimulatedWeights
+from stronghold.team.ranks import SimulatedWeights
 from stronghold.telemetry.metrics import Metrics
 
 STEPS = 4  # from the third on a step begins as it ends

@@ -29,7 +29,7 @@ from stronghold.checkpoint.tensorfile import (
     write_tensors,
 )
 from stronghold.errors import CheckpointError, ConfigError
-from stronghold.memory.buffers import view
+from stronghold.memory.layer import view
 from stronghold.runtime.stack import Stack
 
 INDEX = "model.safetensors.index.json"

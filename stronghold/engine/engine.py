@@ -37,11 +37,11 @@ from stronghold.errors import ConfigError
 from stronghold.plan.plan import Plan
 from stronghold.process import forked_from
 from stronghold.refine import Refinement
+from stronghold.runtime.adam import Standstill
 from stronghold.runtime.fragments import fragments
 from stronghold.runtime.guards import ParameterReads, StateHooks, check_free
 from stronghold.runtime.optimizer import EngineOptimizer, make_scaler
 from stronghold.runtime.stack import MemoryReport, Request, Stack
-from stronghold.runtime.standstill import Standstill
 from stronghold.team.group import Ranks
 from stronghold.telemetry.metrics import Reading, StepRecord, count_tokens, value
 

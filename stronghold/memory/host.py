@@ -1,7 +1,8 @@
 """Host bytes: the slabs in which a model's weights, masters, moments and gradients live.
 
-Owns every host mapping of the engine: exact-size, page-aligned, registered with the device once.
-Never knows when a layer is used. Allocated by the training thread, and by autograd's in backward;
+Owns every host mapping of the engine: exact-size, page-aligned, registered with the device once;
+and the device's arrays of the layers that are updated there (`DeviceStore`), of which nothing is on
+the host, fetched or drained. Never knows when a layer is used. Allocated by the training thread, and by autograd's in backward;
 written by the drain lane (gradients), the update lane (weights, masters, moments) and, on several
 nodes, the exchange lane (weights); read by these, the fetch lane and, for checkpoints, the io lane.
 The fences of `runtime` keep them apart.
@@ -34,13 +35,12 @@ from torch import nn
 
 from stronghold.device.base import Device
 from stronghold.errors import StateError
-from stronghold.memory.buffers import Entry, Ring
-from stronghold.memory.layer import LayerState, fill
+from stronghold.memory.layer import Entry, LayerState, Ring, fill
 from stronghold.memory.slab import flush, map_slab
 from stronghold.memory.tiers import Mode, Tiers, Views
 from stronghold.model.layout import ModelLayout, ParameterSlice, Shards
 from stronghold.model.source import WeightSource
-from stronghold.states import items, join_master, num_items
+from stronghold.states import MOMENTS, SCALES, items, join_master, num_items
 
 logger = logging.getLogger("stronghold")
 
@@ -49,7 +49,7 @@ class HostStore:
     """All host state of one engine.
 
     `layers` has every layer of the model; those in `elsewhere` take nothing here: their arrays are
-    made by `memory.resident`. `dtype` is the compute dtype. `ring_entries` gradient entries of the
+    the device's (`DeviceStore`). `dtype` is the compute dtype. `ring_entries` gradient entries of the
     largest trainable layer exist; layers in `held` have an entry of their own, where that is not in
     a file; `accumulate` gives every trainable one an fp32 accumulator.
     `allocate` makes a flat zero tensor of host memory. `tiers` names the arrays that lie in files
@@ -369,3 +369,111 @@ class HostStore:
             state.weights = torch.empty(0, dtype=self.dtype)
             state.drop_arrays()
             state.held = None
+
+
+PURPOSES = {"low": "masters", "accumulated": "accumulated gradients"} | dict.fromkeys(
+    (*MOMENTS, *SCALES), "moments"
+)
+
+
+class DeviceStore:
+    """The arrays of the layers that are `on_device` in `host`. `accumulate` gives each an fp32
+    accumulator; `allocate` makes the host memory through which values come and go.
+    """
+
+    def __init__(
+        self,
+        host: HostStore,
+        device: Device,
+        *,
+        accumulate: bool,
+        allocate: Callable[[int, torch.dtype], torch.Tensor] = map_slab,
+    ) -> None:
+        self._dtype = host.dtype
+        self._host = host
+        self._device = device
+        self._accumulate = accumulate
+        self._allocate = allocate
+        self._training = self._away = False
+        self.layers = [state for state in host.layers if state.on_device]
+        for state in self.layers:
+            name = f"weights of {state.layout.name or 'the root'}"
+            state.weights = device.allocate(state.layout.numel, self._dtype, name)
+
+    def adopt(
+        self, index: int, parameters: Sequence[nn.Parameter], source: WeightSource | None = None
+    ) -> None:
+        """Copy `parameters` (in the layout's order) into the layer's weights, cast to their dtype,
+        through host memory of one layer; those on the meta device are read from `source`.
+        """
+        state = self._host.layers[index]
+        passing = self._allocate(state.layout.numel, self._dtype)
+        fill(passing, state.layout, parameters, source)
+        self._device.copy_now(state.weights, passing)
+
+    def take(self, index: int) -> None:
+        """Move a host layer here between two steps, with all that it has; its host memory is given
+        back, but for what the model's parameters still show.
+        """
+        state, left = self._host.layers[index], self._host.give_up(index)
+        state.weights = self._moved(left.weights, f"weights of {state.layout.name or 'the root'}")
+        for name, array in left.arrays().items():
+            if name == "accumulated":  # between two steps there is no sum
+                setattr(state, name, self._zeros(array.numel(), array.dtype, name))
+            else:
+                setattr(state, name, self._moved(array, f"{PURPOSES[name]} of resident layers"))
+        self.layers.append(state)
+        self.layers.sort(key=lambda one: one.layout.index)
+
+    def _moved(self, array: torch.Tensor, purpose: str) -> torch.Tensor:
+        there = self._device.allocate(array.numel(), array.dtype, purpose)
+        self._device.copy_now(there, array)
+        return there
+
+    def prepare_training(self) -> None:
+        """Make masters, moments and accumulators; called at every backward, works at the first."""
+        if self._training:
+            return
+        sums = {"accumulated": torch.float32} if self._accumulate else {}
+        for state in self.layers:
+            numel = state.layout.trainable_numel
+            # What an interrupt ended goes on where it was.
+            for array, dtype in {**self._host.states.dtypes, **sums}.items():
+                if getattr(state, array) is None:
+                    setattr(state, array, self._zeros(num_items(array, numel), dtype, array))
+                if array == "low":
+                    self._host.restart_master(state.layout.index)
+        self._training = True
+
+    def _zeros(self, numel: int, dtype: torch.dtype, array: str) -> torch.Tensor:
+        purpose = f"{PURPOSES[array]} of resident layers"
+        return self._device.allocate(numel, dtype, purpose).zero_()
+
+    def leave(self) -> None:
+        """Between two steps: every array goes to host memory, until `come_back`."""
+        self._away = True
+        for state in self.layers:
+            for name, array in {"weights": state.weights, **state.arrays()}.items():
+                there = self._allocate(array.numel(), array.dtype)
+                self._device.copy_now(there, array)
+                setattr(state, name, there)
+                self._device.release(array)
+
+    def come_back(self) -> None:
+        """What `leave` has moved is on the device again."""
+        self._away = False
+        for state in self.layers:
+            for name, array in {"weights": state.weights, **state.arrays()}.items():
+                setattr(state, name, self._moved(array, f"{name} of {state.name}"))
+
+    def give_back(self) -> None:
+        """The device's work has ended: every layer's weights move to host memory, their own."""
+        for state in self.layers:
+            if self._away:
+                state.drop_arrays()
+                continue
+            weights = self._allocate(state.layout.numel, self._dtype)
+            self._device.copy_now(weights, state.weights)
+            self._device.release(state.weights, *state.arrays().values())
+            state.weights = weights
+            state.drop_arrays()

@@ -1,8 +1,10 @@
-"""A layer: all that is known of it while an engine lives.
+"""A layer: all that is known of it while an engine lives; and the buffers that layers take in turn,
+on the device and on the host.
 
 Owns which arrays it has and their records, where its weights are and its parameters point, what its
 gradients wait for, and how often it was updated.
-Owns no memory: `memory.host` and `memory.resident` make the arrays, `memory.window` the slots.
+Owns no memory: `memory.host` makes the arrays, `memory.window` the slots. A buffer
+may be overwritten when what its record (`device.fence`) names is done.
 `repr(layer)` says what it is doing. The training thread enters, and autograd's in backward; the two
 never run at once. Lanes read the arrays' addresses alone.
 """
@@ -12,17 +14,111 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from stronghold.device.fence import Record
 from stronghold.errors import StateError
-from stronghold.memory.buffers import Entry, GradientSlot, Slot, view
-from stronghold.model.layout import LayerLayout, Shards
+from stronghold.model.layout import LayerLayout, ParameterSlice, Shards
 from stronghold.model.source import WeightSource
 from stronghold.states import STATES
+
+
+def view(flat: torch.Tensor, part: ParameterSlice) -> torch.Tensor:
+    """The parameter's own shape inside its layer's flat array."""
+    return flat[part.offset : part.offset + part.numel].view(part.shape)
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """Host room for one layer's drained gradients, or for a piece on its way from or to a file."""
+
+    memory: torch.Tensor
+    record: Record = field(default_factory=Record)
+
+
+class Ring:
+    """Entries that are taken in turn."""
+
+    def __init__(self, memories: Sequence[torch.Tensor] = ()) -> None:
+        self._entries = [Entry(memory) for memory in memories]
+        self._cursor = 0
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __iter__(self) -> Iterator[Entry]:
+        return iter(self._entries)
+
+    def add(self, memory: torch.Tensor) -> None:
+        self._entries.append(Entry(memory))
+
+    def next(self) -> Entry:
+        """The entry whose use lies longest back."""
+        entry = self._entries[self._cursor]
+        self._cursor = (self._cursor + 1) % len(self._entries)
+        return entry
+
+    def clear(self) -> None:
+        self._entries.clear()
+        self._cursor = 0
+
+
+@dataclass(slots=True, eq=False)
+class Slot:
+    """Device room for one layer's weights; `layer`: which one is in it, or on its way."""
+
+    weights: torch.Tensor
+    layer: int | None = None
+    record: Record = field(default_factory=Record)
+
+
+@dataclass(slots=True, eq=False)
+class GradientSlot:
+    """Device room for one layer's gradients in the compute dtype; `arrived` names the parameters
+    that are in it, `writers` the compute lane's streams that may write it. `held`: gathering is
+    over, and the gradients stay until the step ends. `sums`: room for fp32 sums of chunks; while
+    `summed` the gradients are there, and not rounded yet."""
+
+    gradients: torch.Tensor
+    sums: torch.Tensor | None = None
+    summed: bool = False
+    layer: int | None = None
+    held: bool = False
+    arrived: set[int] = field(default_factory=set)
+    writers: list[object] = field(default_factory=list)
+    record: Record = field(default_factory=Record)
+    _views: dict[tuple[Any, ...], torch.Tensor] = field(default_factory=dict)
+
+    def view(self, part: ParameterSlice) -> torch.Tensor:
+        """The place of a parameter's gradient; layers are alike, so that each is made once."""
+        return self._view(self.gradients, part)
+
+    def sum_of(self, part: ParameterSlice) -> torch.Tensor:
+        """The place of a parameter's fp32 sum."""
+        if self.sums is None:  # what comes twice in a step is rare, and not planned
+            self.sums = torch.empty_like(self.gradients, dtype=torch.float32)
+        if not self.summed:
+            self.summed = True
+            if self.arrived:
+                self.sums.copy_(self.gradients)
+        return self._view(self.sums, part)
+
+    def round_sums(self) -> None:
+        """The sums are complete: round them to the gradients."""
+        if self.summed and self.sums is not None:
+            self.gradients.copy_(self.sums)
+            self.summed = False
+
+    def _view(self, flat: torch.Tensor, part: ParameterSlice) -> torch.Tensor:
+        place = flat.dtype, part.offset, part.shape
+        found = self._views.get(place)
+        if found is None:
+            found = self._views[place] = view(flat, part)
+        return found
+
 
 TRAINED = (*STATES[1:], "accumulated")  # what only training needs
 # What has a record; "norms" are the sums of squares of the step's gradients.

@@ -36,7 +36,6 @@ import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Literal
 
 import torch
@@ -46,6 +45,7 @@ from stronghold.errors import ConfigError, StateError
 from stronghold.memory import disks
 from stronghold.memory.runfolder import RunDirectory, reclaim
 from stronghold.memory.slab import map_files, map_slab
+from stronghold.native import Closing
 from stronghold.native_io import ALIGNMENT, IoFile, IoQueue
 from stronghold.process import ALONE, Neighbours
 from stronghold.states import MOMENTS, SCALES
@@ -323,7 +323,7 @@ class Pending:
             raise self._error
 
 
-class NvmeStore:
+class NvmeStore(Closing):
     """All spilled state of one engine: extents in one file for each path, and the staging ring.
 
     `rates` weigh the paths (in any unit); left out, several paths are measured, a fraction of a
@@ -481,20 +481,6 @@ class NvmeStore:
         self._closed = True
         self._stack.close()
         self._in_flight.clear()
-
-    def __enter__(self) -> NvmeStore:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
-
-    def __del__(self) -> None:
-        self.close()
 
     # ---- The ring ------------------------------------------------------------------------------
 

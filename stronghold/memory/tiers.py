@@ -23,7 +23,7 @@ import torch
 
 from stronghold.device.base import Device, Fence, Lane
 from stronghold.device.fence import Record, dependences, submitted
-from stronghold.memory.buffers import Entry, Ring
+from stronghold.memory.layer import Entry, Ring
 from stronghold.memory.nvme import ARRAYS, Extent, ExtentRequest, lay_out
 from stronghold.memory.slab import map_slab
 from stronghold.model.layout import LayerLayout, ModelLayout, Shards

@@ -14,8 +14,7 @@ import torch
 from stronghold.device.base import Device, Fence
 from stronghold.device.fence import Record
 from stronghold.errors import StateError
-from stronghold.memory.buffers import GradientSlot, Slot
-from stronghold.memory.layer import LayerState, Residency
+from stronghold.memory.layer import GradientSlot, LayerState, Residency, Slot
 
 
 class Window:

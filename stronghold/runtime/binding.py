@@ -37,8 +37,7 @@ from torch import nn
 from torch.utils.dlpack import from_dlpack
 
 from stronghold.errors import ConfigError
-from stronghold.memory.buffers import view
-from stronghold.memory.layer import LayerState, Place
+from stronghold.memory.layer import LayerState, Place, view
 from stronghold.model.layout import LayerLayout
 from stronghold.runtime.guards import hide, point, show
 

@@ -16,8 +16,7 @@ import torch
 
 from stronghold.device.base import Device, Fence
 from stronghold.errors import StateError
-from stronghold.memory.buffers import GradientSlot
-from stronghold.memory.layer import LayerState
+from stronghold.memory.layer import GradientSlot, LayerState
 from stronghold.memory.window import Window
 from stronghold.model.layout import ALIGN_NUMEL, ParameterSlice
 from stronghold.runtime.parts import Parts

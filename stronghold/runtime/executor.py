@@ -20,8 +20,7 @@ import torch
 
 from stronghold.device.base import timed
 from stronghold.errors import ConfigError
-from stronghold.memory.buffers import Slot
-from stronghold.memory.layer import LayerState, Residency
+from stronghold.memory.layer import LayerState, Residency, Slot
 from stronghold.memory.window import Window
 from stronghold.model.layout import ParameterSlice
 from stronghold.plan.plan import Plan

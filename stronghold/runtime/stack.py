@@ -36,15 +36,13 @@ from stronghold.model.partition import Partition, partition
 from stronghold.model.source import WeightSource, forget_source, materialize, source_of
 from stronghold.plan.plan import Demand, Plan, levels_of, make_plan
 from stronghold.process import check_not_forked, forked_from
-from stronghold.runtime.assembly import Assembly
 from stronghold.runtime.optimizer import EngineOptimizer
-from stronghold.runtime.parts import Written
+from stronghold.runtime.parts import Assembly, Written
 from stronghold.runtime.recompute import NoCaches
 from stronghold.runtime.runtime import Runtime
 from stronghold.states import LEAN, page_numel, states_of
 from stronghold.team.group import Ranks
-from stronghold.team.ranks import check_alike, check_section
-from stronghold.team.weights import NodeWeights
+from stronghold.team.ranks import NodeWeights, check_alike, check_section
 from stronghold.telemetry.metrics import Metrics
 from stronghold.telemetry.trace import Trace, open_path
 

@@ -45,8 +45,7 @@ import torch
 from stronghold import native
 from stronghold.device.fence import Record, dependences
 from stronghold.device.kernels import Kernels
-from stronghold.memory.buffers import Entry, GradientSlot, view
-from stronghold.memory.layer import LayerState
+from stronghold.memory.layer import Entry, GradientSlot, LayerState, view
 from stronghold.memory.tiers import Mode, Views
 from stronghold.memory.window import Window
 from stronghold.model.layout import ParameterSlice

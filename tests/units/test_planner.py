@@ -11,8 +11,7 @@ import torch
 
 from stronghold.device.emulated import EmulatedDevice
 from stronghold.errors import BudgetError, ConfigError
-from stronghold.memory.host import HostStore
-from stronghold.memory.resident import DeviceStore
+from stronghold.memory.host import DeviceStore, HostStore
 from stronghold.memory.window import Window
 from stronghold.model.layout import LayerLayout, ModelLayout
 from stronghold.plan.plan import (

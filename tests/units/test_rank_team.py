@@ -12,12 +12,10 @@ from torch import nn
 
 from stronghold.device.emulated import EmulatedDevice
 from stronghold.errors import RankError
-from stronghold.memory.buffers import GradientSlot
-from stronghold.memory.layer import LayerState
+from stronghold.memory.layer import GradientSlot, LayerState
 from stronghold.model.layout import ModelLayout, ParameterShape, layer_layout
 from stronghold.team.group import SilentGroup, mean_of, simulated_ranks
-from stronghold.team.ranks import PARTS, RankTeam
-from stronghold.team.weights import SimulatedWeights
+from stronghold.team.ranks import PARTS, RankTeam, SimulatedWeights
 
 Make = Callable[..., RankTeam]
 Change = Callable[[torch.Tensor], None]
