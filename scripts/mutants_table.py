@@ -175,7 +175,7 @@ UPDATES = [
     Mutant(
         "a step that overflows counts for Adam",
         "runtime/update.py",
-        "self._adam_steps.retract(found.state.index, found.arrived)",
+        "self._adam_steps.retract(found.state, found.arrived)",
         "pass",
         RESIDENTS,
         "overflow or not_finite",
@@ -236,10 +236,10 @@ UPDATES = [
         "loaded_ahead_is_dropped",
     ),
     Mutant(
-        "the remainders of all parameters are the first one's",
+        "masters and moments of all parameters are the first one's",
         "runtime/update.py",
-        "low + i * low_size,",
-        "low,",
+        "*(begin + i // of * size for begin, size, of in states),",
+        "*(begin for begin, size, of in states),",
         BITS,
         "gpt_tied and bf16",
     ),
@@ -559,7 +559,7 @@ MEMORY = [
     ),
     Mutant(
         "weights are cut off, and not rounded from their masters",
-        "memory/host.py",
+        "states.py",
         "upper = (bits + 0x8000) >> 16",
         "upper = bits >> 16",
         ("tests/border/test_checkpoint_deepspeed.py",),
@@ -567,7 +567,7 @@ MEMORY = [
     ),
     Mutant(
         "a master has its remainder on the wrong side",
-        "memory/host.py",
+        "states.py",
         "(upper << 16) + low.to(torch.int32)",
         "(upper << 16) - low.to(torch.int32)",
         HOST,
@@ -582,7 +582,7 @@ MEMORY = [
     Mutant(
         "masters of fp16 begin at zero",
         "memory/host.py",
-        "if low_dtype is torch.float32:",
+        'if array == "low" and dtype is torch.float32:',
         "if False:",
         HOST,
     ),
@@ -600,7 +600,7 @@ CHECKPOINTS = [
     Mutant(
         "Adam's step is not saved",
         "checkpoint/save.py",
-        "step=stack.adam.counts[index][k],",
+        "step=stack.host.layers[index].counts[k],",
         "step=0,",
         RESUME,
         "go_back",
@@ -632,7 +632,7 @@ CHECKPOINTS = [
     Mutant(
         "Adam's step is not loaded",
         "checkpoint/load.py",
-        "self._stack.adam.counts[index][k] = record.step",
+        "self._stack.host.layers[index].counts[k] = record.step",
         "pass",
         RESUME,
         "go_back",
@@ -640,8 +640,8 @@ CHECKPOINTS = [
     Mutant(
         "second moments are not loaded",
         "checkpoint/load.py",
-        'for moment in ("exp_avg", "exp_avg_sq"):',
-        'for moment in ("exp_avg",):',
+        "for array in states.moments:",
+        "for array in list(states.moments)[:1]:",
         RESUME,
         "go_back",
     ),
@@ -704,7 +704,7 @@ RANKS = [
     Mutant(
         "another rank's gradients are taken for what lay there",
         "team/ranks.py",
-        "return self._trained[state.index] - slot.arrived",
+        "return state.trained - slot.arrived",
         "return frozenset()",
         TEAM,
     ),
@@ -746,7 +746,7 @@ RANKS = [
     Mutant(
         "what every rank has whole is counted by each",
         "team/ranks.py",
-        "if self._counted[state.index][k] or not math.isfinite(value)",
+        "if whole or _is_split(state.parameters[k]) or not math.isfinite(value)",
         "if True",
         TEAM,
     ),

@@ -2,10 +2,10 @@
 
 Owns every host mapping of the engine: exact-size, page-aligned, registered with the device once;
 and the device's arrays of the layers that are updated there (`DeviceStore`), of which nothing is on
-the host, fetched or drained. Never knows when a layer is used. Allocated by the training thread, and by autograd's in backward;
-written by the drain lane (gradients), the update lane (weights, masters, moments) and, on several
-nodes, the exchange lane (weights); read by these, the fetch lane and, for checkpoints, the io lane.
-The fences of `runtime` keep them apart.
+the host, fetched or drained. Never knows when a layer is used. Allocated by the training thread,
+and by autograd's in backward; written by the drain lane (gradients), the update lane (weights,
+masters, moments) and, on several nodes, the exchange lane (weights); read by these, the fetch lane
+and, for checkpoints, the io lane. The fences of `runtime` keep them apart.
 
 [Note: layouts] Per layer, in elements of its `LayerLayout` (one offset serves every array):
     weights     whole layer, in the compute dtype: the bytes that a fetch copies
@@ -49,12 +49,11 @@ class HostStore:
     """All host state of one engine.
 
     `layers` has every layer of the model; those in `elsewhere` take nothing here: their arrays are
-    the device's (`DeviceStore`). `dtype` is the compute dtype. `ring_entries` gradient entries of the
-    largest trainable layer exist; layers in `held` have an entry of their own, where that is not in
-    a file; `accumulate` gives every trainable one an fp32 accumulator.
-    `allocate` makes a flat zero tensor of host memory. `tiers` names the arrays that lie in files
-    instead ([Note: files]). `shards` is this rank's part, `shared` the node's weights
-    ([Note: ranks]).
+    the device's (`DeviceStore`). `dtype` is the compute dtype. `ring_entries` gradient entries of
+    the largest trainable layer exist; layers in `held` have an entry of their own, where that is
+    not in a file; `accumulate` gives every trainable one an fp32 accumulator. `allocate` makes a
+    flat zero tensor of host memory. `tiers` names the arrays that lie in files instead ([Note:
+    files]). `shards` is this rank's part, `shared` the node's weights ([Note: ranks]).
     """
 
     def __init__(
