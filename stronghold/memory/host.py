@@ -197,7 +197,8 @@ class HostStore:
         that was called twice)."""
         state = self.layers[index]
         if state.held is None:
-            state.held = Entry(self._slab(state.end - state.begin, self.dtype, pinned=True))
+            slab = self._slab(state.end - state.begin, self.dtype, pinned=True)
+            state.held = Entry(slab, state.records["gradients"])
         return state.held
 
     def ring_entry(self) -> Entry:

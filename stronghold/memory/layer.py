@@ -261,6 +261,11 @@ class LayerState:
             )
         self.residency = to
 
+    @property
+    def gradients(self) -> torch.Tensor | None:
+        """Those that wait for the update in memory; of this rank's elements."""
+        return None if self.held is None else self.held.memory
+
     def arrays(self) -> dict[str, torch.Tensor]:
         """Those of training that it has in memory, by name."""
         found = {name: getattr(self, name) for name in TRAINED}

@@ -205,77 +205,30 @@ class Updates:
 
     def _hold(self, found: Gathered, repeated: frozenset[int], *, first: bool) -> None:
         """Merge gradients into those that wait for the gate, where these are elsewhere, and take
-        norms."""
+        norms. `first`: nothing of the layer waits yet."""
         state, drained = found.state, found.memory
         assert drained is not None
-        norms, nbytes = self._norms(state), found.dtype.itemsize * state.numel_of(found.arrived)
-        if self._in_file(state, "gradients"):
-            self._hold_in_file(found, repeated, norms, nbytes, first=first)
-            return
-        held = self._host.held_entry(state.index)
-        piece = Piece(replace(found, memory=held.memory), state.begin, state.end, {})
+        if not self._in_file(state, "gradients"):
+            self._host.held_entry(state.index)
+        norms = self._norms(state)
 
-        def work() -> None:
-            if drained.data_ptr() != held.memory.data_ptr():
-                for k, own in state.own(found.arrived):
-                    _merge(held.memory[own], drained[own], add=k in repeated)
-            norms.add(piece)
+        def work(piece: Piece) -> None:
+            held = piece.views["gradients"]
+            new = drained[piece.begin - state.begin : piece.end - state.begin]
+            if held.data_ptr() != new.data_ptr():
+                for k, own in _ranges(piece, found.arrived):
+                    _merge(held[own], new[own], add=k in repeated)
+            norms.add(piece, "gradients")
 
-        writes = (held.record, state.records["norms"])
-        reads = () if found.record is held.record else (found.record,)
-        self._device.update.submit(
-            f"norm {state.index}", work, reads=reads, writes=writes, nbytes=nbytes
+        self._over_pieces(
+            "norm",
+            found,
+            ("gradients",),
+            work,
+            found.dtype.itemsize,
+            load=not first,
+            what=" gradients",
         )
-
-    def _hold_in_file(
-        self,
-        found: Gathered,
-        repeated: frozenset[int],
-        norms: PieceNorms,
-        nbytes: int,
-        *,
-        first: bool,
-    ) -> None:
-        """As `_hold`: what is in the file already is merged into what was drained, which is then
-        written as a whole."""
-        state, flat, array = found.state, found.memory, ("gradients",)
-        assert flat is not None
-        target = Entry(flat, found.record)
-        spilled = dependences((), (), state.records_of(array))
-        earlier = frozenset() if first else frozenset(state.arrived)
-        for begin, end in self._tiers.cuts(state.index, array):
-            piece = Piece(
-                found, begin, end, {"gradients": flat[begin - state.begin :][: end - begin]}
-            )
-            loaded = None if first else self._load(found, begin, end, array, " gradients")
-
-            def work(piece: Piece = piece, loaded: Piece | None = loaded) -> None:
-                for k, own in _ranges(loaded, earlier) if loaded is not None else ():
-                    old, new = loaded.views["gradients"][own], piece.views["gradients"][own]  # type: ignore[union-attr]
-                    if k in repeated or k not in found.arrived:
-                        _merge(new, old, add=k in repeated)
-                norms.add(piece)
-
-            reads = () if loaded is None or loaded.entry is None else (loaded.entry.record,)
-            self._device.update.submit(
-                f"norm {state.index}",
-                work,
-                reads=reads,
-                writes=(target.record, state.records["norms"]),
-                nbytes=nbytes * (end - begin) // max(1, state.end - state.begin),
-            )
-            spilled = (
-                self._tiers.queue_spill(
-                    self._device,
-                    state.index,
-                    begin,
-                    piece.views,
-                    target,
-                    spilled,
-                    what=" gradients",
-                ),
-            )
-        state.records["gradients"].write(spilled[0])
 
     def _hold_on_device(self, found: Gathered, repeated: frozenset[int]) -> bool:
         state, own, flat = found.state, found.state.own_gradients, found.memory
@@ -479,28 +432,14 @@ class Updates:
     # -- Adam -------------------------------------------------------------------------------------
     def _waiting(self, state: LayerState) -> Gathered:
         """The layer's gradients where they wait."""
-        index, arrived = state.index, frozenset(state.arrived)
+        arrived = frozenset(state.arrived)
+        if state.on_device and not self._plan.accumulates:
+            return self._held_on_device(state, arrived, self._host.dtype)
+        array, dtype = "gradients", self._host.dtype
         if self._plan.accumulates:
-            record = state.records["accumulated"]
-            return Gathered(
-                state=state,
-                arrived=arrived,
-                dtype=torch.float32,
-                record=record,
-                array="accumulated",
-            )
-        dtype = self._host.dtype
-        if state.on_device:
-            return self._held_on_device(state, arrived, dtype)
-        if self._in_file(state, "gradients"):
-            record = state.records["gradients"]
-            return Gathered(
-                state=state, arrived=arrived, dtype=dtype, record=record, array="gradients"
-            )
-        held = self._host.held_entry(index)
-        return Gathered(
-            state=state, arrived=arrived, dtype=dtype, memory=held.memory, record=held.record
-        )
+            array, dtype = "accumulated", torch.float32
+        record = state.records[array]
+        return Gathered(state=state, arrived=arrived, dtype=dtype, record=record, array=array)
 
     def _held_on_device(
         self, state: LayerState, arrived: frozenset[int], dtype: torch.dtype
