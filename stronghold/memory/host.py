@@ -16,7 +16,7 @@ Gradients arrive in entries of the compute dtype: one per layer when the gate ho
 a small ring.
 
 [Note: ranks] Of several ranks each holds elements [begin, end) of a layer's trainable part in all
-but the first and in its entries. Weights are the node's (`team.weights`): they have all elements,
+but the first and in its entries. Weights are the node's (`team.ranks`): they have all elements,
 of which this rank updates its own and counts those that it fetches.
 
 [Note: files] An array that the plan spills has no slab: `tiers` says in which file it lies, and
