@@ -210,14 +210,13 @@ class GradientDrains:
         arrived = absent.union(slot.arrived)
         # Backward may need what an alias shows: no update before its end.
         late = not state.on_device and (state.calls > 1 or self._aliased(layer))
-        self._updates.refuse_further(layer, arrived, late=late)
         if state.on_device:
             self._keep(state, slot, arrived)
             return
         if slot.summed:
             self._join(layer, slot)
             slot.round_sums()
-        entry = self._updates.room(layer, arrived, late=late)
+        entry = self._updates.room(state, arrived, late=late)
         slices = state.layout.slices
         runs = _runs([slices[position] for position in sorted(arrived)])
         first, last = state.begin, state.end  # of several ranks' elements this one's

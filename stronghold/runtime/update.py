@@ -154,25 +154,23 @@ class Updates:
         """Whether the layer is updated as its gradients come: no more may come (`late`)."""
         return self._positions[layer] is Position.DRAIN and not late
 
-    def refuse_further(self, layer: int, arrived: Iterable[int], *, late: bool = False) -> None:
-        """ConfigError when gradients come again that were used already."""
-        if self.at_once(layer, late=late):
-            state = self._layers[layer]
-            self._ledger.refuse_further(state, state.arrived.intersection(arrived))
-
-    def room(self, layer: int, arrived: frozenset[int], *, late: bool = False) -> Entry:
+    def room(self, state: LayerState, arrived: frozenset[int], *, late: bool = False) -> Entry:
         """Where the drain of these gradients goes: an entry of the layer's own when they wait there
-        and none of them is there yet, else one of the ring."""
-        state = self._layers[layer]
-        waits = not self._plan.accumulates and not self.at_once(layer, late=late)
+        and none of them is there yet, else one of the ring. ConfigError when gradients come again
+        that were used already."""
+        at_once = self.at_once(state.index, late=late)
+        self._ledger.refuse_further(state, arrived & state.arrived if at_once else ())
+        waits = not self._plan.accumulates and not at_once
         if waits and not self._in_file(state, "gradients") and not arrived & state.arrived:
-            return self._host.held_entry(layer)
+            return self._host.held_entry(state.index)
         return self._host.ring_entry()
 
     def gathered(self, found: Gathered, *, late: bool = False) -> bool:
         """Gradients are on their way into `found`: queue what uses them. `late`: more may come in
         this backward. Returns whether they stay in their slot until the step ends."""
         state = found.state
+        if state.on_device and self.at_once(state.index):
+            self._ledger.refuse_further(state, found.arrived & state.arrived)
         first, repeated = not state.arrived, self._ledger.arrive(state, found.arrived)
         if self._plan.accumulates:
             self.accumulate([found], {state.index: repeated}, first=first)
