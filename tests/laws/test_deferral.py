@@ -17,6 +17,7 @@ from stronghold.device.contention import Rates
 from stronghold.errors import ConfigError, LaneError
 from stronghold.model.partition import partition
 from stronghold.plan.cost import LayerLoad, Workload
+from stronghold.plan.schedule import Kind
 from stronghold.refine import TRACED_STEPS, UNTOLD_STEPS
 from stronghold.simulate import simulate
 from tests.faults.test_lane_failures import fail_backward, fail_in, run_steps
@@ -80,21 +81,25 @@ def test_peaks_equal_the_plan_and_the_simulator(
     assert (found.gpu_peak_bytes, found.host_peak_bytes) == (report.gpu_peak, report.host_peak)
 
 
-def test_deferred_updates_follow_backward_in_forward_order(tmp_path: Path) -> None:
+@pytest.mark.parametrize("clipping", [0.0, 1.0])
+def test_lanes_do_what_the_schedule_has_in_its_order(clipping: float) -> None:
+    """Deferred updates follow backward in forward order, and so do those behind the gate."""
     model = SleepingModel([(4097, 0.0, 0.002)] * 8)
-    engine = engine_of(model, {"window": 3, "deferred_layers": 3}, precision="fp32")
+    section = {"window": 3, "deferred_layers": 3}
+    engine = engine_of(model, section, precision="fp32", clipping=clipping)
     engine._stack.device.record_spans(True)
     x = torch.ones(64)
     engine.backward(engine(x))
     engine.step()
     engine.synchronize()
     spans = engine._stack.trace.spans()
-    plan = engine.plan
+    plan, actions = engine.plan, engine._stack.runtime.executor.schedule.actions
     engine.destroy()
-    updates = [s.name for s in spans if s.lane == "update" and s.name.startswith("update")]
+    for kind in (Kind.DRAIN, Kind.UPDATE):
+        done = [s.name for s in spans if s.lane == kind.value and s.name.startswith(kind.value)]
+        assert done == [str(action) for action in actions if action.kind is kind]
     deferred = sorted(plan.deferred)
-    early = [layer for layer in reversed(range(8)) if layer not in plan.deferred]
-    assert updates == [f"update {layer}" for layer in [*early, *deferred]]
+    assert len(deferred) == (0 if clipping else 3)
     backward_ends = max(s.start_s + s.duration_s for s in spans if s.name == "backward 0")
     for layer in deferred:
         begun = next(s.start_s for s in spans if s.name == f"update {layer}")
