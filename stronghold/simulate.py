@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -20,8 +20,9 @@ from stronghold.device.base import Fence
 from stronghold.device.contention import Rates
 from stronghold.device.simulated import Operation, SimulatedDevice, meta_slab
 from stronghold.errors import StateError
-from stronghold.memory.tiers import null_tiers
-from stronghold.model.layout import ModelLayout, condensed
+from stronghold.memory.tiers import NullStore, Tiers, extent_requests
+from stronghold.model.layout import ModelLayout, Shards, condensed
+from stronghold.native_io import ALIGNMENT
 from stronghold.plan.cost import Workload
 from stronghold.plan.plan import Demand, Plan
 from stronghold.plan.schedule import Kind
@@ -34,6 +35,7 @@ from stronghold.team.ranks import SimulatedWeights
 from stronghold.telemetry.metrics import Metrics
 
 STEPS = 4  # from the third on a step begins as it ends
+SIMULATED_PIECES = 8  # of a layer in files, at most
 MEASURED = 2  # of the last ones: two alternate where the window holds an odd share
 
 
@@ -180,7 +182,7 @@ class _Run:
             optimizer=_Groups([p for of_layer in self._parameters for p in of_layer]),
             kernels=device.kernels,
             metrics=Metrics(num_parameters=layout.num_parameters),
-            tiers=null_tiers(layout, dtype, plan.spilled, plan.staging, shards, plan.states),
+            tiers=_tiers(layout, dtype, plan, shards),
             undo=contextlib.ExitStack(),
             weights=weights,
             allocate=meta_slab,
@@ -263,6 +265,32 @@ class _Run:
 
 def _nothing() -> None:
     pass
+
+
+def _tiers(layout: ModelLayout, dtype: torch.dtype, plan: Plan, shards: Shards | None) -> Tiers:
+    """Tiers without bytes. Where a layer takes many pieces they are simulated as few: the pipeline
+    is the same, its ends a little coarser, and a simulation takes milliseconds again.
+    """
+    staging, store = plan.staging, None
+    if any(plan.spilled):
+        num_ranks = shards.num_ranks if shards else 1
+        requests = extent_requests(layout, dtype, plan.spilled, num_ranks, plan.states)
+        by_layer: Counter[int] = Counter()
+        for request in requests:
+            by_layer[request.layer] += request.nbytes
+        coarse = max(by_layer.values()) // SIMULATED_PIECES // ALIGNMENT * ALIGNMENT
+        piece_bytes = max(staging.piece_bytes, coarse)
+        store = NullStore(requests, ring_bytes=staging.nbytes, piece_bytes=piece_bytes)
+    return Tiers(
+        layout,
+        dtype,
+        store,
+        plan.spilled if store is not None else (),
+        update_entries=staging.update_entries,
+        fetch_entries=staging.fetch_entries,
+        shards=shards,
+        states=plan.states,
+    )
 
 
 def _critical(operations: Sequence[Operation], end_s: float, since_s: float) -> dict[str, float]:

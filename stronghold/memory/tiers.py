@@ -24,19 +24,17 @@ import torch
 from stronghold.device.base import Device, Fence, Lane
 from stronghold.device.fence import Record, dependences, submitted
 from stronghold.memory.layer import Entry, Ring
-from stronghold.memory.nvme import ARRAYS, Extent, ExtentRequest, lay_out
+from stronghold.memory.nvme import ARRAYS, Extent, ExtentRequest, NvmeStore, lay_out
 from stronghold.memory.slab import map_slab
 from stronghold.model.layout import LayerLayout, ModelLayout, Shards
-from stronghold.native_io import ALIGNMENT
 from stronghold.states import EXACT, Kind, items, num_items, states_of
 
-SIMULATED_PIECES = 8  # of a layer, at most
 Mode = Literal["read", "edit", "replace"]
 Views = dict[str, torch.Tensor]
 
 
 class Transfer(Protocol):
-    """What this room needs of a `Pending`."""
+    """Something under way."""
 
     def wait(self) -> None: ...
 
@@ -49,47 +47,6 @@ class _Transfers:
 
     def wait(self) -> None:
         self._waits.close()
-
-
-class Store(Protocol):
-    """What this room needs of an `NvmeStore`."""
-
-    @property
-    def piece_bytes(self) -> int: ...
-
-    @property
-    def ring_bytes(self) -> int: ...
-
-    @property
-    def file_bytes(self) -> int: ...
-
-    def entry(self, index: int, dtype: torch.dtype = ...) -> torch.Tensor: ...
-
-    def extent(self, layer: int, array: str) -> Extent: ...
-
-    def submit_read(self, extent: Extent, begin: int, target: torch.Tensor) -> Transfer: ...
-
-    def submit_write(self, extent: Extent, begin: int, source: torch.Tensor) -> Transfer: ...
-
-    def mapped(self, extent: Extent) -> torch.Tensor: ...
-
-    def check(self) -> None: ...
-
-
-class RingSize(Protocol):
-    """What this room needs of a plan's staging ring."""
-
-    @property
-    def update_entries(self) -> int: ...
-
-    @property
-    def fetch_entries(self) -> int: ...
-
-    @property
-    def piece_bytes(self) -> int: ...
-
-    @property
-    def nbytes(self) -> int: ...
 
 
 class NullStore:
@@ -197,7 +154,7 @@ class Tiers:
         self,
         layout: ModelLayout,
         dtype: torch.dtype,
-        store: Store | None = None,
+        store: NvmeStore | NullStore | None = None,
         spilled: Sequence[frozenset[str]] = (),
         *,
         update_entries: int = 0,
@@ -440,37 +397,3 @@ def extent_requests(
         for array in ARRAYS
         if array in arrays
     ]
-
-
-def null_tiers(
-    layout: ModelLayout,
-    dtype: torch.dtype,
-    spilled: Sequence[frozenset[str]],
-    staging: RingSize,
-    shards: Shards | None = None,
-    states: Kind = EXACT,
-) -> Tiers:
-    """Tiers without bytes, for simulations.
-
-    Where a layer takes many pieces they are simulated as few: the pipeline is the same, its ends a
-    little coarser, and a simulation takes milliseconds again.
-    """
-    if not any(spilled):
-        return Tiers(layout, dtype, states=states)
-    num_ranks = shards.num_ranks if shards else 1
-    requests = extent_requests(layout, dtype, spilled, num_ranks, states)
-    by_layer = [sum(r.nbytes for r in requests if r.layer == i) for i in range(len(spilled))]
-    coarse = max(by_layer) // SIMULATED_PIECES // ALIGNMENT * ALIGNMENT
-    store = NullStore(
-        requests, ring_bytes=staging.nbytes, piece_bytes=max(staging.piece_bytes, coarse)
-    )
-    return Tiers(
-        layout,
-        dtype,
-        store,
-        spilled,
-        update_entries=staging.update_entries,
-        fetch_entries=staging.fetch_entries,
-        shards=shards,
-        states=states,
-    )
