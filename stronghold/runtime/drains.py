@@ -60,7 +60,8 @@ class ComputeSpan:
 
 
 class GradientDrains:
-    """Gathers, and hands over what is complete. `span` is the compute lane's open one, if any;
+    """Gathers, and hands over what is complete: of the layers in the order `expected` by the
+    schedule, where ranks need one. `span` is the compute lane's open one, if any;
     `aliased(layer)` says that somebody outside sees the layer's weights where they rest.
     """
 
@@ -69,6 +70,7 @@ class GradientDrains:
         parts: Parts,
         window: Window,
         updates: Updates,
+        expected: Sequence[int],
         *,
         span: ComputeSpan | None = None,
         aliased: Callable[[int], bool] = lambda layer: False,
@@ -81,7 +83,7 @@ class GradientDrains:
         self._updates = updates
         self._metrics = parts.metrics
         self._team = parts.team
-        self._order = parts.team.order(window.num_gradient_slots)
+        self._order = parts.team.order(expected, window.num_gradient_slots)
         self._span = span or ComputeSpan(parts.device)
         self._last: GradientSlot | None = None  # into which the last gradient went
         self.drained_bytes = 0

@@ -111,8 +111,9 @@ class Executor:
         self._left: tuple[set[int], list[LayerState]] = set(), []
         self.num_fetches = 0
         self.fetched_bytes = 0
+        drains = [a.layer for a in self.schedule.actions if a.kind is Kind.DRAIN]
         self.drains: GradientDrains = GradientDrains(
-            parts, window, updates, span=self._span, aliased=self._aliased_at_rest
+            parts, window, updates, drains, span=self._span, aliased=self._aliased_at_rest
         )
 
     @property

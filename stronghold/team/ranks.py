@@ -183,8 +183,9 @@ class Team:
     def gather(self, state: LayerState, slot: Slot, *, together: bool) -> None:
         """Queue, behind the fetch, what fills the slot from other ranks."""
 
-    def order(self, num_slots: int) -> Order:
-        """The order of the drains of a runtime with so many gradient slots."""
+    def order(self, expected: Sequence[int], num_slots: int) -> Order:
+        """The order of the drains of a runtime with so many gradient slots, whose schedule has them
+        as `expected`."""
         return Order()
 
     def absent(self, state: LayerState, slot: GradientSlot) -> frozenset[int]:
@@ -290,9 +291,9 @@ class RankTeam(Team):
         nbytes = received * slot.weights.element_size()
         self._device.gather.submit(name, gather, writes=(slot.record,), nbytes=nbytes)
 
-    def order(self, num_slots: int) -> Order:
-        expected = [i for i in reversed(range(len(self._layers))) if self._layers[i].trained]
-        self._order = OneOrder(self._ranks.control, expected, num_slots)
+    def order(self, expected: Sequence[int], num_slots: int) -> Order:
+        trained = [layer for layer in expected if self._layers[layer].trained]
+        self._order = OneOrder(self._ranks.control, trained, num_slots)
         return self._order
 
     def absent(self, state: LayerState, slot: GradientSlot) -> frozenset[int]:
