@@ -126,22 +126,6 @@ UPDATES = [
         "whole and gate and (gpt or megatron_gpt)",
     ),
     Mutant(
-        "the gate does not wait for the norms",
-        "runtime/update.py",
-        '            state.records["norms"].writer.wait()\n',
-        "            pass\n",
-        BITS,
-        "gate-1 and (gpt or llama)",
-    ),
-    Mutant(
-        "norms of held gradients are not written down",
-        "runtime/update.py",
-        '*([state.records["norms"]] if norms else [])]',
-        "]",
-        BITS,
-        "gate-1 and (gpt or llama)",
-    ),
-    Mutant(
         "the second part of a gradient takes the first one's place",
         "runtime/update.py",
         "_merge(held[own], new[own], add=k in repeated)",
@@ -313,8 +297,8 @@ PASSES = [
         "runtime/executor.py",
         "            self._updates.end_backward()\n",
         "            pass\n",
-        BITS,
-        "gpt and (deferred-1-fp32 or deferred-1-bf16)",
+        DEFERRAL,
+        "lanes_do",
     ),
     Mutant(
         "who reads a parameter does not wait for its update",

@@ -90,6 +90,7 @@ def test_lanes_do_what_the_schedule_has_in_its_order(clipping: float) -> None:
     engine._stack.device.record_spans(True)
     x = torch.ones(64)
     engine.backward(engine(x))
+    assert all(state.applied != bool(clipping) for state in engine._stack.host.layers)
     engine.step()
     engine.synchronize()
     spans = engine._stack.trace.spans()
