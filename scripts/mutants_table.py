@@ -245,8 +245,8 @@ UPDATES = [
     Mutant(
         "clipping enlarges small gradients",
         "runtime/ledger.py",
-        "min(1.0, clipping / (norm + CLIPPING_EPSILON))",
-        "clipping / (norm + CLIPPING_EPSILON)",
+        "(1.0 if clipped > 1.0 else clipped)",
+        "clipped",
         ("tests/units/test_gate.py",),
     ),
     Mutant(
