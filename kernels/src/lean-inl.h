@@ -122,7 +122,7 @@ SH_INLINE void LeanStripStep(const AdamVectors& c, const AdamArrays& a, LeanStri
 }
 
 // What is left of the last strip.
-SH_INLINE void LeanStripEnd(const AdamVectors& c, const AdamArrays& a, const LeanStrip& strip) {
+SH_INLINE void LeanStripEnd(const AdamArrays& a, const LeanStrip& strip) {
   for (int64_t k = 0; k < kStripGroups; ++k) LeanEncode(LeanOffset(a, k * kLeanGroup, 0), strip, k);
 }
 
@@ -181,7 +181,7 @@ void AdamLean(const AdamConstants& constants, AdamArrays a, int64_t numel, int64
                                          strips[(i / kStrip + 1) % 2]);
     }
   }
-  if (whole > 0) LeanStripEnd(c, last, strips[(whole / kStrip + 1) % 2]);
+  if (whole > 0) LeanStripEnd(last, strips[(whole / kStrip + 1) % 2]);
   const int64_t rest = numel - whole;
   if (rest <= 0) return;
   LeanPadding padding;
@@ -189,7 +189,7 @@ void AdamLean(const AdamConstants& constants, AdamArrays a, int64_t numel, int64
   CopyWrittenLean(tail, padding.arrays(), rest);
   std::memcpy(padding.grad, tail.grad, rest * Grad::kBytes);
   LeanStripStep<Grad, kAdamW, true>(c, padding.arrays(), strips[0], tail, strips[1]);
-  LeanStripEnd(c, padding.arrays(), strips[0]);
+  LeanStripEnd(padding.arrays(), strips[0]);
   CopyWrittenLean(padding.arrays(), tail, rest);
 }
 
