@@ -137,11 +137,17 @@ _turns = _Turns()
 
 
 class ThreadLane(Lane):
-    """A lane with a thread of its own."""
+    """A lane with a thread of its own.
+
+    To wake it, and to have the interpreter's lock back from it, takes longer than many an operation
+    takes. So whoever submits performs an operation that would begin at once and not block
+    (`_is_short`) while the thread has nothing to do: nothing is ordered otherwise by that.
+    """
 
     def __init__(self, name: str, device: Device) -> None:
         super().__init__(name)
         self._device = device
+        self._newest = completed(name, "nothing was submitted yet")
         self._closed = False
         self._process = os.getpid()
         self._queue: queue.SimpleQueue[_Item | Fence | None] = queue.SimpleQueue()
@@ -155,8 +161,17 @@ class ThreadLane(Lane):
         if self._closed:
             raise StateError(f"{operation} was submitted to the {self.name} lane after its close")
         fence = Fence(self.name, operation)
-        self._queue.put((operation, work, after, nbytes, fence))
+        before, self._newest = self._newest, fence
+        if before.issued and self._is_short(after, nbytes):
+            self._perform(operation, work, after, nbytes, fence, handed_over=False)
+        else:
+            self._queue.put((operation, work, after, nbytes, fence))
         return fence
+
+    def _is_short(self, after: tuple[Fence, ...], nbytes: int) -> bool:
+        """Whether the calling thread may perform the operation, which moves `nbytes`: nothing that
+        it waits for holds it up, or has failed, and it takes less time than to hand it over."""
+        return False
 
     def finish(self) -> None:
         """Wait until the thread has nothing to do. Errors stay with their fences."""
@@ -180,19 +195,34 @@ class ThreadLane(Lane):
             if isinstance(item, Fence):
                 item.issue(None)
                 continue
-            operation, work, after, nbytes, fence = item
-            try:
-                self._device.enter_operation()
-                fence.issue(self._run(operation, work, after, nbytes))
-            except LaneError as error:  # an operation that this one waited for: keep its name
-                self._fail(fence, error)
-            except BaseException as cause:
-                failure = LaneError(self.name, operation, cause)
-                failure.__cause__ = cause
-                self._fail(fence, failure)
-                del failure
+            self._perform(*item, handed_over=True)
             # Closures hold tensors: keep none alive while the queue is empty.
-            del item, operation, work, after, fence
+            del item
+
+    def _perform(
+        self,
+        operation: str,
+        work: Work,
+        after: tuple[Fence, ...],
+        nbytes: int,
+        fence: Fence,
+        *,
+        handed_over: bool,
+    ) -> None:
+        try:
+            if handed_over:
+                self._device.enter_operation()
+            fence.issue(self._run(operation, work, after, nbytes))
+        except LaneError as error:  # an operation that this one waited for: keep its name
+            self._fail(fence, error)
+        except BaseException as cause:
+            if not handed_over and not isinstance(cause, Exception):
+                fence.issue(None)  # Ctrl-C is the caller's, who drops what was under way
+                raise
+            failure = LaneError(self.name, operation, cause)
+            failure.__cause__ = cause
+            self._fail(fence, failure)
+            del failure
 
     def _fail(self, fence: Fence, error: LaneError) -> None:
         self._device.report(error)
@@ -282,6 +312,7 @@ class Device(ABC):
         self._earlier_peak_bytes = 0
         self.trace = trace
         self.compute = ComputeLane(self)
+        self.alone = True  # no operation waits for another process
         self._failure: LaneError | None = None
         self._process = os.getpid()
         self._of_files: dict[str, Lane] = {}

@@ -9,7 +9,7 @@ in the calling thread: the user's. What overlaps what:
 
 Each transfer lane has a host thread, because CUDA cannot wait for a host event: the thread waits
 for the host-side fences, enqueues the copy and records the event (see [Note: issued and done] in
-`base`).
+`base`). What waits for no host event is enqueued by the thread that submits it.
 
 [Note: registered] `copy_(non_blocking=True)` is cudaMemcpyAsync, whether torch made the host memory
 or we registered it; from memory that is not registered the driver copies through its own, and holds
@@ -183,12 +183,17 @@ class EventClock:
 
 
 class StreamLane(ThreadLane):
-    """A lane whose work enqueues copies on a stream of its own."""
+    """A lane whose work enqueues copies on a stream of its own: at once, and by whoever submits it,
+    where nothing is waited for on the host."""
 
     def __init__(self, name: str, device: CudaDevice) -> None:
         self._cuda = device
         self.stream = torch.cuda.Stream(device.torch_device)
         super().__init__(name, device)
+
+    def _is_short(self, after: tuple[Fence, ...], nbytes: int) -> bool:
+        copies = nbytes > 0 and self._cuda.only_enqueues
+        return copies and all(fence.issued and not fence.failed for fence in after)
 
     def _run(
         self, operation: str, work: Work, after: tuple[Fence, ...], nbytes: int
@@ -303,6 +308,11 @@ class CudaDevice(Device):
         buffer = torch.empty(numel, dtype=dtype, device=self._device)
         torch.cuda.current_stream(self._device).synchronize()
         return buffer
+
+    @property
+    def only_enqueues(self) -> bool:
+        """Whether copies on streams never hold their caller up."""
+        return self.alone and not self._refused
 
     @property
     def pinned_bytes(self) -> int:

@@ -2,7 +2,8 @@
 
 Owns CPU tensors that stand for GPU memory, and one thread per lane, so that overlap and races are
 real. Seeded jitter comes before each operation, freed buffers are filled with NaN, the budget is
-enforced, the link can be paced. Compute is the calling thread: its work is done when it returns.
+enforced, the link can be paced. Without all of that small operations are their submitter's, as on a
+GPU. Compute is the calling thread: its work is done when it returns.
 """
 
 from __future__ import annotations
@@ -11,11 +12,12 @@ import ctypes
 import random
 import threading
 import time
+from functools import partial
 
 import torch
 
 from stronghold import native
-from stronghold.device.base import Device, Fence, completed, timed
+from stronghold.device.base import Device, Fence, HostLane, completed, timed
 from stronghold.device.kernels import NativeKernels
 from stronghold.errors import StateError
 from stronghold.telemetry.trace import NullTrace, Trace
@@ -34,6 +36,14 @@ NAN_BYTE = 0xFF  # 0xFFFF and 0xFFFFFFFF are NaN in bfloat16, float16 and float3
 _move_small = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)(
     ctypes.cast(ctypes.memmove, ctypes.c_void_p).value or 0
 )
+
+
+class _ShortLane(HostLane):
+    """Of a device that is not hostile: what is small is done where it is submitted."""
+
+    def _is_short(self, after: tuple[Fence, ...], nbytes: int) -> bool:
+        small = self._device.alone and 0 < nbytes <= SMALL_COPY_BYTES
+        return small and all(fence.done and not fence.failed for fence in after)
 
 
 class EmulatedDevice(Device):
@@ -70,7 +80,8 @@ class EmulatedDevice(Device):
         self._disk_lock = threading.Lock()
         self._disk_free_s = {"read": 0.0, "write": 0.0}  # when the disk has done what it was given
         self._pool: native.Pool | None = None
-        self._open_lanes(self._make_host_lane)
+        gentle = not poison and jitter_s == 0.0 and link_gbps is None and update_gbps is None
+        self._open_lanes(partial(_ShortLane if gentle else HostLane, device=self))
 
     @property
     def torch_device(self) -> torch.device:

@@ -94,6 +94,11 @@ class Fence:
             event.synchronize()
 
     @property
+    def issued(self) -> bool:
+        """Whether `wait_issued` would not block."""
+        return self._issued
+
+    @property
     def done(self) -> bool:
         return self._issued and (self._event is None or self._event.query())
 

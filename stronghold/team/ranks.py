@@ -252,6 +252,7 @@ class RankTeam(Team):
     def __init__(self, device: Device, layers: Sequence[LayerState], weights: NodeWeights) -> None:
         ranks = weights.ranks
         self._device = device
+        device.alone = False
         self._layers = layers
         self._weights = weights
         self._ranks = ranks

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from stronghold.device.base import THREAD_PREFIX, Device, Fence, completed
+from stronghold.device.base import THREAD_PREFIX, Device, Fence, Lane, completed
 from stronghold.device.cuda import CudaDevice, EventClock, cuts
 from stronghold.device.emulated import COPY_PIECE_BYTES, EmulatedDevice
 from stronghold.errors import BudgetError, ConfigError, LaneError, StateError
@@ -403,3 +403,56 @@ def test_times_of_events_stay_exact_after_hours() -> None:
             found = clock.at(Event(ms + late))  # type: ignore[arg-type]
             # Each of the events that it counts from adds two microseconds at most.
             assert abs(found - (50.0 + (ms + late) * 1e-3)) < 5e-6 + 2e-6 * seconds / 30
+
+
+# -- short operations ---------------------------------------------------------------------------
+def by_whom(lane: Lane, after: tuple[Fence, ...] = ()) -> tuple[list[str], Fence]:
+    """The thread that performs a small transfer, once the fence is done."""
+    seen: list[str] = []
+    here = threading.current_thread().name
+    work = lambda: seen.append("here" if threading.current_thread().name == here else "lane")  # noqa: E731
+    return seen, lane.submit("copy", work, after, nbytes=8)
+
+
+@pytest.fixture
+def gentle(make_device: Callable[..., Device]) -> Device:
+    """On a GPU, or not hostile."""
+    on_gpu = torch.cuda.is_available()
+    return make_device(**({} if on_gpu else {"poison": False}))
+
+
+def test_a_small_transfer_that_waits_for_nothing_is_its_submitters(gentle: Device) -> None:
+    seen, fence = by_whom(gentle.fetch)
+    assert seen == ["here"]
+    fence.wait()
+    gentle.alone = False  # of several ranks any may wait for another process
+    seen, fence = by_whom(gentle.fetch)
+    fence.wait()
+    assert seen == ["lane"]
+
+
+def test_what_waits_or_comes_after_others_is_the_lanes(gentle: Device) -> None:
+    """A lane is first in, first out, whoever performs what."""
+    gate = threading.Event()
+    slow = gentle.update.submit("slow", lambda: [None, gate.wait(PATIENCE_S)][0])
+    waiting, first = by_whom(gentle.fetch, (slow,))
+    behind, second = by_whom(gentle.fetch)
+    assert (waiting, behind, first.done, second.done) == ([], [], False, False)
+    gate.set()
+    second.wait()
+    assert (waiting, behind) == (["lane"], ["lane"])
+
+
+def test_a_short_operations_error_is_the_lanes_and_an_interrupt_the_callers(gentle: Device) -> None:
+    fence = gentle.fetch.submit("copy 3", raise_(ValueError("broken")), nbytes=8)
+    with pytest.raises(LaneError, match="copy 3 failed on the fetch lane"):
+        fence.wait()
+    seen, after = by_whom(gentle.drain, (fence,))  # which is not raised where it is submitted
+    with pytest.raises(LaneError, match="copy 3 failed on the fetch lane"):
+        after.wait()
+    assert seen == []
+    with pytest.raises(KeyboardInterrupt):
+        gentle.fetch.submit("copy 4", raise_(KeyboardInterrupt()), nbytes=8)
+    seen, fence = by_whom(gentle.fetch)
+    fence.wait()
+    assert seen == ["here"]
