@@ -415,6 +415,22 @@ HOOKS = [
         "generators_go_on",
     ),
     Mutant(
+        "a block's attributes are those of the forward before",
+        "runtime/recompute.py",
+        "            if kept is None or not kept.is_still(part):",
+        "            if kept is None:",
+        RECOMPUTE,
+        "change_once",
+    ),
+    Mutant(
+        "Python's generator is taken for unchanged",
+        "runtime/recompute.py",
+        "if (now, following) != _last_python_state[:2]:",
+        "if now != _last_python_state[0]:",
+        RECOMPUTE,
+        "generators_go_on",
+    ),
+    Mutant(
         "a block runs to its end when it runs again",
         "runtime/recompute.py",
         "if index + 1 == len(self._saved):",

@@ -60,7 +60,7 @@ from stronghold.runtime.attention import (
     watched,
 )
 from stronghold.runtime.executor import Executor
-from stronghold.runtime.recompute import Recomputation, Recomputed, SavedTensor, without_cache
+from stronghold.runtime.recompute import KnownParts, Recomputation, SavedTensor, without_cache
 from stronghold.telemetry.metrics import Metrics
 
 
@@ -269,8 +269,9 @@ class Activations:
         self._watched = [
             watched(partial(self.sizes.saw_attention, layer)) for layer in range(len(policies))
         ]
+        self._known = [KnownParts() for _ in policies]  # of each block's last forward
         self._plain = [
-            self._hooks(layer, None, None, offload=False) for layer in range(len(policies))
+            self._hooks(layer, None, None, None, offload=False) for layer in range(len(policies))
         ]
 
     # -- around a layer's forward -----------------------------------------------------------------
@@ -321,7 +322,7 @@ class Activations:
         if outer is None and not offload:
             pair = self._plain[layer]
         else:
-            pair = self._hooks(layer, foreign, outer, offload=offload)
+            pair = self._hooks(layer, foreign, outer, scope.again, offload=offload)
         hooks = saved_tensors_hooks(*pair)
         hooks.__enter__()
         scope.hooks = hooks
@@ -346,6 +347,7 @@ class Activations:
             check=partial(self._refuse_old, layer, self._executor.epoch(layer)),
             run=run,
             store=partial(self._store_input, layer) if away else None,
+            known=self._known[layer],
         )
         if policy in ATTENTION:
             again.attention = AttentionCalls(
@@ -429,11 +431,13 @@ class Activations:
         layer: int,
         foreign: Hooks | None,
         outer: Callable[[torch.Tensor], Any] | None,
+        again: Recomputation | None,
         *,
         offload: bool,
     ) -> Hooks:
-        """The pair that stands around a forward of the layer. It is called for each tensor that
-        autograd saves, some forty times a block: what can be looked up before is."""
+        """The pair that stands around a forward of the layer, which `again` runs again. It is
+        called for each tensor that autograd saves, some forty times a block: what can be looked up
+        before is."""
         executor, sizes = self._executor, self.sizes
         run_again = self._run_again
 
@@ -454,8 +458,9 @@ class Activations:
             return SavedTensor(tensor.detach(), tensor._version)
 
         def unpack(packed: Any) -> torch.Tensor:
-            if type(packed) is Recomputed:
-                packed = packed.take(run_again)
+            if type(packed) is int:
+                assert again is not None
+                packed = again.take(packed, run_again)
             if type(packed) is SavedTensor:
                 tensor, version = packed
                 return tensor if tensor._version == version else _refuse_written(packed)

@@ -13,8 +13,8 @@ autograd's in backward.
 more Python calls for each tensor that autograd saves, and none of the above but torch's generators,
 autocast and device. Its rules are kept: the second run ends when it has found as many tensors as
 the first one saved; they must have the same shapes, dtypes and devices; one that was found lives
-until it is taken, or its node is gone, and serves one backward; an argument that was written in
-place meanwhile is refused.
+until it is taken, or the forward's nodes are gone, and serves one backward; an argument that was
+written in place meanwhile is refused.
 
 [Note: hooks before ours] The arguments are those that our own pre-hook was given. Hooks that ran
 before it (`prepend=True` after initialize, and torch's global ones) have had their part in them,
@@ -30,9 +30,11 @@ checkpointing have it so, too. A cache that the caller passes in is an input, an
 
 from __future__ import annotations
 
+import _random
 import argparse
 import contextlib
 import copy
+import ctypes
 import dataclasses
 import functools
 import inspect
@@ -45,7 +47,7 @@ import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
 from types import FunctionType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -68,30 +70,14 @@ class SavedTensor(NamedTuple):
     version: int
 
 
-class Recomputed:
-    """What autograd keeps of a tensor that the second run will find."""
+Kind = tuple[torch.Size, torch.dtype, torch.device]
+_kinds: dict[Kind, Kind] = {}  # those seen, of which each is kept once
+_MAX_KINDS = 4096
 
-    __slots__ = ("__weakref__", "device", "dtype", "forward", "found", "shape", "task")
 
-    def __init__(self, forward: Recomputation, tensor: torch.Tensor) -> None:
-        self.forward = forward
-        self.shape = tensor.shape
-        self.dtype = tensor.dtype
-        self.device = tensor.device
-        self.found: SavedTensor | None = None
-        self.task: object = None  # of the backward for which it was found
-
-    def take(self, run: Callable[[Recomputation], None]) -> SavedTensor:
-        """What was found for this backward, after a `run` if nothing was."""
-        task = _task()
-        if self.found is None or self.task != task or task == -1:
-            run(self.forward)
-        found, self.found = self.found, None
-        if found is None:
-            raise CheckpointError(
-                "a tensor was saved in the forward, and not when it was run again"
-            )
-        return found
+def _kind(tensor: torch.Tensor) -> Kind:
+    kind = tensor.shape, tensor.dtype, tensor.device
+    return _kinds.setdefault(kind, kind)
 
 
 class _AllFoundError(Exception):
@@ -104,7 +90,8 @@ class Recomputation:
 
     `check` comes before each further run, and raises where the module must not run again. `run` is
     what runs then, if it is not the module: a part of its forward. `store` may put the tensor that
-    the module is given first elsewhere meanwhile, and returns what brings it back, or None.
+    the module is given first elsewhere meanwhile, and returns what brings it back, or None. `known`
+    is what forwards of the module share.
     """
 
     def __init__(
@@ -118,6 +105,7 @@ class Recomputation:
         check: Callable[[], None],
         run: Callable[..., Any] | None = None,
         store: Callable[[torch.Tensor], Callable[[], torch.Tensor] | None] | None = None,
+        known: KnownParts | None = None,
     ) -> None:
         self._forward: Callable[..., Any] = module if run is None else run
         self._name = name
@@ -127,15 +115,18 @@ class Recomputation:
         self._tensors: list[SavedTensor] = []  # among the arguments
         self._away: dict[int, Callable[[], torch.Tensor]] = {}  # by id of what stands for it
         self._call = _Copy(self._keep, records=True).of((args, kwargs))
-        self._kept = KeptModule(module, (args, kwargs), device)
+        self._kept = KeptModule(module, (args, kwargs), device, known or KnownParts())
         self._autocast = _autocast(device)
         modes = torch._C._len_torch_function_stack()
         self._default_device = torch.get_default_device() if modes else None
         self.attention: AttentionCalls | None = None  # whose results are kept
-        self._saved: list[weakref.ref[Recomputed]] = []
+        self._saved: list[Kind] = []  # what autograd saved in the first run
+        self._found: dict[int, SavedTensor] = {}  # what the second one did, by place in `_saved`
         self._num_found = 0
         self._different: list[str] = []
-        self._task: object = None
+        self._task: object = None  # the backward for which it was found
+        if len(_kinds) > _MAX_KINDS:
+            _kinds.clear()
 
     def _keep(self, tensor: torch.Tensor) -> torch.Tensor:
         kept = tensor
@@ -154,27 +145,34 @@ class Recomputation:
         back = self._away.get(id(tensor))
         return tensor if back is None else back().requires_grad_()
 
-    def save(self, tensor: torch.Tensor) -> Recomputed:
-        """Autograd saves the tensor in the first run."""
-        saved = Recomputed(self, tensor)
-        self._saved.append(weakref.ref(saved))
-        return saved
+    def save(self, tensor: torch.Tensor) -> int:
+        """Autograd saves the tensor in the first run: which one it is, for `take`."""
+        self._saved.append(_kind(tensor))
+        return len(self._saved) - 1
 
     def find(self, tensor: torch.Tensor) -> SavedTensor:
         """Autograd saves the tensor in the second run."""
         index, self._num_found = self._num_found, self._num_found + 1
         if index >= len(self._saved):  # the module went on after the error that was to end it
             raise _AllFoundError
-        found = SavedTensor(tensor.detach(), tensor._version)
-        saved = self._saved[index]()
-        if saved is not None:
-            saved.found, saved.task = found, self._task
-            was = saved.shape, saved.dtype, saved.device
-            now = tensor.shape, tensor.dtype, tensor.device
-            if was != now:
-                self._different.append(f"tensor {index}: got {_words(now)}, expected {_words(was)}")
+        found = self._found[index] = SavedTensor(tensor.detach(), tensor._version)
+        was, now = self._saved[index], _kind(tensor)
+        if was is not now and was != now:
+            self._different.append(f"tensor {index}: got {_words(now)}, expected {_words(was)}")
         if index + 1 == len(self._saved):
             raise _AllFoundError
+        return found
+
+    def take(self, index: int, run: Callable[[Recomputation], None]) -> SavedTensor:
+        """What was found for this backward, after a `run` if nothing was."""
+        task = _task()
+        if index not in self._found or self._task != task or task == -1:
+            run(self)
+        found = self._found.pop(index, None)
+        if found is None:
+            raise CheckpointError(
+                "a tensor was saved in the forward, and not when it was run again"
+            )
         return found
 
     def run(self) -> None:
@@ -189,6 +187,7 @@ class Recomputation:
                     f"{version}); write out of place (y = y + x, not y += x), or set "
                     'stronghold.activations to "keep" or "offload"'
                 )
+        self._found.clear()
         self._num_found, self._different, self._task = 0, [], _task()
         args, kwargs = _Copy(self._back, records=True).of(self._call)
         with contextlib.ExitStack() as around:
@@ -197,9 +196,7 @@ class Recomputation:
                     around.enter_context(torch.autocast(*arguments))
             if self._default_device is not None:
                 around.enter_context(self._default_device)
-            around.enter_context(self._kept.as_it_was())
-            around.enter_context(torch.enable_grad())
-            with contextlib.suppress(_AllFoundError):
+            with self._kept.as_it_was(), torch.enable_grad(), contextlib.suppress(_AllFoundError):
                 self._forward(*args, **kwargs)
         if self._num_found < len(self._saved):
             raise CheckpointError(
@@ -215,7 +212,7 @@ class Recomputation:
             )
 
 
-def _words(kind: tuple[torch.Size, torch.dtype, torch.device]) -> str:
+def _words(kind: Kind) -> str:
     shape, dtype, device = kind
     return f"{dtype} {list(shape)} on {device}"
 
@@ -253,6 +250,7 @@ _GLOBAL: list[Any] = [
     getattr(nn.modules.module, f"_global{name}")
     for name in (_BEFORE, "_forward_hooks", *_HOOKS[1:3])
 ]
+_NO_HOOKS: list[Any] = [OrderedDict() for _ in _GLOBAL]
 Held = dict[str, torch.Tensor | None]
 
 
@@ -285,9 +283,48 @@ class _Part(NamedTuple):
     """A module of the block: where its attributes are, and what a forward may change of them."""
 
     here: dict[str, Any]
+    kind: type
     names: tuple[str, ...]  # of all its attributes
+    kinds: tuple[type, ...]
+    own: _Attributes
+    reads: tuple[tuple[dict[str, Any], str], ...]  # generators that its code names
     scalars: dict[str, Any]
     hooks: dict[str, Any]  # copies, of the kinds that it has
+
+    def is_still(self, part: nn.Module) -> bool:
+        """Whether all of this is as true of `part` now. Found by identity: what is equal to a flag
+        need not be the flag."""
+        here = self.here
+        return (
+            here is vars(part)
+            and self.kind is type(part)
+            and self.names == tuple(here)
+            and self.kinds == tuple(map(type, here.values()))
+            and not (self.hooks or any(map(here.__getitem__, _HOOKS)))
+            and all(map(operator.is_, map(here.__getitem__, self.scalars), self.scalars.values()))
+        )
+
+
+def _part(part: nn.Module, kinds: frozenset[type]) -> _Part:
+    here, own_class = vars(part), cast(Any, type(part))
+    names, types_here = tuple(here), tuple(map(type, here.values()))
+    own = _sorted(names, types_here, kinds)
+    reads = _generators_read(own_class, kinds)
+    hooks = {name: here[name].copy() for name in _HOOKS if here[name]}
+    scalars = {name: here[name] for name in own.scalars}
+    return _Part(here, own_class, names, types_here, own, reads, scalars, hooks)
+
+
+class KnownParts:
+    """What the last forward of a block found of its parts. The next one finds the same as a rule,
+    and thousands of objects that live as long as a step make Python's collector run."""
+
+    __slots__ = ("drawn", "parts", "trained")
+
+    def __init__(self) -> None:
+        self.drawn: frozenset[type] = frozenset()  # kinds of generators that were looked for
+        self.parts: dict[nn.Module, _Part] = {}
+        self.trained: list[weakref.ref[nn.Parameter]] = []
 
 
 class KeptModule:
@@ -295,7 +332,9 @@ class KeptModule:
     made. `arguments` may bring generators.
     """
 
-    def __init__(self, module: nn.Module, arguments: Any, device: Device) -> None:
+    def __init__(
+        self, module: nn.Module, arguments: Any, device: Device, known: KnownParts
+    ) -> None:
         kinds = _generator_types()
         drawn: dict[int, Any] = {}
         _look(arguments, kinds, drawn, depth=3)
@@ -305,35 +344,37 @@ class KeptModule:
         buffers: dict[int, Held] = {}
         # Of a chunk they are views of a slot, which nobody may hold.
         self._trained: list[weakref.ref[nn.Parameter]] = []
-        for k, part in enumerate(module.modules()):
-            here = vars(part)
-            for own in here["_parameters"].values():
-                if own is not None and own.requires_grad:
-                    self._trained.append(weakref.ref(own))
-            names = tuple(here)
-            found = _sorted(names, tuple(map(type, here.values())), kinds)
-            for name in found.tensors:
+        before = known.parts if known.drawn is kinds else {}
+        known.parts, known.drawn = {}, kinds
+        for k, part in enumerate(_modules_of(module)):
+            kept = before.get(part)
+            if kept is None or not kept.is_still(part):
+                kept = _part(part, kinds)
+            known.parts[part] = kept
+            self._parts.append(kept)
+            here, own = kept.here, kept.own
+            for parameter in here["_parameters"].values():
+                if parameter is not None and parameter.requires_grad:
+                    self._trained.append(weakref.ref(parameter))
+            for name in own.tensors:
                 if not (value := here[name]).is_inference():
                     saved = SavedTensor(_detached(value), value._version)
-                    self._versions.append((f"{type(part).__name__}.{name}", saved))
+                    self._versions.append((f"{kept.kind.__name__}.{name}", saved))
                 inner.append((k, name, value))
-            for name in found.containers:
+            for name in own.containers:
                 if len(here[name]) <= _MAX_ITEMS:
                     inner.append((k, name, here[name]))
-            for name in found.generators:
+            for name in own.generators:
                 _look(here[name], kinds, drawn, depth=1)
-            own_class: Any = type(part)
-            for where, name in _generators_read(own_class, kinds):
+            for where, name in kept.reads:
                 _look(_drawn_from(where.get(name)), kinds, drawn, depth=1)
             if here["_buffers"]:
                 buffers[k] = here["_buffers"]
-            hooks = {name: here[name].copy() for name in _HOOKS if here[name]}
-            scalars = {name: here[name] for name in found.scalars}
-            self._parts.append(_Part(here, names, scalars, hooks))
+        known.trained = self._trained
         self._buffers = _copies(buffers)
         self._inner = _Copy(_detached).of(inner)
         _remove_before_ours(self._parts[0].hooks.get(_BEFORE, {}))
-        self._globals = [hooks.copy() for hooks in _GLOBAL]
+        self._globals = [hooks.copy() for hooks in _GLOBAL] if any(_GLOBAL) else _NO_HOOKS
         self._states = _states([PYTHONS, torch.default_generator, device, *drawn.values()])
 
     @contextlib.contextmanager
@@ -373,13 +414,14 @@ class KeptModule:
         """Put what was kept in its place; `outside` gets each table that is changed and what was
         in it."""
         buffers = _copies(self._buffers)
-        for k, (here, names, scalars, kept) in enumerate(self._parts):
+        for k, part in enumerate(self._parts):
+            here, kept = part.here, part.hooks
             outside.append((here, dict(here)))
-            if tuple(here) != names:
-                for name in here.keys() - set(names):  # the forward makes them
+            if tuple(here) != part.names:
+                for name in here.keys() - set(part.names):  # the forward makes them
                     del here[name]
-            here.update(scalars)
-            for name in _HOOKS:
+            here.update(part.scalars)
+            for name in _HOOKS if kept or any(map(here.__getitem__, _HOOKS)) else ():
                 if here[name] or name in kept:
                     here[name] = _living(kept.get(name), here[name])
             if here["_buffers"] or k in buffers:
@@ -399,6 +441,18 @@ class KeptModule:
             own = self._parts[0].here[_BEFORE]
             own[-1] = lambda *_: before.update(held)
             own.move_to_end(-1, last=False)
+
+
+def _modules_of(module: nn.Module) -> list[nn.Module]:
+    """The module, and every part of it once."""
+    found = {module: None}
+    order = [module]
+    for part in order:
+        for child in part._modules.values():
+            if child is not None and child not in found:
+                found[child] = None
+                order.append(child)
+    return order
 
 
 def _remove_before_ours(hooks: dict[int, Any]) -> None:
@@ -525,13 +579,18 @@ def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
 PYTHONS: random.Random = random._inst
 
 
+_TYPES: frozenset[type] = frozenset({torch.Generator, random.Random})
+
+
 def _generator_types() -> frozenset[type]:
     """Importing NumPy is not ours to do."""
-    numpy = sys.modules.get("numpy.random")
-    return _TYPES if numpy is None else _TYPES | {numpy.Generator, numpy.RandomState}
+    return _TYPES if "numpy.random" not in sys.modules else _types_with_numpy()
 
 
-_TYPES: frozenset[type] = frozenset({torch.Generator, random.Random})
+@functools.cache
+def _types_with_numpy() -> frozenset[type]:
+    numpy = sys.modules["numpy.random"]
+    return _TYPES | {numpy.Generator, numpy.RandomState}
 
 
 def _look(value: Any, kinds: frozenset[type], found: dict[int, Any], *, depth: int) -> None:
@@ -549,7 +608,26 @@ def _states(of: Iterable[Any]) -> list[tuple[Any, Any]]:
     return [(generator, state) for generator, state in found if state is not None]
 
 
+# Where the state of Python's own generator lies: behind what every object begins with.
+_AT = id(PYTHONS) + object.__basicsize__
+_AT_BYTES = _random.Random.__basicsize__ - object.__basicsize__
+_last_python_state: tuple[bytes, float | None, Any] = (b"", None, None)
+
+
+def _python_state() -> Any:
+    """Its `getstate`, 625 numbers, made anew when the generator has changed: no one has drawn from
+    it, as a rule, between two blocks or two steps."""
+    global _last_python_state
+    now = ctypes.string_at(_AT, _AT_BYTES)
+    following = vars(PYTHONS).get("gauss_next")
+    if (now, following) != _last_python_state[:2]:
+        _last_python_state = now, following, PYTHONS.getstate()
+    return _last_python_state[2]
+
+
 def _state(generator: Any) -> Any:
+    if generator is PYTHONS:
+        return _python_state()
     if isinstance(generator, random.Random):
         return generator.getstate()
     if isinstance(generator, torch.Generator):
@@ -564,6 +642,8 @@ def _state(generator: Any) -> Any:
 def _set_states(kept: Iterable[tuple[Any, Any]]) -> None:
     """The generators go on from these states."""
     for generator, state in kept:
+        if generator is PYTHONS and _python_state() is state:
+            continue
         if isinstance(generator, random.Random):
             generator.setstate(state)
         elif isinstance(generator, torch.Generator):

@@ -311,6 +311,7 @@ class Drawing(Block):
             "python attribute": lambda: self.several[1].random(),
             "argument": lambda: torch.rand((), generator=generator),
             "python": random.random,
+            "python pairs": lambda: random.gauss(0.0, 1.0),  # every second draws nothing
             "numpy": lambda: np.random.rand(),
             "global": self._of_the_module,
         }
@@ -344,7 +345,16 @@ def seeded() -> Iterator[None]:
 
 @pytest.mark.parametrize(
     "how",
-    ["attribute", "numpy attribute", "python attribute", "argument", "python", "numpy", "global"],
+    [
+        "attribute",
+        "numpy attribute",
+        "python attribute",
+        "argument",
+        "python",
+        "python pairs",
+        "numpy",
+        "global",
+    ],
 )
 def test_generators_go_on_from_where_the_forward_left_them(how: str) -> None:
     def factory() -> Any:
