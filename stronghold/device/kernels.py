@@ -11,7 +11,7 @@ current in the calling thread has passed it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -37,6 +37,18 @@ class Kernels(Protocol):
 
         ConfigError for a segment that breaks its contract, before anything is written.
         """
+        ...
+
+    def prepare_adam(
+        self,
+        weight_dtype: torch.dtype,
+        grad_dtype: torch.dtype,
+        segments: Sequence[native.AdamSegment],
+        *,
+        lean: bool = False,
+    ) -> Callable[[float], None]:
+        """All of `adam` but the gradients' scale, which is then given for all segments at once: the
+        host's share, done while the device is still busy with what the scale depends on."""
         ...
 
     def accumulate(
@@ -85,6 +97,22 @@ class NativeKernels:
         lean: bool = False,
     ) -> None:
         native.adam(self._pool, weight_dtype, grad_dtype, segments, lean=lean)
+
+    def prepare_adam(
+        self,
+        weight_dtype: torch.dtype,
+        grad_dtype: torch.dtype,
+        segments: Sequence[native.AdamSegment],
+        *,
+        lean: bool = False,
+    ) -> Callable[[float], None]:
+        batch = native.AdamBatch(weight_dtype, grad_dtype, segments, lean=lean)
+
+        def run(scale: float) -> None:
+            batch.rows["grad_scale"] = scale
+            batch.run(self._pool)
+
+        return run
 
     def accumulate(
         self, grad_dtype: torch.dtype, segments: Sequence[tuple[int, int, int, bool]]

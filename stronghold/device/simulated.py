@@ -15,7 +15,7 @@ device, whose compute is the calling thread.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -148,6 +148,9 @@ class NullKernels:
         lean: bool = False,
     ) -> None:
         """Nothing."""
+
+    def prepare_adam(self, *_: object, lean: bool = False) -> Callable[[float], None]:
+        return lambda scale: None
 
     def accumulate(
         self, grad_dtype: torch.dtype, segments: Sequence[tuple[int, int, int, bool]]

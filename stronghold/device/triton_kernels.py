@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -85,6 +86,34 @@ class TritonKernels:
         Segments with the same numbers share a launch. ConfigError for a segment that breaks its
         contract, before anything is written, and for lean states.
         """
+        for launch in self._prepared(weight_dtype, grad_dtype, segments, lean):
+            launch(None)
+
+    def prepare_adam(
+        self,
+        weight_dtype: torch.dtype,
+        grad_dtype: torch.dtype,
+        segments: Sequence[native.AdamSegment],
+        *,
+        lean: bool = False,
+    ) -> Callable[[float], None]:
+        """`adam` without the gradients' scale. Tables are sent; what it returns launches."""
+        launches = self._prepared(weight_dtype, grad_dtype, segments, lean)
+
+        def run(scale: float) -> None:
+            for launch in launches:
+                launch(scale)
+
+        return run
+
+    def _prepared(
+        self,
+        weight_dtype: torch.dtype,
+        grad_dtype: torch.dtype,
+        segments: Sequence[native.AdamSegment] | native.AdamRows,
+        lean: bool,
+    ) -> list[Callable[[float | None], None]]:
+        """What launches, each with another scale of the gradients than its segments' if wanted."""
         if lean:
             raise ConfigError(
                 "lean states are updated on the host: there is no program for a GPU. Set "
@@ -103,21 +132,36 @@ class TritonKernels:
             fields["low"] = fields["weight"]
         rows = np.stack([fields[name].astype(np.int64) for name in ("numel", *arrays)], axis=1)
         _check_arrays(rows, arrays)
-        for constants, adamw, indices in _groups(fields):
-            for launch in self._launches(rows[indices], BLOCK):
-                self._programs.adam[(launch.num_blocks,)](
-                    launch.table,
-                    launch.num_rows,
-                    constants,
-                    WEIGHT=self._element(weight_dtype),
-                    LOW=self._element(_LOW[weight_dtype]),
-                    GRAD=self._element(grad_dtype),
-                    ADAMW=adamw,
-                    ALIGNED=launch.aligned,
-                    BLOCK=BLOCK,
-                    num_warps=NUM_WARPS,
-                    **EXACT,
-                )
+        return [
+            partial(self._launch_adam, launch, constants, adamw, (weight_dtype, grad_dtype))
+            for constants, adamw, indices in _groups(fields)
+            for launch in self._launches(rows[indices], BLOCK)
+        ]
+
+    def _launch_adam(
+        self,
+        launch: _Launch,
+        constants: tuple[float, ...],
+        adamw: bool,
+        dtypes: tuple[torch.dtype, torch.dtype],
+        scale: float | None,
+    ) -> None:
+        weight_dtype, grad_dtype = dtypes
+        if scale is not None:  # the first of the constants, rounded as they were
+            constants = (float(np.float32(scale)), *constants[1:])
+        self._programs.adam[(launch.num_blocks,)](
+            launch.table,
+            launch.num_rows,
+            constants,
+            WEIGHT=self._element(weight_dtype),
+            LOW=self._element(_LOW[weight_dtype]),
+            GRAD=self._element(grad_dtype),
+            ADAMW=adamw,
+            ALIGNED=launch.aligned,
+            BLOCK=BLOCK,
+            num_warps=NUM_WARPS,
+            **EXACT,
+        )
 
     def accumulate(
         self, grad_dtype: torch.dtype, segments: Sequence[tuple[int, int, int, bool]]

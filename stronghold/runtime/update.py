@@ -663,30 +663,31 @@ class Updates:
         for found in batch:
             steps = self._adam_steps.advance(found.state, found.arrived, 1.0)
             segments += _segments(self._on_device_piece(found, STATES), steps)
-        return _Prepared(batch, native.adam_rows(segments))
+        dtype, states = batch[0].dtype, self._states
+        adam = self._device.kernels.prepare_adam(states.dtype, dtype, segments, lean=states.is_lean)
+        nbytes = int(states.adam_bytes(dtype) * sum(segment.numel for segment in segments))
+        return _Prepared(batch, adam, nbytes)
 
     def _apply(self, prepared: _Prepared, scale: float) -> None:
-        batch, rows = prepared.batch, prepared.rows
-        rows["grad_scale"] = scale
-        dtype, states = batch[0].dtype, self._states
+        batch = prepared.batch
 
         def work(_: Sequence[Piece]) -> None:
-            self._device.kernels.adam(states.dtype, dtype, rows, lean=states.is_lean)
+            prepared.adam(scale)
             # A graph that was kept may need the weights of before: autograd refuses it then.
             torch.autograd.graph.increment_version(
                 [found.state.parameters[k] for found in batch for k in found.arrived]
             )
 
-        nbytes = int(states.adam_bytes(dtype) * int(rows["numel"].sum()))
-        self._on_device("update", batch, STATES, work, nbytes)
+        self._on_device("update", batch, STATES, work, prepared.nbytes)
 
 
 @dataclass(frozen=True, slots=True)
 class _Prepared:
-    """One launch of Adam for layers on the device; `rows` wait for the gradients' scale."""
+    """Adam for layers on the device, of which only the gradients' scale is not known."""
 
     batch: Sequence[Gathered]
-    rows: native.AdamRows
+    adam: Callable[[float], None]
+    nbytes: int
 
 
 class PieceNorms:

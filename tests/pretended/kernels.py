@@ -8,7 +8,7 @@ returns. Nothing here runs a program of Triton: the interpreter does
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -51,6 +51,17 @@ def install(extension: Any) -> None:
                     shadow(*pair) for pair in zip(rows[name].tolist(), numels, strict=True)
                 ]
             extension.launch(lambda: self._host.adam(weight, grad, rows))
+
+        def prepare_adam(
+            self, weight: torch.dtype, grad: torch.dtype, segments: Any, *, lean: bool = False
+        ) -> Callable[[float], None]:
+            rows = native.adam_rows(segments)
+
+            def run(scale: float) -> None:
+                rows["grad_scale"] = scale
+                self.adam(weight, grad, rows, lean=lean)
+
+            return run
 
         def accumulate(self, grad: torch.dtype, segments: Any) -> None:
             moved = [(shadow(a, n), shadow(b, n), n, add) for a, b, n, add in segments]
