@@ -415,8 +415,10 @@ class DeviceStore:
         """Move a host layer here between two steps, with all that it has; its host memory is given
         back, but for what the model's parameters still show.
         """
-        state, left = self._host.layers[index], self._host.give_up(index)
-        state.weights = self._moved(left.weights, f"weights of {state.layout.name or 'the root'}")
+        state = self._host.layers[index]
+        weights = self._moved(state.weights, f"weights of {state.name}")  # as long as it is pinned
+        left = self._host.give_up(index)
+        state.weights = weights
         for name, array in left.arrays().items():
             if name == "accumulated":  # between two steps there is no sum
                 setattr(state, name, self._zeros(array.numel(), array.dtype, name))

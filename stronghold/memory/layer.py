@@ -214,6 +214,13 @@ class LayerState:
     square_sums: dict[int, float] = field(default_factory=dict)  # of them, by position
     kept: dict[int, torch.Tensor] = field(default_factory=dict)  # where no slot gathers them
     applied: bool = False  # updated before the gate
+    begin: int = field(init=False)
+    end: int = field(init=False)
+    _own: tuple[slice, ...] = field(init=False)  # of each parameter
+
+    def __post_init__(self) -> None:
+        self.begin, self.end = self.shards.trained(self.layout)
+        self._own = tuple(part.within(self.begin, self.end) for part in self.layout.slices)
 
     def __repr__(self) -> str:
         weights = "updated on the device" if self.on_device else self.residency.value
@@ -244,14 +251,6 @@ class LayerState:
     def name(self) -> str:
         """Its dotted name in the model, for people."""
         return self.layout.name or "the root"
-
-    @property
-    def begin(self) -> int:
-        return self.shards.trained(self.layout)[0]
-
-    @property
-    def end(self) -> int:
-        return self.shards.trained(self.layout)[1]
 
     def move(self, to: Residency) -> None:
         """Change where its weights are; StateError on a transition that the table does not have."""
@@ -299,9 +298,8 @@ class LayerState:
     def own(self, positions: Iterable[int]) -> Iterator[tuple[int, slice]]:
         """The elements of each parameter that this rank has, counted from the first one of its
         range; an empty slice where it has none."""
-        slices = self.layout.slices
-        return ((k, slices[k].within(self.begin, self.end)) for k in sorted(positions))
+        return ((k, self._own[k]) for k in sorted(positions))
 
     def numel_of(self, positions: Iterable[int]) -> int:
         """How many elements these are."""
-        return sum(own.stop - own.start for _, own in self.own(positions))
+        return sum(self._own[k].stop - self._own[k].start for k in positions)
