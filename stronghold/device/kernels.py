@@ -106,11 +106,11 @@ class NativeKernels:
         *,
         lean: bool = False,
     ) -> Callable[[float], None]:
-        batch = native.AdamBatch(weight_dtype, grad_dtype, segments, lean=lean)
+        rows = native.adam_rows(segments)
 
         def run(scale: float) -> None:
-            batch.rows["grad_scale"] = scale
-            batch.run(self._pool)
+            rows["grad_scale"] = scale
+            self.adam(weight_dtype, grad_dtype, rows, lean=lean)
 
         return run
 

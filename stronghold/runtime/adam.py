@@ -96,23 +96,16 @@ class AdamSteps:
         `scale` multiplies the gradients: clip coefficient and 1 / loss scale.
         """
         counts, steps = state.counts, []
+        read: Group | None = None
         for k in sorted(arrived):
             group, flags = self._groups[state.parameters[k]]
+            if group is not read:
+                read, (beta1, beta2) = group, group["betas"]
+                rates = float(group["lr"]), float(beta1), float(beta2), float(group["eps"])
+                decay = float(group["weight_decay"])
             counts[k] += 1
-            steps.append(
-                ParameterStep(
-                    part=state.layout.slices[k],
-                    lr=float(group["lr"]),
-                    beta1=float(group["betas"][0]),
-                    beta2=float(group["betas"][1]),
-                    eps=float(group["eps"]),
-                    weight_decay=float(group["weight_decay"]),
-                    grad_scale=scale,
-                    step=counts[k],
-                    adamw=flags.adamw,
-                    bias_correction=flags.bias_correction,
-                )
-            )
+            part = state.layout.slices[k]
+            steps.append(ParameterStep(part, *rates, decay, scale, counts[k], *flags))
         return tuple(steps)
 
     def rates(self) -> list[float]:

@@ -261,6 +261,7 @@ class _Attributes(NamedTuple):
     tensors: tuple[str, ...]
     containers: tuple[str, ...]
     generators: tuple[str, ...]  # or containers, which may hold some
+    plain: bool  # the user has scalars there, and nothing else
 
 
 @functools.lru_cache(maxsize=1024)
@@ -276,6 +277,7 @@ def _sorted(
         tuple(name for name, kind in own if issubclass(kind, torch.Tensor)),
         tuple(name for name, kind in own if kind in _CONTAINERS),
         tuple(name for name, kind in own if kind in drawn),
+        all(kind in _SCALARS for _, kind in own),
     )
 
 
@@ -291,18 +293,20 @@ class _Part(NamedTuple):
     scalars: dict[str, Any]
     hooks: dict[str, Any]  # copies, of the kinds that it has
 
+    values: tuple[Any, ...]  # all of them, where they hold nothing of the user's alive
+
     def is_still(self, part: nn.Module) -> bool:
         """Whether all of this is as true of `part` now. Found by identity: what is equal to a flag
         need not be the flag."""
         here = self.here
-        return (
-            here is vars(part)
-            and self.kind is type(part)
-            and self.names == tuple(here)
-            and self.kinds == tuple(map(type, here.values()))
-            and not (self.hooks or any(map(here.__getitem__, _HOOKS)))
-            and all(map(operator.is_, map(here.__getitem__, self.scalars), self.scalars.values()))
-        )
+        if here is not vars(part) or self.kind is not type(part) or self.names != tuple(here):
+            return False
+        if self.hooks or any(map(here.__getitem__, _HOOKS)):
+            return False
+        if self.values:
+            return all(map(operator.is_, here.values(), self.values))
+        still = map(operator.is_, map(here.__getitem__, self.scalars), self.scalars.values())
+        return self.kinds == tuple(map(type, here.values())) and all(still)
 
 
 def _part(part: nn.Module, kinds: frozenset[type]) -> _Part:
@@ -312,7 +316,8 @@ def _part(part: nn.Module, kinds: frozenset[type]) -> _Part:
     reads = _generators_read(own_class, kinds)
     hooks = {name: here[name].copy() for name in _HOOKS if here[name]}
     scalars = {name: here[name] for name in own.scalars}
-    return _Part(here, own_class, names, types_here, own, reads, scalars, hooks)
+    values = tuple(here.values()) if own.plain else ()
+    return _Part(here, own_class, names, types_here, own, reads, scalars, hooks, values)
 
 
 class KnownParts:

@@ -16,6 +16,8 @@ import stronghold
 from stronghold import native, simulate
 from stronghold.checkpoint import save
 from stronghold.device.contention import Rates
+from stronghold.device.emulated import EmulatedDevice
+from stronghold.device.kernels import NativeKernels
 from stronghold.errors import ConfigError
 from stronghold.memory import window
 from stronghold.model.layout import layout
@@ -346,3 +348,30 @@ def test_loaded_weights_are_the_new_masters(place: str) -> None:
                 assert torch.equal(live[name], value), name
             runs.append(snapshot(engine))
     assert_same(*runs)
+
+
+@pytest.mark.parametrize("place", ON_GPU)
+def test_all_but_the_scale_is_prepared_before_it_is_waited_for(
+    place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU that has ended its backward would stand still meanwhile."""
+    seen: list[str] = []
+
+    def noting(what: str, original: Any, after: str) -> Any:
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            made = original(*args, **kwargs)
+            seen.append(what)
+            return lambda *rest: [seen.append(after), made(*rest)][1]
+
+        return noted
+
+    for owner, name, after in (
+        (NativeKernels, "prepare_adam", "updated"),
+        (EmulatedDevice, "read_later", "read"),
+    ):
+        monkeypatch.setattr(owner, name, noting(name, getattr(owner, name), after))
+    engine, make_batch = engine_of(place)
+    engine.backward(loss_of(engine(**make_batch(0))))
+    engine.step()
+    assert seen[-4:] == ["prepare_adam", "read_later", "read", "updated"]
+    engine.destroy()
