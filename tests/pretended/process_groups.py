@@ -44,9 +44,10 @@ def install() -> None:
     of_hosts = {name: getattr(torch.distributed, name) for name in names}
 
     def one_ranks(name: str) -> Any:
-        def copied(output: torch.Tensor, input: torch.Tensor, *given: Any, **options: Any) -> Any:
+        def copied(*given: Any, **options: Any) -> Any:
+            output, input = [*given, *options.values()][:2]  # by any names, in this order
             if input.device.type == "cpu":
-                return of_hosts[name](output, input, *given, **options)
+                return of_hosts[name](*given, **options)
             assert torch.distributed.get_world_size(options.get("group")) == 1
             if output.data_ptr() != input.data_ptr():
                 output.copy_(input)
