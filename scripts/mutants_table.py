@@ -120,8 +120,8 @@ UPDATES = [
     Mutant(
         "the clip coefficient is forgotten on the device",
         "runtime/update.py",
-        'rows["grad_scale"] = scale',
-        'rows["grad_scale"] = 1.0',
+        "prepared.adam(scale)",
+        "prepared.adam(1.0)",
         BITS,
         "whole and gate and (gpt or megatron_gpt)",
     ),
@@ -413,6 +413,14 @@ HOOKS = [
         "            pass\n",
         RECOMPUTE,
         "generators_go_on",
+    ),
+    Mutant(
+        "whoever submits overtakes what the lane's thread has",
+        "device/base.py",
+        "if before.issued and self._is_short(after, nbytes):",
+        "if self._is_short(after, nbytes):",
+        ("tests/units/test_device.py",),
+        "comes_after_others",
     ),
     Mutant(
         "a block's attributes are those of the forward before",
