@@ -74,6 +74,11 @@ def without_device_ids(self: Any, init: Any, *args: Any, **kwargs: Any) -> None:
     init(self, *args, **{**kwargs, "device_ids": None, "output_device": None})
 
 
+def of_scalars(gather: Any, output_tensor: Any, input_tensor: Any, *rest: Any, **more: Any) -> Any:
+    """gloo's all_gather takes no tensor without dimensions; NCCL's does."""
+    return gather(output_tensor.view(-1), input_tensor.reshape(-1), *rest, **more)
+
+
 def pytest_configure(config: pytest.Config) -> None:
     os.environ.update(ONE_RANK)
     torch.set_num_threads(1)
@@ -82,6 +87,8 @@ def pytest_configure(config: pytest.Config) -> None:
     parallel.__init__ = functools.partialmethod(  # type: ignore[method-assign]
         without_device_ids, parallel.__init__
     )
+    gather = torch.distributed.all_gather_into_tensor
+    torch.distributed.all_gather_into_tensor = functools.partial(of_scalars, gather)
     accelerator = type(get_accelerator())
     accelerator.current_device = accelerator.current_device_name  # "cpu", not "0"
     type(get_accelerator()).is_fp16_supported = lambda self: True

@@ -131,7 +131,7 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
         self._grad_norm: Reading = None
         self._loss_sum: torch.Tensor | None = None
         self.last_record: StepRecord | None = None
-        self._destroyed = False
+        self._destroyed = self._is_compiled = False
         _take_over(model)
         check_free(model)
         if optimizer is not None:
@@ -481,10 +481,31 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
     def get_sequence_parallel_group(self) -> None:
         """None: there is none."""
 
+    def compile(
+        self,
+        backend: Any = "inductor",
+        compile_kwargs: dict[str, Any] | None = None,
+        schedule: Any = None,
+        compiled_autograd_enabled: bool = False,
+    ) -> None:
+        """Compile each block's forward with torch.compile: layers come and go between blocks. What
+        is around them stays as it is. Twice is harmless. ConfigError for what rewrites the graph of
+        the whole model (`schedule`, compiled autograd)."""
+        if schedule is not None or compiled_autograd_enabled:
+            raise ConfigError(
+                f"engine.compile: got schedule={schedule!r}, compiled_autograd_enabled="
+                f"{compiled_autograd_enabled!r}, expected None and False: there is no graph of the "
+                "whole model; leave them out"
+            )
+        if not self.is_compiled:
+            options = {**(compile_kwargs or {}), "backend": backend}
+            self._stack.compile_blocks(lambda forward: torch.compile(forward, **options))
+            self._is_compiled = True
+
     @property
     def is_compiled(self) -> bool:
-        """Never: `compile` is refused."""
-        return False
+        """Whether `compile` was called."""
+        return self._is_compiled
 
     @property
     def plan(self) -> Plan:

@@ -13,7 +13,7 @@ from stronghold.errors import ConfigError
 _PARALLEL = "stronghold runs data-parallel ranks only: shard the model with DeepSpeed itself"
 _REDUCE = "gradients leave for the host layer by layer during backward: nothing is left to reduce"
 _DATA = "build the data loader yourself and pass batches to the engine"
-_COMPILE = "torch.compile around streamed layers is not part of this release"
+_COMPILE = "DeepCompile rewrites the graph of the whole model: engine.compile() compiles each block"
 _ALIEN = "the optimizer is stronghold's own Adam: set it in the config, or pass torch's"
 
 # Names that would run DeepSpeed's own core on state that this engine does not have: by reason, then
@@ -23,7 +23,7 @@ _BY_REASON = {
         buffered_allreduce_fallback coalesce_grad_reduction sparse_allreduce
         sparse_allreduce_bucket sparse_allreduce_no_retain""",
     _PARALLEL: "all_gather_scalar load_moe_state_dict sparse_all_gather",
-    _COMPILE: """compile get_autosp_backend get_autotp_backend get_compile_time
+    _COMPILE: """get_autosp_backend get_autotp_backend get_compile_time
         get_deepcompile_backend get_deepspeed_compile_backend register_compile_pass
         compile_zero_optimization_stage""",
     _DATA: "set_custom_curriculum_learning_schedule set_data_post_process_func",

@@ -51,16 +51,20 @@ from stronghold.runtime.parts import Written
 
 class OwnHook:
     """A hook of ours on the user's module. Of one that is copied or pickled the copy has one that
-    does nothing ([Note: copies])."""
+    does nothing ([Note: copies]). `compiled` is called instead where the module's call is compiled,
+    and its hooks with it; never what either calls."""
 
-    __slots__ = ("_call",)
+    __slots__ = ("_call", "_compiled")
 
-    def __init__(self, call: Callable[..., Any]) -> None:
+    def __init__(
+        self, call: Callable[..., Any], compiled: Callable[..., Any] | None = None
+    ) -> None:
         self._call = call
+        self._compiled = compiled or call
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():  # a module is compiled with its hooks: never these
-            return torch.compiler.disable(self._call)(*args, **kwargs)
+        if torch.compiler.is_compiling():
+            return torch.compiler.disable(self._compiled)(*args, **kwargs)
         return self._call(*args, **kwargs)
 
     def __deepcopy__(self, memo: Any) -> OwnHook:
@@ -68,6 +72,18 @@ class OwnHook:
 
     def __reduce__(self) -> Any:
         return without_effect, ()
+
+
+COMPILED_WHOLE = (
+    "torch.compile of a whole model that streams: got one graph, expected one per block, since "
+    "layers come and go between them. Leave torch.compile(model) or model.compile() out and call "
+    "engine.compile() after initialize, or block.compile() of each block"
+)
+
+
+def is_compiled(model: nn.Module) -> bool:
+    """Whether torch.compile stands around the whole model."""
+    return hasattr(model, "_orig_mod") or model._compiled_call_impl is not None
 
 
 def without_effect() -> OwnHook:

@@ -33,7 +33,7 @@ from stronghold.plan.schedule import Kind
 from stronghold.runtime.activations import Activations
 from stronghold.runtime.chunks import Chunks
 from stronghold.runtime.executor import Executor, Phase
-from stronghold.runtime.guards import OwnHook
+from stronghold.runtime.guards import COMPILED_WHOLE, OwnHook
 from stronghold.runtime.recompute import without_cache
 
 
@@ -136,7 +136,7 @@ class Hooks:
         # Attached last, it is the first to run: the root may hold parameters of its own.
         self._keep(
             root.register_forward_pre_hook(
-                OwnHook(self._before_model), prepend=True, with_kwargs=True
+                OwnHook(self._before_model, self._before_compiled), prepend=True, with_kwargs=True
             )
         )
         self._keep(root.register_forward_hook(OwnHook(self._after_model), always_call=True))
@@ -175,6 +175,11 @@ class Hooks:
         self._executor.begin_forward_pass(training=self._training)
         for index in self._residents.in_advance(training=self._training):
             self._executor.make_resident(index)
+
+    def _before_compiled(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if torch.is_grad_enabled():
+            raise ConfigError(COMPILED_WHOLE)
+        self._before_model(module, args, kwargs)
 
     def _after_model(self, module: nn.Module, args: Any, output: Any) -> None:
         self._depth -= 1

@@ -12,6 +12,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -31,11 +32,12 @@ from stronghold.memory.nvme import BLOCK_BYTES, NvmeStore
 from stronghold.memory.slab import FreedMemory, check_mappings
 from stronghold.memory.tiers import Tiers, extent_requests
 from stronghold.model.layout import ModelLayout, layout
-from stronghold.model.logits import LogitsInParts
+from stronghold.model.logits import Forward, LogitsInParts
 from stronghold.model.partition import Partition, partition
 from stronghold.model.source import WeightSource, forget_source, materialize, source_of
 from stronghold.plan.plan import Demand, Plan, levels_of, make_plan
 from stronghold.process import check_not_forked, forked_from
+from stronghold.runtime.guards import COMPILED_WHOLE, is_compiled
 from stronghold.runtime.optimizer import EngineOptimizer
 from stronghold.runtime.parts import Assembly, Written
 from stronghold.runtime.recompute import NoCaches
@@ -114,6 +116,8 @@ class Stack:
         self._trace_path = section.trace and open_path(section.trace, rank)
         self.plan: Plan = make_plan(self.layout, self.demand)
         check_alike(self.ranks, self.layout, self.plan, request.precision)
+        if not self.plan.whole and is_compiled(model):
+            raise ConfigError(f"model: {COMPILED_WHOLE}")
         self.trace = Trace(rank)
         self.trace.recording = section.trace is not None
         self.metrics = Metrics(
@@ -304,6 +308,21 @@ class Stack:
         gpu, host = self._planned
         self._planned = (max(gpu, plan.gpu_total_bytes), max(host, plan.host_total_bytes))
         return fits
+
+    def compile_blocks(self, compiled: Callable[[Any], Any]) -> None:
+        """From now on each block's forward is what `compiled` makes of it; our hooks stay around
+        it, uncompiled. Undone when the model is given back. ConfigError within a step."""
+        self.check_here("engine.compile")
+        if self.runtime.ledger.pending:
+            raise ConfigError("engine.compile: call it between two steps, after engine.step")
+        self.runtime.settle()
+        self.runtime.detach()
+        for module in (module for layer in self.partition.streamed for module in layer.modules):
+            self._parts.callback(_give_forward, module, vars(module).get("forward"))
+            run = compiled(module.forward)
+            run.__wrapped__ = module.forward
+            vars(module)["forward"] = Forward(module, run)
+        self.runtime.start(self.partition)
 
     # -- away from the device ---------------------------------------------------------------------
     def leave_device(self) -> None:
@@ -583,6 +602,12 @@ def pinned_activations(
     if isinstance(given, dict):
         return levels_of(layout, {str(level): count for level, count in given.items()})
     return given
+
+
+def _give_forward(module: nn.Module, own: Any) -> None:
+    del vars(module)["forward"]
+    if own is not None:
+        vars(module)["forward"] = own
 
 
 def _move_buffers(model: nn.Module, device: torch.device) -> None:

@@ -1,0 +1,133 @@
+"""Compiled blocks: `engine.compile()`, `block.compile()`, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import stronghold
+from stronghold.errors import ConfigError
+from tests.models import MODELS
+from tests.support.training import config
+from tests.support.twin import Twin, twin
+
+STREAMED = {"window": 1, "resident_layers": 0}
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+def num_frames() -> int:
+    return int(torch._dynamo.utils.counters["frames"]["ok"])
+
+
+def compile_plain(model: nn.Module, backend: str) -> None:
+    for block in model.blocks:
+        block.forward = torch.compile(block.forward, backend=backend)
+
+
+@pytest.mark.parametrize(
+    ("section", "precision", "backend"),
+    [
+        ({**STREAMED, "activations": "recompute"}, "fp32", "aot_eager"),
+        ({**STREAMED, "activations": "offload"}, "bf16", "aot_eager"),
+        ({**STREAMED, "activations": "keep", "chunk": 1}, "fp32", "aot_eager"),
+        ({"window": None, "resident_layers": "all"}, "bf16", "aot_eager"),
+        pytest.param(
+            {**STREAMED, "activations": "recompute"}, "bf16", "inductor", marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_blocks_that_the_engine_compiles_have_the_bits_of_compiled_plain_ones(
+    section: dict[str, Any], precision: str, backend: str
+) -> None:
+    before = num_frames()
+    with twin(precision=precision, section=section) as both:
+        both.engine.compile(backend=backend, compile_kwargs={"dynamic": False})
+        both.engine.compile()
+        assert both.engine.is_compiled
+        if "chunk" not in section:
+            compile_plain(both.plain, backend)
+            both.train(0)
+            both.train(1)
+        else:
+            other = Twin(precision=precision, section=section)
+            for each in (both, other):
+                each.engine.backward(each.on(0)(each.engine))
+                each.engine.step()
+            both.plain.load_state_dict(other.engine.module_state_dict())
+            other.engine.destroy()
+        assert num_frames() > before
+        copied = copy.deepcopy(both.model)
+        both.engine.destroy()
+        assert not any("forward" in vars(module) for module in both.model.modules())
+        with torch.no_grad():
+            expected = both.on(3)(both.model)
+            next(both.model.blocks[0].parameters()).mul_(2.0)
+            assert torch.equal(both.on(3)(copied), expected), "it runs the original's blocks"
+            next(both.model.blocks[0].parameters()).div_(2.0)
+
+
+@pytest.mark.parametrize("activations", ["keep", "recompute"])
+@pytest.mark.parametrize("first", [True, False])
+def test_a_block_that_compiles_itself_has_the_same_bits(activations: str, first: bool) -> None:
+    model = MODELS["gpt"]()[0]
+
+    def compile_blocks() -> None:
+        for block in model.blocks:
+            block.compile(backend="aot_eager")
+
+    if first:
+        compile_blocks()
+    with twin(of=model, section={**STREAMED, "activations": activations}) as both:
+        if not first:
+            compile_blocks()
+        both.train(0)
+        both.train(1)
+        assert num_frames() > 0
+
+
+def test_a_model_that_is_compiled_whole_is_refused_before_it_trains() -> None:
+    both = Twin(section={**STREAMED, "activations": "recompute"})
+    for whole in (both.engine.module, both.model):
+        if whole is both.model:
+            whole.compile(backend="eager")
+        else:
+            both.engine.module = torch.compile(whole, backend="eager")
+        with pytest.raises(ConfigError, match=r"call engine\.compile\(\)"):
+            both.on(0)(both.engine)
+        with torch.no_grad():
+            assert torch.equal(both.on(0)(both.engine), both.on(0)(both.plain))
+        both.engine.module = both.model
+    both.model._compiled_call_impl = None
+    both.train(1)
+    both.check()
+    both.engine.destroy()
+    model = MODELS["gpt"]()[0]
+    with pytest.raises(ConfigError, match=r"engine\.compile\(\)"):
+        stronghold.initialize(
+            model=torch.compile(model, backend="eager"),  # type: ignore[arg-type]
+            config=config(section=STREAMED),
+            model_parameters=model.parameters(),
+        )
+
+
+def test_compilation_within_a_step_or_of_the_whole_graph_is_refused() -> None:
+    with twin(section=STREAMED) as both:
+        with pytest.raises(ConfigError, match="leave them out"):
+            both.engine.compile(schedule=[(0, [])])
+        both.backward(both.on(0))
+        with pytest.raises(ConfigError, match=r"after engine\.step"):
+            both.engine.compile(backend="eager")
+        both.step()
+        assert not both.engine.is_compiled
