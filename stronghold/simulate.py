@@ -28,7 +28,7 @@ from stronghold.plan.plan import Demand, Plan
 from stronghold.plan.schedule import Kind
 from stronghold.plan.search import LADDERS, Choice, Ladder, search
 from stronghold.runtime.adam import AdamFlags, Group
-from stronghold.runtime.parts import Assembly
+from stronghold.runtime.parts import assemble
 from stronghold.runtime.runtime import Runtime
 from stronghold.team.group import simulated_ranks
 from stronghold.team.ranks import SimulatedWeights
@@ -173,7 +173,7 @@ class _Run:
         if plan.num_ranks > 1:
             ranks = simulated_ranks(plan.num_ranks, plan.num_nodes)
             weights, shards = SimulatedWeights(layout, dtype, ranks), ranks.shards
-        assembly = Assembly(
+        parts = assemble(
             layout=layout,
             dtype=dtype,
             device=device,
@@ -187,10 +187,10 @@ class _Run:
             weights=weights,
             allocate=meta_slab,
         )
-        self.host = assembly.host
-        self._runtime = Runtime(assembly.parts, plan)
+        self.host = parts.host
+        self._runtime = Runtime(parts, plan)
         for index in range(len(layout.layers)):
-            assembly.adopt(index)
+            parts.adopt(index)
             self._runtime.adopted(index)
         self._runtime.settle()
         self._stored: dict[int, Fence] = {}

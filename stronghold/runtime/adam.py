@@ -45,9 +45,8 @@ class Grouped(Protocol):
 
 
 class ParameterStep(NamedTuple):
-    """One parameter's step: its place in the layer, and the numbers that were read for it."""
+    """One parameter's step: the numbers that were read for it."""
 
-    part: ParameterSlice
     lr: float
     beta1: float
     beta2: float
@@ -104,8 +103,7 @@ class AdamSteps:
                 rates = float(group["lr"]), float(beta1), float(beta2), float(group["eps"])
                 decay = float(group["weight_decay"])
             counts[k] += 1
-            part = state.layout.slices[k]
-            steps.append(ParameterStep(part, *rates, decay, scale, counts[k], *flags))
+            steps.append(ParameterStep(*rates, decay, scale, counts[k], *flags))
         return tuple(steps)
 
     def rates(self) -> list[float]:

@@ -70,66 +70,55 @@ class Parts:
     def layers(self) -> Sequence[LayerState]:
         return self.host.layers
 
-
-class Assembly:
-    """`parameters[i]` are layer i's parameters in the layout's order; `kernels` run on the update
-    lane, `allocate` makes host memory. Of several ranks `weights` are those of the node. What is
-    made is closed by `undo`.
-    """
-
-    def __init__(
-        self,
-        *,
-        layout: ModelLayout,
-        dtype: torch.dtype,
-        device: Device,
-        plan: Plan,
-        parameters: Sequence[Sequence[nn.Parameter]],
-        optimizer: Grouped | None,
-        kernels: Kernels,
-        metrics: Metrics,
-        tiers: Tiers,
-        undo: contextlib.ExitStack,
-        weights: NodeWeights | None = None,
-        allocate: Callable[[int, torch.dtype], torch.Tensor] = map_slab,
-    ) -> None:
-        self.host = HostStore(
-            layout,
-            dtype,
-            device,
-            held=plan.apart,
-            accumulate=plan.accumulates,
-            ring_entries=plan.ring_entries,
-            elsewhere=plan.updated_on_gpu,
-            allocate=allocate,
-            tiers=tiers,
-            shards=weights.ranks.shards if weights is not None else None,
-            shared=weights.room if weights is not None else None,
-            fills=weights is None or weights.fills,
-        )
-        undo.callback(self.host.close)
-        self.store = DeviceStore(self.host, device, accumulate=plan.accumulates, allocate=allocate)
-        for state, of_layer in zip(self.host.layers, parameters, strict=True):
-            state.parameters = of_layer
-        self.adam = AdamSteps(optimizer, self.host.layers)
-        self.team = Team()
-        if weights is not None:
-            self.team = RankTeam(device, self.host.layers, weights)
-        self.outside = Outside()
-        self.parts = Parts(
-            device=device,
-            host=self.host,
-            store=self.store,
-            adam=self.adam,
-            kernels=kernels,
-            metrics=metrics,
-            team=self.team,
-            outside=self.outside,
-        )
-
     def adopt(self, index: int, source: WeightSource | None = None) -> None:
         """Copy the layer's parameters into its arrays; those on the meta device are read from
         `source`."""
-        on_device = self.host.layers[index].on_device
-        store = self.store if on_device else self.host
-        store.adopt(index, list(self.host.layers[index].parameters), source)
+        state = self.layers[index]
+        store = self.store if state.on_device else self.host
+        store.adopt(index, list(state.parameters), source)
+
+
+def assemble(
+    *,
+    layout: ModelLayout,
+    dtype: torch.dtype,
+    device: Device,
+    plan: Plan,
+    parameters: Sequence[Sequence[nn.Parameter]],
+    optimizer: Grouped | None,
+    kernels: Kernels,
+    metrics: Metrics,
+    tiers: Tiers,
+    undo: contextlib.ExitStack,
+    weights: NodeWeights | None = None,
+    allocate: Callable[[int, torch.dtype], torch.Tensor] = map_slab,
+) -> Parts:
+    """`parameters[i]` are layer i's parameters in the layout's order; `allocate` makes host memory.
+    Of several ranks `weights` are those of the node. What is made is closed by `undo`.
+    """
+    host = HostStore(
+        layout,
+        dtype,
+        device,
+        held=plan.apart,
+        accumulate=plan.accumulates,
+        ring_entries=plan.ring_entries,
+        elsewhere=plan.updated_on_gpu,
+        allocate=allocate,
+        tiers=tiers,
+        shards=weights.ranks.shards if weights is not None else None,
+        shared=weights.room if weights is not None else None,
+        fills=weights is None or weights.fills,
+    )
+    undo.callback(host.close)
+    for state, of_layer in zip(host.layers, parameters, strict=True):
+        state.parameters = of_layer
+    return Parts(
+        device=device,
+        host=host,
+        store=DeviceStore(host, device, accumulate=plan.accumulates, allocate=allocate),
+        adam=AdamSteps(optimizer, host.layers),
+        kernels=kernels,
+        metrics=metrics,
+        team=Team() if weights is None else RankTeam(device, host.layers, weights),
+    )

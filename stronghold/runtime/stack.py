@@ -39,7 +39,7 @@ from stronghold.plan.plan import Demand, Plan, levels_of, make_plan
 from stronghold.process import check_not_forked, forked_from
 from stronghold.runtime.guards import COMPILED_WHOLE, is_compiled
 from stronghold.runtime.optimizer import EngineOptimizer
-from stronghold.runtime.parts import Assembly, Written
+from stronghold.runtime.parts import Written, assemble
 from stronghold.runtime.recompute import NoCaches
 from stronghold.runtime.runtime import Runtime
 from stronghold.states import LEAN, page_numel, states_of
@@ -170,7 +170,7 @@ class Stack:
         shared = None
         if self.ranks.several:
             shared = NodeWeights(self.layout, self.dtype, self.ranks)
-        self._assembly = Assembly(
+        self._made = made = assemble(
             layout=self.layout,
             dtype=self.dtype,
             device=self.device,
@@ -183,9 +183,8 @@ class Stack:
             undo=undo,
             weights=shared,
         )
-        self.host, self.store = self._assembly.host, self._assembly.store
-        self.adam, self.team = self._assembly.adam, self._assembly.team
-        self.outside = self._assembly.outside
+        self.host, self.store, self.adam = made.host, made.store, made.adam
+        self.team, self.outside = made.team, made.outside
         self.parameters = parameters
         self.runtime = self._make_runtime(self.plan)
         # Never two copies of a layer; a large model takes minutes, a small one shows no bar.
@@ -201,7 +200,7 @@ class Stack:
         freed = FreedMemory()
         for index, of_layer in enumerate(bar):
             given_bytes = sum(p.nbytes for p in of_layer if not p.is_meta)
-            self._assembly.adopt(index, source)
+            made.adopt(index, source)
             for parameter in of_layer:
                 if parameter.is_meta:
                     materialize(parameter, torch.empty(0, dtype=parameter.dtype))
@@ -216,7 +215,7 @@ class Stack:
     def _make_runtime(self, plan: Plan) -> Runtime:
         budget = self.demand.host_budget_bytes
         room = None if budget is None else budget - plan.host_total_bytes
-        return Runtime(self._assembly.parts, plan, host_room_bytes=room)
+        return Runtime(self._made, plan, host_room_bytes=room)
 
     @property
     def forked(self) -> bool:

@@ -148,7 +148,8 @@ class Updates:
         if self._ledger.early:
             first, self._first = self._first, []
             for state, begin, end in first:
-                self._expected.append(self._load(_unknown(state), begin, end, self._filed(state)))
+                filed = self._tiers.spilled(state.index)
+                self._expected.append(self._load(_unknown(state), begin, end, filed))
 
     def at_once(self, layer: int, *, late: bool = False) -> bool:
         """Whether the layer is updated as its gradients come: no more may come (`late`)."""
@@ -214,7 +215,8 @@ class Updates:
             held = piece.views["gradients"]
             new = drained[piece.begin - state.begin : piece.end - state.begin]
             if held.data_ptr() != new.data_ptr():
-                for k, own in _ranges(piece, found.arrived):
+                for k, at, numel in _parts(piece):
+                    own = slice(at - piece.begin, at - piece.begin + numel)
                     _merge(held[own], new[own], add=k in repeated)
             norms.add(piece, "gradients")
 
@@ -545,9 +547,6 @@ class Updates:
     def _in_file(self, state: LayerState, array: str) -> bool:
         return self._tiers.holds(state.index, array)
 
-    def _filed(self, state: LayerState) -> tuple[str, ...]:
-        return self._tiers.spilled(state.index)
-
     def _present(self, state: LayerState, arrays: Iterable[str]) -> tuple[str, ...]:
         """Those of `arrays` that the layer has in memory."""
         return tuple(
@@ -709,7 +708,8 @@ class PieceNorms:
         """Add the piece's gradients, or what lies in `array`, of every parameter that arrived."""
         flat = piece.views[array] if array else piece.gradients
         whole: list[tuple[int, int, int]] = []
-        for k, part in _own_slices(piece.found.state, piece.found.arrived):
+        for k in sorted(piece.found.arrived):
+            part = _own_part(piece.found.state, k)
             inside = piece.begin <= part.offset and part.offset + part.numel <= piece.end
             # A simulation's blocks would be most of its time.
             if inside or not part.numel or flat.is_meta:
@@ -763,12 +763,6 @@ def _own_part(state: LayerState, k: int) -> ParameterSlice:
     return replace(part, offset=state.begin + own.start, numel=own.stop - own.start)
 
 
-def _own_slices(
-    state: LayerState, positions: Iterable[int]
-) -> Iterator[tuple[int, ParameterSlice]]:
-    return ((k, _own_part(state, k)) for k in sorted(positions))
-
-
 def _own_parts(state: LayerState, positions: Iterable[int]) -> Iterator[tuple[int, int, int]]:
     """(position, first element of the layer, number of elements) of what this rank has."""
     for k, own in state.own(positions):
@@ -782,14 +776,6 @@ def _parts(piece: Piece) -> Iterator[tuple[int, int, int]]:
         first, last = max(at, piece.begin), min(at + numel, piece.end)
         if first < last:
             yield k, first, last - first
-
-
-def _ranges(piece: Piece, positions: Iterable[int]) -> Iterator[tuple[int, slice]]:
-    """Where parameters lie in the piece's flat arrays."""
-    for k, at, numel in _own_parts(piece.found.state, positions):
-        first, last = max(at, piece.begin), min(at + numel, piece.end)
-        if first < last:
-            yield k, slice(first - piece.begin, last - piece.begin)
 
 
 def _segments(piece: Piece, steps: Sequence[ParameterStep]) -> list[native.AdamSegment]:
@@ -812,7 +798,7 @@ def _segments(piece: Piece, steps: Sequence[ParameterStep]) -> list[native.AdamS
                         *(begin + i // of * size for begin, size, of in states),
                         piece.gradient(k, at),
                         numel,
-                        *step[1:],
+                        *step,
                         *(begin + i // of * size for begin, size, of in scales),
                     )
                 )
