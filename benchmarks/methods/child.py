@@ -31,7 +31,6 @@ from methods.process import STACKS
 from methods.task import Data, Task
 
 PR_SET_PDEATHSIG = 1  # of linux/prctl.h
-STUCK_S = 55.0  # for a step, or for making the model
 OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "cannot allocate memory")
 
 
@@ -72,9 +71,10 @@ def die_with_parent() -> None:
 
 
 def show_when_stuck() -> None:
-    """What takes STUCK_S from now on shows the stacks of all threads, and goes on."""
+    """What takes too long from now on shows the stacks of all threads, and goes on."""
     if STACKS in os.environ:
-        faulthandler.dump_traceback_later(STUCK_S, file=int(os.environ[STACKS]))
+        descriptor, seconds = os.environ[STACKS].split()
+        faulthandler.dump_traceback_later(float(seconds), file=int(descriptor))
 
 
 def train(method: Method, task: Task) -> dict[str, Any]:

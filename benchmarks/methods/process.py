@@ -29,7 +29,8 @@ POLL_S = 0.05
 # Below this the kernel would choose whom to kill, and it might not be the method. Without a cap
 # alone: the memory of some virtual machines grows as it is used.
 LEAST_AVAILABLE_BYTES = 512 << 20
-STACKS = "STRONGHOLD_STACKS"  # the number of a descriptor
+STACKS = "STRONGHOLD_STACKS"  # the number of a descriptor, and after how many seconds
+STUCK_S = 55.0  # for a step, or for making the model
 GIB = float(1 << 30)
 
 
@@ -72,10 +73,11 @@ def run(
         result_file, log_file = Path(folder, "result.json"), Path(folder, "log")
         command = [sys.executable, "-m", "methods.child", method, task_json, str(result_file)]
         stacks = os.dup(2)  # a method that is stuck shows its stacks here, not in its log
+        stuck_s = min(STUCK_S, 0.8 * timeout_s)  # before it is killed
         with log_file.open("wb") as log:
             process = subprocess.Popen(
                 command,
-                env={**environment(machine, port), STACKS: str(stacks)},
+                env={**environment(machine, port), STACKS: f"{stacks} {stuck_s}"},
                 cwd=folder,
                 stdout=log,
                 stderr=log,

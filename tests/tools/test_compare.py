@@ -164,9 +164,9 @@ def test_a_method_that_is_stuck_shows_its_stacks() -> None:
     program = (
         "import sys, time; sys.path.insert(0, 'benchmarks'); from methods import child\n"
         "def stands_still(): time.sleep(2)\n"
-        "child.STUCK_S = 0.5; child.show_when_stuck(); stands_still()"
+        "child.show_when_stuck(); stands_still()"
     )
-    environment = {**os.environ, process.STACKS: "2"}
+    environment = {**os.environ, process.STACKS: "2 0.5"}
     words = [sys.executable, "-c", program]
     run = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert "in stands_still" in run.stderr
