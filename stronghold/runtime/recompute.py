@@ -546,7 +546,7 @@ class _Copy:
                 return value
             made = kind(*parts) if hasattr(value, "_fields") else kind(parts)
             known[id(value)] = made
-        elif self._records and _is_record(value, plain=not in_record):
+        elif self._records and (_is_record(value, plain=not in_record) or _holds_keys(value)):
             made = known[id(value)] = copy.copy(value)
             for name, part in list(_attributes(value)):
                 object.__setattr__(made, name, self.of(part, in_record=True))
@@ -759,14 +759,24 @@ def _say_once(name: str) -> None:
 def without_cache(
     args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A block's arguments without key-value caches: a block that runs twice would write into one
-    twice. Transformers' own checkpointing drops them in the same way.
+    """A block's arguments without empty key-value caches, which nobody reads in training.
+    Transformers' own checkpointing drops them in the same way. One that came with keys is an input
+    (prefix tuning): the second run gets it as it was.
     """
-    args = tuple(None if is_cache(value) else value for value in args)
-    kwargs = {name: None if is_cache(value) else value for name, value in kwargs.items()}
+    args = tuple(None if _is_empty_cache(value) else value for value in args)
+    kwargs = {name: None if _is_empty_cache(value) else value for name, value in kwargs.items()}
     if kwargs.get("use_cache"):
         kwargs["use_cache"] = False
     return args, kwargs
+
+
+def _is_empty_cache(value: Any) -> bool:
+    return is_cache(value) and not value.get_seq_length()
+
+
+def _holds_keys(value: Any) -> bool:
+    """Whether it is one of Transformers' caches, or a layer of one."""
+    return is_cache(value) or _comes_from_transformers(type(value), "CacheLayerMixin")
 
 
 def is_cache(value: Any) -> bool:

@@ -17,11 +17,20 @@ import pytest
 import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration
+from transformers.integrations import HfDeepSpeedConfig
 
 import stronghold
 from stronghold.errors import ConfigError
 from tests.models import MODELS, loss_of
-from tests.support.training import Factory, assert_identical, config, train_plain, train_windowed
+from tests.support.training import (
+    ADAM,
+    Factory,
+    KernelAdam,
+    assert_identical,
+    config,
+    train_plain,
+    train_windowed,
+)
 from tests.support.twin import Twin
 
 with warnings.catch_warnings():
@@ -116,6 +125,70 @@ def test_adapters_accumulate_under_every_activation_policy(policy: str) -> None:
     settings = config(accumulation=3, clipping=0.5, section=section)
     run = train_windowed(lora, steps=STEPS, settings=settings)
     assert_identical(run, train_plain(lora, steps=STEPS, accumulation=3, clipping=0.5))
+
+
+def prefix_tuning() -> tuple[nn.Module, Batches]:
+    """What is learnt comes to the blocks as a key-value cache that has keys already."""
+    settings = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    return peft.get_peft_model(base_model(), settings), token_batch
+
+
+@pytest.mark.parametrize("policy", ["keep", "offload", "recompute"])
+def test_prefixes_are_inputs_of_blocks_that_run_again(policy: str) -> None:
+    settings = config(clipping=0.5, section={"window": 1, "activations": policy})
+    run = train_windowed(prefix_tuning, steps=3, settings=settings)
+    assert_identical(run, train_plain(prefix_tuning, steps=3, clipping=0.5))
+
+
+def test_adalora_reads_gradients_before_the_step_and_drops_ranks_as_in_a_plain_loop() -> None:
+    """It asks Transformers whether DeepSpeed trains, and DeepSpeed for the gradient then."""
+
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        settings = peft.AdaLoraConfig(
+            task_type="CAUSAL_LM",
+            target_modules=["q_proj", "v_proj"],
+            init_r=4,
+            target_r=2,
+            tinit=0,
+            tfinal=1,
+            deltaT=1,
+            total_step=9,
+        )
+        return peft.get_peft_model(base_model(), settings)
+
+    plain = make()
+    trained = [parameter for parameter in plain.parameters() if parameter.requires_grad]
+    adam = KernelAdam(torch.optim.AdamW(trained, **ADAM))
+    expected = []
+    for step in range(5):
+        loss = loss_of(plain(**token_batch(step)))
+        loss.backward()
+        plain.base_model.update_and_allocate(step)
+        adam.step({p: p.grad for p in trained if p.grad is not None}, 0.5)
+        plain.zero_grad()
+        expected.append(loss.item())
+    settings = config(clipping=0.5, section={"window": 1})
+    model, hf = make(), HfDeepSpeedConfig(settings)
+    engine: Any = stronghold.initialize(
+        model=model,
+        config=settings,
+        model_parameters=[p for p in model.parameters() if p.requires_grad],
+    )[0]
+    losses, dropped = [], 0
+    for step in range(5):
+        loss = loss_of(engine(**token_batch(step)))
+        engine.backward(loss)
+        model.base_model.update_and_allocate(step)
+        dropped += sum(int((p == 0).sum()) for n, p in model.named_parameters() if "lora_E" in n)
+        engine.step()
+        losses.append(loss.item())
+    engine.destroy()
+    del hf
+    assert losses == expected
+    assert dropped, "no rank went"
+    for (name, value), other in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert torch.equal(value, other), name
 
 
 def test_a_frozen_base_costs_its_weights_alone() -> None:
