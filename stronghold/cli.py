@@ -140,6 +140,13 @@ def _add_plan(commands: Any) -> None:
         metavar="N",
         help="sequences that go through a block together; auto: the fastest",
     )
+    training.add_argument(
+        "--streams",
+        type=int,
+        default=1,
+        metavar="K",
+        help="of the GPU, on which chunks take turns: counted in memory, not in seconds",
+    )
     training.add_argument("--precision", choices=["bf16", "fp16", "fp32"], default="bf16")
     training.add_argument(
         "--states",

@@ -216,6 +216,11 @@ class StrongholdConfig(_Section):
         "the blocks. Gradients of the chunks are added in fp32. Changes rounding, so no plan "
         "chooses it; left out, a micro-batch is one chunk, as PyTorch computes it."
     )
+    streams: Positive | None = key(
+        "On how many CUDA streams the chunks of a layer take turns, so that the small kernels of "
+        "several share the GPU: for chunks that do not fill it. Memory is planned for so many "
+        'chunks at once. Never changes a bit; needs "chunk". Left out: 1.'
+    )
     loss_chunk: NotNegative | None = key(
         "Of causal language models of Transformers: head and loss are computed this many tokens at "
         "a time, in training and evaluation, and the logits are never whole, unless the program "
@@ -284,6 +289,12 @@ class StrongholdConfig(_Section):
                 f"{SECTION}.prefetch: got {self.prefetch}, expected less than {SECTION}.window "
                 f"({self.window}): a layer that is fetched needs a slot beside the one in use. "
                 "Lower prefetch or raise window"
+            )
+        if (self.streams or 1) > 1 and self.chunk is None:
+            raise ValueError(
+                f"{SECTION}.streams: got {self.streams}, but without {SECTION}.chunk a batch is "
+                "one piece of work, which no streams can share. Set chunk to the sequences that "
+                "go through a block together, or leave streams out"
             )
         if self.kept_activations is not None and not isinstance(self.activations, str):
             raise ValueError(

@@ -23,6 +23,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
@@ -282,7 +283,8 @@ class ComputeLane(Lane):
 
     def finish(self) -> None:
         """Wait until the device has done what was enqueued."""
-        self._device.record_compute("finish").wait()
+        for stream in (None, *self._device.side_streams):
+            self._device.record_compute("finish", stream).wait()
 
     def close(self) -> None:
         """It has no thread."""
@@ -317,6 +319,7 @@ class Device(ABC):
         self._process = os.getpid()
         self._of_files: dict[str, Lane] = {}
         self._wires: dict[str, Lane] = {}
+        self.side_streams: Sequence[object] = ()
 
     def _open_lanes(self, make: Callable[[str], Lane]) -> None:
         """Make the three lanes that every device has, or none where the system refuses a thread."""
@@ -515,6 +518,33 @@ class Device(ABC):
     def compute_wait(self, fence: Fence) -> Seconds:
         """Later compute runs after `fence`; returns the seconds for which compute stood still: on a
         stream they are known when it is traced, and later."""
+
+    def compute_wait_everywhere(self, fence: Fence) -> Seconds:
+        """The same of every stream of the compute lane: memory that any of them may take is about
+        to be dropped, or a slot that any of them reads was written."""
+        return self.compute_wait(fence)
+
+    # Streams beside compute's own, on which parts of a layer take turns: `cuda`, [Note: side
+    # streams]. Where compute is one stream, nothing happens.
+    def open_streams(self, count: int) -> None:  # noqa: B027
+        """Make `count` side streams, none for 1."""
+
+    def forked(self) -> AbstractContextManager[object]:
+        """The side streams go on after the calling thread's stream, which is given, and it goes on
+        after them at the end."""
+        return nullcontext()
+
+    def beside(self, number: int, name: str) -> AbstractContextManager[None]:
+        """Inside, the calling thread is on a side stream, `number` modulo their count."""
+        return nullcontext()
+
+    def follow(self, main: object) -> None:  # noqa: B027
+        """`main`, of `forked`, goes on after the calling thread's stream."""
+
+    def joined(self) -> AbstractContextManager[None]:
+        """Inside, the calling thread is on the stream that forked last, which goes on after all
+        side streams: for what comes after all parts of a layer."""
+        return nullcontext()
 
     def read_later(self, tensor: torch.Tensor) -> Callable[[], list[float]]:
         """The values of a small tensor on the device at this point of the compute lane: the call

@@ -20,6 +20,24 @@ several ranks' weights do, of which each registers its own part: such a copy is 
 they refuse is copied by the lane's thread, through a small registered ring per stream. The thread
 touches the slab itself, and is done with it when the operation is issued: a later one, which waits
 for the issue at least, meets no copy of it that is still under way.
+
+[Note: side streams] Chunks of a layer take turns on side streams, so that kernels of several run at
+once. In forward a layer's call forks and joins. In backward autograd runs a chunk's nodes on its
+stream again; the first of them waits for the main stream, by autograd's own events, and the main
+stream follows each chunk's last one. What could go wrong between the two, and why it does not:
+  memory   torch's allocator gives what is freed to the stream that took it, at once. Between fork
+           and join the main stream takes nothing, but for sums of autograd's, which wait for the
+           chunk at hand and come after the chunks before; and side streams only run between them.
+           So what a side stream reads of the main one's is overwritten after the join, and what
+           the main one reads of theirs after the next fork: no tensor needs `record_stream`
+  waits    before memory is dropped that a lane still reads, and before a slot is read that a lane
+           has written, all streams wait (`compute_wait_everywhere`)
+  sums     gradients are added to a slot on the chunk's stream, after all that the others have
+           added (`drains`): in the chunks' order. What comes after the last of them, rounding,
+           drains, updates on the device, is done on the main stream, after all chunks
+Autograd records gradients that change streams on both, so that they are free again when the host
+has seen their events: it is kept from running more than two layers ahead of the device in backward.
+cuBLAS has its own workspace on each stream, which torch gives it: the same kernels, the same bits.
 """
 
 from __future__ import annotations
@@ -34,6 +52,7 @@ from bisect import bisect_left, bisect_right, insort
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
@@ -64,6 +83,7 @@ _LEAST_RING_BYTES = 64 << 10
 TRIAL_BYTES = 64 << 20
 _POPULATE_WRITE = 23  # madvise's, since Linux 5.14
 _TOUCH_BYTES = 32 << 20  # that one thread commits at a time
+_LAYERS_AHEAD = 2  # [Note: side streams]
 _MAX_TOUCHING = 8  # threads: clearing pages is bound by memory
 
 
@@ -285,6 +305,9 @@ class CudaDevice(Device):
         self._clock = self._make_clock() if self.trace.recording else None
         self._kernels: TritonKernels | None = None
         self._beside = torch.cuda.Stream(self._device)  # of `copy_now`
+        self.side_streams: list[torch.cuda.Stream] = []
+        self._main: torch.cuda.Stream | None = None  # that forked last
+        self._behind: deque[Fence] = deque()  # the ends of the newest layers' backwards
         self._copying_beside = threading.Lock()
         self._registered: list[tuple[int, int]] = []  # replaced, since lanes read it meanwhile
         self._refused: dict[int, int] = {}  # address -> bytes, of slabs that are not registered
@@ -467,6 +490,68 @@ class CudaDevice(Device):
         self._spans.append(("wait", fence.operation, begun, end, 0))
         return lambda: _seconds_between(begun, end)
 
+    def compute_wait_everywhere(self, fence: Fence) -> Seconds:
+        seconds, event = self.compute_wait(fence), fence.wait_issued()
+        if event is not None and self._main is not None:
+            assert isinstance(event, torch.cuda.Event)
+            for stream in (self._main, *self.side_streams):
+                stream.wait_event(event)
+        return seconds
+
+    # -- side streams -----------------------------------------------------------------------------
+    def open_streams(self, count: int) -> None:
+        self.side_streams = [
+            torch.cuda.Stream(self._device) for _ in range(count if count > 1 else 0)
+        ]
+        self._main = None
+
+    @contextmanager
+    def forked(self) -> Iterator[torch.cuda.Stream]:
+        main = self.compute_stream()
+        if self.side_streams:
+            self._main = main
+        for stream in self.side_streams:
+            stream.wait_stream(main)
+        try:
+            yield main
+        finally:
+            for stream in self.side_streams:
+                main.wait_stream(stream)
+
+    @contextmanager
+    def beside(self, number: int, name: str) -> Iterator[None]:
+        if not self.side_streams:
+            yield
+            return
+        stream = self.side_streams[number % len(self.side_streams)]
+        with torch.cuda.stream(stream):
+            begun = self.mark(stream)
+            yield
+            self.end_mark(self._row(stream), name, begun, stream)
+
+    def follow(self, main: object) -> None:
+        if self.side_streams:
+            assert isinstance(main, torch.cuda.Stream)
+            main.wait_stream(self.compute_stream())
+
+    @contextmanager
+    def joined(self) -> Iterator[None]:
+        if self._main is None:
+            yield
+            return
+        with torch.cuda.stream(self._main):
+            for stream in self.side_streams:
+                self._main.wait_stream(stream)
+            yield
+            self._behind.append(self.record_compute("joined"))
+        if len(self._behind) > _LAYERS_AHEAD:
+            self._behind.popleft().wait()
+
+    def _row(self, stream: torch.cuda.Stream) -> str:
+        """Of the trace."""
+        sides = self.side_streams
+        return f"compute {sides.index(stream) + 1}" if stream in sides else "compute"
+
     def check(self) -> None:
         super().check()
         if torch.cuda.is_current_stream_capturing():
@@ -504,11 +589,13 @@ class CudaDevice(Device):
             self._spans.append((lane, name, begun, end, nbytes))
 
     def begin_compute_span(self) -> object:
-        return self.mark(torch.cuda.current_stream(self._device))
+        stream = self.compute_stream()
+        return stream, self.mark(stream)
 
     def end_compute_span(self, name: str, begun: object) -> None:
-        assert begun is None or isinstance(begun, torch.cuda.Event)
-        self.end_mark("compute", name, begun, torch.cuda.current_stream(self._device))
+        assert isinstance(begun, tuple)
+        stream, event = begun  # in backward the next chunk's stream may be the current one
+        self.end_mark(self._row(stream), name, event, stream)
 
     def settle(self) -> None:
         """Read the spans whose events have passed."""

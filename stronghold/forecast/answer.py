@@ -129,6 +129,7 @@ class Forecast:
             "seq",
             "accumulation",
             "chunk",
+            "streams",
             "clipping",
             "gpus",
             "nodes",
@@ -211,7 +212,8 @@ def with_fastest_chunk(question: Question) -> Question:
         timing = outlook(replace(question, chunk=chunk)).timing
         steps.append(float("inf") if timing is None else timing.step_s)
     best = min(range(len(chunks)), key=lambda k: (round(steps[k], 4), k))
-    return replace(question, chunk=chunks[best])
+    streams = question.streams if best else 1
+    return replace(question, chunk=chunks[best], streams=streams)
 
 
 def _fastest(
@@ -265,6 +267,7 @@ def _demand(question: Question) -> Demand:
         nvme_capacity_bytes=question.nvme_bytes // question.gpus or None,
         micro_batches=question.accumulation,
         chunk=question.chunk,
+        streams=question.streams,
         chunks=1 if question.chunk is None else -(-question.batch // question.chunk),
     )
 
@@ -455,6 +458,8 @@ def _config(question: Question, plan: Plan) -> dict[str, Any]:
     section["activations"] = dict(counts) if len(counts) > 1 else next(iter(counts), "keep")
     if question.chunk is not None:
         section["chunk"] = question.chunk
+        if question.streams > 1:
+            section["streams"] = question.streams
     if not plan.gated:
         section["deferred_layers"] = len(plan.deferred)
     if plan.nvme_bytes:

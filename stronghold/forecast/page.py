@@ -44,7 +44,8 @@ def _head(forecast: Forecast) -> list[str]:
     asked = forecast.question
     steps = f" x {asked.accumulation} micro-batches" if asked.accumulation > 1 else ""
     if asked.chunk is not None:
-        steps = f" in chunks of {asked.chunk}{steps}"
+        turns = f" on {asked.streams} streams" if asked.streams > 1 else ""
+        steps = f" in chunks of {asked.chunk}{turns}{steps}"
     ranks = f" x {asked.gpus} ranks" if asked.gpus > 1 else ""
     ranks += f" x {asked.nodes} nodes" if asked.nodes > 1 else ""
     clipping = f"clipped at {asked.clipping:g}" if asked.clipping else "no clipping"

@@ -77,6 +77,7 @@ class Question:
     window: int | None = None
     resident_layers: int | None = None
     chunk: int | None = None  # sequences that go through a block together; None: all
+    streams: int = 1  # on which chunks take turns
     gpus: int = 1  # of each node, each a rank; `gpu_bytes` and `batch` are of each
     nodes: int = 1  # `host_bytes` are of each
     wire_gbps: float | None = None  # what a rank receives from its node; None: as over its link
@@ -119,6 +120,7 @@ def understand(
     seq: int | None = None,
     accumulation: int = 1,
     chunk: int | None = None,
+    streams: int = 1,
     precision: str = "bf16",
     states: Kind = EXACT,
     clipping: float = CLIPPING,
@@ -137,6 +139,7 @@ def understand(
         ("--seq", seq),
         ("--accumulation", accumulation),
         ("--chunk", chunk or None),
+        ("--streams", streams),
         ("--gpus", gpus),
         ("--nodes", nodes),
     ):
@@ -160,6 +163,7 @@ def understand(
     # An option that says nothing without another is a question that would not be answered.
     for option, value, others, given in (
         ("--nvme-path", nvme_path, "--nvme SIZE", nvme is not None),
+        ("--streams", streams if streams > 1 else None, "--chunk N", chunk is not None),
         ("--wire", wire, "--gpus N or --nodes M above 1", gpus * nodes > 1),
         ("--network", network, "--nodes M above 1", nodes > 1),
     ):
@@ -185,6 +189,7 @@ def understand(
         seq=seq or min(SEQ, asked.positions or SEQ),
         accumulation=accumulation,
         chunk=chunk or None,
+        streams=streams,
         dtype=precision,
         states=states,
         clipping=clipping,

@@ -52,6 +52,7 @@ class Demand:
     activations: str | tuple[str, ...] | None = None  # one of LEVELS, or one per layer
     chunk: int | None = None  # sequences that go through a block together; None: all
     chunks: int = 1  # that a micro-batch has of them, where that is known
+    streams: int = 1  # on which chunks take turns
     # Bytes that each layer's forward keeps, that recomputation keeps in their place, and of the
     # first those that attention gave; empty: unknown, and the gpu budget is for weights and
     # gradients alone.

@@ -121,6 +121,7 @@ class Plan:
     num_ranks: int = 1  # bytes are of each
     num_nodes: int = 1
     chunk: int | None = None  # sequences that go through a block together; None: all
+    streams: int = 1  # on which chunks take turns
     states: Kind = EXACT
 
     @property
@@ -265,6 +266,7 @@ def make_plan(layout: ModelLayout, demand: Demand) -> Plan:
         num_ranks=demand.num_ranks,
         num_nodes=demand.num_nodes,
         chunk=demand.chunk,
+        streams=demand.streams,
         states=demand.states,
     )
 
@@ -301,19 +303,21 @@ def activation_bytes(layout: ModelLayout, activations: Sequence[str], demand: De
 
     What is kept, the inputs of what is recomputed, and beside them the largest of: what the layers
     outside the blocks keep (the head's logits go first), and of a block what one recomputation
-    makes anew (of a chunk), with what two offloaded layers on their way have.
+    makes anew (of the chunks that run at once), with what two offloaded layers on their way have.
+    With several streams beside it, too: torch's allocator keeps each stream's memory for itself.
     """
     if not demand.saved_bytes:
         return 0
-    passing, kept = sum(demand.saved_bytes[index] for index in layout.resident), 0
+    outside, passing, kept = sum(demand.saved_bytes[index] for index in layout.resident), 0, 0
+    at_once = min(demand.streams, demand.chunks)
     for index in layout.streamed:
         level, waiting, again = activations[index], waiting_bytes(demand, index, activations), 0
         if level in AGAIN:
             anew = demand.saved_bytes[index] - _attended_bytes(demand, index, level)
-            again = -(-anew // demand.chunks)
+            again = -(-anew * at_once // demand.chunks)
         kept += 0 if level in AWAY else waiting
         passing = max(passing, again + (2 * waiting if level in AWAY else 0))
-    return kept + passing
+    return kept + (max(outside, passing) if demand.streams == 1 else outside + passing)
 
 
 def waiting_bytes(demand: Demand, index: int, activations: Sequence[str]) -> int:

@@ -390,7 +390,10 @@ class Activations:
         """The layer's forward, or a chunk of it, returned or raised."""
         scope = next((scope for scope in reversed(self._open) if scope.layer == layer), None)
         self.sizes.leave(chunk=chunk)
+        last = layer >= self._last_offloading
         if scope is None:  # the forward failed before `enter`, or went chunk by chunk
+            if last:
+                self._drop_left(newest=0)
             return
         if scope.hooks is not None:
             scope.hooks.__exit__(None, None, None)
@@ -401,7 +404,9 @@ class Activations:
         self._in_scope.clear()
         self._open.remove(scope)
         # What comes after the last layer that offloads keeps its own: no room is left for two.
-        self._drop_left(newest=0 if layer >= self._last_offloading else 1)
+        # Of chunks as many are on their way as run at once.
+        newest = max(1, len(self._device.side_streams)) if chunk else int(not last)
+        self._drop_left(newest=newest)
 
     @property
     def host_bytes(self) -> int:
@@ -559,7 +564,8 @@ class Activations:
             left = self._leaving.popleft()
             if left:  # the lane copies in order: the last copy is done after the others
                 assert left[-1].stored is not None
-                self._metrics.waited("drain", self._device.compute_wait(left[-1].stored))
+                waited = self._device.compute_wait_everywhere(left[-1].stored)
+                self._metrics.waited("drain", waited)
             for saved in left:
                 assert saved.source is not None
                 if saved.source._version != saved.version:
@@ -610,7 +616,7 @@ class Activations:
         """Drop what was brought back for a graph that was dropped unused, in stream order after its
         copy. Whatever autograd used was dropped by autograd."""
         for back in [back for back in self._coming if back.owner() is None]:
-            self._device.compute_wait(back.ready)
+            self._device.compute_wait_everywhere(back.ready)
             self._coming.discard(back)
 
     def close(self) -> None:

@@ -15,6 +15,13 @@ too; all else is given to every chunk. What comes back is joined along the first
 that is what the block means is tried once for each class of blocks, before the first step trains:
 without dropout a chunked forward must be the whole batch's but for rounding. Norms over the batch
 and sums over it are found so, and refused.
+
+[Note: streams] Chunks may take turns on several streams of the device, whose rules are there
+(`cuda`, [Note: side streams]). Of a chunk this file keeps together what these need: its entry is
+the node of autograd that it ends with in backward, for its weights and for its part of the batch,
+and the main stream follows it. A block that writes into itself (a table that grows, a counter) is
+seen to by what it holds: the next chunk then waits for all before it. What two chunks were handed
+is joined on the main stream, so that the layer's backward begins there.
 """
 
 from __future__ import annotations
@@ -22,12 +29,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map_only
 
+from stronghold.device.base import Device
 from stronghold.errors import ConfigError
 from stronghold.model.logits import Forward
 from stronghold.model.partition import Layer
@@ -69,7 +78,7 @@ def join(
     first = parts[0]
     if isinstance(first, torch.Tensor):
         if next(number) in shared:
-            return first
+            return first if first.grad_fn is None else first.view_as(first)
         rows = [part.size(0) if part.dim() else 0 for part in parts]
         each = rows[0] // sizes[0] if sizes[0] else 0
         if each and all(n == each * size for n, size in zip(rows, sizes, strict=True)):
@@ -110,24 +119,29 @@ def batch_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
     return 0
 
 
-class _ChunkWeights(torch.autograd.Function):
-    """Views of a block's parameters, whose gradients go to `take` and not to the parameters."""
+class _Entry(torch.autograd.Function):
+    """Views of what a chunk is computed with: inputs, whose gradients go on, and a block's
+    `num_weights` parameters, whose gradients go to `take` and not to the parameters."""
 
     @staticmethod
     def forward(
-        ctx: Any, take: Callable[[Sequence[torch.Tensor | None]], None], *weights: torch.Tensor
+        ctx: Any,
+        take: Callable[[Sequence[torch.Tensor | None]], None],
+        num_weights: int,
+        *tensors: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
-        ctx.take = take
+        ctx.take, ctx.num_weights = take, num_weights
         ctx.set_materialize_grads(False)
-        return tuple(weight.view_as(weight) for weight in weights)
+        return tuple(tensor.view_as(tensor) for tensor in tensors)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
-        ctx.take(gradients)
-        return (None,) * (1 + len(gradients))
+        count = ctx.num_weights
+        ctx.take(gradients[:count])
+        return (None,) * (2 + count) + gradients[count:]
 
 
-_apply: Any = _ChunkWeights.apply
+_enter: Any = _Entry.apply
 
 
 class Chunks:
@@ -146,7 +160,9 @@ class Chunks:
         begun: Callable[[int], None],
         gathered: Callable[[int, Gradients], None],
         trained: Callable[[nn.Parameter], bool],
+        device: Device,
     ) -> None:
+        self._device = device
         self._size = size
         self._around = around
         self._begun = begun
@@ -221,29 +237,46 @@ class Chunks:
                 self._shared[type(module)] = self._try(
                     name, module, inner, both, each, sizes[first]
                 )
-            outputs = []
-            for of_args, of_kwargs in zip(each_args, each_kwargs, strict=True):
-                with (
-                    self._weights(layer, places),
-                    self._around(layer.index, module, of_args, of_kwargs),
-                ):
-                    outputs.append(inner(*of_args, **of_kwargs))
+            outputs: list[Any] = []
+            device, several = self._device, len(self._device.side_streams) > 1
+            held = _held(module) if several else []
+            whole = set(map(id, _tensors((args, kwargs)) if several else ()))
+            with contextlib.ExitStack() as forks:
+                main = forks.enter_context(device.forked())
+                for k, given in enumerate(zip(each_args, each_kwargs, strict=True)):
+                    if several and k and held != (held := _held(module)):
+                        forks.close()  # [Note: streams]
+                        forks.enter_context(device.forked())
+                    parts = _tensors(given) if several else []
+                    inputs = [t for t in parts if t.requires_grad and id(t) not in whole]
+                    with (
+                        device.beside(k, f"chunk {k} of {layer.index}"),
+                        self._entered(layer, places, given, inputs, main) as (of_args, of_kwargs),
+                        self._around(layer.index, module, of_args, of_kwargs),
+                    ):
+                        outputs.append(inner(*of_args, **of_kwargs))
             return join(outputs, sizes, name, self._shared[type(module)])
 
         return forward
 
     @contextlib.contextmanager
-    def _weights(
-        self, layer: Layer, places: Sequence[tuple[dict[str, Any], str, int]]
-    ) -> Iterator[None]:
-        """Inside, the block's modules have views of their parameters, for one chunk."""
+    def _entered(
+        self,
+        layer: Layer,
+        places: Sequence[tuple[dict[str, Any], str, int]],
+        given: tuple[Any, Any],
+        inputs: Sequence[torch.Tensor],
+        main: object,
+    ) -> Iterator[tuple[Any, Any]]:
+        """Inside, the block's modules have views of their parameters, for one chunk. Its arguments,
+        with views of `inputs` in their places."""
         owned = [
             (k, named.parameter)
             for k, named in enumerate(layer.parameters)
             if named.parameter.requires_grad
         ]
-        if not owned:
-            yield
+        if not owned and not inputs:
+            yield given
             return
 
         def take(gradients: Sequence[torch.Tensor | None]) -> None:
@@ -252,11 +285,18 @@ class Chunks:
                 for (k, parameter), gradient in zip(owned, gradients, strict=True)
                 if gradient is not None and self._trained(parameter)
             ]
-            self._gathered(layer.index, found)
+            if owned:
+                self._gathered(layer.index, found)
+            self._device.follow(main)
 
-        views = _apply(take, *(parameter for _, parameter in owned))
-        of = {k: view for (k, _), view in zip(owned, views, strict=True)}
-        self._begun(layer.index)
+        views = _enter(take, len(owned), *(parameter for _, parameter in owned), *inputs)
+        of = {k: view for (k, _), view in zip(owned, views[: len(owned)], strict=True)}
+        if inputs:
+            seen = dict(zip(map(id, inputs), views[len(owned) :], strict=True))
+            given = tree_map_only(torch.Tensor, lambda one: seen.get(id(one), one), given)
+            seen.clear()
+        if owned:
+            self._begun(layer.index)
         kept = [(table, name, table[name]) for table, name, _ in places]
         try:
             for table, name, k in places:
@@ -264,7 +304,7 @@ class Chunks:
                     table[name] = of[k]
             del views
             of.clear()
-            yield
+            yield given
         finally:
             for table, name, parameter in kept:
                 table[name] = parameter
@@ -331,9 +371,24 @@ class Chunks:
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+def _held(module: nn.Module) -> list[tuple[int, int]]:
+    """The tensors that the block's parts hold, also in lists and tables, and their versions."""
+    values = (value for part in module.modules() for value in vars(part).values())
     return [
-        leaf for leaf in torch.utils._pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)
+        (id(tensor), 0 if tensor.is_inference() else tensor._version)
+        for value in values
+        for tensor in _within(value)
+        if isinstance(tensor, torch.Tensor)
     ]
+
+
+def _within(value: Any) -> Iterable[Any]:
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, list | tuple) else (value,)
 
 
 def _places(layer: Layer, module: nn.Module) -> list[tuple[dict[str, Any], str, int]]:

@@ -106,7 +106,8 @@ class GradientDrains:
             self._add(layer, gradients, sums=self._host.dtype is not torch.float32)
         state.chunks -= 1
         if state.chunks == 0 and state.calls <= 1 and state.gathering is not None:
-            self._drain_all(self._order.complete(layer))
+            with self._device.joined():
+                self._drain_all(self._order.complete(layer))
 
     def _add(
         self, layer: int, gradients: Sequence[tuple[int, torch.Tensor]], *, sums: bool
@@ -179,6 +180,7 @@ class GradientDrains:
         if slot.writers != [here]:
             for produced in self._produced(layer, slot):
                 self._device.compute_wait(produced)
+            slot.writers[:] = [here]  # and with it the others
 
     def flush(self) -> None:
         """Backward has ended: drain what is left."""

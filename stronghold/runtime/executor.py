@@ -421,7 +421,8 @@ class Executor:
             updated = state.records["weights"].writer
             if not updated.done:
                 self._metrics.waited("update", timed(updated.wait))
-            self._metrics.waited("fetch", self._device.compute_wait(slot.record.writer))
+            fetched = self._device.compute_wait_everywhere(slot.record.writer)
+            self._metrics.waited("fetch", fetched)
             state.move(Residency.RESIDENT)
         self._bindings.bind(layer, slot.weights)
         self._bindings.show(layer)

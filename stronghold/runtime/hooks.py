@@ -26,6 +26,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
+from stronghold.device.base import Device
 from stronghold.errors import ConfigError
 from stronghold.model.layout import ModelLayout
 from stronghold.model.partition import Layer, Partition
@@ -98,7 +99,8 @@ class Hooks:
         executor: Executor,
         activations: Activations,
         trained: Callable[[nn.Parameter], bool],
-        chunk: int | None = None,
+        chunk: int | None,
+        device: Device,
     ) -> None:
         self._executor = executor
         self._activations = activations
@@ -117,6 +119,7 @@ class Hooks:
                 begun=executor.chunk_begun,
                 gathered=executor.chunk_gathered,
                 trained=trained,
+                device=device,
             )
             for layer in partition.streamed:
                 self._chunks.attach(layer)

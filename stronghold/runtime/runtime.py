@@ -86,6 +86,7 @@ class Runtime:
         for state in parts.layers:
             state.versions = None
         self._has_aliases = False  # said once
+        device.open_streams(plan.streams)
         self.executor = Executor(parts, self.window, self.updates, self.ledger, plan)
         self.activations = Activations(
             plan.activations,
@@ -116,6 +117,7 @@ class Runtime:
             activations=self.activations,
             trained=self._adam.trains,
             chunk=self._plan.chunk,
+            device=self._device,
         )
         self.settle()
 

@@ -564,6 +564,7 @@ def _demand(
         activations=pinned_activations(section, sizes)
         or (None if gpu_free_bytes is None else "recompute"),
         chunk=section.chunk,
+        streams=section.streams or 1,
         cpu_threads=section.cpu_threads,
         deferred_layers=section.deferred_layers,
         num_cores=max(1, cores - compute_threads),

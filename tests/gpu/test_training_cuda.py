@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import random
 from typing import Any, ClassVar
 
 import pytest
@@ -18,6 +19,7 @@ from stronghold import refine
 from stronghold.device import cuda
 from stronghold.errors import ConfigError
 from stronghold.states import Kind
+from tests.laws import test_chunks as chunks
 from tests.models import (
     HIDDEN,
     HUGGING_FACE,
@@ -332,22 +334,131 @@ def test_the_slots_are_all_that_the_engine_takes() -> None:
     train_windowed(llama, steps=STEPS, settings=settings, inspect=inspect)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_chunks_have_the_same_bits_wherever_layers_are(precision: str) -> None:
-    """A plain loop is the oracle on the CPU (`tests/laws/test_chunks.py`)."""
-    places: list[dict[str, Any]] = [
-        {"resident_layers": "all", "resident_updates": "gpu", "activations": "keep"}
-    ]
-    for window, policy in zip((1, 2, 1), POLICIES, strict=True):
-        places.append({**STREAMED, "window": window, "activations": policy})
-    runs = [
-        train_windowed(
-            MODELS["llama"],
-            steps=4,
-            settings=config(precision=precision, section={"device": "cuda", "chunk": 1, **place}),
-        )
-        for place in places
-    ]
-    for run in runs[1:]:
-        assert_identical(run, runs[0])
-        assert run.norms == runs[0].norms
+class Jitter(torch.autograd.Function):
+    """The identity; now and then the stream takes its time, in forward and in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        torch.cuda._sleep(random.choice((0, 0, CYCLES // 4)))
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        torch.cuda._sleep(random.choice((0, 0, CYCLES // 4)))
+        return gradient
+
+
+class Counting(nn.Module):
+    """What a chunk writes, the next one reads: the rows so far are a part of what comes out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("rows", torch.zeros(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = Jitter.apply(x) + self.rows.to(x.dtype)
+        if self.training:
+            self.rows = self.rows * 0.5 + x.size(0)
+        return y
+
+
+def chunked_llama() -> Any:
+    """Dropout, a batch of five, a mask."""
+    model, make_batch = chunks.llama()
+    for block in model.model.layers:
+        block.mlp = nn.Sequential(Counting(), block.mlp)
+    return model, make_batch
+
+
+def slow_llama() -> Any:
+    model, make_batch = chunks.llama()
+    for block in model.model.layers:
+        block.mlp.register_forward_pre_hook(lambda module, args: (Jitter.apply(*args),))
+    return model, make_batch
+
+
+PLACES: list[dict[str, Any]] = [
+    {"window": 1, "resident_layers": 0},
+    {"window": 2, "resident_layers": 1},
+    {"resident_layers": "all", "resident_updates": "gpu"},
+]
+
+
+@functools.cache
+def in_chunks(precision: str, clipping: float, accumulation: int) -> Run:
+    """On one stream; a plain loop is the oracle on the CPU (`tests/laws/test_chunks.py`)."""
+    return train_chunks(precision, clipping, accumulation, **PLACES[2], activations="keep")
+
+
+def train_chunks(precision: str, clipping: float, accumulation: int, **section: Any) -> Run:
+    settings = config(
+        precision=precision,
+        clipping=clipping,
+        accumulation=accumulation,
+        section={"device": "cuda", "chunk": 1, **section},
+    )
+    return train_windowed(chunked_llama, steps=3, settings=settings)
+
+
+@pytest.mark.parametrize(
+    ("streams", "policy", "place", "precision", "clipping", "accumulation"),
+    [  # every two of these meet
+        (1, "keep", 0, "fp32", 0.5, 1),
+        (1, "recompute_offload", 1, "bf16", 0.0, 2),
+        (2, "keep", 1, "fp32", 0.0, 2),
+        (2, "offload", 0, "bf16", 0.5, 1),
+        (2, "attention", 1, "bf16", 0.5, 1),
+        (2, "attention_offload", 2, "fp32", 0.0, 1),
+        (2, "recompute", 0, "fp32", 0.5, 2),
+        (2, "recompute_offload", 0, "bf16", 0.0, 1),
+        (3, "keep", 2, "bf16", 0.0, 1),
+        (3, "offload", 1, "fp32", 0.0, 2),
+        (3, "attention", 0, "fp32", 0.0, 1),
+        (3, "attention_offload", 0, "bf16", 0.5, 2),
+        (3, "recompute", 2, "bf16", 0.0, 1),
+        (3, "recompute_offload", 2, "fp32", 0.5, 1),
+    ],
+)
+def test_streams_and_places_of_chunks_never_change_a_bit(
+    streams: int,
+    policy: str,
+    place: int,
+    precision: str,
+    clipping: float,
+    accumulation: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("stronghold.runtime.activations.MIN_OFFLOAD_BYTES", 1)
+    run = train_chunks(
+        precision, clipping, accumulation, streams=streams, activations=policy, **PLACES[place]
+    )
+    expected = in_chunks(precision, clipping, accumulation)
+    assert_identical(run, expected)
+    assert run.norms == expected.norms
+
+
+@pytest.mark.parametrize("streams", [1, 2])
+def test_two_chunks_compute_at_once_on_two_streams(streams: int) -> None:
+    def inspect(engine: Any) -> None:
+        device = engine._stack.device
+        device.record_spans(True)
+        for _ in range(2):  # before the first, classes of blocks are tried
+            mark = device.trace.mark()
+            engine.backward(loss_of(engine(**on(torch.device("cuda"), slow_llama()[1](0)))))
+            engine.step()
+        torch.cuda.synchronize()
+        device.settle()
+        spans = [s for s in device.trace.spans(mark) if s.lane.startswith("compute ")]
+        at_once = [
+            (one.name, other.name)
+            for one, other in itertools.combinations(spans, 2)
+            if one.start_s < other.end_s and other.start_s < one.end_s
+        ]
+        assert {s.lane for s in spans} == (set() if streams == 1 else {"compute 1", "compute 2"})
+        for half in ("chunk", "backward"):
+            found = any(pair[0].startswith(half) for pair in at_once)
+            assert found == (streams > 1), at_once
+
+    section = {"device": "cuda", "chunk": 1, "streams": streams, "activations": "recompute"}
+    settings = config(section={**section, **PLACES[0]})
+    train_windowed(slow_llama, steps=1, settings=settings, inspect=inspect)

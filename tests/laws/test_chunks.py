@@ -92,7 +92,7 @@ def check(
     "place",
     [
         {"window": 1},
-        {"window": 3, "cpu_threads": 2},
+        {"window": 3, "cpu_threads": 2, "streams": 2},
         {"window": 2, "resident_layers": 1},
         {"resident_layers": "all", "resident_updates": "gpu"},
     ],
@@ -123,6 +123,11 @@ def test_updates_as_gradients_come_and_sums_over_micro_batches(policy: str) -> N
 @pytest.mark.parametrize("spill", ["moments", "weights"])
 def test_files_never_change_a_bit(spill: str, tmp_path: Path) -> None:
     check({"window": 2, "nvme": {"path": str(tmp_path), "spill": spill}})
+
+
+def test_streams_without_chunks_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"streams: got 2, but without.*Set chunk to"):
+        stronghold.initialize(model=llama()[0], config=config(section={"streams": 2}))
 
 
 def test_a_batch_of_one_chunk_is_as_without_the_key() -> None:

@@ -177,6 +177,7 @@ std::atomic<size_t> num_launches{0}, num_waits{0};
 template <typename Work>
 void push_launch(Work&& work) {
   ++num_launches;
+  current_stream().push_deferred();
   current_stream().push([work = std::forward<Work>(work)]() mutable {
     const at::AutoDispatchBelowADInplaceOrView below;
     Streams::wait_a_little(Streams::get().launch_delay_s);
@@ -194,6 +195,7 @@ Tensor& copy(Tensor& self, const Tensor& source, bool non_blocking) {
     TORCH_CHECK(!Registered::get().borders_inside(host.const_data_ptr(), host.nbytes()),
                 "CUDA error: invalid argument (a copy spans registered and other memory)");
     if (Registered::get().holds(host.const_data_ptr())) {
+      current_stream().push_deferred();
       current_stream().push([to = bytes_of(self), from = bytes_of(expanded), n = self.nbytes()] {
         Streams::wait_a_little(Streams::get().delay_s);
         std::memcpy(to, from, n);

@@ -8,8 +8,9 @@
 // Memory is given out again as torch's CUDA allocator does it: what is freed belongs to the stream
 // that was current when it was taken, and that stream's later work may have it at once, although
 // the earlier work is still to come. Memory that other streams use (`record_stream`) waits until
-// these have passed the point of its free. What is poisoned is poisoned in stream order. Not
-// pretended: torch's rounding to segments of megabytes.
+// these have passed the point of its free. What is poisoned is poisoned in stream order: before the
+// stream's next launch, copy or allocation, the first that could write it. Not pretended: torch's
+// rounding to segments of megabytes.
 #pragma once
 
 #include <sys/mman.h>
@@ -58,10 +59,11 @@ class Arena {
     const c10::StreamId stream = Streams::current();
     std::unique_lock<std::mutex> hold(mutex_);
     settle_waiting();
+    Streams::get().of(stream).push_deferred();
     auto block = find(size, stream);
     if (block == free_.end()) {  // what other streams keep is given back before memory is out
       hold.unlock();
-      Streams::get().synchronize();
+      settle_streams();
       hold.lock();
       settle_waiting();
       drop_kept();
@@ -79,6 +81,7 @@ class Arena {
     if (found.stream == kNobody) {
       reserved_ += size;
       poison(offset, size, stream);
+      Streams::get().of(stream).push_deferred();
     }
     allocated_ += size;
     active_ += size;
@@ -118,7 +121,7 @@ class Arena {
 
   // Gives the memory that streams keep for themselves back to the device.
   void empty_cache() {
-    Streams::get().synchronize();
+    settle_streams();
     std::lock_guard<std::mutex> hold(mutex_);
     settle_waiting();
     drop_kept();
@@ -144,6 +147,12 @@ class Arena {
   }
 
  private:
+  static void settle_streams() {
+    Streams::get().synchronize();
+    Streams::get().push_deferred();
+    Streams::get().synchronize();
+  }
+
   Arena() : device_base_(map(PROT_NONE)), shadow_base_(map(PROT_READ | PROT_WRITE)) {
     free_[0] = Free{kArenaBytes, kNobody};
   }
@@ -206,7 +215,7 @@ class Arena {
   }
 
   void poison(size_t offset, size_t size, c10::StreamId stream) {
-    Streams::get().of(stream).push(
+    Streams::get().of(stream).defer(
         [at = shadow_base_ + offset, size] { std::memset(at, 0xFF, size); });
   }
 

@@ -67,6 +67,20 @@ class StreamThread {
     }
     changed_.notify_all();
   }
+  // Work that comes before the next that may write memory, wherever that stands then: a wait of
+  // the stream, or an event, writes none.
+  void defer(std::function<void()> work) {
+    std::lock_guard<std::mutex> hold(mutex_);
+    deferred_.push_back(std::move(work));
+  }
+  void push_deferred() {
+    {
+      std::lock_guard<std::mutex> hold(mutex_);
+      for (auto& work : deferred_) queue_.push_back(std::move(work));
+      deferred_.clear();
+    }
+    changed_.notify_all();
+  }
   bool idle() {
     std::lock_guard<std::mutex> hold(mutex_);
     return queue_.empty() && !busy_;
@@ -101,7 +115,7 @@ class StreamThread {
 
   std::mutex mutex_;
   std::condition_variable changed_;
-  std::deque<std::function<void()>> queue_;
+  std::deque<std::function<void()>> queue_, deferred_;
   bool busy_ = false;
 };
 
@@ -120,12 +134,10 @@ class Streams {
   }
   c10::StreamId make() { return next_++; }
   void synchronize() {
-    std::vector<StreamThread*> all;
-    {
-      std::lock_guard<std::mutex> hold(mutex_);
-      for (auto& found : threads_) all.push_back(found.second.get());
-    }
-    for (auto* stream : all) stream->synchronize();
+    for (auto* stream : all()) stream->synchronize();
+  }
+  void push_deferred() {
+    for (auto* stream : all()) stream->push_deferred();
   }
 
   static c10::StreamId& current() {
@@ -145,6 +157,13 @@ class Streams {
   }
 
  private:
+  std::vector<StreamThread*> all() {
+    std::lock_guard<std::mutex> hold(mutex_);
+    std::vector<StreamThread*> found;
+    for (auto& thread : threads_) found.push_back(thread.second.get());
+    return found;
+  }
+
   std::mutex mutex_;
   std::map<c10::StreamId, std::unique_ptr<StreamThread>> threads_;
   std::atomic<c10::StreamId> next_{1};

@@ -452,7 +452,7 @@ def test_chunks_let_a_larger_batch_fit_and_are_in_the_config(
     sizes[sizes.index("--vocab") + 1] = "96"
     call = [*sizes, "--machine", "rtx4090", "--gpu", "60MB", "--host", "100MB", "--batch", "max"]
     largest = []
-    for chunk in ((), ("--chunk", "1"), ("--chunk", "auto")):
+    for chunk in ((), ("--chunk", "1"), ("--chunk", "auto", "--streams", "2")):
         path = tmp_path / "config.json"
         status, page, _ = run(*call, *chunk, "--write", str(path), capsys=capsys)
         assert status == 0
@@ -461,7 +461,11 @@ def test_chunks_let_a_larger_batch_fit_and_are_in_the_config(
         largest.append(int(found[1]))
         written = json.loads(path.read_text())["stronghold"]
         assert ("chunk" in written) == ("in chunks of" in page)
+        assert written.get("streams", 1) == 1 + page.count("on 2 streams")
         if chunk:
             assert "in chunks of" in page
-    assert largest[1] == largest[2] > largest[0]
+    assert largest[1] > largest[2] > largest[0]  # two chunks at once take more
     assert run(*call, "--chunk", "0", capsys=capsys)[0] == 2
+    status, _, complaint = run(*call, "--streams", "2", capsys=capsys)
+    assert status == 2
+    assert "--streams: got 2, expected it with --chunk N alone" in complaint

@@ -419,6 +419,12 @@ def test_activations_by_level_are_what_waits_and_what_passes() -> None:
         plan = make_plan(layout, dataclasses.replace(known, activations=level))
         assert plan.activation_bytes == n * on_gpu + passing, level
         assert plan.offloaded_bytes == n * on_host, level
+        # Each stream keeps its memory for itself: of so many chunks, and beside the head's.
+        several = make_plan(layout, dataclasses.replace(known, activations=level, streams=3))
+        anew = saved - attended if "attention" in level else saved if "recompute" in level else 0
+        waiting = 2 * on_host  # two layers' on their way
+        beside = -(-anew * 3 // chunks) + waiting + 7 * outside
+        assert several.activation_bytes == n * on_gpu + beside, level
     mixed = levels_of(layout, {"recompute": 1, "keep": n - 1})
     assert [mixed[index] for index in blocks] == ["recompute"] + ["keep"] * (n - 1)
     assert make_plan(layout, dataclasses.replace(known, activations=mixed)).activation_bytes == (
