@@ -19,6 +19,7 @@ from tests.support.pairs import pairs
 from tests.support.training import Run, assert_identical, config, moments_of
 from tests.support.twin import failing_once, twin
 
+MIXED = {"window": 1, "resident_layers": 1}
 Backward = Callable[..., Any]  # (engine, loss)
 Batches = Callable[[int], dict[str, Any]]
 
@@ -320,3 +321,30 @@ def test_one_loss_of_several_engines_goes_on_after_deepspeeds_epilogue() -> None
             for each in both:
                 each.engine._backward_epilogue()
                 each.step()
+
+
+def test_an_actor_a_critic_and_a_frozen_reference_train_as_plain_ones() -> None:
+    """Three engines of one process, one of which only runs forward."""
+    model, settings = MODELS["gpt"]()[0].requires_grad_(False), config(section={"window": 2})
+    before = MODELS["gpt"]()[0]
+    reference: Any = stronghold.initialize(model=model, config=settings)[0]
+    assert reference.optimizer is None
+    with twin(section={"window": 1}) as actor, twin(precision="bf16", section=MIXED) as critic:
+        for step in range(3):
+            with torch.no_grad():
+                told = actor.on(step)(reference)
+                assert torch.equal(told, actor.on(step)(before))
+
+            def policy(of: Any, told: torch.Tensor = told, step: int = step) -> torch.Tensor:
+                loss = actor.on(step)(of)
+                return loss + 0.1 * (loss - told) ** 2
+
+            def value(of: Any, told: torch.Tensor = told, step: int = step) -> torch.Tensor:
+                return (critic.on(step)(of).float() - told) ** 2
+
+            for each, objective in ((actor, policy), (critic, value)):
+                each.backward(objective)
+                each.step()
+            reference.offload_states()
+            reference.reload_states()
+    reference.destroy()
