@@ -274,6 +274,16 @@ class SimulatedDevice(Device):
     def poison(self, tensor: torch.Tensor) -> None:
         """There are no bytes."""
 
+    def read_later(self, tensor: torch.Tensor) -> Callable[[], list[float]]:
+        """Who reads stands still until compute has come so far."""
+        computed = self.record_compute("read")
+
+        def read() -> list[float]:
+            computed.wait()
+            return super(SimulatedDevice, self).read_later(tensor)()
+
+        return read
+
     # -- the compute lane -------------------------------------------------------------------------
     def record_compute(self, operation: str, stream: object = None) -> Fence:
         return SimulatedFence(

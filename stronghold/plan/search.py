@@ -84,7 +84,6 @@ def lower_bound(layout: ModelLayout, plan: Plan, work: Workload, rates: Rates) -
     moved = plan.traffic
     update_s = moved.update_bytes * 1e-9 / rates.update_gbps
     compute_s = work.micro_batches * (work.forward_s + work.backward_s(plan.activations))
-    compute_s += moved.device_update_bytes * 1e-9 / rates.device_gbps
     compute_s += _waits_s(layout, plan, work, rates)
     return max(
         compute_s,
@@ -95,9 +94,10 @@ def lower_bound(layout: ModelLayout, plan: Plan, work: Workload, rates: Rates) -
 
 
 def _waits_s(layout: ModelLayout, plan: Plan, work: Workload, rates: Rates) -> float:
-    """Seconds that forward waits for updates at least. Those behind the gate begin when backward
-    has ended, in the layers' order; of others the first layer's, whose gradient is the last that is
-    there. Weights that were updated before cross host memory beside the updates.
+    """Seconds that forward waits for updates at least. Those on the device are compute of their
+    own. Those behind the gate begin when backward has ended, in the layers' order; of others the
+    first layer's, whose gradient is the last that is there. Weights that were updated before cross
+    host memory beside the updates, or after them.
     """
     gated = layout.layers if plan.gated else layout.layers[:1]
     each_s = plan.traffic.adam_bytes * 1e-9 / rates.update_gbps / plan.num_ranks
@@ -115,7 +115,7 @@ def _waits_s(layout: ModelLayout, plan: Plan, work: Workload, rates: Rates) -> f
         end_s = max(end_s, updated_s + delayed_s) + load_s
         forward_s += load_s
         delayed_s += on_host * delay_s
-    return end_s - forward_s
+    return max(end_s - forward_s, plan.traffic.device_update_bytes * 1e-9 / rates.device_gbps)
 
 
 def updates_s(plan: Plan, rates: Rates) -> tuple[float, float]:

@@ -119,6 +119,27 @@ def sweep(
     return chosen_s, best, count
 
 
+@pytest.mark.parametrize("pair", PAIRS, ids=str)
+def test_no_step_is_shorter_than_its_bound(pair: Pair) -> None:
+    layout, costs, machine, demand = demand_of(pair)
+    workload, rates = workload_of(costs, machine), rates_of(machine, machine.num_cores)
+    num_blocks, count = len(layout.streamed), 0
+    for updates, window, mix in product(("host", "gpu"), (2, num_blocks), mixes(num_blocks, 2)):
+        levels = levels_of(layout, mix)
+        wish = replace(
+            demand, resident_layers=0, resident_updates=updates, window=window, activations=levels
+        )
+        try:
+            plan = make_plan(layout, wish)
+        except BudgetError:
+            continue
+        count += 1
+        if count % 8 == 1:
+            step_s = simulate(layout, plan, workload, rates, dtype=torch.bfloat16).step_s
+            assert step_s >= (1 - 1e-9) * lower_bound(layout, plan, workload, rates)
+    assert count > 0
+
+
 def test_the_choice_is_within_two_per_cent_of_a_sweep_of_all_levels() -> None:
     chosen, best, count = sweep(PAIRS[2], residents=[0, 4], windows=[2, 4], steps=3)
     assert count > 0
