@@ -9,8 +9,9 @@ Candidates are tried in the order of that bound, and a round ends when the bound
 as the best step found: nothing that is left can be faster by more than EQUAL.
 
 [Note: rounds] First a share of the blocks to keep, with the largest window of usual size that fits,
-and activations as by the FIRST ladders; for the best few of these the other LADDERS; for the best
-few the window; then the share more finely. Last, for the best, which updates are deferred.
+and activations as by the FIRST ladders; for the best few of these the other LADDERS, and smaller
+windows; for the best the window; then the share more finely. Last, for the best, which updates are
+deferred.
 """
 
 from __future__ import annotations
@@ -220,7 +221,7 @@ class _Search(Generic[Prediction]):
         if not self._tried:
             return
         for choice in self._best(FEW):
-            wishes = self._near(choice, [choice.plan.window, USUAL_WINDOW])
+            wishes = self._near(choice, [choice.plan.window, 2, USUAL_WINDOW])
             self._round(self._fitting(wishes, self._ladders))
         for choice in self._best(1):
             wishes = self._near(choice, [*WINDOWS, num_blocks])
