@@ -18,12 +18,20 @@ from typing import Any
 
 import torch
 
-from stronghold import lean
 from stronghold.errors import ConfigError, did_you_mean
 from stronghold.native import AdamSegment, Pool, adam, available_cores
+from stronghold.states import (
+    EXACT,
+    LEAN,
+    LOW_DTYPE,
+    MOMENT_DTYPES,
+    MOMENTS,
+    SCALES,
+    num_items,
+    states_of,
+)
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_STATES = ("exact", "lean")
+_LEAN = states_of(torch.bfloat16, LEAN)
 _EXPECTED = "float32, bfloat16 or float16"
 _Closure = Callable[[], "torch.Tensor | float"]
 
@@ -64,12 +72,12 @@ class CPUAdam(torch.optim.Optimizer):
         states: str = "exact",
         num_threads: int | None = None,
     ) -> None:
-        if states not in _STATES:
+        if states not in MOMENT_DTYPES:
             raise ConfigError(
                 f'states: got {states!r}, expected "exact" or "lean".'
-                f"{did_you_mean(str(states), _STATES)}"
+                f"{did_you_mean(str(states), MOMENT_DTYPES)}"
             )
-        self._lean = states == "lean"
+        self._lean = states == LEAN
         defaults = {
             "lr": lr,
             "betas": betas,
@@ -166,13 +174,11 @@ class CPUAdam(torch.optim.Optimizer):
         if not state:
             state.update(_initial_state(weight, self._lean))
         state["step"] += 1
-        low = state.get("low")
+        addresses = {array: state[array].data_ptr() for array in state if array != "step"}
         beta1, beta2 = group["betas"]
         return AdamSegment(
             weight=weight.data_ptr(),
-            low=0 if low is None else low.data_ptr(),
-            exp_avg=state["exp_avg"].data_ptr(),
-            exp_avg_sq=state["exp_avg_sq"].data_ptr(),
+            **{"low": 0, **addresses},
             grad=grad.data_ptr(),
             numel=weight.numel(),
             lr=group["lr"],
@@ -184,30 +190,19 @@ class CPUAdam(torch.optim.Optimizer):
             step=state["step"],
             adamw=group["adamw_mode"],
             bias_correction=group["bias_correction"],
-            exp_avg_scale=state["exp_avg_scale"].data_ptr() if self._lean else 0,
-            exp_avg_sq_scale=state["exp_avg_sq_scale"].data_ptr() if self._lean else 0,
         )
 
 
 def _initial_state(weight: torch.Tensor, in_lean: bool) -> dict[str, Any]:
-    if in_lean:
-        return {
-            "step": 0,
-            "low": torch.zeros_like(weight, dtype=torch.int8),
-            "exp_avg": torch.zeros_like(weight, dtype=torch.int8),
-            "exp_avg_sq": torch.zeros_like(weight, dtype=torch.uint8),
-            "exp_avg_scale": torch.zeros(lean.num_groups(weight.numel())),
-            "exp_avg_sq_scale": torch.zeros(lean.num_groups(weight.numel())),
-        }
-    state: dict[str, Any] = {
-        "step": 0,
-        "exp_avg": torch.zeros_like(weight, dtype=torch.float32),
-        "exp_avg_sq": torch.zeros_like(weight, dtype=torch.float32),
-    }
-    if weight.dtype == torch.bfloat16:
-        state["low"] = torch.zeros_like(weight, dtype=torch.int16)
-    elif weight.dtype == torch.float16:
-        state["low"] = weight.float()
+    state: dict[str, Any] = {"step": 0}
+    kind = LEAN if in_lean else EXACT
+    for array, dtype in states_of(weight.dtype, kind).dtypes.items():
+        if array in SCALES:
+            state[array] = torch.zeros(num_items(array, weight.numel()), dtype=dtype)
+        elif array == "low" and dtype is torch.float32:  # the master of fp16 weights
+            state[array] = weight.float()
+        elif array != "weights":
+            state[array] = torch.zeros_like(weight, dtype=dtype)
     return state
 
 
@@ -223,7 +218,7 @@ def _adopted(param: torch.Tensor, saved: dict[str, Any], in_lean: bool) -> dict[
                 f"expected the parameter's {tuple(param.shape)}"
             )
     if in_lean != ("exp_avg_scale" in saved):
-        saved = _encoded(saved) if in_lean else _decoded(saved)
+        saved = _converted(saved, in_lean)
     for name, own in state.items():
         value = saved.get(name)
         if value is None:
@@ -235,29 +230,20 @@ def _adopted(param: torch.Tensor, saved: dict[str, Any], in_lean: bool) -> dict[
     return state
 
 
-def _decoded(saved: dict[str, Any]) -> dict[str, Any]:
-    """Lean states as exact ones: every value as it is."""
-    return {
-        "step": saved["step"],
-        "low": saved["low"].to(torch.int16) << 8,
-        "exp_avg": lean.decode_exp_avg(saved["exp_avg"], saved["exp_avg_scale"]),
-        "exp_avg_sq": lean.decode_exp_avg_sq(saved["exp_avg_sq"], saved["exp_avg_sq_scale"]),
-    }
-
-
-def _encoded(saved: dict[str, Any]) -> dict[str, Any]:
-    """Exact states of a bf16 parameter, or torch's, as lean ones. The parameter is not known here,
-    and stays: a remainder that would round its weight up stops short of that."""
-    encoded = {"step": saved["step"]}
-    if saved.get("low") is not None:
-        encoded["low"] = ((saved["low"].to(torch.int32) + 0x80) >> 8).clamp_max(127)
-    for name, encode in (
-        ("exp_avg", lean.encode_exp_avg),
-        ("exp_avg_sq", lean.encode_exp_avg_sq),
-    ):
-        if saved.get(name) is not None:
-            encoded[name], encoded[f"{name}_scale"] = encode(saved[name].detach().float())
-    return encoded
+def _converted(saved: dict[str, Any], in_lean: bool) -> dict[str, Any]:
+    """States of a bf16 parameter, or torch's, as those of the other kind. The parameter is not
+    known here, and stays: a remainder that would round its weight up stops short of that."""
+    found, low = {"step": saved["step"]}, saved.get("low")
+    if low is not None and in_lean:
+        found["low"] = ((low.to(torch.int32) + 0x80) >> 8).clamp_max(127)
+    elif low is not None:
+        found["low"] = low.to(torch.int16) << 8
+    for moment in MOMENTS:
+        if not in_lean:
+            found[moment] = _LEAN.decode(moment, saved)
+        elif saved.get(moment) is not None:
+            found |= _LEAN.encode(moment, saved[moment].detach().float())
+    return found
 
 
 def _check_group(group: dict[str, Any]) -> None:
@@ -276,7 +262,7 @@ def _check_parameter(param: torch.Tensor, in_lean: bool) -> None:
     problem = None
     if param.device.type != "cpu":
         problem = f"is on {param.device}, expected the CPU"
-    elif param.dtype not in _DTYPES or param.layout != torch.strided:
+    elif param.dtype not in LOW_DTYPE or param.layout != torch.strided:
         problem = f"is {param.dtype}, {param.layout}; expected dense {_EXPECTED}"
     elif in_lean and param.dtype != torch.bfloat16:
         problem = (
@@ -285,7 +271,7 @@ def _check_parameter(param: torch.Tensor, in_lean: bool) -> None:
         )
     elif not param.is_contiguous() and _overlaps(param):
         problem = "has elements that overlap in memory; pass its .clone()"
-    elif grad is not None and (grad.dtype not in _DTYPES or grad.layout != torch.strided):
+    elif grad is not None and (grad.dtype not in LOW_DTYPE or grad.layout != torch.strided):
         problem = (
             f"has a gradient that is {grad.dtype}, {grad.layout}; expected dense {_EXPECTED} "
             "(of an embedding: sparse=False)"

@@ -19,7 +19,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, get_type_hints
 
 import numpy as np
 import numpy.typing as npt
@@ -32,29 +32,6 @@ _SH_INVALID = 1
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _BF16_LEAN = 3
 
-# Rows of a prepared call, laid out as the structures of stronghold.h; the size is checked on load.
-_ADAM_ROW = np.dtype(
-    [
-        ("weight", np.uint64),
-        ("low", np.uint64),
-        ("exp_avg", np.uint64),
-        ("exp_avg_sq", np.uint64),
-        ("grad", np.uint64),
-        ("numel", np.int64),
-        ("lr", np.float64),
-        ("beta1", np.float64),
-        ("beta2", np.float64),
-        ("eps", np.float64),
-        ("weight_decay", np.float64),
-        ("grad_scale", np.float64),
-        ("step", np.int64),
-        ("adamw", np.int32),
-        ("bias_correction", np.int32),
-        ("exp_avg_scale", np.uint64),
-        ("exp_avg_sq_scale", np.uint64),
-    ]
-)
-
 
 class AdamSegment(NamedTuple):
     """One array of parameters and everything that its step needs. Addresses are of host memory.
@@ -65,8 +42,8 @@ class AdamSegment(NamedTuple):
     are those of lean states; their arrays are laid out as in `stronghold.lean`, and a part of a
     parameter begins at a multiple of `lean.GROUP`.
 
-    A tuple, in the order of the C structure, because hundreds are made in a step; make it with
-    keywords.
+    A tuple, in the order and of the types of the C structure, because hundreds are made in a step;
+    make it with keywords.
     """
 
     weight: int
@@ -87,6 +64,10 @@ class AdamSegment(NamedTuple):
     exp_avg_scale: int = 0
     exp_avg_sq_scale: int = 0
 
+
+# A row of a prepared call: the C structure, whose size is checked when the library is loaded.
+_C_TYPES = {int: np.int64, float: np.float64, bool: np.int32}
+_ADAM_ROW = np.dtype([(name, _C_TYPES[of]) for name, of in get_type_hints(AdamSegment).items()])
 
 AdamRows = npt.NDArray[Any]
 """Segments as a NumPy structured array with the fields of `AdamSegment`: `adam_rows` makes it."""
