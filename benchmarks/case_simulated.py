@@ -69,8 +69,7 @@ class Simulated(Machine):
             window=task.window,
             prefetch=task.prefetch,
             activations=task.activations,
-            saved_bytes=tuple(layer.saved_bytes for layer in costs.layers),
-            boundary_bytes=tuple(layer.boundary_bytes for layer in costs.layers),
+            kept=workload_of(costs, self._profile).layers,
             num_cores=task.threads or max(1, self._profile.num_cores - 1),
         )
         work = workload_of(costs, self._profile, micro_batches=task.accumulation)

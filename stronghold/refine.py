@@ -15,7 +15,7 @@ the first searches with the slowest of it, and all follow.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from enum import Enum
 from typing import Any, NamedTuple
@@ -25,7 +25,6 @@ from stronghold.errors import BudgetError
 from stronghold.plan.cost import Workload, measured_rates, measured_workload, slowest
 from stronghold.plan.demand import Demand, Gradients
 from stronghold.plan.plan import Plan, activation_bytes, make_plan
-from stronghold.runtime.activations import ActivationSizes
 from stronghold.runtime.runtime import Runtime
 from stronghold.runtime.stack import Stack, pinned_activations
 from stronghold.simulate import fastest_plan, simulate
@@ -130,7 +129,10 @@ class Refinement:
             micro_batches=self._micro_batches,
             num_steps=TRACED_STEPS,
         )
-        memory = _memory(stack, sizes)
+        device = stack.device
+        memory = Memory(
+            device.reachable_bytes(), device.activation_peak_bytes(), sizes.least_chunks
+        )
         # Weights change places with a plan, and an alias that somebody keeps would stay behind.
         kept = bool(runtime.executor.aliased(range(len(stack.parameters))))
         ranks = stack.ranks
@@ -164,19 +166,6 @@ class Refinement:
         stack, count = self._stack, self._micro_batches
         if count < 2 or stack.demand.chunk is not None:
             return
-        layers = tuple(
-            replace(
-                load,
-                forward_s=count * load.forward_s,
-                backward_s=count * load.backward_s,
-                saved_bytes=count * load.saved_bytes,
-                boundary_bytes=count * load.boundary_bytes,
-                attention_s=count * load.attention_s,
-                attention_bytes=count * load.attention_bytes,
-            )
-            for load in workload.layers
-        )
-        together = replace(workload, layers=layers, tokens=count * workload.tokens, micro_batches=1)
         demand = replace(_as_it_is(stack), accumulate=False, micro_batches=1, chunk=1, chunks=count)
         try:
             plan = make_plan(stack.layout, demand)
@@ -186,7 +175,7 @@ class Refinement:
             simulate(
                 stack.layout, one, work, rates, dtype=stack.dtype, asynchronous=asynchronous
             ).step_s
-            for one, work in ((plan, together), (stack.plan, workload))
+            for one, work in ((plan, workload.together()), (stack.plan, workload))
         )
         if predicted < ADVISED * present:
             logger.info(
@@ -206,7 +195,9 @@ class Refinement:
         """The plan to change to, or None."""
         stack = self._stack
         demand = (
-            _known_demand(stack, memory) if _layers_may_move(stack.demand) else _as_it_is(stack)
+            _known_demand(stack, workload, memory)
+            if _layers_may_move(stack.demand)
+            else _as_it_is(stack)
         )
         try:
             choice = fastest_plan(
@@ -237,52 +228,30 @@ class Refinement:
 
 class Memory(NamedTuple):
     """What a rank knows of its GPU in bytes: what its tensors can have in all, as things are now
-    (None: unknown), what others than the plan's buffers took at most, and of each block what it
-    saves for backward, what enters it, and what attention gave."""
+    (None: unknown), and what others than the plan's buffers took at most."""
 
     reachable: int | None
     peak: int | None
-    saved: tuple[int, ...]
-    boundary: tuple[int, ...]
-    attended: tuple[int, ...]
     chunks: int  # of a micro-batch, at least
-
-
-def _memory(stack: Stack, sizes: ActivationSizes) -> Memory:
-    return Memory(
-        stack.device.reachable_bytes(),
-        stack.device.activation_peak_bytes(),
-        tuple(sizes.saved),
-        tuple(sizes.boundary),
-        tuple(call.nbytes for call in sizes.attended),
-        sizes.least_chunks,
-    )
 
 
 def _least(found: Sequence[Memory]) -> Memory:
     """What all ranks have room for."""
-
-    def most(rows: Iterable[Sequence[int]]) -> tuple[int, ...]:
-        return tuple(map(max, zip(*rows, strict=True)))
-
     known = all(memory.reachable is not None and memory.peak is not None for memory in found)
     return Memory(
         min(memory.reachable or 0 for memory in found) if known else None,
         max(memory.peak or 0 for memory in found) if known else None,
-        most(memory.saved for memory in found),
-        most(memory.boundary for memory in found),
-        most(memory.attended for memory in found),
         min(memory.chunks for memory in found),
     )
 
 
-def _known_demand(stack: Stack, memory: Memory) -> Demand:
+def _known_demand(stack: Stack, workload: Workload, memory: Memory) -> Demand:
     """What the planner is asked once it is known what each block saves for backward, and what
     enters it, in bytes: activations take their part of the GPU's memory.
 
     The emulated device's activations are the host's: nothing is known of their budget.
     """
-    section, saved, measured = stack.section, memory.saved, memory.peak
+    section, measured = stack.section, memory.peak
     if memory.reachable is None or measured is None:
         return stack.demand
     budget = int(memory.reachable * GPU_SHARE)
@@ -290,9 +259,7 @@ def _known_demand(stack: Stack, memory: Memory) -> Demand:
         stack.demand,
         activations=pinned_activations(section, stack.layout),
         gpu_budget_bytes=budget,
-        saved_bytes=saved,
-        boundary_bytes=memory.boundary,
-        attention_bytes=memory.attended,
+        kept=workload.layers,
         chunks=memory.chunks,
         reserve_bytes=0 if section.gpu_memory is None else budget - section.gpu_memory,
     )
@@ -300,9 +267,9 @@ def _known_demand(stack: Stack, memory: Memory) -> Demand:
     beside = measured - activation_bytes(stack.layout, stack.plan.activations, known)
     outside = [layer.index for layer in stack.layout.layers if not layer.streamed]
     if outside and beside > 0:
-        more = list(saved)
-        more[outside[-1]] += beside
-        known = replace(known, saved_bytes=tuple(more))
+        more, last = list(known.kept), outside[-1]
+        more[last] = replace(more[last], saved_bytes=more[last].saved_bytes + beside)
+        known = replace(known, kept=tuple(more))
     return known
 
 

@@ -120,7 +120,7 @@ def fastest_plan(
     asynchronous: bool = True,
     ladders: Sequence[Ladder] = LADDERS,
     near: Sequence[tuple[int, int]] = (),
-) -> Choice[Prediction]:
+) -> Choice:
     """The fastest plan for `demand`, by simulation, by one of `ladders`, and `near` these numbers
     of resident blocks and windows, if any (`search.search`); BudgetError when none fits."""
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from stronghold.limits import HostLimits
+from stronghold.plan.cost import break_even
 from stronghold.plan.machine import ADAM_BF16_BYTES, ADAM_LEAN_BYTES, MachineProfile
 
 GIB = float(1 << 30)
@@ -343,7 +344,7 @@ def _link_rows(findings: Findings) -> list[Row]:
     profile = findings.profile
     weights = 2 * PARAMETERS / 1e9
     where = f" ({findings.link})" if findings.link is not None else ""
-    tokens = break_even_tokens(profile)
+    tokens = break_even(profile, "bf16", recompute=False).link
     rows = [
         (
             f"host to device{where}",
@@ -380,12 +381,6 @@ def _link_rows(findings: Findings) -> list[Row]:
         )
     )
     return rows
-
-
-def break_even_tokens(profile: MachineProfile) -> float:
-    """Tokens per step from which 6 FLOP per parameter and token take longer than two bf16 weights
-    over the link."""
-    return 2 * 2 * profile.flops["bf16"] / (6 * profile.fetch_gbps * 1e9)
 
 
 def _host_rows(findings: Findings) -> list[Row]:

@@ -9,6 +9,8 @@ queue full.
 from __future__ import annotations
 
 import datetime
+import functools
+import itertools
 import os
 import platform
 import re
@@ -33,6 +35,7 @@ from stronghold.doctor.findings import DiskRates, Findings, PcieLink, threads_in
 from stronghold.errors import ConfigError
 from stronghold.limits import HostLimits, host_limits
 from stronghold.memory.slab import map_slab
+from stronghold.model.costs import DTYPES
 from stronghold.native_io import IoFile, IoQueue
 from stronghold.plan.machine import ADAM_BF16_BYTES, ADAM_LEAN_BYTES, MachineProfile
 
@@ -45,7 +48,6 @@ _LARGEST_MATRIX = 8192
 _PIN_BYTES = 32 * MIB
 
 KINDS = ("cuda", "emulated")
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 DEPTHS = (1, 4, 16, 32)  # of the disk's queue
 BLOCK_BYTES = 1 << 20
@@ -76,9 +78,20 @@ def examine(
     limits = host_limits()
     opened = device if isinstance(device, Device) else _open(device)
     try:
-        steps = _Steps(progress, len(thread_counts(limits.num_cores)), folder is not None)
+        # As many as are named: threads, five of the link, dtypes, depths of the disk, and both.
+        total = len(thread_counts(limits.num_cores)) + 5 + len(DTYPES)
+        total += 0 if folder is None else len(DEPTHS) + 1
+        begun = itertools.count()
+
+        def step(what: str) -> None:
+            if progress is not None:
+                progress(what, min(1.0, next(begun) / total))
+
         size = effort(quick, limits.available_bytes)
-        return _examine(opened, limits, size, folder, steps)
+        found = _examine(opened, limits, size, folder, step)
+        if progress is not None:
+            progress("done", 1.0)
+        return found
     finally:
         if opened is not device:
             opened.close()
@@ -90,19 +103,18 @@ def gpu_name(device: str | None = None) -> str | None:
 
 
 def _examine(
-    device: Device, limits: HostLimits, size: Effort, folder: Path | None, steps: _Steps
+    device: Device, limits: HostLimits, size: Effort, folder: Path | None, step: Step
 ) -> Findings:
-    memory, adam, lean_adam = host_rates(size, limits.num_cores, steps)
-    rates = link_rates(device, size, steps)
+    memory, adam, lean_adam = host_rates(size, limits.num_cores, step)
+    rates = link_rates(device, size, step)
     link = _pcie_link(device)  # now: an idle link runs slower
     flops = {}
-    for name, dtype in _DTYPES.items():
-        steps(f"matrix products, {name}")
+    for name, dtype in DTYPES.items():
+        step(f"matrix products, {name}")
         flops[name] = product_flops(device, dtype, size)
     disk = None
     if folder is not None:
-        disk = disk_rates(folder, size.disk_bytes, steps)
-    steps.done()
+        disk = disk_rates(folder, size.disk_bytes, step)
     emulated = not isinstance(device, CudaDevice)
     return Findings(
         profile=MachineProfile(
@@ -150,25 +162,6 @@ def _of_disk(disk: DiskRates | None) -> dict[str, Any]:
 def _figure(rate: float) -> float:
     """As many digits as a measurement is worth."""
     return float(f"{rate:.4g}")
-
-
-class _Steps:
-    """Tells the caller which measurement begins, and how many of all have ended."""
-
-    def __init__(self, progress: Progress | None, num_threads: int, disk: bool) -> None:
-        self._progress = progress
-        self._begun = 0
-        # As many as `measure` and `disk` name: threads, five of the link, dtypes, depths and both.
-        self._total = num_threads + 5 + len(_DTYPES) + (len(DEPTHS) + 1 if disk else 0)
-
-    def __call__(self, what: str) -> None:
-        if self._progress is not None:
-            self._progress(what, min(1.0, self._begun / self._total))
-        self._begun += 1
-
-    def done(self) -> None:
-        if self._progress is not None:
-            self._progress("done", 1.0)
 
 
 def _kind(device: str | None) -> str:
@@ -330,24 +323,20 @@ def host_rates(size: Effort, num_cores: int, step: Step) -> tuple[dict[int, floa
     lean_batch = native.AdamBatch(torch.bfloat16, torch.bfloat16, [small], lean=True)
     moved = numel * ADAM_BF16_BYTES
     lean_moved = numel * ADAM_LEAN_BYTES
-    memory: dict[int, float] = {}
-    adam: dict[int, float] = {}
-    lean_adam: dict[int, float] = {}
+    works = ((batch.traffic, moved), (batch.run, moved), (lean_batch.run, lean_moved))
+    rates: tuple[dict[int, float], ...] = ({}, {}, {})
     for threads in thread_counts(num_cores):
         step(f"host memory and Adam, {threads_in_words(threads)}")
         with native.Pool(threads) as pool:
-            batch.traffic(pool)
-            batch.run(pool)
-            lean_batch.run(pool)
-            copying, updating, lean_updating = [], [], []
-            for _ in range(size.rounds):
-                copying.append(_seconds(lambda: batch.traffic(pool)))
-                updating.append(_seconds(lambda: batch.run(pool)))
-                lean_updating.append(_seconds(lambda: lean_batch.run(pool)))
-        memory[threads] = moved / statistics.median(copying) / 1e9
-        adam[threads] = moved / statistics.median(updating) / 1e9
-        lean_adam[threads] = lean_moved / statistics.median(lean_updating) / 1e9
-    return memory, adam, lean_adam
+            for work, _ in works:
+                work(pool)
+            rounds = [
+                [_seconds(functools.partial(work, pool)) for work, _ in works]
+                for _ in range(size.rounds)
+            ]
+        for rate, (_, nbytes), seconds in zip(rates, works, zip(*rounds, strict=True), strict=True):
+            rate[threads] = nbytes / statistics.median(seconds) / 1e9
+    return rates
 
 
 def thread_counts(num_cores: int) -> list[int]:
@@ -430,7 +419,7 @@ def product_flops(device: Device, dtype: torch.dtype, size: Effort) -> float:
             torch.randn(side, side, generator=chance, device=device.torch_device).to(dtype)
             for _ in range(2)
         )
-        product = _Product(a, b, torch.empty_like(a))
+        product = functools.partial(torch.matmul, a, b, out=torch.empty_like(a))
         _on_compute(device, product, 1, 1)  # the library chooses and loads its kernel
         once = _on_compute(device, product, 3, 1)
         if side == _LARGEST_MATRIX or 8 * once > size.product_s:
@@ -439,18 +428,6 @@ def product_flops(device: Device, dtype: torch.dtype, size: Effort) -> float:
     repeats = max(1, int(size.product_s / 3 / once))
     seconds = _on_compute(device, product, 3, repeats)
     return 2.0 * side**3 / seconds
-
-
-class _Product:
-    """out = a @ b, as a call without arguments."""
-
-    def __init__(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
-        self._arrays = (a, b, out)
-
-    def __call__(self) -> None:
-        a, b, out = self._arrays
-        with torch.no_grad():
-            torch.matmul(a, b, out=out)
 
 
 def _lone(

@@ -15,7 +15,7 @@ from typing import Any
 from stronghold.device.contention import Rates
 from stronghold.errors import BudgetError, ConfigError
 from stronghold.forecast.question import Question
-from stronghold.model.costs import DTYPES, LayerCost
+from stronghold.model.costs import DTYPES
 from stronghold.plan import search
 from stronghold.plan.cost import (
     DISK,
@@ -221,7 +221,7 @@ def _fastest(
     demand: Demand,
     ladders: Sequence[search.Ladder] = search.LADDERS,
     near: Sequence[tuple[int, int]] = (),
-) -> Choice[Prediction]:
+) -> Choice:
     work, rates = _work_and_rates(question, demand)
     dtype = DTYPES[question.dtype]
     return fastest_plan(
@@ -244,7 +244,7 @@ def _work_and_rates(question: Question, demand: Demand) -> tuple[Workload, Rates
 
 
 def _demand(question: Question) -> Demand:
-    dtype, costs = DTYPES[question.dtype], question.costs
+    dtype = DTYPES[question.dtype]
     return Demand(
         weight_bytes=dtype.itemsize,
         low_bytes=states_of(dtype, question.states).low_bytes,
@@ -255,9 +255,7 @@ def _demand(question: Question) -> Demand:
         host_budget_bytes=question.host_bytes // question.gpus,
         window=question.window,
         resident_layers=question.resident_layers,
-        saved_bytes=_saved_bytes(costs.layers),
-        boundary_bytes=tuple(layer.boundary_bytes for layer in costs.layers),
-        attention_bytes=tuple(layer.attention_bytes for layer in costs.layers),
+        kept=workload_of(question.costs, question.machine).layers,
         # One launches the GPU's work.
         num_cores=max(1, question.machine.num_cores // question.gpus - 1),
         num_ranks=question.ranks,
@@ -269,17 +267,6 @@ def _demand(question: Question) -> Demand:
         chunk=question.chunk,
         streams=question.streams,
         chunks=1 if question.chunk is None else -(-question.batch // question.chunk),
-    )
-
-
-def _saved_bytes(layers: Sequence[LayerCost]) -> tuple[int, ...]:
-    """What each layer keeps. Outside the blocks (norm, head, loss) one after the other has most in
-    passing while everything else is kept: the most of them counts, once."""
-    outside = [k for k, layer in enumerate(layers) if not layer.boundary_bytes]
-    largest = max(outside, key=lambda k: layers[k].passing_bytes, default=-1)
-    return tuple(
-        layer.saved_bytes + (layer.passing_bytes if k == largest else 0)
-        for k, layer in enumerate(layers)
     )
 
 
@@ -495,11 +482,10 @@ def sweep(question: Question, axis: str) -> list[tuple[int, Forecast]]:
     if not any(found.fits for _, found in points):
         raise ConfigError(f"--sweep {axis}: not even {axis} {points[0][0]} fits")
     if not points[-1][1].fits and axis in ("batch", "layers"):
-        low, high = points[-2][0], points[-1][0]
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if fits(_with(question, axis, middle)) else (low, middle)
-        last = [(value, outlook(_with(question, axis, value))) for value in (low, high)]
+        low = search.last_that(
+            lambda value: fits(_with(question, axis, value)), points[-2][0], points[-1][0] - 1
+        )
+        last = [(value, outlook(_with(question, axis, value))) for value in (low, low + 1)]
         points = [*points[:-2], *(points[-2:-1] if low > points[-2][0] else []), *last]
     return points
 

@@ -35,12 +35,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 
 from stronghold.device.contention import Rates
 from stronghold.model.costs import ModelCosts
 from stronghold.model.layout import LayerLayout, ModelLayout
-from stronghold.plan.demand import AGAIN, ATTENTION, AWAY, Demand
+from stronghold.plan.demand import Demand, LayerLoad
 from stronghold.plan.machine import STATE_BYTES, MachineProfile, adam_bytes
 from stronghold.states import EXACT, Kind, moment_bytes
 from stronghold.telemetry.trace import Span
@@ -303,33 +303,6 @@ def shares(*, forward_s: float, backward_s: float, updates_s: float) -> tuple[fl
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LayerLoad:
-    """One layer in one micro-batch: seconds of forward, of attention's kernels in it, and of
-    backward (without recomputation); and bytes of what it saves, of its inputs, and of what
-    attention gave."""
-
-    forward_s: float
-    backward_s: float
-    saved_bytes: int = 0
-    boundary_bytes: int = 0
-    attention_s: float = 0.0
-    attention_bytes: int = 0
-
-    def again_s(self, level: str) -> float:
-        """Seconds that backward computes again."""
-        if level not in AGAIN:
-            return 0.0
-        return self.forward_s - (self.attention_s if level in ATTENTION else 0.0)
-
-    def moved_bytes(self, level: str) -> int:
-        """To the host, and back."""
-        if level not in AGAIN:
-            return self.saved_bytes if level in AWAY else 0
-        moved = self.boundary_bytes + (self.attention_bytes if level in ATTENTION else 0)
-        return moved if level in AWAY else 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
     """What a step computes: `layers` in the layout's order, for each of `micro_batches` of `tokens`
     tokens."""
@@ -343,6 +316,13 @@ class Workload:
         """Of the model, in one micro-batch."""
         return sum(layer.forward_s for layer in self.layers)
 
+    def together(self) -> Workload:
+        """All micro-batches as one."""
+        count = self.micro_batches
+        loads = ({k: count * v for k, v in asdict(load).items()} for load in self.layers)
+        layers = tuple(LayerLoad(**load) for load in loads)
+        return Workload(layers=layers, tokens=count * self.tokens)
+
     def backward_s(self, activations: Sequence[str]) -> float:
         """With what is computed again under these policies."""
         levels = zip(self.layers, activations, strict=True)
@@ -351,19 +331,22 @@ class Workload:
 
 def workload_of(costs: ModelCosts, machine: MachineProfile, *, micro_batches: int = 1) -> Workload:
     """The seconds that `machine` needs for `costs`, at its rate of matrix multiplication; backward
-    computes twice what forward does."""
-    flops = machine.flops[costs.dtype]
+    computes twice what forward does. Outside the blocks (norm, head, loss) one layer after the
+    other has most in passing while everything else is kept: the most of them counts, once."""
+    flops, layers = machine.flops[costs.dtype], costs.layers
+    outside = [layer for layer in layers if not layer.boundary_bytes]
+    largest = max(outside, key=lambda layer: layer.passing_bytes, default=None)
     return Workload(
         layers=tuple(
             LayerLoad(
                 forward_s=layer.forward_flops / flops,
                 backward_s=2 * layer.forward_flops / flops,
-                saved_bytes=layer.saved_bytes,
+                saved_bytes=layer.saved_bytes + (layer.passing_bytes if layer is largest else 0),
                 boundary_bytes=layer.boundary_bytes,
                 attention_s=layer.attention_flops / flops,
                 attention_bytes=layer.attention_bytes,
             )
-            for layer in costs.layers
+            for layer in layers
         ),
         tokens=costs.tokens,
         micro_batches=micro_batches,

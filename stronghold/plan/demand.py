@@ -23,6 +23,42 @@ ATTENTION = frozenset(LEVELS[2:4])
 AWAY = frozenset(level for level in LEVELS if level.endswith("offload"))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerLoad:
+    """One layer in one micro-batch: seconds of forward, of attention's kernels in it, and of
+    backward (without recomputation); and bytes of what it saves, of its inputs, and of what
+    attention gave."""
+
+    forward_s: float
+    backward_s: float
+    saved_bytes: int = 0
+    boundary_bytes: int = 0
+    attention_s: float = 0.0
+    attention_bytes: int = 0
+
+    def again_s(self, level: str) -> float:
+        """Seconds that backward computes again."""
+        if level not in AGAIN:
+            return 0.0
+        return self.forward_s - (self.attention_s if level in ATTENTION else 0.0)
+
+    def again_bytes(self, level: str) -> int:
+        """What that makes anew."""
+        if level not in AGAIN:
+            return 0
+        return self.saved_bytes - (self.attention_bytes if level in ATTENTION else 0)
+
+    def waiting_bytes(self, level: str) -> int:
+        """What waits from forward to backward, on the device or the host."""
+        if level not in AGAIN:
+            return self.saved_bytes
+        return self.boundary_bytes + (self.attention_bytes if level in ATTENTION else 0)
+
+    def moved_bytes(self, level: str) -> int:
+        """To the host, and back."""
+        return self.waiting_bytes(level) if level in AWAY else 0
+
+
 class Gradients(Enum):
     """Where gradients wait on the host between their drain and the update."""
 
@@ -53,12 +89,9 @@ class Demand:
     chunk: int | None = None  # sequences that go through a block together; None: all
     chunks: int = 1  # that a micro-batch has of them, where that is known
     streams: int = 1  # on which chunks take turns
-    # Bytes that each layer's forward keeps, that recomputation keeps in their place, and of the
-    # first those that attention gave; empty: unknown, and the gpu budget is for weights and
+    # What each layer keeps for backward; empty: unknown, and the gpu budget is for weights and
     # gradients alone.
-    saved_bytes: tuple[int, ...] = ()
-    boundary_bytes: tuple[int, ...] = ()
-    attention_bytes: tuple[int, ...] = ()
+    kept: tuple[LayerLoad, ...] = ()
     reserve_bytes: int = 0  # of the gpu budget that are activations' at least
     cpu_threads: int | None = None
     deferred_layers: int | None = None  # blocks that are updated while the next forward runs

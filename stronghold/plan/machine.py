@@ -16,11 +16,12 @@ import os
 import platform
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from stronghold.config.keys import Kind, wrong
 from stronghold.device.contention import Rates
 from stronghold.errors import ConfigError, did_you_mean
 
@@ -90,7 +91,7 @@ class MachineProfile:
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
-            _CHECKS[str(field.type)](f"profile.{field.name}", getattr(self, field.name))
+            _check(f"profile.{field.name}", str(field.type), getattr(self, field.name))
         if set(self.flops) != set(STATE_BYTES):
             raise ConfigError(
                 f"profile.flops: got {', '.join(self.flops) or 'nothing'}, expected a rate for "
@@ -254,55 +255,37 @@ def _threads(where: str, key: str) -> int:
     return int(key)
 
 
-def _check_text(where: str, value: object) -> None:
-    if not isinstance(value, str):
-        raise ConfigError(f"{where}: got {value!r}, expected text")
-
-
-def _check_texts(where: str, value: object) -> None:
-    if not isinstance(value, tuple) or not all(isinstance(text, str) for text in value):
-        raise ConfigError(f"{where}: got {value!r}, expected a list of texts")
-
-
-def _check_count(where: str, value: object) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value < 2**53:
-        raise ConfigError(f"{where}: got {value!r}, expected a whole number of at least 1")
-
-
-def _check_rate(where: str, value: object) -> None:
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not (number and 0 < value <= sys.float_info.max):  # type: ignore[operator]
-        raise ConfigError(f"{where}: got {value!r}, expected a positive number")
-
-
-def _check_rates(where: str, value: object) -> None:
-    if not isinstance(value, Mapping) or not value:
-        raise ConfigError(f"{where}: got {value!r}, expected a rate for each of some keys")
-    for key, rate in value.items():
-        _check_rate(f"{where}.{key}", rate)
-
-
-def _check_rates_by_threads(where: str, value: object) -> None:
-    _check_rates(where, value)
-    for threads in value:  # type: ignore[attr-defined]
-        _check_count(where, threads)
-
-
-def _or_none(check: Callable[[str, object], None]) -> Callable[[str, object], None]:
-    return lambda where, value: None if value is None else check(where, value)
-
-
-# By the annotation of the field.
-_CHECKS = {
-    "str": _check_text,
-    "tuple[str, ...]": _check_texts,
-    "int": _check_count,
-    "float": _check_rate,
-    "float | None": _or_none(_check_rate),
-    "dict[str, float]": _check_rates,
-    "dict[int, float]": _check_rates_by_threads,
-    "dict[int, float] | None": _or_none(_check_rates_by_threads),
+# What each field must be, by its annotation.
+_KINDS = {
+    "str": Kind(lambda value: isinstance(value, str), "text"),
+    "tuple[str, ...]": Kind(
+        lambda value: isinstance(value, tuple) and all(isinstance(text, str) for text in value),
+        "a list of texts",
+    ),
+    "int": Kind(
+        lambda value: type(value) is int and 1 <= value < 2**53, "a whole number of at least 1"
+    ),
+    "float": Kind(
+        lambda value: type(value) in (int, float) and 0 < value <= sys.float_info.max,
+        "a positive number",
+    ),
+    "dict": Kind(
+        lambda value: isinstance(value, Mapping) and len(value) > 0, "a rate for each of some keys"
+    ),
 }
+
+
+def _check(where: str, annotation: str, value: Any) -> None:
+    if annotation.endswith(" | None") and value is None:
+        return
+    annotation = annotation.removesuffix(" | None")
+    by_key = annotation.startswith("dict")
+    problem = wrong(where, value, _KINDS["dict" if by_key else annotation])
+    if problem is not None:
+        raise ConfigError(problem)
+    for key, rate in value.items() if by_key else ():
+        _check(f"{where}.{key}", "float", rate)
+        _check(where, annotation[5:8], key)
 
 
 def _interpolate(rates: Mapping[int, float], threads: int) -> float:

@@ -21,13 +21,13 @@ of their own, for an update must not wait for a slot. One further entry serves c
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from stronghold.errors import BudgetError, ConfigError
-from stronghold.model.layout import LayerLayout, ModelLayout
+from stronghold.model.layout import ModelLayout
 from stronghold.plan.cost import Traffic, spread, traffic_of
-from stronghold.plan.demand import AGAIN, ATTENTION, AWAY
+from stronghold.plan.demand import AGAIN
 from stronghold.plan.demand import Demand as Demand
 from stronghold.plan.demand import Gradients as Gradients
 from stronghold.plan.schedule import Position
@@ -227,7 +227,7 @@ def make_plan(layout: ModelLayout, demand: Demand) -> Plan:
         stays = [layer for layer in places.on_host if layer.index in places.resident]
         where = "; what stays on the gpu is updated on the host" if stays else ""
         reasons.append(f"states: lean, which round otherwise than exact ones{where}")
-    host = _Host(places, offloaded).tier(reasons)
+    host = _Host(places, offloaded, reasons)
     reasons += _deferred_in_words(places, host.deferred)
     again = sum(e.num_parameters for e in layout.layers if activations[e.index] in AGAIN)
     on_gpu = frozenset(layer.index for layer in places.on_gpu)
@@ -306,38 +306,23 @@ def activation_bytes(layout: ModelLayout, activations: Sequence[str], demand: De
     makes anew (of the chunks that run at once), with what two offloaded layers on their way have.
     With several streams beside it, too: torch's allocator keeps each stream's memory for itself.
     """
-    if not demand.saved_bytes:
+    if not demand.kept:
         return 0
-    outside, passing, kept = sum(demand.saved_bytes[index] for index in layout.resident), 0, 0
+    outside, passing, kept = sum(demand.kept[index].saved_bytes for index in layout.resident), 0, 0
     at_once = min(demand.streams, demand.chunks)
     for index in layout.streamed:
-        level, waiting, again = activations[index], waiting_bytes(demand, index, activations), 0
-        if level in AGAIN:
-            anew = demand.saved_bytes[index] - _attended_bytes(demand, index, level)
-            again = -(-anew * at_once // demand.chunks)
-        kept += 0 if level in AWAY else waiting
-        passing = max(passing, again + (2 * waiting if level in AWAY else 0))
+        load, level = demand.kept[index], activations[index]
+        moved = load.moved_bytes(level)
+        again = -(-load.again_bytes(level) * at_once // demand.chunks)
+        kept += load.waiting_bytes(level) - moved
+        passing = max(passing, again + 2 * moved)
     return kept + (max(outside, passing) if demand.streams == 1 else outside + passing)
-
-
-def waiting_bytes(demand: Demand, index: int, activations: Sequence[str]) -> int:
-    """What waits of a block from its forward to its backward, on the GPU or the host."""
-    level = activations[index]
-    if level not in AGAIN:
-        return demand.saved_bytes[index]
-    return demand.boundary_bytes[index] + _attended_bytes(demand, index, level)
-
-
-def _attended_bytes(demand: Demand, index: int, level: str) -> int:
-    return demand.attention_bytes[index] if level in ATTENTION and demand.attention_bytes else 0
 
 
 def _offloaded_bytes(layout: ModelLayout, activations: Sequence[str], demand: Demand) -> int:
     """Bytes of activations that wait on the host while backward begins."""
-    if not demand.saved_bytes:
-        return 0
-    away = [index for index in layout.streamed if activations[index] in AWAY]
-    return sum(waiting_bytes(demand, index, activations) for index in away)
+    blocks = layout.streamed if demand.kept else ()
+    return sum(demand.kept[index].moved_bytes(activations[index]) for index in blocks)
 
 
 def _policies(layout: ModelLayout, demand: Demand) -> tuple[str, ...]:
@@ -528,48 +513,30 @@ def _prefetch(places: _Places, window: int, total: Callable[[int, int], int]) ->
 # -- the host and its files -----------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Tier:
-    """The host's and the disk's share of a plan, by its names; `traffic` is what a step reads from
-    files and writes to them."""
-
-    host_bytes: dict[str, int]
-    nvme_bytes: dict[str, int]
-    ring_entries: int
-    spilled: Spilled
-    deferred: frozenset[int]
-    staging: Staging
-    traffic: tuple[int, int]
-
-
 class _Host:
-    """What is updated on the host: what of it lies in RAM, what spills, what passes between.
+    """What is updated on the host: what of it lies in RAM, what spills, what passes between. Of
+    several ranks it is one's share: of every array an equal part, of a node's weights too.
 
-    Of several ranks it is one's share: of every array an equal part, of a node's weights too.
+    `traffic` is what a step reads from files and writes to them. BudgetError, before anything is
+    allocated, where it cannot fit.
     """
 
-    def __init__(self, places: _Places, offloaded_bytes: int) -> None:
+    def __init__(self, places: _Places, offloaded_bytes: int, reasons: list[str]) -> None:
+        self._places = places
         self._demand = demand = places.demand
-        self._gradients = places.gradients
         self._offloaded_bytes = offloaded_bytes
-        self._page_numel = page_numel(demand.states)
         self._early = places.gradients is Gradients.RING
-        self._deferrable = self._may_wait(places)
-        self._shared = demand.meets_others
-        if self._shared and demand.nvme and demand.spill == "weights":
+        if demand.meets_others and demand.nvme and demand.spill == "weights":
             raise ConfigError(
                 'stronghold.nvme.spill: got "weights" (or DeepSpeed\'s offload_param on nvme), but '
                 "several ranks have the weights once for all of them, in memory; set it to "
                 '"masters", or leave it out'
             )
-        self._layers = [
-            replace(
-                layer,
-                numel=layer.numel // demand.sharers("weights"),
-                trainable_numel=layer.trainable_numel // demand.num_ranks,
+        if (demand.deferred_layers or 0) > len(places.blocks):
+            raise ConfigError(
+                f"stronghold.deferred_layers: got {demand.deferred_layers}, but the model has "
+                f"{len(places.blocks)} blocks"
             )
-            for layer in places.on_host
-        ]
         # Bytes of an item of every array that a layer has here.
         self._sizes = {"weights": demand.weight_bytes}
         if demand.training:
@@ -578,53 +545,59 @@ class _Host:
             low = {"low": demand.low_bytes} if demand.low_bytes else {}
             moments = {a: dtype.itemsize for a, dtype in MOMENT_DTYPES[demand.states].items()}
             self._sizes |= moments | low | held.get(places.gradients, {})
+        # By layer: how many elements train, and the bytes of all its weights.
+        each, sharers = demand.weight_bytes, demand.sharers("weights")
+        self._layers = {
+            e.index: (e.trainable_numel // demand.num_ranks, e.numel // sharers * each)
+            for e in places.on_host
+        }
+        numels = {numel for numel, _ in self._layers.values()}
+        self._trained = {numel: self._bytes_of(numel, self._sizes) for numel in numels}
+        self._largest = max(numels, default=0) * each
+        self.spilled = self._chosen(reasons)
+        self.deferred = self._deferred(self.spilled)
+        self.staging = self._staging(self.spilled)
+        self.ring_entries = self._ring_entries(self.spilled)
+        self.traffic = self._file_traffic()
+        sums, kinds = self._sums(self.spilled, in_files=True), KINDS if any(self.spilled) else {}
+        self.nvme_bytes = {kind: sum(sums[a] for a in arrays) for kind, arrays in kinds.items()}
+        self.host_bytes = self._host_bytes(self.spilled)
+        if demand.nvme and demand.spill is None:
+            named = [kind for kind, size in self.nvme_bytes.items() if size]
+            which = "of layers spread evenly" if self._early else "the last layers first"
+            what = f"{', '.join(named)} spill, {which}" if named else "nothing spills"
+            reasons.append(f"nvme: {what}; host memory holds the rest")
+        self._check()
 
-    def _may_wait(self, places: _Places) -> list[LayerLayout]:
-        """Blocks whose updates may wait for the next forward ([Note: deferred updates] of
-        `cost`)."""
-        count, num_blocks = self._demand.deferred_layers or 0, len(places.blocks)
-        if count > num_blocks:
-            raise ConfigError(
-                f"stronghold.deferred_layers: got {count}, but the model has {num_blocks} blocks"
-            )
-        if not (count and self._early and self._demand.training):
-            return []
-        return [layer for layer in places.on_host if layer.streamed]
+    def _bytes_of(self, numel: int, arrays: Iterable[str]) -> dict[str, int]:
+        return {array: num_items(array, numel) * self._sizes[array] for array in arrays}
 
-    def tier(self, reasons: list[str]) -> _Tier:
-        """The share; BudgetError, before anything is allocated, when it cannot fit."""
+    def _chosen(self, reasons: list[str]) -> Spilled:
         demand = self._demand
         if not demand.nvme:
-            spilled = self._arrays(0)
-        elif demand.spilled is not None:
-            spilled = demand.spilled
-        elif demand.spill is not None:
-            spilled = self._arrays(DEPTHS[demand.spill])
+            return self._arrays(0)
+        if demand.spilled is not None:
+            return demand.spilled
+        if demand.spill is not None:
             reasons.append(f"nvme: {demand.spill} spill, and all that goes first (stronghold.nvme)")
-        else:
-            spilled = self._fewest()
-        tier = self._tier(spilled)
-        if demand.nvme and demand.spill is None:
-            kinds = [kind for kind, size in tier.nvme_bytes.items() if size]
-            which = "of layers spread evenly" if self._early else "the last layers first"
-            what = f"{', '.join(kinds)} spill, {which}" if kinds else "nothing spills"
-            reasons.append(f"nvme: {what}; host memory holds the rest")
-        self._check(tier)
-        return tier
+            return self._arrays(DEPTHS[demand.spill])
+        return self._fewest()
 
     def _arrays(self, num_kinds: int) -> Spilled:
         """All arrays of the first `num_kinds` kinds, at their layers' indices."""
         arrays = [array for kind in list(KINDS)[:num_kinds] for array in KINDS[kind]]
         found = {
-            layer.index: frozenset(a for a in arrays if self._sizes.get(a) and _numel(layer, a))
-            for layer in self._layers
+            index: frozenset(
+                a for a in arrays if (self._trained[numel] | {"weights": whole}).get(a)
+            )
+            for index, (numel, whole) in self._layers.items()
         }
         return tuple(found.get(index, frozenset()) for index in range(max(found, default=-1) + 1))
 
     def _fewest(self) -> Spilled:
         """What must spill so that the rest fits, in the order of [Note: what spills first]; all
         that may when that does not suffice."""
-        num_kinds = len(KINDS) - self._shared  # all but weights
+        num_kinds = len(KINDS) - self._demand.meets_others  # all but weights
         spilled, most = self._arrays(0), self._arrays(num_kinds)
         ranks = _spread_ranks(len(most)) if self._early else range(len(most))
         if self._fits(spilled):
@@ -647,102 +620,101 @@ class _Host:
 
     def _fits(self, spilled: Spilled) -> bool:
         budget = self._demand.host_budget_bytes
-        needed = self._offloaded_bytes + sum(self._tier(spilled).host_bytes.values())
+        needed = self._offloaded_bytes + sum(self._host_bytes(spilled).values())
         return budget is None or needed <= budget
 
-    def _tier(self, spilled: Spilled) -> _Tier:
-        demand, layers, sizes = self._demand, self._layers, self._sizes
+    def _alike(self, spilled: Spilled) -> Iterator[tuple[dict[str, int], int, frozenset[str], int]]:
+        """Of layers that are alike: bytes of what trains by array, and of all weights; what lies in
+        files; and how many they are."""
+        rows = Counter((*row, spilled[index]) for index, row in self._layers.items())
+        for (numel, whole, arrays), count in rows.items():
+            yield self._trained[numel], whole, arrays, count
 
-        def nbytes(arrays: Iterable[str], *, in_files: bool) -> int:
-            return sum(
-                _numel(layer, array) * sizes.get(array, 0)
-                for layer in layers
-                for array in arrays
-                if (array in spilled[layer.index]) == in_files
-            )
+    def _sums(self, spilled: Spilled, *, in_files: bool) -> Counter[str]:
+        """Bytes of each array, of all layers, that lie in files or in memory."""
+        sums: Counter[str] = Counter()
+        for trained, whole, arrays, count in self._alike(spilled):
+            for array, nbytes in trained.items():
+                if (array in arrays) == in_files:
+                    sums[array] += count * (whole if array == "weights" else nbytes)
+        return sums
 
-        # Layers with arrays in files as far as there are so many, since the disk is slowest.
-        count = demand.deferred_layers or 0
-        filed = [layer for layer in self._deferrable if spilled[layer.index]]
-        deferred = spread(filed if count <= len(filed) else self._deferrable, count)
-        waiting = sum(layer.trainable_numel for layer in layers if layer.index in deferred)
-        staging, kinds = self._staging(spilled), KINDS if any(spilled) else {}
+    def _host_bytes(self, spilled: Spilled) -> dict[str, int]:
+        """Every part of the host's peak."""
+        sums, staging = self._sums(spilled, in_files=False), self._staging(spilled)
+        waiting = sum(self._layers[index][0] for index in self._deferred(spilled))
+        return {
+            "weights": sums["weights"],
+            "rest of the masters": sums["low"],
+            "moments": sum(sums[array] for array in KINDS["moments"]),
+            "held gradients": sums["gradients"],
+            "deferred gradients": waiting * self._demand.weight_bytes,
+            "accumulated gradients": sums["accumulated"],
+            f"gradient ring ({RING_ENTRIES} entries)": self._ring_entries(spilled) * self._largest,
+            f"staging ring ({staging.entries} pieces)": staging.nbytes,
+        }
+
+    def _deferred(self, spilled: Spilled) -> frozenset[int]:
+        """Blocks whose updates wait for the next forward ([Note: deferred updates] of `cost`):
+        those with arrays in files as far as there are so many, since the disk is slowest."""
+        count = self._demand.deferred_layers or 0
+        if not (count and self._early and self._demand.training):
+            return frozenset()
+        blocks = [layer for layer in self._places.on_host if layer.streamed]
+        filed = [layer for layer in blocks if spilled[layer.index]]
+        return spread(filed if count <= len(filed) else blocks, count)
+
+    def _ring_entries(self, spilled: Spilled) -> int:
         # Gradients that are held in host memory need no ring; those that spill pass it.
-        held = self._gradients is Gradients.HELD
+        held = self._places.gradients is Gradients.HELD
         passing = not held or any("gradients" in arrays for arrays in spilled)
-        largest = _largest(layer.trainable_numel for layer in layers)
-        ring_entries = RING_ENTRIES if passing and largest and demand.training else 0
-        ring_bytes = ring_entries * largest * demand.weight_bytes
-        return _Tier(
-            host_bytes={
-                "weights": nbytes(["weights"], in_files=False),
-                "rest of the masters": nbytes(["low"], in_files=False),
-                "moments": nbytes(KINDS["moments"], in_files=False),
-                "held gradients": nbytes(["gradients"], in_files=False),
-                "deferred gradients": waiting * demand.weight_bytes,
-                "accumulated gradients": nbytes(["accumulated"], in_files=False),
-                f"gradient ring ({RING_ENTRIES} entries)": ring_bytes,
-                f"staging ring ({staging.entries} pieces)": staging.nbytes,
-            },
-            nvme_bytes={kind: nbytes(arrays, in_files=True) for kind, arrays in kinds.items()},
-            ring_entries=ring_entries,
-            spilled=spilled,
-            deferred=deferred,
-            staging=staging,
-            traffic=self._file_traffic(spilled),
-        )
+        return RING_ENTRIES if passing and self._largest and self._demand.training else 0
 
     def _staging(self, spilled: Spilled) -> Staging:
         """The ring that `spilled` needs."""
-        sizes, asked = self._sizes, self._demand.piece_bytes
-        largest, smallest, updates, fetches = 0, 0, False, False
-        for layer in self._layers:
-            arrays = spilled[layer.index]
-            trained = arrays if layer.trainable_numel else frozenset[str]()
-            updates = updates or bool(trained and len(sizes) > 1)
-            fetches = fetches or "weights" in arrays
-            whole = layer.numel * sizes["weights"] if "weights" in arrays else 0
-            page, every = (
-                sum(num_items(array, numel) * sizes[array] for array in trained)
-                for numel in (self._page_numel, layer.trainable_numel)
-            )
-            largest = max(largest, every, whole)
-            smallest = max(smallest, page, self._page_numel * sizes["weights"])
-        if not largest:
+        if not any(spilled):
             return Staging()
-        chosen = max(smallest, min(asked or PIECE_BYTES, largest))
+        page = page_numel(self._demand.states)
+        largest, smallest, updates, fetches = 0, page * self._sizes["weights"], False, False
+        for bytes_of, whole, arrays, _ in self._alike(spilled):
+            trained = arrays if bytes_of["weights"] else frozenset[str]()
+            updates = updates or bool(trained and len(self._sizes) > 1)
+            fetches = fetches or "weights" in arrays
+            every = sum(bytes_of[array] for array in trained)
+            largest = max(largest, every, whole if "weights" in arrays else 0)
+            smallest = max(smallest, sum(self._bytes_of(page, trained).values()))
+        chosen = max(smallest, min(self._demand.piece_bytes or PIECE_BYTES, largest))
         return Staging(
             update_entries=UPDATE_ENTRIES if updates else 0,
             fetch_entries=FETCH_ENTRIES if fetches else 0,
             piece_bytes=-(-chosen // PAGE_BYTES) * PAGE_BYTES,
         )
 
-    def _file_traffic(self, spilled: Spilled) -> tuple[int, int]:
+    def _file_traffic(self) -> tuple[int, int]:
         """Bytes read and written per step: an update reads what is spilled and writes it back, but
         gradients are written as they come; sums over micro-batches are read by every one but the
         first, and written by each; fetches read weights twice per micro-batch at most."""
         read = written = 0
         micro_batches = self._demand.micro_batches
-        for layer in self._layers:
-            for array in spilled[layer.index]:
-                times = micro_batches if array == "accumulated" else 1
-                nbytes = num_items(array, layer.trainable_numel) * self._sizes[array]
-                read += times * nbytes
-                written += times * nbytes
+        for trained, whole, arrays, count in self._alike(self.spilled):
+            for array in arrays:
+                nbytes = trained[array] * (micro_batches if array == "accumulated" else 1)
+                read += count * nbytes
+                written += count * nbytes
                 if array == "weights":
-                    read += 2 * micro_batches * layer.numel * self._sizes[array]
+                    read += count * 2 * micro_batches * whole
         return read, written
 
-    def _check(self, tier: _Tier) -> None:
+    def _check(self) -> None:
         demand = self._demand
-        on_disk, capacity = sum(tier.nvme_bytes.values()), demand.nvme_capacity_bytes
+        on_disk, capacity = sum(self.nvme_bytes.values()), demand.nvme_capacity_bytes
         if capacity is not None and on_disk > capacity:
             each = f" on each of {demand.num_ranks} ranks" if demand.num_ranks > 1 else ""
             raise BudgetError(
                 f"stronghold.nvme.capacity: what spills needs {on_disk} bytes{each}, {capacity} "
                 "are allowed; raise it, or give more to stronghold.host_memory so that less spills"
             )
-        wanted = tier.host_bytes | {"offloaded activations": self._offloaded_bytes}
+        wanted = self.host_bytes | {"offloaded activations": self._offloaded_bytes}
         need, budget = sum(wanted.values()), demand.host_budget_bytes
         if budget is None or need <= budget:
             return
@@ -751,14 +723,14 @@ class _Host:
             f"raise stronghold.host_memory or add RAM to at least {need} bytes, or train fewer "
             "parameters"
         )
-        held = tier.host_bytes["held gradients"]
+        held = self.host_bytes["held gradients"]
         if held and not demand.meets_others:
             advice += (
                 "; without gradient_clipping and bf16.check_grad_overflow gradients need not be "
                 f"held, which saves about {held}"
             )
         if demand.states == EXACT and (demand.weight_bytes, demand.low_bytes) == (2, 2):
-            moments, lows = tier.host_bytes["moments"], tier.host_bytes["rest of the masters"]
+            moments, lows = self.host_bytes["moments"], self.host_bytes["rest of the masters"]
             saved = lows // 2 + moments - int(moments * moment_bytes(LEAN) / moment_bytes(EXACT))
             if saved:
                 advice += (
@@ -773,11 +745,6 @@ class _Host:
         raise BudgetError(
             f"host memory: the plan needs {need} bytes ({parts}), {budget} are available; {advice}"
         )
-
-
-def _numel(layer: LayerLayout, array: str) -> int:
-    """Items of a layer's array, padded."""
-    return num_items(array, layer.numel if array == "weights" else layer.trainable_numel)
 
 
 def _mixed(before: Spilled, after: Spilled, ranks: Sequence[int], kept: int) -> Spilled:

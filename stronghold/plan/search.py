@@ -20,7 +20,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise, product
-from typing import Generic, Protocol, TypeVar
+from typing import Any
 
 from stronghold.device.contention import LEAST_SHARE, Rates
 from stronghold.errors import BudgetError, ConfigError
@@ -53,28 +53,18 @@ MARGINS = (1.0, 1.1)  # on the seconds of updates: hand-overs, and the way of on
 CHOSEN = ("window", "resident_layers", "resident_updates", "activations", "deferred_layers")
 
 
-class Timed(Protocol):
-    """What the search reads of a prediction."""
-
-    @property
-    def step_s(self) -> float: ...
-
-
-Prediction = TypeVar("Prediction", bound=Timed)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choice(Generic[Prediction]):
+class Choice:
     """A plan, how long its step takes, and the demand that it is made of."""
 
     plan: Plan
-    forecast: Prediction
+    forecast: Any  # what `predict` said, with its `step_s`
     demand: Demand
     ladder: Ladder = ()  # by which activations were chosen
 
     @property
     def step_s(self) -> float:
-        return self.forecast.step_s
+        return float(self.forecast.step_s)
 
 
 # -- bounds ---------------------------------------------------------------------------------------
@@ -163,10 +153,10 @@ def search(
     demand: Demand,
     work: Workload,
     rates: Rates,
-    predict: Callable[[Plan], Prediction],
+    predict: Callable[[Plan], Any],
     ladders: Sequence[Ladder] = LADDERS,
     near: Iterable[tuple[int, int]] = (),
-) -> Choice[Prediction]:
+) -> Choice:
     """The fastest plan within the demand's budgets, by `predict`, of those by `ladders`; of those
     `near`, when given: with these numbers of resident blocks and windows.
     BudgetError when none fits: it is the one of the smallest plan, and names what would make it
@@ -174,14 +164,14 @@ def search(
     return _Search(layout, demand, work, rates, predict, ladders).run(list(near))
 
 
-class _Search(Generic[Prediction]):
+class _Search:
     def __init__(
         self,
         layout: ModelLayout,
         demand: Demand,
         work: Workload,
         rates: Rates,
-        predict: Callable[[Plan], Prediction],
+        predict: Callable[[Plan], Any],
         ladders: Sequence[Ladder],
     ) -> None:
         self._layout = layout
@@ -191,9 +181,9 @@ class _Search(Generic[Prediction]):
         self._predict = predict
         self._ladders = ladders
         self._seen: set[object] = set()
-        self._tried: list[Choice[Prediction]] = []
+        self._tried: list[Choice] = []
 
-    def run(self, near: Sequence[tuple[int, int]]) -> Choice[Prediction]:
+    def run(self, near: Sequence[tuple[int, int]]) -> Choice:
         if near:
             wishes = (wish for kept, window in near for wish in self._demands([kept], [window]))
             self._round(self._fitting(wishes, self._ladders))
@@ -234,7 +224,7 @@ class _Search(Generic[Prediction]):
             wishes = self._demands(around, [best.plan.window])
             self._round(self._fitting(wishes, [best.ladder]))
 
-    def _chosen(self) -> Choice[Prediction]:
+    def _chosen(self) -> Choice:
         best = self._best(1)[0]
         # Of those that differ from it in this alone and are nearly as fast: the fewest deferred.
         demand = replace(best.demand, deferred_layers=None)
@@ -248,11 +238,11 @@ class _Search(Generic[Prediction]):
         whole = next((choice for choice in self._tried if choice.plan.whole), best)
         return whole if whole.step_s <= WHOLE * best.step_s else best
 
-    def _best(self, count: int) -> list[Choice[Prediction]]:
+    def _best(self, count: int) -> list[Choice]:
         """The fastest so far; of equals the one that takes the least of the gpu."""
         unit = EQUAL * min(choice.step_s for choice in self._tried)
 
-        def order(choice: Choice[Prediction]) -> tuple[int, int, int]:
+        def order(choice: Choice) -> tuple[int, int, int]:
             plan = choice.plan
             return round(choice.step_s / unit), _gpu_peak(plan), len(plan.deferred)
 
@@ -289,7 +279,7 @@ class _Search(Generic[Prediction]):
                             window=window,
                         )
 
-    def _near(self, choice: Choice[Prediction], windows: Iterable[int]) -> Iterator[Demand]:
+    def _near(self, choice: Choice, windows: Iterable[int]) -> Iterator[Demand]:
         return self._demands([choice.demand.resident_layers or 0], windows)
 
     def _usual(
@@ -339,14 +329,14 @@ def _filled(
 ) -> Iterator[tuple[Demand, Ladder]]:
     """The demand with its activation levels: as pinned; or by each ladder, as many blocks as fit
     the better off."""
-    if demand.activations is not None or not demand.saved_bytes:
+    if demand.activations is not None or not demand.kept:
         yield demand, ()
         return
     num_blocks = len(layout.streamed)
     # What is not kept may be too much for the host: then nothing of this ladder fits.
     free = replace(demand, host_budget_bytes=None)
     for ladder in ladders:
-        if "attention" in ladder and not any(demand.attention_bytes):
+        if "attention" in ladder and not any(load.attention_bytes for load in demand.kept):
             continue
         counts = dict.fromkeys(ladder, 0)
         counts[ladder[0]] = num_blocks
@@ -370,7 +360,7 @@ def _risen(
     def fits(count: int) -> bool:
         return _fits(layout, _levelled(layout, demand, risen(count)))
 
-    return risen(_last(fits, 0, counts[below]))
+    return risen(last_that(fits, 0, counts[below]))
 
 
 def _levelled(layout: ModelLayout, demand: Demand, counts: Mapping[str, int]) -> Demand:
@@ -407,7 +397,7 @@ def _most_resident(layout: ModelLayout, demand: Demand, policy: str) -> int:
     def fits(resident: int) -> bool:
         return _fits(layout, _frugal(free, resident, updates, policy))
 
-    return _last(fits, 0, len(layout.streamed))
+    return last_that(fits, 0, len(layout.streamed))
 
 
 def _least(layout: ModelLayout, demand: Demand) -> Iterator[Demand]:
@@ -460,10 +450,10 @@ def largest_micro_batch(fits: Callable[[int], bool], limit: int = 1 << 20) -> in
     low, high = 1, 2
     while high <= limit and fits(high):
         low, high = high, 2 * high
-    return _last(fits, low, min(high - 1, limit))
+    return last_that(fits, low, min(high - 1, limit))
 
 
-def _last(fits: Callable[[int], bool], low: int, high: int) -> int:
+def last_that(fits: Callable[[int], bool], low: int, high: int) -> int:
     """The largest number up to `high` for which `fits` holds; for `low` it does."""
     while low < high:
         middle = (low + high + 1) // 2

@@ -14,6 +14,7 @@ from stronghold.doctor import findings
 from stronghold.doctor.findings import DiskRates, Findings, PcieLink, Problem
 from stronghold.doctor.measure import read_link
 from stronghold.limits import HostLimits
+from stronghold.plan.cost import break_even
 from stronghold.plan.machine import MachineProfile
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -315,7 +316,7 @@ def test_the_table_says_what_each_figure_bounds() -> None:
 
 def test_break_even_is_where_compute_takes_as_long_as_the_weights() -> None:
     machine = HEALTHY.profile
-    tokens = findings.break_even_tokens(machine)
+    tokens = break_even(machine, "bf16", recompute=False).link
     parameters = 3e9
     compute_s = 6 * parameters * tokens / machine.flops["bf16"]
     assert compute_s == pytest.approx(2 * 2 * parameters / (machine.fetch_gbps * 1e9))

@@ -14,6 +14,7 @@ from stronghold.errors import BudgetError, ConfigError
 from stronghold.memory.host import DeviceStore, HostStore
 from stronghold.memory.window import Window
 from stronghold.model.layout import LayerLayout, ModelLayout
+from stronghold.plan.demand import LayerLoad
 from stronghold.plan.plan import (
     RING_ENTRIES,
     Demand,
@@ -394,15 +395,18 @@ def test_the_same_question_has_the_same_answer() -> None:
 
 def test_activations_by_level_are_what_waits_and_what_passes() -> None:
     layout = layout_of(MODELS["even"])
-    blocks, num_layers = layout.streamed, len(layout.layers)
-    outside = num_layers - len(blocks)
+    blocks = layout.streamed
+    outside = len(layout.layers) - len(blocks)
     saved, inputs, attended, chunks = 1000, 100, 30, 4
-    known = demand(
-        saved_bytes=tuple(saved if e.streamed else 7 for e in layout.layers),
-        boundary_bytes=(inputs,) * num_layers,
-        attention_bytes=(attended,) * num_layers,
-        chunks=chunks,
+    block = LayerLoad(
+        forward_s=0.0,
+        backward_s=0.0,
+        saved_bytes=saved,
+        boundary_bytes=inputs,
+        attention_bytes=attended,
     )
+    other = dataclasses.replace(block, saved_bytes=7)
+    known = demand(kept=tuple(block if e.streamed else other for e in layout.layers), chunks=chunks)
     n = len(blocks)
     for level, (on_gpu, on_host, passing) in {
         "keep": (saved, 0, 7 * outside),

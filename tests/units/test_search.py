@@ -67,9 +67,7 @@ def demand_of(pair: Pair) -> tuple[ModelLayout, ModelCosts, MachineProfile, Dema
         accumulate=False,
         gpu_budget_bytes=int(pair.gpu_gib * GIB),
         cpu_threads=machine.num_cores,
-        saved_bytes=tuple(layer.saved_bytes for layer in costs.layers),
-        boundary_bytes=tuple(layer.boundary_bytes for layer in costs.layers),
-        attention_bytes=tuple(layer.attention_bytes for layer in costs.layers),
+        kept=workload_of(costs, machine).layers,
     )
     return layout, costs, machine, demand
 
