@@ -425,18 +425,10 @@ HOOKS = [
     Mutant(
         "a block's attributes are those of the forward before",
         "runtime/recompute.py",
-        "            if kept is None or not kept.is_still(part):",
-        "            if kept is None:",
+        "            here.update(part.scalars)\n",
+        "            pass\n",
         RECOMPUTE,
         "change_once",
-    ),
-    Mutant(
-        "Python's generator is taken for unchanged",
-        "runtime/recompute.py",
-        "if (now, following) != _last_python_state[:2]:",
-        "if now != _last_python_state[0]:",
-        RECOMPUTE,
-        "generators_go_on",
     ),
     Mutant(
         "a block runs to its end when it runs again",

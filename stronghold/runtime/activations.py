@@ -60,7 +60,7 @@ from stronghold.runtime.attention import (
     watched,
 )
 from stronghold.runtime.executor import Executor
-from stronghold.runtime.recompute import KnownParts, Recomputation, SavedTensor, without_cache
+from stronghold.runtime.recompute import Recomputation, SavedTensor, without_cache
 from stronghold.telemetry.metrics import Metrics
 
 
@@ -269,7 +269,6 @@ class Activations:
         self._watched = [
             watched(partial(self.sizes.saw_attention, layer)) for layer in range(len(policies))
         ]
-        self._known = [KnownParts() for _ in policies]  # of each block's last forward
         self._plain = [
             self._hooks(layer, None, None, None, offload=False) for layer in range(len(policies))
         ]
@@ -347,7 +346,6 @@ class Activations:
             check=partial(self._refuse_old, layer, self._executor.epoch(layer)),
             run=run,
             store=partial(self._store_input, layer) if away else None,
-            known=self._known[layer],
         )
         if policy in ATTENTION:
             again.attention = AttentionCalls(

@@ -30,18 +30,15 @@ checkpointing have it so, too. A cache that the caller passes in is an input, an
 
 from __future__ import annotations
 
-import _random
 import argparse
 import contextlib
 import copy
-import ctypes
 import dataclasses
 import functools
 import inspect
 import logging
 import operator
 import random
-import sys
 import types
 import weakref
 from collections import OrderedDict, deque
@@ -49,6 +46,7 @@ from collections.abc import Callable, Iterable, Iterator
 from types import FunctionType
 from typing import Any, NamedTuple, cast
 
+import numpy as np
 import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointError
@@ -71,13 +69,10 @@ class SavedTensor(NamedTuple):
 
 
 Kind = tuple[torch.Size, torch.dtype, torch.device]
-_kinds: dict[Kind, Kind] = {}  # those seen, of which each is kept once
-_MAX_KINDS = 4096
 
 
 def _kind(tensor: torch.Tensor) -> Kind:
-    kind = tensor.shape, tensor.dtype, tensor.device
-    return _kinds.setdefault(kind, kind)
+    return tensor.shape, tensor.dtype, tensor.device
 
 
 class _AllFoundError(Exception):
@@ -90,8 +85,7 @@ class Recomputation:
 
     `check` comes before each further run, and raises where the module must not run again. `run` is
     what runs then, if it is not the module: a part of its forward. `store` may put the tensor that
-    the module is given first elsewhere meanwhile, and returns what brings it back, or None. `known`
-    is what forwards of the module share.
+    the module is given first elsewhere meanwhile, and returns what brings it back, or None.
     """
 
     def __init__(
@@ -105,7 +99,6 @@ class Recomputation:
         check: Callable[[], None],
         run: Callable[..., Any] | None = None,
         store: Callable[[torch.Tensor], Callable[[], torch.Tensor] | None] | None = None,
-        known: KnownParts | None = None,
     ) -> None:
         self._forward: Callable[..., Any] = module if run is None else run
         self._name = name
@@ -115,7 +108,7 @@ class Recomputation:
         self._tensors: list[SavedTensor] = []  # among the arguments
         self._away: dict[int, Callable[[], torch.Tensor]] = {}  # by id of what stands for it
         self._call = _Copy(self._keep, records=True).of((args, kwargs))
-        self._kept = KeptModule(module, (args, kwargs), device, known or KnownParts())
+        self._kept = KeptModule(module, (args, kwargs), device)
         self._autocast = _autocast(device)
         modes = torch._C._len_torch_function_stack()
         self._default_device = torch.get_default_device() if modes else None
@@ -125,8 +118,6 @@ class Recomputation:
         self._num_found = 0
         self._different: list[str] = []
         self._task: object = None  # the backward for which it was found
-        if len(_kinds) > _MAX_KINDS:
-            _kinds.clear()
 
     def _keep(self, tensor: torch.Tensor) -> torch.Tensor:
         kept = tensor
@@ -157,7 +148,7 @@ class Recomputation:
             raise _AllFoundError
         found = self._found[index] = SavedTensor(tensor.detach(), tensor._version)
         was, now = self._saved[index], _kind(tensor)
-        if was is not now and was != now:
+        if was != now:
             self._different.append(f"tensor {index}: got {_words(now)}, expected {_words(was)}")
         if index + 1 == len(self._saved):
             raise _AllFoundError
@@ -261,75 +252,30 @@ class _Attributes(NamedTuple):
     tensors: tuple[str, ...]
     containers: tuple[str, ...]
     generators: tuple[str, ...]  # or containers, which may hold some
-    plain: bool  # the user has scalars there, and nothing else
 
 
 @functools.lru_cache(maxsize=1024)
-def _sorted(
-    names: tuple[str, ...], kinds: tuple[type, ...], generators: frozenset[type]
-) -> _Attributes:
+def _sorted(names: tuple[str, ...], kinds: tuple[type, ...]) -> _Attributes:
     """Of a module whose attributes have these names and types, which they seldom change."""
     every = zip(names, kinds, strict=True)
     own = [(name, kind) for name, kind in every if name not in _OF_EVERY_MODULE]
-    drawn = generators | {dict, list, tuple}
+    drawn = _GENERATORS | {dict, list, tuple}
     return _Attributes(
         tuple(name for name, kind in own if kind in _SCALARS),
         tuple(name for name, kind in own if issubclass(kind, torch.Tensor)),
         tuple(name for name, kind in own if kind in _CONTAINERS),
         tuple(name for name, kind in own if kind in drawn),
-        all(kind in _SCALARS for _, kind in own),
     )
 
 
 class _Part(NamedTuple):
-    """A module of the block: where its attributes are, and what a forward may change of them."""
+    """A module of the block: where its attributes are, and what they were of what a forward may
+    change, but for what can be written into."""
 
     here: dict[str, Any]
-    kind: type
-    names: tuple[str, ...]  # of all its attributes
-    kinds: tuple[type, ...]
-    own: _Attributes
-    reads: tuple[tuple[dict[str, Any], str], ...]  # generators that its code names
+    names: tuple[str, ...]  # of all of them
     scalars: dict[str, Any]
     hooks: dict[str, Any]  # copies, of the kinds that it has
-
-    values: tuple[Any, ...]  # all of them, where they hold nothing of the user's alive
-
-    def is_still(self, part: nn.Module) -> bool:
-        """Whether all of this is as true of `part` now. Found by identity: what is equal to a flag
-        need not be the flag."""
-        here = self.here
-        if here is not vars(part) or self.kind is not type(part) or self.names != tuple(here):
-            return False
-        if self.hooks or any(map(here.__getitem__, _HOOKS)):
-            return False
-        if self.values:
-            return all(map(operator.is_, here.values(), self.values))
-        still = map(operator.is_, map(here.__getitem__, self.scalars), self.scalars.values())
-        return self.kinds == tuple(map(type, here.values())) and all(still)
-
-
-def _part(part: nn.Module, kinds: frozenset[type]) -> _Part:
-    here, own_class = vars(part), cast(Any, type(part))
-    names, types_here = tuple(here), tuple(map(type, here.values()))
-    own = _sorted(names, types_here, kinds)
-    reads = _generators_read(own_class, kinds)
-    hooks = {name: here[name].copy() for name in _HOOKS if here[name]}
-    scalars = {name: here[name] for name in own.scalars}
-    values = tuple(here.values()) if own.plain else ()
-    return _Part(here, own_class, names, types_here, own, reads, scalars, hooks, values)
-
-
-class KnownParts:
-    """What the last forward of a block found of its parts. The next one finds the same as a rule,
-    and thousands of objects that live as long as a step make Python's collector run."""
-
-    __slots__ = ("drawn", "parts", "trained")
-
-    def __init__(self) -> None:
-        self.drawn: frozenset[type] = frozenset()  # kinds of generators that were looked for
-        self.parts: dict[nn.Module, _Part] = {}
-        self.trained: list[weakref.ref[nn.Parameter]] = []
 
 
 class KeptModule:
@@ -337,45 +283,40 @@ class KeptModule:
     made. `arguments` may bring generators.
     """
 
-    def __init__(
-        self, module: nn.Module, arguments: Any, device: Device, known: KnownParts
-    ) -> None:
-        kinds = _generator_types()
+    def __init__(self, module: nn.Module, arguments: Any, device: Device) -> None:
         drawn: dict[int, Any] = {}
-        _look(arguments, kinds, drawn, depth=3)
+        _look(arguments, drawn, depth=3)
         self._parts: list[_Part] = []
         self._versions: list[tuple[str, SavedTensor]] = []
         inner: list[tuple[int, str, Any]] = []  # what can be written into, by part and name
         buffers: dict[int, Held] = {}
         # Of a chunk they are views of a slot, which nobody may hold.
         self._trained: list[weakref.ref[nn.Parameter]] = []
-        before = known.parts if known.drawn is kinds else {}
-        known.parts, known.drawn = {}, kinds
-        for k, part in enumerate(_modules_of(module)):
-            kept = before.get(part)
-            if kept is None or not kept.is_still(part):
-                kept = _part(part, kinds)
-            known.parts[part] = kept
-            self._parts.append(kept)
-            here, own = kept.here, kept.own
+        for k, part in enumerate(module.modules()):
+            here, own_class = vars(part), cast(Any, type(part))
+            names = tuple(here)
+            own = _sorted(names, tuple(map(type, here.values())))
+            hooks = {name: here[name].copy() for name in _HOOKS if here[name]}
+            self._parts.append(
+                _Part(here, names, {name: here[name] for name in own.scalars}, hooks)
+            )
             for parameter in here["_parameters"].values():
                 if parameter is not None and parameter.requires_grad:
                     self._trained.append(weakref.ref(parameter))
             for name in own.tensors:
                 if not (value := here[name]).is_inference():
                     saved = SavedTensor(_detached(value), value._version)
-                    self._versions.append((f"{kept.kind.__name__}.{name}", saved))
+                    self._versions.append((f"{own_class.__name__}.{name}", saved))
                 inner.append((k, name, value))
             for name in own.containers:
                 if len(here[name]) <= _MAX_ITEMS:
                     inner.append((k, name, here[name]))
             for name in own.generators:
-                _look(here[name], kinds, drawn, depth=1)
-            for where, name in kept.reads:
-                _look(_drawn_from(where.get(name)), kinds, drawn, depth=1)
+                _look(here[name], drawn, depth=1)
+            for where, name in _generators_read(own_class):
+                _look(_drawn_from(where.get(name)), drawn, depth=1)
             if here["_buffers"]:
                 buffers[k] = here["_buffers"]
-        known.trained = self._trained
         self._buffers = _copies(buffers)
         self._inner = _Copy(_detached).of(inner)
         _remove_before_ours(self._parts[0].hooks.get(_BEFORE, {}))
@@ -393,7 +334,7 @@ class KeptModule:
                     "recomputation: register it as a buffer, or set stronghold.activations to "
                     '"keep" or "offload"'
                 )
-        now = _states([generator for generator, _ in self._states])
+        now = _states(generator for generator, _ in self._states)
         outside: list[tuple[dict[str, Any], dict[str, Any]]] = []
         frozen = self._frozen()
         try:
@@ -446,18 +387,6 @@ class KeptModule:
             own = self._parts[0].here[_BEFORE]
             own[-1] = lambda *_: before.update(held)
             own.move_to_end(-1, last=False)
-
-
-def _modules_of(module: nn.Module) -> list[nn.Module]:
-    """The module, and every part of it once."""
-    found = {module: None}
-    order = [module]
-    for part in order:
-        for child in part._modules.values():
-            if child is not None and child not in found:
-                found[child] = None
-                order.append(child)
-    return order
 
 
 def _remove_before_ours(hooks: dict[int, Any]) -> None:
@@ -582,94 +511,53 @@ def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
 # Python's own, which `random.random()` draws from. The user's and NumPy's are found as attributes
 # of the block and its parts, in its arguments, and as names that its code reads.
 PYTHONS: random.Random = random._inst
+_GENERATORS = frozenset(
+    {torch.Generator, random.Random, np.random.Generator, np.random.RandomState}
+)
 
 
-_TYPES: frozenset[type] = frozenset({torch.Generator, random.Random})
-
-
-def _generator_types() -> frozenset[type]:
-    """Importing NumPy is not ours to do."""
-    return _TYPES if "numpy.random" not in sys.modules else _types_with_numpy()
-
-
-@functools.cache
-def _types_with_numpy() -> frozenset[type]:
-    numpy = sys.modules["numpy.random"]
-    return _TYPES | {numpy.Generator, numpy.RandomState}
-
-
-def _look(value: Any, kinds: frozenset[type], found: dict[int, Any], *, depth: int) -> None:
+def _look(value: Any, found: dict[int, Any], *, depth: int) -> None:
     kind = type(value)
-    if kind in kinds:
+    if kind in _GENERATORS:
         found[id(value)] = value
     elif depth and (kind is dict or kind is list or kind is tuple):
         for part in value.values() if kind is dict else value:
-            _look(part, kinds, found, depth=depth - 1)
+            _look(part, found, depth=depth - 1)
+
+
+def _access(generator: Any) -> tuple[Callable[[], Any], Callable[[Any], None]]:
+    """What reads its state, and what writes it."""
+    if isinstance(generator, random.Random):
+        return generator.getstate, generator.setstate
+    if isinstance(generator, Device):
+        return generator.random_state, generator.set_random_state
+    if hasattr(generator, "bit_generator"):  # of NumPy
+        bits = generator.bit_generator
+        return lambda: bits.state, functools.partial(setattr, bits, "state")
+    return generator.get_state, generator.set_state
 
 
 def _states(of: Iterable[Any]) -> list[tuple[Any, Any]]:
     """Each generator with its state now; a device that has none of its own is left out."""
-    found = ((generator, _state(generator)) for generator in of)
+    found = ((generator, _access(generator)[0]()) for generator in of)
     return [(generator, state) for generator, state in found if state is not None]
-
-
-# Where the state of Python's own generator lies: behind what every object begins with.
-_AT = id(PYTHONS) + object.__basicsize__
-_AT_BYTES = _random.Random.__basicsize__ - object.__basicsize__
-_last_python_state: tuple[bytes, float | None, Any] = (b"", None, None)
-
-
-def _python_state() -> Any:
-    """Its `getstate`, 625 numbers, made anew when the generator has changed: no one has drawn from
-    it, as a rule, between two blocks or two steps."""
-    global _last_python_state
-    now = ctypes.string_at(_AT, _AT_BYTES)
-    following = vars(PYTHONS).get("gauss_next")
-    if (now, following) != _last_python_state[:2]:
-        _last_python_state = now, following, PYTHONS.getstate()
-    return _last_python_state[2]
-
-
-def _state(generator: Any) -> Any:
-    if generator is PYTHONS:
-        return _python_state()
-    if isinstance(generator, random.Random):
-        return generator.getstate()
-    if isinstance(generator, torch.Generator):
-        return generator.get_state()
-    if isinstance(generator, Device):
-        return generator.random_state()
-    if hasattr(generator, "bit_generator"):
-        return generator.bit_generator.state
-    return generator.get_state()
 
 
 def _set_states(kept: Iterable[tuple[Any, Any]]) -> None:
     """The generators go on from these states."""
     for generator, state in kept:
-        if generator is PYTHONS and _python_state() is state:
-            continue
-        if isinstance(generator, random.Random):
-            generator.setstate(state)
-        elif isinstance(generator, torch.Generator):
-            generator.set_state(state)
-        elif isinstance(generator, Device):
-            generator.set_random_state(state)
-        elif hasattr(generator, "bit_generator"):
-            generator.bit_generator.state = state
-        else:
-            generator.set_state(state)
+        _access(generator)[1](state)
 
 
 def _drawn_from(value: Any) -> Any:
     """NumPy's global generator for the module that draws from it; others are what they are."""
     if isinstance(value, types.ModuleType) and value.__name__ in ("numpy", "numpy.random"):
-        return sys.modules["numpy.random"].mtrand._rand
+        return np.random.mtrand._rand
     return value
 
 
 @functools.lru_cache(maxsize=1024)
-def _generators_read(kind: type, kinds: frozenset[type]) -> tuple[tuple[dict[str, Any], str], ...]:
+def _generators_read(kind: type) -> tuple[tuple[dict[str, Any], str], ...]:
     """Those that the code of the class's methods names: where it looks, and the name."""
     read = []
     for owner in kind.__mro__[: kind.__mro__.index(nn.Module)]:
@@ -683,7 +571,7 @@ def _generators_read(kind: type, kinds: frozenset[type]) -> tuple[tuple[dict[str
                     places.append(({name: cell.cell_contents}, name))
             for names, name in places:
                 found: dict[int, Any] = {}
-                _look(_drawn_from(names.get(name)), kinds, found, depth=1)
+                _look(_drawn_from(names.get(name)), found, depth=1)
                 if found:
                     read.append((names, name))
     return tuple(read)
@@ -721,7 +609,7 @@ def _without_cache(
     if not torch.is_grad_enabled() or any(map(is_cache, (*args, *kwargs.values()))):
         return None
     # Of what is called now: frameworks put other functions in the place of a module's forward.
-    names = _parameter_names(module.forward)
+    names = list(inspect.signature(module.forward).parameters)
     if "use_cache" not in names:
         return None
     position = names.index("use_cache")
@@ -731,20 +619,6 @@ def _without_cache(
     if len(args) > position:
         return (*args[:position], False, *args[position + 1 :]), kwargs
     return args, {**kwargs, "use_cache": False}
-
-
-_names_of_methods: weakref.WeakKeyDictionary[Any, tuple[str, ...]] = weakref.WeakKeyDictionary()
-
-
-def _parameter_names(function: Callable[..., Any]) -> tuple[str, ...]:
-    """Of the function's parameters, in order; those of a method are looked up once."""
-    of_class = getattr(function, "__func__", None)
-    found = _names_of_methods.get(of_class) if isinstance(of_class, FunctionType) else None
-    if found is None:
-        found = tuple(inspect.signature(function).parameters)
-        if isinstance(of_class, FunctionType):
-            _names_of_methods[of_class] = found
-    return found
 
 
 @functools.cache
