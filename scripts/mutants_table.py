@@ -128,7 +128,7 @@ UPDATES = [
     Mutant(
         "the second part of a gradient takes the first one's place",
         "runtime/update.py",
-        "_merge(held[own], new[own], add=k in repeated)",
+        "_merge(held[own], new[own], add=k in found.repeated)",
         "_merge(held[own], new[own], add=False)",
         ENGINE,
         "two_backwards_before or two_forwards_before",
@@ -167,7 +167,7 @@ UPDATES = [
     Mutant(
         "sums are begun as if there were some",
         "runtime/update.py",
-        "                    k in repeated[piece.found.state.index],\n",
+        "                    k in piece.found.repeated,\n",
         "                    True,\n",
         BITS,
         "gpt and 3-",
@@ -214,7 +214,7 @@ UPDATES = [
     Mutant(
         "what was loaded ahead outlives backward",
         "runtime/update.py",
-        "self._adam(self._waiting(state), 1.0)\n        self._drop_expected()\n",
+        "self._adam(self._waiting(state), 1.0)\n        self._expected.clear()\n",
         "self._adam(self._waiting(state), 1.0)\n",
         DEFERRAL,
         "loaded_ahead_is_dropped",
@@ -251,9 +251,9 @@ UPDATES = [
     ),
     Mutant(
         "a gradient that comes twice is not noticed",
-        "runtime/ledger.py",
-        "repeated = arrived & state.arrived",
-        "repeated: frozenset[int] = frozenset()",
+        "runtime/update.py",
+        "not state.arrived, found.arrived & state.arrived",
+        "not state.arrived, frozenset[int]()",
         ENGINE,
         "two_backwards_before",
     ),

@@ -16,9 +16,11 @@ import torch
 
 from stronghold.device.base import Device, Fence
 from stronghold.errors import StateError
-from stronghold.memory.layer import GradientSlot, LayerState
+from stronghold.memory.layer import Entry, GradientSlot, LayerState
 from stronghold.memory.window import Window
 from stronghold.model.layout import ALIGN_NUMEL, ParameterSlice
+from stronghold.plan.plan import Plan
+from stronghold.plan.schedule import Position
 from stronghold.runtime.parts import Parts
 from stronghold.runtime.update import Gathered, Updates
 
@@ -60,8 +62,8 @@ class ComputeSpan:
 
 
 class GradientDrains:
-    """Gathers, and hands over what is complete: of the layers in the order `expected` by the
-    schedule, where ranks need one. `span` is the compute lane's open one, if any;
+    """Gathers, and hands over what is complete: by `plan`, and of the layers in the order
+    `expected` by the schedule, where ranks need one. `span` is the compute lane's open one, if any;
     `aliased(layer)` says that somebody outside sees the layer's weights where they rest.
     """
 
@@ -70,6 +72,7 @@ class GradientDrains:
         parts: Parts,
         window: Window,
         updates: Updates,
+        plan: Plan,
         expected: Sequence[int],
         *,
         span: ComputeSpan | None = None,
@@ -81,6 +84,7 @@ class GradientDrains:
         self._layers = parts.layers
         self._window = window
         self._updates = updates
+        self._positions, self._accumulates = plan.updates, plan.accumulates
         self._metrics = parts.metrics
         self._team = parts.team
         self._order = parts.team.order(expected, window.num_gradient_slots)
@@ -212,15 +216,16 @@ class GradientDrains:
             self._window.claim_gradients(slot, layer)
         absent = self._team.absent(state, slot)
         arrived = absent.union(slot.arrived)
-        # Backward may need what an alias shows: no update before its end.
+        # More may come after several calls, and backward may need what an alias shows.
         late = not state.on_device and (state.calls > 1 or self._aliased(layer))
+        at_once = self._positions[layer] is Position.DRAIN and not late
         if state.on_device:
-            self._keep(state, slot, arrived)
+            self._keep(state, slot, arrived, at_once=at_once)
             return
         if slot.summed:
             self._join(layer, slot)
             slot.round_sums()
-        entry = self._updates.room(state, arrived, late=late)
+        entry = self._entry(state, arrived, at_once=at_once)
         slices = state.layout.slices
         runs = _runs([slices[position] for position in sorted(arrived)])
         first, last = state.begin, state.end  # of several ranks' elements this one's
@@ -251,28 +256,28 @@ class GradientDrains:
         )
         self._window.release_gradients(slot)
         self.drained_bytes += nbytes
-        found = Gathered(
-            state=state,
-            arrived=arrived,
-            dtype=entry.memory.dtype,
-            memory=entry.memory,
-            record=entry.record,
-        )
-        self._updates.gathered(found, late=late)
+        memory, record = entry.memory, entry.record
+        found = Gathered(state, arrived, memory.dtype, memory, record, at_once=at_once)
+        self._updates.gathered([found])
 
-    def _keep(self, state: LayerState, slot: GradientSlot, arrived: frozenset[int]) -> None:
+    def _entry(self, state: LayerState, arrived: frozenset[int], *, at_once: bool) -> Entry:
+        """Where these gradients go: an entry of the layer's own when they wait there and none of
+        them is there yet, else one of the ring."""
+        in_memory = not self._host.tiers.holds(state.index, "gradients")
+        waits = not self._accumulates and not at_once and in_memory
+        if waits and not arrived & state.arrived:
+            return self._host.held_entry(state.index)
+        return self._host.ring_entry()
+
+    def _keep(
+        self, state: LayerState, slot: GradientSlot, arrived: frozenset[int], *, at_once: bool
+    ) -> None:
         """Nothing of a layer that is updated on the device crosses the link."""
         self._join(state.index, slot)
         slot.round_sums()
-        found = Gathered(
-            state=state,
-            arrived=arrived,
-            dtype=slot.gradients.dtype,
-            memory=slot.gradients,
-            record=slot.record,
-            slot=slot,
-        )
-        if self._updates.gathered(found):
+        memory, record = slot.gradients, slot.record
+        found = Gathered(state, arrived, memory.dtype, memory, record, at_once=at_once)
+        if self._updates.gathered([found]):
             self._window.hold_gradients(slot)
             return
         self._window.release_gradients(slot)

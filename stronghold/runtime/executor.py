@@ -113,7 +113,7 @@ class Executor:
         self.fetched_bytes = 0
         drains = [a.layer for a in self.schedule.actions if a.kind is Kind.DRAIN]
         self.drains: GradientDrains = GradientDrains(
-            parts, window, updates, drains, span=self._span, aliased=self._aliased_at_rest
+            parts, window, updates, plan, drains, span=self._span, aliased=self._aliased_at_rest
         )
 
     @property
@@ -266,7 +266,7 @@ class Executor:
             self.make_resident(layer)
             return
         if self.phase is not Phase.BACKWARD:
-            self._ledger.refuse_early_read((layer,))
+            self._ledger.refuse_early((layer,), "read")
         self.end_span()  # what follows may wait, which is not the compute of the layer before
         if streamed and layer not in self._inside:
             self._take_writes(layer)

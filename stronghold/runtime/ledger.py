@@ -46,18 +46,6 @@ def norm_and_scale(
     return norm, (1.0 if clipped > 1.0 else clipped) / loss_scale
 
 
-def open_gate(
-    square_sums: Sequence[float], *, clipping: float, loss_scale: float, skips: bool
-) -> tuple[GateResult, float]:
-    """What the sums of squares of every gradient decide, and the factor of the gradients.
-
-    `skips`: nothing is applied where the norm is not finite.
-    """
-    norm, scale = norm_and_scale(square_sums, clipping=clipping, loss_scale=loss_scale)
-    overflow = skips and not math.isfinite(norm)
-    return GateResult(grad_norm=norm, overflow=overflow), scale
-
-
 class Ledger:
     """The account of one engine's layers. `early`: updates may be made as gradients come."""
 
@@ -125,33 +113,20 @@ class Ledger:
                 "for the end of backward"
             )
 
-    def refuse_early_read(self, layers: Iterable[int]) -> None:
-        """ConfigError when one of these layers was updated before the gate: until the step ends
-        a plain loop has the weights of the step before.
+    def refuse_early(self, layers: Iterable[int], verb: str) -> None:
+        """ConfigError when one of these layers was updated before the gate, and is `verb` ("read",
+        "written") from outside: until the step ends a plain loop has the weights of the step
+        before.
         """
-        for layer in layers:
-            self._refuse_early(layer, "read")
-
-    def refuse_early_write(self, layer: int) -> None:
-        """The same, when its weights were written from outside."""
-        self._refuse_early(layer, "written")
-
-    def _refuse_early(self, layer: int, verb: str) -> None:
-        state = self._layers[layer]
-        if state.applied:
-            raise ConfigError(
-                f"weights of {state.name} are {verb} between "
-                "engine.backward and engine.step, and were updated as their gradients came: do "
-                "that after engine.step(), or set gradient_clipping above 0 or "
-                "bf16.check_grad_overflow true, so that updates wait for the step; for several "
-                "backwards a step set gradient_accumulation_steps to the number of backwards"
-            )
-
-    def arrive(self, state: LayerState, arrived: frozenset[int]) -> frozenset[int]:
-        """Gradients of `arrived` have come; returns those that had come before in this step."""
-        repeated = arrived & state.arrived
-        state.arrived |= arrived
-        return repeated
+        for state in (self._layers[layer] for layer in layers):
+            if state.applied:
+                raise ConfigError(
+                    f"weights of {state.name} are {verb} between engine.backward and engine.step, "
+                    "and were updated as their gradients came: do that after engine.step(), or set "
+                    "gradient_clipping above 0 or bf16.check_grad_overflow true, so that updates "
+                    "wait for the step; for several backwards a step set "
+                    "gradient_accumulation_steps to the number of backwards"
+                )
 
     def abandon_backward(self) -> None:
         """Backward raised: the step's gradients are void. Weights that it changed cannot be changed

@@ -289,13 +289,14 @@ class Runtime:
                 dense = self._outside.scaled(dense)
                 taken.setdefault(layer, {})[k] = dense.contiguous()
         self.kept_gradient_bytes = max(self.kept_gradient_bytes, nbytes)
-        self.updates.gathered_whole(
+        self.updates.gathered(
             [
                 Gathered(
-                    state=self._host.layers[layer],
-                    arrived=frozenset(each),
-                    dtype=self._host.dtype,
+                    self._host.layers[layer],
+                    frozenset(each),
+                    self._host.dtype,
                     each=each,
+                    at_once=self._plan.updates[layer] is Position.DRAIN,
                 )
                 for layer, each in taken.items()
             ]
@@ -307,7 +308,7 @@ class Runtime:
         point.
         """
         if layers is not None:
-            self.ledger.refuse_early_read(layers)
+            self.ledger.refuse_early(layers, "read")
         asked = range(len(self._host.layers)) if layers is None else layers
         self.executor.settle(asked)
         self.executor.given_out(asked)
@@ -355,7 +356,7 @@ class Runtime:
                 state.versions = versions
             before = state.versions
             if versions != before:
-                self.ledger.refuse_early_write(layer)
+                self.ledger.refuse_early((layer,), "written")
                 pairs = zip(versions, before, strict=True)
                 edited[layer] = {k for k, (now, then) in enumerate(pairs) if now != then}
             elif layer in silent and self.executor.aliased((layer,)):

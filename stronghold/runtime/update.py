@@ -35,9 +35,10 @@ does.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 
 import torch
@@ -45,25 +46,28 @@ import torch
 from stronghold import native
 from stronghold.device.fence import Record, dependences
 from stronghold.device.kernels import Kernels
-from stronghold.memory.layer import Entry, GradientSlot, LayerState, view
+from stronghold.memory.layer import Entry, LayerState, view
 from stronghold.memory.tiers import Mode, Views
 from stronghold.memory.window import Window
 from stronghold.model.layout import ParameterSlice
 from stronghold.plan.plan import Plan
-from stronghold.plan.schedule import Position
 from stronghold.runtime.adam import ParameterStep
-from stronghold.runtime.ledger import GateResult, Ledger, norm_and_scale, open_gate
+from stronghold.runtime.ledger import GateResult, Ledger, norm_and_scale
 from stronghold.runtime.parts import Parts
 from stronghold.states import SCALES, STATES, group_size, items
 
+Work = Callable[[], None]
+# What a verb loads and spills, where that is not masters and moments.
+WHAT = {"update": "", "norm": " gradients", "accumulate": " sums"}
 SUM_BLOCK_NUMEL = 65536  # kSumBlock of the kernels: a part of the result's definition
 
 
-@dataclass(slots=True, eq=False, kw_only=True)
+@dataclass(slots=True, eq=False)
 class Gathered:
     """Gradients of one layer: flat in `memory`, of which element 0 is the first of this rank's
-    range, or (of a model that is whole on the device) `each` by itself. `slot`: the gradient slot
-    that `memory` is. Where `memory` is None they lie in `array` of the layer, maybe in a file.
+    range, or (of a model that is whole on the device) `each` by itself. Where `memory` is None they
+    lie in `array` of the layer, maybe in a file. `at_once`: the layer is updated with them as they
+    come. `repeated`: those that had come before in this step; `first`: nothing of the layer had.
     """
 
     state: LayerState
@@ -71,9 +75,12 @@ class Gathered:
     dtype: torch.dtype
     memory: torch.Tensor | None = None
     record: Record = field(default_factory=Record)
-    slot: GradientSlot | None = None
+    _: KW_ONLY
     each: Mapping[int, torch.Tensor] = field(default_factory=dict)
     array: str = ""
+    at_once: bool = False
+    repeated: frozenset[int] = frozenset()
+    first: bool = False
 
     @property
     def arrays(self) -> tuple[str, ...]:
@@ -131,7 +138,6 @@ class Updates:
         self._layers = parts.layers
         self._adam_steps = parts.adam
         self._plan = plan
-        self._positions = plan.updates
         self._kernels = parts.kernels
         self._ledger = ledger
         self._metrics = parts.metrics
@@ -149,49 +155,31 @@ class Updates:
             first, self._first = self._first, []
             for state, begin, end in first:
                 filed = self._tiers.spilled(state.index)
-                self._expected.append(self._load(_unknown(state), begin, end, filed))
+                unknown = Gathered(state, frozenset(), torch.float32)  # they have not come
+                self._expected.append(self._load(unknown, begin, end, filed))
 
-    def at_once(self, layer: int, *, late: bool = False) -> bool:
-        """Whether the layer is updated as its gradients come: no more may come (`late`)."""
-        return self._positions[layer] is Position.DRAIN and not late
-
-    def room(self, state: LayerState, arrived: frozenset[int], *, late: bool = False) -> Entry:
-        """Where the drain of these gradients goes: an entry of the layer's own when they wait there
-        and none of them is there yet, else one of the ring. ConfigError when gradients come again
-        that were used already."""
-        at_once = self.at_once(state.index, late=late)
-        self._ledger.refuse_further(state, arrived & state.arrived if at_once else ())
-        waits = not self._plan.accumulates and not at_once
-        if waits and not self._in_file(state, "gradients") and not arrived & state.arrived:
-            return self._host.held_entry(state.index)
-        return self._host.ring_entry()
-
-    def gathered(self, found: Gathered, *, late: bool = False) -> bool:
-        """Gradients are on their way into `found`: queue what uses them. `late`: more may come in
-        this backward. Returns whether they stay in their slot until the step ends."""
-        state = found.state
-        if state.on_device and self.at_once(state.index):
-            self._ledger.refuse_further(state, found.arrived & state.arrived)
-        first, repeated = not state.arrived, self._ledger.arrive(state, found.arrived)
-        if self._plan.accumulates:
-            self.accumulate([found], {state.index: repeated}, first=first)
-        elif self.at_once(state.index, late=late):
-            self._update_now(found)
-        elif state.on_device:
-            return self._hold_on_device(found, repeated)
-        else:
-            self._hold(found, repeated, first=first)
-        return False
-
-    def gathered_whole(self, batch: Sequence[Gathered]) -> None:
-        """The gradients of a backward of a model that is whole on the device, in one launch where
-        they are summed up."""
-        if batch and self._plan.accumulates:
-            arrive = self._ledger.arrive
-            self.accumulate(batch, {f.state.index: arrive(f.state, f.arrived) for f in batch})
-            return
+    def gathered(self, batch: Sequence[Gathered]) -> bool:
+        """Gradients are on their way: queue what uses them, in one launch for all layers of `batch`
+        where they are summed up on the device. Returns whether they stay in their slot until the
+        step ends. ConfigError when gradients come after the update that they were for.
+        """
         for found in batch:
-            self.gathered(found)
+            state = found.state
+            found.first, found.repeated = not state.arrived, found.arrived & state.arrived
+            self._ledger.refuse_further(state, found.repeated if found.at_once else found.arrived)
+            state.arrived |= found.arrived
+        if batch and self._plan.accumulates:
+            self._accumulate(batch)
+            return False
+        stay = False
+        for found in batch:
+            if found.at_once:
+                self._update_now(found)
+            elif found.state.on_device:
+                stay = self._hold_on_device(found)
+            else:
+                self._hold(found)
+        return stay
 
     def _update_now(self, found: Gathered) -> None:
         state = found.state
@@ -202,9 +190,9 @@ class Updates:
             return
         self._adam(found, 1.0, norms=self._norms(state))
 
-    def _hold(self, found: Gathered, repeated: frozenset[int], *, first: bool) -> None:
+    def _hold(self, found: Gathered) -> None:
         """Merge gradients into those that wait for the gate, where these are elsewhere, and take
-        norms. `first`: nothing of the layer waits yet."""
+        norms."""
         state, drained = found.state, found.memory
         assert drained is not None
         if not self._in_file(state, "gradients"):
@@ -217,51 +205,37 @@ class Updates:
             if held.data_ptr() != new.data_ptr():
                 for k, at, numel in _parts(piece):
                     own = slice(at - piece.begin, at - piece.begin + numel)
-                    _merge(held[own], new[own], add=k in repeated)
+                    _merge(held[own], new[own], add=k in found.repeated)
             norms.add(piece, "gradients")
 
-        self._over_pieces(
-            "norm",
-            found,
-            ("gradients",),
-            work,
-            found.dtype.itemsize,
-            load=not first,
-            what=" gradients",
-        )
+        self._over_pieces("norm", found, ("gradients",), work, found.dtype.itemsize)
 
-    def _hold_on_device(self, found: Gathered, repeated: frozenset[int]) -> bool:
+    def _hold_on_device(self, found: Gathered) -> bool:
         state, own, flat = found.state, found.state.own_gradients, found.memory
         if own is None or flat is None:  # a model that is whole there
             for k, gradient in found.each.items():
-                if k in repeated:
+                if k in found.repeated:
                     state.kept[k].add_(gradient)
                 else:
                     state.kept[k] = gradient
             return True
-        if own is found.slot:
+        if flat is own.gradients:
             return True
         slices = state.layout.slices
 
         def work() -> None:
             for k in sorted(found.arrived):
-                _merge(own.view(slices[k]), view(flat, slices[k]), add=k in repeated)
+                _merge(own.view(slices[k]), view(flat, slices[k]), add=k in found.repeated)
 
         self._device.compute.submit(
             f"merge {state.index}", work, reads=(found.record,), writes=(own.record,)
         )
         return False
 
-    def accumulate(
-        self,
-        batch: Sequence[Gathered],
-        repeated: Mapping[int, frozenset[int]],
-        *,
-        first: bool = False,
-    ) -> None:
-        """Add gradients to their layers' fp32 sums; those that are not `repeated` begin one.
-        `first`: the layer has no sums in this step yet. The last micro-batch takes norms of what is
-        updated on the host; of what is on the device one launch does at the gate."""
+    def _accumulate(self, batch: Sequence[Gathered]) -> None:
+        """Add gradients to their layers' fp32 sums; those that are not `repeated` begin one. The
+        last micro-batch takes norms of what is updated on the host; of what is on the device one
+        launch does at the gate."""
 
         def work(pieces: Sequence[Piece], norms: PieceNorms | None = None) -> None:
             segments = [
@@ -269,7 +243,7 @@ class Updates:
                     piece.gradient(k, at),
                     sums.data_ptr() + (at - piece.begin) * 4,
                     numel,
-                    k in repeated[piece.found.state.index],
+                    k in piece.found.repeated,
                 )
                 for piece in pieces
                 for sums in (piece.views["accumulated"],)
@@ -284,8 +258,7 @@ class Updates:
         size = batch[0].dtype.itemsize
         if batch[0].state.on_device:
             moved = sum(
-                found.state.layout.slices[k].numel
-                * (size + (8 if k in repeated[found.state.index] else 4))
+                found.state.layout.slices[k].numel * (size + (8 if k in found.repeated else 4))
                 for found in batch
                 for k in found.arrived
             )
@@ -295,15 +268,7 @@ class Updates:
         norms = self._norms(found.state) if self._ledger.boundary else None
         # Gradients are read, sums read and written; the last micro-batch reads them for a norm.
         each = size + (12 if norms is not None else 8)
-        self._over_pieces(
-            "accumulate",
-            found,
-            ("accumulated",),
-            lambda piece: work([piece], norms),
-            each,
-            load=not first,
-            what=" sums",
-        )
+        self._over_pieces("accumulate", found, ("accumulated",), lambda p: work([p], norms), each)
 
     def end_backward(self) -> None:
         """Backward has ended: update, in the order of the next forward, what is deferred, and what
@@ -313,12 +278,12 @@ class Updates:
             if state.arrived and not state.applied:
                 state.applied = True
                 self._adam(self._waiting(state), 1.0)
-        self._drop_expected()
+        self._expected.clear()
 
     def abandon_backward(self) -> None:
         """Backward raised: the step's gradients are void, and weights that it changed stay so."""
         self._ledger.abandon_backward()
-        self._drop_expected()
+        self._expected.clear()
         self.forget()
 
     # -- the gate ---------------------------------------------------------------------------------
@@ -354,7 +319,9 @@ class Updates:
         on_host = self._team.meet(self._layers, on_host)
         if skips or clipping > 0.0 or on_host or read is None:
             sums = on_host + (read() if read is not None else [])
-            return open_gate(sums, clipping=clipping, loss_scale=loss_scale, skips=skips)
+            found, scale = norm_and_scale(sums, clipping=clipping, loss_scale=loss_scale)
+            overflow = skips and not math.isfinite(found)
+            return GateResult(grad_norm=found, overflow=overflow), scale
 
         def norm() -> float:
             return norm_and_scale(read(), clipping=0.0, loss_scale=loss_scale)[0]
@@ -424,7 +391,7 @@ class Updates:
         """The arrays are about to be written anew: finish what is queued, and drop the gradients of
         a step that has not ended.
         """
-        self._drop_expected()
+        self._expected.clear()
         self.forget()
         for state in self._layers:
             state.wait_unused()
@@ -432,24 +399,16 @@ class Updates:
     # -- Adam -------------------------------------------------------------------------------------
     def _waiting(self, state: LayerState) -> Gathered:
         """The layer's gradients where they wait."""
-        arrived = frozenset(state.arrived)
-        if state.on_device and not self._plan.accumulates:
-            return self._held_on_device(state, arrived, self._host.dtype)
-        array, dtype = "gradients", self._host.dtype
+        arrived, dtype, own = frozenset(state.arrived), self._host.dtype, state.own_gradients
         if self._plan.accumulates:
             array, dtype = "accumulated", torch.float32
-        record = state.records[array]
-        return Gathered(state=state, arrived=arrived, dtype=dtype, record=record, array=array)
-
-    def _held_on_device(
-        self, state: LayerState, arrived: frozenset[int], dtype: torch.dtype
-    ) -> Gathered:
-        own = state.own_gradients
-        if own is None:
-            return Gathered(state=state, arrived=arrived, dtype=dtype, each=state.kept)
-        return Gathered(
-            state=state, arrived=arrived, dtype=dtype, memory=own.gradients, record=own.record
-        )
+        elif not state.on_device:
+            array = "gradients"
+        elif own is not None:
+            return Gathered(state, arrived, dtype, own.gradients, own.record)
+        else:
+            return Gathered(state, arrived, dtype, each=state.kept)
+        return Gathered(state, arrived, dtype, record=state.records[array], array=array)
 
     def _adam(self, found: Gathered, scale: float, norms: PieceNorms | None = None) -> None:
         """One step of Adam of a layer on the host, with this moment's hyper-parameters; norms of
@@ -477,29 +436,24 @@ class Updates:
         work: Callable[[Piece], None],
         bytes_each: float,
         *,
-        load: bool = True,
         norms: bool = True,
-        what: str = "",
     ) -> None:
         """Queue `work` over a layer on the host, piece by piece: it reads the gradients of `found`
         and writes the arrays `changed`, and `norms` where it takes them. `bytes_each`: what it
         moves for an element."""
         state, device = found.state, self._device
-        finish = partial(self._team.publishing, state) if verb == "update" else None
+        last: Callable[[Work], Work] = lambda run: run  # noqa: E731
+        if verb == "update":
+            last = partial(self._team.publishing, state)
         of_ram = self._present(state, changed)
         writes = [*state.records_of(of_ram), *([state.records["norms"]] if norms else [])]
         arrays = (*changed, *found.arrays)
         filed = tuple(a for a in self._tiers.spilled(state.index) if a in arrays)
         if not filed:
-            views = self._slabs(state, (*of_ram, *found.arrays), state.begin, state.end)
-            piece = Piece(found, state.begin, state.end, views)
-
-            def run() -> None:
-                work(piece)
-
+            piece = self._whole(found, changed)
             device.update.submit(
                 f"{verb} {state.index}",
-                run if finish is None else finish(run),
+                last(partial(work, piece)),
                 reads=(found.record,),
                 writes=writes,
                 nbytes=int(bytes_each * state.numel_of(found.arrived)),
@@ -514,22 +468,18 @@ class Updates:
             for begin, end in self._tiers.cuts(state.index, filed)
             if any(begin < at + n and at < end for _, at, n in _own_parts(state, found.arrived))
         ]
-        if not cuts and finish is not None:
-            device.update.submit(
-                f"update {state.index}", finish(_nothing), reads=reads, writes=writes
-            )
+        if not cuts:  # no element of this rank's has a gradient
+            run = last(lambda: None)
+            device.update.submit(f"{verb} {state.index}", run, reads=reads, writes=writes)
         for begin, end in cuts:
-            piece = self._next(found, begin, end, filed, load=load, what=what)
+            piece = self._next(verb, found, begin, end, filed)
             piece.views = piece.views | self._slabs(state, kept, begin, end)
             entry = piece.entry
             assert entry is not None
-
-            def run_piece(piece: Piece = piece) -> None:
-                work(piece)
-
+            run = partial(work, piece)
             device.update.submit(
                 f"{verb} {state.index}",
-                run_piece if finish is None or end < cuts[-1][1] else finish(run_piece),
+                run if end < cuts[-1][1] else last(run),
                 reads=reads,
                 writes=(entry.record, *writes),
                 nbytes=int(bytes_each * (end - begin)),
@@ -537,7 +487,7 @@ class Updates:
             if spills:
                 views = {array: piece.views[array] for array in spills}
                 fence = self._tiers.queue_spill(
-                    device, state.index, begin, views, entry, spilled, what=what
+                    device, state.index, begin, views, entry, spilled, what=WHAT[verb]
                 )
                 spilled = (fence,)
         for record in state.records_of(spills) if cuts else ():
@@ -560,32 +510,31 @@ class Updates:
             found[array] = getattr(state, array)[items(array, begin - first, end - first)]
         return found
 
+    def _whole(self, found: Gathered, changed: Sequence[str]) -> Piece:
+        """The layer as one piece, of which nothing lies in a file."""
+        state = found.state
+        arrays = (*self._present(state, changed), *found.arrays)
+        views = self._slabs(state, arrays, state.begin, state.end)
+        return Piece(found, state.begin, state.end, views)
+
     def _next(
-        self,
-        found: Gathered,
-        begin: int,
-        end: int,
-        filed: tuple[str, ...],
-        *,
-        load: bool,
-        what: str,
+        self, verb: str, found: Gathered, begin: int, end: int, filed: tuple[str, ...]
     ) -> Piece:
         """The piece with room in a staging entry, whose load is queued unless there is nothing."""
         state = found.state
-        if not load:
+        if verb != "update" and found.first:
             entry = self._tiers.updates.next()
-            return Piece(
-                found, begin, end, self._tiers.views(entry.memory, filed, end - begin), entry
-            )
-        if not what and len(self._first) < len(self._tiers.updates):
+            views = self._tiers.views(entry.memory, filed, end - begin)
+            return Piece(found, begin, end, views, entry)
+        if verb == "update" and len(self._first) < len(self._tiers.updates):
             self._first.append((state, begin, end))
         if self._expected:
             piece = self._expected[0]
             if (piece.found.state, piece.begin, piece.end) == (state, begin, end):
                 piece.found = found
                 return self._expected.popleft()
-            self._drop_expected()
-        return self._load(found, begin, end, filed, what)
+            self._expected.clear()
+        return self._load(found, begin, end, filed, WHAT[verb])
 
     def _load(
         self, found: Gathered, begin: int, end: int, filed: Sequence[str], what: str = ""
@@ -597,11 +546,6 @@ class Updates:
         )
         return Piece(found, begin, end, views, entry)
 
-    def _drop_expected(self) -> None:
-        """Nothing that was loaded will be used."""
-        self._expected.clear()
-
-    # -- norms ------------------------------------------------------------------------------------
     def _norms(self, state: LayerState) -> PieceNorms:
         return PieceNorms(self._kernels, state.square_sums)
 
@@ -615,7 +559,7 @@ class Updates:
         nbytes: int,
     ) -> None:
         """Run `work` on the compute lane, in one launch for all layers of `batch`."""
-        pieces = [self._on_device_piece(found, changed) for found in batch]
+        pieces = [self._whole(found, changed) for found in batch]
         records = [
             found.state.records[array]
             for found in batch
@@ -632,13 +576,6 @@ class Updates:
         )
         for seconds in self._device.compute.take_waits():
             self._metrics.waited("update", seconds)
-
-    def _on_device_piece(self, found: Gathered, changed: Sequence[str]) -> Piece:
-        state = found.state
-        arrays = (*self._present(state, changed), *found.arrays)
-        return Piece(
-            found, state.begin, state.end, self._slabs(state, arrays, state.begin, state.end)
-        )
 
     def _sums_on_device(self, batch: Sequence[Gathered]) -> torch.Tensor:
         """The sum of squares of each gradient, fp64, on the device: valid for later compute."""
@@ -661,7 +598,7 @@ class Updates:
         segments: list[native.AdamSegment] = []
         for found in batch:
             steps = self._adam_steps.advance(found.state, found.arrived, 1.0)
-            segments += _segments(self._on_device_piece(found, STATES), steps)
+            segments += _segments(self._whole(found, STATES), steps)
         dtype, states = batch[0].dtype, self._states
         adam = self._device.kernels.prepare_adam(states.dtype, dtype, segments, lean=states.is_lean)
         nbytes = int(states.adam_bytes(dtype) * sum(segment.numel for segment in segments))
@@ -742,11 +679,6 @@ class PieceNorms:
             self._sums[k] = self._totals[k] = self._totals.get(k, 0.0) + value
 
 
-def _unknown(state: LayerState) -> Gathered:
-    """What is loaded before its gradients have come."""
-    return Gathered(state=state, arrived=frozenset(), dtype=torch.float32)
-
-
 def _merge(target: torch.Tensor, part: torch.Tensor, *, add: bool) -> None:
     if add:
         target.add_(part)
@@ -804,7 +736,3 @@ def _segments(piece: Piece, steps: Sequence[ParameterStep]) -> list[native.AdamS
                 )
             )
     return segments
-
-
-def _nothing() -> None:
-    """No element of this rank's has a gradient."""
