@@ -55,6 +55,7 @@ def off_lanes(work: Callable[[], object]) -> None:
         run()
 
 
+STREAM_LANES = ("fetch", "drain", "gather", "reduce")  # for which a GPU has a stream
 Work = Callable[[], None]
 Seconds = float | Callable[[], float] | None
 """A time, or where it can be read once it has passed; None: nobody measured it."""
@@ -317,73 +318,60 @@ class Device(ABC):
         self.alone = True  # no operation waits for another process
         self._failure: LaneError | None = None
         self._process = os.getpid()
-        self._of_files: dict[str, Lane] = {}
-        self._wires: dict[str, Lane] = {}
+        self._lanes: dict[str, Lane] = {}  # those that wait for others last
         self.side_streams: Sequence[object] = ()
 
-    def _open_lanes(self, make: Callable[[str], Lane]) -> None:
+    def _open_lanes(self) -> None:
         """Make the three lanes that every device has, or none where the system refuses a thread."""
         with contextlib.ExitStack() as undo:
-            self.fetch = make("fetch")
-            undo.callback(self.fetch.close)
-            self.drain = make("drain")
-            undo.callback(self.drain.close)
-            self.update = make("update")
+            for name in ("fetch", "drain", "update"):
+                undo.callback(self._lane(name).close)
             undo.pop_all()
+        self.fetch, self.drain, self.update = self._lanes.values()
+
+    def _lane(self, name: str) -> Lane:
+        if name not in self._lanes:
+            self._lanes[name] = self._make_lane(name)
+        return self._lanes[name]
+
+    def _make_lane(self, name: str) -> Lane:
+        return HostLane(name, self)
 
     @property
     def gather(self) -> Lane:
         """Weights between ranks. Only the training thread may be the first to ask."""
-        return self._wire_lane("gather")
+        return self._lane("gather")
 
     @property
     def reduce(self) -> Lane:
         """Gradients between ranks. Only the training thread may be the first to ask."""
-        return self._wire_lane("reduce")
-
-    def _wire_lane(self, name: str) -> Lane:
-        if name not in self._wires:
-            self._wires[name] = self._make_wire_lane(name)
-        return self._wires[name]
-
-    def _make_wire_lane(self, name: str) -> Lane:
-        return HostLane(name, self)
+        return self._lane("reduce")
 
     @property
     def exchange(self) -> Lane:
         """Weights between nodes, from host memory to host memory, where updates left them. Only the
         training thread may be the first to ask."""
-        if "exchange" not in self._wires:
-            self._wires["exchange"] = self._make_host_lane("exchange")
-        return self._wires["exchange"]
+        return self._lane("exchange")
 
     @property
     def io(self) -> Lane:
         """Files of checkpoints."""
-        return self._file_lane("io")
+        return self._lane("io")
 
     @property
     def load(self) -> Lane:
         """NVMe to host, ahead of updates."""
-        return self._file_lane("load")
+        return self._lane("load")
 
     @property
     def stage(self) -> Lane:
         """NVMe to host, ahead of fetches."""
-        return self._file_lane("stage")
+        return self._lane("stage")
 
     @property
     def spill(self) -> Lane:
         """Host to NVMe."""
-        return self._file_lane("spill")
-
-    def _file_lane(self, name: str) -> Lane:
-        if name not in self._of_files:
-            self._of_files[name] = self._make_host_lane(name)
-        return self._of_files[name]
-
-    def _make_host_lane(self, name: str) -> Lane:
-        return HostLane(name, self)
+        return self._lane("spill")
 
     # -- errors ---------------------------------------------------------------------------------
     def report(self, error: LaneError) -> None:
@@ -587,19 +575,13 @@ class Device(ABC):
 
     def finish(self) -> None:
         """Wait until the lanes have done what is queued, well or badly; they go on living."""
-        for lane in self._lanes:
+        for lane in list(self._lanes.values()):
             lane.finish()
 
     def close(self) -> None:
         """Finish the lanes' work and end their threads. Safe to call twice."""
-        for lane in self._lanes:
+        for lane in list(self._lanes.values()):
             lane.close()
-
-    @property
-    def _lanes(self) -> tuple[Lane, ...]:
-        # A transfer or an update may wait for a lane of files or of ranks: these end last.
-        others = (*self._of_files.values(), *self._wires.values())
-        return (self.fetch, self.drain, self.update, *others)
 
 
 def moved(nbytes: int) -> dict[str, int]:

@@ -59,6 +59,7 @@ from typing import Any
 import torch
 
 from stronghold.device.base import (
+    STREAM_LANES,
     Device,
     DeviceEvent,
     Fence,
@@ -312,17 +313,14 @@ class CudaDevice(Device):
         self._registered: list[tuple[int, int]] = []  # replaced, since lanes read it meanwhile
         self._refused: dict[int, int] = {}  # address -> bytes, of slabs that are not registered
         self._rings: dict[int, _Ring] = {}  # by stream; [Note: refused]
-        self._open_lanes(self._make_lane)
+        self._open_lanes()
 
     @property
     def torch_device(self) -> torch.device:
         return self._device
 
     def _make_lane(self, name: str) -> Lane:
-        return HostLane(name, self) if name == "update" else StreamLane(name, self)
-
-    def _make_wire_lane(self, name: str) -> Lane:
-        return StreamLane(name, self)
+        return StreamLane(name, self) if name in STREAM_LANES else HostLane(name, self)
 
     def _allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         # Allocated once and never freed before close, so that it need not be recorded on the

@@ -12,12 +12,11 @@ import ctypes
 import random
 import threading
 import time
-from functools import partial
 
 import torch
 
 from stronghold import native
-from stronghold.device.base import Device, Fence, HostLane, completed, timed
+from stronghold.device.base import Device, Fence, HostLane, Lane, completed, timed
 from stronghold.device.kernels import NativeKernels
 from stronghold.errors import StateError
 from stronghold.telemetry.trace import NullTrace, Trace
@@ -81,11 +80,15 @@ class EmulatedDevice(Device):
         self._disk_free_s = {"read": 0.0, "write": 0.0}  # when the disk has done what it was given
         self._pool: native.Pool | None = None
         gentle = not poison and jitter_s == 0.0 and link_gbps is None and update_gbps is None
-        self._open_lanes(partial(_ShortLane if gentle else HostLane, device=self))
+        self._short = ("fetch", "drain", "update") if gentle else ()
+        self._open_lanes()
 
     @property
     def torch_device(self) -> torch.device:
         return torch.device("cpu")
+
+    def _make_lane(self, name: str) -> Lane:
+        return (_ShortLane if name in self._short else HostLane)(name, self)
 
     def _allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         buffer = torch.empty(numel, dtype=dtype)

@@ -11,46 +11,49 @@ current in the calling thread has passed it.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import torch
 
 from stronghold import native
 
+AdamSegments = Sequence[native.AdamSegment] | native.AdamRows
 
-class Kernels(Protocol):
+
+class Kernels(ABC):
     """One implementation of the update's arithmetic. Dtypes are fp32, bf16 and fp16; any numel,
     zero included; addresses are aligned to their elements. Arrays that are written overlap no other
     array of the same call."""
+
+    @abstractmethod
+    def prepare_adam(
+        self,
+        weight_dtype: torch.dtype,
+        grad_dtype: torch.dtype,
+        segments: AdamSegments,
+        *,
+        lean: bool = False,
+    ) -> Callable[[float | None], None]:
+        """The host's share of a step of Adam or AdamW on every segment, in place; the formula is in
+        `stronghold.h`. What it returns does the rest, with one scale of the gradients for all
+        segments, or with each one's own (None). `lean`: bf16 weights with lean states.
+
+        ConfigError for a segment that breaks its contract, before anything is written.
+        """
 
     def adam(
         self,
         weight_dtype: torch.dtype,
         grad_dtype: torch.dtype,
-        segments: Sequence[native.AdamSegment] | native.AdamRows,
+        segments: AdamSegments,
         *,
         lean: bool = False,
     ) -> None:
-        """One step of Adam or AdamW on every segment, in place; the formula is in `stronghold.h`.
-        `lean`: bf16 weights with lean states.
+        """Both at once, with the segments' own scales."""
+        self.prepare_adam(weight_dtype, grad_dtype, segments, lean=lean)(None)
 
-        ConfigError for a segment that breaks its contract, before anything is written.
-        """
-        ...
-
-    def prepare_adam(
-        self,
-        weight_dtype: torch.dtype,
-        grad_dtype: torch.dtype,
-        segments: Sequence[native.AdamSegment],
-        *,
-        lean: bool = False,
-    ) -> Callable[[float], None]:
-        """All of `adam` but the gradients' scale, which is then given for all segments at once: the
-        host's share, done while the device is still busy with what the scale depends on."""
-        ...
-
+    @abstractmethod
     def accumulate(
         self, grad_dtype: torch.dtype, segments: Sequence[tuple[int, int, int, bool]]
     ) -> None:
@@ -58,24 +61,23 @@ class Kernels(Protocol):
 
         Segments are (address of the gradient, address of the fp32 accumulator, numel, add).
         """
-        ...
 
+    @abstractmethod
     def sum_squares(self, dtype: torch.dtype, segments: Sequence[tuple[int, int]]) -> list[float]:
         """The sum of squares of each segment, (address, numel), accumulated in double.
 
         On a GPU it waits for the stream: `sum_squares_async` does not.
         """
-        ...
 
     def sum_squares_async(
         self, dtype: torch.dtype, segments: Sequence[tuple[int, int]]
     ) -> torch.Tensor:
         """The same sums as an fp64 tensor of [segments], where the arrays lie; on a GPU it is valid
         for what the calling thread's stream runs after it."""
-        ...
+        return torch.tensor(self.sum_squares(dtype, segments), dtype=torch.float64)
 
 
-class NativeKernels:
+class NativeKernels(Kernels):
     """The kernels of `native` on one pool of threads: for host memory, and for the emulated device,
     whose memory is the host's.
 
@@ -88,29 +90,20 @@ class NativeKernels:
     def __init__(self, pool: native.Pool) -> None:
         self._pool = pool
 
-    def adam(
-        self,
-        weight_dtype: torch.dtype,
-        grad_dtype: torch.dtype,
-        segments: Sequence[native.AdamSegment] | native.AdamRows,
-        *,
-        lean: bool = False,
-    ) -> None:
-        native.adam(self._pool, weight_dtype, grad_dtype, segments, lean=lean)
-
     def prepare_adam(
         self,
         weight_dtype: torch.dtype,
         grad_dtype: torch.dtype,
-        segments: Sequence[native.AdamSegment],
+        segments: AdamSegments,
         *,
         lean: bool = False,
-    ) -> Callable[[float], None]:
+    ) -> Callable[[float | None], None]:
         rows = native.adam_rows(segments)
 
-        def run(scale: float) -> None:
-            rows["grad_scale"] = scale
-            self.adam(weight_dtype, grad_dtype, rows, lean=lean)
+        def run(scale: float | None) -> None:
+            if scale is not None:
+                rows["grad_scale"] = scale
+            native.adam(self._pool, weight_dtype, grad_dtype, rows, lean=lean)
 
         return run
 
@@ -121,8 +114,3 @@ class NativeKernels:
 
     def sum_squares(self, dtype: torch.dtype, segments: Sequence[tuple[int, int]]) -> list[float]:
         return native.sum_squares(self._pool, dtype, segments)
-
-    def sum_squares_async(
-        self, dtype: torch.dtype, segments: Sequence[tuple[int, int]]
-    ) -> torch.Tensor:
-        return torch.tensor(self.sum_squares(dtype, segments), dtype=torch.float64)

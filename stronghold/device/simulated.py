@@ -16,16 +16,14 @@ device, whose compute is the calling thread.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 
-from stronghold import native
-from stronghold.device.base import Device, Fence, Lane, Work
+from stronghold.device.base import STREAM_LANES, Device, Fence, Lane, Work
 from stronghold.device.contention import LINK_LANES, Contention, Moving, Rates
+from stronghold.device.kernels import Kernels
 from stronghold.telemetry.trace import NullTrace, Trace
-
-WIRE_LANES = ("gather", "reduce")
 
 
 class Operation(NamedTuple):
@@ -136,20 +134,10 @@ class SimulatedLane(Lane):
         """Nothing runs."""
 
 
-class NullKernels:
+class NullKernels(Kernels):
     """Kernels that compute nothing: sums are zero."""
 
-    def adam(
-        self,
-        weight_dtype: torch.dtype,
-        grad_dtype: torch.dtype,
-        segments: Sequence[native.AdamSegment] | native.AdamRows,
-        *,
-        lean: bool = False,
-    ) -> None:
-        """Nothing."""
-
-    def prepare_adam(self, *_: object, lean: bool = False) -> Callable[[float], None]:
+    def prepare_adam(self, *_: object, lean: bool = False) -> Callable[[float | None], None]:
         return lambda scale: None
 
     def accumulate(
@@ -159,11 +147,6 @@ class NullKernels:
 
     def sum_squares(self, dtype: torch.dtype, segments: Sequence[tuple[int, int]]) -> list[float]:
         return [0.0] * len(segments)
-
-    def sum_squares_async(
-        self, dtype: torch.dtype, segments: Sequence[tuple[int, int]]
-    ) -> torch.Tensor:
-        return torch.zeros(len(segments), dtype=torch.float64)
 
 
 class SimulatedDevice(Device):
@@ -188,9 +171,7 @@ class SimulatedDevice(Device):
         self.compute_s = 0.0
         self._compute_cause = -1
         self._operations: list[Operation] = []
-        self.fetch = self._fetch = SimulatedLane("fetch", self, streams=asynchronous)
-        self.drain = self._drain = SimulatedLane("drain", self, streams=asynchronous)
-        self.update = self._update = SimulatedLane("update", self, streams=False)
+        self._open_lanes()
         self._kernels = NullKernels()
 
     @property
@@ -198,16 +179,13 @@ class SimulatedDevice(Device):
         """Nothing is computed."""
         return self._kernels
 
-    def _make_host_lane(self, name: str) -> Lane:
-        return SimulatedLane(name, self, streams=False)
-
-    def _make_wire_lane(self, name: str) -> Lane:
-        return SimulatedLane(name, self, streams=self.asynchronous)
+    def _make_lane(self, name: str) -> Lane:
+        return SimulatedLane(name, self, streams=self.asynchronous and name in STREAM_LANES)
 
     # -- time -------------------------------------------------------------------------------------
     def is_stream(self, lane: str) -> bool:
         """Whether a stream can wait for this lane's fences by itself."""
-        return self.asynchronous and lane in ("fetch", "drain", "compute", *WIRE_LANES)
+        return self.asynchronous and lane in ("compute", *STREAM_LANES)
 
     def hold_caller(self, until_s: float, cause: int) -> None:
         """The calling thread stands still; so does compute where it is the same thread."""
@@ -239,7 +217,8 @@ class SimulatedDevice(Device):
 
     def delay_updates(self, transfer: Moving) -> None:
         """A transfer was submitted that takes memory from updates before it."""
-        self._update.not_before(self.contention.delay_updates(transfer, self.caller_s))
+        update = cast(SimulatedLane, self.update)
+        update.not_before(self.contention.delay_updates(transfer, self.caller_s))
 
     @property
     def operations(self) -> list[Operation]:

@@ -24,6 +24,7 @@ import torch
 
 from stronghold import native
 from stronghold.device.base import Device
+from stronghold.device.kernels import AdamSegments, Kernels
 from stronghold.errors import ConfigError
 
 # What a launch must ask of the compiler for the host's bits: [Note: same operations].
@@ -54,7 +55,7 @@ class _Launch(NamedTuple):
     aligned: bool  # every array starts on VECTOR_BYTES
 
 
-class TritonKernels:
+class TritonKernels(Kernels):
     """`Kernels` for a CUDA device. ConfigError when Triton is missing.
 
     Each first call with new dtypes compiles, for about a second. A call whose segments were seen
@@ -73,47 +74,16 @@ class TritonKernels:
         self._device = device
         self._tables: OrderedDict[bytes, torch.Tensor] = OrderedDict()
 
-    def adam(
-        self,
-        weight_dtype: torch.dtype,
-        grad_dtype: torch.dtype,
-        segments: Sequence[native.AdamSegment] | native.AdamRows,
-        *,
-        lean: bool = False,
-    ) -> None:
-        """One step of Adam or AdamW on every segment, in place; the formula is in `stronghold.h`.
-
-        Segments with the same numbers share a launch. ConfigError for a segment that breaks its
-        contract, before anything is written, and for lean states.
-        """
-        for launch in self._prepared(weight_dtype, grad_dtype, segments, lean):
-            launch(None)
-
     def prepare_adam(
         self,
         weight_dtype: torch.dtype,
         grad_dtype: torch.dtype,
-        segments: Sequence[native.AdamSegment],
+        segments: AdamSegments,
         *,
         lean: bool = False,
-    ) -> Callable[[float], None]:
-        """`adam` without the gradients' scale. Tables are sent; what it returns launches."""
-        launches = self._prepared(weight_dtype, grad_dtype, segments, lean)
-
-        def run(scale: float) -> None:
-            for launch in launches:
-                launch(scale)
-
-        return run
-
-    def _prepared(
-        self,
-        weight_dtype: torch.dtype,
-        grad_dtype: torch.dtype,
-        segments: Sequence[native.AdamSegment] | native.AdamRows,
-        lean: bool,
-    ) -> list[Callable[[float | None], None]]:
-        """What launches, each with another scale of the gradients than its segments' if wanted."""
+    ) -> Callable[[float | None], None]:
+        """Tables are sent; what it returns launches. Segments with the same numbers share a launch.
+        ConfigError for lean states, too."""
         if lean:
             raise ConfigError(
                 "lean states are updated on the host: there is no program for a GPU. Set "
@@ -132,11 +102,17 @@ class TritonKernels:
             fields["low"] = fields["weight"]
         rows = np.stack([fields[name].astype(np.int64) for name in ("numel", *arrays)], axis=1)
         _check_arrays(rows, arrays)
-        return [
+        launches = [
             partial(self._launch_adam, launch, constants, adamw, (weight_dtype, grad_dtype))
             for constants, adamw, indices in _groups(fields)
             for launch in self._launches(rows[indices], BLOCK)
         ]
+
+        def run(scale: float | None) -> None:
+            for launch in launches:
+                launch(scale)
+
+        return run
 
     def _launch_adam(
         self,
@@ -166,10 +142,6 @@ class TritonKernels:
     def accumulate(
         self, grad_dtype: torch.dtype, segments: Sequence[tuple[int, int, int, bool]]
     ) -> None:
-        """acc = float(grad) or, with `add`, acc += float(grad), in fp32.
-
-        Segments are (address of the gradient, address of the fp32 accumulator, numel, add).
-        """
         fields = np.array(segments, dtype=np.int64).reshape(-1, 4)
         rows = fields[:, [2, 0, 1]]
         _check_arrays(rows, {"grad": grad_dtype, "acc": torch.float32})
@@ -187,15 +159,12 @@ class TritonKernels:
                 )
 
     def sum_squares(self, dtype: torch.dtype, segments: Sequence[tuple[int, int]]) -> list[float]:
-        """The sum of squares of each segment, (address, numel), in double; waits for the stream."""
         sums: list[float] = self.sum_squares_async(dtype, segments).tolist()
         return sums
 
     def sum_squares_async(
         self, dtype: torch.dtype, segments: Sequence[tuple[int, int]]
     ) -> torch.Tensor:
-        """The same sums as an fp64 tensor of [segments] on the device, valid for what the current
-        stream runs after this call."""
         rows = np.array(segments, dtype=np.int64).reshape(-1, 2)[:, ::-1]
         _check_arrays(rows, {"x": dtype})
         sums = torch.empty(len(rows), dtype=torch.float64, device=self._device.torch_device)

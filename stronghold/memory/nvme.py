@@ -34,7 +34,7 @@ import math
 import os
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -59,22 +59,14 @@ PERIOD_UNITS = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ExtentRequest:
-    """`nbytes` of file for one array of one layer: `array` is one of `ARRAYS`."""
-
-    layer: int
-    array: str
-    nbytes: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Extent:
-    """One array of one layer, from `begin` on in the linear space."""
+    """`nbytes` of file for one array of one layer: `array` is one of `ARRAYS`. Laid out, they are
+    from `begin` on in the linear space."""
 
     layer: int
     array: str
-    begin: int
     nbytes: int
+    begin: int = 0
 
     def __str__(self) -> str:
         return f"{self.array} of layer {self.layer}"
@@ -90,7 +82,7 @@ class Segment:
     nbytes: int
 
 
-def lay_out(requests: Sequence[ExtentRequest]) -> dict[tuple[int, str], Extent]:
+def lay_out(requests: Sequence[Extent]) -> dict[tuple[int, str], Extent]:
     """The extents by (layer, array), one after another as requested.
 
     Raises StateError for an unknown array, one that is requested twice, or a size that is no
@@ -104,9 +96,7 @@ def lay_out(requests: Sequence[ExtentRequest]) -> dict[tuple[int, str], Extent]:
             raise StateError(f"extent {key}: unknown array, or requested twice")
         if request.nbytes < 0 or request.nbytes % ALIGNMENT:
             raise StateError(f"extent {key}: got {request.nbytes} bytes, expected n * {ALIGNMENT}")
-        extents[key] = Extent(
-            layer=request.layer, array=request.array, begin=begin, nbytes=request.nbytes
-        )
+        extents[key] = replace(request, begin=begin)
         begin += request.nbytes
     return extents
 
@@ -287,31 +277,23 @@ logger = logging.getLogger("stronghold")
 class Pending:
     """A transfer under way; keeps its memory alive. One thread waits for it."""
 
-    __slots__ = ("_error", "_store", "_tickets", "_waited", "memory", "nbytes", "verb")
+    __slots__ = ("_error", "_store", "_waited", "memory", "nbytes", "tickets", "verb")
 
     def __init__(self, store: NvmeStore, verb: Verb, memory: torch.Tensor) -> None:
         self._store = store
-        self._tickets: list[tuple[IoQueue, int]] = []
+        self.tickets: list[tuple[IoQueue, int]] = []
         self._waited = False
         self._error: OSError | None = None
         self.verb = verb
         self.memory = memory
         self.nbytes = 0  # of what was submitted
 
-    def _add(self, queue: IoQueue, ticket: int, nbytes: int) -> None:
-        self._tickets.append((queue, ticket))
-        self.nbytes += nbytes
-
-    def _commit(self) -> None:
-        for queue in {queue for queue, _ in self._tickets}:
-            queue.commit()
-
     def wait(self) -> None:
         """Wait until all of it has ended. Raises `OSError` with file, offset and length of what
         failed, at every call; nothing is in flight then, and what a read's memory, or a write's
         range of the extent, holds is undefined."""
-        while self._tickets:
-            queue, ticket = self._tickets.pop()
+        while self.tickets:
+            queue, ticket = self.tickets.pop()
             try:
                 queue.wait(ticket)
             except OSError as error:
@@ -344,7 +326,7 @@ class NvmeStore(Closing):
         self,
         paths: Sequence[str | os.PathLike[str]],
         *,
-        extents: Sequence[ExtentRequest],
+        extents: Sequence[Extent],
         ring_entries: int,
         piece_bytes: int,
         capacity_bytes: int | None = None,
@@ -513,10 +495,6 @@ class NvmeStore(Closing):
             raise StateError(f"{array} of layer {layer} is not spilled")
         return found
 
-    def holds(self, layer: int, array: str) -> bool:
-        """Whether the array has an extent."""
-        return (layer, array) in self._extents
-
     def mapped(self, extent: Extent) -> torch.Tensor:
         """The extent's pages as flat bytes, valid also after `close`; see [Note: coherence] of
         `slab` for when they may be read. `OSError` where the file system cannot map files."""
@@ -565,12 +543,14 @@ class NvmeStore(Closing):
         try:
             for segment in segments:
                 file = self._files[segment.file]
-                pending._add(*file.submit(verb, segment, memory.data_ptr()), segment.nbytes)
+                pending.tickets.append(file.submit(verb, segment, memory.data_ptr()))
+                pending.nbytes += segment.nbytes
         except BaseException:
             with contextlib.suppress(OSError):  # the first refusal is the one to report
                 pending.wait()
             raise
-        pending._commit()
+        for queue in {queue for queue, _ in pending.tickets}:
+            queue.commit()
         return pending
 
     def _ended(self, pending: Pending, *, failed: bool) -> None:

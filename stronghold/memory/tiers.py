@@ -24,7 +24,7 @@ import torch
 from stronghold.device.base import Device, Fence, Lane
 from stronghold.device.fence import Record, dependences, submitted
 from stronghold.memory.layer import Entry, Ring
-from stronghold.memory.nvme import ARRAYS, Extent, ExtentRequest, NvmeStore, lay_out
+from stronghold.memory.nvme import ARRAYS, Extent, NvmeStore, lay_out
 from stronghold.memory.slab import map_slab
 from stronghold.model.layout import LayerLayout, ModelLayout, Shards
 from stronghold.states import EXACT, Kind, items, num_items, states_of
@@ -52,9 +52,7 @@ class _Transfers:
 class NullStore:
     """A store of no bytes, for simulations: sizes and extents, on the meta device."""
 
-    def __init__(
-        self, extents: Sequence[ExtentRequest], *, ring_bytes: int, piece_bytes: int
-    ) -> None:
+    def __init__(self, extents: Sequence[Extent], *, ring_bytes: int, piece_bytes: int) -> None:
         self._extents = lay_out(extents)
         self.piece_bytes = piece_bytes
         self.ring_bytes = ring_bytes
@@ -371,28 +369,23 @@ def array_dtypes(dtype: torch.dtype, states: Kind = EXACT) -> dict[str, torch.dt
     return {**states_of(dtype, states).dtypes, "gradients": dtype, "accumulated": torch.float32}
 
 
-def numel_of(layer: LayerLayout, arrays: Sequence[str]) -> int:
-    """Elements that all of `arrays` have: weights cover the layer, the others its trainable
-    part."""
-    return layer.numel if tuple(arrays) == ("weights",) else layer.trainable_numel
-
-
 def extent_requests(
     layout: ModelLayout,
     dtype: torch.dtype,
     spilled: Sequence[frozenset[str]],
     num_ranks: int = 1,
     states: Kind = EXACT,
-) -> list[ExtentRequest]:
+) -> list[Extent]:
     """The extents of all that spills, layer by layer: what an update reads lies together. Of
     several ranks each has an equal part."""
     dtypes = array_dtypes(dtype, states)
+
+    def nbytes(layer: LayerLayout, array: str) -> int:
+        numel = layer.numel if array == "weights" else layer.trainable_numel
+        return num_items(array, numel // num_ranks) * dtypes[array].itemsize
+
     return [
-        ExtentRequest(
-            layer=layer.index,
-            array=array,
-            nbytes=num_items(array, numel_of(layer, [array]) // num_ranks) * dtypes[array].itemsize,
-        )
+        Extent(layer=layer.index, array=array, nbytes=nbytes(layer, array))
         for layer, arrays in zip(layout.layers, spilled, strict=False)  # shorter: nothing after
         for array in ARRAYS
         if array in arrays

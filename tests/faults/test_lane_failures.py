@@ -70,7 +70,7 @@ def fail_in(
 ) -> None:
     """Let the next operations of this name fail; with `only` the one of that number, from 1 on."""
     device, seen = engine._stack.device, 0
-    for lane in (device.fetch, device.drain, device.update, *device._of_files.values()):
+    for lane in device._lanes.values():
         submit = lane.submit
 
         def submit_failing(

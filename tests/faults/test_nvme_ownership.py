@@ -26,7 +26,7 @@ import pytest
 import torch
 
 from stronghold.memory import runfolder
-from stronghold.memory.nvme import ExtentRequest, NvmeStore
+from stronghold.memory.nvme import Extent, NvmeStore
 from stronghold.memory.runfolder import OWNER, Owner, RunDirectory, reclaim
 from stronghold.memory.slab import map_slab
 from stronghold.process import start_of
@@ -36,11 +36,11 @@ PAGE = 4096
 # A run that holds a store under argv[1], says so, and waits.
 RUN = f"""
 import os, signal, sys
-from stronghold.memory.nvme import ExtentRequest
+from stronghold.memory.nvme import Extent
 from stronghold.memory.nvme import NvmeStore
 store = NvmeStore(
     [sys.argv[1]],
-    extents=[ExtentRequest(layer=0, array="low", nbytes=512 * {PAGE})],
+    extents=[Extent(layer=0, array="low", nbytes=512 * {PAGE})],
     ring_entries=1,
     piece_bytes={PAGE},
 )
@@ -66,7 +66,7 @@ def running(script: str, path: Path) -> Iterator[subprocess.Popen[str]]:
 
 
 def store_under(path: Path) -> NvmeStore:
-    request = ExtentRequest(layer=0, array="low", nbytes=64 * PAGE)
+    request = Extent(layer=0, array="low", nbytes=64 * PAGE)
     return NvmeStore([path], extents=[request], ring_entries=1, piece_bytes=PAGE)
 
 

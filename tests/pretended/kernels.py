@@ -16,7 +16,7 @@ import torch
 
 from stronghold import native
 from stronghold.device import cuda, triton_kernels
-from stronghold.device.kernels import NativeKernels
+from stronghold.device.kernels import Kernels, NativeKernels
 from stronghold.errors import ConfigError
 
 ADDRESSES = ("weight", "low", "exp_avg", "exp_avg_sq", "grad")
@@ -34,14 +34,14 @@ def install(extension: Any) -> None:
         assert begin <= address < end, f"a kernel on the GPU was given a host address {address:#x}"
         return address + distance
 
-    class PretendedKernels:
+    class PretendedKernels(Kernels):
         def __init__(self, device: object) -> None:
             self._pool = native.Pool(1)
             self._host = NativeKernels(self._pool)
 
-        def adam(
+        def prepare_adam(
             self, weight: torch.dtype, grad: torch.dtype, segments: Any, *, lean: bool = False
-        ) -> None:
+        ) -> Callable[[float | None], None]:
             if lean:
                 raise ConfigError("there is no program for lean states")  # as on a GPU
             rows = native.adam_rows(segments).copy()  # the caller may write its own anew
@@ -50,18 +50,8 @@ def install(extension: Any) -> None:
                 rows[name] = [
                     shadow(*pair) for pair in zip(rows[name].tolist(), numels, strict=True)
                 ]
-            extension.launch(lambda: self._host.adam(weight, grad, rows))
-
-        def prepare_adam(
-            self, weight: torch.dtype, grad: torch.dtype, segments: Any, *, lean: bool = False
-        ) -> Callable[[float], None]:
-            rows = native.adam_rows(segments)
-
-            def run(scale: float) -> None:
-                rows["grad_scale"] = scale
-                self.adam(weight, grad, rows, lean=lean)
-
-            return run
+            run = self._host.prepare_adam(weight, grad, rows)
+            return lambda scale: extension.launch(lambda: run(scale))
 
         def accumulate(self, grad: torch.dtype, segments: Any) -> None:
             moved = [(shadow(a, n), shadow(b, n), n, add) for a, b, n, add in segments]

@@ -7,16 +7,16 @@ from pathlib import Path
 
 import torch
 
-from stronghold.memory.nvme import ExtentRequest, NvmeStore
+from stronghold.memory.nvme import Extent, NvmeStore
 from stronghold.memory.slab import map_slab
 from tests.support.pages import PAGE
 
 
-def pages(count: int, array: str = "exp_avg", layer: int = 0) -> ExtentRequest:
-    return ExtentRequest(layer=layer, array=array, nbytes=count * PAGE)
+def pages(count: int, array: str = "exp_avg", layer: int = 0) -> Extent:
+    return Extent(layer=layer, array=array, nbytes=count * PAGE)
 
 
-def store_of(paths: list[Path], *extents: ExtentRequest, **options: object) -> NvmeStore:
+def store_of(paths: list[Path], *extents: Extent, **options: object) -> NvmeStore:
     arguments: dict[str, object] = {
         "ring_entries": 2,
         "piece_bytes": 16 * PAGE,

@@ -7,14 +7,14 @@ import random
 import pytest
 
 from stronghold.errors import ConfigError, StateError
-from stronghold.memory.nvme import ARRAYS, PERIOD_UNITS, ExtentRequest, Striping, lay_out
+from stronghold.memory.nvme import ARRAYS, PERIOD_UNITS, Extent, Striping, lay_out
 
 PAGE = 4096
 RATES = [[1.0], [2.0, 2.0], [3.0, 1.0], [7.1, 3.4, 0.6], [1.0, 1000.0], [1.0] * 5]
 
 
-def request(layer: int, array: str, pages: int) -> ExtentRequest:
-    return ExtentRequest(layer=layer, array=array, nbytes=pages * PAGE)
+def request(layer: int, array: str, pages: int) -> Extent:
+    return Extent(layer=layer, array=array, nbytes=pages * PAGE)
 
 
 def test_extents_lie_one_after_another() -> None:
@@ -33,11 +33,11 @@ def test_extents_lie_one_after_another() -> None:
     [
         [request(0, "moments", 1)],
         [request(0, ARRAYS[0], 1), request(0, ARRAYS[0], 2)],
-        [ExtentRequest(layer=0, array=ARRAYS[0], nbytes=4095)],
+        [Extent(layer=0, array=ARRAYS[0], nbytes=4095)],
         [request(0, ARRAYS[0], -1)],
     ],
 )
-def test_a_wrong_request_is_refused(wrong: list[ExtentRequest]) -> None:
+def test_a_wrong_request_is_refused(wrong: list[Extent]) -> None:
     with pytest.raises(StateError, match="extent"):
         lay_out(wrong)
 

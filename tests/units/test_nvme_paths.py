@@ -18,7 +18,7 @@ import torch
 
 from stronghold.errors import BudgetError, ConfigError
 from stronghold.memory import disks
-from stronghold.memory.nvme import Extent, ExtentRequest, NvmeStore
+from stronghold.memory.nvme import Extent, NvmeStore
 from stronghold.team.group import NodeRanks, SilentGroup
 from tests.support.pages import ENGINES, PAGE, in_child, mounted, refuse_io_uring
 from tests.support.stores import descriptors, memory, pages, store_of
@@ -39,7 +39,7 @@ def small_disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 # ---- Paths and space --------------------------------------------------------------------------
 
 
-def refused(paths: list[Path], *extents: ExtentRequest, **options: object) -> ConfigError:
+def refused(paths: list[Path], *extents: Extent, **options: object) -> ConfigError:
     """The refusal of a store, which leaves nothing behind."""
     before = descriptors(paths[0]) if paths else []
     with pytest.raises(ConfigError) as caught:
