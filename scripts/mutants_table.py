@@ -287,7 +287,7 @@ PASSES = [
     Mutant(
         "a resident layer keeps the weights of before",
         "runtime/executor.py",
-        "                self._layers[layer].stale = True\n",
+        "                self.layers[layer].stale = True\n",
         "                pass\n",
         BITS,
         "one and resident and gpt",
@@ -303,7 +303,7 @@ PASSES = [
     Mutant(
         "who reads a parameter does not wait for its update",
         "runtime/executor.py",
-        "            self._layers[layer].wait()\n",
+        "            self.layers[layer].wait()\n",
         "            pass\n",
         READS,
         "between_steps or shows_the_last_step",
@@ -806,8 +806,8 @@ ODDITIES = [
     Mutant(
         "a second call counts as the first",
         "runtime/executor.py",
-        "self._layers[layer].calls += 1",
-        "self._layers[layer].calls = 1",
+        "self.layers[layer].calls += 1",
+        "self.layers[layer].calls = 1",
         PARTS,
     ),
     Mutant(

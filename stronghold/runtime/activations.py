@@ -341,9 +341,9 @@ class Activations:
             module,
             args,
             kwargs,
-            name=self._executor.name_of(layer),
+            name=self._executor.layers[layer].name,
             device=self._device,
-            check=partial(self._refuse_old, layer, self._executor.epoch(layer)),
+            check=partial(self._refuse_old, layer, self._executor.layers[layer].epoch),
             run=run,
             store=partial(self._store_input, layer) if away else None,
         )
@@ -441,14 +441,14 @@ class Activations:
         """The pair that stands around a forward of the layer, which `again` runs again. It is
         called for each tensor that autograd saves, some forty times a block: what can be looked up
         before is."""
-        executor, sizes = self._executor, self.sizes
+        executor, sizes, layers = self._executor, self.sizes, self._executor.layers
         run_again = self._run_again
 
         def pack(tensor: torch.Tensor) -> Any:
             address = tensor.untyped_storage().data_ptr()
             held = executor.layer_at.get(address)
             if held is not None:
-                at, epoch = int(tensor.storage_offset()), executor.epoch(held)
+                at, epoch = int(tensor.storage_offset()), layers[held].epoch
                 return SavedWeight(held, epoch, tensor.dtype, at, tensor.shape, tensor.stride())
             if sizes.counting:
                 sizes.saw(layer, tensor)
@@ -506,9 +506,10 @@ class Activations:
 
     def _refuse_old(self, layer: int, epoch: int) -> None:
         """ConfigError when the layer's weights have changed, where autograd would say the same."""
-        if self._executor.epoch(layer) != epoch:
+        state = self._executor.layers[layer]
+        if state.epoch != epoch:
             raise ConfigError(
-                f"backward needs the weights of {self._executor.name_of(layer)} as they were in "
+                f"backward needs the weights of {state.name} as they were in "
                 "its forward, and they were written since, by engine.step() or in place: call "
                 "backward before the step, and write after it"
             )

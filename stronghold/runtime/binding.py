@@ -195,10 +195,6 @@ class Bindings:
             state.hidden = False
             show(state.parameters)
 
-    def epoch(self, layer: int) -> int:
-        """How often the layer's values changed."""
-        return self._layers[layer].epoch
-
     def written(self, layer: int) -> bool:
         """Whether a parameter of the layer was written in place since this was asked last."""
         state = self._layers[layer]

@@ -74,7 +74,7 @@ class Executor:
         device, host = parts.device, parts.host
         self._device = device
         self._host = host
-        self._layers = host.layers
+        self.layers = host.layers
         self._window = window
         self._updates = updates
         self._ledger = ledger
@@ -139,7 +139,7 @@ class Executor:
             return
         track.cursor = 0
         track.recorded.clear()
-        stale = [state for state in self._layers if state.stale]
+        stale = [state for state in self.layers if state.stale]
         self._left = set(self._window.held_layers()), stale
 
     def _take_up(self) -> None:
@@ -181,7 +181,7 @@ class Executor:
 
     def end_backward_pass(self) -> None:
         """Autograd has returned or raised: drain what is left, put every parameter at rest."""
-        self.end_span()
+        self._span.end()
         self._catch_up(Kind.BACKWARD)
         try:
             self.drains.flush()
@@ -193,7 +193,8 @@ class Executor:
                 self._bindings.rest(layer)
             # What the last pass has left in slots of their own is of before.
             applied = {state.index for state in self._ledger.applied}
-            self._hide(applied - self._refreshed)
+            for layer in applied - self._refreshed:
+                self._bindings.hide(layer)
         self._learn(self._training)
 
     def start_again(self) -> None:
@@ -210,7 +211,7 @@ class Executor:
         self._device.compute.finish()
         self.layer_at.clear()
         self._window.start_again()
-        for layer, state in enumerate(self._layers):
+        for layer, state in enumerate(self.layers):
             state.stale = layer in self._refreshed
             # A resident layer's never change device: autograd keeps one leaf for its calls.
             slot = state.slot
@@ -224,7 +225,7 @@ class Executor:
 
     def forget_calls(self) -> None:
         """No graph is waiting for its backward."""
-        for state in self._layers:
+        for state in self.layers:
             state.calls = state.chunks = 0
 
     def abandon_backward_pass(self) -> None:
@@ -260,14 +261,14 @@ class Executor:
         and bind them.
         """
         self._device.check()
-        streamed = self._layers[layer].layout.streamed
+        streamed = self.layers[layer].layout.streamed
         if self._inside and not streamed:
             # A module shared with the block that is running, which must not be moved away.
             self.make_resident(layer)
             return
         if self.phase is not Phase.BACKWARD:
             self._ledger.refuse_early((layer,), "read")
-        self.end_span()  # what follows may wait, which is not the compute of the layer before
+        self._span.end()  # what follows may wait, which is not the compute of the layer before
         if streamed and layer not in self._inside:
             self._take_writes(layer)
         if kind is Kind.FORWARD and streamed:
@@ -279,7 +280,7 @@ class Executor:
             # A resident layer's parameters never change device, so that autograd keeps one leaf for
             # all of its calls, and hands its gradient over once.
             if torch.is_grad_enabled() and layer not in self._plan.resident:
-                self._layers[layer].calls += 1
+                self.layers[layer].calls += 1
             self._advance(use)
         elif not self._current.recorded or self._current.recorded[-1] != use:
             self._advance(use)
@@ -291,11 +292,11 @@ class Executor:
         that was fetched before is old. A parameter's version tells, and of an alias, through which
         anything may have been written, that there is one.
         """
-        written, slot = self._bindings.written(layer), self._layers[layer].slot
+        written, slot = self._bindings.written(layer), self.layers[layer].slot
         if layer in self._plan.resident:
             return
         if written:
-            self._team.refuse_write(self._layers[layer])
+            self._team.refuse_write(self.layers[layer])
             self._host.flush(layer)
         ahead = slot is not None and self.phase is not Phase.BACKWARD
         if ahead and (written or self._bindings.aliased(layer)):
@@ -310,7 +311,7 @@ class Executor:
         if self.phase is not Phase.BACKWARD and self._bindings.written(layer):
             if layer not in self._plan.resident:
                 self._release(layer)
-            name = self._host.layers[layer].layout.name
+            name = self.layers[layer].name
             way = (
                 'set stronghold.activations to "keep", which runs it once'
                 if layer in self._plan.resident
@@ -335,7 +336,7 @@ class Executor:
             self._inside.remove(layer)
         if self.phase is Phase.BACKWARD:
             return
-        self.end_span()
+        self._span.end()
         if layer not in self._plan.resident:
             self._bindings.rest(layer)
 
@@ -371,7 +372,7 @@ class Executor:
         inside, outer = self._inside, self._inside[:-1]
         for position in range(track.cursor, end):
             use = track.schedule.uses[position]
-            enters = use.kind is Kind.FORWARD and self._layers[use.layer].layout.streamed
+            enters = use.kind is Kind.FORWARD and self.layers[use.layer].layout.streamed
             self._inside = [*outer, use.layer] if enters else outer
             self._perform_before(track, position)
             if self._needs_fetch(use.layer):
@@ -403,8 +404,8 @@ class Executor:
 
     def _needs_fetch(self, layer: int) -> bool:
         if layer in self._plan.resident:
-            return self._layers[layer].stale  # never one that is updated on the device
-        return self._layers[layer].residency is Residency.HOST
+            return self.layers[layer].stale  # never one that is updated on the device
+        return self.layers[layer].residency is Residency.HOST
 
     def make_resident(self, layer: int) -> None:
         """Fetch the layer if nobody has, make compute wait for it, and bind its parameters to the
@@ -414,7 +415,7 @@ class Executor:
             return
         if self._needs_fetch(layer):
             self._fetch(layer, keep=layer)
-        state = self._layers[layer]
+        state = self.layers[layer]
         slot = state.slot
         assert slot is not None
         if state.residency is Residency.FETCHING:
@@ -429,38 +430,30 @@ class Executor:
 
     def stale_residents(self) -> list[int]:
         """Resident layers whose newest weights compute has not waited for."""
-        states = (self._layers[layer] for layer in self._refreshed)
+        states = (self.layers[layer] for layer in self._refreshed)
         return [s.index for s in states if s.stale or s.residency is not Residency.RESIDENT]
 
     def weights_of(self, layer: int) -> torch.Tensor:
         """The slot that holds the layer now, after fetching it if it left: what a saved tensor's
         handle resolves to.
         """
-        if self._layers[layer].residency is not Residency.RESIDENT:
+        if self.layers[layer].residency is not Residency.RESIDENT:
             self.make_resident(layer)
-        slot = self._layers[layer].slot
+        slot = self.layers[layer].slot
         assert slot is not None
         return slot.weights
-
-    def epoch(self, layer: int) -> int:
-        """How often the layer's values changed: what was saved of another one is old."""
-        return self._bindings.epoch(layer)
-
-    def name_of(self, layer: int) -> str:
-        """The layer's dotted name in the model."""
-        return self._host.layers[layer].layout.name
 
     # -- transfers ------------------------------------------------------------------------------
     def _fetch(self, layer: int, keep: int) -> None:
         window = self._window
-        state, resident = self._layers[layer], layer in self._plan.resident
+        state, resident = self.layers[layer], layer in self._plan.resident
         slot = state.slot if resident else window.free_slot()
         if slot is None:
             busy = (keep, layer, *self._inside)
             victim = next((held for held in window.held_layers() if held not in busy), None)
             if victim is None:
                 raise ConfigError(
-                    f"layer {self._host.layers[layer].layout.name} is called inside "
+                    f"layer {self.layers[layer].name} is called inside "
                     f"another layer, and the window of {self._plan.window} slots is full; "
                     "raise stronghold.window"
                 )
@@ -480,7 +473,7 @@ class Executor:
     def _fill(self, slot: Slot, layer: int) -> int:
         """Queue the copy of the layer's newest weights to its slot, piece by piece where they lie
         in a file; the bytes of it."""
-        device, tiers, state = self._device, self._host.tiers, self._layers[layer]
+        device, tiers, state = self._device, self._host.tiers, self.layers[layer]
         source, copy = state.weights, device.copy
         target, weights = slot.weights[: source.numel()], state.records["weights"]
         if not tiers.holds(layer, "weights"):
@@ -512,15 +505,15 @@ class Executor:
         return source.nbytes
 
     def _release(self, layer: int) -> None:
-        slot = self._layers[layer].slot
+        slot = self.layers[layer].slot
         assert slot is not None
         self.layer_at.pop(slot.weights.untyped_storage().data_ptr(), None)
         self._bindings.rest(layer)
-        used = self._layers[layer].residency is Residency.RESIDENT
+        used = self.layers[layer].residency is Residency.RESIDENT
         self._window.release(layer, self._device.record_compute(f"release {layer}"))
         if used:
             ours = self._bindings.views_at(slot.weights.data_ptr())
-            refuse_aliases(self._host.layers[layer].layout, slot.weights, ours)
+            refuse_aliases(self.layers[layer].layout, slot.weights, ours)
 
     def gradient_arrived(
         self, layer: int, position: int, part: ParameterSlice, parameter: torch.Tensor
@@ -544,13 +537,13 @@ class Executor:
 
     def chunk_begun(self, layer: int) -> None:
         """A chunk of the layer is computed whose gradients will come."""
-        self._layers[layer].chunks += 1
+        self.layers[layer].chunks += 1
 
     def chunk_gathered(self, layer: int, gradients: Sequence[tuple[int, torch.Tensor]]) -> None:
         """Autograd has come through a chunk: its gradients, (position, gradient)."""
         if not self.reached(gradient=True):
             raise ConfigError(
-                f"gradients of {self.name_of(layer)} came while the model's forward runs: call "
+                f"gradients of {self.layers[layer].name} came while the model's forward runs: call "
                 "backward after forward"
             )
         scaled = self.outside.scaled
@@ -565,12 +558,13 @@ class Executor:
             if layer in self._plan.updated_on_gpu:
                 continue
             if layer in self._plan.resident:
-                if self._layers[layer].residency is Residency.FETCHING:
+                if self.layers[layer].residency is Residency.FETCHING:
                     self.make_resident(layer)  # fetched ahead and not used: changed twice in a row
-                self._layers[layer].stale = True
-            elif self._layers[layer].slot is not None:
+                self.layers[layer].stale = True
+            elif self.layers[layer].slot is not None:
                 self._release(layer)
-        self._hide(set(layers) - self._plan.updated_on_gpu)
+        for layer in set(layers) - self._plan.updated_on_gpu:
+            self._bindings.hide(layer)
         for layer in self._plan.updated_on_gpu:  # written in order with compute
             self._bindings.show(layer)
         track = self._training
@@ -586,9 +580,9 @@ class Executor:
         """
         self._device.check()
         for layer in layers:
-            self._layers[layer].wait()
+            self.layers[layer].wait()
         self._host.tiers.check()
-        stale = [state for state in self._layers if state.stale and self._team.lockstep]
+        stale = [state for state in self.layers if state.stale and self._team.lockstep]
         self._together = False
         for layer in sorted(self._refreshed.intersection(layers)):
             self.make_resident(layer)
@@ -598,10 +592,6 @@ class Executor:
         for layer in layers:
             self._bindings.show(layer)
         self._team.settle(layers)
-
-    def _hide(self, layers: Iterable[int]) -> None:
-        for layer in layers:
-            self._bindings.hide(layer)
 
     def _aliased_at_rest(self, layer: int) -> bool:
         return layer not in self._plan.resident and self._bindings.aliased(layer, at_rest=True)
@@ -618,7 +608,7 @@ class Executor:
         """
         if self._team.lockstep:
             return
-        if self.phase is Phase.IDLE and not any(state.calls for state in self._layers):
+        if self.phase is Phase.IDLE and not any(state.calls for state in self.layers):
             for layer in set(layers).intersection(self._window.held_layers()):
                 self._release(layer)
 
@@ -630,7 +620,3 @@ class Executor:
     def rest_all(self) -> None:
         """Point every parameter at its layer's own arrays: so the model is given back."""
         self._bindings.rest_all()
-
-    def end_span(self) -> None:
-        """Close the compute lane's open span in the trace."""
-        self._span.end()

@@ -29,7 +29,7 @@ import os
 import pickle
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar, cast
@@ -319,10 +319,9 @@ def this_node() -> tuple[object, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Nodes:
-    """The places of the ranks of one group, which are numbered from 0 in its order.
-
-    `nodes[k]` are the ranks of node k, in order; nodes are numbered as their first ranks are. All
-    have as many: the j-th ranks of all nodes are peers.
+    """`nodes[k]` are the ranks of node k, by their global numbers and in the order of their group;
+    nodes are numbered as their first ranks are. All have as many: the j-th ranks of all nodes are
+    peers.
     """
 
     nodes: tuple[tuple[int, ...], ...]
@@ -335,10 +334,10 @@ class Nodes:
         """The rank's node and its index there."""
         return next((k, of.index(rank)) for k, of in enumerate(self.nodes) if rank in of)
 
-    def peers(self, rank: int) -> tuple[int, ...]:
-        """The ranks of the same index, by node."""
-        index = self.place(rank)[1]
-        return tuple(of[index] for of in self.nodes)
+    @property
+    def peers(self) -> list[tuple[int, ...]]:
+        """The ranks of each index, by node."""
+        return list(zip(*self.nodes, strict=True))
 
     def range_of(self, rank: int) -> int:
         """Which range of every layer is the rank's ([Note: nodes] of `model.layout`)."""
@@ -348,14 +347,14 @@ class Nodes:
     @property
     def by_range(self) -> tuple[int, ...]:
         """The ranks in the order of their ranges."""
-        return tuple(rank for of_index in zip(*self.nodes, strict=True) for rank in of_index)
+        return tuple(rank for of_index in self.peers for rank in of_index)
 
 
-def nodes_of(found: Sequence[object]) -> Nodes:
-    """The places of ranks, `found[i]` being what `this_node` says at rank i. ConfigError when some
-    nodes have more ranks than others."""
+def nodes_of(found: Mapping[int, object]) -> Nodes:
+    """The places of the ranks of a group, `found[rank]` being what `this_node` says there.
+    ConfigError when some nodes have more ranks than others."""
     groups: dict[object, list[int]] = {}
-    for rank, node in enumerate(found):
+    for rank, node in found.items():
         groups.setdefault(node, []).append(rank)
     sizes = [len(of) for of in groups.values()]
     if len(set(sizes)) > 1:
@@ -444,25 +443,15 @@ def _failed_elsewhere(rank: int, kind: str, words: str) -> Exception:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Membership:
-    """What the process of one rank belongs to, in global numbers: `data_parallel` ranks share its
-    part of the model, `model_parallel` ranks have the parts, `all_ranks` are those of all parts.
-    `nodes` are the places of the data-parallel ones.
+    """What the process of one rank belongs to: `data_parallel` ranks share its part of the model,
+    `model_parallel` ranks have the parts, `all_ranks` are those of all parts. `nodes` are the
+    places of the data-parallel ones.
     """
 
     data_parallel: list[int]
     model_parallel: list[int]
     all_ranks: list[int]
     nodes: Nodes
-
-    def by_range(self) -> list[list[int]]:
-        return [[self.data_parallel[place] for place in self.nodes.by_range]]
-
-    def of_nodes(self) -> list[list[int]]:
-        return [[self.data_parallel[place] for place in places] for places in self.nodes.nodes]
-
-    def of_peers(self) -> list[list[int]]:
-        peers = [self.nodes.peers(place) for place in self.nodes.nodes[0]]
-        return [[self.data_parallel[place] for place in places] for places in peers]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -590,13 +579,13 @@ def _join(mpu: Any, backend: str, silence_s: float, undo: contextlib.ExitStack) 
             data_parallel=data_parallel,
             model_parallel=model_parallel,
             all_ranks=world if len(model_parallel) > 1 else data_parallel,
-            nodes=nodes_of([node_of[rank] for rank in data_parallel]),
+            nodes=nodes_of({rank: node_of[rank] for rank in data_parallel}),
         )
         for data_parallel, model_parallel, _ in said
     ]
 
     def make(
-        backend: str, number: int, of: Callable[[Membership], list[list[int]]], **more: Any
+        backend: str, number: int, of: Callable[[Membership], Iterable[Sequence[int]]], **more: Any
     ) -> Group:
         """This process's group of those that `of` names; every process makes its own."""
         every = sorted({tuple(ranks) for each in memberships for ranks in of(each)})
@@ -608,16 +597,20 @@ def _join(mpu: Any, backend: str, silence_s: float, undo: contextlib.ExitStack) 
     own, here = memberships[global_rank], node_of[global_rank]
     members, nodes, all_ranks = own.data_parallel, own.nodes, own.all_ranks
     rank = members.index(global_rank)
-    node, index = nodes.place(rank)
-    order = list(map(nodes.range_of, range(len(members))))
+    node, index = nodes.place(global_rank)
+    order = list(map(nodes.range_of, members))
     num_far = len(members) - len(nodes.nodes[node])
     model_parallel_rank, model_parallel_size = model_parallel_place(mpu)
     ranks = Ranks(
         members=members,
-        shards=Shards(num_ranks=len(members), rank=nodes.range_of(rank), num_nodes=nodes.num_nodes),
+        shards=Shards(
+            num_ranks=len(members), rank=nodes.range_of(global_rank), num_nodes=nodes.num_nodes
+        ),
         control=make("gloo", CONTROL, lambda each: [each.data_parallel]),
-        gather=make(backend, GATHER, Membership.of_nodes),
-        reduce=make(backend, REDUCE, Membership.by_range, order=order, num_far=num_far),
+        gather=make(backend, GATHER, lambda each: each.nodes.nodes),
+        reduce=make(
+            backend, REDUCE, lambda each: [each.nodes.by_range], order=order, num_far=num_far
+        ),
         files=make("gloo", FILES, lambda each: [each.all_ranks]),
         rank=rank,
         node=node,
@@ -633,8 +626,8 @@ def _join(mpu: Any, backend: str, silence_s: float, undo: contextlib.ExitStack) 
         ranks.norms = make("gloo", CONTROL, lambda each: [each.model_parallel])
     if any(each.nodes.num_nodes > 1 for each in memberships):
         far = nodes.num_nodes - 1
-        ranks.exchange = make("gloo", EXCHANGE, Membership.of_peers, num_far=far)
-    ranks.on_node = NodeRanks(ranks.control, nodes.nodes[node])
+        ranks.exchange = make("gloo", EXCHANGE, lambda each: each.nodes.peers, num_far=far)
+    ranks.on_node = NodeRanks(ranks.control, [members.index(near) for near in nodes.nodes[node]])
     local = [place for place, other in enumerate(all_ranks) if node_of[other] == here]
     ranks.on_disks = NodeRanks(ranks.files, local)
     names = [str(node_of[other][0]) for other in all_ranks]
