@@ -16,10 +16,9 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from stronghold.errors import ConfigError
@@ -30,25 +29,10 @@ logger = logging.getLogger("stronghold")
 ALIKE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 5e-3}
 
 
-class Trainable(Protocol):
-    """What is asked of the engine."""
-
-    micro_steps: int
-    module: nn.Module
-    training_dataloader: Any
-
-    def __call__(self, *inputs: Any, **kwargs: Any) -> Any: ...
-    def backward(self, loss: torch.Tensor, *, scale_wrt_gas: bool = True) -> torch.Tensor: ...
-    def step(self) -> None: ...
-    def train(self, mode: bool = True) -> Any: ...
-    def gradient_accumulation_steps(self) -> int: ...
-    def managed_gradient_accumulation(self) -> bool: ...
-
-
 class Batches:
     """Of one engine; `chunked`: its config has a chunk."""
 
-    def __init__(self, engine: Trainable, ranks: Ranks, *, chunked: bool) -> None:
+    def __init__(self, engine: Any, ranks: Ranks, *, chunked: bool) -> None:
         self._engine = engine
         self._ranks = ranks
         self._chunked = chunked
@@ -200,7 +184,7 @@ def _ignored(tensor: torch.Tensor) -> tuple[int, int, int]:
     return int(below.sum()), int(below[..., 1:].sum()) if below.dim() > 1 else 0, masked
 
 
-def _called(engine: Trainable, batch: Any) -> Any:
+def _called(engine: Any, batch: Any) -> Any:
     if isinstance(batch, Mapping):
         return engine(**batch)
     return engine(*batch) if isinstance(batch, tuple | list) else engine(batch)

@@ -34,7 +34,6 @@ import torch
 from torch import nn
 
 from stronghold.device.base import Device
-from stronghold.errors import StateError
 from stronghold.memory.layer import Entry, LayerState, Ring, fill
 from stronghold.memory.slab import flush, map_slab
 from stronghold.memory.tiers import Mode, Tiers, Views
@@ -83,7 +82,7 @@ class HostStore:
         self._held = held
         self._accumulate = accumulate
         self._ring_entries = ring_entries
-        self._allocate = allocate
+        self.allocate = allocate
         self.layers = [
             LayerState(
                 layout=layer,
@@ -101,7 +100,7 @@ class HostStore:
         self._prepared = False
 
     def _slab(self, numel: int, dtype: torch.dtype, *, pinned: bool) -> torch.Tensor:
-        slab = self._allocate(numel, dtype)
+        slab = self.allocate(numel, dtype)
         self._count(slab, pinned=pinned)
         return slab
 
@@ -150,19 +149,23 @@ class HostStore:
         if self._prepared:
             return
         self.training = True
-        sums = {"accumulated": torch.float32} if self._accumulate else {}
         for state in self._mine:
-            numel = state.end - state.begin
-            index = state.layout.index
-            for array, dtype in {**self.states.dtypes, **sums}.items():
-                if getattr(state, array) is None and not self.tiers.holds(index, array):
-                    slab = self._slab(num_items(array, numel), dtype, pinned=False)
-                    setattr(state, array, slab)
-                if array == "low" and dtype is torch.float32:
-                    self.restart_master(index)
+            self.make_arrays(state, lambda _, n, dtype: self._slab(n, dtype, pinned=False))
         self._hold()
         self._make_ring(self._ring_entries - len(self._ring))
         self._prepared = True
+
+    def make_arrays(
+        self, state: LayerState, zeros: Callable[[str, int, torch.dtype], torch.Tensor]
+    ) -> None:
+        """Make what the layer needs for training and has not: `zeros(array, numel, dtype)`."""
+        sums = {"accumulated": torch.float32} if self._accumulate else {}
+        for array, dtype in {**self.states.dtypes, **sums}.items():
+            if getattr(state, array) is None and not self.tiers.holds(state.index, array):
+                numel = num_items(array, state.end - state.begin)
+                setattr(state, array, zeros(array, numel, dtype))
+            if array == "low" and dtype is torch.float32:
+                self.restart_master(state.index)
 
     def hold(self, layers: frozenset[int]) -> None:
         """Between two steps: these layers have gradient entries of their own, no others."""
@@ -184,13 +187,6 @@ class HostStore:
         largest = max((state.end - state.begin for state in self._mine), default=0)
         for _ in range(num_entries):
             self._ring.add(self._slab(largest, self.dtype, pinned=True))
-
-    def accumulator(self, index: int) -> torch.Tensor:
-        """The layer's fp32 sums over micro-batches."""
-        accumulated = self.layers[index].accumulated
-        if accumulated is None:
-            raise StateError(f"layer {index} has no accumulator: the plan does not accumulate")
-        return accumulated
 
     def held_entry(self, index: int) -> Entry:
         """The layer's own gradient entry; made now if the plan does not hold gradients (a layer
@@ -281,7 +277,7 @@ class HostStore:
 
     def _read_back(self, state: LayerState) -> torch.Tensor:
         numel = state.layout.numel
-        home = self._allocate(numel, self.dtype)
+        home = self.allocate(numel, self.dtype)
         for begin, end, found in self.pieces(state.layout.index, ("weights",), 0, numel):
             home[begin:end].copy_(found["weights"])
         return home
@@ -377,23 +373,11 @@ PURPOSES = {"low": "masters", "accumulated": "accumulated gradients"} | dict.fro
 
 
 class DeviceStore:
-    """The arrays of the layers that are `on_device` in `host`. `accumulate` gives each an fp32
-    accumulator; `allocate` makes the host memory through which values come and go.
-    """
+    """The arrays of the layers that are `on_device` in `host`."""
 
-    def __init__(
-        self,
-        host: HostStore,
-        device: Device,
-        *,
-        accumulate: bool,
-        allocate: Callable[[int, torch.dtype], torch.Tensor] = map_slab,
-    ) -> None:
-        self._dtype = host.dtype
-        self._host = host
-        self._device = device
-        self._accumulate = accumulate
-        self._allocate = allocate
+    def __init__(self, host: HostStore, device: Device) -> None:
+        self._host, self._device = host, device
+        self._dtype, self._allocate = host.dtype, host.allocate
         self._training = self._away = False
         self.layers = [state for state in host.layers if state.on_device]
         for state in self.layers:
@@ -421,7 +405,7 @@ class DeviceStore:
         state.weights = weights
         for name, array in left.arrays().items():
             if name == "accumulated":  # between two steps there is no sum
-                setattr(state, name, self._zeros(array.numel(), array.dtype, name))
+                setattr(state, name, self._zeros(name, array.numel(), array.dtype))
             else:
                 setattr(state, name, self._moved(array, f"{PURPOSES[name]} of resident layers"))
         self.layers.append(state)
@@ -436,18 +420,11 @@ class DeviceStore:
         """Make masters, moments and accumulators; called at every backward, works at the first."""
         if self._training:
             return
-        sums = {"accumulated": torch.float32} if self._accumulate else {}
-        for state in self.layers:
-            numel = state.layout.trainable_numel
-            # What an interrupt ended goes on where it was.
-            for array, dtype in {**self._host.states.dtypes, **sums}.items():
-                if getattr(state, array) is None:
-                    setattr(state, array, self._zeros(num_items(array, numel), dtype, array))
-                if array == "low":
-                    self._host.restart_master(state.layout.index)
+        for state in self.layers:  # what an interrupt ended goes on where it was
+            self._host.make_arrays(state, self._zeros)
         self._training = True
 
-    def _zeros(self, numel: int, dtype: torch.dtype, array: str) -> torch.Tensor:
+    def _zeros(self, array: str, numel: int, dtype: torch.dtype) -> torch.Tensor:
         purpose = f"{PURPOSES[array]} of resident layers"
         return self._device.allocate(numel, dtype, purpose).zero_()
 

@@ -17,14 +17,14 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 
 from stronghold.device.base import Device, Fence, Lane
 from stronghold.device.fence import Record, dependences, submitted
 from stronghold.memory.layer import Entry, Ring
-from stronghold.memory.nvme import ARRAYS, Extent, NvmeStore, lay_out
+from stronghold.memory.nvme import ARRAYS, Extent, NvmeStore, Verb, lay_out
 from stronghold.memory.slab import map_slab
 from stronghold.model.layout import LayerLayout, ModelLayout, Shards
 from stronghold.states import EXACT, Kind, items, num_items, states_of
@@ -33,20 +33,8 @@ Mode = Literal["read", "edit", "replace"]
 Views = dict[str, torch.Tensor]
 
 
-class Transfer(Protocol):
-    """Something under way."""
-
-    def wait(self) -> None: ...
-
-
-class _Transfers:
-    """Several transfers under way, all of them waited for by one thread."""
-
-    def __init__(self, waits: contextlib.ExitStack) -> None:
-        self._waits = waits
-
-    def wait(self) -> None:
-        self._waits.close()
+Wait = Callable[[], None]
+"""Of transfers under way: returns when they have ended."""
 
 
 class NullStore:
@@ -84,20 +72,19 @@ class _Begun:
 
     __slots__ = ("_after", "_begin", "_begun", "following")
 
-    def __init__(self, begin: Callable[[], Transfer], after: Sequence[Fence]) -> None:
+    def __init__(self, begin: Callable[[], Wait], after: Sequence[Fence]) -> None:
         self._begin = begin
         self._after = after
-        self._begun: Transfer | None = None
+        self._begun: Wait | None = None
         self.following: _Begun | None = None
 
     def run(self) -> None:
-        if self._begun is None:
-            self._begun = self._begin()
+        wait = self._begun or self._begin()
         following, self.following = self.following, None
         if following is not None and following.may_begin:
             with contextlib.suppress(OSError):  # it tries again in its turn, and tells
                 following._begun = following._begin()
-        self._begun.wait()
+        wait()
 
     @property
     def may_begin(self) -> bool:
@@ -122,7 +109,7 @@ class Transfers:
         self,
         lane: Lane,
         operation: str,
-        begin: Callable[[], Transfer],
+        begin: Callable[[], Wait],
         after: Sequence[Fence] = (),
         *,
         reads: Sequence[Record] = (),
@@ -238,33 +225,26 @@ class Tiers:
         """Bytes of a piece."""
         return sum(num_items(array, numel) * self._dtypes[array].itemsize for array in arrays)
 
-    def load(self, layer: int, begin: int, views: Views) -> Transfer:
-        """Begin to read elements from `begin` on of each array. `wait` returns when none of it is
-        in flight, also when it failed; `OSError` names file, offset and length.
+    def load(self, layer: int, begin: int, views: Views) -> Wait:
+        """Begin to read elements from `begin` on of each array. What it returns waits until none of
+        it is in flight, also when it failed; `OSError` names file, offset and length.
         """
-        assert self._store is not None
-        return self._begin(self._store.submit_read, layer, begin, views)
+        return self._begin("read", layer, begin, views)
 
-    def spill(self, layer: int, begin: int, views: Views) -> Transfer:
+    def spill(self, layer: int, begin: int, views: Views) -> Wait:
         """The inverse of `load`."""
-        assert self._store is not None
-        return self._begin(self._store.submit_write, layer, begin, views)
+        return self._begin("write", layer, begin, views)
 
-    def _begin(
-        self,
-        submit: Callable[[Extent, int, torch.Tensor], Transfer],
-        layer: int,
-        begin: int,
-        views: Views,
-    ) -> Transfer:
-        assert self._store is not None
+    def _begin(self, verb: Verb, layer: int, begin: int, views: Views) -> Wait:
+        store = self._store
+        assert store is not None
+        submit = store.submit_read if verb == "read" else store.submit_write
         with contextlib.ExitStack() as started:
             for array, memory in views.items():
-                extent = self._store.extent(layer, array)
                 at = begin - self._range(layer, [array])[0]
                 first = num_items(array, at) * memory.element_size()
-                started.callback(submit(extent, first, memory).wait)
-            return _Transfers(started.pop_all())
+                started.callback(submit(store.extent(layer, array), first, memory).wait)
+            return started.pop_all().close
 
     # -- on the lanes -----------------------------------------------------------------------------
     def queue_load(
@@ -337,7 +317,7 @@ class Tiers:
                 views = self.views(memory, arrays, high - low)
                 first, last = max(begin, low), min(end, high)
                 if mode != "replace":
-                    self.load(layer, low, views).wait()
+                    self.load(layer, low, views)()
                 if mode == "replace" and first > low:  # of pages that are not replaced as a whole
                     self._load_page(layer, low, 0, views)
                 if mode == "replace" and last < high:
@@ -348,14 +328,14 @@ class Tiers:
                     {a: view[items(a, first - low, last - low)] for a, view in views.items()},
                 )
                 if mode != "read":
-                    self.spill(layer, low, views).wait()
+                    self.spill(layer, low, views)()
         finally:
             if mine:
                 self._staged.release()
 
     def _load_page(self, layer: int, low: int, at: int, views: Views) -> None:
         page = {a: view[items(a, at, at + self._page_numel)] for a, view in views.items()}
-        self.load(layer, low + at, page).wait()
+        self.load(layer, low + at, page)()
 
     def mapped(self, layer: int, array: str) -> torch.Tensor:
         """The array's pages in the page cache, as a flat tensor ([Note: coherence] of

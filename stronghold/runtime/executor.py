@@ -11,7 +11,8 @@ and is the slot's reader when it is released.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
@@ -148,11 +149,17 @@ class Executor:
         together, stale = self._left
         for layer in set(self._window.held_layers()) - together:
             self._release(layer)
+        with self._alone(stale):
+            for layer in sorted(together - set(self._window.held_layers())):
+                self._fetch(layer, keep=layer)
+
+    @contextmanager
+    def _alone(self, stale: Sequence[LayerState]) -> Iterator[None]:
+        """Fetches meet no other rank; what was `stale` is yet to be fetched with the others."""
         self._together = False
-        for layer in sorted(together - set(self._window.held_layers())):
-            self._fetch(layer, keep=layer)
+        yield
         self._together = True
-        for state in stale:  # new here, and yet to be fetched with the others
+        for state in stale:
             state.stale = True
 
     def _resume(self) -> None:
@@ -583,12 +590,9 @@ class Executor:
             self.layers[layer].wait()
         self._host.tiers.check()
         stale = [state for state in self.layers if state.stale and self._team.lockstep]
-        self._together = False
-        for layer in sorted(self._refreshed.intersection(layers)):
-            self.make_resident(layer)
-        self._together = True
-        for state in stale:  # new here, and yet to be fetched with the others
-            state.stale = True
+        with self._alone(stale):
+            for layer in sorted(self._refreshed.intersection(layers)):
+                self.make_resident(layer)
         for layer in layers:
             self._bindings.show(layer)
         self._team.settle(layers)

@@ -116,7 +116,7 @@ def assemble(
     return Parts(
         device=device,
         host=host,
-        store=DeviceStore(host, device, accumulate=plan.accumulates, allocate=allocate),
+        store=DeviceStore(host, device),
         adam=AdamSteps(optimizer, host.layers),
         kernels=kernels,
         metrics=metrics,

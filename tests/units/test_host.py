@@ -12,7 +12,6 @@ import torch
 
 from stronghold.device.base import completed
 from stronghold.device.emulated import EmulatedDevice
-from stronghold.errors import StateError
 from stronghold.memory.host import HostStore
 from stronghold.memory.layer import view
 from stronghold.memory.slab import HUGE_PAGE_BYTES, map_slab
@@ -305,16 +304,6 @@ def test_a_held_entry_is_the_layers_own(make_store: Callable[..., HostStore]) ->
         assert store.held_entry(index) is entry
         assert entry.memory.numel() == LAYOUT.layers[index].trainable_numel
         entry.record.read(completed("update", "used"))
-
-
-def test_an_accumulator_that_is_not_planned_is_a_state_error(
-    make_store: Callable[..., HostStore],
-) -> None:
-    store = make_store(accumulate=True)
-    with pytest.raises(StateError, match="layer 1 has no accumulator"):
-        store.accumulator(1)
-    store.prepare_training()
-    assert store.accumulator(1).dtype is torch.float32
 
 
 # -- masters -----------------------------------------------------------------------------------

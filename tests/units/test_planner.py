@@ -95,7 +95,7 @@ def taken(layout: ModelLayout, plan: Plan, dtype: torch.dtype, *, training: bool
             own_gradients=plan.own_gradients,
             sums=plan.chunk is not None,
         )
-        there = DeviceStore(store, device, accumulate=plan.accumulates)
+        there = DeviceStore(store, device)
         for layer in layout.layers:
             (there if layer.index in plan.updated_on_gpu else store).adopt(layer.index, [])
         if training:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 import pytest
 
@@ -19,18 +20,13 @@ class Disk:
         self.seen: list[str] = []
         self.going = threading.Event()
 
-    def begin(self, name: str) -> _Transfer:
+    def begin(self, name: str) -> Callable[[], None]:
+        def wait() -> None:
+            assert self.going.wait(10)
+            self.seen.append(f"end {name}")
+
         self.seen.append(f"begin {name}")
-        return _Transfer(self, name)
-
-
-class _Transfer:
-    def __init__(self, disk: Disk, name: str) -> None:
-        self._disk, self._name = disk, name
-
-    def wait(self) -> None:
-        assert self._disk.going.wait(10)
-        self._disk.seen.append(f"end {self._name}")
+        return wait
 
 
 def wait_until(disk: Disk, *seen: str) -> None:
