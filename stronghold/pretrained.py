@@ -1,15 +1,18 @@
 """`from_pretrained`: a Hugging Face model that takes no memory until `initialize` streams it in.
 
 Owns the match between a model directory's tensors and a model's names. Reads safetensors alone, a
-piece at a time, straight into the slabs: the host never holds a second copy of a layer. The
+piece at a time, straight into the slabs: the host holds a second copy of what transformers
+converts while it loads (the experts of one layer, a fused projection), and of nothing else. The
 training thread alone enters.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -112,39 +115,100 @@ def _stored(path: Path) -> dict[str, TensorFile]:
     )
 
 
+class _Shapes:
+    """Stands for the model in a conversion that asks for the shapes of its parameters."""
+
+    def __init__(self, expected: dict[str, torch.Tensor]) -> None:
+        self._expected = expected
+
+    def get_parameter(self, name: str) -> torch.Tensor:
+        """On the meta device."""
+        return self._expected[name]
+
+
+class _Tensors:
+    """Tensors of files that become parameters: one as it is, or those that transformers converts
+    together (the experts of a layer), which lie in host memory twice while they are."""
+
+    def __init__(self, rule: Any, target: str, shapes: _Shapes, config: Any) -> None:
+        self._rule, self._target, self._context = rule, target, {"model": shapes, "config": config}
+        self._parts: list[tuple[str | None, str, TensorFile]] = []
+        self._made: dict[str, torch.Tensor] = {}  # what nobody has read yet
+
+    def __str__(self) -> str:
+        return f"{self._parts[0][2].path}: {self._parts[0][1]}"
+
+    def add(self, pattern: str | None, key: str, file: TensorFile) -> None:
+        """`pattern`: as which the rule knows the tensor `key`."""
+        if self._rule is not None or not self._parts:
+            self._parts.append((pattern, key, file))
+
+    def results(self) -> dict[str, torch.Tensor]:
+        """What they become, by the model's names, on the meta device. ConfigError where they are
+        not what transformers' rule expects."""
+        try:
+            return self._convert(
+                lambda file, key: torch.empty(
+                    file.info(key).shape, dtype=file.info(key).dtype, device="meta"
+                )
+            )
+        except Exception as error:
+            raise ConfigError(
+                f"{self} and what belongs to it do not become {self._target} by {self._rule}: "
+                f"{error}. Load the model with transformers' from_pretrained, and give it to "
+                "stronghold.initialize"
+            ) from error
+
+    def read_into(self, name: str, target: torch.Tensor) -> None:
+        """Fill `target`, cast to its dtype."""
+        if self._rule is None:
+            _read(self._parts[0][2], self._parts[0][1], target)
+            return
+        if name not in self._made or self._made[name].dtype is not target.dtype:
+            self._made = self._convert(partial(_values, target.dtype))
+        target.copy_(self._made.pop(name))
+
+    def forget(self) -> None:
+        """Free what nobody has read."""
+        self._made = {}
+
+    def _convert(self, get: Callable[[TensorFile, str], torch.Tensor]) -> dict[str, torch.Tensor]:
+        if self._rule is None:
+            _, key, file = self._parts[0]
+            return {self._target: get(file, key)}
+        rule = deepcopy(self._rule)
+        for pattern, key, file in self._parts:
+            rule.add_tensor(self._target, key, pattern, partial(get, file, key))
+        made = rule.convert(self._target, **self._context)
+        return {name: v[0] if isinstance(v, list) else v for name, v in made.items()}
+
+
 class _Directory:
     """The weights of one directory by the model's parameters."""
 
     def __init__(self, model: Any, stored: dict[str, TensorFile], path: Path) -> None:
-        prefix = f"{getattr(model, 'base_model_prefix', '')}."
-        self._found: dict[int, tuple[TensorFile, str]] = {}
+        state = model.state_dict().items()
+        expected = {name: t.to("meta") for name, t in state if isinstance(t, torch.Tensor)}
+        self._of = _by_names(model, stored, expected)
+        self._found: dict[int, str] = {}
+        self._last: _Tensors | None = None
         missing = []
         aliases: dict[nn.Parameter, list[str]] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
             aliases.setdefault(parameter, []).append(name)
         for parameter, names in aliases.items():
-            # With or without the prefix of the model's body: what a head's class or the bare model
-            # saved.
-            spelled = [s for n in names for s in (n, n.removeprefix(prefix), prefix + n)]
-            key = next((name for name in spelled if name in stored), None)
-            if key is None:
+            name = next((name for name in names if name in self._of), None)
+            if name is None:
                 missing.append(names[0])
-                continue
-            shape = stored[key].info(key).shape
-            if shape != tuple(parameter.shape):
-                raise ConfigError(
-                    f"{stored[key].path}: {key} has the shape {list(shape)}, and the model expects "
-                    f"{list(parameter.shape)}"
-                )
-            self._found[id(parameter)] = stored[key], key
+            else:
+                self._found[id(parameter)] = name
         if missing:
             more = f" and {len(missing) - 1} more parameters" if missing[1:] else ""
             raise ConfigError(
                 f"{path}: has no {missing[0]}{more}."
-                f"{did_you_mean(missing[0], stored)} Where transformers converts names or "
-                "makes new weights while it loads, use its from_pretrained, then save_pretrained"
+                f"{did_you_mean(missing[0], stored)} Where transformers makes new weights while "
+                "it loads, use its from_pretrained, then save_pretrained"
             )
-        self._stored = stored
         self._alive = list(aliases)  # or another parameter could take over an id
 
     def has(self, parameter: nn.Parameter) -> bool:
@@ -153,13 +217,71 @@ class _Directory:
 
     def read_into(self, parameter: nn.Parameter, target: torch.Tensor) -> None:
         """Fill `target`, cast to its dtype."""
-        _read(*self._found[id(parameter)], target)
+        self._read_into(self._found[id(parameter)], target)
 
     def fill_buffers(self, model: nn.Module) -> None:
         """Values of the buffers that the directory has."""
         for name, buffer in model.named_buffers():
-            if name in self._stored:
-                _read(self._stored[name], name, buffer.data)
+            if name in self._of:
+                self._read_into(name, buffer.data)
+
+    def _read_into(self, name: str, target: torch.Tensor) -> None:
+        tensors = self._of[name]
+        if self._last is not None and self._last is not tensors:
+            self._last.forget()
+        self._last = tensors
+        tensors.read_into(name, target)
+
+
+def _by_names(
+    model: Any, stored: dict[str, TensorFile], expected: dict[str, torch.Tensor]
+) -> dict[str, _Tensors]:
+    """Which tensors of files each name of the model's state dict is made of, by transformers' own
+    rules, in the order in which it applies them."""
+    try:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import (
+            WeightConverter,
+            WeightRenaming,
+            dot_natural_key,
+            rename_source_key,
+        )
+    except ImportError as error:
+        raise ConfigError("from_pretrained needs transformers 5 or later") from error
+
+    rules = get_model_conversion_mapping(model)
+    renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
+    converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+    by_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
+    prefix, shapes = model.base_model_prefix, _Shapes(expected)
+    groups: dict[str, _Tensors] = {}
+    for key in sorted(stored, key=dot_natural_key):
+        name, pattern = rename_source_key(key, renamings, converters, prefix, expected)
+        if name not in expected and key in expected:
+            name, pattern = rename_source_key(key, [], [], prefix, expected)
+        if name in expected:
+            rule = None if pattern is None else by_pattern[pattern]
+            group = groups.setdefault(name, _Tensors(rule, name, shapes, model.config))
+            group.add(pattern, key, stored[key])
+    # As transformers leaves it: save_pretrained writes the names that were read.
+    model._weight_conversions = [rule for rule in rules if rule.was_used()]
+
+    found: dict[str, _Tensors] = {}
+    for group in groups.values():
+        for name, made in group.results().items():
+            if name in expected and made.shape != expected[name].shape:
+                raise ConfigError(
+                    f"{group} has the shape {list(made.shape)}, and the model expects "
+                    f"{list(expected[name].shape)}"
+                )
+            found[name] = group
+    return found
+
+
+def _values(dtype: torch.dtype, file: TensorFile, key: str) -> torch.Tensor:
+    made = torch.empty(file.info(key).shape, dtype=dtype)
+    _read(file, key, made)
+    return made
 
 
 def _read(file: TensorFile, key: str, target: torch.Tensor) -> None:
