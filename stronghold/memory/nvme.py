@@ -34,7 +34,7 @@ import math
 import os
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -274,19 +274,17 @@ BLOCK_BYTES = 1 << 20
 logger = logging.getLogger("stronghold")
 
 
+@dataclass(slots=True, eq=False)
 class Pending:
     """A transfer under way; keeps its memory alive. One thread waits for it."""
 
-    __slots__ = ("_error", "_store", "_waited", "memory", "nbytes", "tickets", "verb")
-
-    def __init__(self, store: NvmeStore, verb: Verb, memory: torch.Tensor) -> None:
-        self._store = store
-        self.tickets: list[tuple[IoQueue, int]] = []
-        self._waited = False
-        self._error: OSError | None = None
-        self.verb = verb
-        self.memory = memory
-        self.nbytes = 0  # of what was submitted
+    store: NvmeStore
+    verb: Verb
+    memory: torch.Tensor
+    tickets: list[tuple[IoQueue, int]] = field(default_factory=list)
+    nbytes: int = 0  # of what was submitted
+    waited: bool = False
+    error: OSError | None = None
 
     def wait(self) -> None:
         """Wait until all of it has ended. Raises `OSError` with file, offset and length of what
@@ -297,12 +295,12 @@ class Pending:
             try:
                 queue.wait(ticket)
             except OSError as error:
-                self._error = error  # the last that is met: of the lowest offset
-        if not self._waited:
-            self._waited = True
-            self._store._ended(self, failed=self._error is not None)
-        if self._error is not None:
-            raise self._error
+                self.error = error  # the last that is met: of the lowest offset
+        if not self.waited:
+            self.waited = True
+            self.store._ended(self, failed=self.error is not None)
+        if self.error is not None:
+            raise self.error
 
 
 class NvmeStore(Closing):

@@ -96,28 +96,11 @@ if hasattr(os, "register_at_fork") and hasattr(mmap, "MADV_DONTFORK"):
     os.register_at_fork(after_in_child=_reserve_in_child)
 
 
-# -- freed memory of the C library -----------------------------------------------------------------
-TRIM_BYTES = 256 << 20  # so much may wait in the heap
-
-
-class FreedMemory:
-    """Counts bytes that were freed, and from time to time gives their pages back."""
-
-    def __init__(self) -> None:
-        self._waiting_bytes = 0
-
-    def add(self, nbytes: int) -> None:
-        """So many more were freed."""
-        self._waiting_bytes += nbytes
-        if self._waiting_bytes >= TRIM_BYTES:
-            self.give_back()
-
-    def give_back(self) -> None:
-        """Give the heap's free pages back to the system; nothing without glibc."""
-        self._waiting_bytes = 0
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-        if trim is not None:
-            trim(0)
+def trim_heap() -> None:
+    """Give the free pages of the C library's heap back to the system; nothing without glibc."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 # -- files as tensors ------------------------------------------------------------------------------

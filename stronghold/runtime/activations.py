@@ -170,15 +170,13 @@ class SavedStorage:
         self.back: _Back | None = None
 
 
+@dataclass(slots=True, eq=False)
 class _Back:
     """What is brought back of `owner`, after `ready`."""
 
-    __slots__ = ("memory", "owner", "ready")
-
-    def __init__(self, owner: SavedStorage, memory: torch.Tensor, ready: Fence) -> None:
-        self.owner = weakref.ref(owner)
-        self.memory = memory
-        self.ready = ready
+    owner: weakref.ref[SavedStorage]
+    memory: torch.Tensor
+    ready: Fence
 
 
 class SavedActivation(NamedTuple):
@@ -225,16 +223,6 @@ def _refuse_written(packed: SavedTensor) -> NoReturn:
         f"{packed.tensor._version}, expected version {packed.version}; write out of "
         "place (y = y + x, not y += x)"
     )
-
-
-def _part_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The contiguous tensor as bytes."""
-    return tensor.detach().view(-1).view(torch.uint8)
-
-
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor's whole storage as bytes."""
-    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
 
 
 class Activations:
@@ -357,7 +345,7 @@ class Activations:
         """Of a view its own part alone: chunks share their storage."""
         if not (tensor.is_contiguous() and self._worth_offloading(tensor, part=True)):
             return None
-        saved = self._store(layer, tensor, _part_of(tensor))
+        saved = self._store(layer, tensor, tensor.detach().view(-1).view(torch.uint8))
         kept = SavedActivation(saved, tensor.dtype, 0, tensor.shape, tensor.stride())
         return partial(self._give_result, kept)
 
@@ -368,11 +356,8 @@ class Activations:
 
     def _give_result(self, kept: Any) -> torch.Tensor:
         if isinstance(kept, SavedTensor):
-            return (
-                kept.tensor.detach()
-                if kept.tensor._version == kept.version
-                else (_refuse_written(kept))
-            )
+            written = kept.tensor._version != kept.version
+            return _refuse_written(kept) if written else kept.tensor.detach()
         return self._unpack(-1, kept, None)
 
     def will_recompute(self, layer: int, *, recomputing: bool) -> bool:
@@ -530,7 +515,9 @@ class Activations:
         address = tensor.untyped_storage().data_ptr()
         saved = self._in_scope.get(address)
         if saved is None:
-            saved = self._in_scope[address] = self._store(layer, tensor, _bytes_of(tensor))
+            storage = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+            storage.set_(tensor.untyped_storage())
+            saved = self._in_scope[address] = self._store(layer, tensor, storage)
         at = int(tensor.storage_offset())
         return SavedActivation(saved, tensor.dtype, at, tensor.shape, tensor.stride())
 
@@ -601,7 +588,7 @@ class Activations:
             after=(saved.stored, device.record_compute(f"room for activation {layer}")),
             nbytes=saved.nbytes,
         )
-        saved.back = _Back(saved, memory, ready)
+        saved.back = _Back(weakref.ref(saved), memory, ready)
         self._coming.add(saved.back)
         return saved.back
 

@@ -78,15 +78,10 @@ class GradientDrains:
         span: ComputeSpan | None = None,
         aliased: Callable[[int], bool] = lambda layer: False,
     ) -> None:
-        self._aliased = aliased
-        self._device = parts.device
-        self._host = parts.host
-        self._layers = parts.layers
-        self._window = window
-        self._updates = updates
+        self._device, self._host, self._layers = parts.device, parts.host, parts.layers
+        self._window, self._updates, self._aliased = window, updates, aliased
         self._positions, self._accumulates = plan.updates, plan.accumulates
-        self._metrics = parts.metrics
-        self._team = parts.team
+        self._metrics, self._team = parts.metrics, parts.team
         self._order = parts.team.order(expected, window.num_gradient_slots)
         self._span = span or ComputeSpan(parts.device)
         self._last: GradientSlot | None = None  # into which the last gradient went
@@ -118,7 +113,7 @@ class GradientDrains:
     ) -> GradientSlot:
         slot = self._last
         if slot is None or slot.layer != layer:
-            slot = self._last = self._slot_for(layer)
+            slot = self._last = self._layers[layer].gathering or self._claim(layer)
         self._enter(slot)
         slices = self._layers[layer].layout.slices
         for position, gradient in gradients:
@@ -137,9 +132,6 @@ class GradientDrains:
     def reached(self, layer: int) -> None:
         """Backward has come to the layer, or would have: this rank may not use it."""
         self._drain_all(self._order.reached(layer))
-
-    def _slot_for(self, layer: int) -> GradientSlot:
-        return self._layers[layer].gathering or self._claim(layer)
 
     def _claim(self, layer: int) -> GradientSlot:
         window, slot = self._window, None

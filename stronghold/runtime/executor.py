@@ -73,17 +73,10 @@ class Executor:
         self, parts: Parts, window: Window, updates: Updates, ledger: Ledger, plan: Plan
     ) -> None:
         device, host = parts.device, parts.host
-        self._device = device
-        self._host = host
-        self.layers = host.layers
-        self._window = window
-        self._updates = updates
-        self._ledger = ledger
-        self._plan = plan
+        self._device, self._host, self.layers = device, host, host.layers
+        self._window, self._updates, self._ledger, self._plan = window, updates, ledger, plan
         self._bindings = Bindings(host.layers, plan.resident)
-        self._metrics = parts.metrics
-        self._team = parts.team
-        self.outside = parts.outside
+        self._metrics, self._team, self.outside = parts.metrics, parts.team, parts.outside
         self.phase = Phase.IDLE
         # Resident layers whose weights come from the host; the others' are never old.
         self._refreshed = plan.resident - plan.updated_on_gpu

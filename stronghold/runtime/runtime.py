@@ -96,11 +96,6 @@ class Runtime:
             host_room_bytes=host_room_bytes,
         )
 
-    @property
-    def host_activation_bytes(self) -> int:
-        """Host memory that holds saved tensors."""
-        return self.activations.host_bytes
-
     # -- life -------------------------------------------------------------------------------------
     def adopted(self, layer: int) -> None:
         """The layer's values are in its arrays: its parameters point there from now on."""

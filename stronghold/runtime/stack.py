@@ -29,7 +29,7 @@ from stronghold.device.kernels import NativeKernels
 from stronghold.errors import ConfigError, LaneError, StateError
 from stronghold.limits import available_host_bytes
 from stronghold.memory.nvme import BLOCK_BYTES, NvmeStore
-from stronghold.memory.slab import FreedMemory, check_mappings
+from stronghold.memory.slab import check_mappings, trim_heap
 from stronghold.memory.tiers import Tiers, extent_requests
 from stronghold.model.layout import ModelLayout, layout
 from stronghold.model.logits import Forward, LogitsInParts
@@ -52,6 +52,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # Without stronghold.gpu_memory half of what the GPU has free goes to slots; the rest is left to
 # activations.
 GPU_SHARE = 0.5
+TRIM_BYTES = 256 << 20  # of the model's own memory may wait in the heap when it was taken over
 
 logger = logging.getLogger("stronghold")
 
@@ -197,16 +198,18 @@ class Stack:
             disable=shared is not None and not shared.fills,
         )
         source = source_of(model)
-        freed = FreedMemory()
+        freed_bytes = 0
         for index, of_layer in enumerate(bar):
-            given_bytes = sum(p.nbytes for p in of_layer if not p.is_meta)
+            freed_bytes += sum(p.nbytes for p in of_layer if not p.is_meta)
             made.adopt(index, source)
             for parameter in of_layer:
                 if parameter.is_meta:
                     materialize(parameter, torch.empty(0, dtype=parameter.dtype))
             self.runtime.adopted(index)
-            freed.add(given_bytes)
-        freed.give_back()
+            if freed_bytes >= TRIM_BYTES:
+                freed_bytes = 0
+                trim_heap()
+        trim_heap()
         forget_source(model)
         _move_buffers(model, self.device.torch_device)
         self.team.agree("taking the model over")
@@ -396,7 +399,7 @@ class Stack:
             gpu_peak=self.device.peak_with(self.runtime.kept_gradient_bytes),
             host_planned=self._planned[1],
             host_peak=self.host.peak_bytes,
-            host_activations=self.runtime.host_activation_bytes,
+            host_activations=self.runtime.activations.host_bytes,
             nvme_planned=self.plan.nvme_total_bytes,
             nvme_peak=self.host.tiers.file_bytes,
         )

@@ -124,25 +124,12 @@ class Updates:
     the slots of layers on the device.
     """
 
-    def __init__(
-        self,
-        parts: Parts,
-        ledger: Ledger,
-        plan: Plan,
-        window: Window,
-    ) -> None:
-        self._device = parts.device
-        self._host = parts.host
-        self._states = parts.host.states
-        self._tiers = parts.host.tiers
-        self._layers = parts.layers
-        self._adam_steps = parts.adam
-        self._plan = plan
-        self._kernels = parts.kernels
-        self._ledger = ledger
-        self._metrics = parts.metrics
-        self._window = window
-        self._team = parts.team
+    def __init__(self, parts: Parts, ledger: Ledger, plan: Plan, window: Window) -> None:
+        self._device, self._kernels = parts.device, parts.kernels
+        self._host, self._states, self._tiers = parts.host, parts.host.states, parts.host.tiers
+        self._layers, self._window = parts.layers, window
+        self._ledger, self._adam_steps, self._plan = ledger, parts.adam, plan
+        self._metrics, self._team = parts.metrics, parts.team
         self._device_sums: list[torch.Tensor] = []  # of squares, of this step
         self._prepared: _Prepared | None = None  # waits for the gate's decision
         self._expected: deque[Piece] = deque()  # loaded ahead ([Note: the first pieces])
