@@ -19,9 +19,9 @@ and sums over it are found so, and refused.
 [Note: streams] Chunks may take turns on several streams of the device, whose rules are there
 (`cuda`, [Note: side streams]). Of a chunk this file keeps together what these need: its entry is
 the node of autograd that it ends with in backward, for its weights and for its part of the batch,
-and the main stream follows it. A block that writes into itself (a table that grows, a counter) is
-seen to by what it holds: the next chunk then waits for all before it. What two chunks were handed
-is joined on the main stream, so that the layer's backward begins there.
+and the main stream follows it. A block that holds tensors besides its parameters (running
+statistics, a table that grows) may write in any chunk what another reads: it takes them on the main
+stream, from the first one that finds such a tensor. What all chunks are given they may only read.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -238,23 +239,33 @@ class Chunks:
                     name, module, inner, both, each, sizes[first]
                 )
             outputs: list[Any] = []
-            device, several = self._device, len(self._device.side_streams) > 1
-            held = _held(module) if several else []
+            device = self._device
+            several = len(device.side_streams) > 1
             whole = set(map(id, _tensors((args, kwargs)) if several else ()))
+            parameters = list(module.parameters())
             with contextlib.ExitStack() as forks:
                 main = forks.enter_context(device.forked())
                 for k, given in enumerate(zip(each_args, each_kwargs, strict=True)):
-                    if several and k and held != (held := _held(module)):
-                        forks.close()  # [Note: streams]
-                        forks.enter_context(device.forked())
+                    if several and _holds_tensors(module):
+                        several = False  # [Note: streams]
+                        forks.close()
                     parts = _tensors(given) if several else []
                     inputs = [t for t in parts if t.requires_grad and id(t) not in whole]
+                    read = [*parameters, *(t for t in parts if id(t) in whole)] if several else []
+                    versions = _versions(read)
+                    beside = device.beside(k, f"chunk {k} of {layer.index}")
                     with (
-                        device.beside(k, f"chunk {k} of {layer.index}"),
+                        beside if several else contextlib.nullcontext(),
                         self._entered(layer, places, given, inputs, main) as (of_args, of_kwargs),
                         self._around(layer.index, module, of_args, of_kwargs),
                     ):
                         outputs.append(inner(*of_args, **of_kwargs))
+                    if versions != _versions(read):
+                        raise ConfigError(
+                            f"stronghold.streams: {name} writes into a parameter or an argument "
+                            "that its other chunks read at the same time: leave the key out, or "
+                            "keep what it writes in a buffer of the block"
+                        )
             return join(outputs, sizes, name, self._shared[type(module)])
 
         return forward
@@ -374,21 +385,25 @@ def _tensors(value: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
-def _held(module: nn.Module) -> list[tuple[int, int]]:
-    """The tensors that the block's parts hold, also in lists and tables, and their versions."""
-    values = (value for part in module.modules() for value in vars(part).values())
-    return [
-        (id(tensor), 0 if tensor.is_inference() else tensor._version)
-        for value in values
-        for tensor in _within(value)
-        if isinstance(tensor, torch.Tensor)
-    ]
+def _versions(tensors: Iterable[torch.Tensor]) -> list[int]:
+    return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
-def _within(value: Any) -> Iterable[Any]:
+def _holds_tensors(module: nn.Module) -> bool:
+    """Whether the block's parts hold tensors besides parameters, also in lists and tables."""
+    return any(
+        name != "_parameters" and _has_tensor(value)
+        for part in module.modules()
+        for name, value in vars(part).items()
+    )
+
+
+def _has_tensor(value: Any) -> bool:
     if isinstance(value, dict):
-        return value.values()
-    return value if isinstance(value, list | tuple) else (value,)
+        return any(map(_has_tensor, value.values()))
+    if isinstance(value, list | tuple | set | deque):
+        return any(map(_has_tensor, value))
+    return isinstance(value, torch.Tensor)
 
 
 def _places(layer: Layer, module: nn.Module) -> list[tuple[dict[str, Any], str, int]]:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import functools
 import itertools
 import random
+import sys
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -31,6 +33,7 @@ from tests.models import (
     without_caches,
 )
 from tests.models.families import odd_llama as llama
+from tests.support.ranks import ROOT, run_ranks
 from tests.support.training import (
     ADAM,
     DTYPES,
@@ -44,6 +47,7 @@ from tests.support.training import (
 
 pytestmark = pytest.mark.gpu
 
+PRETENDED = "tests.pretended.install" in sys.modules
 STEPS = 10
 POLICIES = ["keep", "offload", "recompute"]
 # All that is said stays said: what is left open is planned anew after the first steps, and a GPU's
@@ -349,24 +353,31 @@ class Jitter(torch.autograd.Function):
 
 
 class Counting(nn.Module):
-    """What a chunk writes, the next one reads: the rows so far are a part of what comes out."""
+    """What a chunk writes, the next one reads, and all before it have read: the rows so far are a
+    part of what comes out. Of five chunks the third is the first one that writes."""
 
     def __init__(self) -> None:
         super().__init__()
+        self.calls = 0
         self.register_buffer("rows", torch.zeros(1))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += self.training
+        if self.calls % chunks.BATCH == 2:
+            torch.cuda._sleep(CYCLES)
         y: torch.Tensor = Jitter.apply(x) + self.rows.to(x.dtype)
-        if self.training:
-            self.rows = self.rows * 0.5 + x.size(0)
+        if self.calls % chunks.BATCH > 2:
+            self.rows.mul_(0.5).add_(x.size(0))
         return y
 
 
 def chunked_llama() -> Any:
     """Dropout, a batch of five, a mask."""
     model, make_batch = chunks.llama()
-    for block in model.model.layers:
+    for block in model.model.layers[::2]:
         block.mlp = nn.Sequential(Counting(), block.mlp)
+    for block in model.model.layers[1::2]:
+        block.mlp.register_forward_pre_hook(lambda module, args: (Jitter.apply(*args),))
     return model, make_batch
 
 
@@ -435,6 +446,39 @@ def test_streams_and_places_of_chunks_never_change_a_bit(
     expected = in_chunks(precision, clipping, accumulation)
     assert_identical(run, expected)
     assert run.norms == expected.norms
+
+
+@pytest.mark.skipif(
+    not PRETENDED and torch.cuda.device_count() < 2, reason="each rank needs a GPU of its own"
+)
+def test_streams_of_two_ranks_never_change_a_bit(tmp_path: Path) -> None:
+    """Weights are gathered and gradients reduced beside them."""
+    pretended = {
+        "STRONGHOLD_PRETENDED": "1",
+        "STRONGHOLD_PRETENDED_LAUNCH_DELAY_S": "3e-4",
+        "PYTHONPATH": str(ROOT / "tests/pretended/site"),
+        "LOCAL_RANK": "0",  # each has one of its own
+    }
+    environment = {"DS_ACCELERATOR": "cuda", **(pretended if PRETENDED else {})}
+    for two, one in run_ranks("tests.support.rank_programs:streams", 2, tmp_path, **environment):
+        assert_identical(two, one)
+        assert two.norms == one.norms
+
+
+def test_what_all_chunks_are_given_none_may_write() -> None:
+    def write(module: nn.Module, args: Any, more: dict[str, Any]) -> None:
+        if module.training:
+            more["position_embeddings"][0].mul_(0.5)
+
+    def writing_llama() -> Any:
+        model, make_batch = chunks.llama()
+        attention = model.model.layers[1].self_attn
+        attention.register_forward_pre_hook(write, with_kwargs=True)
+        return model, make_batch
+
+    settings = config(section={"device": "cuda", "chunk": 1, "streams": 2})
+    with pytest.raises(ConfigError, match=r"streams: model\.layers\.1 writes into"):
+        train_windowed(writing_llama, steps=1, settings=settings)
 
 
 @pytest.mark.parametrize("streams", [1, 2])

@@ -1,7 +1,7 @@
-"""What stands for NCCL: gloo, which stages device tensors on the host. Groups of one rank alone.
+"""What stands for NCCL: gloo on the host.
 
 Gloo crashes where it is to reduce and scatter device tensors, and gathers them beside what a stream
-still computes: of one rank's, both are a copy.
+still computes: here the host waits for the stream, and gathers what it then has.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed
 from torch.distributed import distributed_c10d
 
-COPIES = (  # torch's old names and its new
+STAGED = (  # torch's old names and its new
     "reduce_scatter_tensor",
     "reduce_scatter_single",
     "all_gather_into_tensor",
@@ -40,24 +40,31 @@ def install() -> None:
             options["backend"] = "gloo"
         return new_group(*arguments, **options)
 
-    names = [name for name in COPIES if hasattr(torch.distributed, name)]
+    names = [name for name in STAGED if hasattr(torch.distributed, name)]
     of_hosts = {name: getattr(torch.distributed, name) for name in names}
 
-    def one_ranks(name: str) -> Any:
-        def copied(*given: Any, **options: Any) -> Any:
+    gather = of_hosts[next(name for name in STAGED if "gather" in name and name in of_hosts)]
+
+    def staged(name: str) -> Any:
+        def run(*given: Any, **options: Any) -> Any:
             output, input = [*given, *options.values()][:2]  # by any names, in this order
             if input.device.type == "cpu":
                 return of_hosts[name](*given, **options)
-            assert torch.distributed.get_world_size(options.get("group")) == 1
-            if output.data_ptr() != input.data_ptr():
-                output.copy_(input)
+            group = options.get("group")
+            num_ranks = torch.distributed.get_world_size(group)
+            found = torch.empty(num_ranks, input.numel(), dtype=input.dtype)
+            gather(found.view(-1), input.cpu().view(-1), group=group)
+            if "reduce" in name:
+                own = found.view(num_ranks, num_ranks, -1)[:, torch.distributed.get_rank(group)]
+                found = own.float().sum(0) / num_ranks  # AVG, the only one that is asked for
+            output.copy_(found.view(output.shape))
             return Done() if options.get("async_op") else None
 
-        return copied
+        return run
 
     for module in (torch.distributed, distributed_c10d):
         for name in names:
-            setattr(module, name, one_ranks(name))
+            setattr(module, name, staged(name))
         module.init_process_group = init  # type: ignore[attr-defined]
         module.new_group = new  # type: ignore[attr-defined]
         module.is_nccl_available = lambda: True  # type: ignore[attr-defined]

@@ -12,7 +12,7 @@ from torch import nn
 
 import stronghold
 from tests.models import MODELS, loss_of
-from tests.support.training import Run
+from tests.support.training import Run, on
 
 
 def rank() -> int:
@@ -116,14 +116,14 @@ def train(
             for micro in range(accumulation):
                 index = step if same else step * batches_per_step + micro * num_ranks() + rank()
                 with engine.no_sync():
-                    loss = loss_of(engine(**make_batch(index)))
+                    loss = loss_of(engine(**on(engine.device, make_batch(index))))
                     loss.backward() if by_user else engine.backward(loss)
                 engine.step()
-                run.losses.append(loss.detach().clone())
+                run.losses.append(loss.detach().to("cpu", copy=True))
             run.norms.append(engine.get_global_grad_norm())
             if each_step is not None:
                 each_step(engine, step)
-        run.weights = {name: p.detach().clone() for name, p in engine.named_parameters()}
+        run.weights = {n: p.detach().to("cpu", copy=True) for n, p in engine.named_parameters()}
     finally:
         engine.destroy()
     return run

@@ -61,6 +61,15 @@ def two_ranks(folder: Path) -> dict[str, Any]:
     }
 
 
+def streams(_: Path) -> list[Run]:
+    """On GPUs: chunks that take turns on two streams, and on one."""
+    section = {"device": "cuda", "window": 1, "resident_layers": 0, "activations": "recompute"}
+    return [
+        train("gpt", config(clipping=0.5, section={**section, "chunk": 1, "streams": count}))
+        for count in (2, 1)
+    ]
+
+
 def four_ranks(folder: Path) -> dict[str, Run]:
     """Cases that are exact with four ranks too."""
     names = ("gpt", "experts", "choosy")

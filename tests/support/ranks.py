@@ -44,7 +44,6 @@ class Launch:
             "MASTER_PORT": str(free_port()),
             "DS_ACCELERATOR": "cpu",
             "OMP_NUM_THREADS": "1",
-            **self.environment,
         }
         num_local = self.num_ranks // self.num_nodes
         for rank in range(self.num_ranks):
@@ -56,7 +55,7 @@ class Launch:
                 subprocess.Popen(
                     [sys.executable, "-c", CODE, self.run, str(self.folder)],
                     cwd=ROOT,
-                    env={**shared, **places},
+                    env={**shared, **places, **self.environment},
                     stdout=log,
                     stderr=subprocess.STDOUT,
                     text=True,
