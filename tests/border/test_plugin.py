@@ -266,7 +266,6 @@ def test_a_command_line_without_a_script_ends_with_the_usage(words: list[str]) -
 
 
 LAUNCHERS = {
-    "python": ["-m", "stronghold.run"],
     "torchrun": ["-m", "torch.distributed.run", "--nproc_per_node=1", "-m", "stronghold.run"],
     "deepspeed": ["-m", "deepspeed.launcher.runner", "--num_gpus=1", "--module", "stronghold.run"],
     "accelerate": [
@@ -341,7 +340,7 @@ def test_launch_enables_the_plugin_in_a_program_that_owns_its_command_line(tmp_p
     assert "ENABLED True" in ended.stdout
 
 
-@pytest.mark.parametrize("first", ["plugin", "engine.dispatch", "engine", "cpu_adam"])
+@pytest.mark.parametrize("first", ["plugin", "engine"])
 def test_launch_enables_the_plugin_in_a_program_that_imports_stronghold(first: str) -> None:
     probe = f"import stronghold.{first}; from stronghold import plugin, initialize\n"
     probe += "print(plugin.enabled())"

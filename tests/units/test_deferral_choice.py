@@ -68,7 +68,7 @@ def forecast(kind: str, load: float, count: int | None) -> tuple[float, float, i
 
 
 @pytest.mark.parametrize("kind", ["disk", "adam"])
-@pytest.mark.parametrize("load", [0.3, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.3, 2.0, 4.0])
+@pytest.mark.parametrize("load", [0.6, 0.8, 1.0, 1.3, 4.0])
 def test_the_search_defers_what_makes_the_step_the_longest_lane(load: float, kind: str) -> None:
     found_s, bound_s, count = forecast(kind, load, None)
     assert found_s <= SLACK * bound_s

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from stronghold.errors import ConfigError
-from stronghold.forecast.answer import answer
+from stronghold.forecast.answer import outlook
 from stronghold.plan.machine import MachineProfile
 from tests.support.forecasts import SIZES, asked, run
 
@@ -38,7 +38,7 @@ def test_updates_that_wait_for_the_gate_are_named_where_the_step_waits_for_them(
 def test_the_config_defers_what_the_plan_does(tmp_path: Path) -> None:
     machine = slow_adam(tmp_path, 60.0)
     changes = {"layers": 24, "hidden": 1024, "batch": 4, "seq": 512, "gpu": "600MB"}
-    found = answer(asked(machine=machine, clipping=0.0, no_overflow_check=True, **changes))
+    found = outlook(asked(machine=machine, clipping=0.0, no_overflow_check=True, **changes))
     assert found.config is not None
     deferred = found.config["stronghold"]["deferred_layers"]
     assert deferred > 0

@@ -7,28 +7,29 @@ import pytest
 from stronghold.forecast.answer import outlook
 from stronghold.forecast.question import understand
 from stronghold.plan.machine import MachineProfile, machine_names
+from tests.support.pairs import pairs
 
 EARLY = {"clipping": 0.0, "no_overflow_check": True}
 ROUNDING = 1e-6
 
 
-@pytest.mark.parametrize("updates", [{}, EARLY], ids=["gated", "early"])
+CASES: dict[str, tuple[int, int, dict[str, str]]] = {  # batch, accumulation, tiers
+    "1": (1, 1, {}),
+    "4-small-gpu": (4, 1, {"gpu": "10GB"}),
+    "16": (16, 1, {}),
+    "2x4": (2, 4, {}),
+    "4-nvme": (4, 1, {"host": "8GB", "nvme": "200GB"}),
+}
+
+
 @pytest.mark.parametrize(
-    ("batch", "accumulation", "tiers"),
-    [
-        (1, 1, {}),
-        (4, 1, {"gpu": "10GB"}),
-        (16, 1, {}),
-        (2, 4, {}),
-        (4, 1, {"host": "8GB", "nvme": "200GB"}),
-    ],
-    ids=["1", "4-small-gpu", "16", "2x4", "4-nvme"],
+    ("machine", "case", "updates"), pairs(machine_names(), CASES, {"gated": {}, "early": EARLY})
 )
-@pytest.mark.parametrize("machine", machine_names())
 def test_no_plan_beats_the_physical_limit(
-    machine: str, batch: int, accumulation: int, tiers: dict[str, str], updates: dict[str, object]
+    machine: str, case: tuple[int, int, dict[str, str]], updates: dict[str, object]
 ) -> None:
     """Adam's host memory is the transfers' too, whichever of them was submitted first."""
+    batch, accumulation, tiers = case
     if "nvme" in tiers and MachineProfile.load(machine).nvme_read_gbps is None:
         pytest.skip("the profile has no disk")
     question = understand(
@@ -46,3 +47,4 @@ def test_no_plan_beats_the_physical_limit(
     found = outlook(question)
     assert found.timing is not None
     assert found.timing.step_s >= found.limits.seconds * (1.0 - ROUNDING)
+    assert sum(found.timing.shares.values()) <= 1.001

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from stronghold import forecast
-from stronghold.forecast.answer import Forecast, sweep
+from stronghold.forecast.answer import Forecast, outlook, sweep
 from stronghold.forecast.question import understand
 from tests.support.forecasts import LLAMA_70B, SIZES, asked, run
 from tests.support.quiet import law_of_time, on_time
@@ -27,7 +27,7 @@ def swept(axis: str) -> list[tuple[int, Forecast]]:
 # -- sweeps ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("axis", ["window", "batch", "seq", "layers"])
+@pytest.mark.parametrize("axis", ["window", "seq"])
 def test_a_sweep_draws_and_prints_its_points(
     axis: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -49,13 +49,13 @@ def test_a_sweep_ends_with_the_largest_that_fits_and_the_next_that_does_not(axis
     assert all(found.fits for _, found in points[:-1])
     assert not points[-1][1].fits
     assert values[-1] == values[-2] + 1
-    assert forecast.answer(asked(**LIMITS, **{axis: values[-2]})).fits
-    assert not forecast.answer(asked(**LIMITS, **{axis: values[-1]})).fits
+    assert outlook(asked(**LIMITS, **{axis: values[-2]})).fits
+    assert not outlook(asked(**LIMITS, **{axis: values[-1]})).fits
 
 
 def test_a_swept_point_is_the_forecast_of_that_question() -> None:
     points = dict(swept("batch"))
-    timing = forecast.answer(asked(**LIMITS, batch=4)).timing
+    timing = outlook(asked(**LIMITS, batch=4)).timing
     assert timing is not None
     assert points[4].timing == timing
     assert points[4].question.tokens == 4 * 64
