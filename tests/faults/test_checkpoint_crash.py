@@ -23,6 +23,7 @@ from stronghold.checkpoint import directory
 from stronghold.checkpoint.weights import write_weights
 from stronghold.process import Process, start_of
 from tests.support.checkpoints import make_model, session, train
+from tests.support.children import Child
 
 OPTIONS: dict[str, Any] = {"precision": "bf16", "clipping": 0.5}
 LONGEST_S = 0.4  # of the random wait before the kill: several saves
@@ -193,8 +194,7 @@ weights.write_weights({}, Path(sys.argv[1]), "pytorch_model.bin")
 
 
 def test_the_next_file_of_weights_removes_what_a_killed_one_left(tmp_path: Path) -> None:
-    killed = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], check=False)
-    assert killed.returncode == -signal.SIGKILL
+    assert Child(KILLED, tmp_path).wait() == -signal.SIGKILL
     (left,) = tmp_path.iterdir()
     assert left.name.startswith(".pytorch_model.bin.tmp-")
     write_weights({}, tmp_path, "pytorch_model.bin")

@@ -7,8 +7,6 @@ import gc
 import io
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +17,7 @@ import torch
 
 from stronghold.engine import engine as engine_module
 from tests.support.checkpoints import make_batch, session, train
+from tests.support.children import run
 from tests.support.training import on
 
 OURS = "this engine belongs to the parent process"
@@ -89,7 +88,7 @@ CALLS = {"the model itself": lambda engine, _: engine.module(**batch_of(engine))
 def test_whatever_uses_an_engine_in_a_child_is_refused_at_once(
     section: dict[str, Any], uses: dict[str, Callable[[Any, Path], object]], tmp_path: Path
 ) -> None:
-    with session(section=section) as engine:
+    with session(section={**section, "emulated": {}}) as engine:
         expected = train(engine, len(uses) + 1)
     found = {}
     with session(section=section) as engine:
@@ -118,7 +117,7 @@ ENDS: dict[str, Callable[[list[Any]], object]] = {
 @pytest.mark.parametrize("section", [STREAMED, WHOLE], ids=["streamed", "whole"])
 def test_a_child_ends_an_engine_without_a_trace(section: dict[str, Any], tmp_path: Path) -> None:
     section = {**section, "async_checkpoint": True}
-    with session(section=section) as engine:
+    with session(section={**section, "emulated": {}}) as engine:
         expected = train(engine, len(ENDS) + 1)
     with session(section=section) as engine:
         losses = train(engine, 1)
@@ -134,7 +133,7 @@ def test_a_child_ends_an_engine_without_a_trace(section: dict[str, Any], tmp_pat
 PROGRAM = """
 import os, sys
 from tests.support.checkpoints import session, train
-with session(section={"async_checkpoint": True, "window": 2, "emulated": {"jitter_s": 0.1}}) as e:
+with session(section={"async_checkpoint": True, "window": 2, "emulated": {"jitter_s": 0.03}}) as e:
     train(e, 1)
     e.save_checkpoint(sys.argv[1])
     child = os.fork()
@@ -146,17 +145,11 @@ with session(section={"async_checkpoint": True, "window": 2, "emulated": {"jitte
 
 
 def test_a_child_that_exits_during_an_asynchronous_save_ends(tmp_path: Path) -> None:
-    root = Path(__file__).resolve().parents[2]
     # Without a process group: a child that exits with gloo's is aborted by gloo itself.
     environment = {name: value for name, value in os.environ.items() if name != "RANK"}
-    ended = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(tmp_path)],
-        cwd=root,
-        env=environment,
-        timeout=120,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert ended.returncode == 0, ended.stderr
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["global_step1", "latest"]
+    status, said = run(PROGRAM, tmp_path / "saved", folder=tmp_path, env=environment)
+    assert status == 0, said
+    assert sorted(path.name for path in (tmp_path / "saved").iterdir()) == [
+        "global_step1",
+        "latest",
+    ]

@@ -13,14 +13,13 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 import torch
@@ -30,6 +29,7 @@ from stronghold.memory.nvme import Extent, NvmeStore
 from stronghold.memory.runfolder import OWNER, Owner, RunDirectory, reclaim
 from stronghold.memory.slab import map_slab
 from stronghold.process import start_of
+from tests.support.children import Child
 
 PAGE = 4096
 
@@ -51,18 +51,19 @@ KILLED = "import pathlib, os\npathlib.Path.unlink = lambda _: os.kill(os.getpid(
 
 
 @contextmanager
-def running(script: str, path: Path) -> Iterator[subprocess.Popen[str]]:
-    """A process that has reached WAIT; killed at the end."""
-    command = [sys.executable, "-c", script, str(path)]
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "ready\n"
+def running(script: str, path: Path) -> Iterator[tuple[Child, IO[str], IO[str]]]:
+    """A process that has reached WAIT, what it reads and what it writes; killed at the end."""
+    (theirs, stdin), (stdout, said) = os.pipe(), os.pipe()
+    process = Child(script, path, stdin=theirs, stdout=said)
+    os.close(theirs)
+    os.close(said)
+    with os.fdopen(stdin, "w") as stdin_file, os.fdopen(stdout) as stdout_file:
+        assert stdout_file.readline() == "ready\n"
         try:
-            yield process
+            yield process, stdin_file, stdout_file
         finally:
             process.kill()
+            process.wait()
 
 
 def store_under(path: Path) -> NvmeStore:
@@ -99,13 +100,13 @@ def a_dead_pid() -> int:
 
 
 def test_a_killed_run_gives_its_bytes_back_at_once(tmp_path: Path) -> None:
-    with running(RUN + WAIT, tmp_path) as process:
+    with running(RUN + WAIT, tmp_path) as (process, _, _):
         (folder,) = tmp_path.iterdir()
         assert directories(folder) == [OWNER]
         links = [f"/proc/{process.pid}/fd/{fd}" for fd in os.listdir(f"/proc/{process.pid}/fd")]
         held = {os.stat(link).st_size for link in links if "spill" in os.readlink(link)}
         assert held == {512 * PAGE}
-        process.send_signal(signal.SIGKILL)
+        process.kill()
         process.wait()
     assert directories(folder) == [OWNER], "nothing but the name of who was here"
 
@@ -113,7 +114,7 @@ def test_a_killed_run_gives_its_bytes_back_at_once(tmp_path: Path) -> None:
 def test_the_next_run_removes_what_a_killed_one_left(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with running(RUN + WAIT, tmp_path) as process:
+    with running(RUN + WAIT, tmp_path) as (process, _, _):
         (folder,) = tmp_path.iterdir()
     with caplog.at_level(logging.WARNING, "stronghold"), store_under(tmp_path) as store:
         assert len(directories(tmp_path)) == 1
@@ -128,8 +129,7 @@ def test_the_next_run_removes_what_a_killed_one_left(
 def test_bytes_of_a_run_killed_before_it_unlinked_its_files_are_reclaimed(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    killed = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], check=False)
-    assert killed.returncode == -signal.SIGKILL
+    assert Child(KILLED, tmp_path).wait() == -signal.SIGKILL
     (folder,) = tmp_path.iterdir()
     assert directories(folder) == [OWNER, "spill"]
     with caplog.at_level(logging.WARNING, "stronghold"):
@@ -173,7 +173,7 @@ def test_a_zombie_is_gone(tmp_path: Path) -> None:
 
 
 def test_a_living_run_is_left_alone_and_shares_the_path(tmp_path: Path) -> None:
-    with running(RUN + WAIT, tmp_path) as process:
+    with running(RUN + WAIT, tmp_path) as (process, stdin, _):
         theirs = directories(tmp_path)
         with store_under(tmp_path) as one, store_under(tmp_path) as other:
             assert len(directories(tmp_path)) == 3
@@ -184,8 +184,8 @@ def test_a_living_run_is_left_alone_and_shares_the_path(tmp_path: Path) -> None:
             assert bool((page == 1).all())
         assert directories(tmp_path) == theirs
         assert process.poll() is None
-        process.communicate("", timeout=60)
-        assert process.returncode == 0
+        stdin.close()
+        assert process.wait() == 0
         assert directories(tmp_path) == [], "a run that ends without close() cleans up"
 
 
@@ -418,12 +418,10 @@ def test_a_child_that_outlives_its_killed_parent_ends_the_claim_with_itself(tmp_
     """A data loader's worker holds the files as long as it lives: they are not free until then."""
     script = RUN + "child = os.fork()\nif child == 0: sys.stdin.read(); os._exit(0)\n"
     script += "print('ready', flush=True); signal.pause()\n"
-    with running(script, tmp_path) as process:
-        process.send_signal(signal.SIGKILL)
+    with running(script, tmp_path) as (process, stdin, stdout):
+        process.kill()
         process.wait()
         assert reclaim(tmp_path) == 0
-        assert process.stdin is not None
-        assert process.stdout is not None
-        process.stdin.close()
-        assert process.stdout.read() == "", "closed when the child ends"
+        stdin.close()
+        assert stdout.read() == "", "closed when the child ends"
     assert reclaim(tmp_path) > 0

@@ -18,9 +18,11 @@ from stronghold.errors import ConfigError
 from stronghold.model.layout import ParameterShape, Shards, layer_layout
 from stronghold.team.group import nodes_of
 from tests.conftest import free_port
-from tests.laws.test_ranks import interleaved, test_ranks_refine_one_plan_without_a_change_of_bits
+from tests.laws import test_ranks
+from tests.laws.test_ranks import interleaved
 from tests.support import node_programs, rank_cases, rank_checkpoints, rank_programs
-from tests.support.ranks import ROOT, Launch, run_ranks
+from tests.support.children import ROOT
+from tests.support.ranks import Launch, run_ranks
 from tests.support.training import Run, assert_identical
 
 PROGRAMS = "tests.support.node_programs"
@@ -86,7 +88,7 @@ def test_each_node_divides_its_own_cores(two: list[Any]) -> None:
 
 
 def test_nodes_refine_one_plan_without_a_change_of_bits(two: list[Any]) -> None:
-    test_ranks_refine_one_plan_without_a_change_of_bits(two)
+    test_ranks.test_ranks_refine_one_plan_without_a_change_of_bits(two)
 
 
 # -- checkpoints -----------------------------------------------------------------------------------

@@ -27,12 +27,12 @@ from tests.support.training import config
 
 NUM_LAYERS = 24
 LAYER_NUMEL = 1 << 17
-WARM_UP, MEASURED = UNTOLD_STEPS + TRACED_STEPS + 2, 4  # the plan is refined before it is measured
+WARM_UP, MEASURED = UNTOLD_STEPS + TRACED_STEPS + 1, 3  # the plan is refined before it is measured
 SLACK = 1.15  # what is promised
 COMPUTE_BOUND = 0.1  # a disk's work in a step, in the time of compute's
 BALANCED = (0.8, 1.0, 1.25)
 DISK_BOUND = 20.0
-FORWARD_S = 0.006
+FORWARD_S = 0.005
 
 
 @law_of_time

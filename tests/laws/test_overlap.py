@@ -21,7 +21,7 @@ from tests.support.training import config
 
 NUM_LAYERS = 20
 LAYER_NUMEL = 1 << 19  # 2 MiB in fp32
-WARM_UP, MEASURED = UNTOLD_STEPS + TRACED_STEPS + 2, 5  # the plan is refined before that
+WARM_UP, MEASURED = UNTOLD_STEPS + TRACED_STEPS + 1, 3  # the plan is refined before that
 SLACK = 1.15  # what is promised: fill and drain of one layer, and the hand-over between threads
 
 
@@ -77,7 +77,7 @@ def test_early_updates_hide_behind_forward_and_backward(load: float, tmp_path: A
 
 def measure_updates(load: float, path: Path, clipping: float = 0.0) -> Measured:
     """A model of which the CPU's Adam takes `load` times what compute takes."""
-    forward_s = 0.008 / max(1.0, load / 1.25)  # Adam's time is limited
+    forward_s = 0.006 / max(1.0, load / 1.25)  # Adam's time is limited
     nbytes = 32 * LAYER_NUMEL  # Adam's, and the norm's
     section = {
         "window": 3,

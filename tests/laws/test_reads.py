@@ -22,6 +22,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from stronghold.errors import ConfigError
 from tests.models import HIDDEN, MODELS, VOCAB, loss_of
+from tests.support.children import run
 from tests.support.pairs import pairs
 from tests.support.quiet import law_of_time, on_time
 from tests.support.twin import Twin, twin
@@ -349,10 +350,9 @@ engine.itself = engine
 
 def test_what_a_program_owes_the_disk_is_there_when_it_ends(tmp_path: Path) -> None:
     """It never destroys its engine, as programs of frameworks do not; and is not disturbed."""
-    command = [sys.executable, "-c", SCRIPT, str(tmp_path)]
-    ended = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert ended.returncode == 0, ended.stderr
-    assert "Exception" not in ended.stderr
+    status, said = run(SCRIPT, tmp_path, folder=tmp_path)
+    assert status == 0, said
+    assert "Exception" not in said
     assert (tmp_path / "trace.json").stat().st_size > 0
     assert (tmp_path / "saved" / "latest").read_text().strip() == "global_step1"
 

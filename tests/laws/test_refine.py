@@ -88,7 +88,7 @@ def test_a_plan_that_finds_no_room_is_not_changed_to(
 
 @law_of_time
 def test_a_refined_plan_is_faster_and_the_trace_is_gone() -> None:
-    model = SleepingModel([(1 << 16, 0.001, 0.002)] * 6)
+    model = SleepingModel([(1 << 14, 0.001, 0.002)] * 6)
     numel = sum(p.numel() for p in model.parameters())
     section = {"gpu_memory": 10 * numel, "cpu_threads": 1, "emulated": {**SLOW, "poison": False}}
     engine, _, _, _ = stronghold.initialize(

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 from tests.conftest import choose_kernels, free_port
+from tests.support.children import ROOT, Child
 
-ROOT = Path(__file__).resolve().parents[2]
 CODE = "import sys; from tests.support.ranks import enter; enter(*sys.argv[1:])"
 
 
@@ -32,7 +32,7 @@ class Launch:
     folder: Path
     environment: dict[str, str] = field(default_factory=dict)
     num_nodes: int = 1  # by the environment, which is all that tells them apart
-    processes: list[subprocess.Popen[str]] = field(default_factory=list)
+    processes: list[Any] = field(default_factory=list)
 
     def __enter__(self) -> Launch:
         shared = {
@@ -43,25 +43,25 @@ class Launch:
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(free_port()),
             "DS_ACCELERATOR": "cpu",
-            "OMP_NUM_THREADS": "1",
         }
         num_local = self.num_ranks // self.num_nodes
         for rank in range(self.num_ranks):
             places = {"RANK": str(rank), "LOCAL_RANK": str(rank % num_local)}
             if self.num_nodes > 1:
                 places["STRONGHOLD_NODE"] = f"node {rank // num_local}"
-            log = open(self.folder / f"log-{rank}", "w")
-            self.processes.append(
-                subprocess.Popen(
-                    [sys.executable, "-c", CODE, self.run, str(self.folder)],
-                    cwd=ROOT,
-                    env={**shared, **places, **self.environment},
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    text=True,
-                )
+            words, env = (
+                (CODE, self.run, str(self.folder)),
+                {**shared, **places, **self.environment},
             )
-            log.close()
+            with open(self.folder / f"log-{rank}", "w") as log:
+                if env["DS_ACCELERATOR"] == "cuda":  # which does not fork
+                    command = [sys.executable, "-c", *words]
+                    process: Any = subprocess.Popen(
+                        command, cwd=ROOT, env=env, stdout=log, stderr=log
+                    )
+                else:
+                    process = Child(*words, env=env, server=rank % 2, stdout=log, stderr=log)
+            self.processes.append(process)
         return self
 
     def __exit__(self, *_: object) -> None:
