@@ -43,16 +43,15 @@ class Launch:
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(free_port()),
             "DS_ACCELERATOR": "cpu",
+            "OMP_NUM_THREADS": "1",
         }
         num_local = self.num_ranks // self.num_nodes
         for rank in range(self.num_ranks):
             places = {"RANK": str(rank), "LOCAL_RANK": str(rank % num_local)}
             if self.num_nodes > 1:
                 places["STRONGHOLD_NODE"] = f"node {rank // num_local}"
-            words, env = (
-                (CODE, self.run, str(self.folder)),
-                {**shared, **places, **self.environment},
-            )
+            words = (CODE, self.run, str(self.folder))
+            env = {**shared, **places, **self.environment}
             with open(self.folder / f"log-{rank}", "w") as log:
                 if env["DS_ACCELERATOR"] == "cuda":  # which does not fork
                     command = [sys.executable, "-c", *words]
