@@ -310,8 +310,9 @@ class HostStore:
                 self._device.unpin(slab)
 
     def master(self, index: int, part: ParameterSlice) -> torch.Tensor:
-        """The fp32 master of one trainable parameter, as a fresh tensor of its shape."""
-        master = torch.empty(part.shape, dtype=torch.float32)
+        """The fp32 master of one trainable parameter, as a fresh tensor of its shape, with zeros
+        for what other ranks have."""
+        master = torch.zeros(part.shape, dtype=torch.float32)
         flat, at = master.view(-1), part.offset
         for begin, end, found in self.pieces(
             index, self._master_arrays(index), at, at + part.numel

@@ -505,30 +505,13 @@ class NvmeStore(Closing):
         for file in self._files:
             file.check_length("mapping", Segment(file=0, offset=0, begin=0, nbytes=file.nbytes))
 
-    def submit_read(self, extent: Extent, begin: int, target: torch.Tensor) -> Pending:
-        """Start reading the bytes of `extent` from `begin` on into all of `target`.
+    def submit(self, verb: Verb, extent: Extent, begin: int, memory: torch.Tensor) -> Pending:
+        """Start reading the bytes of `extent` from `begin` on into all of `memory`, or writing.
 
-        `target` is a contiguous CPU tensor of any dtype; its address, its bytes and `begin` are
-        multiples of 4096. What was never written reads as zeros. `OSError` for a truncated file.
+        `memory` is a contiguous CPU tensor of any dtype, which must not change until the wait; its
+        address, its bytes and `begin` are multiples of 4096. What was never written reads as zeros.
+        `OSError` for a truncated file.
         """
-        return self._submit("read", extent, begin, target)
-
-    def submit_write(self, extent: Extent, begin: int, source: torch.Tensor) -> Pending:
-        """Start writing all of `source` to `extent` from `begin` on; as in `submit_read`.
-
-        `source` must not change until the wait.
-        """
-        return self._submit("write", extent, begin, source)
-
-    def read_into(self, extent: Extent, begin: int, target: torch.Tensor) -> None:
-        """`submit_read` and wait."""
-        self.submit_read(extent, begin, target).wait()
-
-    def write_from(self, extent: Extent, begin: int, source: torch.Tensor) -> None:
-        """`submit_write` and wait."""
-        self.submit_write(extent, begin, source).wait()
-
-    def _submit(self, verb: Verb, extent: Extent, begin: int, memory: torch.Tensor) -> Pending:
         if self._closed:
             raise StateError(f"{verb} of {extent}: the NVMe store is closed")
         _check_range(verb, extent, begin, memory)

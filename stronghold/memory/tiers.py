@@ -1,9 +1,8 @@
 """Tiers: which arrays of which layer lie in files, and the pieces in which they pass the host.
 
 Owns the entries of the staging ring and the lock of the one that serves checkpoints. Never decides
-what spills (the plan does) nor when a piece moves (`runtime` does). The training
-thread makes it; `load` and `spill` are called by lanes, `staged` by the training thread and the io
-lane.
+what spills (the plan does) nor when a piece moves (`runtime` does). The training thread makes it;
+`begin` is called by lanes, `staged` by the training thread and the io lane.
 
 [Note: a piece] One entry holds elements [begin, end) of several arrays of one layer, one array
 after the other. Layers are padded to the layout's `page_numel` elements and pieces are cut at its
@@ -52,10 +51,8 @@ class NullStore:
     def extent(self, layer: int, array: str) -> Extent:
         return self._extents[layer, array]
 
-    def submit_read(self, extent: Extent, begin: int, target: torch.Tensor) -> NullStore:
+    def submit(self, verb: Verb, extent: Extent, begin: int, memory: torch.Tensor) -> NullStore:
         return self
-
-    submit_write = submit_read
 
     def wait(self) -> None:
         """Every transfer is done at once."""
@@ -225,25 +222,19 @@ class Tiers:
         """Bytes of a piece."""
         return sum(num_items(array, numel) * self._dtypes[array].itemsize for array in arrays)
 
-    def load(self, layer: int, begin: int, views: Views) -> Wait:
-        """Begin to read elements from `begin` on of each array. What it returns waits until none of
-        it is in flight, also when it failed; `OSError` names file, offset and length.
+    def begin(self, verb: Verb, layer: int, begin: int, views: Views) -> Wait:
+        """Begin to read elements from `begin` on of each array, or to write them. What it returns
+        waits until none of it is in flight, also when it failed; `OSError` names file, offset and
+        length.
         """
-        return self._begin("read", layer, begin, views)
-
-    def spill(self, layer: int, begin: int, views: Views) -> Wait:
-        """The inverse of `load`."""
-        return self._begin("write", layer, begin, views)
-
-    def _begin(self, verb: Verb, layer: int, begin: int, views: Views) -> Wait:
         store = self._store
         assert store is not None
-        submit = store.submit_read if verb == "read" else store.submit_write
         with contextlib.ExitStack() as started:
             for array, memory in views.items():
                 at = begin - self._range(layer, [array])[0]
                 first = num_items(array, at) * memory.element_size()
-                started.callback(submit(store.extent(layer, array), first, memory).wait)
+                extent = store.extent(layer, array)
+                started.callback(store.submit(verb, extent, first, memory).wait)
             return started.pop_all().close
 
     # -- on the lanes -----------------------------------------------------------------------------
@@ -270,7 +261,7 @@ class Tiers:
         ahead.submit(
             lane,
             f"{verb}{what} {layer}",
-            partial(self.load, layer, begin, views),
+            partial(self.begin, "read", layer, begin, views),
             reads=reads,
             writes=(entry.record,),
             nbytes=self.nbytes(arrays, end - begin),
@@ -293,7 +284,7 @@ class Tiers:
         return self._spills.submit(
             device.spill,
             f"spill{what} {layer}",
-            partial(self.spill, layer, begin, views),
+            partial(self.begin, "write", layer, begin, views),
             after,
             reads=(entry.record,),
             nbytes=sum(view.nbytes for view in views.values()),
@@ -317,7 +308,7 @@ class Tiers:
                 views = self.views(memory, arrays, high - low)
                 first, last = max(begin, low), min(end, high)
                 if mode != "replace":
-                    self.load(layer, low, views)()
+                    self.begin("read", layer, low, views)()
                 if mode == "replace" and first > low:  # of pages that are not replaced as a whole
                     self._load_page(layer, low, 0, views)
                 if mode == "replace" and last < high:
@@ -328,14 +319,14 @@ class Tiers:
                     {a: view[items(a, first - low, last - low)] for a, view in views.items()},
                 )
                 if mode != "read":
-                    self.spill(layer, low, views)()
+                    self.begin("write", layer, low, views)()
         finally:
             if mine:
                 self._staged.release()
 
     def _load_page(self, layer: int, low: int, at: int, views: Views) -> None:
         page = {a: view[items(a, at, at + self._page_numel)] for a, view in views.items()}
-        self.load(layer, low + at, page)()
+        self.begin("read", layer, low + at, page)()
 
     def mapped(self, layer: int, array: str) -> torch.Tensor:
         """The array's pages in the page cache, as a flat tensor ([Note: coherence] of

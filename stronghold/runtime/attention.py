@@ -91,16 +91,15 @@ class _Watch(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.found: list[tuple[Any, tuple[Any, ...]]] = []  # kernels, and what they returned
-        self.inputs: list[tuple[Any, ...]] = []
+        # Kernels, what they were given, and what they returned.
+        self.found: list[tuple[Any, tuple[Any, ...], tuple[Any, ...]]] = []
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         if func in ATTENTION_KERNELS:
-            self.found.append((func, result))
-            self.inputs.append(args[:3])
+            self.found.append((func, args[:3], result))
         return result
 
 
@@ -151,7 +150,7 @@ class AttentionCalls:
         self._calls.append(
             [
                 _Call(kernel, tuple(map(self._kept, results)), generator)
-                for kernel, results in watch.found
+                for kernel, _, results in watch.found
             ]
         )
         return output
@@ -179,8 +178,8 @@ def watched(tell: Callable[[Attended], None]) -> Through:
     def through(plain: Plain, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
         with _Watch() as watch:
             output = plain(*args, **kwargs)
-        for arguments, results in zip(watch.inputs, watch.found, strict=True):
-            tell(attended(arguments, results[1]))
+        for _, given, results in watch.found:
+            tell(attended(given, results))
         return output
 
     return through

@@ -14,7 +14,6 @@ whole, flat.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,7 +22,7 @@ from torch import nn
 from stronghold.errors import ConfigError
 from stronghold.model.layout import ParameterSlice
 from stronghold.runtime.guards import Access
-from stronghold.states import MOMENTS, join_master
+from stronghold.states import MOMENTS
 
 if TYPE_CHECKING:
     from stronghold.runtime.stack import Stack
@@ -70,23 +69,15 @@ class Fragment(Access):
     def get(self, optim_state_key: str | None = None) -> torch.Tensor:
         """The fp32 master, or a moment, decoded: zeros before the first update."""
         self._stack.settle((self._layer,))
-        host = self._stack.host
+        host, part = self._stack.host, self._part
         if optim_state_key is None:
-            arrays: tuple[str, ...] = ("weights", "low")[: 1 + host.has(self._layer, "low")]
-        else:
-            arrays = host.states.arrays_of(self._moment(optim_state_key))
-        part = self._part
-        at, end = part.offset, part.offset + part.numel
-
-        def own() -> Iterator[tuple[int, torch.Tensor]]:
-            if host.has(self._layer, arrays[-1]):
-                for first, _, found in host.pieces(self._layer, arrays, at, end):
-                    if optim_state_key is None:
-                        yield first - at, join_master(found["weights"], found.get("low"))
-                    else:
-                        yield first - at, host.states.decode(optim_state_key, found)
-
-        return self._whole(own())
+            return self._whole(host.master(self._layer, part).view(-1))
+        arrays = host.states.arrays_of(self._moment(optim_state_key))
+        at, flat = part.offset, torch.zeros(part.numel)
+        if host.has(self._layer, arrays[-1]):
+            for first, last, found in host.pieces(self._layer, arrays, at, at + part.numel):
+                flat[first - at : last - at] = host.states.decode(optim_state_key, found)
+        return self._whole(flat)
 
     def set(self, value: torch.Tensor, optim_state_key: str | None = None) -> None:
         """Write the master, and the weights rounded from it, or a moment."""
@@ -121,11 +112,12 @@ class Fragment(Access):
     def get_gradient(self) -> torch.Tensor:
         """The gradient that waits for the step; zeros where none came. ConfigError when no step's
         gradients are there."""
-        updates, state = self._waiting()
-        at, position = self._part.offset, self._position
-        came = position in state.arrived
-        found = updates.gradient_pieces(state, position) if came else ()
-        return self._whole((first - at, flat) for first, _, flat in found)
+        (updates, state), part = self._waiting(), self._part
+        at, flat = part.offset, torch.zeros(part.numel)
+        if self._position in state.arrived:
+            for first, last, found in updates.gradient_pieces(state, self._position):
+                flat[first - at : last - at] = found
+        return self._whole(flat)
 
     def set_gradient(self, value: torch.Tensor) -> None:
         """Write it, before the gate: norm, clipping and update are those of the new value."""
@@ -169,12 +161,9 @@ class Fragment(Access):
             )
         return value.detach().reshape(-1).to("cpu", torch.float32)
 
-    def _whole(self, own: Iterator[tuple[int, torch.Tensor]]) -> torch.Tensor:
-        """The parameter's values from the pieces that this rank has: (first element, values)."""
+    def _whole(self, flat: torch.Tensor) -> torch.Tensor:
+        """The parameter's values from those that this rank has, and zeros."""
         stack, part = self._stack, self._part
-        flat = torch.zeros(part.numel)
-        for at, values in own:
-            flat[at : at + values.numel()].copy_(values)
         if stack.ranks.num_ranks > 1:
             for some in flat.view(torch.int32).split(SHARED_NUMEL):  # of bits: others have zeros
                 rows = stack.ranks.control.numbers(some.clone(), f"reading {part.name}")

@@ -119,7 +119,7 @@ def test_the_next_run_removes_what_a_killed_one_left(
     with caplog.at_level(logging.WARNING, "stronghold"), store_under(tmp_path) as store:
         assert len(directories(tmp_path)) == 1
         assert directories(tmp_path) != [folder.name]
-        store.read_into(store.extent(0, "low"), 0, map_slab(PAGE, torch.uint8))
+        store.submit("read", store.extent(0, "low"), 0, map_slab(PAGE, torch.uint8)).wait()
     assert directories(tmp_path) == []
     (record,) = [record for record in caplog.records if "reclaimed" in record.message]
     assert str(folder) in record.message
@@ -178,9 +178,9 @@ def test_a_living_run_is_left_alone_and_shares_the_path(tmp_path: Path) -> None:
         with store_under(tmp_path) as one, store_under(tmp_path) as other:
             assert len(directories(tmp_path)) == 3
             page = map_slab(PAGE, torch.uint8)
-            one.write_from(one.extent(0, "low"), 0, page.fill_(1))
-            other.write_from(other.extent(0, "low"), 0, page.fill_(2))
-            one.read_into(one.extent(0, "low"), 0, page)
+            one.submit("write", one.extent(0, "low"), 0, page.fill_(1)).wait()
+            other.submit("write", other.extent(0, "low"), 0, page.fill_(2)).wait()
+            one.submit("read", one.extent(0, "low"), 0, page).wait()
             assert bool((page == 1).all())
         assert directories(tmp_path) == theirs
         assert process.poll() is None
@@ -393,7 +393,7 @@ def test_a_file_system_without_locks_is_named(
 def test_a_forked_child_takes_nothing_from_its_parent(end: str, tmp_path: Path) -> None:
     store = store_under(tmp_path)
     extent, page = store.extent(0, "low"), map_slab(PAGE, torch.uint8)
-    store.write_from(extent, 0, page.fill_(7))
+    store.submit("write", extent, 0, page.fill_(7)).wait()
     before = directories(tmp_path)
     if (child := os.fork()) == 0:
         if end == "close":
@@ -408,7 +408,7 @@ def test_a_forked_child_takes_nothing_from_its_parent(end: str, tmp_path: Path) 
     assert directories(tmp_path) == before
     assert reclaim(tmp_path) == 0, "the parent's lock is still held"
     page.zero_()
-    store.read_into(extent, 0, page)
+    store.submit("read", extent, 0, page).wait()
     assert bool((page == 7).all())
     store.close()
     assert directories(tmp_path) == []

@@ -50,9 +50,9 @@ def test_ranges_come_back_as_they_were_written(
             if chance.random() < 0.5:
                 written = source[at : at + nbytes]
                 oracles[extent][begin : begin + nbytes] = written.numpy().tobytes()
-                store.write_from(extent, begin, written)
+                store.submit("write", extent, begin, written).wait()
             else:
-                store.read_into(extent, begin, target[at : at + nbytes])
+                store.submit("read", extent, begin, target[at : at + nbytes]).wait()
                 read = target[at : at + nbytes].numpy().tobytes()
                 assert read == oracles[extent][begin : begin + nbytes]
 
@@ -63,18 +63,18 @@ def test_what_was_never_written_is_zero(num_paths: int, engine: str, folders: li
     for turn in range(2):
         with store_of(folders[:num_paths], pages(300), engine=engine) as store:
             extent, target = store.extent(0, "exp_avg"), memory(300)
-            store.write_from(extent, 100 * PAGE, memory(3, seed=turn))
-            store.read_into(extent, 0, target)
+            store.submit("write", extent, 100 * PAGE, memory(3, seed=turn)).wait()
+            store.submit("read", extent, 0, target).wait()
             assert not target[: 100 * PAGE].any()
             assert not target[103 * PAGE :].any()
-            store.write_from(extent, 0, memory(300, seed=9))
+            store.submit("write", extent, 0, memory(300, seed=9)).wait()
 
 
 def test_transfers_in_flight_keep_their_memory(engine: str, folders: list[Path]) -> None:
     with store_of(folders[:1], pages(64), engine=engine) as store:
         extent, target = store.extent(0, "exp_avg"), memory(64)
         alive = weakref.ref(target)
-        pending = store.submit_read(extent, 0, target)
+        pending = store.submit("read", extent, 0, target)
         del target
         gc.collect()
         assert alive() is pending.memory
@@ -90,13 +90,13 @@ def test_reads_and_writes_run_beside_each_other(engine: str, folders: list[Path]
     with store_of(folders[:2], pages(64), pages(64, "low"), engine=engine) as store:
         one, other = store.extent(0, "exp_avg"), store.extent(0, "low")
         original = memory(64, seed=3)
-        store.write_from(one, 0, original)
+        store.submit("write", one, 0, original).wait()
 
         def read() -> None:
             try:
                 for _ in range(50):
                     target = memory(64)
-                    store.read_into(one, 0, target)
+                    store.submit("read", one, 0, target).wait()
                     assert torch.equal(target, original)
             except BaseException as error:
                 failures.append(error)
@@ -104,10 +104,10 @@ def test_reads_and_writes_run_beside_each_other(engine: str, folders: list[Path]
         reader = threading.Thread(target=read)
         reader.start()
         for seed in range(50):
-            store.write_from(other, 0, memory(64, seed=seed))
+            store.submit("write", other, 0, memory(64, seed=seed)).wait()
         reader.join()
         last = memory(64)
-        store.read_into(other, 0, last)
+        store.submit("read", other, 0, last).wait()
         assert torch.equal(last, memory(64, seed=49))
         assert (store.bytes_read, store.bytes_written) == (51 * 64 * PAGE, 51 * 64 * PAGE)
     assert failures == []
@@ -154,8 +154,8 @@ def test_the_ring_is_what_was_asked_for(folders: list[Path]) -> None:
             with pytest.raises(StateError, match="there are 5"):
                 store.entry(index)
         extent = store.extent(0, "exp_avg")
-        store.write_from(extent, 3 * PAGE, store.entry(4))
-        store.read_into(extent, 3 * PAGE, store.entry(0, torch.float32))
+        store.submit("write", extent, 3 * PAGE, store.entry(4)).wait()
+        store.submit("read", extent, 3 * PAGE, store.entry(0, torch.float32)).wait()
         assert bool((entries[0] == 4).all())
 
 
@@ -210,9 +210,9 @@ def test_ranges_are_whole_pages_inside_their_extent(folders: list[Path]) -> None
             (0, eight[: 2 * PAGE : 2]),
         ]
         for begin, target in wrong:
-            for call in (store.submit_read, store.submit_write):
+            for verb in ("read", "write"):
                 with pytest.raises(StateError, match="exp_avg of layer 0"):
-                    call(extent, begin, target)
+                    store.submit(verb, extent, begin, target)
         assert (store.bytes_read, store.bytes_written) == (0, 0)
 
 
@@ -230,7 +230,7 @@ def test_a_closed_store_says_so(folders: list[Path]) -> None:
     store.close()
     store.close()
     with pytest.raises(StateError, match="closed"):
-        store.read_into(extent, 0, memory(1))
+        store.submit("read", extent, 0, memory(1)).wait()
 
 
 def test_nothing_is_left_after_close_or_a_dropped_store(engine: str, folders: list[Path]) -> None:
@@ -241,7 +241,7 @@ def test_nothing_is_left_after_close_or_a_dropped_store(engine: str, folders: li
     before = count()
     for turn in range(4):
         store = store_of(folders[:2], pages(8), engine=engine)
-        store.submit_write(store.extent(0, "exp_avg"), 0, memory(8))
+        store.submit("write", store.extent(0, "exp_avg"), 0, memory(8))
         if turn % 2:
             store.close()
         del store
@@ -259,7 +259,7 @@ def test_a_store_may_be_smaller_than_its_paths(
             assert (store.ring_bytes, store.file_bytes) == (0, sum(e.nbytes for e in extents))
             for request in extents:
                 target = memory(request.nbytes // PAGE)
-                store.read_into(store.extent(0, "exp_avg"), 0, target)
+                store.submit("read", store.extent(0, "exp_avg"), 0, target).wait()
                 assert not target.any()
     assert caplog.records == []
 

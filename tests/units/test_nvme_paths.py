@@ -161,8 +161,8 @@ def test_a_file_system_without_direct_transfers_works_with_a_warning(
     assert str(small_disk) in record.message
     with store:
         extent, written, read = store.extent(0, "exp_avg"), memory(20, seed=1), memory(20)
-        store.write_from(extent, 0, written)
-        store.read_into(extent, 0, read)
+        store.submit("write", extent, 0, written).wait()
+        store.submit("read", extent, 0, read).wait()
         assert torch.equal(read, written)
 
 
@@ -179,7 +179,7 @@ def test_an_engine_that_the_kernel_refuses_is_named(
         with pytest.raises(ConfigError, match=r"stronghold\.nvme\.engine"):
             store_of(folders[:2], pages(1), engine="io_uring", rates=None)
         with store_of(folders[:1], pages(1)) as store:
-            store.write_from(store.extent(0, "exp_avg"), 0, memory(1))
+            store.submit("write", store.extent(0, "exp_avg"), 0, memory(1)).wait()
             return f"{caught.value} | {store._files[0].engine}"
 
     answer = in_child(stores)
@@ -193,9 +193,8 @@ def test_an_engine_that_the_kernel_refuses_is_named(
 
 def failure(store: NvmeStore, verb: str, extent: Extent, count: int) -> OSError:
     """The error of a transfer of the first `count` pages; the store lives on."""
-    call = store.submit_read if verb == "read" else store.submit_write
     with pytest.raises(OSError) as caught:
-        call(extent, 0, memory(count)).wait()
+        store.submit(verb, extent, 0, memory(count)).wait()
     assert store._in_flight == set()
     return caught.value
 
@@ -208,7 +207,7 @@ def test_a_truncated_file_is_an_error_at_the_next_transfer(
     """Also at a write: one that lengthens the file again would turn what was lost into zeros."""
     with store_of(folders[:2], pages(400), engine=engine) as store:
         extent = store.extent(0, "exp_avg")
-        store.write_from(extent, 0, memory(400, seed=1))
+        store.submit("write", extent, 0, memory(400, seed=1)).wait()
         os.truncate(descriptors(folders[1])[0], left)
         for _ in range(2):
             error = failure(store, verb, extent, 400)
@@ -217,7 +216,7 @@ def test_a_truncated_file_is_an_error_at_the_next_transfer(
             assert f"to {left} of {200 * PAGE} bytes" in str(error)
             assert re.search(rf"{verb} of \d+ bytes at offset \d+", str(error))
         read = memory(1)
-        store.read_into(extent, 0, read)  # of the other disk
+        store.submit("read", extent, 0, read).wait()  # of the other disk
         assert torch.equal(read, memory(400, seed=1)[:PAGE])
 
 
@@ -250,7 +249,7 @@ def test_an_input_output_error_names_file_offset_and_length(
         assert "/proc/self/mem" in str(error)
         assert (store.bytes_read, store.bytes_written) == (0, 0)
         file._sides.update(whole)
-        store.read_into(extent, 0, memory(8))
+        store.submit("read", extent, 0, memory(8)).wait()
 
 
 def test_an_error_is_raised_at_every_wait(folders: list[Path]) -> None:
@@ -258,7 +257,7 @@ def test_an_error_is_raised_at_every_wait(folders: list[Path]) -> None:
         extent = store.extent(0, "exp_avg")
         store._files[0].nbytes = 0
         os.truncate(descriptors(folders[0])[0], 0)
-        pending = store.submit_read(extent, 0, memory(8))
+        pending = store.submit("read", extent, 0, memory(8))
         for _ in range(2):
             with pytest.raises(OSError, match="read of"):
                 pending.wait()
@@ -283,7 +282,7 @@ def test_a_disk_that_cannot_reserve_fills_with_an_error(
         assert any("cannot reserve space" in record.message for record in caplog.records)
         with store:
             extent, target = store.extent(0, "exp_avg"), memory(256)
-            store.read_into(extent, 0, target)
+            store.submit("read", extent, 0, target).wait()
             assert not target.any()
             (path / "other").write_bytes(bytes(disks.free_bytes(path) - 100 * PAGE))
             error = failure(store, "write", extent, 256)
