@@ -84,12 +84,10 @@ def _slab(mapping: mmap.mmap, dtype: torch.dtype, numel: int) -> torch.Tensor:
 
 def _reserve_in_child() -> None:
     """Occupy the addresses of the slabs that this child did not inherit."""
-    reserve = ctypes.CDLL(None).mmap
-    reserve.restype = ctypes.c_void_p
-    reserve.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    libc = _libc()
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE | _MAP_FIXED_NOREPLACE
     for mapping, address in list(_live.items()):
-        reserve(address, len(mapping), _PROT_NONE, flags, -1, 0)
+        libc.mmap(address, len(mapping), _PROT_NONE, flags, -1, 0)
 
 
 if hasattr(os, "register_at_fork") and hasattr(mmap, "MADV_DONTFORK"):

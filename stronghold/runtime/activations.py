@@ -159,12 +159,11 @@ class SavedStorage:
     returns to the pool.
     """
 
-    __slots__ = ("__weakref__", "back", "host", "nbytes", "source", "stored", "version")
+    __slots__ = ("__weakref__", "back", "host", "source", "stored", "version")
 
     def __init__(self, source: torch.Tensor, host: torch.Tensor) -> None:
         self.source: torch.Tensor | None = source
         self.version = source._version
-        self.nbytes = host.numel()
         self.host = host
         self.stored: Fence | None = None
         self.back: _Back | None = None
@@ -566,27 +565,23 @@ class Activations:
         """
         self._drop_left(newest=0)
         self._forget_coming()
-        alive = [
-            (reference, saved)
-            for reference in self._saved[layer]
-            if (saved := reference()) is not None
-        ]
-        self._saved[layer] = [reference for reference, _ in alive]
-        for _, saved in reversed(alive):
-            self._bring_back(saved, layer)
+        alive = self._saved[layer] = [saved for saved in self._saved[layer] if saved() is not None]
+        for reference in reversed(alive):
+            if (saved := reference()) is not None:
+                self._bring_back(saved, layer)
 
     def _bring_back(self, saved: SavedStorage, layer: int) -> _Back:
         if saved.back is not None:
             return saved.back
         device, host = self._device, saved.host
-        memory = torch.empty(saved.nbytes, dtype=torch.uint8, device=device.torch_device)
+        memory = torch.empty(saved.host.numel(), dtype=torch.uint8, device=device.torch_device)
         assert saved.stored is not None
         ready = device.fetch.submit(
             f"onload {layer}",
             lambda: device.copy(memory, host),
             # After compute: the allocator may have taken the memory from work still queued there.
             after=(saved.stored, device.record_compute(f"room for activation {layer}")),
-            nbytes=saved.nbytes,
+            nbytes=saved.host.numel(),
         )
         saved.back = _Back(weakref.ref(saved), memory, ready)
         self._coming.add(saved.back)

@@ -109,7 +109,8 @@ class Recomputation:
         self._away: dict[int, Callable[[], torch.Tensor]] = {}  # by id of what stands for it
         self._call = _Copy(self._keep, records=True).of((args, kwargs))
         self._kept = KeptModule(module, (args, kwargs), device)
-        self._autocast = _autocast(device)
+        device_types = {"cpu", device.torch_device.type} - {"meta"}
+        self._autocast = [_autocast_of(device_type) for device_type in device_types]
         modes = torch._C._len_torch_function_stack()
         self._default_device = torch.get_default_device() if modes else None
         self.attention: AttentionCalls | None = None  # whose results are kept
@@ -217,11 +218,6 @@ _group: Callable[[], Any] = getattr(torch._C, "_get_graph_exec_group", lambda: N
 _Autocast = tuple[str, torch.dtype, bool, bool]  # the arguments of torch.autocast
 
 
-def _autocast(device: Device) -> list[_Autocast]:
-    types = {"cpu", device.torch_device.type} - {"meta"}
-    return [_autocast_of(device_type) for device_type in types]
-
-
 def _autocast_of(device_type: str) -> _Autocast:
     enabled = torch.is_autocast_enabled(device_type)
     return device_type, torch.get_autocast_dtype(device_type), enabled, _caching()
@@ -242,7 +238,6 @@ _GLOBAL: list[Any] = [
     for name in (_BEFORE, "_forward_hooks", *_HOOKS[1:3])
 ]
 _NO_HOOKS: list[Any] = [OrderedDict() for _ in _GLOBAL]
-Held = dict[str, torch.Tensor | None]
 
 
 class _Attributes(NamedTuple):
@@ -289,7 +284,7 @@ class KeptModule:
         self._parts: list[_Part] = []
         self._versions: list[tuple[str, SavedTensor]] = []
         inner: list[tuple[int, str, Any]] = []  # what can be written into, by part and name
-        buffers: dict[int, Held] = {}
+        buffers: dict[int, dict[str, torch.Tensor | None]] = {}
         # Of a chunk they are views of a slot, which nobody may hold.
         self._trained: list[weakref.ref[nn.Parameter]] = []
         for k, part in enumerate(module.modules()):
@@ -317,7 +312,7 @@ class KeptModule:
                 _look(_drawn_from(where.get(name)), drawn, depth=1)
             if here["_buffers"]:
                 buffers[k] = here["_buffers"]
-        self._buffers = _copies(buffers)
+        self._buffers = _Copy(_cloned).of(buffers)  # what several parts share they share again
         self._inner = _Copy(_detached).of(inner)
         _remove_before_ours(self._parts[0].hooks.get(_BEFORE, {}))
         self._globals = [hooks.copy() for hooks in _GLOBAL] if any(_GLOBAL) else _NO_HOOKS
@@ -359,7 +354,7 @@ class KeptModule:
     def _exchange(self, outside: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:
         """Put what was kept in its place; `outside` gets each table that is changed and what was
         in it."""
-        buffers = _copies(self._buffers)
+        buffers = _Copy(_cloned).of(self._buffers)
         for k, part in enumerate(self._parts):
             here, kept = part.here, part.hooks
             outside.append((here, dict(here)))
@@ -416,17 +411,8 @@ def _detached(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
-def _copies(buffers: dict[int, Held]) -> dict[int, Held]:
-    """Copies of all tensors; what several parts share they share again."""
-    known: dict[int, torch.Tensor] = {}
-    for held in buffers.values():
-        for tensor in held.values():
-            if tensor is not None and id(tensor) not in known:
-                known[id(tensor)] = tensor.detach().clone()
-    return {
-        k: {name: None if tensor is None else known[id(tensor)] for name, tensor in held.items()}
-        for k, held in buffers.items()
-    }
+def _cloned(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().clone()
 
 
 # -- copies of what can be written into ------------------------------------------------------------

@@ -20,7 +20,6 @@ from tqdm import tqdm
 
 from stronghold import native
 from stronghold.config import StrongholdConfig
-from stronghold.config.section import NvmeConfig
 from stronghold.device import cuda
 from stronghold.device.base import Device
 from stronghold.device.cuda import CudaDevice
@@ -110,9 +109,7 @@ class Stack:
         self.section = section
         on_gpu = kind == "cuda" and cuda.available()
         self.gpu_free_bytes = cuda.free_bytes(request.local_rank) if on_gpu else None
-        self.demand: Demand = _demand(
-            self.partition, self.layout, self.dtype, request, optimizer, self.gpu_free_bytes
-        )
+        self.demand: Demand = self._demand(request, training=optimizer is not None)
         rank = self.ranks.global_rank
         self._trace_path = section.trace and open_path(section.trace, rank)
         self.plan: Plan = make_plan(self.layout, self.demand)
@@ -132,10 +129,7 @@ class Stack:
             undo.callback(self.device.close)
             self.pool = native.Pool(self.plan.cpu_threads, self.ranks.cores or None)
             undo.callback(self.pool.close)
-            tiers = _open_tiers(
-                section.nvme, self.plan, self.layout, self.dtype, self.device, self.ranks, undo
-            )
-            self._build(model, optimizer, tiers, undo)
+            self._build(model, optimizer, self._open_tiers(undo), undo)
             if self.demand.training:
                 undo.callback(NoCaches(model).close)
             undo.callback(LogitsInParts(model, section.loss_chunk, self._updates_of).close)
@@ -149,6 +143,62 @@ class Stack:
                 return None if layer.streamed else sum(self.host.layers[layer.index].counts)
         return None
 
+    def _demand(self, request: Request, *, training: bool) -> Demand:
+        section, gpu_free_bytes = request.section, self.gpu_free_bytes
+        gpu_budget = section.gpu_memory
+        if gpu_budget is None and gpu_free_bytes is not None:
+            gpu_budget = int(gpu_free_bytes * GPU_SHARE)
+        ranks = request.ranks
+        if gpu_budget is not None:
+            gpu_budget = ranks.least(gpu_budget)  # one plan: all ranks move the same layers
+        # The model's own memory, which the slabs replace.
+        held = [
+            p
+            for layer in self.partition.layers
+            for p in layer.parameters
+            if not p.parameter.is_meta
+        ]
+        held_now = sum(named.parameter.numel() for named in held) * self.dtype.itemsize
+        sharers = ranks.on_node.count
+        host_budget = section.host_memory or available_host_bytes() // sharers + held_now
+        if section.nvme is not None:
+            host_budget = ranks.least(host_budget)  # the same arrays spill
+        resident = section.resident_layers
+        num_blocks = sum(layer.streamed for layer in self.layout.layers)
+        cores = len(ranks.cores or os.sched_getaffinity(0))
+        capacity = section.nvme.capacity if section.nvme else None
+        compute_threads = torch.get_num_threads() if gpu_free_bytes is None else 1
+        return Demand(
+            weight_bytes=self.dtype.itemsize,
+            low_bytes=states_of(self.dtype, section.states).low_bytes,
+            states=section.states,
+            gated=request.gated,
+            accumulate=request.accumulate,
+            training=training,
+            gpu_budget_bytes=gpu_budget,
+            host_budget_bytes=host_budget,
+            window=section.window,
+            prefetch=section.prefetch,
+            resident_layers=num_blocks if resident == "all" else resident,
+            resident_updates=_resident_updates(section, ranks, on_gpu=gpu_free_bytes is not None),
+            # On a GPU of unknown room: the policy that takes least, until what is kept is known.
+            activations=pinned_activations(section, self.layout)
+            or (None if gpu_free_bytes is None else "recompute"),
+            chunk=section.chunk,
+            streams=section.streams or 1,
+            cpu_threads=section.cpu_threads,
+            deferred_layers=section.deferred_layers,
+            num_cores=max(1, cores - compute_threads),
+            nvme=section.nvme is not None,
+            nvme_capacity_bytes=capacity // sharers if capacity is not None else None,
+            spill=section.nvme.spill if section.nvme else None,
+            micro_batches=request.micro_batches,
+            num_ranks=ranks.num_ranks,
+            num_nodes=ranks.num_nodes,
+            reduces_in_room=ranks.several and gpu_free_bytes is None,
+            shares_weights=ranks.several,
+        )
+
     def _open_device(self, kind: str, request: Request) -> Device:
         section = request.section
         if kind == "cuda":
@@ -157,6 +207,40 @@ class Stack:
         if section.emulated.nvme_gbps is not None:  # of the node's disks
             settings["nvme_gbps"] = section.emulated.nvme_gbps / self.ranks.on_node.count
         return EmulatedDevice(budget_bytes=section.gpu_memory, trace=self.trace, **settings)
+
+    def _open_tiers(self, undo: contextlib.ExitStack) -> Tiers:
+        """Open the files of what the plan spills, which `undo` closes; every rank calls it."""
+        plan, ranks, nvme = self.plan, self.ranks, self.section.nvme
+        if nvme is None or not any(plan.spilled):
+            return Tiers(self.layout, self.dtype, states=plan.states)
+        mapped = plan.nvme_bytes["weights"]
+        check_mappings(mapped, len(nvme.paths), nvme.block or BLOCK_BYTES)
+        store = NvmeStore(
+            nvme.paths,
+            extents=extent_requests(
+                self.layout, self.dtype, plan.spilled, plan.num_ranks, plan.states
+            ),
+            ring_entries=plan.staging.entries,
+            piece_bytes=plan.staging.piece_bytes,
+            capacity_bytes=nvme.capacity,
+            engine=nvme.engine,
+            depth=nvme.depth,
+            block_bytes=nvme.block,
+            device=self.device,
+            neighbours=ranks.on_disks,
+        )
+        undo.callback(store.close)
+        undo.callback(self.device.close)  # first: lanes may still read and write the files
+        return Tiers(
+            self.layout,
+            self.dtype,
+            store,
+            plan.spilled,
+            update_entries=plan.staging.update_entries,
+            fetch_entries=plan.staging.fetch_entries,
+            shards=ranks.shards,
+            states=plan.states,
+        )
 
     def _build(
         self,
@@ -445,73 +529,28 @@ class Stack:
             self.device.check_unheard()
 
 
-def _open_tiers(
-    nvme: NvmeConfig | None,
-    plan: Plan,
-    layout: ModelLayout,
-    dtype: torch.dtype,
-    device: Device,
-    ranks: Ranks,
-    undo: contextlib.ExitStack,
-) -> Tiers:
-    """Open the files of what `plan` spills, which `undo` closes; every rank calls it."""
-    if nvme is None or not any(plan.spilled):
-        return Tiers(layout, dtype, states=plan.states)
-    mapped = plan.nvme_bytes["weights"]
-    check_mappings(mapped, len(nvme.paths), nvme.block or BLOCK_BYTES)
-    store = NvmeStore(
-        nvme.paths,
-        extents=extent_requests(layout, dtype, plan.spilled, plan.num_ranks, plan.states),
-        ring_entries=plan.staging.entries,
-        piece_bytes=plan.staging.piece_bytes,
-        capacity_bytes=nvme.capacity,
-        engine=nvme.engine,
-        depth=nvme.depth,
-        block_bytes=nvme.block,
-        device=device,
-        neighbours=ranks.on_disks,
-    )
-    undo.callback(store.close)
-    undo.callback(device.close)  # first: lanes may still read and write the files
-    return Tiers(
-        layout,
-        dtype,
-        store,
-        plan.spilled,
-        update_entries=plan.staging.update_entries,
-        fetch_entries=plan.staging.fetch_entries,
-        shards=ranks.shards,
-        states=plan.states,
-    )
-
-
 def _check_parameters(found: Partition, precision: str, source: WeightSource | None) -> None:
-    for layer in found.layers:
-        for named in layer.parameters:
-            dtype = named.parameter.dtype
-            has_values = source is not None and source.has(named.parameter)
-            if named.parameter.is_meta and not has_values:
-                raise ConfigError(
-                    f"{named.name} is on the meta device: load its values before "
-                    "stronghold.initialize, or build the model with stronghold.from_pretrained"
-                )
-            if not dtype.is_floating_point:
-                raise ConfigError(
-                    f"{named.name} is {dtype}: stronghold trains floating-point parameters"
-                )
-            if precision == "fp32" and dtype is not torch.float32:
-                section = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(dtype)
-                add = f'add "{section}": {{"enabled": true}} or ' if section else ""
-                raise ConfigError(
-                    f"{named.name} is {dtype}, but the config asks for fp32: "
-                    f"{add}load the model in torch.float32"
-                )
-    strided = [
-        named.name
-        for layer in found.layers
-        for named in layer.parameters
-        if not named.parameter.is_contiguous()
-    ]
+    parameters = [named for layer in found.layers for named in layer.parameters]
+    for named in parameters:
+        dtype = named.parameter.dtype
+        has_values = source is not None and source.has(named.parameter)
+        if named.parameter.is_meta and not has_values:
+            raise ConfigError(
+                f"{named.name} is on the meta device: load its values before "
+                "stronghold.initialize, or build the model with stronghold.from_pretrained"
+            )
+        if not dtype.is_floating_point:
+            raise ConfigError(
+                f"{named.name} is {dtype}: stronghold trains floating-point parameters"
+            )
+        if precision == "fp32" and dtype is not torch.float32:
+            section = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(dtype)
+            add = f'add "{section}": {{"enabled": true}} or ' if section else ""
+            raise ConfigError(
+                f"{named.name} is {dtype}, but the config asks for fp32: "
+                f"{add}load the model in torch.float32"
+            )
+    strided = [named.name for named in parameters if not named.parameter.is_contiguous()]
     if strided:
         # Kernels are chosen by strides, too: transposed weights multiply in another order.
         logger.warning(
@@ -521,65 +560,6 @@ def _check_parameters(found: Partition, precision: str, source: WeightSource | N
             strided[0],
             len(strided) - 1,
         )
-
-
-def _demand(
-    found: Partition,
-    sizes: ModelLayout,
-    dtype: torch.dtype,
-    request: Request,
-    optimizer: EngineOptimizer | None,
-    gpu_free_bytes: int | None,
-) -> Demand:
-    section = request.section
-    gpu_budget = section.gpu_memory
-    if gpu_budget is None and gpu_free_bytes is not None:
-        gpu_budget = int(gpu_free_bytes * GPU_SHARE)
-    ranks = request.ranks
-    if gpu_budget is not None:
-        gpu_budget = ranks.least(gpu_budget)  # one plan: all ranks move the same layers
-    # The model's own memory, which the slabs replace.
-    held = [p for layer in found.layers for p in layer.parameters if not p.parameter.is_meta]
-    held_now = sum(named.parameter.numel() for named in held) * dtype.itemsize
-    sharers = ranks.on_node.count
-    host_budget = section.host_memory or available_host_bytes() // sharers + held_now
-    if section.nvme is not None:
-        host_budget = ranks.least(host_budget)  # the same arrays spill
-    resident = section.resident_layers
-    num_blocks = sum(layer.streamed for layer in sizes.layers)
-    cores = len(ranks.cores or os.sched_getaffinity(0))
-    capacity = section.nvme.capacity if section.nvme else None
-    compute_threads = torch.get_num_threads() if gpu_free_bytes is None else 1
-    return Demand(
-        weight_bytes=dtype.itemsize,
-        low_bytes=states_of(dtype, section.states).low_bytes,
-        states=section.states,
-        gated=request.gated,
-        accumulate=request.accumulate,
-        training=optimizer is not None,
-        gpu_budget_bytes=gpu_budget,
-        host_budget_bytes=host_budget,
-        window=section.window,
-        prefetch=section.prefetch,
-        resident_layers=num_blocks if resident == "all" else resident,
-        resident_updates=_resident_updates(section, ranks, on_gpu=gpu_free_bytes is not None),
-        # On a GPU of unknown room: the policy that takes least, until what is kept is known.
-        activations=pinned_activations(section, sizes)
-        or (None if gpu_free_bytes is None else "recompute"),
-        chunk=section.chunk,
-        streams=section.streams or 1,
-        cpu_threads=section.cpu_threads,
-        deferred_layers=section.deferred_layers,
-        num_cores=max(1, cores - compute_threads),
-        nvme=section.nvme is not None,
-        nvme_capacity_bytes=capacity // sharers if capacity is not None else None,
-        spill=section.nvme.spill if section.nvme else None,
-        micro_batches=request.micro_batches,
-        num_ranks=ranks.num_ranks,
-        num_nodes=ranks.num_nodes,
-        reduces_in_room=ranks.several and gpu_free_bytes is None,
-        shares_weights=ranks.several,
-    )
 
 
 def _resident_updates(section: StrongholdConfig, ranks: Ranks, *, on_gpu: bool) -> str | None:

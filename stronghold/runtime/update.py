@@ -38,7 +38,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 
 import torch
@@ -49,7 +49,6 @@ from stronghold.device.kernels import Kernels
 from stronghold.memory.layer import Entry, LayerState, view
 from stronghold.memory.tiers import Mode, Views
 from stronghold.memory.window import Window
-from stronghold.model.layout import ParameterSlice
 from stronghold.plan.plan import Plan
 from stronghold.runtime.adam import ParameterStep
 from stronghold.runtime.ledger import GateResult, Ledger, norm_and_scale
@@ -335,10 +334,11 @@ class Updates:
         return on_host, self._device.read_later(torch.cat(sums)) if sums else None
 
     def _late_norm(self, state: LayerState, k: int) -> None:
-        part, norms = _own_part(state, k), self._norms(state)
+        ((_, own),), norms = state.own((k,)), self._norms(state)
         state.square_sums[k] = 0.0
         for begin, end, flat in self.gradient_pieces(state, k):
-            norms.add_part(flat, begin, end, k, part)
+            at, numel = state.begin + own.start, own.stop - own.start
+            norms.add_part(flat, begin, end, k, at, numel)
 
     def gradient_pieces(
         self, state: LayerState, k: int, *, mode: Mode = "read"
@@ -631,28 +631,29 @@ class PieceNorms:
     def add(self, piece: Piece, array: str = "") -> None:
         """Add the piece's gradients, or what lies in `array`, of every parameter that arrived."""
         flat = piece.views[array] if array else piece.gradients
-        whole: list[tuple[int, int, int]] = []
-        for k in sorted(piece.found.arrived):
-            part = _own_part(piece.found.state, k)
-            inside = piece.begin <= part.offset and part.offset + part.numel <= piece.end
+        state, whole = piece.found.state, list[tuple[int, int, int]]()
+        for k, own in state.own(piece.found.arrived):
+            at, numel = state.begin + own.start, own.stop - own.start
+            inside = piece.begin <= at and at + numel <= piece.end
             # A simulation's blocks would be most of its time.
-            if inside or not part.numel or flat.is_meta:
-                at = (part.offset - piece.begin) * flat.element_size()
-                whole.append((k, flat.data_ptr() + at, part.numel))
-            elif part.offset < piece.end and piece.begin < part.offset + part.numel:
-                self.add_part(flat, piece.begin, piece.end, k, part)
+            if inside or not numel or flat.is_meta:
+                address = flat.data_ptr() + (at - piece.begin) * flat.element_size()
+                whole.append((k, address, numel))
+            elif at < piece.end and piece.begin < at + numel:
+                self.add_part(flat, piece.begin, piece.end, k, at, numel)
         found = self._kernels.sum_squares(flat.dtype, [(at, numel) for _, at, numel in whole])
         self._sums.update(zip((k for k, _, _ in whole), found, strict=True))
 
     def add_part(
-        self, flat: torch.Tensor, begin: int, end: int, k: int, part: ParameterSlice
+        self, flat: torch.Tensor, begin: int, end: int, k: int, first: int, numel: int
     ) -> None:
-        """Add what of `part`, parameter `k`, lies in `flat`: elements [begin, end) of the layer."""
+        """Add what of parameter `k`, `numel` elements of the layer from `first` on, lies in `flat`:
+        elements [begin, end)."""
         blocks: list[torch.Tensor] = []
-        at, stop = max(begin, part.offset), min(end, part.offset + part.numel)
+        at, stop = max(begin, first), min(end, first + numel)
         while at < stop:
-            done = (at - part.offset) // SUM_BLOCK_NUMEL + 1
-            last = part.offset + min(part.numel, done * SUM_BLOCK_NUMEL)
+            done = (at - first) // SUM_BLOCK_NUMEL + 1
+            last = first + min(numel, done * SUM_BLOCK_NUMEL)
             block = flat[at - begin : min(stop, last) - begin]
             if self._cut is not None:
                 block, self._cut = torch.cat([self._cut, block]), None
@@ -671,15 +672,6 @@ def _merge(target: torch.Tensor, part: torch.Tensor, *, add: bool) -> None:
         target.add_(part)
     else:
         target.copy_(part)
-
-
-def _own_part(state: LayerState, k: int) -> ParameterSlice:
-    """The part of a parameter that this rank has; blocks of a norm are counted from there."""
-    part = state.layout.slices[k]
-    if state.shards.num_ranks == 1:
-        return part
-    own = part.within(state.begin, state.end)
-    return replace(part, offset=state.begin + own.start, numel=own.stop - own.start)
 
 
 def _own_parts(state: LayerState, positions: Iterable[int]) -> Iterator[tuple[int, int, int]]:
