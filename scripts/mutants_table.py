@@ -797,6 +797,13 @@ ODDITIES = [
         ("tests/laws/test_weights_written.py", "tests/laws/test_aliases.py"),
     ),
     Mutant(
+        "a gradient that comes late, after its update, waits for another",
+        "runtime/update.py",
+        "found.repeated if found.at_once else found.arrived)",
+        "found.repeated if found.at_once else ())",
+        PARTS,
+    ),
+    Mutant(
         "a gradient that comes after its update is dropped",
         "runtime/ledger.py",
         "if state.applied and names:",
