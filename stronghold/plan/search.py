@@ -201,9 +201,12 @@ class _Search:
     def _rounds(self) -> None:
         num_blocks = len(self._layout.streamed)
         pinned = self._demand.resident_layers
-        shares = {round(num_blocks * k / SHARES) for k in range(SHARES + 1)}
-        shares |= {_most_resident(self._layout, self._demand, policy) for policy in POLICIES}
-        residents = sorted(shares) if pinned is None else [pinned]
+        if pinned is not None:
+            residents = [pinned]
+        else:
+            shares = {round(num_blocks * k / SHARES) for k in range(SHARES + 1)}
+            shares |= {_most_resident(self._layout, self._demand, policy) for policy in POLICIES}
+            residents = sorted(shares)
         first = [ladder for ladder in FIRST if ladder in self._ladders]
         self._round(self._usual(residents, first or self._ladders))
         if not self._tried:

@@ -14,10 +14,18 @@ import pytest
 import torch
 
 import stronghold
+from stronghold import refine
 from stronghold.checkpoint.tensorfile import TensorFile
 from tests.models import MODELS, loss_of
 from tests.support.pages import ENGINES, mounted
-from tests.support.training import Run, assert_identical, config, moments_of, train_windowed
+from tests.support.training import (
+    Run,
+    assert_identical,
+    config,
+    moments_of,
+    train_plain,
+    train_windowed,
+)
 
 STEPS = 3
 PAGE_NUMEL = 2048
@@ -219,6 +227,15 @@ def test_layers_that_are_updated_on_the_gpu_never_spill(accumulation: int, tmp_p
     assert report.host_peak == report.host_planned
     assert report.gpu_peak == report.gpu_planned
     assert report.nvme_peak == report.nvme_planned
+
+
+def test_a_plan_whose_layers_all_stay_on_the_gpu_is_refined(tmp_path: Path) -> None:
+    """Files were asked for, and hold nothing: what is left open is which updates are deferred."""
+    section = {"resident_layers": "all", "resident_updates": "gpu", "activations": "recompute"}
+    steps = refine.UNTOLD_STEPS + refine.TRACED_STEPS + 1
+    settings = config(section=section | spilling(tmp_path, "moments"), clipping=0.0)
+    run = train_windowed(MODELS["gpt"], steps=steps, settings=settings)
+    assert_identical(run, train_plain(MODELS["gpt"], steps=steps, clipping=0.0))
 
 
 def test_deepspeed_keys_ask_for_the_same(tmp_path: Path) -> None:
