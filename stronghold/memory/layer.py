@@ -79,12 +79,12 @@ class Slot:
 class GradientSlot:
     """Device room for one layer's gradients in the compute dtype; `arrived` names the parameters
     that are in it, `writers` the compute lane's streams that may write it. `held`: gathering is
-    over, and the gradients stay until the step ends. `sums`: room for fp32 sums of chunks; while
-    `summed` the gradients are there, and not rounded yet."""
+    over, and the gradients stay until the step ends. `sums`: room for fp32 sums of chunks;
+    `summing`: by position, where those of the running call are, until they are rounded."""
 
     gradients: torch.Tensor
     sums: torch.Tensor | None = None
-    summed: bool = False
+    summing: dict[int, torch.Tensor] = field(default_factory=dict)
     layer: int | None = None
     held: bool = False
     arrived: set[int] = field(default_factory=set)
@@ -96,24 +96,33 @@ class GradientSlot:
         """The place of a parameter's gradient; layers are alike, so that each is made once."""
         return self._view(self.gradients, part)
 
-    def sum_of(self, part: ParameterSlice) -> torch.Tensor:
-        """The place of a parameter's fp32 sum."""
+    def sum_of(self, position: int, part: ParameterSlice) -> torch.Tensor:
+        """The place of a parameter's fp32 sum over the chunks of one call: apart from what other
+        calls gave."""
+        if self.gradients.dtype is torch.float32 and position not in self.arrived:
+            return self.view(part)
         if self.sums is None:  # what comes twice in a step is rare, and not planned
             self.sums = torch.empty_like(self.gradients, dtype=torch.float32)
-        if not self.summed:
-            self.summed = True
-            if self.arrived:
-                self.sums.copy_(self.gradients)
         return self._view(self.sums, part)
 
-    def round_sums(self) -> None:
-        """The sums are complete: round them to the gradients."""
-        if self.summed and self.sums is not None:
+    def round_sums(self, slices: Sequence[ParameterSlice]) -> None:
+        """The call's sums are complete: round them, and add them to what other calls gave."""
+        if not self.arrived and self.gradients.dtype is not torch.float32 and self.summing:
+            assert self.sums is not None
             self.gradients.copy_(self.sums)
-            self.summed = False
+            self.arrived.update(self.summing)
+            self.summing.clear()
+        for position, total in self.summing.items():
+            place = self.view(slices[position])
+            if position in self.arrived:
+                place.add_(total.to(place.dtype))
+            elif total is not place:
+                place.copy_(total)
+            self.arrived.add(position)
+        self.summing.clear()
 
     def _view(self, flat: torch.Tensor, part: ParameterSlice) -> torch.Tensor:
-        place = flat.dtype, part.offset, part.shape
+        place = flat is self.gradients, part.offset, part.shape
         found = self._views.get(place)
         if found is None:
             found = self._views[place] = view(flat, part)
@@ -210,6 +219,7 @@ class LayerState:
     # Of the running step. `calls`: forward calls with gradients since the last backward.
     calls: int = 0
     chunks: int = 0  # of these calls, whose gradients are to come
+    parts: set[int] = field(default_factory=set)  # positions that wait for the end of backward
     arrived: set[int] = field(default_factory=set)  # positions of parameters with a gradient
     square_sums: dict[int, float] = field(default_factory=dict)  # of them, by position
     kept: dict[int, torch.Tensor] = field(default_factory=dict)  # where no slot gathers them
@@ -291,6 +301,7 @@ class LayerState:
     def forget_step(self) -> None:
         """The step has ended, or is void."""
         self.arrived.clear()
+        self.parts.clear()
         self.applied = False
         self.kept.clear()
         self.square_sums = {}  # anew: what is queued may still write to the old one

@@ -110,7 +110,7 @@ class Window:
         own = (s.own_gradients for s in self._layers if s.own_gradients is not None)
         for gathering in (*self._gradient_slots, *own):
             gathering.layer, gathering.held, gathering.record = None, False, Record()
-            gathering.summed = False
+            gathering.summing.clear()
             gathering.arrived.clear()
             gathering.writers.clear()
             self._device.poison(gathering.gradients)
@@ -170,7 +170,7 @@ class Window:
                 f"layer {layer} cannot gather in the gradient slot of layer {slot.layer}"
             )
         slot.layer = layer
-        slot.summed = False
+        slot.summing.clear()
         slot.arrived.clear()
         slot.writers.clear()
         self._layers[layer].gathering = slot

@@ -5,10 +5,12 @@ what each chunk sees the weights. Weights cross the link twice per call of the m
 once, however many chunks there are. Never moves a layer. The training thread enters in forward, and
 autograd's in backward.
 
-A chunk sees the weights through views of its own (`_ChunkWeights`), whose backward hands over the
-chunk's gradients, all at once: they are added in fp32 in the layer's gradient slot, and rounded
-once, when it is drained. Autograd runs nodes by the order in which they were made, the last first:
-so all chunks of a layer before any of the layer below, and a chunk's weights after all else of it.
+A chunk sees the weights through views of its own (`_Entry`), whose backward hands over the chunk's
+gradients, all at once: they are added in fp32 in the layer's gradient slot, and rounded once, when
+the last chunk of the call has come. So to the rest a call is what it is undivided: the gradients of
+several are added as PyTorch adds them, in the compute dtype. Autograd runs nodes by the order in
+which they were made, the last first: so all chunks of a layer before any of the layer below, and a
+chunk's weights after all else of it.
 
 [Note: what is split] A tensor whose first dimension is the batch's, in lists, tuples and tables,
 too; all else is given to every chunk. What comes back is joined along the first dimension. Whether
@@ -148,9 +150,9 @@ _enter: Any = _Entry.apply
 class Chunks:
     """The blocks of one model, whose calls are divided into chunks of `size` sequences.
 
-    `around(layer, module, args, kwargs)` is entered for each chunk; `begun(layer)` says that a
-    chunk's gradients will come, and `gathered(layer, gradients)` that they have. `trained` are the
-    parameters that the optimizer owns.
+    `around(layer, module, args, kwargs)` is entered for each chunk; `begun(layer, first)` says that
+    a chunk's gradients will come, and `gathered(layer, gradients, last)` that they have, and
+    whether it is its call's first or last. `trained` are the parameters that the optimizer owns.
     """
 
     def __init__(
@@ -158,8 +160,8 @@ class Chunks:
         size: int,
         *,
         around: Callable[[int, nn.Module, Any, Any], contextlib.AbstractContextManager[None]],
-        begun: Callable[[int], None],
-        gathered: Callable[[int, Gradients], None],
+        begun: Callable[[int, bool], None],
+        gathered: Callable[[int, Gradients, bool], None],
         trained: Callable[[nn.Parameter], bool],
         device: Device,
     ) -> None:
@@ -239,6 +241,7 @@ class Chunks:
                     name, module, inner, both, each, sizes[first]
                 )
             outputs: list[Any] = []
+            to_come: set[int] = set()
             device = self._device
             several = len(device.side_streams) > 1
             whole = set(map(id, _tensors((args, kwargs)) if several else ()))
@@ -254,9 +257,10 @@ class Chunks:
                     read = [*parameters, *(t for t in parts if id(t) in whole)] if several else []
                     versions = _versions(read)
                     beside = device.beside(k, f"chunk {k} of {layer.index}")
+                    entered = self._entered(layer, places, given, inputs, main, k, to_come)
                     with (
                         beside if several else contextlib.nullcontext(),
-                        self._entered(layer, places, given, inputs, main) as (of_args, of_kwargs),
+                        entered as (of_args, of_kwargs),
                         self._around(layer.index, module, of_args, of_kwargs),
                     ):
                         outputs.append(inner(*of_args, **of_kwargs))
@@ -278,9 +282,12 @@ class Chunks:
         given: tuple[Any, Any],
         inputs: Sequence[torch.Tensor],
         main: object,
+        number: int,
+        to_come: set[int],
     ) -> Iterator[tuple[Any, Any]]:
         """Inside, the block's modules have views of their parameters, for one chunk. Its arguments,
-        with views of `inputs` in their places."""
+        with views of `inputs` in their places. `to_come`: the numbers of the call's chunks whose
+        gradients have not come yet."""
         owned = [
             (k, named.parameter)
             for k, named in enumerate(layer.parameters)
@@ -297,7 +304,8 @@ class Chunks:
                 if gradient is not None and self._trained(parameter)
             ]
             if owned:
-                self._gathered(layer.index, found)
+                to_come.discard(number)
+                self._gathered(layer.index, found, not to_come)
             self._device.follow(main)
 
         views = _enter(take, len(owned), *(parameter for _, parameter in owned), *inputs)
@@ -307,7 +315,8 @@ class Chunks:
             given = tree_map_only(torch.Tensor, lambda one: seen.get(id(one), one), given)
             seen.clear()
         if owned:
-            self._begun(layer.index)
+            self._begun(layer.index, not to_come)
+            to_come.add(number)
         kept = [(table, name, table[name]) for table, name, _ in places]
         try:
             for table, name, k in places:

@@ -92,24 +92,28 @@ class GradientDrains:
         complete: after several forward calls more parts of a gradient may come, and the layer waits
         for the end of backward.
         """
-        state, slot = self._layers[layer], self._add(layer, [(position, gradient)], sums=False)
+        state, slot = self._layers[layer], self._add(layer, [(position, gradient)])
         complete = len(slot.arrived) == len(state.trained)
         if complete and state.calls <= 1 and not state.chunks:
             self._drain_all(self._order.complete(layer))
 
-    def chunk_arrived(self, layer: int, gradients: Sequence[tuple[int, torch.Tensor]]) -> None:
-        """Add a chunk's gradients, (position, gradient), to the layer's fp32 sums, and drain the
-        slot when no further chunk will come."""
+    def chunk_arrived(
+        self, layer: int, gradients: Sequence[tuple[int, torch.Tensor]], *, last: bool
+    ) -> None:
+        """Add a chunk's gradients, (position, gradient), to the fp32 sums of its call, round these
+        after the `last` one, and drain the slot when no further call's will come."""
         state = self._layers[layer]
         if gradients:
-            self._add(layer, gradients, sums=self._host.dtype is not torch.float32)
+            self._add(layer, gradients, chunk=True)
         state.chunks -= 1
-        if state.chunks == 0 and state.calls <= 1 and state.gathering is not None:
+        if last and state.gathering is not None:
             with self._device.joined():
-                self._drain_all(self._order.complete(layer))
+                self._round(state, state.gathering)
+                if state.chunks == 0 and state.calls <= 1:
+                    self._drain_all(self._order.complete(layer))
 
     def _add(
-        self, layer: int, gradients: Sequence[tuple[int, torch.Tensor]], *, sums: bool
+        self, layer: int, gradients: Sequence[tuple[int, torch.Tensor]], *, chunk: bool = False
     ) -> GradientSlot:
         slot = self._last
         if slot is None or slot.layer != layer:
@@ -118,16 +122,24 @@ class GradientDrains:
         slices = self._layers[layer].layout.slices
         for position, gradient in gradients:
             part = slices[position]
-            target = slot.sum_of(part) if sums or slot.summed else slot.view(part)
             if gradient.is_sparse:
                 gradient = gradient.to_dense()
-            if position in slot.arrived:
+            place, total = slot.view(part), slot.summing.get(position)
+            if chunk and total is None:
+                slot.summing[position] = slot.sum_of(position, part).copy_(gradient)
+            elif chunk or position in slot.arrived or total is place:
                 self._join(layer, slot)
-                target.add_(gradient)
+                (total if chunk and total is not None else place).add_(gradient)
             else:
-                target.copy_(gradient)
+                place.copy_(gradient)
                 slot.arrived.add(position)
         return slot
+
+    def _round(self, state: LayerState, slot: GradientSlot) -> None:
+        """No further chunk of a call will come."""
+        if slot.summing:
+            self._join(state.index, slot)
+            slot.round_sums(state.layout.slices)
 
     def reached(self, layer: int) -> None:
         """Backward has come to the layer, or would have: this rank may not use it."""
@@ -206,18 +218,18 @@ class GradientDrains:
         if slot is None:  # of several ranks another has gradients of the layer
             slot = self._window.free_gradient_slot(layer) or self._spare(layer)
             self._window.claim_gradients(slot, layer)
+        self._round(state, slot)
         absent = self._team.absent(state, slot)
         arrived = absent.union(slot.arrived)
         # More may come after several calls, and backward may need what an alias shows.
-        late = not state.on_device and (state.calls > 1 or self._aliased(layer))
-        at_once = self._positions[layer] is Position.DRAIN and not late
+        late = state.calls > 1 or (not state.on_device and self._aliased(layer))
+        at_once = self._positions[layer] is Position.DRAIN
+        part = late and (self._accumulates or (at_once and state.on_device))
+        at_once = at_once and not late
         if state.on_device:
-            self._keep(state, slot, arrived, at_once=at_once)
+            self._keep(state, slot, arrived, at_once=at_once, part=part)
             return
-        if slot.summed:
-            self._join(layer, slot)
-            slot.round_sums()
-        entry = self._entry(state, arrived, at_once=at_once)
+        entry = self._entry(state, arrived, at_once=at_once, part=part)
         slices = state.layout.slices
         runs = _runs([slices[position] for position in sorted(arrived)])
         first, last = state.begin, state.end  # of several ranks' elements this one's
@@ -249,26 +261,33 @@ class GradientDrains:
         self._window.release_gradients(slot)
         self.drained_bytes += nbytes
         memory, record = entry.memory, entry.record
-        found = Gathered(state, arrived, memory.dtype, memory, record, at_once=at_once)
+        found = Gathered(state, arrived, memory.dtype, memory, record, at_once=at_once, part=part)
         self._updates.gathered([found])
 
-    def _entry(self, state: LayerState, arrived: frozenset[int], *, at_once: bool) -> Entry:
+    def _entry(
+        self, state: LayerState, arrived: frozenset[int], *, at_once: bool, part: bool
+    ) -> Entry:
         """Where these gradients go: an entry of the layer's own when they wait there and none of
         them is there yet, else one of the ring."""
         in_memory = not self._host.tiers.holds(state.index, "gradients")
-        waits = not self._accumulates and not at_once and in_memory
-        if waits and not arrived & state.arrived:
+        waits = (part or not (self._accumulates or at_once)) and in_memory
+        if waits and not arrived & (state.parts if part else state.arrived):
             return self._host.held_entry(state.index)
         return self._host.ring_entry()
 
     def _keep(
-        self, state: LayerState, slot: GradientSlot, arrived: frozenset[int], *, at_once: bool
+        self,
+        state: LayerState,
+        slot: GradientSlot,
+        arrived: frozenset[int],
+        *,
+        at_once: bool,
+        part: bool,
     ) -> None:
         """Nothing of a layer that is updated on the device crosses the link."""
         self._join(state.index, slot)
-        slot.round_sums()
         memory, record = slot.gradients, slot.record
-        found = Gathered(state, arrived, memory.dtype, memory, record, at_once=at_once)
+        found = Gathered(state, arrived, memory.dtype, memory, record, at_once=at_once, part=part)
         if self._updates.gathered([found]):
             self._window.hold_gradients(slot)
             return

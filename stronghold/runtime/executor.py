@@ -535,19 +535,26 @@ class Executor:
             self.outside.reached(gradient)
         return self.phase is Phase.BACKWARD
 
-    def chunk_begun(self, layer: int) -> None:
-        """A chunk of the layer is computed whose gradients will come."""
-        self.layers[layer].chunks += 1
+    def chunk_begun(self, layer: int, first: bool) -> None:
+        """A chunk of the layer is computed whose gradients will come, its call's `first` or not."""
+        state = self.layers[layer]
+        state.chunks += 1
+        if first and layer in self._plan.resident:  # each call's gradients come by themselves
+            state.calls += 1
 
-    def chunk_gathered(self, layer: int, gradients: Sequence[tuple[int, torch.Tensor]]) -> None:
-        """Autograd has come through a chunk: its gradients, (position, gradient)."""
+    def chunk_gathered(
+        self, layer: int, gradients: Sequence[tuple[int, torch.Tensor]], last: bool
+    ) -> None:
+        """Autograd has come through a chunk: its gradients, (position, gradient). `last`: of its
+        call none is to come."""
         if not self.reached(gradient=True):
             raise ConfigError(
                 f"gradients of {self.layers[layer].name} came while the model's forward runs: call "
                 "backward after forward"
             )
         scaled = self.outside.scaled
-        self.drains.chunk_arrived(layer, [(k, scaled(gradient)) for k, gradient in gradients])
+        found = [(k, scaled(gradient)) for k, gradient in gradients]
+        self.drains.chunk_arrived(layer, found, last=last)
 
     # -- between steps --------------------------------------------------------------------------
     def weights_changed(self, layers: Sequence[int]) -> None:

@@ -16,7 +16,8 @@ and waits layer by layer. In between stand layers that are deferred ([Note: defe
 [Note: a gradient that comes twice] A parameter used in two autograd leaves (two forward calls
 before one backward on a GPU, reentrant checkpoints) hands over its gradient in parts. Parts of one
 backward are added in the compute dtype, as autograd itself adds them, and so are those of a further
-backward that gradient_accumulation_steps does not count; sums over micro-batches are fp32.
+backward that gradient_accumulation_steps does not count; sums over micro-batches are fp32. So parts
+wait for the end of backward before they are added to such sums.
 
 [Note: the first pieces] Updates that come as gradients do need their first moments when the first
 gradients are there; what lies in files does not depend on these. So loads of the first pieces, as
@@ -57,7 +58,7 @@ from stronghold.states import SCALES, STATES, group_size, items
 
 Work = Callable[[], None]
 # What a verb loads and spills, where that is not masters and moments.
-WHAT = {"update": "", "norm": " gradients", "accumulate": " sums"}
+WHAT = {"update": "", "norm": " gradients", "merge": " gradients", "accumulate": " sums"}
 SUM_BLOCK_NUMEL = 65536  # kSumBlock of the kernels: a part of the result's definition
 
 
@@ -66,7 +67,8 @@ class Gathered:
     """Gradients of one layer: flat in `memory`, of which element 0 is the first of this rank's
     range, or (of a model that is whole on the device) `each` by itself. Where `memory` is None they
     lie in `array` of the layer, maybe in a file. `at_once`: the layer is updated with them as they
-    come. `repeated`: those that had come before in this step; `first`: nothing of the layer had.
+    come. `part`: they wait for the end of backward, since more may come before. `repeated`: those
+    that had come before, of parts in this backward, else in this step; `first`: nothing had.
     """
 
     state: LayerState
@@ -78,6 +80,7 @@ class Gathered:
     each: Mapping[int, torch.Tensor] = field(default_factory=dict)
     array: str = ""
     at_once: bool = False
+    part: bool = False
     repeated: frozenset[int] = frozenset()
     first: bool = False
 
@@ -151,6 +154,9 @@ class Updates:
         """
         for found in batch:
             state = found.state
+            if found.part:
+                self._hold_part(found)
+                return False
             found.first, found.repeated = not state.arrived, found.arrived & state.arrived
             self._ledger.refuse_further(state, found.repeated if found.at_once else found.arrived)
             state.arrived |= found.arrived
@@ -177,13 +183,13 @@ class Updates:
         self._adam(found, 1.0, norms=self._norms(state))
 
     def _hold(self, found: Gathered) -> None:
-        """Merge gradients into those that wait for the gate, where these are elsewhere, and take
-        norms."""
+        """Merge gradients into those that wait, where these are elsewhere, and take norms once all
+        have come."""
         state, drained = found.state, found.memory
         assert drained is not None
         if not self._in_file(state, "gradients"):
             self._host.held_entry(state.index)
-        norms = self._norms(state)
+        norms = None if found.part else self._norms(state)
 
         def work(piece: Piece) -> None:
             held = piece.views["gradients"]
@@ -192,9 +198,11 @@ class Updates:
                 for k, at, numel in _parts(piece):
                     own = slice(at - piece.begin, at - piece.begin + numel)
                     _merge(held[own], new[own], add=k in found.repeated)
-            norms.add(piece, "gradients")
+            if norms is not None:
+                norms.add(piece, "gradients")
 
-        self._over_pieces("norm", found, ("gradients",), work, found.dtype.itemsize)
+        verb, size = "norm" if norms is not None else "merge", found.dtype.itemsize
+        self._over_pieces(verb, found, ("gradients",), work, size, norms=norms is not None)
 
     def _hold_on_device(self, found: Gathered) -> bool:
         state, own, flat = found.state, found.state.own_gradients, found.memory
@@ -264,7 +272,34 @@ class Updates:
             if state.arrived and not state.applied:
                 state.applied = True
                 self._adam(self._waiting(state), 1.0)
+        for state in self._layers:
+            if state.parts:
+                self._take_parts(state)
         self._expected.clear()
+
+    def _hold_part(self, found: Gathered) -> None:
+        """Merge a part of gradients into those that wait for the end of backward."""
+        state, found.repeated = found.state, found.arrived & found.state.parts
+        state.parts |= found.arrived
+        if not state.on_device:
+            self._hold(found)
+            return
+        assert found.memory is not None
+        for k in found.arrived:  # the slot is another layer's next
+            part = view(found.memory, state.layout.slices[k])
+            state.kept[k] = state.kept[k].add_(part) if k in found.repeated else part.clone()
+
+    def _take_parts(self, state: LayerState) -> None:
+        """All parts of the layer's gradients have come."""
+        arrived, dtype = frozenset(state.parts), self._host.dtype
+        at_once = not self._plan.accumulates
+        found = Gathered(state, arrived, dtype, each=dict(state.kept), at_once=at_once)
+        if not state.on_device:
+            held = self._host.held_entry(state.index)
+            found = Gathered(state, arrived, dtype, held.memory, held.record)
+        state.parts.clear()
+        state.kept.clear()
+        self.gathered([found])
 
     def abandon_backward(self) -> None:
         """Backward raised: the step's gradients are void, and weights that it changed stay so."""

@@ -133,6 +133,16 @@ def test_any_model_trains_as_without_a_window(name: str, policy: str) -> None:
     check(name, {**STREAMED, "activations": policy}, clipping=0.5)
 
 
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_calls_of_one_backward_are_added_as_autograd_adds_them(accumulation: int) -> None:
+    """Of every layer parts come, more than there are slots, and no sum begins before they are
+    added in bf16."""
+    options: dict[str, Any] = {"precision": "bf16", "clipping": 0.5, "accumulation": accumulation}
+    settings = config(section={"device": "cuda", **STREAMED, "activations": "keep"}, **options)
+    run = train_windowed(chunks.called_twice, steps=STEPS, settings=settings)
+    assert_identical(run, train_plain_on_gpu(chunks.called_twice, **options))
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "lean"])
 def test_a_plan_of_its_own_never_changes_a_bit(precision: str) -> None:
     """Nothing is said: the plan is made, and made anew after the first steps. With lean states what

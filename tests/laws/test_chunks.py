@@ -136,6 +136,64 @@ def test_a_batch_of_one_chunk_is_as_without_the_key() -> None:
     assert_identical(run, train_plain(llama, steps=STEPS, clipping=1.0, precision="bf16"))
 
 
+class CalledTwice(nn.Module):
+    """Two calls of a Llama on halves of the tokens, whose losses one backward takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = llama()[0]
+
+    def forward(self, **batch: torch.Tensor) -> torch.Tensor:
+        halves = ({k: v[:, at::2] for k, v in batch.items()} for at in range(2))
+        first, second = (self.model(**half).loss for half in halves)
+        return first + 2.0 * second
+
+
+def called_twice() -> tuple[nn.Module, Callable[[int], dict[str, Any]]]:
+    return CalledTwice(), llama()[1]
+
+
+@functools.cache
+def plain_twice(precision: str, accumulation: int, clipping: float = 0.5) -> Run:
+    return train_plain(
+        called_twice,
+        steps=3,
+        accumulation=accumulation,
+        clipping=clipping,
+        precision=precision,
+        chunks=(lambda model: blocks_of(model.model), 2),
+    )
+
+
+@pytest.mark.parametrize(
+    ("precision", "accumulation", "clipping"),
+    [("fp32", 1, 0.5), ("fp32", 2, 0.5), ("bf16", 1, 0.5), ("bf16", 2, 0.5), ("bf16", 1, 0.0)],
+)
+@pytest.mark.parametrize(
+    "place",
+    [
+        {"window": 1, "activations": "recompute"},
+        {"window": 2, "resident_layers": 2, "activations": "keep", "streams": 2},
+        {"resident_layers": "all", "resident_updates": "gpu"},
+    ],
+    ids=str,
+)
+def test_calls_of_one_backward_are_added_as_without_chunks(
+    place: dict[str, Any], precision: str, accumulation: int, clipping: float
+) -> None:
+    """There are fewer gradient slots than layers that wait for the other call's chunks."""
+    settings = config(
+        accumulation=accumulation,
+        clipping=clipping,
+        precision=precision,
+        section={"chunk": 2, **place},
+    )
+    run = train_windowed(called_twice, steps=3, settings=settings)
+    expected = plain_twice(precision, accumulation, clipping)
+    assert_identical(run, expected)
+    assert run.norms == expected.norms
+
+
 def streamed_modules(model: nn.Module) -> list[nn.Module]:
     return [module for layer in partition(model).streamed for module in layer.modules]
 

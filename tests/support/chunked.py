@@ -1,7 +1,7 @@
 """A plain loop whose blocks are chunked: the oracle of `stronghold.chunk`.
 
 Each chunk calls the block with leaves of its own on the parameters' memory; their gradients are
-added in fp32, in the order in which autograd comes to them, and rounded once.
+added in fp32, in the order in which autograd comes to them, and rounded once for each call.
 """
 
 from __future__ import annotations
@@ -13,22 +13,30 @@ from torch import nn
 
 
 class Sums:
-    """Of one model: fp32 sums by parameter, until `to_grad`."""
+    """Of one model: fp32 sums by call and parameter, until `to_grad`."""
 
     def __init__(self) -> None:
-        self._sums: dict[nn.Parameter, torch.Tensor] = {}
+        self._calls: dict[int, dict[nn.Parameter, torch.Tensor]] = {}  # the last call's first
+        self._count = 0
 
-    def add(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
-        if parameter in self._sums:
-            self._sums[parameter].add_(gradient)
+    def call(self) -> int:
+        self._count += 1
+        return self._count
+
+    def add(self, call: int, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
+        sums = self._calls.setdefault(call, {})
+        if parameter in sums:
+            sums[parameter].add_(gradient)
         else:
-            self._sums[parameter] = gradient.float()
+            sums[parameter] = gradient.float()
 
     def to_grad(self) -> None:
-        """What autograd would have left."""
-        for parameter, total in self._sums.items():
-            parameter.grad = total.to(parameter.dtype)
-        self._sums.clear()
+        """What autograd would have left, which adds calls' gradients in the compute dtype."""
+        for sums in self._calls.values():
+            for parameter, total in sums.items():
+                rounded = total.to(parameter.dtype)
+                parameter.grad = rounded if parameter.grad is None else parameter.grad + rounded
+        self._calls.clear()
 
 
 def parts_of(value: Any, batch: int, size: int) -> list[Any]:
@@ -77,7 +85,7 @@ def _chunk(block: nn.Module, size: int, sums: Sums) -> None:
         batch = next(tensors).size(0)
         if batch <= size or not torch.is_grad_enabled():
             return inner(*args, **kwargs)
-        outputs = []
+        outputs, call = [], sums.call()
         for of_args, of_kwargs in zip(
             parts_of(args, batch, size), parts_of(kwargs, batch, size), strict=True
         ):
@@ -85,7 +93,7 @@ def _chunk(block: nn.Module, size: int, sums: Sums) -> None:
             for _, _, parameter in places:
                 leaf = parameter.detach().requires_grad_(parameter.requires_grad)
                 if leaf.requires_grad:
-                    leaf.register_post_accumulate_grad_hook(_adder(sums, parameter))
+                    leaf.register_post_accumulate_grad_hook(_adder(sums, call, parameter))
                 leaves[parameter] = leaf
             for table, name, parameter in places:
                 table[name] = leaves[parameter]
@@ -99,10 +107,10 @@ def _chunk(block: nn.Module, size: int, sums: Sums) -> None:
     vars(block)["forward"] = forward
 
 
-def _adder(sums: Sums, parameter: nn.Parameter) -> Any:
+def _adder(sums: Sums, call: int, parameter: nn.Parameter) -> Any:
     def add(leaf: torch.Tensor) -> None:
         assert leaf.grad is not None
-        sums.add(parameter, leaf.grad)
+        sums.add(call, parameter, leaf.grad)
         leaf.grad = None
 
     return add

@@ -403,9 +403,9 @@ def test_sums_of_a_layer_that_was_abandoned_are_not_the_next_ones(
     assert slot is not None
     window.claim_gradients(slot, 3)
     part = ParameterSlice(name="p", offset=0, numel=8, shape=(8,), trainable=True)
-    slot.sum_of(part).fill_(7)
+    slot.summing[0] = slot.sum_of(0, part).fill_(7)
     window.release_gradients(slot)  # never rounded
     window.claim_gradients(slot, 2)
     slot.view(part).fill_(1)
-    slot.round_sums()
+    slot.round_sums([part])
     assert bool((slot.view(part) == 1).all())
