@@ -66,6 +66,12 @@ def _check_loss(name: str, loss: Any) -> None:
         )
 
 
+NO_TRANSFORMS = (
+    "torch.func.grad, vjp, jacrev and hessian refuse to run where saved tensors are handed over, "
+    "as they are in a streamed block: use torch.autograd.grad (with create_graph=True where its "
+    "result is trained through), or let all weights stay on the gpu: "
+    'stronghold.resident_layers: "all"'
+)
 WEAR_STEP = 3  # the first step that starts as it ends: its seconds tell the wear per hour
 _living: weakref.WeakSet[StrongholdEngine] = weakref.WeakSet()
 
@@ -200,7 +206,12 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
         if self.module.training and torch.is_grad_enabled():
             self._stack.metrics.add_tokens(count_tokens(inputs, kwargs))
         with self._instruments.forward(self.global_steps), self._stack.runtime.forward_pass():
-            output = self.module(*inputs, **kwargs)
+            try:
+                output = self.module(*inputs, **kwargs)
+            except RuntimeError as error:
+                if "support saved tensor hooks" in str(error):
+                    raise ConfigError(NO_TRANSFORMS) from error
+                raise
         if self.optimizer is not None and torch.is_grad_enabled():
             self._user_backward.watch(output)
         return output

@@ -312,6 +312,53 @@ def test_unmanaged_steps_are_those_of_boundaries_that_are_set(
     assert found[1].norms == found[0].norms
 
 
+class Descends(nn.Module):
+    """A block whose output holds a gradient of its own."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.first, self.second, self.way = nn.Linear(8, 8), nn.Linear(8, 8), way
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def energy(at: torch.Tensor) -> torch.Tensor:
+            return self.second(at).square().sum()
+
+        hidden = self.first(x).tanh()
+        if self.way == "func":
+            return x - torch.func.grad(energy)(hidden)
+        return x - torch.autograd.grad(energy(hidden), hidden, create_graph=True)[0]
+
+
+def descending(way: str, section: dict[str, Any] | None) -> list[torch.Tensor]:
+    """Gradients of one batch, by a plain loop without a section."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Descends(way) for _ in range(3)))
+    inputs = torch.linspace(-1, 1, 32).view(4, 8)
+    if section is None:
+        model(inputs).square().mean().backward()
+        return [p.grad for p in model.parameters() if p.grad is not None]
+    engine, *_ = stronghold.initialize(
+        model=model, config=config(section=section), model_parameters=model.parameters()
+    )
+    try:
+        engine.backward(engine(inputs).square().mean())
+        return [safe_get_full_grad(p).clone() for p in model.parameters()]
+    finally:
+        engine.destroy()
+
+
+@pytest.mark.parametrize("policy", ["keep", "recompute", "offload"])
+def test_a_block_may_take_gradients_itself(policy: str) -> None:
+    section = {"window": 1, "activations": policy}
+    plain = descending("autograd", None)
+    assert len(plain) == 12
+    assert all(map(torch.equal, descending("autograd", section), plain))
+    with pytest.raises(ConfigError, match=r"use torch\.autograd\.grad .*resident_layers"):
+        descending("func", section)
+    whole = {"resident_layers": "all", "resident_updates": "gpu"}
+    assert all(map(torch.equal, descending("func", whole), descending("func", None)))
+
+
 def test_one_loss_of_several_engines_goes_on_after_deepspeeds_epilogue() -> None:
     with twin(section={"window": 1}) as first, twin(section={"window": 2}) as second:
         both = (first, second)

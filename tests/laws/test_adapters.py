@@ -127,6 +127,21 @@ def test_adapters_accumulate_under_every_activation_policy(policy: str) -> None:
     assert_identical(run, train_plain(lora, steps=STEPS, accumulation=3, clipping=0.5))
 
 
+def test_an_adapter_that_points_its_parameter_elsewhere_is_refused_with_its_name() -> None:
+    """CPT projects what it learns in each forward, and assigns the result to `.data`."""
+    masks = {"cpt_mask": [1, 1, 1], "cpt_tokens_type_mask": [1, 2, 4]}
+
+    def cpt() -> tuple[nn.Module, Batches]:
+        settings = peft.CPTConfig(task_type="CAUSAL_LM", cpt_token_ids=[5, 6, 7], **masks)
+        return peft.get_peft_model(base_model(), settings), lambda seed: {
+            **token_batch(seed),
+            "input_type_mask": torch.full((2, 9), 4),
+        }
+
+    with pytest.raises(ConfigError, match=r"prompt_encoder.*delta_embedding.*other memory"):
+        train_windowed(cpt, steps=2, settings=config(section={"window": 1}))
+
+
 def prefix_tuning() -> tuple[nn.Module, Batches]:
     """What is learnt comes to the blocks as a key-value cache that has keys already."""
     settings = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
