@@ -22,7 +22,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from stronghold.checkpoint.tensorfile import TensorFile
 from stronghold.errors import CheckpointError, ConfigError, did_you_mean
-from stronghold.model.source import set_source
+from stronghold.model.partition import set_source
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"

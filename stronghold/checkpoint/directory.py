@@ -1,7 +1,8 @@
 """Directories of checkpoints: tags, `latest`, and how a new tag appears all at once.
 
-Owns the names in a save directory and the order in which they become durable. Never opens a file of
-tensors.
+Owns the names in a save directory and the order in which they become durable; and what the ranks
+that save and load together say to each other meanwhile: what fails on one fails on all, and all
+look into one folder. Never opens a file of tensors.
 
 [Note: publication] A tag is written into a hidden directory, every file and the directory itself
 are fsynced, and one rename makes it visible; then `latest` is replaced in the same way. A tag that
@@ -24,13 +25,18 @@ import logging
 import os
 import re
 import shutil
+import time
 import uuid
-from collections.abc import Iterator
+import zlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any, TypeVar
 
+from stronghold.checkpoint.manifest import MANIFEST, Slices
 from stronghold.checkpoint.tensorfile import HeldFile, MissingError
 from stronghold.errors import CheckpointError, ConfigError, did_you_mean
 from stronghold.process import TOKEN, Life, Process
+from stronghold.team.group import Ranks
 
 logger = logging.getLogger("stronghold")
 
@@ -43,6 +49,9 @@ CANNOT_EXCHANGE = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EPERM)
 HIDDEN = re.compile(
     rf"\.(?P<tag>.+)\.(?P<kind>tmp|old)-(?P<process>{TOKEN})-[0-9a-f]{{8}}", re.ASCII
 )
+WAIT_S = 10.0  # network file systems show what another machine has made after some seconds
+ADVICE = "save and load in a folder that every node sees under one path (NFS, Lustre, ...)"
+Result = TypeVar("Result")
 
 
 def check_tag(tag: object) -> str:
@@ -222,3 +231,79 @@ def resolve(load_dir: Path, tag: str) -> Path:
     tags = [f.name for f in sorted(load_dir.glob("*")) if f.is_dir() and f.name[0] != "."]
     there = f"the tags there are {', '.join(tags)}" if tags else "there is no tag in it"
     raise CheckpointError(f"{path}: no such checkpoint; {there}.{did_you_mean(tag, tags)}")
+
+
+# -- one directory for all ranks ------------------------------------------------------------------
+
+
+class Team:
+    """`rank` of `num_ranks` that share the `slices` of a model; of those of all slices one is the
+    `leader`, which names tags and publishes them.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.rank, self.num_ranks, self.several = ranks.rank, ranks.num_ranks, ranks.several
+        self.slices = Slices(rank=ranks.model_parallel_rank, size=ranks.model_parallel_size)
+        self._group, self._node_name = ranks.files, ranks.node_name
+        # Of the ranks of all slices, and of those of ours.
+        self._numbers, self._sharing = ranks.all_ranks, ranks.members
+        self.leader = ranks.files.rank == 0
+
+    def exchange(self, mine: Any, what: str) -> list[Any]:
+        """Every rank's object, of all slices."""
+        return self._group.objects(mine, what)
+
+    def of_slices(self, found: list[Any]) -> list[Any]:
+        """Of what `exchange` gave: that of the ranks that share our slices, by rank."""
+        return [found[self._numbers.index(number)] for number in self._sharing]
+
+    def all_or_raise(self, work: Callable[[], Result]) -> Result:
+        """What `work` returns here. When it raises on one rank, all raise: that one its own error,
+        the others CheckpointError with its words."""
+        said = "the checkpoint failed on rank {}: {}: {}"
+        return self._group.all_or_raise(
+            work, lambda *failure: CheckpointError(said.format(*failure)), "checkpoint"
+        )
+
+    # -- one folder for all -----------------------------------------------------------------------
+    def check_seen(self, path: Path) -> None:
+        """CheckpointError, on every rank, unless all see the directory that the leader made."""
+        deadline = time.monotonic() + WAIT_S
+        while not path.is_dir() and time.monotonic() < deadline:
+            with contextlib.suppress(OSError):
+                os.listdir(path.parent)  # makes a network file system look again
+            time.sleep(0.05)
+        found = self.exchange((path.is_dir(), self._node_name), "folder")
+        for number, (sees, node) in zip(self._numbers, found, strict=True):
+            if not sees:
+                raise CheckpointError(
+                    f"rank {number} on {node} does not see {path}, which rank {self._numbers[0]} "
+                    f"made: {path.parent} is not the same folder on every node. {ADVICE}"
+                )
+
+    def check_same(self, tag: Path) -> None:
+        """CheckpointError, on every rank, when some find another manifest in the tag than the
+        leader; a tag that the leader does not find is the caller's to refuse."""
+        path = tag / Slices(size=self.slices.size).name(MANIFEST)
+        mark = None
+        with contextlib.suppress(OSError):
+            mark = zlib.crc32(path.read_bytes()) if self.several else None
+        found = self.exchange((mark, self._node_name), "manifest")
+        for number, (mark, node) in zip(self._numbers, found, strict=True):
+            if found[0][0] not in (None, mark):
+                what = "finds no" if mark is None else "finds another"
+                raise CheckpointError(
+                    f"rank {number} on {node} {what} {path} than rank {self._numbers[0]}: "
+                    f"{tag.parent} is not the same folder on every node. {ADVICE}"
+                )
+
+    def check_opened(self, tag: Path, mark: int) -> None:
+        """CheckpointError, on every rank, unless all have opened the same save: the tag may have
+        been replaced between one rank's opening and another's."""
+        marks = self.exchange(mark, "open tags")
+        for number, found in zip(self._numbers, marks, strict=True):
+            if found != marks[0]:
+                raise CheckpointError(
+                    f"{tag}: was replaced while it was loaded: rank {number} has opened another "
+                    f"save of it than rank {self._numbers[0]}. Load it again"
+                )

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 
 from stronghold.checkpoint import state
+from stronghold.checkpoint.directory import Team
 from stronghold.checkpoint.manifest import OpenTag, TensorRecord
 from stronghold.checkpoint.save import named_groups, persistent_buffers
-from stronghold.checkpoint.team import Team
 from stronghold.errors import CheckpointError, ConfigError, did_you_mean
 from stronghold.model.layout import ParameterSlice
 from stronghold.runtime.optimizer import EngineOptimizer

@@ -26,8 +26,8 @@ import torch
 from torch import nn
 
 from stronghold.checkpoint import directory, state
+from stronghold.checkpoint.directory import Team
 from stronghold.checkpoint.manifest import BUFFERS, CONFIG, Manifest, TensorRecord, shape_of
-from stronghold.checkpoint.team import Team
 from stronghold.checkpoint.tensorfile import (
     Entry,
     Part,

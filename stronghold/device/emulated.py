@@ -58,7 +58,7 @@ class EmulatedDevice(Device):
         self,
         *,
         budget_bytes: int | None = None,
-        trace: Trace | NullTrace | None = None,
+        trace: Trace | None = None,
         poison: bool = True,
         jitter_s: float = 0.0,
         seed: int = 0,

@@ -160,7 +160,7 @@ class SimulatedDevice(Device):
         *,
         asynchronous: bool,
         budget_bytes: int | None = None,
-        trace: Trace | NullTrace | None = None,
+        trace: Trace | None = None,
     ) -> None:
         super().__init__("simulated", budget_bytes, trace or NullTrace())
         self.rates = rates

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 
 from stronghold.checkpoint import directory, state
+from stronghold.checkpoint.directory import Team
 from stronghold.checkpoint.load import Load
 from stronghold.checkpoint.manifest import COUNTERS, GAS
 from stronghold.checkpoint.save import Save
-from stronghold.checkpoint.team import Team
 from stronghold.checkpoint.weights import live_weights, write_weights
 from stronghold.errors import ConfigError
 from stronghold.runtime.optimizer import EngineOptimizer, restore_scaler, scaler_state

@@ -12,7 +12,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from stronghold.device.contention import Rates
 from stronghold.errors import BudgetError, ConfigError
 from stronghold.forecast.question import Question
 from stronghold.model.costs import DTYPES
@@ -21,18 +20,16 @@ from stronghold.plan.cost import (
     DISK,
     BreakEven,
     Limits,
-    Workload,
     break_even,
     physical_limit,
     traffic_of,
-    workload_of,
 )
 from stronghold.plan.demand import AGAIN, ATTENTION
-from stronghold.plan.machine import NETWORK_GBPS, rates_of
-from stronghold.plan.plan import Demand, Plan
+from stronghold.plan.machine import NETWORK_GBPS
+from stronghold.plan.plan import Plan
 from stronghold.plan.search import Choice, updates_s
 from stronghold.simulate import Prediction, fastest_plan
-from stronghold.states import EXACT, LEAN, states_of
+from stronghold.states import EXACT, LEAN
 
 GIB = 1 << 30
 WAITS = 0.05  # share of a step from which on what it waits for is named
@@ -53,6 +50,7 @@ RESOURCES = {
 MOST_POINTS = 16  # of a sweep
 GROWTH = 1.3  # from one number of layers to the next
 SHORTEST = 128  # sequence
+ASKED = ("dtype", "states", "batch", "seq", "accumulation", "chunk", "streams", "clipping")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,18 +120,6 @@ class Forecast:
     def as_json(self) -> dict[str, Any]:
         """Every figure, in the units of its name."""
         question, timing = self.question, self.timing
-        copied = (
-            "dtype",
-            "states",
-            "batch",
-            "seq",
-            "accumulation",
-            "chunk",
-            "streams",
-            "clipping",
-            "gpus",
-            "nodes",
-        )
         return {
             "fits": self.fits,
             "tokens": question.tokens,
@@ -142,7 +128,9 @@ class Forecast:
                 "num_parameters": question.model.layout.num_parameters,
                 "num_blocks": question.model.num_blocks,
                 "machine": question.machine.name,
-                **{name: getattr(question, name) for name in copied},
+                **{name: getattr(question, name) for name in ASKED},
+                "gpus": question.gpus,
+                "nodes": question.nodes,
             },
             "refusal": self.refusal,
             "notes": self.notes,
@@ -175,13 +163,11 @@ def answer(question: Question) -> Forecast:
 
 def outlook(question: Question) -> Forecast:
     """The fastest plan, or why none fits, without notes and what a change would buy."""
-    demand = _demand(question)
     try:
-        choice = _fastest(question, demand)
+        choice = _fastest(question)
     except BudgetError as error:
-        limits = _limits(question, demand, None)
-        return Forecast(question=question, refusal=str(error), limits=limits)
-    limits = _limits(question, demand, choice.plan)
+        return Forecast(question=question, refusal=str(error), limits=_limits(question, None))
+    limits = _limits(question, choice.plan)
     timing = _timing(question, choice.forecast, limits)
     return Forecast(
         question=question, plan=choice.plan, timing=timing, limits=limits, ladder=choice.ladder
@@ -190,7 +176,7 @@ def outlook(question: Question) -> Forecast:
 
 def fits(question: Question) -> bool:
     """Whether anything fits."""
-    return search.fits(question.layout, _demand(question))
+    return search.fits(question.layout, question.demand)
 
 
 def with_largest_batch(question: Question) -> Question:
@@ -218,65 +204,27 @@ def with_fastest_chunk(question: Question) -> Question:
 
 def _fastest(
     question: Question,
-    demand: Demand,
     ladders: Sequence[search.Ladder] = search.LADDERS,
     near: Sequence[tuple[int, int]] = (),
 ) -> Choice:
-    work, rates = _work_and_rates(question, demand)
-    dtype = DTYPES[question.dtype]
     return fastest_plan(
-        question.layout, demand, work, rates, dtype=dtype, ladders=ladders, near=near
+        question.layout,
+        question.demand,
+        question.work,
+        question.rates,
+        dtype=DTYPES[question.dtype],
+        ladders=ladders,
+        near=near,
     )
 
 
-def _work_and_rates(question: Question, demand: Demand) -> tuple[Workload, Rates]:
-    machine = question.machine
-    rates = rates_of(
-        machine,
-        demand.cpu_threads or demand.num_cores,
-        sharing=question.gpus,
-        num_nodes=question.nodes,
-        wire_gbps=question.wire_gbps,
-        network_gbps=question.network_gbps,
-        states=question.states,
-    )
-    return workload_of(question.costs, machine, micro_batches=question.accumulation), rates
-
-
-def _demand(question: Question) -> Demand:
-    dtype = DTYPES[question.dtype]
-    return Demand(
-        weight_bytes=dtype.itemsize,
-        low_bytes=states_of(dtype, question.states).low_bytes,
-        states=question.states,
-        gated=question.clipping > 0.0 or question.overflow_check,
-        accumulate=question.accumulation > 1,
-        gpu_budget_bytes=question.gpu_bytes,
-        host_budget_bytes=question.host_bytes // question.gpus,
-        window=question.window,
-        resident_layers=question.resident_layers,
-        kept=workload_of(question.costs, question.machine).layers,
-        # One launches the GPU's work.
-        num_cores=max(1, question.machine.num_cores // question.gpus - 1),
-        num_ranks=question.ranks,
-        num_nodes=question.nodes,
-        resident_updates="host" if question.ranks > 1 or question.states == LEAN else None,
-        nvme=question.nvme_bytes > 0,
-        nvme_capacity_bytes=question.nvme_bytes // question.gpus or None,
-        micro_batches=question.accumulation,
-        chunk=question.chunk,
-        streams=question.streams,
-        chunks=1 if question.chunk is None else -(-question.batch // question.chunk),
-    )
-
-
-def _limits(question: Question, demand: Demand, plan: Plan | None) -> Limits:
+def _limits(question: Question, plan: Plan | None) -> Limits:
     """Of what `plan` must move and compute on each rank; without one, of what the least memory
     would need: every block streamed and recomputed."""
     layout, loads = question.model.layout, question.costs.layers
     flops = [layer.forward_flops for layer in loads]
     if plan is None:
-        traffic, levels, stay = traffic_of(layout, demand), None, layout.resident
+        traffic, levels, stay = traffic_of(layout, question.demand), None, layout.resident
     else:
         traffic, levels, stay = plan.traffic, plan.activations, tuple(sorted(plan.resident))
     again = 0.0
@@ -353,8 +301,8 @@ def _gate(found: Forecast) -> Iterator[str]:
     if plan is None or timing is None or not plan.gated:
         return
     waits = sum(timing.shares.get(RESOURCES[lane], 0.0) for lane in ("update", "load"))
-    work, rates = _work_and_rates(question, _demand(question))
-    forward, updates = work.forward_s, max(updates_s(plan, rates))
+    work = question.work
+    forward, updates = work.forward_s, max(updates_s(plan, question.rates))
     if waits < WAITS or updates <= forward:
         return
     if question.clipping or question.overflow_check:
@@ -410,20 +358,20 @@ def _near(question: Question, other: Forecast, plan: Plan) -> Timing | None:
     """The fastest of the plans near `plan`, the `other`'s, under another question: its window and
     its number of resident blocks, or of either what a GiB holds more, with whatever activations
     then fit. None where not one of them fits, nor any other plan."""
-    demand, layout = _demand(question), question.layout
+    layout = question.layout
     blocks = set(layout.streamed)
     kept, window = len(plan.resident & blocks), plan.window
-    held = max(1, GIB // max(1, layout.max_numel * demand.weight_bytes))
+    held = max(1, GIB // max(1, layout.max_numel * DTYPES[question.dtype].itemsize))
     near = [(kept, window), (kept + held, window), (kept, window + held), (kept - 1, window)]
     if question.resident_layers is not None:
         near = near[::2]
     bounded = [(min(count, len(blocks)), slots) for count, slots in near if count >= 0]
     ladders = [other.ladder] if other.ladder else search.LADDERS
     try:
-        choice = _fastest(question, demand, ladders, bounded)
+        choice = _fastest(question, ladders, bounded)
     except ConfigError:
         return outlook(question).timing
-    return _timing(question, choice.forecast, _limits(question, demand, choice.plan))
+    return _timing(question, choice.forecast, _limits(question, choice.plan))
 
 
 # -- the config -----------------------------------------------------------------------------------

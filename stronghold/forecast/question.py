@@ -20,13 +20,16 @@ from typing import Any
 import torch
 
 from stronghold.config.section import parse_bytes
+from stronghold.device.contention import Rates
 from stronghold.errors import ConfigError
-from stronghold.model.costs import ModelCosts, trace_costs
+from stronghold.model.costs import DTYPES, ModelCosts, trace_costs
 from stronghold.model.layout import ModelLayout, for_ranks, layout
 from stronghold.model.partition import partition
 from stronghold.model.shapes import transformer_shape
-from stronghold.plan.machine import MachineProfile, find, machine_names
-from stronghold.states import EXACT, LEAN, Kind, page_numel
+from stronghold.plan.cost import Workload, workload_of
+from stronghold.plan.demand import Demand
+from stronghold.plan.machine import MachineProfile, find, machine_names, rates_of
+from stronghold.states import EXACT, LEAN, Kind, page_numel, states_of
 
 SEQ = 2048  # without --seq, or as many as the model knows
 CLIPPING = 1.0  # DeepSpeed's default
@@ -102,6 +105,53 @@ class Question:
     @property
     def costs(self) -> ModelCosts:
         return self.model.costs_of(self.batch, self.seq, self.dtype)
+
+    @property
+    def work(self) -> Workload:
+        return workload_of(self.costs, self.machine, micro_batches=self.accumulation)
+
+    @property
+    def rates(self) -> Rates:
+        return rates_of(
+            self.machine,
+            self.cpu_threads,
+            sharing=self.gpus,
+            num_nodes=self.nodes,
+            wire_gbps=self.wire_gbps,
+            network_gbps=self.network_gbps,
+            states=self.states,
+        )
+
+    @property
+    def cpu_threads(self) -> int:
+        """Of each rank's optimizer: another one launches the GPU's work."""
+        return max(1, self.machine.num_cores // self.gpus - 1)
+
+    @property
+    def demand(self) -> Demand:
+        dtype = DTYPES[self.dtype]
+        return Demand(
+            weight_bytes=dtype.itemsize,
+            low_bytes=states_of(dtype, self.states).low_bytes,
+            states=self.states,
+            gated=self.clipping > 0.0 or self.overflow_check,
+            accumulate=self.accumulation > 1,
+            gpu_budget_bytes=self.gpu_bytes,
+            host_budget_bytes=self.host_bytes // self.gpus,
+            window=self.window,
+            resident_layers=self.resident_layers,
+            kept=self.work.layers,
+            num_cores=self.cpu_threads,
+            num_ranks=self.ranks,
+            num_nodes=self.nodes,
+            resident_updates="host" if self.ranks > 1 or self.states == LEAN else None,
+            nvme=self.nvme_bytes > 0,
+            nvme_capacity_bytes=self.nvme_bytes // self.gpus or None,
+            micro_batches=self.accumulation,
+            chunk=self.chunk,
+            streams=self.streams,
+            chunks=1 if self.chunk is None else -(-self.batch // self.chunk),
+        )
 
 
 def understand(

@@ -38,7 +38,7 @@ from stronghold.memory.layer import Entry, LayerState, Ring, fill
 from stronghold.memory.slab import flush, map_slab
 from stronghold.memory.tiers import Mode, Tiers, Views
 from stronghold.model.layout import ModelLayout, ParameterSlice, Shards
-from stronghold.model.source import WeightSource
+from stronghold.model.partition import WeightSource
 from stronghold.states import MOMENTS, SCALES, items, join_master, num_items
 
 logger = logging.getLogger("stronghold")

@@ -22,7 +22,7 @@ from torch import nn
 from stronghold.device.fence import Record
 from stronghold.errors import StateError
 from stronghold.model.layout import LayerLayout, ParameterSlice, Shards
-from stronghold.model.source import WeightSource
+from stronghold.model.partition import WeightSource
 from stronghold.states import STATES
 
 

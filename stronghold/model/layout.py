@@ -24,7 +24,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from stronghold.errors import StateError
-from stronghold.model.partition import Partition
+from stronghold.model.partition import Layer, Partition
 from stronghold.states import EXACT, page_numel
 
 # Every parameter starts at a multiple of this: 256 bytes in 16-bit and 512 in 32-bit arrays. The
@@ -120,43 +120,45 @@ def layout(partition: Partition, num_ranks: int = 1, page_numel: int = PAGE_NUME
     """The layout of `partition`, whose parts `num_ranks` divides into whole pages (of `page_numel`
     elements: `states.page_numel`). Reads shapes only; StateError when a layer's parameters are not
     trainable first."""
-    return ModelLayout(
-        page_numel=page_numel,
-        layers=tuple(
-            layer_layout(
-                [
-                    ParameterShape(
-                        name=named.name,
-                        shape=tuple(named.parameter.shape),
-                        trainable=named.parameter.requires_grad,
-                    )
-                    for named in layer.parameters
-                ],
-                index=layer.index,
-                name=layer.name,
-                streamed=layer.streamed,
-                num_ranks=num_ranks,
-                page_numel=page_numel,
-            )
-            for layer in partition.layers
-        ),
-    )
+    rows = [
+        (
+            layer,
+            [
+                ParameterShape(
+                    name=named.name,
+                    shape=tuple(named.parameter.shape),
+                    trainable=named.parameter.requires_grad,
+                )
+                for named in layer.parameters
+            ],
+        )
+        for layer in partition.layers
+    ]
+    return _laid_out(rows, num_ranks, page_numel)
 
 
 def for_ranks(layout: ModelLayout, num_ranks: int, page_numel: int = PAGE_NUMEL) -> ModelLayout:
     """The layout of the same parameters whose parts `num_ranks` divides into whole pages."""
+    return _laid_out([(layer, layer.slices) for layer in layout.layers], num_ranks, page_numel)
+
+
+def _laid_out(
+    rows: Iterable[tuple[Layer | LayerLayout, Sequence[ParameterShape]]],
+    num_ranks: int,
+    page_numel: int,
+) -> ModelLayout:
     return ModelLayout(
         page_numel=page_numel,
         layers=tuple(
             layer_layout(
-                layer.slices,
+                parameters,
                 index=layer.index,
                 name=layer.name,
                 streamed=layer.streamed,
                 num_ranks=num_ranks,
                 page_numel=page_numel,
             )
-            for layer in layout.layers
+            for layer, parameters in rows
         ),
     )
 

@@ -2,7 +2,8 @@
 
 Owns the law that every parameter of the model is in exactly one layer. Never reads a parameter's
 data (the meta device will do), never runs or changes the model. Made once by the training thread;
-immutable afterwards.
+immutable afterwards. Also the register of models that were built without values, which it does not
+keep alive.
 
 [Note: residents] A block's parameters may leave the GPU only because nothing but the block's own
 forward uses them. A parameter that two blocks hold, or a block and something outside, leaves its
@@ -11,11 +12,14 @@ block and stays resident, as does every parameter outside the blocks: embedding,
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Protocol
 
+import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
@@ -190,3 +194,46 @@ def _check_exactly_once(names: dict[nn.Parameter, list[str]], layers: list[Layer
             )
     if len(placed) != len(names):
         raise StateError(f"{len(placed) - len(names)} parameters in layers are not the model's own")
+
+
+# -- where the values of meta parameters come from ------------------------------------------------
+
+
+class WeightSource(Protocol):
+    """Values by parameter: names change when a model is wrapped."""
+
+    def has(self, parameter: nn.Parameter) -> bool:
+        """Whether it knows the parameter's values."""
+
+    def read_into(self, parameter: nn.Parameter, target: torch.Tensor) -> None:
+        """Fill contiguous CPU memory of the parameter's shape, cast to the target's dtype."""
+
+
+_SOURCES: weakref.WeakKeyDictionary[nn.Module, WeightSource] = weakref.WeakKeyDictionary()
+
+
+def set_source(model: nn.Module, source: WeightSource) -> None:
+    """`stronghold.initialize` will fill the model's meta parameters from `source`."""
+    _SOURCES[model] = source
+
+
+def source_of(model: nn.Module) -> WeightSource | None:
+    """The source of the model, or of the one that it wraps; None for a model that has its
+    values.
+    """
+    return next((_SOURCES[module] for module in model.modules() if module in _SOURCES), None)
+
+
+def forget_source(model: nn.Module) -> None:
+    """The model has its values now."""
+    for module in model.modules():
+        _SOURCES.pop(module, None)
+
+
+def materialize(parameter: nn.Parameter, values: torch.Tensor) -> None:
+    """Give a meta parameter `values`: it stays the same object to everyone who holds it.
+
+    `.data` cannot cross from the meta device; what the object wraps is exchanged instead.
+    """
+    real = nn.Parameter(values, requires_grad=parameter.requires_grad)
+    torch.utils.swap_tensors(parameter, real)

@@ -26,28 +26,22 @@ class _Sizes:
     heads: int
     vocab: int
     seq: int
-    inner: int
-    kv_hidden: int  # of the keys, and of the values
-    gated: bool
+
+    @property
+    def inner(self) -> int:
+        """The MLP's width."""
+        return 4 * self.hidden
 
 
 def transformer_shape(
-    layers: int,
-    hidden: int,
-    heads: int,
-    vocab: int,
-    seq: int,
-    *,
-    ffn: int = 4,
-    kv_heads: int | None = None,
-    gated_mlp: bool = False,
+    layers: int, hidden: int, heads: int, vocab: int, seq: int
 ) -> tuple[ModelLayout, CostsOf]:
     """The layout of a GPT, and its costs as a function of batch, seq and dtype ("bf16", ...).
 
-    `seq` is the length of the table of positions, `ffn` the MLP's width in units of `hidden`. With
-    the defaults the parameters are l (12 h^2 + 13 h) + v h + s h + 2 h, the count that Megatron-LM
-    and its descendants quote. The costs are those of fused attention and one operator for GELU, in
-    training without dropout, with a cross-entropy over fp32 logits.
+    `seq` is the length of the table of positions. The parameters are l (12 h^2 + 13 h) + v h + s h
+    + 2 h, the count that Megatron-LM and its descendants quote. The costs are those of fused
+    attention and one operator for GELU, in training without dropout, with a cross-entropy over fp32
+    logits.
 
     ConfigError, with the option's name, for sizes that do not fit together.
     """
@@ -65,19 +59,7 @@ def transformer_shape(
             f"--heads: got {heads}, expected a divisor of --hidden ({hidden}): every head has the "
             "same width"
         )
-    grouped = heads if kv_heads is None else kv_heads
-    if grouped < 1 or heads % grouped:
-        raise ConfigError(f"kv_heads: got {grouped}, expected a divisor of the {heads} heads")
-    sizes = _Sizes(
-        layers=layers,
-        hidden=hidden,
-        heads=heads,
-        vocab=vocab,
-        seq=seq,
-        inner=ffn * hidden,
-        kv_hidden=grouped * (hidden // heads),
-        gated=gated_mlp,
-    )
+    sizes = _Sizes(layers=layers, hidden=hidden, heads=heads, vocab=vocab, seq=seq)
     return _layout(sizes), lambda batch, seq, dtype: _costs(sizes, batch, seq, dtype)
 
 
@@ -109,10 +91,9 @@ def _block(sizes: _Sizes) -> Shapes:
     h, inner = sizes.hidden, sizes.inner
     return {
         **_norm("ln_1", h),
-        **_product("attn.c_attn", h, h + 2 * sizes.kv_hidden),
+        **_product("attn.c_attn", h, 3 * h),
         **_product("attn.c_proj", h, h),
         **_norm("ln_2", h),
-        **(_product("mlp.c_gate", h, inner) if sizes.gated else {}),
         **_product("mlp.c_fc", h, inner),
         **_product("mlp.c_proj", inner, h),
     }
@@ -180,22 +161,19 @@ def _head(sizes: _Sizes, tokens: int, each: int) -> LayerCost:
 def _block_flops(sizes: _Sizes, tokens: int, seq: int) -> float:
     """Two per multiplication: the matrices, and q k^T and its product with v over all pairs."""
     h = sizes.hidden
-    attention = h * (h + 2 * sizes.kv_hidden) + h * h
-    mlp = (3 if sizes.gated else 2) * h * sizes.inner
-    return 2.0 * tokens * (attention + mlp) + 4.0 * tokens * seq * h
+    return 2.0 * tokens * (4 * h * h + 2 * h * sizes.inner) + 4.0 * tokens * seq * h
 
 
 def _block_saved(sizes: _Sizes, batch: int, seq: int, dtype: str) -> int:
     """What each operator of a block keeps for its backward.
 
     Norms: their input and statistics. Products: their input. Attention: q, k, v (one tensor), its
-    output, which is the next product's input, and log-sum-exp. GELU: its input. A gate: its input,
-    its output and the other factor.
+    output, which is the next product's input, and log-sum-exp. GELU: its input.
     """
     tokens, h, each = batch * seq, sizes.hidden, DTYPES[dtype].itemsize
     norms = 2 * (2 * tokens * h * each + 2 * tokens * 4)
-    attention = tokens * (h + 2 * sizes.kv_hidden) * each + tokens * h * each
-    mlp = (4 if sizes.gated else 2) * tokens * sizes.inner * each
+    attention = tokens * 4 * h * each
+    mlp = 2 * tokens * sizes.inner * each
     return norms + attention + _statistics(sizes, batch, seq, dtype) + mlp
 
 

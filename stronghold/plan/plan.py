@@ -154,10 +154,6 @@ class Plan:
         return sum(self.host_bytes.values())
 
     @property
-    def nvme_total_bytes(self) -> int:
-        return sum(self.nvme_bytes.values())
-
-    @property
     def nvme_read_bytes(self) -> int:
         """In a step."""
         return self.traffic.nvme_read_bytes
@@ -165,6 +161,10 @@ class Plan:
     @property
     def nvme_written_bytes(self) -> int:
         return self.traffic.nvme_written_bytes
+
+    @property
+    def nvme_total_bytes(self) -> int:
+        return sum(self.nvme_bytes.values())
 
     def __str__(self) -> str:
         ranks = f" x {self.num_ranks} ranks" if self.num_ranks > 1 else ""

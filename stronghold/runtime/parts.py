@@ -21,7 +21,7 @@ from stronghold.memory.layer import LayerState
 from stronghold.memory.slab import map_slab
 from stronghold.memory.tiers import Tiers
 from stronghold.model.layout import ModelLayout
-from stronghold.model.source import WeightSource
+from stronghold.model.partition import WeightSource
 from stronghold.plan.plan import Plan
 from stronghold.runtime.adam import AdamSteps, Grouped
 from stronghold.team.ranks import NodeWeights, RankTeam, Team

@@ -32,8 +32,14 @@ from stronghold.memory.slab import check_mappings, trim_heap
 from stronghold.memory.tiers import Tiers, extent_requests
 from stronghold.model.layout import ModelLayout, layout
 from stronghold.model.logits import Forward, LogitsInParts
-from stronghold.model.partition import Partition, partition
-from stronghold.model.source import WeightSource, forget_source, materialize, source_of
+from stronghold.model.partition import (
+    Partition,
+    WeightSource,
+    forget_source,
+    materialize,
+    partition,
+    source_of,
+)
 from stronghold.plan.plan import Demand, Plan, levels_of, make_plan
 from stronghold.process import check_not_forked, forked_from
 from stronghold.runtime.guards import COMPILED_WHOLE, is_compiled

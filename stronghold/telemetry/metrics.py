@@ -54,7 +54,7 @@ class Metrics:
         *,
         num_parameters: int,
         recomputed: float = 0.0,
-        trace: Trace | NullTrace | None = None,
+        trace: Trace | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._num_parameters = num_parameters

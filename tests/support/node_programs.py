@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from stronghold.checkpoint import team
+from stronghold.checkpoint import directory
 from stronghold.errors import CheckpointError
 from tests.conftest import choose_kernels
 from tests.models import MODELS, loss_of
@@ -97,7 +97,7 @@ def apart(folder: Path) -> dict[str, str]:
     model, _ = MODELS["gpt"]()
     engine = engine_of(model, config())
     own, found = folder / f"of-node-{rank()}", {}
-    team.WAIT_S = 0.5
+    directory.WAIT_S = 0.5
     try:
         engine.save_checkpoint(own)
     except CheckpointError as error:
