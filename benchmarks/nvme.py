@@ -42,7 +42,7 @@ import torch
 from harness import describe, provenance, save
 from tqdm import tqdm
 
-from stronghold.native_io import IoQueue
+from stronghold.native import IoQueue
 
 MIB, GIB = 2**20, 2**30
 BLOCKS = (1 * MIB, 8 * MIB)

@@ -72,7 +72,7 @@ def row(name: str, num_ranks: int, machine: MachineProfile, exchange_gbps: float
     busy = [found.busy.get(lane, 0.0) for lane in LANES]
     host = plan.host_total_bytes * sharing / GIB
     cells = [name, num_ranks, f"{host:.0f}", f"{found.step_s:.2f}"]
-    cells += [f"{found.tokens_per_s * num_ranks:,.0f}", *(f"{share:.0%}" for share in busy)]
+    cells += [f"{BATCH * SEQ * num_ranks / found.step_s:,.0f}", *(f"{share:.0%}" for share in busy)]
     return f"| {' | '.join(map(str, cells))} |"
 
 

@@ -9,17 +9,19 @@ import platform
 import shlex
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import deepspeed
 import torch
+from matplotlib.figure import Figure
 
 import stronghold
 from stronghold.telemetry import plot, trace
 
 MIB = float(1 << 20)
+Point = tuple[float, float]
 
 
 def compare_losses(windowed: list[float], plain: list[float]) -> bool:
@@ -71,7 +73,7 @@ def leave(folder: Path, title: str, numbers: Mapping[str, Any]) -> None:
             enumerate(numbers["chunked"]["losses"], 1)
         ),
     }
-    plot.draw_losses(curves, folder / "losses.png", title=title)
+    draw_losses(curves, folder / "losses.png", title=title)
     plot.draw_timeline(trace.read(folder / "trace.json"), folder / "timeline.png")
     summary = {"machine": machine(), **numbers}
     (folder / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
@@ -113,3 +115,44 @@ def _processor() -> str | None:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return None
+
+
+def draw_losses(curves: Mapping[str, Sequence[Point]], png: str | Path, *, title: str) -> None:
+    """Draw (step, loss) curves to `png`, each over the ones before it.
+
+    The first is wide and pale and the others thin, so that equal curves show as one inside the
+    other; points that lie further apart than the first one's are marked.
+    """
+    figure = Figure(figsize=(9.0, 5.0), dpi=plot.DPI, facecolor="white")
+    axes = figure.add_axes((0.075, 0.105, 0.90, 0.80))
+    styles = [
+        ("#a8c4e0", 5.0, "-"),
+        (plot.INK, 1.1, "-"),
+        ("#e15759", 1.6, "-"),
+        ("#59a14f", 1.6, "--"),
+    ]
+    spacing = _spacing(next(iter(curves.values()), []))
+    for (name, points), (colour, width, dashes) in zip(curves.items(), styles, strict=False):
+        if not points:
+            continue
+        axes.plot(
+            [x for x, _ in points],
+            [y for _, y in points],
+            color=colour,
+            linewidth=width,
+            linestyle=dashes,
+            marker="o" if _spacing(points) > spacing else "",
+            markersize=4.5,
+            solid_capstyle="round",
+            label=f"{name}: {points[-1][1]:.3f} at step {points[-1][0]:,.0f}",
+        )
+    axes.set_title(title, color=plot.INK, fontsize=12, weight="bold", loc="left")
+    axes.margins(x=0.01)
+    plot.style(axes, "step", "nats per byte")
+    axes.legend(frameon=False, fontsize=9, labelcolor=plot.INK)
+    plot.save(figure, png)
+
+
+def _spacing(points: Sequence[Point]) -> float:
+    """Mean distance of a curve's points along the axis of steps."""
+    return (points[-1][0] - points[0][0]) / (len(points) - 1) if len(points) > 1 else 0.0

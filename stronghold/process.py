@@ -112,14 +112,9 @@ class Process:
         """None for what `str` never gives."""
         if re.fullmatch(TOKEN, word, re.ASCII) is None:
             return None
-        machine, boot, namespace, pid, started = word.split("-")
-        return cls(
-            machine=machine,
-            boot=boot,
-            namespace=int(namespace),
-            pid=int(pid),
-            started=int(started),
-        )
+        machine, boot, *numbers = word.split("-")
+        namespace, pid, started = map(int, numbers)
+        return cls(machine=machine, boot=boot, namespace=namespace, pid=pid, started=started)
 
     def __str__(self) -> str:
         return f"{self.machine}-{self.boot}-{self.namespace}-{self.pid}-{self.started}"

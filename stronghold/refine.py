@@ -72,6 +72,7 @@ class Refinement:
         self._stack = stack
         self._micro_batches = micro_batches
         self._tracing = stack.trace.recording
+        self._asynchronous = stack.device.torch_device.type == "cuda"
         self._steps = 0
         self._first_span = 0
         self.stage = Stage.UNTOLD if _is_open(stack.demand) else Stage.SETTLED
@@ -115,9 +116,8 @@ class Refinement:
         runtime.settle()
         stack.device.settle()
         spans = stack.trace.spans(self._first_span)
-        asynchronous = stack.device.torch_device.type == "cuda"
-        otherwise = OTHERWISE if asynchronous else replace(OTHERWISE, device_gbps=EMULATED_GBPS)
-        rates = measured_rates(spans, otherwise)
+        emulated = replace(OTHERWISE, device_gbps=EMULATED_GBPS)
+        rates = measured_rates(spans, OTHERWISE if self._asynchronous else emulated)
         workload = measured_workload(
             spans,
             stack.layout,
@@ -125,7 +125,6 @@ class Refinement:
             saved_bytes=sizes.saved,
             boundary_bytes=sizes.boundary,
             attended=sizes.attended,
-            tokens=1,
             micro_batches=self._micro_batches,
             num_steps=TRACED_STEPS,
         )
@@ -145,8 +144,8 @@ class Refinement:
             return
         plan = None
         if ranks.rank == 0:
-            self._advise_chunks(workload, rates, asynchronous)
-            plan = self._faster(workload, rates, memory, asynchronous)
+            self._advise_chunks(workload, rates)
+            plan = self._faster(workload, rates, memory)
         chosen: Any = ranks.control.objects(plan, "the refined plan")[0]
         plan = chosen and replace(chosen, cpu_threads=stack.plan.cpu_threads)
         if plan is None:
@@ -160,7 +159,14 @@ class Refinement:
                 plan.gpu_total_bytes + plan.activation_bytes,
             )
 
-    def _advise_chunks(self, workload: Workload, rates: Rates, asynchronous: bool) -> None:
+    def _step_s(self, plan: Plan, workload: Workload, rates: Rates) -> float:
+        """What a step of the plan is predicted to take."""
+        layout, dtype = self._stack.layout, self._stack.dtype
+        return simulate(
+            layout, plan, workload, rates, dtype=dtype, asynchronous=self._asynchronous
+        ).step_s
+
+    def _advise_chunks(self, workload: Workload, rates: Rates) -> None:
         """Say, in figures, what one batch in chunks would take instead of micro-batches that are
         added up, where that is worth it. No plan chooses it, for it changes rounding."""
         stack, count = self._stack, self._micro_batches
@@ -171,12 +177,8 @@ class Refinement:
             plan = make_plan(stack.layout, demand)
         except BudgetError:
             return
-        predicted, present = (
-            simulate(
-                stack.layout, one, work, rates, dtype=stack.dtype, asynchronous=asynchronous
-            ).step_s
-            for one, work in ((plan, workload.together()), (stack.plan, workload))
-        )
+        predicted = self._step_s(plan, workload.together(), rates)
+        present = self._step_s(stack.plan, workload, rates)
         if predicted < ADVISED * present:
             logger.info(
                 "%d micro-batches that are added up take %.1f ms/step; as one batch in chunks they "
@@ -189,9 +191,7 @@ class Refinement:
                 count,
             )
 
-    def _faster(
-        self, workload: Workload, rates: Rates, memory: Memory, asynchronous: bool
-    ) -> Plan | None:
+    def _faster(self, workload: Workload, rates: Rates, memory: Memory) -> Plan | None:
         """The plan to change to, or None."""
         stack = self._stack
         demand = (
@@ -201,27 +201,25 @@ class Refinement:
         )
         try:
             choice = fastest_plan(
-                stack.layout, demand, workload, rates, dtype=stack.dtype, asynchronous=asynchronous
+                stack.layout,
+                demand,
+                workload,
+                rates,
+                dtype=stack.dtype,
+                asynchronous=self._asynchronous,
             )
         except BudgetError as error:  # activations leave less than there was: the plan works
             logger.info("the plan stays as it is: %s", error)
             return None
-        present = simulate(
-            stack.layout,
-            stack.plan,
-            workload,
-            rates,
-            dtype=stack.dtype,
-            asynchronous=asynchronous,
-        )
+        present_s = self._step_s(stack.plan, workload, rates)
         if not stack.plan.updated_on_gpu <= choice.plan.updated_on_gpu:
             return None
-        if choice.forecast.step_s >= WORTH * present.step_s:
+        if choice.forecast.step_s >= WORTH * present_s:
             return None
         logger.info(
             "a plan is predicted to take %.1f ms/step instead of %.1f",
             choice.forecast.step_s * 1e3,
-            present.step_s * 1e3,
+            present_s * 1e3,
         )
         return choice.plan
 

@@ -22,7 +22,7 @@ from stronghold.device.simulated import Operation, SimulatedDevice, meta_slab
 from stronghold.errors import StateError
 from stronghold.memory.tiers import NullStore, Tiers, extent_requests
 from stronghold.model.layout import ModelLayout, Shards, condensed
-from stronghold.native_io import ALIGNMENT
+from stronghold.native import ALIGNMENT
 from stronghold.plan.cost import Workload
 from stronghold.plan.plan import Demand, Plan
 from stronghold.plan.schedule import Kind
@@ -49,7 +49,6 @@ class Prediction:
     """
 
     step_s: float
-    tokens_per_s: float
     busy: dict[str, float]
     critical: dict[str, float]
     bound: str
@@ -100,7 +99,6 @@ def simulate(
         busy[operation.lane] += max(0.0, inside) / (MEASURED * step_s) if step_s > 0.0 else 0.0
     return Prediction(
         step_s=step_s,
-        tokens_per_s=workload.tokens * workload.micro_batches / step_s if step_s > 0.0 else 0.0,
         busy=dict(busy),
         critical=critical,
         bound=max(critical, key=lambda lane: critical[lane], default="compute"),

@@ -36,7 +36,7 @@ from stronghold.errors import ConfigError
 from stronghold.limits import HostLimits, host_limits
 from stronghold.memory.slab import map_slab
 from stronghold.model.costs import DTYPES
-from stronghold.native_io import IoFile, IoQueue
+from stronghold.native import IoFile, IoQueue
 from stronghold.plan.machine import ADAM_BF16_BYTES, ADAM_LEAN_BYTES, MachineProfile
 
 MIB = 1 << 20

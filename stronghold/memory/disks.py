@@ -19,7 +19,7 @@ import torch
 from stronghold.errors import BudgetError, ConfigError
 from stronghold.memory.runfolder import RunDirectory
 from stronghold.memory.slab import map_slab
-from stronghold.native_io import ALIGNMENT, IoFile, IoQueue
+from stronghold.native import ALIGNMENT, IoFile, IoQueue
 
 PATH_KEY = "stronghold.nvme.path"
 ENGINE_KEY = "stronghold.nvme.engine"

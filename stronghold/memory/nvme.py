@@ -45,8 +45,7 @@ from stronghold.errors import ConfigError, StateError
 from stronghold.memory import disks
 from stronghold.memory.runfolder import RunDirectory, reclaim
 from stronghold.memory.slab import map_files, map_slab
-from stronghold.native import Closing
-from stronghold.native_io import ALIGNMENT, IoFile, IoQueue
+from stronghold.native import ALIGNMENT, Closing, IoFile, IoQueue
 from stronghold.process import ALONE, Neighbours
 from stronghold.states import MOMENTS, SCALES
 

@@ -84,24 +84,16 @@ class LayerCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelCosts:
-    """`layers` in the partition's order, for one micro-batch of `batch` sequences of `seq` tokens;
-    `tokens` is their product, `dtype` the precision: "bf16", "fp16" or "fp32"."""
+    """`layers` in the partition's order, for one micro-batch; `dtype` the precision: "bf16", "fp16"
+    or "fp32"."""
 
     layers: tuple[LayerCost, ...]
-    batch: int
-    seq: int
-    tokens: int
     dtype: str
 
     @property
     def forward_flops(self) -> float:
         """Of one forward of the whole model over one micro-batch."""
         return sum(layer.forward_flops for layer in self.layers)
-
-    @property
-    def saved_bytes(self) -> int:
-        """What a forward of the whole model keeps, without recomputation."""
-        return sum(layer.saved_bytes for layer in self.layers)
 
 
 def trace_costs(
@@ -148,7 +140,7 @@ def trace_costs(
                 f"its costs cannot be counted before a run: {type(error).__name__}: {reason}"
             ) from error
         tracer.settle_head(divided=parts.num_divided > 0)
-    return ModelCosts(layers=tracer.costs(), batch=batch, seq=seq, tokens=batch * seq, dtype=dtype)
+    return ModelCosts(layers=tracer.costs(), dtype=dtype)
 
 
 class _OneModule(contextlib.nullcontext[None]):
@@ -598,16 +590,13 @@ class Passing(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor):
-                self._note(leaf.untyped_storage())
+                self.number(leaf.untyped_storage())
         if func in ATTENTION_KERNELS:
             self._attend(attended(args[:3], result))
         return result
 
     def number(self, storage: torch.UntypedStorage) -> int:
         """The storage's number in the timeline; addresses are used again, numbers are not."""
-        return self._note(storage)
-
-    def _note(self, storage: torch.UntypedStorage) -> int:
         key, nbytes = int(storage._cdata), storage.nbytes()
         if key in self._alive:
             return self._alive[key][0]

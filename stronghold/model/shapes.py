@@ -125,13 +125,7 @@ def _costs(sizes: _Sizes, batch: int, seq: int, dtype: str) -> ModelCosts:
     head = _head(sizes, tokens, each)
     positions = LayerCost(forward_flops=0.0, saved_bytes=seq * 8, boundary_bytes=0)
     norm = LayerCost(forward_flops=0.0, saved_bytes=row + statistics, boundary_bytes=0)
-    return ModelCosts(
-        layers=(head, positions, *(block,) * sizes.layers, norm),
-        batch=batch,
-        seq=seq,
-        tokens=tokens,
-        dtype=dtype,
-    )
+    return ModelCosts(layers=(head, positions, *(block,) * sizes.layers, norm), dtype=dtype)
 
 
 def _head(sizes: _Sizes, tokens: int, each: int) -> LayerCost:

@@ -304,11 +304,9 @@ def shares(*, forward_s: float, backward_s: float, updates_s: float) -> tuple[fl
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """What a step computes: `layers` in the layout's order, for each of `micro_batches` of `tokens`
-    tokens."""
+    """What a step computes: `layers` in the layout's order, for each of `micro_batches`."""
 
     layers: tuple[LayerLoad, ...]
-    tokens: int
     micro_batches: int = 1
 
     @property
@@ -320,8 +318,7 @@ class Workload:
         """All micro-batches as one."""
         count = self.micro_batches
         loads = ({k: count * v for k, v in asdict(load).items()} for load in self.layers)
-        layers = tuple(LayerLoad(**load) for load in loads)
-        return Workload(layers=layers, tokens=count * self.tokens)
+        return Workload(layers=tuple(LayerLoad(**load) for load in loads))
 
     def backward_s(self, activations: Sequence[str]) -> float:
         """With what is computed again under these policies."""
@@ -348,7 +345,6 @@ def workload_of(costs: ModelCosts, machine: MachineProfile, *, micro_batches: in
             )
             for layer in layers
         ),
-        tokens=costs.tokens,
         micro_batches=micro_batches,
     )
 
@@ -361,7 +357,6 @@ def measured_workload(
     layout: ModelLayout,
     *,
     activations: Sequence[str],
-    tokens: int,
     micro_batches: int,
     num_steps: int,
     saved_bytes: Sequence[int] = (),
@@ -395,7 +390,7 @@ def measured_workload(
             attention_bytes=nbytes,
         )
         loads.append(replace(load, backward_s=max(0.0, backward_s - load.again_s(policy))))
-    return Workload(layers=tuple(loads), tokens=tokens, micro_batches=micro_batches)
+    return Workload(layers=tuple(loads), micro_batches=micro_batches)
 
 
 def measured_rates(spans: Iterable[Span], otherwise: Rates) -> Rates:

@@ -1,4 +1,4 @@
-"""Pictures: the timeline of a trace, curves of losses, and a sweep of predictions.
+"""Pictures: the timeline of a trace, and a sweep of predictions.
 
 Owns how they look. Never reads a trace file or computes a number that a log line shows. Runs in one
 thread; draws with Agg, so it needs no display.
@@ -7,7 +7,7 @@ thread; draws with Agg, so it needs no display.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -55,8 +55,6 @@ BOUND_COLOURS = {
 LIMIT_LINE: dict[str, Any] = {"color": FAINT, "linewidth": 1.2, "linestyle": (0, (4, 3))}
 LANE_WIDTH = 0.925  # share of the figure's width that the axes take
 
-Point = tuple[float, float]
-
 
 def draw_timeline(
     spans: Sequence[Span],
@@ -103,38 +101,7 @@ def draw_timeline(
     save(figure, png)
 
 
-def draw_losses(curves: Mapping[str, Sequence[Point]], png: str | Path, *, title: str) -> None:
-    """Draw (step, loss) curves to `png`, each over the ones before it.
-
-    The first is wide and pale and the others thin, so that equal curves show as one inside the
-    other; points that lie further apart than the first one's are marked.
-    """
-    figure = Figure(figsize=(9.0, 5.0), dpi=DPI, facecolor="white")
-    axes = figure.add_axes((0.075, 0.105, 0.90, 0.80))
-    styles = [("#a8c4e0", 5.0, "-"), (INK, 1.1, "-"), ("#e15759", 1.6, "-"), ("#59a14f", 1.6, "--")]
-    spacing = _spacing(next(iter(curves.values()), []))
-    for (name, points), (colour, width, dashes) in zip(curves.items(), styles, strict=False):
-        if not points:
-            continue
-        axes.plot(
-            [x for x, _ in points],
-            [y for _, y in points],
-            color=colour,
-            linewidth=width,
-            linestyle=dashes,
-            marker="o" if _spacing(points) > spacing else "",
-            markersize=4.5,
-            solid_capstyle="round",
-            label=f"{name}: {points[-1][1]:.3f} at step {points[-1][0]:,.0f}",
-        )
-    axes.set_title(title, color=INK, fontsize=12, weight="bold", loc="left")
-    axes.margins(x=0.01)
-    _style(axes, "step", "nats per byte")
-    axes.legend(frameon=False, fontsize=9, labelcolor=INK)
-    save(figure, png)
-
-
-def _style(axes: Axes, x: str, y: str) -> None:
+def style(axes: Axes, x: str, y: str) -> None:
     """Of curves: a pale grid, no frame, and the axes' names."""
     axes.set_xlabel(x, color=FAINT, fontsize=9)
     axes.set_ylabel(y, color=FAINT, fontsize=9)
@@ -155,11 +122,6 @@ def _legend(figure: Figure, entries: Sequence[Artist], loc: str, **more: Any) ->
         columnspacing=1.4,
         **more,
     )
-
-
-def _spacing(points: Sequence[Point]) -> float:
-    """Mean distance of a curve's points along the axis of steps."""
-    return (points[-1][0] - points[0][0]) / (len(points) - 1) if len(points) > 1 else 0.0
 
 
 def _extent(
@@ -331,7 +293,7 @@ def draw_sweep(points: Sequence[Swept], png: str | Path, *, axis: str, title: st
         _style_values(axes, points)
         axes.set_ylim(bottom=0.0)
         axes.margins(y=0.14)
-        _style(axes, axis, name)
+        style(axes, axis, name)
     figure.text(0.062, 0.945, title, color=INK, fontsize=12, weight="bold", va="center")
     entries = [
         Line2D(

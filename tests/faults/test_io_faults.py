@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from stronghold.errors import ConfigError
-from stronghold.native_io import IoFile, IoQueue
+from stronghold.native import IoFile, IoQueue
 from tests.support.pages import ENGINES, PAGE, Memory, in_child, mounted
 
 

@@ -76,7 +76,7 @@ def test_peaks_equal_the_plan_and_the_simulator(
         device_gbps=1e3,
     )
     loads = tuple(LayerLoad(forward_s=1e-3, backward_s=2e-3) for _ in found_sizes.layers)
-    work = Workload(layers=loads, tokens=1)
+    work = Workload(layers=loads)
     found = simulate(found_sizes, plan, work, rates, dtype=torch.bfloat16, asynchronous=False)
     assert (found.gpu_peak_bytes, found.host_peak_bytes) == (report.gpu_peak, report.host_peak)
 

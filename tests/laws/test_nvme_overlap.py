@@ -151,7 +151,7 @@ def workload_of(case: Case) -> Workload:
         LayerLoad(forward_s=forward_s, backward_s=backward_s, saved_bytes=4 * INPUT_NUMEL)
         for _, forward_s, backward_s in case.layers
     ]
-    return Workload(layers=tuple(layers), tokens=1, micro_batches=case.accumulation)
+    return Workload(layers=tuple(layers), micro_batches=case.accumulation)
 
 
 def rates_of(of: Spilling) -> Rates:

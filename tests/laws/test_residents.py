@@ -169,7 +169,7 @@ def test_a_simulated_step_takes_what_the_plan_says(mode: dict[str, bool]) -> Non
     found = layout(partition(MODELS["gpt"](num_layers=4)[0]))
     load = LayerLoad(forward_s=1e-3, backward_s=2e-3, saved_bytes=0)
     workload = Workload(
-        layers=(load,) * len(found.layers), tokens=1, micro_batches=1 + ("accumulate" in mode)
+        layers=(load,) * len(found.layers), micro_batches=1 + ("accumulate" in mode)
     )
     rates = Rates(
         fetch_gbps=1.0,

@@ -106,7 +106,6 @@ def run(case: Case) -> tuple[float, Prediction, tuple[int, int]]:
             LayerLoad(forward_s=forward_s, backward_s=backward_s, saved_bytes=4 * INPUT_NUMEL)
             for _, forward_s, backward_s in case.layers
         ),
-        tokens=1,
         micro_batches=case.accumulation,
     )
     prediction = simulate(layout, plan, workload, rates, dtype=torch.float32, asynchronous=False)

@@ -80,7 +80,6 @@ def test_traced_steps_predict_the_following(
         layout,
         activations=plan.activations,
         saved_bytes=(),
-        tokens=1,
         micro_batches=accumulation,
         num_steps=TRACED,
     )

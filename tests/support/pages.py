@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from stronghold.native_io import ALIGNMENT, IoQueue
+from stronghold.native import ALIGNMENT, IoQueue
 
 PAGE = ALIGNMENT
 

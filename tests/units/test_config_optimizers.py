@@ -143,7 +143,7 @@ def test_the_names_of_foreign_adams_are_those_of_the_installed_classes() -> None
 
     for cls in (DeepSpeedCPUAdam, FusedAdam, CPUAdam, torch.optim.Adam, torch.optim.AdamW):
         home = cls.__module__.partition(".")[0]
-        assert (home, cls.__name__) in configs.optimizer.KNOWN_CLASSES
+        assert (home, cls.__name__) in configs.training.KNOWN_CLASSES
 
 
 def test_our_own_optimizer_says_its_mode_per_group() -> None:

@@ -160,7 +160,7 @@ def test_flops_follow_the_closed_formula(dtype: str) -> None:
         assert costs.layers[index].forward_flops == block_flops(HIDDEN, 4 * HIDDEN, LENGTH, TOKENS)
     assert costs.layers[of["head"]].forward_flops == 2 * TOKENS * HIDDEN * VOCAB
     assert costs.forward_flops == sum(layer.forward_flops for layer in costs.layers)
-    assert (costs.batch, costs.seq, costs.tokens, costs.dtype) == (2, LENGTH, TOKENS, dtype)
+    assert costs.dtype == dtype
 
 
 def test_a_causal_mask_does_not_halve_the_flops() -> None:

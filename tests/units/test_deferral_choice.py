@@ -62,7 +62,7 @@ def forecast(kind: str, load: float, count: int | None) -> tuple[float, float, i
         handover_s=5e-5,
     )
     loads = (LayerLoad(forward_s=FORWARD_S, backward_s=BACKWARD_S),) * NUM_LAYERS
-    work = Workload(layers=loads, tokens=1)
+    work = Workload(layers=loads)
     choice = fastest_plan(sizes(), demand, work, rates, dtype=torch.float32, asynchronous=False)
     return choice.forecast.step_s, max(1.0, load) * compute_s, len(choice.plan.deferred)
 
@@ -149,7 +149,7 @@ def step_with_files(filed: set[int], disk_gbps: float) -> float:
         io_gbps=2 * disk_gbps,
     )
     loads = (LayerLoad(forward_s=FORWARD_S, backward_s=BACKWARD_S),) * NUM_LAYERS
-    work = Workload(layers=loads, tokens=1)
+    work = Workload(layers=loads)
     plan = make_plan(sizes(), demand)
     return simulate(sizes(), plan, work, rates, dtype=torch.float32).step_s
 

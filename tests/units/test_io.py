@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from stronghold.errors import ConfigError, StateError
-from stronghold.native_io import IoQueue
+from stronghold.native import IoQueue
 from tests.support.pages import ENGINES, PAGE, Memory, in_child, refuse_io_uring
 
 SHM = Path("/dev/shm")

@@ -37,7 +37,6 @@ LEVELS = {
     "stronghold.lean": 0,
     "stronghold.states": 0,
     "stronghold.native": 0,
-    "stronghold.native_io": 0,
     "stronghold.errors": 0,
     "stronghold.limits": 0,
     "stronghold.process": 0,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import random
 import threading
@@ -15,6 +16,7 @@ from stronghold.telemetry import plot, trace
 from stronghold.telemetry.trace import NullTrace, Span, Trace
 from tests.support.mutations import mutated
 
+ROOT = Path(__file__).resolve().parents[2]
 PNG_MAGIC = b"\x89PNG\r\n\x1a\n"
 
 
@@ -228,7 +230,11 @@ def test_an_extent_without_operations_is_refused(
         plot.draw_timeline([], tmp_path / "timeline.png")
 
 
-def test_losses_are_a_png_also_with_empty_and_single_point_curves(tmp_path: Path) -> None:
+def test_losses_are_a_png_also_with_empty_and_single_point_curves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     curves = {"train": [(1, 5.0), (2, 4.0)], "plain": [(1, 5.0)], "validation": []}
-    plot.draw_losses(curves, tmp_path / "losses.png", title="t")
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    report = importlib.import_module("report")
+    report.draw_losses(curves, tmp_path / "losses.png", title="t")
     assert (tmp_path / "losses.png").read_bytes().startswith(PNG_MAGIC)
