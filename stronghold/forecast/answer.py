@@ -7,9 +7,11 @@ size. One thread enters.
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from math import inf
 from typing import Any
 
 from stronghold.errors import BudgetError, ConfigError
@@ -28,7 +30,7 @@ from stronghold.plan.demand import AGAIN, ATTENTION
 from stronghold.plan.machine import NETWORK_GBPS
 from stronghold.plan.plan import Plan
 from stronghold.plan.search import Choice, updates_s
-from stronghold.simulate import Prediction, fastest_plan
+from stronghold.simulate import fastest_plan
 from stronghold.states import EXACT, LEAN
 
 GIB = 1 << 30
@@ -54,43 +56,59 @@ ASKED = ("dtype", "states", "batch", "seq", "accumulation", "chunk", "streams", 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Timing:
-    """A predicted step. `shares` are the parts of the step that each resource, in words, is on the
-    critical path, the largest first; `busy` each lane's part of it."""
+class Forecast:
+    """What a run will do, and what bounds it. `refusal` says why nothing fits, and then there is
+    no `choice`, and a step never ends; `notes` are warnings; `gains` what each change would buy,
+    None where it does not fit even so."""
 
-    step_s: float
-    tokens_per_s: float
-    shares: dict[str, float]
-    busy: dict[str, float]
+    question: Question
+    limits: Limits
+    refusal: str | None = None
+    choice: Choice | None = None
+    notes: tuple[str, ...] = ()
+    gains: tuple[tuple[str, Forecast | None], ...] = ()
+
+    @property
+    def fits(self) -> bool:
+        return self.choice is not None
+
+    @property
+    def plan(self) -> Plan | None:
+        return None if self.choice is None else self.choice.plan
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        return () if self.plan is None else self.plan.reasons
+
+    @property
+    def step_s(self) -> float:
+        # Loads and spills that overlap share a disk in the simulator by a rule that is a few per
+        # cent generous: no step is faster than the disk.
+        return inf if self.choice is None else max(self.choice.step_s, self.limits.parts[DISK])
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.question.tokens / self.step_s
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """The parts of the step that each resource, in words, is on the critical path, the largest
+        first."""
+        shares: defaultdict[str, float] = defaultdict(float)
+        if self.choice is not None:
+            for lane, critical_s in self.choice.forecast.critical.items():
+                shares[RESOURCES.get(lane, lane)] += critical_s / self.choice.step_s
+        return dict(sorted(shares.items(), key=lambda share: -share[1]))
+
+    @property
+    def busy(self) -> dict[str, float]:
+        """Each lane's part of the step."""
+        return {} if self.choice is None else dict(self.choice.forecast.busy)
 
     @property
     def bound(self) -> str:
         """The resource that sets most of the step."""
         return next(iter(self.shares), "nothing")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Forecast:
-    """What a run will do, and what bounds it. `refusal` says why nothing fits, and then there is
-    neither plan nor timing; `notes` are warnings; `gains` the step that each change would buy, None
-    where it does not fit even so."""
-
-    question: Question
-    limits: Limits
-    refusal: str | None = None
-    plan: Plan | None = None
-    timing: Timing | None = None
-    ladder: tuple[str, ...] = ()  # by which the plan's activations were chosen
-    notes: tuple[str, ...] = ()
-    gains: tuple[tuple[str, Timing | None], ...] = ()
-
-    @property
-    def fits(self) -> bool:
-        return self.refusal is None
-
-    @property
-    def reasons(self) -> tuple[str, ...]:
-        return () if self.plan is None else self.plan.reasons
 
     @property
     def break_even(self) -> BreakEven:
@@ -119,7 +137,8 @@ class Forecast:
 
     def as_json(self) -> dict[str, Any]:
         """Every figure, in the units of its name."""
-        question, timing = self.question, self.timing
+        question = self.question
+        timed = ("step_s", "tokens_per_s", "shares", "busy", "bound")
         return {
             "fits": self.fits,
             "tokens": question.tokens,
@@ -139,7 +158,7 @@ class Forecast:
                 for name, (budget, parts) in self.tiers.items()
             ],
             "reasons": self.reasons,
-            "timing": None if timing is None else {**asdict(timing), "bound": timing.bound},
+            "timing": {name: getattr(self, name) for name in timed} if self.fits else None,
             "limits": asdict(self.limits),
             "break_even": asdict(self.break_even),
             "gains": [
@@ -161,17 +180,26 @@ def answer(question: Question) -> Forecast:
     return replace(found, notes=notes, gains=tuple(_gains(found)))
 
 
-def outlook(question: Question) -> Forecast:
-    """The fastest plan, or why none fits, without notes and what a change would buy."""
+def outlook(
+    question: Question,
+    ladders: Sequence[search.Ladder] = search.LADDERS,
+    near: Sequence[tuple[int, int]] = (),
+) -> Forecast:
+    """The fastest plan (`search.search`), or why none fits, without notes and what a change would
+    buy."""
     try:
-        choice = _fastest(question)
+        choice = fastest_plan(
+            question.layout,
+            question.demand,
+            question.work,
+            question.rates,
+            dtype=DTYPES[question.dtype],
+            ladders=ladders,
+            near=near,
+        )
     except BudgetError as error:
         return Forecast(question=question, refusal=str(error), limits=_limits(question, None))
-    limits = _limits(question, choice.plan)
-    timing = _timing(question, choice.forecast, limits)
-    return Forecast(
-        question=question, plan=choice.plan, timing=timing, limits=limits, ladder=choice.ladder
-    )
+    return Forecast(question=question, choice=choice, limits=_limits(question, choice.plan))
 
 
 def fits(question: Question) -> bool:
@@ -193,29 +221,10 @@ def with_fastest_chunk(question: Question) -> Question:
     while size > 1:
         size = -(-size // 2)
         chunks.append(size)
-    steps = []
-    for chunk in chunks:
-        timing = outlook(replace(question, chunk=chunk)).timing
-        steps.append(float("inf") if timing is None else timing.step_s)
+    steps = [outlook(replace(question, chunk=chunk)).step_s for chunk in chunks]
     best = min(range(len(chunks)), key=lambda k: (round(steps[k], 4), k))
     streams = question.streams if best else 1
     return replace(question, chunk=chunks[best], streams=streams)
-
-
-def _fastest(
-    question: Question,
-    ladders: Sequence[search.Ladder] = search.LADDERS,
-    near: Sequence[tuple[int, int]] = (),
-) -> Choice:
-    return fastest_plan(
-        question.layout,
-        question.demand,
-        question.work,
-        question.rates,
-        dtype=DTYPES[question.dtype],
-        ladders=ladders,
-        near=near,
-    )
 
 
 def _limits(question: Question, plan: Plan | None) -> Limits:
@@ -239,21 +248,6 @@ def _limits(question: Question, plan: Plan | None) -> Limits:
         forward_flops=sum(flops),
         recomputed_flops=again,
         staying_flops=sum(flops[index] for index in stay),
-    )
-
-
-def _timing(question: Question, prediction: Prediction, limits: Limits) -> Timing:
-    shares: defaultdict[str, float] = defaultdict(float)
-    for lane, critical_s in prediction.critical.items():
-        shares[RESOURCES.get(lane, lane)] += critical_s / prediction.step_s
-    # Loads and spills that overlap share a disk in the simulator by a rule that is a few per cent
-    # generous: no step is faster than the disk.
-    step_s = max(prediction.step_s, limits.parts[DISK])
-    return Timing(
-        step_s=step_s,
-        tokens_per_s=question.tokens / step_s,
-        shares=dict(sorted(shares.items(), key=lambda share: -share[1])),
-        busy=dict(prediction.busy),
     )
 
 
@@ -297,10 +291,10 @@ def _wires(question: Question) -> str:
 
 def _gate(found: Forecast) -> Iterator[str]:
     """What it costs that updates wait for the end of backward, where the step waits for them."""
-    question, plan, timing = found.question, found.plan, found.timing
-    if plan is None or timing is None or not plan.gated:
+    question, plan = found.question, found.plan
+    if plan is None or not plan.gated:
         return
-    waits = sum(timing.shares.get(RESOURCES[lane], 0.0) for lane in ("update", "load"))
+    waits = sum(found.shares.get(RESOURCES[lane], 0.0) for lane in ("update", "load"))
     work = question.work
     forward, updates = work.forward_s, max(updates_s(plan, question.rates))
     if waits < WAITS or updates <= forward:
@@ -324,7 +318,7 @@ def _gate(found: Forecast) -> Iterator[str]:
 # -- what a change would buy ----------------------------------------------------------------------
 
 
-def _gains(found: Forecast) -> Iterator[tuple[str, Timing | None]]:
+def _gains(found: Forecast) -> Iterator[tuple[str, Forecast | None]]:
     """Every change's step; where nothing fits, of those changes alone that help."""
     question = found.question
     changes: dict[str, dict[str, Any]] = {
@@ -341,24 +335,24 @@ def _gains(found: Forecast) -> Iterator[tuple[str, Timing | None]]:
         if "nvme_bytes" in values and not question.nvme_bytes:
             continue
         asked = replace(question, **values)
-        if found.plan is None:
-            timing = outlook(asked).timing
-            if timing is None:
+        if found.choice is None:
+            gained: Forecast | None = outlook(asked)
+            if gained is None or not gained.fits:
                 continue
         else:
-            timing = _near(asked, found, found.plan)
+            gained = _near(asked, found.choice)
             alike = (asked.tokens, asked.states) == (question.tokens, question.states)
-            if found.timing is not None and timing is not None and alike:
+            if gained is not None and alike:
                 # More memory takes nothing away: the plan without it still fits.
-                timing = min(timing, found.timing, key=lambda timing: timing.step_s)
-        yield change, timing
+                gained = min(gained, found, key=lambda each: each.step_s)
+        yield change, gained
 
 
-def _near(question: Question, other: Forecast, plan: Plan) -> Timing | None:
-    """The fastest of the plans near `plan`, the `other`'s, under another question: its window and
-    its number of resident blocks, or of either what a GiB holds more, with whatever activations
-    then fit. None where not one of them fits, nor any other plan."""
-    layout = question.layout
+def _near(question: Question, choice: Choice) -> Forecast | None:
+    """The fastest of the plans near that of `choice`, made for another question: its window and its
+    number of resident blocks, or of either what a GiB holds more, with whatever activations then
+    fit. None where not one of them fits, nor any other plan."""
+    layout, plan = question.layout, choice.plan
     blocks = set(layout.streamed)
     kept, window = len(plan.resident & blocks), plan.window
     held = max(1, GIB // max(1, layout.max_numel * DTYPES[question.dtype].itemsize))
@@ -366,12 +360,13 @@ def _near(question: Question, other: Forecast, plan: Plan) -> Timing | None:
     if question.resident_layers is not None:
         near = near[::2]
     bounded = [(min(count, len(blocks)), slots) for count, slots in near if count >= 0]
-    ladders = [other.ladder] if other.ladder else search.LADDERS
-    try:
-        choice = _fastest(question, ladders, bounded)
-    except ConfigError:
-        return outlook(question).timing
-    return _timing(question, choice.forecast, _limits(question, choice.plan))
+    ladders = [choice.ladder] if choice.ladder else search.LADDERS
+    with contextlib.suppress(ConfigError):
+        found = outlook(question, ladders, bounded)
+        if found.fits:
+            return found
+    found = outlook(question)
+    return found if found.fits else None
 
 
 # -- the config -----------------------------------------------------------------------------------

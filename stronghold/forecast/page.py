@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from stronghold.forecast.answer import Forecast, Timing, seconds
+from stronghold.forecast.answer import Forecast, seconds
 
 WIDTH = 100
 GIB = float(1 << 30)
@@ -29,8 +29,8 @@ def page(forecast: Forecast, *, config_path: str | None = None) -> str:
     blocks.append(_memory(forecast))
     reasons = [line for reason in forecast.reasons for line in _wrap(reason, "  ", "    ")]
     blocks.append(["Plan", *reasons] if reasons else [])
-    if forecast.timing is not None:
-        blocks.append(_prediction(forecast.timing))
+    if forecast.fits:
+        blocks.append(_prediction(forecast))
     blocks += [_limit(forecast), _gains(forecast)]
     if config_path is not None and forecast.config is not None:
         blocks.append([f"The config is in {config_path}"])
@@ -73,24 +73,25 @@ def _memory(forecast: Forecast) -> list[str]:
     return lines
 
 
-def _prediction(timing: Timing) -> list[str]:
-    first, *others = timing.shares.items() or [("nothing", 0.0)]
+def _prediction(forecast: Forecast) -> list[str]:
+    first, *others = forecast.shares.items() or [("nothing", 0.0)]
     bound = f"{first[0]}, {first[1]:.0%} of the step"
     rest = ", ".join(f"{name} {share:.0%}" for name, share in others if share >= SAME)
-    busy = ", ".join(f"{lane} {share:.0%}" for lane, share in timing.busy.items() if share >= SAME)
+    busy = ", ".join(
+        f"{lane} {share:.0%}" for lane, share in forecast.busy.items() if share >= SAME
+    )
     return [
         "Prediction",
-        *_labelled("step", f"{seconds(timing.step_s)}, {timing.tokens_per_s:,.0f} tokens/s"),
+        *_labelled("step", f"{seconds(forecast.step_s)}, {forecast.tokens_per_s:,.0f} tokens/s"),
         *_labelled("bound", f"{bound}; then {rest}" if rest else bound),
         *(_labelled("lanes busy", busy) if busy else []),
     ]
 
 
 def _limit(forecast: Forecast) -> list[str]:
-    limits, timing = forecast.limits, forecast.timing
-    distance = ""
-    if timing is not None and timing.step_s > 0.0:
-        distance = f"; the plan reaches {limits.seconds / timing.step_s:.0%} of it"
+    limits, distance = forecast.limits, ""
+    if forecast.fits and forecast.step_s > 0.0:
+        distance = f"; the plan reaches {limits.seconds / forecast.step_s:.0%} of it"
     tokens = forecast.question.tokens / limits.seconds if limits.seconds > 0.0 else 0.0
     descending = sorted(limits.parts.items(), key=lambda part: -part[1])
     parts = ", ".join(f"{name} {seconds(value)}" for name, value in descending if value > 0.0)
@@ -118,13 +119,13 @@ def _gains(forecast: Forecast) -> list[str]:
     return ["What more would buy", *rows]
 
 
-def _gain(gain: Timing | None, forecast: Forecast) -> str:
+def _gain(gain: Forecast | None, forecast: Forecast) -> str:
     if gain is None:
         return "does not fit"
     speed = f"{gain.tokens_per_s:,.0f} tokens/s, step {seconds(gain.step_s)}"
-    if forecast.timing is None:
+    if not forecast.fits:
         return f"fits: {speed}"
-    change = gain.tokens_per_s / forecast.timing.tokens_per_s - 1
+    change = gain.tokens_per_s / forecast.tokens_per_s - 1
     return "nothing" if abs(change) < SAME else f"{change:+.0%}: {speed}"
 
 
@@ -149,12 +150,12 @@ def table(points: Sequence[tuple[int, Forecast]], axis: str) -> str:
     """One line per point of `answer.sweep`."""
     lines = [f"{axis:>9}  {'step':>9}  {'tokens/s':>9}  {'limit':>9}  bound"]
     for value, found in points:
-        if found.timing is None:
+        if not found.fits:
             lines.append(f"{value:>9,}  does not fit")
             continue
         lines.append(
-            f"{value:>9,}  {seconds(found.timing.step_s):>9}  {found.timing.tokens_per_s:>9,.0f}  "
-            f"{seconds(found.limits.seconds):>9}  {found.timing.bound}"
+            f"{value:>9,}  {seconds(found.step_s):>9}  {found.tokens_per_s:>9,.0f}  "
+            f"{seconds(found.limits.seconds):>9}  {found.bound}"
         )
     return "\n".join(lines)
 
@@ -164,19 +165,9 @@ def draw(points: Sequence[tuple[int, Forecast]], axis: str, png: Path) -> None:
     from stronghold.telemetry import plot  # matplotlib: only for those who draw
 
     question = points[0][1].question
-    swept = [
-        plot.Swept(
-            value=value,
-            step_s=None if found.timing is None else found.timing.step_s,
-            bound="" if found.timing is None else found.timing.bound,
-            limit_s=found.limits.seconds,
-            tokens=found.question.tokens,
-        )
-        for value, found in points
-    ]
     names = {"window": "window, slots", "batch": "sequences per micro-batch", "seq": "tokens"}
     title = f"{question.model.name}, {question.machine.name}"
-    plot.draw_sweep(swept, png, axis=names.get(axis, "layers"), title=title)
+    plot.draw_sweep(points, png, axis=names.get(axis, "layers"), title=title)
 
 
 # -- figures --------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise, product
 from typing import Any
 
@@ -164,58 +164,54 @@ def search(
     return _Search(layout, demand, work, rates, predict, ladders).run(list(near))
 
 
+@dataclass(slots=True)
 class _Search:
-    def __init__(
-        self,
-        layout: ModelLayout,
-        demand: Demand,
-        work: Workload,
-        rates: Rates,
-        predict: Callable[[Plan], Any],
-        ladders: Sequence[Ladder],
-    ) -> None:
-        self._layout = layout
-        searched = frozenset(key for key in CHOSEN if getattr(demand, key) is None)
-        self._demand = replace(demand, searched=searched)
-        self._work, self._rates = work, rates
-        self._predict = predict
-        self._ladders = ladders
-        self._seen: set[object] = set()
-        self._tried: list[Choice] = []
+    layout: ModelLayout
+    demand: Demand
+    work: Workload
+    rates: Rates
+    predict: Callable[[Plan], Any]
+    ladders: Sequence[Ladder]
+    seen: set[object] = field(default_factory=set)
+    tried: list[Choice] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        searched = frozenset(key for key in CHOSEN if getattr(self.demand, key) is None)
+        self.demand = replace(self.demand, searched=searched)
 
     def run(self, near: Sequence[tuple[int, int]]) -> Choice:
         if near:
             wishes = (wish for kept, window in near for wish in self._demands([kept], [window]))
-            self._round(self._fitting(wishes, self._ladders))
+            self._round(self._fitting(wishes, self.ladders))
         else:
             self._rounds()
-        if not self._tried:
-            raise _refusal(self._layout, self._demand)
-        if self._demand.deferred_layers is None:
+        if not self.tried:
+            raise _refusal(self.layout, self.demand)
+        if self.demand.deferred_layers is None:
             best = self._best(1)[0]
-            counts = deferrals(self._layout, best.plan, self._work, self._rates)
+            counts = deferrals(self.layout, best.plan, self.work, self.rates)
             wishes = (replace(best.demand, deferred_layers=count) for count in counts)
             self._round(self._new(wishes, best.ladder))
         return self._chosen()
 
     def _rounds(self) -> None:
-        num_blocks = len(self._layout.streamed)
-        pinned = self._demand.resident_layers
+        num_blocks = len(self.layout.streamed)
+        pinned = self.demand.resident_layers
         if pinned is not None:
             residents = [pinned]
         else:
             shares = {round(num_blocks * k / SHARES) for k in range(SHARES + 1)}
-            shares |= {_most_resident(self._layout, self._demand, policy) for policy in POLICIES}
+            shares |= {_most_resident(self.layout, self.demand, policy) for policy in POLICIES}
             residents = sorted(shares)
-        first = [ladder for ladder in FIRST if ladder in self._ladders]
-        self._round(self._usual(residents, first or self._ladders))
-        if not self._tried:
-            self._round(self._usual(residents, self._ladders))
-        if not self._tried:
+        first = [ladder for ladder in FIRST if ladder in self.ladders]
+        self._round(self._usual(residents, first or self.ladders))
+        if not self.tried:
+            self._round(self._usual(residents, self.ladders))
+        if not self.tried:
             return
         for choice in self._best(FEW):
             wishes = self._near(choice, [choice.plan.window, 2, USUAL_WINDOW])
-            self._round(self._fitting(wishes, self._ladders))
+            self._round(self._fitting(wishes, self.ladders))
         for choice in self._best(1):
             wishes = self._near(choice, [*WINDOWS, num_blocks])
             self._round(self._fitting(wishes, [choice.ladder]))
@@ -233,50 +229,50 @@ class _Search:
         demand = replace(best.demand, deferred_layers=None)
         alike = [
             choice
-            for choice in self._tried
+            for choice in self.tried
             if replace(choice.demand, deferred_layers=None) == demand
             and choice.step_s <= ENOUGH * best.step_s
         ]
         best = min(alike, key=lambda choice: len(choice.plan.deferred))
-        whole = next((choice for choice in self._tried if choice.plan.whole), best)
+        whole = next((choice for choice in self.tried if choice.plan.whole), best)
         return whole if whole.step_s <= WHOLE * best.step_s else best
 
     def _best(self, count: int) -> list[Choice]:
         """The fastest so far; of equals the one that takes the least of the gpu."""
-        unit = EQUAL * min(choice.step_s for choice in self._tried)
+        unit = EQUAL * min(choice.step_s for choice in self.tried)
 
         def order(choice: Choice) -> tuple[int, int, int]:
             plan = choice.plan
             return round(choice.step_s / unit), _gpu_peak(plan), len(plan.deferred)
 
-        return sorted(self._tried, key=order)[:count]
+        return sorted(self.tried, key=order)[:count]
 
     def _round(self, candidates: Iterable[tuple[Plan, Demand, Ladder]]) -> None:
         """Try what is new and fits, the most promising first ([Note: lower bounds first])."""
         bounded = [
-            (lower_bound(self._layout, candidate[0], self._work, self._rates), *candidate)
+            (lower_bound(self.layout, candidate[0], self.work, self.rates), *candidate)
             for candidate in candidates
         ]
-        least = min((choice.step_s for choice in self._tried), default=math.inf)
+        least = min((choice.step_s for choice in self.tried), default=math.inf)
         bounded.sort(key=lambda row: (row[0], _gpu_peak(row[1])))
         for bound_s, plan, demand, ladder in bounded:
             if bound_s >= (1.0 - EQUAL) * least and not plan.whole:
                 continue
-            choice = Choice(plan=plan, forecast=self._predict(plan), demand=demand, ladder=ladder)
-            self._tried.append(choice)
+            choice = Choice(plan=plan, forecast=self.predict(plan), demand=demand, ladder=ladder)
+            self.tried.append(choice)
             least = min(least, choice.step_s)
 
     def _demands(self, residents: Iterable[int], windows: Iterable[int]) -> Iterator[Demand]:
-        pinned, prefetch = self._demand.window, self._demand.prefetch
-        updates = self._demand.resident_updates
+        pinned, prefetch = self.demand.window, self.demand.prefetch
+        updates = self.demand.resident_updates
         for resident in residents:
-            streamed = len(self._layout.streamed) - resident
+            streamed = len(self.layout.streamed) - resident
             tried = {max(1, min(window, streamed)) for window in windows}
             for window in sorted(tried) if pinned is None else [pinned]:
                 if prefetch is None or prefetch < window:
                     for where in UPDATES if updates is None else (updates,):
                         yield replace(
-                            self._demand,
+                            self.demand,
                             resident_layers=resident,
                             resident_updates=where,
                             window=window,
@@ -304,7 +300,7 @@ class _Search:
         self, demands: Iterable[Demand], ladders: Sequence[Ladder]
     ) -> Iterator[tuple[Plan, Demand, Ladder]]:
         for demand in demands:
-            for filled, ladder in _filled(self._layout, demand, ladders):
+            for filled, ladder in _filled(self.layout, demand, ladders):
                 yield from self._new([filled], ladder)
 
     def _new(
@@ -313,13 +309,13 @@ class _Search:
         """Their plans, as far as they fit and are new."""
         for demand in demands:
             try:
-                plan = make_plan(self._layout, demand)
+                plan = make_plan(self.layout, demand)
             except (BudgetError, ConfigError):
                 continue
             slots, places = (plan.window, plan.prefetch), (plan.resident, plan.updated_on_gpu)
             key = (slots, places, plan.activations, plan.deferred)
-            if key not in self._seen:
-                self._seen.add(key)
+            if key not in self.seen:
+                self.seen.add(key)
                 yield plan, demand, ladder
 
 

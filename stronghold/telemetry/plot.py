@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
@@ -264,30 +264,23 @@ def _busy(spans: Sequence[Span], lane: str, begin_s: float, end_s: float) -> flo
 # -- a sweep --------------------------------------------------------------------------------------
 
 
-class Swept(NamedTuple):
-    """What was predicted for one value of a sweep; no `step_s` where it does not fit."""
-
-    value: int
-    step_s: float | None
-    bound: str
-    limit_s: float
-    tokens: int
-
-
-def draw_sweep(points: Sequence[Swept], png: str | Path, *, axis: str, title: str) -> None:
+def draw_sweep(
+    points: Sequence[tuple[int, Any]], png: str | Path, *, axis: str, title: str
+) -> None:
     """Draw step time and tokens per second over the swept values to `png`, each beside the physical
-    limit, a dot in the colour of what bounds it."""
+    limit, a dot in the colour of what bounds it. `points`: values and their forecasts."""
     figure = Figure(figsize=(11.0, 4.6), dpi=DPI, facecolor="white")
-    fitting = [point for point in points if point.step_s is not None]
-    scale, unit = (1e3, "ms") if max(point.step_s or 0.0 for point in fitting) < 1 else (1.0, "s")
+    values = [value for value, found in points if found.fits]
+    fitting = [found for _, found in points if found.fits]
+    scale, unit = (1e3, "ms") if max(found.step_s for found in fitting) < 1 else (1.0, "s")
     left, right = (figure.add_axes((x, 0.135, 0.415, 0.685)) for x in (0.062, 0.56))
-    rate = {point: point.tokens / (point.step_s or 1.0) for point in fitting}
-    steps = [(point.step_s or 0.0) * scale for point in fitting]
-    _draw_curve(left, fitting, steps, [point.limit_s * scale for point in fitting])
-    limits = [point.tokens / point.limit_s for point in fitting]
-    _draw_curve(right, fitting, list(rate.values()), limits)
-    best = max(fitting, key=lambda point: rate[point])
-    most = f"most: {rate[best]:,.0f} tokens/s at {best.value:,}"
+    colours = [BOUND_COLOURS.get(found.bound, OTHER_COLOUR) for found in fitting]
+    steps = [found.step_s * scale for found in fitting]
+    _draw_curve(left, values, steps, [found.limits.seconds * scale for found in fitting], colours)
+    rates = [found.tokens_per_s for found in fitting]
+    limits = [found.question.tokens / found.limits.seconds for found in fitting]
+    _draw_curve(right, values, rates, limits, colours)
+    most = f"most: {max(rates):,.0f} tokens/s at {values[rates.index(max(rates))]:,}"
     right.text(1.0, 1.025, most, transform=right.transAxes, ha="right", fontsize=8.5, color=INK)
     for axes, name in ((left, f"step, {unit}"), (right, "tokens per second")):
         _style_values(axes, points)
@@ -304,7 +297,7 @@ def draw_sweep(points: Sequence[Swept], png: str | Path, *, axis: str, title: st
             color=BOUND_COLOURS.get(bound, OTHER_COLOUR),
             label=f"bound by {bound}",
         )
-        for bound in dict.fromkeys(point.bound for point in fitting)
+        for bound in dict.fromkeys(found.bound for found in fitting)
     ]
     entries.append(Line2D([], [], label="physical limit", **LIMIT_LINE))
     place = {"bbox_to_anchor": (0.05, 0.895), "fontsize": 8.5, "handletextpad": 0.4}
@@ -313,27 +306,29 @@ def draw_sweep(points: Sequence[Swept], png: str | Path, *, axis: str, title: st
 
 
 def _draw_curve(
-    axes: Axes, points: Sequence[Swept], values: Sequence[float], limits: Sequence[float]
+    axes: Axes,
+    xs: Sequence[int],
+    values: Sequence[float],
+    limits: Sequence[float],
+    colours: Sequence[str],
 ) -> None:
-    xs = [point.value for point in points]
-    colours = [BOUND_COLOURS.get(point.bound, OTHER_COLOUR) for point in points]
     axes.plot(xs, values, color=INK, linewidth=1.1, zorder=2)
     axes.scatter(xs, values, s=34, c=colours, zorder=3, edgecolors="white", linewidths=0.8)
     axes.plot(xs, limits, zorder=1, **LIMIT_LINE)
 
 
-def _style_values(axes: Axes, points: Sequence[Swept]) -> None:
-    values = [point.value for point in points]
+def _style_values(axes: Axes, points: Sequence[tuple[int, Any]]) -> None:
+    values = [value for value, _ in points]
     if values[-1] >= 16 * values[0]:
         axes.set_xscale("log", base=2)
     axes.set_xticks(_apart(values, axes), [f"{value:,}" for value in _apart(values, axes)])
     axes.minorticks_off()
-    for point in points:
-        if point.step_s is None:
-            axes.axvline(point.value, color=FAINT, linewidth=1.2, linestyle=(0, (1, 2)))
+    for value, found in points:
+        if not found.fits:
+            axes.axvline(value, color=FAINT, linewidth=1.2, linestyle=(0, (1, 2)))
             axes.annotate(
-                f"{point.value:,} does not fit",
-                (point.value, 0.5),
+                f"{value:,} does not fit",
+                (value, 0.5),
                 xycoords=("data", "axes fraction"),
                 xytext=(-4, 0),
                 textcoords="offset points",

@@ -45,6 +45,6 @@ def test_no_plan_beats_the_physical_limit(
         **updates,
     )
     found = outlook(question)
-    assert found.timing is not None
-    assert found.timing.step_s >= found.limits.seconds * (1.0 - ROUNDING)
-    assert sum(found.timing.shares.values()) <= 1.001
+    assert found.fits
+    assert found.step_s >= found.limits.seconds * (1.0 - ROUNDING)
+    assert sum(found.shares.values()) <= 1.001
