@@ -66,19 +66,14 @@ def host_limits() -> HostLimits:
 
 
 def available_host_bytes() -> int:
-    """What this process may still take: the machine's available memory, or its control groups' if
-    that is less.
-    """
+    """What this process may still take, of the machine and of its control groups."""
     available = int(psutil.virtual_memory().available)
     return max(0, min([available, *(limit - used for limit, used in memory_groups())]))
 
 
 def memory_groups(root: Path = _ROOT) -> list[tuple[int, int]]:
     """(limit, bytes in use) of every control group above this process that has a memory limit.
-
-    Cached files that nobody touched lately do not count as used: the kernel gives them up first.
-    `root` is where the file system's `proc` and `sys` lie.
-    """
+    Cached files that nobody touched lately do not count: the kernel gives them up first."""
     found = []
     for folder in _group_folders(root, "memory"):
         if "fs/cgroup/memory" in folder.as_posix():
@@ -107,11 +102,8 @@ def cpu_quota(root: Path = _ROOT) -> float | None:
 
 
 def _group_folders(root: Path, controller: str) -> list[Path]:
-    """The control groups of this process that exist, innermost first, of both versions.
-
-    In a container the path of /proc/self/cgroup may be the host's: then the root of the mounted
-    hierarchy is the container's own group.
-    """
+    """The control groups of this process that exist, innermost first, of both versions. In a
+    container the path may be the host's: then the mounted root is the container's own group."""
     folders: list[Path] = []
     for line in _text(root / "proc/self/cgroup").splitlines():
         _, controllers, path = [*line.split(":", 2), "", ""][:3]

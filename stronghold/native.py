@@ -42,13 +42,9 @@ _WRITABLE, _CREATE, _PREALLOCATE, _DIRECT = 1, 2, 4, 8
 
 
 class AdamSegment(NamedTuple):
-    """One array of parameters and everything that its step needs. Addresses are of host memory.
-
-    `weight` and `low` together are the fp32 master: for bf16 weights `low` is the int16 remainder,
-    for fp16 weights the fp32 master itself, for fp32 weights it is unused (0). `step` counts from
-    1. `grad_scale` multiplies the gradient: clip coefficient, 1 / loss scale, 1 / world. The scales
-    are those of lean states; their arrays are laid out as in `stronghold.lean`, and a part of a
-    parameter begins at a multiple of `lean.GROUP`.
+    """One array of parameters and everything that its step needs. Addresses are of host memory,
+    and 0 of arrays that the states do not have (`stronghold.states`). `step` counts from 1;
+    `grad_scale` multiplies the gradient: clip coefficient, 1 / loss scale, 1 / world.
 
     A tuple, in the order and of the types of the C structure, because hundreds are made in a step;
     make it with keywords.
@@ -87,12 +83,8 @@ def adam_rows(segments: Sequence[AdamSegment] | AdamRows) -> AdamRows:
 
 
 class AdamBatch:
-    """A prepared call of Adam: made once, then run every step with new numbers.
-
-    `rows` is a NumPy structured array with the fields of `AdamSegment`; assigning to
-    `rows["lr"]`, `rows["step"]`, `rows["grad"]` and so on, for all rows at once or for some,
-    changes the next call. With `lean`, weights are bf16 and their states lean.
-    """
+    """A prepared call of Adam: made once, then run every step; assigning to `rows["lr"]` and the
+    other fields changes the next call. With `lean`, weights are bf16 and their states lean."""
 
     __slots__ = ("_address", "_grad_dtype", "_weight_dtype", "rows")
 
@@ -118,11 +110,8 @@ class AdamBatch:
         )
 
     def traffic(self, pool: Pool, to: AdamBatch | None = None) -> None:
-        """Moves the bytes that `run` moves and computes nothing: memory's limit for `run`.
-
-        Weights, remainders and moments are written where they were read, unchanged; or to the
-        arrays of `to`, aligned to 64 bytes, past the caches.
-        """
+        """Moves the bytes that `run` moves and computes nothing: memory's limit for `run`. Written
+        unchanged where they were read, or to the arrays of `to`, past the caches."""
         check(
             library().sh_adam_traffic(
                 pool.handle,
@@ -160,11 +149,9 @@ class Closing:
 class Pool(Closing):
     """Threads for the kernels: `num_threads` of them, the calling thread included.
 
-    They sleep between calls. With `cores` they, and the calling thread for the length of a call,
-    run on the listed cores only. `isa` forces an instruction set (see `isas()`); without it the
-    environment variable STRONGHOLD_ISA does, and else the best one is taken. All give the same
-    bits. A pool does not survive `os.fork()`. Close it when no call is running; closing twice is
-    harmless, a call on a closed pool raises `StateError`.
+    With `cores` they run on the listed cores only. `isa` forces an instruction set (see `isas()`);
+    without it the environment variable STRONGHOLD_ISA does, and else the best one is taken. A pool
+    does not survive `os.fork()`; close it when no call is running.
     """
 
     __slots__ = ("_handle", "_num_threads")
@@ -232,11 +219,7 @@ def adam(
     *,
     lean: bool = False,
 ) -> None:
-    """One step of Adam or AdamW on every segment, in place; the formula is in `stronghold.h`.
-
-    All segments share the two dtypes, each one of fp32, bf16 and fp16; with `lean`, weights are
-    bf16. For the same segments step after step prepare an `AdamBatch` once.
-    """
+    """One step of Adam or AdamW on every segment, in place; the formula is in `stronghold.h`."""
     AdamBatch(weight_dtype, grad_dtype, segments, lean=lean).run(pool)
 
 
@@ -321,12 +304,8 @@ class _File(ctypes.Structure):
 
 
 class IoFile:
-    """An open file of a queue; `IoQueue.open` makes it.
-
-    `direct`: transfers go past the page cache. False where that was not asked for, and where the
-    file system cannot (tmpfs, some overlays and network mounts). `preallocated`: its bytes are
-    reserved on the disk; False also where the file system refused that.
-    """
+    """An open file of a queue. `direct`: transfers go past the page cache; `preallocated`: its
+    bytes are reserved on the disk; both False also where the file system cannot."""
 
     __slots__ = ("_number", "direct", "path", "preallocated", "queue", "size")
 
@@ -427,13 +406,9 @@ class IoQueue(Closing):
         preallocate: bool = True,
         direct: bool = True,
     ) -> IoFile:
-        """Opens a file of which operations may touch the first `size` bytes.
-
-        `writable=False` opens it for reading and ignores `create` and `preallocate`. A created
-        file is the owner's alone (0600); none is truncated or shortened. With `preallocate` a disk
-        too small is an `OSError` (ENOSPC) here, which may leave a created file behind. See
-        `IoFile.direct` and `IoFile.preallocated` for what was granted.
-        """
+        """Opens a file of which operations may touch the first `size` bytes; none is truncated, a
+        created one is the owner's alone (0600). With `preallocate` a disk too small is an `OSError`
+        (ENOSPC) here, which may leave a created file behind."""
         flags = _DIRECT if direct else 0
         if writable:
             flags |= _WRITABLE | (_CREATE if create else 0) | (_PREALLOCATE if preallocate else 0)
@@ -447,11 +422,8 @@ class IoQueue(Closing):
     def read(
         self, file: IoFile, offset: int, address: int, nbytes: int, *, commit: bool = True
     ) -> int:
-        """Submits a read from the file into memory; returns its ticket.
-
-        The memory must stay valid until the operation has ended. With `commit=False` it is started
-        by the next operation with it, by `commit`, `wait`, `poll` or `close`: one wake-up for many.
-        """
+        """Submits a read into memory that stays valid until its end; returns its ticket. With
+        `commit=False` the next operation starts it, or `commit`, `wait`, `poll`, `close`."""
         return self._submit("sh_io_read", file, commit, offset, address, nbytes)
 
     def write(
@@ -469,10 +441,7 @@ class IoQueue(Closing):
         check(library().sh_io_commit(self.handle))
 
     def poll(self) -> list[int]:
-        """Tickets of operations that have ended, well or badly, and were not waited for yet.
-
-        Returns at once; `wait` for a listed ticket does too, and raises what went wrong.
-        """
+        """Tickets of operations that have ended, well or badly, and were not waited for yet."""
         count, capacity = ctypes.c_int64(), 64
         while True:
             tickets = (ctypes.c_int64 * capacity)()
@@ -483,11 +452,8 @@ class IoQueue(Closing):
 
     def wait(self, ticket: int) -> float:
         """Waits until the operation has ended and forgets it; seconds from its issue to its end.
-
-        Raises `OSError` when it failed: the errno (ENODATA where the file ends too early), and in
-        words the operation, length, offset and path. Nothing of it is in flight then, and what its
-        memory (of a read) or its range of the file (of a write) holds is undefined.
-        """
+        OSError, with the operation in words, when it failed (ENODATA where the file ends too
+        early): what its memory, or its range of the file, holds is undefined then."""
         seconds = ctypes.c_double()
         check(library().sh_io_wait(self.handle, ticket, ctypes.byref(seconds)))
         return seconds.value

@@ -2,7 +2,7 @@
 
 Owns the identity of a process, in words that a file or a file's name can hold. Whoever removes what
 another process left, or waits for one, asks here. Any thread may enter. And the contract of those
-of one node that work on one model (`Neighbours`).
+of one node that work on one model (`Neighbours`), and how one writes a file that others read.
 
 [Note: identity] The kernel gives a process's number to later processes again, so its start belongs
 to it. Both mean something in one PID name space of one boot alone: two containers on one kernel
@@ -84,11 +84,8 @@ class Life(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Process:
-    """One process of all machines and times; `str` gives a word of at most 70 characters that
-    `parse` reads again. What the system does not say is "" or 0.
-
-    `started` is in clock ticks since boot; `namespace` is the number of its PID name space.
-    """
+    """One process of all machines and times; `parse` reads its `str` again. What the system does
+    not say is "" or 0. `started`: clock ticks since boot; `namespace`: its PID name space."""
 
     machine: str
     boot: str
@@ -177,6 +174,23 @@ def pid_namespace() -> int:
     with contextlib.suppress(OSError):
         return os.stat("/proc/self/ns/pid").st_ino
     return 0
+
+
+def partial_of(path: Path) -> Path:
+    """Where this process writes a file before it is whole."""
+    return path.with_name(f".{path.name}.{os.getpid()}.partial")
+
+
+def write_whole(path: str | os.PathLike[str], text: str) -> None:
+    """Write a file whole or not at all, making the directories that are missing."""
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = partial_of(target)
+    try:
+        partial.write_text(text, encoding="utf-8")
+        os.replace(partial, target)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def _machine() -> str:

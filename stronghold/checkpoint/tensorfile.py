@@ -120,9 +120,8 @@ def entry_of(name: str, tensor: torch.Tensor) -> Entry:
 def staged_entry(
     name: str, tensor: torch.Tensor, copy: Callable[[torch.Tensor, torch.Tensor], None]
 ) -> Entry:
-    """An entry that writes a contiguous `tensor` of any device, a piece at a time: `copy` brings
-    each into host memory and returns when it is there.
-    """
+    """An entry that writes a contiguous `tensor` of any device: `copy` brings each piece into host
+    memory and returns when it is there."""
 
     def pieces() -> Iterator[torch.Tensor]:
         flat = tensor.detach().reshape(-1)
@@ -258,9 +257,7 @@ def _power_of_x(exponent: int) -> int:
 # -- reading --------------------------------------------------------------------------------------
 class HeldFile:
     """Reads the file that `path` named when it was opened, or `path.name` in the directory whose
-    descriptor is `within`. CheckpointError when there is none, or it is no regular file: a pipe
-    would keep its reader for ever.
-    """
+    descriptor is `within`. CheckpointError when it is no regular file: a pipe would never end."""
 
     def __init__(self, path: Path, within: int | None = None) -> None:
         self.path = path
@@ -359,9 +356,7 @@ class TensorInfo(NamedTuple):
 
 class TensorFile:
     """Reads one file of tensors, which it holds open; of its contents it holds the header alone.
-
-    CheckpointError when the file is no safetensors file or is cut off.
-    """
+    CheckpointError when the file is no safetensors file or is cut off."""
 
     def __init__(self, file: HeldFile | Path) -> None:
         self._file = file if isinstance(file, HeldFile) else HeldFile(file)

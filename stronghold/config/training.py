@@ -88,10 +88,7 @@ KNOWN_CLASSES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdamSettings:
-    """Hyper-parameters of one parameter group.
-
-    `adamw`: the decay is decoupled from the gradient; otherwise it is added to it (L2).
-    """
+    """Of one parameter group. `adamw`: the decay is decoupled, not added to the gradient (L2)."""
 
     lr: float = 1e-3
     betas: tuple[float, float] = (0.9, 0.999)
@@ -147,11 +144,8 @@ class Settings:
 def load(
     source: Source, args: object | None = None, world_size: int | None = None, mpu: Any = None
 ) -> Settings:
-    """Reads and checks the whole config, for `world_size` data-parallel ranks.
-
-    None asks torch.distributed, and is 1 where it does not run. Raises ConfigError; every line of
-    its message is one key, what was got and what to change.
-    """
+    """Reads and checks the whole config, for `world_size` data-parallel ranks (None: as
+    torch.distributed says). ConfigError, a line for each key that is wrong."""
     original = read_config(source, args)
     section = parse_section(original)
     config = {key: value for key, value in original.items() if key != SECTION and value is not None}
@@ -183,9 +177,8 @@ def load(
 
 
 def check_keys(config: Mapping[str, Any]) -> StrongholdConfig:
-    """What `load` refuses by its keys alone, for programs whose framework acts on the config before
-    an engine is made; "auto" may still be there. The section, if nothing is refused.
-    """
+    """The section, unless `load` would refuse the config by its keys alone; "auto" may be there:
+    for programs whose framework acts on the config before an engine is made."""
     section = parse_section(config)
     _raise(refusals({k: v for k, v in config.items() if k != SECTION and v is not None}))
     return section

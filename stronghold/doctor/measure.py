@@ -67,10 +67,8 @@ def examine(
     """Measure this machine: less than a minute, with `quick` a few seconds and rougher.
 
     `device` is "cuda", "emulated", None for a GPU where there is one, or a device of the caller's
-    that has no buffers and no other user meanwhile. The emulated device's figures are those of CPU
-    memory and of torch's CPU threads. `path` is a directory on the disk to measure, None for none;
-    a temporary file in it is gone when this returns or raises. ConfigError for a device or a
-    directory that is not there.
+    that has no other user meanwhile. `path` is a directory on the disk to measure, None for none.
+    ConfigError for a device or a directory that is not there.
     """
     folder = None if path is None else Path(path).expanduser()
     if folder is not None and not folder.is_dir():
@@ -253,9 +251,8 @@ class LinkRates:
 
 
 def effort(quick: bool, available_bytes: int) -> Effort:
-    """What is worth moving on this machine: arrays larger than all last caches together, so that
-    memory is measured, but never more than an eighth of the memory that is free.
-    """
+    """What is worth moving on this machine: arrays larger than all last caches together, but never
+    more than an eighth of the memory that is free."""
     if quick:
         return Effort(
             adam_numel=8 * MIB,
@@ -283,11 +280,7 @@ def effort(quick: bool, available_bytes: int) -> Effort:
 
 def host_rates(size: Effort, num_cores: int, step: Step) -> tuple[dict[int, float], ...]:
     """Host memory bandwidth and the CPU Adam's rate with exact and with lean states, by number of
-    threads, in 1e9 bytes/s.
-
-    All move the same arrays in turn: memory is shared with others, and changes from second to
-    second.
-    """
+    threads, in 1e9 bytes/s. In turn: memory is shared with others, and changes by the second."""
     numel = size.adam_numel
     weight, grad = (map_slab(numel, torch.bfloat16).fill_(0.01) for _ in range(2))
     low = map_slab(numel, torch.int16).zero_()
@@ -346,10 +339,7 @@ def thread_counts(num_cores: int) -> list[int]:
 
 
 def link_rates(device: Device, size: Effort, step: Step) -> LinkRates:
-    """Copies between pinned host slabs and the device, alone and together, and on the device.
-
-    The device has no buffers but these, and none afterwards.
-    """
+    """Copies between pinned host slabs and the device, alone and together, and on the device."""
     nbytes = size.copy_bytes // 4096 * 4096
     hosts = [map_slab(nbytes, torch.uint8).fill_(1) for _ in range(2)]
     # Filled: CPU memory that was never written is one page of zeros, which stays in the cache.
@@ -407,11 +397,8 @@ def _pinnable(device: Device, size: Effort) -> tuple[int, str]:
 
 
 def product_flops(device: Device, dtype: torch.dtype, size: Effort) -> float:
-    """FLOP/s of a square matrix product on the device, with torch's present settings.
-
-    The largest of powers of two whose product takes no longer than `size.product_s`, repeated for
-    so long: a GPU's clock falls to what its power allows.
-    """
+    """FLOP/s of the largest square matrix product, of powers of two, that takes no longer than
+    `size.product_s`, repeated for so long: a GPU's clock falls to what its power allows."""
     chance = torch.Generator(device.torch_device)  # the caller's random numbers stay theirs
     side = 256
     while True:
@@ -451,8 +438,8 @@ def _together(
     ratio: float,
     rounds: int,
 ) -> float:
-    """Bytes per second of both lanes at once. `ratio`: seconds of a drain in those of a fetch; the
-    slower direction gets less to copy, so that both end together."""
+    """Bytes per second of both lanes at once. `ratio`: seconds of a drain in those of a fetch, by
+    which the slower direction gets less to copy."""
     nbytes = hosts[0].numel()
     fetched = int(nbytes * min(1.0, ratio)) or 1
     drained = int(nbytes * min(1.0, 1 / ratio)) or 1
@@ -559,10 +546,8 @@ def _queue(depth: int, memory: torch.Tensor) -> IoQueue:
 
 
 def _transfer(queue: IoQueue, file: IoFile, memory: torch.Tensor, depth: int, kinds: str) -> float:
-    """1e9 bytes/s of going through the file once, `depth` blocks in flight.
-
-    With "rw" every other block is read and the others are written. Ends early after LONGEST_S.
-    """
+    """1e9 bytes/s of going through the file once, `depth` blocks in flight, with "rw" reads and
+    writes in turn. Ends early after LONGEST_S."""
     flying: deque[int] = deque()
     moved = 0
     begun = time.perf_counter()

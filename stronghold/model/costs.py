@@ -486,9 +486,7 @@ def record(
     key_of: Callable[[torch.Tensor], int],
 ) -> Call | None:
     """The call as data; None when outputs share memory with each other or are views of an input.
-
-    `saved`: (storage, bytes), each storage once. `key_of`: the storage of a tensor.
-    """
+    `saved`: (storage, bytes), each once; `key_of`: the storage of a tensor."""
     inputs: dict[int, int] = {}
     for number, leaf in enumerate(leaves):
         if isinstance(leaf, torch.Tensor):

@@ -24,6 +24,7 @@ from typing import Any
 from stronghold.config.keys import Kind, wrong
 from stronghold.device.contention import Rates
 from stronghold.errors import ConfigError, did_you_mean
+from stronghold.process import write_whole
 
 VERSION = 1
 MACHINES = Path(__file__).parent / "machines"
@@ -148,14 +149,7 @@ class MachineProfile:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the JSON, whole or not at all, making the directories that are missing."""
-        target = Path(path)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        partial = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-        try:
-            partial.write_text(self.to_json(), encoding="utf-8")
-            os.replace(partial, target)
-        finally:
-            partial.unlink(missing_ok=True)
+        write_whole(path, self.to_json())
 
     @classmethod
     def load(cls, path_or_name: str | os.PathLike[str]) -> MachineProfile:
@@ -183,11 +177,8 @@ def machine_names() -> list[str]:
 
 
 def default_path(gpu: str | None = None) -> Path:
-    """Where this machine's profile lies: one file per host and kind of GPU.
-
-    `gpu` is the GPU's name; None is the emulated device. The environment variable
-    STRONGHOLD_PROFILE names another file for all of them; a shipped name there stays as shipped.
-    """
+    """Where this machine's profile lies: one file per host and kind of GPU (None: the emulated
+    device), or the one that STRONGHOLD_PROFILE names, if that is no shipped one."""
     chosen = os.environ.get(ENVIRONMENT)
     if chosen and chosen not in machine_names():
         return Path(chosen).expanduser()

@@ -19,8 +19,8 @@ import torch
 from stronghold.telemetry.trace import STEP_LANE, NullTrace, Trace
 
 WaitCause = Literal["fetch", "drain", "update"]
+# A number, or where it can be read when someone asks; None: there is none.
 Reading = float | torch.Tensor | Callable[[], float] | None
-"""A number, or where it can be read when someone asks; None: there is none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,11 +43,8 @@ class StepRecord:
 
 
 class Metrics:
-    """Counts between two `end_step` calls.
-
-    `num_parameters` is the model's; `recomputed` is the share of it whose forward runs again in
-    backward.
-    """
+    """Counts between two `end_step` calls. `recomputed` is the share of the model's
+    `num_parameters` whose forward runs again in backward."""
 
     def __init__(
         self,
@@ -90,10 +87,7 @@ class Metrics:
         learning_rate: float,
         skipped: bool = False,
     ) -> StepRecord:
-        """Close the step and start the next one's clock.
-
-        `step` counts from 1; `loss` is the mean over the step's micro-batches.
-        """
+        """Close the step and start the next one's clock. `loss`: the micro-batches' mean."""
         now_s = self._clock()
         start_s = now_s if self._start_s is None else self._start_s
         step_s = now_s - start_s
@@ -138,12 +132,9 @@ class Metrics:
 
 
 def tflops(num_parameters: int, num_tokens: int, seconds: float, recomputed: float) -> float:
-    """Useful TFLOP/s of a dense model: 2 k P T / seconds, attention not counted.
-
-    k = 3 passes over the weights (forward 1, backward 2), 4 when the forward pass is `recomputed`
-    (1.0; a share of it counts as such); the formula of the Megatron and DeepSpeed papers,
-    `billions * k * 2 * tokens / (seconds * 1e3)`.
-    """
+    """Useful TFLOP/s of a dense model, attention not counted: 2 k P T / seconds with k = 3 passes
+    over the weights (forward 1, backward 2) and the `recomputed` share of one more, as in the
+    Megatron and DeepSpeed papers."""
     if seconds <= 0.0:
         return 0.0
     passes = 3 + recomputed
@@ -171,11 +162,8 @@ def _milliseconds(seconds: Reading) -> str:
 
 
 def count_tokens(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
-    """Tokens in the arguments of a forward call, for throughput.
-
-    The size of `input_ids`, wherever it is nested; else of the first integer tensor of two or more
-    dimensions; else the batch size (first dimension of the first tensor); else 0.
-    """
+    """Tokens of a forward call: the size of `input_ids`, wherever it is nested; else of the first
+    integer tensor of two or more dimensions; else the first tensor's first dimension; else 0."""
     named = list(_tensors(kwargs)) + [pair for arg in args for pair in _tensors(arg)]
     for name, tensor in named:
         if name == "input_ids":

@@ -20,23 +20,18 @@ from pathlib import Path
 from typing import Any
 
 from stronghold.errors import ConfigError
+from stronghold.process import partial_of, write_whole
 
 STEP_LANE = "step"
-LANES = (STEP_LANE, "compute", "fetch", "drain", "update", "io")
-"""Rows of a trace from top to bottom; a lane that is not listed comes after these."""
-
+LANES = (STEP_LANE, "compute", "fetch", "drain", "update", "io")  # rows from top to bottom
 LATEST_US = 1e15  # of a trace that is read: thirty years after its first operation
-
+# So many at least are kept, and twice as many at most: 200 MB, some hundred steps of 32 blocks.
 NEWEST_SPANS = 250_000
-"""So many at least are kept, and twice as many at most: 200 MB, some hundred steps of 32 blocks.
-A run of a week makes a hundred million, and who asks for a trace wants to see a step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """One operation on a lane. The first word of `name` is its kind, a number in it its layer or
-    step.
-    """
+    """One operation on a lane: `name` is a verb and a layer or step."""
 
     lane: str
     name: str
@@ -117,33 +112,21 @@ class Trace:
             self._spans.clear()
 
     def write(self, path: str | Path) -> None:
-        """Write the spans that are kept; a reader sees the old file or the new one, never a part
-        of it.
-        """
+        """Write the spans that are kept; a reader sees the old file or the new one."""
         spans = self.spans()
         rows = {lane: row for row, lane in enumerate(lane_order(span.lane for span in spans))}
         events = [*_row_names(rows, self._rank)]
         events += [_event(span, rows[span.lane], self._rank, self._origin_s) for span in spans]
         document = {"displayTimeUnit": "ms", "traceEvents": events}
-        target = Path(path)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        partial = _partial(target)
-        try:
-            partial.write_text(json.dumps(document, separators=(",", ":")), encoding="utf-8")
-            os.replace(partial, target)
-        finally:
-            partial.unlink(missing_ok=True)
+        write_whole(path, json.dumps(document, separators=(",", ":")))
 
 
 class NullTrace(Trace):
-    """Records nothing, at the cost of a call, and writes no file."""
+    """Records nothing, at the cost of a call."""
 
     def __init__(self) -> None:
         super().__init__()
         self.recording = False
-
-    def write(self, path: str | Path) -> None:
-        """Nothing."""
 
 
 def file_of_rank(path: str | Path, rank: int) -> Path:
@@ -153,18 +136,15 @@ def file_of_rank(path: str | Path, rank: int) -> Path:
 
 
 def open_path(path: str | Path, rank: int) -> Path:
-    """Where a rank writes its trace, absolute: the program may change its directory.
-
-    The file's own is made. Raises ConfigError where the file could not be written: before the
-    training, not after it.
-    """
+    """Where a rank writes its trace, absolute: the program may change its directory. ConfigError
+    where it could not be written: before the training, not after it."""
     target = file_of_rank(path, rank).absolute()
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         if target.is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-        _partial(target).touch()
-        _partial(target).unlink()
+        partial_of(target).touch()
+        partial_of(target).unlink()
     except OSError as error:
         raise ConfigError(
             f"stronghold.trace: {path} cannot be written ({error.strerror or error}); name a file "
@@ -173,16 +153,9 @@ def open_path(path: str | Path, rank: int) -> Path:
     return target
 
 
-def _partial(target: Path) -> Path:
-    return target.with_name(f".{target.name}.{os.getpid()}.partial")
-
-
 def read(path: str | Path) -> list[Span]:
-    """The spans of a file that `Trace.write` made, by start; seconds count from the trace's
-    creation.
-
-    Raises ConfigError when the file is missing or is not a trace.
-    """
+    """The spans of a file that `Trace.write` made, by start, in seconds from the trace's creation.
+    ConfigError when the file is missing or is not a trace."""
     try:
         document = json.loads(Path(path).read_text(encoding="utf-8"))
         events = document["traceEvents"]
