@@ -15,7 +15,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 import stronghold
 from stronghold.errors import ConfigError
-from stronghold.model.source import source_of
+from stronghold.model.partition import source_of
 from tests.support.checkpoints import session, train
 
 # Given to a family's configuration, and to its parts', where they have the name.
