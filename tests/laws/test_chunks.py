@@ -21,6 +21,7 @@ from stronghold.errors import ConfigError
 from stronghold.model.partition import partition
 from stronghold.plan.demand import LEVELS
 from tests.models import HUGGING_FACE, MODELS
+from tests.support.pairs import pairs
 from tests.support.training import Run, assert_identical, config, train_plain, train_windowed
 
 STEPS = 6
@@ -87,14 +88,20 @@ def check(
     assert run.norms == expected.norms
 
 
-@pytest.mark.parametrize("policy", LEVELS)
+PLACES: list[dict[str, Any]] = [
+    {"window": 1},
+    {"window": 3, "cpu_threads": 2, "streams": 2},
+    {"window": 2, "resident_layers": 1},
+    {"resident_layers": "all", "resident_updates": "gpu"},
+]
+
+
 @pytest.mark.parametrize(
-    "place",
-    [
-        {"window": 1},
-        {"window": 3, "cpu_threads": 2, "streams": 2},
-        {"window": 2, "resident_layers": 1},
-        {"resident_layers": "all", "resident_updates": "gpu"},
+    ("place", "policy"),
+    [  # each level in two of the places, each place with three of the levels
+        pytest.param(place, level, marks=() if (k + n) % 2 else pytest.mark.slow)
+        for k, place in enumerate(PLACES)
+        for n, level in enumerate(LEVELS)
     ],
     ids=str,
 )
@@ -105,9 +112,9 @@ def test_where_layers_are_never_changes_a_bit(
     check({**place, "activations": policy})
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("chunk", [1, 2, 3])
-@pytest.mark.parametrize("policy", ["keep", "recompute"])
+@pytest.mark.parametrize(
+    ("chunk", "precision", "policy"), pairs([1, 2, 3], ["fp32", "bf16"], ["keep", "recompute"])
+)
 def test_every_chunk_has_the_bits_of_a_plain_loop_with_it(
     chunk: int, precision: str, policy: str
 ) -> None:

@@ -23,15 +23,17 @@ WHICH = (
     "and (t5 or llama or cache_dependent or structured or called_twice)"
 )
 
+FEWEST = {
+    "ATEN_CPU_CAPABILITY": "default",
+    "ONEDNN_MAX_CPU_ISA": "SSE41",
+    "MKL_CBWR": "COMPATIBLE",
+}
 CHOICES = {
-    "no vector instructions, one sum": {
-        "ATEN_CPU_CAPABILITY": "default",
-        "ONEDNN_MAX_CPU_ISA": "SSE41",
-        "MKL_CBWR": "COMPATIBLE",
-    },
-    "two threads": {"STRONGHOLD_TEST_THREADS": "2"},
+    "no vector instructions, one sum, two threads": {**FEWEST, "STRONGHOLD_TEST_THREADS": "2"},
 }
 ONE_BY_ONE = {
+    "no vector instructions, one sum": FEWEST,
+    "two threads": {"STRONGHOLD_TEST_THREADS": "2"},
     "aten avx2": {"ATEN_CPU_CAPABILITY": "avx2"},
     "aten default": {"ATEN_CPU_CAPABILITY": "default"},
     "onednn sse4.1": {"ONEDNN_MAX_CPU_ISA": "SSE41"},
