@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 LONGEST = 1 << 17  # bytes of a request
 SERVER = """
 import sys
-import deepspeed, stronghold.engine, tests.models, tests.support.checkpoints
+import deepspeed, stronghold.engine, torch._dynamo, tests.models, tests.support.rank_programs
 from tests.support.children import serve
 sys.argv = serve(int(sys.argv[1]))
 exec(compile(sys.argv.pop(0), "-c", "exec"), {"__name__": "__main__"})
