@@ -185,30 +185,21 @@ def default_path(gpu: str | None = None) -> Path:
     return _folder() / f"{_slug(platform.node())}-{_slug(gpu or EMULATED)}.json"
 
 
-def find(gpu: str | None = None) -> MachineProfile | None:
-    """This machine's own profile, None if it was never measured.
-
-    With the GPU's name, that GPU's. Without, the newest of this host's, a GPU's before the emulated
-    device's. STRONGHOLD_PROFILE, a path or a shipped name, overrides both and must exist; a file
-    in the cache that cannot be read counts as absent, with a warning.
-    """
+def find() -> MachineProfile | None:
+    """This machine's own profile, None if it was never measured: the newest of this host's, a GPU's
+    before the emulated device's. STRONGHOLD_PROFILE, a path or a shipped name, overrides that and
+    must exist; a file in the cache that cannot be read counts as absent, with a warning."""
     chosen = os.environ.get(ENVIRONMENT)
     if chosen:
         return MachineProfile.load(chosen)
-    if gpu is not None:
-        candidates = [default_path(gpu)]
-    else:
-        emulated = default_path()
-        found = _folder().glob(f"{_slug(platform.node())}-*.json")
-        candidates = sorted(
-            found, key=lambda path: (path == emulated, -path.stat().st_mtime, path.name)
-        )
-    for path in candidates:
-        if path.exists():
-            try:
-                return MachineProfile.load(path)
-            except ConfigError as error:
-                _logger.warning("%s", error)
+    emulated = default_path()
+    found = _folder().glob(f"{_slug(platform.node())}-*.json")
+    order = sorted(found, key=lambda path: (path == emulated, -path.stat().st_mtime, path.name))
+    for path in order:
+        try:
+            return MachineProfile.load(path)
+        except ConfigError as error:
+            _logger.warning("%s", error)
     return None
 
 
