@@ -78,8 +78,7 @@ def test_blocks_that_the_engine_compiles_have_the_bits_of_compiled_plain_ones(
             next(both.model.blocks[0].parameters()).div_(2.0)
 
 
-@pytest.mark.parametrize("activations", ["keep", "recompute"])
-@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize(("activations", "first"), [("keep", True), ("recompute", False)])
 def test_a_block_that_compiles_itself_has_the_same_bits(activations: str, first: bool) -> None:
     model = MODELS["gpt"]()[0]
 

@@ -276,7 +276,10 @@ LAUNCHERS = {
 }
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize(
+    "launcher",  # Accelerate's is torch's run
+    ["deepspeed", "accelerate", pytest.param("torchrun", marks=pytest.mark.slow)],
+)
 def test_launchers_start_a_script_through_run(launcher: str, script: Path) -> None:
     from tests.conftest import free_port
 

@@ -133,7 +133,7 @@ def test_a_child_ends_an_engine_without_a_trace(section: dict[str, Any], tmp_pat
 PROGRAM = """
 import os, sys
 from tests.support.checkpoints import session, train
-with session(section={"async_checkpoint": True, "window": 2, "emulated": {"jitter_s": 0.03}}) as e:
+with session(section={"async_checkpoint": True, "window": 2, "emulated": {"jitter_s": 0.01}}) as e:
     train(e, 1)
     e.save_checkpoint(sys.argv[1])
     child = os.fork()

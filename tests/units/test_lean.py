@@ -12,6 +12,7 @@ from stronghold import lean, native
 from stronghold.errors import ConfigError
 from tests.support.device_kernels import HYPER
 from tests.support.kernel_arrays import BF16, DTYPES, F16, F32, NAN, bits, misaligned, values
+from tests.support.pairs import pairs
 
 SIZES = (0, 1, 15, 17, 31, 33, 63, 64, 65, 255, 256, 257, 4097)
 PARTS = ("weight", "low", "exp_avg", "exp_avg_sq", "grad", "exp_avg_scale", "exp_avg_sq_scale")
@@ -96,9 +97,9 @@ def differing(left: LeanArrays, right: LeanArrays) -> list[str]:
 # ---- The kernel is the reference ----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("isa", native.isas())
-@pytest.mark.parametrize("grad_dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("adamw", [True, False], ids=["adamw", "l2"])
+@pytest.mark.parametrize(
+    ("isa", "grad_dtype", "adamw"), pairs(native.isas(), DTYPES, {"adamw": True, "l2": False})
+)
 def test_the_kernel_is_the_reference_bit_for_bit(isa, grad_dtype, adamw):
     with native.Pool(1, isa=isa) as pool, native.Pool(1) as exact:
         for numel, skip, special in itertools.product(SIZES, (0, 1, 6), (False, True)):
