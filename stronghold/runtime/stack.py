@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -114,7 +115,10 @@ class Stack:
         kind = section.device or ("cuda" if cuda.available() else "emulated")
         self.section = section
         on_gpu = kind == "cuda" and cuda.available()
-        self.gpu_free_bytes = cuda.free_bytes(request.local_rank) if on_gpu else None
+        on_device, self._host_reserved_bytes = reserved_bytes()
+        self.gpu_free_bytes = None
+        if on_gpu:
+            self.gpu_free_bytes = max(0, cuda.free_bytes(request.local_rank) - on_device)
         self.demand: Demand = self._demand(request, training=optimizer is not None)
         rank = self.ranks.global_rank
         self._trace_path = section.trace and open_path(section.trace, rank)
@@ -141,6 +145,7 @@ class Stack:
             undo.callback(LogitsInParts(model, section.loss_chunk, self._updates_of).close)
             self._parts = undo.pop_all()
         self._planned = (self.plan.gpu_total_bytes, self.plan.host_total_bytes)
+        _open.add(self)
 
     def _updates_of(self, weight: torch.Tensor) -> int | None:
         """How often a parameter of a layer that is not streamed was updated; None for others."""
@@ -166,7 +171,8 @@ class Stack:
         ]
         held_now = sum(named.parameter.numel() for named in held) * self.dtype.itemsize
         sharers = ranks.on_node.count
-        host_budget = section.host_memory or available_host_bytes() // sharers + held_now
+        available = max(0, available_host_bytes() // sharers - self._host_reserved_bytes)
+        host_budget = section.host_memory or available + held_now
         if section.nvme is not None:
             host_budget = ranks.least(host_budget)  # the same arrays spill
         resident = section.resident_layers
@@ -519,6 +525,7 @@ class Stack:
         if self._closed or self.forked:
             return
         self._closed = True
+        _open.discard(self)
         with self._parts:  # the lanes and the pool end whatever happens below
             self.runtime.detach()
             self.device.close()
@@ -533,6 +540,25 @@ class Stack:
                 self.team.close()
                 self.write_trace()  # the last: it can fail, of a full disk
             self.device.check_unheard()
+
+
+_open: weakref.WeakSet[Stack] = weakref.WeakSet()
+
+
+def reserved_bytes() -> tuple[int, int]:
+    """Bytes on the device and in host memory that this process's engines have planned and have not
+    taken: masters, moments and gradient slots come with the first backward, activations in each
+    step. One that is away from the device has left its room there to others.
+    """
+    on_device = on_host = 0
+    for stack in _open:
+        plan = stack.plan
+        if not stack._away:
+            need = plan.gpu_total_bytes + plan.activation_bytes
+            on_device += max(0, need - stack.device.allocated_bytes)
+        need = plan.host_total_bytes + plan.offloaded_bytes
+        on_host += max(0, need - stack.host.allocated_bytes)
+    return on_device, on_host
 
 
 def _check_parameters(found: Partition, precision: str, source: WeightSource | None) -> None:

@@ -18,6 +18,7 @@ import stronghold
 from stronghold.engine import StrongholdEngine
 from stronghold.engine.surface import REFUSED
 from stronghold.errors import ConfigError
+from stronghold.runtime import stack
 from stronghold.runtime.guards import FRAGMENT
 from tests.conftest import lane_threads
 from tests.models import MODELS, loss_of
@@ -461,6 +462,38 @@ def test_engines_do_not_know_of_each_other() -> None:
             policy.train(step)
             other.train(2 * step, 2 * step + 1)
     assert lane_threads() == []
+
+
+def test_an_engine_plans_with_what_the_others_have_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Masters, moments and gradients are taken at the first backward: planned is not free."""
+    gc.collect()
+    monkeypatch.setattr(stack, "available_host_bytes", lambda: 1 << 30)
+    engines, reserved = [], [stack.reserved_bytes()]
+    for _ in range(3):
+        model, make_batch = MODELS["gpt"]()
+        engines.append(
+            stronghold.initialize(
+                model=model,
+                config=config(section={"activations": "recompute", "window": 1}),
+                model_parameters=model.parameters(),
+            )[0]
+        )
+        if len(engines) == 2:  # the first one takes what is its own, and leaves the device
+            engines[0].backward(loss_of(engines[0](**make_batch(0))))
+            engines[0].step()
+            engines[0].offload_states()
+        reserved.append(stack.reserved_bytes())
+    before, first, second, third = reserved
+    plan = engines[1]._stack.plan
+    assert plan.activation_bytes <= first[0] - before[0] <= plan.gpu_total_bytes
+    assert first[1] - before[1] == plan.host_total_bytes - engines[1]._stack.host.allocated_bytes
+    assert second == first != before
+    assert third > second
+    budgets = [engine._stack.demand.host_budget_bytes for engine in engines]
+    assert budgets[1] == budgets[2] == budgets[0] - (first[1] - before[1])
+    for engine in engines:
+        engine.destroy()
+    assert stack.reserved_bytes() == before
 
 
 def test_a_model_that_an_engine_streams_is_refused_until_it_is_given_back() -> None:
