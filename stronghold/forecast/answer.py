@@ -122,9 +122,10 @@ class Forecast:
         question, plan = self.question, self.plan
         if plan is None:
             return {}
+        waiting = {"activations": plan.offloaded_bytes}
         tiers = {
             "gpu": (question.gpu_bytes, plan.gpu_bytes | {"activations": plan.activation_bytes}),
-            "host": (question.host_bytes // question.gpus, plan.host_bytes),
+            "host": (question.host_bytes // question.gpus, plan.host_bytes | waiting),
         }
         if question.nvme_bytes:
             tiers["nvme"] = (question.nvme_bytes // question.gpus, plan.nvme_bytes)

@@ -15,6 +15,11 @@ and, for checkpoints, the io lane. The fences of `runtime` keep them apart.
 Gradients arrive in entries of the compute dtype: one per layer when the gate holds them back, else
 a small ring.
 
+[Note: lent] An entry that a layer's gradients wait in is empty from the step's updates until its
+backward ends. What the layer's blocks were given waits there meanwhile, where it is computed again
+from that: the entry's record orders both. Its inputs are read before the last of its gradients is
+there, as a rule. Where not (of two graphs one goes backward first), `vacate` moves them before.
+
 [Note: ranks] Of several ranks each holds elements [begin, end) of a layer's trainable part in all
 but the first and in its entries. Weights are the node's (`team.ranks`): they have all elements,
 of which this rank updates its own and counts those that it fetches.
@@ -94,6 +99,7 @@ class HostStore:
         ]
         self._mine = [state for state in self.layers if not state.on_device]
         self._ring = Ring()
+        self.vacate: Callable[[int], None] = lambda index: None  # [Note: lent]
         self._pinned: dict[int, torch.Tensor] = {}  # by address
         self.allocated_bytes = self.peak_bytes = self.tiers.ring_bytes
         self.training = False
@@ -181,7 +187,7 @@ class HostStore:
         for state in self._mine:
             filed = self.tiers.holds(state.index, "gradients")
             if state.index in self._held and not filed and state.end > state.begin:
-                self.held_entry(state.index)
+                self._own_entry(state)
 
     def _make_ring(self, num_entries: int) -> None:
         largest = max((state.end - state.begin for state in self._mine), default=0)
@@ -189,9 +195,21 @@ class HostStore:
             self._ring.add(self._slab(largest, self.dtype, pinned=True))
 
     def held_entry(self, index: int) -> Entry:
-        """The layer's own gradient entry; made now if the plan does not hold gradients (a layer
-        that was called twice)."""
-        state = self.layers[index]
+        """The layer's own gradient entry, to be written; made now if the plan does not hold
+        gradients (a layer that was called twice)."""
+        self.vacate(index)
+        return self._own_entry(self.layers[index])
+
+    def lent_entry(self, index: int) -> Entry | None:
+        """The same, for whatever will be away when the gradients come ([Note: lent]); None where
+        some have come, or where none will."""
+        state, filed = self.layers[index], self.tiers.holds(index, "gradients")
+        never = not state.trained or state.end == state.begin
+        if index not in self._held or filed or state.on_device or never or state.arrived:
+            return None
+        return self._own_entry(state)
+
+    def _own_entry(self, state: LayerState) -> Entry:
         if state.held is None:
             slab = self._slab(state.end - state.begin, self.dtype, pinned=True)
             state.held = Entry(slab, state.records["gradients"])

@@ -204,7 +204,6 @@ def make_plan(layout: ModelLayout, demand: Demand) -> Plan:
     places = _Places(layout, demand, reasons)
     activations, blocks = places.activations, places.blocks
     kept_bytes = activation_bytes(layout, activations, demand)
-    offloaded = _offloaded_bytes(layout, activations, demand)
 
     def gpu_total(window: int, gradient_slots: int) -> int:
         own = places.gpu_bytes(window, gradient_slots)
@@ -227,7 +226,7 @@ def make_plan(layout: ModelLayout, demand: Demand) -> Plan:
         stays = [layer for layer in places.on_host if layer.index in places.resident]
         where = "; what stays on the gpu is updated on the host" if stays else ""
         reasons.append(f"states: lean, which round otherwise than exact ones{where}")
-    host = _Host(places, offloaded, reasons)
+    host = _Host(places, reasons)
     reasons += _deferred_in_words(places, host.deferred)
     again = sum(e.num_parameters for e in layout.layers if activations[e.index] in AGAIN)
     on_gpu = frozenset(layer.index for layer in places.on_gpu)
@@ -248,7 +247,7 @@ def make_plan(layout: ModelLayout, demand: Demand) -> Plan:
         host_bytes=host.host_bytes,
         num_parameters=layout.num_parameters,
         activation_bytes=kept_bytes,
-        offloaded_bytes=offloaded,
+        offloaded_bytes=host.offloaded_bytes,
         recomputed=again / max(1, layout.num_parameters),
         reasons=tuple(reasons),
         traffic=traffic_of(
@@ -257,7 +256,7 @@ def make_plan(layout: ModelLayout, demand: Demand) -> Plan:
             resident=places.resident,
             on_gpu=on_gpu,
             window=window,
-            offloaded_bytes=offloaded,
+            offloaded_bytes=sum(moved for moved, _ in places.moved.values()),
             nvme=host.traffic,
         ),
         spilled=host.spilled,
@@ -319,12 +318,6 @@ def activation_bytes(layout: ModelLayout, activations: Sequence[str], demand: De
     return kept + (max(outside, passing) if demand.streams == 1 else outside + passing)
 
 
-def _offloaded_bytes(layout: ModelLayout, activations: Sequence[str], demand: Demand) -> int:
-    """Bytes of activations that wait on the host while backward begins."""
-    blocks = layout.streamed if demand.kept else ()
-    return sum(demand.kept[index].moved_bytes(activations[index]) for index in blocks)
-
-
 def _policies(layout: ModelLayout, demand: Demand) -> tuple[str, ...]:
     """Each layer's activation policy; what is no block keeps its own."""
     chosen = demand.activations or "keep"
@@ -356,6 +349,13 @@ class _Places:
     def __init__(self, layout: ModelLayout, demand: Demand, reasons: list[str]) -> None:
         self.demand, self.gradients = demand, demand.gradients
         self.activations = _policies(layout, demand)
+        # Of each block: bytes that wait on the host while backward begins, and the inputs' part.
+        self.moved: dict[int, tuple[int, int]] = {}
+        for index in layout.streamed if demand.kept else ():
+            load, level = demand.kept[index], self.activations[index]
+            inputs = load.boundary_bytes if level in AGAIN else 0
+            if moved := load.moved_bytes(level):
+                self.moved[index] = moved, inputs
         self.blocks = blocks = [layer for layer in layout.layers if layer.streamed]
         self.outside = [layer for layer in layout.layers if not layer.streamed]
         wanted = demand.resident_layers or 0
@@ -521,10 +521,9 @@ class _Host:
     allocated, where it cannot fit.
     """
 
-    def __init__(self, places: _Places, offloaded_bytes: int, reasons: list[str]) -> None:
+    def __init__(self, places: _Places, reasons: list[str]) -> None:
         self._places = places
         self._demand = demand = places.demand
-        self._offloaded_bytes = offloaded_bytes
         self._early = places.gradients is Gradients.RING
         if demand.meets_others and demand.nvme and demand.spill == "weights":
             raise ConfigError(
@@ -562,6 +561,7 @@ class _Host:
         sums, kinds = self._sums(self.spilled, in_files=True), KINDS if any(self.spilled) else {}
         self.nvme_bytes = {kind: sum(sums[a] for a in arrays) for kind, arrays in kinds.items()}
         self.host_bytes = self._host_bytes(self.spilled)
+        self.offloaded_bytes = self._offloaded(self.spilled)
         if demand.nvme and demand.spill is None:
             named = [kind for kind, size in self.nvme_bytes.items() if size]
             which = "of layers spread evenly" if self._early else "the last layers first"
@@ -620,7 +620,7 @@ class _Host:
 
     def _fits(self, spilled: Spilled) -> bool:
         budget = self._demand.host_budget_bytes
-        needed = self._offloaded_bytes + sum(self._host_bytes(spilled).values())
+        needed = self._offloaded(spilled) + sum(self._host_bytes(spilled).values())
         return budget is None or needed <= budget
 
     def _alike(self, spilled: Spilled) -> Iterator[tuple[dict[str, int], int, frozenset[str], int]]:
@@ -653,6 +653,19 @@ class _Host:
             f"gradient ring ({RING_ENTRIES} entries)": self._ring_entries(spilled) * self._largest,
             f"staging ring ({staging.entries} pieces)": staging.nbytes,
         }
+
+    def _offloaded(self, spilled: Spilled) -> int:
+        """Bytes of activations that wait on the host, but for inputs that lie where the layer's
+        gradients will ([Note: lent] of `memory.host`)."""
+        total = 0
+        for index, (moved, inputs) in self._places.moved.items():
+            numel, _ = self._layers.get(index, (0, 0))
+            if numel and "gradients" not in spilled[index]:
+                room = self._trained[numel].get("gradients", 0)
+                chunk = -(-inputs // self._demand.chunks)
+                moved -= min(inputs, room // chunk * chunk) if chunk else 0
+            total += moved
+        return total
 
     def _deferred(self, spilled: Spilled) -> frozenset[int]:
         """Blocks whose updates wait for the next forward ([Note: deferred updates] of `cost`):
@@ -714,7 +727,7 @@ class _Host:
                 f"stronghold.nvme.capacity: what spills needs {on_disk} bytes{each}, {capacity} "
                 "are allowed; raise it, or give more to stronghold.host_memory so that less spills"
             )
-        wanted = self.host_bytes | {"offloaded activations": self._offloaded_bytes}
+        wanted = self.host_bytes | {"offloaded activations": self.offloaded_bytes}
         need, budget = sum(wanted.values()), demand.host_budget_bytes
         if budget is None or need <= budget:
             return

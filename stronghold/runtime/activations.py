@@ -21,6 +21,9 @@ compute is made to wait for the copies of layer i - 1, and their sources are dro
 computed next takes their memory, in stream order. It is the same on the way back: what was brought
 back is dropped as soon as compute waits for its copy and autograd is through with it.
 
+[Note: lent] Inputs that wait on the host for a layer's second run take the room of its gradients,
+as far as it goes (`host`, [Note: lent]): first those of the first chunks, and all else is pinned.
+
 [Note: foreign hooks] The user's own checkpointing also works by saved-tensor hooks. Torch applies
 the innermost pair alone, so ours pass on to the pair that was active before what they do not turn
 into handles.
@@ -47,7 +50,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
 from stronghold.device.base import Device, Fence, completed
+from stronghold.device.fence import Record
 from stronghold.errors import ConfigError, LaneError
+from stronghold.memory.host import HostStore
 from stronghold.memory.slab import PinnedPool
 from stronghold.model.gpu_operators import Attended, in_all
 from stronghold.plan.demand import AGAIN, ATTENTION, AWAY
@@ -159,12 +164,15 @@ class SavedStorage:
     returns to the pool.
     """
 
-    __slots__ = ("__weakref__", "back", "host", "source", "stored", "version")
+    __slots__ = ("__weakref__", "back", "host", "lent", "source", "stored", "version")
 
-    def __init__(self, source: torch.Tensor, host: torch.Tensor) -> None:
+    def __init__(
+        self, source: torch.Tensor, host: torch.Tensor, lent: tuple[Record, ...] = ()
+    ) -> None:
         self.source: torch.Tensor | None = source
         self.version = source._version
         self.host = host
+        self.lent = lent  # the record of the entry that it lies in ([Note: lent])
         self.stored: Fence | None = None
         self.back: _Back | None = None
 
@@ -233,6 +241,7 @@ class Activations:
         device: Device,
         executor: Executor,
         metrics: Metrics,
+        host: HostStore,
         *,
         host_room_bytes: int | None = None,
     ) -> None:
@@ -251,6 +260,10 @@ class Activations:
         self._coming: set[_Back] = set()  # compute has not been made to wait for them
         self._stored: Fence = completed("drain", "nothing offloaded")  # the newest copy
         self._pool = PinnedPool(device, host_room_bytes)
+        self._host = host
+        host.vacate = self._vacate
+        # By layer what lies in its gradients' room, and where it ends, one behind the other.
+        self._borrowed: dict[int, list[tuple[weakref.ref[SavedStorage], int]]] = defaultdict(list)
         self.sizes = ActivationSizes(len(policies))
         self._interception = Interception()
         self._watched = [
@@ -344,7 +357,8 @@ class Activations:
         """Of a view its own part alone: chunks share their storage."""
         if not (tensor.is_contiguous() and self._worth_offloading(tensor, part=True)):
             return None
-        saved = self._store(layer, tensor, tensor.detach().view(-1).view(torch.uint8))
+        part = tensor.detach().view(-1).view(torch.uint8)
+        saved = self._store(layer, tensor, part, input=True)
         kept = SavedActivation(saved, tensor.dtype, 0, tensor.shape, tensor.stride())
         return partial(self._give_result, kept)
 
@@ -520,26 +534,62 @@ class Activations:
         at = int(tensor.storage_offset())
         return SavedActivation(saved, tensor.dtype, at, tensor.shape, tensor.stride())
 
-    def _store(self, layer: int, tensor: torch.Tensor, source: torch.Tensor) -> SavedStorage:
-        """The bytes `source` of the tensor's storage go to the host."""
-        nbytes = source.numel()
-        saved = SavedStorage(tensor.detach(), self._pool.take(nbytes))  # [Note: pack]
+    def _store(
+        self, layer: int, tensor: torch.Tensor, source: torch.Tensor, *, input: bool = False
+    ) -> SavedStorage:
+        """The bytes `source` of the tensor's storage go to the host. As an `input` they may lie
+        where the layer's gradients will."""
+        kept, nbytes = tensor.detach(), source.numel()  # [Note: pack]
+        saved = self._borrow(layer, kept, nbytes) if input else None
+        if saved is None:
+            saved = SavedStorage(kept, self._pool.take(nbytes))
+            self._return_later(layer, saved)
         target, device = saved.host, self._device
         saved.stored = device.drain.submit(
             f"offload {layer}",
             lambda: device.copy(target, source),
             after=(device.record_compute(f"activation {layer}"),),
+            writes=saved.lent,
             nbytes=nbytes,
         )
         self._stored = saved.stored
-        pool, host = self._pool, saved.host
-        # Memory that is taken again while a transfer still reads it cannot happen: the next offload
-        # waits for compute, and compute waited for that transfer.
-        self._saved[layer].append(weakref.ref(saved, lambda _: pool.give(host)))
         if not self._leaving:  # a layer inside this one has ended, and was the last to offload
             self._leaving.append([])
         self._leaving[-1].append(saved)
         return saved
+
+    def _return_later(self, layer: int, saved: SavedStorage) -> None:
+        """Memory that is taken again while a transfer still reads it cannot happen: the next
+        offload waits for compute, and compute waited for that transfer."""
+        pool, host = self._pool, saved.host
+        self._saved[layer].append(weakref.ref(saved, lambda _: pool.give(host)))
+
+    def _borrow(self, layer: int, tensor: torch.Tensor, nbytes: int) -> SavedStorage | None:
+        """Room in the layer's gradient entry ([Note: lent]); None where there is none."""
+        entry, here = self._host.lent_entry(layer), self._borrowed[layer]
+        while here and here[-1][0]() is None:
+            here.pop()
+        begin = here[-1][1] if here else 0
+        if entry is None or begin + nbytes > entry.memory.nbytes:
+            return None
+        room = entry.memory.view(torch.uint8)[begin : begin + nbytes]
+        saved = SavedStorage(tensor, room, (entry.record,))
+        reference = weakref.ref(saved)
+        here.append((reference, begin + nbytes))
+        self._saved[layer].append(reference)
+        return saved
+
+    def _vacate(self, layer: int) -> None:
+        """Gradients are about to come where something of the layer's may still lie."""
+        for reference, _ in self._borrowed.pop(layer, ()):
+            saved = reference()
+            if saved is not None:
+                assert saved.stored is not None
+                saved.stored.wait()
+                target = self._pool.take(saved.host.numel())
+                target.copy_(saved.host)
+                saved.host, saved.lent = target, ()
+                self._return_later(layer, saved)
 
     def _drop_left(self, *, newest: int) -> None:
         """Drop the sources of all but the `newest` forwards, in stream order after their copies
@@ -581,6 +631,7 @@ class Activations:
             lambda: device.copy(memory, host),
             # After compute: the allocator may have taken the memory from work still queued there.
             after=(saved.stored, device.record_compute(f"room for activation {layer}")),
+            reads=saved.lent,
             nbytes=saved.host.numel(),
         )
         saved.back = _Back(weakref.ref(saved), memory, ready)
@@ -608,5 +659,9 @@ class Activations:
                 fence.wait()
         self._coming.clear()
         self._leaving.clear()
+        for saved in (reference() for here in self._borrowed.values() for reference, _ in here):
+            if saved is not None:
+                saved.host, saved.lent = saved.host.clone(), ()
+        self._borrowed.clear()
         self._saved.clear()
         self._pool.close()

@@ -93,6 +93,7 @@ class Runtime:
             device,
             self.executor,
             parts.metrics,
+            host,
             host_room_bytes=host_room_bytes,
         )
 

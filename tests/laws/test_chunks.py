@@ -356,3 +356,42 @@ def test_a_hook_on_a_gradient_is_refused(kind: str) -> None:
             engine(**make_batch(0))
     finally:
         engine.destroy()
+
+
+def test_inputs_wait_where_the_gradients_will_lie(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As far as these go; and move where gradients come before they are used: of several graphs
+    one goes backward first."""
+    monkeypatch.setattr("stronghold.runtime.activations.MIN_OFFLOAD_BYTES", 1)
+    moved: list[int] = []
+
+    def train(policy: str) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model, make_batch = llama(dropout=0.0)
+        section = {"chunk": 1, "window": 1, "activations": policy}
+        settings = config(clipping=0.5, precision="bf16", section=section)
+        engine, *_ = stronghold.initialize(model=model, config=settings)
+        activations, offloads = engine._stack.runtime.activations, policy != "keep"
+        vacate = activations._return_later
+        for step in range(2):
+            losses = [engine(**make_batch(step)).loss]
+            borrowed = sum(map(len, activations._borrowed.values()))
+            if step == 0:
+                assert activations.host_bytes == engine.plan.offloaded_bytes == 0
+                assert borrowed == offloads * BATCH * NUM_LAYERS
+            losses += [engine(**make_batch(10 * step + k)).loss for k in range(5)]
+            assert (activations.host_bytes > 0) == offloads
+            with monkeypatch.context() as patch:
+                patch.setattr(
+                    activations, "_return_later", lambda *of: (moved.append(of[0]), vacate(*of))
+                )
+                for loss in losses:
+                    engine.backward(loss)
+            engine.step()
+        weights = {name: p.clone() for name, p in engine.module_state_dict().items()}
+        engine.destroy()
+        return list(weights.values())
+
+    expected = train("keep")
+    assert not moved
+    assert all(map(torch.equal, train("recompute_offload"), expected))
+    assert set(moved) == set(range(1, NUM_LAYERS + 1))

@@ -429,5 +429,15 @@ def test_activations_by_level_are_what_waits_and_what_passes() -> None:
     assert make_plan(layout, dataclasses.replace(known, activations=mixed)).activation_bytes == (
         inputs + (n - 1) * saved + saved // chunks
     )
+    # Inputs lie where gradients that are held will, as many chunks' as there is room for.
+    chunk = 2 * layout.layers[blocks[0]].trainable_numel // 3
+    large = dataclasses.replace(block, boundary_bytes=chunks * chunk)
+    wish = dataclasses.replace(known, kept=(large,) * len(layout.layers))
+    for level, else_where in {"recompute_offload": 0, "attention_offload": attended}.items():
+        for gated, accumulate, waiting in ((False, False, 4), (True, False, 1), (True, True, 4)):
+            asked = {"activations": level, "gated": gated, "accumulate": accumulate}
+            plan = make_plan(layout, dataclasses.replace(wish, **asked))
+            assert plan.offloaded_bytes == n * (waiting * chunk + else_where), asked
+            assert plan.traffic.offloaded_bytes == n * (chunks * chunk + else_where)
     with pytest.raises(ConfigError, match=f"expected {n}, as many as the model has"):
         levels_of(layout, {"recompute": n + 1})
