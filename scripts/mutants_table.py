@@ -214,8 +214,8 @@ UPDATES = [
     Mutant(
         "what was loaded ahead outlives backward",
         "runtime/update.py",
-        "self._adam(self._waiting(state), 1.0)\n        self._expected.clear()\n",
-        "self._adam(self._waiting(state), 1.0)\n",
+        "                self._take_parts(state)\n        self._expected.clear()\n",
+        "                self._take_parts(state)\n",
         DEFERRAL,
         "loaded_ahead_is_dropped",
     ),
@@ -319,8 +319,8 @@ PASSES = [
     Mutant(
         "the second part of a gradient in one backward is the gradient",
         "runtime/drains.py",
-        "target.add_(gradient)",
-        "target.copy_(gradient)",
+        "(total if chunk and total is not None else place).add_(gradient)",
+        "(total if chunk and total is not None else place).copy_(gradient)",
         CHUNKS,
         "where_layers_are",
     ),
