@@ -42,13 +42,17 @@ def test_a_sweep_draws_and_prints_its_points(
 
 
 @pytest.mark.parametrize("axis", ["batch", "layers"])
-def test_a_sweep_ends_with_the_largest_that_fits_and_the_next_that_does_not(axis: str) -> None:
+def test_a_sweep_ends_with_the_largest_that_fits_and_the_next_that_does_not(
+    axis: str, tmp_path: Path
+) -> None:
     points = swept(axis)
     values = [value for value, _ in points]
     assert values == sorted(set(values))
     assert all(found.fits for _, found in points[:-1])
     assert not points[-1][1].fits
     assert values[-1] == values[-2] + 1
+    assert f"{values[-1]:,}" in forecast.table(points, axis).splitlines()[-1]
+    forecast.draw(points, axis, tmp_path / "sweep.png")
     assert outlook(asked(**LIMITS, **{axis: values[-2]})).fits
     assert not outlook(asked(**LIMITS, **{axis: values[-1]})).fits
 
