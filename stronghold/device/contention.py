@@ -90,6 +90,7 @@ class Contention:
 
     def __init__(self, rates: Rates) -> None:
         self._rates = rates
+        self._alone_and_beside = _alone_and_beside(rates)
         self._recent: dict[str, deque[Moving]] = defaultdict(lambda: deque(maxlen=SHARING_MEMORY))
         self._updates: deque[Moving] = deque()
         self._delayed: list[Moving] = []
@@ -99,7 +100,7 @@ class Contention:
         if lane == "update":
             own, beside = self._rates.update_gbps * 1e9, self._beside_transfers(start_s)
         else:
-            own, shared = self._rate(lane)
+            own, shared = self._alone_and_beside.get(lane, (0.0, {}))
             beside = self._overlaps(shared, start_s)
         return _end_s(start_s, nbytes, own, beside) if nbytes > 0 and own > 0.0 else start_s
 
@@ -170,35 +171,6 @@ class Contention:
                 found.append(_Left(at_s, until_s, left))
         return found
 
-    def _rate(self, lane: str) -> tuple[float, dict[str, float]]:
-        """Bytes/s of a lane alone, and beside each lane that shares its resource."""
-        rates = self._rates
-        if lane in LINK_LANES:
-            own = rates.fetch_gbps if lane == "fetch" else rates.drain_gbps
-            other = "drain" if lane == "fetch" else "fetch"
-            beside = rates.duplex_gbps - (rates.drain_gbps if lane == "fetch" else rates.fetch_gbps)
-            shared = {other: beside}
-        elif lane == "gather":
-            own, shared = rates.wire_gbps, {}
-        elif lane == "reduce":
-            own, shared = rates.reduce_gbps, {}
-        elif lane == "exchange":
-            own = rates.exchange_gbps
-            shared = {"reduce": own / 2}
-        elif lane == "spill":
-            own = rates.spill_gbps
-            beside = rates.io_gbps - rates.load_gbps
-            shared = {"load": beside, "stage": beside}
-        elif lane in ("load", "stage"):
-            own = rates.load_gbps
-            other = "stage" if lane == "load" else "load"
-            shared = {"spill": rates.io_gbps - rates.spill_gbps, other: 0.0}
-        else:
-            return 0.0, {}
-        return own * 1e9, {
-            name: min(own, max(left, LEAST_SHARE * own)) * 1e9 for name, left in shared.items()
-        }
-
     def _overlaps(self, shared: dict[str, float], from_s: float) -> list[_Left]:
         """Disjoint intervals after `from_s` in which others run, and the rate that is left."""
         found = sorted(
@@ -214,6 +186,28 @@ class Contention:
             if end_s > begin_s:
                 disjoint.append(_Left(begin_s, end_s, rate))
         return disjoint
+
+
+def _alone_and_beside(rates: Rates) -> dict[str, tuple[float, dict[str, float]]]:
+    """Bytes/s of each lane alone, and beside each lane that shares its resource."""
+    beside_loads, beside_spills = rates.io_gbps - rates.load_gbps, rates.io_gbps - rates.spill_gbps
+    found: dict[str, tuple[float, dict[str, float]]] = {
+        "fetch": (rates.fetch_gbps, {"drain": rates.duplex_gbps - rates.drain_gbps}),
+        "drain": (rates.drain_gbps, {"fetch": rates.duplex_gbps - rates.fetch_gbps}),
+        "gather": (rates.wire_gbps, {}),
+        "reduce": (rates.reduce_gbps, {}),
+        "exchange": (rates.exchange_gbps, {"reduce": rates.exchange_gbps / 2}),
+        "spill": (rates.spill_gbps, {"load": beside_loads, "stage": beside_loads}),
+        "load": (rates.load_gbps, {"spill": beside_spills, "stage": 0.0}),
+        "stage": (rates.load_gbps, {"spill": beside_spills, "load": 0.0}),
+    }
+    return {
+        lane: (
+            own * 1e9,
+            {name: min(own, max(left, LEAST_SHARE * own)) * 1e9 for name, left in shared.items()},
+        )
+        for lane, (own, shared) in found.items()
+    }
 
 
 def _end_s(start_s: float, nbytes: float, own: float, beside: Sequence[_Left]) -> float:

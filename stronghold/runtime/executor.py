@@ -394,13 +394,12 @@ class Executor:
             busy = action.layer == keep or action.layer in self._inside
             if not busy and action.layer in self._window.held_layers():
                 self._release(action.layer)
-        elif self._needs_fetch(action.layer):
-            self._prefetch(action.layer, keep)
+        elif self._needs_fetch(action.layer) and self._has_room(action.layer):
+            self._fetch(action.layer, keep=keep)
 
-    def _prefetch(self, layer: int, keep: int) -> None:
-        """Fetch ahead where there is room: an order of uses that was not predicted finds none."""
-        if layer in self._plan.resident or self._window.free_slot() is not None:
-            self._fetch(layer, keep=keep)
+    def _has_room(self, layer: int) -> bool:
+        """Whether it may be fetched ahead: an order that was not predicted finds no slot."""
+        return layer in self._plan.resident or self._window.free_slot() is not None
 
     def _needs_fetch(self, layer: int) -> bool:
         if layer in self._plan.resident:
@@ -577,7 +576,7 @@ class Executor:
         track = self._training
         for use in track.schedule.uses[: 2 + self._plan.prefetch]:
             if self._needs_fetch(use.layer):
-                if use.layer not in self._plan.resident and self._window.free_slot() is None:
+                if not self._has_room(use.layer):
                     break
                 self._fetch(use.layer, keep=use.layer)
 

@@ -134,35 +134,34 @@ class Hooks:
                         layer.index, position, part, trained(named.parameter)
                     )
                     handle = named.parameter.register_post_accumulate_grad_hook(hook)
-                    self._keep(handle)
+                    self._handles.append(handle)
                     self._on_gradients.append((named.parameter, handle.id))
         # Attached last, it is the first to run: the root may hold parameters of its own.
-        self._keep(
+        self._handles.append(
             root.register_forward_pre_hook(
                 OwnHook(self._before_model, self._before_compiled), prepend=True, with_kwargs=True
             )
         )
-        self._keep(root.register_forward_hook(OwnHook(self._after_model), always_call=True))
-
-    def _keep(self, handle: RemovableHandle) -> None:
-        self._handles.append(handle)
+        self._handles.append(
+            root.register_forward_hook(OwnHook(self._after_model), always_call=True)
+        )
 
     def _attach(self, layer: Layer) -> None:
         if not layer.streamed:
             for module in layer.modules:
-                self._keep(
+                self._handles.append(
                     module.register_forward_pre_hook(
                         OwnHook(self._resident_hook(layer.index)), prepend=True
                     )
                 )
             return
         for module in layer.modules:
-            self._keep(
+            self._handles.append(
                 module.register_forward_pre_hook(
                     OwnHook(self._before_layer(layer.index)), prepend=True, with_kwargs=True
                 )
             )
-            self._keep(
+            self._handles.append(
                 module.register_forward_hook(
                     OwnHook(self._after_layer(layer.index)), always_call=True
                 )

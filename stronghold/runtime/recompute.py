@@ -50,7 +50,6 @@ import numpy as np
 import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointError
-from torch.utils.hooks import RemovableHandle
 
 from stronghold.device.base import Device
 from stronghold.errors import ConfigError
@@ -572,21 +571,12 @@ def _global_names(code: types.CodeType) -> Iterator[str]:
 
 
 # -- key-value caches ------------------------------------------------------------------------------
-class NoCaches:
-    """Of one model, until `close`."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._handles: list[RemovableHandle] = [
-            module.register_forward_pre_hook(OwnHook(_without_cache), with_kwargs=True)
-            for module in model.modules()
-            if _comes_from_transformers(type(module), "PreTrainedModel")
-        ]
-
-    def close(self) -> None:
-        """Remove the hooks. Safe to call twice."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+def forbid_caches(model: nn.Module, undo: contextlib.ExitStack) -> None:
+    """A pass of the model that wants gradients makes no key-value cache, until `undo` is closed."""
+    for module in model.modules():
+        if _comes_from_transformers(type(module), "PreTrainedModel"):
+            hook = OwnHook(_without_cache)
+            undo.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
 
 
 def _without_cache(

@@ -46,7 +46,7 @@ from stronghold.process import check_not_forked, forked_from
 from stronghold.runtime.guards import COMPILED_WHOLE, is_compiled
 from stronghold.runtime.optimizer import EngineOptimizer
 from stronghold.runtime.parts import Written, assemble
-from stronghold.runtime.recompute import NoCaches
+from stronghold.runtime.recompute import forbid_caches
 from stronghold.runtime.runtime import Runtime
 from stronghold.states import LEAN, page_numel, states_of
 from stronghold.team.group import Ranks
@@ -141,7 +141,7 @@ class Stack:
             undo.callback(self.pool.close)
             self._build(model, optimizer, self._open_tiers(undo), undo)
             if self.demand.training:
-                undo.callback(NoCaches(model).close)
+                forbid_caches(model, undo)
             undo.callback(LogitsInParts(model, section.loss_chunk, self._updates_of).close)
             self._parts = undo.pop_all()
         self._planned = (self.plan.gpu_total_bytes, self.plan.host_total_bytes)

@@ -25,13 +25,11 @@ many as there are entries, are queued when backward begins, in the order of the 
 that is not the next one expected, in a step whose order is another, drops what was loaded. So does
 the end of backward: between steps files may be written from outside.
 
-[Note: what does not overlap] For a forward of F seconds, a backward of B and updates of D (the
-disk's, or the CPU's), a step takes at least max(F + B, D). Updates that come as gradients do reach
-it but for the way of a layer or two, since some of them wait for the next forward. Behind the gate
-no update can begin before backward has ended, for the clip coefficient is known last, and the next
-backward needs them all: a step takes B + max(F, D), and the disk rests in backward. That is the
-least there can be where clipping is exact, and of no account where the disk takes less than forward
-does.
+[Note: what does not overlap] Updates that come as gradients do overlap forward and backward, but
+for a layer or two. Behind the gate none can begin before backward has ended, for the clip
+coefficient is known last, and the next backward needs them all: with a forward of F seconds, a
+backward of B and updates of D (the disk's, or the CPU's) a step takes B + max(F, D). That is the
+least there can be where clipping is exact.
 """
 
 from __future__ import annotations
