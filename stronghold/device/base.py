@@ -452,8 +452,7 @@ class Device(ABC):
     @abstractmethod
     def _allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor: ...
 
-    @abstractmethod
-    def pin(self, tensor: torch.Tensor) -> None:
+    def pin(self, tensor: torch.Tensor) -> None:  # noqa: B027 - CPU memory is not registered
         """Register a host slab for direct transfers, where the system allows it; where it does not,
         they take a longer way. The slab must outlive `unpin`."""
 
@@ -461,8 +460,8 @@ class Device(ABC):
         """As `pin`, but OSError where the system does not allow it."""
         self.pin(tensor)
 
-    @abstractmethod
-    def unpin(self, tensor: torch.Tensor) -> None: ...
+    def unpin(self, tensor: torch.Tensor) -> None:  # noqa: B027
+        """Undo `pin`."""
 
     @abstractmethod
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
@@ -478,8 +477,7 @@ class Device(ABC):
         """Called from a lane's work: the allocator may not give the tensor's memory to others
         before the lane is done with it, even if everybody drops the tensor."""
 
-    @abstractmethod
-    def poison(self, tensor: torch.Tensor) -> None:
+    def poison(self, tensor: torch.Tensor) -> None:  # noqa: B027 - a real one has none to spare
         """Make any later read of a freed buffer visible where the device can afford it."""
 
     # -- the compute lane -----------------------------------------------------------------------

@@ -447,9 +447,6 @@ class CudaDevice(Device):
     def keep_for_lane(self, tensor: torch.Tensor) -> None:
         tensor.record_stream(torch.cuda.current_stream(self._device))
 
-    def poison(self, tensor: torch.Tensor) -> None:
-        """A real device has no bandwidth to spare for it."""
-
     def compute_stream(self) -> torch.cuda.Stream:
         return torch.cuda.current_stream(self._device)
 

@@ -95,12 +95,6 @@ class EmulatedDevice(Device):
         self.poison(buffer)
         return buffer
 
-    def pin(self, tensor: torch.Tensor) -> None:
-        """CPU memory needs no registration."""
-
-    def unpin(self, tensor: torch.Tensor) -> None:
-        """CPU memory needs no registration."""
-
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         # memmove, not Tensor.copy_: it releases the GIL and never starts torch's intra-op threads.
         total = source.numel() * source.element_size()

@@ -238,20 +238,11 @@ class SimulatedDevice(Device):
     def _allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(numel, dtype=dtype, device="meta")
 
-    def pin(self, tensor: torch.Tensor) -> None:
-        """There are no bytes."""
-
-    def unpin(self, tensor: torch.Tensor) -> None:
-        """There are no bytes."""
-
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """There are no bytes: the lane's clock moved."""
 
     def copy_now(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Between steps, which are not simulated."""
-
-    def poison(self, tensor: torch.Tensor) -> None:
-        """There are no bytes."""
 
     def read_later(self, tensor: torch.Tensor) -> Callable[[], list[float]]:
         """Who reads stands still until compute has come so far."""

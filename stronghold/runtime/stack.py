@@ -50,7 +50,7 @@ from stronghold.runtime.recompute import forbid_caches
 from stronghold.runtime.runtime import Runtime
 from stronghold.states import LEAN, page_numel, states_of
 from stronghold.team.group import Ranks
-from stronghold.team.ranks import NodeWeights, check_alike, check_section
+from stronghold.team.ranks import NodeWeights, check_alike
 from stronghold.telemetry.metrics import Metrics
 from stronghold.telemetry.trace import Trace, open_path
 
@@ -108,8 +108,6 @@ class Stack:
         self.partition: Partition = partition(model, section.layers)
         _check_parameters(self.partition, request.precision, source_of(model))
         self.ranks = request.ranks
-        if self.ranks.several:
-            check_section(section)
         page = page_numel(section.states, in_files=section.nvme is not None)
         self.layout: ModelLayout = layout(self.partition, self.ranks.num_ranks, page)
         kind = section.device or ("cuda" if cuda.available() else "emulated")
@@ -595,14 +593,14 @@ def _check_parameters(found: Partition, precision: str, source: WeightSource | N
 
 
 def _resident_updates(section: StrongholdConfig, ranks: Ranks, *, on_gpu: bool) -> str | None:
-    """Where resident layers are updated: lean states have a kernel for the CPU alone."""
-    only_host = section.states == LEAN and on_gpu
-    if only_host and section.resident_updates == "gpu":
-        raise ConfigError(
-            'stronghold.resident_updates: got "gpu", but lean states are updated on the host: '
-            'leave it out, or set stronghold.states to "exact"'
-        )
-    return "host" if ranks.several or only_host else section.resident_updates
+    """Where resident layers are updated: on one rank alone, and lean states not by a GPU."""
+    ways = 'set it to "host"'
+    why = "which this release does on one rank alone" if ranks.several else ""
+    if not why and section.states == LEAN and on_gpu:
+        why, ways = "but lean states are updated on the host", 'set stronghold.states to "exact"'
+    if why and section.resident_updates == "gpu":
+        raise ConfigError(f'stronghold.resident_updates: got "gpu", {why}: leave it out, or {ways}')
+    return "host" if why else section.resident_updates
 
 
 def pinned_activations(

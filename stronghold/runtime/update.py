@@ -185,7 +185,7 @@ class Updates:
         have come."""
         state, drained = found.state, found.memory
         assert drained is not None
-        if not self._in_file(state, "gradients"):
+        if not self._tiers.holds(state.index, "gradients"):
             self._host.held_entry(state.index)
         norms = None if found.part else self._norms(state)
 
@@ -514,14 +514,10 @@ class Updates:
             record.write(spilled[0])
 
     # -- pieces -----------------------------------------------------------------------------------
-    def _in_file(self, state: LayerState, array: str) -> bool:
-        return self._tiers.holds(state.index, array)
-
     def _present(self, state: LayerState, arrays: Iterable[str]) -> tuple[str, ...]:
         """Those of `arrays` that the layer has in memory."""
-        return tuple(
-            a for a in arrays if not self._in_file(state, a) and getattr(state, a) is not None
-        )
+        filed = self._tiers.spilled(state.index)
+        return tuple(a for a in arrays if a not in filed and getattr(state, a) is not None)
 
     def _slabs(self, state: LayerState, arrays: Iterable[str], begin: int, end: int) -> Views:
         found: Views = {}

@@ -54,7 +54,6 @@ import numpy as np
 import torch
 from torch import nn
 
-from stronghold.config import StrongholdConfig
 from stronghold.device.base import Device, Fence
 from stronghold.device.simulated import meta_slab
 from stronghold.errors import ConfigError, RankError
@@ -487,15 +486,6 @@ class RankTeam(Team):
     def close(self) -> None:
         """The lanes have ended: the weights become this process's own."""
         self._weights.close()
-
-
-def check_section(section: StrongholdConfig) -> None:
-    """ConfigError for what this release does on one rank alone."""
-    if section.resident_updates == "gpu":
-        raise ConfigError(
-            'stronghold.resident_updates: got "gpu", which this release does on one rank alone: '
-            'leave it out, or set it to "host"'
-        )
 
 
 def check_alike(ranks: Ranks, layout: ModelLayout, plan: Plan, precision: str) -> None:
