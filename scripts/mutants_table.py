@@ -343,8 +343,8 @@ PASSES = [
     Mutant(
         "a part of gradients is summed up before the others have come",
         "runtime/drains.py",
-        "part = late and (self._accumulates or (at_once and state.on_device))",
-        "part = late and at_once and state.on_device",
+        "found.part = late and self._updates.parts_wait(state)",
+        "found.part = False",
         CHUNKS,
         "calls_of_one",
     ),

@@ -219,7 +219,8 @@ class LayerState:
     # Of the running step. `calls`: forward calls with gradients since the last backward.
     calls: int = 0
     chunks: int = 0  # of these calls, whose gradients are to come
-    parts: set[int] = field(default_factory=set)  # positions that wait for the end of backward
+    # Positions of gradients that left in this backward although more may come.
+    parts: set[int] = field(default_factory=set)
     arrived: set[int] = field(default_factory=set)  # positions of parameters with a gradient
     square_sums: dict[int, float] = field(default_factory=dict)  # of them, by position
     kept: dict[int, torch.Tensor] = field(default_factory=dict)  # where no slot gathers them

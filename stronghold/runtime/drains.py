@@ -118,8 +118,14 @@ class GradientDrains:
         slot = self._last
         if slot is None or slot.layer != layer:
             slot = self._last = self._layers[layer].gathering or self._claim(layer)
+        state = self._layers[layer]
+        here, gone = slot.arrived, state.parts
+        if gone and not slot.summing and any(k in here and k in gone for k, _ in gradients):
+            # Each part is added to those before it, as autograd adds them: never two beforehand.
+            self._drain(layer)
+            slot = self._last = self._claim(layer)
         self._enter(slot)
-        slices = self._layers[layer].layout.slices
+        slices = state.layout.slices
         for position, gradient in gradients:
             part = slices[position]
             if gradient.is_sparse:
@@ -224,12 +230,15 @@ class GradientDrains:
         # More may come after several calls, and backward may need what an alias shows.
         late = state.calls > 1 or (not state.on_device and self._aliased(layer))
         at_once = self._positions[layer] is Position.DRAIN
-        part = late and (self._accumulates or (at_once and state.on_device))
-        at_once = at_once and not late
+        found = Gathered(state, arrived, self._host.dtype, at_once=at_once and not late)
+        found.part = late and self._updates.parts_wait(state)
+        found.repeated = arrived & state.parts
+        if late:
+            state.parts |= arrived
         if state.on_device:
-            self._keep(state, slot, arrived, at_once=at_once, part=part)
+            self._keep(slot, found)
             return
-        entry = self._entry(state, arrived, at_once=at_once, part=part)
+        entry = self._entry(found)
         slices = state.layout.slices
         runs = _runs([slices[position] for position in sorted(arrived)])
         first, last = state.begin, state.end  # of several ranks' elements this one's
@@ -260,34 +269,23 @@ class GradientDrains:
         )
         self._window.release_gradients(slot)
         self.drained_bytes += nbytes
-        memory, record = entry.memory, entry.record
-        found = Gathered(state, arrived, memory.dtype, memory, record, at_once=at_once, part=part)
+        found.memory, found.record = entry.memory, entry.record
         self._updates.gathered([found])
 
-    def _entry(
-        self, state: LayerState, arrived: frozenset[int], *, at_once: bool, part: bool
-    ) -> Entry:
+    def _entry(self, found: Gathered) -> Entry:
         """Where these gradients go: an entry of the layer's own when they wait there and none of
         them is there yet, else one of the ring."""
+        state = found.state
         in_memory = not self._host.tiers.holds(state.index, "gradients")
-        waits = (part or not (self._accumulates or at_once)) and in_memory
-        if waits and not arrived & (state.parts if part else state.arrived):
+        waits = (found.part or not (self._accumulates or found.at_once)) and in_memory
+        if waits and not (found.repeated if found.part else found.arrived & state.arrived):
             return self._host.held_entry(state.index)
         return self._host.ring_entry()
 
-    def _keep(
-        self,
-        state: LayerState,
-        slot: GradientSlot,
-        arrived: frozenset[int],
-        *,
-        at_once: bool,
-        part: bool,
-    ) -> None:
+    def _keep(self, slot: GradientSlot, found: Gathered) -> None:
         """Nothing of a layer that is updated on the device crosses the link."""
-        self._join(state.index, slot)
-        memory, record = slot.gradients, slot.record
-        found = Gathered(state, arrived, memory.dtype, memory, record, at_once=at_once, part=part)
+        self._join(found.state.index, slot)
+        found.memory, found.record = slot.gradients, slot.record
         if self._updates.gathered([found]):
             self._window.hold_gradients(slot)
             return

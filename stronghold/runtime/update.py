@@ -49,6 +49,7 @@ from stronghold.memory.layer import Entry, LayerState, view
 from stronghold.memory.tiers import Mode, Views
 from stronghold.memory.window import Window
 from stronghold.plan.plan import Plan
+from stronghold.plan.schedule import Position
 from stronghold.runtime.adam import ParameterStep
 from stronghold.runtime.ledger import GateResult, Ledger, norm_and_scale
 from stronghold.runtime.parts import Parts
@@ -271,14 +272,14 @@ class Updates:
                 state.applied = True
                 self._adam(self._waiting(state), 1.0)
         for state in self._layers:
-            if state.parts:
+            if state.parts and self.parts_wait(state):
                 self._take_parts(state)
+            state.parts.clear()
         self._expected.clear()
 
     def _hold_part(self, found: Gathered) -> None:
         """Merge a part of gradients into those that wait for the end of backward."""
-        state, found.repeated = found.state, found.arrived & found.state.parts
-        state.parts |= found.arrived
+        state = found.state
         if not state.on_device:
             self._hold(found)
             return
@@ -286,6 +287,12 @@ class Updates:
         for k in found.arrived:  # the slot is another layer's next
             part = view(found.memory, state.layout.slices[k])
             state.kept[k] = state.kept[k].add_(part) if k in found.repeated else part.clone()
+
+    def parts_wait(self, state: LayerState) -> bool:
+        """Whether parts of its gradients wait for the end of backward: for a sum that they begin,
+        or an update on the device that would come between them."""
+        at_once = self._plan.updates[state.index] is Position.DRAIN
+        return self._plan.accumulates or (state.on_device and at_once)
 
     def _take_parts(self, state: LayerState) -> None:
         """All parts of the layer's gradients have come."""
@@ -295,7 +302,6 @@ class Updates:
         if not state.on_device:
             held = self._host.held_entry(state.index)
             found = Gathered(state, arrived, dtype, held.memory, held.record)
-        state.parts.clear()
         state.kept.clear()
         self.gathered([found])
 

@@ -133,14 +133,36 @@ def test_any_model_trains_as_without_a_window(name: str, policy: str) -> None:
     check(name, {**STREAMED, "activations": policy}, clipping=0.5)
 
 
+class CalledFourTimes(nn.Module):
+    """Two calls of a model that calls its blocks twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = MODELS["called_twice"]()[0]
+
+    def forward(self, **batch: Any) -> torch.Tensor:
+        halves = ({key: value[at::2] for key, value in batch.items()} for at in range(2))
+        first, second = (loss_of(self.model(**half)) for half in halves)
+        return first + 2.0 * second
+
+
 @pytest.mark.parametrize("accumulation", [1, 2])
-def test_calls_of_one_backward_are_added_as_autograd_adds_them(accumulation: int) -> None:
+@pytest.mark.parametrize("window", [1, 8])
+@pytest.mark.parametrize("calls", [2, 4])
+def test_calls_of_one_backward_are_added_as_autograd_adds_them(
+    calls: int, window: int, accumulation: int
+) -> None:
     """Of every layer parts come, more than there are slots, and no sum begins before they are
-    added in bf16."""
+    added in bf16, in their order."""
+
+    def four_times() -> tuple[nn.Module, Any]:
+        return CalledFourTimes(), MODELS["called_twice"]()[1]
+
+    factory = chunks.called_twice if calls == 2 else four_times
     options: dict[str, Any] = {"precision": "bf16", "clipping": 0.5, "accumulation": accumulation}
-    settings = config(section={"device": "cuda", **STREAMED, "activations": "keep"}, **options)
-    run = train_windowed(chunks.called_twice, steps=STEPS, settings=settings)
-    assert_identical(run, train_plain_on_gpu(chunks.called_twice, **options))
+    section = {"device": "cuda", **STREAMED, "window": window, "activations": "keep"}
+    run = train_windowed(factory, steps=STEPS, settings=config(section=section, **options))
+    assert_identical(run, train_plain_on_gpu(factory, **options))
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "lean"])
