@@ -151,7 +151,7 @@ def test_lightnings_strategy_trains_as_on_plain_pytorch(
 ) -> None:
     """On a CPU, which its DeepSpeed strategy refuses: its two checks of the GPU are left out."""
     lightning = pytest.importorskip("lightning")
-    from lightning.pytorch.strategies import DeepSpeedStrategy
+    from lightning.pytorch.strategies import DeepSpeedStrategy, StrategyRegistry
     from lightning.pytorch.strategies import deepspeed as source
 
     engines: list[Any] = []  # of the last fit: Lightning drops it, and destroys nothing
@@ -185,7 +185,8 @@ def test_lightnings_strategy_trains_as_on_plain_pytorch(
         trainer_arguments(tmp_path / "out", settings)
         own = {name: SECTION[name] for name in ("zero_allow_untested_optimizer", "stronghold")}
         own["train_micro_batch_size_per_gpu"] = 2
-        strategy = "auto" if settings is None else OnCPU(config=own)
+        StrategyRegistry.register("stronghold", OnCPU, override=True, config=own)
+        strategy = "auto" if settings is None else "stronghold"
         trainer = lightning.Trainer(
             accelerator="cpu",
             devices=1,
