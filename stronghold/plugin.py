@@ -115,6 +115,8 @@ def _without_stage_3(original: Callable[[Any], None]) -> Callable[[Any], None]:
         zero = self.config.get("zero_optimization")
         if isinstance(zero, dict) and zero.get("stage") == 3 and _has_section(self.config):
             zero["stage"] = 2
+            if isinstance(optimizer := zero.get("offload_optimizer"), dict):
+                optimizer.pop("ratio", None)  # of stage 3 alone, and without effect here
         original(self)
 
     return set_stage_and_offload

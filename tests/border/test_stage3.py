@@ -46,6 +46,19 @@ BATCHES = dict.fromkeys(
     ),
     "auto",
 )
+HALF = {
+    "fp16": {
+        "enabled": "auto",
+        "loss_scale": 0,
+        "loss_scale_window": 1000,
+        "initial_scale_power": 16,
+        "hysteresis": 2,
+        "min_loss_scale": 1,
+    },
+    "bf16": {"enabled": "auto"},
+    "steps_per_print": 2000,
+    "wall_clock_breakdown": False,
+}
 BUCKETS = {
     "overlap_comm": True,
     "contiguous_gradients": True,
@@ -96,6 +109,11 @@ EXAMPLES: dict[str, dict[str, Any]] = {
         "stage3_param_persistence_threshold": 1e5,
         "round_robin_gradients": True,
     },
+    "a share": {
+        "stage": 3,
+        "offload_optimizer": {"device": "cpu", "pin_memory": True, "ratio": 0.3},
+        "memory_efficient_linear": True,
+    },
 }
 
 
@@ -104,7 +122,8 @@ def example(name: str, folder: Path) -> dict[str, Any]:
     for part in (zero.get("offload_optimizer"), zero.get("offload_param")):
         if part is not None and part["device"] == "nvme":
             part["nvme_path"] = str(folder)
-    settings = {"optimizer": ADAM, "scheduler": WARMUP, "zero_optimization": zero, **BATCHES}
+    settings = {"optimizer": ADAM, "scheduler": WARMUP, "zero_optimization": zero}
+    settings |= {**BATCHES, **HALF}
     if name == "nvme":
         settings["aio"] = {
             "block_size": 262144,
