@@ -17,7 +17,6 @@ import pytest
 import torch
 from torch import nn
 
-from stronghold import refine
 from stronghold.device import cuda
 from stronghold.errors import ConfigError
 from stronghold.states import Kind
@@ -327,7 +326,7 @@ def test_a_plan_is_made_anew_from_what_is_free_then(monkeypatch: pytest.MonkeyPa
             monkeypatch.setattr(
                 torch.cuda, "mem_get_info", lambda index=None, left=left: (left, total)
             )
-            found = refine._memory(engine._stack, engine._stack.runtime.activations.sizes).reachable
+            found = engine._stack.device.reachable_bytes()
             assert found is not None
             seen.append(found)
 
