@@ -255,7 +255,7 @@ class Chunks:
                     parts = _tensors(given) if several else []
                     inputs = [t for t in parts if t.requires_grad and id(t) not in whole]
                     read = [*parameters, *(t for t in parts if id(t) in whole)] if several else []
-                    versions = _versions(read)
+                    versions, contents = _versions(read), _contents(given)
                     beside = device.beside(k, f"chunk {k} of {layer.index}")
                     entered = self._entered(layer, places, given, inputs, main, k, to_come)
                     with (
@@ -264,6 +264,7 @@ class Chunks:
                         self._around(layer.index, module, of_args, of_kwargs),
                     ):
                         outputs.append(inner(*of_args, **of_kwargs))
+                    _refuse_change(name, contents)
                     if versions != _versions(read):
                         raise ConfigError(
                             f"stronghold.streams: {name} writes into a parameter or an argument "
@@ -355,7 +356,9 @@ class Chunks:
             try:
                 for part, _ in modes:
                     part.training = False
+                contents = _contents(whole)
                 expected = inner(*whole[0], **whole[1])
+                _refuse_change(name, contents)
                 outputs = [inner(*a, **k) for a, k in zip(*each, strict=True)]
             except (RuntimeError, IndexError, ValueError) as error:
                 raise ConfigError(
@@ -392,6 +395,40 @@ class Chunks:
 
 def _tensors(value: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+Contents = list[tuple[Any, list[Any]]]
+
+
+def _contents(given: Sequence[Any]) -> Contents:
+    """The lists, tables and plain objects among a call's arguments, with what each has."""
+    args, kwargs = given
+    found: Contents = []
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, list | dict) or (
+            hasattr(value, "__dict__") and not isinstance(value, torch.Tensor | nn.Module | type)
+        ):
+            found.append((value, _items(value)))
+    return found
+
+
+def _items(value: Any) -> list[Any]:
+    if isinstance(value, list):
+        return list(value)
+    table = value if isinstance(value, dict) else vars(value)
+    return [*table.keys(), *table.values()]
+
+
+def _refuse_change(name: str, contents: Contents) -> None:
+    """ConfigError where the block has changed an argument, of which each chunk has one of its own,
+    or the others another."""
+    for value, before in contents:
+        after = _items(value)
+        if len(after) != len(before) or any(a is not b for a, b in zip(after, before, strict=True)):
+            raise ConfigError(
+                f"{KEY}: {name} changes a {type(value).__name__} that it is given, which would "
+                "have what one chunk wrote: leave the key out, or let the block return it"
+            )
 
 
 def _versions(tensors: Iterable[torch.Tensor]) -> list[int]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 import functools
 import pickle
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -279,8 +280,11 @@ def test_gradients_are_nearer_to_fp32_than_the_whole_batchs() -> None:
 
 
 # -- what it is to the user ------------------------------------------------------------------------
+OVER_THE_BATCH = ["mean", "sum", "all rows", "batch norm"]
+
+
 class OverTheBatch(nn.Module):
-    """A block that mixes the sequences of a batch."""
+    """A block that mixes the sequences of a batch, or keeps what it has of them in an argument."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -288,8 +292,14 @@ class OverTheBatch(nn.Module):
         self.kind = kind
         self.norm = nn.BatchNorm1d(8) if kind == "batch norm" else nn.Identity()
 
-    def forward(self, x: torch.Tensor) -> Any:
+    def forward(self, x: torch.Tensor, seen: Any) -> Any:
         y = self.linear(x)
+        if self.kind == "list":
+            seen.append(y)
+        elif self.kind == "table":
+            seen["rows"] = y
+        elif self.kind == "namespace" and self.training:
+            seen.total = y.sum()
         if self.kind == "mean":
             return x + y - y.mean(0)
         if self.kind == "sum":
@@ -303,14 +313,16 @@ class Stack(nn.Module):
     def __init__(self, kind: str) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(OverTheBatch(kind) for _ in range(2))
+        self.kind = kind
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        seen = {"list": [], "table": {}, "namespace": types.SimpleNamespace()}.get(self.kind)
         for block in self.blocks:
-            x = block(x)
+            x = block(x, seen)
         return x.square().mean()
 
 
-@pytest.mark.parametrize("kind", ["mean", "sum", "all rows", "batch norm"])
+@pytest.mark.parametrize("kind", [*OVER_THE_BATCH, "list", "table", "namespace"])
 def test_what_cannot_be_divided_is_refused_by_name_before_it_trains(kind: str) -> None:
     torch.manual_seed(0)
     model = Stack(kind)
