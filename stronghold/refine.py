@@ -26,7 +26,7 @@ from stronghold.plan.cost import Workload, measured_rates, measured_workload, sl
 from stronghold.plan.demand import Demand, Gradients
 from stronghold.plan.plan import Plan, activation_bytes, make_plan
 from stronghold.runtime.runtime import Runtime
-from stronghold.runtime.stack import Stack, pinned_activations
+from stronghold.runtime.stack import Stack, pinned_activations, reserved_bytes
 from stronghold.simulate import fastest_plan, simulate
 
 logger = logging.getLogger("stronghold")
@@ -129,9 +129,10 @@ class Refinement:
             num_steps=TRACED_STEPS,
         )
         device = stack.device
-        memory = Memory(
-            device.reachable_bytes(), device.activation_peak_bytes(), sizes.least_chunks
-        )
+        reachable = device.reachable_bytes()
+        if reachable is not None:
+            reachable = max(0, reachable - reserved_bytes(but=stack)[0])
+        memory = Memory(reachable, device.activation_peak_bytes(), sizes.least_chunks)
         # Weights change places with a plan, and an alias that somebody keeps would stay behind.
         kept = bool(runtime.executor.aliased(range(len(stack.parameters))))
         ranks = stack.ranks

@@ -543,13 +543,15 @@ class Stack:
 _open: weakref.WeakSet[Stack] = weakref.WeakSet()
 
 
-def reserved_bytes() -> tuple[int, int]:
-    """Bytes on the device and in host memory that this process's engines have planned and have not
+def reserved_bytes(but: Stack | None = None) -> tuple[int, int]:
+    """Bytes on the device and in host memory that this process's other engines have planned and not
     taken: masters, moments and gradient slots come with the first backward, activations in each
     step. One that is away from the device has left its room there to others.
     """
     on_device = on_host = 0
     for stack in _open:
+        if stack is but:
+            continue
         plan = stack.plan
         if not stack._away:
             need = plan.gpu_total_bytes + plan.activation_bytes
