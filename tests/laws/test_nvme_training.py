@@ -132,14 +132,14 @@ def late_writes_end(engine: Any) -> None:
 def late(engine: Any) -> None:
     """Let the spill lane write late."""
     tiers, caller = engine._stack.host.tiers, threading.current_thread()
-    spill = tiers.spill
+    begin = tiers.begin
 
-    def sleep_and_spill(*what: Any) -> Any:
-        if threading.current_thread() is not caller:
+    def sleep_and_begin(verb: str, *what: Any) -> Any:
+        if verb == "write" and threading.current_thread() is not caller:
             time.sleep(0.02)
-        return spill(*what)
+        return begin(verb, *what)
 
-    tiers.spill = sleep_and_spill
+    tiers.begin = sleep_and_begin
 
 
 def test_a_forward_only_engine_spills_its_weights(tmp_path: Path) -> None:

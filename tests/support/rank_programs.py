@@ -77,6 +77,10 @@ def four_ranks(folder: Path) -> dict[str, Run]:
     return {name: case(batches_per_step=4) for name, case in cases.items()}
 
 
+def begin_or_fail(begin: Any, verb: str, *what: Any) -> Any:
+    return full() if verb == "write" else begin(verb, *what)
+
+
 def fail(folder: Path) -> None:
     """The last rank ends, in the way that HOW names, in its third step. A slow one comes back."""
     from stronghold.team import group
@@ -95,7 +99,8 @@ def fail(folder: Path) -> None:
             if how == "raise":
                 raise ArithmeticError("a batch of nonsense")
             if how == "disk":
-                engine._stack.host.tiers.spill = full
+                tiers = engine._stack.host.tiers
+                tiers.begin = partial(begin_or_fail, tiers.begin)
             elif how == "slow":
                 time.sleep(2.5)
             else:
