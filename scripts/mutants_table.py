@@ -361,7 +361,8 @@ PASSES = [
         "runtime/drains.py",
         "late = state.calls > 1 or (not state.on_device and self._aliased(layer))",
         "late = state.calls > 1",
-        ("tests/laws/test_aliases.py", *READS),
+        ("tests/laws/test_aliases.py",),
+        "through_an_alias",
     ),
     Mutant(
         "the drains' boundaries are the layer's, and not the rank's",

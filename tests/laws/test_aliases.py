@@ -14,9 +14,10 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from stronghold.errors import ConfigError
-from tests.models import HIDDEN, Block, Decoder, token_batch
+from tests.models import HIDDEN, Block, Decoder, loss_of, token_batch
 from tests.support.places import on_gpu
 from tests.support.training import assert_identical, config, train_plain, train_windowed
+from tests.support.twin import twin
 
 POLICIES = ["keep", "offload", "recompute"]
 
@@ -169,3 +170,19 @@ def test_what_needs_no_view_is_right(how: str, policy: str) -> None:
 def test_views_of_weights_that_stay_are_right(how: str) -> None:
     run = train_windowed(factory_of(how), steps=3, settings=config(section=on_gpu("whole")))
     assert_identical(run, train_plain(factory_of(how), steps=3))
+
+
+def test_backward_reads_through_an_alias_what_forward_had() -> None:
+    """The part of the graph that was made first is the last in backward, after its layer's
+    gradients: no update comes between."""
+    with twin("gpt", clipping=0.0, section={"deferred_layers": 0}) as both:
+
+        def objective(model: Any) -> Tensor:
+            module = getattr(model, "module", model)
+            alias = module.blocks[1].mlp.up.weight.data
+            penalty = (module.embedding.weight @ alias.t()).square().mean()
+            return loss_of(model(**both.make_batch(0))) + penalty
+
+        for _ in range(2):
+            both.backward(objective)
+            both.step()
