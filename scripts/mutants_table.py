@@ -214,8 +214,8 @@ UPDATES = [
     Mutant(
         "what was loaded ahead outlives backward",
         "runtime/update.py",
-        "                self._take_parts(state)\n        self._expected.clear()\n",
-        "                self._take_parts(state)\n",
+        "            state.parts.clear()\n        self._expected.clear()\n",
+        "            state.parts.clear()\n",
         DEFERRAL,
         "loaded_ahead_is_dropped",
     ),
