@@ -7,6 +7,7 @@ model of 8 B parameters with exact fp32 AdamW, so that machines can be compared.
 
 from __future__ import annotations
 
+import shlex
 import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -102,7 +103,7 @@ class DiskRates:
 class Findings:
     """One machine. `disk` is None where none was asked for, `link` where there is no PCIe link or
     the system does not describe it; `isa` is the kernels' and `best_isa` the CPU's. `one_memory`:
-    the GPU's memory is the host's."""
+    the GPU's memory is the host's; `dead_builds`: locks that builds of torch's extensions left."""
 
     profile: MachineProfile
     limits: HostLimits
@@ -114,6 +115,7 @@ class Findings:
     one_memory: bool = False
     link: PcieLink | None = None
     disk: DiskRates | None = None
+    dead_builds: tuple[str, ...] = ()
 
     @property
     def problems(self) -> tuple[Problem, ...]:
@@ -269,6 +271,13 @@ def _of_the_system(findings: Findings) -> Iterator[Problem]:
             expected="0 or 1",
             remedy="sysctl vm.overcommit_memory=0: large mappings are refused otherwise although "
             "memory is free",
+        )
+    if findings.dead_builds:
+        yield Problem(
+            what="builds of torch's extensions did not end",
+            got=f"locks of an hour ago and more: {', '.join(findings.dead_builds)}",
+            expected="none: who loads these operators (DeepSpeed does) waits for them for ever",
+            remedy=f"rm {' '.join(map(shlex.quote, findings.dead_builds))}",
         )
     if limits.huge_pages == "never":
         yield Problem(

@@ -19,7 +19,7 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,6 +51,7 @@ KINDS = ("cuda", "emulated")
 
 DEPTHS = (1, 4, 16, 32)  # of the disk's queue
 BLOCK_BYTES = 1 << 20
+BUILD_S = 3600.0  # longer than any build of an extension
 LONGEST_S = 1.5  # of one transfer: a slow disk is known to be slow by then
 
 # What is measured now, and the share of all measurements that is done.
@@ -142,7 +143,21 @@ def _examine(
         one_memory=not emulated and cuda.shares_memory(device.torch_device.index),
         link=link,
         disk=disk,
+        dead_builds=dead_builds(),
     )
+
+
+def dead_builds() -> tuple[str, ...]:
+    """Locks of torch.utils.cpp_extension that are older than any build takes: it waits until they
+    are gone, and a build that was killed leaves its own."""
+    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or f"{cache}/torch_extensions").expanduser()
+    found = []
+    for lock in sorted([*root.glob("*/lock"), *root.glob("*/*/lock")]):
+        with suppress(OSError):  # its build has just ended
+            if time.time() - lock.stat().st_mtime > BUILD_S:
+                found.append(str(lock))
+    return tuple(found)
 
 
 def _of_disk(disk: DiskRates | None) -> dict[str, Any]:

@@ -17,6 +17,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils import cpp_extension
+from torch.utils.file_baton import FileBaton
 
 from stronghold import cli, doctor, limits
 from stronghold.device.emulated import EmulatedDevice
@@ -278,6 +280,22 @@ def test_a_slow_disk_ends_the_measurement_early(
     rates = measure.disk_rates(tmp_path, 64 * MIB, lambda _: None)
     assert rates.error == ""
     assert min(*rates.read_gbps.values(), rates.mixed_gbps) > 0
+
+
+@pytest.mark.parametrize("variable", ["XDG_CACHE_HOME", "TORCH_EXTENSIONS_DIR"])
+def test_a_lock_that_a_killed_build_left_is_found_and_a_running_builds_is_not(
+    variable: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
+    monkeypatch.setenv(variable, str(tmp_path))
+    old, now = (
+        Path(cpp_extension._get_build_directory(name, verbose=False), "lock")
+        for name in ("adam", "sums")
+    )
+    for lock in (old, now):
+        FileBaton(str(lock)).try_acquire()
+    os.utime(old, (time.time() - 2 * measure.BUILD_S,) * 2)
+    assert measure.dead_builds() == (str(old),)
 
 
 def test_the_best_depth_is_the_least_that_is_fast() -> None:

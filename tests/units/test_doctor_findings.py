@@ -221,6 +221,12 @@ CASES: dict[str, tuple[Change, Change, str, str]] = {
         "slow disk: got 1.40 GB/s read, 3.00 GB/s written in /disk",
         "NVMe",
     ),
+    "dead builds": (
+        found(dead_builds=("/home/a b/adam/lock",)),
+        found(dead_builds=()),
+        "builds of torch's extensions did not end: got locks of an hour ago",
+        "rm '/home/a b/adam/lock'",
+    ),
     "slow writes": (
         on_disk(write_gbps={1: 0.7}),
         on_disk(write_gbps={1: 0.8}),
