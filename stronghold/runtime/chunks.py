@@ -352,13 +352,12 @@ class Chunks:
         """The numbers of the tensors that are the same for every chunk. ConfigError when two chunks
         do not give what both give at once."""
         modes = [(part, part.training) for part in module.modules()]
+        contents = _contents(whole)
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             try:
                 for part, _ in modes:
                     part.training = False
-                contents = _contents(whole)
                 expected = inner(*whole[0], **whole[1])
-                _refuse_change(name, contents)
                 outputs = [inner(*a, **k) for a, k in zip(*each, strict=True)]
             except (RuntimeError, IndexError, ValueError) as error:
                 raise ConfigError(
@@ -369,6 +368,7 @@ class Chunks:
             finally:
                 for part, mode in modes:
                     part.training = mode
+        _refuse_change(name, contents)
         # A table of relative positions, say: it is what it is for one chunk, and not one per chunk.
         columns = zip(*map(_tensors, outputs), strict=True)
         shared = frozenset(
