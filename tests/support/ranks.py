@@ -5,9 +5,11 @@ Owns their launch and their end. A test that fails kills those that are left.
 
 from __future__ import annotations
 
+import faulthandler
 import importlib
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import time
@@ -21,6 +23,7 @@ from tests.conftest import choose_kernels, free_port
 from tests.support.children import ROOT, Child
 
 CODE = "import sys; from tests.support.ranks import enter; enter(*sys.argv[1:])"
+PATIENCE_S = 60.0
 
 
 @dataclass(kw_only=True)
@@ -68,12 +71,22 @@ class Launch:
             process.kill()
             process.wait()
 
-    def finish(self, timeout_s: float = 240.0) -> list[tuple[int, str]]:
-        """Wait for all: (exit status, output) by rank."""
+    def finish(self, timeout_s: float = 240.0) -> list[tuple[int | None, str]]:
+        """Wait for all: (exit status, output) by rank. Those that do not end, or not within
+        `PATIENCE_S` of one that failed, are aborted, and their output ends with their stacks.
+        """
         deadline = time.monotonic() + timeout_s
-        for process in self.processes:
-            process.wait(timeout=max(1.0, deadline - time.monotonic()))
-        return [(p.returncode, self.output(rank)) for rank, p in enumerate(self.processes)]
+        while None in (ended := [process.poll() for process in self.processes]):
+            if any(ended):
+                deadline = min(deadline, time.monotonic() + PATIENCE_S)
+            if time.monotonic() > deadline:
+                for process in self.processes:
+                    if process.poll() is None:
+                        os.kill(process.pid, signal.SIGABRT)
+                        process.wait(timeout=30)
+                break
+            time.sleep(0.01)
+        return [(process.poll(), self.output(rank)) for rank, process in enumerate(self.processes)]
 
     def output(self, rank: int) -> str:
         return (self.folder / f"log-{rank}").read_text(errors="replace")
@@ -88,13 +101,17 @@ def run_ranks(
         run=run, num_ranks=num_ranks, folder=folder, environment=environment, num_nodes=num_nodes
     ) as launch:
         ended = launch.finish()
-    for rank, (status, output) in enumerate(ended):
-        assert status == 0, f"rank {rank} of {num_ranks} ended with {status}:\n{output[-6000:]}"
+    said = "\n".join(
+        f"rank {rank} of {num_ranks} ended with {status}:\n{output[-6000:]}"
+        for rank, (status, output) in enumerate(ended)
+    )
+    assert not any(status for status, _ in ended), said
     return [pickle.loads((folder / f"result-{rank}").read_bytes()) for rank in range(num_ranks)]
 
 
 def enter(run: str, folder: str) -> None:
     """The body of each process."""
+    faulthandler.enable()
     choose_kernels()
     module, _, function = run.partition(":")
     result = getattr(importlib.import_module(module), function)(Path(folder))
