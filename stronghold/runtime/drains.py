@@ -185,7 +185,8 @@ class GradientDrains:
         """The fences of what was written to the slot, on every stream."""
         name = f"gradients {layer}"
         found = [self._device.record_compute(name, stream) for stream in slot.writers]
-        slot.record.write(found[-1])
+        if found:  # else backward failed while it waited for the slot
+            slot.record.write(found[-1])
         return found
 
     def _join(self, layer: int, slot: GradientSlot) -> None:

@@ -169,6 +169,7 @@ class Runtime:
         ConfigError when no further gradients can be taken.
         """
         self._device.check()
+        self._team.check()
         self._abandon_forward()
         self._adam.refuse_unfrozen()
         self._adopt_edited()

@@ -230,6 +230,9 @@ class Team:
     def fail(self, reason: str) -> None:
         """This rank cannot go on: the others shall not wait for it."""
 
+    def check(self) -> None:
+        """RankError once this rank has failed."""
+
     def barrier(self, operation: str) -> None:
         """Wait until every rank is here; what each wrote before, all see after."""
 
@@ -440,6 +443,10 @@ class RankTeam(Team):
 
     def fail(self, reason: str) -> None:
         self._ranks.fail(reason)
+
+    def check(self) -> None:
+        if self._ranks.watch is not None:
+            self._ranks.watch.check_self()
 
     def barrier(self, operation: str) -> None:
         self._ranks.control.barrier(operation)

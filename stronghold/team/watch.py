@@ -130,10 +130,10 @@ class Watch:
     # -- asked by whoever waits -------------------------------------------------------------------
     def begin(self, group: int) -> None:
         """This rank begins its next collective of the group."""
-        self._check_self()
+        self.check_self()
         self._mine["arrived"][group] += 1
 
-    def _check_self(self) -> None:
+    def check_self(self) -> None:
         """RankError once this rank has failed: the others have ended, and two that each wait in
         another collective would wait for ever."""
         if self._mine["failed"]:
@@ -147,7 +147,7 @@ class Watch:
     ) -> None:
         """RankError when a rank has ended, failed or fallen silent, or one of `ranks`, for which
         the operation waits, has closed its engine."""
-        self._check_self()
+        self.check_self()
         limit_s = self._silence_s if silence_s is None else min(silence_s, self._silence_s)
         lost = [found for i in self._others() if (found := self._loss(i, limit_s))]
         lost += [

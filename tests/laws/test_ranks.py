@@ -212,11 +212,12 @@ def test_ranks_that_go_different_ways_are_named_before_a_weight_changes(two: lis
 
 def test_a_backward_that_fails_on_one_rank_ends_all(two: list[Any]) -> None:
     """And neither goes on: each says so again."""
-    for said in two[0]["broken"].split(" | "):
-        assert "rank 1 (process" in said
-        assert "failed: engine.backward raised" in said
-    assert two[1]["broken"].startswith("division by zero | ")
-    assert "this rank cannot go on (engine.backward raised)" in two[1]["broken"]
+    for here, there in zip(two[0]["broken"], two[1]["broken"], strict=True):
+        for said in here.split(" | "):
+            assert "rank 1 (process" in said
+            assert "failed: engine.backward raised" in said
+        assert there.startswith("division by zero | ")
+        assert "this rank cannot go on (engine.backward raised)" in there
 
 
 # -- checkpoints -----------------------------------------------------------------------------------

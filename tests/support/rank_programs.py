@@ -55,7 +55,7 @@ def two_ranks(folder: Path) -> dict[str, Any]:
         "model parallel on files": model_parallel(**files("masters")),
         "refined": refined(),
         "astray": [astray("gather", clipping=1.0), astray("reduce", clipping=0.0)],
-        "broken": broken(),
+        "broken": [broken(0), broken(-1)],
         "full disk": full_disk(folder),
         "replaced": replaced(folder),
     }
@@ -132,14 +132,13 @@ def astray(lane: str, *, clipping: float) -> str:
     return said
 
 
-def broken() -> str:
-    """Backward raises on one rank, when other layers were reduced."""
+def broken(parameter: int) -> str:
+    """Backward raises on one rank, when other layers were reduced, or before."""
     model, make_batch = MODELS["gpt"]()
     engine = engine_of(model, config(clipping=0.0))
     said = ""
     if rank() == 1:
-        first = next(model.parameters())
-        first.register_hook(lambda gradient: 1 / 0)
+        list(model.parameters())[parameter].register_hook(lambda gradient: 1 / 0)
     try:
         engine.backward(loss_of(engine(**make_batch(rank()))))
         engine.step()
