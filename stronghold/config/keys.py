@@ -86,6 +86,9 @@ HONOURED = {
     "wall_clock_breakdown": "Milliseconds of fwd, bwd and step by DeepSpeed's timers, which wait "
     "for the GPU.",
     "flops_profiler": "DeepSpeed's profiler at profile_step. Latencies include waits for weights.",
+    "zero_allow_untested_optimizer": "Accelerate insists on it where a script brings an optimizer. "
+    "Adam and AdamW are right here; others are refused.",
+    "zero_force_ds_cpu_optimizer": "False keeps Accelerate from replacing a script's optimizer.",
     "log_level": "The level of DeepSpeed's own logger.",
     "dump_state": "Logs DeepSpeed's reading of the config at start.",
     "steps_per_print": "Steps between log lines. Absent or infinite: never.",
@@ -103,8 +106,6 @@ IGNORED = {
     "zero_optimization": "Weights are streamed layer by layer, not partitioned in buckets.",
     "zero_optimization.offload_optimizer": "The optimizer is on the host; buffers are the plan's.",
     "zero_optimization.offload_param": "Weights are on the host; buffers are the plan's.",
-    "zero_allow_untested_optimizer": "Adam and AdamW are tested; others are refused.",
-    "zero_force_ds_cpu_optimizer": "The optimizer is always stronghold's own.",
     "hybrid_engine": "While it is off.",
     "tensor_parallel": "While its size is 1.",
     "data_parallel_size": "The number of ranks is the launcher's.",

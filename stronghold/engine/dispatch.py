@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -216,22 +217,39 @@ def _check_owned(model: nn.Module, groups: Iterable[dict[str, Any]], what: str) 
 
 def _init_distributed(settings: configs.Settings, port: int, required: bool | None) -> None:
     """The process group that scripts expect after `initialize`, when a launcher set the environment
-    for one.
+    for one; and one of this process alone, without a launcher, where Accelerate gathers over it.
 
     On CPU memory torch's own gloo group is made: DeepSpeed's CPU backend would compile a
     shared-memory kernel first, which one rank has no use for. DeepSpeed's monitors insist on
     DeepSpeed's.
     """
     monitors = settings.deepspeed.monitor_config.enabled
+    on_gpu = (settings.stronghold.device or "cuda") == "cuda" and cuda.available()
+    begun = torch.distributed.is_initialized()
     if "RANK" in os.environ and required is not False:
-        on_gpu = (settings.stronghold.device or "cuda") == "cuda" and cuda.available()
-        begun = torch.distributed.is_initialized()
         if monitors or (on_gpu and not begun):
             deepspeed.init_distributed(distributed_port=port)
         elif not begun:
             torch.distributed.init_process_group("gloo")
+    elif not begun and _accelerate_gathers():
+        torch.distributed.init_process_group(
+            "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
+            store=torch.distributed.HashStore(),  # type: ignore[attr-defined]
+            rank=0,
+            world_size=1,
+        )
     if monitors and not deepspeed.comm.is_initialized():
         raise ConfigError(
             "DeepSpeed's monitors (tensorboard, wandb, csv_monitor, comet) need a process group: "
             "start with the deepspeed launcher, or call deepspeed.init_distributed() first"
         )
+
+
+def _accelerate_gathers() -> bool:
+    """Whether Accelerate, and with it the Trainer, takes this process for one of DeepSpeed's, whose
+    losses and metrics it gathers over a process group, launcher or not."""
+    accelerate: Any = sys.modules.get("accelerate.state")
+    if accelerate is None or not accelerate.is_initialized():
+        return False
+    found = accelerate.AcceleratorState().distributed_type
+    return bool(found == accelerate.DistributedType.DEEPSPEED)

@@ -235,6 +235,21 @@ def test_two_accelerators_have_an_engine_each(loop: Any) -> None:
     engine.destroy()
 
 
+def test_without_a_launcher_what_is_gathered_is_the_process_own() -> None:
+    """As the Trainer gathers each loss that it logs."""
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+    reset_accelerate(ranked=False)
+    accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=ds_config()))
+    model, _ = MODELS["gpt"]()
+    accelerator.prepare(model, torch_parts(model)[0], batches(0, 1))
+    accelerator.wait_for_everyone()
+    losses = torch.arange(3.0)
+    assert torch.equal(accelerator.gather_for_metrics(losses), losses)
+    accelerator.free_memory()
+    torch.distributed.destroy_process_group()
+
+
 def test_a_surviving_auto_in_the_section_is_refused_by_accelerate() -> None:
     """Why docs/config.md says to leave a key out instead."""
     reset_accelerate(ranked=True)
