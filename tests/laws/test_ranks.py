@@ -14,6 +14,7 @@ from stronghold.memory.runfolder import reclaim
 from tests.models import MODELS, loss_of
 from tests.support import rank_cases, rank_checkpoints, rank_models, rank_programs
 from tests.support.ranks import Launch, run_ranks
+from tests.support.scheduler import hostile_scheduler
 from tests.support.training import DTYPES, Run, assert_identical, config
 
 PROGRAMS = "tests.support.rank_programs"
@@ -370,6 +371,17 @@ def test_four_ranks_have_the_bits_of_one_that_accumulates(tmp_path: Path) -> Non
         for found in four:
             assert_identical(Run(losses=losses, weights=found[name].weights), run)
             assert found[name].norms == pytest.approx(run.norms, rel=1e-12)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3))
+def test_nothing_depends_on_which_thread_comes_first(seed: int, tmp_path: Path) -> None:
+    with (
+        Launch(run=f"{PROGRAMS}:two_ranks", num_ranks=2, folder=tmp_path) as launch,
+        hostile_scheduler([process.pid for process in launch.processes], seed),
+    ):
+        ended = launch.finish(timeout_s=900)
+    assert [status for status, _ in ended] == [0, 0], ended
 
 
 # -- failures --------------------------------------------------------------------------------------
