@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pydantic import ValidationError
 
 
 class StrongholdError(Exception):
@@ -45,3 +49,20 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     """' Did you mean "x"?' for the closest known word, or '' when none is close."""
     close = difflib.get_close_matches(word, list(known), n=1)
     return f' Did you mean "{close[0]}"?' if close else ""
+
+
+def explain(error: ValidationError, whole: str, known: Iterable[str] = ()) -> str:
+    """Where the first of what is wrong in a file's contents stands, what was got and what was
+    expected."""
+    first, *more = error.errors(include_url=False)
+    where = ".".join((whole, *map(str, first["loc"])))
+    value, expected = first["input"], first["msg"].removeprefix("Value error, ")
+    if first["type"] == "missing":
+        said = f"{where}: missing"
+    elif first["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
+        said = f"{where}: unknown key.{did_you_mean(str(first['loc'][-1]), known)}"
+    elif isinstance(value, str | int | float | list | None):
+        said = f"{where}: got {value!r:.80}. {expected}"
+    else:
+        said = f"{where}: {expected}"
+    return f"{said}; {len(more)} more" if more else said

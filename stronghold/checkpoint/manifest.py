@@ -52,7 +52,7 @@ from stronghold.checkpoint.tensorfile import (
     TensorFile,
     write_durably,
 )
-from stronghold.errors import CheckpointError, ConfigError
+from stronghold.errors import CheckpointError, ConfigError, explain
 from stronghold.states import EXACT, LEAN, LOW_DTYPE, group_size, num_items, states_of
 
 MANIFEST = "manifest.json"
@@ -230,26 +230,12 @@ class Manifest(BaseModel):
         try:
             manifest = Manifest.model_validate_json(text)
         except ValidationError as error:
-            raise CheckpointError(f"{path}: {_explain(error)}") from error
+            raise CheckpointError(f"{path}: {explain(error, 'manifest')}") from error
         if manifest.model_parallel != slices:
             raise CheckpointError(
                 f"{path}: model_parallel: got {manifest.model_parallel}, expected {slices}"
             )
         return manifest
-
-
-def _explain(error: ValidationError) -> str:
-    """Where the first of what is wrong stands, what was got and what was expected."""
-    first, *more = error.errors(include_url=False)
-    where = ".".join(map(str, first["loc"])) or "the manifest"
-    value, expected = first["input"], first["msg"].removeprefix("Value error, ")
-    if first["type"] == "missing":
-        said = f"{where}: missing"
-    elif isinstance(value, dict | list | BaseModel):
-        said = f"{where}: {expected}"
-    else:
-        said = f"{where}: got {value!r:.80}. {expected}"
-    return f"{said}; {len(more)} more" if more else said
 
 
 def _check_split(directory: Path, slices: Slices, names: list[str]) -> None:

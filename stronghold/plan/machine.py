@@ -15,15 +15,15 @@ import logging
 import os
 import platform
 import re
-import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
-from stronghold.config.keys import Kind, wrong
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass
+
 from stronghold.device.contention import Rates
-from stronghold.errors import ConfigError, did_you_mean
+from stronghold.errors import ConfigError, did_you_mean, explain
 from stronghold.process import write_whole
 
 VERSION = 1
@@ -52,9 +52,24 @@ ADAM_LEAN_BYTES = adam_bytes(2, 1, 2.125)
 _logger = logging.getLogger("stronghold")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+_AGAIN = "write it again with `stronghold doctor`"
+Count = Annotated[int, Field(ge=1, lt=1 << 53)]
+Rate = Annotated[float, Field(gt=0)]
+Threads = Annotated[int, Field(ge=1, lt=10**9, strict=False)]  # JSON's keys are strings
+ByThreads = Annotated[dict[Threads, Rate], Field(min_length=1)]
+ByDtype = Annotated[
+    dict[Annotated[str, Field(pattern="^(bf16|fp16|fp32)$")], Rate], Field(min_length=3)
+]
+
+
+@dataclass(
+    frozen=True,
+    slots=True,
+    kw_only=True,
+    config=ConfigDict(strict=True, extra="forbid", allow_inf_nan=False),
+)
 class MachineProfile:
-    """What a machine can do. ConfigError for a rate that is not a positive, finite number.
+    """What a machine can do. ValidationError for a rate that is not a positive, finite number.
 
     `measured` is the ISO date of the measurement, "" for a shipped profile; `sources` says where a
     shipped profile's rates come from, and what host was assumed.
@@ -73,31 +88,22 @@ class MachineProfile:
     name: str
     measured: str
     sources: tuple[str, ...]
-    num_gpus: int = 1
-    gpu_memory_bytes: int
-    host_memory_bytes: int
-    num_cores: int
-    fetch_gbps: float
-    drain_gbps: float
-    duplex_gbps: float
-    memory_gbps: dict[int, float]
-    adam_gbps: dict[int, float]
-    flops: dict[str, float]
-    gpu_memory_gbps: float
-    adam_lean_gbps: dict[int, float] | None = None
-    nvme_read_gbps: float | None = None
-    nvme_write_gbps: float | None = None
-    nvme_mixed_gbps: float | None = None
+    num_gpus: Count = 1
+    gpu_memory_bytes: Count
+    host_memory_bytes: Count
+    num_cores: Count
+    fetch_gbps: Rate
+    drain_gbps: Rate
+    duplex_gbps: Rate
+    memory_gbps: ByThreads
+    adam_gbps: ByThreads
+    flops: ByDtype
+    gpu_memory_gbps: Rate
+    adam_lean_gbps: ByThreads | None = None
+    nvme_read_gbps: Rate | None = None
+    nvme_write_gbps: Rate | None = None
+    nvme_mixed_gbps: Rate | None = None
     nvme_path: str = ""
-
-    def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            _check(f"profile.{field.name}", str(field.type), getattr(self, field.name))
-        if set(self.flops) != set(STATE_BYTES):
-            raise ConfigError(
-                f"profile.flops: got {', '.join(self.flops) or 'nothing'}, expected a rate for "
-                f"each of {', '.join(STATE_BYTES)}"
-            )
 
     def memory_rate(self, threads: int) -> float:
         """Host memory bandwidth with so many threads, in 1e9 bytes/s: between two measured numbers
@@ -143,9 +149,10 @@ class MachineProfile:
                 f"it; {_AGAIN}"
             )
         try:
-            return cls(**_fields(raw))
-        except ConfigError as error:
-            raise ConfigError(f"{where}: {error}") from error
+            return TypeAdapter(cls).validate_json(json.dumps(raw))
+        except ValidationError as error:
+            known = [field.name for field in dataclasses.fields(cls)]
+            raise ConfigError(f"{where}: {explain(error, 'profile', known)}; {_AGAIN}") from error
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the JSON, whole or not at all, making the directories that are missing."""
@@ -201,73 +208,6 @@ def find() -> MachineProfile | None:
         except ConfigError as error:
             _logger.warning("%s", error)
     return None
-
-
-# -- reading and checking -------------------------------------------------------------------------
-
-_AGAIN = "write it again with `stronghold doctor`"
-
-
-def _fields(raw: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of MachineProfile in a JSON object: every key known, none missing."""
-    fields = dataclasses.fields(MachineProfile)
-    known = [field.name for field in fields]
-    for key in raw:
-        if key not in known:
-            raise ConfigError(
-                f"profile.{key}: unknown key.{did_you_mean(key, known)} "
-                f"Known keys: version, {', '.join(known)}"
-            )
-    needed = [field.name for field in fields if field.default is dataclasses.MISSING]
-    missing = [name for name in needed if name not in raw]
-    if missing:
-        raise ConfigError(f"profile: missing {', '.join(missing)}; {_AGAIN}")
-    arguments = dict(raw)
-    if isinstance(raw["sources"], list):
-        arguments["sources"] = tuple(raw["sources"])
-    for key in ("memory_gbps", "adam_gbps", "adam_lean_gbps"):  # JSON's keys are strings
-        if isinstance(raw.get(key), dict):
-            arguments[key] = {_threads(f"profile.{key}", k): v for k, v in raw[key].items()}
-    return arguments
-
-
-def _threads(where: str, key: str) -> int:
-    if not re.fullmatch(r"[0-9]{1,9}", key):
-        raise ConfigError(f"{where}: got the key {key!r}, expected a number of threads")
-    return int(key)
-
-
-# What each field must be, by its annotation.
-_KINDS = {
-    "str": Kind(lambda value: isinstance(value, str), "text"),
-    "tuple[str, ...]": Kind(
-        lambda value: isinstance(value, tuple) and all(isinstance(text, str) for text in value),
-        "a list of texts",
-    ),
-    "int": Kind(
-        lambda value: type(value) is int and 1 <= value < 2**53, "a whole number of at least 1"
-    ),
-    "float": Kind(
-        lambda value: type(value) in (int, float) and 0 < value <= sys.float_info.max,
-        "a positive number",
-    ),
-    "dict": Kind(
-        lambda value: isinstance(value, Mapping) and len(value) > 0, "a rate for each of some keys"
-    ),
-}
-
-
-def _check(where: str, annotation: str, value: Any) -> None:
-    if annotation.endswith(" | None") and value is None:
-        return
-    annotation = annotation.removesuffix(" | None")
-    by_key = annotation.startswith("dict")
-    problem = wrong(where, value, _KINDS["dict" if by_key else annotation])
-    if problem is not None:
-        raise ConfigError(problem)
-    for key, rate in value.items() if by_key else ():
-        _check(f"{where}.{key}", "float", rate)
-        _check(where, annotation[5:8], key)
 
 
 def _interpolate(rates: Mapping[int, float], threads: int) -> float:
