@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -115,23 +116,12 @@ def _stored(path: Path) -> dict[str, TensorFile]:
     )
 
 
-class _Shapes:
-    """Stands for the model in a conversion that asks for the shapes of its parameters."""
-
-    def __init__(self, expected: dict[str, torch.Tensor]) -> None:
-        self._expected = expected
-
-    def get_parameter(self, name: str) -> torch.Tensor:
-        """On the meta device."""
-        return self._expected[name]
-
-
 class _Tensors:
     """Tensors of files that become parameters: one as it is, or those that transformers converts
     together (the experts of a layer), which lie in host memory twice while they are."""
 
-    def __init__(self, rule: Any, target: str, shapes: _Shapes, config: Any) -> None:
-        self._rule, self._target, self._context = rule, target, {"model": shapes, "config": config}
+    def __init__(self, rule: Any, target: str, context: dict[str, Any]) -> None:
+        self._rule, self._target, self._context = rule, target, context
         self._parts: list[tuple[str | None, str, TensorFile]] = []
         self._made: dict[str, torch.Tensor] = {}  # what nobody has read yet
 
@@ -162,7 +152,7 @@ class _Tensors:
     def read_into(self, name: str, target: torch.Tensor) -> None:
         """Fill `target`, cast to its dtype."""
         if self._rule is None:
-            _read(self._parts[0][2], self._parts[0][1], target)
+            self._parts[0][2].read_into(self._parts[0][1], target)
             return
         if name not in self._made or self._made[name].dtype is not target.dtype:
             self._made = self._convert(partial(_values, target.dtype))
@@ -253,7 +243,10 @@ def _by_names(
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
     converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
     by_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
-    prefix, shapes = model.base_model_prefix, _Shapes(expected)
+    prefix = model.base_model_prefix
+    # A conversion asks the model for the shapes of its parameters.
+    shapes = SimpleNamespace(get_parameter=expected.__getitem__)
+    context = {"model": shapes, "config": model.config}
     groups: dict[str, _Tensors] = {}
     for key in sorted(stored, key=dot_natural_key):
         name, pattern = rename_source_key(key, renamings, converters, prefix, expected)
@@ -261,7 +254,7 @@ def _by_names(
             name, pattern = rename_source_key(key, [], [], prefix, expected)
         if name in expected:
             rule = None if pattern is None else by_pattern[pattern]
-            group = groups.setdefault(name, _Tensors(rule, name, shapes, model.config))
+            group = groups.setdefault(name, _Tensors(rule, name, context))
             group.add(pattern, key, stored[key])
     # As transformers leaves it: save_pretrained writes the names that were read.
     model._weight_conversions = [rule for rule in rules if rule.was_used()]
@@ -280,15 +273,5 @@ def _by_names(
 
 def _values(dtype: torch.dtype, file: TensorFile, key: str) -> torch.Tensor:
     made = torch.empty(file.info(key).shape, dtype=dtype)
-    _read(file, key, made)
+    file.read_into(key, made)
     return made
-
-
-def _read(file: TensorFile, key: str, target: torch.Tensor) -> None:
-    if file.info(key).dtype is target.dtype:
-        file.read_into(key, target)
-        return
-    flat, begin = target.view(-1), 0
-    for piece in file.pieces(key):
-        flat[begin : begin + piece.numel()].copy_(piece)
-        begin += piece.numel()

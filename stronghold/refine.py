@@ -76,8 +76,6 @@ class Refinement:
         self._steps = 0
         self._first_span = 0
         self.stage = Stage.UNTOLD if _is_open(stack.demand) else Stage.SETTLED
-        if self.stage is Stage.UNTOLD and UNTOLD_STEPS == 0:
-            self._begin_tracing()
 
     def end_step(self) -> None:
         """A step has ended, and its updates are queued."""
@@ -296,7 +294,6 @@ def _is_open(demand: Demand) -> bool:
 
 def _layers_may_move(demand: Demand) -> bool:
     """Whether there is a budget to use up: then layers may stay on the device. Those with arrays in
-    files do not change places.
-    """
+    files do not change places."""
     pinned = (demand.window, demand.resident_layers, demand.activations)
     return not demand.nvme and demand.gpu_budget_bytes is not None and None in pinned

@@ -267,8 +267,7 @@ def _nothing() -> None:
 
 def _tiers(layout: ModelLayout, dtype: torch.dtype, plan: Plan, shards: Shards | None) -> Tiers:
     """Tiers without bytes. Where a layer takes many pieces they are simulated as few: the pipeline
-    is the same, its ends a little coarser, and a simulation takes milliseconds again.
-    """
+    is the same, its ends a little coarser, and a simulation takes milliseconds again."""
     staging, store = plan.staging, None
     if any(plan.spilled):
         num_ranks = shards.num_ranks if shards else 1

@@ -238,8 +238,7 @@ def resolve(load_dir: Path, tag: str) -> Path:
 
 class Team:
     """`rank` of `num_ranks` that share the `slices` of a model; of those of all slices one is the
-    `leader`, which names tags and publishes them.
-    """
+    `leader`, which names tags and publishes them."""
 
     def __init__(self, ranks: Ranks) -> None:
         self.rank, self.num_ranks, self.several = ranks.rank, ranks.num_ranks, ranks.several

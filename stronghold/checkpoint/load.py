@@ -226,10 +226,8 @@ class Load:
         if not host.has(index, array):
             return
         if file is not None and host.layers[index].on_device:
-            begin, target = 0, getattr(host.layers[index], array)[items(array, at, end)]
-            for piece in self._tag.tensors(file).pieces(name):
-                target[begin : begin + piece.numel()].copy_(piece)  # waits: it is filled again
-                begin += piece.numel()
+            target = getattr(host.layers[index], array)[items(array, at, end)]
+            self._tag.tensors(file).read_into(name, target)
             return
         for first, _, found in host.pieces(index, (array,), at, end, mode="replace"):
             if file is None:

@@ -112,8 +112,7 @@ Floating = Annotated[torch.dtype, PlainValidator(_floating), PlainSerializer(NAM
 
 class TensorRecord(BaseModel):
     """One parameter. `aliases`: all its names, `name` first. `step`: Adam's count. `weights`,
-    `low`, `moments`: the files that hold it; None where it has no such state.
-    """
+    `low`, `moments`: the files that hold it; None where it has no such state."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
@@ -146,8 +145,7 @@ class Manifest(BaseModel):
     """`states`: the kind of masters and moments. `groups`: the optimizer's parameter groups,
     "params" being names; the rest of them are
     hyper-parameters, which the optimizer that takes them over knows. `excluded`: frozen parameters
-    that were left out on request.
-    """
+    that were left out on request."""
 
     model_config = ConfigDict(extra="ignore", strict=True, frozen=True)
 
@@ -268,8 +266,7 @@ def _foreign(directory: Path) -> str:
 
 class OpenTag:
     """`manifest`, and every file that it lists, of the directory `path`: [Note: one save]. Raises
-    as `Manifest.read`. `mark` is the same on ranks that have opened the same save.
-    """
+    as `Manifest.read`. `mark` is the same on ranks that have opened the same save."""
 
     def __init__(self, path: Path, slices: Slices | None = None) -> None:
         self.path = path

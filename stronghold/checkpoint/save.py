@@ -120,8 +120,7 @@ class Save:
 
     def run(self) -> None:
         """Save on the calling thread, each layer after its pending update. Raises OSError, and then
-        leaves no trace on disk.
-        """
+        leaves no trace on disk."""
         for layer in self.order:
             self._write_guarded(layer, self._stack.host.layers[layer].wait)
         self._finish()
@@ -302,8 +301,7 @@ def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 def model_config(model: nn.Module) -> bytes | None:
     """The JSON of a Hugging Face model's configuration, from which an export needs no other
-    directory; None for another model.
-    """
+    directory; None for another model."""
     config: Any = getattr(model, "config", None)
     to_json: Callable[..., str] | None = getattr(config, "to_json_string", None)
     return None if to_json is None else to_json(use_diff=False).encode()

@@ -39,8 +39,7 @@ STORED: dict[str, tuple[str, tuple[type, ...]]] = {
 class ClientState:
     """`scheduler`, `loader`: state dicts, or None where there is none. `client`: what the caller
     gave. `loss_scale`: the optimizer's scaler, or None. `random`: None in an imported checkpoint;
-    `random_of_ranks`: of every rank, `random` being the first's.
-    """
+    `random_of_ranks`: of every rank, `random` being the first's."""
 
     scheduler: dict[str, Any] | None = None
     loader: dict[str, Any] | None = None

@@ -388,10 +388,16 @@ class TensorFile:
         return self.tensors[name]
 
     def read_into(self, name: str, target: torch.Tensor) -> None:
-        """Fill contiguous CPU memory of the tensor's own type and size."""
-        if target.nbytes != self.info(name).num_bytes:
-            raise StateError(f"{name}: {self.info(name).shape} does not fit the target")
-        self.read_part(name, 0, target)
+        """Fill a contiguous tensor of as many elements, of any type and on any device."""
+        info, flat, begin = self.info(name), target.view(-1), 0
+        if flat.numel() * info.dtype.itemsize != info.num_bytes:
+            raise StateError(f"{name}: {info.shape} does not fit the target")
+        if target.dtype is info.dtype and target.device.type == "cpu":
+            self.read_part(name, 0, target)
+            return
+        for piece in self.pieces(name):
+            flat[begin : begin + piece.numel()].copy_(piece)  # waits: it is filled again
+            begin += piece.numel()
 
     def read_part(self, name: str, begin: int, target: torch.Tensor) -> None:
         """Fill contiguous CPU memory of the tensor's own type with its elements from `begin` on."""

@@ -89,8 +89,7 @@ def write_weights(weights: dict[str, torch.Tensor], save_dir: Path, filename: st
 # -- of a checkpoint ------------------------------------------------------------------------------
 def locate(path: Path, tag: str | None) -> Path:
     """The tag's directory: `path` itself when it is one, else `tag` in it, else what `latest`
-    names.
-    """
+    names."""
     if tag is None and ((path / MANIFEST).exists() or any(path.glob("*_optim_states.pt"))):
         return path
     tag = tag or directory.read_latest(path)

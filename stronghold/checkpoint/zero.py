@@ -200,8 +200,7 @@ def _entries(
 # -- reading --------------------------------------------------------------------------------------
 def read_zero(path: Path) -> ZeroCheckpoint:
     """Read the tag's directory `path`. CheckpointError when it is no ZeRO checkpoint, a file is
-    missing, or sizes contradict each other.
-    """
+    missing, or sizes contradict each other."""
     models = sorted(path.glob("*_model_states.pt"), key=_natural)
     optims = sorted(path.glob("*_optim_states.pt"), key=_natural)
     if not models:
@@ -296,8 +295,7 @@ def _stage_3(
     shapes: Sequence[dict[str, Any]], shards: list[dict[str, Any]], path: Path
 ) -> Iterator[tuple[Any, ...]]:
     """The same in stage 3: each rank has an equal part of every parameter; parts lie one behind the
-    other over all of the rank's sub-groups.
-    """
+    other over all of the rank's sub-groups."""
     states = [shard["optimizer_state_dict"]["state"] for shard in shards]
     step = _step(states[0].get(0, {}), shards[0]["optimizer_state_dict"])
     fp32 = [shard["fp32_flat_groups"] for shard in shards]

@@ -25,6 +25,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import operator
 import weakref
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -243,8 +244,8 @@ class _Tracer:
         self._counter = FlopCounterMode(display=False, custom_mapping=MORE_FLOPS)
         self._counter.mod_tracker = _OneModule()  # type: ignore[assignment]
         self._counted = 0.0
-        # The layer that was called, how, and what its attention took.
-        self._known: dict[Any, tuple[int, Call, list[Attended]]] = {}
+        # The layer that was called, its FLOPs, how to answer as it did, and what attention took.
+        self._known: dict[Any, tuple[int, float, Answer, list[Attended]]] = {}
         self._like: dict[int, int] = {}  # layer that did not run -> layer that ran in its place
 
     @contextmanager
@@ -336,22 +337,20 @@ class _Tracer:
                         self._enter(layer.index, leaf)
                 kind = (made_like, spec, kinds(leaves), torch.is_grad_enabled())
                 if kind in self._known:
-                    self._like[layer.index], known, calls = self._known[kind]
+                    self._like[layer.index], flops, answer, calls = self._known[kind]
                     self._attended[layer.index] += calls
-                    return self._again(layer.index, known, leaves)
+                    self._flops[layer.index] += flops
+                    output, tensors = answer(leaves)
+                    self._saved += [(layer.index, self._key(tensor)) for tensor in tensors]
+                    return output
                 begin, attended = len(self._saved), len(self._attended[layer.index])
                 output = forward(*args, **kwargs)
                 flops = self._settle_flops()
-                saved = dict.fromkeys(key for _, key in self._saved[begin:])
-                call = record(
-                    flops=flops,
-                    saved=[(key, self._bytes[key]) for key in saved],
-                    leaves=leaves,
-                    output=output,
-                    key_of=self._key,
-                )
-                if call is not None:
-                    self._known[kind] = (layer.index, call, self._attended[layer.index][attended:])
+                saved = {key: self._bytes[key] for _, key in self._saved[begin:]}
+                found = answer_like(saved, leaves, output, self._key)
+                if found is not None:
+                    calls = self._attended[layer.index][attended:]
+                    self._known[kind] = layer.index, flops, found, calls
                 return output
 
         return run
@@ -403,12 +402,6 @@ class _Tracer:
         self._flops[self._now] += new
         return new
 
-    def _again(self, layer: int, call: Call, leaves: list[Any]) -> Any:
-        self._flops[layer] += call.flops
-        output, saved = call.answer(leaves)
-        self._saved += [(layer, self._key(tensor)) for tensor in saved]
-        return output
-
 
 @contextmanager
 def _calling(module: nn.Module, call: Callable[..., Any]) -> Iterator[None]:
@@ -424,100 +417,70 @@ def _calling(module: nn.Module, call: Callable[..., Any]) -> Iterator[None]:
             module.forward = own
 
 
-# -- calls, as data, so that their like need not run ----------------------------------------------
+# -- calls that need not run ----------------------------------------------------------------------
+# From the input leaves of a call: its output, and a tensor of each storage that it saves.
+Answer = Callable[[Sequence[Any]], tuple[Any, list[torch.Tensor]]]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Saved:
-    """A storage that a call saved: its input leaf's, or a new one, maybe its output leaf's."""
-
-    nbytes: int
-    input_leaf: int | None
-    output_leaf: int | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Made:
-    """An output leaf: a new tensor like this, or the input leaf `alias`."""
-
-    shape: torch.Size
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    requires_grad: bool
-    alias: int | None
-
-    def again(self, leaves: Sequence[Any]) -> Any:
-        if self.alias is not None:
-            return leaves[self.alias]
-        new = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta")
-        # The clone is no leaf: the model may change its blocks' outputs in place.
-        return new.requires_grad_().clone() if self.requires_grad else new
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
-    """What one call did; `answer` and `saved` of another are made from its input leaves."""
-
-    flops: float
-    saves: tuple[Saved, ...]
-    outputs: tuple[Any, ...]  # `Made`, or a leaf that is no tensor
-    spec: TreeSpec
-
-    def answer(self, leaves: Sequence[Any]) -> tuple[Any, list[torch.Tensor]]:
-        """The output of a like call with the input `leaves`, and a tensor of each saved storage."""
-        answers = [leaf.again(leaves) if isinstance(leaf, Made) else leaf for leaf in self.outputs]
-        saved = []
-        for save in self.saves:
-            if save.input_leaf is not None:
-                saved.append(leaves[save.input_leaf])
-            elif save.output_leaf is not None:
-                saved.append(answers[save.output_leaf])
-            else:
-                saved.append(torch.empty(save.nbytes, dtype=torch.uint8, device="meta"))
-        return tree_unflatten(answers, self.spec), saved
-
-
-def record(
-    *,
-    flops: float,
-    saved: Sequence[tuple[int, int]],
+def answer_like(
+    saved: Mapping[int, int],
     leaves: Sequence[Any],
     output: Any,
     key_of: Callable[[torch.Tensor], int],
-) -> Call | None:
-    """The call as data; None when outputs share memory with each other or are views of an input.
-    `saved`: (storage, bytes), each once; `key_of`: the storage of a tensor."""
+) -> Answer | None:
+    """How to answer calls that are like the one with these input `leaves` and `output`; None when
+    outputs share memory with each other or are views of an input. `saved`: bytes by storage;
+    `key_of`: the storage of a tensor. Nothing of the call lives on in the answer."""
     inputs: dict[int, int] = {}
     for number, leaf in enumerate(leaves):
         if isinstance(leaf, torch.Tensor):
             inputs.setdefault(key_of(leaf), number)
-    answers, spec = tree_flatten(output)
-    outputs: list[Any] = []
+    outputs, spec = tree_flatten(output)
+    makers: list[Callable[[Sequence[Any]], Any]] = []
     made: dict[int, int] = {}
-    for number, leaf in enumerate(answers):
-        if not isinstance(leaf, torch.Tensor):
-            outputs.append(leaf)
-            continue
-        key = key_of(leaf)
+    for number, leaf in enumerate(outputs):
         alias = next((i for i, other in enumerate(leaves) if other is leaf), None)
-        if alias is None and (key in made or key in inputs):
+        if not isinstance(leaf, torch.Tensor):
+            makers.append(functools.partial(_given, leaf))
+        elif alias is not None:
+            makers.append(operator.itemgetter(alias))
+        elif (key := key_of(leaf)) in made or key in inputs:
             return None
-        if alias is None:
+        else:
             made[key] = number
-        outputs.append(
-            Made(
-                shape=leaf.shape,
-                stride=leaf.stride(),
-                dtype=leaf.dtype,
-                requires_grad=leaf.requires_grad,
-                alias=alias,
-            )
-        )
-    saves = tuple(
-        Saved(nbytes=nbytes, input_leaf=inputs.get(key), output_leaf=made.get(key))
-        for key, nbytes in saved
-    )
-    return Call(flops=flops, saves=saves, outputs=tuple(outputs), spec=spec)
+            form = leaf.shape, leaf.stride(), leaf.dtype, leaf.requires_grad
+            makers.append(functools.partial(_new, *form))
+    return functools.partial(_answer, makers, spec, saved, inputs, made)
+
+
+def _answer(
+    makers: Sequence[Callable[[Sequence[Any]], Any]],
+    spec: TreeSpec,
+    saved: Mapping[int, int],
+    inputs: Mapping[int, int],
+    made: Mapping[int, int],
+    leaves: Sequence[Any],
+) -> tuple[Any, list[torch.Tensor]]:
+    answers = [make(leaves) for make in makers]
+    kept = [
+        leaves[inputs[key]]
+        if key in inputs
+        else answers[made[key]]
+        if key in made
+        else torch.empty(nbytes, dtype=torch.uint8, device="meta")
+        for key, nbytes in saved.items()
+    ]
+    return tree_unflatten(answers, spec), kept
+
+
+def _given(leaf: Any, _: Sequence[Any]) -> Any:
+    return leaf
+
+
+def _new(shape: Any, stride: Any, dtype: torch.dtype, requires_grad: bool, _: Any) -> torch.Tensor:
+    new = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+    # The clone is no leaf: the model may change its blocks' outputs in place.
+    return new.requires_grad_().clone() if requires_grad else new
 
 
 def structure(block: nn.Module) -> tuple[Any, ...]:

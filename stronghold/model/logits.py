@@ -339,8 +339,7 @@ class _Loss:
 class LogitsInParts:
     """Of one model, until `close`: its causal language models, where the head and the loss are
     known. `loss_chunk` as in the config. `updates`: how often a head's weight was updated, None for
-    one whose head is left alone.
-    """
+    one whose head is left alone."""
 
     def __init__(
         self,

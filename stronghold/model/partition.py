@@ -219,8 +219,7 @@ def set_source(model: nn.Module, source: WeightSource) -> None:
 
 def source_of(model: nn.Module) -> WeightSource | None:
     """The source of the model, or of the one that it wraps; None for a model that has its
-    values.
-    """
+    values."""
     return next((_SOURCES[module] for module in model.modules() if module in _SOURCES), None)
 
 

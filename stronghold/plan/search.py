@@ -88,8 +88,7 @@ def _waits_s(layout: ModelLayout, plan: Plan, work: Workload, rates: Rates) -> f
     """Seconds that forward waits for updates at least. Those on the device are compute of their
     own. Those behind the gate begin when backward has ended, in the layers' order; of others the
     first layer's, whose gradient is the last that is there. Weights that were updated before cross
-    host memory beside the updates, or after them.
-    """
+    host memory beside the updates, or after them."""
     gated = layout.layers if plan.gated else layout.layers[:1]
     each_s = plan.traffic.adam_bytes * 1e-9 / rates.update_gbps / plan.num_ranks
     # What crosses takes of Adam's memory what is more than it leaves unused, unless that is all.
@@ -389,8 +388,7 @@ def _frugal(demand: Demand, resident: int, updates: str, policy: str) -> Demand:
 
 def _most_resident(layout: ModelLayout, demand: Demand, policy: str) -> int:
     """How many blocks the gpu can hold with their optimizer's state, whatever the host has: what
-    takes least of the host. 0 when not even the smallest plan fits.
-    """
+    takes least of the host. 0 when not even the smallest plan fits."""
     free, updates = replace(demand, host_budget_bytes=None), demand.resident_updates or "gpu"
 
     def fits(resident: int) -> bool:
@@ -401,8 +399,7 @@ def _most_resident(layout: ModelLayout, demand: Demand, policy: str) -> int:
 
 def _least(layout: ModelLayout, demand: Demand) -> Iterator[Demand]:
     """What takes least of the host where the gpu has room for it, then what takes least of the gpu:
-    when none of them fits, nothing does.
-    """
+    when none of them fits, nothing does."""
     resident, updates = demand.resident_layers, demand.resident_updates
     for policy in POLICIES:  # offloading takes least of the gpu, recomputation of the host
         most = _most_resident(layout, demand, policy) if resident is None else resident
@@ -420,8 +417,7 @@ def fits(layout: ModelLayout, demand: Demand) -> bool:
 
 def _refusal(layout: ModelLayout, demand: Demand) -> BudgetError:
     """Why nothing fits: the error of what needs least of the tier that is too small, which names
-    how much that is.
-    """
+    how much that is."""
     wishes = list(_least(layout, demand))
     on_gpu = [w for w in wishes if _fits(layout, replace(w, host_budget_bytes=None))]
 

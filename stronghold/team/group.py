@@ -127,8 +127,7 @@ class Group:
 
     def mean(self, whole: torch.Tensor, room: torch.Tensor | None, operation: str) -> None:
         """Put the mean over the ranks of `whole` into this rank's equal part of it; the other parts
-        are then undefined. `room` has as many elements as `whole`; NCCL needs none.
-        """
+        are then undefined. `room` has as many elements as `whole`; NCCL needs none."""
         share = whole.numel() // self.num_ranks
         own = whole[self.rank * share : (self.rank + 1) * share]
         if self._backend == "nccl":
@@ -321,8 +320,7 @@ def this_node() -> tuple[object, ...]:
 class Nodes:
     """`nodes[k]` are the ranks of node k, by their global numbers and in the order of their group;
     nodes are numbered as their first ranks are. All have as many: the j-th ranks of all nodes are
-    peers.
-    """
+    peers."""
 
     nodes: tuple[tuple[int, ...], ...]
 
@@ -371,8 +369,7 @@ def share_of_cores(allowed: Sequence[object], index: int) -> tuple[int, ...]:
     """The cores of the node's rank `index` of those that each of its ranks may use: all of its own
     where the launcher has bound them apart, else an equal part of the common ones. Neighbours in
     number are neighbours in memory: Linux numbers the cores of a NUMA node one after the other,
-    hyper-threads later.
-    """
+    hyper-threads later."""
     sets = [set(cores) for cores in allowed if isinstance(cores, list)]
     mine = sets[index]
     sharing = [i for i, other in enumerate(sets) if other & mine]
@@ -445,8 +442,7 @@ def _failed_elsewhere(rank: int, kind: str, words: str) -> Exception:
 class Membership:
     """What the process of one rank belongs to: `data_parallel` ranks share its part of the model,
     `model_parallel` ranks have the parts, `all_ranks` are those of all parts. `nodes` are the
-    places of the data-parallel ones.
-    """
+    places of the data-parallel ones."""
 
     data_parallel: list[int]
     model_parallel: list[int]
@@ -461,8 +457,7 @@ class Ranks:
     model-parallel ranks, over which norms are summed, or None. `files` are the ranks that save
     together, `all_ranks`: of all parts of the model. `on_node` are those of `members` that share
     this rank's memory, `on_disks` those of `all_ranks` that share its disks. `cores` are its own,
-    where it divides the node's with others. Without arguments: a process that is alone.
-    """
+    where it divides the node's with others. Without arguments: a process that is alone."""
 
     members: list[int] = field(default_factory=lambda: [0])
     shards: Shards = field(default_factory=Shards)
@@ -553,8 +548,7 @@ class Ranks:
 
 def join(mpu: Any, *, on_gpu: bool, silence_s: float) -> Ranks:
     """The ranks of this process's engine. Every rank calls it, with the process group initialised.
-    ConfigError on every rank when they cannot train together.
-    """
+    ConfigError on every rank when they cannot train together."""
     if world_size() == 1:
         return Ranks()
     if not distributed.is_initialized():

@@ -70,8 +70,7 @@ ROW = np.dtype(
 class Watch:
     """`ranks[i]` is the global rank at place i, `nodes[i]` the name of its node, `mine` this one's
     place. `neighbours` are of these ranks. `silence_s` is how long one may be silent ([Note:
-    silence]).
-    """
+    silence])."""
 
     def __init__(
         self,
@@ -252,8 +251,7 @@ class Signs:
     writes its own row to the store of the launch, and the first of a node reads those of all other
     nodes. On a connection and a thread of its own: a wait for the store must not make this rank
     look dead. `rows[i]` are the rank at place i, `mine` this one, `local` those of this node;
-    `name` is of this engine on every rank. `ended(i)` says that a process of this node has gone.
-    """
+    `name` is of this engine on every rank. `ended(i)` says that a process of this node has gone."""
 
     def __init__(
         self,

@@ -10,8 +10,7 @@ logger = logging.getLogger("stronghold")
 
 def show_log() -> None:
     """Lines of the step go to the screen, as DeepSpeed's do, unless the program set logging up
-    itself.
-    """
+    itself."""
     if not logger.hasHandlers():
         others = int(os.environ.get("RANK", 0)) > 0
         handler = logging.StreamHandler()
