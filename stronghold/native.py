@@ -42,13 +42,10 @@ _WRITABLE, _CREATE, _PREALLOCATE, _DIRECT = 1, 2, 4, 8
 
 
 class AdamSegment(NamedTuple):
-    """One array of parameters and everything that its step needs. Addresses are of host memory,
-    and 0 of arrays that the states do not have (`stronghold.states`). `step` counts from 1;
-    `grad_scale` multiplies the gradient: clip coefficient, 1 / loss scale, 1 / world.
-
-    A tuple, in the order and of the types of the C structure, because hundreds are made in a step;
-    make it with keywords.
-    """
+    """One array of parameters and all that its step needs. Addresses are of host memory, 0 of
+    arrays that the states do not have (`stronghold.states`). `step` counts from 1; `grad_scale`
+    multiplies the gradient. A tuple, in the order and of the types of the C structure, because
+    hundreds are made in a step; make it with keywords."""
 
     weight: int
     low: int
@@ -128,8 +125,7 @@ Own = TypeVar("Own", bound="Closing")
 
 
 class Closing:
-    """What is closed at the end of a with statement, or when nobody refers to it any more; closing
-    twice is harmless."""
+    """What is closed at the end of a with statement, or when nobody refers to it any more."""
 
     __slots__ = ()
 
@@ -147,12 +143,9 @@ class Closing:
 
 
 class Pool(Closing):
-    """Threads for the kernels: `num_threads` of them, the calling thread included.
-
-    With `cores` they run on the listed cores only. `isa` forces an instruction set (see `isas()`);
-    without it the environment variable STRONGHOLD_ISA does, and else the best one is taken. A pool
-    does not survive `os.fork()`; close it when no call is running.
-    """
+    """Threads for the kernels: `num_threads` with the calling one, on the listed `cores` only.
+    `isa` forces an instruction set (see `isas()`), else STRONGHOLD_ISA does, else the best is
+    taken. It does not survive `os.fork()`; close it when no call is running."""
 
     __slots__ = ("_handle", "_num_threads")
 
@@ -226,10 +219,8 @@ def adam(
 def accumulate(
     pool: Pool, grad_dtype: torch.dtype, segments: Sequence[tuple[int, int, int, bool]]
 ) -> None:
-    """acc = float(grad) or, with `add`, acc += float(grad), in fp32.
-
-    Segments are (address of the gradient, address of the fp32 accumulator, numel, add).
-    """
+    """acc = float(grad) or, with `add`, acc += float(grad), in fp32, for segments (address of the
+    gradient, address of the fp32 accumulator, numel, add)."""
     rows = np.array(segments, dtype=np.int64)
     check(
         library().sh_accumulate(
@@ -239,10 +230,8 @@ def accumulate(
 
 
 def sum_squares(pool: Pool, dtype: torch.dtype, segments: Sequence[tuple[int, int]]) -> list[float]:
-    """The sum of squares of each segment, (address, numel), accumulated in double.
-
-    Finite input never overflows; NaN or infinity in a segment makes its sum non-finite.
-    """
+    """The sum of squares of each segment, (address, numel), in double: finite input never
+    overflows, NaN or infinity makes it non-finite."""
     rows = np.array(segments, dtype=np.int64)
     out = np.empty(len(segments), dtype=np.float64)
     check(
@@ -338,14 +327,11 @@ class IoFile:
 
 
 class IoQueue(Closing):
-    """Keeps up to `depth` blocks in flight; cuts larger operations into `block_bytes`.
-
-    `engine` is "io_uring" or "threads"; without it the environment variable STRONGHOLD_IO_ENGINE
-    decides, and else "io_uring" where the kernel permits it. A named engine that is refused raises
-    `OSError`. `registered` lists (address, nbytes) of memory that stays mapped as long as the
-    queue: requests inside it spare the kernel the pinning of their pages. Close it when no other
-    call is running.
-    """
+    """Keeps up to `depth` blocks in flight; cuts larger operations into `block_bytes`. `engine` is
+    "io_uring" or "threads" (OSError where it is refused); without it STRONGHOLD_IO_ENGINE decides,
+    else "io_uring" where the kernel permits it. `registered` lists (address, nbytes) of memory that
+    stays mapped as long as the queue, whose pages the kernel need not pin. Close it when no other
+    call is running."""
 
     __slots__ = ("_handle",)
 

@@ -38,13 +38,10 @@ def from_pretrained(
 ) -> Any:
     """The model of a local directory (`config.json` and safetensors, whole or sharded), with its
     parameters on the meta device; `stronghold.initialize` streams their values into host memory,
-    layer by layer. In evaluation mode, as transformers' own `from_pretrained` leaves it.
-
-    `auto_class`: transformers' AutoModelForCausalLM unless another auto class or model class is
-    given. `dtype`: of the parameters; the configuration's without it. Further arguments change the
-    configuration. ConfigError for a directory that cannot be opened like this, before anything is
-    built or with the names that are missing.
-    """
+    layer by layer. In evaluation mode, as transformers' own leaves it. `auto_class`: another auto
+    class or model class than AutoModelForCausalLM; `dtype`: another than the configuration's, which
+    further arguments change. ConfigError, before anything is built or with the names that are
+    missing, for a directory that cannot be opened like this."""
     import transformers
 
     path = Path(directory)
@@ -74,11 +71,9 @@ def from_pretrained(
 
 @contextmanager
 def _parameters_on_meta() -> Iterator[None]:
-    """Modules made inside get parameters without memory and buffers with their values.
-
-    Not `torch.device("meta")`: buffers that no file holds (rotary frequencies) are computed when
-    they are made. What a constructor allocates for a parameter is never touched, and gone at once.
-    """
+    """Modules made inside get parameters without memory and buffers with their values: those that
+    no file holds (rotary frequencies) are computed when they are made, so this is not
+    `torch.device("meta")`. What a constructor allocates for a parameter is never touched."""
 
     def to_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> Any:
         if parameter is None or parameter.is_meta:

@@ -63,10 +63,8 @@ class Stage(Enum):
 
 
 class Refinement:
-    """Refines the plan of `stack` once, if it leaves the search anything to choose.
-
-    `micro_batches` are those of a step. The user's trace, if there is one, goes on.
-    """
+    """Refines the plan of `stack` once, if it leaves the search anything to choose. `micro_batches`
+    are those of a step. The user's trace, if there is one, goes on."""
 
     def __init__(self, stack: Stack, *, micro_batches: int) -> None:
         self._stack = stack
@@ -243,11 +241,9 @@ def _least(found: Sequence[Memory]) -> Memory:
 
 
 def _known_demand(stack: Stack, workload: Workload, memory: Memory) -> Demand:
-    """What the planner is asked once it is known what each block saves for backward, and what
-    enters it, in bytes: activations take their part of the GPU's memory.
-
-    The emulated device's activations are the host's: nothing is known of their budget.
-    """
+    """What the planner is asked once it is known what each block saves and what enters it, in
+    bytes: activations take their part of the GPU's memory. The emulated device's are the host's:
+    nothing is known of their budget."""
     section, measured = stack.section, memory.peak
     if memory.reachable is None or measured is None:
         return stack.demand
@@ -293,7 +289,6 @@ def _is_open(demand: Demand) -> bool:
 
 
 def _layers_may_move(demand: Demand) -> bool:
-    """Whether there is a budget to use up: then layers may stay on the device. Those with arrays in
-    files do not change places."""
+    """Whether layers may stay on the device: there is a budget, and none has arrays in files."""
     pinned = (demand.window, demand.resident_layers, demand.activations)
     return not demand.nvme and demand.gpu_budget_bytes is not None and None in pinned

@@ -41,12 +41,9 @@ MEASURED = 2  # of the last ones: two alternate where the window holds an odd sh
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """One step in the steady state.
-
-    `busy` is each lane's share of the step; `critical` how many seconds of the step each lane is on
-    the critical path; `bound` the lane with the most of them. Peaks are of slots and slabs,
-    activations excepted. `operations` are the last step's, with times of the simulation.
-    """
+    """One step in the steady state: each lane's share of it, and seconds of it on the critical
+    path; `bound` has the most of these. Peaks are of slots and slabs, activations excepted.
+    `operations` are the last step's, with times of the simulation."""
 
     step_s: float
     busy: dict[str, float]

@@ -89,8 +89,7 @@ def begin(save_dir: Path, tag: str) -> Path:
 
 @contextlib.contextmanager
 def appearing(final: Path) -> Iterator[Path]:
-    """A hidden directory to write into, which becomes `final` when the block has ended; nothing is
-    left of one that fails."""
+    """A hidden directory to write into, which becomes `final` when the block ends, or vanishes."""
     hidden = begin(final.parent, final.name)
     try:
         yield hidden

@@ -32,12 +32,10 @@ SHOWN = 5  # names in an error; the rest is counted
 
 
 class Load:
-    """One verified checkpoint, ready to be written into `stack`: [Note: verified first].
-
-    `optimizer` is None for a load of weights alone. `names_must_match` is DeepSpeed's strictness;
-    shapes always must. `trusted`: as for `state.unpack`. A context, in which the files are held
-    open. `mark`: what tells the tag that was opened from one that takes its place.
-    """
+    """One verified checkpoint, ready to be written into `stack` ([Note: verified first]); a
+    context, in which the files are held open. `optimizer` is None for a load of weights alone.
+    `names_must_match` is DeepSpeed's strictness; shapes always must. `trusted`: as for
+    `state.unpack`. `mark` tells the tag that was opened from one that takes its place."""
 
     def __init__(
         self,
@@ -160,11 +158,9 @@ class Load:
     # -- writing --------------------------------------------------------------------------------
     def into_slabs(self, custom: Callable[..., Any] | None = None) -> None:
         """Write weights, buffers and, unless the load is of weights alone, masters, moments, step
-        counts and the groups' hyper-parameters. Gradients of an unfinished step are dropped.
-
+        counts and hyper-parameters. Gradients of an unfinished step are dropped.
         `custom(src=state_dict, dst=model)` places the weights itself, as in DeepSpeed; masters
-        become these weights.
-        """
+        become these weights."""
         stack = self._stack
         stack.runtime.restart()
         exact = self._optimizer is not None and custom is None

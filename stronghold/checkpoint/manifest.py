@@ -143,9 +143,8 @@ class TensorRecord(BaseModel):
 
 class Manifest(BaseModel):
     """`states`: the kind of masters and moments. `groups`: the optimizer's parameter groups,
-    "params" being names; the rest of them are
-    hyper-parameters, which the optimizer that takes them over knows. `excluded`: frozen parameters
-    that were left out on request."""
+    "params" being names, the rest hyper-parameters. `excluded`: frozen parameters left out on
+    request."""
 
     model_config = ConfigDict(extra="ignore", strict=True, frozen=True)
 
@@ -198,10 +197,9 @@ class Manifest(BaseModel):
 
     @staticmethod
     def read(directory: Path, slices: Slices | None = None, within: int | None = None) -> Manifest:
-        """That of `slices` (a whole model without), in `directory` or, where that name may be
-        another's by now, in the directory whose descriptor is `within`. CheckpointError when there
-        is none, it was changed, or it is not one that this version writes; ConfigError when the
-        model was split otherwise."""
+        """That of `slices` (a whole model without), in `directory`, or in the one whose descriptor
+        is `within`, where that name may be another's by now. CheckpointError when there is none, or
+        it is not one that this version writes; ConfigError when the model was split otherwise."""
         slices = slices or Slices()
         path = directory / slices.name(MANIFEST)
         _check_split(directory, slices, os.listdir(directory if within is None else within))

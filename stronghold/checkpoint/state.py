@@ -94,12 +94,9 @@ def pack(
 
 def unpack(file: HeldFile, *, trusted: bool) -> ClientState | None:
     """Read the file back; CheckpointError when it cannot be, or holds other things than `pack` put
-    there.
-
-    No code of the file's runs where torch can do without (`weights_only`): only a client state, a
-    schedule or a data loader with objects of their own classes needs it. Such a file is unpickled
-    as DeepSpeed's are when it is `trusted`; else None, and the log says what is not read.
-    """
+    there. No code of the file's runs where torch can do without (`weights_only`): only objects of
+    own classes in a client state, a schedule or a data loader need it. Such a file is unpickled as
+    DeepSpeed's are when it is `trusted`; else None, and the log says what is not read."""
     try:
         return _checked(_load(file, weights_only=True))
     except Exception as error:  # torch's own unpickler has no one type of error

@@ -38,12 +38,10 @@ SMALL_FILES = (".json", ".txt", ".model", ".jinja")  # configuration and tokeniz
 
 # -- of a live engine -----------------------------------------------------------------------------
 def live_weights(stack: Stack, *, exclude_frozen: bool = False) -> dict[str, torch.Tensor]:
-    """The model's state dict: parameters as CPU tensors over the slabs, each with a storage of its
-    own size, so that a saver neither copies the rest of a slab nor takes neighbours for tied. What
-    lies on the device is copied.
-
-    Tied names share one tensor. The caller has waited for pending updates.
-    """
+    """The model's state dict, whose updates the caller has waited for: parameters as CPU tensors
+    over the slabs, each with a storage of its own size, so that a saver neither copies the rest of
+    a slab nor takes neighbours for tied. What lies on the device is copied. Tied names share a
+    tensor."""
     tensors: dict[nn.Parameter, torch.Tensor] = {}
     for slabs, layer in zip(stack.host.layers, stack.partition.layers, strict=True):
         for part, named in zip(slabs.layout.slices, layer.parameters, strict=True):
@@ -102,11 +100,9 @@ def export_hf(
     source: Path, out: Path, *, max_shard_bytes: int, model_dir: Path | None = None
 ) -> list[Path]:
     """Write the weights of the checkpoint directory `source` as sharded safetensors with their
-    index into the new directory `out`; returns its files.
-
-    Of tied names the first is written, as transformers does. `config.json` is the checkpoint's own,
-    or comes with the tokenizer from `model_dir`. `out` appears complete or not at all.
-    """
+    index into the new directory `out`, which appears complete or not at all; returns its files. Of
+    tied names the first is written, as transformers does. `config.json` is the checkpoint's own, or
+    comes with the tokenizer from `model_dir`."""
     directory.check_new(out)
     with OpenTag(source) as tag:
         manifest = tag.manifest

@@ -54,8 +54,7 @@ Views = list[torch.Tensor]  # flat, one behind the other
 
 
 class ZeroParameter(NamedTuple):
-    """`master` and the `moments` are flat views in order; moments are None before the first
-    step."""
+    """`master` and `moments` (None before the first step) are flat views in order."""
 
     name: str
     shape: tuple[int, ...]
@@ -81,11 +80,9 @@ class ZeroCheckpoint(NamedTuple):
 
 # -- import ---------------------------------------------------------------------------------------
 def import_zero(source: Path, out: Path, tag: str) -> Path:
-    """Convert the tag's directory `source` into `out/tag`, and let `out/latest` name it.
-
-    Masters and moments keep every bit. Weights are rounded from the masters as updates round, which
-    differs from DeepSpeed's in exact ties. Random states are not in such a checkpoint: loading it
-    leaves the program's own.
+    """Convert the tag's directory `source` into `out/tag`, and let `out/latest` name it. Masters
+    and moments keep every bit; weights are rounded from the masters as updates round, which differs
+    from DeepSpeed's in exact ties. Random states are not there: loading leaves the program's own.
     """
     zero = read_zero(source)
     dtypes = {parameter.dtype for parameter in zero.parameters if parameter.trainable}
@@ -199,8 +196,7 @@ def _entries(
 
 # -- reading --------------------------------------------------------------------------------------
 def read_zero(path: Path) -> ZeroCheckpoint:
-    """Read the tag's directory `path`. CheckpointError when it is no ZeRO checkpoint, a file is
-    missing, or sizes contradict each other."""
+    """Read the tag's directory. CheckpointError when it is no ZeRO checkpoint, or is incomplete."""
     models = sorted(path.glob("*_model_states.pt"), key=_natural)
     optims = sorted(path.glob("*_optim_states.pt"), key=_natural)
     if not models:
@@ -294,8 +290,7 @@ def _stage_2(
 def _stage_3(
     shapes: Sequence[dict[str, Any]], shards: list[dict[str, Any]], path: Path
 ) -> Iterator[tuple[Any, ...]]:
-    """The same in stage 3: each rank has an equal part of every parameter; parts lie one behind the
-    other over all of the rank's sub-groups."""
+    """The same in stage 3: each rank has an equal part of every parameter, one behind the other."""
     states = [shard["optimizer_state_dict"]["state"] for shard in shards]
     step = _step(states[0].get(0, {}), shards[0]["optimizer_state_dict"])
     fp32 = [shard["fp32_flat_groups"] for shard in shards]
@@ -430,12 +425,9 @@ def _shared(module: dict[str, Any]) -> dict[str, str]:
 # -- export ---------------------------------------------------------------------------------------
 def export_zero(source: Path, out: Path) -> list[Path]:
     """Write the checkpoint directory `source` in the layout for one rank, as tag `source.name` of
-    the new directory `out`, with `latest`; returns its files. ConfigError for a checkpoint without
-    masters and moments.
-
-    ZeRO counts steps per group: where parameters of one group have different counts (experts that
-    were not always used), the largest is written, and a warning says so.
-    """
+    the new directory `out`, with `latest`; returns its files. ConfigError without masters and
+    moments. ZeRO counts steps per group: of different counts (experts that were not always used)
+    the largest is written, with a warning."""
     directory.check_new(out)
     with OpenTag(source) as opened:
         manifest = opened.manifest

@@ -31,10 +31,8 @@ class Effect(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """One row: `note` says what it does, or why not and what to do instead.
-
-    A refused key is refused unless its value is one of `harmless`, which ask for nothing.
-    """
+    """One row: `note` says what it does, or why not and what to do instead. Values in `harmless`
+    ask for nothing of a refused key."""
 
     name: str
     effect: Effect

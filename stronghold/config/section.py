@@ -44,11 +44,9 @@ MAX_THREADS = 4096  # that of kernels/src/api.cpp
 
 
 def parse_bytes(value: object) -> int:
-    """Bytes from an integer, or from a number with a unit in any case.
-
-    Units are B, kB, MB, GB, TB (powers of 1000) and KiB, MiB, GiB, TiB (of 1024). Raises ValueError
-    where the value is not positive, has no unit, or has one that means two things ("24G").
-    """
+    """Bytes from an integer, or from a number with a unit in any case: B, kB, MB, GB, TB (powers of
+    1000) and KiB, MiB, GiB, TiB (of 1024). ValueError for what is not positive, has no unit, or has
+    one that means two things ("24G")."""
     if isinstance(value, str) and (match := SIZE.fullmatch(value)):
         unit = UNITS.get(match[2].lower())
         size = 0 if unit is None else int(Decimal(match[1]) * unit)
@@ -403,11 +401,9 @@ def resolve_nvme(
     section: StrongholdConfig, zero: DeepSpeedZeroConfig, aio: Mapping[str, Any] | None
 ) -> StrongholdConfig:
     """The section with the effective `nvme`: None where nothing asks for it, else with a path.
-
-    `zero` and `aio` are DeepSpeed's reading of zero_optimization and the user's aio. A device
-    "nvme" of offload_optimizer lets moments and masters spill, one of offload_param everything;
-    their two paths are striped over. Raises ConfigError for a contradiction, and for no path.
-    """
+    `zero` and `aio` are DeepSpeed's reading of its keys: offload_optimizer on nvme lets moments and
+    masters spill, offload_param everything; their two paths are striped over. ConfigError for a
+    contradiction, and for no path."""
     parts = {"offload_optimizer": zero.offload_optimizer, "offload_param": zero.offload_param}
     offloads = {
         f"zero_optimization.{key}": part

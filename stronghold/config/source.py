@@ -31,11 +31,9 @@ logger = logging.getLogger("stronghold")
 
 
 def read_config(source: Source, args: object | None = None) -> dict[str, Any]:
-    """The config that `deepspeed.initialize(args, config=source)` would use, as a new dict.
-
-    `source` is a path, a mapping, or base64 of JSON text. `args.deepspeed_config` (or the older
-    `args.deepscale_config`) is used when `source` is None; both given is an error, as in DeepSpeed.
-    Raises ConfigError; a caller's mapping is copied, never changed.
+    """The config that `deepspeed.initialize(args, config=source)` would use, as a new dict:
+    `source` is a path, a mapping, or base64 of JSON text, and without it `args.deepspeed_config`
+    (or the older `args.deepscale_config`) is; both given is an error, as in DeepSpeed. ConfigError.
     """
     from_args = _from_arguments(args)
     if from_args is not None and source is not None:
@@ -69,11 +67,8 @@ def read_config(source: Source, args: object | None = None) -> dict[str, Any]:
 
 
 def section_enabled(config: Mapping[str, Any]) -> bool:
-    """Whether the config asks for stronghold: its section is there, and `enabled` is not false.
-
-    A top-level key that is nearly the section's name is logged as a warning, once: DeepSpeed
-    ignores unknown keys.
-    """
+    """Whether the config asks for stronghold: its section is there, and `enabled` is not false. A
+    top-level key that is nearly the section's name is logged, once: DeepSpeed ignores it."""
     for key in config:
         if key != SECTION and isinstance(key, str):
             _warn_if_nearly_ours(key)
@@ -171,8 +166,7 @@ _TOO_DEEP = f"nested more than {MAX_LEVELS} levels deep, which no key's value is
 
 
 def _check_bounds(config: Mapping[str, Any], what: str) -> None:
-    """ConfigError for what only breaks whoever reads on: nesting without end, and integers that no
-    number of the machine holds."""
+    """ConfigError for what breaks whoever reads on: endless nesting, integers of over 63 bits."""
     found: list[tuple[str, Any, int]] = [("", config, 0)]
     while found:
         dotted, value, level = found.pop()
@@ -190,9 +184,7 @@ def _check_bounds(config: Mapping[str, Any], what: str) -> None:
 
 def _json_error(text: str) -> tuple[int, int, str] | None:
     """Where the text stops being JSON (line, column, reason); None at a comment, which Hjson has.
-
-    Hjson reads an unquoted word up to the end of its line, so its own position is often far behind
-    the mistake.
+    Its own position is often far behind the mistake: an unquoted word goes to the end of its line.
     """
     try:
         json.loads(text)

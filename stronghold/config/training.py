@@ -378,12 +378,9 @@ def _hint(title: str, key: str) -> str:
 
 
 def settings_from_config(optimizer: object) -> AdamSettings | None:
-    """The `optimizer` section by DeepSpeed's rules; None where there is none.
-
-    "Adam" means AdamW unless params.adam_w_mode is false, "AdamW" means AdamW whatever adam_w_mode
-    says, and `torch_adam` brings torch's default weight decay. Raises one ConfigError with every
-    wrong key.
-    """
+    """The `optimizer` section by DeepSpeed's rules: "Adam" means AdamW unless params.adam_w_mode is
+    false, "AdamW" whatever it says, and `torch_adam` brings torch's default weight decay. None
+    where there is none. ConfigError, with every wrong key."""
     if optimizer is None or optimizer == {}:
         return None
     if not isinstance(optimizer, Mapping):
@@ -452,12 +449,9 @@ def _settings(group: Mapping[str, Any], *, adamw: bool) -> AdamSettings:
 
 
 def settings_from_client_optimizer(optimizer: object) -> tuple[AdamSettings, ...]:
-    """The hyper-parameters of each of the optimizer's parameter groups, in their order.
-
-    Accepts torch's Adam and AdamW (whatever foreach, fused or capturable say), DeepSpeedCPUAdam,
-    FusedAdam and stronghold.CPUAdam, and subclasses that inherit their `step`. Raises ConfigError
-    for every other class, and for amsgrad, maximize or differentiable.
-    """
+    """The hyper-parameters of each of the optimizer's parameter groups, in their order: of torch's
+    Adam and AdamW, DeepSpeedCPUAdam, FusedAdam, stronghold.CPUAdam, and subclasses that inherit
+    their `step`. ConfigError for other classes, and for amsgrad, maximize or differentiable."""
     cls = type(optimizer)
     known = _known_base(cls)
     if known is None:

@@ -78,10 +78,7 @@ class PcieLink:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiskRates:
     """In 1e9 bytes/s; by depth for reads and writes alone, at the best depth for both at once.
-
-    `error` says why nothing was measured: then there are no rates. `direct`: transfers went past
-    the page cache; without that the rates are the cache's.
-    """
+    `error`: why nothing was measured. Not `direct`: the rates are the page cache's."""
 
     path: str
     engine: str = ""

@@ -65,12 +65,9 @@ def examine(
     quick: bool = False,
     progress: Progress | None = None,
 ) -> Findings:
-    """Measure this machine: less than a minute, with `quick` a few seconds and rougher.
-
-    `device` is "cuda", "emulated", None for a GPU where there is one, or a device of the caller's
-    that has no other user meanwhile. `path` is a directory on the disk to measure, None for none.
-    ConfigError for a device or a directory that is not there.
-    """
+    """Measure this machine: less than a minute, with `quick` a few seconds and rougher. `device` is
+    "cuda", "emulated", None for a GPU where there is one, or a device of the caller's that nobody
+    else uses; `path` a directory on the disk to measure. ConfigError for what is not there."""
     folder = None if path is None else Path(path).expanduser()
     if folder is not None and not folder.is_dir():
         raise ConfigError(f"--path: got {folder}, expected a directory that exists")

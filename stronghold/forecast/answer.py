@@ -92,8 +92,7 @@ class Forecast:
 
     @property
     def shares(self) -> dict[str, float]:
-        """The parts of the step that each resource, in words, is on the critical path, the largest
-        first."""
+        """Of each resource, in words, its part of the step's critical path; the largest first."""
         shares: defaultdict[str, float] = defaultdict(float)
         if self.choice is not None:
             for lane, critical_s in self.choice.forecast.critical.items():
@@ -186,8 +185,7 @@ def outlook(
     ladders: Sequence[search.Ladder] = search.LADDERS,
     near: Sequence[tuple[int, int]] = (),
 ) -> Forecast:
-    """The fastest plan (`search.search`), or why none fits, without notes and what a change would
-    buy."""
+    """The fastest plan (`search.search`), or why none fits; without notes and gains."""
     try:
         choice = fastest_plan(
             question.layout,

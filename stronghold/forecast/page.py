@@ -130,8 +130,7 @@ def _gain(gain: Forecast | None, forecast: Forecast) -> str:
 
 
 def config_text(config: dict[str, Any]) -> str:
-    """The config as a file: one key per line, short lists and sections in one line as people write
-    them."""
+    """The config as a file: one key per line, short lists and sections in one line."""
     text = json.dumps(config, indent=2)
     # Innermost lists, and objects of one key.
     text = re.sub(r"\[\s+([^][{}]*?)\s+\]", _in_one_line, text)

@@ -39,12 +39,9 @@ MOST_LAYERS = 1000  # eight times what the deepest models have
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
-    """A model to plan for, without its weights.
-
-    `costs_of` takes batch, seq and dtype. `positions` is the longest sequence that the model knows,
-    None where nothing says. `with_layers` makes the same model with another number of blocks,
-    `with_positions` one that knows so long a sequence where its sizes depend on that.
-    """
+    """A model to plan for, without its weights. `costs_of` takes batch, seq and dtype. `positions`
+    is the longest sequence that it knows, None where nothing says. `with_layers` makes it with
+    another number of blocks, `with_positions` so that it knows so long a sequence."""
 
     name: str
     layout: ModelLayout
@@ -180,10 +177,9 @@ def understand(
     wire: float | None = None,
     network: float | None = None,
 ) -> Question:
-    """The question that the command's options ask, None where one was left out (`batch`: the
-    largest that fits is wanted, and 1 stands in the answer; `chunk`: 0 where the fastest is wanted,
-    and none stands in the answer). ConfigError, with the option's name,
-    for a mistake."""
+    """The question that the command's options ask, None where one was left out. `batch` None (the
+    largest is wanted) stands as 1 in the answer, `chunk` 0 (the fastest) as none. ConfigError, with
+    the option's name, for a mistake."""
     for option, count in (
         ("--batch", batch),
         ("--seq", seq),
@@ -322,10 +318,8 @@ def from_sizes(layers: int, hidden: int, heads: int, vocab: int, positions: int)
 
 def from_config(path: Path) -> Model:
     """The model of a directory with a config.json, or of such a file; its weights are not needed.
-
-    ConfigError where there is none, where transformers is not installed or does not know the model,
-    and where its forward depends on values.
-    """
+    ConfigError where there is none, transformers is missing or does not know the model, or its
+    forward depends on values."""
     file = path / CONFIG if path.is_dir() else path
     if not file.is_file():
         what = f"has no {CONFIG}" if path.is_dir() else "is neither a directory nor a file"

@@ -95,11 +95,9 @@ CLASS_NAMES: dict[str, tuple[str, ...]] = {
 
 
 def find_blocks(model: nn.Module, layers: str | Sequence[str] | None = None) -> list[nn.Module]:
-    """The distinct blocks of `model` that hold parameters; none lies inside another.
-
-    `layers`: dotted paths of block containers or of blocks, `*` matches within one component; None
-    searches. ConfigError when a path is unknown or names nothing with parameters, when named blocks
-    are nested, or when nothing is found.
+    """The distinct blocks of `model` that hold parameters; none lies inside another. `layers`:
+    dotted paths of block containers or of blocks, `*` matches within one component; None searches.
+    ConfigError for a path that names nothing with parameters, nested blocks, or when none is found.
     """
     if layers is not None:
         blocks = _named_blocks(model, [layers] if isinstance(layers, str) else list(layers))
@@ -206,12 +204,9 @@ def _unwrapped(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _family_paths(model: nn.Module) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """(suffixes, exact paths) of the block containers of a known model, both empty for an unknown
-    one.
-
-    The outermost module that has a `config.model_type` or a listed class name decides; `model_type`
-    wins, because it is unique and class names (BertModel) are not.
-    """
+    """(suffixes, exact paths) of the block containers of a known model, else both empty. The
+    outermost module with a `config.model_type` or a listed class name decides; `model_type` wins,
+    because class names (BertModel) are not unique."""
     for name, module in _unwrapped(model):
         config: Any = getattr(module, "config", None)
         model_type = getattr(config, "model_type", None)
@@ -359,8 +354,7 @@ def _is_container(module: nn.Module) -> bool:
 
 
 def _is_primitive(module: nn.Module) -> bool:
-    """A linear map, a convolution, a norm, an embedding: at most a weight and a bias, and nothing
-    inside."""
+    """A linear map, a convolution, a norm: at most a weight and a bias, and nothing inside."""
     inside = sum(_numel(child) for child in module.children())
     return not inside and len(list(module.parameters(recurse=False))) <= 2
 

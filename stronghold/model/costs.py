@@ -63,17 +63,14 @@ _MODULE_OWN = frozenset(vars(nn.Module())) - {"training"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerCost:
-    """One layer's forward of one micro-batch.
-
-    `forward_flops`: of matrix products, convolutions and attention, as torch's `FlopCounterMode`
-    counts them (a causal attention like one without a mask: all of q k^T). `saved_bytes`: what
-    autograd keeps until backward, without parameters and buffers, every storage once in the whole
-    model. `boundary_bytes`: the tensors that enter the layer, which recomputation keeps in place of
-    `saved_bytes`; 0 for a layer that is no block. Neither counts what enters several blocks ([Note:
-    shared]). `passing_bytes`: the most that its forward has at once beside what is
-    saved; for the layer that ran last, the head, also what the loss and its backward have.
-    `attention_flops` and `attention_bytes`: of a block's fused attention, parts of the first two.
-    """
+    """One layer's forward of one micro-batch. `forward_flops`: of matrix products, convolutions and
+    attention, as torch's `FlopCounterMode` counts them (a causal attention like one without a
+    mask). `saved_bytes`: what autograd keeps until backward, without parameters and buffers, every
+    storage once in the model. `boundary_bytes`: the tensors that enter a block, which recomputation
+    keeps in their place. Neither counts what enters several blocks ([Note: shared]).
+    `passing_bytes`: the most that it has at once beside what is saved; for the layer that ran last,
+    the head, also in the loss and its backward. `attention_*`: of a block's fused attention, parts
+    of the first two."""
 
     forward_flops: float
     saved_bytes: int
@@ -85,8 +82,7 @@ class LayerCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelCosts:
-    """`layers` in the partition's order, for one micro-batch; `dtype` the precision: "bf16", "fp16"
-    or "fp32"."""
+    """By layer, for one micro-batch; `dtype` is the precision: "bf16", "fp16" or "fp32"."""
 
     layers: tuple[LayerCost, ...]
     dtype: str
@@ -111,17 +107,15 @@ def trace_costs(
     dtype: str,
     inputs: Mapping[str, Any] | None = None,
 ) -> ModelCosts:
-    """The costs of `model`, in training or evaluation mode as it is, on a GPU.
-
-    Its parameters may be anywhere, their values are not used. `inputs` are the keyword arguments of
-    one call, on the meta device; without them the model gets token ids of `batch` by `seq`, and
-    labels where its forward has such an argument. Logits are as large as they are for the engine
-    without a key: in parts from some size on (`logits`). Attention through
+    """The costs of `model`, in training or evaluation mode as it is, on a GPU. Values of parameters
+    are not used. `inputs` are the keyword arguments of one call, on the meta device; without them
+    the model gets token ids of `batch` by `seq`, and labels where it takes them. Logits are
+    computed in parts where they are for the engine without a key (`logits`);
     `scaled_dot_product_attention` costs what the fused kernel of a GPU does. Work outside the
-    layers' modules, such as the loss, belongs to the resident layer that ran last.
+    layers' modules belongs to the resident layer that ran last.
 
-    ConfigError for an unknown `dtype`, for a forward whose arguments are not known here, and for
-    one that depends on values.
+    ConfigError for an unknown `dtype`, for arguments of forward that are not known here, and for a
+    forward that depends on values.
     """
     if dtype not in DTYPES:
         raise ConfigError(

@@ -64,12 +64,9 @@ class ParameterSlice(ParameterShape):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerLayout:
-    """One layer's arrays. `slices` follow `Layer.parameters`: trainable first, then frozen.
-
-    `trainable_numel` is the padded prefix that moments and gradients cover (0 when everything is
-    frozen); `numel` is the padded whole, which weights cover. `num_parameters` and `num_trainable`
-    count without padding.
-    """
+    """One layer's arrays. `slices` follow `Layer.parameters`: trainable first, then frozen. Moments
+    and gradients cover the padded prefix `trainable_numel`, weights the padded whole, `numel`; the
+    other two numbers are without padding."""
 
     index: int
     name: str
@@ -118,8 +115,7 @@ class ModelLayout:
 
 def layout(partition: Partition, num_ranks: int = 1, page_numel: int = PAGE_NUMEL) -> ModelLayout:
     """The layout of `partition`, whose parts `num_ranks` divides into whole pages (of `page_numel`
-    elements: `states.page_numel`). Reads shapes only; StateError when a layer's parameters are not
-    trainable first."""
+    elements). StateError when a layer's parameters are not trainable first."""
     rows = [
         (
             layer,

@@ -39,13 +39,10 @@ class NamedParameter:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Layer:
-    """The unit that moves (`streamed`), or a group of parameters that never does.
-
-    `name` is the dotted path of the block, or of the first holder of a resident group; "" is the
-    root. `modules` are those whose forward uses the parameters: the block, or every module that
-    directly holds one of the resident parameters. `parameters`: each once, trainable first, then
-    frozen, otherwise in registration order.
-    """
+    """The unit that moves (`streamed`), or parameters that never do. `name` is the dotted path of
+    the block, or of a resident group's first holder; "" is the root. `modules` are those whose
+    forward uses the parameters: the block, or every direct holder of a resident parameter.
+    `parameters`: each once, trainable first, then frozen, otherwise in registration order."""
 
     index: int
     name: str
@@ -56,8 +53,7 @@ class Layer:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Partition:
-    """`layers` in the order of registration, which is the order in which forward is expected to use
-    them."""
+    """`layers` in the order of registration, in which forward is expected to use them."""
 
     layers: tuple[Layer, ...]
     model: nn.Module
@@ -69,13 +65,9 @@ class Partition:
 
 
 def partition(model: nn.Module, layers: str | Sequence[str] | None = None) -> Partition:
-    """Split `model` into layers; `layers` is the config key `stronghold.layers` (None: found by
-    family or structure).
-
-    ConfigError when no blocks are found, a path is unknown, or a parameter cannot be moved
-    (`_check_movable`). A later change of `requires_grad` or of the module tree is not seen:
-    partition again.
-    """
+    """Split `model` into layers; `layers` is the config key `stronghold.layers`. ConfigError when
+    no blocks are found, a path is unknown, or a parameter cannot be moved (`_check_movable`). A
+    later change of `requires_grad` or of the module tree is not seen: partition again."""
     names = _names(model)
     _check_movable(names)
     owners = _owners(model, find_blocks(model, layers))
@@ -218,8 +210,7 @@ def set_source(model: nn.Module, source: WeightSource) -> None:
 
 
 def source_of(model: nn.Module) -> WeightSource | None:
-    """The source of the model, or of the one that it wraps; None for a model that has its
-    values."""
+    """The source of the model, or of the one that it wraps; None for one that has its values."""
     return next((_SOURCES[module] for module in model.modules() if module in _SOURCES), None)
 
 
@@ -230,9 +221,7 @@ def forget_source(model: nn.Module) -> None:
 
 
 def materialize(parameter: nn.Parameter, values: torch.Tensor) -> None:
-    """Give a meta parameter `values`: it stays the same object to everyone who holds it.
-
-    `.data` cannot cross from the meta device; what the object wraps is exchanged instead.
-    """
+    """Give a meta parameter `values`; it stays the same object. `.data` cannot cross from the meta
+    device: what the object wraps is exchanged instead."""
     real = nn.Parameter(values, requires_grad=parameter.requires_grad)
     torch.utils.swap_tensors(parameter, real)

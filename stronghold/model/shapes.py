@@ -36,15 +36,11 @@ class _Sizes:
 def transformer_shape(
     layers: int, hidden: int, heads: int, vocab: int, seq: int
 ) -> tuple[ModelLayout, CostsOf]:
-    """The layout of a GPT, and its costs as a function of batch, seq and dtype ("bf16", ...).
-
-    `seq` is the length of the table of positions. The parameters are l (12 h^2 + 13 h) + v h + s h
-    + 2 h, the count that Megatron-LM and its descendants quote. The costs are those of fused
-    attention and one operator for GELU, in training without dropout, with a cross-entropy over fp32
-    logits.
-
-    ConfigError, with the option's name, for sizes that do not fit together.
-    """
+    """The layout of a GPT, and its costs as a function of batch, seq and dtype ("bf16", ...). `seq`
+    is the length of the table of positions. The parameters are l (12 h^2 + 13 h) + v h + s h + 2 h,
+    the count that Megatron-LM quotes. The costs are those of fused attention and one operator for
+    GELU, in training without dropout, with a cross-entropy over fp32 logits. ConfigError, with the
+    option's name, for sizes that do not fit together."""
     for name, value in (
         ("--layers", layers),
         ("--hidden", hidden),
@@ -159,11 +155,8 @@ def _block_flops(sizes: _Sizes, tokens: int, seq: int) -> float:
 
 
 def _block_saved(sizes: _Sizes, batch: int, seq: int, dtype: str) -> int:
-    """What each operator of a block keeps for its backward.
-
-    Norms: their input and statistics. Products: their input. Attention: q, k, v (one tensor), its
-    output, which is the next product's input, and log-sum-exp. GELU: its input.
-    """
+    """What each operator of a block keeps for its backward. Norms: their input and statistics.
+    Products: their input. Attention: q, k, v, its output and log-sum-exp. GELU: its input."""
     tokens, h, each = batch * seq, sizes.hidden, DTYPES[dtype].itemsize
     norms = 2 * (2 * tokens * h * each + 2 * tokens * 4)
     attention = tokens * 4 * h * each
@@ -172,7 +165,6 @@ def _block_saved(sizes: _Sizes, batch: int, seq: int, dtype: str) -> int:
 
 
 def _statistics(sizes: _Sizes, batch: int, seq: int, dtype: str) -> int:
-    """Attention's rows of log-sum-exp in fp32; seed and offset of dropout. The kernel for fp32 pads
-    the rows."""
+    """Attention's log-sum-exp, in rows that the kernel for fp32 pads; dropout's seed and offset."""
     rows, state = (-(-seq // 32) * 32, 16) if dtype == "fp32" else (seq, 24)
     return batch * sizes.heads * rows * 4 + state

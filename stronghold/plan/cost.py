@@ -205,11 +205,8 @@ def physical_limit(
     staying_flops: float = 0.0,
 ) -> Limits:
     """The lower bound of a step's time ([Note: formula]): the busiest resource if it never waited.
-
-    FLOPs are those of one micro-batch's forward: of the model, of what backward computes again, and
-    of the layers that never leave the device. Backward computes twice what forward does: one
-    product for the input's gradient, one for the weight's.
-    """
+    FLOPs are of one micro-batch's forward: of the model, of what backward computes again, and of
+    the layers that never leave the device. Backward computes twice what forward does."""
     rate, link = machine.flops[dtype], traffic.fetch_bytes + traffic.drain_bytes
     parts = {
         COMPUTE: traffic.micro_batches * (3.0 * forward_flops + recomputed_flops) / rate,
@@ -394,9 +391,8 @@ def measured_workload(
 
 
 def measured_rates(spans: Iterable[Span], otherwise: Rates) -> Rates:
-    """The rate of each lane in the recorded spans; that of `otherwise` for a lane that moved
-    nothing. What is measured in place has contention in it: lanes that share a resource are not
-    charged for it again."""
+    """The rate of each lane in the spans, of one that moved nothing that of `otherwise`. Contention
+    is in what was measured in place: lanes that share a resource are not charged for it again."""
     nbytes: dict[str, int] = defaultdict(int)
     seconds: dict[str, float] = defaultdict(float)
     for span in spans:

@@ -71,18 +71,14 @@ ByDtype = Annotated[
 class MachineProfile:
     """What a machine can do. ValidationError for a rate that is not a positive, finite number.
 
-    `measured` is the ISO date of the measurement, "" for a shipped profile; `sources` says where a
-    shipped profile's rates come from, and what host was assumed.
-
-    `fetch_gbps` and `drain_gbps` are pinned host -> device and device -> host, each alone;
-    `duplex_gbps` is the sum of both directions when both run. `memory_gbps` is the host memory's
-    bandwidth by number of threads, read and written bytes counted, with the mix of accesses of
-    Adam. `adam_gbps` is the CPU Adam's, counted in `ADAM_BF16_BYTES` per parameter;
-    `adam_lean_gbps` with lean states, in `ADAM_LEAN_BYTES`, None where it was not measured.
-    `flops` is a large matrix multiplication's rate on the device, by dtype. `gpu_memory_gbps`
-    counts what a copy on the device reads and writes. `nvme_*` are transfers past the page cache at
-    the best depth, None where no disk was measured; `nvme_mixed_gbps` is the sum when reads and
-    writes run together, and `nvme_path` the directory.
+    `measured` is the ISO date, "" for a shipped profile, whose `sources` say where its rates come
+    from. `fetch_gbps` and `drain_gbps` are pinned host -> device and device -> host, each alone;
+    `duplex_gbps` is the sum when both run. `memory_gbps` is the host memory's by number of threads,
+    with the mix of accesses of Adam; `adam_gbps` the CPU Adam's, in `ADAM_BF16_BYTES` per
+    parameter; `adam_lean_gbps` with lean states, in `ADAM_LEAN_BYTES`. `flops` is a large matrix
+    product's on the device. `gpu_memory_gbps` counts what a copy on the device reads and writes.
+    `nvme_*` are transfers past the page cache at the best depth, `nvme_mixed_gbps` the sum of both
+    directions.
     """
 
     name: str
@@ -239,12 +235,10 @@ def rates_of(
     network_gbps: float | None = None,
     states: str = "exact",
 ) -> Rates:
-    """The lanes' rates on `machine` with so many threads for the CPU's Adam.
-
-    `sharing` ranks of each of `num_nodes` nodes have a link each, and divide the bandwidth of host
-    memory and disks; `wire_gbps` is what a rank receives from those of its node, by default as much
-    as over its link, `network_gbps` what it receives from other nodes.
-    """
+    """The lanes' rates on `machine` with so many threads for the CPU's Adam. `sharing` ranks of
+    each of `num_nodes` nodes have a link each, and divide the bandwidth of host memory and disks;
+    `wire_gbps` is what a rank receives from its node (None: as over its link), `network_gbps` from
+    others."""
     share = machine.share(sharing)
     wire, network = wire_gbps or machine.fetch_gbps, network_gbps or NETWORK_GBPS
     read, write = share.nvme_read_gbps or 1.0 / sharing, share.nvme_write_gbps or 1.0 / sharing

@@ -86,14 +86,11 @@ class Staging:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What will run. `gpu_bytes` and `host_bytes` name every part of each tier's peak, activations
-    excepted: `activation_bytes` are theirs on the gpu, `offloaded_bytes` on the host, 0 where they
-    are not known.
-
-    Layers in `updated_on_gpu`, which are resident, have their masters, moments and sums there too,
-    and nothing on the host. `whole`: every layer is one of them, and nothing stands on the model's
-    path: no hooks, no slots, no copies.
-    """
+    """What will run. `gpu_bytes` and `host_bytes` name every part of each tier's peak but
+    activations: `activation_bytes` are theirs on the gpu, `offloaded_bytes` on the host; 0 where
+    not known. Layers in `updated_on_gpu`, which are resident, have nothing on the host. `whole`:
+    every layer is one of them, and nothing stands on the model's path: no hooks, no slots, no
+    copies."""
 
     window: int
     prefetch: int
@@ -298,13 +295,11 @@ def _deferred_in_words(places: _Places, deferred: frozenset[int]) -> list[str]:
 
 
 def activation_bytes(layout: ModelLayout, activations: Sequence[str], demand: Demand) -> int:
-    """Bytes of activations on the gpu when forward has ended and backward begins.
-
-    What is kept, the inputs of what is recomputed, and beside them the largest of: what the layers
-    outside the blocks keep (the head's logits go first), and of a block what one recomputation
-    makes anew (of the chunks that run at once), with what two offloaded layers on their way have.
-    With several streams beside it, too: torch's allocator keeps each stream's memory for itself.
-    """
+    """Bytes of activations on the gpu when forward has ended and backward begins: what is kept, the
+    inputs of what is recomputed, and beside them the largest of what the layers outside the blocks
+    keep (the head's logits go first) and of what a block makes anew, in the chunks that run at
+    once, with what two offloaded layers on their way have. With several streams the sum of the two:
+    torch's allocator keeps each stream's memory for itself."""
     if not demand.kept:
         return 0
     outside, passing, kept = sum(demand.kept[index].saved_bytes for index in layout.resident), 0, 0
@@ -342,9 +337,8 @@ def levels_of(layout: ModelLayout, counts: Mapping[str, int]) -> tuple[str, ...]
 
 
 class _Places:
-    """Layers by where they are. `on_gpu` and `on_host`: where a layer is updated. `own_slots` and
-    `shared_slots`: whether its gradients gather in a slot of its own. ConfigError for what the
-    model does not have."""
+    """Layers by where they are: updated `on_gpu` or `on_host`, with gradients in `own_slots` or in
+    `shared_slots`. ConfigError for what the model does not have."""
 
     def __init__(self, layout: ModelLayout, demand: Demand, reasons: list[str]) -> None:
         self.demand, self.gradients = demand, demand.gradients
@@ -444,8 +438,7 @@ def _largest(numels: Iterable[int]) -> int:
 
 
 def _slots(places: _Places, total: Callable[[int, int], int]) -> tuple[int, int, str]:
-    """Number of weight slots and gradient slots, and why. `total(window, gradient_slots)` are the
-    bytes on the gpu."""
+    """Number of weight and gradient slots, and why. `total` of them: the bytes on the gpu."""
     demand, num_streamed = places.demand, len(places.streamed)
     most_gradients = places.most_gradient_slots
     if demand.window is not None and demand.window < 1:
@@ -514,12 +507,9 @@ def _prefetch(places: _Places, window: int, total: Callable[[int, int], int]) ->
 
 
 class _Host:
-    """What is updated on the host: what of it lies in RAM, what spills, what passes between. Of
-    several ranks it is one's share: of every array an equal part, of a node's weights too.
-
-    `traffic` is what a step reads from files and writes to them. BudgetError, before anything is
-    allocated, where it cannot fit.
-    """
+    """What is updated on the host: what of it lies in RAM, what spills, what passes between; of
+    several ranks one's share. `traffic` is what a step reads from files and writes to them.
+    BudgetError, before anything is allocated, where it cannot fit."""
 
     def __init__(self, places: _Places, reasons: list[str]) -> None:
         self._places = places

@@ -156,10 +156,9 @@ def search(
     ladders: Sequence[Ladder] = LADDERS,
     near: Iterable[tuple[int, int]] = (),
 ) -> Choice:
-    """The fastest plan within the demand's budgets, by `predict`, of those by `ladders`; of those
-    `near`, when given: with these numbers of resident blocks and windows.
-    BudgetError when none fits: it is the one of the smallest plan, and names what would make it
-    fit."""
+    """The fastest plan within the demand's budgets, by `predict`, of those by `ladders`, or of
+    those `near`: with these numbers of resident blocks and windows. BudgetError when none fits,
+    which names what would make the smallest plan fit."""
     return _Search(layout, demand, work, rates, predict, ladders).run(list(near))
 
 
@@ -325,8 +324,7 @@ def _gpu_peak(plan: Plan) -> int:
 def _filled(
     layout: ModelLayout, demand: Demand, ladders: Sequence[Ladder]
 ) -> Iterator[tuple[Demand, Ladder]]:
-    """The demand with its activation levels: as pinned; or by each ladder, as many blocks as fit
-    the better off."""
+    """The demand with its activation levels: as pinned, or by each ladder as good as fit."""
     if demand.activations is not None or not demand.kept:
         yield demand, ()
         return
@@ -416,8 +414,7 @@ def fits(layout: ModelLayout, demand: Demand) -> bool:
 
 
 def _refusal(layout: ModelLayout, demand: Demand) -> BudgetError:
-    """Why nothing fits: the error of what needs least of the tier that is too small, which names
-    how much that is."""
+    """Why nothing fits: the error of what needs least of the tier that is too small."""
     wishes = list(_least(layout, demand))
     on_gpu = [w for w in wishes if _fits(layout, replace(w, host_budget_bytes=None))]
 
@@ -438,8 +435,7 @@ def _refusal(layout: ModelLayout, demand: Demand) -> BudgetError:
 
 
 def largest_micro_batch(fits: Callable[[int], bool], limit: int = 1 << 20) -> int:
-    """The largest micro-batch for which `fits` holds, 0 when not even one does. `fits` may not
-    become true again once it was false."""
+    """The largest micro-batch for which `fits`, once false always false, holds; 0 for none."""
     if not fits(1):
         return 0
     low, high = 1, 2

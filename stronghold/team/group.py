@@ -65,11 +65,9 @@ _reduce_scatter: Callable[..., Any] = getattr(
 
 
 class Group:
-    """The ranks `members` (global numbers, this one at place `rank`) on `backend`, "gloo" or
-    "nccl", in the order given. `handle` is torch's group of them.
-
-    `number` is the group's place in the watch's rows. `order`: the members' places in the order in
-    which the mean adds them. `num_far` of them are on other nodes.
+    """The ranks `members` (global numbers, this one at place `rank`) on `backend`, in the order
+    given; `handle` is torch's group of them, `number` its place in the watch's rows. `order`: the
+    members' places in the order in which the mean adds them. `num_far` of them are on other nodes.
     """
 
     def __init__(
@@ -318,9 +316,8 @@ def this_node() -> tuple[object, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Nodes:
-    """`nodes[k]` are the ranks of node k, by their global numbers and in the order of their group;
-    nodes are numbered as their first ranks are. All have as many: the j-th ranks of all nodes are
-    peers."""
+    """`nodes[k]` are the global numbers of node k's ranks, in the order of their group; nodes are
+    numbered as their first ranks are. All have as many: the j-th ranks of all nodes are peers."""
 
     nodes: tuple[tuple[int, ...], ...]
 
@@ -366,10 +363,9 @@ def nodes_of(found: Mapping[int, object]) -> Nodes:
 
 
 def share_of_cores(allowed: Sequence[object], index: int) -> tuple[int, ...]:
-    """The cores of the node's rank `index` of those that each of its ranks may use: all of its own
-    where the launcher has bound them apart, else an equal part of the common ones. Neighbours in
-    number are neighbours in memory: Linux numbers the cores of a NUMA node one after the other,
-    hyper-threads later."""
+    """The cores of the node's rank `index` of those that each may use: its own where the launcher
+    has bound them apart, else an equal part of the common ones. Neighbours in number are neighbours
+    in memory: Linux numbers a NUMA node's cores one after the other, hyper-threads later."""
     sets = [set(cores) for cores in allowed if isinstance(cores, list)]
     mine = sets[index]
     sharing = [i for i, other in enumerate(sets) if other & mine]
@@ -440,9 +436,8 @@ def _failed_elsewhere(rank: int, kind: str, words: str) -> Exception:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Membership:
-    """What the process of one rank belongs to: `data_parallel` ranks share its part of the model,
-    `model_parallel` ranks have the parts, `all_ranks` are those of all parts. `nodes` are the
-    places of the data-parallel ones."""
+    """What one rank's process belongs to: `data_parallel` ranks, on `nodes`, share its part of the
+    model, `model_parallel` ranks have the parts, `all_ranks` are those of all parts."""
 
     data_parallel: list[int]
     model_parallel: list[int]

@@ -120,8 +120,7 @@ class OneOrder(Order):
         return self._close([layer])
 
     def reached(self, layer: int) -> list[int]:
-        """Close the layers so far before this one that they would need its slot ([Note: no wait in
-        a circle])."""
+        """Close the layers whose slots it could need ([Note: no wait in a circle])."""
         if layer not in self._layers:
             return []
         return self._close(self._layers[: max(0, self._layers.index(layer) + 1 - self._num_slots)])
@@ -183,8 +182,7 @@ class Team:
         """Queue, behind the fetch, what fills the slot from other ranks."""
 
     def order(self, expected: Sequence[int], num_slots: int) -> Order:
-        """The order of the drains of a runtime with so many gradient slots, whose schedule has them
-        as `expected`."""
+        """The order of the drains with so many gradient slots, `expected` by the schedule."""
         return Order()
 
     def absent(self, state: LayerState, slot: GradientSlot) -> frozenset[int]:
@@ -532,12 +530,9 @@ CHECK_EVERY_S = 1.0
 
 class NodeWeights:
     """Every layer's weights: all ranks of the node see them whole, each writes its own part, and on
-    several nodes what its peers there have written of theirs. The ranks make it together.
-
-    `fills`: whether this process writes the model's values there. `versions[layer, index]` counts
-    the updates of the part of the layer that process `index` of the node fetches: whoever reads the
-    part of another waits for them.
-    """
+    several nodes what its peers have written of theirs. The ranks make it together, and `fills`
+    says who writes the model's values. `versions[layer, index]` counts updates of the part that
+    process `index` of the node fetches: whoever reads another's waits for them."""
 
     def __init__(self, layout: ModelLayout, dtype: torch.dtype, ranks: Ranks) -> None:
         self.ranks = ranks

@@ -68,9 +68,8 @@ ROW = np.dtype(
 
 
 class Watch:
-    """`ranks[i]` is the global rank at place i, `nodes[i]` the name of its node, `mine` this one's
-    place. `neighbours` are of these ranks. `silence_s` is how long one may be silent ([Note:
-    silence])."""
+    """`ranks[i]` is the global rank at place i, on the node `nodes[i]`; `mine` is this one's place.
+    `neighbours` are of these ranks. `silence_s`: how long one may be silent ([Note: silence])."""
 
     def __init__(
         self,

@@ -25,9 +25,8 @@ Reading = float | torch.Tensor | Callable[[], float] | None
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord:
-    """What one optimizer step did; `value` reads a loss, a norm and waits that are still on the
-    device. Waits on a device that compute does not wait for on the host are known when they are
-    traced."""
+    """What one optimizer step did; `value` reads what is still on the device. Waits on a device
+    that compute does not wait for on the host are known when they are traced."""
 
     step: int
     loss: Reading
