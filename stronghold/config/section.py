@@ -216,9 +216,11 @@ class StrongholdConfig(_Section):
     )
     streams: Positive | None = key(
         "On how many CUDA streams the chunks of a layer take turns, so that the small kernels of "
-        "several share the GPU: for chunks that do not fill it. Blocks that hold buffers take "
-        "theirs one after the other. Memory is planned for so many chunks at once. Never changes "
-        'a bit; needs "chunk". Left out: 1.'
+        "several share the GPU: for chunks that do not fill it. Blocks that hold buffers, or "
+        "carry tensors from chunk to chunk in their first call, take theirs one after the other, "
+        "and the log says so. Memory is planned for so many chunks at once. Never changes a bit, "
+        "unless a block begins later to carry tensors in objects, closures or globals; needs "
+        '"chunk". Left out: 1.'
     )
     loss_chunk: NotNegative | None = key(
         "Of causal language models of Transformers: head and loss are computed this many tokens at "

@@ -23,7 +23,11 @@ and sums over it are found so, and refused.
 the node of autograd that it ends with in backward, for its weights and for its part of the batch,
 and the main stream follows it. A block that holds tensors besides its parameters (running
 statistics, a table that grows) may write in any chunk what another reads: it takes them on the main
-stream, from the first one that finds such a tensor. What all chunks are given they may only read.
+stream, from the first one that finds such a tensor. So does a block that writes in one chunk what
+another uses, however it is kept (a closure, a global, a plain object): its first call is on the
+main stream, and every operator of it is looked at (`_Carried`). What a block begins to carry later,
+or carries through compiled code or kernels that torch does not know, is not seen. What all chunks
+are given they may only read.
 """
 
 from __future__ import annotations
@@ -31,12 +35,15 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from stronghold.device.base import Device
@@ -44,6 +51,8 @@ from stronghold.errors import ConfigError
 from stronghold.model.logits import Forward
 from stronghold.model.partition import Layer
 from stronghold.runtime.recompute import is_cache
+
+logger = logging.getLogger("stronghold")
 
 KEY = "stronghold.chunk"
 # Of a batch that is joined again: rounding of another matrix shape, not another function.
@@ -173,6 +182,7 @@ class Chunks:
         self._trained = trained
         self._shared: dict[type, frozenset[int]] = {}  # outputs of the classes that were tried
         self._inner: dict[nn.Module, Callable[..., Any]] = {}
+        self._in_turn: dict[nn.Module, bool] = {}  # of those that were called on several streams
         self._again = False  # a chunk's forward runs again
 
     def attach(self, layer: Layer) -> None:
@@ -243,14 +253,16 @@ class Chunks:
             outputs: list[Any] = []
             to_come: set[int] = set()
             device = self._device
-            several = len(device.side_streams) > 1
+            several = len(device.side_streams) > 1 and not self._in_turn.get(module, False)
+            seen = _Carried() if several and module not in self._in_turn else None
             whole = set(map(id, _tensors((args, kwargs)) if several else ()))
             parameters = list(module.parameters())
             with contextlib.ExitStack() as forks:
                 main = forks.enter_context(device.forked())
                 for k, given in enumerate(zip(each_args, each_kwargs, strict=True)):
                     if several and _holds_tensors(module):
-                        several = False  # [Note: streams]
+                        several, seen = False, None  # [Note: streams]
+                        self._take_in_turn(name, module, "holds tensors besides its parameters")
                         forks.close()
                     parts = _tensors(given) if several else []
                     inputs = [t for t in parts if t.requires_grad and id(t) not in whole]
@@ -259,9 +271,10 @@ class Chunks:
                     beside = device.beside(k, f"chunk {k} of {layer.index}")
                     entered = self._entered(layer, places, given, inputs, main, k, to_come)
                     with (
-                        beside if several else contextlib.nullcontext(),
+                        beside if several and seen is None else contextlib.nullcontext(),
                         entered as (of_args, of_kwargs),
                         self._around(layer.index, module, of_args, of_kwargs),
+                        contextlib.nullcontext() if seen is None else seen.chunk(k),
                     ):
                         outputs.append(inner(*of_args, **of_kwargs))
                     _refuse_change(name, contents)
@@ -271,9 +284,24 @@ class Chunks:
                             "that its other chunks read at the same time: leave the key out, or "
                             "keep what it writes in a buffer of the block"
                         )
+            if seen is not None:
+                self._in_turn[module] = False
+                if seen.found:
+                    self._take_in_turn(name, module, f"writes in one chunk {seen.found}")
             return join(outputs, sizes, name, self._shared[type(module)])
 
         return forward
+
+    def _take_in_turn(self, name: str, module: nn.Module, why: str) -> None:
+        said = {type(other) for other, in_turn in self._in_turn.items() if in_turn}
+        self._in_turn[module] = True
+        if type(module) not in said:
+            logger.warning(
+                "stronghold.streams: %s %s, so that its chunks go through it one after the other "
+                "on one stream (this is said once for blocks of its class)",
+                name,
+                why,
+            )
 
     @contextlib.contextmanager
     def _entered(
@@ -395,6 +423,59 @@ class Chunks:
 
 def _tensors(value: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+class _Carried(TorchDispatchMode):
+    """Finds memory that a block writes in one chunk and reads or writes in another, whoever keeps
+    it: `found` names it, and the operator."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.found = ""
+        self._number = 0
+        # By address: a reference that keeps the address from being another's, the chunk that used
+        # it first, whether others did, and whether one of them wrote.
+        self._used: dict[int, tuple[StorageWeakRef, int, bool, bool]] = {}
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True  # compiled parts run as they will: the same bits
+
+    @contextlib.contextmanager
+    def chunk(self, number: int) -> Iterator[None]:
+        self._number = number
+        with self:
+            yield
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        for position, argument in enumerate(func._schema.arguments):
+            given = args[position] if position < len(args) else kwargs.get(argument.name)
+            writes = argument.alias_info is not None and argument.alias_info.is_write
+            for tensor in _tensors(given):
+                self._use(func, tensor, writes)
+        for tensor in _tensors(result):
+            self._use(func, tensor, None)
+        return result
+
+    def _use(self, func: Any, tensor: torch.Tensor, writes: bool | None) -> None:
+        """`writes`: None of a result, whose memory is new unless it is an argument's."""
+        try:
+            reference = StorageWeakRef(tensor.untyped_storage())
+        except (NotImplementedError, RuntimeError):  # a subclass without memory of its own
+            return
+        known = self._used.get(reference.cdata)
+        if known is None:
+            self._used[reference.cdata] = (reference, self._number, False, writes is not False)
+            return
+        reference, first, others, written = known
+        others, written = others or first != self._number, written or bool(writes)
+        self._used[reference.cdata] = (reference, first, others, written)
+        if others and written and not self.found:
+            self.found = f"what another one uses ({func}, {list(tensor.shape)})"
 
 
 Contents = list[tuple[Any, list[Any]]]

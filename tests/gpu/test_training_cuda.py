@@ -10,6 +10,7 @@ import functools
 import itertools
 import random
 import sys
+import types
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -510,6 +511,49 @@ def test_what_all_chunks_are_given_none_may_write() -> None:
     settings = config(section={"device": "cuda", "chunk": 1, "streams": 2})
     with pytest.raises(ConfigError, match=r"streams: model\.layers\.1 writes into"):
         train_windowed(writing_llama, steps=1, settings=settings)
+
+
+class Carrying(nn.Module):
+    """Through an object that is no module each chunk leaves the next one something."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = types.SimpleNamespace(mean=None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = Jitter.apply(x)
+        if self.training:
+            if self.kept.mean is not None:
+                y = y + self.kept.mean
+            torch.cuda._sleep(CYCLES // 4)
+            self.kept.mean = y.detach().mean()
+        return y
+
+
+@pytest.mark.parametrize("policy", ["keep", "offload"])
+def test_what_a_block_carries_from_chunk_to_chunk_is_there(
+    policy: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    def carrying_llama() -> Any:
+        model, make_batch = chunks.llama()
+        for block in model.model.layers:
+            block.mlp = nn.Sequential(Carrying(), block.mlp)
+        return model, make_batch
+
+    one, two = (
+        train_windowed(
+            carrying_llama,
+            steps=2,
+            settings=config(
+                section={"device": "cuda", "chunk": 1, "streams": k, "activations": policy}
+            ),
+        )
+        for k in (1, 2)
+    )
+    assert_identical(two, one)
+    said = [line for line in caplog.messages if "streams:" in line]
+    assert len(said) == 1
+    assert "model.layers.0 writes in one chunk what another one uses (aten." in said[0]
 
 
 @pytest.mark.parametrize("streams", [1, 2])

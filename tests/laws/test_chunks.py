@@ -21,6 +21,7 @@ import stronghold
 from stronghold.errors import ConfigError
 from stronghold.model.partition import partition
 from stronghold.plan.demand import LEVELS
+from stronghold.runtime.chunks import _Carried
 from tests.models import HUGGING_FACE, MODELS
 from tests.support.pairs import pairs
 from tests.support.training import Run, assert_identical, config, train_plain, train_windowed
@@ -340,6 +341,37 @@ def test_what_cannot_be_divided_is_refused_by_name_before_it_trains(kind: str) -
     with pytest.raises(ConfigError, match=rf"^stronghold.chunk: blocks{words} the key out"):
         first_call()
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+
+
+SCRATCH = torch.zeros(3)
+
+
+def pure(x: torch.Tensor, kept: list[Any]) -> torch.Tensor:
+    return (x * 2).relu_().add_(SCRATCH)
+
+
+def passes_on(x: torch.Tensor, kept: list[Any]) -> torch.Tensor:
+    kept.append(x.exp())
+    return x + kept[-2] if len(kept) > 1 else x
+
+
+def uses_a_global(x: torch.Tensor, kept: list[Any]) -> torch.Tensor:
+    return torch.exp(x, out=SCRATCH) + 1
+
+
+def writes_what_others_have_read(x: torch.Tensor, kept: list[Any]) -> torch.Tensor:
+    kept.append(x + SCRATCH)
+    return SCRATCH.mul_(2) if len(kept) == 3 else x
+
+
+@pytest.mark.parametrize("block", [pure, passes_on, uses_a_global, writes_what_others_have_read])
+def test_what_a_block_carries_from_chunk_to_chunk_is_seen(block: Any) -> None:
+    """Such a block's chunks may not be on several streams (tests/gpu/test_training_cuda.py)."""
+    seen, kept = _Carried(), list[Any]()
+    for number in range(3):
+        with seen.chunk(number):
+            block(torch.ones(3), kept)
+    assert bool(seen.found) == (block is not pure), seen.found
 
 
 def test_the_model_is_given_back_whole() -> None:
