@@ -16,12 +16,14 @@ traffic costs as much as the fourth product.
 
 [Note: known] The loss must be Transformers' own for causal language models, given what the head
 returned: what a model does to its logits in between (soft capping, a scale) makes them real.
+Liger's fused loss takes the head's weight itself, and neither its forward nor the loss is called.
 """
 
 from __future__ import annotations
 
 import copy
 import functools
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -31,6 +33,8 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from stronghold.errors import ConfigError
+
+logger = logging.getLogger("stronghold")
 
 KEY = "stronghold.loss_chunk"
 # Without the key smaller logits are computed whole, so that every bit is the plain model's.
@@ -361,6 +365,12 @@ class LogitsInParts:
                     continue
                 self._heads[head] = Forward(head, functools.partial(self._forward, head))
                 vars(head)["forward"] = self._heads[head]
+            if str(getattr(part.forward, "__module__", "")).startswith("liger_kernel"):
+                logger.info(
+                    "%s: liger_kernel computes head and loss in training; %s counts in evaluation",
+                    type(part).__name__,
+                    KEY,
+                )
             loss = _Loss(plain, loss_chunk)
             vars(part)["_loss_function"] = loss
             self._losses.append((part, loss))

@@ -5,6 +5,7 @@ else asks for logits gets them.
 from __future__ import annotations
 
 import copy
+import os
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -129,6 +130,35 @@ def test_small_logits_and_those_that_are_switched_off_are_plain_to_the_bit(
     section = {} if loss_chunk is None else {"loss_chunk": loss_chunk}
     run = train_windowed(MODELS["odd_llama"], steps=3, settings=config(section=section))
     assert_identical(run, train_plain(MODELS["odd_llama"], steps=3))
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="Liger's are GPU kernels")
+@pytest.mark.parametrize("tied", [False, True])
+def test_ligers_fused_loss_lives_beside_ours(tied: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """As `use_liger_kernel` of a Trainer puts it in: ours has no work then, except in evaluation.
+
+    Triton's interpreter takes the kernels of head and loss alone, with numpy before 2.4.
+    """
+    caplog.set_level("INFO", "stronghold")
+    patch = pytest.importorskip("liger_kernel.transformers")._apply_liger_kernel_to_instance
+
+    def fused() -> Any:
+        model = llama(tied=tied)
+        patch(model=model, rope=False, rms_norm=False, swiglu=False)
+        return model, lambda seed: batch()
+
+    def inspect(engine: Any) -> None:
+        loss = engine.module._loss_function
+        assert loss.num_divided == 0
+        engine.eval()
+        with torch.no_grad():
+            assert torch.isfinite(engine(**batch()).loss)
+        assert loss.num_divided == 1
+
+    section = {"window": 1, "loss_chunk": 5}
+    run = train_windowed(fused, steps=3, settings=config(section=section), inspect=inspect)
+    assert_identical(run, train_plain(fused, steps=3))
+    assert "LlamaForCausalLM: liger_kernel computes head and loss in training" in caplog.text
 
 
 class Outside(torch.autograd.Function):
