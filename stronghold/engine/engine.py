@@ -48,13 +48,23 @@ from stronghold.telemetry.metrics import Reading, StepRecord, count_tokens, valu
 logger = logging.getLogger("stronghold")
 
 
-def _take_over(model: nn.Module) -> None:
-    """An engine that streams this very model, and has trained nothing, ends: the next one takes
-    over, as where a reference's log-probabilities are computed before training."""
+def _take_over(model: nn.Module, trains: bool) -> None:
+    """An engine that streams this very model ends where the next one may take over: it has trained
+    nothing, as where a reference's log-probabilities are computed before training; or the next one
+    trains, too, and no gradient waits for a step, as under DeepSpeed."""
     for engine in list(_living):
-        if engine._destroyed or engine.module is not model or engine.micro_steps:
+        if engine._destroyed or engine.module is not model:
             continue
-        if engine.optimizer is None or not engine._stack.host.training:
+        if engine.micro_steps == 0 and (
+            engine.optimizer is None or not engine._stack.host.training
+        ):
+            engine.destroy()
+        elif trains and engine.micro_steps and not engine._stack.runtime.ledger.pending:
+            logger.warning(
+                "the engine that has trained this model for %d steps ends, since another one is "
+                "made of it: that begins with new moments, from the weights in their own dtype",
+                engine.global_steps,
+            )
             engine.destroy()
 
 
@@ -138,7 +148,7 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
         self._loss_sum: torch.Tensor | None = None
         self.last_record: StepRecord | None = None
         self._destroyed = self._is_compiled = False
-        _take_over(model)
+        _take_over(model, optimizer is not None)
         check_free(model)
         if optimizer is not None:
             optimizer.connect(self.step, self.zero_grad)

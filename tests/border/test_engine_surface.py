@@ -496,32 +496,50 @@ def test_an_engine_plans_with_what_the_others_have_left(monkeypatch: pytest.Monk
     assert stack.reserved_bytes() == before
 
 
-def test_a_model_that_an_engine_streams_is_refused_until_it_is_given_back() -> None:
+def test_a_model_that_an_engine_trains_is_refused_until_it_is_given_back() -> None:
+    """To one that has it as a part, to one that only runs forward, and between backward and step;
+    a second one that trains takes over (below)."""
     both = Twin()
     both.train(0)
-    for model in (both.model, nn.Sequential(both.model)):
+    reference = {key: value for key, value in both.settings.items() if key != "optimizer"}
+    inside = nn.Sequential(both.model)
+
+    def refused(model: nn.Module, settings: dict[str, Any]) -> None:
         with pytest.raises(ConfigError, match=r"already; call its destroy\(\) first"):
-            stronghold.initialize(
-                model=model, config=both.settings, model_parameters=model.parameters()
-            )
-    both.train(1)
+            stronghold.initialize(model=model, config=settings, model_parameters=model.parameters())
+
+    refused(inside, both.settings)
+    refused(both.model, reference)
+    both.backward(both.on(1))
+    refused(both.model, both.settings)
+    both.step()
     both.check()
     both.engine.destroy()
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_the_same_model_goes_through_a_second_engine_exactly(precision: str) -> None:
-    """As auto_find_batch_size does: destroy, and initialize again with another batch size."""
+@pytest.mark.parametrize(
+    ("precision", "given_back"), [("fp32", True), ("bf16", True), ("bf16", False)]
+)
+def test_the_same_model_goes_through_a_second_engine_exactly(
+    precision: str, given_back: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As auto_find_batch_size does: destroy, and initialize again with another batch size. Where a
+    program forgets the first one, as under DeepSpeed, that ends by itself, and says so."""
     both = Twin(precision=precision)
     both.train(0)
     both.train(1)
-    both.engine.destroy()
+    first = both.engine
+    if given_back:
+        first.destroy()
     # Moments and remainders end with their engine.
     both.restart_plain()
     both.settings["train_micro_batch_size_per_gpu"] = 1
     both.engine, *_ = stronghold.initialize(
         model=both.model, config=both.settings, model_parameters=both.model.parameters()
     )
+    assert ("has trained this model for 2 steps ends" in caplog.text) != given_back
+    with pytest.raises(ConfigError, match="was destroyed"):
+        first.step()
     both.train(2)
     both.train(3)
     both.check()

@@ -250,7 +250,6 @@ def test_a_second_trainer_takes_the_model_over(trained: Any) -> None:
     models = {}
     for name, settings in (("streamed", CLIENT), ("plain", None)):
         first = trained(settings)
-        first.accelerator.free_memory()
         models[name] = trained(settings, first.model)
     assert_same_training(models["streamed"], models["plain"])
 
