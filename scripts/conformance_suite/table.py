@@ -55,10 +55,10 @@ FILES = (
 )
 
 REASONS = {
-    "stage 3": "partitions its model among several ranks, or to NVMe, before the engine sees it",
     "ranks": "needs several ranks; these runs have one",
     "internals": "reads the insides of a DeepSpeed optimizer, which this engine does not have",
     "class": "asserts the class of the optimizer; ours is stronghold's, over the same groups",
+    "partitions": "asserts which parameters stage 3 has partitioned after backward; here none is",
     "grad by hand": "writes or reads .grad by hand: refused in favour of safe_set_full_grad",
     "buffers": "data_types.buffer_dtype is refused: buffers keep their dtype",
     "dtype": "a half-precision model under a config that asks for fp32 is refused, with the edit",
@@ -69,7 +69,7 @@ REASONS = {
     "accepted": "asserts a refusal of what DeepSpeed cannot do, or does not want; here it works",
     "sums": "compares with a reference that adds micro-batches up in bf16; here they are fp32 sums",
     "unused": "asserts that ZeRO 2 refuses unused parameters; here they get no update",
-    "error type": "asserts AssertionError; ours is ConfigError, a ValueError, with the edit",
+    "error type": "asserts another class of the error; ours is ConfigError, with the edit",
     "zero files": "reads files of DeepSpeed's own checkpoint layout; stronghold export writes them",
     "package": "needs a package that is not installed",
     "gpu": "DeepSpeed skips it, or its own reference fails, without a GPU",
@@ -77,8 +77,8 @@ REASONS = {
     "experts": "expert parallelism is refused",
     "superoffload": "an interface of SuperOffload's: subgroups and arithmetic rollback",
     "half masters": "half-precision masters or moments are refused: they are fp32 here",
-    "unscaled": "in fp16 calls backward of a loss without the scale that step divides by: refused",
-    "two engines": "makes a second engine of a model that the first has trained and not given back",
+    "unscaled": "in fp16 goes backward, past the engine, from a loss without the scale that step "
+    "divides by: refused, as DeepSpeed's engine refuses it",
     "switched off": "DeepSpeed has switched the test off",
     "pytest": "the test's own fixture does not work under the installed pytest",
 }
@@ -102,17 +102,17 @@ ROWS = (
     Row("runtime/half_precision/test_fp16.py::TestFP16OptimizerForMoE::*", None, "experts"),
     Row("launcher/test_user_args.py::*pdsh*", None, "package"),
     # What this engine refuses, in its own words.
-    Row("*", r"was partitioned by deepspeed\.zero\.Init", "stage 3"),
+    Row("v1/*without_scale_fp16*", r"loss\.backward\(\) of a loss that was not", "error type"),
     Row("*", r"loss\.backward\(\) of a loss that was not scaled, in fp16", "unscaled"),
     Row("*", r"data_types\.buffer_dtype: got", "buffers"),
     Row("*", r"but the config asks for fp32", "dtype"),
     Row("*", r"amp: got .* DeepSpeed removed Apex", "removed"),
     Row("*", r"DeepSpeedConfigError: .*has been removed", "removed"),
     Row("*", r"which cannot run on the CPU here|cannot run on the CPU here; Adam", "optimizer"),
-    Row("*", r"an engine streams it already", "two engines"),
     Row("*", r"batch sizes do not multiply out", "ranks"),
     # What a test takes for granted.
     Row("*", r"assumes a world size of 2|is not divisible by 2|num_stages \(2\)", "ranks"),
+    Row("ops/adam/test_adamw.py::*", r"object has no attribute 'optimizer'", "class"),
     Row("*", r"'EngineOptimizer' object has no attribute", "internals"),
     Row("*", r"Optimizer should be ZeROOptimizer", "internals"),
     Row("runtime/test_ds_initialize.py::Test*Optimizer::*", r"EngineOptimizer", "class"),
@@ -137,10 +137,10 @@ ROWS = (
         "error type",
     ),
     Row("runtime/zero/test_ignore_unused*", r"DID NOT RAISE.*AssertionError", "unused"),
-    Row("runtime/zero/test_zero_grad_clip.py::*", r"Could not initialize deepspeed", "stage 3"),
+    Row("runtime/zero/test_zero_grad_clip.py::*", r"isinstance\(EngineOptimizer", "class"),
     Row("v1/zero/test_zero2_offload_multi_backward.py::*", r"differs by", "raw read"),
     Row("*", r"DistributedDataParallel device_ids|Invalid device string: '0'", "gpu"),
-    Row("v1/zero/test_zero_user_backward.py::*", r"has no attribute 'ds_persist'", "internals"),
+    Row("v1/zero/test_zero_user_backward.py::*", r"has no attribute 'ds_persist'", "partitions"),
     Row(
         "v1/zero/test_zero_user_backward.py::*validates_scalar_loss*",
         r"engine\.scale: expected a scalar loss",
