@@ -46,8 +46,15 @@ _ONE = 0x3F800000  # the bits of 1.0
 
 def join_master(weights: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
     """bits(master) = (bits(weight) << 16) + (low << 8)."""
-    upper = weights.contiguous().view(torch.int16).to(torch.int32)
-    return ((upper << 16) + (low.to(torch.int32) << 8)).view(torch.float32)
+    return joined(weights, low.to(torch.int32) << 8)
+
+
+def joined(weights: torch.Tensor, rest: torch.Tensor) -> torch.Tensor:
+    """bits(master) = (bits(weight) << 16) + rest; the weight where that would change the sign: a
+    zero that somebody wrote keeps no negative remainder."""
+    upper = weights.contiguous().view(torch.int16).to(torch.int32) << 16
+    bits = upper + rest
+    return torch.where((bits ^ upper) < 0, upper, bits).view(torch.float32)
 
 
 def split_master(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

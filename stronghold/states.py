@@ -129,7 +129,7 @@ class States:
             return master, None
         if self.dtype is torch.float16:
             return master.to(self.dtype), master
-        bits = master.contiguous().view(torch.int32)
+        bits = torch.where(master.isnan(), torch.nan, master).contiguous().view(torch.int32)
         upper = (bits + 0x8000) >> 16  # the carry past the sign is undone by the remainder
         low = (bits - (upper << 16)).to(torch.int16)
         return upper.to(torch.int16).view(torch.bfloat16), low
@@ -161,12 +161,11 @@ def states_of(dtype: torch.dtype, kind: Kind = EXACT) -> States:
 
 def join_master(weights: torch.Tensor, low: torch.Tensor | None) -> torch.Tensor:
     """The fp32 master, by the dtype of `low`: the inverse of `States.split`; without `low` the
-    weights themselves, in fp32."""
+    weights themselves, in fp32. A weight that somebody wrote counts, as it does in Adam."""
     if low is None:
         return weights.float()
     if low.dtype is torch.float32:
-        return low
+        return torch.where(low.to(weights.dtype) == weights, low, weights.float())
     if low.dtype is torch.int8:
         return lean.join_master(weights, low)
-    upper = weights.contiguous().view(torch.int16).to(torch.int32)
-    return ((upper << 16) + low.to(torch.int32)).view(torch.float32)
+    return lean.joined(weights, low.to(torch.int32))

@@ -87,7 +87,7 @@ SH_API const char* sh_pool_isa(const sh_pool* pool);
  *   SH_BF16_LEAN  weight uint16  low int8: bits(master) = (weight << 16) + (low << 8). See below.
  * A weight that somebody else wrote before the call counts: with SH_F16 a weight that is not its
  * master's rounding becomes the master; with bf16 the old remainder, at most half a unit in the
- * weight's last place, stays.
+ * weight's last place, stays, unless it would change the sign: of a zero that was written.
  * `step` counts from 1: the number of this update, used when bias_correction != 0. */
 typedef struct {
   void* weight;

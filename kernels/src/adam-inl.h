@@ -5,6 +5,9 @@
 //
 // [Note: tails] There is no scalar tail formula. The last numel % kLanes elements are copied into
 // padded buffers, take the same vector operations, and are copied back.
+//
+// [Note: masters] A zero in bf16 never has a negative remainder, unless somebody else wrote it: the
+// weight pruned, or clamped. Added to its bits that would be a NaN; the master is the zero.
 
 // ---- How a dtype lies in memory -----------------------------------------------------------------
 

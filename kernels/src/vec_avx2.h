@@ -37,9 +37,12 @@ SH_INLINE F SelectEqual(F a, F b, F yes, F no) {
   return _mm256_blendv_ps(no, yes, _mm256_cmp_ps(a, b, _CMP_EQ_OQ));
 }
 
+// upper + low, but upper where the sign would change ([Note: masters]).
 SH_INLINE F JoinBf16(const char* upper, const char* low) {
   const __m256i high = _mm256_slli_epi32(_mm256_cvtepu16_epi32(Load128(upper)), 16);
-  return _mm256_castsi256_ps(_mm256_add_epi32(high, _mm256_cvtepi16_epi32(Load128(low))));
+  const __m256i bits = _mm256_add_epi32(high, _mm256_cvtepi16_epi32(Load128(low)));
+  return _mm256_blendv_ps(_mm256_castsi256_ps(bits), _mm256_castsi256_ps(high),
+                          _mm256_castsi256_ps(_mm256_xor_si256(bits, high)));
 }
 SH_INLINE void SplitBf16(char* upper, char* low, F x) {
   const __m256i bits = _mm256_castps_si256(x);
@@ -151,10 +154,12 @@ SH_INLINE Quad ExpandU8(const char* p) {
 SH_INLINE Quad JoinLean(const char* weight, const char* low) {
   __m256i x[4];
   for (int i = 0; i < 2; ++i) {
-    const __m256i rest = _mm256_cvtepi8_epi16(Load128(low + 16 * i));
-    // A negative remainder borrows one from the weight.
-    const __m256i upper =
-        _mm256_add_epi16(Load256(weight + 32 * i), _mm256_srai_epi16(rest, 15));
+    const __m256i words = Load256(weight + 32 * i);
+    __m256i rest = _mm256_cvtepi8_epi16(Load128(low + 16 * i));
+    // A negative remainder borrows one from the weight, but from a zero.
+    __m256i upper = _mm256_add_epi16(words, _mm256_srai_epi16(rest, 15));
+    rest = _mm256_andnot_si256(_mm256_srai_epi16(_mm256_xor_si256(upper, words), 15), rest);
+    upper = _mm256_add_epi16(words, _mm256_srai_epi16(rest, 15));
     Unpack(_mm256_slli_epi16(rest, 8), upper, x + 2 * i);
   }
   return {{FloatOf(x[0]), FloatOf(x[1]), FloatOf(x[2]), FloatOf(x[3])}};

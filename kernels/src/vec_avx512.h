@@ -41,9 +41,13 @@ SH_INLINE F SelectEqual(F a, F b, F yes, F no) {
   return _mm512_mask_mov_ps(no, _mm512_cmp_ps_mask(a, b, _CMP_EQ_OQ), yes);
 }
 
+// upper + low, but upper where the sign would change ([Note: masters]).
 SH_INLINE F JoinBf16(const char* upper, const char* low) {
   const __m512i high = _mm512_slli_epi32(_mm512_cvtepu16_epi32(Load256(upper)), 16);
-  return _mm512_castsi512_ps(_mm512_add_epi32(high, _mm512_cvtepi16_epi32(Load256(low))));
+  const __m512i bits = _mm512_add_epi32(high, _mm512_cvtepi16_epi32(Load256(low)));
+  const __mmask16 changed =
+      _mm512_cmplt_epi32_mask(_mm512_xor_si512(bits, high), _mm512_setzero_si512());
+  return _mm512_castsi512_ps(_mm512_mask_mov_epi32(bits, changed, high));
 }
 SH_INLINE void SplitBf16(char* upper, char* low, F x) {
   const __m512i bits = _mm512_castps_si512(x);
@@ -147,10 +151,12 @@ SH_INLINE Quad ExpandU8(const char* p) {
 SH_INLINE Quad JoinLean(const char* weight, const char* low) {
   __m512i x[4];
   for (int i = 0; i < 2; ++i) {
-    const __m512i rest = _mm512_cvtepi8_epi16(Load256(low + 32 * i));
-    // A negative remainder borrows one from the weight.
-    const __m512i upper =
-        _mm512_add_epi16(Load512(weight + 64 * i), _mm512_srai_epi16(rest, 15));
+    const __m512i words = Load512(weight + 64 * i);
+    __m512i rest = _mm512_cvtepi8_epi16(Load256(low + 32 * i));
+    // A negative remainder borrows one from the weight, but from a zero.
+    __m512i upper = _mm512_add_epi16(words, _mm512_srai_epi16(rest, 15));
+    rest = _mm512_andnot_si512(_mm512_srai_epi16(_mm512_xor_si512(upper, words), 15), rest);
+    upper = _mm512_add_epi16(words, _mm512_srai_epi16(rest, 15));
     Unpack(_mm512_slli_epi16(rest, 8), upper, x + 2 * i);
   }
   return {{FloatOf(x[0]), FloatOf(x[1]), FloatOf(x[2]), FloatOf(x[3])}};

@@ -39,9 +39,15 @@ SH_INLINE void StoreF16(char* p, F x) { Store4U16(p, vreinterpret_u16_f16(vcvt_f
 SH_INLINE F RoundF16(F x) { return vcvt_f32_f16(vcvt_f16_f32(x)); }
 SH_INLINE F SelectEqual(F a, F b, F yes, F no) { return vbslq_f32(vceqq_f32(a, b), yes, no); }
 
+// upper + rest, but upper where the sign would change ([Note: masters]).
+SH_INLINE F Join(uint16x4_t upper, int32x4_t rest) {
+  const uint32x4_t high = vshll_n_u16(upper, 16);
+  const uint32x4_t bits = vaddq_u32(high, vreinterpretq_u32_s32(rest));
+  const uint32x4_t changed = vcltzq_s32(vreinterpretq_s32_u32(veorq_u32(bits, high)));
+  return vreinterpretq_f32_u32(vbslq_u32(changed, high, bits));
+}
 SH_INLINE F JoinBf16(const char* upper, const char* low) {
-  const uint32x4_t rest = vreinterpretq_u32_s32(vmovl_s16(vreinterpret_s16_u16(Load4U16(low))));
-  return vreinterpretq_f32_u32(vaddq_u32(vshll_n_u16(Load4U16(upper), 16), rest));
+  return Join(Load4U16(upper), vmovl_s16(vreinterpret_s16_u16(Load4U16(low))));
 }
 SH_INLINE void SplitBf16(char* upper, char* low, F x) {
   const uint32x4_t bits = vreinterpretq_u32_f32(x);
@@ -134,8 +140,7 @@ SH_INLINE Quad JoinLean(const char* weight, const char* low) {
   Quad out;
   for (int i = 0; i < 4; ++i) {
     const int16x4_t half = i % 2 == 0 ? vget_low_s16(words[i / 2]) : vget_high_s16(words[i / 2]);
-    const uint32x4_t rest = vreinterpretq_u32_s32(vshll_n_s16(half, 8));
-    out.f[i] = FloatOf(vaddq_u32(vshll_n_u16(Load4U16(weight + 8 * i), 16), rest));
+    out.f[i] = Join(Load4U16(weight + 8 * i), vshll_n_s16(half, 8));
   }
   return out;
 }

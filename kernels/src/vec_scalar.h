@@ -74,9 +74,13 @@ SH_INLINE F RoundF16(F x) {
 }
 SH_INLINE F SelectEqual(F a, F b, F yes, F no) { return a == b ? yes : no; }
 
+// high + rest, but high where the sign would change ([Note: masters]).
+SH_INLINE F Join(uint32_t high, int32_t rest) {
+  const uint32_t bits = high + static_cast<uint32_t>(rest);
+  return FromBits((bits ^ high) >> 31 ? high : bits);
+}
 SH_INLINE F JoinBf16(const char* upper, const char* low) {
-  const int32_t rest = static_cast<int16_t>(LoadU16(low));
-  return FromBits((static_cast<uint32_t>(LoadU16(upper)) << 16) + static_cast<uint32_t>(rest));
+  return Join(static_cast<uint32_t>(LoadU16(upper)) << 16, static_cast<int16_t>(LoadU16(low)));
 }
 SH_INLINE void SplitBf16(char* upper, char* low, F x) {
   const uint32_t bits = Bits(x);
@@ -140,9 +144,8 @@ SH_INLINE Quad ExpandU8(const char* p) {
 SH_INLINE Quad JoinLean(const char* weight, const char* low) {
   Quad out;
   for (int i = 0; i < 4; ++i) {
-    const int32_t rest = static_cast<signed char>(low[i]) * 256;
-    out.f[i] = FromBits((static_cast<uint32_t>(LoadU16(weight + 2 * i)) << 16) +
-                        static_cast<uint32_t>(rest));
+    out.f[i] = Join(static_cast<uint32_t>(LoadU16(weight + 2 * i)) << 16,
+                    static_cast<signed char>(low[i]) * 256);
   }
   return out;
 }

@@ -75,7 +75,9 @@ def _load_master(weight, low, mask):
         return _load(weight, mask)
     if weight.dtype.element_ty == tl.int16:
         high = tl.load(weight, mask=mask).to(tl.int32) << 16
-        return (high + tl.load(low, mask=mask).to(tl.int32)).to(tl.float32, bitcast=True)
+        bits = high + tl.load(low, mask=mask).to(tl.int32)
+        # What would change the sign belongs to a zero that was written by somebody else.
+        return tl.where((bits ^ high) < 0, high, bits).to(tl.float32, bitcast=True)
     # A weight that is not its master's rounding was written by somebody else, who meant it.
     master, seen = _load(low, mask), _load(weight, mask)
     return tl.where(master.to(tl.float16).to(tl.float32) == seen, master, seen)

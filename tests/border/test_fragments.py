@@ -175,6 +175,9 @@ def test_a_written_master_counts_when_its_layer_was_fetched_ahead(tmp_path: Path
     for _, ours, theirs in pairs_of(both):
         assert torch.equal(ours, theirs)
     assert torch.equal(after, both.on(0)(plain))
+    with torch.no_grad():
+        ours.mul_(0.7)  # not its master's rounding: it is the master now
+    assert torch.equal(utils.safe_get_full_fp32_param(ours), ours.float())
     both.engine.destroy()
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from deepspeed.utils import safe_get_full_fp32_param
 from torch import nn
 
 import stronghold
@@ -135,6 +136,27 @@ def test_weights_may_be_exchanged_for_an_evaluation(
         for step in range(3):
             both.train(step)
             assert torch.equal(exchanged(both, both.model), exchanged(both, both.plain))
+
+
+@pytest.mark.parametrize("precision", ["bf16", "lean"])
+@pytest.mark.parametrize("section", SECTIONS)
+def test_weights_that_are_pruned_are_zeros_and_so_are_their_masters(
+    section: str, precision: str
+) -> None:
+    """What was below a weight's bits is added to it, but to a zero: that would be a NaN."""
+    both = Twin(section=SECTIONS[section], precision=precision)
+    for step in range(2):
+        both.train(step)
+    weight = both.model.blocks[1].mlp.up.weight
+    with torch.no_grad():
+        weight.mul_(weight > 0)  # zeros of both signs
+    pruned = weight == 0
+    assert pruned.any()
+    assert (safe_get_full_fp32_param(weight)[pruned].abs() < 1e-38).all()
+    both.engine.backward(both.on(2)(both.engine))
+    both.engine.step()
+    assert all(value.isfinite().all() for value in both.engine.module_state_dict().values())
+    both.engine.destroy()
 
 
 def test_what_is_written_last_is_in_the_model_that_is_given_back() -> None:

@@ -83,12 +83,14 @@ class Arrays:
         skip: int = 0,
     ) -> None:
         master = values(numel, seed, special)
+        # A few half-precision weights are not their masters', as after somebody's writing.
+        written = torch.arange(numel) % 7 == 3
         if weight_dtype == BF16:
             upper, rest = split_bf16(master.numpy())
             weight, low = torch.from_numpy(upper).view(BF16), torch.from_numpy(rest)
+            weight[written] = 0.0
         else:
-            # A few fp16 weights are no rounding of their masters, as after somebody's writing.
-            weight, low = (master * (torch.arange(numel) % 7 != 3)).to(weight_dtype), master
+            weight, low = (master * ~written).to(weight_dtype), master
         second = values(numel, seed + 1).square()
         grads = [values(numel, seed + k, special).to(grad_dtype) for k in (2, 3, 4)]
         parts = (weight, low, values(numel, seed + 5), second, *grads)

@@ -51,6 +51,8 @@ def split_bf16(master: npt.NDArray[np.float32]) -> tuple[npt.NDArray[np.int16], 
 
 
 def join_bf16(upper: npt.NDArray[np.int16], low: npt.NDArray[np.int16]) -> npt.NDArray[np.float32]:
-    """(bf16 bits, remainder) -> fp32: the inverse of `split_bf16`."""
-    bits = (upper.view(np.uint16).astype(np.int64) << 16) + low.astype(np.int64)
-    return (bits & 0xFFFFFFFF).astype(np.uint32).view(np.float32)
+    """(bf16 bits, remainder) -> fp32: the inverse of `split_bf16`; a remainder that would change
+    the sign, of a zero that was written, is none."""
+    high = upper.view(np.uint16).astype(np.int64) << 16
+    bits = (high + low.astype(np.int64)) & 0xFFFFFFFF
+    return np.where((bits ^ high) >> 31, high, bits).astype(np.uint32).view(np.float32)

@@ -250,6 +250,7 @@ class KernelAdam:
         self._groups = groups_of.param_groups
         self._state: dict[nn.Parameter, dict[str, Any]] = {}
         self._pool = native.Pool(1)
+        self.skipped = False
 
     def moments(self, model: nn.Module) -> dict[str, tuple[torch.Tensor, ...]]:
         """What `moments_of` gives, flat; of what was ever updated."""
@@ -272,17 +273,20 @@ class KernelAdam:
         gradients: dict[nn.Parameter, torch.Tensor],
         clipping: float,
         loss_scale: float = 1.0,
+        *,
+        skips: bool = False,
     ) -> float:
         """Clip by the global norm as torch.nn.utils.clip_grad_norm_ does, then update; returns the
-        norm. With a loss scale the gradients are divided by it, and none is applied when one is not
-        finite.
+        norm. With a loss scale the gradients are divided by it; then, or where it `skips`, none is
+        applied when one is not finite.
         """
         sums = [
             native.sum_squares(self._pool, g.dtype, [(g.data_ptr(), g.numel())])[0]
             for g in gradients.values()
         ]
         norm, scale = norm_and_scale(sums, clipping=clipping, loss_scale=loss_scale)
-        if loss_scale != 1.0 and not math.isfinite(norm):
+        self.skipped = (skips or loss_scale != 1.0) and not math.isfinite(norm)
+        if self.skipped:
             return math.nan
         for group in self._groups:
             for parameter in group["params"]:
@@ -290,19 +294,22 @@ class KernelAdam:
                     self._update(parameter, gradients[parameter], group, scale)
         return norm
 
-    def _update(
-        self, parameter: nn.Parameter, gradient: torch.Tensor, group: dict[str, Any], scale: float
-    ) -> None:
-        states = self.states(parameter)
+    def begin(self, parameter: nn.Parameter) -> dict[str, Any]:
+        """Its state, which is new where it was never updated."""
         if parameter not in self._state:
             self._state[parameter] = {"step": 0} | {
                 array: torch.zeros(num_items(array, parameter.numel()), dtype=dtype)
-                for array, dtype in states.dtypes.items()
+                for array, dtype in self.states(parameter).dtypes.items()
                 if array != "weights"
             }
             if parameter.dtype is torch.float16:  # the master itself
                 self._state[parameter]["low"].copy_(parameter.detach().flatten())
-        state = self._state[parameter]
+        return self._state[parameter]
+
+    def _update(
+        self, parameter: nn.Parameter, gradient: torch.Tensor, group: dict[str, Any], scale: float
+    ) -> None:
+        states, state = self.states(parameter), self.begin(parameter)
         addresses = {array: state[array].data_ptr() for array in STATES if array in state}
         state["step"] += 1
         gradient, weight = gradient.contiguous(), parameter.detach().contiguous()
