@@ -63,6 +63,7 @@ class Checkpoints:
                 "save_checkpoint: gradients of a step that has not ended are waiting; call it "
                 f"after the engine.step that ends the step ({GAS} is {counters[GAS]})"
             )
+        self._stack.runtime.adopt_edited()
         optimizer, random = self._optimizer, state.random_states(self._stack.device)
         of_ranks = self._team.of_slices(self._team.exchange(random, "random states"))
         found = state.ClientState(

@@ -123,7 +123,7 @@ class Runtime:
             self._abandon_forward()
             self._hooks.close()
             self._hooks = None
-            self._adopt_edited()
+            self.adopt_edited()
 
     def give_back(self) -> None:
         """The lanes have ended: point every parameter at host memory."""
@@ -172,7 +172,7 @@ class Runtime:
         self._team.check()
         self._abandon_forward()
         self._adam.refuse_unfrozen()
-        self._adopt_edited()
+        self.adopt_edited()
         # Else what is there is of this very backward.
         if self._plan.whole or torch._C._current_graph_task_id() == -1:
             self._refuse_strays()
@@ -222,7 +222,7 @@ class Runtime:
         `clipping`: largest global norm, 0 for none. Gradients carry `loss_scale`.
         """
         self._refuse_strays()
-        self._adopt_edited()
+        self.adopt_edited()
         gate, changed = self.updates.close_gate(
             clipping=clipping, loss_scale=loss_scale, skips=skips and self._plan.gated
         )
@@ -310,7 +310,7 @@ class Runtime:
         self.executor.settle(asked)
         self.executor.given_out(asked)
         if self.executor.phase is Phase.IDLE and not self._team.lockstep:
-            self._adopt_edited()
+            self.adopt_edited()
 
     def restart(self) -> None:
         """The arrays are about to be written anew: finish what is queued, drop the gradients of a
@@ -337,10 +337,10 @@ class Runtime:
                 torch.autograd.graph.increment_version(self._host.layers[layer].parameters)
         self.executor.weights_changed(chosen)
 
-    def _adopt_edited(self) -> None:
+    def adopt_edited(self) -> None:
         """What was written in place, from outside, where an update on the host would not see it:
-        take it over before that. A parameter's version tells. bf16 masters keep their remainders,
-        so that weights that come back to what they were are the same masters.
+        take it over before that. A parameter's version tells. Masters keep what is below them, so
+        that weights that come back to what they were are the same masters.
         """
         edited: dict[int, set[int]] = {}
         # Through an alias anything may have been written, but not since an early update.
@@ -361,10 +361,8 @@ class Runtime:
         if edited and self._team.lockstep:
             self.adopt_weights(edited)
         else:
-            for layer, positions in edited.items():
+            for layer in edited:
                 self._save(layer)
-                if self._host.dtype is torch.float16:
-                    self._host.restart_master(layer, positions)
         for layer in edited:
             self._host.layers[layer].versions = self._versions_of(layer)
 
@@ -388,9 +386,8 @@ class Runtime:
     def _save(self, layer: int) -> None:
         """Bring what was written where the layer's parameters point to its arrays."""
         device, state = self._device, self._host.layers[layer]
-        if layer in self._plan.resident and not state.on_device:
-            slot = state.slot
-            assert slot is not None
+        slot = state.slot  # None where the model is away, too: then they point at the arrays
+        if layer in self._plan.resident and not state.on_device and slot is not None:
             save = partial(device.copy, state.weights, slot.weights[: state.weights.numel()])
             nbytes = state.weights.numel() * state.weights.element_size()
             device.drain.submit(

@@ -5,6 +5,7 @@ PyTorch; what cannot count is refused.
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -157,6 +158,21 @@ def test_weights_that_are_pruned_are_zeros_and_so_are_their_masters(
     both.engine.step()
     assert all(value.isfinite().all() for value in both.engine.module_state_dict().values())
     both.engine.destroy()
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+def test_what_is_written_is_saved(section: str, tmp_path: Path) -> None:
+    """Also where parameters point at the device, in which no step has looked yet."""
+    with twin(section=SECTIONS[section]) as both:
+        both.train(0)
+        for model in (both.model, both.plain):
+            clamp(model)
+        both.engine.save_checkpoint(tmp_path)
+        with torch.no_grad():
+            for parameter in both.model.parameters():
+                parameter.zero_()
+        both.engine.load_checkpoint(tmp_path)
+        both.check()
 
 
 def test_what_is_written_last_is_in_the_model_that_is_given_back() -> None:
