@@ -1,0 +1,504 @@
+"""Programs that nobody wrote: what a user may do with an engine, drawn by a seed, and performed
+twice, in plain PyTorch (or, where that is no oracle, with every weight on the device) and by a plan
+that the same seed draws. Every loss, norm, weight, master and moment is equal to the bit, or the
+engine refuses.
+
+    python -m tests.programs FIRST END
+
+runs these seeds, says what was refused, and prints of each that differs the shortest program that
+does.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import logging
+import math
+import random
+import sys
+import tempfile
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+
+from stronghold.errors import BudgetError, ConfigError
+from stronghold.plan.demand import LEVELS
+from stronghold.plan.plan import make_plan
+from stronghold.states import MOMENTS
+from tests.conftest import choose_kernels
+from tests.laws.test_adapters import CASES
+from tests.laws.test_bits import FP32, PLACES, SMALLEST_PIECE
+from tests.models import HUGGING_FACE, MODELS, PLAIN, loss_of
+from tests.support.sides import ByEngine, Plain
+
+Action = Callable[[Any, random.Random], Any]  # (side, what chooses)
+APART = 1000  # batches from here on are nobody's to train on
+
+
+def adapted(name: str) -> Callable[..., Any]:
+    def factory(seed: int = 0) -> Any:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            model, make_batch = CASES[name]()
+        return model.train(), make_batch
+
+    return factory
+
+
+DROPPING = ("gpt", "torch_transformer", "gpt2", "bert", "t5")
+FACTORIES: dict[str, Callable[..., Any]] = {
+    **{name: MODELS[name] for name in (*PLAIN, *HUGGING_FACE)},
+    **{f"{name} with dropout": functools.partial(MODELS[name], dropout=0.2) for name in DROPPING},
+    **{name: adapted(name) for name in CASES},
+}
+# Transformers' heads that can be computed in parts of the tokens.
+CAUSAL = {*HUGGING_FACE, "gpt2 with dropout"} - {"bert", "t5"}
+
+
+# --- what a program does --------------------------------------------------------------------------
+
+
+def train(s: Any, r: random.Random) -> None:
+    how = r.choice(["engine", "engine", "user", "half", "at once"])
+    count = s.case.accumulation
+    if how == "at once":
+        s.say("mean", s.train_batch([s.micro + k for k in range(1, count + 1)]))
+        s.micro += count
+    for _ in range(count if how != "at once" else 0):
+        loss = s.next()
+        s.backward(loss * 0.5 if how == "half" else loss, by_user=how == "user")
+        s.step()
+        s.say("loss", loss)
+    outcome(s)
+
+
+def outcome(s: Any) -> None:
+    s.say("norm", "not finite" if s.norm is not None and not math.isfinite(s.norm) else s.norm)
+    s.say("applied", s.applied)
+
+
+def odd_step(s: Any, r: random.Random) -> None:
+    """Something between forward and backward of a micro-batch, or before its step."""
+    at, what = r.randrange(s.case.accumulation), r.choice(ODD)
+    s.say("odd", what)
+    for k in range(s.case.accumulation):
+        loss = s.next()
+        s.say("loss", loss)
+        if k == at and what == "no backward":
+            s.step()
+            continue
+        if k == at:
+            loss = before_backward(what, s, r, loss)
+        s.backward(loss)
+        if k == at and what == "gradients":
+            gradients(s, r)
+        if k == at and what == "read after":
+            read(s, r)
+        s.step()
+    outcome(s)
+
+
+ODD = ["read", "evaluation", "dropped", "sum", "retained", "two backwards", "penalty"]
+ODD += ["gradients", "read after", "no backward"]
+
+
+def before_backward(what: str, s: Any, r: random.Random, loss: torch.Tensor) -> torch.Tensor:
+    """The loss of which backward is to be called."""
+    if what == "read":
+        read(s, r)
+    elif what == "evaluation":
+        evaluate(s, r)
+    elif what == "dropped":
+        s.say("dropped", s.loss(APART + 9))
+    elif what == "sum":
+        return loss + s.next()
+    elif what == "retained":
+        s.backward(loss, retain=True)
+    elif what == "two backwards":  # in either order
+        losses = [loss, s.next()]
+        first = r.randrange(2)
+        s.backward(losses[first])
+        return losses[1 - first]
+    elif what == "penalty":  # weights in the loss, beside the model
+        named = s.named()
+        for name in r.sample(list(named), 2):
+            loss = loss + 0.1 * named[name].flatten()[:1].square().sum()
+    return loss
+
+
+def gradients(s: Any, r: random.Random) -> None:
+    name = r.choice(trained(s))
+    gradient = s.gradient(name)
+    s.say(name, gradient)
+    if r.random() < 0.5 and gradient.any():
+        s.set_gradient(name, gradient * 0.5)
+
+
+def trained(s: Any) -> list[str]:
+    return [name for name, p in s.named().items() if p.requires_grad and name in s.trains]
+
+
+def read(s: Any, r: random.Random) -> None:
+    what = r.choice(["weights", "master", "parameters", "moment"])
+    if what in ("weights", "parameters"):
+        for name, value in (s.weights() if what == "weights" else s.named()).items():
+            s.say(name, value)
+        return
+    name = r.choice(trained(s))
+    s.say(name, s.master(name) if what == "master" else s.moment(name, r.choice(MOMENTS)))
+
+
+def evaluate(s: Any, r: random.Random) -> None:
+    called, training = r.choice([s.call, s.raw]), s.model.training
+    s.model.train(r.random() < 0.5)
+    with r.choice([torch.no_grad, torch.inference_mode])():
+        s.say("evaluated", loss_of(called(**s.batch(APART + r.randrange(5)))))
+    s.model.train(training)
+
+
+class Boom(Exception):
+    """Raised in the middle of a pass by a hook of the user's."""
+
+
+def boom(s: Any, r: random.Random) -> None:
+    modules = [name for name, m in s.model.named_modules() if not list(m.children())]
+    module = s.model.get_submodule(r.choice(modules))
+
+    def fail(*_: Any) -> None:
+        raise Boom
+
+    forward, ended = r.random() < 0.5, False
+    hook = (module.register_forward_hook if forward else module.register_full_backward_hook)(fail)
+    try:
+        s.backward(s.loss(APART + 7))
+    except Boom:
+        ended = True
+    finally:
+        hook.remove()
+    s.say("ended", ended)
+    if not ended or r.random() < 0.5:
+        s.zero(r.random() < 0.5)
+
+
+def throw_away(s: Any, r: random.Random) -> None:
+    s.backward(s.loss(APART + 8))
+    s.zero(r.random() < 0.5)
+
+
+def bad(s: Any, r: random.Random) -> None:
+    """A step without a finite gradient."""
+    at = r.randrange(s.case.accumulation)
+    for k in range(s.case.accumulation):
+        s.backward(s.next() * (math.nan if k == at else 1.0))
+        s.step()
+    outcome(s)
+
+
+def freeze(s: Any, r: random.Random) -> None:
+    name = r.choice(list(s.named()))
+    parameter = s.named()[name]
+    parameter.requires_grad_(not parameter.requires_grad)
+
+
+def rate(s: Any, r: random.Random) -> None:
+    for group in s.optimizer.param_groups:
+        group["lr"] = r.choice([1e-3, 5e-3, 2e-2])
+
+
+def shrink(weight: torch.Tensor) -> None:
+    weight.mul_(0.9)
+
+
+def prune(weight: torch.Tensor) -> None:
+    weight[weight > 0] = 0.0
+
+
+def write(s: Any, r: random.Random) -> None:
+    how = r.choice(["all", "some", "in place", "gathered", "master", "moment"])
+    s.say("write", how)
+    names = list(s.named())
+    if how in ("all", "some"):
+        values = s.weights()
+        chosen = names if how == "all" else r.sample(names, 2)
+        s.load_weights({n: values[n] * 0.95 for n in chosen}, r.choice(["engine", "model"]))
+    elif how == "master":
+        name = r.choice(trained(s))
+        s.set_master(name, s.master(name) * 0.9)
+    elif how == "moment":
+        name, which = r.choice(trained(s)), r.choice(MOMENTS)
+        s.set_moment(name, which, s.moment(name, which) * 0.5)
+    else:
+        s.write(r.choice(names), r.choice([shrink, prune]), how)
+
+
+def hook(s: Any, r: random.Random) -> None:
+    """A hook of the user's, until the next."""
+    kind = r.choice(["gradient", "accumulated", "output", "peek"])
+    if s.hooks:
+        s.hooks.pop().remove()
+        return
+    s.say("hook", kind)
+    parameter = s.named()[r.choice(trained(s))]
+    modules = [n for n, m in s.model.named_modules() if isinstance(m, nn.Linear | nn.LayerNorm)]
+    module = s.model.get_submodule(r.choice(modules))
+    if kind == "gradient":
+        s.hooks.append(parameter.register_hook(lambda g: g * 0.5))
+    elif kind == "accumulated":
+        s.hooks.append(parameter.register_post_accumulate_grad_hook(lambda p: p.grad.mul_(0.5)))
+    elif kind == "output":
+        s.hooks.append(module.register_forward_hook(lambda _m, _a, o: o * 0.9))
+    else:  # another layer's weight
+        peek = lambda _m, _a, o: o + parameter.detach().flatten()[:1].to(o.dtype)  # noqa: E731
+        s.hooks.append(module.register_forward_hook(peek))
+
+
+def save(s: Any, r: random.Random) -> None:
+    s.save()
+
+
+def load(s: Any, r: random.Random) -> None:
+    if s.saved is not None:
+        s.load()
+
+
+def resume(s: Any, r: random.Random) -> None:
+    while s.hooks:
+        s.hooks.pop().remove()
+    s.resume()
+
+
+def states(s: Any, r: random.Random) -> None:
+    s.offload()
+    if r.random() < 0.5:
+        for name, value in s.weights().items():
+            s.say(name, value)
+    s.reload()
+
+
+def replan(s: Any, r: random.Random) -> None:
+    def change(stack: Any) -> None:
+        if not {"nvme", "gpu_memory"}.isdisjoint(s.section) or s.section == EVERYTHING_THERE:
+            return
+        there, streamed = stack.plan.resident, stack.layout.streamed
+        fewest = len(there & set(streamed))  # what is updated on the device stays there
+        demand = replace(
+            stack.demand,
+            window=r.choice([1, 2]),
+            prefetch=None,
+            resident_layers=r.randint(fewest, len(streamed)),
+            activations=r.choice(list(LEVELS)),
+        )
+        stack.replan(make_plan(stack.layout, demand))
+
+    s.replan(change)
+
+
+ACTIONS: dict[str, Action] = {
+    f.__name__: f
+    for f in (
+        *(train, odd_step, read, evaluate, boom, throw_away, bad, freeze, rate, write, hook),
+        *(save, load, resume, states, replan),
+    )
+}
+CHOICES = [*ACTIONS, *["train"] * 4, *["odd_step"] * 3]
+
+
+# --- which program, and in which plan -------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """What both sides have in common, and what the program does, each action with its seed."""
+
+    seed: int
+    model: str
+    precision: str
+    clipping: float
+    accumulation: int
+    groups: bool  # whether the optimizer has two, with and without weight decay
+    warmup: bool
+    scaling: dict[str, int]  # fp16's
+    section: dict[str, Any]  # what changes bits
+    device: str
+    actions: tuple[tuple[str, int], ...]
+
+    @property
+    def factory(self) -> Callable[..., Any]:
+        return FACTORIES[self.model]
+
+
+def drawn(seed: int, device: str = "emulated") -> Case:
+    r = random.Random(seed)
+    precision = r.choice(["fp32", "bf16", "bf16", "fp16", "lean"])
+    model = r.choice([n for n in FACTORIES if precision == "fp32" or n not in FP32])
+    section: dict[str, Any] = {"chunk": 1} if r.random() < 0.2 else {}
+    if r.random() < 0.3 and model in CAUSAL:
+        section["loss_chunk"] = r.choice([3, 5])
+    return Case(
+        seed=seed,
+        model=model,
+        precision=precision,
+        clipping=r.choice([0.0, 0.5]),
+        accumulation=r.choice([1, 1, 2, 3]),
+        groups=r.random() < 0.3,
+        warmup=r.random() < 0.3,
+        scaling={"initial_scale_power": r.choice([8, 24]), "loss_scale_window": 2},
+        section=section,
+        device=device,
+        actions=tuple((r.choice(CHOICES), r.randrange(10**6)) for _ in range(r.randrange(4, 13))),
+    )
+
+
+EVERYTHING_THERE: dict[str, Any] = {"window": 64, "activations": "keep", "resident_layers": 0}
+
+
+def placed(case: Case, r: random.Random, folder: Path) -> dict[str, Any]:
+    """A section that changes no bit."""
+    made: dict[str, Any] = {"activations": r.choice(list(LEVELS)), "cpu_threads": r.choice([1, 2])}
+    if r.random() < 0.3 and case.device == "emulated":  # the first plan is changed by what it shows
+        made["gpu_memory"] = int(r.choice([150, 250, 400, 600, 900]) * 1000)
+        paces = {"link_gbps": r.choice([0.05, 0.3]), "update_gbps": r.choice([0.1, 1.0])}
+        return {**made, "emulated": paces}
+    made |= PLACES[r.choice(list(PLACES))]
+    if made.get("window", 1) > 1 and r.random() < 0.3:
+        made["prefetch"] = r.randrange(made["window"])
+    if made["activations"] == "recompute" and r.random() < 0.3:
+        made["kept_activations"] = 1
+    home = r.choice(["ram", "ram", "moments", "masters", "weights"])
+    if home != "ram":
+        made["nvme"] = {"path": str(folder), "spill": home}
+    if case.clipping == 0.0 and r.random() < 0.6:
+        made["deferred_layers"] = r.choice([0, 1])
+    if "chunk" in case.section and r.random() < 0.5:
+        made["streams"] = 2
+    made["async_checkpoint"] = r.random() < 0.2
+    if case.device == "cuda":
+        made.setdefault("resident_layers", 0)
+    elif r.random() < 0.3:
+        made["emulated"] = {"jitter_s": 0.0003, "seed": r.randrange(9)}
+    return made
+
+
+# --- performing it --------------------------------------------------------------------------------
+
+
+def performed(case: Case, *, reference: bool) -> tuple[list[tuple[str, Any]], Exception | None]:
+    """What was logged, and what ended it."""
+    r, s = random.Random(case.seed), None
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            if not reference:
+                s = ByEngine(case, Path(folder), lambda files: placed(case, r, files))
+            elif case.section or case.device != "emulated":
+                s = ByEngine(case, Path(folder), lambda _: EVERYTHING_THERE)
+            else:
+                s = Plain(case)
+            torch.manual_seed(1)
+            for name, seed in case.actions:
+                s.say("--", (name, seed))
+                ACTIONS[name](s, random.Random(seed))
+            s.say("--", "end")
+            for name, value in s.weights().items():
+                s.say(name, value)
+            for name in trained(s):
+                s.say(f"master of {name}", s.master(name))
+            if s.norm is not None:  # else there may be no moments yet
+                s.say("moments", s.moments())
+        except Exception as error:
+            return [] if s is None else s.log, error
+        finally:
+            if s is not None:
+                s.destroy()
+    return s.log, None
+
+
+def same(found: Any, expected: Any) -> bool:
+    if isinstance(expected, dict):  # moments, of what the reference has updated
+        pairs = [(a, b) for n in expected for a, b in zip(found[n], expected[n], strict=True)]
+        return all(same(a, b) for a, b in pairs)
+    if not isinstance(expected, torch.Tensor):
+        return bool(found == expected)
+    if not isinstance(found, torch.Tensor) or found.dtype != expected.dtype:
+        return False
+    return torch.equal(found.nan_to_num(7.7), expected.nan_to_num(7.7))
+
+
+def judged(case: Case) -> tuple[str, str]:
+    """("equal", "refused", "no room", or "different" or "error"; why)"""
+    expected, expected_error = performed(case, reference=True)
+    found, error = performed(case, reference=False)
+    action: Any = ""
+    for (label, value), (other_label, other) in zip(found, expected, strict=False):
+        action = value if label == "--" else action
+        if label != other_label or not same(value, other):
+            return "different", f"in {action}: {label}: got {value}, expected {other}"
+    if isinstance(error, BudgetError):
+        return "no room", ""
+    if isinstance(error, ConfigError):
+        return "refused", f"in {action}: {error}"
+    if type(error) is not type(expected_error):
+        trace = "".join(traceback.format_exception(error or expected_error))
+        return "error", f"in {action}: got {error!r}, expected {expected_error!r}\n{trace[-3000:]}"
+    return "equal", ""
+
+
+def shortest(case: Case, kind: str) -> Case:
+    """Without the options and actions that it does not take."""
+    plainer: list[dict[str, Any]] = [{"section": {}}, {"accumulation": 1}, {"groups": False}]
+    for options in [*plainer, {"warmup": False}, {"precision": "fp32"}]:
+        less = replace(case, **options)
+        case = less if judged(less)[0] == kind else case
+    for k in reversed(range(len(case.actions))):
+        less = replace(case, actions=case.actions[:k] + case.actions[k + 1 :])
+        case = less if judged(less)[0] == kind else case
+    return case
+
+
+@contextmanager
+def many_pieces() -> Iterator[None]:
+    """Tiny layers take several pieces, and whatever is saved is worth sending to the host."""
+    pieces = mock.patch("stronghold.plan.plan.PIECE_BYTES", SMALLEST_PIECE)
+    with pieces, mock.patch("stronghold.runtime.activations.MIN_OFFLOAD_BYTES", 1):
+        yield
+
+
+def check(seed: int, device: str = "emulated") -> tuple[str, str]:
+    """What `judged` gives; AssertionError with the shortest program that is not exact."""
+    with many_pieces():
+        case = drawn(seed, device)
+        kind, why = judged(case)
+        if kind in ("different", "error"):
+            case = shortest(case, kind)
+            raise AssertionError(f"{case}\n{placed(case, random.Random(seed), Path())}\n{why}")
+        return kind, why
+
+
+def main() -> None:
+    choose_kernels()
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    kinds: collections.Counter[str] = collections.Counter()
+    device = "cuda" if torch.cuda.is_available() else "emulated"
+    for seed in range(int(sys.argv[1]), int(sys.argv[2])):
+        try:
+            kind, why = check(seed, device)
+        except AssertionError as error:
+            kind, why = "WRONG", str(error)
+        kinds[kind] += 1
+        if why:
+            print(f"seed {seed}: {kind}: {why}", flush=True)
+    print(dict(kinds))
+    sys.exit(kinds["WRONG"] > 0)
+
+
+if __name__ == "__main__":
+    main()

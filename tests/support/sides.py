@@ -1,0 +1,380 @@
+"""A model in training, in plain PyTorch and by an engine, under the same names: `tests.programs`
+performs a program on both. Batches are taken by seeds, parameters by names.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from deepspeed.runtime.lr_schedules import WarmupLR
+from deepspeed.runtime.precision_config import DeepSpeedFP16Config
+from deepspeed.runtime.zero import GatheredParameters
+from deepspeed.utils import (
+    safe_get_full_fp32_param,
+    safe_get_full_grad,
+    safe_get_full_optimizer_state,
+    safe_set_full_fp32_param,
+    safe_set_full_grad,
+    safe_set_full_optimizer_state,
+)
+from torch import nn
+
+import stronghold
+from stronghold.runtime.optimizer import make_scaler, restore_scaler, scaler_state
+from stronghold.states import join_master
+from tests.models import loss_of, without_caches
+from tests.support.training import ADAM, DTYPES, WARMUP, KernelAdam, config, moments_of, on
+
+Change = Callable[[torch.Tensor], Any]  # of a weight, in place
+
+
+class Side:
+    """`say` logs what is compared."""
+
+    model: nn.Module
+    make_batch: Callable[[int], dict[str, Any]]
+    device = torch.device("cpu")
+
+    def __init__(self, case: Any) -> None:
+        self.case = case
+        self.log: list[tuple[str, Any]] = []
+        self.micro = 0  # batches taken
+        self.hooks: list[Any] = []
+        self.saved: Any = None
+        self.trains: list[str] = []  # what the optimizer has
+
+    def say(self, what: str, value: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            value = value.detach().to("cpu", copy=True)
+        self.log.append((what, value))
+
+    def named(self) -> dict[str, nn.Parameter]:
+        return dict(self.model.named_parameters())
+
+    def batch(self, seed: int) -> dict[str, Any]:
+        """Of two sequences, or of one."""
+        made = self.make_batch(seed)
+        tensors = [v for v in made.values() if isinstance(v, torch.Tensor)]
+        if seed % 5 == 3 and all(v.dim() and len(v) == 2 for v in tensors):
+            made = {k: v[:1] if isinstance(v, torch.Tensor) else v for k, v in made.items()}
+        return on(self.device, made)
+
+    def loss(self, seed: int) -> torch.Tensor:
+        return loss_of(self.call(**self.batch(seed)))
+
+    def next(self) -> torch.Tensor:
+        self.micro += 1
+        return self.loss(self.micro)
+
+    def groups(self) -> list[Any]:
+        """What the optimizer is given."""
+        self.trains = [name for name, p in self.named().items() if p.requires_grad]
+        trained = [self.named()[name] for name in self.trains]
+        if not self.case.groups:
+            return trained
+        parts = {0.0: [p for p in trained if p.dim() < 2], 0.1: [p for p in trained if p.dim() > 1]}
+        return [{"params": part, "weight_decay": decay} for decay, part in parts.items() if part]
+
+
+class Plain(Side):
+    """Autograd, sums over micro-batches in fp32, the native kernel over whole tensors."""
+
+    def __init__(self, case: Any) -> None:
+        super().__init__(case)
+        self.model, self.make_batch = case.factory()
+        configs = [getattr(m, "config", None) for m in self.model.modules()]
+        self._caching = [c for c in configs if getattr(c, "use_cache", False)]
+        without_caches(self.model)
+        for parameter in self.model.parameters():
+            parameter.data = parameter.data.to(DTYPES[case.precision])
+        self.optimizer = torch.optim.AdamW(self.groups(), **ADAM)
+        self._schedule: Any = None
+        if case.warmup:
+            self._schedule = WarmupLR(self.optimizer, **WARMUP["scheduler"]["params"])
+        self._adam = KernelAdam(self.optimizer, "lean" if case.precision == "lean" else "exact")
+        self._scaler = make_scaler(DeepSpeedFP16Config(enabled=True, **case.scaling), 0)
+        self._sums: dict[nn.Parameter, torch.Tensor] = {}
+        self._micros = 0
+        self.norm: float | None = None
+        self.applied = False
+
+    def call(self, **batch: Any) -> Any:
+        """As the engine, without a cache where gradients are wanted."""
+        for each in self._caching:
+            each.use_cache = not torch.is_grad_enabled()
+        return self.model(**batch)
+
+    raw = call
+
+    def backward(self, loss: torch.Tensor, *, retain: bool = False, by_user: bool = False) -> None:
+        """The loss is divided by the accumulation steps or, as DeepSpeed has it in a backward by
+        the user, the gradients are. They are this backward's alone."""
+        count = self.case.accumulation
+        if count > 1 and not by_user:
+            loss = loss / count
+        if self.case.precision == "fp16":
+            loss = loss.float() * self._scaler.cur_scale
+        try:
+            loss.backward(retain_graph=retain)
+        except BaseException:
+            self.zero()
+            self._micros -= self._micros % count
+            raise
+        for p in self.model.parameters():
+            if p.grad is not None:
+                gradient = p.grad / count if count > 1 and by_user else p.grad
+                gradient = gradient.float() if count > 1 else gradient
+                self._sums[p] = self._sums[p] + gradient if p in self._sums else gradient
+                p.grad = None
+
+    def step(self) -> None:
+        case, fp16 = self.case, self.case.precision == "fp16"
+        self._micros += 1
+        self.applied = False
+        if self._micros % case.accumulation:
+            return
+        self.norm = self._adam.step(
+            self._sums,
+            case.clipping,
+            self._scaler.cur_scale if fp16 else 1.0,
+            skips=fp16 or case.clipping > 0 or (case.precision == "fp32" and case.accumulation > 1),
+        )
+        self.applied = not self._adam.skipped
+        if self._schedule is not None and self.applied:
+            self._schedule.step()
+        self._scaler.update_scale(self._adam.skipped)
+        self.zero()
+
+    def zero(self, _: bool = False) -> None:
+        self._sums.clear()
+        for p in self.model.parameters():
+            p.grad = None
+
+    def train_batch(self, seeds: list[int]) -> torch.Tensor:
+        self.model.train()
+        losses = []
+        for seed in seeds:
+            loss = self.loss(seed)
+            self.backward(loss)
+            self.step()
+            losses.append(loss.detach())
+        return sum(losses[1:], losses[0]) / len(losses)
+
+    # -- weights and states -----------------------------------------------------------------------
+    def weights(self) -> dict[str, torch.Tensor]:
+        return self.model.state_dict()
+
+    def load_weights(self, weights: dict[str, torch.Tensor], _: str) -> None:
+        """They are their own masters."""
+        self.model.load_state_dict(weights, strict=False)
+        for p in (self.named()[name] for name in weights):
+            low = self._adam.begin(p).get("low")
+            if low is not None:
+                low.copy_(p.detach().flatten() if low.is_floating_point() else torch.tensor(0))
+
+    def write(self, name: str, change: Change, _: str) -> None:
+        """A bf16 weight keeps what is below it, which may be written back; a zero keeps nothing
+        that would change its sign. Of fp16 what is not its master's rounding is the master."""
+        p = self.named()[name]
+        low = self._adam.begin(p).get("low")
+        with torch.no_grad():
+            change(p)
+        weight = p.detach().flatten()
+        if low is not None and low.is_floating_point():
+            low.copy_(torch.where(low.half() == weight, low, weight.float()))
+        elif low is not None:
+            low[(weight == 0) & (low < 0)] = 0
+
+    def master(self, name: str) -> torch.Tensor:
+        p = self.named()[name]
+        flat = p.detach().reshape(-1)
+        return join_master(flat, self._adam.begin(p).get("low")).view(p.shape).clone()
+
+    def set_master(self, name: str, value: torch.Tensor) -> None:
+        p = self.named()[name]
+        arrays = self._adam.begin(p)
+        weights, low = self._adam.states(p).split(value.reshape(-1))
+        with torch.no_grad():
+            p.copy_(weights.view(p.shape))
+        if low is not None:
+            arrays["low"].copy_(low)
+
+    def moment(self, name: str, which: str) -> torch.Tensor:
+        p = self.named()[name]
+        return self._adam.states(p).decode(which, self._adam.begin(p)).clone().view(p.shape)
+
+    def set_moment(self, name: str, which: str, value: torch.Tensor) -> None:
+        p = self.named()[name]
+        for array, values in self._adam.states(p).encode(which, value.reshape(-1)).items():
+            self._adam.begin(p)[array].copy_(values)
+
+    def moments(self) -> dict[str, Any]:
+        return {n: m for n, m in self._adam.moments(self.model).items() if n in self.trains}
+
+    def gradient(self, name: str) -> torch.Tensor:
+        p = self.named()[name]
+        return self._sums[p].float().clone() if p in self._sums else torch.zeros(p.shape)
+
+    def set_gradient(self, name: str, value: torch.Tensor) -> None:
+        self._sums[self.named()[name]].copy_(value)
+
+    # -- between steps ----------------------------------------------------------------------------
+    def save(self) -> None:
+        kept = {
+            "weights": self.model.state_dict(),
+            "states": [self._adam.begin(p) for p in self.model.parameters()],
+            "rates": [group["lr"] for group in self.optimizer.param_groups],
+            "scaler": scaler_state(self._scaler),
+            "schedule": self._schedule and self._schedule.state_dict(),
+            "random": torch.get_rng_state(),
+        }
+        self.saved = copy.deepcopy(kept)
+
+    def load(self) -> None:
+        kept = copy.deepcopy(self.saved)
+        self.model.load_state_dict(kept["weights"])
+        self._adam._state = dict(zip(self.model.parameters(), kept["states"], strict=True))
+        for group, rate in zip(self.optimizer.param_groups, kept["rates"], strict=True):
+            group["lr"] = rate
+        restore_scaler(self._scaler, kept["scaler"])
+        if self._schedule is not None:
+            self._schedule.load_state_dict(kept["schedule"])
+        torch.set_rng_state(kept["random"])
+        self.zero()
+
+    def _nothing(self, *_: Any) -> None:
+        return
+
+    resume = replan = offload = reload = destroy = _nothing
+
+
+class ByEngine(Side):
+    """`section`: the next engine's, with the folder of its files."""
+
+    def __init__(self, case: Any, folder: Path, section: Callable[[Path], dict[str, Any]]) -> None:
+        super().__init__(case)
+        self._folder, self._section = folder, section
+        self._open(seed=0)
+
+    def _open(self, seed: int) -> None:
+        case = self.case
+        self.section = self._section(self._folder)
+        settings = config(
+            accumulation=case.accumulation,
+            clipping=case.clipping,
+            precision=case.precision,
+            section={"device": case.device, **case.section, **self.section},
+        )
+        settings |= copy.deepcopy(WARMUP) if case.warmup else {}
+        if case.precision == "fp16":
+            settings["fp16"] |= case.scaling
+        self.model, self.make_batch = case.factory(seed=seed)
+        self.engine: Any = stronghold.initialize(
+            model=self.model, config=settings, model_parameters=self.groups()
+        )[0]
+        self.device, self.optimizer = self.engine.device, self.engine.optimizer
+
+    def call(self, **batch: Any) -> Any:
+        return self.engine(**batch)
+
+    def raw(self, **batch: Any) -> Any:
+        return self.engine.module(**batch)
+
+    def backward(self, loss: torch.Tensor, *, retain: bool = False, by_user: bool = False) -> None:
+        if by_user:
+            (self.engine.scale(loss) if self.case.precision == "fp16" else loss).backward()
+            return
+        try:
+            self.engine.backward(loss, retain_graph=retain)
+        except Exception:
+            self.engine._stack.runtime.ledger.check()  # where layers are ahead, all is refused now
+            raise
+
+    def step(self) -> None:
+        self.engine.step()
+
+    @property
+    def norm(self) -> Any:
+        return self.engine.get_global_grad_norm()
+
+    @property
+    def applied(self) -> bool:
+        return bool(self.engine.was_step_applied())
+
+    def zero(self, by_optimizer: bool = False) -> None:
+        (self.optimizer if by_optimizer else self.engine).zero_grad()
+
+    def train_batch(self, seeds: list[int]) -> Any:
+        return self.engine.train_batch(iter([self.batch(seed) for seed in seeds]))
+
+    def weights(self) -> Any:
+        return self.engine.module_state_dict()
+
+    def load_weights(self, weights: dict[str, torch.Tensor], how: str) -> None:
+        if how == "engine":
+            self.engine.load_module_state_dict(weights, strict=False)
+        else:
+            self.model.load_state_dict(weights, strict=False)
+
+    def write(self, name: str, change: Change, how: str) -> None:
+        p = self.named()[name]
+        if how == "gathered":
+            with GatheredParameters([p], modifier_rank=0), torch.no_grad():
+                change(p)
+        else:
+            with torch.no_grad():
+                change(p)
+
+    def master(self, name: str) -> Any:
+        return safe_get_full_fp32_param(self.named()[name])
+
+    def set_master(self, name: str, value: torch.Tensor) -> None:
+        safe_set_full_fp32_param(self.named()[name], value)
+
+    def moment(self, name: str, which: str) -> Any:
+        return safe_get_full_optimizer_state(self.named()[name], which)
+
+    def set_moment(self, name: str, which: str, value: torch.Tensor) -> None:
+        safe_set_full_optimizer_state(self.named()[name], value, which)
+
+    def moments(self) -> dict[str, Any]:
+        return moments_of(self.engine)
+
+    def gradient(self, name: str) -> Any:
+        return safe_get_full_grad(self.named()[name])
+
+    def set_gradient(self, name: str, value: torch.Tensor) -> None:
+        safe_set_full_grad(self.named()[name], value)
+
+    def save(self) -> None:
+        self.engine.save_checkpoint(self._folder / "saved", tag="t")
+        self.saved = True
+
+    def load(self) -> None:
+        self.engine.load_checkpoint(self._folder / "saved", tag="t")
+
+    def resume(self) -> None:
+        """In another plan, by a model that had other values."""
+        trained = {name: p.requires_grad for name, p in self.named().items()}
+        self.engine.save_checkpoint(self._folder / "resumed")
+        self.engine.destroy()
+        self._open(seed=1)
+        self.engine.load_checkpoint(self._folder / "resumed")
+        for name, p in self.named().items():
+            p.requires_grad_(trained[name])
+
+    def replan(self, change: Callable[[Any], None]) -> None:
+        change(self.engine._stack)
+
+    def offload(self) -> None:
+        self.engine.offload_states()
+
+    def reload(self) -> None:
+        self.engine.reload_states()
+
+    def destroy(self) -> None:
+        self.engine.destroy()
