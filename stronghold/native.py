@@ -409,7 +409,7 @@ class IoQueue(Closing):
         self, file: IoFile, offset: int, address: int, nbytes: int, *, commit: bool = True
     ) -> int:
         """Submits a read into memory that stays valid until its end; returns its ticket. With
-        `commit=False` the next operation starts it, or `commit`, `wait`, `poll`, `close`."""
+        `commit=False` the next operation starts it, or `commit`, `wait`, `close`."""
         return self._submit("sh_io_read", file, commit, offset, address, nbytes)
 
     def write(
@@ -418,23 +418,9 @@ class IoQueue(Closing):
         """Submits a write from memory to the file; the memory must not change until its end."""
         return self._submit("sh_io_write", file, commit, offset, address, nbytes)
 
-    def sync(self, file: IoFile, *, data_only: bool = True, commit: bool = True) -> int:
-        """Submits an fdatasync (or fsync) after all that was submitted to the file before it."""
-        return self._submit("sh_io_sync", file, commit, int(data_only))
-
     def commit(self) -> None:
         """Starts what was submitted with `commit=False`."""
         check(library().sh_io_commit(self.handle))
-
-    def poll(self) -> list[int]:
-        """Tickets of operations that have ended, well or badly, and were not waited for yet."""
-        count, capacity = ctypes.c_int64(), 64
-        while True:
-            tickets = (ctypes.c_int64 * capacity)()
-            check(library().sh_io_poll(self.handle, tickets, capacity, ctypes.byref(count)))
-            if count.value <= capacity:
-                return sorted(tickets[: count.value])
-            capacity = 2 * count.value
 
     def wait(self, ticket: int) -> float:
         """Waits until the operation has ended and forgets it; seconds from its issue to its end.
@@ -522,9 +508,7 @@ def library() -> ctypes.CDLL:
         "sh_io_close": (int32, [address, int32]),
         "sh_io_read": (int32, transfer),
         "sh_io_write": (int32, transfer),
-        "sh_io_sync": (int32, [address, int32, int32, address]),
         "sh_io_commit": (int32, [address]),
-        "sh_io_poll": (int32, [address, address, int64, address]),
         "sh_io_wait": (int32, [address, int64, address]),
     }
     for name, (result, arguments) in signatures.items():

@@ -1,10 +1,10 @@
-/* stronghold's asynchronous file I/O: a queue of reads, writes and syncs by file and address.
+/* stronghold's asynchronous file I/O: a queue of reads and writes by file and address.
  *
  * Errors as in stronghold.h: a status, sh_last_error() for the words, sh_last_errno() for the
  * number. Nothing is thrown, printed or kept in globals.
  *
  * [Note: progress] Every queue has threads of its own that issue requests, go on after short
- * transfers and interruptions, and need nobody who waits or polls. With the engine "io_uring" it
+ * transfers and interruptions, and need nobody who waits. With the engine "io_uring" it
  * is one thread, the only issuer of its ring; with "threads" up to 64 that call pread and pwrite.
  * They take no signals.
  *
@@ -17,7 +17,7 @@
  * SH_IO_ALIGNMENT, for every file system: O_DIRECT asks for it, and the others do not hide it.
  *
  * [Note: order] Operations may overtake each other, also on the same bytes; wait where order
- * counts. A sync alone waits for what was submitted to its file before it.
+ * counts.
  */
 #ifndef STRONGHOLD_IO_H_
 #define STRONGHOLD_IO_H_
@@ -90,21 +90,14 @@ SH_API int32_t sh_io_close(sh_io* io, int32_t file);
 
 /* Submit an operation and name it. The memory must stay valid and, for a write, unchanged until
  * the operation has ended. Zero bytes are allowed. It is started by sh_io_commit, and by every
- * wait, poll, close and destroy. */
+ * wait, close and destroy. */
 SH_API int32_t sh_io_read(sh_io* io, int32_t file, int64_t offset, void* address, int64_t nbytes,
                           int64_t* ticket);
 SH_API int32_t sh_io_write(sh_io* io, int32_t file, int64_t offset, const void* address,
                            int64_t nbytes, int64_t* ticket);
 
-/* fsync, or fdatasync with data_only != 0, after all that was submitted to the file before. */
-SH_API int32_t sh_io_sync(sh_io* io, int32_t file, int32_t data_only, int64_t* ticket);
-
 /* Starts what was submitted and not started. One call for many operations saves wake-ups. */
 SH_API int32_t sh_io_commit(sh_io* io);
-
-/* The tickets of operations that have ended, well or badly, and were not waited for: the first
- * `capacity` of `*num`, in no particular order. Returns at once. */
-SH_API int32_t sh_io_poll(sh_io* io, int64_t* tickets, int64_t capacity, int64_t* num);
 
 /* Waits until the operation has ended, and forgets it. SH_SYSTEM when it failed: sh_last_errno()
  * is the errno of the failing block with the lowest offset, ENODATA where the file ends too early;

@@ -144,21 +144,8 @@ int32_t sh_io_write(sh_io* io, int32_t file, int64_t offset, const void* address
                     ticket);
 }
 
-int32_t sh_io_sync(sh_io* io, int32_t file, int32_t data_only, int64_t* ticket) {
-  const sh::IoKind kind = data_only != 0 ? sh::IoKind::kDataSync : sh::IoKind::kSync;
-  return sh::Submit(io, kind, file, 0, nullptr, 0, ticket);
-}
-
 int32_t sh_io_commit(sh_io* io) {
   return sh::Guarded([&] { sh::Live(io)->Commit(); });
-}
-
-int32_t sh_io_poll(sh_io* io, int64_t* tickets, int64_t capacity, int64_t* num) {
-  return sh::Guarded([&] {
-    sh::Require(num != nullptr && (capacity == 0 || (capacity > 0 && tickets != nullptr)),
-                "num or tickets is NULL");
-    *num = sh::Live(io)->Poll(tickets, capacity);
-  });
 }
 
 int32_t sh_io_wait(sh_io* io, int64_t ticket, double* seconds) {

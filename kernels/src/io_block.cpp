@@ -25,7 +25,6 @@ bool IoAdvance(IoBlock* block, int64_t result) noexcept {
   if (result == -EINTR) return false;
   if (result == -EAGAIN) return Stall(block, EAGAIN);
   if (result < 0) return Fail(block, static_cast<int>(-result));
-  if (block->kind == IoKind::kSync || block->kind == IoKind::kDataSync) return true;
   const bool reading = block->kind == IoKind::kRead;
   if (result == 0 && block->nbytes > 0 && reading) return Fail(block, ENODATA);
   if (result > block->nbytes) return Fail(block, EIO);  // no kernel does

@@ -9,7 +9,7 @@ namespace sh {
 
 struct IoOperation;
 
-enum class IoKind : uint8_t { kRead, kWrite, kSync, kDataSync };
+enum class IoKind : uint8_t { kRead, kWrite };
 
 struct IoBlock {
   IoOperation* operation;

@@ -13,20 +13,7 @@ namespace {
 constexpr int kIndexBits = 20;
 constexpr int64_t kMaxOperations = int64_t{1} << kIndexBits;
 
-const char* NameOf(IoKind kind) {
-  switch (kind) {
-    case IoKind::kRead:
-      return "read";
-    case IoKind::kWrite:
-      return "write";
-    case IoKind::kSync:
-      return "fsync";
-    default:
-      return "fdatasync";
-  }
-}
-
-bool IsSync(IoKind kind) { return kind == IoKind::kSync || kind == IoKind::kDataSync; }
+const char* NameOf(IoKind kind) { return kind == IoKind::kRead ? "read" : "write"; }
 
 std::string Span(const char* name, int64_t nbytes, int64_t offset) {
   return std::string(name) + " of " + std::to_string(nbytes) + " bytes at offset " +
@@ -36,12 +23,9 @@ std::string Span(const char* name, int64_t nbytes, int64_t offset) {
 // "write of 4096 bytes at offset 8192 (in a write of ... ): No space left on device: /path"
 Refused FailureOf(const IoOperation& operation) {
   const char* name = NameOf(operation.kind);
-  std::string message = name;
-  if (!IsSync(operation.kind)) {
-    message = Span(name, operation.error_nbytes, operation.error_offset);
-    if (operation.error_nbytes != operation.nbytes) {
-      message += " (in a " + Span(name, operation.nbytes, operation.offset) + ")";
-    }
+  std::string message = Span(name, operation.error_nbytes, operation.error_offset);
+  if (operation.error_nbytes != operation.nbytes) {
+    message += " (in a " + Span(name, operation.nbytes, operation.offset) + ")";
   }
   message += ": " + (operation.error == ENODATA && operation.kind == IoKind::kRead
                          ? std::string("the file ends before that")
@@ -116,7 +100,6 @@ int64_t IoQueue::Submit(IoKind kind, int32_t file, int64_t offset, char* address
                   std::to_string(target->size()) + ": " + target->path());
   }
   IoOperation* operation = Allocate();
-  if (IsSync(kind)) syncs_.push_back(operation);  // before anything counts it: it may throw
   operation->kind = kind;
   operation->file = target;
   operation->address = address;
@@ -125,10 +108,10 @@ int64_t IoQueue::Submit(IoKind kind, int32_t file, int64_t offset, char* address
   operation->issued = 0;
   operation->in_flight = 0;
   operation->error = 0;
-  operation->before = target->unfinished++;
   operation->state = IoState::kHeld;
+  ++target->unfinished;
   ++unfinished_;
-  if (!IsSync(kind)) held_.Push(operation);
+  held_.Push(operation);
   return operation->ticket;
 }
 
@@ -156,18 +139,6 @@ void IoQueue::CommitLocked() {
     operation->state = IoState::kReady;
     ready_.Push(operation);
   }
-  for (IoOperation* sync : syncs_) sync->state = IoState::kBlocked;
-  Announce();
-}
-
-void IoQueue::Announce() {
-  const auto is_ready = [this](IoOperation* sync) {
-    if (sync->state != IoState::kBlocked || sync->before > 0) return false;
-    sync->state = IoState::kReady;
-    ready_.Push(sync);
-    return true;
-  };
-  syncs_.erase(std::remove_if(syncs_.begin(), syncs_.end(), is_ready), syncs_.end());
   if (ready_.empty()) return;
   work_.notify_all();
   if (hungry_) {
@@ -203,7 +174,7 @@ bool IoQueue::Cut(IoBlock* block) {
     IoOperation* operation = ready_.first();
     const int64_t left = operation->nbytes - operation->issued;
     if (operation->issued == 0) operation->begun = std::chrono::steady_clock::now();
-    if (operation->error != 0 || (left == 0 && !IsSync(operation->kind))) {
+    if (operation->error != 0 || left == 0) {
       // A block failed, and the rest is left out; or there were no bytes.
       ready_.Pop();
       operation->state = IoState::kIssued;
@@ -247,25 +218,7 @@ void IoQueue::Finish(IoOperation* operation) {
   operation->state = IoState::kEnded;
   --operation->file->unfinished;
   --unfinished_;
-  bool last = false;
-  for (IoOperation* sync : syncs_) {
-    if (sync->file != operation->file || sync->ticket < operation->ticket) continue;
-    if (--sync->before == 0) last = true;
-  }
   ended_.notify_all();
-  if (last) Announce();
-}
-
-int64_t IoQueue::Poll(int64_t* tickets, int64_t capacity) {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  CommitLocked();
-  int64_t num = 0;
-  for (const IoOperation& operation : operations_) {
-    if (operation.state != IoState::kEnded) continue;
-    if (num < capacity) tickets[num] = operation.ticket;
-    ++num;
-  }
-  return num;
 }
 
 IoOperation* IoQueue::Find(int64_t ticket) {

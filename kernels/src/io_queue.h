@@ -18,15 +18,13 @@
 
 namespace sh {
 
-// What may follow: kFree -> kHeld -> kReady | kBlocked; kBlocked -> kReady; kReady -> kIssued
-// -> kEnded -> kFree.
+// Each is followed by the next, and the last by the first.
 enum class IoState : uint8_t {
   kFree,
-  kHeld,     // submitted, not committed
-  kBlocked,  // a committed sync, waiting for the operations before it
-  kReady,    // blocks of it are left to be issued
-  kIssued,   // the last block has been issued, or an earlier one failed
-  kEnded     // nothing is in flight; the result waits for its waiter
+  kHeld,    // submitted, not committed
+  kReady,   // blocks of it are left to be issued
+  kIssued,  // the last block has been issued, or an earlier one failed
+  kEnded    // nothing is in flight; the result waits for its waiter
 };
 
 struct IoOperation {
@@ -39,7 +37,6 @@ struct IoOperation {
   int64_t offset = 0;
   int64_t nbytes = 0;
   int64_t issued = 0;     // bytes of which blocks have been made
-  int64_t before = 0;     // of a sync: unfinished operations on its file that came before it
   int32_t in_flight = 0;  // blocks
   int32_t error = 0;      // errno of the failed block with the lowest offset, and where it failed
   int64_t error_offset = 0;
@@ -75,7 +72,6 @@ class IoQueue {
   void Close(int32_t file);
   int64_t Submit(IoKind kind, int32_t file, int64_t offset, char* address, int64_t nbytes);
   void Commit();
-  int64_t Poll(int64_t* tickets, int64_t capacity);
   double Wait(int64_t ticket);
   void Drain();  // commits, then waits until nothing is unfinished
 
@@ -94,7 +90,6 @@ class IoQueue {
   IoOperation* Find(int64_t ticket);
   IoOperation* Allocate();
   void CommitLocked();
-  void Announce();
   bool Cut(IoBlock* block);
   void Finish(IoOperation* operation);
   void Free(IoOperation* operation);
@@ -114,7 +109,6 @@ class IoQueue {
   IoList free_;
   IoList held_;
   IoList ready_;
-  std::vector<IoOperation*> syncs_;  // held or blocked, in the order of their tickets
 };
 
 }  // namespace sh

@@ -77,7 +77,7 @@ bool IoRing::Supports() const {
   io_uring_probe* probe = reinterpret_cast<io_uring_probe*>(room);
   if (syscall(__NR_io_uring_register, fd_, IORING_REGISTER_PROBE, probe, kOps) != 0) return false;
   for (unsigned op : {IORING_OP_READ, IORING_OP_WRITE, IORING_OP_READ_FIXED, IORING_OP_WRITE_FIXED,
-                      IORING_OP_FSYNC, IORING_OP_POLL_ADD}) {
+                      IORING_OP_POLL_ADD}) {
     if (op > probe->last_op || (probe->ops[op].flags & IO_URING_OP_SUPPORTED) == 0) return false;
   }
   return true;

@@ -1,4 +1,4 @@
-// The engine that works everywhere: threads that call pread, pwrite and fsync.
+// The engine that works everywhere: threads that call pread and pwrite.
 
 #include <pthread.h>
 #include <signal.h>
@@ -19,25 +19,10 @@ namespace {
 constexpr int kMaxIoThreads = 64;
 
 int64_t Transfer(const IoBlock& block) {
-  ssize_t result = 0;
-  switch (block.kind) {
-    case IoKind::kRead:
-      result = pread(block.fd, block.address, static_cast<size_t>(block.nbytes), block.offset);
-      break;
-    case IoKind::kWrite:
-      result = pwrite(block.fd, block.address, static_cast<size_t>(block.nbytes), block.offset);
-      break;
-    case IoKind::kSync:
-      result = fsync(block.fd);
-      break;
-    case IoKind::kDataSync:
-#if defined(__linux__)
-      result = fdatasync(block.fd);
-#else
-      result = fsync(block.fd);
-#endif
-      break;
-  }
+  const size_t nbytes = static_cast<size_t>(block.nbytes);
+  const ssize_t result = block.kind == IoKind::kRead
+                             ? pread(block.fd, block.address, nbytes, block.offset)
+                             : pwrite(block.fd, block.address, nbytes, block.offset);
   return result < 0 ? -static_cast<int64_t>(errno) : result;
 }
 

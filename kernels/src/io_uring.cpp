@@ -123,11 +123,6 @@ class IoUring : public IoEngine {
     io_uring_sqe* entry = ring_->Prepare();
     entry->fd = block.fd;
     entry->user_data = static_cast<uint64_t>(slot);
-    if (block.kind == IoKind::kSync || block.kind == IoKind::kDataSync) {
-      entry->opcode = IORING_OP_FSYNC;
-      entry->fsync_flags = block.kind == IoKind::kDataSync ? IORING_FSYNC_DATASYNC : 0;
-      return;
-    }
     const bool reading = block.kind == IoKind::kRead;
     const int buffer = BufferOf(block);
     if (buffer >= 0) {

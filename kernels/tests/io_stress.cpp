@@ -32,8 +32,6 @@ constexpr long kEnter = 426;  // io_uring_enter
 
 std::atomic<bool> faults{false};
 std::atomic<int> enter_error{0};
-std::atomic<int> writes_done{0};
-std::atomic<int> writes_at_sync{-1};
 thread_local unsigned calls = 0;
 
 }  // namespace
@@ -42,7 +40,6 @@ extern "C" {
 
 ssize_t __real_pread(int fd, void* data, size_t count, off_t offset);
 ssize_t __real_pwrite(int fd, const void* data, size_t count, off_t offset);
-int __real_fdatasync(int fd);
 long __real_syscall(long number, ...);
 
 // Every 3rd transfer is short, by an odd number; every 5th is interrupted; every 7th has to be
@@ -65,13 +62,7 @@ ssize_t __wrap_pread(int fd, void* data, size_t count, off_t offset) {
 
 ssize_t __wrap_pwrite(int fd, const void* data, size_t count, off_t offset) {
   ssize_t result = __real_pwrite(fd, data, count, offset);
-  ++writes_done;
   return result > 0 && Faulty(&result) ? -1 : result;
-}
-
-int __wrap_fdatasync(int fd) {
-  writes_at_sync = writes_done.load();
-  return __real_fdatasync(fd);
 }
 
 long __wrap_syscall(long number, ...) {
@@ -158,8 +149,6 @@ void ResultsMeanWhatTheySay() {
     block = BlockOf(IoKind::kWrite, direct, 2 * kPage);
     CHECK(!IoAdvance(&block, kPage) && IoAdvance(&block, -ENOSPC));
     CHECK(block.error == ENOSPC && block.offset == kPage && block.nbytes == kPage);
-    block = BlockOf(IoKind::kSync, direct, 0);
-    CHECK(IoAdvance(&block, 0) && block.error == 0);
   }
   sh::IoBlock odd_end = BlockOf(IoKind::kRead, true, kPage);
   while (!IoAdvance(&odd_end, 100)) {
@@ -191,8 +180,7 @@ class Channel {
 
 // Writes `pages` of a file in operations of odd sizes, reads them back; tickets are waited for by
 // another thread.
-void WriteAndReadBack(sh_io* io, const std::string& path, int64_t pages, unsigned seed, Pages* data,
-                      Pages* back) {
+void WriteAndReadBack(sh_io* io, const std::string& path, int64_t pages, Pages* data, Pages* back) {
   const int32_t file = Open(io, path, pages * kPage);
   for (int round = 0; round < 2; ++round) {
     Channel channel;
@@ -201,8 +189,6 @@ void WriteAndReadBack(sh_io* io, const std::string& path, int64_t pages, unsigne
       for (int64_t ticket = channel.Receive(); ticket != 0; ticket = channel.Receive()) {
         double seconds = -1;
         CHECK(sh_io_wait(io, ticket, &seconds) == SH_OK && seconds >= 0);
-        int64_t num = 0;
-        CHECK(sh_io_poll(io, nullptr, 0, &num) == SH_OK);
       }
     });
     for (int64_t page = 0, step = 1; page < pages; page += step, step = step % 13 + 2) {
@@ -215,9 +201,6 @@ void WriteAndReadBack(sh_io* io, const std::string& path, int64_t pages, unsigne
       if (++submitted % 3 == 0) CHECK(sh_io_commit(io) == SH_OK);
       channel.Send(ticket);
     }
-    int64_t ticket = 0;
-    CHECK(sh_io_sync(io, file, seed % 2, &ticket) == SH_OK);
-    channel.Send(ticket);
     channel.Send(0);
     waiter.join();
   }
@@ -235,7 +218,7 @@ void ManySubmittersManyWaiters(const char* engine, const std::string& folder) {
     std::vector<std::thread> submitters;
     for (unsigned i = 0; i < 3; ++i) {
       submitters.emplace_back([&, i] {
-        WriteAndReadBack(io, folder + "/" + std::to_string(i), kPages, i, &memory[2 * i],
+        WriteAndReadBack(io, folder + "/" + std::to_string(i), kPages, &memory[2 * i],
                          &memory[2 * i + 1]);
       });
     }
@@ -263,22 +246,6 @@ void DestroyWaitsForWhatIsInFlight(const char* engine, const std::string& folder
     CHECK(std::memcmp(data.get(), back.get(), kPages * kPage) == 0);
   }
   for (int i = 0; i < 50; ++i) sh_io_destroy(MakeQueue(engine, 1 + i % 7));
-}
-
-void ASyncComesAfterWhatWasBeforeIt(const std::string& folder) {
-  constexpr int64_t kPages = 64;
-  const Pages data = MakePages(kPages * kPage, 5);
-  sh_io* io = MakeQueue("threads", 4);
-  const int32_t file = Open(io, folder + "/synced", kPages * kPage);
-  writes_done = 0;
-  int64_t ticket = 0;
-  for (int64_t page = 0; page < kPages; ++page) {
-    CHECK(sh_io_write(io, file, page * kPage, data.get() + page * kPage, kPage, &ticket) == SH_OK);
-  }
-  CHECK(sh_io_sync(io, file, 1, &ticket) == SH_OK);
-  CHECK(sh_io_wait(io, ticket, nullptr) == SH_OK);
-  CHECK(writes_at_sync == kPages);
-  sh_io_destroy(io);
 }
 
 // A kernel that takes no more requests must end in an error, and the ring must live on.
@@ -312,7 +279,6 @@ int main(int argc, char** argv) {
   const std::string folder = argv[1];
   ResultsMeanWhatTheySay();
   RunEngine("threads", folder);
-  ASyncComesAfterWhatWasBeforeIt(folder);
   sh_io* probe = MakeQueue(nullptr, 1);
   const std::string engine = sh_io_engine(probe), note = sh_io_note(probe);
   sh_io_destroy(probe);

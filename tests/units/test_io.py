@@ -74,7 +74,6 @@ def test_files_hold_what_a_plain_writer_would_have_written(
                 read = target.bytes[at : at + nbytes].tobytes()
                 assert read == oracles[index][begin : begin + nbytes]
         for file in files:
-            queue.wait(queue.sync(file))
             file.close()
     for index, oracle in enumerate(oracles):
         assert (tmp_path / f"file{index}").read_bytes() == oracle
@@ -108,7 +107,6 @@ def test_closing_a_file_keeps_its_tickets(engine: str, tmp_path: Path) -> None:
         with queue.open(tmp_path / "file", memory.nbytes) as file:
             ticket = queue.write(file, 0, memory.address, memory.nbytes, commit=False)
         assert (tmp_path / "file").read_bytes() == memory.bytes.tobytes()
-        assert ticket in queue.poll()
         queue.wait(ticket)
         with pytest.raises(StateError, match="closed"):
             queue.read(file, 0, memory.address, PAGE)
@@ -158,27 +156,6 @@ def test_waiting_leaves_the_interpreter_to_others(engine: str, tmp_path: Path) -
         finally:
             sys.setswitchinterval(interval)
     assert turns > 2000
-
-
-def test_polled_tickets_are_those_that_ended_and_were_not_waited_for(
-    engine: str, tmp_path: Path
-) -> None:
-    memory = Memory(100, seed=6)
-    with IoQueue(4, PAGE, engine) as queue:
-        assert queue.poll() == []
-        file = queue.open(tmp_path / "file", memory.nbytes)
-        tickets = [
-            queue.write(file, page * PAGE, memory.address + page * PAGE, PAGE, commit=False)
-            for page in range(100)
-        ]
-        queue.wait(tickets[50])
-        queue.wait(queue.sync(file, data_only=False))
-        expected = [ticket for ticket in tickets if ticket != tickets[50]]
-        assert queue.poll() == expected
-        assert queue.poll() == expected
-        for ticket in expected:
-            queue.wait(ticket)
-        assert queue.poll() == []
 
 
 # ---- Files ------------------------------------------------------------------------------------
@@ -252,7 +229,6 @@ def test_a_request_that_breaks_the_contract_is_refused(
         file = queue.open(tmp_path / "file", 8 * PAGE)
         with pytest.raises(ConfigError, match=words):
             queue.read(file, offset, memory.address + skip, nbytes)
-        assert queue.poll() == []
 
 
 def test_a_queue_refuses_what_is_not_its_own(engine: str, tmp_path: Path) -> None:
