@@ -67,10 +67,6 @@ class PcieLink:
         """By the standard, per direction, at the highest speed; 0 for an unknown one."""
         return LANE_GBPS.get(self.max_speed, 0.0) * self.max_width
 
-    @property
-    def best(self) -> str:
-        return f"{self.max_speed:g} GT/s x{self.max_width}"
-
     def __str__(self) -> str:
         return f"{self.speed:g} GT/s x{self.width}"
 
@@ -161,7 +157,7 @@ def _of_the_link(findings: Findings) -> Iterator[Problem]:
             "all lanes, without a riser, and empty the slot that shares them"
         )
     if slower < expected:
-        best = f" of {link.best}" if link and standard else ""
+        best = f" of {link.max_speed:g} GT/s x{link.max_width}" if link and standard else ""
         yield Problem(
             what="slow link between host and GPU",
             got=f"{slower:.1f} GB/s" + (f" on {link}" if link is not None else ""),

@@ -162,11 +162,8 @@ class Forecast:
             "limits": asdict(self.limits),
             "break_even": asdict(self.break_even),
             "gains": [
-                {
-                    "change": change,
-                    "step_s": None if gained is None else gained.step_s,
-                    "tokens_per_s": None if gained is None else gained.tokens_per_s,
-                }
+                {"change": change}
+                | {name: gained and getattr(gained, name) for name in ("step_s", "tokens_per_s")}
                 for change, gained in self.gains
             ],
             "config": self.config,

@@ -58,7 +58,7 @@ INDEX_NAMES = frozenset(
     {"block_idx", "idx", "index", "layer_id", "layer_idx", "layer_index", "layer_number"}
 )
 MAX_CONTAINER = 100  # a longer list is compared by identity
-_MODULE_OWN = frozenset(vars(nn.Module())) - {"training"}
+_IRRELEVANT = INDEX_NAMES | (vars(nn.Module()).keys() - {"training"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -483,7 +483,11 @@ def structure(block: nn.Module) -> tuple[Any, ...]:
         (
             name,
             type(module),
-            tuple((key, _setting(value)) for key, value in vars(module).items() if _decides(key)),
+            tuple(
+                (key, _setting(value))
+                for key, value in vars(module).items()
+                if key not in _IRRELEVANT
+            ),
             tuple((key, _kind(value)) for key, value in module._parameters.items()),
             tuple((key, _kind(value)) for key, value in module._buffers.items()),
         )
@@ -501,10 +505,6 @@ def kinds(leaves: Sequence[Any]) -> tuple[Any, ...]:
             shares = first.setdefault(int(leaf.untyped_storage()._cdata), number)
         found.append((_kind(leaf), shares))
     return tuple(found)
-
-
-def _decides(attribute: str) -> bool:
-    return attribute not in _MODULE_OWN and attribute not in INDEX_NAMES
 
 
 def _setting(value: Any) -> Any:

@@ -401,13 +401,10 @@ class RankTeam(Team):
         came = (rows[:, PARTS:] > 0).any(dim=0).split(sizes)
         for state, of_layer in zip(layers, came, strict=True):
             state.arrived = set(of_layer.nonzero().flatten().tolist())
-        return self._over_model_parallel(rows[:, 0].tolist())
-
-    def _over_model_parallel(self, sums: list[float]) -> list[float]:
-        if self._ranks.norms is None:
-            return sums
-        mine = torch.tensor([_sum(sums)], dtype=torch.float64)
-        found: list[float] = self._ranks.norms.numbers(mine, "norm").flatten().tolist()
+        found: list[float] = rows[:, 0].tolist()
+        if self._ranks.norms is not None:
+            mine = torch.tensor([_sum(found)], dtype=torch.float64)
+            found = self._ranks.norms.numbers(mine, "norm").flatten().tolist()
         return found
 
     def _check_same(self, marks: list[list[float]]) -> None:
