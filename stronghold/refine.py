@@ -1,8 +1,7 @@
 """The plan, refined by what the first steps showed.
 
-Owns the decision when to measure, and whether another plan is worth a change. Never changes a plan
-by itself: `Stack.replan` does, between two steps. The training thread alone enters, at the end of
-each step.
+Owns the decision when to measure, and whether another plan is worth a change, which `Stack.replan`
+makes between two steps. The training thread alone enters, at the end of each step.
 
 [Note: which steps] In the first step memory is touched for the first time, and the schedule is
 learnt in it: it tells nothing. The next ones are traced, and what their layers keep for backward is

@@ -1,10 +1,9 @@
 """The weights alone, for those who read no checkpoint of ours.
 
-Owns the view of the host slabs that other savers (torch, safetensors, transformers) take for an
-ordinary state dict, and the directory that `from_pretrained` opens, with its shards and their
-index. Copies nothing but buffers and what is on the device; from file to file bytes go a piece of
-one tensor at a time. Entered by the training thread, and by the command `stronghold export`, which
-needs no engine and no model.
+Owns the view of the host slabs that other savers take for an ordinary state dict, and the directory
+that `from_pretrained` opens, with its shards and their index. Copies nothing but buffers and what
+is on the device; from file to file bytes go a piece of one tensor at a time. Entered by the
+training thread, and by `stronghold export`, which needs no engine and no model.
 """
 
 from __future__ import annotations

@@ -2,10 +2,9 @@
 
 Owns the knowledge of DeepSpeed's layouts (stages 0 to 3, as 0.19 writes them): which rank's file
 has which part of which parameter, and the two pickles that `zero_to_fp32.py`, the
-universal-checkpoint converter and DeepSpeed's own `load_checkpoint` read. Files are mapped, not
-read: a parameter is a list of views, and the flat groups of an export are built in mapped files, so
-that host memory holds a piece of a tensor at a time. Reads pickles, safely where torch can: import
-only what you trust. Entered by the command.
+universal-checkpoint converter and DeepSpeed's own `load_checkpoint` read. Files are mapped, also
+those in which an export builds its flat groups: host memory holds a piece of a tensor at a time.
+Reads pickles, safely where torch can: import only what you trust.
 """
 
 from __future__ import annotations

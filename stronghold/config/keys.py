@@ -1,8 +1,7 @@
 """DeepSpeed's config keys: what becomes of each, and which values can be read.
 
 Owns the tables; the checks, the warning and docs/config.md are made from them. A row covers its key
-and, unless a longer key has a row of its own, everything below it. To support another key, move its
-row. Pure data and pure functions.
+and, unless a longer key has one of its own, everything below it. Pure data and pure functions.
 """
 
 from __future__ import annotations

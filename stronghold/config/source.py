@@ -1,9 +1,8 @@
 """Where a config comes from: a file, a dict, base64, or the launcher's arguments.
 
 Owns reading, and nothing about meaning: what comes out is the user's own words as a fresh dict.
-Reading is DeepSpeed's (Hjson, a superset of JSON with comments, and its refusal of duplicate keys),
-so that every file that DeepSpeed accepts is accepted; the errors are ours. Called in the training
-thread, once per engine.
+Reading is DeepSpeed's (Hjson, and its refusal of duplicate keys), so that every file that DeepSpeed
+accepts is accepted; the errors are ours. Called in the training thread, once per engine.
 """
 
 from __future__ import annotations

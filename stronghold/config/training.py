@@ -1,7 +1,6 @@
-"""What the loop needs of the DeepSpeed part of the config, and the entry point that reads it all.
-
-Which optimizer, by the config or the client's object: Adam and AdamW. What cannot be run is refused
-by name; nothing is ever swapped for something else silently.
+"""What the loop needs of the DeepSpeed part of the config, the optimizer (Adam and AdamW) by the
+config or the client's object, and the entry point that reads it all. What cannot be run is refused
+by name.
 
 Defaults, types and batch arithmetic are those of DeepSpeed's own DeepSpeedConfig, which is made
 here; the errors are ours. Called in the training thread, once per engine, before anything is

@@ -1,9 +1,8 @@
 """Rates of the machine, measured through the code that training runs: lanes, slabs, kernels, files.
 
-Owns the order of the measurements, the arrays for the length of each, and how a rate is made out of
-times. Never prints (progress goes to the caller's function), never keeps a thread, a buffer or a
-file. The calling thread is the compute lane of the device that is measured, and keeps the disk's
-queue full.
+Owns the order of the measurements, their arrays, and how a rate is made out of times. Never prints
+(progress goes to the caller's function), never keeps a thread, a buffer or a file. The calling
+thread is the compute lane of the device that is measured, and keeps the disk's queue full.
 """
 
 from __future__ import annotations

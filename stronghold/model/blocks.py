@@ -3,8 +3,7 @@
 Owns the search, in this order: the paths that the user named, the tables of known families (by
 `config.model_type`, or by class name for Megatron, PyTorch and research code), the structure of the
 module tree. A family needs an entry only where structure would choose wrongly, or where a model of
-one block must work. Decides by module types, names and parameter shapes; never touches data, never
-runs the model, changes nothing.
+one block must work. Decides by types, names and shapes; never runs or changes the model.
 
 [Note: callable] A block is streamed by hooks around its call, so a block is a module that has a
 forward. ModuleList and ModuleDict have none: they are looked through, wherever they stand between a

@@ -1,8 +1,7 @@
 """Costs: what each layer's forward computes, and what autograd keeps of it until backward.
 
-Owns the counting, by one forward pass over tensors without memory. Reads no value and allocates
-none, leaves the model as it was. Entered by one thread, before training; needs neither a GPU nor
-weights.
+Owns the counting, by one forward pass over tensors without memory. Reads no value, leaves the model
+as it was. Entered by one thread, before training; needs neither a GPU nor weights.
 
 A block that is called like one before it is not run again: it answers with tensors of the same
 shapes, and what the first one computed and saved is entered once more.
@@ -12,9 +11,8 @@ once, whatever policy the blocks have: it is charged to the resident layer that 
 to no block.
 
 [Note: alike] Calls are alike when the blocks' classes, settings and shapes of parameters are, and
-the inputs'. Settings are every attribute but the block's number among its like, whether it matters
-or not: a difference that does not matter costs the time of tracing a block, an overlooked one would
-be a wrong number.
+the inputs'. Settings are every attribute but the block's number: a difference that does not matter
+costs the time of tracing a block, an overlooked one would be a wrong number.
 
 [Note: replay] Whether a storage will be kept is known only after the operation that made it. So the
 timeline is recorded first and judged when everything is known.

@@ -1,15 +1,14 @@
 """Layout: the offset of every parameter in its layer's arrays, the padded sizes, and which elements
 are one rank's own. The only place that computes offsets.
 
-Owns no bytes and reads none: shapes alone decide, so a model on the meta device has the same layout
-as the real one. All numbers are elements, not bytes, so that one layout serves 16-bit weights,
-remainders and gradients and 32-bit moments alike: an element keeps its offset in each of them. Pure
-data, made once; any thread may read it.
+Owns no bytes and reads none: shapes alone decide, on the meta device too. All numbers are elements,
+not bytes, so that one layout serves 16-bit weights, remainders and gradients and 32-bit moments
+alike. Pure data, made once; any thread may read it.
 
-[Note: two ranges] A layer's trainable and frozen parts are each cut into equal contiguous ranges,
-one per rank in order. So moments and gradients, which cover the trainable part alone, are cut like
-the weights above them, every range is made of whole pages, and an all-gather of each part lands
-where the layer's slot has it.
+[Note: two ranges] A layer's trainable and frozen parts are each cut into equal contiguous ranges of
+whole pages, one per rank in order. So moments and gradients, which cover the trainable part alone,
+are cut like the weights above them, and an all-gather of each part lands where the layer's slot has
+it.
 
 [Note: nodes] Of M nodes each holds every layer's weights. The ranges are given out so that those of
 one local index are neighbours: number j M + k belongs to the j-th rank of node k. What such a rank

@@ -1,9 +1,8 @@
 """Partition: module -> layers. Says of every parameter which layer it moves with, or that it stays.
 
-Owns the law that every parameter of the model is in exactly one layer. Never reads a parameter's
-data (the meta device will do), never runs or changes the model. Made once by the training thread;
-immutable afterwards. Also the register of models that were built without values, which it does not
-keep alive.
+Owns the law that every parameter is in exactly one layer, and the register of models that were
+built without values, which it does not keep alive. Never reads a parameter's data, never runs or
+changes the model. Made once by the training thread; immutable afterwards.
 
 [Note: residents] A block's parameters may leave the GPU only because nothing but the block's own
 forward uses them. A parameter that two blocks hold, or a block and something outside, leaves its

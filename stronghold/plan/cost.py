@@ -8,27 +8,23 @@ the weights and r further forward passes per micro-batch:
 
     step >= max((6 + 2 r) P T / F + attention, (k e P n + A) / B, (e P n + A) / B, q P / M, D / S)
 
-less what is still in the window when the direction turns, and with F the FLOP/s, B the link's
-bytes/s per direction, M the host memory's, S the disk's, A the bytes of activations that are
-offloaded in a step, D the disk's bytes and q the bytes of host memory that a parameter costs.
-Beside it stand the fetch and the drain of one layer, which nothing hides but what stays on the
-device.
+less what is still in the window when the direction turns; F are the FLOP/s, B the link's bytes/s
+per direction, M the host memory's, S the disk's, A the bytes of activations that are offloaded, D
+the disk's, q those of host memory that a parameter costs. Beside it stand one layer's fetch and
+drain, which nothing hides but what stays on the device.
 
 [Note: deferred updates] Where nothing holds updates back (no clipping, no overflow check) gradients
 come in the order L..1, and the next forward needs weights in the order 1..L. Updated as they come,
 a step takes max(B, D) + F, for a forward of F seconds, a backward of B and updates of D (of the
-disk or the CPU, whichever takes longer): in forward nothing is left to update. So gradients of some
-layers are held, and these are updated after backward, in forward order, while forward runs. With a
-share f of the updates deferred a step takes
+disk or the CPU): in forward nothing is left to update. So some layers' gradients are held, and
+these are updated in forward order while the next forward runs. With a share f deferred a step takes
 
     max(B, (1 - f) D) + max(F, f D)
 
-which is max(F + B, D), the least there can be, for f = 1 - B / D where D is at most F + B, and
-from F / D to 1 - B / D beyond. Evenly over the depth, because layer i can be updated from B i / L
-before the end of backward to F i / L after it: these spans lie in each other, and of the layers
-below any depth backward takes its share and forward the rest. The lower ones have the least time:
-early ones among them are updated last in backward, deferred ones first in forward. Which layers are
-deferred never changes a bit: the same gradients, the same numbers of Adam.
+which is max(F + B, D), the least there can be, for f = 1 - B / D where D is at most F + B, and from
+F / D to 1 - B / D beyond. Evenly over the depth, because layer i can be updated from B i / L before
+the end of backward to F i / L after it: these spans lie in each other, and of the layers below any
+depth backward takes its share and forward the rest. Which layers are deferred never changes a bit.
 """
 
 from __future__ import annotations

@@ -2,10 +2,9 @@
 
 A fetch is host -> [gather] -> slot, a drain is slot -> [reduce] -> host, an update is Adam ->
 [exchange]. Owns the links in brackets, the order in which ranks make them, and what they decide
-together. `Team` is a process that trains alone: it has no links, and agrees with itself; `RankTeam`
-is one of several ranks, and `NodeWeights` are the weights that the ranks of a node share, with the
-versions that say since when another rank's part is new: the update lane and the exchange lane count
-there. Entered by the training thread, and by autograd's in backward.
+together. `Team` is a process that trains alone and agrees with itself, `RankTeam` one of several
+ranks; `NodeWeights` are the weights that a node's ranks share, with versions that say since when
+another rank's part is new. Entered by the training thread, and by autograd's in backward.
 
 What the records of this process (`device.fence`) cannot tell, for it is about other processes:
   * whether another rank's part of the node's weights is new   -> `NodeWeights.waiting`
@@ -28,16 +27,15 @@ comes later gathers in memory of torch's, and is reduced in rounds that are agre
 ends.
 
 [Note: no wait in a circle] One rank waits for a gradient slot, so for other ranks' reductions of
-the layer that was there; another waits for a gather, so for the first rank to come further. That
-would be a circle, but a rank that has come as far as a layer has closed all layers whose slots this
-one could need, whether it used them or not; and the first rank has issued every gather up to there.
+the layer that was there; another waits for a gather, so for the first to come further. But a rank
+that has come as far as a layer has closed all layers whose slots this one could need, whether it
+used them or not; and the first rank has issued every gather up to there.
 
 [Note: exchange] On several nodes a rank's part of the node's weights has its own range, which it
 updates, and those of its peers, which the exchange lane writes ([Note: nodes] of `model.layout`).
-It is submitted with the layer's update, so in the order of the layers that the gate agreed on: two
-orders would be a deadlock, for each exchange meets the peers. It writes the layer's weights, and so
-the next fetch and the next update wait for it. A checkpoint reads own ranges, which an exchange
-sends and never writes.
+It is submitted with the layer's update, in the order of layers that the gate agreed on, for each
+exchange meets the peers: two orders would be a deadlock. A checkpoint reads own ranges, which an
+exchange sends and never writes.
 """
 
 from __future__ import annotations
