@@ -265,27 +265,20 @@ def effort(quick: bool, available_bytes: int) -> Effort:
     """What is worth moving on this machine: arrays larger than all last caches together, but never
     more than an eighth of the memory that is free."""
     if quick:
-        return Effort(
-            adam_numel=8 * MIB,
-            copy_bytes=32 * MIB,
-            rounds=3,
-            product_s=0.05,
-            pin_s=0.3,
-            pin_bytes=available_bytes // 2,
-            disk_bytes=32 * MIB,
-        )
-    most = min(128 * MIB, int(available_bytes / 8 / ADAM_RESIDENT_BYTES))
-    # 64 Mi parameters take 0.9 GB; a processor of several chiplets names the cache of one alone.
-    numel = min(most, max(64 * MIB, int(2 * _last_cache_bytes() / ADAM_RESIDENT_BYTES)))
-    copy_bytes = min(256 * MIB, available_bytes // 16)
+        numel, copy_bytes = 8 * MIB, 32 * MIB
+    else:
+        most = min(128 * MIB, int(available_bytes / 8 / ADAM_RESIDENT_BYTES))
+        # 64 Mi parameters take 0.9 GB; a processor of several chiplets names the cache of one.
+        numel = min(most, max(64 * MIB, int(2 * _last_cache_bytes() / ADAM_RESIDENT_BYTES)))
+        copy_bytes = min(256 * MIB, available_bytes // 16)
     return Effort(
         adam_numel=max(numel, MIB),
         copy_bytes=copy_bytes,
-        rounds=5,
-        product_s=0.3,
-        pin_s=5.0,
+        rounds=3 if quick else 5,
+        product_s=0.05 if quick else 0.3,
+        pin_s=0.3 if quick else 5.0,
         pin_bytes=available_bytes // 2,
-        disk_bytes=256 * MIB,
+        disk_bytes=32 * MIB if quick else 256 * MIB,
     )
 
 

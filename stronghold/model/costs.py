@@ -85,16 +85,6 @@ class ModelCosts:
     layers: tuple[LayerCost, ...]
     dtype: str
 
-    @property
-    def forward_flops(self) -> float:
-        """Of one forward of the whole model over one micro-batch."""
-        return sum(layer.forward_flops for layer in self.layers)
-
-    @property
-    def saved_bytes(self) -> int:
-        """What a forward of the whole model keeps, without recomputation."""
-        return sum(layer.saved_bytes for layer in self.layers)
-
 
 def trace_costs(
     model: nn.Module,
