@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from stronghold.native import ALIGNMENT, IoQueue
 
@@ -65,6 +66,7 @@ def in_child(body: Callable[[], object]) -> str:
     """What `body` returns in a forked child, as text; its exception's text when it raises."""
     reader, writer = os.pipe()
     if (child := os.fork()) == 0:
+        torch.set_num_threads(1)  # torch's others stay in the parent
         try:
             answer = str(body())
         except BaseException as error:
