@@ -39,7 +39,7 @@ from stronghold.process import forked_from
 from stronghold.refine import Refinement
 from stronghold.runtime.adam import Standstill
 from stronghold.runtime.fragments import fragments
-from stronghold.runtime.guards import ParameterReads, StateHooks, check_free
+from stronghold.runtime.guards import NO_TRANSFORMS, ParameterReads, StateHooks, check_free
 from stronghold.runtime.optimizer import EngineOptimizer, make_scaler
 from stronghold.runtime.stack import MemoryReport, Request, Stack
 from stronghold.team.group import Ranks
@@ -76,12 +76,6 @@ def _check_loss(name: str, loss: Any) -> None:
         )
 
 
-NO_TRANSFORMS = (
-    "torch.func.grad, vjp, jacrev and hessian refuse to run where saved tensors are handed over, "
-    "as they are in a streamed block: use torch.autograd.grad (with create_graph=True where its "
-    "result is trained through), or let all weights stay on the gpu: "
-    'stronghold.resident_layers: "all"'
-)
 WEAR_STEP = 3  # the first step that starts as it ends: its seconds tell the wear per hour
 _living: weakref.WeakSet[StrongholdEngine] = weakref.WeakSet()
 
@@ -219,7 +213,7 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
             try:
                 output = self.module(*inputs, **kwargs)
             except RuntimeError as error:
-                if "support saved tensor hooks" in str(error):
+                if str(error) == NO_TRANSFORMS:
                     raise ConfigError(NO_TRANSFORMS) from error
                 raise
         if self.optimizer is not None and torch.is_grad_enabled():

@@ -74,6 +74,12 @@ class OwnHook:
         return without_effect, ()
 
 
+NO_TRANSFORMS = (
+    "torch.func's grad, vjp, jacrev, hessian and vmap cannot go through a streamed block, whose "
+    "weights come and go and whose saved tensors are handed over: use torch.autograd.grad (with "
+    "create_graph=True where its result is trained through), or let all weights stay on the gpu: "
+    'stronghold.resident_layers: "all"'
+)
 COMPILED_WHOLE = (
     "torch.compile of a whole model that streams: got one graph, expected one per block, since "
     "layers come and go between them. Leave torch.compile(model) or model.compile() out and call "

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -34,7 +35,7 @@ from stronghold.plan.schedule import Kind
 from stronghold.runtime.activations import Activations
 from stronghold.runtime.chunks import Chunks
 from stronghold.runtime.executor import Executor, Phase
-from stronghold.runtime.guards import COMPILED_WHOLE, OwnHook
+from stronghold.runtime.guards import COMPILED_WHOLE, NO_TRANSFORMS, OwnHook
 from stronghold.runtime.recompute import without_cache
 
 
@@ -169,8 +170,8 @@ class Hooks:
 
     # -- the whole model --------------------------------------------------------------------------
     def _before_model(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        self._executor.outside.check()
-        self._depth += 1
+        self._depth += 1  # before what may raise: `_after_model` follows
+        self._check()
         if self._depth > 1 or self._executor.phase is Phase.BACKWARD:
             return
         self._training = torch.is_grad_enabled()
@@ -194,10 +195,15 @@ class Hooks:
 
     def _called_by_itself(self) -> None:
         """A part of the model is called, and not by the model: nothing tells what it will read."""
-        self._executor.outside.check()
+        self._check()
         if self._depth == 0 and self._executor.phase is Phase.IDLE:
             for index in self._residents.all:
                 self._executor.make_resident(index)
+
+    def _check(self) -> None:
+        self._executor.outside.check()
+        if torch._C._functorch.maybe_current_level() is not None:
+            raise ConfigError(NO_TRANSFORMS)
 
     # -- layers -----------------------------------------------------------------------------------
     def _resident_hook(self, index: int) -> Callable[[nn.Module, Any], None]:
@@ -262,6 +268,10 @@ class Hooks:
             if output is not None:
                 again = self._activations.recomputes(index)
                 self._executor.refuse_writes(index, again=again)
+            else:
+                error = sys.exc_info()[1]
+                if error is not None and "support saved tensor hooks" in str(error):
+                    error.args = (NO_TRANSFORMS,)  # torch's own ends with its issue tracker
             if torch.is_grad_enabled():
                 for tensor in tree_leaves(output):
                     if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:

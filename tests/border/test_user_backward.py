@@ -359,6 +359,24 @@ def test_a_block_may_take_gradients_itself(policy: str) -> None:
     assert all(map(torch.equal, descending("func", whole), descending("func", None)))
 
 
+@pytest.mark.parametrize("inside", [True, False])
+def test_torchs_transforms_are_refused_of_the_raw_module_too(inside: bool) -> None:
+    model = nn.Sequential(*(Descends("func" if inside else "autograd") for _ in range(3)))
+    engine, *_ = stronghold.initialize(
+        model=model, config=config(section={"window": 1}), model_parameters=model.parameters()
+    )
+    inputs = torch.linspace(-1, 1, 32).view(4, 8)
+    call = model if inside else torch.func.grad(lambda x: model(x).sum())
+    error = RuntimeError if inside else ConfigError
+    with pytest.raises(error, match=r"use torch\.autograd\.grad .*resident_layers"):
+        call(inputs)
+    if not inside:  # and nothing is left behind
+        engine.backward(engine(inputs).square().mean())
+        engine.step()
+        assert engine.was_step_applied()
+    engine.destroy()
+
+
 def test_one_loss_of_several_engines_goes_on_after_deepspeeds_epilogue() -> None:
     with twin(section={"window": 1}) as first, twin(section={"window": 2}) as second:
         both = (first, second)
