@@ -149,6 +149,7 @@ def draw_losses(curves: Mapping[str, Sequence[Point]], png: str | Path, *, title
     axes.set_title(title, color=plot.INK, fontsize=12, weight="bold", loc="left")
     axes.margins(x=0.01)
     plot.style(axes, "step", "nats per byte")
+    axes.locator_params(axis="x", integer=True)
     axes.legend(frameon=False, fontsize=9, labelcolor=plot.INK)
     plot.save(figure, png)
 
