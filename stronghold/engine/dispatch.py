@@ -58,6 +58,8 @@ def initialize(
     given = dict(locals())
     source = config if config is not None else config_params
     if not configs.section_enabled(configs.read_config(source, args)):
+        show_log()
+        logger.info('the config has no enabled "stronghold" section: DeepSpeed\'s own engine')
         return deepspeed.initialize(**given)  # type: ignore[no-any-return]
     if model is None:
         raise ConfigError("stronghold.initialize: model is missing")

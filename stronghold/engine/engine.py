@@ -698,6 +698,12 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
         if not self._destroyed and not forked_from(self._process):
             self._stack.finish(self._checkpoints.wait)
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise ConfigError(
+            "an engine has threads and files, and cannot be copied or pickled: copy or torch.save "
+            "engine.module or its state_dict(), or call engine.save_checkpoint"
+        )
+
     def __del__(self, ending: Callable[[], bool] = sys.is_finalizing) -> None:
         if not ending():  # else modules are gone
             off_lanes(self.destroy)  # also of one that is half-built

@@ -4,9 +4,12 @@ model, which stays theirs.
 
 from __future__ import annotations
 
+import copy
 import gc
 import inspect
+import pickle
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import deepspeed
@@ -544,6 +547,15 @@ def test_the_same_model_goes_through_a_second_engine_exactly(
     both.train(3)
     both.check()
     assert both.engine.global_steps == 2
+    both.engine.destroy()
+
+
+@pytest.mark.parametrize("take", [copy.deepcopy, pickle.dumps])
+def test_an_engine_is_not_copied_but_its_model_is(take: Callable[[Any], Any]) -> None:
+    both = Twin()
+    with pytest.raises(ConfigError, match=r"engine\.module or its state_dict"):
+        take(both.engine)
+    assert take(both.engine.module)
     both.engine.destroy()
 
 

@@ -119,11 +119,16 @@ def test_a_malformed_section_is_refused_in_ours(original: DeepSpeeds) -> None:
     assert original.calls == []
 
 
-def test_strongholds_own_initialize_reaches_deepspeed_once(original: DeepSpeeds) -> None:
+def test_strongholds_own_initialize_reaches_deepspeed_once(
+    original: DeepSpeeds, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And says so: what DeepSpeed asks for next (a launcher, MPI) is else a riddle."""
     settings = config()
     del settings["stronghold"]
+    caplog.set_level("INFO", "stronghold")
     assert stronghold.initialize(config=settings) == "DeepSpeed's own"
     assert len(original.calls) == 1
+    assert 'no enabled "stronghold" section' in caplog.text
 
 
 # --- idempotent, reversible -----------------------------------------------------------------------
