@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import runpy
 import shlex
 import shutil
 import subprocess
@@ -130,6 +131,15 @@ def test_the_code_of_the_readme_trains_and_its_trace_draws(
         pytest.skip("the command is not in PATH")
     run(command, folder=tmp_path)
     assert Path("timeline.png").stat().st_size > 0
+
+
+def test_the_packages_page_is_the_readme_without_links_that_lead_nowhere() -> None:
+    made = runpy.run_path(str(ROOT / "scripts" / "long_description.py"))["dynamic_metadata"]({}, {})
+    page = made["readme"]["text"]
+    assert re.findall(r"\]\((?!https?://)", README), "there is something to leave out"
+    assert not re.findall(r"\]\((?!https?://)", page)
+    assert "share the state of a model among the GPUs (several GPUs)" in page
+    assert page.splitlines()[0] == README.splitlines()[0]
 
 
 def test_the_file_tree_of_the_readme_is_the_tree() -> None:
