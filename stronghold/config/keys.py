@@ -7,17 +7,13 @@ and, unless a longer key has one of its own, everything below it. Pure data and 
 from __future__ import annotations
 
 import enum
-import functools
-import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from stronghold.config.source import SECTION
+from stronghold.config.source import SECTION, warn_once
 from stronghold.errors import did_you_mean
-
-logger = logging.getLogger("stronghold")
 
 
 class Effect(enum.Enum):
@@ -281,16 +277,11 @@ def warn_of_ignored(config: Mapping[str, Any]) -> None:
         row = row_for(dotted)
         foreign = "." not in dotted and dotted not in KNOWN and not dotted.startswith("_")
         if foreign and (hint := did_you_mean(dotted, KNOWN)):
-            _warn_once(f'config key "{dotted}" is unknown and ignored.{hint}')
+            warn_once(f'config key "{dotted}" is unknown and ignored.{hint}')
         elif row is not None and row.effect is Effect.IGNORED and not isinstance(value, Mapping):
             ignored.append(dotted)
     if ignored:
-        _warn_once(f"config keys without effect under stronghold: {', '.join(sorted(ignored))}")
-
-
-@functools.lru_cache(maxsize=1024)  # the cache is what makes it once
-def _warn_once(message: str) -> None:
-    logger.warning("%s", message)
+        warn_once(f"config keys without effect under stronghold: {', '.join(sorted(ignored))}")
 
 
 def _walk(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

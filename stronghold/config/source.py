@@ -69,8 +69,9 @@ def section_enabled(config: Mapping[str, Any]) -> bool:
     """Whether the config asks for stronghold: its section is there, and `enabled` is not false. A
     top-level key that is nearly the section's name is logged, once: DeepSpeed ignores it."""
     for key in config:
-        if key != SECTION and isinstance(key, str):
-            _warn_if_nearly_ours(key)
+        foreign = key != SECTION and isinstance(key, str)
+        if foreign and difflib.get_close_matches(key.lower(), [SECTION], cutoff=0.8):
+            warn_once(f'config key "{key}" is ignored. Did you mean "{SECTION}"?')
     section = section_of(config)
     enabled = False if section is None else section.get("enabled")
     if enabled is None or enabled == "auto":
@@ -94,10 +95,10 @@ def section_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     return section
 
 
-@functools.lru_cache(maxsize=1024)  # the cache is what makes it once per word
-def _warn_if_nearly_ours(key: str) -> None:
-    if difflib.get_close_matches(key.lower(), [SECTION], cutoff=0.8):
-        logger.warning('config key "%s" is ignored. Did you mean "%s"?', key, SECTION)
+@functools.lru_cache(maxsize=1024)  # the cache is what makes it once
+def warn_once(message: str) -> None:
+    """Log a warning, but not twice."""
+    logger.warning("%s", message)
 
 
 def _from_arguments(args: object | None) -> Any:

@@ -28,7 +28,7 @@ from stronghold.plan.cost import (
 )
 from stronghold.plan.demand import AGAIN, ATTENTION
 from stronghold.plan.machine import NETWORK_GBPS
-from stronghold.plan.plan import Plan
+from stronghold.plan.plan import Plan, last_that
 from stronghold.plan.search import Choice, updates_s
 from stronghold.simulate import fastest_plan
 from stronghold.states import EXACT, LEAN
@@ -421,7 +421,7 @@ def sweep(question: Question, axis: str) -> list[tuple[int, Forecast]]:
     if not any(found.fits for _, found in points):
         raise ConfigError(f"--sweep {axis}: not even {axis} {points[0][0]} fits")
     if not points[-1][1].fits and axis in ("batch", "layers"):
-        low = search.last_that(
+        low = last_that(
             lambda value: fits(_with(question, axis, value)), points[-2][0], points[-1][0] - 1
         )
         last = [(value, outlook(_with(question, axis, value))) for value in (low, low + 1)]

@@ -20,6 +20,7 @@ of their own, for an update must not wait for a slot. One further entry serves c
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -478,9 +479,9 @@ def _slots(places: _Places, total: Callable[[int, int], int]) -> tuple[int, int,
     # weight slot.
     fits = total(min(2, num_streamed), most_gradients) <= budget
     gradient_slots = most_gradients if fits else fewest_gradients
-    window = min(1, num_streamed)
-    while window < num_streamed and total(window + 1, gradient_slots) <= budget:
-        window += 1
+    window = last_that(
+        lambda slots: total(slots, gradient_slots) <= budget, min(1, num_streamed), num_streamed
+    )
     why = f"the most that {budget / MIB:.2f} MiB hold (stronghold.gpu_memory)"
     return window, gradient_slots, f"window: {window} slots, {why}"
 
@@ -595,18 +596,15 @@ class _Host:
         for kind in list(KINDS)[:num_kinds]:
             arrays, before = frozenset(KINDS[kind]), spilled
             spilled = tuple(had | (has & arrays) for had, has in zip(spilled, most, strict=True))
-            if not self._fits(spilled):
-                continue
-            # Enough, or more than that: bring the first layers back as long as it fits.
-            few, many = 0, len(spilled)
-            while few < many:
-                kept = (few + many + 1) // 2
-                if self._fits(_mixed(before, spilled, ranks, kept)):
-                    few = kept
-                else:
-                    many = kept - 1
-            return _mixed(before, spilled, ranks, few)
-        return most
+            if self._fits(spilled):
+                break
+        else:
+            return most
+        # Enough, or more than that: bring the first layers back as long as it fits.
+        few = last_that(
+            lambda kept: self._fits(_mixed(before, spilled, ranks, kept)), 0, len(spilled)
+        )
+        return _mixed(before, spilled, ranks, few)
 
     def _fits(self, spilled: Spilled) -> bool:
         budget = self._demand.host_budget_bytes
@@ -748,6 +746,12 @@ class _Host:
         raise BudgetError(
             f"host memory: the plan needs {need} bytes ({parts}), {budget} are available; {advice}"
         )
+
+
+def last_that(fits: Callable[[int], bool], low: int, high: int) -> int:
+    """The largest number up to `high` for which `fits`, once false always false, holds; for `low`
+    it does."""
+    return low + bisect_left(range(low + 1, high + 1), True, key=lambda count: not fits(count))
 
 
 def _mixed(before: Spilled, after: Spilled, ranks: Sequence[int], kept: int) -> Spilled:

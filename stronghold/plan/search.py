@@ -26,7 +26,7 @@ from stronghold.device.contention import LEAST_SHARE, Rates
 from stronghold.errors import BudgetError, ConfigError
 from stronghold.model.layout import ModelLayout
 from stronghold.plan.cost import Workload, shares
-from stronghold.plan.plan import Demand, Plan, levels_of, make_plan
+from stronghold.plan.plan import Demand, Plan, last_that, levels_of, make_plan
 
 USUAL_WINDOW = 3  # one computes, one is still in use or drains, one is on its way
 WINDOWS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24)
@@ -442,11 +442,3 @@ def largest_micro_batch(fits: Callable[[int], bool], limit: int = 1 << 20) -> in
     while high <= limit and fits(high):
         low, high = high, 2 * high
     return last_that(fits, low, min(high - 1, limit))
-
-
-def last_that(fits: Callable[[int], bool], low: int, high: int) -> int:
-    """The largest number up to `high` for which `fits` holds; for `low` it does."""
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle - 1)
-    return low

@@ -171,7 +171,7 @@ def test_a_section_that_says_neither_yes_nor_no_is_refused(section: Any) -> None
 
 @pytest.mark.parametrize("word", ["strongold", "Stronghold", "stronghold_"])
 def test_a_misspelt_section_is_warned_of_once(word: str, caplog: pytest.LogCaptureFixture) -> None:
-    source._warn_if_nearly_ours.cache_clear()
+    source.warn_once.cache_clear()
     with caplog.at_level(logging.WARNING, LOGGER):
         for _ in range(3):
             assert not configs.section_enabled({word: {"enabled": True}, "optimizer": {}, 5: 6})

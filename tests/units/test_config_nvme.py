@@ -11,7 +11,7 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 import pytest
 
 from stronghold import config as configs
-from stronghold.config import NvmeConfig, keys
+from stronghold.config import NvmeConfig, source
 from stronghold.errors import ConfigError
 
 BASE = {"train_micro_batch_size_per_gpu": 2}
@@ -185,7 +185,7 @@ def test_an_unknown_device_is_refused() -> None:
 
 
 def test_keys_without_meaning_here_are_named_once(caplog: pytest.LogCaptureFixture) -> None:
-    keys._warn_once.cache_clear()
+    source.warn_once.cache_clear()
     zero = offload("/a")
     zero["offload_optimizer"]["buffer_count"] = 4
     del zero["stage"]

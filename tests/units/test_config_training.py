@@ -16,7 +16,7 @@ from deepspeed.runtime import config as deepspeed_config
 from deepspeed.runtime import lr_schedules
 
 from stronghold import config as configs
-from stronghold.config import keys
+from stronghold.config import keys, source
 from stronghold.config.keys import HONOURED, KEYS, REFUSED
 from stronghold.errors import ConfigError
 from tests.support.settings import BASE, LOGGER, load, refusal
@@ -246,7 +246,7 @@ def test_refusals_are_collected() -> None:
 
 
 def test_keys_without_effect_are_named_once(caplog: pytest.LogCaptureFixture) -> None:
-    keys._warn_once.cache_clear()
+    source.warn_once.cache_clear()
     config = {"zero_optimization": {"stage": 2, "overlap_comm": True}, "memory_breakdown": True}
     with caplog.at_level(logging.WARNING, LOGGER):
         for _ in range(2):
@@ -259,7 +259,7 @@ def test_keys_without_effect_are_named_once(caplog: pytest.LogCaptureFixture) ->
 
 
 def test_a_plain_config_warns_of_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    keys._warn_once.cache_clear()
+    source.warn_once.cache_clear()
     with caplog.at_level(logging.WARNING, LOGGER):
         load(
             stronghold={"window": 2},

@@ -17,7 +17,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
-from stronghold.config import Settings, keys, load, parse_bytes
+from stronghold.config import Settings, load, parse_bytes, source
 from stronghold.model.layout import ModelLayout, layout
 from stronghold.model.partition import partition
 from stronghold.plan.plan import Demand, Gradients, Plan, make_plan
@@ -114,7 +114,7 @@ NVME_CASES = [("32b_24gb_nvme", "Qwen3-32B"), ("32b_24gb_nvme", "Qwen2.5-32B")]
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.iterdir()), ids=lambda path: path.name)
 def test_every_config_loads_without_a_word(path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    keys._warn_once.cache_clear()  # what one file is told is news to the next
+    source.warn_once.cache_clear()  # what one file is told is news to the next
     with caplog.at_level(logging.WARNING, "stronghold"):
         settings = load(path)
     assert settings.training.optimizer is not None
