@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -32,6 +32,7 @@ from stronghold.memory.layer import view
 from stronghold.runtime.stack import Stack
 
 INDEX = "model.safetensors.index.json"
+Item = TypeVar("Item")
 SMALL_FILES = (".json", ".txt", ".model", ".jinja")  # configuration and tokenizer
 
 
@@ -118,23 +119,23 @@ def export_hf(
         entries += [tag.tensors(BUFFERS).entry(name) for name in manifest.buffers]
         described = _read_config(tag.file(CONFIG)) if small and model_dir is None else None
         with directory.appearing(out) as hidden:
-            _write_shards(hidden, shards(entries, max_shard_bytes))
+            _write_shards(hidden, shards(entries, max_shard_bytes, lambda e: e.num_bytes))
             tag.check_unchanged()
             dtype = str(manifest.dtype).removeprefix("torch.")
             _write_small_files(hidden, described, model_dir, dtype)
     return sorted(out.iterdir())
 
 
-def shards(entries: Sequence[Entry], max_bytes: int) -> list[list[Entry]]:
-    """Entries in order, filled into shards of at most `max_bytes`; a larger tensor has its own."""
-    filled: list[list[Entry]] = []
+def shards(items: Sequence[Item], most: int, size: Callable[[Item], int]) -> list[list[Item]]:
+    """Items in order, filled into shards of at most so much; a larger one has its own."""
+    filled: list[list[Item]] = []
     room = 0
-    for entry in entries:
-        if not filled or entry.num_bytes > room:
+    for item in items:
+        if not filled or size(item) > room:
             filled.append([])
-            room = max_bytes
-        filled[-1].append(entry)
-        room -= entry.num_bytes
+            room = most
+        filled[-1].append(item)
+        room -= size(item)
     return filled
 
 

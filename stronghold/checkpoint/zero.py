@@ -33,6 +33,7 @@ from stronghold.checkpoint.tensorfile import (
     write_durably,
     write_tensors,
 )
+from stronghold.checkpoint.weights import shards
 from stronghold.errors import CheckpointError, ConfigError
 from stronghold.states import LOW_DTYPE, MOMENTS, states_of
 
@@ -97,7 +98,7 @@ def _write_imported(zero: ZeroCheckpoint, out: Path, dtype: torch.dtype) -> None
     files: dict[str, FileRecord] = {}
     records: list[TensorRecord] = []
     trained = any(parameter.moments is not None for parameter in zero.parameters)
-    for number, batch in enumerate(_batches(zero.parameters)):
+    for number, batch in enumerate(shards(zero.parameters, FILE_NUMEL, lambda p: p.numel)):
         kinds: dict[str, list[Entry]] = {"weights": [], "masters": [], "moments": []}
         for parameter in batch:
             for kind, entry in _entries(parameter, dtype, trained):
@@ -150,17 +151,6 @@ def _write_imported(zero: ZeroCheckpoint, out: Path, dtype: torch.dtype) -> None
         files=files,
         versions=made_by,
     ).write(out)
-
-
-def _batches(parameters: list[ZeroParameter]) -> Iterator[list[ZeroParameter]]:
-    batch: list[ZeroParameter] = []
-    for parameter in parameters:
-        if batch and sum(p.numel for p in batch) + parameter.numel > FILE_NUMEL:
-            yield batch
-            batch = []
-        batch.append(parameter)
-    if batch:
-        yield batch
 
 
 def _entries(
