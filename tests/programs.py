@@ -68,14 +68,14 @@ CAUSAL = {*HUGGING_FACE, "gpt2 with dropout"} - {"bert", "t5"}
 
 
 def train(s: Any, r: random.Random) -> None:
-    how = r.choice(["engine", "engine", "user", "half", "at once"])
+    how = r.choice(["engine", "engine", "user", "caller", "half", "at once"])
     count = s.case.accumulation
     if how == "at once":
         s.say("mean", s.train_batch([s.micro + k for k in range(1, count + 1)]))
         s.micro += count
     for _ in range(count if how != "at once" else 0):
         loss = s.next()
-        s.backward(loss * 0.5 if how == "half" else loss, by_user=how == "user")
+        s.backward(loss * 0.5 if how == "half" else loss, by=how)
         s.step()
         s.say("loss", loss)
     outcome(s)
@@ -160,9 +160,24 @@ def read(s: Any, r: random.Random) -> None:
 def evaluate(s: Any, r: random.Random) -> None:
     called, training = r.choice([s.call, s.raw]), s.model.training
     s.model.train(r.random() < 0.5)
+    batch = s.batch(APART + r.randrange(5))
     with r.choice([torch.no_grad, torch.inference_mode])():
-        s.say("evaluated", loss_of(called(**s.batch(APART + r.randrange(5)))))
+        s.say("evaluated", loss_of(called(**batch)))
+        if s.case.model in CAUSAL and r.random() < 0.3:
+            s.say("generated", s.generated(batch["input_ids"]))
     s.model.train(training)
+
+
+def exchange(s: Any, r: random.Random) -> None:
+    """Other weights for an evaluation, as averages are, and the own ones again."""
+    names = list(s.named())
+    before = {name: p.detach().clone() for name, p in s.named().items()}
+    how = r.choice(["in place", "data"])
+    for name in names:
+        s.write(name, shrink, how)
+    evaluate(s, r)
+    for name in names:
+        s.write(name, lambda weight, own=before[name]: weight.copy_(own), how)
 
 
 class Boom(Exception):
@@ -223,7 +238,7 @@ def prune(weight: torch.Tensor) -> None:
 
 
 def write(s: Any, r: random.Random) -> None:
-    how = r.choice(["all", "some", "in place", "gathered", "master", "moment"])
+    how = r.choice(["all", "some", "in place", "data", "gathered", "master", "moment"])
     s.say("write", how)
     names = list(s.named())
     if how in ("all", "some"):
@@ -306,7 +321,7 @@ ACTIONS: dict[str, Action] = {
     f.__name__: f
     for f in (
         *(train, odd_step, read, evaluate, boom, throw_away, bad, freeze, rate, write, hook),
-        *(save, load, resume, states, replan),
+        *(exchange, save, load, resume, states, replan),
     )
 }
 CHOICES = [*ACTIONS, *["train"] * 4, *["odd_step"] * 3]

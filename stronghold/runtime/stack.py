@@ -377,6 +377,7 @@ class Stack:
         back = self.plan.updated_on_gpu - plan.updated_on_gpu
         if back or plan.gradients is not self.plan.gradients:
             raise StateError(f"replan: layers {sorted(back)} or gradients cannot change places")
+        self.runtime.adopt_edited()  # before what was written in slots is no longer theirs
         self.runtime.restart()
         self.runtime.settle()
         try:
@@ -434,6 +435,7 @@ class Stack:
                 "engine.offload_states: gradients of a step that has not ended are waiting: call "
                 "it after engine.step, or throw them away with engine.zero_grad"
             )
+        self.runtime.adopt_edited()  # before what was written in slots is no longer theirs
         self.runtime.restart()
         self.runtime.settle()
         self.runtime.detach()

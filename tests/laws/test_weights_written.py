@@ -36,6 +36,12 @@ def clamp(model: nn.Module) -> None:
 
 
 @torch.no_grad()
+def halve_in_place(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.mul_(0.5)
+
+
+@torch.no_grad()
 def renew_the_head(model: nn.Module) -> None:
     generator = torch.Generator().manual_seed(3)
     nn.init.normal_(model.head.weight, std=0.1, generator=generator)
@@ -161,7 +167,7 @@ def test_weights_that_are_pruned_are_zeros_and_so_are_their_masters(
 
 
 @pytest.mark.parametrize("section", SECTIONS)
-def test_what_is_written_is_saved(section: str, tmp_path: Path) -> None:
+def test_what_is_written_is_saved_and_leaves_the_device(section: str, tmp_path: Path) -> None:
     """Also where parameters point at the device, in which no step has looked yet."""
     with twin(section=SECTIONS[section]) as both:
         both.train(0)
@@ -173,6 +179,10 @@ def test_what_is_written_is_saved(section: str, tmp_path: Path) -> None:
                 parameter.zero_()
         both.engine.load_checkpoint(tmp_path)
         both.check()
+        for model in (both.model, both.plain):
+            halve_in_place(model)
+        both.engine.offload_states()
+        both.engine.reload_states()
 
 
 def test_what_is_written_last_is_in_the_model_that_is_given_back() -> None:

@@ -110,10 +110,16 @@ class Plain(Side):
 
     raw = call
 
-    def backward(self, loss: torch.Tensor, *, retain: bool = False, by_user: bool = False) -> None:
-        """The loss is divided by the accumulation steps or, as DeepSpeed has it in a backward by
-        the user, the gradients are. They are this backward's alone."""
-        count = self.case.accumulation
+    def generated(self, tokens: torch.Tensor) -> torch.Tensor:
+        for each in self._caching:
+            each.use_cache = True
+        return self.model.generate(tokens, max_new_tokens=3, do_sample=False)
+
+    def backward(self, loss: torch.Tensor, *, retain: bool = False, by: str = "engine") -> None:
+        """The loss is divided by the accumulation steps, by the engine or the "caller", or, as
+        DeepSpeed has it in a backward of the "user"'s, the gradients are. They are this backward's
+        alone."""
+        count, by_user = self.case.accumulation, by == "user"
         if count > 1 and not by_user:
             loss = loss / count
         if self.case.precision == "fp16":
@@ -284,12 +290,19 @@ class ByEngine(Side):
     def raw(self, **batch: Any) -> Any:
         return self.engine.module(**batch)
 
-    def backward(self, loss: torch.Tensor, *, retain: bool = False, by_user: bool = False) -> None:
-        if by_user:
+    def generated(self, tokens: torch.Tensor) -> Any:
+        return self.engine.module.generate(tokens, max_new_tokens=3, do_sample=False)
+
+    def backward(self, loss: torch.Tensor, *, retain: bool = False, by: str = "engine") -> None:
+        if by == "user":
             (self.engine.scale(loss) if self.case.precision == "fp16" else loss).backward()
             return
         try:
-            self.engine.backward(loss, retain_graph=retain)
+            if by == "caller":
+                with self.engine.no_sync():
+                    self.engine.backward(loss / self.case.accumulation, scale_wrt_gas=False)
+            else:
+                self.engine.backward(loss, retain_graph=retain)
         except Exception:
             self.engine._stack.runtime.ledger.check()  # where layers are ahead, all is refused now
             raise
@@ -325,6 +338,8 @@ class ByEngine(Side):
         if how == "gathered":
             with GatheredParameters([p], modifier_rank=0), torch.no_grad():
                 change(p)
+        elif how == "data":
+            change(p.data)
         else:
             with torch.no_grad():
                 change(p)
