@@ -28,6 +28,9 @@ from stronghold.errors import ConfigError
 from stronghold.runtime.parts import Outside
 
 _NONE = -1  # torch's number of the backward that is running, where none is
+# Of a checkpoint that runs backward in backward: no parameter shows behind it, and torch.autograd.
+# grad it refuses.
+_REENTRANT = "CheckpointFunctionBackward"
 _running = [0]  # `engine.backward` of any engine: what it runs, it has scaled
 
 
@@ -103,9 +106,12 @@ class UserBackward:
             self._asked = (
                 task,
                 any(
-                    _will_execute(node)
+                    node.name() == _REENTRANT
+                    or (
+                        engine._stack.adam.trains(getattr(node, "variable", None))
+                        and _will_execute(node)
+                    )
                     for node in _behind(torch._C._current_autograd_node())
-                    if engine._stack.adam.trains(getattr(node, "variable", None))
                 ),
             )
         return self._asked[1]

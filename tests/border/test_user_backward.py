@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import stronghold
 from stronghold.errors import ConfigError
+from tests.laws.test_adapters import checkpointed_lora
 from tests.models import MODELS, loss_of
 from tests.support import stock
 from tests.support.pairs import pairs
@@ -185,6 +186,24 @@ def test_a_users_backward_has_the_bits_of_the_engines(program: str, place: str) 
 
 
 # -- what is refused, and what is left -------------------------------------------------------------
+def test_a_backward_through_reentrant_checkpoints_begins_once_and_divides() -> None:
+    """Behind such a checkpoint autograd shows no parameter."""
+    found = []
+    for backward in (by_engine, by_user):
+        torch.manual_seed(0)
+        model, make_batch = checkpointed_lora(reentrant=True)
+        settings = config(accumulation=2, section={"window": 1})
+        engine = stronghold.initialize(
+            model=model, config=settings, model_parameters=model.parameters()
+        )[0]
+        for micro in range(4):
+            backward(engine, loss_of(engine(**make_batch(micro))))
+            engine.step()
+        found.append(engine.get_global_grad_norm())
+        engine.destroy()
+    assert found[0] == found[1]
+
+
 def test_a_loss_that_was_not_scaled_is_refused_in_fp16() -> None:
     model, batches = MODELS["gpt"]()
     engine, *_ = stronghold.initialize(model=model, config=config(precision="fp16"))
