@@ -218,6 +218,7 @@ class LayerState:
     own_gradients: GradientSlot | None = None  # that no other layer takes
     # Of the running step. `calls`: forward calls with gradients since the last backward.
     calls: int = 0
+    undivided: bool = False  # whether a resident's calls that are no chunks are among them
     chunks: int = 0  # of these calls, whose gradients are to come
     # Positions of gradients that left in this backward although more may come.
     parts: set[int] = field(default_factory=set)

@@ -161,7 +161,8 @@ class Chunks:
 
     `around(layer, module, args, kwargs)` is entered for each chunk; `begun(layer, first)` says that
     a chunk's gradients will come, and `gathered(layer, gradients, last)` that they have, and
-    whether it is its call's first or last. `trained` are the parameters that the optimizer owns.
+    whether it is its call's first or last; `undivided(layer)` that a call is computed in one.
+    `trained` are the parameters that the optimizer owns.
     """
 
     def __init__(
@@ -170,6 +171,7 @@ class Chunks:
         *,
         around: Callable[[int, nn.Module, Any, Any], contextlib.AbstractContextManager[None]],
         begun: Callable[[int, bool], None],
+        undivided: Callable[[int], None],
         gathered: Callable[[int, Gradients, bool], None],
         trained: Callable[[nn.Parameter], bool],
         device: Device,
@@ -178,6 +180,7 @@ class Chunks:
         self._size = size
         self._around = around
         self._begun = begun
+        self._undivided = undivided
         self._gathered = gathered
         self._trained = trained
         self._shared: dict[type, frozenset[int]] = {}  # outputs of the classes that were tried
@@ -237,6 +240,8 @@ class Chunks:
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             if not self.divides(module, args, kwargs):
+                if torch.is_grad_enabled() and not self._again:
+                    self._undivided(layer.index)
                 return inner(*args, **kwargs)
             self._refuse_hooks(layer)
             batch = batch_of(args, kwargs)

@@ -227,6 +227,7 @@ class Executor:
         """No graph is waiting for its backward."""
         for state in self.layers:
             state.calls = state.chunks = 0
+            state.undivided = False
 
     def abandon_backward_pass(self) -> None:
         """Autograd raised: the micro-batch's gradients are void, parameters go to rest."""
@@ -525,6 +526,14 @@ class Executor:
                 f"a gradient of {part.name} came while the model's forward runs: call backward "
                 "after forward, or freeze the model meanwhile: model.requires_grad_(False)"
             )
+        if gradient.is_cpu and self._device.torch_device.type != "cpu":
+            # Of a thread of its own: which of the two comes first is not the program's order.
+            raise ConfigError(
+                f"a gradient of {part.name} came on the CPU: the loss reads it outside of its "
+                "layer, where it rests, beside the model on the device. Compute what needs it in a "
+                "module that the model calls, set weight_decay for a penalty on weights, or keep "
+                "its layer on the device (stronghold.resident_layers)"
+            )
         self.drains.arrived(layer, position, self.outside.scaled(gradient))
 
     def reached(self, *, gradient: bool) -> bool:
@@ -539,6 +548,14 @@ class Executor:
         state = self.layers[layer]
         state.chunks += 1
         if first and layer in self._plan.resident:  # each call's gradients come by themselves
+            state.calls += 1
+
+    def undivided_begun(self, layer: int) -> None:
+        """A call is computed in one, where others are in chunks: the gradients of all such calls of
+        a resident come once."""
+        state = self.layers[layer]
+        if layer in self._plan.resident and not state.undivided:
+            state.undivided = True
             state.calls += 1
 
     def chunk_gathered(

@@ -118,6 +118,7 @@ class Hooks:
                 chunk,
                 around=self._around_chunk,
                 begun=executor.chunk_begun,
+                undivided=executor.undivided_begun,
                 gathered=executor.chunk_gathered,
                 trained=trained,
                 device=device,

@@ -114,6 +114,28 @@ def test_where_layers_are_never_changes_a_bit(
     check({**place, "activations": policy})
 
 
+@pytest.mark.parametrize("place", PLACES[2:], ids=str)
+def test_calls_with_and_without_chunks_are_added_before_the_sums_of_micro_batches(
+    place: dict[str, Any],
+) -> None:
+    """Two calls and one backward: wherever layers are, their gradients are one micro-batch's."""
+    found = []
+    for section in (PLACES[0], place):
+        torch.manual_seed(0)
+        model, make_batch = llama(dropout=0.0)
+        settings = config(accumulation=2, section={"chunk": 2, **section})
+        engine = stronghold.initialize(
+            model=model, config=settings, model_parameters=model.parameters()
+        )[0]
+        for seed in range(4):
+            one = {name: value[:1] for name, value in make_batch(9).items()}
+            engine.backward(engine(**make_batch(seed)).loss + engine(**one).loss)
+            engine.step()
+        found.append({k: v.clone() for k, v in engine.module_state_dict().items()})
+        engine.destroy()
+    assert all(torch.equal(found[0][name], value) for name, value in found[1].items())
+
+
 @pytest.mark.parametrize(
     ("chunk", "precision", "policy"), pairs([1, 2, 3], ["fp32", "bf16"], ["keep", "recompute"])
 )
