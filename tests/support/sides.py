@@ -183,17 +183,9 @@ class Plain(Side):
                 low.copy_(p.detach().flatten() if low.is_floating_point() else torch.tensor(0))
 
     def write(self, name: str, change: Change, _: str) -> None:
-        """A bf16 weight keeps what is below it, which may be written back; a zero keeps nothing
-        that would change its sign. Of fp16 what is not its master's rounding is the master."""
-        p = self.named()[name]
-        low = self._adam.begin(p).get("low")
+        """What is below a weight stays, which may be written back."""
         with torch.no_grad():
-            change(p)
-        weight = p.detach().flatten()
-        if low is not None and low.is_floating_point():
-            low.copy_(torch.where(low.half() == weight, low, weight.float()))
-        elif low is not None:
-            low[(weight == 0) & (low < 0)] = 0
+            change(self.named()[name])
 
     def master(self, name: str) -> torch.Tensor:
         p = self.named()[name]
