@@ -188,6 +188,7 @@ def test_a_thread_that_waits_for_the_device_does_not_spin(device: CudaDevice) ->
     spent: list[float] = []
 
     def wait() -> None:
+        torch.cuda.set_device(device.torch_device)
         begun_s, begun_cpu_s = time.perf_counter(), time.thread_time()
         busy.wait()
         spent.extend((time.perf_counter() - begun_s, time.thread_time() - begun_cpu_s))

@@ -32,7 +32,7 @@ def loss_of(output: Any) -> Tensor:
 def _register(names: list[str]) -> Callable[[Factory], Factory]:
     def register(factory: Factory) -> Factory:
         def seeded(*, seed: int = 0, **options: Any) -> tuple[nn.Module, MakeBatch]:
-            with torch.random.fork_rng(devices=[]):
+            with torch.random.fork_rng():
                 torch.manual_seed(seed)
                 model, make_batch = factory(**options)
             return model.train(), make_batch

@@ -13,16 +13,19 @@
 // the current stream and holds none of the tensors' memory, as a kernel on a GPU. The shapes of its
 // results are those that the same kernel gives for zeros, asked once for arguments of the same
 // shapes and numbers. Operators whose results' shapes depend on values, and those that draw random
-// numbers (of the host's generator, which the program uses too) wait for the stream and run at once.
+// numbers wait for the stream and run at once.
+#include <ATen/CPUGeneratorImpl.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <ATen/native/CPUFallback.h>
 #include <ATen/native/Resize.h>
+#include <ATen/native/transformers/attention.h>
 #include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/resize_native.h>
 #include <ATen/ops/view_native.h>
 #include <torch/extension.h>
 
+#include <array>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -149,7 +152,7 @@ Tensor& set_storage(Tensor& self, at::Storage source) {
 Tensor& set_nothing(Tensor& self) { return set_tensor(self, at::empty({0}, self.options())); }
 
 void record_stream(Tensor& tensor, at::Stream stream) {
-  record_use(tensor.storage().mutable_data(), stream.id());
+  record_use(tensor.storage().data_ptr(), stream.id());
 }
 
 // -- computing and copying ------------------------------------------------------------------------
@@ -176,6 +179,7 @@ std::atomic<size_t> num_launches{0}, num_waits{0};
 
 template <typename Work>
 void push_launch(Work&& work) {
+  Entered::check();
   ++num_launches;
   current_stream().push_deferred();
   current_stream().push([work = std::forward<Work>(work)]() mutable {
@@ -194,12 +198,17 @@ Tensor& copy(Tensor& self, const Tensor& source, bool non_blocking) {
     const Tensor& host = self.is_cuda() ? expanded : self;
     TORCH_CHECK(!Registered::get().borders_inside(host.const_data_ptr(), host.nbytes()),
                 "CUDA error: invalid argument (a copy spans registered and other memory)");
-    if (Registered::get().holds(host.const_data_ptr())) {
+    Entered::check();
+    const void* address = host.const_data_ptr();
+    if (Registered::get().holds(address)) {
+      Registered::get().count_copy(address, 1);
       current_stream().push_deferred();
-      current_stream().push([to = bytes_of(self), from = bytes_of(expanded), n = self.nbytes()] {
-        Streams::wait_a_little(Streams::get().delay_s);
-        std::memcpy(to, from, n);
-      });
+      current_stream().push(
+          [to = bytes_of(self), from = bytes_of(expanded), n = self.nbytes(), address] {
+            Streams::wait_a_little(Streams::get().delay_s);
+            std::memcpy(to, from, n);
+            Registered::get().count_copy(address, -1);
+          });
       if (!non_blocking) current_stream().synchronize();
       return self;
     }
@@ -238,9 +247,86 @@ Tensor histc(const Tensor& tensor, int64_t bins, const at::Scalar& low, const at
   return counts.to(tensor.options());
 }
 
-int64_t sdp_choice(const Tensor&, const Tensor&, const Tensor&, const std::optional<Tensor>&,
-                   double, bool, std::optional<double>, bool) {
-  return 0;  // attention by its formula: the others are kernels of one device type
+// Attention as CUDA's kernels declare it: beside the output and the rows' sums they return numbers,
+// sequences that are not there and the generator's place. The CPU's kernel computes it.
+int64_t sdp_choice(const Tensor& query, const Tensor& key, const Tensor&,
+                   const std::optional<Tensor>& mask, double dropout, bool, std::optional<double>,
+                   bool) {
+  if (query.dim() != 4 || mask.has_value() || dropout > 0) return 0;  // by its formula
+  if (query.scalar_type() != at::kFloat) return 1;                    // flash
+  return query.size(1) == key.size(1) ? 2 : 0;                        // memory-efficient
+}
+
+std::pair<Tensor, Tensor> attended(const Tensor& query, const Tensor& key, const Tensor& value,
+                                   bool causal, std::optional<double> scale) {
+  const int64_t batch = query.size(0), heads = query.size(1), rows = query.size(2);
+  const auto options = query.options();
+  const Tensor output = at::empty({batch, rows, heads, value.size(3)}, options).transpose(1, 2);
+  const Tensor sums = at::empty({batch, heads, rows}, options.dtype(at::kFloat));
+  push_launch([q = over_shadow(query), k = over_shadow(key), v = over_shadow(value), causal, scale,
+               to = over_shadow(output), rest = over_shadow(sums)] {
+    const auto found = at::_scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal,
+                                                                       std::nullopt, scale);
+    to.copy_(std::get<0>(found));
+    rest.copy_(std::get<1>(found));
+  });
+  return {output, sums};
+}
+
+std::tuple<Tensor, Tensor, Tensor> attended_backward(
+    const Tensor& gradient, const Tensor& query, const Tensor& key, const Tensor& value,
+    const Tensor& output, const Tensor& sums, bool causal, std::optional<double> scale) {
+  std::tuple<Tensor, Tensor, Tensor> found{at::empty_like(query), at::empty_like(key),
+                                           at::empty_like(value)};
+  const auto& [of_query, of_key, of_value] = found;
+  const std::vector<Tensor> targets{over_shadow(of_query), over_shadow(of_key),
+                                    over_shadow(of_value)};
+  const std::vector<Tensor> given{over_shadow(gradient), over_shadow(query),  over_shadow(key),
+                                  over_shadow(value),    over_shadow(output), over_shadow(sums)};
+  push_launch([targets, given, causal, scale] {
+    const auto [q, k, v] = at::_scaled_dot_product_flash_attention_for_cpu_backward(
+        given[0], given[1], given[2], given[3], given[4], given[5], 0.0, causal, std::nullopt,
+        scale);
+    targets[0].copy_(q), targets[1].copy_(k), targets[2].copy_(v);
+  });
+  return found;
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, SymInt, SymInt, Tensor, Tensor, Tensor> flash(
+    const Tensor& query, const Tensor& key, const Tensor& value, double, bool causal, bool,
+    std::optional<double> scale) {
+  const at::AutoDispatchBelowADInplaceOrView below;
+  const auto [output, sums] = attended(query, key, value, causal, scale);
+  const auto place = [&] { return at::empty({2}, query.options().dtype(at::kUInt64)); };
+  return {output, sums, Tensor(), Tensor(), query.size(2), key.size(2), place(), place(),
+          at::empty({0}, query.options())};
+}
+
+std::tuple<Tensor, Tensor, Tensor> flash_backward(
+    const Tensor& gradient, const Tensor& query, const Tensor& key, const Tensor& value,
+    const Tensor& output, const Tensor& sums, const Tensor&, const Tensor&, SymInt, SymInt, double,
+    bool causal, const Tensor&, const Tensor&, std::optional<double> scale) {
+  const at::AutoDispatchBelowADInplaceOrView below;
+  return attended_backward(gradient, query, key, value, output, sums, causal, scale);
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> efficient(const Tensor& query, const Tensor& key,
+                                                     const Tensor& value,
+                                                     const std::optional<Tensor>&, bool, double,
+                                                     bool causal, std::optional<double> scale) {
+  const at::AutoDispatchBelowADInplaceOrView below;
+  const auto [output, sums] = attended(query, key, value, causal, scale);
+  const auto place = [&] { return at::empty({}, query.options().dtype(at::kLong)); };
+  return {output, sums, place(), place()};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> efficient_backward(
+    const Tensor& gradient, const Tensor& query, const Tensor& key, const Tensor& value,
+    const Tensor&, const Tensor& output, const Tensor& sums, const Tensor&, const Tensor&, double,
+    std::array<bool, 4>, bool causal, std::optional<double> scale) {
+  const at::AutoDispatchBelowADInplaceOrView below;
+  const auto [q, k, v] = attended_backward(gradient, query, key, value, output, sums, causal, scale);
+  return {q, k, v, Tensor()};
 }
 
 // -- every other operator: the CPU's, at once -----------------------------------------------------
@@ -476,12 +562,46 @@ bool launch(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   return true;
 }
 
+// The device's own random numbers: those of the host's generator in a state that is not the host's.
+class Chance {
+ public:
+  static Chance& get() {
+    static auto* chance = new Chance();
+    return *chance;
+  }
+  Tensor state() {
+    std::lock_guard<std::mutex> hold(mutex_);
+    return state_.clone();
+  }
+  void set_state(const Tensor& state) {
+    std::lock_guard<std::mutex> hold(mutex_);
+    state_ = state.clone();
+  }
+  void seed(int64_t seed) { set_state(at::detail::createCPUGenerator(seed).get_state()); }
+  template <typename Work>
+  void draw(Work&& work) {
+    std::lock_guard<std::mutex> hold(mutex_);
+    at::Generator host = at::detail::getDefaultCPUGenerator();
+    const Tensor before = host.get_state();
+    host.set_state(state_);
+    work();
+    state_ = host.get_state();
+    host.set_state(before);
+  }
+
+ private:
+  std::mutex mutex_;
+  Tensor state_ = at::detail::createCPUGenerator(0).get_state();
+};
+
 void on_the_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   refuse_mixed(op, *stack);
   if (launch(op, stack)) return;
   ++num_waits;
+  Entered::check();
   current_stream().synchronize();
-  at::native::cpu_fallback(op, stack);
+  if (!op.hasTag(at::Tag::nondeterministic_seeded)) return at::native::cpu_fallback(op, stack);
+  Chance::get().draw([&] { at::native::cpu_fallback(op, stack); });
 }
 
 }  // namespace
@@ -523,10 +643,16 @@ TORCH_LIBRARY_IMPL(aten, CUDA, library) {
     library.impl(name, torch::CppFunction::makeFromBoxedFunction<&pretended::on_the_host>());
   }
   library.impl("_fused_sdp_choice", pretended::sdp_choice);
+  at::native::_fused_sdp_choice_stub.set_cuda_dispatch_ptr(&pretended::sdp_choice);
+  library.impl("_scaled_dot_product_flash_attention", pretended::flash);
+  library.impl("_scaled_dot_product_flash_attention_backward", pretended::flash_backward);
+  library.impl("_scaled_dot_product_efficient_attention", pretended::efficient);
+  library.impl("_scaled_dot_product_efficient_attention_backward", pretended::efficient_backward);
 }
 
 // Addresses and stream identifiers are integers there. A caller that may wait drops the GIL.
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
+  pretended::Entered::check();
   using pretended::Arena, pretended::Registered, pretended::Streams;
   module.attr("ARENA_BYTES") = pretended::kArenaBytes;
   module.def("device_base", [] { return reinterpret_cast<int64_t>(Arena::get().device_base()); });
@@ -568,6 +694,13 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       (*held)();
     });
   });
+  module.def("set_device", [] { pretended::Entered::set_device(); });
+  module.def("failed", [] { return pretended::Failure::get().any(); });
+  module.def("random_state", [] { return pretended::Chance::get().state(); });
+  module.def("set_random_state", [](const at::Tensor& state) {
+    pretended::Chance::get().set_state(state);
+  });
+  module.def("seed", [](int64_t seed) { pretended::Chance::get().seed(seed); });
   module.def("sleep", [](double seconds) {
     pretended::current_stream().push(
         [seconds] { std::this_thread::sleep_for(std::chrono::duration<double>(seconds)); });

@@ -31,6 +31,7 @@ LAUNCH_DELAY = "STRONGHOLD_PRETENDED_LAUNCH_DELAY_S"
 
 # As CUDA numbers them.
 SUCCESS, ALREADY_REGISTERED, NOT_REGISTERED, INVALID_VALUE, OUT_OF_MEMORY = 0, 712, 713, 1, 2
+LAUNCH_FAILED = 719
 
 
 class Refused(Exception):
@@ -57,8 +58,8 @@ def install() -> ModuleType:
     atexit.register(torch._C._accelerator_synchronizeDevice, 0)
     _streams(torch, extension)
     _memory(torch, extension)
-    _identity(torch)
-    _numbers(torch)
+    _identity(torch, extension)
+    _numbers(torch, extension)
     return extension
 
 
@@ -177,6 +178,8 @@ def _memory(torch: Any, extension: Any) -> None:
             return SUCCESS
 
         def cudaHostUnregister(self, begin: int) -> int:
+            if extension.failed():
+                return LAUNCH_FAILED
             if not extension.unregister_host(begin):
                 return NOT_REGISTERED
             del self.registered[begin]
@@ -202,8 +205,9 @@ def _memory(torch: Any, extension: Any) -> None:
     cuda = torch.cuda
     torch.Tensor.is_pinned = is_pinned
     cuda.cudart = Runtime
-    limit = [TOTAL_BYTES]  # what others leave to this process
-    cuda.mem_get_info = lambda device=None: (limit[0] - extension.reserved(), TOTAL_BYTES)
+    fraction = [1.0]
+    # Of the whole device, whatever the process may have of it.
+    cuda.mem_get_info = lambda device=None: (TOTAL_BYTES - extension.reserved(), TOTAL_BYTES)
     cuda.memory_stats = statistics
     # Pinned memory of torch's own: none is kept, so that none is counted.
     cuda.host_memory_stats = lambda: {"allocations.allocated": 0, "allocated_bytes.allocated": 0}
@@ -216,10 +220,11 @@ def _memory(torch: Any, extension: Any) -> None:
     cuda.empty_cache = cuda.ipc_collect = extension.empty_cache
 
     def leave_to_this_process(part: float, device: Any = None) -> None:
-        limit[0] = int(part * TOTAL_BYTES)
-        extension.limit(limit[0])
+        fraction[0] = part
+        extension.limit(int(part * TOTAL_BYTES))
 
     cuda.set_per_process_memory_fraction = leave_to_this_process
+    cuda.get_per_process_memory_fraction = lambda device=None: fraction[0]
 
 
 class _Properties:
@@ -246,11 +251,12 @@ class _Device:
         pass
 
 
-def _identity(torch: Any) -> None:
+def _identity(torch: Any, extension: Any) -> None:
     def set_device(device: Any) -> None:
         index = device if isinstance(device, int) else torch.device(device).index or 0
         if index > 0:
             raise RuntimeError("CUDA error: invalid device ordinal")
+        extension.set_device()
 
     cuda = torch.cuda
     for name in ("is_available", "is_initialized", "_is_compiled"):
@@ -272,8 +278,8 @@ def _identity(torch: Any) -> None:
     torch.version.cuda = "13.0"
 
 
-def _numbers(torch: Any) -> None:
-    """Random numbers come from the host's generator, which runs the operators."""
+def _numbers(torch: Any, extension: Any) -> None:
+    """The device's own generator is one of the host's kind."""
 
     class Generator(torch.Generator):  # type: ignore[misc]
         def __new__(cls, device: Any = "cpu") -> Any:
@@ -281,8 +287,8 @@ def _numbers(torch: Any) -> None:
 
     cuda = torch.cuda
     torch.Generator = Generator
-    cuda.get_rng_state = lambda device="cuda": torch.get_rng_state()
-    cuda.set_rng_state = lambda state, device="cuda": torch.set_rng_state(state)
-    cuda.get_rng_state_all = lambda: [torch.get_rng_state()]
-    cuda.set_rng_state_all = lambda states: torch.set_rng_state(states[0])
-    cuda.manual_seed = cuda.manual_seed_all = lambda seed: None
+    cuda.get_rng_state = lambda device="cuda": extension.random_state()
+    cuda.set_rng_state = lambda state, device="cuda": extension.set_random_state(state)
+    cuda.get_rng_state_all = lambda: [extension.random_state()]
+    cuda.set_rng_state_all = lambda states: extension.set_random_state(states[0])
+    cuda.manual_seed = cuda.manual_seed_all = extension.seed

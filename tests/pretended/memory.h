@@ -55,6 +55,7 @@ class Arena {
   }
 
   void* take(size_t bytes) {
+    Entered::check();
     const size_t size = (bytes + kBlockBytes - 1) / kBlockBytes * kBlockBytes;
     const c10::StreamId stream = Streams::current();
     std::unique_lock<std::mutex> hold(mutex_);
@@ -257,13 +258,9 @@ class Arena {
   size_t reserved_ = 0, reserved_peak_ = 0, num_retries_ = 0;
 };
 
-inline void record_use(void* address, c10::StreamId stream) {
-  Arena::get().record_use(address, stream);
-}
-
 inline char* shadow(const void* address) { return Arena::get().shadow(address); }
 
-// Host memory that copies may use without waiting, as cudaHostRegister keeps it.
+// Host memory that copies may use without waiting, as cudaHostRegister keeps it: whole pages.
 class Registered {
  public:
   static Registered& get() {
@@ -271,29 +268,56 @@ class Registered {
     return *ranges;
   }
 
-  // False where a part of it is registered already.
+  // False where a page of it is registered already.
   bool add(const void* begin, size_t bytes) {
     const char* at = static_cast<const char*>(begin);
     std::lock_guard<std::mutex> hold(mutex_);
-    for (const auto& [start, size] : ranges_) {
-      if (at < start + size && start < at + bytes) return false;
+    for (const auto& [start, range] : ranges_) {
+      if (page(at) < page(start + range.size - 1) + 1 && page(start) < page(at + bytes - 1) + 1) {
+        return false;
+      }
     }
-    ranges_[at] = bytes;
+    ranges_[at] = Range{bytes};
     return true;
   }
 
+  // False where it is not registered. The device may not be using it any more.
   bool remove(const void* begin) {
     std::lock_guard<std::mutex> hold(mutex_);
-    return ranges_.erase(static_cast<const char*>(begin)) > 0;
+    const auto found = ranges_.find(static_cast<const char*>(begin));
+    if (found == ranges_.end()) return false;
+    TORCH_CHECK(found->second.num_copies == 0,
+                "host memory is unregistered, or freed, while it is copied");
+    ranges_.erase(found);
+    return true;
   }
 
   bool holds(const void* address) {
-    const char* at = static_cast<const char*>(address);
     std::lock_guard<std::mutex> hold(mutex_);
-    auto after = ranges_.upper_bound(at);
-    if (after == ranges_.begin()) return false;
-    const auto& [start, size] = *std::prev(after);
-    return at < start + size;
+    return range_of(address) != nullptr;
+  }
+
+  // A copy to or from the memory at the address was asked for (1), or has happened (-1).
+  void count_copy(const void* address, int change) {
+    std::lock_guard<std::mutex> hold(mutex_);
+    Range* range = range_of(address);
+    range->num_copies += change;
+    if (range->num_copies == 0 && range->freed) {
+      ranges_.erase(static_cast<const char*>(range->freed));
+      std::free(std::exchange(range->freed, nullptr));
+    }
+  }
+
+  // Torch's own pinned memory, which it keeps until it was copied.
+  void free(void* begin) {
+    std::lock_guard<std::mutex> hold(mutex_);
+    Range& range = ranges_.at(static_cast<const char*>(begin));
+    if (range.num_copies > 0) {
+      range.freed = begin;
+      return;
+    }
+    ranges_.erase(static_cast<const char*>(begin));
+    std::free(begin);
   }
 
   // Whether a registered range begins or ends inside these bytes: CUDA copies no such range.
@@ -301,14 +325,30 @@ class Registered {
     const char* at = static_cast<const char*>(begin);
     std::lock_guard<std::mutex> hold(mutex_);
     return std::any_of(ranges_.begin(), ranges_.end(), [&](const auto& range) {
-      const char *start = range.first, *end = range.first + range.second;
+      const char *start = range.first, *end = range.first + range.second.size;
       return start < at + bytes && end > at && !(start <= at && end >= at + bytes);
     });
   }
 
  private:
+  struct Range {
+    size_t size;
+    int num_copies = 0;
+    void* freed = nullptr;
+  };
+
+  static uintptr_t page(const char* at) { return reinterpret_cast<uintptr_t>(at) / 4096; }
+
+  Range* range_of(const void* address) {
+    const char* at = static_cast<const char*>(address);
+    const auto after = ranges_.upper_bound(at);
+    if (after == ranges_.begin()) return nullptr;
+    auto& [start, range] = *std::prev(after);
+    return at < start + range.size ? &range : nullptr;
+  }
+
   std::mutex mutex_;
-  std::map<const char*, size_t> ranges_;
+  std::map<const char*, Range> ranges_;
 };
 
 struct DeviceAllocator final : public at::Allocator {
@@ -326,6 +366,12 @@ struct DeviceAllocator final : public at::Allocator {
   }
 };
 
+// Torch's allocator passes over memory that is not its own: a view that came by DLPack.
+inline void record_use(const c10::DataPtr& data, c10::StreamId stream) {
+  if (data.get_deleter() != &DeviceAllocator::give_back) return;
+  Arena::get().record_use(data.get(), stream);
+}
+
 struct PinnedAllocator final : public at::Allocator {
   at::DataPtr allocate(size_t bytes) override {
     void* found = nullptr;
@@ -334,10 +380,7 @@ struct PinnedAllocator final : public at::Allocator {
     Registered::get().add(found, size);
     return {found, found, &give_back, c10::Device(c10::kCPU)};
   }
-  static void give_back(void* address) {
-    Registered::get().remove(address);
-    std::free(address);
-  }
+  static void give_back(void* address) { Registered::get().free(address); }
   at::DeleterFnPtr raw_deleter() const override { return &give_back; }
   void copy_data(void* target, const void* source, size_t bytes) const override {
     std::memcpy(target, source, bytes);

@@ -2,8 +2,11 @@
 //
 // Owns the threads, which live as long as the process. What is pushed is launches of operators,
 // copies, event records, event waits and sleeps: all of it happens later than the call returns. A
-// launch that fails is reported by whoever waits for a stream or an event next, as CUDA does. Any
-// thread may enter; the current stream is of the calling thread, as CUDA's.
+// launch that fails is reported by every call from then on, as CUDA does: the process has lost its
+// device. Streams are those of torch's pool, which gives the first again after the last. Any thread
+// may enter, the main one or one that has said on which device it works: on CUDA another would make
+// a context on the first GPU, which may be another rank's. The current stream is of the calling
+// thread, as CUDA's.
 #pragma once
 
 #include <c10/core/impl/DeviceGuardImplInterface.h>
@@ -27,9 +30,9 @@
 namespace pretended {
 
 // Memory that another stream than its own uses: memory.h gives it back when that has passed.
-void record_use(void* address, c10::StreamId stream);
+void record_use(const c10::DataPtr& data, c10::StreamId stream);
 
-// The first launch that failed since somebody was told.
+// The first launch that failed, for good.
 class Failure {
  public:
   static Failure& get() {
@@ -40,18 +43,36 @@ class Failure {
     std::lock_guard<std::mutex> hold(mutex_);
     if (what_.empty()) what_ = what;
   }
+  bool any() {
+    std::lock_guard<std::mutex> hold(mutex_);
+    return !what_.empty();
+  }
   void raise() {
-    std::string what;
-    {
-      std::lock_guard<std::mutex> hold(mutex_);
-      what.swap(what_);
-    }
-    TORCH_CHECK(what.empty(), "CUDA error: a launch failed: ", what);
+    std::lock_guard<std::mutex> hold(mutex_);
+    TORCH_CHECK(what_.empty(), "CUDA error: a launch failed: ", what_);
   }
 
  private:
   std::mutex mutex_;
   std::string what_;
+};
+
+// What every call does first.
+class Entered {
+ public:
+  static void set_device() { known() = true; }
+  static void check() {
+    static const auto first = std::this_thread::get_id();  // the main thread loads the library
+    TORCH_CHECK(known() || std::this_thread::get_id() == first,
+                "a thread that has set no device: it would make a context on the first GPU");
+    Failure::get().raise();
+  }
+
+ private:
+  static bool& known() {
+    static thread_local bool found = false;
+    return found;
+  }
 };
 
 class StreamThread {
@@ -132,7 +153,7 @@ class Streams {
     if (!stream) stream = std::make_unique<StreamThread>();
     return *stream;
   }
-  c10::StreamId make() { return next_++; }
+  c10::StreamId make() { return next_++ % kPool + 1; }
   void synchronize() {
     for (auto* stream : all()) stream->synchronize();
   }
@@ -166,7 +187,8 @@ class Streams {
 
   std::mutex mutex_;
   std::map<c10::StreamId, std::unique_ptr<StreamThread>> threads_;
-  std::atomic<c10::StreamId> next_{1};
+  static constexpr c10::StreamId kPool = 32;
+  std::atomic<c10::StreamId> next_{0};
 };
 
 inline StreamThread& current_stream() { return Streams::get().of(Streams::current()); }
@@ -211,8 +233,9 @@ struct Guard final : public c10::impl::DeviceGuardImplInterface {
   }
   void setDevice(c10::Device device) const override {
     TORCH_CHECK(device.index() <= 0, "CUDA error: invalid device ordinal");
+    Entered::set_device();
   }
-  void uncheckedSetDevice(c10::Device) const noexcept override {}
+  void uncheckedSetDevice(c10::Device) const noexcept override { Entered::set_device(); }
   c10::DeviceIndex deviceCount() const noexcept override { return 1; }
 
   c10::Stream getStream(c10::Device) const override { return named(Streams::current()); }
@@ -228,11 +251,12 @@ struct Guard final : public c10::impl::DeviceGuardImplInterface {
   void synchronizeStream(const c10::Stream& stream) const override { of(stream).synchronize(); }
   void synchronizeDevice(const c10::DeviceIndex) const override { Streams::get().synchronize(); }
   void recordDataPtrOnStream(const c10::DataPtr& data, const c10::Stream& stream) const override {
-    record_use(data.get(), stream.id());
+    record_use(data, stream.id());
   }
 
   void record(void** event, const c10::Stream& stream, const c10::DeviceIndex,
               const c10::EventFlag) const override {
+    Entered::check();
     if (*event == nullptr) *event = new Event();
     auto recorded = std::make_shared<Recorded>();
     *static_cast<Event*>(*event) = recorded;
@@ -242,10 +266,12 @@ struct Guard final : public c10::impl::DeviceGuardImplInterface {
     if (auto recorded = of(event)) of(stream).push([recorded] { recorded->wait(); });
   }
   bool queryEvent(void* event) const override {
+    Entered::check();
     auto recorded = of(event);
     return recorded == nullptr || recorded->done();
   }
   void synchronizeEvent(void* event) const override {
+    Entered::check();
     if (auto recorded = of(event)) recorded->wait();
     Failure::get().raise();
   }

@@ -26,7 +26,7 @@ def make_model(num_layers: int = 3, seed: int = 0, width: int = 24) -> GPT2LMHea
     shape = GPT2Config(
         n_embd=width, n_layer=num_layers, n_head=2, n_positions=16, vocab_size=VOCABULARY
     )
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng():
         torch.manual_seed(seed)
         return GPT2LMHeadModel(shape).train()
 

@@ -56,7 +56,7 @@ class Block(nn.Module):
 
 
 def choosy(width: int = 24) -> tuple[nn.Module, Callable[[int], dict[str, Any]]]:
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng():
         torch.manual_seed(0)
         model = Choosy(width)
 

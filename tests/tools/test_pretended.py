@@ -28,11 +28,35 @@ LAWS = {
     "residents_cuda.py::test_updates_on_the_gpu_have_the_hosts_bits[half-ring-bf16]": 1,
     "checkpoint_cuda.py": 4,
 }
+OTHER_THREAD = """
+import threading
+found = []
+def wait():
+    try: torch.cuda.Event().record(torch.cuda.current_stream())
+    except RuntimeError as error: found.append(error)
+thread = threading.Thread(target=wait); thread.start(); thread.join()
+raise found[0]
+"""
+REGISTER = """
+import mmap
+slab = torch.frombuffer(mmap.mmap(-1, 1 << 20), dtype=torch.uint8)
+register = lambda at, size: torch.cuda.cudart().cudaHostRegister(slab.data_ptr() + at, size, 1)
+"""
+TWO_PAGES = f"{REGISTER}\nregister(0, 5000); raise RuntimeError(register(6000, 9))"
+COPYING = f"""{REGISTER}
+register(0, 1 << 20)
+torch.cuda._sleep(10**9)
+torch.empty(1 << 20, dtype=torch.uint8, device="cuda").copy_(slab, non_blocking=True)
+torch.cuda.cudart().cudaHostUnregister(slab.data_ptr())
+"""
 # What a CUDA GPU refuses; the host would compute it, or read the memory, without a word.
 MISTAKES = {
     "import ctypes; ctypes.string_at(there.data_ptr(), 4)": "",
     "there + torch.ones(3)": "Expected all tensors to be on the same device",
     "torch.ones(3).set_(there.untyped_storage())": "different device|to a storage on",
+    OTHER_THREAD: "has set no device",
+    TWO_PAGES: "712",
+    COPYING: "while it is copied",
 }
 
 can_pretend = pytest.mark.skipif(
@@ -62,9 +86,30 @@ def test_laws_of_the_cuda_path_pass_on_the_pretended_device() -> None:
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_what_a_gpu_refuses_dies_on_the_pretended_device(mistake: str) -> None:
     begin = "from tests.pretended.install import install; install(); import torch"
-    result = run("-c", f"{begin}; there = torch.ones(3, device='cuda'); {mistake}")
+    result = run("-c", f"{begin}; there = torch.ones(3, device='cuda')\n{mistake}")
     assert result.returncode == (1 if MISTAKES[mistake] else -signal.SIGSEGV), result.stderr
     assert re.search(MISTAKES[mistake], result.stderr), result.stderr
+
+
+LOST = """
+import pytest, torch
+def test_that_fails():
+    torch.nn.functional.embedding(torch.tensor([9], device="cuda"), torch.ones(3, 2, device="cuda"))
+    torch.cuda.synchronize()
+def test_after_it():
+    assert torch.ones(2, device="cuda").sum().item() == 2.0
+"""
+
+
+@can_pretend
+@pytest.mark.slow
+def test_tests_end_where_one_has_lost_the_gpu(tmp_path: Path) -> None:
+    program = tmp_path / "test_lost.py"
+    program.write_text(LOST)
+    plugins = ["-p", "tests.pretended.plugin", "-p", "tests.gpu.conftest"]
+    result = run("-m", "pytest", "-q", *plugins, f"--rootdir={tmp_path}", str(program))
+    assert "a test before has lost the GPU" in result.stdout
+    assert "1 failed" in result.stdout, result.stdout
 
 
 @can_pretend
