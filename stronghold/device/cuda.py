@@ -100,8 +100,11 @@ def free_bytes(index: int) -> int:
 
 
 def reachable_bytes(index: int) -> int:
-    """Bytes that this process's tensors can have in all: those that they have, and the free."""
-    return int(torch.cuda.mem_get_info(index)[0]) + torch.cuda.memory_reserved(index)
+    """Bytes that this process's tensors can have in all: those that they have, and the free; no
+    more than `torch.cuda.set_per_process_memory_fraction` leaves it."""
+    free, total = torch.cuda.mem_get_info(index)
+    limit = int(torch.cuda.get_per_process_memory_fraction(index) * total)
+    return min(int(free) + torch.cuda.memory_reserved(index), limit)
 
 
 def identity(index: int) -> tuple[str, int, str]:
@@ -306,6 +309,7 @@ class CudaDevice(Device):
         self._clock = self._make_clock() if self.trace.recording else None
         self._kernels: TritonKernels | None = None
         self._beside = torch.cuda.Stream(self._device)  # of `copy_now`
+        self._streams: dict[int, torch.cuda.Stream] = {}  # that were current, by address
         self.side_streams: list[torch.cuda.Stream] = []
         self._main: torch.cuda.Stream | None = None  # that forked last
         self._behind: deque[Fence] = deque()  # the ends of the newest layers' backwards
@@ -421,7 +425,7 @@ class CudaDevice(Device):
 
     def _copy_bytes(self, target: torch.Tensor, source: torch.Tensor, address: int) -> None:
         """Of memory that is registered from its address on, or not at all."""
-        stream = torch.cuda.current_stream(self._device)
+        stream = self.compute_stream()
         ring = self._rings.get(stream.cuda_stream)
         if ring is None or _is_inside(self._registered, address):
             target.copy_(source, non_blocking=True)
@@ -445,10 +449,15 @@ class CudaDevice(Device):
         return self._kernels
 
     def keep_for_lane(self, tensor: torch.Tensor) -> None:
-        tensor.record_stream(torch.cuda.current_stream(self._device))
+        tensor.record_stream(self.compute_stream())
 
     def compute_stream(self) -> torch.cuda.Stream:
-        return torch.cuda.current_stream(self._device)
+        # Asked several times for each gradient: torch makes a new object each time.
+        address = torch._C._cuda_getCurrentRawStream(self._device.index)
+        found = self._streams.get(address)
+        if found is None:
+            found = self._streams[address] = torch.cuda.current_stream(self._device)
+        return found
 
     def record_compute(self, operation: str, stream: object = None) -> Fence:
         event = _fence_event()
@@ -473,7 +482,7 @@ class CudaDevice(Device):
 
     def compute_wait(self, fence: Fence) -> Seconds:
         # The host returns at once; how long the stream stands still its own clock tells.
-        stream = torch.cuda.current_stream(self._device)
+        stream = self.compute_stream()
         begun = self.mark(stream)
         event = fence.wait_issued()
         if event is not None:
@@ -625,6 +634,8 @@ class CudaDevice(Device):
                 parts.append(torch.empty(size, dtype=torch.uint8, device=self._device))
         except torch.OutOfMemoryError:
             return False
+        parts.clear()
+        self.trim()  # or larger buffers find these parts in their way, in the middle of a step
         return True
 
     def trim(self) -> None:

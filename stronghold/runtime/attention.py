@@ -79,7 +79,8 @@ class Interception:
 
 
 class _Call(NamedTuple):
-    """A kernel's call: what it returned, tensors as they are kept, and the generator after it."""
+    """A kernel's call, and the generator after it. Of what it returned: what gives each tensor
+    again; a GPU's kernels also return numbers, and None for tensors that are not there."""
 
     kernel: Any
     kept: tuple[Any, ...]
@@ -106,10 +107,9 @@ class _Watch(TorchDispatchMode):
 class _Answer(TorchDispatchMode):
     """Returns what they returned, in their order."""
 
-    def __init__(self, calls: list[_Call], give: Callable[[Any], Any], device: Device) -> None:
+    def __init__(self, calls: list[_Call], device: Device) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._calls = iter(calls)
-        self._give = give
         self._device = device
 
     def __torch_dispatch__(
@@ -120,7 +120,7 @@ class _Answer(TorchDispatchMode):
             return func(*args, **(kwargs or {}))
         if call.generator is not None:
             self._device.set_random_state(call.generator)
-        return tuple(map(self._give, call.kept))
+        return tuple(part() if callable(part) else part for part in call.kept)
 
 
 class AttentionCalls:
@@ -156,7 +156,9 @@ class AttentionCalls:
         return output
 
     def _kept(self, value: Any) -> Any:
-        return self._keep(value) if isinstance(value, torch.Tensor) else value
+        if not isinstance(value, torch.Tensor):
+            return value
+        return functools.partial(self._give, self._keep(value))
 
     def again(self) -> Through:
         """What the calls of a second run, which begins now, go through."""
@@ -168,7 +170,7 @@ class AttentionCalls:
         calls = self._calls[index] if index < len(self._calls) else []
         if not calls:
             return plain(*args, **kwargs)
-        with _Answer(calls, self._give, self._device):
+        with _Answer(calls, self._device):
             return plain(*args, **kwargs)
 
 

@@ -386,6 +386,7 @@ class Chunks:
         do not give what both give at once."""
         modes = [(part, part.training) for part in module.modules()]
         contents = _contents(whole)
+        chance = self._device.random_state()
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             try:
                 for part, _ in modes:
@@ -401,6 +402,8 @@ class Chunks:
             finally:
                 for part, mode in modes:
                     part.training = mode
+                if chance is not None:
+                    self._device.set_random_state(chance)
         _refuse_change(name, contents)
         # A table of relative positions, say: it is what it is for one chunk, and not one per chunk.
         columns = zip(*map(_tensors, outputs), strict=True)

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import functools
 import itertools
+import os
 import random
+import re
+import subprocess
 import sys
 import types
 from pathlib import Path
@@ -18,6 +21,7 @@ import pytest
 import torch
 from torch import nn
 
+import stronghold
 from stronghold.device import cuda
 from stronghold.errors import ConfigError
 from stronghold.states import Kind
@@ -131,6 +135,13 @@ def test_window_and_policy_never_change_a_bit(
 @pytest.mark.parametrize("name", [*PLAIN, *HUGGING_FACE])
 def test_any_model_trains_as_without_a_window(name: str, policy: str) -> None:
     check(name, {**STREAMED, "activations": policy}, clipping=0.5)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])  # the memory-efficient kernel, and flash
+def test_what_attentions_kernels_gave_is_given_again(precision: str) -> None:
+    """Beside tensors they give numbers, and tensors that are not there."""
+    for policy in ("attention", "attention_offload"):
+        check("gpt", {**STREAMED, "activations": policy}, clipping=0.5, precision=precision)
 
 
 class CalledFourTimes(nn.Module):
@@ -304,6 +315,50 @@ def test_capturing_a_cuda_graph_is_refused() -> None:
 
     settings = config(section={"device": "cuda", **STREAMED, "activations": "keep"})
     train_windowed(llama, steps=1, settings=settings, inspect=inspect)
+
+
+TOKEN_OUT_OF_RANGE = """
+import tests.conftest, stronghold, torch
+from tests.models import MODELS, loss_of
+from tests.support.training import config, on
+model, make_batch = MODELS["gpt"]()
+settings = config(section={"device": "cuda", "window": 1, "resident_layers": 0})
+engine, *_ = stronghold.initialize(
+    model=model, model_parameters=model.parameters(), config=settings
+)
+try:
+    for step in range(4):
+        batch = on(torch.device("cuda"), make_batch(step))
+        if step == 2:
+            batch = {name: value + 10**6 for name, value in batch.items()}
+        engine.backward(loss_of(engine(**batch)))
+        engine.step()
+finally:
+    engine.destroy()
+"""
+
+
+def test_a_kernel_that_fails_ends_the_program_by_its_error() -> None:
+    """From then on every call of CUDA's fails, those that end the engine too."""
+    pretended = {"STRONGHOLD_PRETENDED": "1", "PYTHONPATH": f"{ROOT}/tests/pretended/site:{ROOT}"}
+    environment = {**os.environ, "DS_ACCELERATOR": "cuda", **(pretended if PRETENDED else {})}
+    command = [sys.executable, "-c", TOKEN_OUT_OF_RANGE]
+    ended = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert ended.returncode == 1, ended.stderr
+    first = re.search(r"^[\w.]*Error: .*", ended.stderr, re.MULTILINE)
+    assert first is not None
+    assert "CUDA error" in first[0], ended.stderr
+
+
+def test_a_cap_on_the_process_is_what_it_can_reach() -> None:
+    total = cuda.identity(0)[1]
+    torch.cuda.set_per_process_memory_fraction(0.25)
+    try:
+        assert cuda.reachable_bytes(0) <= total // 4
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
 
 
 def test_what_torch_keeps_of_tensors_that_are_gone_is_free() -> None:
@@ -495,6 +550,31 @@ def test_streams_of_two_ranks_never_change_a_bit(tmp_path: Path) -> None:
     for two, one in run_ranks("tests.support.rank_programs:streams", 2, tmp_path, **environment):
         assert_identical(two, one)
         assert two.norms == one.norms
+
+
+def test_the_trial_of_a_block_draws_none_of_the_devices_numbers() -> None:
+    def draw(module: nn.Module, args: Any) -> None:
+        torch.rand(1, device="cuda")
+
+    model, make_batch = chunks.llama()
+    for block in model.model.layers:
+        block.mlp.register_forward_pre_hook(draw)
+    batch = on(torch.device("cuda"), make_batch(0))
+    num_draws = len(model.model.layers) * len(batch["input_ids"])
+    model.eval()
+    settings = config(section={"device": "cuda", "chunk": 1, **STREAMED, "activations": "keep"})
+    engine, *_ = stronghold.initialize(
+        model=model, model_parameters=model.parameters(), config=settings
+    )
+    torch.cuda.manual_seed(5)
+    loss = loss_of(engine(**batch))
+    drawn = torch.cuda.get_rng_state()
+    engine.backward(loss)
+    engine.destroy()
+    torch.cuda.manual_seed(5)
+    for _ in range(num_draws):
+        torch.rand(1, device="cuda")
+    assert torch.equal(drawn, torch.cuda.get_rng_state())
 
 
 def test_what_all_chunks_are_given_none_may_write() -> None:
