@@ -130,17 +130,28 @@ class Process:
         return Life.RUNS if state_of(self.pid, self.started) is not None else Life.ENDED
 
 
+_here = os.getpid()  # asked at every operation, and the system takes a microsecond to say it
+
+
+def _look_again() -> None:
+    global _here
+    _here = os.getpid()
+
+
+os.register_at_fork(after_in_child=_look_again)
+
+
 def forked_from(pid: int) -> bool:
     """Whether this process is another than `pid`, which made the object in question."""
-    return os.getpid() != pid
+    return _here != pid
 
 
 def check_not_forked(pid: int, operation: str) -> None:
     """ConfigError in a forked child of `pid`, which made the engine ([Note: forked children])."""
-    if os.getpid() != pid:
+    if _here != pid:
         raise ConfigError(
             f"{operation}: this engine belongs to the parent process ({pid}), from which this one "
-            f"({os.getpid()}) was forked: a child has neither its threads nor the memory of its "
+            f"({_here}) was forked: a child has neither its threads nor the memory of its "
             "layers. Use it in the parent and give the child copies of what it needs, or "
             "initialize an engine of the child's own"
         )

@@ -438,25 +438,27 @@ class Activations:
     ) -> Hooks:
         """The pair that stands around a forward of the layer, which `again` runs again. It is
         called for each tensor that autograd saves, some forty times a block: what can be looked up
-        before is."""
+        before is, and named tuples are made without their Python."""
         executor, sizes, layers = self._executor, self.sizes, self._executor.layers
-        run_again = self._run_again
+        run_again, layer_at, staying = self._run_again, executor.layer_at, executor.staying
+        new: Any = tuple.__new__
 
         def pack(tensor: torch.Tensor) -> Any:
             address = tensor.untyped_storage().data_ptr()
-            held = executor.layer_at.get(address)
+            held = layer_at.get(address)
             if held is not None:
-                at, epoch = int(tensor.storage_offset()), layers[held].epoch
-                return SavedWeight(held, epoch, tensor.dtype, at, tensor.shape, tensor.stride())
+                at, epoch = tensor.storage_offset(), layers[held].epoch
+                place = at, tensor.shape, tensor.stride()
+                return new(SavedWeight, (held, epoch, tensor.dtype, *place))
             if sizes.counting:
                 sizes.saw(layer, tensor)
-            if address in executor.staying:
+            if address in staying:
                 return SavedResident(tensor.detach(), tensor._version)  # [Note: pack]
             if outer is not None:
                 return outer(tensor)
             if offload and self._worth_offloading(tensor):
                 return self._offloaded(layer, tensor)
-            return SavedTensor(tensor.detach(), tensor._version)
+            return new(SavedTensor, (tensor.detach(), tensor._version))
 
         def unpack(packed: Any) -> torch.Tensor:
             if type(packed) is int:
@@ -466,11 +468,13 @@ class Activations:
                 tensor, version = packed
                 return tensor if tensor._version == version else _refuse_written(packed)
             if type(packed) is SavedWeight:
-                self._refuse_old(packed.layer, packed.epoch)
-                weight = executor.weights_of(packed.layer)
-                if weight.dtype is not packed.dtype:
-                    weight = weight.view(packed.dtype)
-                weight = weight.as_strided(packed.shape, packed.stride, packed.offset)
+                held, epoch, dtype, offset, shape, stride = packed
+                if layers[held].epoch != epoch:
+                    self._refuse_old(held, epoch)
+                weight = executor.weights_of(held)
+                if weight.dtype is not dtype:
+                    weight = weight.view(dtype)
+                weight = weight.as_strided(shape, stride, offset)
                 # With create_graph backward saves it in its turn, where none of our hooks stands,
                 # and needs it when the slot holds another layer.
                 return weight.clone() if torch.is_grad_enabled() else weight

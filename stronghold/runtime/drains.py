@@ -36,8 +36,9 @@ class ComputeSpan:
         self._device = device
         self._open: tuple[str, object] | None = None
 
-    def begin(self, name: str) -> None:
-        self._open = (name, self._device.begin_compute_span())
+    def begin(self, name: object) -> None:
+        if self._device.trace.recording:
+            self._open = (str(name), self._device.begin_compute_span())
 
     def end(self) -> None:
         """Close the open span, if there is one."""

@@ -286,7 +286,7 @@ class Executor:
         elif not self._current.recorded or self._current.recorded[-1] != use:
             self._advance(use)
         self.make_resident(layer)
-        self._span.begin(str(use))
+        self._span.begin(use)
 
     def _take_writes(self, layer: int) -> None:
         """What was written into the layer's parameters at rest counts from its next use on: a copy

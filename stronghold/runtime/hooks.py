@@ -274,7 +274,7 @@ class Hooks:
                 if error is not None and "support saved tensor hooks" in str(error):
                     error.args = (NO_TRANSFORMS,)  # torch's own ends with its issue tracker
             if torch.is_grad_enabled():
-                for tensor in tree_leaves(output):
+                for tensor in [output] if isinstance(output, torch.Tensor) else tree_leaves(output):
                     if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
                         tensor.register_hook(self._backward_hook(index))
 

@@ -528,8 +528,9 @@ class Updates:
     def _slabs(self, state: LayerState, arrays: Iterable[str], begin: int, end: int) -> Views:
         found: Views = {}
         for array in arrays:
-            first = 0 if array == "weights" else state.begin
-            found[array] = getattr(state, array)[items(array, begin - first, end - first)]
+            at = begin if array == "weights" else begin - state.begin
+            flat = getattr(state, array)
+            found[array] = flat[items(array, at, at + end - begin)] if at else flat
         return found
 
     def _whole(self, found: Gathered, changed: Sequence[str]) -> Piece:
