@@ -6,10 +6,12 @@ added in fp32, in the order in which autograd comes to them, and rounded once fo
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 
 class Sums:
@@ -63,15 +65,15 @@ def joined(outputs: list[Any]) -> Any:
     return first
 
 
-def chunk_blocks(blocks: list[nn.Module], size: int) -> Sums:
-    """Call these blocks chunk by chunk from now on."""
+def chunk_blocks(blocks: list[nn.Module], size: int, *, checkpointed: bool = False) -> Sums:
+    """Call these blocks chunk by chunk from now on, each through torch's checkpoint or not."""
     sums = Sums()
     for block in blocks:
-        _chunk(block, size, sums)
+        _chunk(block, size, sums, checkpointed)
     return sums
 
 
-def _chunk(block: nn.Module, size: int, sums: Sums) -> None:
+def _chunk(block: nn.Module, size: int, sums: Sums, checkpointed: bool) -> None:
     inner = block.forward
     places = [
         (part._parameters, name, parameter)
@@ -95,14 +97,20 @@ def _chunk(block: nn.Module, size: int, sums: Sums) -> None:
                 if leaf.requires_grad:
                     leaf.register_post_accumulate_grad_hook(_adder(sums, call, parameter))
                 leaves[parameter] = leaf
-            for table, name, parameter in places:
-                table[name] = leaves[parameter]
-            try:
-                outputs.append(inner(*of_args, **of_kwargs))
-            finally:
-                for table, name, parameter in places:
-                    table[name] = parameter
+            run = partial(with_leaves, leaves)
+            if checkpointed:
+                run = partial(checkpoint, run, use_reentrant=False)
+            outputs.append(run(*of_args, **of_kwargs))
         return joined(outputs)
+
+    def with_leaves(leaves: dict[nn.Parameter, Any], *args: Any, **kwargs: Any) -> Any:
+        for table, name, parameter in places:
+            table[name] = leaves[parameter]
+        try:
+            return inner(*args, **kwargs)
+        finally:
+            for table, name, parameter in places:
+                table[name] = parameter
 
     vars(block)["forward"] = forward
 
