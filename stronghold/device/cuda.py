@@ -73,6 +73,7 @@ from stronghold.device.base import (
 from stronghold.device.triton_kernels import TritonKernels
 from stronghold.errors import ConfigError, StateError
 from stronghold.native import available_cores
+from stronghold.process import forked_from
 from stronghold.telemetry.trace import NullTrace, Trace
 
 logger = logging.getLogger("stronghold")
@@ -214,6 +215,11 @@ class StreamLane(ThreadLane):
         self._cuda = device
         self.stream = torch.cuda.Stream(device.torch_device)
         super().__init__(name, device)
+
+    def finish(self) -> None:
+        super().finish()  # all is enqueued
+        if not forked_from(self._process):
+            self.stream.synchronize()
 
     def _is_short(self, after: tuple[Fence, ...], nbytes: int) -> bool:
         copies = nbytes > 0 and self._cuda.only_enqueues

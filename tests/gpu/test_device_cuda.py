@@ -181,6 +181,16 @@ def test_a_fence_is_issued_before_it_is_done(device: CudaDevice, slab: torch.Ten
     assert total.item() == 3.0 * NUMEL
 
 
+def test_what_a_lane_has_finished_is_there(device: CudaDevice, slab: torch.Tensor) -> None:
+    """Its buffers may be dropped, or taken by others, then."""
+    buffer = device.allocate(NUMEL, torch.float32, "slot")
+    sleep_on_device()
+    busy = device.record_compute("busy")
+    fetched = device.fetch.submit("fetch", lambda: device.copy(buffer, slab), (busy,))
+    device.finish()
+    assert fetched.done
+
+
 def test_a_thread_that_waits_for_the_device_does_not_spin(device: CudaDevice) -> None:
     """Its core belongs to Adam: the wait takes half a second of time and next to none of a core."""
     sleep_on_device()
