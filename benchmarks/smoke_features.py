@@ -196,6 +196,18 @@ def recompute(machine: str) -> str:
     return trained(machine, section, "gpt_dropout", precision="bf16")
 
 
+@feature(only_cuda=True)
+def attention(machine: str) -> str:
+    """By the fused kernels, which the others leave out: the one of 16 bits, and the one of 32."""
+    from tests.gpu.test_training_cuda import check_fused_attention
+    from tests.support.training import operators_in_one_order
+
+    with operators_in_one_order():
+        check_fused_attention("bf16")
+        check_fused_attention("fp32")
+    return "what flash and memory-efficient attention gave is given again"
+
+
 @feature()
 def offload(machine: str) -> str:
     return trained(machine, {**STREAMED, "activations": "offload"}, precision="bf16")

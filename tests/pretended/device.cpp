@@ -252,9 +252,11 @@ Tensor histc(const Tensor& tensor, int64_t bins, const at::Scalar& low, const at
 int64_t sdp_choice(const Tensor& query, const Tensor& key, const Tensor&,
                    const std::optional<Tensor>& mask, double dropout, bool, std::optional<double>,
                    bool) {
+  const auto& context = at::globalContext();  // what the program allows
+  const bool flash = query.scalar_type() != at::kFloat && context.userEnabledFlashSDP();
+  const bool efficient = query.size(1) == key.size(1) && context.userEnabledMemEfficientSDP();
   if (query.dim() != 4 || mask.has_value() || dropout > 0) return 0;  // by its formula
-  if (query.scalar_type() != at::kFloat) return 1;                    // flash
-  return query.size(1) == key.size(1) ? 2 : 0;                        // memory-efficient
+  return flash ? 1 : efficient ? 2 : 0;
 }
 
 std::pair<Tensor, Tensor> attended(const Tensor& query, const Tensor& key, const Tensor& value,
