@@ -362,7 +362,7 @@ def test_a_kernel_that_fails_ends_the_program_by_its_error() -> None:
     ended = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120
     )
-    assert ended.returncode == 1, ended.stderr
+    assert ended.returncode != 0, ended.stderr
     first = re.search(r"^[\w.]*Error: .*", ended.stderr, re.MULTILINE)
     assert first is not None
     assert "CUDA error" in first[0], ended.stderr
