@@ -585,8 +585,8 @@ MEMORY = [
     Mutant(
         "a master has its remainder on the wrong side",
         "states.py",
-        "(upper << 16) + low.to(torch.int32)",
-        "(upper << 16) - low.to(torch.int32)",
+        "lean.joined(weights, low.to(torch.int32))",
+        "lean.joined(weights, -low.to(torch.int32))",
         HOST,
     ),
     Mutant(
