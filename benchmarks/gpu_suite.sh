@@ -165,8 +165,9 @@ piece() {
   esac
 }
 
-# The seconds that one of so many runs of a piece may take: one that hangs leaves time for the others.
-each() { echo "--timeout $((${LIMIT_S:-480} / $1))"; }
+# The seconds that one of so many runs of a piece may take: one that hangs leaves time for the others,
+# and a tenth is left to write what was measured.
+each() { echo "--timeout $((${LIMIT_S:-480} * 9 / 10 / $1))"; }
 
 # A test that hangs shows its stacks and ends its process; xdist goes on with another.
 gpu_tests() {

@@ -182,6 +182,18 @@ def test_the_next_piece_is_the_first_not_tried_and_then_one_that_was_cut_off(
     assert "gpu_suite: table-3b-80gb" in suite("run", "next", state=tmp_path).stdout
 
 
+@pytest.mark.parametrize(("piece", "runs"), [("window", 5), ("compare-3b-24gb-l2l", 1)])
+def test_runs_that_take_all_their_time_leave_some_to_write_it_down(
+    piece: str, runs: int, tmp_path: Path
+) -> None:
+    python = tmp_path / "python"
+    python.write_text('#!/bin/bash\necho "$@"\n')
+    python.chmod(0o755)
+    said = suite("run", piece, state=tmp_path, python=python, PIECE_S="100").stdout
+    (seconds,) = re.findall(r"--timeout (\d+)", said)
+    assert 0 < int(seconds) * runs <= 90
+
+
 def test_no_piece_begins_when_the_commands_time_is_over(tmp_path: Path) -> None:
     first = pieces(tmp_path)[0]
     result = suite("run", first, state=tmp_path, TOTAL_S="20")
