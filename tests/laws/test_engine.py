@@ -16,7 +16,7 @@ from torch import nn
 from stronghold.errors import ConfigError
 from tests.models import loss_of
 from tests.support.pairs import pairs
-from tests.support.training import WARMUP, moments_of
+from tests.support.training import WARMUP
 from tests.support.twin import failing_once, twin
 
 POLICIES = ["keep", "offload", "recompute"]
@@ -56,32 +56,12 @@ def test_an_overridden_boundary_ends_a_shorter_window(precision: str) -> None:
         assert both.engine.global_steps == 4
 
 
-def test_losses_that_the_caller_divides_are_not_divided_again() -> None:
-    with twin(accumulation=3) as both:
-        for micro in range(6):
-            both.backward(both.on(micro), caller_scales=True)
-            if micro % 3 == 2:
-                both.step()
-            else:
-                both.engine.step()
-
-
 def test_backward_returns_the_loss_divided_by_the_accumulation_steps() -> None:
     with twin(accumulation=4) as both:
         loss = both.on(0)(both.engine)
         assert torch.equal(both.engine.backward(loss), loss / 4)
         loss = both.on(1)(both.engine)
         assert torch.equal(both.engine.backward(loss, scale_wrt_gas=False), loss)
-
-
-def test_no_sync_changes_nothing_on_one_rank() -> None:
-    with twin(accumulation=2) as both:
-        for step in range(2):
-            with both.engine.no_sync():
-                both.backward(both.on(2 * step))
-                both.engine.step()
-            both.backward(both.on(2 * step + 1))
-            both.step()
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -297,15 +277,3 @@ def test_more_accumulation_steps_than_were_planned_for_are_refused_without_effec
         assert both.engine.train_batch_size() == 2
         assert both.engine.gradient_accumulation_steps() == 1
         both.train(0)
-
-
-def test_moments_are_those_of_the_plain_loop() -> None:
-    with twin("weird_model") as both:
-        both.train(0)
-        both.train(1)
-        moments = moments_of(both.engine)
-        for name, parameter in both.plain.named_parameters():
-            if parameter in both.adam._state:
-                state = both.adam._state[parameter]
-                assert torch.equal(moments[name][0], state["exp_avg"])
-                assert torch.equal(moments[name][1], state["exp_avg_sq"])

@@ -32,32 +32,6 @@ MODES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize(
-    ("what", "mode", "policy"),
-    pairs(["evaluation", "inference", "a loss that is dropped"], list(MODES), POLICIES),
-)
-def test_other_forwards_before_a_backward_change_nothing(what: str, mode: str, policy: str) -> None:
-    with twin(section={"activations": policy}, **MODES[mode]) as both:
-        engine = both.engine
-        for step in range(3):
-            for micro in range(both.accumulation):
-                batch = both.on(2 * step + micro)
-                loss = batch(engine)
-                if what == "evaluation":
-                    with torch.no_grad():
-                        assert torch.equal(both.on(9)(both.model), both.on(9)(both.plain))
-                elif what == "inference":
-                    with torch.inference_mode():
-                        assert torch.equal(both.on(9)(engine), both.on(9)(both.plain))
-                else:
-                    both.on(9)(engine)
-                engine.backward(loss)
-                both.plain_backward(batch)
-                if micro < both.accumulation - 1:
-                    engine.step()
-            both.step()
-
-
-@pytest.mark.parametrize(
     ("where", "mode", "policy"),
     pairs(["the engine", "the model", "a recomputation"], list(MODES), POLICIES),
 )
@@ -147,27 +121,6 @@ def test_an_engine_that_is_destroyed_after_a_stopped_call_leaves_no_hook() -> No
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("mode", ["gated", "accumulated"])
-def test_a_retained_graph_can_run_backward_twice(mode: str, policy: str) -> None:
-    with twin(section={"activations": policy}, **MODES[mode]) as both:
-        for step in range(2):
-            both.engine.set_gradient_accumulation_boundary(True)
-            loss, expected = both.on(step)(both.engine), both.on(step)(both.plain)
-            both.engine.backward(loss, retain_graph=True)
-            both.engine.backward(loss)
-            for retain in (True, False):
-                (expected / both.accumulation).backward(retain_graph=retain)
-                if both.accumulation > 1:
-                    for parameter in both.parameters:
-                        before = both.sums.get(parameter)
-                        both.sums[parameter] = (
-                            parameter.grad if before is None else before + parameter.grad
-                        )
-                        parameter.grad = None
-            both.step()
-
-
-@pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("mode", MODES)
 def test_a_penalty_on_the_gradient_of_the_input_is_exact(mode: str, policy: str) -> None:
     """Backward of a backward needs weights whose slots have held other layers since."""
@@ -204,17 +157,6 @@ def test_two_losses_may_run_backward_in_either_order(first: int, policy: str) ->
                 both.engine.backward(losses[k])
                 expected[k].backward()
             both.step()
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_a_step_without_a_backward_changes_no_weight(mode: str) -> None:
-    with twin(**MODES[mode]) as both:
-        both.train(*range(both.accumulation))
-        for _ in range(both.accumulation):
-            both.engine.step()
-        assert both.engine.get_global_grad_norm() == 0.0
-        both.check()
-        both.train(*range(both.accumulation))
 
 
 def test_a_backward_that_fails_between_early_updates_refuses_every_further_one() -> None:

@@ -84,13 +84,10 @@ class Twin:
                     parameter.grad = None
         return loss
 
-    def backward(self, objective: Objective, *, caller_scales: bool = False) -> None:
+    def backward(self, objective: Objective) -> None:
         """Forward and backward of both; losses must be equal."""
         loss = objective(self.engine)
-        if caller_scales:
-            self.engine.backward(loss / self.accumulation, scale_wrt_gas=False)
-        else:
-            self.engine.backward(loss)
+        self.engine.backward(loss)
         expected = self.plain_backward(objective)
         assert torch.equal(loss, expected), f"{loss.item()!r} != {expected.item()!r}"
 
