@@ -30,6 +30,12 @@ LONGEST_S = 0.4  # of the random wait before the kill: several saves
 REPEATED = "newest"
 
 
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    """Torch's other threads do not come along when a process forks."""
+    torch.set_num_threads(1)
+
+
 def save_for_ever(save_dir: Path, asynchronous: bool, done: int) -> None:
     """Train and save, saying each completed step through the pipe `done`."""
     section = {"async_checkpoint": asynchronous, "window": 2}
