@@ -371,7 +371,7 @@ def test_a_weight_written_from_outside_becomes_the_master(
     if state.low is not None:
         state.low.fill_(7)
     view(state.weights, part).fill_(-2.5)
-    if state.low is not None:
+    if dtype is torch.bfloat16:  # in fp16 a weight that is not its master's rounding is the master
         assert not torch.equal(store.master(3, part), torch.full((2048,), -2.5))
     store.restart_master(3)
     assert torch.equal(store.master(3, part), torch.full((2048,), -2.5))
@@ -384,7 +384,8 @@ def test_a_master_in_fp16_is_the_fp32_array(make_store: Callable[..., HostStore]
     state, part = store.layers[0], LAYOUT.layers[0].slices[2]
     assert state.low is not None
     exact = torch.linspace(0.1, 0.2, 17)
-    view(state.low, part).copy_(exact)
+    for array in (state.low, state.weights):
+        view(array, part).copy_(exact)
     assert torch.equal(store.master(0, part), exact)
 
 
