@@ -526,6 +526,7 @@ class Updates:
         return tuple(a for a in arrays if a not in filed and getattr(state, a) is not None)
 
     def _slabs(self, state: LayerState, arrays: Iterable[str], begin: int, end: int) -> Views:
+        """The arrays from the layer's element `begin` on, at least up to `end`."""
         found: Views = {}
         for array in arrays:
             at = begin if array == "weights" else begin - state.begin
