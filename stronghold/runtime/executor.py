@@ -213,6 +213,8 @@ class Executor:
         self._window.start_again()
         for layer, state in enumerate(self.layers):
             state.stale = layer in self._refreshed
+            if state.stale:  # who writes to it waits until it has been fetched again
+                self._bindings.hide(layer)
             # A resident layer's never change device: autograd keeps one leaf for its calls.
             slot = state.slot
             self._bindings.point(layer, state.weights if slot is None else slot.weights)

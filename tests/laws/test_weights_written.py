@@ -18,7 +18,7 @@ from stronghold.errors import ConfigError
 from tests.models import MODELS
 from tests.support.pairs import pairs
 from tests.support.training import config
-from tests.support.twin import Twin, twin
+from tests.support.twin import Twin, failing_once, twin
 
 SLOW = {"emulated": {"update_gbps": 0.05}}  # else a write finds nothing under way
 SECTIONS: dict[str, dict[str, Any]] = {
@@ -229,3 +229,15 @@ def test_a_parameter_that_points_at_a_copy_of_itself_is_taken_back(section: str)
             parameter.data = parameter.data.clone()
         both.train(1)
         both.train(2)
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+def test_what_is_written_after_a_backward_that_failed_counts(section: str) -> None:
+    with twin(section=SECTIONS[section]) as both:
+        both.train(0)
+        with failing_once(both.model.norm, "backward"), pytest.raises(torch.OutOfMemoryError):
+            both.engine.backward(both.on(9)(both.engine))
+        for model in (both.model, both.plain):
+            halve_in_place(model)
+        same_outputs(both)
+        both.train(1)
