@@ -22,7 +22,7 @@ from tests.laws import test_ranks
 from tests.laws.test_ranks import interleaved
 from tests.support import node_programs, rank_cases, rank_checkpoints, rank_programs
 from tests.support.children import ROOT
-from tests.support.ranks import Launch, run_ranks
+from tests.support.ranks import Launch, ranks_once, run_ranks
 from tests.support.training import Run, assert_identical
 
 PROGRAMS = "tests.support.node_programs"
@@ -31,8 +31,7 @@ PROGRAMS = "tests.support.node_programs"
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     """What two nodes of one rank found in one launch."""
-    folder = tmp_path_factory.mktemp("two")
-    return run_ranks(f"{PROGRAMS}:two_nodes", 2, folder, num_nodes=2)
+    return ranks_once(f"{PROGRAMS}:two_nodes", 2, tmp_path_factory, num_nodes=2)
 
 
 @pytest.mark.parametrize("name", node_programs.BITS)

@@ -13,7 +13,7 @@ import torch
 from stronghold.memory.runfolder import reclaim
 from tests.models import MODELS, loss_of
 from tests.support import rank_cases, rank_checkpoints, rank_models, rank_programs
-from tests.support.ranks import Launch, run_ranks
+from tests.support.ranks import Launch, ranks_once, run_ranks
 from tests.support.scheduler import hostile_scheduler
 from tests.support.training import DTYPES, Run, assert_identical, config
 
@@ -23,7 +23,7 @@ PROGRAMS = "tests.support.rank_programs"
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     """What two ranks found in one launch: processes take seconds to start."""
-    return run_ranks(f"{PROGRAMS}:two_ranks", 2, tmp_path_factory.mktemp("two"))
+    return ranks_once(f"{PROGRAMS}:two_ranks", 2, tmp_path_factory)
 
 
 @pytest.mark.parametrize("name", rank_cases.CASES)

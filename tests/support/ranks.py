@@ -6,6 +6,7 @@ Owns their launch and their end. A test that fails kills those that are left.
 from __future__ import annotations
 
 import faulthandler
+import fcntl
 import importlib
 import os
 import pickle
@@ -17,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from tests.conftest import choose_kernels, free_port
@@ -107,6 +109,22 @@ def run_ranks(
     )
     assert not any(status for status, _ in ended), said
     return [pickle.loads((folder / f"result-{rank}").read_bytes()) for rank in range(num_ranks)]
+
+
+def ranks_once(
+    run: str, num_ranks: int, places: pytest.TempPathFactory, *, num_nodes: int = 1
+) -> list[Any]:
+    """`run_ranks`, once for all processes of a test run: a file of tests that several take their
+    parts of has its fixtures in each."""
+    base = places.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / run
+    folder.mkdir(exist_ok=True)
+    results = [folder / f"result-{rank}" for rank in range(num_ranks)]
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not all(result.exists() for result in results):
+            return run_ranks(run, num_ranks, folder, num_nodes=num_nodes)
+    return [pickle.loads(result.read_bytes()) for result in results]
 
 
 def enter(run: str, folder: str) -> None:
