@@ -444,7 +444,6 @@ class Stack:
         self.runtime.give_back()
         self.runtime.close()
         _move_buffers(self.partition.model, torch.device("cpu"))
-        self._versions = self._versions_now()
         self._away = True
 
     def return_to_device(self) -> None:
@@ -461,19 +460,10 @@ class Stack:
                 f"{plan.activation_bytes} for activations, and others have taken them: free them, "
                 "or lower stronghold.gpu_memory and make the engine again from a checkpoint"
             )
-        if self.dtype is torch.float16:  # masters of their own: what was written meanwhile counts
-            for layer, (now, then) in enumerate(
-                zip(self._versions_now(), self._versions, strict=True)
-            ):
-                edited = {k for k, version in enumerate(now) if version != then[k]}
-                self.host.restart_master(layer, edited)
         self.store.come_back()
         _move_buffers(self.partition.model, device.torch_device)
         self._away = False
         self._start(plan)
-
-    def _versions_now(self) -> list[list[int]]:
-        return [[parameter._version for parameter in of_layer] for of_layer in self.parameters]
 
     def _start(self, plan: Plan) -> None:
         self.runtime = self._make_runtime(plan)
