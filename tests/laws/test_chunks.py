@@ -368,6 +368,15 @@ def test_what_cannot_be_divided_is_refused_by_name_before_it_trains(kind: str) -
 SCRATCH = torch.zeros(3)
 
 
+def test_what_is_not_a_number_divides_no_worse() -> None:
+    """A run that has diverged is the user's to see, not said to mix sequences."""
+    model, make_batch = MODELS["gpt"]()
+    nn.init.constant_(next(model.blocks[0].parameters()), float("nan"))
+    engine = stronghold.initialize(model=model, config=config(section={"chunk": 1}))[0]
+    assert engine(**make_batch(0)).isnan()
+    engine.destroy()
+
+
 def pure(x: torch.Tensor, kept: list[Any]) -> torch.Tensor:
     return (x * 2).relu_().add_(SCRATCH)
 
