@@ -272,7 +272,7 @@ class Executor:
         if self.phase is not Phase.BACKWARD:
             self._ledger.refuse_early((layer,), "read")
         self._span.end()  # what follows may wait, which is not the compute of the layer before
-        if streamed and layer not in self._inside:
+        if layer not in self._inside:
             self._take_writes(layer)
         if kind is Kind.FORWARD and streamed:
             self._inside.append(layer)
@@ -296,14 +296,19 @@ class Executor:
         anything may have been written, that there is one.
         """
         written, slot = self._bindings.written(layer), self.layers[layer].slot
+        if written:
+            self._team.refuse_write(self.layers[layer])
         if layer in self._plan.resident:
             return
         if written:
-            self._team.refuse_write(self.layers[layer])
             self._host.flush(layer)
         ahead = slot is not None and self.phase is not Phase.BACKWARD
         if ahead and (written or self._bindings.aliased(layer)):
             self._release(layer)
+
+    def note_writes(self, layer: int) -> None:
+        """What was written into the layer's parameters is theirs."""
+        self._bindings.written(layer)
 
     def refuse_writes(self, layer: int, *, again: bool) -> None:
         """ConfigError when the layer's forward, which has ended, wrote into its parameters: what it

@@ -339,7 +339,7 @@ class Runtime:
 
     def adopt_edited(self) -> None:
         """What was written in place, from outside, where an update on the host would not see it:
-        take it over before that. A parameter's version tells. Masters keep what is below them, so
+        take it over before that, or refuse it among several ranks. A parameter's version tells. Masters keep what is below them, so
         that weights that come back to what they were are the same masters.
         """
         edited: dict[int, set[int]] = {}
@@ -358,12 +358,10 @@ class Runtime:
                 edited[layer] = {k for k, (now, then) in enumerate(pairs) if now != then}
             elif layer in silent and self.executor.aliased((layer,)):
                 self._save(layer)
-        if edited and self._team.lockstep:
-            self.adopt_weights(edited)
-        else:
-            for layer in edited:
-                self._save(layer)
         for layer in edited:
+            if self._hooks is not None:  # else the model is given back
+                self._team.refuse_write(self._host.layers[layer])
+            self._save(layer)
             self._host.layers[layer].versions = self._versions_of(layer)
 
     def _versions_of(self, layer: int) -> list[int]:
@@ -380,6 +378,8 @@ class Runtime:
         self._team.agree("after new weights")
         for index in layers:
             self._host.restart_master(index, written and written[index])
+            self._host.layers[index].versions = self._versions_of(index)
+            self.executor.note_writes(index)
         self._team.barrier("after new weights")
         self.executor.weights_changed([i for i in layers if i not in self._plan.resident])
 

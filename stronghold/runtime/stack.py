@@ -344,6 +344,7 @@ class Stack:
         self.check_process("writing parameters")
         for state in self.host.layers:
             state.wait_unused()
+        self.team.barrier("before new weights")  # other ranks may still read what they are made of
 
     def adopt_weights(self, written: Written | None = None) -> None:
         """New values were written where these parameters, or all, point: make them the masters."""

@@ -118,6 +118,12 @@ def test_one_rank_may_evaluate_alone(two: list[Any]) -> None:
     rank_cases.assert_trained_as_one(two)
 
 
+def test_ranks_load_what_they_made_of_their_weights_and_write_none_in_place(two: list[Any]) -> None:
+    for found in two:
+        assert all(found["halved"]["equal"])
+        assert all(said is True for said in found["halved"]["refused"]), found["halved"]
+
+
 def test_what_the_engine_says_of_ranks(two: list[Any]) -> None:
     for rank, found in enumerate(two):
         assert found["surface"] == {

@@ -120,6 +120,38 @@ def alone() -> dict[str, Any]:
     return {"alone": train("gpt", config(clipping=0.0), each_step=each_step), "alone loss": loss}
 
 
+def halved() -> dict[str, Any]:
+    """Weights are loaded that were made of those that are there, by one rank later than by the
+    other; and written in place, which memory that both have would take twice."""
+    model, make_batch = MODELS["gpt"]()
+    expected = {name: value * 0.5 for name, value in model.state_dict().items()}
+    engine = engine_of(model, config(clipping=0.0, section={"resident_layers": 1}))
+    found: dict[str, Any] = {"refused": []}
+    try:
+        values = engine.module.state_dict()
+        time.sleep(0.2 * rank())
+        model.load_state_dict({name: value * 0.5 for name, value in values.items()})
+        found["equal"] = [torch.equal(values[name], expected[name]) for name in expected]
+        for used in range(2):  # before what stays on the device is there, and after
+            if used:
+                model.load_state_dict(expected)
+                engine.backward(loss_of(engine(**make_batch(rank()))))
+                engine.step()
+            for name, parameter in model.named_parameters():
+                torch.distributed.barrier()
+                parameter.data.mul_(1.0)
+                try:
+                    with torch.no_grad():
+                        engine(**make_batch(0))
+                except ConfigError as error:
+                    found["refused"].append("written in place" in str(error))
+                else:
+                    found["refused"].append(name)
+    finally:
+        engine.destroy()
+    return found
+
+
 def surface() -> dict[str, Any]:
     model, _ = MODELS["gpt"]()
     args = argparse.Namespace(local_rank=-1)  # what torchrun leaves of the argument

@@ -19,6 +19,7 @@ from tests.support.rank_checkpoints import checkpoint, full_disk, model_parallel
 from tests.support.rank_looks import (
     alone,
     gradients,
+    halved,
     life,
     memory,
     overflow,
@@ -43,6 +44,7 @@ def two_ranks(folder: Path) -> dict[str, Any]:
         "memory without gate": memory(clipping=0.0),
         "traffic": traffic(),
         **alone(),
+        "halved": halved(),
         "surface": surface(),
         "gradients": {name: gradients(name) for name in ("fp32", "bf16")},
         "overflow": overflow(),
