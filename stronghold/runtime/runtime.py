@@ -339,10 +339,10 @@ class Runtime:
 
     def adopt_edited(self) -> None:
         """What was written in place, from outside, where an update on the host would not see it:
-        take it over before that, or refuse it among several ranks. A parameter's version tells. Masters keep what is below them, so
-        that weights that come back to what they were are the same masters.
+        take it over before that, or refuse it among several ranks. A parameter's version tells.
+        Masters keep what is below them, so that weights that come back to what they were are the
+        same masters.
         """
-        edited: dict[int, set[int]] = {}
         # Through an alias anything may have been written, but not since an early update.
         applied = {state.index for state in self.ledger.applied}
         silent = () if self._team.lockstep else self._plan.resident - applied
@@ -351,18 +351,14 @@ class Runtime:
             state = self._host.layers[layer]
             if state.versions is None:
                 state.versions = versions
-            before = state.versions
-            if versions != before:
+            if versions != state.versions:
                 self.ledger.refuse_early((layer,), "written")
-                pairs = zip(versions, before, strict=True)
-                edited[layer] = {k for k, (now, then) in enumerate(pairs) if now != then}
+                if self._hooks is not None:  # else the model is given back
+                    self._team.refuse_write(state)
+                self._save(layer)
+                state.versions = versions
             elif layer in silent and self.executor.aliased((layer,)):
                 self._save(layer)
-        for layer in edited:
-            if self._hooks is not None:  # else the model is given back
-                self._team.refuse_write(self._host.layers[layer])
-            self._save(layer)
-            self._host.layers[layer].versions = self._versions_of(layer)
 
     def _versions_of(self, layer: int) -> list[int]:
         with torch._C.DisableTorchFunctionSubclass():  # else those that are hidden take long
