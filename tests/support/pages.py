@@ -65,8 +65,8 @@ def mounted(path: Path, *arguments: str) -> Iterator[Path]:
 def in_child(body: Callable[[], object]) -> str:
     """What `body` returns in a forked child, as text; its exception's text when it raises."""
     reader, writer = os.pipe()
+    torch.set_num_threads(1)  # others would stay here
     if (child := os.fork()) == 0:
-        torch.set_num_threads(1)  # torch's others stay in the parent
         try:
             answer = str(body())
         except BaseException as error:

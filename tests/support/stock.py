@@ -13,6 +13,8 @@ import pytest
 import torch
 from torch import nn
 
+from tests.models import without_caches
+
 ADAM = {"lr": 1e-2, "betas": [0.9, 0.99], "weight_decay": 0.1}
 SETTINGS = {
     "train_micro_batch_size_per_gpu": 2,
@@ -46,7 +48,8 @@ def one_rank(folder: Path) -> Iterator[None]:
 def deepspeeds_engine(
     model: nn.Module, *, stage: int, bf16: bool = False, groups: Any = None, **extra: Any
 ) -> Iterator[Any]:
-    """It trains `model` with torch's AdamW."""
+    """It trains `model` with torch's AdamW, without a cache, as ours does."""
+    without_caches(model)
     settings = SETTINGS | {
         "optimizer": {"type": "AdamW", "params": ADAM | {"torch_adam": True}},
         "zero_optimization": {"stage": stage},
