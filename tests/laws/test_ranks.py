@@ -80,11 +80,12 @@ def test_host_bytes_are_the_plans_and_half_of_one_ranks(two: list[Any]) -> None:
 
 @pytest.mark.parametrize("name", rank_cases.FILES)
 def test_files_of_each_rank_never_change_a_bit(name: str, two: list[Any]) -> None:
-    """Against the same ranks in memory; all but weights spills, layers take several pieces."""
+    """Against the same ranks in memory; all but weights spills, layers take several pieces. Ranges
+    in files end at pages: a parameter's squares are added in other parts."""
     for found in two:
         on_files, in_memory = found["files"][name]
         assert_identical(on_files, in_memory)
-        assert on_files.norms == in_memory.norms
+        assert on_files.norms == pytest.approx(in_memory.norms, rel=1e-12)
 
 
 def test_bytes_of_files_are_the_plans_and_half_of_one_ranks(two: list[Any]) -> None:
