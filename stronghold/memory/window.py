@@ -120,6 +120,16 @@ class Window:
         """Streamed layers that are in a slot or on their way into one."""
         return [slot.layer for slot in self._slots if slot.layer is not None]
 
+    def places(self) -> list[int | None]:
+        """The layer in each slot, in the order in which slots are taken and given up."""
+        return [slot.layer for slot in self._slots]
+
+    def arrange(self, places: Sequence[int | None]) -> None:
+        """The slots in this order, with the layers that they hold already."""
+        of_layer = {slot.layer: slot for slot in self._slots if slot.layer is not None}
+        free = iter([slot for slot in self._slots if slot.layer is None])
+        self._slots = [next(free) if layer is None else of_layer[layer] for layer in places]
+
     def free_slot(self) -> Slot | None:
         """A slot that no layer claims; what used it may still be pending."""
         return next((slot for slot in self._slots if slot.layer is None), None)

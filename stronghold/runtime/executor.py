@@ -102,7 +102,7 @@ class Executor:
         self._current = self._training
         self._together = True  # whether a fetch of the training pass is made by all ranks
         # What was in slots, and was old, when this rank turned from its training pass.
-        self._left: tuple[set[int], list[LayerState]] = set(), []
+        self._left: tuple[list[int | None], list[LayerState]] = [], []
         self.num_fetches = 0
         self.fetched_bytes = 0
         drains = [a.layer for a in self.schedule.actions if a.kind is Kind.DRAIN]
@@ -134,17 +134,19 @@ class Executor:
         track.cursor = 0
         track.recorded.clear()
         stale = [state for state in self.layers if state.stale]
-        self._left = set(self._window.held_layers()), stale
+        self._left = self._window.places(), stale
 
     def _take_up(self) -> None:
-        """The slots hold again what they held when this rank went on alone: the others' order of
-        gathers counts on that."""
-        together, stale = self._left
-        for layer in set(self._window.held_layers()) - together:
+        """The slots hold again what they held when this rank went on alone, in the same order: the
+        others' order of gathers counts on that."""
+        window, (places, stale) = self._window, self._left
+        together = {layer for layer in places if layer is not None}
+        for layer in set(window.held_layers()) - together:
             self._release(layer)
         with self._alone(stale):
-            for layer in sorted(together - set(self._window.held_layers())):
+            for layer in sorted(together - set(window.held_layers())):
                 self._fetch(layer, keep=layer)
+        window.arrange(places)
 
     @contextmanager
     def _alone(self, stale: Sequence[LayerState]) -> Iterator[None]:

@@ -15,6 +15,7 @@ from deepspeed import utils
 from stronghold import refine
 from stronghold.errors import BudgetError
 from stronghold.runtime.drains import GradientDrains
+from tests.models import MODELS
 from tests.support.rank_models import num_ranks, train
 from tests.support.training import Run, assert_identical, config
 
@@ -62,6 +63,28 @@ def written() -> Run:
             assert torch.equal(utils.safe_get_full_optimizer_state(parameter, "exp_avg"), moment)
 
     return train("gpt", config(clipping=0.0), each_step=each_step)
+
+
+def failed_and_alone() -> Run:
+    """Between steps a forward fails on every rank, and rank 0 evaluates."""
+
+    def fail(*_: Any) -> None:
+        raise ArithmeticError
+
+    def each_step(engine: Any, step: int) -> None:
+        batch = MODELS["gpt"]()[1](1000 + step)
+        hook = engine.module.blocks[0].register_forward_hook(fail)
+        with pytest.raises(ArithmeticError):
+            engine(**batch)
+        hook.remove()
+        if engine.global_rank == 0:
+            engine.eval()
+            with torch.no_grad():
+                engine(**batch)
+            engine.train()
+
+    section = {"window": 2, "prefetch": 0, "activations": "keep"}
+    return train("gpt", config(clipping=0.0, section=section), each_step=each_step)
 
 
 EVERYTHING = {
@@ -150,6 +173,7 @@ CASES: dict[str, Callable[[], Run]] = {
         config(clipping=0.0, section={"deferred_layers": 3, "emulated": {"jitter_s": 1e-3}}),
     ),
     "parts": in_parts,
+    "failed and alone": failed_and_alone,
     "written": written,
     "loss.backward()": partial(train, "choosy", config(clipping=0.0), by_user=True),
     # The ranks' ranges are cut within parameters.
