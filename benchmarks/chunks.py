@@ -25,7 +25,7 @@ from typing import Any
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 import torch
-from harness import ROOT, alternate, describe, leave, provenance
+from harness import ROOT, alternate, describe, leave, provenance, rows_beside
 
 sys.path.insert(0, str(ROOT))
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -160,12 +160,7 @@ def page(
         f"| | a chunk and layer, ms | over {PLAIN[0]}, ms | over {PLAIN[1]}, ms |",
         "|---|---|---|---|",
     ]
-    for name, values in seconds.items():
-        cells = [f"{1e3 * statistics.median(values) / uses:.3f}"]
-        for other in PLAIN:
-            over = [ours - theirs for ours, theirs in zip(values, seconds[other], strict=True)]
-            cells.append(f"{1e3 * statistics.median(over) / uses:.3f}")
-        lines.append(f"| {name} | {' | '.join(cells)} |")
+    lines += rows_beside(seconds, PLAIN, uses, digits=3)
     lines += [
         "",
         "A block's forward runs as often in keep as in plain, and in recompute as in plain "

@@ -15,7 +15,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
@@ -44,6 +44,19 @@ def alternate(
 
 def medians(seconds: Mapping[str, list[float]]) -> dict[str, float]:
     return {name: statistics.median(values) for name, values in seconds.items()}
+
+
+def rows_beside(
+    seconds: Mapping[str, list[float]], others: Sequence[str], uses: int, digits: int
+) -> list[str]:
+    """A table's row for each name: milliseconds of a use, and the median difference within a round
+    over each of `others`."""
+    rows = []
+    for name, values in seconds.items():
+        of_others = [[a - b for a, b in zip(values, seconds[o], strict=True)] for o in others]
+        cells = [f"{1e3 * statistics.median(v) / uses:.{digits}f}" for v in (values, *of_others)]
+        rows.append(f"| {name} | {' | '.join(cells)} |")
+    return rows
 
 
 def host_array(numel: int, dtype: torch.dtype) -> torch.Tensor:

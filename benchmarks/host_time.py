@@ -17,7 +17,6 @@ import cProfile
 import functools
 import os
 import pstats
-import statistics
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -26,7 +25,7 @@ from typing import Any
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 import torch
-from harness import ROOT, alternate, describe, leave, provenance
+from harness import ROOT, alternate, describe, leave, provenance, rows_beside
 
 sys.path.insert(0, str(ROOT / "scripts"))
 
@@ -136,12 +135,7 @@ def table(seconds: dict[str, list[float]], record: dict[str, Any], args: argpars
         "| | a layer and step, ms | over plain, ms | over plain checkpointed, ms |",
         "|---|---|---|---|",
     ]
-    for name, values in seconds.items():
-        cells = [f"{1e3 * statistics.median(values) / uses:.2f}"]
-        for other in ("plain", "plain checkpointed"):
-            over = [ours - theirs for ours, theirs in zip(values, seconds[other], strict=True)]
-            cells.append(f"{1e3 * statistics.median(over) / uses:.2f}")
-        lines.append(f"| {name} | {' | '.join(cells)} |")
+    lines += rows_beside(seconds, ("plain", "plain checkpointed"), uses, digits=2)
     lines += [
         "",
         "Lanes are threads of the same process: on few cores they take the training thread's, and "
