@@ -652,6 +652,20 @@ def test_what_a_block_carries_from_chunk_to_chunk_is_there(
     assert "model.layers.0 writes in one chunk what another one uses (aten." in said[0]
 
 
+def test_a_penalty_on_weights_that_rest_on_the_host_is_refused() -> None:
+    """Autograd's thread of the CPU brings its gradient beside that of the device."""
+    model, make_batch = MODELS["gpt"]()
+    section = {"device": "cuda", "window": 1, "resident_layers": 0}
+    engine = stronghold.initialize(model=model, config=config(section=section))[0]
+    try:
+        loss = loss_of(engine(**on(torch.device("cuda"), make_batch(0))))
+        weight = next(model.blocks[0].parameters())
+        with pytest.raises(ConfigError, match=r"came on the CPU.*stronghold.resident_layers"):
+            engine.backward(loss + 0.1 * weight.square().sum())
+    finally:
+        engine.destroy()
+
+
 @pytest.mark.parametrize("streams", [1, 2])
 def test_two_chunks_compute_at_once_on_two_streams(streams: int) -> None:
     def inspect(engine: Any) -> None:
