@@ -11,6 +11,9 @@ each output, and so twice where one output was computed from another (a loss and
 gradients of parameters are divided, once, as they arrive: the bits of `engine.backward` where the
 number of steps is a power of two.
 
+[Note: one loss, several engines] Each engine that a backward reaches divides its gradients by its
+own loss scale, whichever of them has multiplied the loss: scales that differ are refused.
+
 [Note: autograd.grad] What asks for gradients of inputs is no backward of ours. In torch.autograd.
 grad no parameter's node is executed, and that is what tells.
 """
@@ -18,20 +21,23 @@ grad no parameter's node is executed, and that is what tells.
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from stronghold.errors import ConfigError
+from stronghold.runtime.optimizer import EngineOptimizer
 from stronghold.runtime.parts import Outside
 
 _NONE = -1  # torch's number of the backward that is running, where none is
 # Of a checkpoint that runs backward in backward: no parameter shows behind it, and torch.autograd.
 # grad it refuses.
 _REENTRANT = "CheckpointFunctionBackward"
-_running = [0]  # `engine.backward` of any engine: what it runs, it has scaled
+_running: list[float] = []  # loss scales of each `engine.backward`, of any engine, that runs
+_scaled: list[float] = []  # of the `engine.scale` whose loss the running backward came through
 
 
 class UserBackward:
@@ -42,26 +48,29 @@ class UserBackward:
         self._outside = outside
         self._task: int | None = None  # torch's number of the backward that is open
         self._asked: tuple[int, bool] = (_NONE, False)  # of which backward, and whether it trains
-        self._scaled = self._own = False
+        self._own = False
         self._timing = contextlib.ExitStack()
         outside.reached, outside.check = self._reached, self.check
 
     @contextlib.contextmanager
     def none(self) -> Iterator[None]:
         """Around autograd's run in `engine.backward`: what it reaches begins nothing here."""
-        _running[0] += 1
+        engine: Any = self._engine()
+        _running.append(engine.optimizer.loss_scale)
         self._own = True
         try:
             yield
         finally:
-            _running[0] -= 1
+            _running.pop()
             self._own = False
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss times the loss scale, for a `backward` of its own."""
-        engine: Any = self._engine()
-        self._scaled = True
-        scaled: torch.Tensor = engine.optimizer.scaled(loss)
+        optimizer: EngineOptimizer = cast(Any, self._engine()).optimizer
+        scaled = optimizer.scaled(loss)
+        if optimizer.loss_scale != 1.0:
+            note: Any = scaled.register_hook
+            note(functools.partial(_note_scale, optimizer.loss_scale))
         return scaled
 
     def watch(self, output: Any) -> None:
@@ -75,7 +84,7 @@ class UserBackward:
             self._abandon()  # it raised, and the same graph is tried again
         self._reached(gradient=False)
         engine = self._engine()
-        if engine is not None and self._task is not None and not _running[0]:
+        if engine is not None and self._task is not None and not _running:
             self._outside.divisor = engine.gradient_accumulation_steps()
 
     # -- its life ---------------------------------------------------------------------------------
@@ -88,10 +97,17 @@ class UserBackward:
         if not (gradient or self._trains(engine, task)):
             return
         optimizer, runtime = engine.optimizer, engine._stack.runtime
-        if not _running[0] and not self._scaled and optimizer.loss_scale != 1.0:
+        by, own = (_running or _scaled or [1.0])[-1], optimizer.loss_scale
+        if not (_running or _scaled) and own != 1.0:
             raise ConfigError(
                 "loss.backward() of a loss that was not scaled, in fp16: call "
                 "engine.scale(loss).backward() or engine.backward(loss)"
+            )
+        if by != own:
+            raise ConfigError(
+                f"backward of a loss that another engine scaled by {by}, where this one's loss "
+                f"scale is {own}: give both the same precision and fp16.loss_scale, or each a loss "
+                "and a backward of its own"
             )
         if not runtime.ledger.pending:
             engine._loss_sum = None
@@ -130,8 +146,10 @@ class UserBackward:
 
     def check(self) -> None:
         """Abandon the step of a backward that raised: none is running here."""
-        if self._task is not None and torch._C._current_graph_task_id() == _NONE:
-            self._abandon()
+        if torch._C._current_graph_task_id() == _NONE:
+            _scaled.clear()
+            if self._task is not None:
+                self._abandon()
 
     def _abandon(self) -> None:
         self._close()
@@ -140,8 +158,14 @@ class UserBackward:
             engine._abandon_step()
 
     def _close(self) -> None:
-        self._task, self._scaled, self._outside.divisor = None, False, 1
+        self._task, self._outside.divisor = None, 1
+        _scaled.clear()
         self._timing.close()
+
+
+def _note_scale(scale: float, _: torch.Tensor) -> None:
+    _scaled[:] = [scale]
+    torch.autograd.Variable._execution_engine.queue_callback(_scaled.clear)
 
 
 def _tensors(output: Any) -> Iterator[torch.Tensor]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -146,6 +147,13 @@ class EngineOptimizer(torch.optim.Optimizer):
     def needs_scaler(self) -> bool:
         """Whether `loss.backward()` of the user's needs `engine.scale(loss)`."""
         return self.dynamic_loss_scale
+
+    @property
+    def parameter_offload(self) -> Any:
+        """Of stage 3, whose hooks DeepSpeed's and TRL's `unwrap_model_for_generation` take away and
+        put back: here are none, and generation streams."""
+        none: dict[str, Any] = {"forward_hooks": [], "backward_hooks": [], "module": nn.Module()}
+        return SimpleNamespace(_register_deepspeed_module=lambda module: None, **none)
 
     def override_loss_scale(self, loss_scale: float) -> None:
         """Use this fixed scale from the next loss on."""

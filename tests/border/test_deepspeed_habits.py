@@ -22,6 +22,14 @@ def test_emptying_the_partition_cache_changes_nothing() -> None:
         both.train(1)
 
 
+def test_generation_without_the_hooks_of_stage_3_changes_nothing() -> None:
+    with twin() as both:
+        both.train(0)
+        with deepspeed.runtime.zero.unwrap_model_for_generation(both.engine) as unwrapped:
+            assert all(p.numel() for p in unwrapped.parameters())
+        both.train(1)
+
+
 def test_an_engine_without_experts_or_sparse_gradients_says_so() -> None:
     with twin() as both:
         assert both.engine.has_moe_layers is False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -213,6 +214,29 @@ def test_a_loss_that_was_not_scaled_is_refused_in_fp16() -> None:
     engine.step()
     assert engine.was_step_applied()
     engine.destroy()
+
+
+@pytest.mark.parametrize("backward", [by_engine, by_user])
+def test_one_loss_of_several_engines_is_scaled_for_all_of_them_or_refused(
+    backward: Backward,
+) -> None:
+    model, batches = MODELS["gpt"]()
+    alone, *both = (
+        stronghold.initialize(model=copy.deepcopy(model), config=config(precision="fp16"))[0]
+        for _ in range(3)
+    )
+    backward(alone, loss_of(alone(**batches(0))))
+    backward(both[0], sum(loss_of(engine(**batches(0))) for engine in both))
+    norms = set()
+    for engine in (alone, *both):
+        engine.step()
+        norms.add(engine.get_global_grad_norm())
+    assert len(norms) == 1
+    both[1].optimizer.override_loss_scale(2.0)
+    with pytest.raises(ConfigError, match=r"scaled by .* loss scale is 2\.0: give both"):
+        backward(both[0], sum(loss_of(engine(**batches(0))) for engine in both))
+    for engine in (alone, *both):
+        engine.destroy()
 
 
 def test_what_a_whole_model_finds_in_grad_is_refused_with_the_way() -> None:
