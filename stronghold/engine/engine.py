@@ -15,10 +15,13 @@ import atexit
 import contextlib
 import gc
 import logging
+import math
 import os
 import sys
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +43,7 @@ from stronghold.refine import Refinement
 from stronghold.runtime.adam import Standstill
 from stronghold.runtime.fragments import fragments
 from stronghold.runtime.guards import NO_TRANSFORMS, ParameterReads, StateHooks, check_free
+from stronghold.runtime.ledger import Ledger
 from stronghold.runtime.optimizer import EngineOptimizer, make_scaler
 from stronghold.runtime.stack import MemoryReport, Request, Stack
 from stronghold.team.group import Ranks
@@ -74,6 +78,23 @@ def _check_loss(name: str, loss: Any) -> None:
             f"engine.{name}: expected a scalar loss with a graph (a tensor of one element); for "
             "another tensor, output.backward(gradient)"
         )
+
+
+def _check_clipping(ledger: Ledger, configured: float, max_norm: float) -> None:
+    """`clip_grad_norm_` by hand, between backward and step: it finds no gradient."""
+    if not ledger.pending:
+        return
+    if math.isfinite(max_norm) and max_norm != configured:
+        raise ConfigError(
+            f"clip_grad_norm_ by hand to {max_norm}: gradients have left the model, and the engine "
+            f"clips them in step, to the config's gradient_clipping: got {configured}. Set "
+            f'"gradient_clipping": {max_norm}, and leave the call out'
+        )
+    warnings.warn(
+        "clip_grad_norm_ by hand finds no gradient, and returns 0: the engine clips in step; "
+        "engine.get_global_grad_norm() is the norm afterwards",
+        stacklevel=5,
+    )
 
 
 WEAR_STEP = 3  # the first step that starts as it ends: its seconds tell the wear per hour
@@ -180,7 +201,11 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
             for parameter, part in zip(of_layer, layer.slices, strict=True)
         }
         self._reads = ParameterReads(
-            owned, settle=stack.settle, drop=stack.drop_gradients, found=fragments(stack)
+            owned,
+            settle=stack.settle,
+            drop=stack.drop_gradients,
+            clipped=partial(_check_clipping, stack.runtime.ledger, training.gradient_clipping),
+            found=fragments(stack),
         )
         chunked = settings.stronghold.chunk is not None
         self._batches = Batches(weakref.proxy(self), ranks, chunked=chunked)

@@ -3,8 +3,9 @@
 It reads parameters whose newest weights are still on their way (and waits for them), saves and
 loads state dicts, copies and pickles the model. Owns, while an engine lives, the class of each
 hidden parameter, what DeepSpeed finds on it, the hooks for state dicts, and replacements in this
-process's memory: of `nn.Parameter.data`, of how a parameter is copied and pickled, and of
-`zero_grad`, which throws gradients away that wait for the step elsewhere. So code that knows
+process's memory: of `nn.Parameter.data`, of how a parameter is copied and pickled, of
+`zero_grad`, which throws gradients away that wait for the step elsewhere, and of what
+`clip_grad_norm_` calls, which finds none. So code that knows
 nothing of the engine (a copy of the weights for generation, a moving average, a list of parameters
 that was made once) never reads weights of two steps, however it came by them. All of it is taken
 back at the end. Keeps no reference to the engine: one that its user drops is closed, though the
@@ -210,6 +211,7 @@ class _Replacement:
     def __init__(self) -> None:
         self.waits: dict[int, Callable[[], None]] = {}
         self.drops: dict[int, Callable[[set[int]], None]] = {}  # given what else is dropped
+        self.clips: dict[int, Callable[[float], None]] = {}  # given the largest norm
         # By class and name: what stood there, and what stands there now.
         self._replaced: dict[tuple[Any, str], tuple[Any, Any]] = {}
 
@@ -220,6 +222,8 @@ class _Replacement:
             self._replace(nn.Parameter, name, self._without_attributes)
         for owner in (nn.Module, torch.optim.Optimizer):
             self._replace(owner, "zero_grad", self._dropping)
+        # What `clip_grad_norm_` calls, under whatever name a program has it.
+        self._replace(torch.nn.utils.clip_grad, "_clip_grads_with_norm_", self._clipping)
         for name, answer in LOCAL.items():
             self._replace(deepspeed.utils, name, _of_partitions(answer))
 
@@ -261,6 +265,17 @@ class _Replacement:
                 drop(found)
 
         return zero_grad
+
+    def _clipping(self, original: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(original)
+        def clip(parameters: Any, max_norm: float, *args: Any, **kwargs: Any) -> None:
+            listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+            found = {id(parameter) for parameter in listed}
+            for check in {self.clips[identity] for identity in found & self.clips.keys()}:
+                check(max_norm)
+            original(listed, max_norm, *args, **kwargs)
+
+        return clip
 
 
 def _parameters_of(owner: nn.Module | torch.optim.Optimizer) -> Iterator[nn.Parameter]:
@@ -324,7 +339,8 @@ class ParameterReads:
     """Of one engine. `places` have each parameter's layer and name; `settle` returns when the
     newest weights of the layers that it is given are where their parameters point, and shows them;
     `drop` throws the gradients away that wait for the step; it is given the name of one that shall
-    stay, if one shall. `found` has what DeepSpeed shall find on parameters that are trained.
+    stay, if one shall. `clipped` is given the norm to which a program clips by hand. `found` has
+    what DeepSpeed shall find on parameters that are trained.
     """
 
     def __init__(
@@ -333,9 +349,10 @@ class ParameterReads:
         *,
         settle: Callable[[Sequence[int]], None],
         drop: Callable[[str | None], None],
+        clipped: Callable[[float], None],
         found: Mapping[nn.Parameter, Access],
     ) -> None:
-        self._drop_gradients = drop
+        self._drop_gradients, self._clipped = drop, clipped
         self._waits = {
             id(parameter): functools.partial(settle, (layer,))
             for parameter, (layer, _) in places.items()
@@ -348,6 +365,7 @@ class ParameterReads:
                 setattr(parameter, attribute, getattr(fragment, method) if method else fragment)
         _replacement.waits |= self._waits
         _replacement.drops |= {id(parameter): self._drop for parameter in self._trained}
+        _replacement.clips |= {id(parameter): clipped for parameter in self._trained}
         _replacement.enable()
 
     def _drop(self, found: set[int]) -> None:
@@ -364,6 +382,8 @@ class ParameterReads:
         for parameter in self._trained:
             if _replacement.drops.get(id(parameter)) == self._drop:
                 del _replacement.drops[id(parameter)]
+            if _replacement.clips.get(id(parameter)) == self._clipped:
+                del _replacement.clips[id(parameter)]
         for parameter in self._fragments:
             for attribute in FRAGMENT if _is_ours(parameter) else ():
                 delattr(parameter, attribute)

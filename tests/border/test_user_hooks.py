@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.utils import clip_grad_norm_
 
 import stronghold
 from stronghold.errors import ConfigError
@@ -64,6 +65,20 @@ def test_a_grad_that_is_set_by_hand_is_refused_with_the_way(place: str) -> None:
             both.engine.step()
         assert weight.grad is None
         both.step()
+
+
+@pytest.mark.parametrize("place", ["streamed", "whole"])
+def test_clipping_by_hand_is_the_configs_or_refused_with_the_way(place: str) -> None:
+    """Under the name that a program imported before."""
+    with twin(section=PLACES[place], clipping=0.5) as both:
+        clip_grad_norm_(both.model.parameters(), 9.0)  # nothing waits for a step
+        both.backward(both.on(0))
+        with pytest.raises(ConfigError, match=r"got 0\.5\. Set \"gradient_clipping\": 9\.0"):
+            clip_grad_norm_(both.model.parameters(), 9.0)
+        with pytest.warns(UserWarning, match="the engine clips in step"):
+            clip_grad_norm_(both.engine.parameters(), 0.5)
+        both.step()
+    assert clip_grad_norm_(both.plain.parameters(), 9.0) >= 0.0  # torch's again
 
 
 @pytest.mark.parametrize("place", PLACES)
