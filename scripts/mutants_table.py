@@ -244,7 +244,7 @@ UPDATES = [
     ),
     Mutant(
         "clipping enlarges small gradients",
-        "runtime/ledger.py",
+        "runtime/update.py",
         "(1.0 if clipped > 1.0 else clipped)",
         "clipped",
         ("tests/units/test_gate.py",),
@@ -259,7 +259,7 @@ UPDATES = [
     ),
     Mutant(
         "weights of two steps are trained on",
-        "runtime/ledger.py",
+        "runtime/update.py",
         "            raise ConfigError(self._torn)\n",
         "            pass\n",
         DEFERRAL,
@@ -822,7 +822,7 @@ ODDITIES = [
     ),
     Mutant(
         "a gradient that comes after its update is dropped",
-        "runtime/ledger.py",
+        "runtime/update.py",
         "if state.applied and names:",
         "if False:",
         PARTS,

@@ -43,9 +43,9 @@ from stronghold.refine import Refinement
 from stronghold.runtime.adam import Standstill
 from stronghold.runtime.fragments import fragments
 from stronghold.runtime.guards import NO_TRANSFORMS, ParameterReads, StateHooks, check_free
-from stronghold.runtime.ledger import Ledger
 from stronghold.runtime.optimizer import EngineOptimizer, make_scaler
 from stronghold.runtime.stack import MemoryReport, Request, Stack
+from stronghold.runtime.update import Ledger
 from stronghold.team.group import Ranks
 from stronghold.telemetry.metrics import Reading, StepRecord, count_tokens, value
 

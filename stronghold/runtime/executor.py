@@ -28,9 +28,8 @@ from stronghold.plan.plan import Plan
 from stronghold.plan.schedule import Action, Kind, Schedule, canonical_uses, make_schedule
 from stronghold.runtime.binding import Bindings, refuse_aliases
 from stronghold.runtime.drains import ComputeSpan, GradientDrains
-from stronghold.runtime.ledger import Ledger
 from stronghold.runtime.parts import Parts
-from stronghold.runtime.update import Updates
+from stronghold.runtime.update import Ledger, Updates
 
 # A pass longer than this (token-by-token generation) keeps the schedule that it has.
 MAX_RECORDED_USES = 4096

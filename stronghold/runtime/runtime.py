@@ -43,9 +43,8 @@ from stronghold.plan.schedule import Position
 from stronghold.runtime.activations import Activations
 from stronghold.runtime.executor import Executor, Phase
 from stronghold.runtime.hooks import Hooks
-from stronghold.runtime.ledger import GateResult, Ledger
 from stronghold.runtime.parts import Parts, Written
-from stronghold.runtime.update import Gathered, Updates
+from stronghold.runtime.update import GateResult, Gathered, Ledger, Updates
 
 logger = logging.getLogger("stronghold")
 

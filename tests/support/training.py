@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import stronghold
 from stronghold import native
-from stronghold.runtime.ledger import norm_and_scale
+from stronghold.runtime.update import norm_and_scale
 from stronghold.states import MOMENT_DTYPES, STATES, Kind, States, num_items, states_of
 from tests.models import loss_of, without_caches
 from tests.support.chunked import chunk_blocks

@@ -10,7 +10,7 @@ import torch
 from stronghold.errors import ConfigError
 from stronghold.memory.layer import LayerState
 from stronghold.model.layout import ParameterShape, Shards, layer_layout
-from stronghold.runtime.ledger import Ledger, norm_and_scale
+from stronghold.runtime.update import Ledger, norm_and_scale
 
 
 def test_norms_and_scales_are_torchs_of_unscaled_gradients() -> None:
