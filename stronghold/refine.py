@@ -19,7 +19,7 @@ from dataclasses import replace
 from enum import Enum
 from typing import Any, NamedTuple
 
-from stronghold.device.contention import Rates
+from stronghold.device.simulated import Rates
 from stronghold.errors import BudgetError
 from stronghold.plan.cost import Workload, measured_rates, measured_workload, slowest
 from stronghold.plan.demand import Demand, Gradients

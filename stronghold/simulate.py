@@ -17,8 +17,7 @@ import torch
 from torch import nn
 
 from stronghold.device.base import Fence
-from stronghold.device.contention import Rates
-from stronghold.device.simulated import Operation, SimulatedDevice, meta_slab
+from stronghold.device.simulated import Operation, Rates, SimulatedDevice, meta_slab
 from stronghold.errors import StateError
 from stronghold.memory.tiers import NullStore, Tiers, extent_requests
 from stronghold.model.layout import ModelLayout, Shards, condensed

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from stronghold.config.section import parse_bytes
-from stronghold.device.contention import Rates
+from stronghold.device.simulated import Rates
 from stronghold.errors import ConfigError
 from stronghold.model.costs import DTYPES, ModelCosts, trace_costs
 from stronghold.model.layout import ModelLayout, for_ranks, layout

@@ -33,7 +33,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 
-from stronghold.device.contention import Rates
+from stronghold.device.simulated import Rates
 from stronghold.model.costs import ModelCosts
 from stronghold.model.layout import LayerLayout, ModelLayout
 from stronghold.plan.demand import Demand, LayerLoad

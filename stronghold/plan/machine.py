@@ -22,7 +22,7 @@ from typing import Annotated
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
-from stronghold.device.contention import Rates
+from stronghold.device.simulated import Rates
 from stronghold.errors import ConfigError, did_you_mean, explain
 from stronghold.process import write_whole
 

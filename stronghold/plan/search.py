@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise, product
 from typing import Any
 
-from stronghold.device.contention import LEAST_SHARE, Rates
+from stronghold.device.simulated import LEAST_SHARE, Rates
 from stronghold.errors import BudgetError, ConfigError
 from stronghold.model.layout import ModelLayout
 from stronghold.plan.cost import Workload, shares

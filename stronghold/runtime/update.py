@@ -5,8 +5,8 @@ which they wait) and Adam; and the account of the step: whether the running micr
 whether the arrays are of one step (`Ledger`). For each piece of the layer: load what is in files
 (nothing, for RAM); work, on the lane of the place where the moments are (update lane, or compute
 for a layer whose state is on the device; one launch may cover many layers); spill what was changed
-and is in files. Never copies between host and device. The training thread submits, and autograd's in
-backward; lanes compute, and write norms, which the training thread reads behind their record.
+and is in files. Never copies between host and device. The training thread submits, and autograd's
+in backward; lanes compute, and write norms, which the training thread reads behind their record.
 
 [Note: where it stands in the step] As gradients come, unless something decides over all layers: the
 norm of the whole model (clipping), or a possible overflow. Then gradients wait until backward has

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import stronghold
-from stronghold.device.contention import Rates
+from stronghold.device.simulated import Rates
 from stronghold.errors import ConfigError, LaneError
 from stronghold.model.partition import partition
 from stronghold.plan.cost import LayerLoad, Workload

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import stronghold
-from stronghold.device.contention import Rates
+from stronghold.device.simulated import Rates
 from stronghold.plan.cost import LayerLoad, Workload
 from stronghold.refine import TRACED_STEPS, UNTOLD_STEPS
 from stronghold.simulate import simulate

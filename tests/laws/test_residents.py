@@ -16,9 +16,9 @@ from torch.nn import functional as F
 import stronghold
 from stronghold import native, simulate
 from stronghold.checkpoint import save
-from stronghold.device.contention import Rates
 from stronghold.device.emulated import EmulatedDevice
 from stronghold.device.kernels import NativeKernels
+from stronghold.device.simulated import Rates
 from stronghold.errors import ConfigError
 from stronghold.memory import window
 from stronghold.model.layout import layout

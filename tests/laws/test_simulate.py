@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import stronghold
-from stronghold.device.contention import Rates
+from stronghold.device.simulated import Rates
 from stronghold.plan.cost import LayerLoad, Workload
 from stronghold.simulate import Prediction, simulate
 from tests.support.quiet import law_of_time, on_time

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import stronghold
-from stronghold.device.contention import Rates
+from stronghold.device.simulated import Rates
 from stronghold.plan.cost import measured_rates, measured_workload
 from stronghold.simulate import simulate
 from stronghold.telemetry.trace import Span

@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from stronghold.device.contention import Rates
-from stronghold.device.simulated import SimulatedDevice, SimulatedFence
+from stronghold.device.simulated import Rates, SimulatedDevice, SimulatedFence
 
 GB = 10**9
 RATES = Rates(

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from stronghold.device.contention import Rates
+from stronghold.device.simulated import Rates
 from stronghold.model.layout import ModelLayout, layout
 from stronghold.model.partition import partition
 from stronghold.plan.cost import LayerLoad, Workload, shares, spread
