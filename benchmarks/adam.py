@@ -35,7 +35,7 @@ os.environ.setdefault("MAX_JOBS", "1")
 import torch
 from harness import alternate, describe, host_array, medians, provenance, save, slug
 
-from stronghold import lean, native
+from stronghold import native, states
 from stronghold.cpu_adam import CPUAdam
 
 F32, BF16, U8 = torch.float32, torch.bfloat16, torch.uint8
@@ -144,7 +144,7 @@ def lean_batch(
     own = host_array(numel, BF16)
     own.copy_(weight)
     low, *moments = (host_array(numel, U8) for _ in range(3))
-    scales = [host_array(lean.num_groups(numel), F32) for _ in range(2)]
+    scales = [host_array(states.num_items("exp_avg_scale", numel), F32) for _ in range(2)]
     memory += [own, low, *moments, *scales]
     return batch(own, low, moments, grad, scales)
 

@@ -585,8 +585,8 @@ MEMORY = [
     Mutant(
         "a master has its remainder on the wrong side",
         "states.py",
-        "lean.joined(weights, low.to(torch.int32))",
-        "lean.joined(weights, -low.to(torch.int32))",
+        "rest = low.to(torch.int32)",
+        "rest = -low.to(torch.int32)",
         HOST,
     ),
     Mutant(

@@ -6,7 +6,7 @@ their exact fp32 masters. It never writes gradients. One thread at a time may ca
 State of a parameter, in the order of its elements and contiguous: `step` (int), `exp_avg` and
 `exp_avg_sq` (fp32), and `low`: for bf16 the signed 16-bit remainder, with
 bits(master) = (bits(weight) << 16) + low; for fp16 the fp32 master itself; none for fp32.
-With lean states (bf16 alone) the arrays are those of `stronghold.lean`: `low` and `exp_avg` int8,
+With lean states (bf16 alone) the arrays are those of `stronghold.states`: `low` and `exp_avg` int8,
 `exp_avg_sq` uint8, and the flat `exp_avg_scale` and `exp_avg_sq_scale`.
 """
 
@@ -46,7 +46,7 @@ class CPUAdam(torch.optim.Optimizer):
     calling thread; by default it is the number of this process's cores.
 
     `states="lean"` keeps 5.1 bytes per bf16 parameter instead of 12, weight included: masters of 24
-    bits and 8-bit moments. That changes rounding, by what `stronghold.lean` promises, and is as
+    bits and 8-bit moments. That changes rounding, by what `stronghold.states` promises, and is as
     deterministic as exact states.
 
     `load_state_dict` also takes the state of `torch.optim.Adam` and `AdamW`, and of a `CPUAdam`

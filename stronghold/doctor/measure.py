@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from stronghold import lean, native
+from stronghold import native
 from stronghold.device import cuda
 from stronghold.device.base import Device, Fence, Lane
 from stronghold.device.cuda import CudaDevice
@@ -37,6 +37,7 @@ from stronghold.memory.slab import map_slab
 from stronghold.model.costs import DTYPES
 from stronghold.native import IoFile, IoQueue
 from stronghold.plan.machine import ADAM_BF16_BYTES, ADAM_LEAN_BYTES, MachineProfile
+from stronghold.states import num_items
 
 MIB = 1 << 20
 # What the arrays of Adam occupy, per parameter: exact, and what lean states do not share with them.
@@ -290,7 +291,8 @@ def host_rates(size: Effort, num_cores: int, step: Step) -> tuple[dict[int, floa
     low = map_slab(numel, torch.int16).zero_()
     moments = [map_slab(numel, torch.float32).fill_(value) for value in (1e-3, 4e-4)]
     codes = map_slab(3 * numel, torch.int8).zero_()
-    scales = [map_slab(lean.num_groups(numel), torch.float32).zero_() for _ in range(2)]
+    num_scales = num_items("exp_avg_scale", numel)
+    scales = [map_slab(num_scales, torch.float32).zero_() for _ in range(2)]
     segment = native.AdamSegment(
         weight=weight.data_ptr(),
         low=low.data_ptr(),

@@ -16,10 +16,10 @@ import torch
 from torch import nn
 
 import stronghold
-from stronghold import lean
+from stronghold import states
 from stronghold.checkpoint.zero import export_zero
 from stronghold.errors import BudgetError, ConfigError
-from stronghold.states import MOMENTS, page_numel
+from stronghold.states import MOMENTS, join_master, page_numel, split_lean_master
 from tests.support.training import ADAM, config
 
 HIDDEN = 384  # 147,456 elements a weight: more than two pages of every array
@@ -170,11 +170,11 @@ def test_exact_and_lean_states_load_each_other_by_their_values(tmp_path: Path) -
         for part in layer.layout.slices:
             at = slice(part.offset, part.offset + part.numel)
             of = {a: found[f"{a} of {part.name}"] for a in ("weights", "low")}
-            expected = lean.join_master(of["weights"], of["low"])
+            expected = join_master(of["weights"], of["low"])
             assert torch.equal(host.master(layer.index, part).flatten(), expected)
             for moment in MOMENTS:
                 codes, scales = (found[f"{moment}{s} of {part.name}"] for s in ("", "_scale"))
-                decoded = getattr(lean, f"decode_{moment}")(codes, scales)
+                decoded = getattr(states, f"decode_{moment}")(codes, scales)
                 assert torch.equal(getattr(layer, moment)[at], decoded)
     exact.save_checkpoint(folder["exact"], tag="a")
     exact.destroy()
@@ -203,16 +203,16 @@ def test_zeros_layout_has_the_decoded_values(tmp_path: Path) -> None:
     found = arrays_of(engine)
     engine.destroy()
     files = export_zero(tmp_path / "saved" / "a", tmp_path / "out")
-    (states,) = (torch.load(f, weights_only=False) for f in files if "optim" in f.name)
-    states = states["optimizer_state_dict"]
+    (zero,) = (torch.load(f, weights_only=False) for f in files if "optim" in f.name)
+    zero = zero["optimizer_state_dict"]
     names = [name.removeprefix("weights of ") for name in found if name.startswith("weights")]
-    master = [lean.join_master(found[f"weights of {n}"], found[f"low of {n}"]) for n in names]
-    assert torch.equal(states["single_partition_of_fp32_groups"][0], torch.cat(master))
+    master = [join_master(found[f"weights of {n}"], found[f"low of {n}"]) for n in names]
+    assert torch.equal(zero["single_partition_of_fp32_groups"][0], torch.cat(master))
     for moment in MOMENTS:
-        decode = getattr(lean, f"decode_{moment}")
+        decode = getattr(states, f"decode_{moment}")
         of = [decode(found[f"{moment} of {n}"], found[f"{moment}_scale of {n}"]) for n in names]
         numel = sum(values.numel() for values in of)
-        there = states["base_optimizer_state"]["state"][0][moment]
+        there = zero["base_optimizer_state"]["state"][0][moment]
         assert torch.equal(there[:numel], torch.cat(of))
 
 
@@ -263,7 +263,7 @@ def test_a_learning_rate_that_does_not_move_the_largest_weights_is_said_once(
     """Not while it rises. The bound is that of a master: of the layer's weights those stand still
     that a step of the rate leaves as they are."""
     sizes = torch.tensor([0.25, 0.5, 1.0, 2.0, 4.0, 16.0, 64.0]).repeat(HIDDEN)[:HIDDEN]
-    masters = [lean.join_master(*lean.split_master(w)) for w in (sizes, sizes + rate)]
+    masters = [join_master(*split_lean_master(w)) for w in (sizes, sizes + rate)]
     standing = int((masters[0] == masters[1]).sum())
     warmup = {"warmup_max_lr": rate, "warmup_num_steps": 3, "warmup_type": "linear"}
     engine = engine_of({}, scheduler={"type": "WarmupLR", "params": warmup})

@@ -9,7 +9,7 @@ import pickle
 import pytest
 import torch
 
-from stronghold import lean
+from stronghold import states
 from stronghold.cpu_adam import CPUAdam
 from stronghold.errors import ConfigError
 
@@ -338,13 +338,13 @@ def test_lean_states_are_a_step_between_decoding_and_encoding():
         exact.step()
         for param, whole in zip(params, wholes, strict=True):
             state, moments = ours.state[param], exact.state[whole]
-            weight, low = lean.split_master(whole.detach())
+            weight, low = states.split_lean_master(whole.detach())
             assert torch.equal(weight, param.detach())
             assert torch.equal(low, state["low"])
-            whole.data.copy_(lean.join_master(weight, low))
+            whole.data.copy_(states.join_master(weight, low))
             for name, encode, decode in (
-                ("exp_avg", lean.encode_exp_avg, lean.decode_exp_avg),
-                ("exp_avg_sq", lean.encode_exp_avg_sq, lean.decode_exp_avg_sq),
+                ("exp_avg", states.encode_exp_avg, states.decode_exp_avg),
+                ("exp_avg_sq", states.encode_exp_avg_sq, states.decode_exp_avg_sq),
             ):
                 codes, scales = encode(moments[name])
                 assert torch.equal(codes, state[name])
@@ -386,11 +386,11 @@ def test_lean_states_are_decoded_into_exact_ones_and_encoded_back_without_loss()
         state, decoded = ours.state[param], exact.state[other]
         assert decoded["step"] == 4
         assert decoded["exp_avg"].dtype == F32
-        expected = lean.decode_exp_avg(state["exp_avg"], state["exp_avg_scale"])
+        expected = states.decode_exp_avg(state["exp_avg"], state["exp_avg_scale"])
         assert torch.equal(decoded["exp_avg"], expected)
-        expected = lean.decode_exp_avg_sq(state["exp_avg_sq"], state["exp_avg_sq_scale"])
+        expected = states.decode_exp_avg_sq(state["exp_avg_sq"], state["exp_avg_sq_scale"])
         assert torch.equal(decoded["exp_avg_sq"], expected)
-    expected = [lean.join_master(p.detach(), ours.state[p]["low"]) for p in params]
+    expected = [states.join_master(p.detach(), ours.state[p]["low"]) for p in params]
     assert equal(masters(exact, same), expected)
     back = CPUAdam(again := [torch.nn.Parameter(p.detach().clone()) for p in params], states="lean")
     back.load_state_dict(exact.state_dict())

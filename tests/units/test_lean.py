@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from stronghold import lean, native
+from stronghold import native, states
 from stronghold.errors import ConfigError
 from tests.support.device_kernels import HYPER
 from tests.support.kernel_arrays import BF16, DTYPES, F16, F32, NAN, bits, misaligned, values
@@ -41,9 +41,9 @@ class LeanArrays:
     def write(self, master: torch.Tensor, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor) -> None:
         """Encodes the three as the reference does."""
         encoded = (
-            *lean.split_master(master),
-            *lean.encode_exp_avg(exp_avg),
-            *lean.encode_exp_avg_sq(exp_avg_sq),
+            *states.split_lean_master(master),
+            *states.encode_exp_avg(exp_avg),
+            *states.encode_exp_avg_sq(exp_avg_sq),
         )
         names = ("weight", "low", "exp_avg", "exp_avg_scale", "exp_avg_sq", "exp_avg_sq_scale")
         for name, value in zip(names, encoded, strict=True):
@@ -52,9 +52,9 @@ class LeanArrays:
     def read(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The master and the moments, decoded as the reference does."""
         return (
-            lean.join_master(self.get("weight", BF16), self.get("low", torch.int8)),
-            lean.decode_exp_avg(self.get("exp_avg", torch.int8), self.get("exp_avg_scale", F32)),
-            lean.decode_exp_avg_sq(
+            states.join_master(self.get("weight", BF16), self.get("low", torch.int8)),
+            states.decode_exp_avg(self.get("exp_avg", torch.int8), self.get("exp_avg_scale", F32)),
+            states.decode_exp_avg_sq(
                 self.get("exp_avg_sq", torch.uint8), self.get("exp_avg_sq_scale", F32)
             ),
         )
@@ -147,7 +147,7 @@ def test_parts_of_a_parameter_that_begin_at_groups_are_the_whole():
                     for name, size in bytes_per_element.items()
                 }
                 for name in ("exp_avg_scale", "exp_avg_sq_scale"):
-                    moved[name] = getattr(row, name) + begin // lean.GROUP * 4
+                    moved[name] = getattr(row, name) + begin // states.GROUP * 4
                 segment = row._replace(numel=end - begin, **moved)
                 native.adam(pool, BF16, F32, [segment], lean=True)
     assert differing(whole, parts) == []
@@ -162,7 +162,7 @@ def test_every_weight_with_every_remainder_comes_back(isa):
         for low in range(-128, 128):
             arrays.put("weight", every)
             arrays.put("low", kept.fill_(low))
-            master = lean.join_master(every.view(BF16), kept)
+            master = states.join_master(every.view(BF16), kept)
             assert torch.equal(bits(master) & 0xFF, torch.zeros(1 << 16, dtype=torch.int32))
             nan, zero = master.isnan(), every.view(BF16) == 0
             # Weight decay 0 and no gradient: the master goes through the kernel as it is.
@@ -173,7 +173,7 @@ def test_every_weight_with_every_remainder_comes_back(isa):
             assert (rest[zero] == max(low, 0)).all()  # less, and somebody wrote the zero
             assert (weight[nan] == NAN >> 16).all()
             assert (rest[nan] == 0).all()
-            mine = lean.split_master(master)
+            mine = states.split_lean_master(master)
             assert torch.equal(mine[0].view(torch.int16), weight)
             assert torch.equal(mine[1], rest)
 
@@ -188,8 +188,8 @@ def test_every_code_of_both_moments_is_decoded_as_written(isa):
         codes = torch.cat([signed, signed.flip(0), signed, signed.flip(0)]).to(torch.int8)
         squares = torch.cat([unsigned, unsigned.flip(0), unsigned, unsigned.flip(0)])
         squares = squares.to(torch.uint8)
-        codes[:: lean.GROUP], squares[:: lean.GROUP] = 127, 255
-        groups = lean.num_groups(codes.numel())
+        codes[:: states.GROUP], squares[:: states.GROUP] = 127, 255
+        groups = states.num_items("exp_avg_scale", codes.numel())
         scales = torch.full((groups,), scale)
         arrays.put("exp_avg", codes)
         arrays.put("exp_avg_sq", squares)
@@ -207,12 +207,12 @@ def test_every_code_of_both_moments_is_decoded_as_written(isa):
 
 def test_codes_are_those_nearest_to_their_values():
     codes = torch.arange(256)
-    exact = lean.expand(codes).double()
+    exact = states.expand(codes).double()
     # From code 2 on compress() is a line between neighbouring codes: the middle of two values
     # rounds to either.
     middles = (exact[1:] + exact[:-1]) / 2
     for offset, expected in ((-(2.0**-20), codes[:-1]), (2.0**-20, codes[1:])):
-        rounded = lean.compress((middles * (1 + offset)).float()).round().long()
+        rounded = states.compress((middles * (1 + offset)).float()).round().long()
         assert torch.equal(rounded[2:], expected[2:])
 
 
@@ -221,7 +221,7 @@ def test_codes_are_those_nearest_to_their_values():
 
 def spread(seed: int, groups: int = 512) -> torch.Tensor:
     """Groups of many sizes, with elements that dwarf theirs."""
-    x = values(groups * lean.GROUP, seed).view(groups, lean.GROUP)
+    x = values(groups * states.GROUP, seed).view(groups, states.GROUP)
     generator = torch.Generator().manual_seed(seed)
     x *= torch.pow(10.0, torch.randint(-30, 20, (groups, 1), generator=generator).float())
     x[::3, 5] *= 1e6
@@ -231,15 +231,15 @@ def spread(seed: int, groups: int = 512) -> torch.Tensor:
 
 def test_a_master_is_within_2_to_the_minus_16():
     master = torch.cat([spread(1).view(-1), torch.tensor([1e-40, -1e-44, 0.0, -0.0, 3e38])])
-    error = (lean.join_master(*lean.split_master(master)).double() - master.double()).abs()
+    error = (states.join_master(*states.split_lean_master(master)).double() - master.double()).abs()
     normal = master.abs() >= 2.0**-126
     assert (error[normal] <= 2.0**-16 * master[normal].abs()).all()
     assert (error[~normal] <= 2.0**-142).all()
 
 
 def test_a_weight_is_the_nearest_to_its_master():
-    weight, low = lean.split_master(values(4097, 3))
-    master = lean.join_master(weight, low).double()
+    weight, low = states.split_lean_master(values(4097, 3))
+    master = states.join_master(weight, low).double()
     for neighbour in (-1, 1):
         other = (weight.view(torch.int16) + neighbour).view(BF16).double()
         assert ((weight.double() - master).abs() <= (other - master).abs()).all()
@@ -247,7 +247,7 @@ def test_a_weight_is_the_nearest_to_its_master():
 
 def test_a_first_moment_is_within_its_words():
     exp_avg = spread(2)
-    found = lean.decode_exp_avg(*lean.encode_exp_avg(exp_avg)).double()
+    found = states.decode_exp_avg(*states.encode_exp_avg(exp_avg)).double()
     error, largest = (found - exp_avg).abs(), exp_avg.double().abs().amax(1, keepdim=True)
     assert (error <= (largest / 126).clamp_min(2.0**-119) * HALF).all()
     near = (exp_avg.abs() >= largest / 15) & (largest >= 2.0**-112)
@@ -261,7 +261,7 @@ def test_a_second_moments_root_is_within_its_words():
     root = root.clamp(max=1e18).double()
     exp_avg_sq = root.square().float()
     root = exp_avg_sq.double().sqrt()
-    found = lean.decode_exp_avg_sq(*lean.encode_exp_avg_sq(exp_avg_sq)).double().sqrt()
+    found = states.decode_exp_avg_sq(*states.encode_exp_avg_sq(exp_avg_sq)).double().sqrt()
     error, largest = (found - root).abs(), root.amax(1, keepdim=True)
     # Squares below 2^-126 have fewer bits: a root there is only as exact as they are.
     bound = (largest / 254).clamp_min(2.0**-74)

@@ -34,7 +34,6 @@ LEVELS = {
     "stronghold.config": 1,
     "stronghold.cpu_adam": 1,
     "stronghold.device": 1,
-    "stronghold.lean": 0,
     "stronghold.states": 0,
     "stronghold.native": 0,
     "stronghold.errors": 0,
