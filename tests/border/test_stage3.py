@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -140,31 +140,28 @@ def stage_0(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 # -- Trainer, Accelerate, deepspeed.initialize -----------------------------------------------------
-@pytest.mark.parametrize("name", EXAMPLES)
-def test_an_example_trains_under_the_trainer_as_stage_0(name: str, tmp_path: Path) -> None:
-    losses, weights = [], []
-    settings = example(name, tmp_path)
-    for given in (stage_0(settings), settings):
-        before = copy.deepcopy(given)
-        trainer = train(tmp_path, given, num_train_epochs=1)
-        assert given == before
-        engine = trainer.accelerator.deepspeed_engine_wrapped.engine
-        assert isinstance(engine, StrongholdEngine)
-        assert not is_deepspeed_zero3_enabled()
-        losses.append([row.get("loss") for row in trainer.state.log_history])
-        trainer.save_model(str(tmp_path / "saved"))
-        weights.append(engine.module_state_dict())
-        saved = LlamaForCausalLM.from_pretrained(tmp_path / "saved").state_dict()
-        assert all(torch.equal(saved[key], value) for key, value in weights[-1].items())
-        trainer.accelerator.free_memory()
-    assert losses[0] == losses[1]
-    assert all(torch.equal(weights[0][key], value) for key, value in weights[1].items())
+Trained = tuple[list[float], dict[str, torch.Tensor]]
 
 
-def accelerated(settings: dict[str, Any]) -> list[float]:
-    accelerator = Accelerator(
-        cpu=False, deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=copy.deepcopy(settings))
-    )
+def by_trainer(settings: dict[str, Any], folder: Path) -> Trained:
+    before = copy.deepcopy(settings)
+    trainer = train(folder, settings, num_train_epochs=1)
+    assert settings == before
+    engine = trainer.accelerator.deepspeed_engine_wrapped.engine
+    assert isinstance(engine, StrongholdEngine)
+    assert not is_deepspeed_zero3_enabled()
+    trainer.save_model(str(folder / "saved"))
+    weights = {name: value.clone() for name, value in engine.module_state_dict().items()}
+    saved = LlamaForCausalLM.from_pretrained(folder / "saved").state_dict()
+    assert all(torch.equal(saved[key], value) for key, value in weights.items())
+    trainer.accelerator.free_memory()
+    return [row["loss"] for row in trainer.state.log_history if "loss" in row], weights
+
+
+def by_accelerate(settings: dict[str, Any], folder: Path) -> Trained:
+    settings["gradient_accumulation_steps"] = 2
+    settings["optimizer"] = {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto"}}
+    accelerator = Accelerator(cpu=False, deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=settings))
     model = tiny_llama()
     optimizer = DummyOptim(model.parameters(), lr=1e-2)
     loader = DataLoader(samples(1, 8), batch_size=2)  # type: ignore[arg-type]
@@ -178,40 +175,42 @@ def accelerated(settings: dict[str, Any]) -> list[float]:
             accelerator.backward(loss)
             optimizer.step()
             losses.append(loss.item())
+    weights = {name: value.clone() for name, value in model.module_state_dict().items()}
     accelerator.free_memory()
-    return losses
+    return losses, weights
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
-def test_an_example_trains_under_accelerate_as_stage_0(name: str, tmp_path: Path) -> None:
-    settings = example(name, tmp_path)
-    settings["gradient_accumulation_steps"] = 2
-    settings["optimizer"] = {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto"}}
-    expected = accelerated(stage_0(settings))
-    reset_accelerate()
-    assert accelerated(settings) == expected
+def by_initialize(settings: dict[str, Any], folder: Path) -> Trained:
+    zero = {k: v for k, v in settings["zero_optimization"].items() if v != "auto"}
+    model = tiny_llama()
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        config=config(precision="bf16") | {"zero_optimization": zero},
+        model_parameters=model.parameters(),
+    )
+    losses = []
+    for row in samples(1, 3):
+        loss = engine(**{k: v[None] for k, v in row.items()}).loss
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    assert engine.zero_optimization_stage() == zero["stage"]
+    weights = {name: value.clone() for name, value in engine.module_state_dict().items()}
+    engine.destroy()
+    return losses, weights
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
-def test_an_example_trains_under_initialize_as_stage_0(name: str, tmp_path: Path) -> None:
-    zero = {k: v for k, v in example(name, tmp_path)["zero_optimization"].items() if v != "auto"}
-    losses: list[list[float]] = []
-    for stage in ({"stage": 0}, zero):
-        settings = config(precision="bf16") | {"zero_optimization": stage}
-        model = tiny_llama()
-        engine, *_ = deepspeed.initialize(
-            model=model, config=settings, model_parameters=model.parameters()
-        )
-        found = []
-        for row in samples(1, 3):
-            loss = engine(**{k: v[None] for k, v in row.items()}).loss
-            engine.backward(loss)
-            engine.step()
-            found.append(loss.item())
-        assert engine.zero_optimization_stage() == stage["stage"]
-        losses.append(found)
-        engine.destroy()
-    assert losses[0] == losses[1]
+@pytest.mark.parametrize("run", [by_trainer, by_accelerate, by_initialize])
+def test_an_example_trains_as_stage_0(run: Callable[..., Trained], tmp_path: Path) -> None:
+    expected = None
+    for name in (None, *EXAMPLES):
+        settings = example(name or "cpu", tmp_path)
+        losses, weights = run(settings if name else stage_0(settings), tmp_path)
+        reset_accelerate()
+        if expected is None:
+            expected = losses, weights
+        assert losses == expected[0], name
+        assert all(torch.equal(value, expected[1][key]) for key, value in weights.items()), name
 
 
 # -- what partitions by itself ---------------------------------------------------------------------

@@ -197,26 +197,21 @@ def test_auto_values_are_the_trainers(trained: Any) -> None:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_saved_model_opens_with_equal_weights(trained: Any, tmp_path: Path, tied: bool) -> None:
+def test_a_saved_model_has_equal_weights_and_predictions(
+    trained: Any, tmp_path: Path, tied: bool
+) -> None:
     trainer = trained(CLIENT, tiny_llama(tied=tied))
     trainer.save_model(str(tmp_path / "saved"))
     assert (tmp_path / "saved" / "model.safetensors").exists()
-    opened = AutoModelForCausalLM.from_pretrained(tmp_path / "saved").state_dict()
+    opened = AutoModelForCausalLM.from_pretrained(tmp_path / "saved").eval()
     state = trainer.model.state_dict()
-    assert opened.keys() == state.keys()
-    for name, weight in state.items():
-        assert torch.equal(weight, opened[name]), name
-
-
-def test_predictions_are_those_of_the_plain_model(trained: Any) -> None:
-    trainer = trained(CLIENT)
-    plain = tiny_llama()
-    plain.load_state_dict(trainer.model.state_dict())
-    plain.eval()
+    assert opened.state_dict().keys() == state.keys()
+    for name, weight in opened.state_dict().items():
+        assert torch.equal(weight, state[name]), name
     predicted = trainer.predict(samples(3, 4))
     for row, sample in zip(predicted.predictions, samples(3, 4), strict=True):
         with torch.no_grad():
-            logits = plain(input_ids=sample["input_ids"][None]).logits[0]
+            logits = opened(input_ids=sample["input_ids"][None]).logits[0]
         assert torch.allclose(torch.from_numpy(row), logits, atol=1e-6)
 
 

@@ -4,29 +4,27 @@ interrupted.
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-WITHIN_S = 540.0  # twenty seeds take less than a minute here: a hang fails the test
+from tests.support import children
+
+PROGRAM = """
+import faulthandler
+from tests.support.interrupts import main
+faulthandler.enable()
+main()
+"""
 
 
 def interrupt(folder: Path, first: int, count: int) -> None:
-    """These seeds of `tests.support.interrupts`, in a process of their own."""
-    command = [sys.executable, "-X", "faulthandler", "-m", "tests.support.interrupts"]
-    done = subprocess.run(
-        [*command, str(folder), str(first), str(count)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=WITHIN_S,
-        check=False,
-    )
-    lines = [line for line in done.stdout.splitlines() if line.startswith("seed ")]
-    assert done.returncode == 0, f"{lines[-1:]}\n{done.stderr[-6000:]}"
+    """These seeds of `tests.support.interrupts`, in a process of their own, which may hang."""
+    with (folder / "said").open("w+") as said:
+        status, errors = children.run(PROGRAM, folder, first, count, folder=folder, stdout=said)
+    text = (folder / "said").read_text()
+    lines = [line for line in text.splitlines() if line.startswith("seed ")]
+    assert status == 0, f"{lines[-1:]}\n{errors[-6000:]}"
     assert len(lines) == count
     landed = [line for line in lines if "nothing" not in line]
     assert len(landed) > count // 2, "most came too late to interrupt anything"

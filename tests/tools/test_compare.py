@@ -44,7 +44,7 @@ TIMEOUT_S = 120.0
 def result() -> dict[str, Any]:
     methods = ["plain", "l2l", "stronghold", "fsdp2-offload", WRONG]
     with pytest.MonkeyPatch.context() as patch:
-        run_here(patch, ["plain", "l2l", WRONG])
+        run_here(patch, ["plain", "l2l", "stronghold", WRONG])
         return compare.compare(methods, TASK, TIMEOUT_S)
 
 
@@ -174,7 +174,8 @@ def test_a_method_that_is_stuck_shows_its_stacks() -> None:
 
 
 # -- out of memory --------------------------------------------------------------------------------
-def test_passing_the_gpu_cap_is_a_row() -> None:
+def test_passing_the_gpu_cap_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    run_here(monkeypatch, ["plain"])
     row = run("plain", dataclasses.replace(TASK, gpu_memory=200_000))
     assert row["status"] == "out of memory"
     assert "the cap is 200000" in row["reason"]
