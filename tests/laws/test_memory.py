@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import json
-import subprocess
-import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -15,6 +13,7 @@ import torch
 
 import stronghold
 from tests.models import HUGGING_FACE, MODELS, PLAIN, loss_of
+from tests.support.children import run
 from tests.support.training import config, train
 
 STEPS = 3
@@ -113,7 +112,8 @@ def test_a_forward_only_engine_costs_the_weights_alone() -> None:
 
 
 MODEL_THEN_ENGINE = """
-import json
+import sys
+from pathlib import Path
 from transformers import LlamaConfig, LlamaForCausalLM
 import stronghold
 from tests.laws.test_checkpoint_memory import status
@@ -129,20 +129,16 @@ engine = stronghold.initialize(
     model=model, config=settings, model_parameters=model.parameters()
 )[0]
 slots = engine.memory_report().gpu_peak
-print(json.dumps([status("RssAnon") - before - slots, weights]))
+Path(sys.argv[1], "found").write_text(f"{status('RssAnon') - before - slots} {weights}")
 engine.destroy()
 """
 
 
-def test_the_models_own_memory_goes_back_to_the_system() -> None:
+def test_the_models_own_memory_goes_back_to_the_system(tmp_path: Path) -> None:
     """Its tensors come from the heap, which would keep their pages: there is no second copy."""
-    done = subprocess.run(
-        [sys.executable, "-c", MODEL_THEN_ENGINE],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    grown, weights = json.loads(done.stdout.splitlines()[-1])
+    status, said = run(MODEL_THEN_ENGINE, tmp_path, folder=tmp_path)
+    assert status == 0, said
+    grown, weights = map(int, (tmp_path / "found").read_text().split())
     assert weights <= grown <= 1.25 * weights
 
 

@@ -45,12 +45,6 @@ def test_nodes_have_the_bits_of_one_rank_that_accumulates(name: str, two: list[A
         assert run.norms == pytest.approx(one.norms, rel=1e-12)
 
 
-def test_two_nodes_twice_are_identical(two: list[Any]) -> None:
-    for found in two:
-        assert_identical(found["again"], found["bits"]["gpt_tied"])
-        assert found["again"].norms == found["bits"]["gpt_tied"].norms
-
-
 def test_host_bytes_are_the_plans_with_the_weights_on_every_node(two: list[Any]) -> None:
     """bf16 with held gradients: 2 bytes of weights, and 12 that all ranks share."""
     for found in two:

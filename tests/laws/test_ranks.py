@@ -59,13 +59,6 @@ def test_ranks_and_one_rank_differ_by_rounding(name: str, two: list[Any]) -> Non
     assert norms[0] == pytest.approx(one.norms, rel=1e-6 if name == "clipped" else 2e-2)
 
 
-def test_two_ranks_twice_are_identical(two: list[Any]) -> None:
-    for found in two:
-        for name, run in found["again"].items():
-            assert_identical(run, found["bits"][name])
-            assert run.norms == found["bits"][name].norms
-
-
 def test_host_bytes_are_the_plans_and_half_of_one_ranks(two: list[Any]) -> None:
     for found in two:
         for report in (found["memory"], found["memory without gate"]):

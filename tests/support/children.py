@@ -1,10 +1,12 @@
 """Processes of a Python that has imported torch, DeepSpeed and the engine already, which takes
-seconds: a server imports them once for all tests of a process, and forks. A child ends as every
-program does, by the interpreter's own end. What an import reads of the environment, it has read.
+seconds: a server imports them once for all processes of a test run, and forks. A child ends as
+every program does, by the interpreter's own end. What an import reads of the environment, it has
+read.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import pickle
@@ -19,10 +21,15 @@ from typing import IO, Any
 ROOT = Path(__file__).resolve().parents[2]
 LONGEST = 1 << 17  # bytes of a request
 SERVER = """
-import sys
+import socket, sys
+listening = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+try:
+    listening.bind("\\0" + sys.argv[1])
+except OSError:
+    sys.exit()  # another process's server has the name
 import deepspeed, stronghold.engine, torch._dynamo, tests.models, tests.support.rank_programs
 from tests.support.children import serve
-sys.argv = serve(int(sys.argv[1]))
+sys.argv = serve(listening)
 exec(compile(sys.argv.pop(0), "-c", "exec"), {"__name__": "__main__"})
 """
 
@@ -77,21 +84,51 @@ def run(code: str, *arguments: object, folder: Path, **options: Any) -> tuple[in
 
 @functools.cache
 def _line(server: int) -> socket.socket:
-    """To a server, of several with an order of sets of their own, as ranks have it."""
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with theirs:
-        subprocess.Popen(
-            [sys.executable, "-c", SERVER, str(theirs.fileno())],
-            cwd=ROOT,
-            env={**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"},
-            pass_fds=[theirs.fileno()],
-        )
-    return ours
+    """To a server, of several with an order of sets of their own, as ranks have it. The processes
+    of one test run share them: who finds none starts it."""
+    session = os.getppid() if "PYTEST_XDIST_WORKER" in os.environ else os.getpid()
+    name = f"stronghold tests {session} {server}"
+    line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    started = None
+    while line.connect_ex(f"\0{name}"):
+        if started is None:
+            started = subprocess.Popen(
+                [sys.executable, "-c", SERVER, name],
+                cwd=ROOT,
+                env={**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"},
+            )
+        assert not started.poll(), "the server has failed"
+        time.sleep(0.02)
+    return line
 
 
-def serve(fileno: int) -> list[str]:
-    """Serve until the other end is closed. Returns in each child, with what it shall run."""
-    with socket.socket(fileno=fileno) as line:
+def serve(listening: socket.socket) -> list[str]:
+    """Serve each client in a fork, until all of them have gone. Returns in each child, with what it
+    shall run."""
+    listening.listen()
+    listening.settimeout(1.0)
+    left_s = 60.0  # until the first one
+    while True:
+        try:
+            line, _ = listening.accept()
+        except TimeoutError:
+            with contextlib.suppress(ChildProcessError):
+                while os.waitpid(-1, os.WNOHANG)[0]:
+                    left_s = 0.0
+                continue
+            left_s -= 1.0
+            if left_s < 0.0:
+                sys.exit()
+        else:
+            line.setblocking(True)
+            if os.fork() == 0:
+                listening.close()
+                return _serve(line)
+            line.close()
+
+
+def _serve(line: socket.socket) -> list[str]:
+    with line:
         while True:
             message, files, _, _ = socket.recv_fds(line, LONGEST, 3)
             if not message:

@@ -29,7 +29,6 @@ def two_nodes(folder: Path) -> dict[str, Any]:
     """Everything that needs two nodes of one rank and no failure."""
     return {
         "bits": {name: CASES[name]() for name in BITS},
-        "again": train("gpt_tied", config(clipping=0.0)),
         "memory": memory(),
         "traffic": traffic(),
         **rank_looks.alone(),

@@ -216,9 +216,6 @@ def assert_trained_as_one(found: list[Any]) -> None:
     assert torch.equal(*(of_rank["alone loss"] for of_rank in found))
 
 
-TWICE = ("gpt", "experts", "choosy")
-
-
 def refined() -> dict[str, Any]:
     """The plan changes while ranks train, each of which has measured something else."""
     worth, refine.WORTH = refine.WORTH, 1e9  # whatever is predicted

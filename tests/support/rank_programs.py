@@ -14,7 +14,7 @@ import torch
 
 from stronghold.errors import LaneError, RankError
 from tests.models import MODELS, loss_of
-from tests.support.rank_cases import CASES, CLOSE, FILES, TWICE, files, refined
+from tests.support.rank_cases import CASES, CLOSE, FILES, files, refined
 from tests.support.rank_checkpoints import checkpoint, full_disk, model_parallel, replaced, slices
 from tests.support.rank_looks import (
     alone,
@@ -36,7 +36,6 @@ def two_ranks(folder: Path) -> dict[str, Any]:
     """Everything that needs two ranks and no failure."""
     return {
         "bits": {name: run() for name, run in CASES.items()},
-        "again": {name: CASES[name]() for name in TWICE},
         "close": {name: run() for name, run in CLOSE.items()},
         "files": {name: (run(), run(in_memory=True)) for name, run in FILES.items()},
         "memory on files": memory(clipping=1.0, **files("masters")),
