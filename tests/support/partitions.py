@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from torch import Tensor, nn
 
-from stronghold.model import blocks
+from stronghold.model import partition
 from stronghold.model.partition import Layer, Partition
 from tests.models import MODELS, Block
 
@@ -110,8 +110,8 @@ def layer_of(found: Partition, parameter: nn.Parameter) -> Layer:
 
 
 def without_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blocks, "MODEL_TYPES", {})
-    monkeypatch.setattr(blocks, "CLASS_NAMES", {})
+    monkeypatch.setattr(partition, "MODEL_TYPES", {})
+    monkeypatch.setattr(partition, "CLASS_NAMES", {})
 
 
 class Holder(nn.Module):
