@@ -1,10 +1,11 @@
 """NVMe store: the files that hold what RAM cannot, and the memory that their bytes pass through.
 
 Owns what lies where in the files, the open files with their queues, the staging ring and this run's
-directories (`runfolder` says whose one is, `disks` whether the files fit). Never knows when
-something is used: callers order reads and writes of the same bytes, and the uses of the ring's
-entries, by fences of their own. Any thread may submit and wait, several at once; reads and writes
-have queues of their own, so that neither waits behind the other.
+directories (`runfolder` says whose one is); looks at the disks before the run begins, whether they
+can hold the files and how fast they are. Never knows when something is used: callers order reads
+and writes of the same bytes, and the uses of the ring's entries, by fences of their own. Any thread
+may submit and wait, several at once; reads and writes have queues of their own, so that neither
+waits behind the other.
 
 [Note: striping] All extents lie one after another in one linear space. It is cut into units, which
 go around the files in a fixed order that repeats: a file of twice the rate has twice the units of a
@@ -33,7 +34,8 @@ import logging
 import math
 import os
 import threading
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
@@ -41,13 +43,18 @@ from typing import Literal
 import torch
 
 from stronghold.device.base import Device
-from stronghold.errors import ConfigError, StateError
-from stronghold.memory import disks
+from stronghold.errors import BudgetError, ConfigError, StateError
 from stronghold.memory.runfolder import RunDirectory, reclaim
 from stronghold.memory.slab import map_files, map_slab
 from stronghold.native import ALIGNMENT, Closing, IoFile, IoQueue
 from stronghold.process import ALONE, Neighbours
 from stronghold.states import MOMENTS, SCALES
+
+PATH_KEY = "stronghold.nvme.path"
+ENGINE_KEY = "stronghold.nvme.engine"
+CAPACITY_KEY = "stronghold.nvme.capacity"
+PROBE_BYTES = 64 << 20  # tens of milliseconds of an NVMe disk, half a second of a spinning one
+GIB = 1 << 30
 
 # -- what lies where -------------------------------------------------------------------------------
 ARRAYS = (*MOMENTS, *SCALES, "low", "weights", "gradients", "accumulated")
@@ -201,7 +208,7 @@ class SpillFile:
         self.path = folder / "spill"
         self.nbytes = nbytes
         with contextlib.ExitStack() as undo:
-            queues = [disks.open_queue(depth, block_bytes, engine, registered) for _ in range(2)]
+            queues = [open_queue(depth, block_bytes, engine, registered) for _ in range(2)]
             for queue in queues:
                 undo.callback(queue.close)
             self._reading, self._writing = queues
@@ -220,14 +227,14 @@ class SpillFile:
         }
 
     def _create(self) -> IoFile:
-        free = disks.free_bytes(self.folder)
+        free = free_bytes(self.folder)
         try:
             return self._writing.open(self.path, self.nbytes)
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
             free = min(free, self.nbytes)  # others may have written since
-            raise disks.no_space([self.folder.parent], self.nbytes, free) from error
+            raise no_space([self.folder.parent], self.nbytes, free) from error
 
     @property
     def registered(self) -> bool:
@@ -366,14 +373,14 @@ class NvmeStore(Closing):
         self, given: Sequence[float] | None, capacity_bytes: int | None, count: int
     ) -> tuple[float, ...]:
         """The paths' rates, when they can hold the files of `count` processes."""
-        disks.check_paths(self.paths)
+        check_paths(self.paths)
         for path in self.paths:
             reclaim(path)
-        disks.check_capacity(self.file_bytes * count, capacity_bytes)
+        check_capacity(self.file_bytes * count, capacity_bytes)
         rates = self._rates(given)
         sizes = Striping(rates, self._queue_options[1]).file_bytes(self.file_bytes)
         needs = zip(self.paths, sizes, strict=True)
-        disks.check_space({path: size * count for path, size in needs})
+        check_space({path: size * count for path, size in needs})
         return rates
 
     def _open(self, device: Device | None) -> None:
@@ -388,14 +395,14 @@ class NvmeStore(Closing):
             return tuple(rates)
         if len(self.paths) == 1:
             return (1.0,)
-        disks.check_space(dict.fromkeys(self.paths, disks.PROBE_BYTES))
+        check_space(dict.fromkeys(self.paths, PROBE_BYTES))
         depth, block_bytes, engine = self._queue_options
         measured = []
         for path in self.paths:
             try:
-                rate = disks.measure_rate(path, depth=depth, block_bytes=block_bytes, engine=engine)
+                rate = measure_rate(path, depth=depth, block_bytes=block_bytes, engine=engine)
             except PermissionError as error:
-                raise disks.unwritable(path, error) from error
+                raise unwritable(path, error) from error
             logger.info("%s reads %.2f and writes %.2f GB/s", path, rate.read_gbps, rate.write_gbps)
             measured.append(rate.both_gbps)
         return tuple(measured)
@@ -405,7 +412,7 @@ class NvmeStore(Closing):
             folder = RunDirectory(path)
         except OSError as error:
             if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-                raise disks.unwritable(path, error) from error
+                raise unwritable(path, error) from error
             raise
         self._stack.callback(folder.close)
         return folder.path
@@ -438,7 +445,7 @@ class NvmeStore(Closing):
                 "no O_DIRECT in %s: transfers pass through the page cache, which takes RAM and "
                 "time. Name a local disk in %s",
                 ", ".join(cached),
-                disks.PATH_KEY,
+                PATH_KEY,
             )
         sparse = [
             str(file.folder.parent) for file in self._files if file.nbytes and not file.preallocated
@@ -558,3 +565,127 @@ def _check_range(verb: Verb, extent: Extent, begin: int, memory: torch.Tensor) -
         raise StateError(
             f"{verb} of {extent}: got bytes {begin} to {begin + nbytes} of {extent.nbytes}"
         )
+
+
+# -- disks -----------------------------------------------------------------------------------------
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiskRate:
+    """Sequential rates of a path, in 1e9 bytes per second."""
+
+    read_gbps: float
+    write_gbps: float
+
+    @property
+    def both_gbps(self) -> float:
+        """Of what is read and written back, as moments are: bytes one way over the time of both."""
+        return 1 / (1 / self.read_gbps + 1 / self.write_gbps)
+
+
+def measure_rate(
+    path: Path, *, depth: int, block_bytes: int, engine: str | None = None
+) -> DiskRate:
+    """Write and read a probe of 64 MiB under `path`, past the page cache where that works.
+
+    `OSError` with the path when it cannot be written, also for want of space.
+    """
+    pieces = map_slab(PROBE_BYTES, torch.uint8)
+    pieces.fill_(0x5A)  # not zeros: some disks store those for nothing
+    with (
+        open_queue(depth, block_bytes, engine) as queue,
+        contextlib.closing(RunDirectory(path)) as folder,  # a crash here is cleaned up, too
+        queue.open(folder.path / "probe", PROBE_BYTES) as file,
+    ):
+        # Twice: the first write of fresh blocks also pays for the file system's bookkeeping.
+        writes = [_seconds(queue, file, pieces, write=True) for _ in range(2)]
+        read_s = _seconds(queue, file, pieces, write=False)
+    return DiskRate(read_gbps=PROBE_BYTES / read_s / 1e9, write_gbps=PROBE_BYTES / writes[-1] / 1e9)
+
+
+def _seconds(queue: IoQueue, file: IoFile, pieces: torch.Tensor, *, write: bool) -> float:
+    begin = time.perf_counter()
+    submit = queue.write if write else queue.read
+    queue.wait(submit(file, 0, pieces.data_ptr(), PROBE_BYTES))
+    return max(time.perf_counter() - begin, 1e-9)
+
+
+def open_queue(
+    depth: int,
+    block_bytes: int,
+    engine: str | None,
+    registered: Sequence[tuple[int, int]] = (),
+) -> IoQueue:
+    """An `IoQueue`; ConfigError where the kernel refuses the engine that the config names."""
+    try:
+        return IoQueue(depth, block_bytes, engine, registered)
+    except OSError as error:
+        if engine is None:
+            raise
+        raise ConfigError(
+            f'{ENGINE_KEY}: got "{engine}", which the kernel refuses here ({error.strerror}). '
+            'Remove it, or set "threads".'
+        ) from error
+
+
+def check_paths(paths: Sequence[Path]) -> None:
+    """Raises ConfigError for a path that is missing, no directory, read-only, or given twice."""
+    if not paths:
+        raise ConfigError(f"{PATH_KEY}: got no path, expected a directory on an NVMe disk.")
+    for path in paths:
+        if not path.is_dir():
+            what = "is not a directory" if path.exists() else "does not exist"
+            raise ConfigError(
+                f'{PATH_KEY}: "{path}" {what}, expected a directory on an NVMe disk. '
+                "Make it (and mount the disk), or name another."
+            )
+        if not os.access(path, os.W_OK | os.X_OK):
+            raise unwritable(path, OSError(errno.EACCES, os.strerror(errno.EACCES)))
+    if len({path.resolve() for path in paths}) < len(paths):
+        names = ", ".join(map(str, paths))
+        raise ConfigError(f"{PATH_KEY}: got one directory twice in {names}. Name each once.")
+
+
+def unwritable(path: Path, error: OSError) -> ConfigError:
+    """The error for a path in which nothing can be made."""
+    return ConfigError(
+        f'{PATH_KEY}: "{path}" cannot be written ({error.strerror}). Give this user the right to '
+        "write there (or mount it read-write), or name another directory."
+    )
+
+
+def check_capacity(need_bytes: int, capacity_bytes: int | None) -> None:
+    """Raises BudgetError when the files together are larger than the configured capacity."""
+    if capacity_bytes is not None and need_bytes > capacity_bytes:
+        raise BudgetError(
+            f"{CAPACITY_KEY}: what spills needs {need_bytes} bytes ({need_bytes / GIB:.2f} GiB), "
+            f"and {capacity_bytes} ({capacity_bytes / GIB:.2f} GiB) are allowed. Raise it, or give "
+            "more to stronghold.host_memory so that less spills."
+        )
+
+
+def check_space(need_bytes: Mapping[Path, int]) -> None:
+    """Raises BudgetError when a file system has less room than the paths on it need together."""
+    by_device: dict[int, list[Path]] = {}
+    for path in need_bytes:
+        by_device.setdefault(path.stat().st_dev, []).append(path)
+    for paths in by_device.values():
+        need = sum(need_bytes[path] for path in paths)
+        have = free_bytes(paths[0])
+        if need > have:
+            raise no_space(paths, need, have)
+
+
+def no_space(paths: Sequence[Path], need_bytes: int, have_bytes: int) -> BudgetError:
+    """The error for a disk that is too small."""
+    names = ", ".join(f'"{path}"' for path in paths)
+    return BudgetError(
+        f"{PATH_KEY}: what spills to {names} needs {need_bytes} bytes ({need_bytes / GIB:.2f} GiB)"
+        f", and the disk has {have_bytes} free ({have_bytes / GIB:.2f} GiB). Free "
+        f"{need_bytes - have_bytes} bytes there, add a path on another disk, or give more to "
+        "stronghold.host_memory so that less spills."
+    )
+
+
+def free_bytes(path: Path) -> int:
+    """What this user may still write under `path`, in whole pages."""
+    status = os.statvfs(path)
+    return status.f_bavail * status.f_frsize // ALIGNMENT * ALIGNMENT

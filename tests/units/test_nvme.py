@@ -16,7 +16,7 @@ import torch
 
 from stronghold.device.emulated import EmulatedDevice
 from stronghold.errors import StateError
-from stronghold.memory import disks
+from stronghold.memory import nvme
 from tests.support.pages import ENGINES, PAGE, in_child
 from tests.support.stores import descriptors, memory, pages, store_of
 
@@ -130,7 +130,7 @@ def test_several_paths_are_measured(folders: list[Path], caplog: pytest.LogCaptu
         assert len(store.rates) == 2
         assert all(rate > 0 for rate in store.rates)
     assert len([r for r in caplog.records if "GB/s" in r.message]) == 2
-    rate = disks.measure_rate(folders[0], depth=4, block_bytes=MIB)
+    rate = nvme.measure_rate(folders[0], depth=4, block_bytes=MIB)
     assert rate.both_gbps < min(rate.read_gbps, rate.write_gbps)
     assert list(folders[0].iterdir()) == []
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from stronghold.errors import BudgetError, ConfigError
-from stronghold.memory import disks
+from stronghold.memory import nvme
 from stronghold.memory.nvme import Extent, NvmeStore
 from stronghold.team.group import NodeRanks, SilentGroup
 from tests.support.pages import ENGINES, PAGE, in_child, mounted, refuse_io_uring
@@ -71,7 +71,7 @@ def test_a_read_only_path_is_refused(small_disk: Path) -> None:
 def test_a_disk_too_small_is_refused_with_the_figures(
     small_disk: Path, folders: list[Path]
 ) -> None:
-    free = disks.free_bytes(small_disk)
+    free = nvme.free_bytes(small_disk)
     error = refused([folders[0], small_disk], pages(1024), rates=[1.0, 1.0])
     assert isinstance(error, BudgetError)
     for part in (str(small_disk), str(512 * PAGE), str(free), "stronghold.host_memory"):
@@ -96,7 +96,7 @@ def test_a_disk_that_fills_while_the_store_opens_is_a_budget_error(
     small_disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another run may take the room between the check and the reservation."""
-    monkeypatch.setattr(disks, "check_space", lambda _: None)
+    monkeypatch.setattr(nvme, "check_space", lambda _: None)
     error = refused([small_disk], pages(1024))
     assert isinstance(error, BudgetError)
     assert isinstance(error.__cause__, OSError)
@@ -111,7 +111,7 @@ def test_capacity_and_room_are_for_all_processes_of_the_node(
     error = refused(folders[:1], pages(6), capacity_bytes=10 * PAGE, neighbours=both)
     assert isinstance(error, BudgetError)
     assert str(12 * PAGE) in str(error)
-    half = disks.free_bytes(small_disk) // PAGE // 2
+    half = nvme.free_bytes(small_disk) // PAGE // 2
     error = refused([small_disk], pages(half + 1), neighbours=both)
     assert isinstance(error, BudgetError)
     assert str((half + 1) * 2 * PAGE) in str(error)
@@ -132,7 +132,7 @@ def test_only_the_first_process_looks_at_the_disks(
     group = Second(2)
     group.rank, group.members = 1, [4, 5]
     second = NodeRanks(group, [0, 1])
-    monkeypatch.setattr(disks, "measure_rate", lambda *_: pytest.fail("measured"))
+    monkeypatch.setattr(nvme, "measure_rate", lambda *_: pytest.fail("measured"))
     said += [None, (3.0, 1.0)]
     with store_of(folders[:2], pages(8), rates=None, neighbours=second) as store:
         assert store.rates == (3.0, 1.0)
@@ -284,7 +284,7 @@ def test_a_disk_that_cannot_reserve_fills_with_an_error(
             extent, target = store.extent(0, "exp_avg"), memory(256)
             store.submit("read", extent, 0, target).wait()
             assert not target.any()
-            (path / "other").write_bytes(bytes(disks.free_bytes(path) - 100 * PAGE))
+            (path / "other").write_bytes(bytes(nvme.free_bytes(path) - 100 * PAGE))
             error = failure(store, "write", extent, 256)
             assert error.errno == errno.ENOSPC
             assert re.search(r"write of \d+ bytes at offset \d+", str(error))
