@@ -17,9 +17,8 @@ from typing import Any
 
 import torch
 
-from stronghold.checkpoint import state
 from stronghold.checkpoint.directory import Team
-from stronghold.checkpoint.manifest import OpenTag, TensorRecord
+from stronghold.checkpoint.manifest import OpenTag, TensorRecord, unpack_state
 from stronghold.checkpoint.save import named_groups, persistent_buffers
 from stronghold.errors import CheckpointError, ConfigError, did_you_mean
 from stronghold.model.layout import ParameterSlice
@@ -35,7 +34,7 @@ class Load:
     """One verified checkpoint, ready to be written into `stack` ([Note: verified first]); a
     context, in which the files are held open. `optimizer` is None for a load of weights alone.
     `names_must_match` is DeepSpeed's strictness; shapes always must. `trusted`: as for
-    `state.unpack`. `mark` tells the tag that was opened from one that takes its place."""
+    `unpack_state`. `mark` tells the tag that was opened from one that takes its place."""
 
     def __init__(
         self,
@@ -63,7 +62,7 @@ class Load:
             self._tag.check(needed[team.rank :: team.num_ranks])
             records = [record for _, _, _, record in self._found]
             self._tag.check_headers(records, state=optimizer is not None)
-            self.state = state.unpack(self._tag.file(team.slices.state), trusted=trusted)
+            self.state = unpack_state(self._tag.file(team.slices.state), trusted=trusted)
         except BaseException:
             self._tag.close()
             raise

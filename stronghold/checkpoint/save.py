@@ -25,9 +25,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from stronghold.checkpoint import directory, state
+from stronghold.checkpoint import directory
 from stronghold.checkpoint.directory import Team
-from stronghold.checkpoint.manifest import BUFFERS, CONFIG, Manifest, TensorRecord, shape_of
+from stronghold.checkpoint.manifest import (
+    BUFFERS,
+    CONFIG,
+    ClientState,
+    Manifest,
+    TensorRecord,
+    pack_state,
+    shape_of,
+)
 from stronghold.checkpoint.tensorfile import (
     Entry,
     Part,
@@ -67,7 +75,7 @@ class Save:
         save_dir: Path,
         tag: str,
         *,
-        client: state.ClientState,
+        client: ClientState,
         counters: dict[str, int],
         exclude_frozen: bool,
         team: Team,
@@ -88,7 +96,7 @@ class Save:
             for name, buffer in persistent_buffers(model)
         }
         slices = team.slices.size
-        self._state = state.pack(client, counters, self._versions, model_parallel_size=slices)
+        self._state = pack_state(client, counters, self._versions, model_parallel_size=slices)
         self._config = model_config(model)
         self._groups = named_groups(stack, optimizer)
         self._records = [self._layer_records(index) for index in range(len(stack.host.layers))]

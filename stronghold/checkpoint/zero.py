@@ -20,9 +20,20 @@ from typing import Any, NamedTuple
 
 import torch
 
-from stronghold.checkpoint import directory, state
+from stronghold.checkpoint import directory
 from stronghold.checkpoint.load import PIECE_NUMEL, masters, moments_of
-from stronghold.checkpoint.manifest import BUFFERS, GAS, STATE, Manifest, OpenTag, TensorRecord
+from stronghold.checkpoint.manifest import (
+    BUFFERS,
+    GAS,
+    STATE,
+    ClientState,
+    Manifest,
+    OpenTag,
+    TensorRecord,
+    pack_state,
+    unpack_state,
+    unsafe_reason,
+)
 from stronghold.checkpoint.save import plain_group, versions
 from stronghold.checkpoint.tensorfile import (
     PIECE_BYTES,
@@ -135,13 +146,13 @@ def _write_imported(zero: ZeroCheckpoint, out: Path, dtype: torch.dtype) -> None
         "skipped_steps": int(zero.model.get("skipped_steps", 0)),
         GAS: gas,
     }
-    client = state.ClientState(
+    client = ClientState(
         scheduler=zero.model.get("lr_scheduler"),
         loader=zero.model.get("data_sampler"),
         client={key: value for key, value in zero.model.items() if key not in OWN_KEYS},
     )
     made_by = versions()
-    files[STATE] = write_durably(out / STATE, state.pack(client, counters, made_by))
+    files[STATE] = write_durably(out / STATE, pack_state(client, counters, made_by))
     Manifest(
         dtype=dtype,
         counters=counters,
@@ -224,7 +235,7 @@ def _load(file: Path) -> dict[str, Any]:
         logger.warning(
             "%s: code of its own may run while it is read, as when DeepSpeed loads it: %s",
             file,
-            state.unsafe_reason(error),
+            unsafe_reason(error),
         )
         try:
             found = load(weights_only=False)
@@ -427,7 +438,7 @@ def export_zero(source: Path, out: Path) -> list[Path]:
             )
         opened.check(manifest.files)
         opened.check_headers(manifest.tensors, state=True)
-        client = state.unpack(opened.file(STATE), trusted=False)
+        client = unpack_state(opened.file(STATE), trusted=False)
         with directory.appearing(out) as work:
             tag, scratch = work / source.name, work / ".scratch"
             tag.mkdir()
@@ -440,9 +451,7 @@ def export_zero(source: Path, out: Path) -> list[Path]:
     return sorted((out / source.name).iterdir())
 
 
-def _write_zero(
-    opened: OpenTag, client: state.ClientState | None, out: Path, scratch: Path
-) -> None:
+def _write_zero(opened: OpenTag, client: ClientState | None, out: Path, scratch: Path) -> None:
     manifest = opened.manifest
     by_name = {alias: record for record in manifest.tensors for alias in record.aliases}
     groups = [  # frozen parameters that were left out are in a group, too

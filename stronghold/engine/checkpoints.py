@@ -14,10 +14,16 @@ from typing import Any
 
 import torch
 
-from stronghold.checkpoint import directory, state
+from stronghold.checkpoint import directory
 from stronghold.checkpoint.directory import Team
 from stronghold.checkpoint.load import Load
-from stronghold.checkpoint.manifest import COUNTERS, GAS
+from stronghold.checkpoint.manifest import (
+    COUNTERS,
+    GAS,
+    ClientState,
+    random_states,
+    restore_random_states,
+)
 from stronghold.checkpoint.save import Save
 from stronghold.checkpoint.weights import live_weights, write_weights
 from stronghold.errors import ConfigError
@@ -64,9 +70,9 @@ class Checkpoints:
                 f"after the engine.step that ends the step ({GAS} is {counters[GAS]})"
             )
         self._stack.runtime.adopt_edited()
-        optimizer, random = self._optimizer, state.random_states(self._stack.device)
+        optimizer, random = self._optimizer, random_states(self._stack.device)
         of_ranks = self._team.of_slices(self._team.exchange(random, "random states"))
-        found = state.ClientState(
+        found = ClientState(
             scheduler=_state_of(engine.lr_scheduler),
             loader=_state_of(engine.training_dataloader),
             client=client,
@@ -159,7 +165,7 @@ class Checkpoints:
                     self._restore(engine, found, load.manifest.counters)
         return str(path / team.slices.state), None if found is None else found.client
 
-    def _restore(self, engine: Any, saved: state.ClientState, counters: dict[str, int]) -> None:
+    def _restore(self, engine: Any, saved: ClientState, counters: dict[str, int]) -> None:
         for name in COUNTERS:
             setattr(engine, name, counters[name])
         gas = int(engine.gradient_accumulation_steps())
@@ -177,7 +183,7 @@ class Checkpoints:
             own = of_ranks[team.rank]
         elif team.rank > 0:
             own = None
-        state.restore_random_states(own, self._stack.device)
+        restore_random_states(own, self._stack.device)
 
     # -- weights alone ----------------------------------------------------------------------------
     def save_weights(self, save_dir: str | Path, filename: str, *, exclude_frozen: bool) -> None:
