@@ -15,9 +15,9 @@ from methods.task import DTYPES, Task
 
 from stronghold.errors import BudgetError
 from stronghold.model.shapes import transformer_shape
-from stronghold.plan.cost import workload_of
+from stronghold.plan.cost import Demand, workload_of
 from stronghold.plan.machine import MachineProfile, rates_of
-from stronghold.plan.plan import Demand, make_plan
+from stronghold.plan.plan import make_plan
 from stronghold.simulate import fastest_plan, simulate
 from stronghold.states import LOW_DTYPE
 

@@ -22,9 +22,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from stronghold.forecast.question import from_sizes
 from stronghold.model.layout import for_ranks
-from stronghold.plan.cost import workload_of
+from stronghold.plan.cost import Demand, workload_of
 from stronghold.plan.machine import MachineProfile, rates_of
-from stronghold.plan.plan import Demand, make_plan
+from stronghold.plan.plan import make_plan
 from stronghold.simulate import simulate
 
 MODELS = {"7 B": (32, 4096, 32, 32000), "65 B": (80, 8192, 64, 32000)}

@@ -21,8 +21,14 @@ from typing import Any, NamedTuple
 
 from stronghold.device.simulated import Rates
 from stronghold.errors import BudgetError
-from stronghold.plan.cost import Workload, measured_rates, measured_workload, slowest
-from stronghold.plan.demand import Demand, Gradients
+from stronghold.plan.cost import (
+    Demand,
+    Gradients,
+    Workload,
+    measured_rates,
+    measured_workload,
+    slowest,
+)
 from stronghold.plan.plan import Plan, activation_bytes, make_plan
 from stronghold.runtime.runtime import Runtime
 from stronghold.runtime.stack import Stack, pinned_activations, reserved_bytes

@@ -22,8 +22,8 @@ from stronghold.errors import StateError
 from stronghold.memory.tiers import NullStore, Tiers, extent_requests
 from stronghold.model.layout import ModelLayout, Shards, condensed
 from stronghold.native import ALIGNMENT
-from stronghold.plan.cost import Workload
-from stronghold.plan.plan import Demand, Plan
+from stronghold.plan.cost import Demand, Workload
+from stronghold.plan.plan import Plan
 from stronghold.plan.schedule import Kind
 from stronghold.plan.search import LADDERS, Choice, Ladder, search
 from stronghold.runtime.adam import AdamFlags, Group

@@ -31,7 +31,7 @@ import torch
 from torch import nn
 
 from stronghold.errors import BudgetError, ConfigError
-from stronghold.plan.demand import LEVELS
+from stronghold.plan.cost import LEVELS
 from stronghold.plan.plan import make_plan
 from stronghold.states import MOMENTS
 from tests.conftest import choose_kernels

@@ -19,6 +19,8 @@ from stronghold.forecast.question import Question
 from stronghold.model.costs import DTYPES
 from stronghold.plan import search
 from stronghold.plan.cost import (
+    AGAIN,
+    ATTENTION,
     DISK,
     BreakEven,
     Limits,
@@ -26,7 +28,6 @@ from stronghold.plan.cost import (
     physical_limit,
     traffic_of,
 )
-from stronghold.plan.demand import AGAIN, ATTENTION
 from stronghold.plan.machine import NETWORK_GBPS
 from stronghold.plan.plan import Plan, last_that
 from stronghold.plan.search import Choice, updates_s

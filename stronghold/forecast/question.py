@@ -26,8 +26,7 @@ from stronghold.model.costs import DTYPES, ModelCosts, trace_costs
 from stronghold.model.layout import ModelLayout, for_ranks, layout
 from stronghold.model.partition import partition
 from stronghold.model.shapes import transformer_shape
-from stronghold.plan.cost import Workload, workload_of
-from stronghold.plan.demand import Demand
+from stronghold.plan.cost import Demand, Workload, workload_of
 from stronghold.plan.machine import MachineProfile, find, machine_names, rates_of
 from stronghold.states import EXACT, LEAN, Kind, page_numel, states_of
 

@@ -27,10 +27,7 @@ from dataclasses import dataclass, field
 
 from stronghold.errors import BudgetError, ConfigError
 from stronghold.model.layout import ModelLayout
-from stronghold.plan.cost import Traffic, spread, traffic_of
-from stronghold.plan.demand import AGAIN
-from stronghold.plan.demand import Demand as Demand
-from stronghold.plan.demand import Gradients as Gradients
+from stronghold.plan.cost import AGAIN, Demand, Gradients, Traffic, spread, traffic_of
 from stronghold.plan.schedule import Position
 from stronghold.states import (
     EXACT,

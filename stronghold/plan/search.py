@@ -25,8 +25,8 @@ from typing import Any
 from stronghold.device.simulated import LEAST_SHARE, Rates
 from stronghold.errors import BudgetError, ConfigError
 from stronghold.model.layout import ModelLayout
-from stronghold.plan.cost import Workload, shares
-from stronghold.plan.plan import Demand, Plan, last_that, levels_of, make_plan
+from stronghold.plan.cost import Demand, Workload, shares
+from stronghold.plan.plan import Plan, last_that, levels_of, make_plan
 
 USUAL_WINDOW = 3  # one computes, one is still in use or drains, one is on its way
 WINDOWS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24)

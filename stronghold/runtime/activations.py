@@ -55,7 +55,7 @@ from stronghold.errors import ConfigError, LaneError
 from stronghold.memory.host import HostStore
 from stronghold.memory.slab import PinnedPool
 from stronghold.model.gpu_operators import Attended, in_all
-from stronghold.plan.demand import AGAIN, ATTENTION, AWAY
+from stronghold.plan.cost import AGAIN, ATTENTION, AWAY
 from stronghold.runtime.attention import (
     AttentionCalls,
     Interception,

@@ -41,7 +41,8 @@ from stronghold.model.partition import (
     partition,
     source_of,
 )
-from stronghold.plan.plan import Demand, Plan, levels_of, make_plan
+from stronghold.plan.cost import Demand
+from stronghold.plan.plan import Plan, levels_of, make_plan
 from stronghold.process import check_not_forked, forked_from
 from stronghold.runtime.guards import COMPILED_WHOLE, is_compiled
 from stronghold.runtime.optimizer import EngineOptimizer

@@ -20,7 +20,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Trainer
 
 from stronghold.engine import StrongholdEngine
-from stronghold.plan.plan import Gradients
+from stronghold.plan.cost import Gradients
 from tests.support.frameworks import BOUND, LOSS_BOUND, fresh_accelerate, plugin
 from tests.support.frameworks import trainer_arguments as arguments
 

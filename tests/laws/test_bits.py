@@ -22,7 +22,7 @@ import torch
 
 import stronghold
 from stronghold import native
-from stronghold.plan.demand import LEVELS
+from stronghold.plan.cost import LEVELS
 from stronghold.plan.plan import make_plan
 from tests.models import HUGGING_FACE, MODELS, PLAIN, loss_of
 from tests.support.pairs import covering, pairs

@@ -20,7 +20,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import stronghold
 from stronghold.errors import ConfigError
 from stronghold.model.partition import partition
-from stronghold.plan.demand import LEVELS
+from stronghold.plan.cost import LEVELS
 from stronghold.runtime.chunks import _Carried
 from tests.models import HUGGING_FACE, MODELS
 from tests.support.pairs import pairs

@@ -23,8 +23,7 @@ from stronghold.errors import ConfigError
 from stronghold.memory import window
 from stronghold.model.layout import layout
 from stronghold.model.partition import partition
-from stronghold.plan.cost import LayerLoad, Workload
-from stronghold.plan.demand import Demand
+from stronghold.plan.cost import Demand, LayerLoad, Workload
 from stronghold.plan.plan import make_plan
 from tests.models import HIDDEN, MODELS, Decoder, loss_of
 from tests.support.checkpoints import assert_same, make_model, session, snapshot

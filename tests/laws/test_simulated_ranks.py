@@ -14,9 +14,9 @@ from stronghold.cli import main
 from stronghold.errors import BudgetError, ConfigError
 from stronghold.forecast.question import from_sizes
 from stronghold.model.layout import for_ranks
-from stronghold.plan.cost import workload_of
+from stronghold.plan.cost import Demand, Gradients, workload_of
 from stronghold.plan.machine import MachineProfile, rates_of
-from stronghold.plan.plan import Demand, Gradients, Plan, make_plan
+from stronghold.plan.plan import Plan, make_plan
 from stronghold.simulate import Prediction, simulate
 
 SUBJECT = from_sizes(12, 2048, 16, 32000, 1024)

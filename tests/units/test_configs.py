@@ -20,7 +20,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Co
 from stronghold.config import Settings, load, parse_bytes, source
 from stronghold.model.layout import ModelLayout, layout
 from stronghold.model.partition import partition
-from stronghold.plan.plan import Demand, Gradients, Plan, make_plan
+from stronghold.plan.cost import Demand, Gradients
+from stronghold.plan.plan import Plan, make_plan
 from stronghold.states import moment_bytes, states_of
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"

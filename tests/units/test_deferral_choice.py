@@ -13,8 +13,7 @@ import torch
 from stronghold.device.simulated import Rates
 from stronghold.model.layout import ModelLayout, layout
 from stronghold.model.partition import partition
-from stronghold.plan.cost import LayerLoad, Workload, shares, spread
-from stronghold.plan.demand import Demand
+from stronghold.plan.cost import Demand, LayerLoad, Workload, shares, spread
 from stronghold.plan.plan import make_plan
 from stronghold.simulate import fastest_plan, simulate
 from tests.support.sleeping import SleepingModel

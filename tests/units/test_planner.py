@@ -15,15 +15,8 @@ from stronghold.errors import BudgetError, ConfigError
 from stronghold.memory.host import DeviceStore, HostStore
 from stronghold.memory.window import Window
 from stronghold.model.layout import LayerLayout, ModelLayout
-from stronghold.plan.demand import LayerLoad
-from stronghold.plan.plan import (
-    RING_ENTRIES,
-    Demand,
-    Gradients,
-    Plan,
-    levels_of,
-    make_plan,
-)
+from stronghold.plan.cost import Demand, Gradients, LayerLoad
+from stronghold.plan.plan import RING_ENTRIES, Plan, levels_of, make_plan
 from stronghold.plan.schedule import Kind, canonical_uses, make_schedule
 from stronghold.states import LOW_DTYPE
 

@@ -15,10 +15,9 @@ from stronghold.errors import BudgetError
 from stronghold.model.costs import ModelCosts
 from stronghold.model.layout import ModelLayout
 from stronghold.model.shapes import transformer_shape
-from stronghold.plan.cost import workload_of
-from stronghold.plan.demand import LEVELS
+from stronghold.plan.cost import LEVELS, Demand, workload_of
 from stronghold.plan.machine import MachineProfile, rates_of
-from stronghold.plan.plan import Demand, Plan, levels_of, make_plan
+from stronghold.plan.plan import Plan, levels_of, make_plan
 from stronghold.plan.search import largest_micro_batch, lower_bound
 from stronghold.simulate import fastest_plan, simulate
 
