@@ -1,8 +1,10 @@
 """DeepSpeed's border: `StrongholdEngine`, and what stands around it.
 
-engine       the engine as a user, an LR schedule or a monitor sees it
+engine       the engine as a user, an LR schedule or a monitor sees it; what it refuses, and why
 dispatch     `initialize`: which engine a config asks for, and with which optimizer
-surface      what of DeepSpeed's engine does not apply, with reasons
+backward     loss.backward() that the user's code calls
+batches      a step from an iterator: train_batch, eval_batch
+checkpoints  the saves and loads of one engine
 instruments  monitors, timers and the profiler around a step
 """
 

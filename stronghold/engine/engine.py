@@ -6,7 +6,9 @@ The training thread alone enters.
 
 It is a `deepspeed.DeepSpeedEngine` by name, so that frameworks recognise it, but runs none of that
 class's core: its `__init__` is not called, the one-line accessors read the `DeepSpeedConfig` that
-is kept here, and what cannot apply is refused by `surface`.
+is kept here, and what cannot apply is refused with its reason (`REFUSED`). A test walks the
+installed class: every public name must be implemented here, refused, or known to the test as an
+accessor that answers.
 """
 
 from __future__ import annotations
@@ -35,7 +37,6 @@ from stronghold.engine.backward import UserBackward
 from stronghold.engine.batches import Batches
 from stronghold.engine.checkpoints import Checkpoints
 from stronghold.engine.instruments import Instruments
-from stronghold.engine.surface import refuse
 from stronghold.errors import ConfigError
 from stronghold.plan.plan import Plan
 from stronghold.process import forked_from
@@ -50,6 +51,42 @@ from stronghold.team.group import Ranks
 from stronghold.telemetry.metrics import Reading, StepRecord, count_tokens, value
 
 logger = logging.getLogger("stronghold")
+
+_PARALLEL = "stronghold runs data-parallel ranks only: shard the model with DeepSpeed itself"
+_REDUCE = "gradients leave for the host layer by layer during backward: nothing is left to reduce"
+_DATA = "build the data loader yourself and pass batches to the engine"
+_COMPILE = "DeepCompile rewrites the graph of the whole model: engine.compile() compiles each block"
+_ALIEN = "the optimizer is stronghold's own Adam: set it in the config, or pass torch's"
+
+# Names that would run DeepSpeed's own core on state that this engine does not have: by reason, then
+# one by one.
+_BY_REASON = {
+    _REDUCE: """allreduce_and_copy allreduce_bucket allreduce_gradients allreduce_no_retain
+        buffered_allreduce_fallback coalesce_grad_reduction sparse_allreduce
+        sparse_allreduce_bucket sparse_allreduce_no_retain""",
+    _PARALLEL: "all_gather_scalar load_moe_state_dict sparse_all_gather",
+    _COMPILE: """get_autosp_backend get_autotp_backend get_compile_time
+        get_deepcompile_backend get_deepspeed_compile_backend register_compile_pass
+        compile_zero_optimization_stage""",
+    _DATA: "set_custom_curriculum_learning_schedule set_data_post_process_func",
+    _ALIEN: "get_optimizer_configuration",
+}
+REFUSED: dict[str, str] = {
+    **{name: reason for reason, names in _BY_REASON.items() for name in names.split()},
+    "clip_fp32_gradients": "engine.step clips by the global norm: set gradient_clipping",
+    "print_forward_breakdown": "set stronghold.trace to a file for a timeline of the step",
+    "random_ltd_initialize": "random layer-token drop changes the model's layers while they stream",
+    "swap_tensor_config": "set stronghold.nvme: it says where state spills, and how",
+}
+
+
+def _refusal(name: str, reason: str) -> Any:
+    def refused(self: Any, *args: Any, **kwargs: Any) -> None:
+        raise ConfigError(f"engine.{name} does not apply to stronghold: {reason}")
+
+    refused.__name__ = name
+    refused.__doc__ = f"Refused: {reason}."
+    return refused
 
 
 def _take_over(model: nn.Module, trains: bool) -> None:
@@ -112,7 +149,6 @@ def finish_engines() -> None:
             logger.exception("the process ends with work unfinished")
 
 
-@refuse
 class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
     """Trains `model` through a window of layers. Made by `stronghold.initialize`.
 
@@ -732,3 +768,7 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
     def __del__(self, ending: Callable[[], bool] = sys.is_finalizing) -> None:
         if not ending():  # else modules are gone
             off_lanes(self.destroy)  # also of one that is half-built
+
+
+for _name, _reason in REFUSED.items():
+    setattr(StrongholdEngine, _name, _refusal(_name, _reason))

@@ -19,7 +19,7 @@ from torch import nn
 
 import stronghold
 from stronghold.engine import StrongholdEngine
-from stronghold.engine.surface import REFUSED
+from stronghold.engine.engine import REFUSED
 from stronghold.errors import ConfigError
 from stronghold.runtime import stack
 from stronghold.runtime.guards import FRAGMENT
@@ -94,7 +94,7 @@ def make(name: str = "gpt", **options: Any) -> tuple[StrongholdEngine, Any]:
 def test_every_public_name_of_deepspeeds_engine_has_its_place() -> None:
     places = (IMPLEMENTED, set(REFUSED), INHERITED)
     strangers = [name for name in PUBLIC if not any(name in place for place in places)]
-    assert strangers == [], "implement them, or list them in stronghold/engine/surface.py or above"
+    assert strangers == [], "implement them, or list them in stronghold/engine/engine.py or above"
     twice = [name for name in PUBLIC if sum(name in place for place in places) > 1]
     assert twice == []
 
