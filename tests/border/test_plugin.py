@@ -326,6 +326,11 @@ for _ in range(3):
     assert importlib.util.find_spec("deepspeed").origin.endswith("__init__.py")
     assert importlib.util.find_spec("no_such_package") is None
 assert "deepspeed" not in sys.modules and "torch" not in sys.modules
+from accelerate.utils.deepspeed import HfDeepSpeedConfig
+assert "deepspeed" not in sys.modules
+for section, stage in (({"stronghold": {}}, 2), ({}, 3), ({"stronghold": {}}, 2)):
+    read = HfDeepSpeedConfig({"zero_optimization": {"stage": 3}, **section})
+    assert read.get_value("zero_optimization.stage") == stage
 import deepspeed
 assert "exec_module" not in vars(deepspeed.__spec__.loader)
 print("ENABLED", sys.modules["stronghold.plugin"].enabled())
