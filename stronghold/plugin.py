@@ -1,7 +1,8 @@
 """Import this module, and `deepspeed.initialize` obeys a "stronghold" section in the config.
 
-Owns the replacement of three names, in this process alone: nothing installed is changed on disk.
-Beside that one they are those through which a config with ZeRO stage 3 would have a model
+Owns the replacement of four names, in this process alone: nothing installed is changed on disk.
+One is `deepspeed.utils.zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint`, which reads this
+engine's checkpoints, too. Two are those through which a config with ZeRO stage 3 would have a model
 partitioned before an engine sees it: `deepspeed.zero.Init`, which does nothing where it is given a
 config with the section, and Accelerate's reading of the config, in which (in its own copy) such a
 stage 3 becomes 2; so Transformers, PEFT and TRL neither partition nor gather.
@@ -17,9 +18,11 @@ import functools
 import inspect
 import logging
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, ClassVar
 
 import deepspeed
+from deepspeed.utils import zero_to_fp32
 
 from stronghold import config as configs
 from stronghold.errors import ConfigError
@@ -36,7 +39,7 @@ class _Switch:
     active = False
     original: Initialize | None = None
     installed: Initialize | None = None
-    methods: ClassVar[list[tuple[type, str, Callable[..., Any]]]] = []  # what stood there
+    methods: ClassVar[list[tuple[Any, str, Callable[..., Any]]]] = []  # what stood there
 
 
 _switch = _Switch()
@@ -52,6 +55,7 @@ def enable() -> None:
         _switch.installed = deepspeed.initialize = _choosing(deepspeed.initialize)
     if not _switch.methods:
         _replace(deepspeed.zero.Init, "__init__", _partitioning_nothing)
+        _replace(zero_to_fp32, "get_fp32_state_dict_from_zero_checkpoint", _of_both_layouts)
         with contextlib.suppress(ImportError):
             from accelerate.utils.deepspeed import HfDeepSpeedConfig
 
@@ -80,7 +84,7 @@ def enabled() -> bool:
     return _switch.active
 
 
-def _replace(owner: type, name: str, make: Callable[..., Callable[..., Any]]) -> None:
+def _replace(owner: Any, name: str, make: Callable[..., Callable[..., Any]]) -> None:
     original = getattr(owner, name)
     _switch.methods.append((owner, name, original))
     setattr(owner, name, make(original))
@@ -107,6 +111,25 @@ def _partitioning_nothing(original: Callable[..., None]) -> Callable[..., None]:
             original(self, *args, **kwargs)
 
     return init
+
+
+def _of_both_layouts(original: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def get_fp32_state_dict(*args: Any, **kwargs: Any) -> Any:
+        from stronghold.checkpoint.manifest import MANIFEST
+        from stronghold.checkpoint.weights import fp32_state, locate
+
+        given = signature.bind(*args, **kwargs).arguments
+        path = Path(given["checkpoint_dir"])
+        with contextlib.suppress(ValueError, OSError):  # DeepSpeed says what is wrong
+            path = locate(path, given.get("tag"))
+        if not (path / MANIFEST).exists():
+            return original(*args, **kwargs)
+        return fp32_state(path, exclude_frozen=bool(given.get("exclude_frozen_parameters")))
+
+    return get_fp32_state_dict
 
 
 def _without_stage_3(original: Callable[[Any], None]) -> Callable[[Any], None]:

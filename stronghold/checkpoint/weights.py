@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from stronghold.checkpoint import directory
+from stronghold.checkpoint.load import masters
 from stronghold.checkpoint.manifest import BUFFERS, CONFIG, LARGEST, MANIFEST, OpenTag
 from stronghold.checkpoint.tensorfile import (
     Entry,
@@ -124,6 +125,22 @@ def export_hf(
             dtype = str(manifest.dtype).removeprefix("torch.")
             _write_small_files(hidden, described, model_dir, dtype)
     return sorted(out.iterdir())
+
+
+def fp32_state(source: Path, *, exclude_frozen: bool = False) -> dict[str, torch.Tensor]:
+    """The state dict of the checkpoint directory `source`: parameters in fp32, exact masters where
+    they are trained, each under all its names; buffers in their own dtypes."""
+    with OpenTag(source) as tag:
+        manifest = tag.manifest
+        wanted = [r for r in manifest.tensors if r.trainable or not exclude_frozen]
+        files = {BUFFERS} if manifest.buffers else set()
+        tag.check(files.union(*({r.weights, r.low or r.weights} for r in wanted)))
+        tag.check_headers(wanted, state=True)
+        found = {name: tag.tensors(BUFFERS).read(name) for name in manifest.buffers}
+        for record in wanted:
+            value = torch.cat(list(masters(tag, record, exact=True))).view(record.shape)
+            found |= dict.fromkeys(record.aliases, value)
+    return found
 
 
 def shards(items: Sequence[Item], most: int, size: Callable[[Item], int]) -> list[list[Item]]:

@@ -61,9 +61,10 @@ def _enable_at_a_config(module: Any) -> None:
     @functools.wraps(original)
     def set_stage_and_offload(self: Any) -> None:
         if "stronghold.plugin" in sys.modules:
-            return original(self)
-        _enable(module)
-        return self.set_stage_and_offload()  # the plugin's now, which calls this one
+            original(self)
+        else:
+            _enable(module)
+            self.set_stage_and_offload()  # the plugin's now, which calls this one
 
     module.HfDeepSpeedConfig.set_stage_and_offload = set_stage_and_offload
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from deepspeed.utils import zero_to_fp32
 from safetensors.torch import load_file, save_model
 
 from stronghold.cli import main
@@ -28,7 +29,10 @@ from tests.support.checkpoints import (
     train,
     two_groups,
 )
+from tests.support.frameworks import plugin
 from tests.support.stock import one_rank
+
+__all__ = ["plugin"]
 
 
 @pytest.fixture(scope="module")
@@ -182,9 +186,7 @@ def test_deepspeed_trains_on_from_our_export(precision: str, tmp_path: Path, glo
         assert torch.allclose(
             torch.stack(continued).float(), torch.stack(losses).float(), rtol=1e-2
         )
-    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
-
-    merged = get_fp32_state_dict_from_zero_checkpoint(str(tmp_path / "zero"))
+    merged = zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(str(tmp_path / "zero"))
     assert merged["lm_head.weight"].shape == merged["transformer.wte.weight"].shape
     for name, master in masters.items():
         assert torch.equal(merged[name].float(), master), name
@@ -203,6 +205,17 @@ def test_a_zero_export_comes_back_bit_for_bit(saved: Path, tmp_path: Path) -> No
         loaded = snapshot(engine)
     for name, value in loaded.items():
         assert name == "torch's random state" or torch.equal(value, again[name]), name
+
+
+def test_deepspeeds_functions_read_our_checkpoints(saved: Path, plugin: None) -> None:
+    merged = zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(str(saved), lazy_mode=True)
+    model = zero_to_fp32.load_state_dict_from_zero_checkpoint(make_model(seed=9), str(saved))
+    for name, master in torch.load(saved / "plain.pt")["masters"].items():
+        assert torch.equal(merged[name].contiguous(), master), name
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, merged[name].to(value.dtype)), name
+    with pytest.raises(FileNotFoundError, match="no_such_tag"):
+        zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(str(saved), "no_such_tag")
 
 
 @pytest.mark.slow
