@@ -7,7 +7,6 @@ import mmap
 import os
 import re
 import resource
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -82,16 +81,6 @@ def device(queue: IoQueue, path: str) -> IoFile:
     return queue.open(path, 1 << 62, create=False, preallocate=False)
 
 
-def test_a_device_that_is_full_is_an_error(engine: str) -> None:
-    memory = Memory(8)
-    with IoQueue(2, PAGE, engine) as queue:
-        file = device(queue, "/dev/full")
-        ticket = queue.write(file, 7 * PAGE, memory.address, memory.nbytes)
-        error = failure(queue, ticket)
-        assert error.errno == errno.ENOSPC
-        assert "write of 4096 bytes at offset 28672 (in a write of 32768" in str(error)
-
-
 def test_an_input_output_error_is_reported_where_it_happened(engine: str, tmp_path: Path) -> None:
     """/proc/self/mem gives EIO for pages that cannot be had, after a short read of those before:
     here those of a mapping whose file was truncated."""
@@ -128,19 +117,6 @@ def test_a_read_only_path_is_an_error(engine: str, tmp_path: Path) -> None:
             queue.open(tmp_path / "nowhere" / "file", PAGE)
         with pytest.raises(ConfigError, match="NUL"):
             queue.open("a\0b", PAGE)
-
-
-def test_a_read_only_mount_is_an_error(engine: str, small_disk: Path) -> None:
-    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
-    try:
-        with (
-            IoQueue(1, PAGE, engine) as queue,
-            pytest.raises(OSError, match=str(small_disk)) as caught,
-        ):
-            queue.open(small_disk / "file", PAGE)
-        assert caught.value.errno == errno.EROFS
-    finally:
-        subprocess.run(["mount", "-o", "remount,rw", str(small_disk)], check=True)
 
 
 def test_a_file_too_large_is_an_error_and_no_signal(engine: str, tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ other files of this folder show is particular: hazards, faults, counts, order.
 from __future__ import annotations
 
 import functools
-import logging
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -244,22 +243,3 @@ def test_own_gradient_checkpointing_keeps_working(name: str, reentrant: bool, po
     settings = config(clipping=0.5, section={"window": 1, "activations": policy})
     run = train_windowed(factory, steps=STEPS, settings=settings)
     assert_identical(run, plain(name, 0.5, 1, "fp32"))
-
-
-def test_weights_that_are_not_contiguous_are_said_and_trained_as_contiguous(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    def transposed() -> Any:
-        model, make_batch = MODELS["odd_llama"]()
-        for layer in model.model.layers:
-            weight = layer.mlp.up_proj.weight
-            weight.data = weight.data.t().contiguous().t()
-        return model, make_batch
-
-    settings = config(section={"window": 1, "activations": "keep"})
-    with caplog.at_level(logging.WARNING, "stronghold"):
-        run = train_windowed(transposed, steps=4, settings=settings)
-    said = [record.message for record in caplog.records if "contiguous" in record.message]
-    assert len(said) == 1
-    assert "model.layers.0.mlp.up_proj.weight and 4 more" in said[0]
-    assert_identical(run, train_plain(MODELS["odd_llama"], steps=4))

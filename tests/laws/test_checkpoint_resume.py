@@ -26,6 +26,7 @@ from tests.support.checkpoints import (
     snapshot,
     train,
 )
+from tests.support.places import on_gpu
 
 STOPS = 3
 NEXT = 3
@@ -154,66 +155,56 @@ def test_weights_load_into_an_engine_that_only_runs_forward(tmp_path: Path) -> N
 def test_masters_are_the_same_numbers_in_every_precision(
     source: str, target: str, tmp_path: Path
 ) -> None:
-    def masters(engine: Any) -> list[torch.Tensor]:
-        host = engine._stack.host
-        return [host.master(s.layout.index, p) for s in host.layers for p in s.layout.slices]
-
     with session(precision=source) as engine:
         train(engine, 3)
         engine.save_checkpoint(tmp_path)
-        expected = masters(engine)
+        expected = masters_of(engine)
     with session(make_model(seed=9), precision=target) as engine:
         engine.load_checkpoint(tmp_path)
-        assert all(map(torch.equal, masters(engine), expected))
+        assert_same(masters_of(engine), expected)
         train(engine, 1)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        *({"clipping": clipping} for clipping in (0.5, 0.0)),
+        {"accumulation": 2},
+        *({"clipping": 0.5, "section": on_gpu(place)} for place in ("half", "whole")),
+        *({"clipping": 0.0, "section": on_gpu(place)} for place in ("half", "whole")),
+    ],
+    ids=str,
+)
 def test_a_save_beside_training_equals_one_that_stops_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for options in ({"clipping": 0.5}, {"clipping": 0.0}, {"accumulation": 2}):
-        options |= {"precision": "bf16"}
-        stopped, beside = tmp_path / f"{options}" / "stopped", tmp_path / f"{options}" / "beside"
-        with session(**options) as engine:
-            train(engine, 2)
-            engine.save_checkpoint(stopped)
-            losses = train(engine, 3)
-        write = save.Save._write_layer
+    options = {"precision": "bf16", "section": {}, **options}
+    stopped, beside = tmp_path / "stopped", tmp_path / "beside"
+    with session(**options) as engine:
+        train(engine, 2)
+        engine.save_checkpoint(stopped)
+        losses = train(engine, 3)
+    write = save.Save._write_layer
 
-        def slow(self: Any, index: int, write: Any = write) -> None:
-            time.sleep(0.02)  # training has time to overtake a save that nothing holds back
-            write(self, index)
+    def slow(self: Any, index: int) -> None:
+        time.sleep(0.02)  # training has time to overtake a save that nothing holds back
+        write(self, index)
 
-        with monkeypatch.context() as patched:
-            patched.setattr(save.Save, "_write_layer", slow)
-            with session(section={"async_checkpoint": True}, **options) as engine:
-                train(engine, 2)
-                engine.save_checkpoint(beside)
-                assert not (beside / "latest").exists()
-                assert all(map(torch.equal, train(engine, 3), losses))
-        assert (beside / "latest").read_text() == "global_step2"
-        files = sorted((stopped / "global_step2").glob("*.safetensors"))
-        assert len(files) > 10
-        for file in files:
-            assert file.read_bytes() == (beside / "global_step2" / file.name).read_bytes(), file
-
-
-def test_a_failed_save_beside_training_is_raised_where_it_is_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(self: Any, index: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(save.Save, "_write_layer", full)
-    with session(section={"async_checkpoint": True}) as engine:
-        train(engine, 1)
-        engine.save_checkpoint(tmp_path)
-        with pytest.raises(LaneError, match=r"publish global_step1 .*No space left"):
-            engine.wait_for_checkpoint()
-    assert list(tmp_path.iterdir()) == []
+    monkeypatch.setattr(save.Save, "_write_layer", slow)
+    options["section"] = {**options["section"], "async_checkpoint": True}
+    with session(**options) as engine:
+        train(engine, 2)
+        engine.save_checkpoint(beside)
+        assert not (beside / "latest").exists()
+        assert all(map(torch.equal, train(engine, 3), losses))
+    assert (beside / "latest").read_text() == "global_step2"
+    files = sorted((stopped / "global_step2").glob("*.safetensors"))
+    assert len(files) > 10
+    for file in files:
+        assert file.read_bytes() == (beside / "global_step2" / file.name).read_bytes(), file
 
 
-@pytest.mark.parametrize("told_by", ["forward", "save", "load"])
+@pytest.mark.parametrize("told_by", ["wait", "forward", "save", "load"])
 def test_after_a_failed_save_beside_training_is_told_of_once_everything_goes_on(
     told_by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -236,6 +227,7 @@ def test_after_a_failed_save_beside_training_is_told_of_once_everything_goes_on(
             engine.save_checkpoint(tmp_path, tag="bad")
             engine._stack.device.finish()
             call = {
+                "wait": engine.wait_for_checkpoint,
                 "forward": lambda: engine(**make_batch(0)),
                 "save": lambda: engine.save_checkpoint(tmp_path, tag="next"),
                 "load": lambda: engine.load_checkpoint(tmp_path),

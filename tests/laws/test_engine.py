@@ -16,10 +16,13 @@ from torch import nn
 from stronghold.errors import ConfigError
 from tests.models import loss_of
 from tests.support.pairs import pairs
+from tests.support.places import ON_GPU, on_gpu
 from tests.support.training import WARMUP
 from tests.support.twin import failing_once, twin
 
 POLICIES = ["keep", "offload", "recompute"]
+PLACES = {policy: {"activations": policy} for policy in POLICIES}
+PLACES |= {place: on_gpu(place) for place in ON_GPU}
 
 
 # --- accumulation ---------------------------------------------------------------------------------
@@ -64,10 +67,13 @@ def test_backward_returns_the_loss_divided_by_the_accumulation_steps() -> None:
         assert torch.equal(both.engine.backward(loss, scale_wrt_gas=False), loss)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("accumulation", [1, 2])
-def test_two_backwards_before_a_step_add_up(accumulation: int, precision: str) -> None:
-    with twin(accumulation=accumulation, precision=precision) as both:
+@pytest.mark.parametrize(
+    ("accumulation", "precision", "section"), pairs([1, 2], ["fp32", "bf16"], PLACES)
+)
+def test_two_backwards_before_a_step_add_up(
+    accumulation: int, precision: str, section: dict[str, Any]
+) -> None:
+    with twin(accumulation=accumulation, precision=precision, section=section) as both:
         for step in range(3):
             both.engine.set_gradient_accumulation_boundary(True)
             both.backward(both.on(2 * step))
@@ -146,13 +152,12 @@ def test_a_gradient_through_another_engines_model_is_that_ones_too(frozen: bool)
 
 
 @pytest.mark.parametrize(
-    ("accumulation", "where", "policy"),
-    pairs({"once": 1, "three": 3}, ["forward", "backward"], POLICIES),
+    ("accumulation", "where", "section"),
+    pairs({"once": 1, "three": 3}, ["forward", "backward"], PLACES),
 )
 def test_training_goes_on_exactly_after_a_failure_inside_the_model(
-    accumulation: int, where: str, policy: str
+    accumulation: int, where: str, section: dict[str, Any]
 ) -> None:
-    section = {"activations": policy}
     with twin(accumulation=accumulation, section=section) as both:
         seeds = range(accumulation)
         both.train(*seeds)

@@ -16,8 +16,9 @@ from torch import nn
 from stronghold.errors import ConfigError
 from tests.models import MODELS as MODEL_FACTORIES
 from tests.support.pairs import pairs
+from tests.support.places import on_gpu
 from tests.support.training import WARMUP
-from tests.support.twin import Twin, assert_half_a_step_refuses_every_further_one, twin
+from tests.support.twin import Twin, failing_once, twin
 
 POLICIES = ["keep", "offload", "recompute"]
 
@@ -159,9 +160,21 @@ def test_two_losses_may_run_backward_in_either_order(first: int, policy: str) ->
             both.step()
 
 
-def test_a_backward_that_fails_between_early_updates_refuses_every_further_one() -> None:
+@pytest.mark.parametrize("section", [{}, {"deferred_layers": 1}, on_gpu("every layer")], ids=str)
+def test_a_backward_that_fails_between_early_updates_refuses_every_further_one(
+    section: dict[str, Any],
+) -> None:
     """Some layers are of the next step already: no further step could be exact."""
-    assert_half_a_step_refuses_every_further_one(section={})
+    both = Twin(clipping=0.0, section=section)
+    both.train(0)
+    with (
+        failing_once(both.model.blocks[0].mlp.up, "backward"),
+        pytest.raises(torch.OutOfMemoryError),
+    ):
+        both.engine.backward(both.on(1)(both.engine))
+    with pytest.raises(ConfigError, match="weights are of two steps"):
+        both.engine.backward(both.on(1)(both.engine))
+    both.engine.destroy()
 
 
 # --- gradients that are not finite ----------------------------------------------------------------
@@ -212,8 +225,9 @@ BAD = {
         {"precision": "bf16", "clipping": 0.5},
         {"precision": "bf16", "clipping": 0.0, "extra": {"bf16": {"enabled": True}}},
         {"precision": "fp32", "clipping": 0.5, "accumulation": 2},
+        *({"precision": "bf16", "section": on_gpu(place)} for place in ("half", "whole")),
     ],
-    ids=["fp32", "bf16", "bf16 without clipping", "accumulated"],
+    ids=["fp32", "bf16", "bf16 without clipping", "accumulated", "half on the gpu", "whole"],
 )
 def test_a_step_with_gradients_that_are_not_finite_is_skipped_and_counted(
     mode: dict[str, Any], bad: str, caplog: pytest.LogCaptureFixture
@@ -296,7 +310,11 @@ def test_the_norm_is_torchs_norm_before_clipping() -> None:
     pairs(
         ["model", "engine", "module", "checkpoint", "custom"],
         ["fp32", "bf16"],
-        {"as planned": {}, "two slots": {"window": 2}, "resident": {"resident_layers": 1}},
+        {
+            "two slots": {"window": 2},
+            "resident": {"resident_layers": 1},
+            **{place: on_gpu(place) for place in ("embedding and head", "every layer", "whole")},
+        },
     ),
 )
 def test_loaded_weights_become_the_masters(
@@ -340,24 +358,3 @@ def test_loading_by_assignment_is_refused_before_a_parameter_is_replaced() -> No
             both.model.load_state_dict(both.plain.state_dict(), assign=True)
         assert all(a is b for a, b in zip(own, both.model.parameters(), strict=True))
         both.train(1)
-
-
-@pytest.mark.parametrize("read", ["state_dict", "module_state_dict", "parameters", "raw", "named"])
-def test_what_is_read_after_a_step_is_its_result(read: str) -> None:
-    # Slow lanes: whoever does not wait reads weights of the step before.
-    section = {"window": 2, "emulated": {"jitter_s": 0.01, "seed": 1}}
-    with twin(section=section) as both:
-        engine = both.engine
-        both.train(0)
-        if read == "state_dict":
-            values = [engine.state_dict()[f"module.{name}"] for name in both.plain.state_dict()]
-        elif read == "module_state_dict":
-            values = list(engine.module_state_dict().values())
-        elif read == "parameters":
-            values = list(engine.parameters())
-        elif read == "named":
-            values = [parameter for _, parameter in engine.named_parameters()]
-        else:
-            values = list(both.model.state_dict().values())
-        for value, expected in zip(values, both.plain.state_dict().values(), strict=True):
-            assert torch.equal(value, expected)

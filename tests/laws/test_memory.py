@@ -14,6 +14,7 @@ import torch
 import stronghold
 from tests.models import HUGGING_FACE, MODELS, PLAIN, loss_of
 from tests.support.children import run
+from tests.support.places import on_gpu
 from tests.support.training import config, train
 
 STEPS = 3
@@ -97,9 +98,10 @@ def test_weights_cross_at_most_twice_and_gradients_once(window: int, accumulatio
     engine.destroy()
 
 
-def test_a_forward_only_engine_costs_the_weights_alone() -> None:
+@pytest.mark.parametrize("section", [{"window": 2}, on_gpu("whole")], ids=["streamed", "whole"])
+def test_a_forward_only_engine_costs_the_weights_alone(section: dict[str, Any]) -> None:
     model, make_batch = MODELS["gpt"]()
-    settings = config(precision="bf16", section={"window": 2})
+    settings = config(precision="bf16", section=section)
     del settings["optimizer"]
     engine, optimizer, _, _ = stronghold.initialize(model=model, config=settings)
     with torch.no_grad():
@@ -107,7 +109,10 @@ def test_a_forward_only_engine_costs_the_weights_alone() -> None:
     assert optimizer is None
     layout = engine._stack.layout
     weights = sum(layer.numel for layer in layout.layers) * 2
-    assert engine.memory_report().host_peak == engine.memory_report().host_planned == weights
+    report, whole = engine.memory_report(), engine.plan.whole
+    assert report.host_peak == report.host_planned == weights * (not whole)
+    assert report.gpu_peak == report.gpu_planned
+    assert report.gpu_peak == weights or not whole
     engine.destroy()
 
 

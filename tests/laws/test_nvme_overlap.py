@@ -15,14 +15,13 @@ import pytest
 import torch
 
 import stronghold
-from stronghold.device.simulated import Rates
 from stronghold.plan.cost import LayerLoad, Workload
 from stronghold.refine import TRACED_STEPS, UNTOLD_STEPS
 from stronghold.simulate import simulate
 from stronghold.telemetry.trace import read
 from tests.laws.test_simulate import INPUT_NUMEL, MEDIAN_ERROR, WORST_ERROR, Case, random_case
 from tests.support.quiet import law_of_time, on_time
-from tests.support.sleeping import Measured, SleepingModel, timed_steps
+from tests.support.sleeping import Measured, SleepingModel, rates, timed_steps
 from tests.support.training import config
 
 NUM_LAYERS = 24
@@ -137,8 +136,9 @@ def predicted_and_measured(of: Spilling, path: Path) -> tuple[float, float]:
     steps = timed_steps(engine, x, WARM_UP + MEASURED, case.accumulation)
     report, layout, plan = engine.memory_report(), engine._stack.layout, engine.plan
     engine.destroy()
+    machine = rates(case.link_gbps, of.nvme_gbps, update_gbps=case.update_gbps, handover_s=5e-5)
     found = simulate(
-        layout, plan, workload_of(case), rates_of(of), dtype=torch.float32, asynchronous=False
+        layout, plan, workload_of(case), machine, dtype=torch.float32, asynchronous=False
     )
     assert (found.gpu_peak_bytes, found.host_peak_bytes) == (report.gpu_peak, report.host_peak)
     # Two steps, since two may alternate; the pair that other work on the machine disturbed least.
@@ -152,22 +152,6 @@ def workload_of(case: Case) -> Workload:
         for _, forward_s, backward_s in case.layers
     ]
     return Workload(layers=tuple(layers), micro_batches=case.accumulation)
-
-
-def rates_of(of: Spilling) -> Rates:
-    link = of.case.link_gbps
-    return Rates(
-        fetch_gbps=link,
-        drain_gbps=link,
-        duplex_gbps=2 * link,
-        update_gbps=of.case.update_gbps,
-        memory_gbps=1e3,
-        device_gbps=1e3,
-        load_gbps=of.nvme_gbps,
-        spill_gbps=of.nvme_gbps,
-        io_gbps=2 * of.nvme_gbps,
-        handover_s=5e-5,
-    )
 
 
 def check(seeds: range, path: Path) -> None:

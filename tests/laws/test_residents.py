@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-import time
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,10 +13,8 @@ from torch.nn import functional as F
 
 import stronghold
 from stronghold import native, simulate
-from stronghold.checkpoint import save
 from stronghold.device.emulated import EmulatedDevice
 from stronghold.device.kernels import NativeKernels
-from stronghold.device.simulated import Rates
 from stronghold.errors import ConfigError
 from stronghold.memory import window
 from stronghold.model.layout import layout
@@ -26,11 +22,10 @@ from stronghold.model.partition import partition
 from stronghold.plan.cost import Demand, LayerLoad, Workload
 from stronghold.plan.plan import make_plan
 from tests.models import HIDDEN, MODELS, Decoder, loss_of
-from tests.support.checkpoints import assert_same, make_model, session, snapshot
-from tests.support.checkpoints import train as train_session
 from tests.support.places import ON_GPU, on_gpu
+from tests.support.sleeping import rates
 from tests.support.training import assert_identical, config, train, train_plain, train_windowed
-from tests.support.twin import assert_half_a_step_refuses_every_further_one, failing_once, twin
+from tests.support.twin import twin
 
 STEPS = 4
 MODES: dict[str, dict[str, Any]] = {
@@ -54,16 +49,6 @@ def engine_of(place: str, mode: str = "held", **options: Any) -> tuple[Any, Any]
         model=model, config=settings, model_parameters=model.parameters()
     )[0]
     return engine, make_batch
-
-
-def arrays_of(engine: Any) -> list[torch.Tensor]:
-    """Weights and moments, copied."""
-    engine.synchronize()
-    return [
-        array.clone()
-        for state in engine._stack.host.layers
-        for array in (state.weights, state.exp_avg, state.exp_avg_sq)
-    ]
 
 
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 30, "loss_scale_window": 2}}
@@ -148,20 +133,6 @@ def test_closing_gives_the_model_back_in_memory_of_its_own(place: str) -> None:
     loss_of(model(**make_batch(0))).backward()  # an ordinary model again
 
 
-def test_a_forward_only_engine_that_is_whole_costs_the_weights_alone() -> None:
-    model, make_batch = MODELS["gpt"]()
-    settings = config(section=on_gpu("whole"))
-    del settings["optimizer"]
-    engine = stronghold.initialize(model=model, config=settings)[0]
-    with torch.no_grad():
-        loss_of(engine(**make_batch(0)))
-    assert engine.plan.whole
-    weights = sum(layer.numel for layer in engine._stack.layout.layers) * 4
-    assert engine.memory_report().gpu_peak == engine.memory_report().gpu_planned == weights
-    assert engine.memory_report().host_peak == 0
-    engine.destroy()
-
-
 @pytest.mark.parametrize("mode", [{}, {"gated": True}, {"accumulate": True}], ids=str)
 def test_a_simulated_step_takes_what_the_plan_says(mode: dict[str, bool]) -> None:
     """The same parts, without memory: nothing of them reads a value on its way."""
@@ -170,37 +141,18 @@ def test_a_simulated_step_takes_what_the_plan_says(mode: dict[str, bool]) -> Non
     workload = Workload(
         layers=(load,) * len(found.layers), micro_batches=1 + ("accumulate" in mode)
     )
-    rates = Rates(
-        fetch_gbps=1.0,
-        drain_gbps=1.0,
-        duplex_gbps=2.0,
-        update_gbps=1.0,
-        memory_gbps=100.0,
-        device_gbps=10.0,
-        handover_s=1e-5,
-    )
+    machine = rates(1.0, memory_gbps=100.0, device_gbps=10.0, handover_s=1e-5)
     for resident, whole in ((0, None), (2, None), (4, False), (4, None)):
         wish = Demand(weight_bytes=2, low_bytes=2, **{"gated": False, "accumulate": False, **mode})
         places = {"resident_layers": resident, "resident_updates": "gpu", "whole": whole}
         plan = make_plan(found, dataclasses.replace(wish, window=2, **places))
         dtype = torch.bfloat16
-        prediction = simulate.simulate(found, plan, workload, rates, dtype=dtype)
+        prediction = simulate.simulate(found, plan, workload, machine, dtype=dtype)
         peaks = prediction.gpu_peak_bytes, prediction.host_peak_bytes
         assert peaks == (plan.gpu_total_bytes, plan.host_total_bytes)
 
 
 # -- gradients that come twice, late, never, or not finite -----------------------------------------
-@pytest.mark.parametrize("mode", ["held", "accumulated"])
-@pytest.mark.parametrize("place", ON_GPU)
-def test_two_backwards_before_a_step_add_up(place: str, mode: str) -> None:
-    with twin(section=on_gpu(place), **MODES[mode]) as both:
-        for step in range(2):
-            both.engine.set_gradient_accumulation_boundary(True)
-            for seed in (2 * step, 2 * step + 1):
-                both.backward(both.on(seed))
-            both.step()
-
-
 @pytest.mark.parametrize("place", ON_GPU)
 def test_early_updates_refuse_a_second_backward_unless_nothing_was_updated(place: str) -> None:
     with twin(section=on_gpu(place), clipping=0.0) as both:
@@ -212,36 +164,6 @@ def test_early_updates_refuse_a_second_backward_unless_nothing_was_updated(place
                 both.engine.backward(both.on(1)(both.engine))
         both.step()
         both.train(2)
-
-
-@pytest.mark.parametrize("place", ON_GPU)
-def test_a_step_whose_gradients_are_not_finite_changes_nothing(place: str) -> None:
-    with twin(section=on_gpu(place), precision="bf16") as both:
-        both.train(0)
-        before = arrays_of(both.engine)
-        both.engine.backward(both.on(5)(both.engine) * torch.inf)
-        both.engine.step()
-        assert not both.engine.was_step_applied()
-        assert all(map(torch.equal, arrays_of(both.engine), before))
-        both.train(1)
-
-
-@pytest.mark.parametrize("mode", ["held", "accumulated"])
-@pytest.mark.parametrize("place", ON_GPU)
-def test_a_backward_that_fails_leaves_the_step_before(place: str, mode: str) -> None:
-    with twin(section=on_gpu(place), **MODES[mode]) as both:
-        seeds = range(both.accumulation)
-        both.train(*seeds)
-        with (
-            failing_once(both.model.blocks[1].mlp.up, "backward"),
-            pytest.raises(torch.OutOfMemoryError),
-        ):
-            both.engine.backward(both.on(8)(both.engine))
-        both.train(*seeds)
-
-
-def test_a_backward_that_fails_between_early_updates_refuses_every_further_one() -> None:
-    assert_half_a_step_refuses_every_further_one(section=on_gpu("every layer"))
 
 
 def test_a_graph_older_than_the_step_is_refused_as_in_a_plain_loop() -> None:
@@ -305,51 +227,6 @@ def test_a_failing_kernel_names_what_it_did(
 
 
 # -- checkpoints -----------------------------------------------------------------------------------
-@pytest.mark.parametrize("place", ["half", "whole"])
-@pytest.mark.parametrize("clipping", [0.0, 0.5])
-def test_the_next_update_waits_for_a_save_beside_it(
-    clipping: float, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    options: dict[str, Any] = {"precision": "bf16", "clipping": clipping}
-    with session(section=on_gpu(place), **options) as engine:
-        train_session(engine, 2)
-        engine.save_checkpoint(tmp_path / "stopped")
-        losses = train_session(engine, 3)
-    write = save.Save._write_layer
-
-    def slow(self: Any, index: int) -> None:
-        time.sleep(0.02)  # training has time to overtake a save that nothing holds back
-        write(self, index)
-
-    monkeypatch.setattr(save.Save, "_write_layer", slow)
-    with session(section=on_gpu(place, async_checkpoint=True), **options) as engine:
-        train_session(engine, 2)
-        engine.save_checkpoint(tmp_path / "beside")
-        assert all(map(torch.equal, train_session(engine, 3), losses))
-    files = sorted((tmp_path / "stopped" / "global_step2").glob("*.safetensors"))
-    assert len(files) > 10
-    for file in files:
-        assert file.read_bytes() == (tmp_path / "beside" / "global_step2" / file.name).read_bytes()
-
-
-@pytest.mark.parametrize("place", ["embedding and head", "every layer", "whole"])
-def test_loaded_weights_are_the_new_masters(place: str) -> None:
-    """state_dict, load_state_dict and the consolidated weights of savers, between steps."""
-    runs = []
-    for section in ({"window": 1}, on_gpu(place)):
-        with session(precision="bf16", section=section) as engine:
-            train_session(engine, 4)
-            assert any(state.low.any() for state in engine._stack.host.layers)
-            new = {name: value / 2 for name, value in make_model(seed=7).state_dict().items()}
-            engine.module.load_state_dict(new)
-            train_session(engine, 2)
-            live = engine._zero3_consolidated_16bit_state_dict()
-            for name, value in engine.module.state_dict().items():
-                assert torch.equal(live[name], value), name
-            runs.append(snapshot(engine))
-    assert_same(*runs)
-
-
 @pytest.mark.parametrize("place", ON_GPU)
 def test_all_but_the_scale_is_prepared_before_it_is_waited_for(
     place: str, monkeypatch: pytest.MonkeyPatch

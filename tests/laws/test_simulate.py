@@ -12,11 +12,10 @@ import pytest
 import torch
 
 import stronghold
-from stronghold.device.simulated import Rates
 from stronghold.plan.cost import LayerLoad, Workload
 from stronghold.simulate import Prediction, simulate
 from tests.support.quiet import law_of_time, on_time
-from tests.support.sleeping import SleepingModel, timed_steps
+from tests.support.sleeping import SleepingModel, rates, timed_steps
 from tests.support.training import config
 
 WARM_UP, MEASURED = 2, 3
@@ -92,15 +91,7 @@ def run(case: Case) -> tuple[float, Prediction, tuple[int, int]]:
     report = engine.memory_report()
     layout, plan = engine._stack.layout, engine.plan
     engine.destroy()
-    rates = Rates(
-        fetch_gbps=case.link_gbps,
-        drain_gbps=case.link_gbps,
-        duplex_gbps=2 * case.link_gbps,
-        update_gbps=case.update_gbps,
-        memory_gbps=1e3,
-        device_gbps=1e3,
-        handover_s=5e-5,
-    )
+    machine = rates(case.link_gbps, update_gbps=case.update_gbps, handover_s=5e-5)
     workload = Workload(
         layers=tuple(
             LayerLoad(forward_s=forward_s, backward_s=backward_s, saved_bytes=4 * INPUT_NUMEL)
@@ -108,7 +99,7 @@ def run(case: Case) -> tuple[float, Prediction, tuple[int, int]]:
         ),
         micro_batches=case.accumulation,
     )
-    prediction = simulate(layout, plan, workload, rates, dtype=torch.float32, asynchronous=False)
+    prediction = simulate(layout, plan, workload, machine, dtype=torch.float32, asynchronous=False)
     # Steps may alternate, and other processes only ever slow them down: the fastest pair.
     pairs = [(a + b) / 2 for a, b in pairwise(steps[WARM_UP:])]
     return min(pairs), prediction, (report.gpu_peak, report.host_peak)

@@ -11,30 +11,16 @@ import pytest
 import torch
 
 import stronghold
-from stronghold.device.simulated import Rates
 from stronghold.plan.cost import measured_rates, measured_workload
 from stronghold.simulate import simulate
 from stronghold.telemetry.trace import Span
 from tests.support.quiet import law_of_time, on_time
-from tests.support.sleeping import SleepingModel
+from tests.support.sleeping import SleepingModel, rates
 from tests.support.training import config
 
 NUM_LAYERS, WARM_UP, TRACED, MEASURED = 5, 2, 2, 3
 FORWARD_S, BACKWARD_S = 0.010, 0.020
 NEAR = 0.2  # other processes were busy in one of the two measurements, perhaps
-
-
-def rates(gbps: float) -> Rates:
-    """The same everywhere: what is not measured."""
-    return Rates(
-        fetch_gbps=gbps,
-        drain_gbps=gbps,
-        duplex_gbps=2 * gbps,
-        update_gbps=gbps,
-        memory_gbps=1e3,
-        device_gbps=1e3,
-        handover_s=5e-5,
-    )
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from stronghold.device.simulated import Rates
+
 
 class _Sleep(torch.autograd.Function):
     """Passes `x` on; takes `forward_s` in forward and `backward_s` in backward."""
@@ -63,6 +65,20 @@ class Measured:
     bound_s: float
     alone_s: float
     num_deferred: int
+
+
+def rates(link_gbps: float, disk_gbps: float = 1.0, **others: float) -> Rates:
+    """A machine's whose link, and disk, are as fast either way; what is not said, is fast."""
+    fast = {"update_gbps": link_gbps, "memory_gbps": 1e3, "device_gbps": 1e3}
+    return Rates(
+        fetch_gbps=link_gbps,
+        drain_gbps=link_gbps,
+        duplex_gbps=2 * link_gbps,
+        load_gbps=disk_gbps,
+        spill_gbps=disk_gbps,
+        io_gbps=2 * disk_gbps,
+        **(fast | others),
+    )
 
 
 def timed_steps(engine: Any, x: torch.Tensor, number: int, accumulation: int = 1) -> list[float]:

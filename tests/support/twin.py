@@ -8,12 +8,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 
 import stronghold
-from stronghold.errors import ConfigError
 from stronghold.states import Kind
 from tests.models import MODELS, loss_of, without_caches
 from tests.support.training import ADAM, KernelAdam, config
@@ -155,17 +153,3 @@ def failing_once(module: nn.Module, where: str) -> Iterator[None]:
         yield
     finally:
         handle.remove()
-
-
-def assert_half_a_step_refuses_every_further_one(section: dict[str, Any]) -> None:
-    """A backward fails when some layers were updated already."""
-    both = Twin(clipping=0.0, section=section)
-    both.train(0)
-    with (
-        failing_once(both.model.blocks[0].mlp.up, "backward"),
-        pytest.raises(torch.OutOfMemoryError),
-    ):
-        both.engine.backward(both.on(1)(both.engine))
-    with pytest.raises(ConfigError, match="weights are of two steps"):
-        both.engine.backward(both.on(1)(both.engine))
-    both.engine.destroy()

@@ -8,13 +8,10 @@ import copy
 import importlib.util
 import json
 import logging
-import os
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 from typing import Any
-
-os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 import pytest
 from deepspeed.runtime import config as deepspeed_config
@@ -117,8 +114,12 @@ def test_a_missing_file_names_its_nearest_neighbour(tmp_path: Path) -> None:
         ("hello", "line 1, column 1"),
         ('{\n  # fine\n  "a": [1,\n}', "line 4, column 1"),
         ("[1, 2]", r"holds list, expected a JSON object"),
+        ('{"train_batch_size":' + "1" * 5000 + "}", "digits"),
+        ("[" * 100_000, "nested more than 50 levels deep"),
+        ('{"a":' * 900 + "1" + "}" * 900, "nested more than 50 levels deep"),
         ('{"a": 1, "b": {"c": 1, "c": 2}}', r"Duplicate keys .*'c'.*Keep one"),
     ],
+    ids=range(12),
 )
 def test_a_bad_file_says_where_it_is_bad(tmp_path: Path, text: str, message: str) -> None:
     path = write(tmp_path, text)

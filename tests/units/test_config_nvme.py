@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import logging
-import os
 from typing import Any
-
-os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 import pytest
 
-from stronghold import config as configs
 from stronghold.config import NvmeConfig, source
-from stronghold.errors import ConfigError
+from tests.support.settings import BASE, load, refusal
 
-BASE = {"train_micro_batch_size_per_gpu": 2}
 ZERO = "zero_optimization"
 AIO = {
     "block_size": 1 << 20,
@@ -28,13 +23,11 @@ AIO = {
 
 def nvme(**config: Any) -> NvmeConfig | None:
     """The effective settings of a config."""
-    return configs.load({**BASE, **config}).stronghold.nvme
+    return load(**config).stronghold.nvme
 
 
-def refusal(**config: Any) -> str:
-    with pytest.raises(ConfigError) as caught:
-        configs.load({**BASE, **config})
-    return str(caught.value)
+def refused(**config: Any) -> str:
+    return refusal({**BASE, **config})
 
 
 def offload(optimizer: Any = None, param: Any = None) -> dict[str, Any]:
@@ -86,13 +79,13 @@ def test_the_section_is_read() -> None:
 )
 def test_a_wrong_value_has_its_dotted_name(key: str, values: list[Any]) -> None:
     for value in values:
-        message = refusal(stronghold={"nvme": {"path": "/a", key: value}})
+        message = refused(stronghold={"nvme": {"path": "/a", key: value}})
         assert message.startswith(f"stronghold.nvme.{key}: got {value!r}, expected "), message
         assert message.count("\n") == 0
 
 
 def test_a_misspelt_key_is_named() -> None:
-    message = refusal(stronghold={"nvme": {"path": "/a", "dept": 3}})
+    message = refused(stronghold={"nvme": {"path": "/a", "dept": 3}})
     assert message == 'stronghold.nvme.dept: unknown key. Did you mean "depth"?'
 
 
@@ -134,7 +127,7 @@ def test_each_side_fills_what_the_other_leaves_out() -> None:
 
 
 def test_contradictions_are_refused_together() -> None:
-    message = refusal(
+    message = refused(
         stronghold={"nvme": {"path": "/b", "spill": "moments", "depth": 16, "block": 4096}},
         zero_optimization=offload("/a"),
         aio=AIO,
@@ -159,9 +152,9 @@ def test_the_order_of_paths_and_a_last_slash_are_no_contradiction() -> None:
 
 
 def test_a_path_must_come_from_somewhere() -> None:
-    message = refusal(stronghold={"nvme": {}})
+    message = refused(stronghold={"nvme": {}})
     assert message.startswith("stronghold.nvme.path: missing")
-    message = refusal(zero_optimization={"offload_param": {"device": "nvme"}})
+    message = refused(zero_optimization={"offload_param": {"device": "nvme"}})
     assert message.startswith(f"{ZERO}.offload_param.nvme_path: missing")
 
 
@@ -176,11 +169,11 @@ def test_a_path_must_come_from_somewhere() -> None:
     ],
 )
 def test_a_wrong_value_of_aio_has_its_own_name(aio: Any, line: str) -> None:
-    assert refusal(stronghold={"nvme": {"path": "/a"}}, aio=aio).startswith(line)
+    assert refused(stronghold={"nvme": {"path": "/a"}}, aio=aio).startswith(line)
 
 
 def test_an_unknown_device_is_refused() -> None:
-    message = refusal(zero_optimization={"offload_optimizer": {"device": "disk"}})
+    message = refused(zero_optimization={"offload_optimizer": {"device": "disk"}})
     assert message.startswith(f"{ZERO}.offload_optimizer.device: got 'disk'.")
 
 

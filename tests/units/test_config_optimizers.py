@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import inspect
-import os
 from typing import Any
-
-os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 import pytest
 import torch

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import itertools
 import logging
-import os
 from types import SimpleNamespace
 from typing import Any, ClassVar
-
-os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 import pytest
 import torch

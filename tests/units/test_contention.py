@@ -7,17 +7,10 @@ from dataclasses import replace
 import pytest
 
 from stronghold.device.simulated import Rates, SimulatedDevice, SimulatedFence
+from tests.support.sleeping import rates as rates_of
 
 GB = 10**9
-RATES = Rates(
-    fetch_gbps=25.0,
-    drain_gbps=25.0,
-    duplex_gbps=50.0,
-    update_gbps=57.0,
-    memory_gbps=60.0,
-    device_gbps=900.0,
-    handover_s=0.0,
-)
+RATES = rates_of(25.0, update_gbps=57.0, memory_gbps=60.0, device_gbps=900.0, handover_s=0.0)
 
 
 def nothing() -> None:

@@ -10,13 +10,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from stronghold.device.simulated import Rates
 from stronghold.model.layout import ModelLayout, layout
 from stronghold.model.partition import partition
 from stronghold.plan.cost import Demand, LayerLoad, Workload, shares, spread
 from stronghold.plan.plan import make_plan
 from stronghold.simulate import fastest_plan, simulate
-from tests.support.sleeping import SleepingModel
+from tests.support.sleeping import SleepingModel, rates
 
 NUM_LAYERS, NUMEL = 16, 1 << 17
 FORWARD_S, BACKWARD_S = 0.003, 0.006  # of a layer
@@ -48,21 +47,11 @@ def forecast(kind: str, load: float, count: int | None) -> tuple[float, float, i
         spill="moments" if on_disk else None,
         deferred_layers=count,
     )
-    rates = Rates(
-        fetch_gbps=1e2,
-        drain_gbps=1e2,
-        duplex_gbps=2e2,
-        update_gbps=1e3 if on_disk else 32 * per_byte,  # Adam's bytes, and the norms'
-        memory_gbps=1e4,
-        device_gbps=1e3,
-        load_gbps=8 * per_byte,
-        spill_gbps=8 * per_byte,
-        io_gbps=16 * per_byte,
-        handover_s=5e-5,
-    )
+    update_gbps = 1e3 if on_disk else 32 * per_byte  # Adam's bytes, and the norms'
+    machine = rates(1e2, 8 * per_byte, update_gbps=update_gbps, memory_gbps=1e4, handover_s=5e-5)
     loads = (LayerLoad(forward_s=FORWARD_S, backward_s=BACKWARD_S),) * NUM_LAYERS
     work = Workload(layers=loads)
-    choice = fastest_plan(sizes(), demand, work, rates, dtype=torch.float32, asynchronous=False)
+    choice = fastest_plan(sizes(), demand, work, machine, dtype=torch.float32, asynchronous=False)
     return choice.forecast.step_s, max(1.0, load) * compute_s, len(choice.plan.deferred)
 
 
@@ -142,21 +131,11 @@ def step_with_files(filed: set[int], disk_gbps: float) -> float:
         spilled=tuple(moments if i in filed else frozenset() for i in range(NUM_LAYERS)),
         piece_bytes=NUMEL,
     )
-    rates = Rates(
-        fetch_gbps=1e2,
-        drain_gbps=1e2,
-        duplex_gbps=2e2,
-        update_gbps=1e3,
-        memory_gbps=1e4,
-        device_gbps=1e3,
-        load_gbps=disk_gbps,
-        spill_gbps=disk_gbps,
-        io_gbps=2 * disk_gbps,
-    )
+    machine = rates(1e2, disk_gbps, update_gbps=1e3, memory_gbps=1e4)
     loads = (LayerLoad(forward_s=FORWARD_S, backward_s=BACKWARD_S),) * NUM_LAYERS
     work = Workload(layers=loads)
     plan = make_plan(sizes(), demand)
-    return simulate(sizes(), plan, work, rates, dtype=torch.float32).step_s
+    return simulate(sizes(), plan, work, machine, dtype=torch.float32).step_s
 
 
 def test_the_formulas_shares_fill_forward_and_backward() -> None:

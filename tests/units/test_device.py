@@ -116,16 +116,6 @@ def test_a_fence_of_finished_work_is_done() -> None:
     assert (fence.lane, fence.operation) == ("update", "nothing")
 
 
-def test_a_fence_says_whether_its_work_is_done(device: Device) -> None:
-    gate = threading.Event()
-    fence = device.update.submit("slow", lambda: [None, gate.wait(PATIENCE_S)][0])
-    assert (fence.lane, fence.operation) == ("update", "slow")
-    assert not fence.done
-    gate.set()
-    fence.wait()
-    assert fence.done
-
-
 def test_compute_waits_for_a_fence_and_says_how_long(
     make_device: Callable[..., Device],
 ) -> None:

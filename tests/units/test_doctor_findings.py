@@ -14,7 +14,6 @@ from stronghold.doctor import findings
 from stronghold.doctor.findings import DiskRates, Findings, PcieLink, Problem
 from stronghold.doctor.measure import read_link
 from stronghold.limits import HostLimits
-from stronghold.plan.cost import break_even
 from stronghold.plan.machine import MachineProfile
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -318,14 +317,6 @@ def test_the_table_says_what_each_figure_bounds() -> None:
     ):
         assert words in flat, words
     assert max(len(line) for line in text.splitlines()) <= 100
-
-
-def test_break_even_is_where_compute_takes_as_long_as_the_weights() -> None:
-    machine = HEALTHY.profile
-    tokens = break_even(machine, "bf16", recompute=False).link
-    parameters = 3e9
-    compute_s = 6 * parameters * tokens / machine.flops["bf16"]
-    assert compute_s == pytest.approx(2 * 2 * parameters / (machine.fetch_gbps * 1e9))
 
 
 def test_every_problem_is_printed_with_its_remedy() -> None:

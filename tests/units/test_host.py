@@ -84,6 +84,9 @@ TRAINABLE = sum(each.trainable_numel for each in LAYOUT.layers)
 LARGEST = max(each.trainable_numel for each in LAYOUT.layers)
 
 
+Make = Callable[..., HostStore]
+
+
 @pytest.fixture
 def device() -> Iterator[PinningDevice]:
     device = PinningDevice()
@@ -92,7 +95,7 @@ def device() -> Iterator[PinningDevice]:
 
 
 @pytest.fixture
-def make_store(device: PinningDevice) -> Callable[..., HostStore]:
+def make_store(device: PinningDevice) -> Make:
     def make(
         dtype: torch.dtype = torch.bfloat16,
         *,
@@ -202,7 +205,7 @@ def test_a_forked_child_unmaps_nothing_of_its_own() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("source", DTYPES)
 def test_adopted_weights_are_the_models_cast_once(
-    make_store: Callable[..., HostStore], dtype: torch.dtype, source: torch.dtype
+    make_store: Make, dtype: torch.dtype, source: torch.dtype
 ) -> None:
     store = make_store(dtype)
     adopt_all(store, source)
@@ -217,9 +220,7 @@ def test_adopted_weights_are_the_models_cast_once(
         assert not state.weights[padding].any()
 
 
-def test_adopting_copies_and_a_wrong_number_of_parameters_is_refused(
-    make_store: Callable[..., HostStore],
-) -> None:
+def test_adopting_copies_and_a_wrong_number_of_parameters_is_refused(make_store: Make) -> None:
     store = make_store(torch.float32)
     given = [torch.nn.Parameter(parameter) for parameter in parameters(0)]
     store.adopt(0, list(given))
@@ -231,9 +232,7 @@ def test_adopting_copies_and_a_wrong_number_of_parameters_is_refused(
         store.adopt(0, list(given[:-1]))
 
 
-def test_weights_alone_until_training(
-    make_store: Callable[..., HostStore], device: PinningDevice
-) -> None:
+def test_weights_alone_until_training(make_store: Make, device: PinningDevice) -> None:
     """A forward-only engine costs its weights."""
     store = make_store(torch.bfloat16, hold=True)
     adopt_all(store)
@@ -249,7 +248,7 @@ def test_weights_alone_until_training(
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("mode", ["ring", "held", "accumulated"])
 def test_training_adds_masters_moments_and_gradients_and_no_more(
-    make_store: Callable[..., HostStore], device: PinningDevice, dtype: torch.dtype, mode: str
+    make_store: Make, device: PinningDevice, dtype: torch.dtype, mode: str
 ) -> None:
     store = make_store(dtype, hold=mode == "held", accumulate=mode == "accumulated")
     adopt_all(store)
@@ -281,9 +280,7 @@ def test_training_adds_masters_moments_and_gradients_and_no_more(
         assert (state.held is None) == (mode != "held" or numel == 0)
 
 
-def test_ring_entries_come_in_turn_and_fit_the_largest_layer(
-    make_store: Callable[..., HostStore],
-) -> None:
+def test_ring_entries_come_in_turn_and_fit_the_largest_layer(make_store: Make) -> None:
     store = make_store(torch.bfloat16)
     store.prepare_training()
     entries = [store.ring_entry() for _ in range(6)]
@@ -294,7 +291,7 @@ def test_ring_entries_come_in_turn_and_fit_the_largest_layer(
         assert entry.record.writer.done
 
 
-def test_a_held_entry_is_the_layers_own(make_store: Callable[..., HostStore]) -> None:
+def test_a_held_entry_is_the_layers_own(make_store: Make) -> None:
     store = make_store(torch.float16, hold=True)
     adopt_all(store)
     store.prepare_training()
@@ -316,7 +313,7 @@ def split(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return weight, low.to(torch.int16)
 
 
-def test_a_bf16_master_is_exact_to_the_bit(make_store: Callable[..., HostStore]) -> None:
+def test_a_bf16_master_is_exact_to_the_bit(make_store: Make) -> None:
     """Random finite bit patterns of either sign, subnormals, and both ties."""
     store = make_store(torch.bfloat16)
     adopt_all(store)
@@ -341,9 +338,7 @@ def test_a_bf16_master_is_exact_to_the_bit(make_store: Callable[..., HostStore])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_master_begins_at_its_weight(
-    make_store: Callable[..., HostStore], dtype: torch.dtype
-) -> None:
+def test_a_master_begins_at_its_weight(make_store: Make, dtype: torch.dtype) -> None:
     store = make_store(dtype)
     adopt_all(store)
     for state in store.layers:
@@ -364,7 +359,7 @@ def test_a_master_begins_at_its_weight(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_weight_written_from_outside_becomes_the_master(
-    make_store: Callable[..., HostStore], dtype: torch.dtype
+    make_store: Make, dtype: torch.dtype
 ) -> None:
     store = make_store(dtype)
     adopt_all(store)
@@ -379,7 +374,7 @@ def test_a_weight_written_from_outside_becomes_the_master(
     assert torch.equal(store.master(3, part), torch.full((2048,), -2.5))
 
 
-def test_a_master_in_fp16_is_the_fp32_array(make_store: Callable[..., HostStore]) -> None:
+def test_a_master_in_fp16_is_the_fp32_array(make_store: Make) -> None:
     store = make_store(torch.float16)
     adopt_all(store)
     store.prepare_training()
@@ -393,7 +388,7 @@ def test_a_master_in_fp16_is_the_fp32_array(make_store: Callable[..., HostStore]
 
 # -- life --------------------------------------------------------------------------------------
 def test_close_unregisters_and_drops_and_views_keep_their_values(
-    make_store: Callable[..., HostStore], device: PinningDevice
+    make_store: Make, device: PinningDevice
 ) -> None:
     store = make_store(torch.float32, hold=True)
     adopt_all(store)

@@ -59,15 +59,6 @@ def test_a_path_that_cannot_be_used_is_refused(folders: list[Path]) -> None:
     assert list(folders[1].iterdir()) == []
 
 
-def test_a_read_only_path_is_refused(small_disk: Path) -> None:
-    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
-    try:
-        error = refused([small_disk], pages(1))
-        assert str(error).startswith(f'stronghold.nvme.path: "{small_disk}" cannot be written')
-    finally:
-        subprocess.run(["mount", "-o", "remount,rw", str(small_disk)], check=True)
-
-
 def test_a_disk_too_small_is_refused_with_the_figures(
     small_disk: Path, folders: list[Path]
 ) -> None:

@@ -21,8 +21,9 @@ from stronghold.config import load
 from stronghold.errors import ConfigError
 from stronghold.forecast.answer import outlook
 from stronghold.forecast.question import from_config, from_sizes, understand
-from stronghold.plan.machine import MachineProfile
+from stronghold.plan.machine import MachineProfile, machine_names
 from tests.support.forecasts import LLAMA_70B, SIZES, asked, run
+from tests.support.pairs import pairs
 
 
 @pytest.fixture
@@ -446,3 +447,83 @@ def test_chunks_let_a_larger_batch_fit_and_are_in_the_config(
     status, _, complaint = run(*call, "--streams", "2", capsys=capsys)
     assert status == 2
     assert "--streams: got 2, expected it with --chunk N alone" in complaint
+
+
+# -- when updates begin ---------------------------------------------------------------------------
+def slow_adam(path: Path, gbps: float) -> str:
+    """A machine's profile, but for the CPU's Adam."""
+    machine = dataclasses.replace(MachineProfile.load("rtx4090"), adam_gbps={1: gbps})
+    machine.save(path / "slow.json")
+    return str(path / "slow.json")
+
+
+def test_updates_that_wait_for_the_gate_are_named_where_the_step_waits_for_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    call = [*SIZES, "--machine", slow_adam(tmp_path, 0.5), "--gpu", "20MB", "--batch", "8"]
+    _, gated, _ = run(*call, capsys=capsys)
+    assert "updates wait for the end of backward, since clipping decides" in " ".join(gated.split())
+    _, checked, _ = run(*call, "--clipping", "0", capsys=capsys)
+    assert "the overflow check decides" in " ".join(checked.split())
+    _, early, _ = run(*call, "--clipping", "0", "--no-overflow-check", capsys=capsys)
+    assert "updates wait" not in early
+    _, fast, _ = run(*SIZES, "--machine", "h200", "--batch", "8", capsys=capsys)
+    assert "updates wait" not in fast
+
+
+def test_the_config_defers_what_the_plan_does(tmp_path: Path) -> None:
+    machine = slow_adam(tmp_path, 60.0)
+    changes = {"layers": 24, "hidden": 1024, "batch": 4, "seq": 512, "gpu": "600MB"}
+    found = outlook(asked(machine=machine, clipping=0.0, no_overflow_check=True, **changes))
+    assert found.config is not None
+    deferred = found.config["stronghold"]["deferred_layers"]
+    assert deferred > 0
+    assert any(f"{deferred} of 24 blocks are updated while" in reason for reason in found.reasons)
+    assert found.config["bf16"] == {"enabled": True, "check_grad_overflow": False}
+    assert found.tiers["host"][1]["deferred gradients"] > 0
+
+
+@pytest.mark.parametrize("precision", ["fp16", "fp32"])
+def test_the_overflow_check_is_left_out_of_bf16_alone(precision: str) -> None:
+    with pytest.raises(ConfigError, match="--no-overflow-check"):
+        asked(precision=precision, no_overflow_check=True)
+
+
+# -- never faster than what is physically possible ------------------------------------------------
+EARLY = {"clipping": 0.0, "no_overflow_check": True}
+ROUNDING = 1e-6
+BATCHES: dict[str, tuple[int, int, dict[str, str]]] = {  # batch, accumulation, tiers
+    "1": (1, 1, {}),
+    "4-small-gpu": (4, 1, {"gpu": "10GB"}),
+    "16": (16, 1, {}),
+    "2x4": (2, 4, {}),
+    "4-nvme": (4, 1, {"host": "8GB", "nvme": "200GB"}),
+}
+
+
+@pytest.mark.parametrize(
+    ("machine", "case", "updates"), pairs(machine_names(), BATCHES, {"gated": {}, "early": EARLY})
+)
+def test_no_plan_beats_the_physical_limit(
+    machine: str, case: tuple[int, int, dict[str, str]], updates: dict[str, object]
+) -> None:
+    """Adam's host memory is the transfers' too, whichever of them was submitted first."""
+    batch, accumulation, tiers = case
+    if "nvme" in tiers and MachineProfile.load(machine).nvme_read_gbps is None:
+        pytest.skip("the profile has no disk")
+    question = understand(
+        layers=8,
+        hidden=2048,
+        heads=16,
+        vocab=50304,
+        seq=2048,
+        machine=machine,
+        batch=batch,
+        accumulation=accumulation,
+        **tiers,
+        **updates,
+    )
+    found = outlook(question)
+    assert found.fits
+    assert found.step_s >= found.limits.seconds * (1.0 - ROUNDING)
+    assert sum(found.shares.values()) <= 1.001

@@ -9,7 +9,6 @@ from functools import cache
 
 import pytest
 
-from stronghold.errors import ConfigError
 from stronghold.plan.schedule import (
     Action,
     Kind,
@@ -160,13 +159,6 @@ def test_no_uses_give_no_actions() -> None:
     assert parse_schedule("") == schedule
 
 
-def test_a_window_of_zero_is_refused_by_its_key() -> None:
-    with pytest.raises(ConfigError, match=r"stronghold\.window"):
-        make_schedule(forward(0), num_slots=0, prefetch=0)
-    # What needs no slot is not refused.
-    make_schedule(forward(0), num_slots=0, prefetch=0, resident=frozenset({0}))
-
-
 # -- what every schedule keeps -----------------------------------------------------------------
 @pytest.mark.parametrize("seed", SEEDS)
 def test_any_order_of_uses_repeats_for_ever(seed: int) -> None:
@@ -254,21 +246,6 @@ def test_a_training_pass_fetches_twice_the_layers_that_are_not_in_the_window(
             assert num_fetches(schedule) == 2 * max(0, num_layers - num_slots)
             for layer in range(num_layers):
                 assert schedule.fetches(layer) <= 2
-
-
-def test_a_window_of_all_layers_fetches_nothing() -> None:
-    for backward in (False, True):
-        schedule = make_schedule(
-            canonical_uses(range(6), backward=backward), num_slots=6, prefetch=5
-        )
-        assert schedule.actions == schedule.uses
-
-
-def test_a_layer_used_twice_in_a_row_is_fetched_once() -> None:
-    uses = forward(0, 0, 1, 1, 2, 2)
-    schedule = make_schedule(uses, num_slots=1, prefetch=0)
-    assert num_fetches(schedule) == 3
-    assert_steady(schedule, num_slots=1)
 
 
 def test_a_resident_layer_is_fetched_once_before_its_forward_and_takes_no_slot() -> None:

@@ -32,6 +32,8 @@ LAYERS = tuple(
     for index, (numel, trainable) in enumerate(zip(NUMEL, TRAINABLE, strict=True))
 )
 EMBEDDING = 0
+Layers = list[LayerState]
+Make = Callable[..., Window]
 
 
 def states(layers: tuple[LayerLayout, ...] = LAYERS) -> list[LayerState]:
@@ -42,12 +44,12 @@ def states(layers: tuple[LayerLayout, ...] = LAYERS) -> list[LayerState]:
 
 
 @pytest.fixture
-def layers() -> list[LayerState]:
+def layers() -> Layers:
     return states()
 
 
 @pytest.fixture
-def make_window(device: EmulatedDevice, layers: list[LayerState]) -> Callable[..., Window]:
+def make_window(device: EmulatedDevice, layers: Layers) -> Make:
     def make(
         num_slots: int = 2,
         num_gradient_slots: int = 2,
@@ -85,10 +87,7 @@ def take(window: Window, state: LayerState, *, resident: bool = True) -> None:
 @pytest.mark.parametrize("begin", Residency)
 @pytest.mark.parametrize("end", Residency)
 def test_a_layer_moves_only_along_the_table(
-    make_window: Callable[..., Window],
-    begin: Residency,
-    end: Residency,
-    layers: list[LayerState],
+    make_window: Make, begin: Residency, end: Residency, layers: Layers
 ) -> None:
     make_window()
     layers[1].residency = begin
@@ -112,10 +111,7 @@ def test_the_table_is_this_one() -> None:
     }
 
 
-def test_every_layer_begins_on_the_host(
-    make_window: Callable[..., Window],
-    layers: list[LayerState],
-) -> None:
+def test_every_layer_begins_on_the_host(make_window: Make, layers: Layers) -> None:
     window = make_window()
     assert {state.residency for state in layers} == {Residency.HOST}
     assert window.held_layers() == []
@@ -123,7 +119,7 @@ def test_every_layer_begins_on_the_host(
 
 # -- weight slots ------------------------------------------------------------------------------
 def test_a_window_takes_its_slots_and_not_a_byte_more(
-    make_window: Callable[..., Window], device: EmulatedDevice
+    make_window: Make, device: EmulatedDevice
 ) -> None:
     window = make_window(num_slots=3, num_gradient_slots=2)
     slots = 3 * max(NUMEL[1:]) + NUMEL[EMBEDDING]
@@ -136,23 +132,20 @@ def test_a_window_takes_its_slots_and_not_a_byte_more(
 
 
 def test_slots_fit_the_layers_that_take_turns_only(
-    make_window: Callable[..., Window], device: EmulatedDevice
+    make_window: Make, device: EmulatedDevice
 ) -> None:
     """The largest layer stays on the device: the others' slots need not hold it."""
     make_window(num_slots=1, resident=frozenset({EMBEDDING, 2}), dtype=torch.float32)
     assert device.allocated_bytes == 4 * (max(NUMEL[1], NUMEL[3], NUMEL[4]) + NUMEL[0] + NUMEL[2])
 
 
-def test_without_streamed_layers_there_are_no_slots(make_window: Callable[..., Window]) -> None:
+def test_without_streamed_layers_there_are_no_slots(make_window: Make) -> None:
     window = make_window(num_slots=3, resident=frozenset(range(5)))
     assert window.free_slot() is None
     assert window.held_layers() == []
 
 
-def test_a_layer_holds_its_slot_from_claim_to_release(
-    make_window: Callable[..., Window],
-    layers: list[LayerState],
-) -> None:
+def test_a_layer_holds_its_slot_from_claim_to_release(make_window: Make, layers: Layers) -> None:
     window = make_window(num_slots=2)
     slot = window.free_slot()
     assert slot is not None
@@ -173,10 +166,7 @@ def test_a_layer_holds_its_slot_from_claim_to_release(
     assert window.held_layers() == [2]
 
 
-def test_the_slot_freed_last_is_taken_last(
-    make_window: Callable[..., Window],
-    layers: list[LayerState],
-) -> None:
+def test_the_slot_freed_last_is_taken_last(make_window: Make, layers: Layers) -> None:
     """Its compute may still run; the others' is longer ago."""
     window = make_window(num_slots=3)
     for layer in (1, 2, 3):
@@ -191,10 +181,7 @@ def test_the_slot_freed_last_is_taken_last(
     assert order == [slots[2], slots[1], slots[3]]
 
 
-def test_a_released_slot_is_poisoned(
-    make_window: Callable[..., Window],
-    layers: list[LayerState],
-) -> None:
+def test_a_released_slot_is_poisoned(make_window: Make, layers: Layers) -> None:
     window = make_window()
     take(window, layers[1])
     slot = layers[1].slot
@@ -205,8 +192,7 @@ def test_a_released_slot_is_poisoned(
 
 
 def test_an_unused_prefetch_makes_the_next_fetch_wait_for_it(
-    make_window: Callable[..., Window],
-    layers: list[LayerState],
+    make_window: Make, layers: Layers
 ) -> None:
     """Its copy may still write the slot: poison now would be overwritten, and so would weights."""
     window = make_window()
@@ -226,8 +212,7 @@ def test_an_unused_prefetch_makes_the_next_fetch_wait_for_it(
 
 
 def test_a_resident_layer_is_fetched_again_into_its_own_slot(
-    make_window: Callable[..., Window],
-    layers: list[LayerState],
+    make_window: Make, layers: Layers
 ) -> None:
     window = make_window()
     slot = layers[EMBEDDING].slot
@@ -240,8 +225,7 @@ def test_a_resident_layer_is_fetched_again_into_its_own_slot(
 
 
 def test_misuse_of_slots_is_a_state_error_that_changes_nothing(
-    make_window: Callable[..., Window],
-    layers: list[LayerState],
+    make_window: Make, layers: Layers
 ) -> None:
     window = make_window(num_slots=2)
     take(window, layers[1])
@@ -270,10 +254,7 @@ def test_misuse_of_slots_is_a_state_error_that_changes_nothing(
 
 
 # -- gradient slots ----------------------------------------------------------------------------
-def test_blocks_take_turns_in_gradient_slots(
-    make_window: Callable[..., Window],
-    layers: list[LayerState],
-) -> None:
+def test_blocks_take_turns_in_gradient_slots(make_window: Make, layers: Layers) -> None:
     window = make_window(num_gradient_slots=2)
     assert window.free_gradient_slot(3) is None  # nothing before the first backward
     window.prepare_training()
@@ -299,7 +280,7 @@ def test_blocks_take_turns_in_gradient_slots(
     assert first.arrived == set()  # not the gradients of layer 3
 
 
-def test_the_gradient_slot_freed_last_is_taken_last(make_window: Callable[..., Window]) -> None:
+def test_the_gradient_slot_freed_last_is_taken_last(make_window: Make) -> None:
     window = make_window(num_gradient_slots=2)
     window.prepare_training()
     slots = []
@@ -314,10 +295,7 @@ def test_the_gradient_slot_freed_last_is_taken_last(make_window: Callable[..., W
     assert slots[0] is not slots[1]
 
 
-def test_what_is_no_block_has_a_gradient_slot_of_its_own(
-    make_window: Callable[..., Window],
-    layers: list[LayerState],
-) -> None:
+def test_what_is_no_block_has_a_gradient_slot_of_its_own(make_window: Make, layers: Layers) -> None:
     """The embedding's gradients come early (tied head) and late: it would hold a shared slot."""
     window = make_window(num_gradient_slots=1, resident=frozenset({EMBEDDING, 4}))
     window.prepare_training()
@@ -336,9 +314,7 @@ def test_what_is_no_block_has_a_gradient_slot_of_its_own(
     assert window.free_gradient_slot(EMBEDDING) is own
 
 
-def test_a_frozen_model_has_no_gradient_slots(
-    make_window: Callable[..., Window], device: EmulatedDevice
-) -> None:
+def test_a_frozen_model_has_no_gradient_slots(make_window: Make, device: EmulatedDevice) -> None:
     frozen = states((replace(LAYERS[4], index=0),))
     window = make_window(num_slots=1, resident=frozenset(), of=frozen)
     before = device.allocated_bytes
@@ -347,7 +323,7 @@ def test_a_frozen_model_has_no_gradient_slots(
     assert window.free_gradient_slot(0) is None
 
 
-def test_misuse_of_gradient_slots_is_a_state_error(make_window: Callable[..., Window]) -> None:
+def test_misuse_of_gradient_slots_is_a_state_error(make_window: Make) -> None:
     window = make_window()
     window.prepare_training()
     slot = window.free_gradient_slot(1)
@@ -379,10 +355,7 @@ def test_a_window_past_the_budget_is_refused() -> None:
         device.close()
 
 
-def test_close_drops_every_buffer(
-    make_window: Callable[..., Window],
-    layers: list[LayerState],
-) -> None:
+def test_close_drops_every_buffer(make_window: Make, layers: Layers) -> None:
     window = make_window()
     window.prepare_training()
     take(window, layers[1])
@@ -394,9 +367,7 @@ def test_close_drops_every_buffer(
     assert window.held_layers() == window.gathering() == []
 
 
-def test_sums_of_a_layer_that_was_abandoned_are_not_the_next_ones(
-    make_window: Callable[..., Window],
-) -> None:
+def test_sums_of_a_layer_that_was_abandoned_are_not_the_next_ones(make_window: Make) -> None:
     window = make_window(num_gradient_slots=1)
     window.prepare_training()
     slot = window.free_gradient_slot(3)
