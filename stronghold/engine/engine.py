@@ -46,7 +46,6 @@ from stronghold.runtime.fragments import fragments
 from stronghold.runtime.guards import NO_TRANSFORMS, ParameterReads, StateHooks, check_free
 from stronghold.runtime.optimizer import EngineOptimizer, make_scaler
 from stronghold.runtime.stack import MemoryReport, Request, Stack
-from stronghold.runtime.update import Ledger
 from stronghold.team.group import Ranks
 from stronghold.telemetry.metrics import Reading, StepRecord, count_tokens, value
 
@@ -117,10 +116,8 @@ def _check_loss(name: str, loss: Any) -> None:
         )
 
 
-def _check_clipping(ledger: Ledger, configured: float, max_norm: float) -> None:
-    """`clip_grad_norm_` by hand, between backward and step: it finds no gradient."""
-    if not ledger.pending:
-        return
+def _check_clipping(configured: float, max_norm: float) -> None:
+    """`clip_grad_norm_` by hand finds no gradient: Accelerate calls step before it, in backward."""
     if math.isfinite(max_norm) and max_norm != configured:
         raise ConfigError(
             f"clip_grad_norm_ by hand to {max_norm}: gradients have left the model, and the engine "
@@ -240,7 +237,7 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
             owned,
             settle=stack.settle,
             drop=stack.drop_gradients,
-            clipped=partial(_check_clipping, stack.runtime.ledger, training.gradient_clipping),
+            clipped=partial(_check_clipping, training.gradient_clipping),
             found=fragments(stack),
         )
         chunked = settings.stronghold.chunk is not None

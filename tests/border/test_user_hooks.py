@@ -71,7 +71,6 @@ def test_a_grad_that_is_set_by_hand_is_refused_with_the_way(place: str) -> None:
 def test_clipping_by_hand_is_the_configs_or_refused_with_the_way(place: str) -> None:
     """Under the name that a program imported before."""
     with twin(section=PLACES[place], clipping=0.5) as both:
-        clip_grad_norm_(both.model.parameters(), 9.0)  # nothing waits for a step
         both.backward(both.on(0))
         with pytest.raises(ConfigError, match=r"got 0\.5\. Set \"gradient_clipping\": 9\.0"):
             clip_grad_norm_(both.model.parameters(), 9.0)
