@@ -97,6 +97,11 @@ def _check_model(model: nn.Module) -> None:
             "model: a PipelineModule, which is cut for another engine of DeepSpeed's: pass a plain "
             'module, or remove the "stronghold" section'
         )
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        raise ConfigError(
+            "model: wrapped in DistributedDataParallel, which sums up gradients that leave before "
+            "it finds them: pass the plain module, the engine is data-parallel itself"
+        )
     partitioned = {n: p for n, p in model.named_parameters() if hasattr(p, "ds_id")}
     for name, parameter in partitioned.items():
         if _partition_of(parameter) is None:

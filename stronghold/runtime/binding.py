@@ -222,6 +222,12 @@ def _take_back(name: str, parameter: nn.Parameter, own: torch.Tensor) -> None:
     other = parameter.detach()
     point(parameter, own)
     same = other.dtype is own.dtype and other.shape == own.shape
+    if other.shape != own.shape:
+        raise ConfigError(
+            f"{name} was given another shape while an engine moves it: got {tuple(other.shape)}, "
+            f"expected {tuple(own.shape)}: call resize_token_embeddings and the like before "
+            "stronghold.initialize, or after destroy() for a new engine"
+        )
     if not same or not torch.equal(other.to(own.device), own):
         raise ConfigError(
             f"{name} was pointed at other memory with other values (p.data = ..., "

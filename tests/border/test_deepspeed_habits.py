@@ -9,10 +9,23 @@ from typing import Any
 import deepspeed
 import pytest
 from deepspeed.utils import logging as deepspeed_logging
+from torch import nn
 
+import stronghold
 from stronghold import config as configs
 from stronghold.errors import ConfigError
+from tests.models import MODELS
+from tests.support.stock import one_rank
+from tests.support.training import config
 from tests.support.twin import Twin, twin
+
+
+def test_a_model_in_torchs_data_parallelism_is_refused_with_the_way(tmp_path: Path) -> None:
+    model, _ = MODELS["gpt"]()
+    with one_rank(tmp_path):
+        wrapped = nn.parallel.DistributedDataParallel(model)
+    with pytest.raises(ConfigError, match="pass the plain module"):
+        stronghold.initialize(model=wrapped, config=config())
 
 
 def test_emptying_the_partition_cache_changes_nothing() -> None:

@@ -203,10 +203,23 @@ def halve(model: nn.Module) -> None:
         parameter.data = 0.5 * parameter.data
 
 
-@pytest.mark.parametrize("point", [halve, nn.Module.half], ids=["p.data =", "model.half()"])
+def resize(model: nn.Module) -> None:
+    weight = next(model.parameters())
+    weight.data = torch.cat([weight.data, weight.data])
+
+
+@pytest.mark.parametrize(
+    ("point", "match"),
+    [
+        (halve, "pointed at other memory"),
+        (nn.Module.half, "pointed at other memory|dtype"),
+        (resize, "another shape.*before stronghold"),
+    ],
+    ids=["p.data =", "model.half()", "resized"],
+)
 @pytest.mark.parametrize("section", SECTIONS)
 def test_a_parameter_that_points_at_other_values_is_refused(
-    section: str, point: Callable[[nn.Module], Any]
+    section: str, point: Callable[[nn.Module], Any], match: str
 ) -> None:
     both = Twin(section=SECTIONS[section])
     both.train(0)
@@ -215,7 +228,7 @@ def test_a_parameter_that_points_at_other_values_is_refused(
         point(both.model)
         both.engine.backward(both.on(1)(both.engine))
 
-    with pytest.raises((ConfigError, RuntimeError), match=r"pointed at other memory|dtype"):
+    with pytest.raises((ConfigError, RuntimeError), match=match):
         go_on()
     both.engine.destroy()
 
