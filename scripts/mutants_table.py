@@ -161,7 +161,7 @@ UPDATES = [
         "runtime/update.py",
         "self._adam_steps.retract(found.state, found.arrived)",
         "pass",
-        RESIDENTS,
+        (*RESIDENTS, *ODD),
         "overflow or not_finite",
     ),
     Mutant(
@@ -262,8 +262,8 @@ UPDATES = [
         "runtime/update.py",
         "            raise ConfigError(self._torn)\n",
         "            pass\n",
-        DEFERRAL,
-        "not_trained_on",
+        ODD,
+        "refuses_every_further_one",
     ),
 ]
 
@@ -525,7 +525,7 @@ MEMORY = [
         "memory/window.py",
         "        slot.held = True\n",
         "        pass\n",
-        RESIDENTS,
+        ENGINE,
         "two_backwards",
     ),
     Mutant(

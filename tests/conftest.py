@@ -80,6 +80,14 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
         return (yield)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """A port that is free now, before any fixture: the one chosen when the session began may be
+    taken by the time that a process group is made, and by this process's own when a program that it
+    starts makes one."""
+    os.environ["MASTER_PORT"] = str(free_port())
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if HAS_CUDA:
         return
@@ -127,14 +135,6 @@ def choose_kernels() -> None:
 def one_thread() -> None:
     """Also after a test that used more."""
     choose_kernels()
-
-
-@pytest.fixture(autouse=True)
-def own_port(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A port that is free now: the one chosen when the session began may be taken by the time that
-    a test makes a process group, and by this process's own when a program that it starts makes
-    one."""
-    monkeypatch.setenv("MASTER_PORT", str(free_port()))
 
 
 @pytest.fixture(autouse=True)

@@ -204,12 +204,7 @@ MODELS_REFUSED: dict[str, tuple[Any, dict[str, Any], tuple[str, ...], dict[str, 
     "meta": (lambda m: m.to("meta"), {}, ("meta device", "load its values"), None),
     "integers": (codes, {}, (r"blocks\.0\.codes", "int8", "buffer"), None),
     "one memory": (same_memory, {}, ("same memory", "assigning the same nn.Param"), None),
-    "bf16": (
-        lambda m: m.bfloat16(),
-        {},
-        (r'add "bf16": \{"enabled": true\}', "float32"),
-        BF16,
-    ),
+    "bf16": (lambda m: m.bfloat16(), {}, (r'add "bf16": \{"enabled": true\}', "float32"), BF16),
     # Refused in fp32; in bf16 all are cast, as DeepSpeed does.
     "two dtypes": (
         lambda m: m.blocks[1].bfloat16() and None,
@@ -368,9 +363,6 @@ def test_a_clients_schedule_that_fails(allocations: list[str]) -> None:
 
     with pytest.raises(RuntimeError, match="no such schedule"):
         stronghold.initialize(
-            model=model,
-            config=config(),
-            model_parameters=model.parameters(),
-            lr_scheduler=broken,
+            model=model, config=config(), model_parameters=model.parameters(), lr_scheduler=broken
         )
     assert allocations == []

@@ -21,7 +21,7 @@ import torch
 
 from stronghold.checkpoint import directory
 from stronghold.checkpoint.weights import write_weights
-from stronghold.process import Process, start_of
+from stronghold.process import Process
 from tests.support.checkpoints import make_model, session, train
 from tests.support.children import Child
 
@@ -127,17 +127,6 @@ def test_leftovers_of_a_living_process_are_kept(tmp_path: Path) -> None:
     directory.begin(tmp_path, "three")
     assert mine.is_dir()
     assert not dead.exists()
-
-
-def test_leftovers_of_a_zombie_go(tmp_path: Path) -> None:
-    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as process:
-        left = leftover(tmp_path, pid=process.pid, started=start_of(process.pid))
-        directory.begin(tmp_path, "tag")
-        assert left.exists()
-        process.kill()
-        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-        directory.begin(tmp_path, "tag")
-        assert not left.exists()
 
 
 def test_leftovers_of_another_user_are_kept(

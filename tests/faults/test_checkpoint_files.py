@@ -46,7 +46,6 @@ FILES = [
     STATE,
     MANIFEST,
 ]
-Damage = Callable[[Path], None]
 
 
 class WithBuffer(nn.Module):
@@ -123,35 +122,27 @@ def rewrite(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
     write_manifest(path, body)
 
 
-def cut(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-1])
+def flipped(data: bytes) -> bytes:
+    at = len(data) * 2 // 3
+    return data[:at] + bytes([data[at] ^ 4]) + data[at + 1 :]
 
 
-def cut_to_nothing(path: Path) -> None:
-    path.write_bytes(b"")
+DAMAGES: dict[str, Callable[[bytes], bytes]] = {
+    "cut": lambda data: data[:-1],
+    "cut to nothing": lambda data: b"",
+    "longer": lambda data: data + b"\0",
+    "a bit flipped": flipped,
+}
 
 
-def longer(path: Path) -> None:
-    path.write_bytes(path.read_bytes() + b"\0")
-
-
-def flip_a_bit(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[len(data) * 2 // 3] ^= 4
-    path.write_bytes(data)
-
-
-def remove(path: Path) -> None:
-    path.unlink()
-
-
-@pytest.mark.parametrize("damage", [cut, cut_to_nothing, longer, flip_a_bit, remove])
+@pytest.mark.parametrize("damage", [*DAMAGES, "removed"])
 @pytest.mark.parametrize("name", FILES)
 def test_a_damaged_file_is_named_and_nothing_changes(
-    name: str, damage: Damage, engine: Any, copy: Path
+    name: str, damage: str, engine: Any, copy: Path
 ) -> None:
-    damage(copy / TAG / name)
-    match = f"{copy / TAG}.*manifest" if name == MANIFEST else f"{copy / TAG / name}: "
+    path = copy / TAG / name
+    path.unlink() if damage == "removed" else path.write_bytes(DAMAGES[damage](path.read_bytes()))
+    match = f"{copy / TAG}.*manifest" if name == MANIFEST else f"{path}: "
     refused(engine, copy, CheckpointError, match)
 
 

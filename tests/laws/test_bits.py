@@ -95,11 +95,7 @@ def drawn(count: int) -> Iterator[Case]:
 @functools.cache
 def plain(name: str, clipping: float, accumulation: int, precision: str) -> Run:
     return train_plain(
-        MODELS[name],
-        steps=STEPS,
-        clipping=clipping,
-        accumulation=accumulation,
-        precision=precision,
+        MODELS[name], steps=STEPS, clipping=clipping, accumulation=accumulation, precision=precision
     )
 
 

@@ -24,12 +24,7 @@ from tests.models import MODELS, loss_of
 from tests.support.checkpoints import assert_same, session, snapshot, train
 from tests.support.quiet import law_of_time, on_time
 from tests.support.sleeping import SleepingModel, rates
-from tests.support.training import (
-    Run,
-    assert_identical,
-    config,
-    moments_of,
-)
+from tests.support.training import Run, assert_identical, config, moments_of
 
 STEPS = 4
 PAGE_NUMEL = 2048

@@ -348,6 +348,8 @@ def test_loaded_weights_become_the_masters(
             assert torch.equal(both.on(3)(both.model), both.on(3)(both.plain))
         both.train(2)
         both.train(3)
+        live = both.engine._zero3_consolidated_16bit_state_dict()  # what savers of others' ask for
+        assert all(map(torch.equal, live.values(), both.model.state_dict().values()))
 
 
 def test_loading_by_assignment_is_refused_before_a_parameter_is_replaced() -> None:

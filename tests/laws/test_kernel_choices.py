@@ -23,13 +23,9 @@ WHICH = (
     "and (t5 or llama or cache_dependent or structured or called_twice)"
 )
 
-FEWEST = {
-    "ATEN_CPU_CAPABILITY": "default",
-    "ONEDNN_MAX_CPU_ISA": "SSE41",
-    "MKL_CBWR": "COMPATIBLE",
-}
+FEWEST = {"ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "SSE41", "MKL_CBWR": "COMPATIBLE"}
 CHOICES = {
-    "no vector instructions, one sum, two threads": {**FEWEST, "STRONGHOLD_TEST_THREADS": "2"},
+    "no vector instructions, one sum, two threads": {**FEWEST, "STRONGHOLD_TEST_THREADS": "2"}
 }
 ONE_BY_ONE = {
     "no vector instructions, one sum": FEWEST,

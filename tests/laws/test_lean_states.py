@@ -178,18 +178,13 @@ def test_exact_and_lean_states_load_each_other_by_their_values(tmp_path: Path) -
                 assert torch.equal(getattr(layer, moment)[at], decoded)
     exact.save_checkpoint(folder["exact"], tag="a")
     exact.destroy()
-    assert (
-        "states"
-        not in json.loads((folder["exact"] / "a" / "manifest.json").read_text())["manifest"]
-    )
+    said = json.loads((folder["exact"] / "a" / "manifest.json").read_text())["manifest"]
+    assert "states" not in said
     again = engine_of({})
     again.load_checkpoint(folder["exact"])
     back = arrays_of(again)
     again.destroy()
-    for (
-        name,
-        value,
-    ) in found.items():  # codes of decoded values are the codes, but for the scale's last bit
+    for name, value in found.items():  # codes are the codes, but for the scale's last bit
         if "scale" in name:
             torch.testing.assert_close(back[name], value, rtol=2e-7, atol=0)
         else:
@@ -247,9 +242,7 @@ def test_deepspeeds_words_for_small_states_are_met_and_the_log_says_by_what(
     keys = {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
     with caplog.at_level(logging.INFO, "stronghold"):
         engine_of(
-            {"states": kind},
-            bf16={"enabled": True, **keys},
-            zero_optimization={"stage": 2},
+            {"states": kind}, bf16={"enabled": True, **keys}, zero_optimization={"stage": 2}
         ).destroy()
     said = [r.getMessage() for r in caplog.records if "met by" in r.getMessage()]
     assert len(said) == 2

@@ -28,9 +28,7 @@ def engine_of(model: nn.Module, path: Path, section: dict[str, Any], **settings:
     nvme = {"path": str(path), **section.pop("nvme", {})}
     section = {"window": 2, **section, "nvme": nvme}
     return stronghold.initialize(
-        model=model,
-        config=config(section=section, **settings),
-        model_parameters=model.parameters(),
+        model=model, config=config(section=section, **settings), model_parameters=model.parameters()
     )[0]
 
 
@@ -136,10 +134,7 @@ def llama() -> nn.Module:
 
 @pytest.mark.parametrize(
     ("spill", "clipping", "accumulation", "most"),
-    [
-        ("moments", 0.0, 1, 4.5),
-        ("weights", 1.0, 2, 0.5),
-    ],
+    [("moments", 0.0, 1, 4.5), ("weights", 1.0, 2, 0.5)],
 )
 def test_host_bytes_per_parameter_are_few(
     spill: str, clipping: float, accumulation: int, most: float, tmp_path: Path

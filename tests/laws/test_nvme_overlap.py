@@ -121,11 +121,7 @@ def predicted_and_measured(of: Spilling, path: Path) -> tuple[float, float]:
     case = of.case
     paces = {"link_gbps": case.link_gbps, "update_gbps": case.update_gbps}
     emulated = {"poison": False, "nvme_gbps": of.nvme_gbps, **paces}
-    section = {
-        **case.section,
-        "nvme": {"path": str(path), "spill": of.spill},
-        "emulated": emulated,
-    }
+    section = {**case.section, "nvme": {"path": str(path), "spill": of.spill}, "emulated": emulated}
     model = SleepingModel(case.layers)
     engine, _, _, _ = stronghold.initialize(
         model=model,

@@ -176,9 +176,7 @@ def made(section: dict[str, Any], **settings: Any) -> Any:
     torch.manual_seed(0)
     model, make_batch = MODELS["gpt"]()
     engine, _, _, _ = stronghold.initialize(
-        model=model,
-        config=config(section=section, **settings),
-        model_parameters=model.parameters(),
+        model=model, config=config(section=section, **settings), model_parameters=model.parameters()
     )
     return engine, make_batch
 

@@ -81,14 +81,10 @@ def test_a_clients_schedule_is_followed(way: str) -> None:
     def halve(optimizer: torch.optim.Optimizer) -> Any:
         return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
 
-    model, _ = MODELS["gpt"]()
     if way == "callable":
-        options: dict[str, Any] = {"lr_scheduler": halve}
-    else:
-        # Made for the client's own optimizer before the engine is.
-        options = {}
-    both = Twin(**options) if options else None
-    if both is None:
+        both = Twin(lr_scheduler=halve)
+    else:  # made for the client's own optimizer before the engine is
+        model, _ = MODELS["gpt"]()
         client = torch.optim.AdamW(model.parameters(), **ADAM)
         both = Twin(of=model, optimizer=client, lr_scheduler=halve(client))
     train_with(both, halve(both.shown))
@@ -251,10 +247,7 @@ def test_parameters_may_be_given_in_every_form_that_torch_takes(way: str) -> Non
     both.engine.destroy()
 
 
-@pytest.mark.parametrize(
-    "optimizer",
-    [torch.optim.SGD, torch.optim.Adagrad, torch.optim.RMSprop],
-)
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adagrad, torch.optim.RMSprop])
 @pytest.mark.parametrize("way", ["object", "callable"])
 def test_another_optimizer_is_refused_by_name(optimizer: Any, way: str) -> None:
     model, _ = MODELS["gpt"]()

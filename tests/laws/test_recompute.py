@@ -31,6 +31,13 @@ def check(factory: Callable[[], Any], steps: int = 3) -> None:
     assert_identical(run, train_plain(factory, steps=steps))
 
 
+def engine_of(model: nn.Module, section: dict[str, Any] = SECTION) -> Any:
+    settings = config(section=section)
+    return stronghold.initialize(model=model, config=settings, model_parameters=model.parameters())[
+        0
+    ]
+
+
 def scaled(module: nn.Module, args: Any) -> Any:
     return (args[0] * 1.5, *args[1:])
 
@@ -46,9 +53,7 @@ def decoder() -> nn.Module:
 
 def train(model: nn.Module, hook: Callable[[nn.Module], Any], section: Any, remove: bool) -> Run:
     """Steps with hooks that are registered after initialize; removed, they are gone in backward."""
-    engine = stronghold.initialize(
-        model=model, config=config(section=section), model_parameters=model.parameters()
-    )[0]
+    engine = engine_of(model, section)
     run = Run()
     torch.manual_seed(1)
     handles = hook(model)
@@ -274,11 +279,7 @@ def test_a_model_in_another_mode_in_backward_is_recomputed_in_its_own() -> None:
     losses = []
     for activations in ("keep", "recompute"):
         model = decoder()
-        engine = stronghold.initialize(
-            model=model,
-            config=config(section={"window": 2, "activations": activations}),
-            model_parameters=model.parameters(),
-        )[0]
+        engine = engine_of(model, {"window": 2, "activations": activations})
         torch.manual_seed(1)
         losses.append([])
         for step in range(3):
@@ -397,9 +398,7 @@ class Otherwise(Block):
 def test_a_second_run_that_saves_other_tensors_is_refused(how: str, match: str) -> None:
     CALLS.clear()
     model = Decoder([Otherwise(how, place) for place in range(2)])
-    engine = stronghold.initialize(
-        model=model, config=config(section=SECTION), model_parameters=model.parameters()
-    )[0]
+    engine = engine_of(model)
     with pytest.raises(torch.utils.checkpoint.CheckpointError, match=match):
         engine.backward(loss_of(engine(**token_batch(0))))
     engine.destroy()
@@ -413,9 +412,7 @@ def test_a_tensor_that_the_block_writes_after_it_was_saved_is_refused() -> None:
             return torch.sin(exponent)
 
     model = Decoder([Writes() for _ in range(2)])
-    engine = stronghold.initialize(
-        model=model, config=config(section=SECTION), model_parameters=model.parameters()
-    )[0]
+    engine = engine_of(model)
     with pytest.raises(RuntimeError, match="modified in place after it was saved"):
         engine.backward(loss_of(engine(**token_batch(0))))
     engine.destroy()
@@ -457,11 +454,7 @@ def test_a_second_run_stands_where_the_first_one_stood(around: str) -> None:
         torch.manual_seed(0)
         devices: list[torch.device] = []
         model = Decoder([Surrounded(devices) for _ in range(3)])
-        engine = stronghold.initialize(
-            model=model,
-            config=config(section={"window": 2, "activations": activations}),
-            model_parameters=model.parameters(),
-        )[0]
+        engine = engine_of(model, {"window": 2, "activations": activations})
         losses = []
         for step in range(3):
             ids = token_batch(step)
@@ -514,9 +507,7 @@ class Residual(Decoder):
 
 def test_a_graph_without_a_backward_is_freed_at_once() -> None:
     model = Residual([Block() for _ in range(3)])
-    engine = stronghold.initialize(
-        model=model, config=config(section=SECTION), model_parameters=model.parameters()
-    )[0]
+    engine = engine_of(model)
     gc.disable()
     try:
         for step in range(2):
@@ -534,9 +525,7 @@ def test_a_graph_that_is_kept_is_recomputed_for_each_backward(times: int) -> Non
     gradients = []
     for section in (SECTION, {"window": 2, "activations": "keep"}):
         model = decoder()
-        engine = stronghold.initialize(
-            model=model, config=config(section=section), model_parameters=model.parameters()
-        )[0]
+        engine = engine_of(model, section)
         torch.manual_seed(1)
         hidden = torch.randn(2, 3, HIDDEN, requires_grad=True)
         out = model.blocks[1](hidden).sin().sum()

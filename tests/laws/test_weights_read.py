@@ -195,10 +195,7 @@ WHERE: dict[str, Callable[[Any], nn.Module]] = {
 @pytest.mark.parametrize(
     ("place", "through", "where", "precision"),
     pairs(
-        ["one slot", "recompute", "resident", "whole"],
-        list(WRITES),
-        list(WHERE),
-        ["fp32", "bf16"],
+        ["one slot", "recompute", "resident", "whole"], list(WRITES), list(WHERE), ["fp32", "bf16"]
     ),
 )
 def test_what_a_forward_writes_into_its_weights_counts_or_is_refused(

@@ -9,14 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from tests.models.base import (
-    HIDDEN,
-    Batch,
-    Block,
-    Decoder,
-    plain,
-    token_batch,
-)
+from tests.models.base import HIDDEN, Batch, Block, Decoder, plain, token_batch
 
 # --- the ordinary one, and its options ------------------------------------------------------------
 

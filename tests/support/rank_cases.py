@@ -134,10 +134,7 @@ def on_files(
         if spill is None:
             settings["stronghold"]["host_memory"] = least_memory(name, settings, **more)
         run = train(
-            name,
-            settings,
-            each_step=lambda engine, _: spilled.update(*engine.plan.spilled),
-            **more,
+            name, settings, each_step=lambda engine, _: spilled.update(*engine.plan.spilled), **more
         )
     assert spilled >= ({"exp_avg", "exp_avg_sq"} if spill else EVERYTHING[precision]), spilled
     return run
@@ -178,11 +175,7 @@ CASES: dict[str, Callable[[], Run]] = {
     "loss.backward()": partial(train, "choosy", config(clipping=0.0), by_user=True),
     # The ranks' ranges are cut within parameters.
     "lean": partial(
-        train,
-        "choosy",
-        config(clipping=0.0, precision="lean"),
-        options={"width": 384},
-        same=True,
+        train, "choosy", config(clipping=0.0, precision="lean"), options={"width": 384}, same=True
     ),
     # One rank alone takes the same steps in memory.
     "moments in files": lambda: on_files("experts", clipping=0.0, spill="moments"),

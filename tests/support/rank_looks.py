@@ -94,10 +94,7 @@ def traffic() -> dict[str, int]:
         at_the_turn = max(layer.index for layer in layers if layer.streamed)
         weights = 2 * twice - layers[at_the_turn].numel + once
         gradients = sum(layer.trainable_numel for layer in layers)
-        return {
-            "received": received,
-            "expected": (weights + gradients) * 4 // 2,
-        }
+        return {"received": received, "expected": (weights + gradients) * 4 // 2}
     finally:
         engine.destroy()
 

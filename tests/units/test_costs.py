@@ -274,12 +274,7 @@ def test_blocks_of_one_kind_cost_the_same_and_others_their_own() -> None:
     ids = torch.zeros(2, LENGTH, dtype=torch.long, device="meta")
     layers = partition(model)
     found = trace_costs(
-        model,
-        layers,
-        batch=2,
-        seq=LENGTH,
-        dtype="fp32",
-        inputs={"input_ids": ids, "labels": ids},
+        model, layers, batch=2, seq=LENGTH, dtype="fp32", inputs={"input_ids": ids, "labels": ids}
     )
     plain, narrow, again, narrow_again, dropping = (
         found.layers[layer.index] for layer in layers.streamed

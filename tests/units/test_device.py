@@ -116,9 +116,7 @@ def test_a_fence_of_finished_work_is_done() -> None:
     assert (fence.lane, fence.operation) == ("update", "nothing")
 
 
-def test_compute_waits_for_a_fence_and_says_how_long(
-    make_device: Callable[..., Device],
-) -> None:
+def test_compute_waits_for_a_fence_and_says_how_long(make_device: Callable[..., Device]) -> None:
     device = make_device(trace=Trace())  # a stream's waits are known when they are traced
 
     def waited(fence: Fence) -> float:

@@ -18,14 +18,7 @@ import torch
 
 from stronghold.device.emulated import EmulatedDevice
 from stronghold.device.triton_kernels import TritonKernels
-from tests.support.device_kernels import (
-    BF16,
-    DTYPES,
-    F16,
-    accumulated,
-    some_arrays,
-    sums,
-)
+from tests.support.device_kernels import BF16, DTYPES, F16, accumulated, some_arrays, sums
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 CPU = torch.device("cpu")

@@ -14,7 +14,6 @@ from stronghold import forecast
 from stronghold.forecast.answer import Forecast, outlook, sweep
 from stronghold.forecast.question import understand
 from tests.support.forecasts import LLAMA_70B, SIZES, asked, run
-from tests.support.quiet import law_of_time, on_time
 
 LIMITS = {"gpu": "30MB", "host": "40MB"}
 
@@ -67,7 +66,6 @@ def test_a_swept_point_is_the_forecast_of_that_question() -> None:
 # -- speed ----------------------------------------------------------------------------------------
 
 
-@law_of_time
 def test_a_70b_model_of_80_layers_is_planned_in_seconds(tmp_path: Path) -> None:
     llama = tmp_path / "llama"
     LLAMA_70B.save_pretrained(llama)
@@ -77,4 +75,4 @@ def test_a_70b_model_of_80_layers_is_planned_in_seconds(tmp_path: Path) -> None:
     took_s = time.process_time() - begin
     assert found.fits
     assert found.question.model.num_blocks == 80
-    on_time(took_s < 8.0, f"{took_s:.1f} s")  # 2 to 5 s, by the processor
+    assert took_s < 10.0  # 2 to 5 s, by the processor; two on one core slow each other down
