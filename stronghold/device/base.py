@@ -240,14 +240,15 @@ class ThreadLane(Lane):
 class HostLane(ThreadLane):
     """A lane whose work happens on the host: `work` returns when it is done."""
 
-    def _run(self, operation: str, work: Work, after: tuple[Fence, ...], nbytes: int) -> None:
+    def _run(
+        self, operation: str, work: Work, after: tuple[Fence, ...], nbytes: int
+    ) -> DeviceEvent | None:
         for fence in after:
             fence.wait()
         self._device.before_operation()
         with self._device.trace.span(self.name, operation, **moved(nbytes)):
-            start_s = time.perf_counter()
             work()
-            self._device.pace(self.name, nbytes, start_s)
+        return None
 
 
 class ComputeLane(Lane):
@@ -559,10 +560,6 @@ class Device(ABC):
 
     def before_operation(self) -> None:  # noqa: B027 - a real device has nothing to add
         """Called by a lane between an operation's fences and its work."""
-
-    def pace(self, lane: str, nbytes: int, start_s: float) -> None:  # noqa: B027
-        """Called by a host lane after an operation of `nbytes` that began at `start_s`
-        (`time.perf_counter()`): a device that stands for a slower one waits here."""
 
     def record_spans(self, recording: bool) -> None:
         """Switch the trace on or off, between two steps."""

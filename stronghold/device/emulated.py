@@ -2,8 +2,13 @@
 
 Owns CPU tensors that stand for GPU memory, and one thread per lane, so that overlap and races are
 real. Seeded jitter comes before each operation, freed buffers are filled with NaN, the budget is
-enforced, the link can be paced. Without all of that small operations are their submitter's, as on a
-GPU. Compute is the calling thread: its work is done when it returns.
+enforced, the link can be paced. Without jitter and NaN small operations are their submitter's, as
+on a GPU. Compute is the calling thread: its work is done when it returns.
+
+[Note: pace] What is paced has a clock: an operation begins when what it waits for, and the one
+before it, have ended, and takes the seconds of its bytes. As on a GPU's stream the lane goes on
+meanwhile, and whoever waits for the fence sleeps until then, so that no sleep that is too long
+delays what follows. Alone, and with nobody hostile, the work itself is done ahead of the clock.
 """
 
 from __future__ import annotations
@@ -12,11 +17,22 @@ import ctypes
 import random
 import threading
 import time
+from collections import defaultdict
 
 import torch
 
 from stronghold import native
-from stronghold.device.base import Device, Fence, HostLane, Lane, completed, timed
+from stronghold.device.base import (
+    Device,
+    DeviceEvent,
+    Fence,
+    HostLane,
+    Lane,
+    Work,
+    completed,
+    moved,
+    timed,
+)
 from stronghold.device.kernels import NativeKernels
 from stronghold.errors import StateError
 from stronghold.telemetry.trace import NullTrace, Trace
@@ -29,6 +45,8 @@ COPY_PIECE_BYTES = 1 << 20
 # back, tens of microseconds: under the lock.
 SMALL_COPY_BYTES = 256 << 10
 DISK_LANES = {"load": "read", "stage": "read", "spill": "write"}
+LATE_S = 1e-4  # by which a sleep may be too long
+LINK_LANES = ("fetch", "drain")
 WIRE_LANES = ("gather", "reduce", "exchange")
 NAN_BYTE = 0xFF  # 0xFFFF and 0xFFFFFFFF are NaN in bfloat16, float16 and float32
 
@@ -37,12 +55,53 @@ _move_small = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_
 )
 
 
-class _ShortLane(HostLane):
-    """Of a device that is not hostile: what is small is done where it is submitted."""
+class _Arrival:
+    """Fires at a time of `time.perf_counter()`."""
+
+    __slots__ = ("at_s",)
+
+    def __init__(self, at_s: float) -> None:
+        self.at_s = at_s
+
+    def query(self) -> bool:
+        return time.perf_counter() >= self.at_s
+
+    def synchronize(self) -> None:
+        while (left_s := self.at_s - time.perf_counter()) > 0.0:
+            time.sleep(max(0.0, left_s - LATE_S))
+
+
+class _EmulatedLane(HostLane):
+    """A clock beside the thread ([Note: pace]); small operations are their submitter's where they
+    are done ahead of it."""
+
+    def __init__(self, name: str, device: EmulatedDevice) -> None:
+        self._emulated = device
+        super().__init__(name, device)
 
     def _is_short(self, after: tuple[Fence, ...], nbytes: int) -> bool:
-        small = self._device.alone and 0 < nbytes <= SMALL_COPY_BYTES
-        return small and all(fence.done and not fence.failed for fence in after)
+        small = 0 < nbytes <= SMALL_COPY_BYTES and self._emulated.is_ahead(self.name)
+        return small and all(fence.issued and not fence.failed for fence in after)
+
+    def _run(
+        self, operation: str, work: Work, after: tuple[Fence, ...], nbytes: int
+    ) -> DeviceEvent | None:
+        device, ready_s = self._emulated, 0.0
+        ahead = device.is_ahead(self.name)
+        for fence in after:
+            event = fence.wait_issued()
+            if isinstance(event, _Arrival):
+                if ahead:
+                    ready_s = max(ready_s, event.at_s)
+                else:
+                    event.synchronize()
+        device.before_operation()
+        begun_s = time.perf_counter()
+        work()
+        ended_s = time.perf_counter()
+        begin_s, end_s = device.pace(self.name, nbytes, max(begun_s, ready_s), ended_s - begun_s)
+        device.trace.record(self.name, operation, begin_s, end_s, **moved(nbytes))
+        return _Arrival(end_s) if end_s > ended_s else None
 
 
 class EmulatedDevice(Device):
@@ -72,15 +131,14 @@ class EmulatedDevice(Device):
         self._jitter_s = jitter_s
         self._seed = seed
         self._random: dict[str, random.Random] = {}
-        self._link_gbps = link_gbps
-        self._update_gbps = update_gbps
-        self._nvme_gbps = nvme_gbps
-        self._wire_gbps = wire_gbps
-        self._disk_lock = threading.Lock()
-        self._disk_free_s = {"read": 0.0, "write": 0.0}  # when the disk has done what it was given
+        paces = {"update": update_gbps, **dict.fromkeys(LINK_LANES, link_gbps)}
+        paces |= dict.fromkeys(WIRE_LANES, wire_gbps) | dict.fromkeys(DISK_LANES, nvme_gbps)
+        self._paces = {lane: gbps * 1e9 for lane, gbps in paces.items() if gbps is not None}
+        self._clocks = threading.Lock()
+        self._free_s: dict[str, float] = defaultdict(float)  # when what it was given has ended
         self._pool: native.Pool | None = None
-        gentle = not poison and jitter_s == 0.0 and link_gbps is None and update_gbps is None
-        self._short = ("fetch", "drain", "update") if gentle else ()
+        gentle = not poison and jitter_s == 0.0
+        self._ahead = ("fetch", "drain", "update") if gentle else ()
         self._open_lanes()
 
     @property
@@ -88,7 +146,7 @@ class EmulatedDevice(Device):
         return torch.device("cpu")
 
     def _make_lane(self, name: str) -> Lane:
-        return (_ShortLane if name in self._short else HostLane)(name, self)
+        return _EmulatedLane(name, self)
 
     def _allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         buffer = torch.empty(numel, dtype=dtype)
@@ -101,14 +159,13 @@ class EmulatedDevice(Device):
         room = target.numel() * target.element_size()
         if room != total or not (target.is_contiguous() and source.is_contiguous()):
             raise StateError(f"a copy of {total} bytes into {room}: expected as many, contiguous")
-        start = time.perf_counter()
+        start, rate = time.perf_counter(), self._paces.get("fetch")
+        move = _move_small if total <= SMALL_COPY_BYTES else ctypes.memmove
         for begin in range(0, total, COPY_PIECE_BYTES):
+            if begin and rate is not None:  # not all at once, though the lane's clock tells when
+                time.sleep(max(0.0, start + begin / rate - time.perf_counter()))
             size = min(COPY_PIECE_BYTES, total - begin)
-            move = _move_small if total <= SMALL_COPY_BYTES else ctypes.memmove
             move(target.data_ptr() + begin, source.data_ptr() + begin, size)
-            if self._link_gbps is not None:
-                due = start + (begin + size) / (self._link_gbps * 1e9)
-                time.sleep(max(0.0, due - time.perf_counter()))
 
     def copy_now(self, target: torch.Tensor, source: torch.Tensor) -> None:
         self.copy(target, source)
@@ -150,16 +207,17 @@ class EmulatedDevice(Device):
         if self._pool is not None:
             self._pool.close()
 
-    def pace(self, lane: str, nbytes: int, start_s: float) -> None:
-        due_s = start_s
-        if lane == "update" and self._update_gbps is not None:
-            due_s += nbytes / (self._update_gbps * 1e9)
-        elif lane in WIRE_LANES and self._wire_gbps is not None:
-            due_s += nbytes / (self._wire_gbps * 1e9)
-        elif lane in DISK_LANES and self._nvme_gbps is not None:
-            direction = DISK_LANES[lane]
-            with self._disk_lock:
-                begin_s = max(start_s, self._disk_free_s[direction])
-                due_s = self._disk_free_s[direction] = begin_s + nbytes / (self._nvme_gbps * 1e9)
-        if due_s > start_s:  # a sleep of no time, too, gives the interpreter's lock away
-            time.sleep(max(0.0, due_s - time.perf_counter()))
+    def is_ahead(self, lane: str) -> bool:
+        """Whether the lane's operations are performed ahead of its clock."""
+        return self.alone and lane in self._ahead
+
+    def pace(self, lane: str, nbytes: int, ready_s: float, took_s: float) -> tuple[float, float]:
+        """When an operation of a lane that may begin at `ready_s`, and takes `took_s` at least,
+        begins and ends ([Note: pace]): `time.perf_counter()` seconds."""
+        rate = self._paces.get(lane)
+        resource = lane if rate is None else DISK_LANES.get(lane, lane)
+        with self._clocks:
+            begin_s = max(ready_s, self._free_s[resource])
+            takes_s = took_s if rate is None else max(took_s, nbytes / rate)
+            end_s = self._free_s[resource] = begin_s + takes_s
+        return begin_s, end_s

@@ -467,7 +467,7 @@ def _submit(
     def copy() -> None:
         device.copy(target, source)
 
-    fences = [lane.submit("measure", copy) for _ in range(copies)]
+    fences = [lane.submit("measure", copy, nbytes=target.nbytes) for _ in range(copies)]
     return fences[-1]
 
 

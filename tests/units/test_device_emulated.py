@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
 import torch
@@ -121,7 +122,8 @@ def test_the_link_keeps_its_pace(emulated: Callable[..., EmulatedDevice]) -> Non
     seconds = []
     for _ in range(3):
         begun = time.perf_counter()
-        device.fetch.submit("fetch", lambda: device.copy(target, source)).wait()
+        copy = partial(device.copy, target, source)
+        device.fetch.submit("fetch", copy, nbytes=source.nbytes).wait()
         seconds.append(time.perf_counter() - begun)
     assert min(seconds) >= 0.1
     on_time(min(seconds) < 0.15, seconds)
@@ -136,8 +138,10 @@ def test_the_directions_of_the_link_do_not_share_its_pace(
     best = 1.0
     for _ in range(3):
         begun = time.perf_counter()
-        there = device.fetch.submit("there", lambda: device.copy(buffers[0], buffers[1]))
-        back = device.drain.submit("back", lambda: device.copy(buffers[2], buffers[3]))
+        there, back = (
+            lane.submit("copy", partial(device.copy, *pair), nbytes=pair[0].nbytes)
+            for lane, pair in ((device.fetch, buffers[:2]), (device.drain, buffers[2:]))
+        )
         there.wait()
         back.wait()
         best = min(best, time.perf_counter() - begun)
