@@ -90,6 +90,7 @@ class Executor:
         self.staying = {weights.data_ptr() for weights in staying}
         # Storage of a slot -> the streamed layer that is in it, for saved tensors.
         self.layer_at: dict[int, int] = {}
+        self._on_gpu = device.torch_device.type != "cpu"
         self._inside: list[int] = []  # blocks whose forward is running now, outermost first
         self._span = ComputeSpan(device)
         forward = canonical_uses([layer.index for layer in host.layout.layers], backward=False)
@@ -534,7 +535,7 @@ class Executor:
                 f"a gradient of {part.name} came while the model's forward runs: call backward "
                 "after forward, or freeze the model meanwhile: model.requires_grad_(False)"
             )
-        if gradient.is_cpu and self._device.torch_device.type != "cpu":
+        if self._on_gpu and gradient.is_cpu:
             # Of a thread of its own: which of the two comes first is not the program's order.
             raise ConfigError(
                 f"a gradient of {part.name} came on the CPU: the loss reads it outside of its "
