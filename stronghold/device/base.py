@@ -240,15 +240,15 @@ class ThreadLane(Lane):
 class HostLane(ThreadLane):
     """A lane whose work happens on the host: `work` returns when it is done."""
 
-    def _run(
-        self, operation: str, work: Work, after: tuple[Fence, ...], nbytes: int
-    ) -> DeviceEvent | None:
+    def _run(self, operation: str, work: Work, after: tuple[Fence, ...], nbytes: int) -> None:
         for fence in after:
             fence.wait()
-        self._device.before_operation()
-        with self._device.trace.span(self.name, operation, **moved(nbytes)):
+        begun_s = time.perf_counter()
+        try:
             work()
-        return None
+        finally:
+            ended_s = time.perf_counter()
+            self._device.trace.record(self.name, operation, begun_s, ended_s, **moved(nbytes))
 
 
 class ComputeLane(Lane):
@@ -557,9 +557,6 @@ class Device(ABC):
     # -- hostility and life ---------------------------------------------------------------------
     def enter_operation(self) -> None:  # noqa: B027 - only a real device has threads to prepare
         """Called by a lane's thread before an operation waits for its fences."""
-
-    def before_operation(self) -> None:  # noqa: B027 - a real device has nothing to add
-        """Called by a lane between an operation's fences and its work."""
 
     def record_spans(self, recording: bool) -> None:
         """Switch the trace on or off, between two steps."""

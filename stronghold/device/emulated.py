@@ -22,17 +22,7 @@ from collections import defaultdict
 import torch
 
 from stronghold import native
-from stronghold.device.base import (
-    Device,
-    DeviceEvent,
-    Fence,
-    HostLane,
-    Lane,
-    Work,
-    completed,
-    moved,
-    timed,
-)
+from stronghold.device.base import Device, Fence, Lane, ThreadLane, Work, completed, moved, timed
 from stronghold.device.kernels import NativeKernels
 from stronghold.errors import StateError
 from stronghold.telemetry.trace import NullTrace, Trace
@@ -71,31 +61,27 @@ class _Arrival:
             time.sleep(max(0.0, left_s - LATE_S))
 
 
-class _EmulatedLane(HostLane):
-    """A clock beside the thread ([Note: pace]); small operations are their submitter's where they
-    are done ahead of it."""
+class _EmulatedLane(ThreadLane):
+    """A thread and a clock ([Note: pace]). Small operations are their submitter's, where they are
+    done ahead of it."""
 
-    def __init__(self, name: str, device: EmulatedDevice) -> None:
-        self._emulated = device
-        super().__init__(name, device)
+    _device: EmulatedDevice
 
     def _is_short(self, after: tuple[Fence, ...], nbytes: int) -> bool:
-        small = 0 < nbytes <= SMALL_COPY_BYTES and self._emulated.is_ahead(self.name)
+        small = 0 < nbytes <= SMALL_COPY_BYTES and self._device.is_ahead(self.name)
         return small and all(fence.issued and not fence.failed for fence in after)
 
     def _run(
         self, operation: str, work: Work, after: tuple[Fence, ...], nbytes: int
-    ) -> DeviceEvent | None:
-        device, ready_s = self._emulated, 0.0
-        ahead = device.is_ahead(self.name)
+    ) -> _Arrival | None:
+        device, ahead, ready_s = self._device, self._device.is_ahead(self.name), 0.0
         for fence in after:
             event = fence.wait_issued()
-            if isinstance(event, _Arrival):
-                if ahead:
-                    ready_s = max(ready_s, event.at_s)
-                else:
-                    event.synchronize()
-        device.before_operation()
+            if ahead and isinstance(event, _Arrival):
+                ready_s = max(ready_s, event.at_s)
+            elif event is not None:
+                event.synchronize()
+        device.delay()
         begun_s = time.perf_counter()
         work()
         ended_s = time.perf_counter()
@@ -194,7 +180,8 @@ class EmulatedDevice(Device):
         assert isinstance(begun, float)
         self.trace.record("compute", name, begun, time.perf_counter())
 
-    def before_operation(self) -> None:
+    def delay(self) -> None:
+        """Called by a lane between an operation's fences and its work."""
         if self._jitter_s > 0.0:
             # One generator per lane: a lane's delays are the same whatever the others do.
             lane = threading.current_thread().name

@@ -98,12 +98,12 @@ class NativeKernels(Kernels):
         *,
         lean: bool = False,
     ) -> Callable[[float | None], None]:
-        rows = native.adam_rows(segments)
+        batch = native.AdamBatch(weight_dtype, grad_dtype, segments, lean=lean)
 
         def run(scale: float | None) -> None:
             if scale is not None:
-                rows["grad_scale"] = scale
-            native.adam(self._pool, weight_dtype, grad_dtype, rows, lean=lean)
+                batch.rows["grad_scale"] = scale
+            batch.run(self._pool)
 
         return run
 

@@ -14,7 +14,6 @@ import os
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -78,18 +77,6 @@ class Trace:
             if surplus > self._newest:
                 del self._spans[:surplus]
                 self._num_dropped += surplus
-
-    def span(self, lane: str, name: str, **args: Any) -> AbstractContextManager[None]:
-        """Record the body's time, also when the body raises."""
-        return self._timed(lane, name, args) if self.recording else nullcontext()
-
-    @contextmanager
-    def _timed(self, lane: str, name: str, args: dict[str, Any]) -> Iterator[None]:
-        start_s = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.record(lane, name, start_s, time.perf_counter(), **args)
 
     def mark(self) -> int:
         """Where the recording is now, for `spans`."""
