@@ -222,8 +222,9 @@ class _Replacement:
             self._replace(nn.Parameter, name, self._without_attributes)
         for owner in (nn.Module, torch.optim.Optimizer):
             self._replace(owner, "zero_grad", self._dropping)
-        # What `clip_grad_norm_` calls, under whatever name a program has it.
-        self._replace(torch.nn.utils.clip_grad, "_clip_grads_with_norm_", self._clipping)
+        # What `clip_grad_norm_` calls, under whatever name a program has it; torch's own matter.
+        if "_clip_grads_with_norm_" in vars(torch.nn.utils.clip_grad):
+            self._replace(torch.nn.utils.clip_grad, "_clip_grads_with_norm_", self._clipping)
         for name, answer in LOCAL.items():
             self._replace(deepspeed.utils, name, _of_partitions(answer))
 
