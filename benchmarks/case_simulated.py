@@ -14,7 +14,7 @@ from compare import rates
 from methods.task import DTYPES, Task
 
 from stronghold.errors import BudgetError
-from stronghold.model.shapes import transformer_shape
+from stronghold.forecast.question import transformer_shape
 from stronghold.plan.cost import Demand, workload_of
 from stronghold.plan.machine import MachineProfile, rates_of
 from stronghold.plan.plan import make_plan

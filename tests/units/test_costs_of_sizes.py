@@ -9,10 +9,10 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, GPT2Config
 
 from stronghold.errors import ConfigError
+from stronghold.forecast.question import transformer_shape
 from stronghold.model.costs import trace_costs
 from stronghold.model.layout import layout
 from stronghold.model.partition import partition
-from stronghold.model.shapes import transformer_shape
 from tests.units.test_costs import without_passing
 
 # -- a GPT from its sizes -------------------------------------------------------------------------

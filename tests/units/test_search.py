@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from stronghold.errors import BudgetError
+from stronghold.forecast.question import transformer_shape
 from stronghold.model.costs import ModelCosts
 from stronghold.model.layout import ModelLayout
-from stronghold.model.shapes import transformer_shape
 from stronghold.plan.cost import LEVELS, Demand, workload_of
 from stronghold.plan.machine import MachineProfile, rates_of
 from stronghold.plan.plan import Plan, levels_of, make_plan
