@@ -52,7 +52,6 @@ from stronghold.states import MOMENTS, SCALES
 
 PATH_KEY = "stronghold.nvme.path"
 ENGINE_KEY = "stronghold.nvme.engine"
-CAPACITY_KEY = "stronghold.nvme.capacity"
 PROBE_BYTES = 64 << 20  # tens of milliseconds of an NVMe disk, half a second of a spinning one
 GIB = 1 << 30
 
@@ -313,17 +312,16 @@ class NvmeStore(Closing):
     """All spilled state of one engine: extents in one file for each path, and the staging ring.
 
     `rates` weigh the paths (in any unit); left out, several paths are measured, a fraction of a
-    second each. `capacity_bytes` bounds the files together. The ring has `ring_entries` entries of
-    `piece_bytes`, page-locked by `device` where one is given. Up to `depth` blocks of `block_bytes`
-    are in flight on each path and in each direction (16 of 1 MiB); `engine` as in `IoQueue`.
+    second each. The ring has `ring_entries` entries of `piece_bytes`, page-locked by `device` where
+    one is given. Up to `depth` blocks of `block_bytes` are in flight on each path and in each
+    direction (16 of 1 MiB); `engine` as in `IoQueue`.
 
     First the directories of dead runs under the paths are reclaimed. Raises ConfigError for a path
     that cannot be used, BudgetError when the files do not fit, both before anything is written, and
     `OSError` for all other refusals of the system.
 
     Of several `neighbours` each has files, directories and a ring of its own, of the same sizes;
-    `capacity_bytes` and the room on the disks are for all of them. They open together, and when one
-    cannot, all raise.
+    the room on the disks is for all of them. They open together, and when one cannot, all raise.
     """
 
     def __init__(
@@ -333,7 +331,6 @@ class NvmeStore(Closing):
         extents: Sequence[Extent],
         ring_entries: int,
         piece_bytes: int,
-        capacity_bytes: int | None = None,
         rates: Sequence[float] | None = None,
         engine: str | None = None,
         depth: int | None = None,
@@ -360,7 +357,7 @@ class NvmeStore(Closing):
             undo.callback(self._stack.close)
             count = neighbours.count
             # One looks at the disks for all, before anybody changes them.
-            self.rates = neighbours.first(lambda: self._look(rates, capacity_bytes, count))
+            self.rates = neighbours.first(lambda: self._look(rates, count))
             self._striping = Striping(self.rates, self._queue_options[1])
             neighbours.together(lambda: self._open(device))
             if neighbours.index == 0:
@@ -369,14 +366,11 @@ class NvmeStore(Closing):
 
     # ---- Opening and closing -------------------------------------------------------------------
 
-    def _look(
-        self, given: Sequence[float] | None, capacity_bytes: int | None, count: int
-    ) -> tuple[float, ...]:
+    def _look(self, given: Sequence[float] | None, count: int) -> tuple[float, ...]:
         """The paths' rates, when they can hold the files of `count` processes."""
         check_paths(self.paths)
         for path in self.paths:
             reclaim(path)
-        check_capacity(self.file_bytes * count, capacity_bytes)
         rates = self._rates(given)
         sizes = Striping(rates, self._queue_options[1]).file_bytes(self.file_bytes)
         needs = zip(self.paths, sizes, strict=True)
@@ -650,16 +644,6 @@ def unwritable(path: Path, error: OSError) -> ConfigError:
         f'{PATH_KEY}: "{path}" cannot be written ({error.strerror}). Give this user the right to '
         "write there (or mount it read-write), or name another directory."
     )
-
-
-def check_capacity(need_bytes: int, capacity_bytes: int | None) -> None:
-    """Raises BudgetError when the files together are larger than the configured capacity."""
-    if capacity_bytes is not None and need_bytes > capacity_bytes:
-        raise BudgetError(
-            f"{CAPACITY_KEY}: what spills needs {need_bytes} bytes ({need_bytes / GIB:.2f} GiB), "
-            f"and {capacity_bytes} ({capacity_bytes / GIB:.2f} GiB) are allowed. Raise it, or give "
-            "more to stronghold.host_memory so that less spills."
-        )
 
 
 def check_space(need_bytes: Mapping[Path, int]) -> None:

@@ -31,6 +31,7 @@ from stronghold.limits import available_host_bytes
 from stronghold.memory.nvme import BLOCK_BYTES, NvmeStore
 from stronghold.memory.slab import check_mappings, trim_heap
 from stronghold.memory.tiers import Tiers, extent_requests
+from stronghold.model.costs import DTYPES
 from stronghold.model.layout import ModelLayout, layout
 from stronghold.model.logits import Forward, LogitsInParts
 from stronghold.model.partition import (
@@ -55,7 +56,6 @@ from stronghold.team.ranks import NodeWeights, check_alike
 from stronghold.telemetry.metrics import Metrics
 from stronghold.telemetry.trace import Trace, open_path
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # Without stronghold.gpu_memory half of what the GPU has free goes to slots; the rest is left to
 # activations.
 GPU_SHARE = 0.5
@@ -201,7 +201,7 @@ class Stack:
             deferred_layers=section.deferred_layers,
             num_cores=max(1, cores - compute_threads),
             nvme=section.nvme is not None,
-            nvme_capacity_bytes=capacity // sharers if capacity is not None else None,
+            nvme_capacity_bytes=capacity and capacity // ranks.on_disks.count,
             spill=section.nvme.spill if section.nvme else None,
             micro_batches=request.micro_batches,
             num_ranks=ranks.num_ranks,
@@ -233,7 +233,6 @@ class Stack:
             ),
             ring_entries=plan.staging.entries,
             piece_bytes=plan.staging.piece_bytes,
-            capacity_bytes=nvme.capacity,
             engine=nvme.engine,
             depth=nvme.depth,
             block_bytes=nvme.block,

@@ -95,13 +95,8 @@ def test_a_disk_that_fills_while_the_store_opens_is_a_budget_error(
     assert [path for path in small_disk.iterdir() if path.name.startswith("stronghold")] == []
 
 
-def test_capacity_and_room_are_for_all_processes_of_the_node(
-    small_disk: Path, folders: list[Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_room_is_for_all_processes_of_the_node(small_disk: Path) -> None:
     both = NodeRanks(SilentGroup(2), [0, 1])  # what one says, the other says
-    error = refused(folders[:1], pages(6), capacity_bytes=10 * PAGE, neighbours=both)
-    assert isinstance(error, BudgetError)
-    assert str(12 * PAGE) in str(error)
     half = nvme.free_bytes(small_disk) // PAGE // 2
     error = refused([small_disk], pages(half + 1), neighbours=both)
     assert isinstance(error, BudgetError)
@@ -131,15 +126,6 @@ def test_only_the_first_process_looks_at_the_disks(
     error = refused(folders[:1], pages(8), neighbours=second)
     assert isinstance(error, BudgetError)
     assert str(error) == "rank 4: too small"
-
-
-def test_the_capacity_bounds_all_files(folders: list[Path]) -> None:
-    with store_of(folders[:2], pages(10), capacity_bytes=10 * PAGE):
-        pass
-    error = refused(folders[:2], pages(11), capacity_bytes=10 * PAGE)
-    assert isinstance(error, BudgetError)
-    for part in ("stronghold.nvme.capacity", str(11 * PAGE), str(10 * PAGE)):
-        assert part in str(error)
 
 
 def test_a_file_system_without_direct_transfers_works_with_a_warning(
