@@ -74,7 +74,7 @@ Block = Annotated[int, BeforeValidator(parse_block), WithJsonSchema({"type": "bl
 Name = Annotated[str, Field(min_length=1)]
 Positive = Annotated[int, Field(ge=1)]
 NotNegative = Annotated[int, Field(ge=0)]
-Level = Literal[
+Level = Literal[  # in this order: `plan.cost` says what each does
     "keep", "offload", "attention", "attention_offload", "recompute", "recompute_offload"
 ]
 

@@ -35,7 +35,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from enum import Enum
+from typing import get_args
 
+from stronghold.config.section import Level
 from stronghold.device.simulated import Rates
 from stronghold.model.costs import ModelCosts
 from stronghold.model.layout import LayerLayout, ModelLayout
@@ -47,14 +49,7 @@ from stronghold.telemetry.trace import Span
 # What happens to what autograd saves of a block, by name: it stays, or goes to the host and comes
 # back; or it is computed again from the block's inputs, which stay or wait on the host; and with
 # them what attention gave, which is then not computed twice.
-LEVELS = (
-    "keep",
-    "offload",
-    "attention",
-    "attention_offload",
-    "recompute",
-    "recompute_offload",
-)
+LEVELS: tuple[str, ...] = get_args(Level)
 AGAIN = frozenset(LEVELS[2:])  # run twice
 ATTENTION = frozenset(LEVELS[2:4])
 AWAY = frozenset(level for level in LEVELS if level.endswith("offload"))

@@ -292,10 +292,6 @@ class Access:
 
     __slots__ = ()
 
-    def local(self) -> Any:
-        """Itself, where one rank's partition is the whole."""
-        raise NotImplementedError
-
 
 # What DeepSpeed looks for on a parameter, and the method of its `Access` that answers.
 FRAGMENT = {
