@@ -196,18 +196,22 @@ def plain_twice(precision: str, accumulation: int, clipping: float = 0.5) -> Run
     )
 
 
+SUMS = [("fp32", 1, 0.5), ("fp32", 2, 0.5), ("bf16", 1, 0.5), ("bf16", 2, 0.5), ("bf16", 1, 0.0)]
+CALLED_IN: list[dict[str, Any]] = [
+    {"window": 1, "activations": "recompute"},
+    {"window": 2, "resident_layers": 2, "activations": "keep", "streams": 2},
+    {"resident_layers": "all", "resident_updates": "gpu"},
+]
+
+
 @pytest.mark.parametrize(
     ("place", "precision", "accumulation", "clipping"),
-    pairs(
-        {
-            "streamed": {"window": 1, "activations": "recompute"},
-            "streams": {"window": 2, "resident_layers": 2, "activations": "keep", "streams": 2},
-            "whole": {"resident_layers": "all", "resident_updates": "gpu"},
-        },
-        ["fp32", "bf16"],
-        [1, 2],
-        [0.5, 0.0],
-    ),
+    [  # all where layers are streamed, every second one elsewhere
+        pytest.param(place, *sums, marks=pytest.mark.slow if k and (k + n) % 2 else ())
+        for k, place in enumerate(CALLED_IN)
+        for n, sums in enumerate(SUMS)
+    ],
+    ids=str,
 )
 def test_calls_of_one_backward_are_added_as_without_chunks(
     place: dict[str, Any], precision: str, accumulation: int, clipping: float
