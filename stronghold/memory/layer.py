@@ -216,8 +216,10 @@ class LayerState:
     stale: bool = False
     gathering: GradientSlot | None = None  # in which its gradients come together
     own_gradients: GradientSlot | None = None  # that no other layer takes
-    # Of the running step. `calls`: forward calls with gradients since the last backward.
+    # Of the running step. `calls`: since the last backward, whose gradients come by themselves;
+    # `together`: those of a resident, whose gradients come at once but in reentrant checkpoints.
     calls: int = 0
+    together: int = 0
     undivided: bool = False  # whether a resident's calls that are no chunks are among them
     chunks: int = 0  # of these calls, whose gradients are to come
     # Positions of gradients that left in this backward although more may come.

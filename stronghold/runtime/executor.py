@@ -91,6 +91,8 @@ class Executor:
         # Storage of a slot -> the streamed layer that is in it, for saved tensors.
         self.layer_at: dict[int, int] = {}
         self._on_gpu = device.torch_device.type != "cpu"
+        self._task: int | None = None  # torch's number of the backward that runs
+        self._counted = False  # whether a backward has run of the calls
         self._inside: list[int] = []  # blocks whose forward is running now, outermost first
         self._span = ComputeSpan(device)
         forward = canonical_uses([layer.index for layer in host.layout.layers], backward=False)
@@ -190,7 +192,9 @@ class Executor:
             self._updates.end_backward()
         finally:
             self.phase = Phase.IDLE
-            self.forget_calls()
+            self._task, self._counted = None, True
+            for state in self.layers:
+                state.chunks = 0
             for layer in self._window.held_layers():
                 self._bindings.rest(layer)
             # What the last pass has left in slots of their own is of before.
@@ -229,8 +233,9 @@ class Executor:
 
     def forget_calls(self) -> None:
         """No graph is waiting for its backward."""
+        self._task, self._counted = None, False
         for state in self.layers:
-            state.calls = state.chunks = 0
+            state.calls = state.together = state.chunks = 0
             state.undivided = False
 
     def abandon_backward_pass(self) -> None:
@@ -283,9 +288,17 @@ class Executor:
         use = Action(kind=kind, layer=layer)
         if kind is Kind.FORWARD:
             # A resident layer's parameters never change device, so that autograd keeps one leaf for
-            # all of its calls, and hands its gradient over once.
-            if torch.is_grad_enabled() and layer not in self._plan.resident:
-                self.layers[layer].calls += 1
+            # all of its calls, and hands its gradient over once. A call without gradients may be a
+            # reentrant checkpoint's.
+            if self._counted:
+                self.forget_calls()
+            state = self.layers[layer]
+            if not torch.is_grad_enabled():
+                state.calls += self.phase is Phase.FORWARD and self._current is self._training
+            elif layer in self._plan.resident:
+                state.together += 1
+            else:
+                state.calls += 1
             self._advance(use)
         elif not self._current.recorded or self._current.recorded[-1] != use:
             self._advance(use)
@@ -347,7 +360,8 @@ class Executor:
         if self.phase is Phase.BACKWARD:
             return
         self._span.end()
-        if layer not in self._plan.resident:
+        # Else it ran inside of itself: for a gradient that its own forward takes, say.
+        if layer not in self._inside and layer not in self._plan.resident:
             self._bindings.rest(layer)
 
     def _advance(self, use: Action) -> None:
@@ -543,6 +557,9 @@ class Executor:
                 "module that the model calls, set weight_decay for a penalty on weights, or keep "
                 "its layer on the device (stronghold.resident_layers)"
             )
+        state = self.layers[layer]
+        if state.together > 1 and torch._C._current_graph_task_id() != self._task:
+            state.calls = max(state.calls, state.together)  # of a backward inside the backward
         self.drains.arrived(layer, position, self.outside.scaled(gradient))
 
     def reached(self, *, gradient: bool) -> bool:
@@ -550,6 +567,8 @@ class Executor:
         backward is running: the user's own begins here."""
         if self.phase is Phase.IDLE:
             self.outside.reached(gradient)
+        if self._task is None:
+            self._task = torch._C._current_graph_task_id()
         return self.phase is Phase.BACKWARD
 
     def chunk_begun(self, layer: int, first: bool) -> None:
@@ -637,7 +656,8 @@ class Executor:
         """
         if self._team.lockstep:
             return
-        if self.phase is Phase.IDLE and not any(state.calls for state in self.layers):
+        waiting = not self._counted and any(state.calls for state in self.layers)
+        if self.phase is Phase.IDLE and not waiting:
             for layer in set(layers).intersection(self._window.held_layers()):
                 self._release(layer)
 

@@ -363,11 +363,12 @@ def test_unmanaged_steps_are_those_of_boundaries_that_are_set(
 
 
 class Descends(nn.Module):
-    """A block whose output holds a gradient of its own."""
+    """A block that goes on with a gradient of its own."""
 
     def __init__(self, way: str) -> None:
         super().__init__()
-        self.first, self.second, self.way = nn.Linear(8, 8), nn.Linear(8, 8), way
+        self.first, self.second, self.last = (nn.Linear(8, 8) for _ in range(3))
+        self.way = way
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         def energy(at: torch.Tensor) -> torch.Tensor:
@@ -375,8 +376,10 @@ class Descends(nn.Module):
 
         hidden = self.first(x).tanh()
         if self.way == "func":
-            return x - torch.func.grad(energy)(hidden)
-        return x - torch.autograd.grad(energy(hidden), hidden, create_graph=True)[0]
+            found = torch.func.grad(energy)(hidden)
+        else:
+            found = torch.autograd.grad(energy(hidden), hidden, create_graph=True)[0]
+        return x - self.last(found)
 
 
 def descending(way: str, section: dict[str, Any] | None) -> list[torch.Tensor]:
@@ -401,7 +404,7 @@ def descending(way: str, section: dict[str, Any] | None) -> list[torch.Tensor]:
 def test_a_block_may_take_gradients_itself(policy: str) -> None:
     section = {"window": 1, "activations": policy}
     plain = descending("autograd", None)
-    assert len(plain) == 12
+    assert len(plain) == 18
     assert all(map(torch.equal, descending("autograd", section), plain))
     with pytest.raises(ConfigError, match=r"use torch\.autograd\.grad .*resident_layers"):
         descending("func", section)

@@ -3,11 +3,13 @@ and other layers need the gradient slot in between."""
 
 from __future__ import annotations
 
+import copy
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from deepspeed.utils import safe_get_full_grad
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -42,6 +44,14 @@ class Model(nn.Module):
         for last in (False, True):
             for block in self.blocks:
                 x = block(x, last)
+        return x.square().mean()
+
+
+class Once(Model):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x, True)
         return x.square().mean()
 
 
@@ -98,8 +108,8 @@ def test_parts_are_updated_once_when_backward_has_ended(
 
 
 class CheckpointedFromOutside(Model):
-    """Backward comes to a block once more, of which nothing told before. In between it `keeps`
-    aliases of weights, before which updates wait."""
+    """Backward comes to a block once more, and a layer may still need its weights. In between it
+    `keeps` aliases of them, before which updates wait."""
 
     def __init__(self, *, keeps: bool) -> None:
         super().__init__(Block)
@@ -119,10 +129,59 @@ class CheckpointedFromOutside(Model):
         self.kept += [block.linear.weight.detach() for block in self.blocks[1:]]  # at rest
 
 
+def model_of(model: Any) -> Any:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return model(), factory()[1]
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("keeps", [False, True])
-def test_a_gradient_that_comes_after_its_update_is_refused(keeps: bool) -> None:
-    _, batch = factory()
-    model = CheckpointedFromOutside(keeps=keeps)
+def test_blocks_that_are_checkpointed_from_outside_hand_over_each_call_by_itself(
+    keeps: bool, accumulation: int
+) -> None:
+    """All of them before an update, and before they are added to those of other micro-batches."""
+    make = partial(model_of, partial(CheckpointedFromOutside, keeps=keeps))
+    settings = config(accumulation=accumulation, clipping=0.0, section={"window": 1})
+    run = train_windowed(make, steps=2, settings=settings)
+    expected = train_plain(make, steps=2, accumulation=accumulation, clipping=0.0)
+    assert_identical(run, expected)
+
+
+@pytest.mark.parametrize("place", [{"window": 1}, {"window": 1, "resident_layers": 2}], ids=str)
+def test_calls_are_known_in_each_of_two_backwards(place: dict[str, Any]) -> None:
+    """Checkpoints inside of blocks: a resident's gradients come together without them."""
+    model, batch = model_of(partial(Model, Checkpointed))
+    plain = copy.deepcopy(model)
+    settings = config(accumulation=3, section={**place, "activations": "offload"})
+    engine: Any = stronghold.initialize(
+        model=model, config=settings, model_parameters=model.parameters()
+    )[0]
+    sums = [torch.zeros_like(p) for p in plain.parameters()]
+    for _ in range(2):
+        for each, backward in ((plain, lambda x: (x / 3).backward()), (engine, engine.backward)):
+            for loss in [each(**batch(number)) for number in range(2)]:
+                backward(loss)
+                for p, total in zip(plain.parameters(), sums, strict=True):
+                    total += 0.0 if p.grad is None else p.grad
+                    p.grad = None
+        engine.step()
+    for p, total in zip(model.parameters(), sums, strict=True):
+        assert torch.equal(safe_get_full_grad(p), total)
+    engine.destroy()
+
+
+class CheckpointedInside(Block):
+    """One call, of which nothing tells that it hands over its gradients twice."""
+
+    def forward(self, x: torch.Tensor, last: bool) -> torch.Tensor:
+        for _ in range(2):
+            x = checkpoint(super().forward, x, True, use_reentrant=True)
+        return x
+
+
+def test_a_gradient_that_comes_after_its_update_is_refused() -> None:
+    model, batch = model_of(partial(Once, CheckpointedInside))
     engine, _, _, _ = stronghold.initialize(
         model=model,
         model_parameters=model.parameters(),
@@ -130,5 +189,4 @@ def test_a_gradient_that_comes_after_its_update_is_refused(keeps: bool) -> None:
     )
     with pytest.raises(ConfigError, match=r"further gradient of blocks\.5\..* after its layer"):
         engine.backward(engine(**batch(0)))
-    model.kept.clear()
     engine.destroy()
