@@ -5,6 +5,7 @@ performs a program on both. Batches are taken by seeds, parameters by names.
 from __future__ import annotations
 
 import copy
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -101,6 +102,18 @@ class Plain(Side):
         self._micros = 0
         self.norm: float | None = None
         self.applied = False
+        self._ends: bool | None = None
+
+    def boundary(self, ends: bool | None) -> None:
+        self._ends = ends
+
+    def exported(self) -> dict[str, torch.Tensor]:
+        return self.model.state_dict()
+
+    def copied(self) -> nn.Module:
+        for each in self._caching:
+            each.use_cache = True
+        return copy.deepcopy(self.model)
 
     def call(self, **batch: Any) -> Any:
         """As the engine, without a cache where gradients are wanted."""
@@ -124,6 +137,9 @@ class Plain(Side):
             loss = loss / count
         if self.case.precision == "fp16":
             loss = loss.float() * self._scaler.cur_scale
+        added = count == 1 and not self.hooks  # by autograd, one by one
+        for p, total in self._sums.items() if added else ():
+            p.grad = total
         try:
             loss.backward(retain_graph=retain)
         except BaseException:
@@ -134,14 +150,15 @@ class Plain(Side):
             if p.grad is not None:
                 gradient = p.grad / count if count > 1 and by_user else p.grad
                 gradient = gradient.float() if count > 1 else gradient
-                self._sums[p] = self._sums[p] + gradient if p in self._sums else gradient
+                further = p in self._sums and not added
+                self._sums[p] = self._sums[p] + gradient if further else gradient
                 p.grad = None
 
     def step(self) -> None:
         case, fp16 = self.case, self.case.precision == "fp16"
         self._micros += 1
         self.applied = False
-        if self._micros % case.accumulation:
+        if not (self._micros % case.accumulation == 0 if self._ends is None else self._ends):
             return
         self.norm = self._adam.step(
             self._sums,
@@ -229,6 +246,7 @@ class Plain(Side):
             "scaler": scaler_state(self._scaler),
             "schedule": self._schedule and self._schedule.state_dict(),
             "random": torch.get_rng_state(),
+            "python": random.getstate(),
         }
         self.saved = copy.deepcopy(kept)
 
@@ -242,6 +260,7 @@ class Plain(Side):
         if self._schedule is not None:
             self._schedule.load_state_dict(kept["schedule"])
         torch.set_rng_state(kept["random"])
+        random.setstate(kept["python"])
         self.zero()
 
     def _nothing(self, *_: Any) -> None:
@@ -316,6 +335,16 @@ class ByEngine(Side):
     def train_batch(self, seeds: list[int]) -> Any:
         return self.engine.train_batch(iter([self.batch(seed) for seed in seeds]))
 
+    def boundary(self, ends: bool | None) -> None:
+        self.engine._boundary_override = ends
+
+    def exported(self) -> Any:
+        self.engine.save_16bit_model(self._folder, "weights.bin")
+        return torch.load(self._folder / "weights.bin")
+
+    def copied(self) -> nn.Module:
+        return copy.deepcopy(self.engine.module)
+
     def weights(self) -> Any:
         return self.engine.module_state_dict()
 
@@ -369,7 +398,10 @@ class ByEngine(Side):
         trained = {name: p.requires_grad for name, p in self.named().items()}
         self.engine.save_checkpoint(self._folder / "resumed")
         self.engine.destroy()
+        before = self.model
         self._open(seed=1)
+        if hasattr(self.model, "take_over"):  # what no checkpoint has
+            self.model.take_over(before)
         self.engine.load_checkpoint(self._folder / "resumed")
         for name, p in self.named().items():
             p.requires_grad_(trained[name])
