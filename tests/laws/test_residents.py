@@ -218,7 +218,7 @@ def test_a_failing_kernel_names_what_it_did(
         raise stronghold.StateError("injected")
 
     with monkeypatch.context() as patched:
-        patched.setattr(native, "adam", broken)
+        patched.setattr(native.AdamBatch, "run", broken)
         with pytest.raises(stronghold.LaneError, match=r"update \d+.* on the compute lane: Stat"):
             train(engine, make_batch, range(1, 2))
     with pytest.raises(stronghold.LaneError, match=r"update \d+.* failed"):
