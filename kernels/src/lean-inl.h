@@ -4,8 +4,8 @@
 //
 // [Note: strips] A scale is known when its whole group has been updated. Strips of four groups are
 // decoded and updated, their moments kept in the first cache; then the four pairs of scales are
-// made, side by side; then the codes. So the chain of instructions that makes a scale overlaps with
-// other work, and its cost is shared.
+// made, side by side; then the codes, each group's after one of the next strip was updated. So the
+// chain of instructions that makes a scale overlaps with other work, and its cost is shared.
 
 constexpr int64_t kStripGroups = 4;
 constexpr int64_t kStrip = kStripGroups * kLeanGroup;
@@ -114,8 +114,8 @@ template <class Grad, bool kAdamW, bool kFirst>
 SH_INLINE void LeanStripStep(const AdamVectors& c, const AdamArrays& a, LeanStrip& strip,
                              const AdamArrays& before, const LeanStrip& strip_before) {
   for (int64_t k = 0; k < kStripGroups; ++k) {
-    if (!kFirst) LeanEncode(LeanOffset(before, k * kLeanGroup, 0), strip_before, k);
     LeanUpdate<Grad, kAdamW>(c, LeanOffset(a, k * kLeanGroup, Grad::kBytes), strip, k);
+    if (!kFirst) LeanEncode(LeanOffset(before, k * kLeanGroup, 0), strip_before, k);
   }
   LeanScales(strip.largest_exp_avg, kExpAvgTop, a.exp_avg_scale, strip.exp_avg_reciprocals);
   LeanScales(strip.largest_root, kExpAvgSqTop, a.exp_avg_sq_scale, strip.root_reciprocals);

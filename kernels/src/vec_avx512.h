@@ -154,9 +154,9 @@ SH_INLINE Quad JoinLean(const char* weight, const char* low) {
     const __m512i words = Load512(weight + 64 * i);
     __m512i rest = _mm512_cvtepi8_epi16(Load256(low + 32 * i));
     // A negative remainder borrows one from the weight, but from a zero.
-    __m512i upper = _mm512_add_epi16(words, _mm512_srai_epi16(rest, 15));
-    rest = _mm512_andnot_si512(_mm512_srai_epi16(_mm512_xor_si512(upper, words), 15), rest);
-    upper = _mm512_add_epi16(words, _mm512_srai_epi16(rest, 15));
+    const __mmask32 zero = _mm512_testn_epi16_mask(words, _mm512_set1_epi16(0x7FFF));
+    rest = _mm512_mask_max_epi16(rest, zero, rest, _mm512_setzero_si512());
+    const __m512i upper = _mm512_add_epi16(words, _mm512_srai_epi16(rest, 15));
     Unpack(_mm512_slli_epi16(rest, 8), upper, x + 2 * i);
   }
   return {{FloatOf(x[0]), FloatOf(x[1]), FloatOf(x[2]), FloatOf(x[3])}};
