@@ -136,7 +136,7 @@ typedef struct {
  *
  * The step's own update uses m and v before they are encoded. Where A is not finite, the scale
  * becomes NaN and the codes 0: the group's other weights are updated in this step, and become NaN
- * in the next. stronghold/lean.py has the reasons and the errors. */
+ * in the next. stronghold/states.py has the reasons and the errors. */
 SH_API int32_t sh_adam(sh_pool* pool, sh_dtype weight_dtype, sh_dtype grad_dtype,
                        const sh_adam_segment* segments, int64_t num_segments);
 
