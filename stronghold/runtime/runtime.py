@@ -171,7 +171,8 @@ class Runtime:
         self._team.check()
         self._abandon_forward()
         self._adam.refuse_unfrozen()
-        self.adopt_edited()
+        # The graph keeps aliases, too (W.t() of a head): ask for them where no update comes sooner.
+        self.adopt_edited(through_aliases=not self._plan.gated)
         # Else what is there is of this very backward.
         if self._plan.whole or torch._C._current_graph_task_id() == -1:
             self._refuse_strays()
@@ -336,7 +337,7 @@ class Runtime:
                 torch.autograd.graph.increment_version(self._host.layers[layer].parameters)
         self.executor.weights_changed(chosen)
 
-    def adopt_edited(self) -> None:
+    def adopt_edited(self, *, through_aliases: bool = True) -> None:
         """What was written in place, from outside, where an update on the host would not see it:
         take it over before that, or refuse it among several ranks. A parameter's version tells.
         Masters keep what is below them, so that weights that come back to what they were are the
@@ -344,7 +345,8 @@ class Runtime:
         """
         # Through an alias anything may have been written, but not since an early update.
         applied = {state.index for state in self.ledger.applied}
-        silent = () if self._team.lockstep else self._plan.resident - applied
+        ask = through_aliases and not self._team.lockstep
+        silent = self._plan.resident - applied if ask else ()
         for layer in self._unseen:
             versions = self._versions_of(layer)
             state = self._host.layers[layer]

@@ -254,3 +254,29 @@ def test_what_is_written_after_a_backward_that_failed_counts(section: str) -> No
             halve_in_place(model)
         same_outputs(both)
         both.train(1)
+
+
+def test_what_the_graph_keeps_of_a_resident_layer_is_no_write(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A head's product saves an alias, W.t(): between forward and backward it tells nothing, and
+    the layer is not brought to the host for it in every step."""
+    torch.manual_seed(0)
+    model, make_batch = MODELS["llama"]()
+    engine = stronghold.initialize(
+        model=model, config=config(clipping=0.5, section=SECTIONS["resident"])
+    )[0]
+    submitted: list[str] = []
+    lane = engine._stack.device.drain
+
+    def noted(name: str, *args: Any, submit: Any = lane.submit, **kwargs: Any) -> Any:
+        submitted.append(name)
+        return submit(name, *args, **kwargs)
+
+    monkeypatch.setattr(lane, "submit", noted)
+    for seed in range(3):
+        engine.backward(engine(**make_batch(seed)).loss)
+        engine.step()
+    engine.destroy()
+    assert submitted
+    assert not [name for name in submitted if name.startswith("save")]
