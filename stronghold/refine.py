@@ -19,7 +19,6 @@ from dataclasses import replace
 from enum import Enum
 from typing import Any, NamedTuple
 
-from stronghold.device.simulated import Rates
 from stronghold.errors import BudgetError
 from stronghold.plan.cost import (
     Demand,
@@ -29,6 +28,7 @@ from stronghold.plan.cost import (
     measured_workload,
     slowest,
 )
+from stronghold.plan.machine import Rates
 from stronghold.plan.plan import Plan, activation_bytes, make_plan
 from stronghold.runtime.runtime import Runtime
 from stronghold.runtime.stack import Stack, pinned_activations, reserved_bytes

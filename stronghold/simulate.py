@@ -17,12 +17,13 @@ import torch
 from torch import nn
 
 from stronghold.device.base import Fence
-from stronghold.device.simulated import Operation, Rates, SimulatedDevice, meta_slab
+from stronghold.device.simulated import Operation, SimulatedDevice, meta_slab
 from stronghold.errors import StateError
 from stronghold.memory.tiers import NullStore, Tiers, extent_requests
 from stronghold.model.layout import ModelLayout, Shards, condensed
 from stronghold.native import ALIGNMENT
 from stronghold.plan.cost import Demand, Workload
+from stronghold.plan.machine import Rates
 from stronghold.plan.plan import Plan
 from stronghold.plan.schedule import Kind
 from stronghold.plan.search import LADDERS, Choice, Ladder, search

@@ -32,40 +32,13 @@ import torch
 
 from stronghold.device.base import STREAM_LANES, Device, Fence, Lane, Work
 from stronghold.device.kernels import Kernels
+from stronghold.plan.machine import Rates
 from stronghold.telemetry.trace import NullTrace, Trace
 
 SHARING_MEMORY = 16  # operations of another lane that may still overlap a new one
 LINK_LANES = ("fetch", "drain")
 MEMORY_LANES = (*LINK_LANES, "load", "stage", "spill")  # whose bytes pass host memory
 LEAST_SHARE = 0.05  # of its own rate that a lane keeps beside others, whatever is left
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rates:
-    """What the lanes reach, in 1e9 bytes/s, and the seconds that a hand-over costs.
-
-    `duplex_gbps` is the sum of both directions of the link when both are busy; `update_gbps` the
-    CPU Adam's, `memory_gbps` the host memory's as a whole; `io_gbps` the sum of loads and spills
-    when both are busy; `device_gbps` the device memory's; `wire_gbps` what comes from other ranks
-    of the node, `reduce_gbps` the gradients from all ranks, `exchange_gbps` the weights from other
-    nodes. `handover_s` passes between a submission and its lane's start, `launch_s` is the calling
-    thread's share of a piece of compute.
-    """
-
-    fetch_gbps: float
-    drain_gbps: float
-    duplex_gbps: float
-    update_gbps: float
-    memory_gbps: float
-    device_gbps: float
-    load_gbps: float = 1.0
-    spill_gbps: float = 1.0
-    io_gbps: float = 2.0
-    wire_gbps: float = 25.0
-    reduce_gbps: float = 25.0
-    exchange_gbps: float = 25.0
-    handover_s: float = 3e-5
-    launch_s: float = 0.0
 
 
 @dataclass(slots=True, kw_only=True)

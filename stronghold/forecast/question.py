@@ -20,14 +20,13 @@ from typing import Any
 import torch
 
 from stronghold.config.section import parse_bytes
-from stronghold.device.simulated import Rates
 from stronghold.errors import ConfigError
 from stronghold.model.costs import DTYPES, LayerCost, ModelCosts, trace_costs
 from stronghold.model.layout import ModelLayout, ParameterShape, for_ranks, layer_layout, layout
 from stronghold.model.logits import part_of
 from stronghold.model.partition import partition
 from stronghold.plan.cost import Demand, Workload, workload_of
-from stronghold.plan.machine import MachineProfile, find, machine_names, rates_of
+from stronghold.plan.machine import MachineProfile, Rates, find, machine_names, rates_of
 from stronghold.states import EXACT, LEAN, Kind, page_numel, states_of
 
 SEQ = 2048  # without --seq, or as many as the model knows

@@ -38,10 +38,9 @@ from enum import Enum
 from typing import get_args
 
 from stronghold.config.section import Level
-from stronghold.device.simulated import Rates
 from stronghold.model.costs import ModelCosts
 from stronghold.model.layout import LayerLayout, ModelLayout
-from stronghold.plan.machine import STATE_BYTES, MachineProfile, adam_bytes
+from stronghold.plan.machine import STATE_BYTES, MachineProfile, Rates, adam_bytes
 from stronghold.states import EXACT, Kind, moment_bytes
 from stronghold.telemetry.trace import Span
 

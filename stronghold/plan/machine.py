@@ -22,7 +22,6 @@ from typing import Annotated
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
-from stronghold.device.simulated import Rates
 from stronghold.errors import ConfigError, did_you_mean, explain
 from stronghold.process import write_whole
 
@@ -39,6 +38,34 @@ NETWORK_GBPS = 25.0  # between nodes, unless it is said: 200 Gb/s for each GPU
 # one of two cores, and 0.83 for both, which share their memory as those of large machines do.
 LEAN_RATE = 0.83
 LAUNCH_S = 4e-4  # the calling thread's time to launch one layer's kernels and run its hooks
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Rates:
+    """What the lanes reach, in 1e9 bytes/s, and the seconds that a hand-over costs.
+
+    `duplex_gbps` is the sum of both directions of the link when both are busy; `update_gbps` the
+    CPU Adam's, `memory_gbps` the host memory's as a whole; `io_gbps` the sum of loads and spills
+    when both are busy; `device_gbps` the device memory's; `wire_gbps` what comes from other ranks
+    of the node, `reduce_gbps` the gradients from all ranks, `exchange_gbps` the weights from other
+    nodes. `handover_s` passes between a submission and its lane's start, `launch_s` is the calling
+    thread's share of a piece of compute.
+    """
+
+    fetch_gbps: float
+    drain_gbps: float
+    duplex_gbps: float
+    update_gbps: float
+    memory_gbps: float
+    device_gbps: float
+    load_gbps: float = 1.0
+    spill_gbps: float = 1.0
+    io_gbps: float = 2.0
+    wire_gbps: float = 25.0
+    reduce_gbps: float = 25.0
+    exchange_gbps: float = 25.0
+    handover_s: float = 3e-5
+    launch_s: float = 0.0
 
 
 def adam_bytes(weight_bytes: int, low_bytes: int, moment_bytes: float = 8) -> float:

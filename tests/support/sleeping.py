@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from stronghold.device.simulated import Rates
+from stronghold.plan.machine import Rates
 
 
 class _Sleep(torch.autograd.Function):

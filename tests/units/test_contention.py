@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from stronghold.device.simulated import Rates, SimulatedDevice, SimulatedFence
+from stronghold.device.simulated import SimulatedDevice, SimulatedFence
+from stronghold.plan.machine import Rates
 from tests.support.sleeping import rates as rates_of
 
 GB = 10**9

@@ -29,6 +29,7 @@ LEVELS = {
     "stronghold.runtime": 5,
     "stronghold.team": 4,
     "stronghold.plan": 4,
+    "stronghold.plan.machine": 0,
     "stronghold.memory": 3,
     "stronghold.model": 2,
     "stronghold.config": 1,
