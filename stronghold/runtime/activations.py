@@ -607,11 +607,14 @@ class Activations:
                 self._metrics.waited("drain", waited)
             for saved in left:
                 assert saved.source is not None
-                if saved.source._version != saved.version:
+                source, saved.source = saved.source, None
+                if source._version != saved.version:
                     raise RuntimeError(
-                        "a tensor needed for backward was modified in place while it was offloaded"
+                        "a tensor that backward needs was written in place while it was offloaded "
+                        f"({source.dtype} {list(source.shape)} is at version {source._version}, "
+                        f"expected version {saved.version}); write out of place (y = y + x, not "
+                        'y += x), or set stronghold.activations to "keep"'
                     )
-                saved.source = None
 
     def prefetch(self, layer: int) -> None:
         """Backward of the layer comes next: begin to bring its activations back, in the order of
