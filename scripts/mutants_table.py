@@ -271,8 +271,8 @@ PASSES = [
     Mutant(
         "calls of the step before count",
         "runtime/executor.py",
-        "state.calls = state.chunks = 0",
-        "state.chunks = 0",
+        "state.calls = state.together = state.chunks = 0",
+        "state.together = state.chunks = 0",
         ("tests/laws/test_memory.py",),
         "12_bytes",
     ),
@@ -830,8 +830,8 @@ ODDITIES = [
     Mutant(
         "a second call counts as the first",
         "runtime/executor.py",
-        "self.layers[layer].calls += 1",
-        "self.layers[layer].calls = 1",
+        "                state.calls += 1\n",
+        "                state.calls = 1\n",
         PARTS,
     ),
     Mutant(

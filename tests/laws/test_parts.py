@@ -180,13 +180,28 @@ class CheckpointedInside(Block):
         return x
 
 
-def test_a_gradient_that_comes_after_its_update_is_refused() -> None:
-    model, batch = model_of(partial(Once, CheckpointedInside))
+class CheckpointedBefore(Model):
+    """Of its first layer two calls hand over together, and then the one inside the checkpoint."""
+
+    def __init__(self) -> None:
+        super().__init__(Block)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = checkpoint(self.first, x.requires_grad_(), use_reentrant=True)
+        return super().forward(self.first(self.first(x)))
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [(partial(Once, CheckpointedInside), r"blocks\.5\."), (CheckpointedBefore, r"first\.")],
+)
+def test_a_gradient_that_comes_after_its_update_is_refused(make: Any, name: str) -> None:
+    model, batch = model_of(make)
     engine, _, _, _ = stronghold.initialize(
         model=model,
         model_parameters=model.parameters(),
         config=config(clipping=0.0, section={"window": 1}),
     )
-    with pytest.raises(ConfigError, match=r"further gradient of blocks\.5\..* after its layer"):
+    with pytest.raises(ConfigError, match=rf"further gradient of {name}.* after its layer"):
         engine.backward(engine(**batch(0)))
     engine.destroy()
