@@ -78,6 +78,13 @@ def merge(model: nn.Module) -> None:
         block.mlp.up.weight.data = merged
 
 
+def halve_by_a_foreign_kernel(model: nn.Module) -> None:
+    """Torch sees nothing of it but what it is told."""
+    for parameter in model.parameters():
+        parameter.detach().numpy()[...] *= 0.5
+        torch.autograd.graph.increment_version(parameter)
+
+
 KEPT: dict[int, list[nn.Parameter]] = {}  # of each model, from before the first step
 
 
@@ -95,6 +102,7 @@ WRITES = [
     scale_in_a_batch,
     assign_elements,
     merge,
+    halve_by_a_foreign_kernel,
 ]
 
 
