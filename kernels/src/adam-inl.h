@@ -71,34 +71,32 @@ struct AdamVectors {
 };
 
 // The formula of stronghold.h on kLanes elements, in two halves, NaNs as they come. The order of
-// operations is the contract. First p's decay and the moments; returns sqrt(v).
+// operations is the contract. First the moments; returns sqrt(v).
 template <bool kAdamW>
-SH_INLINE F AdamMoments(const AdamVectors& c, F grad, F& p, F& m, F& v) {
+SH_INLINE F AdamMoments(const AdamVectors& c, F grad, F p, F& m, F& v) {
   F g = Mul(grad, c.grad_scale);
-  if (kAdamW) {
-    p = Mul(p, c.decay_factor);
-  } else {
-    g = Fma(c.weight_decay, p, g);
-  }
+  if (!kAdamW) g = Fma(c.weight_decay, p, g);
   m = Fma(c.beta1, m, Mul(c.one_minus_beta1, g));
   v = Fma(c.beta2, v, Mul(Mul(c.one_minus_beta2, g), g));
   return Sqrt(v);
 }
-// Then p's step along m.
+// Then p's decay, and its step along m.
+template <bool kAdamW>
 SH_INLINE F AdamWeight(const AdamVectors& c, F p, F m, F root) {
+  if (kAdamW) p = Mul(p, c.decay_factor);
   const F d = Fma(root, c.inv_sqrt_bias_correction2, c.eps);
   return Fma(c.neg_step_size, Div(m, d), p);
 }
 
 template <class Weight, class Grad, bool kAdamW>
 SH_INLINE void AdamVector(const AdamVectors& c, const AdamArrays& a) {
-  F p = Weight::Load(a.weight, a.low);
+  const F p = Weight::Load(a.weight, a.low);
   F m = LoadF32(a.exp_avg);
   F v = LoadF32(a.exp_avg_sq);
   const F root = AdamMoments<kAdamW>(c, Grad::Load(a.grad), p, m, v);
   StoreF32(a.exp_avg, Canonical(m));
   StoreF32(a.exp_avg_sq, Canonical(v));
-  Weight::Store(a.weight, a.low, Canonical(AdamWeight(c, p, m, root)));
+  Weight::Store(a.weight, a.low, Canonical(AdamWeight<kAdamW>(c, p, m, root)));
 }
 
 template <class Weight, class Grad>

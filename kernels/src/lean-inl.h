@@ -2,10 +2,11 @@
 // Included after adam-inl.h, once per instruction set. The layout is [Note: lean states] of
 // stronghold.h.
 //
-// [Note: strips] A scale is known when its whole group has been updated. Strips of four groups are
-// decoded and updated, their moments kept in the first cache; then the four pairs of scales are
-// made, side by side; then the codes, each group's after one of the next strip was updated. So the
-// chain of instructions that makes a scale overlaps with other work, and its cost is shared.
+// [Note: strips] A scale is known when its whole group has been updated. The moments of strips of
+// four groups are decoded, updated and kept in the first cache; then the four pairs of scales are
+// made, side by side; then the weights and the codes, each group's after the moments of one of the
+// next strip. So the chains of instructions are short (a square root ends the one, a division is in
+// the other), a processor finds independent ones within its reach, and a scale's cost is shared.
 
 constexpr int64_t kStripGroups = 4;
 constexpr int64_t kStrip = kStripGroups * kLeanGroup;
@@ -38,13 +39,13 @@ struct LeanStrip {
 };
 
 template <class Grad, bool kAdamW>
-SH_INLINE void LeanUpdate(const AdamVectors& c, const AdamArrays& a, LeanStrip& strip, int64_t k) {
+SH_INLINE void LeanMoments(const AdamVectors& c, const AdamArrays& a, LeanStrip& strip, int64_t k) {
   const F exp_avg_scale = SetFrom(a.exp_avg_scale);
   const F root_scale = SetFrom(a.exp_avg_sq_scale);
   F largest_exp_avg = Set(0.0f), largest_root = Set(0.0f);
   for (int64_t j = 0; j < kGroupQuads; ++j) {
     const int64_t at = j * kQuad;
-    Quad p = JoinLean(a.weight + at * 2, a.low + at);
+    const Quad p = kAdamW ? Quad{} : JoinLean(a.weight + at * 2, a.low + at);
     const Quad g = Grad::LoadQuad(a.grad + at * Grad::kBytes);
     const Quad exp_avg = ExpandS8(a.exp_avg + at);
     const Quad root = ExpandU8(a.exp_avg_sq + at);
@@ -55,17 +56,29 @@ SH_INLINE void LeanUpdate(const AdamVectors& c, const AdamArrays& a, LeanStrip& 
       const F r = AdamMoments<kAdamW>(c, g.f[i], p.f[i], m, v);
       largest_exp_avg = MaxBits(largest_exp_avg, Abs(m));
       largest_root = MaxBits(largest_root, r);
-      p.f[i] = AdamWeight(c, p.f[i], m, r);
       strip.exp_avg[k][j].f[i] = m;
       strip.root[k][j].f[i] = r;
+    }
+  }
+  strip.largest_exp_avg[k] = largest_exp_avg;
+  strip.largest_root[k] = largest_root;
+}
+
+template <bool kAdamW>
+SH_INLINE void LeanWeights(const AdamVectors& c, const AdamArrays& a, const LeanStrip& strip,
+                           int64_t k) {
+  for (int64_t j = 0; j < kGroupQuads; ++j) {
+    const int64_t at = j * kQuad;
+    Quad p = JoinLean(a.weight + at * 2, a.low + at);
+    for (int i = 0; i < 4; ++i) {
+      p.f[i] =
+          AdamWeight<kAdamW>(c, p.f[i], strip.exp_avg[k][j].f[i], strip.root[k][j].f[i]);
     }
     if (__builtin_expect(AnyNan(p), 0)) {
       for (int i = 0; i < 4; ++i) p.f[i] = Canonical(p.f[i]);
     }
     SplitLean(a.weight + at * 2, a.low + at, p);
   }
-  strip.largest_exp_avg[k] = largest_exp_avg;
-  strip.largest_root[k] = largest_root;
 }
 
 // Writes the scales of a strip and gives their reciprocals; 0 for a group that is not finite.
@@ -82,7 +95,7 @@ SH_INLINE void LeanScales(const F* largest, float top, char* scales, float* reci
   }
 }
 
-SH_INLINE void LeanEncode(const AdamArrays& a, const LeanStrip& strip, int64_t k) {
+SH_INLINE void LeanCodes(const AdamArrays& a, const LeanStrip& strip, int64_t k) {
   const float exp_avg_reciprocal = strip.exp_avg_reciprocals[k];
   const float root_reciprocal = strip.root_reciprocals[k];
   if (__builtin_expect(exp_avg_reciprocal == 0.0f, 0)) {
@@ -109,21 +122,30 @@ SH_INLINE void LeanEncode(const AdamArrays& a, const LeanStrip& strip, int64_t k
   }
 }
 
-// A strip's groups are updated, and between them the strip before is encoded: [Note: strips].
+template <bool kAdamW>
+SH_INLINE void LeanWrite(const AdamVectors& c, const AdamArrays& strip_arrays,
+                         const LeanStrip& strip, int64_t k) {
+  const AdamArrays a = LeanOffset(strip_arrays, k * kLeanGroup, 0);
+  LeanWeights<kAdamW>(c, a, strip, k);
+  LeanCodes(a, strip, k);
+}
+
+// The moments of a strip's groups, and between them what the strip before has come to.
 template <class Grad, bool kAdamW, bool kFirst>
 SH_INLINE void LeanStripStep(const AdamVectors& c, const AdamArrays& a, LeanStrip& strip,
                              const AdamArrays& before, const LeanStrip& strip_before) {
   for (int64_t k = 0; k < kStripGroups; ++k) {
-    LeanUpdate<Grad, kAdamW>(c, LeanOffset(a, k * kLeanGroup, Grad::kBytes), strip, k);
-    if (!kFirst) LeanEncode(LeanOffset(before, k * kLeanGroup, 0), strip_before, k);
+    LeanMoments<Grad, kAdamW>(c, LeanOffset(a, k * kLeanGroup, Grad::kBytes), strip, k);
+    if (!kFirst) LeanWrite<kAdamW>(c, before, strip_before, k);
   }
   LeanScales(strip.largest_exp_avg, kExpAvgTop, a.exp_avg_scale, strip.exp_avg_reciprocals);
   LeanScales(strip.largest_root, kExpAvgSqTop, a.exp_avg_sq_scale, strip.root_reciprocals);
 }
 
 // What is left of the last strip.
-SH_INLINE void LeanStripEnd(const AdamArrays& a, const LeanStrip& strip) {
-  for (int64_t k = 0; k < kStripGroups; ++k) LeanEncode(LeanOffset(a, k * kLeanGroup, 0), strip, k);
+template <bool kAdamW>
+SH_INLINE void LeanStripEnd(const AdamVectors& c, const AdamArrays& a, const LeanStrip& strip) {
+  for (int64_t k = 0; k < kStripGroups; ++k) LeanWrite<kAdamW>(c, a, strip, k);
 }
 
 template <class Grad>
@@ -181,7 +203,7 @@ void AdamLean(const AdamConstants& constants, AdamArrays a, int64_t numel, int64
                                          strips[(i / kStrip + 1) % 2]);
     }
   }
-  if (whole > 0) LeanStripEnd(last, strips[(whole / kStrip + 1) % 2]);
+  if (whole > 0) LeanStripEnd<kAdamW>(c, last, strips[(whole / kStrip + 1) % 2]);
   const int64_t rest = numel - whole;
   if (rest <= 0) return;
   LeanPadding padding;
@@ -189,7 +211,7 @@ void AdamLean(const AdamConstants& constants, AdamArrays a, int64_t numel, int64
   CopyWrittenLean(tail, padding.arrays(), rest);
   std::memcpy(padding.grad, tail.grad, rest * Grad::kBytes);
   LeanStripStep<Grad, kAdamW, true>(c, padding.arrays(), strips[0], tail, strips[1]);
-  LeanStripEnd(padding.arrays(), strips[0]);
+  LeanStripEnd<kAdamW>(c, padding.arrays(), strips[0]);
   CopyWrittenLean(padding.arrays(), tail, rest);
 }
 

@@ -44,6 +44,7 @@ struct sh_pool {
     // Runs item(context, i) for i in [0, num_items), on this thread and on those that wake in
     // time; returns when all are done.
     void Run(int64_t num_items, Item item, void* context);
+    int64_t num_threads() const { return static_cast<int64_t>(pool_->threads_.size()) + 1; }
     std::vector<int64_t>& offsets() { return pool_->offsets_; }
     std::vector<double>& partials() { return pool_->partials_; }
     sh::PrefetchDistance& distance(sh::Loop loop, int weight_dtype, int grad_dtype) {
