@@ -1,6 +1,6 @@
 """Whether lean states train as exact ones do: held-out loss of the quickstart's model with both.
 
-    python benchmarks/lean_training.py [--tiny] [--steps 1000] [--seeds 3] [--save]
+    python benchmarks/lean_training.py [--tiny] [--steps 1000] [--seeds 3] [--processes 2] [--save]
 
 A plain loop with the engine's arithmetic (`scripts/plain.py`): what the engine computes is the same
 to the bit, whatever moves. Each seed has its weights and its order of batches; both kinds of states
@@ -15,9 +15,12 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import multiprocessing
 import statistics
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +42,6 @@ ROWS: dict[str, dict[str, Any]] = {
     "fine-tuned": {"text": "headers", "lr": 1e-5, "begins": "clipped"},
 }
 Curve = list[tuple[int, float]]
-Weights = dict[str, torch.Tensor]
 
 
 def headers() -> bytes:
@@ -48,62 +50,92 @@ def headers() -> bytes:
     return b"".join(file.read_bytes() for file in sorted(folder.rglob("*.h")))
 
 
-def train(
-    size: Size,
-    data: Corpus,
-    config: dict[str, Any],
-    *,
-    kind: str,
-    steps: int,
-    seed: int,
-    begins: Weights | None,
-) -> tuple[Curve, Weights]:
-    """(step, held-out loss in nats per byte), and the weights at the end."""
-    model = size.build(torch.bfloat16, seed)
-    if begins is not None:
-        model.load_state_dict(begins)
-    data.restart(seed)
-    loop = PlainLoop(model, config, exact=True, states=kind)
-    curve = [(0, evaluate(model, data))]
-    for step in range(1, steps + 1):
-        loop.step(data.batch())
-        if step % max(1, steps // EVALUATIONS) == 0 or step == steps:
-            curve.append((step, evaluate(model, data)))
-    return curve, copy.deepcopy(model.state_dict())
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One training. What it found is kept under `folder`: who is cut off loses a run, not all."""
+
+    row: str
+    kind: str
+    seed: int
+    steps: int
+    size: Size
+    config: dict[str, Any]
+    folder: Path
+
+    @property
+    def file(self) -> Path:
+        return self.folder / f"{self.row.replace(' ', '-')}-{self.seed}-{self.kind}.pt"
+
+    def curve(self) -> Curve:
+        """(step, held-out loss in nats per byte); the file has the last weights too."""
+        if not self.file.exists():
+            torch.set_num_threads(1)
+            part = self.file.with_suffix(".part")
+            torch.save(self._train(), part)
+            part.rename(self.file)
+        curve: Curve = torch.load(self.file)["curve"]
+        return curve
+
+    def _train(self) -> dict[str, Any]:
+        asked, config = ROWS[self.row], copy.deepcopy(self.config)
+        config["gradient_clipping"] = asked.get("clipping", config["gradient_clipping"])
+        config["optimizer"]["params"]["lr"] = asked.get("lr", config["optimizer"]["params"]["lr"])
+        config["scheduler"]["params"]["total_num_steps"] = self.steps
+        text = headers() if asked.get("text") == "headers" else read_text(None)
+        batch = config["train_micro_batch_size_per_gpu"]
+        data = Corpus(text, batch_size=batch, context=self.size.context)
+        data.restart(self.seed)
+        model = self.size.build(torch.bfloat16, self.seed)
+        model.set_attn_implementation("eager")  # at these lengths faster on a CPU
+        if "begins" in asked:
+            model.load_state_dict(torch.load(self._begins(asked["begins"]))["weights"])
+        loop = PlainLoop(model, config, exact=True, states=self.kind)
+        curve = [(0, evaluate(model, data))]
+        for step in range(1, self.steps + 1):
+            loop.step(data.batch())
+            if step % max(1, self.steps // EVALUATIONS) == 0 or step == self.steps:
+                curve.append((step, evaluate(model, data)))
+        return {"curve": curve, "weights": model.state_dict()}
+
+    def _begins(self, row: str) -> Path:
+        return replace(self, row=row, kind="exact").file
 
 
 def run(
-    size: Size, steps: int, seeds: int, rows: list[str], config: dict[str, Any]
+    size: Size, args: argparse.Namespace, config: dict[str, Any]
 ) -> Iterator[dict[str, dict[str, list[Curve]]]]:
-    """The curves by row, kind and seed, after each row: who is cut off loses no other."""
-    batch = config["train_micro_batch_size_per_gpu"]
-    texts = {"stdlib": read_text(None), "headers": headers()}
-    corpora = {k: Corpus(text, batch_size=batch, context=size.context) for k, text in texts.items()}
+    """The curves by row, kind and seed, after each row."""
+    name = f"{size.num_parameters()}-{args.steps}"
+    folder = args.folder / name
+    folder.mkdir(parents=True, exist_ok=True)
     found: dict[str, dict[str, list[Curve]]] = {}
-    learned: dict[tuple[str, int], Weights] = {}
-    bar = tqdm(total=len(rows) * seeds * len(KINDS), unit="run")
-    for row in rows:
-        asked, here = ROWS[row], copy.deepcopy(config)
-        here["gradient_clipping"] = asked.get("clipping", config["gradient_clipping"])
-        here["optimizer"]["params"]["lr"] = asked.get("lr", config["optimizer"]["params"]["lr"])
-        here["scheduler"]["params"]["total_num_steps"] = steps
-        found[row] = {kind: [] for kind in KINDS}
-        for seed in range(seeds):
-            for kind in KINDS:
-                curve, weights = train(
-                    size,
-                    corpora[asked.get("text", "stdlib")],
-                    here,
-                    kind=kind,
-                    steps=steps,
-                    seed=seed,
-                    begins=learned.get((asked.get("begins", ""), seed)),
-                )
-                found[row][kind].append(curve)
-                if kind == "exact":
-                    learned[row, seed] = weights
+    bar = tqdm(total=len(args.rows) * args.seeds * len(KINDS), unit="run")
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(args.processes, mp_context=spawn) as pool:
+        for row in args.rows:
+            asked = {
+                pool.submit(
+                    Run(
+                        row=row,
+                        kind=kind,
+                        seed=seed,
+                        steps=args.steps,
+                        size=size,
+                        config=config,
+                        folder=folder,
+                    ).curve
+                ): (kind, seed)
+                for seed in range(args.seeds)
+                for kind in KINDS
+            }
+            curves: dict[tuple[str, int], Curve] = {}
+            for done in as_completed(asked):
+                curves[asked[done]] = done.result()
                 bar.update()
-        yield found
+            found[row] = {
+                kind: [curves[kind, seed] for seed in range(args.seeds)] for kind in KINDS
+            }
+            yield found
 
 
 def verdicts(found: dict[str, dict[str, list[Curve]]]) -> dict[str, dict[str, Any]]:
@@ -168,13 +200,20 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--rows", nargs="+", choices=list(ROWS), default=list(ROWS))
+    parser.add_argument("--processes", type=int, default=2, help="runs at once, a thread each")
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        default=Path("runs/lean_training"),
+        help="what is there is not run again",
+    )
     parser.add_argument("--save", action="store_true", help="write to benchmarks/results")
     args = parser.parse_args()
     size = TINY if args.tiny else FULL
     config = json.loads((ROOT / "configs" / "quickstart.json").read_text())
     record = provenance()
     asked = {"steps": args.steps, "seeds": args.seeds, "parameters": size.num_parameters()}
-    for curves in run(size, args.steps, args.seeds, args.rows, config):
+    for curves in run(size, args, config):
         data = {**record, **asked, "rows": verdicts(curves), "curves": curves}
         text = page(size, data)
         if args.save:
