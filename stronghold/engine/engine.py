@@ -350,6 +350,7 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
     def _take_step(self, optimizer: EngineOptimizer, lr_kwargs: dict[str, Any]) -> None:
         stack = self._stack
         stack.device.check()
+        optimizer.check_groups()
         learning_rate = float(optimizer.param_groups[0]["lr"])
         if not stack.runtime.ledger.pending:
             self._loss_sum = None

@@ -120,6 +120,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         if client is not None:
             self.param_groups = client.param_groups
         self.flags = flags if isinstance(flags, list) else [flags] * len(self.param_groups)
+        self._members = self._of_groups()
 
     @property
     def _global_grad_norm(self) -> float | None:
@@ -179,6 +180,18 @@ class EngineOptimizer(torch.optim.Optimizer):
             for parameter in group["params"]
             if parameter.requires_grad
         }
+
+    def _of_groups(self) -> list[list[int]]:
+        return [[id(parameter) for parameter in group["params"]] for group in self.param_groups]
+
+    def check_groups(self) -> None:
+        """ConfigError where a group, the client's too, has other parameters than it began with."""
+        if self._of_groups() != self._members:
+            raise ConfigError(
+                "optimizer.param_groups: other parameters than stronghold.initialize got, where "
+                "layers, masters and moments follow them: pass every group to initialize, or "
+                "destroy the engine and initialize again"
+            )
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """The engine's step. A closure is refused: the engine's backward has its own place."""

@@ -319,6 +319,9 @@ def test_a_group_cannot_be_added_later() -> None:
             both.engine.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
         assert len(both.engine.optimizer.param_groups) == 1
         both.train(0)
+        both.engine.optimizer.param_groups[0]["params"].pop()
+        with pytest.raises(ConfigError, match="other parameters than"):
+            both.train(1)
 
 
 def test_the_optimizers_state_dict_carries_its_hyper_parameters() -> None:
