@@ -241,7 +241,7 @@ class _Run:
                     parameter = self._parameters[index][position]
                     parameter.grad = torch.empty(part.shape, dtype=self._dtype, device="meta")
                     if not self._plan.whole:
-                        executor.gradient_arrived(index, position, part, parameter)
+                        executor.gradient_arrived(self.host.layers[index], position, parameter)
 
     def _level(self, index: int) -> str:
         return self._plan.activations[index] if self._layout.layers[index].streamed else "keep"

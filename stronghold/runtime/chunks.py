@@ -50,6 +50,7 @@ from stronghold.device.base import Device
 from stronghold.errors import ConfigError
 from stronghold.model.logits import Forward
 from stronghold.model.partition import Layer
+from stronghold.runtime.executor import Executor
 from stronghold.runtime.recompute import is_cache
 
 logger = logging.getLogger("stronghold")
@@ -57,8 +58,6 @@ logger = logging.getLogger("stronghold")
 KEY = "stronghold.chunk"
 # Of a batch that is joined again: rounding of another matrix shape, not another function.
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 6e-2, torch.float16: 2e-2}
-Gradients = Sequence[tuple[int, torch.Tensor]]
-"""Of one chunk: each parameter's position in its layer, and its gradient."""
 
 
 def split(value: Any, batch: int, sizes: Sequence[int]) -> list[Any]:
@@ -159,30 +158,21 @@ _enter: Any = _Entry.apply
 class Chunks:
     """The blocks of one model, whose calls are divided into chunks of `size` sequences.
 
-    `around(layer, module, args, kwargs)` is entered for each chunk; `begun(layer, first)` says that
-    a chunk's gradients will come, and `gathered(layer, gradients, last)` that they have, and
-    whether it is its call's first or last; `undivided(layer)` that a call is computed in one.
-    `trained` are the parameters that the optimizer owns.
+    `around(layer, module, args, kwargs)` is entered for each chunk; `executor` takes its gradients.
     """
 
     def __init__(
         self,
         size: int,
+        executor: Executor,
+        device: Device,
         *,
         around: Callable[[int, nn.Module, Any, Any], contextlib.AbstractContextManager[None]],
-        begun: Callable[[int, bool], None],
-        undivided: Callable[[int], None],
-        gathered: Callable[[int, Gradients, bool], None],
-        trained: Callable[[nn.Parameter], bool],
-        device: Device,
     ) -> None:
-        self._device = device
         self._size = size
+        self._executor = executor
+        self._device = device
         self._around = around
-        self._begun = begun
-        self._undivided = undivided
-        self._gathered = gathered
-        self._trained = trained
         self._shared: dict[type, frozenset[int]] = {}  # outputs of the classes that were tried
         self._inner: dict[nn.Module, Callable[..., Any]] = {}
         self._in_turn: dict[nn.Module, bool] = {}  # of those that were called on several streams
@@ -241,7 +231,7 @@ class Chunks:
         def forward(*args: Any, **kwargs: Any) -> Any:
             if not self.divides(module, args, kwargs):
                 if torch.is_grad_enabled() and not self._again:
-                    self._undivided(layer.index)
+                    self._executor.undivided_begun(layer.index)
                 return inner(*args, **kwargs)
             self._refuse_hooks(layer)
             batch = batch_of(args, kwargs)
@@ -331,15 +321,17 @@ class Chunks:
             yield given
             return
 
+        trained = self._executor.layers[layer.index].trained
+
         def take(gradients: Sequence[torch.Tensor | None]) -> None:
             found = [
                 (k, gradient)
-                for (k, parameter), gradient in zip(owned, gradients, strict=True)
-                if gradient is not None and self._trained(parameter)
+                for (k, _), gradient in zip(owned, gradients, strict=True)
+                if gradient is not None and k in trained
             ]
             if owned:
                 to_come.discard(number)
-                self._gathered(layer.index, found, not to_come)
+                self._executor.chunk_gathered(layer.index, found, not to_come)
             self._device.follow(main)
 
         views = _enter(take, len(owned), *(parameter for _, parameter in owned), *inputs)
@@ -349,7 +341,7 @@ class Chunks:
             given = tree_map_only(torch.Tensor, lambda one: seen.get(id(one), one), given)
             seen.clear()
         if owned:
-            self._begun(layer.index, not to_come)
+            self._executor.chunk_begun(layer.index, not to_come)
             to_come.add(number)
         kept = [(table, name, table[name]) for table, name, _ in places]
         try:

@@ -23,7 +23,6 @@ from stronghold.device.base import timed
 from stronghold.errors import ConfigError
 from stronghold.memory.layer import LayerState, Residency, Slot
 from stronghold.memory.window import Window
-from stronghold.model.layout import ParameterSlice
 from stronghold.plan.plan import Plan
 from stronghold.plan.schedule import Action, Kind, Schedule, canonical_uses, make_schedule
 from stronghold.runtime.binding import Bindings, refuse_aliases
@@ -538,29 +537,27 @@ class Executor:
             ours = self._bindings.views_at(slot.weights.data_ptr())
             refuse_aliases(self.layers[layer].layout, slot.weights, ours)
 
-    def gradient_arrived(
-        self, layer: int, position: int, part: ParameterSlice, parameter: torch.Tensor
-    ) -> None:
+    def gradient_arrived(self, state: LayerState, position: int, parameter: torch.Tensor) -> None:
         """Autograd has accumulated into `parameter.grad`: send it on its way to the host."""
         gradient, parameter.grad = parameter.grad, None  # its data may be elsewhere by now
         assert gradient is not None
+        name = state.layout.slices[position].name
         if not self.reached(gradient=True):
             raise ConfigError(
-                f"a gradient of {part.name} came while the model's forward runs: call backward "
+                f"a gradient of {name} came while the model's forward runs: call backward "
                 "after forward, or freeze the model meanwhile: model.requires_grad_(False)"
             )
         if self._on_gpu and gradient.is_cpu:
             # Of a thread of its own: which of the two comes first is not the program's order.
             raise ConfigError(
-                f"a gradient of {part.name} came on the CPU: the loss reads it outside of its "
+                f"a gradient of {name} came on the CPU: the loss reads it outside of its "
                 "layer, where it rests, beside the model on the device. Compute what needs it in a "
                 "module that the model calls, set weight_decay for a penalty on weights, or keep "
                 "its layer on the device (stronghold.resident_layers)"
             )
-        state = self.layers[layer]
         if state.together > 1 and torch._C._current_graph_task_id() != self._task:
             state.calls = max(state.calls, state.together)  # of a backward inside the backward
-        self.drains.arrived(layer, position, self.outside.scaled(gradient))
+        self.drains.arrived(state.index, position, self.outside.scaled(gradient))
 
     def reached(self, *, gradient: bool) -> bool:
         """Autograd has come to an output of a layer, or to a parameter (`gradient`). Whether a

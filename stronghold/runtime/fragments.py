@@ -33,10 +33,9 @@ SHARED_NUMEL = 1 << 22  # elements that ranks give each other at once
 def fragments(stack: Stack) -> dict[nn.Parameter, Fragment]:
     """One for each parameter that the optimizer of `stack` owns."""
     return {
-        parameter: Fragment(stack, layer, k)
-        for layer, of_layer in enumerate(stack.parameters)
-        for k, parameter in enumerate(of_layer)
-        if stack.adam.trains(parameter)
+        state.parameters[k]: Fragment(stack, state.index, k)
+        for state in stack.host.layers
+        for k in state.trained
     }
 
 

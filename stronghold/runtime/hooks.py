@@ -17,9 +17,9 @@ or where a part of the model is called by itself, are waited for in advance.
 from __future__ import annotations
 
 import contextlib
-import functools
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,8 +29,8 @@ from torch.utils.hooks import RemovableHandle
 
 from stronghold.device.base import Device
 from stronghold.errors import ConfigError
-from stronghold.model.layout import ModelLayout
-from stronghold.model.partition import Layer, Partition
+from stronghold.memory.layer import LayerState
+from stronghold.model.partition import Partition
 from stronghold.plan.schedule import Kind
 from stronghold.runtime.activations import Activations
 from stronghold.runtime.chunks import Chunks
@@ -70,15 +70,15 @@ class ResidentCalls:
         if training:
             self._seen |= self._called
 
-    def got_gradient(self, layer: int, name: str) -> None:
-        """A gradient of the parameter `name` has come. ConfigError when its weights were old."""
-        if layer not in self._reached:
-            self._read.add(layer)
-        if layer in self._missed:
+    def got_gradient(self, state: LayerState, position: int) -> None:
+        """A gradient of the layer's has come. ConfigError when its weights were old."""
+        if state.index not in self._reached:
+            self._read.add(state.index)
+        if state.index in self._missed:
             raise ConfigError(
-                f"{name} was read without a call of its module, which the forwards before had "
-                "called: its weights may have been those of the step before. They are waited for "
-                "from now on: run the same forward and backward again"
+                f"{state.layout.slices[position].name} was read without a call of its module, "
+                "which the forwards before had called: its weights may have been those of the step "
+                "before. They are waited for from now on: run the same forward and backward again"
             )
 
     def end_backward(self) -> None:
@@ -88,18 +88,14 @@ class ResidentCalls:
 
 
 class Hooks:
-    """The hooks of one engine. `trained`: parameters that the optimizer owns; gradients of others
-    are dropped.
-    """
+    """The hooks of one engine. Gradients that the optimizer does not own are dropped."""
 
     def __init__(
         self,
         *,
         partition: Partition,
-        layout: ModelLayout,
         executor: Executor,
         activations: Activations,
-        trained: Callable[[nn.Parameter], bool],
         chunk: int | None,
         device: Device,
     ) -> None:
@@ -114,60 +110,34 @@ class Hooks:
         self._residents = ResidentCalls(residents)
         self._chunks: Chunks | None = None
         if chunk is not None:
-            self._chunks = Chunks(
-                chunk,
-                around=self._around_chunk,
-                begun=executor.chunk_begun,
-                undivided=executor.undivided_begun,
-                gathered=executor.chunk_gathered,
-                trained=trained,
-                device=device,
-            )
+            self._chunks = Chunks(chunk, executor, device, around=self._around_chunk)
             for layer in partition.streamed:
                 self._chunks.attach(layer)
-        root = partition.model
         for layer in partition.layers:
-            self._attach(layer)
-            for position, (named, part) in enumerate(
-                zip(layer.parameters, layout.layers[layer.index].slices, strict=True)
-            ):
-                if named.parameter.requires_grad:
-                    hook = self._gradient_hook(
-                        layer.index, position, part, trained(named.parameter)
-                    )
-                    handle = named.parameter.register_post_accumulate_grad_hook(hook)
-                    self._handles.append(handle)
-                    self._on_gradients.append((named.parameter, handle.id))
-        # Attached last, it is the first to run: the root may hold parameters of its own.
-        self._handles.append(
-            root.register_forward_pre_hook(
-                OwnHook(self._before_model, self._before_compiled), prepend=True, with_kwargs=True
-            )
-        )
-        self._handles.append(
-            root.register_forward_hook(OwnHook(self._after_model), always_call=True)
-        )
-
-    def _attach(self, layer: Layer) -> None:
-        if not layer.streamed:
             for module in layer.modules:
-                self._handles.append(
-                    module.register_forward_pre_hook(
-                        OwnHook(self._resident_hook(layer.index)), prepend=True
-                    )
-                )
-            return
-        for module in layer.modules:
-            self._handles.append(
-                module.register_forward_pre_hook(
-                    OwnHook(self._before_layer(layer.index)), prepend=True, with_kwargs=True
-                )
-            )
-            self._handles.append(
-                module.register_forward_hook(
-                    OwnHook(self._after_layer(layer.index)), always_call=True
-                )
-            )
+                if layer.streamed:
+                    before = OwnHook(partial(self._before_layer, layer.index))
+                    after = OwnHook(partial(self._after_layer, layer.index))
+                    self._attach(module, before, after)
+                else:
+                    hook = OwnHook(partial(self._before_resident, layer.index))
+                    self._handles.append(module.register_forward_pre_hook(hook, prepend=True))
+            state = executor.layers[layer.index]
+            for position, parameter in enumerate(state.parameters):
+                if parameter.requires_grad:
+                    arrived = partial(self._arrived, state, position)
+                    handle = parameter.register_post_accumulate_grad_hook(arrived)
+                    self._handles.append(handle)
+                    self._on_gradients.append((parameter, handle.id))
+        # Attached last, it is the first to run: the root may hold parameters of its own.
+        before = OwnHook(self._before_model, self._before_compiled)
+        self._attach(partition.model, before, OwnHook(self._after_model))
+
+    def _attach(self, module: nn.Module, before: OwnHook, after: OwnHook) -> None:
+        self._handles += (
+            module.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
+            module.register_forward_hook(after, always_call=True),
+        )
 
     # -- the whole model --------------------------------------------------------------------------
     def _before_model(self, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -207,31 +177,25 @@ class Hooks:
             raise ConfigError(NO_TRANSFORMS)
 
     # -- layers -----------------------------------------------------------------------------------
-    def _resident_hook(self, index: int) -> Callable[[nn.Module, Any], None]:
-        def before(module: nn.Module, args: Any) -> None:
-            self._called_by_itself()
-            self._residents.called(index)
-            self._executor.begin_use(index, Kind.FORWARD)
+    def _before_resident(self, index: int, module: nn.Module, args: Any) -> None:
+        self._called_by_itself()
+        self._residents.called(index)
+        self._executor.begin_use(index, Kind.FORWARD)
 
-        return before
-
-    def _before_layer(self, index: int) -> Callable[[nn.Module, Any, Any], Any]:
-        def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
-            recomputing = self._executor.phase is Phase.BACKWARD
-            self._running.append((index, module))
-            self._called_by_itself()
-            self._executor.begin_use(index, Kind.FORWARD)
-            if (
-                self._chunks is not None
-                and self._chunks.divides(module, args, kwargs)
-                and self._activations.will_recompute(index, recomputing=recomputing)
-            ):
-                num_chunks = self._chunks.count(args, kwargs)
-                self._activations.sizes.divide(index, (args, kwargs), num_chunks)
-                return without_cache(args, kwargs)  # each chunk enters by itself
-            return self._activations.enter(index, module, args, kwargs, recomputing=recomputing)
-
-        return before
+    def _before_layer(self, index: int, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        recomputing = self._executor.phase is Phase.BACKWARD
+        self._running.append((index, module))
+        self._called_by_itself()
+        self._executor.begin_use(index, Kind.FORWARD)
+        if (
+            self._chunks is not None
+            and self._chunks.divides(module, args, kwargs)
+            and self._activations.will_recompute(index, recomputing=recomputing)
+        ):
+            num_chunks = self._chunks.count(args, kwargs)
+            self._activations.sizes.divide(index, (args, kwargs), num_chunks)
+            return without_cache(args, kwargs)  # each chunk enters by itself
+        return self._activations.enter(index, module, args, kwargs, recomputing=recomputing)
 
     @contextlib.contextmanager
     def _around_chunk(
@@ -241,7 +205,7 @@ class Hooks:
         if not self._activations.will_recompute(index, recomputing=False):
             yield
             return
-        run = functools.partial(self._chunk_again, index, module)
+        run = partial(self._chunk_again, index, module)
         self._activations.enter(index, module, args, kwargs, recomputing=False, run=run)
         try:
             yield
@@ -260,54 +224,43 @@ class Hooks:
             self._activations.leave(index)
             self._executor.end_forward(index)
 
-    def _after_layer(self, index: int) -> Callable[[nn.Module, Any, Any], None]:
-        def after(module: nn.Module, args: Any, output: Any) -> None:
-            if self._running and self._running[-1] == (index, module):
-                self._running.pop()
-            self._activations.leave(index)
-            self._executor.end_forward(index)
-            if output is not None:
-                again = self._activations.recomputes(index)
-                self._executor.refuse_writes(index, again=again)
-            else:
-                error = sys.exc_info()[1]
-                if error is not None and "support saved tensor hooks" in str(error):
-                    error.args = (NO_TRANSFORMS,)  # torch's own ends with its issue tracker
-            if torch.is_grad_enabled():
-                for tensor in [output] if isinstance(output, torch.Tensor) else tree_leaves(output):
-                    if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
-                        tensor.register_hook(self._backward_hook(index))
+    def _after_layer(self, index: int, module: nn.Module, args: Any, output: Any) -> None:
+        if self._running and self._running[-1] == (index, module):
+            self._running.pop()
+        self._activations.leave(index)
+        self._executor.end_forward(index)
+        if output is not None:
+            again = self._activations.recomputes(index)
+            self._executor.refuse_writes(index, again=again)
+        else:
+            error = sys.exc_info()[1]
+            if error is not None and "support saved tensor hooks" in str(error):
+                error.args = (NO_TRANSFORMS,)  # torch's own ends with its issue tracker
+        if torch.is_grad_enabled():
+            for tensor in [output] if isinstance(output, torch.Tensor) else tree_leaves(output):
+                if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
+                    tensor.register_hook(partial(self._before_backward, index))
 
-        return after
+    def _before_backward(self, index: int, gradient: torch.Tensor) -> None:
+        if self._executor.reached(gradient=False):
+            self._executor.begin_use(index, Kind.BACKWARD)
+            self._activations.prefetch(index)
+            following = self._executor.next_backward()
+            if following is not None:
+                self._activations.prefetch(following)
 
-    def _backward_hook(self, index: int) -> Callable[[torch.Tensor], None]:
-        def before(gradient: torch.Tensor) -> None:
-            if self._executor.reached(gradient=False):
-                self._executor.begin_use(index, Kind.BACKWARD)
-                self._activations.prefetch(index)
-                following = self._executor.next_backward()
-                if following is not None:
-                    self._activations.prefetch(following)
-
-        return before
-
-    def _gradient_hook(
-        self, index: int, position: int, part: Any, trained: bool
-    ) -> Callable[[torch.Tensor], None]:
-        def arrived(parameter: torch.Tensor) -> None:
-            if parameter.grad is None:  # of chunks, whose gradients went another way
-                return
-            if not trained:
-                parameter.grad = None
-                return
-            try:
-                self._residents.got_gradient(index, part.name)
-            except ConfigError:
-                parameter.grad = None
-                raise
-            self._executor.gradient_arrived(index, position, part, parameter)
-
-        return arrived
+    def _arrived(self, state: LayerState, position: int, parameter: torch.Tensor) -> None:
+        if parameter.grad is None:  # of chunks, whose gradients went another way
+            return
+        if position not in state.trained:
+            parameter.grad = None
+            return
+        try:
+            self._residents.got_gradient(state, position)
+        except ConfigError:
+            parameter.grad = None
+            raise
+        self._executor.gradient_arrived(state, position, parameter)
 
     def begin_backward(self) -> None:
         """Backward is about to run. A parameter's hooks are called in the order in which they were

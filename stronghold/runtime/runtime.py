@@ -36,6 +36,7 @@ import torch
 from torch import nn
 
 from stronghold.errors import ConfigError
+from stronghold.memory.layer import LayerState
 from stronghold.memory.window import Window
 from stronghold.model.partition import Partition
 from stronghold.plan.plan import Plan
@@ -107,10 +108,8 @@ class Runtime:
             return
         self._hooks = Hooks(
             partition=partition,
-            layout=self._host.layout,
             executor=self.executor,
             activations=self.activations,
-            trained=self._adam.trains,
             chunk=self._plan.chunk,
             device=self._device,
         )
@@ -243,10 +242,10 @@ class Runtime:
         self.settle(layers)
 
     # -- what lies in .grad -----------------------------------------------------------------------
-    def _with_gradient(self) -> list[tuple[int, int, nn.Parameter]]:
+    def _with_gradient(self) -> list[tuple[LayerState, int, nn.Parameter]]:
         with torch._C.DisableTorchFunctionSubclass():  # hidden parameters need not be shown
             return [
-                (state.index, k, parameter)
+                (state, k, parameter)
                 for state in self._host.layers
                 for k, parameter in enumerate(state.parameters)
                 if parameter.grad is not None
@@ -255,10 +254,10 @@ class Runtime:
     def _refuse_strays(self) -> None:
         """ConfigError for gradients that nobody has taken over; they are dropped."""
         strays = []
-        for layer, k, parameter in self._with_gradient():
+        for state, k, parameter in self._with_gradient():
             parameter.grad = None
-            if self._adam.trains(parameter):
-                strays.append(self._host.layers[layer].layout.slices[k].name)
+            if k in state.trained:
+                strays.append(state.layout.slices[k].name)
         if strays:
             raise ConfigError(
                 f"{strays[0]}.grad was set by hand, or by a backward of outputs that the engine "
@@ -275,16 +274,16 @@ class Runtime:
         """Of a model that is whole on the device."""
         taken: dict[int, dict[int, torch.Tensor]] = {}
         nbytes = sum(g.nbytes for state in self._host.layers for g in state.kept.values())
-        for layer, k, parameter in self._with_gradient():
+        for state, k, parameter in self._with_gradient():
             gradient = parameter.grad
             assert gradient is not None
             parameter.grad = None
             nbytes += gradient.nbytes
-            if self._adam.trains(parameter):
+            if k in state.trained:
                 # Sparse, or laid out as nobody asked: the kernels take neither.
                 dense = gradient.to_dense() if gradient.is_sparse else gradient
                 dense = self._outside.scaled(dense)
-                taken.setdefault(layer, {})[k] = dense.contiguous()
+                taken.setdefault(state.index, {})[k] = dense.contiguous()
         self.kept_gradient_bytes = max(self.kept_gradient_bytes, nbytes)
         self.updates.gathered(
             [
