@@ -145,7 +145,7 @@ class Refinement:
             logger.info("the plan stays as it is: something keeps aliases of weights")
             return
         plan = None
-        if ranks.rank == 0:
+        if ranks.control.rank == 0:
             self._advise_chunks(workload, rates)
             plan = self._faster(workload, rates, memory)
         chosen: Any = ranks.control.objects(plan, "the refined plan")[0]

@@ -240,11 +240,12 @@ class Team:
     `leader`, which names tags and publishes them."""
 
     def __init__(self, ranks: Ranks) -> None:
-        self.rank, self.num_ranks, self.several = ranks.rank, ranks.num_ranks, ranks.several
+        self.rank, self.num_ranks = ranks.control.rank, ranks.num_ranks
+        self.several = ranks.several
         self.slices = Slices(rank=ranks.model_parallel_rank, size=ranks.model_parallel_size)
         self._group, self._node_name = ranks.files, ranks.node_name
         # Of the ranks of all slices, and of those of ours.
-        self._numbers, self._sharing = ranks.all_ranks, ranks.members
+        self._numbers, self._sharing = ranks.files.members, ranks.control.members
         self.leader = ranks.files.rank == 0
 
     def exchange(self, mine: Any, what: str) -> list[Any]:

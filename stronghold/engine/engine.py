@@ -544,7 +544,7 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
 
     def get_data_parallel_rank(self) -> int:
         """This rank among those that share the model's state."""
-        return self._ranks.rank
+        return self._ranks.control.rank
 
     def get_model_parallel_rank(self) -> int:
         """This rank among those of `mpu`, 0 without one."""

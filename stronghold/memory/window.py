@@ -34,18 +34,15 @@ class Window:
         resident: frozenset[int],
         num_slots: int,
         num_gradient_slots: int,
-        own_gradients: frozenset[int] | None = None,
+        own_gradients: frozenset[int],
         sums: bool = False,
     ) -> None:
-        if own_gradients is None:
-            own_gradients = frozenset(s.index for s in layers if not s.layout.streamed)
         streamed = [state for state in layers if state.index not in resident]
         self._device = device
         self._dtype = dtype
         self._sums = sums and dtype is not torch.float32
         self._layers = layers
         self.num_gradient_slots = num_gradient_slots
-        self.resident = resident
         self._own_gradients = own_gradients
         self._gradient_numel = max(
             (s.layout.trainable_numel for s in layers if s.index not in own_gradients), default=0

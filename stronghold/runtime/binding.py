@@ -204,18 +204,18 @@ class Bindings:
         state.epoch += state.version_sum != before
         return state.version_sum != before
 
-    def aliased(self, layer: int, *, at_rest: bool = False) -> bool:
-        """Whether anybody outside keeps an alias of what the parameters point at now, or of where
-        they rest. False for a slot that many layers take.
+    def aliased(self, layer: int) -> bool:
+        """Whether anybody outside keeps an alias of what the parameters point at now. False for a
+        slot that many layers take.
         """
         state = self._layers[layer]
-        place = state.place
-        if at_rest:
-            place = state.places.get(state.weights.data_ptr())
-        if place is None or place.storage is None:
-            return False
-        num_bound = len(state.parameters) if place is state.place else 0
-        return _num_references(place.storage) > place.num_references + num_bound
+        return _has_others(state, state.place)
+
+    def aliased_at_rest(self, layer: int) -> bool:
+        """The same of where a layer that is not resident rests."""
+        state = self._layers[layer]
+        at_rest = state.places.get(state.weights.data_ptr())
+        return layer not in self._resident and _has_others(state, at_rest)
 
 
 def _take_back(name: str, parameter: nn.Parameter, own: torch.Tensor) -> None:
@@ -234,6 +234,13 @@ def _take_back(name: str, parameter: nn.Parameter, own: torch.Tensor) -> None:
             "model.half(), model.to(dtype)) while an engine moves it: write into the parameter "
             "instead (with torch.no_grad(): p.copy_(values)), or use load_state_dict"
         )
+
+
+def _has_others(state: LayerState, place: Place | None) -> bool:
+    if place is None or place.storage is None:
+        return False
+    num_bound = len(state.parameters) if place is state.place else 0
+    return _num_references(place.storage) > place.num_references + num_bound
 
 
 def _num_references(storage: int) -> int:

@@ -9,7 +9,7 @@ waits for all of them, recorded after the last arrival.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -21,6 +21,7 @@ from stronghold.memory.window import Window
 from stronghold.model.layout import ALIGN_NUMEL, ParameterSlice
 from stronghold.plan.plan import Plan
 from stronghold.plan.schedule import Position
+from stronghold.runtime.binding import Bindings
 from stronghold.runtime.parts import Parts
 from stronghold.runtime.update import Gathered, Updates
 
@@ -64,8 +65,7 @@ class ComputeSpan:
 
 class GradientDrains:
     """Gathers, and hands over what is complete: by `plan`, and of the layers in the order
-    `expected` by the schedule, where ranks need one. `span` is the compute lane's open one, if any;
-    `aliased(layer)` says that somebody outside sees the layer's weights where they rest.
+    `expected` by the schedule, where ranks need one. `span` is the compute lane's.
     """
 
     def __init__(
@@ -76,15 +76,15 @@ class GradientDrains:
         plan: Plan,
         expected: Sequence[int],
         *,
-        span: ComputeSpan | None = None,
-        aliased: Callable[[int], bool] = lambda layer: False,
+        span: ComputeSpan,
+        bindings: Bindings,
     ) -> None:
         self._device, self._host, self._layers = parts.device, parts.host, parts.layers
-        self._window, self._updates, self._aliased = window, updates, aliased
+        self._window, self._updates, self._bindings = window, updates, bindings
         self._positions, self._accumulates = plan.updates, plan.accumulates
         self._metrics, self._team = parts.metrics, parts.team
         self._order = parts.team.order(expected, window.num_gradient_slots)
-        self._span = span or ComputeSpan(parts.device)
+        self._span = span
         self._last: GradientSlot | None = None  # into which the last gradient went
         self.drained_bytes = 0
 
@@ -230,7 +230,7 @@ class GradientDrains:
         absent = self._team.absent(state, slot)
         arrived = absent.union(slot.arrived)
         # More may come after several calls, and backward may need what an alias shows.
-        late = state.calls > 1 or (not state.on_device and self._aliased(layer))
+        late = state.calls > 1 or self._bindings.aliased_at_rest(layer)
         at_once = self._positions[layer] is Position.DRAIN
         found = Gathered(state, arrived, self._host.dtype, at_once=at_once and not late)
         found.part = late and self._updates.parts_wait(state)

@@ -73,7 +73,7 @@ class Executor:
         device, host = parts.device, parts.host
         self._device, self._host, self.layers = device, host, host.layers
         self._window, self._updates, self._ledger, self._plan = window, updates, ledger, plan
-        self._bindings = Bindings(host.layers, plan.resident)
+        self.bindings = Bindings(host.layers, plan.resident)
         self._metrics, self._team, self.outside = parts.metrics, parts.team, parts.outside
         self.phase = Phase.IDLE
         # Resident layers whose weights come from the host; the others' are never old.
@@ -107,8 +107,8 @@ class Executor:
         self.num_fetches = 0
         self.fetched_bytes = 0
         drains = [a.layer for a in self.schedule.actions if a.kind is Kind.DRAIN]
-        self.drains: GradientDrains = GradientDrains(
-            parts, window, updates, plan, drains, span=self._span, aliased=self._aliased_at_rest
+        self.drains = GradientDrains(
+            parts, window, updates, plan, drains, span=self._span, bindings=self.bindings
         )
 
     @property
@@ -175,7 +175,7 @@ class Executor:
         self._resume()
         self._device.check()
         for layer in self._plan.updated_on_gpu:
-            self._bindings.check(layer)
+            self.bindings.check(layer)
         self._window.prepare_training()
         self._host.prepare_training()
         self._team.prepare_training()
@@ -195,11 +195,11 @@ class Executor:
             for state in self.layers:
                 state.chunks = 0
             for layer in self._window.held_layers():
-                self._bindings.rest(layer)
+                self.bindings.rest(layer)
             # What the last pass has left in slots of their own is of before.
             applied = {state.index for state in self._ledger.applied}
             for layer in applied - self._refreshed:
-                self._bindings.hide(layer)
+                self.bindings.hide(layer)
         self._learn(self._training)
 
     def start_again(self) -> None:
@@ -219,10 +219,10 @@ class Executor:
         for layer, state in enumerate(self.layers):
             state.stale = layer in self._refreshed
             if state.stale:  # who writes to it waits until it has been fetched again
-                self._bindings.hide(layer)
+                self.bindings.hide(layer)
             # A resident layer's never change device: autograd keeps one leaf for its calls.
             slot = state.slot
-            self._bindings.point(layer, state.weights if slot is None else slot.weights)
+            self.bindings.point(layer, state.weights if slot is None else slot.weights)
 
     def abandon_forward(self) -> None:
         """An interrupt ended the forwards that were running."""
@@ -245,7 +245,7 @@ class Executor:
         self.drains.abandon()
         self._updates.abandon_backward()
         for layer in self._window.held_layers():
-            self._bindings.rest(layer)
+            self.bindings.rest(layer)
 
     def _learn(self, track: Track) -> None:
         """Adopt the order of uses that this pass showed when the schedule predicted another: of a
@@ -309,7 +309,7 @@ class Executor:
         that was fetched before is old. A parameter's version tells, and of an alias, through which
         anything may have been written, that there is one.
         """
-        written, slot = self._bindings.written(layer), self.layers[layer].slot
+        written, slot = self.bindings.written(layer), self.layers[layer].slot
         if written:
             self._team.refuse_write(self.layers[layer])
         if layer in self._plan.resident:
@@ -317,12 +317,8 @@ class Executor:
         if written:
             self._host.flush(layer)
         ahead = slot is not None and self.phase is not Phase.BACKWARD
-        if ahead and (written or self._bindings.aliased(layer)):
+        if ahead and (written or self.bindings.aliased(layer)):
             self._release(layer)
-
-    def note_writes(self, layer: int) -> None:
-        """What was written into the layer's parameters is theirs."""
-        self._bindings.written(layer)
 
     def refuse_writes(self, layer: int, *, again: bool) -> None:
         """ConfigError when the layer's forward, which has ended, wrote into its parameters: what it
@@ -330,7 +326,7 @@ class Executor:
         """
         if layer in self._plan.resident and not again:
             return
-        if self.phase is not Phase.BACKWARD and self._bindings.written(layer):
+        if self.phase is not Phase.BACKWARD and self.bindings.written(layer):
             if layer not in self._plan.resident:
                 self._release(layer)
             name = self.layers[layer].name
@@ -361,7 +357,7 @@ class Executor:
         self._span.end()
         # Else it ran inside of itself: for a gradient that its own forward takes, say.
         if layer not in self._inside and layer not in self._plan.resident:
-            self._bindings.rest(layer)
+            self.bindings.rest(layer)
 
     def _advance(self, use: Action) -> None:
         track = self._current
@@ -447,8 +443,8 @@ class Executor:
             fetched = self._device.compute_wait_everywhere(slot.record.writer)
             self._metrics.waited("fetch", fetched)
             state.move(Residency.RESIDENT)
-        self._bindings.bind(layer, slot.weights)
-        self._bindings.show(layer)
+        self.bindings.bind(layer, slot.weights)
+        self.bindings.show(layer)
 
     def stale_residents(self) -> list[int]:
         """Resident layers whose newest weights compute has not waited for."""
@@ -530,11 +526,11 @@ class Executor:
         slot = self.layers[layer].slot
         assert slot is not None
         self.layer_at.pop(slot.weights.untyped_storage().data_ptr(), None)
-        self._bindings.rest(layer)
+        self.bindings.rest(layer)
         used = self.layers[layer].residency is Residency.RESIDENT
         self._window.release(layer, self._device.record_compute(f"release {layer}"))
         if used:
-            ours = self._bindings.views_at(slot.weights.data_ptr())
+            ours = self.bindings.views_at(slot.weights.data_ptr())
             refuse_aliases(self.layers[layer].layout, slot.weights, ours)
 
     def gradient_arrived(self, state: LayerState, position: int, parameter: torch.Tensor) -> None:
@@ -611,10 +607,9 @@ class Executor:
                 self.layers[layer].stale = True
             elif self.layers[layer].slot is not None:
                 self._release(layer)
-        for layer in set(layers) - self._plan.updated_on_gpu:
-            self._bindings.hide(layer)
+            self.bindings.hide(layer)
         for layer in self._plan.updated_on_gpu:  # written in order with compute
-            self._bindings.show(layer)
+            self.bindings.show(layer)
         track = self._training
         for use in track.schedule.uses[: 2 + self._plan.prefetch]:
             if self._needs_fetch(use.layer):
@@ -635,16 +630,13 @@ class Executor:
             for layer in sorted(self._refreshed.intersection(layers)):
                 self.make_resident(layer)
         for layer in layers:
-            self._bindings.show(layer)
+            self.bindings.show(layer)
         self._team.settle(layers)
-
-    def _aliased_at_rest(self, layer: int) -> bool:
-        return layer not in self._plan.resident and self._bindings.aliased(layer, at_rest=True)
 
     def aliased(self, layers: Iterable[int]) -> list[int]:
         """Those of which somebody outside keeps an alias ([Note: a storage of their own]
         of `binding`)."""
-        return [layer for layer in layers if self._bindings.aliased(layer)]
+        return [layer for layer in layers if self.bindings.aliased(layer)]
 
     def given_out(self, layers: Sequence[int]) -> None:
         """Code outside has these layers' parameters between two passes, and may write into them:
@@ -660,9 +652,5 @@ class Executor:
 
     def rest(self, layer: int) -> None:
         """Point the layer's parameters at its own arrays."""
-        self._bindings.rest(layer)
-        self._bindings.written(layer)  # before: what is written from now on counts
-
-    def rest_all(self) -> None:
-        """Point every parameter at its layer's own arrays: so the model is given back."""
-        self._bindings.rest_all()
+        self.bindings.rest(layer)
+        self.bindings.written(layer)  # before: what is written from now on counts

@@ -128,7 +128,7 @@ class Runtime:
         if self._plan.whole:
             self._drop_grad()
             self.updates.forget()
-        self.executor.rest_all()
+        self.executor.bindings.rest_all()
 
     def close(self) -> None:
         """Drop every buffer."""
@@ -375,7 +375,7 @@ class Runtime:
         for index in layers:
             self._host.restart_master(index, written and written[index])
             self._host.layers[index].versions = self._versions_of(index)
-            self.executor.note_writes(index)
+            self.executor.bindings.written(index)  # what was written is theirs
         self._team.barrier("after new weights")
         self.executor.weights_changed([i for i in layers if i not in self._plan.resident])
 

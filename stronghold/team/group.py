@@ -447,14 +447,13 @@ class Membership:
 
 @dataclass(slots=True, kw_only=True)
 class Ranks:
-    """The data-parallel ranks `members` of this process, which is `rank` of them, has range
-    `shards.rank` of every layer, and is `index` on its node, number `node` of them. `norms` are the
-    model-parallel ranks, over which norms are summed, or None. `files` are the ranks that save
-    together, `all_ranks`: of all parts of the model. `on_node` are those of `members` that share
-    this rank's memory, `on_disks` those of `all_ranks` that share its disks. `cores` are its own,
-    where it divides the node's with others. Without arguments: a process that is alone."""
+    """The data-parallel ranks of this process, which are those of `control`; it has range
+    `shards.rank` of every layer. `norms` are the model-parallel ranks, over which norms are summed,
+    or None; `files` are the ranks of all parts of the model, which save together. `on_node` are
+    those of `control` that share this rank's memory, `on_disks` those of `files` that share its
+    disks. `cores` are its own, where it divides the node's with others. Without arguments: a
+    process that is alone."""
 
-    members: list[int] = field(default_factory=lambda: [0])
     shards: Shards = field(default_factory=Shards)
     control: Group = field(default_factory=lambda: SilentGroup(1))
     gather: Group = field(default_factory=lambda: SilentGroup(1))
@@ -462,14 +461,10 @@ class Ranks:
     files: Group = field(default_factory=lambda: SilentGroup(1))
     norms: Group | None = None
     exchange: Group | None = None
-    rank: int = 0
-    node: int = 0
-    index: int = 0
     global_rank: int = 0
     world_size: int = 1
     model_parallel_rank: int = 0
     model_parallel_size: int = 1
-    all_ranks: list[int] = field(default_factory=lambda: [0])
     node_name: str = ""
     on_node: Neighbours = ALONE
     on_disks: Neighbours = ALONE
@@ -585,13 +580,11 @@ def _join(mpu: Any, backend: str, silence_s: float, undo: contextlib.ExitStack) 
 
     own, here = memberships[global_rank], node_of[global_rank]
     members, nodes, all_ranks = own.data_parallel, own.nodes, own.all_ranks
-    rank = members.index(global_rank)
     node, index = nodes.place(global_rank)
     order = list(map(nodes.range_of, members))
     num_far = len(members) - len(nodes.nodes[node])
     model_parallel_rank, model_parallel_size = model_parallel_place(mpu)
     ranks = Ranks(
-        members=members,
         shards=Shards(
             num_ranks=len(members), rank=nodes.range_of(global_rank), num_nodes=nodes.num_nodes
         ),
@@ -601,14 +594,10 @@ def _join(mpu: Any, backend: str, silence_s: float, undo: contextlib.ExitStack) 
             backend, REDUCE, lambda each: [each.nodes.by_range], order=order, num_far=num_far
         ),
         files=make("gloo", FILES, lambda each: [each.all_ranks]),
-        rank=rank,
-        node=node,
-        index=index,
         global_rank=global_rank,
         world_size=len(world),
         model_parallel_rank=model_parallel_rank,
         model_parallel_size=model_parallel_size,
-        all_ranks=all_ranks,
         node_name=str(here[0]),
     )
     if model_parallel_size > 1:
@@ -635,7 +624,6 @@ def simulated_ranks(num_ranks: int, num_nodes: int) -> Ranks:
     """The first of so many, on virtual clocks: it stands for all of them."""
     everyone = SilentGroup(num_ranks)
     return Ranks(
-        members=everyone.members,
         shards=Shards(num_ranks=num_ranks, num_nodes=num_nodes),
         control=everyone,
         gather=SilentGroup(num_ranks // num_nodes),

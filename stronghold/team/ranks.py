@@ -408,7 +408,7 @@ class RankTeam(Team):
     def _check_same(self, marks: list[list[float]]) -> None:
         """RankError when the ranks' checksums differ."""
         groups: dict[tuple[float, ...], list[int]] = {}
-        for rank, of_rank in zip(self._ranks.members, marks, strict=True):
+        for rank, of_rank in zip(self._ranks.control.members, marks, strict=True):
             groups.setdefault(tuple(of_rank), []).append(rank)
         if len(groups) > 1:
             raise RankError(
@@ -478,7 +478,7 @@ class RankTeam(Team):
                 operation,
                 len(differ),
                 len(parts),
-                self._ranks.members[0],
+                self._ranks.control.members[0],
             )
         for number in differ:
             group.send(parts[number], operation)
@@ -533,7 +533,7 @@ class NodeWeights:
         self.ranks = ranks
         self._layers, self._dtype = layout.layers, dtype
         self._expected = [0] * len(layout.layers)  # updates of each layer that were submitted
-        self.fills = ranks.index == 0
+        self.fills = ranks.on_node.index == 0
         counts = len(layout.layers) * ranks.on_node.count
         end = -(-counts * 8 // mmap.PAGESIZE) * mmap.PAGESIZE
         self._begins = []
@@ -568,7 +568,7 @@ class NodeWeights:
 
     def publish(self, layer: int) -> None:
         """This rank's part of the layer is new."""
-        self._versions[layer, self.ranks.index] += 1
+        self._versions[layer, self.ranks.on_node.index] += 1
 
     def waiting(self, layer: int) -> Callable[[], None]:
         """What waits until the layer is as new as every rank's last submitted update."""
@@ -580,7 +580,7 @@ class NodeWeights:
                 time.sleep(POLL_S)
                 if ranks.watch is not None and time.monotonic() - looked_s > CHECK_EVERY_S:
                     looked_s = time.monotonic()
-                    ranks.watch.check(f"updates of layer {layer}", ranks.members)
+                    ranks.watch.check(f"updates of layer {layer}", ranks.control.members)
 
         return wait
 

@@ -137,7 +137,11 @@ def cores() -> dict[str, Any]:
     engine = engine_of(Wide(16, 2), config(section={"layers": "blocks"}))
     ranks = engine._ranks
     engine.destroy()
-    return {"cores": len(ranks.cores), "node": ranks.node, "nodes": ranks.num_nodes}
+    return {
+        "cores": len(ranks.cores),
+        "node": ranks.shards.rank % ranks.num_nodes,
+        "nodes": ranks.num_nodes,
+    }
 
 
 def machine(folder: Path) -> dict[str, Any]:

@@ -64,6 +64,7 @@ def make_window(device: EmulatedDevice, layers: Layers) -> Make:
             resident=resident,
             num_slots=num_slots,
             num_gradient_slots=num_gradient_slots,
+            own_gradients=frozenset({EMBEDDING}),
         )
 
     return make
@@ -350,6 +351,7 @@ def test_a_window_past_the_budget_is_refused() -> None:
                 resident=frozenset({EMBEDDING}),
                 num_slots=2,
                 num_gradient_slots=1,
+                own_gradients=frozenset({EMBEDDING}),
             )
     finally:
         device.close()
