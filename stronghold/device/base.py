@@ -37,7 +37,7 @@ from stronghold.device.kernels import Kernels
 from stronghold.errors import BudgetError, LaneError, StateError
 from stronghold.native import naming_threads
 from stronghold.process import check_not_forked, forked_from
-from stronghold.telemetry.trace import NullTrace, Trace
+from stronghold.telemetry.trace import Trace
 
 
 def off_lanes(work: Callable[[], object]) -> None:
@@ -308,13 +308,13 @@ class Device(ABC):
     drain: Lane
     update: Lane
 
-    def __init__(self, name: str, budget_bytes: int | None, trace: Trace | NullTrace) -> None:
+    def __init__(self, name: str, budget_bytes: int | None, trace: Trace | None) -> None:
         self.name = name
         self.budget_bytes = budget_bytes
         self.allocated_bytes = 0
         self.peak_bytes = 0
         self._earlier_peak_bytes = 0
-        self.trace = trace
+        self.trace = trace or Trace(recording=False)
         self.compute = ComputeLane(self)
         self.alone = True  # no operation waits for another process
         self._failure: LaneError | None = None

@@ -74,7 +74,7 @@ from stronghold.device.triton_kernels import TritonKernels
 from stronghold.errors import ConfigError, StateError
 from stronghold.native import available_cores
 from stronghold.process import forked_from
-from stronghold.telemetry.trace import NullTrace, Trace
+from stronghold.telemetry.trace import Trace
 
 logger = logging.getLogger("stronghold")
 
@@ -295,7 +295,7 @@ class CudaDevice(Device):
         index: int = 0,
         *,
         budget_bytes: int | None = None,
-        trace: Trace | NullTrace | None = None,
+        trace: Trace | None = None,
     ) -> None:
         if not torch.cuda.is_available():
             raise ConfigError(
@@ -307,7 +307,7 @@ class CudaDevice(Device):
                 f"local rank {index} has no GPU: torch finds {torch.cuda.device_count()}; "
                 "lower --num_gpus"
             )
-        super().__init__(f"cuda:{index}", budget_bytes, trace or NullTrace())
+        super().__init__(f"cuda:{index}", budget_bytes, trace)
         self._device = torch.device("cuda", index)
         torch.cuda.set_device(index)
         # A deque: lanes append while the training thread takes from the other end.

@@ -25,7 +25,7 @@ from stronghold import native
 from stronghold.device.base import Device, Fence, Lane, ThreadLane, Work, completed, moved, timed
 from stronghold.device.kernels import NativeKernels
 from stronghold.errors import StateError
-from stronghold.telemetry.trace import NullTrace, Trace
+from stronghold.telemetry.trace import Trace
 
 # Small enough that a copy never keeps a core from the training thread for long, large enough that
 # the call does not count: with 256 MB pieces half of a copy hides behind compute, with 1 MB pieces
@@ -112,7 +112,7 @@ class EmulatedDevice(Device):
         nvme_gbps: float | None = None,
         wire_gbps: float | None = None,
     ) -> None:
-        super().__init__("emulated", budget_bytes, trace or NullTrace())
+        super().__init__("emulated", budget_bytes, trace)
         self._poison = poison
         self._jitter_s = jitter_s
         self._seed = seed

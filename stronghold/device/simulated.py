@@ -33,7 +33,7 @@ import torch
 from stronghold.device.base import STREAM_LANES, Device, Fence, Lane, Work
 from stronghold.device.kernels import Kernels
 from stronghold.plan.machine import Rates
-from stronghold.telemetry.trace import NullTrace, Trace
+from stronghold.telemetry.trace import Trace
 
 SHARING_MEMORY = 16  # operations of another lane that may still overlap a new one
 LINK_LANES = ("fetch", "drain")
@@ -344,7 +344,7 @@ class SimulatedDevice(Device):
         budget_bytes: int | None = None,
         trace: Trace | None = None,
     ) -> None:
-        super().__init__("simulated", budget_bytes, trace or NullTrace())
+        super().__init__("simulated", budget_bytes, trace)
         self.rates = rates
         self.contention = Contention(rates)
         self.asynchronous = asynchronous

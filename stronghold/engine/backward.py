@@ -31,6 +31,7 @@ import torch
 from stronghold.errors import ConfigError
 from stronghold.runtime.optimizer import EngineOptimizer
 from stronghold.runtime.parts import Outside
+from stronghold.telemetry.metrics import tensors
 
 _NONE = -1  # torch's number of the backward that is running, where none is
 # Of a checkpoint that runs backward in backward: no parameter shows behind it, and torch.autograd.
@@ -74,10 +75,11 @@ class UserBackward:
         return scaled
 
     def watch(self, output: Any) -> None:
-        """Hang on the tensors of an output of the model: tensors in tuples, lists and dicts."""
-        for tensor in _tensors(output):
-            hang: Any = torch.Tensor.register_hook  # lazy logits' own refuses the user's
-            hang(tensor, self._at_output)
+        """Hang on the tensors of an output of the model: in sequences and mappings."""
+        for _, tensor in tensors(output):
+            if tensor.grad_fn is not None:
+                hang: Any = torch.Tensor.register_hook  # lazy logits' own refuses the user's
+                hang(tensor, self._at_output)
 
     def _at_output(self, _: torch.Tensor) -> None:
         if self._task not in (None, torch._C._current_graph_task_id()):
@@ -166,18 +168,6 @@ class UserBackward:
 def _note_scale(scale: float, _: torch.Tensor) -> None:
     _scaled[:] = [scale]
     torch.autograd.Variable._execution_engine.queue_callback(_scaled.clear)
-
-
-def _tensors(output: Any) -> Iterator[torch.Tensor]:
-    if isinstance(output, torch.Tensor):
-        if output.grad_fn is not None:
-            yield output
-    elif isinstance(output, tuple | list):
-        for item in output:
-            yield from _tensors(item)
-    elif isinstance(output, dict):
-        for value in output.values():
-            yield from _tensors(value)
 
 
 def _behind(node: Any) -> Iterator[Any]:

@@ -125,8 +125,7 @@ class Stack:
         check_alike(self.ranks, self.layout, self.plan, request.precision)
         if not self.plan.whole and is_compiled(model):
             raise ConfigError(f"model: {COMPILED_WHOLE}")
-        self.trace = Trace(rank)
-        self.trace.recording = section.trace is not None
+        self.trace = Trace(rank, recording=section.trace is not None)
         self.metrics = Metrics(
             num_parameters=self.layout.num_parameters,
             recomputed=self.plan.recomputed,

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import torch
 
-from stronghold.telemetry.trace import STEP_LANE, NullTrace, Trace
+from stronghold.telemetry.trace import STEP_LANE, Trace
 
 WaitCause = Literal["fetch", "drain", "update"]
 # A number, or where it can be read when someone asks; None: there is none.
@@ -55,7 +55,7 @@ class Metrics:
     ) -> None:
         self._num_parameters = num_parameters
         self.recomputed = recomputed  # of the steps to come
-        self._trace = trace or NullTrace()
+        self._trace = trace or Trace(recording=False)
         self._clock = clock
         self._start_s: float | None = None
         self._num_tokens = 0
@@ -163,7 +163,7 @@ def _milliseconds(seconds: Reading) -> str:
 def count_tokens(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
     """Tokens of a forward call: the size of `input_ids`, wherever it is nested; else of the first
     integer tensor of two or more dimensions; else the first tensor's first dimension; else 0."""
-    named = list(_tensors(kwargs)) + [pair for arg in args for pair in _tensors(arg)]
+    named = [*tensors(kwargs), *tensors(args)]
     for name, tensor in named:
         if name == "input_ids":
             return tensor.numel()
@@ -176,16 +176,16 @@ def count_tokens(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
     return 0
 
 
-def _tensors(nested: object, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+def tensors(nested: object, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
     """Every tensor in nested mappings and sequences, with the key that leads to it."""
     if isinstance(nested, torch.Tensor):
         yield name, nested
     elif isinstance(nested, Mapping):
         for key, item in nested.items():
-            yield from _tensors(item, str(key))
+            yield from tensors(item, str(key))
     elif isinstance(nested, tuple | list):
         for item in nested:
-            yield from _tensors(item, name)
+            yield from tensors(item, name)
 
 
 def _detached(reading: Reading) -> Reading:

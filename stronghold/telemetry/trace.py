@@ -55,8 +55,10 @@ class Trace:
     `recording` may be switched off and on: what is made while it is off costs a test.
     """
 
-    def __init__(self, rank: int = 0, newest: int = NEWEST_SPANS) -> None:
-        self.recording = True
+    def __init__(
+        self, rank: int = 0, newest: int = NEWEST_SPANS, *, recording: bool = True
+    ) -> None:
+        self.recording = recording
         self._rank = rank
         self._newest = newest
         self._origin_s = time.perf_counter()
@@ -106,14 +108,6 @@ class Trace:
         events += [_event(span, rows[span.lane], self._rank, self._origin_s) for span in spans]
         document = {"displayTimeUnit": "ms", "traceEvents": events}
         write_whole(path, json.dumps(document, separators=(",", ":")))
-
-
-class NullTrace(Trace):
-    """Records nothing, at the cost of a call."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.recording = False
 
 
 def file_of_rank(path: str | Path, rank: int) -> Path:
