@@ -14,7 +14,7 @@ from compare import rates
 from methods.task import DTYPES, Task
 
 from stronghold.errors import BudgetError
-from stronghold.forecast.question import transformer_shape
+from stronghold.forecast.question import from_sizes
 from stronghold.plan.cost import Demand, workload_of
 from stronghold.plan.machine import MachineProfile, rates_of
 from stronghold.plan.plan import make_plan
@@ -54,10 +54,8 @@ class Simulated(Machine):
                 "status": "not here",
                 "reason": "stronghold alone is simulated",
             }
-        sizes, costs_of = transformer_shape(
-            task.layers, task.hidden, task.heads, task.vocab, task.seq
-        )
-        costs = costs_of(task.batch, task.seq, task.precision)
+        model = from_sizes(task.layers, task.hidden, task.heads, task.vocab, task.seq)
+        sizes, costs = model.layout, model.costs_of(task.batch, task.seq, task.precision)
         dtype, low = DTYPES[task.precision], LOW_DTYPE[DTYPES[task.precision]]
         demand = Demand(
             weight_bytes=dtype.itemsize,

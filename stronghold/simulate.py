@@ -26,7 +26,7 @@ from stronghold.plan.cost import Demand, Workload
 from stronghold.plan.machine import Rates
 from stronghold.plan.plan import Plan
 from stronghold.plan.schedule import Kind
-from stronghold.plan.search import LADDERS, Choice, Ladder, search
+from stronghold.plan.search import LADDERS, Choice, Ladder, Search
 from stronghold.runtime.adam import AdamFlags, Group
 from stronghold.runtime.parts import assemble
 from stronghold.runtime.runtime import Runtime
@@ -116,13 +116,12 @@ def fastest_plan(
     ladders: Sequence[Ladder] = LADDERS,
     near: Sequence[tuple[int, int]] = (),
 ) -> Choice:
-    """The fastest plan for `demand`, by simulation, by one of `ladders`, and `near` these numbers
-    of resident blocks and windows, if any (`search.search`); BudgetError when none fits."""
+    """The fastest plan for `demand`, by simulation: `Search.run`."""
 
     def predict(plan: Plan) -> Prediction:
         return simulate(layout, plan, workload, rates, dtype=dtype, asynchronous=asynchronous)
 
-    return search(layout, demand, workload, rates, predict, ladders, near)
+    return Search(layout, demand, workload, rates, predict, ladders).run(near)
 
 
 class _Groups:
@@ -290,26 +289,14 @@ def _tiers(layout: ModelLayout, dtype: torch.dtype, plan: Plan, shards: Shards |
 def _critical(operations: Sequence[Operation], end_s: float, since_s: float) -> dict[str, float]:
     """Seconds of each lane on the path of causes that ends with compute at `end_s`."""
     seconds: dict[str, float] = defaultdict(float)
-    for operation, until_s in _path(operations, end_s):
+    index, until_s = len(operations) - 1, end_s
+    while index >= 0 and (operations[index].lane != "compute" or operations[index].end_s > end_s):
+        index -= 1
+    while index >= 0:
+        operation = operations[index]
         begin_s = max(operation.start_s, since_s)
         seconds[operation.lane] += max(0.0, min(operation.end_s, until_s) - begin_s)
         if operation.start_s <= since_s:
             break
+        index, until_s = operation.cause, operation.start_s
     return dict(seconds)
-
-
-def _path(operations: Sequence[Operation], end_s: float) -> Iterator[tuple[Operation, float]]:
-    index = next(
-        (
-            k
-            for k in range(len(operations) - 1, -1, -1)
-            if operations[k].lane == "compute" and operations[k].end_s <= end_s
-        ),
-        -1,
-    )
-    until_s = end_s
-    while index >= 0:
-        operation = operations[index]
-        yield operation, until_s
-        until_s = operation.start_s
-        index = operation.cause

@@ -183,7 +183,7 @@ def outlook(
     ladders: Sequence[search.Ladder] = search.LADDERS,
     near: Sequence[tuple[int, int]] = (),
 ) -> Forecast:
-    """The fastest plan (`search.search`), or why none fits; without notes and gains."""
+    """The fastest plan (`Search.run`), or why none fits; without notes and gains."""
     try:
         choice = fastest_plan(
             question.layout,

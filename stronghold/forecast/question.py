@@ -301,19 +301,6 @@ def _check_depth(option: str, layers: object) -> None:
         )
 
 
-def from_sizes(layers: int, hidden: int, heads: int, vocab: int, positions: int) -> Model:
-    """A standard GPT of these sizes; ConfigError where they contradict."""
-    sizes, costs_of = transformer_shape(layers, hidden, heads, vocab, positions)
-    return Model(
-        name=f"GPT, hidden {hidden}, {heads} heads, vocabulary {vocab}",
-        layout=sizes,
-        costs_of=costs_of,
-        positions=None,
-        with_layers=lambda count: from_sizes(count, hidden, heads, vocab, positions),
-        with_positions=lambda longest: from_sizes(layers, hidden, heads, vocab, longest),
-    )
-
-
 def from_config(path: Path) -> Model:
     """The model of a directory with a config.json, or of such a file; its weights are not needed.
     ConfigError where there is none, transformers is missing or does not know the model, or its
@@ -430,7 +417,6 @@ def _quiet() -> Iterator[None]:
 # The standard decoder: learned positions, norms before attention and MLP, biases everywhere, the
 # head tied to the embedding. Its layout is the one that `layout` gives for GPT-2 of the same sizes.
 Shapes = dict[str, tuple[int, ...]]
-CostsOf = Callable[[int, int, str], ModelCosts]  # batch, seq, dtype
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -447,21 +433,13 @@ class _Sizes:
         return 4 * self.hidden
 
 
-def transformer_shape(
-    layers: int, hidden: int, heads: int, vocab: int, seq: int
-) -> tuple[ModelLayout, CostsOf]:
-    """The layout of a GPT, and its costs as a function of batch, seq and dtype ("bf16", ...). `seq`
-    is the length of the table of positions. The parameters are l (12 h^2 + 13 h) + v h + s h + 2 h,
-    the count that Megatron-LM quotes. The costs are those of fused attention and one operator for
-    GELU, in training without dropout, with a cross-entropy over fp32 logits. ConfigError, with the
-    option's name, for sizes that do not fit together."""
-    for name, value in (
-        ("--layers", layers),
-        ("--hidden", hidden),
-        ("--heads", heads),
-        ("--vocab", vocab),
-        ("--seq", seq),
-    ):
+def from_sizes(layers: int, hidden: int, heads: int, vocab: int, positions: int) -> Model:
+    """A standard GPT of these sizes; `positions` is the length of its table of them. The parameters
+    are l (12 h^2 + 13 h) + v h + s h + 2 h, the count that Megatron-LM quotes. The costs are those
+    of fused attention and one operator for GELU, in training without dropout, with a cross-entropy
+    over fp32 logits. ConfigError, with the option's name, for sizes that do not fit together."""
+    given = {"--layers": layers, "--hidden": hidden, "--heads": heads, "--vocab": vocab}
+    for name, value in given.items():
         if value < 1:
             raise ConfigError(f"{name}: got {value}, expected at least 1")
     if hidden % heads:
@@ -469,8 +447,15 @@ def transformer_shape(
             f"--heads: got {heads}, expected a divisor of --hidden ({hidden}): every head has the "
             "same width"
         )
-    sizes = _Sizes(layers=layers, hidden=hidden, heads=heads, vocab=vocab, seq=seq)
-    return _layout(sizes), lambda batch, seq, dtype: _costs(sizes, batch, seq, dtype)
+    sizes = _Sizes(layers=layers, hidden=hidden, heads=heads, vocab=vocab, seq=positions)
+    return Model(
+        name=f"GPT, hidden {hidden}, {heads} heads, vocabulary {vocab}",
+        layout=_layout(sizes),
+        costs_of=functools.partial(_costs, sizes),
+        positions=None,
+        with_layers=lambda count: from_sizes(count, hidden, heads, vocab, positions),
+        with_positions=lambda longest: from_sizes(layers, hidden, heads, vocab, longest),
+    )
 
 
 def _layout(sizes: _Sizes) -> ModelLayout:
@@ -520,16 +505,16 @@ def _product(name: str, inputs: int, outputs: int) -> Shapes:
 def _costs(sizes: _Sizes, batch: int, seq: int, dtype: str) -> ModelCosts:
     if not 1 <= seq <= sizes.seq:
         raise ConfigError(f"--seq: got {seq}, expected 1 to {sizes.seq}, the model's positions")
-    if batch < 1:
-        raise ConfigError(f"--batch: got {batch}, expected at least 1")
     tokens, h, each = batch * seq, sizes.hidden, DTYPES[dtype].itemsize
     row = tokens * h * each  # one activation of the hidden size
     statistics = 2 * tokens * 4  # of a norm: mean and reciprocal deviation, fp32
+    # Two per multiplication: the matrices, and q k^T and its product with v over all pairs.
+    products, attention = 2.0 * tokens * (4 * h * h + 2 * h * sizes.inner), 4.0 * tokens * seq * h
     block = LayerCost(
-        forward_flops=_block_flops(sizes, tokens, seq),
+        forward_flops=products + attention,
         saved_bytes=_block_saved(sizes, batch, seq, dtype),
         boundary_bytes=row,
-        attention_flops=4.0 * tokens * seq * h,
+        attention_flops=attention,
         attention_bytes=row + _statistics(sizes, batch, seq, dtype),
     )
     head = _head(sizes, tokens, each)
@@ -560,12 +545,6 @@ def _head(sizes: _Sizes, tokens: int, each: int) -> LayerCost:
         # In backward the gradients of the softmax and of its logarithm, both fp32.
         passing_bytes=2 * tokens * sizes.vocab * 4,
     )
-
-
-def _block_flops(sizes: _Sizes, tokens: int, seq: int) -> float:
-    """Two per multiplication: the matrices, and q k^T and its product with v over all pairs."""
-    h = sizes.hidden
-    return 2.0 * tokens * (4 * h * h + 2 * h * sizes.inner) + 4.0 * tokens * seq * h
 
 
 def _block_saved(sizes: _Sizes, batch: int, seq: int, dtype: str) -> int:

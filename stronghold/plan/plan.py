@@ -149,15 +149,6 @@ class Plan:
         return sum(self.host_bytes.values())
 
     @property
-    def nvme_read_bytes(self) -> int:
-        """In a step."""
-        return self.traffic.nvme_read_bytes
-
-    @property
-    def nvme_written_bytes(self) -> int:
-        return self.traffic.nvme_written_bytes
-
-    @property
     def nvme_total_bytes(self) -> int:
         return sum(self.nvme_bytes.values())
 
@@ -185,7 +176,7 @@ class Plan:
     def wear(self, step_s: float | None = None) -> str:
         """Bytes that a step reads from NVMe and writes to it; per hour too where a step takes
         `step_s`."""
-        read, written = self.nvme_read_bytes, self.nvme_written_bytes
+        read, written = self.traffic.nvme_read_bytes, self.traffic.nvme_written_bytes
         line = f"nvme, per step: {read / MIB:.2f} MiB read, {written / MIB:.2f} MiB written"
         if not step_s:
             return line
@@ -224,12 +215,11 @@ def make_plan(layout: ModelLayout, demand: Demand) -> Plan:
     host = _Host(places, reasons)
     reasons += _deferred_in_words(places, host.deferred)
     again = sum(e.num_parameters for e in layout.layers if activations[e.index] in AGAIN)
-    on_gpu = frozenset(layer.index for layer in places.on_gpu)
     return Plan(
         window=window,
         prefetch=prefetch,
         resident=places.resident,
-        updated_on_gpu=on_gpu,
+        updated_on_gpu=places.updated_there,
         whole=places.whole,
         own_gradients=frozenset(layer.index for layer in places.own_slots),
         gradient_slots=gradient_slots,
@@ -249,7 +239,7 @@ def make_plan(layout: ModelLayout, demand: Demand) -> Plan:
             layout,
             demand,
             resident=places.resident,
-            on_gpu=on_gpu,
+            on_gpu=places.updated_there,
             window=window,
             offloaded_bytes=sum(moved for moved, _ in places.moved.values()),
             nvme=host.traffic,
@@ -311,14 +301,6 @@ def activation_bytes(layout: ModelLayout, activations: Sequence[str], demand: De
     return kept + (max(outside, passing) if demand.streams == 1 else outside + passing)
 
 
-def _policies(layout: ModelLayout, demand: Demand) -> tuple[str, ...]:
-    """Each layer's activation policy; what is no block keeps its own."""
-    chosen = demand.activations or "keep"
-    if not isinstance(chosen, str):
-        return chosen
-    return levels_of(layout, {chosen: len(layout.streamed)})
-
-
 def levels_of(layout: ModelLayout, counts: Mapping[str, int]) -> tuple[str, ...]:
     """By layer, of so many blocks with each level, the first blocks' first. ConfigError when the
     numbers are not the model's."""
@@ -340,7 +322,10 @@ class _Places:
 
     def __init__(self, layout: ModelLayout, demand: Demand, reasons: list[str]) -> None:
         self.demand, self.gradients = demand, demand.gradients
-        self.activations = _policies(layout, demand)
+        chosen = demand.activations or "keep"
+        if isinstance(chosen, str):
+            chosen = levels_of(layout, {chosen: len(layout.streamed)})
+        self.activations = chosen
         # Of each block: bytes that wait on the host while backward begins, and the inputs' part.
         self.moved: dict[int, tuple[int, int]] = {}
         for index in layout.streamed if demand.kept else ():
@@ -364,7 +349,7 @@ class _Places:
         self.streamed, self.kept = blocks[:num_streamed], blocks[num_streamed:]
         on_gpu = demand.resident_updates == "gpu"
         self.on_gpu = [*self.outside, *self.kept] if on_gpu else []
-        there = {layer.index for layer in self.on_gpu}
+        self.updated_there = there = frozenset(layer.index for layer in self.on_gpu)
         self.on_host = [layer for layer in layout.layers if layer.index not in there]
         whole = not self.on_host and {"keep"} >= set(self.activations)
         whole = whole and demand.chunk is None  # blocks are called chunk by chunk
@@ -382,7 +367,7 @@ class _Places:
             reasons.append(f"resident layers are updated on the gpu ({why})")
         # Until the gate opens, gradients on the gpu stay where they were gathered. The gradients of
         # what is no block come early and late in backward.
-        held = there if demand.gradients is Gradients.HELD else set[int]()
+        held = there if demand.gradients is Gradients.HELD else frozenset[int]()
         own = [layer for layer in layout.layers if not layer.streamed or layer.index in held]
         self.own_slots = [] if self.whole else own
         shared = [layer for layer in blocks if layer.index not in held]
@@ -396,8 +381,8 @@ class _Places:
         if not self.demand.training or not trainable:
             return 0
         # Gradients that are used on the gpu never drain: there is nothing to overlap.
-        there = {layer.index for layer in self.on_gpu}
-        return 1 if all(layer.index in there for layer in trainable) else MAX_GRADIENT_SLOTS
+        there = all(layer.index in self.updated_there for layer in trainable)
+        return 1 if there else MAX_GRADIENT_SLOTS
 
     def gpu_bytes(self, window: int, gradient_slots: int) -> dict[str, int]:
         """Every part of the gpu's peak, activations excepted, with so many slots."""

@@ -148,23 +148,10 @@ def deferrals(layout: ModelLayout, plan: Plan, work: Workload, rates: Rates) -> 
 # -- the search -----------------------------------------------------------------------------------
 
 
-def search(
-    layout: ModelLayout,
-    demand: Demand,
-    work: Workload,
-    rates: Rates,
-    predict: Callable[[Plan], Any],
-    ladders: Sequence[Ladder] = LADDERS,
-    near: Iterable[tuple[int, int]] = (),
-) -> Choice:
-    """The fastest plan within the demand's budgets, by `predict`, of those by `ladders`, or of
-    those `near`: with these numbers of resident blocks and windows. BudgetError when none fits,
-    which names what would make the smallest plan fit."""
-    return _Search(layout, demand, work, rates, predict, ladders).run(list(near))
-
-
 @dataclass(slots=True)
-class _Search:
+class Search:
+    """One search, by `predict`, of the plans within the demand's budgets by `ladders`."""
+
     layout: ModelLayout
     demand: Demand
     work: Workload
@@ -179,6 +166,8 @@ class _Search:
         self.demand = replace(self.demand, searched=searched)
 
     def run(self, near: Sequence[tuple[int, int]]) -> Choice:
+        """The fastest plan; of those `near`, if any: with these numbers of resident blocks and
+        windows. BudgetError when none fits, which names what would make the smallest plan fit."""
         if near:
             wishes = (wish for kept, window in near for wish in self._demands([kept], [window]))
             self._round(self._fitting(wishes, self.ladders))

@@ -88,16 +88,16 @@ def test_a_step_moves_the_planned_bytes(tmp_path: Path) -> None:
         read, written = (late - early for early, late in zip(moved[2], moved[3], strict=True))
         plan = engine.plan
         engine.destroy()
-        assert written == plan.nvme_written_bytes
-        assert read <= plan.nvme_read_bytes
-        assert read >= 0.7 * plan.nvme_read_bytes  # a window keeps what the turn needs
+        assert written == plan.traffic.nvme_written_bytes
+        assert read <= plan.traffic.nvme_read_bytes
+        assert read >= 0.7 * plan.traffic.nvme_read_bytes  # a window keeps what the turn needs
 
 
 def test_the_wear_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model, make_batch = MODELS["gpt"](num_layers=4)
     with caplog.at_level("INFO", "stronghold"):
         engine = engine_of(model, tmp_path, {"nvme": {"spill": "moments"}})
-        written = engine.plan.nvme_written_bytes
+        written = engine.plan.traffic.nvme_written_bytes
         train(engine, make_batch, range(4))
         engine.destroy()
     assert written == 8 * sum(layer.trainable_numel for layer in engine._stack.layout.layers)

@@ -91,8 +91,12 @@ def measure_step(load: float, path: Path, clipping: float = 0.0) -> Measured:
     }
     # Sleeps and Python take what the machine makes of them.
     compute_s = min(busy["compute"], 1.2 * compute_s)
-    disk_s = plan.nvme_read_bytes / (nvme_gbps * 1e9)
-    assert plan.nvme_read_bytes == plan.nvme_written_bytes == 8 * LAYER_NUMEL * NUM_LAYERS
+    disk_s = plan.traffic.nvme_read_bytes / (nvme_gbps * 1e9)
+    assert (
+        plan.traffic.nvme_read_bytes
+        == plan.traffic.nvme_written_bytes
+        == 8 * LAYER_NUMEL * NUM_LAYERS
+    )
     bound = max(compute_s, disk_s, busy["fetch"], busy["drain"], busy["update"])
     return Measured(
         step_s=step_s,

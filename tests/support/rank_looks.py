@@ -48,7 +48,7 @@ def memory(*, clipping: float, **section: Any) -> dict[str, Any]:
             "nvme_peak": report.nvme_peak,
             "nvme_planned": report.nvme_planned,
             "staging": stack.plan.staging.nbytes,
-            "traffic": (stack.plan.nvme_read_bytes, stack.plan.nvme_written_bytes),
+            "traffic": (stack.plan.traffic.nvme_read_bytes, stack.plan.traffic.nvme_written_bytes),
             "moved": _moved(stack.host.tiers),
             "weights_bytes": padded_numel * 2,
             "weights_pss": _pss("stronghold weights"),

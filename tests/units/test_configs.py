@@ -225,8 +225,8 @@ def test_the_model_fits_the_ram_and_the_disk_that_the_config_is_for(
     )
     assert planned.nvme_total_bytes <= free
     # Weights are read for both passes, and for the update.
-    read = planned.nvme_read_bytes - 2 * planned.nvme_bytes["weights"]
-    assert read == planned.nvme_written_bytes == pytest.approx(moved, rel=0.05)
+    read = planned.traffic.nvme_read_bytes - 2 * planned.nvme_bytes["weights"]
+    assert read == planned.traffic.nvme_written_bytes == pytest.approx(moved, rel=0.05)
     assert planned.window >= 3
     assert planned.gradient_slots == 2
 

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, GPT2Config
 
 from stronghold.errors import ConfigError
-from stronghold.forecast.question import transformer_shape
+from stronghold.forecast.question import from_sizes
 from stronghold.model.costs import trace_costs
 from stronghold.model.layout import layout
 from stronghold.model.partition import partition
@@ -25,7 +25,7 @@ from tests.units.test_costs import without_passing
 def test_parameters_follow_the_formula(
     layers: int, hidden: int, heads: int, vocab: int, seq: int
 ) -> None:
-    sizes, _ = transformer_shape(layers, hidden, heads, vocab, seq)
+    sizes = from_sizes(layers, hidden, heads, vocab, seq).layout
     l, h, v, s = layers, hidden, vocab, seq  # noqa: E741
     assert sizes.num_parameters == l * (12 * h * h + 13 * h) + v * h + s * h + 2 * h
 
@@ -34,7 +34,7 @@ def test_the_layout_is_that_of_gpt2() -> None:
     config = GPT2Config(n_layer=3, n_embd=48, n_head=4, vocab_size=1001, n_positions=33)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    assert transformer_shape(3, 48, 4, 1001, 33)[0] == layout(partition(model))
+    assert from_sizes(3, 48, 4, 1001, 33).layout == layout(partition(model))
 
 
 class ShapedBlock(nn.Module):
@@ -82,22 +82,22 @@ class ShapedModel(nn.Module):
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
 def test_the_formulas_are_the_costs_of_an_equal_model(dtype: str) -> None:
-    sizes, costs_of = transformer_shape(3, 64, 4, 101, 40)
+    gpt = from_sizes(3, 64, 4, 101, 40)
     with torch.device("meta"):
         blocks = [ShapedBlock(64, 4) for _ in range(3)]
         model = ShapedModel(3, 64, 101, 40, blocks)
     layers = partition(model)
     found = layout(layers)
-    assert [layer.numel for layer in sizes.layers] == [layer.numel for layer in found.layers]
-    assert sizes.num_parameters == found.num_parameters
+    assert [layer.numel for layer in gpt.layout.layers] == [layer.numel for layer in found.layers]
+    assert gpt.layout.num_parameters == found.num_parameters
     expected = trace_costs(model, layers, batch=2, seq=33, dtype=dtype)
-    assert without_passing(costs_of(2, 33, dtype)) == without_passing(expected)
+    assert without_passing(gpt.costs_of(2, 33, dtype)) == without_passing(expected)
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_the_head_has_twice_its_fp32_logits_in_passing(dtype: str) -> None:
     """Where the vocabulary is much wider than the model; both counted and by the formula."""
-    _, costs_of = transformer_shape(2, 64, 4, 8000, 64)
+    costs_of = from_sizes(2, 64, 4, 8000, 64).costs_of
     with torch.device("meta"):
         blocks = [ShapedBlock(64, 4) for _ in range(2)]
         model = ShapedModel(2, 64, 8000, 64, blocks)
@@ -118,10 +118,10 @@ def test_sizes_that_do_not_fit_together_are_named(
     sizes: tuple[int, int, int, int, int], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        transformer_shape(*sizes)
+        from_sizes(*sizes)
 
 
 def test_a_sequence_longer_than_the_positions_is_refused() -> None:
-    _, costs_of = transformer_shape(2, 64, 4, 100, 8)
+    costs_of = from_sizes(2, 64, 4, 100, 8).costs_of
     with pytest.raises(ConfigError, match="--seq: got 9, expected 1 to 8"):
         costs_of(1, 9, "bf16")

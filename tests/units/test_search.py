@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from stronghold.errors import BudgetError
-from stronghold.forecast.question import transformer_shape
+from stronghold.forecast.question import from_sizes
 from stronghold.model.costs import ModelCosts
 from stronghold.model.layout import ModelLayout
 from stronghold.plan.cost import LEVELS, Demand, workload_of
@@ -55,8 +55,8 @@ PAIRS = [
 
 def demand_of(pair: Pair) -> tuple[ModelLayout, ModelCosts, MachineProfile, Demand]:
     machine = MachineProfile.load(pair.machine)
-    layout, costs_of = transformer_shape(*pair.shape, pair.seq)
-    costs = costs_of(pair.batch, pair.seq, "bf16")
+    model = from_sizes(*pair.shape, pair.seq)
+    layout, costs = model.layout, model.costs_of(pair.batch, pair.seq, "bf16")
     demand = Demand(
         weight_bytes=2,
         low_bytes=2,
