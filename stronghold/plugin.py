@@ -30,16 +30,14 @@ from stronghold.telemetry import show_log
 
 logger = logging.getLogger("stronghold")
 
-Initialize = Callable[..., Any]
+Replacement = Callable[..., Any]
 
 
 class _Switch:
-    """What stands at `deepspeed.initialize`, and what stood there before."""
+    """Whether it is on; and of each name its owner, what stood there and what stands for it."""
 
     active = False
-    original: Initialize | None = None
-    installed: Initialize | None = None
-    methods: ClassVar[list[tuple[Any, str, Callable[..., Any]]]] = []  # what stood there
+    replaced: ClassVar[dict[tuple[Any, str], tuple[Replacement, Replacement]]] = {}
 
 
 _switch = _Switch()
@@ -50,16 +48,13 @@ def enable() -> None:
     if _switch.active:
         return
     _switch.active = True
-    if _switch.installed is None:  # else: another wrapper kept ours inside, see `disable`
-        _switch.original = deepspeed.initialize
-        _switch.installed = deepspeed.initialize = _choosing(deepspeed.initialize)
-    if not _switch.methods:
-        _replace(deepspeed.zero.Init, "__init__", _partitioning_nothing)
-        _replace(zero_to_fp32, "get_fp32_state_dict_from_zero_checkpoint", _of_both_layouts)
-        with contextlib.suppress(ImportError):
-            from accelerate.utils.deepspeed import HfDeepSpeedConfig
+    _replace(deepspeed, "initialize", _choosing)
+    _replace(deepspeed.zero.Init, "__init__", _partitioning_nothing)
+    _replace(zero_to_fp32, "get_fp32_state_dict_from_zero_checkpoint", _of_both_layouts)
+    with contextlib.suppress(ImportError):
+        from accelerate.utils.deepspeed import HfDeepSpeedConfig
 
-            _replace(HfDeepSpeedConfig, "set_stage_and_offload", _without_stage_3)
+        _replace(HfDeepSpeedConfig, "set_stage_and_offload", _without_stage_3)
     show_log()
     logger.info('deepspeed.initialize obeys the config\'s "stronghold" section from now on')
 
@@ -71,12 +66,10 @@ def disable() -> None:
     call on.
     """
     _switch.active = False
-    if _switch.installed is not None and deepspeed.initialize is _switch.installed:
-        deepspeed.initialize = _switch.original
-        _switch.original = _switch.installed = None
-    while _switch.methods:
-        owner, name, original = _switch.methods.pop()
-        setattr(owner, name, original)
+    for (owner, name), (original, ours) in list(_switch.replaced.items()):
+        if getattr(owner, name) is ours:
+            setattr(owner, name, original)
+            del _switch.replaced[owner, name]
 
 
 def enabled() -> bool:
@@ -84,18 +77,23 @@ def enabled() -> bool:
     return _switch.active
 
 
-def _replace(owner: Any, name: str, make: Callable[..., Callable[..., Any]]) -> None:
-    original = getattr(owner, name)
-    _switch.methods.append((owner, name, original))
-    setattr(owner, name, make(original))
+def _replace(owner: Any, name: str, make: Callable[[Any], Replacement]) -> None:
+    if (owner, name) not in _switch.replaced:  # else another wrapper keeps ours inside
+        original = getattr(owner, name)
+        _switch.replaced[owner, name] = original, make(original)
+        setattr(owner, name, _switch.replaced[owner, name][1])
 
 
-def _has_section(source: Any) -> bool:
-    """Whether it is a config that asks for this engine; what cannot be read does not."""
+def _asks_for_us(source: Any, args: Any = None) -> bool:
+    """Whether it is a config that asks for this engine, now that this is on. One that cannot be
+    read does not: DeepSpeed then says in its own words what is wrong."""
+    if not _switch.active:
+        return False
     try:
-        return source is not None and configs.section_enabled(configs.read_config(source, None))
+        read = configs.read_config(source, args)
     except (TypeError, ConfigError):
         return False
+    return configs.section_enabled(read)
 
 
 def _partitioning_nothing(original: Callable[..., None]) -> Callable[..., None]:
@@ -105,7 +103,7 @@ def _partitioning_nothing(original: Callable[..., None]) -> Callable[..., None]:
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         given = signature.bind(self, *args, **kwargs).arguments
         source = given.get("config_dict_or_path")
-        if _has_section(given.get("config") if source is None else source):
+        if _asks_for_us(given.get("config") if source is None else source):
             self.enabled = False
         else:
             original(self, *args, **kwargs)
@@ -125,7 +123,7 @@ def _of_both_layouts(original: Callable[..., Any]) -> Callable[..., Any]:
         path = Path(given["checkpoint_dir"])
         with contextlib.suppress(ValueError, OSError):  # DeepSpeed says what is wrong
             path = locate(path, given.get("tag"))
-        if not (path / MANIFEST).exists():
+        if not (_switch.active and (path / MANIFEST).exists()):
             return original(*args, **kwargs)
         return fp32_state(path, exclude_frozen=bool(given.get("exclude_frozen_parameters")))
 
@@ -136,7 +134,7 @@ def _without_stage_3(original: Callable[[Any], None]) -> Callable[[Any], None]:
     @functools.wraps(original)
     def set_stage_and_offload(self: Any) -> None:
         zero = self.config.get("zero_optimization")
-        if isinstance(zero, dict) and zero.get("stage") == 3 and _has_section(self.config):
+        if isinstance(zero, dict) and zero.get("stage") == 3 and _asks_for_us(self.config):
             zero["stage"] = 2
             if isinstance(optimizer := zero.get("offload_optimizer"), dict):
                 optimizer.pop("ratio", None)  # of stage 3 alone, and without effect here
@@ -145,23 +143,17 @@ def _without_stage_3(original: Callable[[Any], None]) -> Callable[[Any], None]:
     return set_stage_and_offload
 
 
-def _choosing(original: Initialize) -> Initialize:
+def _choosing(original: Replacement) -> Replacement:
     signature = inspect.signature(original)
-
-    def asks_for_stronghold(*args: Any, **kwargs: Any) -> bool:
-        # What cannot be read or bound does not: DeepSpeed then says in its own words what is wrong.
-        try:
-            call = signature.bind(*args, **kwargs).arguments
-            source = call.get("config")
-            source = call.get("config_params") if source is None else source
-            read = configs.read_config(source, call.get("args"))
-        except (TypeError, ConfigError):
-            return False
-        return configs.section_enabled(read)
 
     @functools.wraps(original)
     def initialize(*args: Any, **kwargs: Any) -> Any:
-        if _switch.active and asks_for_stronghold(*args, **kwargs):
+        given: dict[str, Any] = {}
+        with contextlib.suppress(TypeError):  # the original's to refuse
+            given = signature.bind(*args, **kwargs).arguments
+        source = given.get("config")
+        source = given.get("config_params") if source is None else source
+        if _asks_for_us(source, given.get("args")):
             # Not before: `stronghold launch` enables the plugin where deepspeed is imported, which
             # may be halfway through stronghold's own modules.
             from stronghold.engine import dispatch

@@ -117,8 +117,6 @@ class TrainingConfig:
     """The DeepSpeed keys that are honoured, with DeepSpeed's defaults filled in."""
 
     precision: Precision
-    train_batch_size: int
-    train_micro_batch_size_per_gpu: int
     gradient_accumulation_steps: int
     gradient_clipping: float  # global L2 norm; 0.0 is off
     check_grad_overflow: bool  # whether updates wait for it that all gradients are finite
@@ -127,7 +125,6 @@ class TrainingConfig:
     optimizer: AdamSettings | None  # None: the client's own, or forward only
     scheduler: SchedulerSettings | None
     steps_per_print: int | None  # None: never
-    wall_clock_breakdown: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,7 +158,7 @@ def load(
     steps_per_print = config.get("steps_per_print")  # infinity is how accelerate says never
     training = TrainingConfig(
         precision=precision,
-        **{key: getattr(deepspeed, key) for key in BATCH_KEYS},
+        gradient_accumulation_steps=deepspeed.gradient_accumulation_steps,
         gradient_clipping=float(config.get("gradient_clipping", deepspeed.gradient_clipping)),
         check_grad_overflow=precision == "fp16"
         or (precision == "bf16" and deepspeed.bfloat16_config.check_grad_overflow),
@@ -170,7 +167,6 @@ def load(
         optimizer=optimizer,
         scheduler=scheduler,
         steps_per_print=None if steps_per_print in (None, 0, math.inf) else steps_per_print,
-        wall_clock_breakdown=bool(deepspeed.wall_clock_breakdown),
     )
     return Settings(original=original, deepspeed=deepspeed, training=training, stronghold=section)
 

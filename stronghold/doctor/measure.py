@@ -102,7 +102,7 @@ def _examine(
     device: Device, limits: HostLimits, size: Effort, folder: Path | None, step: Step
 ) -> Findings:
     memory, adam, lean_adam = host_rates(size, limits.num_cores, step)
-    rates = link_rates(device, size, step)
+    rates, pinnable_bytes, pin_error = link_rates(device, size, step)
     link = _pcie_link(device)  # now: an idle link runs slower
     flops = {}
     for name, dtype in DTYPES.items():
@@ -112,6 +112,7 @@ def _examine(
     if folder is not None:
         disk = disk_rates(folder, size.disk_bytes, step)
     emulated = not isinstance(device, CudaDevice)
+    figures = {name: _figure(rate) for name, rate in rates.items()} | _of_disk(disk)
     return Findings(
         profile=MachineProfile(
             name=_name(device),
@@ -121,22 +122,18 @@ def _examine(
             gpu_memory_bytes=_gpu_memory_bytes(device, limits),
             host_memory_bytes=limits.usable_bytes,
             num_cores=limits.num_cores,
-            fetch_gbps=_figure(rates.fetch_gbps),
-            drain_gbps=_figure(rates.drain_gbps),
-            duplex_gbps=_figure(rates.duplex_gbps),
             memory_gbps={threads: _figure(rate) for threads, rate in memory.items()},
             adam_gbps={threads: _figure(rate) for threads, rate in adam.items()},
             adam_lean_gbps={threads: _figure(rate) for threads, rate in lean_adam.items()},
             flops={name: _figure(rate) for name, rate in flops.items()},
-            gpu_memory_gbps=_figure(rates.gpu_memory_gbps),
-            **_of_disk(disk),
+            **figures,
         ),
         limits=limits,
         emulated=emulated,
         isa=native.isa(),
         best_isa=native.isas()[0],
-        pin_error=rates.pin_error,
-        pinnable_bytes=rates.pinnable_bytes,
+        pin_error=pin_error,
+        pinnable_bytes=pinnable_bytes,
         one_memory=not emulated and cuda.shares_memory(device.torch_device.index),
         link=link,
         disk=disk,
@@ -249,19 +246,6 @@ class Effort:
     disk_bytes: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LinkRates:
-    """In 1e9 bytes/s. `pin_error` says why the host memory could not be pinned, "" when it was;
-    `pinnable_bytes` could be until then."""
-
-    fetch_gbps: float
-    drain_gbps: float
-    duplex_gbps: float
-    gpu_memory_gbps: float
-    pin_error: str
-    pinnable_bytes: int
-
-
 def effort(quick: bool, available_bytes: int) -> Effort:
     """What is worth moving on this machine: arrays larger than all last caches together, but never
     more than an eighth of the memory that is free."""
@@ -344,8 +328,10 @@ def thread_counts(num_cores: int) -> list[int]:
     return sorted({*powers, num_cores})
 
 
-def link_rates(device: Device, size: Effort, step: Step) -> LinkRates:
-    """Copies between pinned host slabs and the device, alone and together, and on the device."""
+def link_rates(device: Device, size: Effort, step: Step) -> tuple[dict[str, float], int, str]:
+    """Copies between pinned host slabs and the device, alone and together, and on the device, in
+    1e9 bytes/s by the profile's names; how many bytes of host memory could be pinned, and why no
+    more, "" where nothing was refused."""
     nbytes = size.copy_bytes // 4096 * 4096
     hosts = [map_slab(nbytes, torch.uint8).fill_(1) for _ in range(2)]
     # Filled: CPU memory that was never written is one page of zeros, which stays in the cache.
@@ -373,14 +359,13 @@ def link_rates(device: Device, size: Effort, step: Step) -> LinkRates:
     step("device memory")
     on_device = _on_compute(device, lambda: slots[0].copy_(slots[1]), size.rounds, _COPIES)
     device.release(*slots)
-    return LinkRates(
-        fetch_gbps=nbytes / fetch / 1e9,
-        drain_gbps=nbytes / drain / 1e9,
-        duplex_gbps=duplex / 1e9,
-        gpu_memory_gbps=2 * nbytes / on_device / 1e9,
-        pin_error=pin_error,
-        pinnable_bytes=pinnable_bytes,
-    )
+    rates = {
+        "fetch_gbps": nbytes / fetch / 1e9,
+        "drain_gbps": nbytes / drain / 1e9,
+        "duplex_gbps": duplex / 1e9,
+        "gpu_memory_gbps": 2 * nbytes / on_device / 1e9,
+    }
+    return rates, pinnable_bytes, pin_error
 
 
 def _pinnable(device: Device, size: Effort) -> tuple[int, str]:

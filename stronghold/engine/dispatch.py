@@ -68,9 +68,9 @@ def initialize(
     num_ranks = data_parallel_size(mpu)
     settings = configs.load(source, args=args, world_size=num_ranks, mpu=mpu)
     shown = make_optimizer(model, optimizer, model_parameters, settings)
-    _init_distributed(settings, distributed_port, dist_init_required)
     section = settings.stronghold
     on_gpu = (section.device or "cuda") == "cuda" and cuda.available()
+    _init_distributed(settings, distributed_port, dist_init_required, on_gpu=on_gpu)
     ranks = join(mpu, on_gpu=on_gpu, silence_s=section.rank_timeout_s)
     try:
         engine = StrongholdEngine(
@@ -102,16 +102,22 @@ def _check_model(model: nn.Module) -> None:
             "model: wrapped in DistributedDataParallel, which sums up gradients that leave before "
             "it finds them: pass the plain module, the engine is data-parallel itself"
         )
-    partitioned = {n: p for n, p in model.named_parameters() if hasattr(p, "ds_id")}
-    for name, parameter in partitioned.items():
-        if _partition_of(parameter) is None:
+    of_zero_init: list[tuple[str, Any, torch.Tensor | None]] = [
+        (name, parameter, _partition_of(parameter))
+        for name, parameter in model.named_parameters()
+        if hasattr(parameter, "ds_id")
+    ]
+    for name, _, values in of_zero_init:
+        if values is None:
             raise ConfigError(
                 f"{name} was partitioned by deepspeed.zero.Init among several ranks, or to NVMe: "
                 "import stronghold.plugin before the model is built, and pass this config to "
                 "deepspeed.zero.Init (Transformers does), which then leaves the model whole"
             )
-    for parameter in partitioned.values():
-        _undo_partitioning(parameter)
+    for _, parameter, values in of_zero_init:  # a view of its partition, not a copy
+        for name in [n for n in vars(parameter) if n.startswith("ds_") or n in _OF_ZERO_INIT]:
+            delattr(parameter, name)
+        parameter.data = values
 
 
 # What deepspeed.zero.Init sets on a parameter, beside names that begin with ds_.
@@ -132,16 +138,6 @@ def _partition_of(parameter: Any) -> torch.Tensor | None:
         return None
     whole: torch.Tensor = partition.detach().view(-1)[: parameter.ds_numel]
     return whole.view(parameter.ds_shape)
-
-
-def _undo_partitioning(parameter: nn.Parameter) -> None:
-    """The parameter as if it had been made outside of deepspeed.zero.Init: a view of its
-    partition, not a copy."""
-    values = _partition_of(parameter)
-    assert values is not None
-    for name in [n for n in vars(parameter) if n.startswith("ds_") or n in _OF_ZERO_INIT]:
-        delattr(parameter, name)
-    parameter.data = values
 
 
 def make_optimizer(
@@ -222,7 +218,9 @@ def _check_owned(model: nn.Module, groups: Iterable[dict[str, Any]], what: str) 
         )
 
 
-def _init_distributed(settings: configs.Settings, port: int, required: bool | None) -> None:
+def _init_distributed(
+    settings: configs.Settings, port: int, required: bool | None, *, on_gpu: bool
+) -> None:
     """The process group that scripts expect after `initialize`, when a launcher set the environment
     for one; and one of this process alone, without a launcher, where Accelerate gathers over it.
 
@@ -231,7 +229,6 @@ def _init_distributed(settings: configs.Settings, port: int, required: bool | No
     DeepSpeed's.
     """
     monitors = settings.deepspeed.monitor_config.enabled
-    on_gpu = (settings.stronghold.device or "cuda") == "cuda" and cuda.available()
     begun = torch.distributed.is_initialized()
     if "RANK" in os.environ and required is not False:
         if monitors or (on_gpu and not begun):

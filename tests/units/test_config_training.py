@@ -31,7 +31,6 @@ def test_defaults_are_deepspeeds() -> None:
     training = load().training
     theirs = deepspeed_config.DeepSpeedConfig(dict(BASE))
     assert training.gradient_clipping == theirs.gradient_clipping == 1.0
-    assert training.wall_clock_breakdown is theirs.wall_clock_breakdown
     assert (training.precision, training.check_grad_overflow) == ("fp32", False)
     assert (training.optimizer, training.scheduler, training.steps_per_print) == (None, None, None)
 
@@ -52,7 +51,7 @@ def test_batch_arithmetic_is_deepspeeds() -> None:
         except AssertionError:
             assert "batch size" in refusal(config)
             continue
-        ours = configs.load(config).training
+        ours = configs.load(config).deepspeed
         for key in configs.training.BATCH_KEYS:
             assert getattr(ours, key) == getattr(theirs, key), config
         agreed += 1
@@ -62,7 +61,7 @@ def test_batch_arithmetic_is_deepspeeds() -> None:
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_ranks_multiply_the_batch(ranks: int) -> None:
     settings = configs.load({**BASE, "gradient_accumulation_steps": 4}, world_size=ranks)
-    assert settings.training.train_batch_size == 8 * ranks == settings.deepspeed.train_batch_size
+    assert settings.deepspeed.train_batch_size == 8 * ranks
     assert settings.deepspeed.world_size == ranks
     settings = configs.load({**BASE, "train_batch_size": 12}, world_size=ranks)
     assert settings.training.gradient_accumulation_steps == 6 // ranks
@@ -72,9 +71,9 @@ def test_ranks_are_those_that_run_in_parallel(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(deepspeed_config.dist, "is_initialized", lambda: True)
     monkeypatch.setattr(deepspeed_config.dist, "get_world_size", lambda *_: 6)
     mpu = SimpleNamespace(get_data_parallel_world_size=lambda: 3)
-    assert configs.load(BASE).training.train_batch_size == 12
-    assert configs.load(BASE, mpu=mpu).training.train_batch_size == 6
-    assert configs.load(BASE, world_size=1).training.train_batch_size == 2
+    assert configs.load(BASE).deepspeed.train_batch_size == 12
+    assert configs.load(BASE, mpu=mpu).deepspeed.train_batch_size == 6
+    assert configs.load(BASE, world_size=1).deepspeed.train_batch_size == 2
     assert "mpu: has no" in refusal(BASE, mpu=SimpleNamespace())
 
 
@@ -83,7 +82,7 @@ def test_a_batch_mismatch_gives_the_numbers_and_the_edit() -> None:
     message = refusal(sizes)
     assert "7 != 2 x 3 x 1" in message
     assert 'Set "train_batch_size": 6' in message
-    assert configs.load({**sizes, "train_batch_size": 6}).training.train_batch_size == 6
+    assert configs.load({**sizes, "train_batch_size": 6}).deepspeed.train_batch_size == 6
     assert "on 2 ranks" in refusal({"train_batch_size": 3}, world_size=2)
     assert "train_micro_batch_size_per_gpu" in refusal({})
 

@@ -238,7 +238,7 @@ def test_the_gpu_has_room_for_activations(config: str, model: str) -> None:
     settings = load(CONFIGS / f"{config}.json")
     shape, _ = MODELS[model]
     assert settings.stronghold.activations == "recompute"
-    tokens = settings.training.train_micro_batch_size_per_gpu * SEQUENCE
+    tokens = settings.deepspeed.train_micro_batch_size_per_gpu * SEQUENCE
     inputs = tokens * shape.num_hidden_layers * shape.hidden_size * 2
     logits = tokens * shape.vocab_size * (2 + 4 + 4)
     left = machine(settings, config).gpu - settings.stronghold.gpu_memory
