@@ -145,19 +145,23 @@ class _Hidden(nn.Parameter):
         if func not in _WITHOUT_VALUES:
             given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, _Hidden)]
             for parameter in given:
-                _replacement.wait(parameter)
+                _wait(parameter)
             if not any(isinstance(each, _Hidden) for each in given):
                 return func(*args, **kwargs)
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
     def __deepcopy__(self, memo: Any) -> Any:
-        _replacement.wait(self)
+        _wait(self)
         return self.__deepcopy__(memo)  # of its own class now
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        _replacement.wait(self)
+        _wait(self)
         return self.__reduce_ex__(protocol)
+
+
+def _wait(parameter: nn.Parameter) -> None:
+    _replacement.reads[id(parameter)].wait(parameter)
 
 
 _hidden_class: dict[type, type] = {}
@@ -169,7 +173,7 @@ def hide(parameters: Iterable[nn.Parameter]) -> None:
     those that no `ParameterReads` knows."""
     for parameter in parameters:
         own = type(parameter)
-        if id(parameter) in _replacement.waits and own not in _own_class:
+        if id(parameter) in _replacement.reads and own not in _own_class:
             if own not in _hidden_class:
                 bases = (_Hidden,) if own is nn.Parameter else (_Hidden, own)
                 make: Any = type(own)
@@ -193,7 +197,7 @@ point: Callable[[nn.Parameter, torch.Tensor], None] = _data.__set__
 
 
 def _get_data(parameter: nn.Parameter) -> torch.Tensor:
-    if id(parameter) in _replacement.waits:
+    if id(parameter) in _replacement.reads:
         return torch.Tensor.detach(parameter)  # [Note: .data]
     alias: torch.Tensor = _data.__get__(parameter)
     return alias
@@ -204,14 +208,10 @@ _counted_data = property(_get_data, point, doc="torch.Tensor.data, whose writes 
 
 # -- what stands elsewhere while an engine lives ---------------------------------------------------
 class _Replacement:
-    """What stands in torch, what stood there before, and whom to ask, by a parameter's identity:
-    what returns when it holds its newest values and is shown, and what drops its gradients.
-    """
+    """What stands in torch, what stood there before, and whom to ask, by a parameter's identity."""
 
     def __init__(self) -> None:
-        self.waits: dict[int, Callable[[], None]] = {}
-        self.drops: dict[int, Callable[[set[int]], None]] = {}  # given what else is dropped
-        self.clips: dict[int, Callable[[float], None]] = {}  # given the largest norm
+        self.reads: dict[int, ParameterReads] = {}
         # By class and name: what stood there, and what stands there now.
         self._replaced: dict[tuple[Any, str], tuple[Any, Any]] = {}
 
@@ -242,8 +242,11 @@ class _Replacement:
                 setattr(owner, name, original)
                 del self._replaced[owner, name]
 
-    def wait(self, parameter: nn.Parameter) -> None:
-        self.waits[id(parameter)]()
+    def of(self, parameters: Iterable[torch.Tensor]) -> list[tuple[ParameterReads, set[int]]]:
+        """The engines that train some of these parameters, with the identities of all."""
+        found = {id(parameter) for parameter in parameters}
+        engines = {self.reads[identity] for identity in found & self.reads.keys()}
+        return [(reads, found) for reads in engines if reads.trained.keys() & found]
 
     def _without_attributes(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -261,9 +264,8 @@ class _Replacement:
         @functools.wraps(original)
         def zero_grad(owner: Any, *args: Any, **kwargs: Any) -> None:
             original(owner, *args, **kwargs)
-            found = {id(parameter) for parameter in _parameters_of(owner)}
-            for drop in {self.drops[identity] for identity in found & self.drops.keys()}:
-                drop(found)
+            for reads, found in self.of(_parameters_of(owner)):
+                reads.drop(found)
 
         return zero_grad
 
@@ -271,9 +273,8 @@ class _Replacement:
         @functools.wraps(original)
         def clip(parameters: Any, max_norm: float, *args: Any, **kwargs: Any) -> None:
             listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-            found = {id(parameter) for parameter in listed}
-            for check in {self.clips[identity] for identity in found & self.clips.keys()}:
-                check(max_norm)
+            for reads, _ in self.of(listed):
+                reads.clipped(max_norm)
             original(listed, max_norm, *args, **kwargs)
 
         return clip
@@ -349,46 +350,39 @@ class ParameterReads:
         clipped: Callable[[float], None],
         found: Mapping[nn.Parameter, Access],
     ) -> None:
-        self._drop_gradients, self._clipped = drop, clipped
-        self._waits = {
-            id(parameter): functools.partial(settle, (layer,))
-            for parameter, (layer, _) in places.items()
-        }
-        self._parameters = list(places)
-        self._trained = {p: name for p, (_, name) in places.items() if p.requires_grad}
+        self._settle, self._drop_gradients, self.clipped = settle, drop, clipped
+        self._places = dict(places)
+        # Their names, by identity.
+        self.trained = {id(p): name for p, (_, name) in places.items() if p.requires_grad}
         self._fragments = list(found)
         for parameter, fragment in found.items():
             for attribute, method in FRAGMENT.items():
                 setattr(parameter, attribute, getattr(fragment, method) if method else fragment)
-        _replacement.waits |= self._waits
-        _replacement.drops |= {id(parameter): self._drop for parameter in self._trained}
-        _replacement.clips |= {id(parameter): clipped for parameter in self._trained}
+        _replacement.reads |= {id(parameter): self for parameter in places}
         _replacement.enable()
 
-    def _drop(self, found: set[int]) -> None:
+    def wait(self, parameter: nn.Parameter) -> None:
+        """Return when the parameter holds its newest values and is shown."""
+        self._settle((self._places[parameter][0],))
+
+    def drop(self, found: set[int]) -> None:
         """Somebody throws the gradients of these parameters away."""
-        others = (name for p, name in self._trained.items() if id(p) not in found)
+        others = (name for identity, name in self.trained.items() if identity not in found)
         self._drop_gradients(next(others, None))
 
     def close(self) -> None:
         """The parameters are the user's alone again. Safe to call twice."""
-        show(self._parameters)
-        for identity, wait in self._waits.items():
-            if _replacement.waits.get(identity) is wait:
-                del _replacement.waits[identity]
-        for parameter in self._trained:
-            if _replacement.drops.get(id(parameter)) == self._drop:
-                del _replacement.drops[id(parameter)]
-            if _replacement.clips.get(id(parameter)) == self._clipped:
-                del _replacement.clips[id(parameter)]
+        show(self._places)
+        for identity in map(id, self._places):
+            if _replacement.reads.get(identity) is self:
+                del _replacement.reads[identity]
         for parameter in self._fragments:
             for attribute in FRAGMENT if _is_ours(parameter) else ():
                 delattr(parameter, attribute)
-        self._waits.clear()
-        self._parameters.clear()
-        self._trained.clear()
+        self._places.clear()
+        self.trained.clear()
         self._fragments.clear()
-        if not _replacement.waits:
+        if not _replacement.reads:
             _replacement.disable()
 
 
