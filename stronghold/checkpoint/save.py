@@ -136,7 +136,7 @@ class Save:
     def start(self) -> None:
         """Save on the io lane: `wait` says how it ended. Training may go on at once:
         [Note: snapshot]."""
-        stack, lane = self._stack, self._stack.device.io
+        stack, lane = self._stack, self._stack.device.lane("io")
         try:
             for layer in self.order:
                 state = stack.host.layers[layer]

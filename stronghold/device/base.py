@@ -293,13 +293,14 @@ class ComputeLane(Lane):
 
 
 class Device(ABC):
-    """Lanes `fetch`, `drain` and `update`, those of files, the compute lane of the training thread,
+    """Lanes `fetch`, `drain` and `update`, the compute lane of the training thread, others by name,
     and raw buffers.
 
-    Lanes of files are made when they are first used, by the training thread or by autograd's in
-    backward, never by a lane's: `load` reads ahead of updates, `stage` ahead of fetches, `spill`
-    writes, `io` is for checkpoints. Each has a thread of its own, so that none of them waits behind
-    another.
+    Those of files are made by the training thread or by autograd's in backward: `load` reads ahead
+    of updates, `stage` ahead of fetches, `spill` writes, `io` is for checkpoints. Those between
+    ranks by the training thread alone: `gather` of weights, `reduce` of gradients, `exchange` of
+    weights between nodes, from host memory to host memory, where updates left them. Each has a
+    thread of its own, so that none of them waits behind another.
 
     `budget_bytes` limits the sum of live `allocate` calls; None leaves it to the device.
     """
@@ -326,53 +327,18 @@ class Device(ABC):
         """Make the three lanes that every device has, or none where the system refuses a thread."""
         with contextlib.ExitStack() as undo:
             for name in ("fetch", "drain", "update"):
-                undo.callback(self._lane(name).close)
+                undo.callback(self.lane(name).close)
             undo.pop_all()
         self.fetch, self.drain, self.update = self._lanes.values()
 
-    def _lane(self, name: str) -> Lane:
+    def lane(self, name: str) -> Lane:
+        """The lane, made when it is first asked for."""
         if name not in self._lanes:
             self._lanes[name] = self._make_lane(name)
         return self._lanes[name]
 
     def _make_lane(self, name: str) -> Lane:
         return HostLane(name, self)
-
-    @property
-    def gather(self) -> Lane:
-        """Weights between ranks. Only the training thread may be the first to ask."""
-        return self._lane("gather")
-
-    @property
-    def reduce(self) -> Lane:
-        """Gradients between ranks. Only the training thread may be the first to ask."""
-        return self._lane("reduce")
-
-    @property
-    def exchange(self) -> Lane:
-        """Weights between nodes, from host memory to host memory, where updates left them. Only the
-        training thread may be the first to ask."""
-        return self._lane("exchange")
-
-    @property
-    def io(self) -> Lane:
-        """Files of checkpoints."""
-        return self._lane("io")
-
-    @property
-    def load(self) -> Lane:
-        """NVMe to host, ahead of updates."""
-        return self._lane("load")
-
-    @property
-    def stage(self) -> Lane:
-        """NVMe to host, ahead of fetches."""
-        return self._lane("stage")
-
-    @property
-    def spill(self) -> Lane:
-        """Host to NVMe."""
-        return self._lane("spill")
 
     # -- errors ---------------------------------------------------------------------------------
     def report(self, error: LaneError) -> None:

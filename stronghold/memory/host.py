@@ -101,7 +101,7 @@ class HostStore:
         self._ring = Ring()
         self.vacate: Callable[[int], None] = lambda index: None  # [Note: lent]
         self._pinned: dict[int, torch.Tensor] = {}  # by address
-        self.allocated_bytes = self.peak_bytes = self.tiers.ring_bytes
+        self.allocated_bytes = self.peak_bytes = self.tiers.store.ring_bytes
         self.training = False
         self._prepared = False
 

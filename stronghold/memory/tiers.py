@@ -37,7 +37,8 @@ Wait = Callable[[], None]
 
 
 class NullStore:
-    """A store of no bytes, for simulations: sizes and extents, on the meta device."""
+    """A store of no bytes, where nothing lies in files and for simulations: sizes and extents, on
+    the meta device."""
 
     def __init__(self, extents: Sequence[Extent], *, ring_bytes: int, piece_bytes: int) -> None:
         self._extents = lay_out(extents)
@@ -149,27 +150,15 @@ class Tiers:
         self._shards = shards or Shards()
         self.states = states_of(dtype, states)
         self._dtypes = array_dtypes(dtype, states)
-        self._store = store
+        self.store = store or NullStore((), ring_bytes=0, piece_bytes=0)
         missing = [frozenset[str]()] * (len(layout.layers) - len(spilled))
         self._spilled = (*spilled, *missing)
         self._staged = threading.Lock()
-        entries = (
-            [store.entry(i) for i in range(1 + update_entries + fetch_entries)] if store else []
-        )
-        self._other = entries[:1]
+        entries = [self.store.entry(i) for i in range(1 + update_entries + fetch_entries)]
+        self._other = entries[0]
         self.updates = Ring(entries[1 : 1 + update_entries])
         self.fetches = Ring(entries[1 + update_entries :])
-        self._loads, self._stages, self._spills = Transfers(), Transfers(), Transfers()
-
-    @property
-    def ring_bytes(self) -> int:
-        """Host bytes of the staging ring."""
-        return self._store.ring_bytes if self._store is not None else 0
-
-    @property
-    def file_bytes(self) -> int:
-        """Bytes of the files."""
-        return self._store.file_bytes if self._store is not None else 0
+        self._transfers = {lane: Transfers() for lane in ("load", "stage", "spill")}
 
     def holds(self, layer: int, array: str) -> bool:
         """Whether the array lies in a file."""
@@ -178,11 +167,6 @@ class Tiers:
     def spilled(self, layer: int) -> tuple[str, ...]:
         """The layer's arrays that lie in files, always in one order."""
         return tuple(array for array in ARRAYS if array in self._spilled[layer])
-
-    def check(self) -> None:
-        """`OSError` when a file was truncated: mapped weights must not be read then."""
-        if self._store is not None:
-            self._store.check()
 
     # -- pieces -----------------------------------------------------------------------------------
     def _range(self, layer: int, arrays: Sequence[str]) -> tuple[int, int]:
@@ -197,11 +181,10 @@ class Tiers:
         """Ranges of elements, each no more than an entry holds, that cover [begin, end) of the
         layer (all of it that these arrays have here) at multiples of `page_numel`.
         """
-        assert self._store is not None
         first, last = self._range(layer, arrays)
         page = self._page_numel
         end = last if end is None else min(last, -(-end // page) * page)
-        step = self._store.piece_bytes // self.nbytes(arrays, page) * page
+        step = self.store.piece_bytes // self.nbytes(arrays, page) * page
         at = max(first, begin // page * page)
         while at < end:
             yield at, min(at + step, end)
@@ -227,14 +210,12 @@ class Tiers:
         waits until none of it is in flight, also when it failed; `OSError` names file, offset and
         length.
         """
-        store = self._store
-        assert store is not None
         with contextlib.ExitStack() as started:
             for array, memory in views.items():
                 at = begin - self._range(layer, [array])[0]
                 first = num_items(array, at) * memory.element_size()
-                extent = store.extent(layer, array)
-                started.callback(store.submit(verb, extent, first, memory).wait)
+                extent = self.store.extent(layer, array)
+                started.callback(self.store.submit(verb, extent, first, memory).wait)
             return started.pop_all().close
 
     # -- on the lanes -----------------------------------------------------------------------------
@@ -252,14 +233,10 @@ class Tiers:
         what: str = "",
     ) -> Views:
         """Queue a read of elements [begin, end) of `arrays`, whose records are `reads`, into
-        `entry`: on the load lane, or for a fetch (`verb` "stage") on the stage lane. Returns where
-        they will lie."""
+        `entry`: on the lane `verb`, which is "stage" for a fetch. Returns where they will lie."""
         views = self.views(entry.memory, arrays, end - begin)
-        ahead, lane = (
-            (self._stages, device.stage) if verb == "stage" else (self._loads, device.load)
-        )
-        ahead.submit(
-            lane,
+        self._transfers[verb].submit(
+            device.lane(verb),
             f"{verb}{what} {layer}",
             partial(self.begin, "read", layer, begin, views),
             reads=reads,
@@ -281,8 +258,8 @@ class Tiers:
     ) -> Fence:
         """Queue the write of `views`, elements from `begin` on that lie in `entry`, to the files
         that may be written after `after`."""
-        return self._spills.submit(
-            device.spill,
+        return self._transfers["spill"].submit(
+            device.lane("spill"),
             f"spill{what} {layer}",
             partial(self.begin, "write", layer, begin, views),
             after,
@@ -302,7 +279,7 @@ class Tiers:
         # An iteration that an error ended lives as long as the error does: nobody waits for its
         # entry.
         mine = self._staged.acquire(blocking=False)
-        memory = self._other[0] if mine else map_slab(len(self._other[0]), torch.uint8)
+        memory = self._other if mine else map_slab(len(self._other), torch.uint8)
         try:
             for low, high in self.cuts(layer, arrays, begin, end):
                 views = self.views(memory, arrays, high - low)
@@ -331,8 +308,7 @@ class Tiers:
     def mapped(self, layer: int, array: str) -> torch.Tensor:
         """The array's pages in the page cache, as a flat tensor ([Note: coherence] of
         `slab`)."""
-        assert self._store is not None
-        return self._store.mapped(self._store.extent(layer, array)).view(self._dtypes[array])
+        return self.store.mapped(self.store.extent(layer, array)).view(self._dtypes[array])
 
 
 def array_dtypes(dtype: torch.dtype, states: Kind = EXACT) -> dict[str, torch.dtype]:

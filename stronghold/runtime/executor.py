@@ -42,7 +42,7 @@ class Phase(Enum):
     BACKWARD = "backward"
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
 class Track:
     """A kind of pass, in training or in evaluation. `cursor`: the position in the schedule's uses;
     `recorded`: the uses of the running pass."""
@@ -50,18 +50,6 @@ class Track:
     schedule: Schedule
     cursor: int = 0
     recorded: list[Action] = field(default_factory=list)
-
-
-def make_track(plan: Plan, uses: Sequence[Action]) -> Track:
-    """The track of passes that use layers in this order."""
-    schedule = make_schedule(
-        uses,
-        num_slots=plan.window,
-        prefetch=plan.prefetch,
-        resident=plan.resident,
-        updates=plan.updates,
-    )
-    return Track(schedule=schedule)
 
 
 class Executor:
@@ -98,8 +86,8 @@ class Executor:
         backward = canonical_uses(
             [layer.index for layer in host.layout.layers if layer.streamed], backward=True
         )
-        self._training = make_track(plan, forward + backward[len(backward) // 2 :])
-        self._evaluation = make_track(plan, forward)
+        self._training = Track(self._schedule(forward + backward[len(backward) // 2 :]))
+        self._evaluation = Track(self._schedule(forward))
         self._current = self._training
         self._together = True  # whether a fetch of the training pass is made by all ranks
         # What was in slots, and was old, when this rank turned from its training pass.
@@ -109,6 +97,17 @@ class Executor:
         drains = [a.layer for a in self.schedule.actions if a.kind is Kind.DRAIN]
         self.drains = GradientDrains(
             parts, window, updates, plan, drains, span=self._span, bindings=self.bindings
+        )
+
+    def _schedule(self, uses: Sequence[Action]) -> Schedule:
+        """That of passes that use layers in this order."""
+        plan = self._plan
+        return make_schedule(
+            uses,
+            num_slots=plan.window,
+            prefetch=plan.prefetch,
+            resident=plan.resident,
+            updates=plan.updates,
         )
 
     @property
@@ -255,7 +254,7 @@ class Executor:
 
         def adopt() -> None:
             if 0 < len(seen) <= MAX_RECORDED_USES and seen != track.schedule.uses:
-                track.schedule, track.cursor = make_track(self._plan, seen).schedule, 0
+                track.schedule, track.cursor = self._schedule(seen), 0
 
         if track is self._training:
             self._team.propose(seen, adopt)
@@ -624,7 +623,7 @@ class Executor:
         self._device.check()
         for layer in layers:
             self.layers[layer].wait()
-        self._host.tiers.check()
+        self._host.tiers.store.check()
         stale = [state for state in self.layers if state.stale and self._team.lockstep]
         with self._alone(stale):
             for layer in sorted(self._refreshed.intersection(layers)):

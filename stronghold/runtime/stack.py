@@ -487,7 +487,7 @@ class Stack:
             host_peak=self.host.peak_bytes,
             host_activations=self.runtime.activations.host_bytes,
             nvme_planned=self.plan.nvme_total_bytes,
-            nvme_peak=self.host.tiers.file_bytes,
+            nvme_peak=self.host.tiers.store.file_bytes,
         )
 
     def write_trace(self) -> None:

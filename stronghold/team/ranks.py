@@ -288,7 +288,7 @@ class RankTeam(Team):
 
         received = state.layout.numel - sum(end - begin for _, (begin, end) in parts)
         nbytes = received * slot.weights.element_size()
-        self._device.gather.submit(name, gather, writes=(slot.record,), nbytes=nbytes)
+        self._device.lane("gather").submit(name, gather, writes=(slot.record,), nbytes=nbytes)
 
     def order(self, expected: Sequence[int], num_slots: int) -> Order:
         trained = [layer for layer in expected if self._layers[layer].trained]
@@ -304,7 +304,7 @@ class RankTeam(Team):
         gradients = slot.gradients[: state.layout.trainable_numel]
         group, room, name = self._ranks.reduce, self._room, f"reduce {state.index}"
         received = gradients.numel() - (state.end - state.begin)
-        self._device.reduce.submit(
+        self._device.lane("reduce").submit(
             name,
             lambda: group.mean(gradients, room, name),
             after,
@@ -336,7 +336,7 @@ class RankTeam(Team):
             self._exchange_parts(state, name, trained_alone=True)
             self._weights.publish(state.index)
 
-        self._device.exchange.submit(
+        self._device.lane("exchange").submit(
             name,
             exchange,
             writes=(state.records["weights"],),
@@ -450,13 +450,13 @@ class RankTeam(Team):
                 self._exchange_parts(state, operation)
 
         if self._exchange is not None:
-            self._device.exchange.submit("exchange all", work).wait()
+            self._device.lane("exchange").submit("exchange all", work).wait()
         self.barrier(operation)
 
     def agree(self, operation: str) -> None:
         self.barrier(operation)
         if self._exchange is not None:
-            self._device.exchange.submit(
+            self._device.lane("exchange").submit(
                 "compare nodes", lambda: self._copy_first(operation)
             ).wait()
         self.barrier(operation)

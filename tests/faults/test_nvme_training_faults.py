@@ -45,7 +45,7 @@ def make_engine(path: Path, spill: str, clipping: float = 0.5, accumulation: int
 
 
 def store_of(engine: Any) -> Any:
-    return engine._stack.host.tiers._store
+    return engine._stack.host.tiers.store
 
 
 def break_disk(engine: Any, verb: str) -> None:

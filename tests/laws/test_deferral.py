@@ -108,7 +108,7 @@ def test_a_step_reads_and_writes_what_is_planned(count: int, tmp_path: Path) -> 
         for number in range(STEPS):
             step(engine, make_batch, number)
         engine.synchronize()
-        store, plan = engine._stack.host.tiers._store, engine.plan
+        store, plan = engine._stack.host.tiers.store, engine.plan
         assert store.bytes_read == STEPS * plan.traffic.nvme_read_bytes
         assert store.bytes_written == STEPS * plan.traffic.nvme_written_bytes
 

@@ -60,7 +60,7 @@ def memory(*, clipping: float, **section: Any) -> dict[str, Any]:
 
 
 def _moved(tiers: Any) -> tuple[int, int]:
-    store = tiers._store
+    store = tiers.store
     return (store.bytes_read, store.bytes_written) if store is not None else (0, 0)
 
 
@@ -85,7 +85,7 @@ def traffic() -> dict[str, int]:
             before = engine._ranks.received_bytes
             engine.backward(loss_of(engine(**make_batch(2 * step + rank()))))
             engine.step()
-            engine._stack.device.gather.submit("wait", lambda: None).wait()
+            engine._stack.device.lane("gather").submit("wait", lambda: None).wait()
         received = engine._ranks.received_bytes - before
         layers = engine._stack.layout.layers
         twice = sum(layer.numel for layer in layers if layer.streamed)

@@ -163,7 +163,7 @@ def test_a_part_that_this_rank_reads_alone_is_read_before_it_changes(
     begin, end = team.fetched(state, together=True)[0]
     assert end - begin == state.layout.numel // 2
     assert team.fetched(state, together=False) == ((0, state.layout.numel),)
-    hold = device.io.submit("hold", lambda: time.sleep(0.2))
+    hold = device.lane("io").submit("hold", lambda: time.sleep(0.2))
     device.fetch.submit(
         "fetch 0", lambda: done.append(1), (hold,), reads=(state.records["weights"],)
     )

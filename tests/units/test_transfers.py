@@ -39,9 +39,11 @@ def wait_until(disk: Disk, *seen: str) -> None:
 
 def test_the_next_transfer_begins_before_the_first_one_ends(device: EmulatedDevice) -> None:
     disk, transfers, hold = Disk(), Transfers(), threading.Event()
-    device.load.submit("hold", lambda: hold.wait(10) and None)
+    device.lane("load").submit("hold", lambda: hold.wait(10) and None)
     for name in ("a", "b", "c"):
-        fence = transfers.submit(device.load, name, lambda name=name: disk.begin(name), nbytes=1)
+        fence = transfers.submit(
+            device.lane("load"), name, lambda name=name: disk.begin(name), nbytes=1
+        )
     hold.set()
     wait_until(disk, "begin a", "begin b")
     disk.going.set()
@@ -62,13 +64,15 @@ def test_no_transfer_begins_before_or_behind_what_it_may_not(
             raise ValueError("no")
         work.wait(10)
 
-    device.load.submit("hold", lambda: hold.wait(10) and None)
+    device.lane("load").submit("hold", lambda: hold.wait(10) and None)
     updated = device.update.submit("update 3", update, writes=(record,))
     if failing:
         with pytest.raises(LaneError, match="update 3"):
             updated.wait()
-    first = transfers.submit(device.load, "a", lambda: disk.begin("a"), nbytes=1)
-    second = transfers.submit(device.load, "b", lambda: disk.begin("b"), reads=(record,), nbytes=1)
+    first = transfers.submit(device.lane("load"), "a", lambda: disk.begin("a"), nbytes=1)
+    second = transfers.submit(
+        device.lane("load"), "b", lambda: disk.begin("b"), reads=(record,), nbytes=1
+    )
     hold.set()
     disk.going.set()
     first.wait()
