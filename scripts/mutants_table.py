@@ -46,15 +46,15 @@ RECORDS = [
     Mutant(
         "a writer is not noted",
         "device/fence.py",
-        "        self._writer = fence\n",
+        "        self.writer = fence\n",
         "        pass\n",
         FENCE,
     ),
     Mutant(
         "a writer does not wait for the readers before it",
         "device/fence.py",
-        "return (self._writer, *self._readers)",
-        "return (self._writer,)",
+        "return (self.writer, *self._readers)",
+        "return (self.writer,)",
         FENCE,
     ),
     Mutant(

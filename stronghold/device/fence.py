@@ -50,12 +50,12 @@ class DeviceEvent(Protocol):
 class Fence:
     """Marks the end of one operation. Made by `Lane.submit` and `Device.record_compute` alone."""
 
-    __slots__ = ("_error", "_event", "_issued", "_waiting", "lane", "operation")
+    __slots__ = ("_error", "_event", "_waiting", "issued", "lane", "operation")
 
     def __init__(self, lane: str, operation: str) -> None:
         self.lane = lane
         self.operation = operation
-        self._issued = False
+        self.issued = False  # whether `wait_issued` would not block
         self._waiting: list[threading.Lock] = []  # held, each until the fence is issued
         self._event: DeviceEvent | None = None
         self._error: LaneError | None = None
@@ -71,17 +71,17 @@ class Fence:
 
     def _wake(self) -> None:
         # In this order, and the reverse in `wait_issued`: who is not woken here finds it issued.
-        self._issued = True
+        self.issued = True
         while self._waiting:
             self._waiting.pop().release()
 
     def wait_issued(self) -> DeviceEvent | None:
         """Block the calling thread until issued; raise the operation's error if it failed."""
-        if not self._issued:
+        if not self.issued:
             mine = threading.Lock()  # [Note: interrupts]
             mine.acquire()
             self._waiting.append(mine)
-            if not self._issued:
+            if not self.issued:
                 mine.acquire()
         if self._error is not None:
             raise surfacing(self._error)
@@ -94,13 +94,8 @@ class Fence:
             event.synchronize()
 
     @property
-    def issued(self) -> bool:
-        """Whether `wait_issued` would not block."""
-        return self._issued
-
-    @property
     def done(self) -> bool:
-        return self._issued and (self._event is None or self._event.query())
+        return self.issued and (self._event is None or self._event.query())
 
     @property
     def failed(self) -> bool:
@@ -120,23 +115,19 @@ _NOTHING = completed("compute", "nothing was written yet")
 
 
 class Record:
-    """Who wrote some memory last, and who has read it since."""
+    """Who wrote some memory last, and who has read it since. `writer`: the newest writer's fence,
+    what a reader waits for."""
 
-    __slots__ = ("_readers", "_writer")
+    __slots__ = ("_readers", "writer")
 
     def __init__(self) -> None:
-        self._writer = _NOTHING
+        self.writer = _NOTHING
         self._readers: list[Fence] = []
-
-    @property
-    def writer(self) -> Fence:
-        """The newest writer's fence: what a reader waits for."""
-        return self._writer
 
     @property
     def users(self) -> tuple[Fence, ...]:
         """The newest writer's fence and those of its readers: what a writer waits for."""
-        return (self._writer, *self._readers)
+        return (self.writer, *self._readers)
 
     def read(self, fence: Fence) -> None:
         """An operation that reads was submitted. A lane is first in, first out, so that its newest
@@ -149,7 +140,7 @@ class Record:
 
     def write(self, fence: Fence) -> None:
         """An operation that writes was submitted."""
-        self._writer = fence
+        self.writer = fence
         self._readers = []
 
     def wait(self) -> None:

@@ -36,10 +36,9 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 
 import torch
-from torch import nn
 
 from stronghold.device.base import Device
-from stronghold.memory.layer import Entry, LayerState, Ring, fill
+from stronghold.memory.layer import Entry, LayerState, Ring
 from stronghold.memory.slab import flush, map_slab
 from stronghold.memory.tiers import Mode, Tiers, Views
 from stronghold.model.layout import ModelLayout, ParameterSlice, Shards
@@ -117,25 +116,23 @@ class HostStore:
             self._device.pin(slab)
             self._pinned[slab.data_ptr()] = slab
 
-    def adopt(
-        self, index: int, parameters: list[nn.Parameter], source: WeightSource | None = None
-    ) -> None:
-        """Make the layer's weight slab and copy `parameters` (in the layout's order) into it, cast
-        to `dtype`; those on the meta device are read from `source`."""
+    def adopt(self, index: int, source: WeightSource | None = None) -> None:
+        """Make the layer's weight slab and copy its parameters into it, cast to `dtype`; those on
+        the meta device are read from `source`."""
         state = self.layers[index]
         if self._shared is not None:
             state.weights = self._shared(index)
             for _, (begin, end) in self.shards.fetched(state.layout):
                 self._count(state.weights[begin:end], pinned=True)
             if self._fills:
-                fill(state.weights, state.layout, parameters, source)
+                state.fill(state.weights, source)
             return
         if not self.tiers.holds(index, "weights"):
             state.weights = self._slab(state.layout.numel, self.dtype, pinned=True)
-            fill(state.weights, state.layout, parameters, source)
+            state.fill(state.weights, source)
             return
         state.weights = self.tiers.mapped(index, "weights")
-        for part, parameter in zip(state.layout.slices, parameters, strict=True):
+        for part, parameter in zip(state.layout.slices, state.parameters, strict=True):
             values = parameter.detach()
             if parameter.is_meta and source is not None:  # a copy of one parameter at a time
                 values = torch.empty(part.shape, dtype=self.dtype)
@@ -403,15 +400,13 @@ class DeviceStore:
             name = f"weights of {state.layout.name or 'the root'}"
             state.weights = device.allocate(state.layout.numel, self._dtype, name)
 
-    def adopt(
-        self, index: int, parameters: Sequence[nn.Parameter], source: WeightSource | None = None
-    ) -> None:
-        """Copy `parameters` (in the layout's order) into the layer's weights, cast to their dtype,
-        through host memory of one layer; those on the meta device are read from `source`.
+    def adopt(self, index: int, source: WeightSource | None = None) -> None:
+        """Copy the layer's parameters into its weights, cast to their dtype, through host memory of
+        one layer; those on the meta device are read from `source`.
         """
         state = self._host.layers[index]
         passing = self._allocate(state.layout.numel, self._dtype)
-        fill(passing, state.layout, parameters, source)
+        state.fill(passing, source)
         self._device.copy_now(state.weights, passing)
 
     def take(self, index: int) -> None:

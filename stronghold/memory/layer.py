@@ -134,22 +134,6 @@ TRAINED = (*STATES[1:], "accumulated")  # what only training needs
 RECORDS = (*STATES, "accumulated", "gradients", "norms")
 
 
-def fill(
-    weights: torch.Tensor,
-    layout: LayerLayout,
-    parameters: Sequence[nn.Parameter],
-    source: WeightSource | None,
-) -> None:
-    """Copy `parameters` (in the layout's order) into the layer's flat host array, cast to its
-    dtype; those on the meta device are read from `source`.
-    """
-    for part, parameter in zip(layout.slices, parameters, strict=True):
-        if parameter.is_meta and source is not None:
-            source.read_into(parameter, view(weights, part))
-        else:
-            view(weights, part).copy_(parameter.detach())
-
-
 class Residency(Enum):
     """Where a layer's weights are. RESIDENT: compute waited for the fetch, not merely that it was
     queued."""
@@ -273,6 +257,15 @@ class LayerState:
                 f"layer {self.index} cannot go from {self.residency.value} to {to.value}"
             )
         self.residency = to
+
+    def fill(self, weights: torch.Tensor, source: WeightSource | None) -> None:
+        """Copy its parameters into `weights`, flat in host memory, cast to their dtype; those on
+        the meta device are read from `source`."""
+        for part, parameter in zip(self.layout.slices, self.parameters, strict=True):
+            if parameter.is_meta and source is not None:
+                source.read_into(parameter, view(weights, part))
+            else:
+                view(weights, part).copy_(parameter.detach())
 
     @property
     def gradients(self) -> torch.Tensor | None:

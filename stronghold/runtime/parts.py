@@ -73,9 +73,8 @@ class Parts:
     def adopt(self, index: int, source: WeightSource | None = None) -> None:
         """Copy the layer's parameters into its arrays; those on the meta device are read from
         `source`."""
-        state = self.layers[index]
-        store = self.store if state.on_device else self.host
-        store.adopt(index, list(state.parameters), source)
+        store = self.store if self.layers[index].on_device else self.host
+        store.adopt(index, source)
 
 
 def assemble(

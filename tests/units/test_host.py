@@ -125,7 +125,8 @@ def parameters(index: int, dtype: torch.dtype = torch.float32) -> list[torch.Ten
 
 def adopt_all(store: HostStore, dtype: torch.dtype = torch.float32) -> None:
     for each in LAYOUT.layers:
-        store.adopt(each.index, parameters(each.index, dtype))
+        store.layers[each.index].parameters = parameters(each.index, dtype)
+        store.adopt(each.index)
 
 
 # -- slabs -------------------------------------------------------------------------------------
@@ -223,13 +224,15 @@ def test_adopted_weights_are_the_models_cast_once(
 def test_adopting_copies_and_a_wrong_number_of_parameters_is_refused(make_store: Make) -> None:
     store = make_store(torch.float32)
     given = [torch.nn.Parameter(parameter) for parameter in parameters(0)]
-    store.adopt(0, list(given))
+    store.layers[0].parameters = given
+    store.adopt(0)
     with torch.no_grad():
         given[1].zero_()
     assert view(store.layers[0].weights, LAYOUT.layers[0].slices[1]).all()
     assert not store.layers[0].weights.requires_grad
+    store.layers[0].parameters = given[:-1]
     with pytest.raises(ValueError):
-        store.adopt(0, list(given[:-1]))
+        store.adopt(0)
 
 
 def test_weights_alone_until_training(make_store: Make, device: PinningDevice) -> None:

@@ -91,7 +91,7 @@ def taken(layout: ModelLayout, plan: Plan, dtype: torch.dtype, *, training: bool
         )
         there = DeviceStore(store, device)
         for layer in layout.layers:
-            (there if layer.index in plan.updated_on_gpu else store).adopt(layer.index, [])
+            (there if layer.index in plan.updated_on_gpu else store).adopt(layer.index)
         if training:
             window.prepare_training()
             store.prepare_training()
