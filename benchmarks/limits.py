@@ -25,8 +25,10 @@ from methods.model import Model
 from methods.task import Task
 
 from stronghold.doctor import examine
+from stronghold.model.costs import DTYPES
 from stronghold.plan.cost import Limits, Traffic, break_even, physical_limit
-from stronghold.plan.machine import STATE_BYTES, MachineProfile
+from stronghold.plan.machine import MachineProfile
+from stronghold.states import states_of
 
 
 def load_of(task: Task, *, streamed: bool) -> tuple[Traffic, dict[str, float]]:
@@ -43,10 +45,10 @@ def load_of(task: Task, *, streamed: bool) -> tuple[Traffic, dict[str, float]]:
     attention = 2 * task.layers * task.hidden * task.seq * tokens
     in_blocks = 2.0 * sum(blocks) * tokens + attention
     head = 2.0 * task.vocab * task.hidden * tokens
-    weight_bytes, low_bytes = STATE_BYTES[task.precision]
+    states = states_of(DTYPES[task.precision])
     moved = Traffic(
-        weight_bytes=weight_bytes,
-        low_bytes=low_bytes,
+        weight_bytes=states.dtype.itemsize,
+        low_bytes=states.low_bytes,
         micro_batches=task.accumulation,
         streamed_parameters=sum(blocks) if streamed else 0,
         trained_parameters=sum(blocks) if streamed else 0,

@@ -78,14 +78,12 @@ class Refinement:
         self._asynchronous = stack.device.torch_device.type == "cuda"
         self._steps = 0
         self._first_span = 0
-        self.stage = Stage.UNTOLD if _is_open(stack.demand) else Stage.SETTLED
+        is_open = _is_open(stack.demand) and not stack.plan.whole
+        self.stage = Stage.UNTOLD if is_open else Stage.SETTLED
 
     def end_step(self) -> None:
         """A step has ended, and its updates are queued."""
         if self.stage is Stage.SETTLED:
-            return
-        if self._stack.plan.whole:
-            self.stage = Stage.SETTLED
             return
         self._steps += 1
         if self.stage is Stage.UNTOLD and self._steps == UNTOLD_STEPS:

@@ -113,9 +113,13 @@ class SchedulerSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrainingConfig:
-    """The DeepSpeed keys that are honoured, with DeepSpeed's defaults filled in."""
+class Settings:
+    """Everything that was read: the user's words, DeepSpeed's reading of them, our section, and the
+    DeepSpeed keys that are honoured, with DeepSpeed's defaults filled in."""
 
+    original: dict[str, Any]
+    deepspeed: DeepSpeedConfig
+    stronghold: StrongholdConfig
     precision: Precision
     gradient_accumulation_steps: int
     gradient_clipping: float  # global L2 norm; 0.0 is off
@@ -125,16 +129,6 @@ class TrainingConfig:
     optimizer: AdamSettings | None  # None: the client's own, or forward only
     scheduler: SchedulerSettings | None
     steps_per_print: int | None  # None: never
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
-    """Everything that was read: the user's words, DeepSpeed's reading of them, and ours."""
-
-    original: dict[str, Any]
-    deepspeed: DeepSpeedConfig
-    training: TrainingConfig
-    stronghold: StrongholdConfig
 
 
 def load(
@@ -156,7 +150,10 @@ def load(
     _check_states(section, precision, config.get("bf16") or config.get("bfloat16") or {})
     warn_of_ignored(config)
     steps_per_print = config.get("steps_per_print")  # infinity is how accelerate says never
-    training = TrainingConfig(
+    return Settings(
+        original=original,
+        deepspeed=deepspeed,
+        stronghold=section,
         precision=precision,
         gradient_accumulation_steps=deepspeed.gradient_accumulation_steps,
         gradient_clipping=float(config.get("gradient_clipping", deepspeed.gradient_clipping)),
@@ -168,7 +165,6 @@ def load(
         scheduler=scheduler,
         steps_per_print=None if steps_per_print in (None, 0, math.inf) else steps_per_print,
     )
-    return Settings(original=original, deepspeed=deepspeed, training=training, stronghold=section)
 
 
 def check_keys(config: Mapping[str, Any]) -> StrongholdConfig:

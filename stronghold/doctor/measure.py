@@ -103,23 +103,29 @@ def _examine(
 ) -> Findings:
     memory, adam, lean_adam = host_rates(size, limits.num_cores, step)
     rates, pinnable_bytes, pin_error = link_rates(device, size, step)
-    link = _pcie_link(device)  # now: an idle link runs slower
+    host, emulated = platform.node() or "this host", not isinstance(device, CudaDevice)
+    if emulated:  # its memory is its budget, or the host's
+        name, link = f"emulated on {_cpu_name()}, {host}", None
+        gpu_memory_bytes = device.budget_bytes or limits.usable_bytes
+    else:
+        gpu, gpu_memory_bytes, address = cuda.identity(device.torch_device.index)
+        name = f"{gpu} on {host}"
+        link = read_link(Path("/sys/bus/pci/devices") / address)  # now: an idle link runs slower
     flops = {}
-    for name, dtype in DTYPES.items():
-        step(f"matrix products, {name}")
-        flops[name] = product_flops(device, dtype, size)
+    for precision, dtype in DTYPES.items():
+        step(f"matrix products, {precision}")
+        flops[precision] = product_flops(device, dtype, size)
     disk = None
     if folder is not None:
         disk = disk_rates(folder, size.disk_bytes, step)
-    emulated = not isinstance(device, CudaDevice)
     figures = {name: _figure(rate) for name, rate in rates.items()} | _of_disk(disk)
     return Findings(
         profile=MachineProfile(
-            name=_name(device),
+            name=name,
             measured=datetime.date.today().isoformat(),
             sources=(),
             num_gpus=1 if emulated else cuda.num_devices(),
-            gpu_memory_bytes=_gpu_memory_bytes(device, limits),
+            gpu_memory_bytes=gpu_memory_bytes,
             host_memory_bytes=limits.usable_bytes,
             num_cores=limits.num_cores,
             memory_gbps={threads: _figure(rate) for threads, rate in memory.items()},
@@ -182,20 +188,6 @@ def _open(device: str | None) -> Device:
     return CudaDevice() if _kind(device) == "cuda" else EmulatedDevice(poison=False)
 
 
-def _name(device: Device) -> str:
-    host = platform.node() or "this host"
-    if isinstance(device, CudaDevice):
-        return f"{cuda.identity(device.torch_device.index)[0]} on {host}"
-    return f"emulated on {_cpu_name()}, {host}"
-
-
-def _gpu_memory_bytes(device: Device, limits: HostLimits) -> int:
-    """The emulated device's memory is its budget, or the host's."""
-    if isinstance(device, CudaDevice):
-        return cuda.identity(device.torch_device.index)[1]
-    return device.budget_bytes or limits.usable_bytes
-
-
 def _cpu_name() -> str:
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
@@ -205,16 +197,8 @@ def _cpu_name() -> str:
     return found[1].strip() if found else platform.processor() or platform.machine()
 
 
-def _pcie_link(device: Device) -> PcieLink | None:
-    """What sysfs says of the GPU's link; None in virtual machines that hide it."""
-    if not isinstance(device, CudaDevice):
-        return None
-    folder = Path("/sys/bus/pci/devices") / cuda.identity(device.torch_device.index)[2]
-    return read_link(folder)
-
-
 def read_link(folder: Path) -> PcieLink | None:
-    """The link of a PCI device's directory in sysfs."""
+    """The link of a PCI device's directory in sysfs; None in virtual machines that hide it."""
     values = []
     for name in ("current_link_speed", "current_link_width", "max_link_speed", "max_link_width"):
         try:

@@ -164,7 +164,7 @@ def make_optimizer(
         flags = [AdamFlags(group.adamw, group.bias_correction) for group in found]
         copies = [{"params": list(group["params"])} for group in client.param_groups]
         return EngineOptimizer(copies, dict(client.defaults), flags, client=client)
-    adam = settings.training.optimizer
+    adam = settings.optimizer
     frozen = not any(parameter.requires_grad for parameter in model.parameters())
     if adam is None or (model_parameters is None and frozen):
         return None  # a reference model, which gets the config of the model that trains
@@ -181,7 +181,7 @@ def make_scheduler(
     if client is not None:
         is_scheduler = hasattr(client, "step")
         return client if is_scheduler or not callable(client) else client(optimizer)
-    configured = settings.training.scheduler
+    configured = settings.scheduler
     return configured.build(optimizer) if configured and optimizer is not None else None
 
 

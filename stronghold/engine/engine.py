@@ -172,7 +172,6 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
         self._config = settings.deepspeed
         self.config = settings.original
         self.settings = settings
-        training = settings.training
         named = getattr(args, "local_rank", None)  # -1 where no launcher gave the argument
         given = os.environ.get("LOCAL_RANK", 0) if named is None or int(named) < 0 else named
         self.local_rank = int(given)
@@ -200,16 +199,16 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
         check_free(model)
         if optimizer is not None:
             optimizer.connect(self.step, self.zero_grad)
-            if training.precision == "fp16":
+            if settings.precision == "fp16":
                 stage = self.zero_optimization_stage()
                 optimizer.loss_scaler = make_scaler(self._config.float16_config, stage)
         self.lr_scheduler = lr_scheduler
         request = Request(
             section=settings.stronghold,
-            precision=training.precision,
-            gated=training.gradient_clipping > 0.0 or training.check_grad_overflow,
-            accumulate=training.gradient_accumulation_steps > 1 or not training.managed,
-            micro_batches=training.gradient_accumulation_steps,
+            precision=settings.precision,
+            gated=settings.gradient_clipping > 0.0 or settings.check_grad_overflow,
+            accumulate=settings.gradient_accumulation_steps > 1 or not settings.managed,
+            micro_batches=settings.gradient_accumulation_steps,
             local_rank=self.local_rank,
             ranks=ranks,
         )
@@ -237,7 +236,7 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
             owned,
             settle=stack.settle,
             drop=stack.drop_gradients,
-            clipped=partial(_check_clipping, training.gradient_clipping),
+            clipped=partial(_check_clipping, settings.gradient_clipping),
             found=fragments(stack),
         )
         chunked = settings.stronghold.chunk is not None
@@ -355,9 +354,8 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
         if not stack.runtime.ledger.pending:
             self._loss_sum = None
         clipping = float(self.gradient_clipping() or 0.0)
-        training = self.settings.training
         gate = stack.runtime.close_gate(
-            clipping=clipping, loss_scale=optimizer.loss_scale, skips=training.skips
+            clipping=clipping, loss_scale=optimizer.loss_scale, skips=self.settings.skips
         )
         self._grad_norm = optimizer.grad_norm = gate.grad_norm
         optimizer.overflow = gate.overflow
@@ -397,7 +395,7 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
         self.last_record = record
         if self.plan.nvme_bytes and self.global_steps == WEAR_STEP:
             logger.info("%s", self.plan.wear(record.step_s))
-        every = self.settings.training.steps_per_print
+        every = self.settings.steps_per_print
         if every and self.global_steps % every == 0:
             logger.info("%s", stack.metrics.format(record))
         scale = self.optimizer.loss_scale if self.optimizer and self.fp16_enabled() else None

@@ -346,7 +346,7 @@ def _unknown_path(model: nn.Module, path: str, names: Iterable[str]) -> str:
     lists = [name.split(".") for name, module in model.named_modules() if _is_container(module)]
     found = ", ".join(f'"{".".join(parts)}"' for parts in _outermost(lists)[:4] if parts != [""])
     return (
-        f'{_KEY}: got "{path}", expected the dotted path of a module of {_class(model)} '
+        f'{_KEY}: got "{path}", expected the dotted path of a module of {type(model).__name__} '
         f'("*" stands for any one component).{did_you_mean(path, filter(None, names))}'
         + (f" Lists of modules in it: {found}." if found else "")
     )
@@ -552,17 +552,13 @@ def _distinct(blocks: Iterable[nn.Module]) -> list[nn.Module]:
     return list(dict.fromkeys(blocks))
 
 
-def _class(module: nn.Module) -> str:
-    return type(module).__name__
-
-
 def _nothing_found(model: nn.Module) -> str:
     largest = sorted(
         ((_numel(child), name) for name, child in model.named_children()), reverse=True
     )[:3]
     held = ", ".join(f'"{name}" ({numel:,} parameters)' for numel, name in largest) or "none"
     return (
-        f"{_KEY}: no repeated blocks found in {_class(model)}. Looked for a known family "
+        f"{_KEY}: no repeated blocks found in {type(model).__name__}. Looked for a known family "
         "(config.model_type or class name), then for a ModuleList, Sequential or numbered "
         "attributes that hold at least two like modules with parameters. Largest children: "
         f"{held}. Name the blocks, or the list that holds them, for example "

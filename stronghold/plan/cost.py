@@ -38,10 +38,10 @@ from enum import Enum
 from typing import get_args
 
 from stronghold.config.section import Level
-from stronghold.model.costs import ModelCosts
+from stronghold.model.costs import DTYPES, ModelCosts
 from stronghold.model.layout import LayerLayout, ModelLayout
-from stronghold.plan.machine import STATE_BYTES, MachineProfile, Rates, adam_bytes
-from stronghold.states import EXACT, Kind, moment_bytes
+from stronghold.plan.machine import MachineProfile, Rates, adam_bytes
+from stronghold.states import EXACT, Kind, moment_bytes, states_of
 from stronghold.telemetry.trace import Span
 
 # -- what is asked --------------------------------------------------------------------------------
@@ -165,7 +165,6 @@ class Demand:
 
 LOADS = 2  # k: forward and backward
 SUM_BYTES = 4  # of an accumulated gradient
-LEAN_LOW_BYTES = 1  # of a master's remainder with lean states
 MANY = 1 << 20  # parameters, whose bytes are whole numbers also where several have one item
 UNCONTENDED_GBPS = 1e6  # of what was measured with its contention
 
@@ -361,12 +360,11 @@ def break_even(
     """Tokens at which the terms of [Note: formula] are equal, without attention:
     q F / ((6 + 2 r) M) and k e F / ((6 + 2 r) B)."""
     rate = machine.flops[dtype] / (8.0 if recompute else 6.0)
-    weight_bytes = STATE_BYTES[dtype][0]
     return BreakEven(
         cpu=bytes_per_parameter(dtype, states=states)
         * rate
         / (max(machine.memory_gbps.values()) * 1e9),
-        link=LOADS * weight_bytes * rate / (machine.fetch_gbps * 1e9),
+        link=LOADS * DTYPES[dtype].itemsize * rate / (machine.fetch_gbps * 1e9),
     )
 
 
@@ -374,10 +372,9 @@ def bytes_per_parameter(dtype: str, micro_batches: int = 1, states: Kind = EXACT
     """q: bytes of host memory that a step of a trained, streamed parameter reads and writes: 32 in
     bf16, 26 of them Adam's, and 18.25 with lean states; 36 in fp16, where weight and whole fp32
     master are both read and written."""
-    weight_bytes, low_bytes = STATE_BYTES[dtype]
     moved = Traffic(
-        weight_bytes=weight_bytes,
-        low_bytes=low_bytes if states == EXACT else LEAN_LOW_BYTES,
+        weight_bytes=DTYPES[dtype].itemsize,
+        low_bytes=states_of(DTYPES[dtype], states).low_bytes,
         states=states,
         micro_batches=micro_batches,
         streamed_parameters=MANY,

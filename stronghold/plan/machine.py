@@ -30,8 +30,6 @@ MACHINES = Path(__file__).parent / "machines"
 ENVIRONMENT = "STRONGHOLD_PROFILE"
 EMULATED = "emulated"
 
-# Bytes of a weight, and of what beside it makes an fp32 master.
-STATE_BYTES = {"bf16": (2, 2), "fp16": (2, 4), "fp32": (4, 0)}
 NETWORK_GBPS = 25.0  # between nodes, unless it is said: 200 Gb/s for each GPU
 # What Adam with lean states moves in a second, of what the exact one does, where the profile does
 # not say: it computes more for fewer bytes. benchmarks/results/adam_lean_amd-epyc.md has 0.61 for
@@ -74,7 +72,7 @@ def adam_bytes(weight_bytes: int, low_bytes: int, moment_bytes: float = 8) -> fl
     return 2 * (weight_bytes + low_bytes + moment_bytes) + weight_bytes
 
 
-ADAM_BF16_BYTES = int(adam_bytes(*STATE_BYTES["bf16"]))
+ADAM_BF16_BYTES = int(adam_bytes(2, 2))
 ADAM_LEAN_BYTES = adam_bytes(2, 1, 2.125)
 _logger = logging.getLogger("stronghold")
 

@@ -90,10 +90,6 @@ class Schedule:
         pairs = zip(self.steps, self.after, strict=True)
         return tuple(action for step, after in pairs for action in (*step, *after))
 
-    def fetches(self, layer: int) -> int:
-        """How often one pass of the steady state fetches the layer."""
-        return self.actions.count(Action(kind=Kind.FETCH, layer=layer))
-
     def __str__(self) -> str:
         return "\n".join(str(action) for action in self.actions)
 

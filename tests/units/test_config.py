@@ -306,7 +306,7 @@ def test_what_was_read_cannot_be_changed() -> None:
     with pytest.raises(ValueError, match="frozen"):
         settings.stronghold.window = 3
     with pytest.raises(AttributeError):
-        settings.training.gradient_clipping = 0.0  # type: ignore[misc]
+        settings.gradient_clipping = 0.0  # type: ignore[misc]
 
 
 # -- the page -------------------------------------------------------------------------------------

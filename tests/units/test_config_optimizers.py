@@ -38,14 +38,14 @@ TORCH_DECAY = inspect.signature(torch.optim.AdamW).parameters["weight_decay"].de
 def test_optimizer_params_follow_deepspeeds_rules(
     name: str, params: dict[str, Any], expected: dict[str, Any]
 ) -> None:
-    settings = load(optimizer={"type": name, "params": params}).training.optimizer
+    settings = load(optimizer={"type": name, "params": params}).optimizer
     assert settings == configs.AdamSettings(**expected)
 
 
 def test_no_optimizer_section_is_no_optimizer() -> None:
-    assert load(optimizer=None).training.optimizer is None
-    assert load(optimizer={}).training.optimizer is None
-    assert load(optimizer={"type": "Adam"}).training.optimizer == configs.AdamSettings()
+    assert load(optimizer=None).optimizer is None
+    assert load(optimizer={}).optimizer is None
+    assert load(optimizer={"type": "Adam"}).optimizer == configs.AdamSettings()
 
 
 @pytest.mark.parametrize(

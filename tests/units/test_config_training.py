@@ -28,7 +28,7 @@ def nested(dotted: str, value: Any) -> dict[str, Any]:
 
 
 def test_defaults_are_deepspeeds() -> None:
-    training = load().training
+    training = load()
     theirs = deepspeed_config.DeepSpeedConfig(dict(BASE))
     assert training.gradient_clipping == theirs.gradient_clipping == 1.0
     assert (training.precision, training.check_grad_overflow) == ("fp32", False)
@@ -64,7 +64,7 @@ def test_ranks_multiply_the_batch(ranks: int) -> None:
     assert settings.deepspeed.train_batch_size == 8 * ranks
     assert settings.deepspeed.world_size == ranks
     settings = configs.load({**BASE, "train_batch_size": 12}, world_size=ranks)
-    assert settings.training.gradient_accumulation_steps == 6 // ranks
+    assert settings.gradient_accumulation_steps == 6 // ranks
 
 
 def test_ranks_are_those_that_run_in_parallel(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,7 +108,7 @@ def test_a_batch_size_is_a_positive_integer(key: str, value: Any) -> None:
 def test_precision_follows_the_enabled_section(
     sections: dict[str, Any], precision: str, checked: bool
 ) -> None:
-    training = load(**sections).training
+    training = load(**sections)
     assert (training.precision, training.check_grad_overflow) == (precision, checked)
 
 
@@ -122,15 +122,15 @@ def test_two_precisions_are_refused() -> None:
 @pytest.mark.parametrize("value", [-1, "1.0", True, float("nan"), float("inf"), "auto"])
 def test_gradient_clipping_is_a_norm(value: Any) -> None:
     assert refusal({**BASE, "gradient_clipping": value}).startswith("gradient_clipping: got")
-    assert load(gradient_clipping=0).training.gradient_clipping == 0.0
-    assert load(gradient_clipping=None).training.gradient_clipping == 1.0
+    assert load(gradient_clipping=0).gradient_clipping == 0.0
+    assert load(gradient_clipping=None).gradient_clipping == 1.0
 
 
 @pytest.mark.parametrize(
     ("value", "steps"), [(10, 10), (float("inf"), None), (None, None), (0, None)]
 )
 def test_steps_per_print_may_be_never(value: Any, steps: int | None) -> None:
-    assert load(steps_per_print=value).training.steps_per_print == steps
+    assert load(steps_per_print=value).steps_per_print == steps
 
 
 def test_a_key_of_deepspeeds_sections_is_checked_with_its_dotted_name() -> None:
@@ -287,7 +287,7 @@ def test_every_schedule_of_deepspeeds_is_tried() -> None:
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_a_schedule_is_built_from_the_config(name: str) -> None:
-    scheduler = load(scheduler={"type": name, "params": SCHEDULES[name]}).training.scheduler
+    scheduler = load(scheduler={"type": name, "params": SCHEDULES[name]}).scheduler
     assert scheduler is not None
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(3))], lr=0.25)
     built = scheduler.build(optimizer)
@@ -314,9 +314,7 @@ def test_a_schedules_params_are_checked_before_it_is_built() -> None:
 
 
 def test_a_schedule_that_refuses_its_params_says_so() -> None:
-    scheduler = load(
-        scheduler={"type": "WarmupLR", "params": {"warmup_num_steps": 0}}
-    ).training.scheduler
+    scheduler = load(scheduler={"type": "WarmupLR", "params": {"warmup_num_steps": 0}}).scheduler
     assert scheduler is not None
     with pytest.raises(ConfigError, match="WarmupLR: warmup_num_steps must be a positive integer"):
         scheduler.build(torch.optim.AdamW([torch.nn.Parameter(torch.ones(3))]))

@@ -118,7 +118,7 @@ def test_every_config_loads_without_a_word(path: Path, caplog: pytest.LogCapture
     source.warn_once.cache_clear()  # what one file is told is news to the next
     with caplog.at_level(logging.WARNING, "stronghold"):
         settings = load(path)
-    assert settings.training.optimizer is not None
+    assert settings.optimizer is not None
     assert caplog.text == ""
 
 
@@ -154,16 +154,16 @@ def sizes(model: str) -> ModelLayout:
 
 def plan(settings: Settings, of: ModelLayout, ram: int, accumulation: int | None = None) -> Plan:
     """As the engine asks for it; BudgetError when it does not fit."""
-    training, section = settings.training, settings.stronghold
-    steps = accumulation or training.gradient_accumulation_steps
-    assert training.precision == "bf16"
+    section = settings.stronghold
+    steps = accumulation or settings.gradient_accumulation_steps
+    assert settings.precision == "bf16"
     return make_plan(
         of,
         Demand(
             weight_bytes=2,
             low_bytes=states_of(torch.bfloat16, section.states).low_bytes,
             states=section.states,
-            gated=training.gradient_clipping > 0,
+            gated=settings.gradient_clipping > 0,
             accumulate=steps > 1,
             gpu_budget_bytes=section.gpu_memory,
             host_budget_bytes=int(ram * RAM_SHARE),

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from stronghold.model.costs import DTYPES
 from stronghold.plan.cost import (
     COMPUTE,
     DISK,
@@ -22,7 +23,8 @@ from stronghold.plan.cost import (
     bytes_per_parameter,
     physical_limit,
 )
-from stronghold.plan.machine import STATE_BYTES, MachineProfile, machine_names
+from stronghold.plan.machine import MachineProfile, machine_names
+from stronghold.states import states_of
 
 MACHINE = MachineProfile(
     name="round",
@@ -47,12 +49,12 @@ TOKENS = 4096
 
 
 def limit(machine: MachineProfile = MACHINE, dtype: str = "bf16", **changes: Any) -> Limits:
-    weight_bytes, low_bytes = STATE_BYTES[dtype]
+    states = states_of(DTYPES[dtype])
     parameters = {"streamed_parameters": PARAMETERS, "trained_parameters": PARAMETERS}
     flops = {"forward_flops": 2.0 * PARAMETERS * TOKENS}
     for name, value in changes.items():
         (flops if name.endswith("flops") else parameters)[name] = value
-    moved = Traffic(weight_bytes=weight_bytes, low_bytes=low_bytes, **parameters)
+    moved = Traffic(weight_bytes=states.dtype.itemsize, low_bytes=states.low_bytes, **parameters)
     return physical_limit(moved, machine, dtype, **flops)
 
 

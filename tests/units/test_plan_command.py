@@ -227,10 +227,10 @@ def test_the_config_loads_and_says_what_was_planned(
     assert status == 0
     assert f"The config is in {path}" in page
     settings = load(path)
-    assert settings.training.precision == precision
+    assert settings.precision == precision
     assert settings.deepspeed.train_micro_batch_size_per_gpu == 2
-    assert settings.training.gradient_accumulation_steps == 3
-    assert settings.training.gradient_clipping == 0.5
+    assert settings.gradient_accumulation_steps == 3
+    assert settings.gradient_clipping == 0.5
     assert 100_000_000 < settings.stronghold.gpu_memory < 200_000_000  # activations need the rest
 
 
