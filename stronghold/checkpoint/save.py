@@ -6,7 +6,8 @@ thread collects; the jobs run on it or on the io lane.
 
 [Note: snapshot] A job reads a layer after its newest update, and the layer's next update waits for
 the job. So a save that runs beside the next steps writes exactly what a save that stops them
-writes. Everything small (buffers, counters, schedules) is copied when the save is asked for.
+writes. Everything small (buffers, counters, schedules) is copied when the save is asked for. A
+program that writes weights in place meanwhile waits for nobody: such a save fails.
 
 [Note: one tag] All ranks of the team write at once, each its own elements of the same files. The
 leader makes the hidden directory, which all must see, and publishes it; of the ranks that share
@@ -49,7 +50,7 @@ from stronghold.checkpoint.tensorfile import (
     write_tensors,
 )
 from stronghold.device.base import Fence, surfacing
-from stronghold.errors import CheckpointError, LaneError
+from stronghold.errors import CheckpointError, ConfigError, LaneError
 from stronghold.model.layout import ParameterSlice
 from stronghold.plan.schedule import update_order
 from stronghold.runtime.optimizer import EngineOptimizer
@@ -141,7 +142,8 @@ class Save:
             for layer in self.order:
                 state = stack.host.layers[layer]
                 name = f"save {state.layout.name or 'root'}"
-                work = partial(self._write_guarded, layer)
+                before = stack.runtime.versions_of(layer)
+                work = partial(self._write_guarded, layer, before=before)
                 # The layer's next update waits for it: a snapshot without a copy.
                 self._jobs.append(lane.submit(name, work, reads=state.records_of(STATES)))
         except BaseException as error:  # what is queued writes nothing more
@@ -164,15 +166,36 @@ class Save:
         if self._failure is not None:
             raise LaneError("io", f"publish {self._tag}", self._failure) from self._failure
 
-    def _write_guarded(self, layer: int, after: Callable[[], None] = lambda: None) -> None:
+    def _write_guarded(
+        self,
+        layer: int,
+        after: Callable[[], None] = lambda: None,
+        before: list[int] | None = None,
+    ) -> None:
         """Write a layer; an error is kept for the end, so that no update fails with it and every
-        rank comes to the end."""
+        rank comes to the end. `before`: the versions of its parameters that are saved."""
         if self._failure is None:
             try:
                 after()
                 self._write_layer(layer)
+                self._check_unwritten(layer, before)
             except BaseException as error:
                 self._failure = error
+
+    def _check_unwritten(self, layer: int, before: list[int] | None) -> None:
+        stack, state = self._stack, self._stack.host.layers[layer]
+        if before is None or (layer in stack.plan.resident and not state.on_device):
+            return  # written in a slot, from which they come when nobody reads the arrays
+        for part, old, new in zip(
+            state.layout.slices, before, stack.runtime.versions_of(layer), strict=True
+        ):
+            if old != new:
+                raise ConfigError(
+                    f"{part.name} was written in place while a checkpoint was saved beside "
+                    "training, which would have values of two states: call "
+                    "engine.wait_for_checkpoint() before such writes, or set "
+                    "stronghold.async_checkpoint to false"
+                )
 
     def _finish_guarded(self) -> None:
         """The disk's errors are the save's alone: a lane that failed could not go on."""

@@ -347,7 +347,7 @@ class Runtime:
         ask = through_aliases and not self._team.lockstep
         silent = self._plan.resident - applied if ask else ()
         for layer in self._unseen:
-            versions = self._versions_of(layer)
+            versions = self.versions_of(layer)
             state = self._host.layers[layer]
             if state.versions is None:
                 state.versions = versions
@@ -360,7 +360,8 @@ class Runtime:
             elif layer in silent and self.executor.aliased((layer,)):
                 self._save(layer)
 
-    def _versions_of(self, layer: int) -> list[int]:
+    def versions_of(self, layer: int) -> list[int]:
+        """How often each parameter was written in place."""
         with torch._C.DisableTorchFunctionSubclass():  # else those that are hidden take long
             return [parameter._version for parameter in self._host.layers[layer].parameters]
 
@@ -374,7 +375,7 @@ class Runtime:
         self._team.agree("after new weights")
         for index in layers:
             self._host.restart_master(index, written and written[index])
-            self._host.layers[index].versions = self._versions_of(index)
+            self._host.layers[index].versions = self.versions_of(index)
             self.executor.bindings.written(index)  # what was written is theirs
         self._team.barrier("after new weights")
         self.executor.weights_changed([i for i in layers if i not in self._plan.resident])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -312,6 +313,26 @@ def test_weights_that_are_loaded_beside_a_save_are_not_in_it(
         assert not any(value.any() for value in engine.module.state_dict().values())
         engine.load_checkpoint(tmp_path, load_module_only=True)
         assert_same(engine.module.state_dict(), saved)
+
+
+def test_a_save_beside_writes_in_place_fails_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, written = save.Save._write_layer, threading.Event()
+
+    def late(self: Any, index: int) -> None:
+        written.wait()
+        write(self, index)
+
+    monkeypatch.setattr(save.Save, "_write_layer", late)
+    with session(section={"async_checkpoint": True}) as engine:
+        train(engine, 1)
+        engine.save_checkpoint(tmp_path)
+        engine.module.transformer.h[1].mlp.c_fc.bias.data.mul_(0.9)
+        written.set()
+        with pytest.raises(LaneError, match=r"1\.mlp\.c_fc\.bias was written in place while"):
+            engine.wait_for_checkpoint()
+        assert list(tmp_path.iterdir()) == []
 
 
 def test_a_save_of_which_a_layer_failed_to_update_does_not_take_the_place_of_a_whole_one(
