@@ -19,7 +19,7 @@ from stronghold.plan.cost import Demand, workload_of
 from stronghold.plan.machine import MachineProfile, rates_of
 from stronghold.plan.plan import make_plan
 from stronghold.simulate import fastest_plan, simulate
-from stronghold.states import LOW_DTYPE
+from stronghold.states import states_of
 
 OURS = "stronghold"
 
@@ -56,10 +56,9 @@ class Simulated(Machine):
             }
         model = from_sizes(task.layers, task.hidden, task.heads, task.vocab, task.seq)
         sizes, costs = model.layout, model.costs_of(task.batch, task.seq, task.precision)
-        dtype, low = DTYPES[task.precision], LOW_DTYPE[DTYPES[task.precision]]
+        dtype = DTYPES[task.precision]
         demand = Demand(
-            weight_bytes=dtype.itemsize,
-            low_bytes=low.itemsize if low is not None else 0,
+            states=states_of(dtype),
             gated=task.clipping > 0.0,
             accumulate=task.accumulation > 1,
             gpu_budget_bytes=task.gpu_memory or self._profile.gpu_memory_bytes,

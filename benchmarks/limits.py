@@ -45,10 +45,8 @@ def load_of(task: Task, *, streamed: bool) -> tuple[Traffic, dict[str, float]]:
     attention = 2 * task.layers * task.hidden * task.seq * tokens
     in_blocks = 2.0 * sum(blocks) * tokens + attention
     head = 2.0 * task.vocab * task.hidden * tokens
-    states = states_of(DTYPES[task.precision])
     moved = Traffic(
-        weight_bytes=states.dtype.itemsize,
-        low_bytes=states.low_bytes,
+        states=states_of(DTYPES[task.precision]),
         micro_batches=task.accumulation,
         streamed_parameters=sum(blocks) if streamed else 0,
         trained_parameters=sum(blocks) if streamed else 0,

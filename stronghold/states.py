@@ -126,6 +126,10 @@ class States:
         return self.kind == LEAN
 
     @property
+    def weight_bytes(self) -> int:
+        return self.dtype.itemsize
+
+    @property
     def low(self) -> torch.dtype | None:
         """The dtype of what makes weights masters."""
         return torch.int8 if self.is_lean else LOW_DTYPE[self.dtype]
@@ -146,9 +150,9 @@ class States:
         return {"weights": self.dtype, **low, **self.moments}
 
     def adam_bytes(self, grad_dtype: torch.dtype) -> float:
-        """Bytes of memory that Adam reads and writes for one parameter: all arrays both ways, the
-        gradient one way."""
-        kept = self.dtype.itemsize + self.low_bytes + moment_bytes(self.kind)
+        """Bytes of memory that `kernels/src/adam-inl.h` reads and writes for one parameter: all
+        arrays both ways, the gradient one way."""
+        kept = self.weight_bytes + self.low_bytes + moment_bytes(self.kind)
         return 2 * kept + grad_dtype.itemsize
 
     def split(self, master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:

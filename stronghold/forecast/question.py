@@ -124,11 +124,8 @@ class Question:
 
     @property
     def demand(self) -> Demand:
-        dtype = DTYPES[self.dtype]
         return Demand(
-            weight_bytes=dtype.itemsize,
-            low_bytes=states_of(dtype, self.states).low_bytes,
-            states=self.states,
+            states=states_of(DTYPES[self.dtype], self.states),
             gated=self.clipping > 0.0 or self.overflow_check,
             accumulate=self.accumulation > 1,
             gpu_budget_bytes=self.gpu_bytes,

@@ -40,8 +40,8 @@ from typing import get_args
 from stronghold.config.section import Level
 from stronghold.model.costs import DTYPES, ModelCosts
 from stronghold.model.layout import LayerLayout, ModelLayout
-from stronghold.plan.machine import MachineProfile, Rates, adam_bytes
-from stronghold.states import EXACT, Kind, moment_bytes, states_of
+from stronghold.plan.machine import MachineProfile, Rates
+from stronghold.states import EXACT, Kind, States, states_of
 from stronghold.telemetry.trace import Span
 
 # -- what is asked --------------------------------------------------------------------------------
@@ -100,12 +100,10 @@ class Gradients(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demand:
-    """What the planner is asked: element sizes in bytes, budgets in bytes, and what the user pinned
-    (None: derive)."""
+    """What the planner is asked: of which states, budgets in bytes, and what the user pinned (None:
+    derive)."""
 
-    weight_bytes: int
-    low_bytes: int
-    states: Kind = EXACT  # a word of `stronghold.states`
+    states: States
     gated: bool
     accumulate: bool
     training: bool = True
@@ -190,9 +188,7 @@ class Traffic:
     step. Padding does not count, but in files.
     """
 
-    weight_bytes: int
-    low_bytes: int
-    states: Kind = EXACT
+    states: States
     micro_batches: int = 1
     streamed_parameters: int = 0
     window_parameters: int = 0
@@ -207,7 +203,7 @@ class Traffic:
     @property
     def adam_bytes(self) -> float:
         """Of one parameter."""
-        return adam_bytes(self.weight_bytes, self.low_bytes, moment_bytes(self.states))
+        return self.states.adam_bytes(self.states.dtype)
 
     @property
     def fetch_bytes(self) -> int:
@@ -217,14 +213,14 @@ class Traffic:
         passes = LOADS * self.micro_batches
         loaded = passes * self.streamed_parameters - (passes - 1) * self.window_parameters
         loaded += self.refreshed_parameters
-        return self.weight_bytes * loaded + self.micro_batches * self.offloaded_bytes
+        return self.states.weight_bytes * loaded + self.micro_batches * self.offloaded_bytes
 
     @property
     def drain_bytes(self) -> int:
         """Device to host: gradients of streamed layers in every micro-batch (their slots are needed
         for the next layer), of those that stay at least once; and activations that leave."""
         drained = self.micro_batches * self.trained_parameters + self.refreshed_parameters
-        return self.weight_bytes * drained + self.micro_batches * self.offloaded_bytes
+        return self.states.weight_bytes * drained + self.micro_batches * self.offloaded_bytes
 
     @property
     def update_bytes(self) -> int:
@@ -234,7 +230,7 @@ class Traffic:
     @property
     def norm_bytes(self) -> int:
         """What the norms of its gradients read."""
-        return self.weight_bytes * (self.trained_parameters + self.refreshed_parameters)
+        return self.states.weight_bytes * (self.trained_parameters + self.refreshed_parameters)
 
     @property
     def sum_bytes(self) -> int:
@@ -242,7 +238,7 @@ class Traffic:
         one is added (read e and 4, write 4), and the last is read by Adam beside the sum."""
         if self.micro_batches == 1:
             return 0
-        each = (self.micro_batches - 1) * (self.weight_bytes + 2 * SUM_BYTES)
+        each = (self.micro_batches - 1) * (self.states.weight_bytes + 2 * SUM_BYTES)
         return each * self.trained_parameters
 
     @property
@@ -273,8 +269,6 @@ def traffic_of(
     staying = [layer for layer in layout.layers if layer.index not in away | on_gpu]
     largest = sorted(e.num_parameters // demand.sharers("weights") for e in streamed)[::-1]
     return Traffic(
-        weight_bytes=demand.weight_bytes,
-        low_bytes=demand.low_bytes,
         states=demand.states,
         micro_batches=demand.micro_batches,
         streamed_parameters=sum(largest),
@@ -333,7 +327,7 @@ def physical_limit(
         MEMORY: traffic.memory_bytes / (max(machine.memory_gbps.values()) * 1e9),
         DISK: _disk_s(traffic, machine),
     }
-    layer_bytes = traffic.weight_bytes * traffic.layer_parameters
+    layer_bytes = traffic.states.weight_bytes * traffic.layer_parameters
     drained = layer_bytes if traffic.trained_parameters else 0
     way_s = (layer_bytes / machine.fetch_gbps + drained / machine.drain_gbps) / 1e9
     fill_s = max(0.0, way_s - 3.0 * staying_flops / rate)
@@ -373,9 +367,7 @@ def bytes_per_parameter(dtype: str, micro_batches: int = 1, states: Kind = EXACT
     bf16, 26 of them Adam's, and 18.25 with lean states; 36 in fp16, where weight and whole fp32
     master are both read and written."""
     moved = Traffic(
-        weight_bytes=DTYPES[dtype].itemsize,
-        low_bytes=states_of(DTYPES[dtype], states).low_bytes,
-        states=states,
+        states=states_of(DTYPES[dtype], states),
         micro_batches=micro_batches,
         streamed_parameters=MANY,
         trained_parameters=MANY,

@@ -66,14 +66,8 @@ class Rates:
     launch_s: float = 0.0
 
 
-def adam_bytes(weight_bytes: int, low_bytes: int, moment_bytes: float = 8) -> float:
-    """What `kernels/src/adam-inl.h` moves per parameter: the weight, the rest of its master and the
-    moments (two in fp32) are read and written, the gradient, of the weight's type, is read."""
-    return 2 * (weight_bytes + low_bytes + moment_bytes) + weight_bytes
-
-
-ADAM_BF16_BYTES = int(adam_bytes(2, 2))
-ADAM_LEAN_BYTES = adam_bytes(2, 1, 2.125)
+# `states.States.adam_bytes` of bf16 weights and gradients, with exact and with lean states.
+ADAM_BF16_BYTES, ADAM_LEAN_BYTES = 26, 12.25
 _logger = logging.getLogger("stronghold")
 
 

@@ -32,7 +32,6 @@ from stronghold.plan.schedule import Position
 from stronghold.states import (
     EXACT,
     LEAN,
-    MOMENT_DTYPES,
     MOMENTS,
     PAGE_BYTES,
     SCALES,
@@ -208,7 +207,7 @@ def make_plan(layout: ModelLayout, demand: Demand) -> Plan:
     )
     if demand.meets_others and not (demand.gated or demand.accumulate):
         reasons.append("updates wait for the end of backward: several ranks make them together")
-    if demand.states == LEAN:
+    if demand.states.is_lean:
         stays = [layer for layer in places.on_host if layer.index in places.resident]
         where = "; what stays on the gpu is updated on the host" if stays else ""
         reasons.append(f"states: lean, which round otherwise than exact ones{where}")
@@ -251,7 +250,7 @@ def make_plan(layout: ModelLayout, demand: Demand) -> Plan:
         num_nodes=demand.num_nodes,
         chunk=demand.chunk,
         streams=demand.streams,
-        states=demand.states,
+        states=demand.states.kind,
     )
 
 
@@ -273,9 +272,10 @@ def _deferred_in_words(places: _Places, deferred: frozenset[int]) -> list[str]:
     if places.gradients is not Gradients.RING:
         return [f"no block's update is deferred ({why}): all wait for the end of the step"]
     numel = sum(layer.trainable_numel for layer in places.blocks if layer.index in deferred)
+    held_bytes = numel * demand.states.weight_bytes
     return [
         f"{len(deferred)} of {len(places.blocks)} blocks are updated while the next forward runs, "
-        f"their gradients held until then: {numel * demand.weight_bytes / MIB:.2f} MiB ({why})"
+        f"their gradients held until then: {held_bytes / MIB:.2f} MiB ({why})"
     ]
 
 
@@ -386,7 +386,8 @@ class _Places:
 
     def gpu_bytes(self, window: int, gradient_slots: int) -> dict[str, int]:
         """Every part of the gpu's peak, activations excepted, with so many slots."""
-        size, training = self.demand.weight_bytes, self.demand.training
+        states, training = self.demand.states, self.demand.training
+        size = states.weight_bytes
         trained = sum(layer.trainable_numel for layer in self.on_gpu) if training else 0
         own = sum(layer.trainable_numel for layer in self.own_slots) if training else 0
         by_torch = sum(layer.num_trainable for layer in self.on_gpu) if training else 0
@@ -405,8 +406,8 @@ class _Places:
             "resident blocks": sum(layer.numel for layer in self.kept) * size,
             "outside the blocks": sum(layer.numel for layer in self.outside) * size,
             "gradients of resident layers": own * size,
-            "rest of the masters": trained * self.demand.low_bytes,
-            "moments": int(trained * moment_bytes(self.demand.states)),
+            "rest of the masters": trained * states.low_bytes,
+            "moments": int(trained * moment_bytes(states.kind)),
             "accumulated gradients": trained * 4 if accumulates else 0,
             "gradients (kept by torch)": by_torch * size if self.whole else 0,
             "gradients of other ranks": reduced * size,
@@ -510,15 +511,13 @@ class _Host:
                 f"{len(places.blocks)} blocks"
             )
         # Bytes of an item of every array that a layer has here.
-        self._sizes = {"weights": demand.weight_bytes}
+        each, sharers = demand.states.weight_bytes, demand.sharers("weights")
+        self._sizes = {"weights": each}
         if demand.training:
-            held = {Gradients.HELD: {"gradients": demand.weight_bytes}}
-            held[Gradients.ACCUMULATED] = {"accumulated": 4}
-            low = {"low": demand.low_bytes} if demand.low_bytes else {}
-            moments = {a: dtype.itemsize for a, dtype in MOMENT_DTYPES[demand.states].items()}
-            self._sizes |= moments | low | held.get(places.gradients, {})
+            held = {Gradients.HELD: {"gradients": each}, Gradients.ACCUMULATED: {"accumulated": 4}}
+            kept = {array: dtype.itemsize for array, dtype in demand.states.dtypes.items()}
+            self._sizes = kept | held.get(places.gradients, {})
         # By layer: how many elements train, and the bytes of all its weights.
-        each, sharers = demand.weight_bytes, demand.sharers("weights")
         self._layers = {
             e.index: (e.trainable_numel // demand.num_ranks, e.numel // sharers * each)
             for e in places.on_host
@@ -618,7 +617,7 @@ class _Host:
             "rest of the masters": sums["low"],
             "moments": sum(sums[array] for array in KINDS["moments"]),
             "held gradients": sums["gradients"],
-            "deferred gradients": waiting * self._demand.weight_bytes,
+            "deferred gradients": waiting * self._demand.states.weight_bytes,
             "accumulated gradients": sums["accumulated"],
             f"gradient ring ({RING_ENTRIES} entries)": self._ring_entries(spilled) * self._largest,
             f"staging ring ({staging.entries} pieces)": staging.nbytes,
@@ -657,7 +656,7 @@ class _Host:
         """The ring that `spilled` needs."""
         if not any(spilled):
             return Staging()
-        page = page_numel(self._demand.states)
+        page = page_numel(self._demand.states.kind)
         largest, smallest, updates, fetches = 0, page * self._sizes["weights"], False, False
         for bytes_of, whole, arrays, _ in self._alike(spilled):
             trained = arrays if bytes_of["weights"] else frozenset[str]()
@@ -712,7 +711,7 @@ class _Host:
                 "; without gradient_clipping and bf16.check_grad_overflow gradients need not be "
                 f"held, which saves about {held}"
             )
-        if demand.states == EXACT and (demand.weight_bytes, demand.low_bytes) == (2, 2):
+        if demand.states.kind == EXACT and demand.states.low_bytes == 2:  # of bf16 weights
             moments, lows = self.host_bytes["moments"], self.host_bytes["rest of the masters"]
             saved = lows // 2 + moments - int(moments * moment_bytes(LEAN) / moment_bytes(EXACT))
             if saved:

@@ -97,7 +97,7 @@ def _waits_s(layout: ModelLayout, plan: Plan, work: Workload, rates: Rates) -> f
     delay_s = 0.0
     if plan.num_ranks == 1 and memory - rates.duplex_gbps - rates.io_gbps > LEAST_SHARE * own:
         taken = max(0.0, own + fetch - memory) / own
-        delay_s = plan.traffic.weight_bytes * 1e-9 / fetch * taken
+        delay_s = plan.traffic.states.weight_bytes * 1e-9 / fetch * taken
     updated_s = delayed_s = end_s = forward_s = 0.0
     for layer in gated:
         on_host = 0 if layer.index in plan.updated_on_gpu else layer.num_trainable

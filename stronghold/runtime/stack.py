@@ -179,9 +179,7 @@ class Stack:
         capacity = section.nvme.capacity if section.nvme else None
         compute_threads = torch.get_num_threads() if gpu_free_bytes is None else 1
         return Demand(
-            weight_bytes=self.dtype.itemsize,
-            low_bytes=states_of(self.dtype, section.states).low_bytes,
-            states=section.states,
+            states=states_of(self.dtype, section.states),
             gated=request.gated,
             accumulate=request.accumulate,
             training=training,

@@ -21,6 +21,7 @@ from stronghold.model.layout import layout
 from stronghold.model.partition import partition
 from stronghold.plan.cost import Demand, LayerLoad, Workload
 from stronghold.plan.plan import make_plan
+from stronghold.states import states_of
 from tests.models import HIDDEN, MODELS, Decoder, loss_of
 from tests.support.places import ON_GPU, on_gpu
 from tests.support.sleeping import rates
@@ -143,7 +144,8 @@ def test_a_simulated_step_takes_what_the_plan_says(mode: dict[str, bool]) -> Non
     )
     machine = rates(1.0, memory_gbps=100.0, device_gbps=10.0, handover_s=1e-5)
     for resident, whole in ((0, None), (2, None), (4, False), (4, None)):
-        wish = Demand(weight_bytes=2, low_bytes=2, **{"gated": False, "accumulate": False, **mode})
+        given = {"gated": False, "accumulate": False, **mode}
+        wish = Demand(states=states_of(torch.bfloat16), **given)
         places = {"resident_layers": resident, "resident_updates": "gpu", "whole": whole}
         plan = make_plan(found, dataclasses.replace(wish, window=2, **places))
         dtype = torch.bfloat16

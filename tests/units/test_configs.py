@@ -160,9 +160,7 @@ def plan(settings: Settings, of: ModelLayout, ram: int, accumulation: int | None
     return make_plan(
         of,
         Demand(
-            weight_bytes=2,
-            low_bytes=states_of(torch.bfloat16, section.states).low_bytes,
-            states=section.states,
+            states=states_of(torch.bfloat16, section.states),
             gated=settings.gradient_clipping > 0,
             accumulate=steps > 1,
             gpu_budget_bytes=section.gpu_memory,

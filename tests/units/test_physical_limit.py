@@ -49,12 +49,11 @@ TOKENS = 4096
 
 
 def limit(machine: MachineProfile = MACHINE, dtype: str = "bf16", **changes: Any) -> Limits:
-    states = states_of(DTYPES[dtype])
     parameters = {"streamed_parameters": PARAMETERS, "trained_parameters": PARAMETERS}
     flops = {"forward_flops": 2.0 * PARAMETERS * TOKENS}
     for name, value in changes.items():
         (flops if name.endswith("flops") else parameters)[name] = value
-    moved = Traffic(weight_bytes=states.dtype.itemsize, low_bytes=states.low_bytes, **parameters)
+    moved = Traffic(states=states_of(DTYPES[dtype]), **parameters)
     return physical_limit(moved, machine, dtype, **flops)
 
 

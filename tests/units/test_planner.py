@@ -18,7 +18,7 @@ from stronghold.model.layout import LayerLayout, ModelLayout
 from stronghold.plan.cost import Demand, Gradients, LayerLoad
 from stronghold.plan.plan import RING_ENTRIES, Plan, levels_of, make_plan
 from stronghold.plan.schedule import Kind, canonical_uses, make_schedule
-from stronghold.states import LOW_DTYPE
+from stronghold.states import LOW_DTYPE, states_of
 
 # Per layer: padded numel, padded trainable numel, and whether it is a block.
 Sizes = tuple[tuple[int, int, bool], ...]
@@ -60,9 +60,7 @@ def layout_of(sizes: Sizes) -> ModelLayout:
 
 
 def demand(dtype: torch.dtype = torch.bfloat16, **changes: Any) -> Demand:
-    low = LOW_DTYPE[dtype]
-    sizes = {"weight_bytes": dtype.itemsize, "low_bytes": low.itemsize if low else 0}
-    return Demand(**{**sizes, "gated": False, "accumulate": False, **changes})
+    return Demand(**{"states": states_of(dtype), "gated": False, "accumulate": False, **changes})
 
 
 def taken(layout: ModelLayout, plan: Plan, dtype: torch.dtype, *, training: bool) -> list[int]:
