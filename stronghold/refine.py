@@ -68,12 +68,11 @@ class Stage(Enum):
 
 
 class Refinement:
-    """Refines the plan of `stack` once, if it leaves the search anything to choose. `micro_batches`
-    are those of a step. The user's trace, if there is one, goes on."""
+    """Refines the plan of `stack` once, if it leaves the search anything to choose. The user's
+    trace, if there is one, goes on."""
 
-    def __init__(self, stack: Stack, *, micro_batches: int) -> None:
+    def __init__(self, stack: Stack) -> None:
         self._stack = stack
-        self._micro_batches = micro_batches
         self._tracing = stack.trace.recording
         self._asynchronous = stack.device.torch_device.type == "cuda"
         self._steps = 0
@@ -124,7 +123,7 @@ class Refinement:
             saved_bytes=sizes.saved,
             boundary_bytes=sizes.boundary,
             attended=sizes.attended,
-            micro_batches=self._micro_batches,
+            micro_batches=stack.demand.micro_batches,
             num_steps=TRACED_STEPS,
         )
         device = stack.device
@@ -169,7 +168,7 @@ class Refinement:
     def _advise_chunks(self, workload: Workload, rates: Rates) -> None:
         """Say, in figures, what one batch in chunks would take instead of micro-batches that are
         added up, where that is worth it. No plan chooses it, for it changes rounding."""
-        stack, count = self._stack, self._micro_batches
+        stack, count = self._stack, self._stack.demand.micro_batches
         if count < 2 or stack.demand.chunk is not None:
             return
         demand = replace(_as_it_is(stack), accumulate=False, micro_batches=1, chunk=1, chunks=count)

@@ -130,6 +130,16 @@ class Settings:
     scheduler: SchedulerSettings | None
     steps_per_print: int | None  # None: never
 
+    @property
+    def gated(self) -> bool:
+        """Whether something decides over all gradients before any is used."""
+        return self.gradient_clipping > 0.0 or self.check_grad_overflow
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether gradients of several backwards may be added up."""
+        return self.gradient_accumulation_steps > 1 or not self.managed
+
 
 def load(
     source: Source, args: object | None = None, world_size: int | None = None, mpu: Any = None

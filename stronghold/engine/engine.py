@@ -45,7 +45,7 @@ from stronghold.runtime.adam import Standstill
 from stronghold.runtime.fragments import fragments
 from stronghold.runtime.guards import NO_TRANSFORMS, ParameterReads, StateHooks, check_free
 from stronghold.runtime.optimizer import EngineOptimizer, make_scaler
-from stronghold.runtime.stack import MemoryReport, Request, Stack
+from stronghold.runtime.stack import MemoryReport, Stack
 from stronghold.team.group import Ranks
 from stronghold.telemetry.metrics import Reading, StepRecord, count_tokens, value
 
@@ -203,20 +203,13 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
                 stage = self.zero_optimization_stage()
                 optimizer.loss_scaler = make_scaler(self._config.float16_config, stage)
         self.lr_scheduler = lr_scheduler
-        request = Request(
-            section=settings.stronghold,
-            precision=settings.precision,
-            gated=settings.gradient_clipping > 0.0 or settings.check_grad_overflow,
-            accumulate=settings.gradient_accumulation_steps > 1 or not settings.managed,
-            micro_batches=settings.gradient_accumulation_steps,
-            local_rank=self.local_rank,
-            ranks=ranks,
+        self._stack = stack = Stack(
+            model, settings, optimizer, local_rank=self.local_rank, ranks=ranks
         )
-        self._stack = stack = Stack(model, request, optimizer)
         asynchronous = settings.stronghold.async_checkpoint
         self._checkpoints = Checkpoints(stack, optimizer, asynchronous=asynchronous)
         self._standstill = Standstill(stack.host, stack.adam)
-        self._refinement = Refinement(stack, micro_batches=request.micro_batches)
+        self._refinement = Refinement(stack)
         self._user_backward = UserBackward(self, stack.outside)
         self.module = model
         self.device = stack.device.torch_device

@@ -12,7 +12,7 @@ import os
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from torch import nn
 from tqdm import tqdm
 
 from stronghold import native
-from stronghold.config import StrongholdConfig
+from stronghold.config import Settings, StrongholdConfig
 from stronghold.device import cuda
 from stronghold.device.base import Device
 from stronghold.device.cuda import CudaDevice
@@ -65,19 +65,6 @@ logger = logging.getLogger("stronghold")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
-    """What the engine asks of a stack, read from the config once."""
-
-    section: StrongholdConfig
-    precision: str
-    gated: bool
-    accumulate: bool
-    micro_batches: int = 1
-    local_rank: int = 0
-    ranks: Ranks = field(default_factory=Ranks)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryReport:
     """Peak bytes per tier, as planned (the most of the plans so far) and as measured; activations
     excepted.
@@ -100,15 +87,21 @@ class Stack:
     """
 
     def __init__(
-        self, model: nn.Module, request: Request, optimizer: EngineOptimizer | None
+        self,
+        model: nn.Module,
+        settings: Settings,
+        optimizer: EngineOptimizer | None,
+        *,
+        local_rank: int,
+        ranks: Ranks,
     ) -> None:
-        section = request.section
+        section = settings.stronghold
         self._closed = self._away = False
         self._process = os.getpid()
-        self.dtype = DTYPES[request.precision]
+        self.dtype = DTYPES[settings.precision]
         self.partition: Partition = partition(model, section.layers)
-        _check_parameters(self.partition, request.precision, source_of(model))
-        self.ranks = request.ranks
+        _check_parameters(self.partition, settings.precision, source_of(model))
+        self.ranks = ranks
         page = page_numel(section.states, in_files=section.nvme is not None)
         self.layout: ModelLayout = layout(self.partition, self.ranks.num_ranks, page)
         kind = section.device or ("cuda" if cuda.available() else "emulated")
@@ -117,12 +110,12 @@ class Stack:
         on_device, self._host_reserved_bytes = reserved_bytes()
         self.gpu_free_bytes = None
         if on_gpu:
-            self.gpu_free_bytes = max(0, cuda.free_bytes(request.local_rank) - on_device)
-        self.demand: Demand = self._demand(request, training=optimizer is not None)
+            self.gpu_free_bytes = max(0, cuda.free_bytes(local_rank) - on_device)
+        self.demand: Demand = self._demand(settings, training=optimizer is not None)
         rank = self.ranks.global_rank
         self._trace_path = section.trace and open_path(section.trace, rank)
         self.plan: Plan = make_plan(self.layout, self.demand)
-        check_alike(self.ranks, self.layout, self.plan, request.precision)
+        check_alike(self.ranks, self.layout, self.plan, settings.precision)
         if not self.plan.whole and is_compiled(model):
             raise ConfigError(f"model: {COMPILED_WHOLE}")
         self.trace = Trace(rank, recording=section.trace is not None)
@@ -133,7 +126,7 @@ class Stack:
         )
         with contextlib.ExitStack() as undo:  # if a part cannot be made, those before it are closed
             undo.callback(self.ranks.close)
-            self.device = self._open_device(kind, request)
+            self.device = self._open_device(kind, local_rank)
             undo.callback(self.device.close)
             self.pool = native.Pool(self.plan.cpu_threads, self.ranks.cores or None)
             undo.callback(self.pool.close)
@@ -152,12 +145,12 @@ class Stack:
                 return None if layer.streamed else sum(self.host.layers[layer.index].counts)
         return None
 
-    def _demand(self, request: Request, *, training: bool) -> Demand:
-        section, gpu_free_bytes = request.section, self.gpu_free_bytes
+    def _demand(self, settings: Settings, *, training: bool) -> Demand:
+        section, gpu_free_bytes = self.section, self.gpu_free_bytes
         gpu_budget = section.gpu_memory
         if gpu_budget is None and gpu_free_bytes is not None:
             gpu_budget = int(gpu_free_bytes * GPU_SHARE)
-        ranks = request.ranks
+        ranks = self.ranks
         if gpu_budget is not None:
             gpu_budget = ranks.least(gpu_budget)  # one plan: all ranks move the same layers
         # The model's own memory, which the slabs replace.
@@ -180,8 +173,8 @@ class Stack:
         compute_threads = torch.get_num_threads() if gpu_free_bytes is None else 1
         return Demand(
             states=states_of(self.dtype, section.states),
-            gated=request.gated,
-            accumulate=request.accumulate,
+            gated=settings.gated,
+            accumulate=settings.accumulates,
             training=training,
             gpu_budget_bytes=gpu_budget,
             host_budget_bytes=host_budget,
@@ -200,17 +193,17 @@ class Stack:
             nvme=section.nvme is not None,
             nvme_capacity_bytes=capacity and capacity // ranks.on_disks.count,
             spill=section.nvme.spill if section.nvme else None,
-            micro_batches=request.micro_batches,
+            micro_batches=settings.gradient_accumulation_steps,
             num_ranks=ranks.num_ranks,
             num_nodes=ranks.num_nodes,
             reduces_in_room=ranks.several and gpu_free_bytes is None,
             shares_weights=ranks.several,
         )
 
-    def _open_device(self, kind: str, request: Request) -> Device:
-        section = request.section
+    def _open_device(self, kind: str, local_rank: int) -> Device:
+        section = self.section
         if kind == "cuda":
-            return CudaDevice(request.local_rank, budget_bytes=section.gpu_memory, trace=self.trace)
+            return CudaDevice(local_rank, budget_bytes=section.gpu_memory, trace=self.trace)
         settings = section.emulated.model_dump()  # of the same names
         if section.emulated.nvme_gbps is not None:  # of the node's disks
             settings["nvme_gbps"] = section.emulated.nvme_gbps / self.ranks.on_node.count
