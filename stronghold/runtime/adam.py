@@ -65,6 +65,7 @@ class AdamSteps:
 
     def __init__(self, optimizer: Grouped | None, layers: Sequence[LayerState]) -> None:
         self._groups = optimizer.group_of() if optimizer is not None else {}
+        self._read: dict[int, tuple[Group, tuple[float, ...]]] = {}  # since the last step
         self._frozen: list[tuple[str, nn.Parameter]] = []
         for state in layers:
             numbered = list(enumerate(state.parameters))
@@ -99,12 +100,25 @@ class AdamSteps:
         for k in sorted(arrived):
             group, flags = self._groups[state.parameters[k]]
             if group is not read:
-                read, (beta1, beta2) = group, group["betas"]
-                rates = float(group["lr"]), float(beta1), float(beta2), float(group["eps"])
-                decay = float(group["weight_decay"])
+                read, numbers = group, _numbers(group)
+                self._read.setdefault(id(group), (group, numbers))
             counts[k] += 1
-            steps.append(ParameterStep(*rates, decay, scale, counts[k], *flags))
+            steps.append(ParameterStep(*numbers, scale, counts[k], *flags))
         return tuple(steps)
+
+    def refuse_changed(self) -> None:
+        """ConfigError where updates of this step have taken other numbers than stand there now."""
+        if any(_numbers(group) != numbers for group, numbers in self._read.values()):
+            raise ConfigError(
+                "optimizer.param_groups were changed between engine.backward and engine.step, when "
+                "weights had been updated as their gradients came. Change them before "
+                "engine.backward, or set gradient_clipping above 0 or bf16.check_grad_overflow "
+                "true, so that updates wait for the step; and load a checkpoint"
+            )
+
+    def forget(self) -> None:
+        """The step has ended, or is void."""
+        self._read.clear()
 
     def rates(self) -> list[float]:
         """The learning rate of each parameter that is trained."""
@@ -119,6 +133,12 @@ class AdamSteps:
         """Undo the count of `advance`: its steps were not taken."""
         for k in arrived:
             state.counts[k] -= 1
+
+
+def _numbers(group: Group) -> tuple[float, float, float, float, float]:
+    """As `ParameterStep` begins."""
+    (beta1, beta2), decay = group["betas"], group["weight_decay"]
+    return float(group["lr"]), float(beta1), float(beta2), float(group["eps"]), float(decay)
 
 
 SHOWN = 3  # layers that are named

@@ -461,6 +461,7 @@ class Updates:
         for state in self._layers:
             state.records["norms"].writer.wait()
         self._ledger.check()
+        self._adam_steps.refuse_changed()
         with self._ledger.changing("engine.step"):
             gate, scale = self._decide(clipping, loss_scale, skips)
             changed: list[LayerState] = []
@@ -547,6 +548,7 @@ class Updates:
         for state in self._layers:
             if state.on_device:
                 self._window.drop_held(state.index)
+        self._adam_steps.forget()
         self._ledger.forget()
 
     def restart(self) -> None:

@@ -119,6 +119,22 @@ def test_a_rate_that_is_written_is_used_at_the_next_step(clipping: float) -> Non
             both.train(step)
 
 
+@pytest.mark.parametrize("section", [{}, {"resident_layers": 1, "resident_updates": "gpu"}])
+def test_a_rate_that_is_written_after_backward_is_this_steps_or_refused(section: Any) -> None:
+    gated, early = (Twin(clipping=clipping, section=section) for clipping in (0.5, 0.0))
+    for both in (gated, early):
+        both.train(0)
+        both.backward(both.on(1))
+        for optimizer in (both.engine.optimizer, both.shown):
+            optimizer.param_groups[0]["lr"] = 5e-4
+    gated.step()
+    gated.check()
+    with pytest.raises(ConfigError, match=r"Change them before engine\.backward"):
+        early.engine.step()
+    for both in (gated, early):
+        both.engine.destroy()
+
+
 @pytest.mark.parametrize("section", [{}, {"resident_layers": 1}])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_parameter_groups_mean_what_they_meant(precision: str, section: dict[str, Any]) -> None:
