@@ -120,8 +120,8 @@ UPDATES = [
     Mutant(
         "the clip coefficient is forgotten on the device",
         "runtime/update.py",
-        "prepared.adam(scale)",
-        "prepared.adam(1.0)",
+        "            adam(scale)\n",
+        "            adam(1.0)\n",
         BITS,
         "whole and gate and (gpt or megatron_gpt)",
     ),
@@ -546,7 +546,7 @@ MEMORY = [
     Mutant(
         "a transfer begins before what it waits for",
         "memory/tiers.py",
-        "return all(fence.done and not fence.failed for fence in self._after)",
+        "return all(fence.done and not fence.failed for fence in self.after)",
         "return True",
         BITS,
         "moments and late",
@@ -561,8 +561,8 @@ MEMORY = [
     Mutant(
         "nobody waits for a load",
         "memory/tiers.py",
-        "            reads=reads,\n            writes=(entry.record,),\n",
-        "            reads=reads,\n            writes=(),\n",
+        "            reads=state.records_of(arrays),\n            writes=(entry.record,),\n",
+        "            reads=state.records_of(arrays),\n            writes=(),\n",
         BITS,
         "moments and late",
     ),

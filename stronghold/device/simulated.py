@@ -300,14 +300,12 @@ class SimulatedLane(Lane):
                 fence=found,
             )
             device.contention.add(moving)
-            if self.name in LINK_LANES:
-                device.delay_updates(moving)
+            if self.name in LINK_LANES:  # it takes memory from updates before it
+                free_s = device.contention.delay_updates(moving, device.caller_s)
+                update = cast(SimulatedLane, device.update)
+                update.free_s = max(update.free_s, free_s)
+                update._issued_s = max(update._issued_s, free_s)
         return found
-
-    def not_before(self, free_s: float) -> None:
-        """Its operations have become longer."""
-        self.free_s = max(self.free_s, free_s)
-        self._issued_s = max(self._issued_s, free_s)
 
     def finish(self) -> None:
         """Nothing runs."""
@@ -396,11 +394,6 @@ class SimulatedDevice(Device):
         self._operations.append(Operation(lane, name, start_s, end_s, cause))
         self.trace.record(lane, name, start_s, end_s)
         return len(self._operations) - 1
-
-    def delay_updates(self, transfer: Moving) -> None:
-        """A transfer was submitted that takes memory from updates before it."""
-        update = cast(SimulatedLane, self.update)
-        update.not_before(self.contention.delay_updates(transfer, self.caller_s))
 
     @property
     def operations(self) -> list[Operation]:

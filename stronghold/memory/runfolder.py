@@ -102,7 +102,13 @@ class RunDirectory:
             owner = os.open(OWNER, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=folder)
             undo.callback(os.close, owner)
             undo.callback(os.unlink, OWNER, dir_fd=folder)
-            _lock(owner, self.path)
+            if (error := _lock(owner)) is not None:
+                logger.warning(
+                    "%s cannot be locked on this file system (%s): if this run is killed, "
+                    "remove it by hand",
+                    self.path,
+                    error.strerror,
+                )
             os.write(owner, Owner.this_process().as_json().encode())
             os.rename(nameless, name, src_dir_fd=above, dst_dir_fd=above)
             undo.pop_all()
@@ -152,7 +158,7 @@ def _reclaim_one(path: Path, above: int) -> int:
         of_ours = stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid()
         if not of_ours or found.st_size > OWNER_BYTES:
             return _left_alone(path, "is none that a run of this user's has written")
-        if not _try_lock(descriptor) or not os.fstat(descriptor).st_nlink:
+        if _lock(descriptor) is not None or not os.fstat(descriptor).st_nlink:
             return 0  # a living run's, or removed by another run that starts
         owner = Owner.from_json(os.pread(descriptor, OWNER_BYTES, 0))
         if owner is None:
@@ -263,22 +269,10 @@ def _naming(path: Path) -> Iterator[None]:
         raise
 
 
-def _lock(descriptor: int, path: Path) -> None:
+def _lock(descriptor: int) -> OSError | None:
+    """Why it cannot be locked: a living run holds the lock, or the file system has no locks."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        logger.warning(
-            "%s cannot be locked on this file system (%s): if this run is killed, "
-            "remove it by hand",
-            path,
-            error.strerror,
-        )
-
-
-def _try_lock(descriptor: int) -> bool:
-    """False where a living run holds the lock, or the file system has no locks."""
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    return True
+        return error
+    return None

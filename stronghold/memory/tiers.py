@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
@@ -22,7 +23,7 @@ import torch
 
 from stronghold.device.base import Device, Fence, Lane
 from stronghold.device.fence import Record, dependences, submitted
-from stronghold.memory.layer import Entry, Ring
+from stronghold.memory.layer import Entry, LayerState, Ring
 from stronghold.memory.nvme import ARRAYS, Extent, NvmeStore, Verb, lay_out
 from stronghold.memory.slab import map_slab
 from stronghold.model.layout import LayerLayout, ModelLayout, Shards
@@ -65,28 +66,26 @@ class NullStore:
         """There is no file."""
 
 
+@dataclass(slots=True, eq=False)
 class _Begun:
     """One transfer, begun in its turn or by the one before it."""
 
-    __slots__ = ("_after", "_begin", "_begun", "following")
-
-    def __init__(self, begin: Callable[[], Wait], after: Sequence[Fence]) -> None:
-        self._begin = begin
-        self._after = after
-        self._begun: Wait | None = None
-        self.following: _Begun | None = None
+    begin: Callable[[], Wait]
+    after: Sequence[Fence]
+    begun: Wait | None = None
+    following: _Begun | None = None
 
     def run(self) -> None:
-        wait = self._begun or self._begin()
+        wait = self.begun or self.begin()
         following, self.following = self.following, None
         if following is not None and following.may_begin:
             with contextlib.suppress(OSError):  # it tries again in its turn, and tells
-                following._begun = following._begin()
+                following.begun = following.begin()
         wait()
 
     @property
     def may_begin(self) -> bool:
-        return all(fence.done and not fence.failed for fence in self._after)
+        return all(fence.done and not fence.failed for fence in self.after)
 
 
 class Transfers:
@@ -222,24 +221,23 @@ class Tiers:
     def queue_load(
         self,
         device: Device,
-        layer: int,
+        state: LayerState,
         begin: int,
         end: int,
         arrays: Sequence[str],
         entry: Entry,
-        reads: Sequence[Record],
         *,
         verb: str = "load",
         what: str = "",
     ) -> Views:
-        """Queue a read of elements [begin, end) of `arrays`, whose records are `reads`, into
-        `entry`: on the lane `verb`, which is "stage" for a fetch. Returns where they will lie."""
+        """Queue a read of elements [begin, end) of `arrays` into `entry`: on the lane `verb`, which
+        is "stage" for a fetch. Returns where they will lie."""
         views = self.views(entry.memory, arrays, end - begin)
         self._transfers[verb].submit(
             device.lane(verb),
-            f"{verb}{what} {layer}",
-            partial(self.begin, "read", layer, begin, views),
-            reads=reads,
+            f"{verb}{what} {state.index}",
+            partial(self.begin, "read", state.index, begin, views),
+            reads=state.records_of(arrays),
             writes=(entry.record,),
             nbytes=self.nbytes(arrays, end - begin),
         )

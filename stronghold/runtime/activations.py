@@ -157,24 +157,21 @@ class SavedWeight(NamedTuple):
     stride: tuple[int, ...]
 
 
+@dataclass(eq=False)
 class SavedStorage:
-    """One storage on its way to the host and back; several saved tensors may be views of it.
+    """One storage on its way to the host and back; several saved tensors may be views of it. `lent`
+    has the record of the entry that it lies in ([Note: lent]).
 
     Autograd's graph owns it: when the last node that saved it has run, it dies, and its host memory
     returns to the pool.
     """
 
-    __slots__ = ("__weakref__", "back", "host", "lent", "source", "stored", "version")
-
-    def __init__(
-        self, source: torch.Tensor, host: torch.Tensor, lent: tuple[Record, ...] = ()
-    ) -> None:
-        self.source: torch.Tensor | None = source
-        self.version = source._version
-        self.host = host
-        self.lent = lent  # the record of the entry that it lies in ([Note: lent])
-        self.stored: Fence | None = None
-        self.back: _Back | None = None
+    source: torch.Tensor | None
+    version: int
+    host: torch.Tensor
+    lent: tuple[Record, ...] = ()
+    stored: Fence | None = None
+    back: _Back | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -230,6 +227,11 @@ def _refuse_written(packed: SavedTensor) -> NoReturn:
         f"{packed.tensor._version}, expected version {packed.version}; write out of "
         "place (y = y + x, not y += x)"
     )
+
+
+def _unwritten(kept: SavedTensor) -> torch.Tensor:
+    written = kept.tensor._version != kept.version
+    return _refuse_written(kept) if written else kept.tensor.detach()
 
 
 class Activations:
@@ -348,9 +350,8 @@ class Activations:
             store=partial(self._store_input, layer) if away else None,
         )
         if policy in ATTENTION:
-            again.attention = AttentionCalls(
-                partial(self._keep_result, layer, away=away), self._give_result, self._device
-            )
+            keep = partial(self._keep_result, layer, away=away)
+            again.attention = AttentionCalls(keep, self._device)
         return again
 
     def _store_input(self, layer: int, tensor: torch.Tensor) -> Callable[[], torch.Tensor] | None:
@@ -360,18 +361,18 @@ class Activations:
         part = tensor.detach().view(-1).view(torch.uint8)
         saved = self._store(layer, tensor, part, input=True)
         kept = SavedActivation(saved, tensor.dtype, 0, tensor.shape, tensor.stride())
-        return partial(self._give_result, kept)
+        return partial(self._give_back, kept)
 
-    def _keep_result(self, layer: int, tensor: torch.Tensor, *, away: bool) -> Any:
+    def _keep_result(
+        self, layer: int, tensor: torch.Tensor, *, away: bool
+    ) -> Callable[[], torch.Tensor]:
         if away and self._worth_offloading(tensor):
-            return self._offloaded(layer, tensor)
-        return SavedTensor(tensor.detach(), tensor._version)
+            return partial(self._give_back, self._offloaded(layer, tensor))
+        return partial(_unwritten, SavedTensor(tensor.detach(), tensor._version))
 
-    def _give_result(self, kept: Any) -> torch.Tensor:
-        if isinstance(kept, SavedTensor):
-            written = kept.tensor._version != kept.version
-            return _refuse_written(kept) if written else kept.tensor.detach()
-        return self._unpack(-1, kept, None)
+    def _give_back(self, kept: SavedActivation) -> torch.Tensor:
+        back = self._load(kept.storage)
+        return back.view(kept.dtype).as_strided(kept.shape, kept.stride, kept.offset)
 
     def will_recompute(self, layer: int, *, recomputing: bool) -> bool:
         """Whether a forward of the layer that begins now will run again."""
@@ -478,11 +479,11 @@ class Activations:
                 # With create_graph backward saves it in its turn, where none of our hooks stands,
                 # and needs it when the slot holds another layer.
                 return weight.clone() if torch.is_grad_enabled() else weight
-            return self._unpack(layer, packed, foreign)
+            return self._unpack(packed, foreign)
 
         return pack, unpack
 
-    def _unpack(self, layer: int, packed: Any, foreign: Hooks | None) -> torch.Tensor:
+    def _unpack(self, packed: Any, foreign: Hooks | None) -> torch.Tensor:
         if isinstance(packed, SavedResident):
             if packed.tensor._version != packed.version:  # torch does not look: it has our handle
                 raise ConfigError(
@@ -493,8 +494,7 @@ class Activations:
                 )
             return packed.tensor
         if isinstance(packed, SavedActivation):
-            back = self._load(packed.storage)
-            return back.view(packed.dtype).as_strided(packed.shape, packed.stride, packed.offset)
+            return self._give_back(packed)
         assert isinstance(packed, _Foreign)
         assert foreign is not None
         return foreign[1](packed.packed)
@@ -546,7 +546,7 @@ class Activations:
         kept, nbytes = tensor.detach(), source.numel()  # [Note: pack]
         saved = self._borrow(layer, kept, nbytes) if input else None
         if saved is None:
-            saved = SavedStorage(kept, self._pool.take(nbytes))
+            saved = SavedStorage(kept, kept._version, self._pool.take(nbytes))
             self._return_later(layer, saved)
         target, device = saved.host, self._device
         saved.stored = device.drain.submit(
@@ -577,7 +577,7 @@ class Activations:
         if entry is None or begin + nbytes > entry.memory.nbytes:
             return None
         room = entry.memory.view(torch.uint8)[begin : begin + nbytes]
-        saved = SavedStorage(tensor, room, (entry.record,))
+        saved = SavedStorage(tensor, tensor._version, room, (entry.record,))
         reference = weakref.ref(saved)
         here.append((reference, begin + nbytes))
         self._saved[layer].append(reference)

@@ -124,14 +124,13 @@ class _Answer(TorchDispatchMode):
 
 
 class AttentionCalls:
-    """Of one forward that will run again. `keep` says what stands for a tensor in between, and
-    `give` makes it a tensor again."""
+    """Of one forward that will run again. `keep` keeps a tensor in between, and returns what gives
+    it again."""
 
     def __init__(
-        self, keep: Callable[[torch.Tensor], Any], give: Callable[[Any], Any], device: Device
+        self, keep: Callable[[torch.Tensor], Callable[[], torch.Tensor]], device: Device
     ) -> None:
         self._keep = keep
-        self._give = give
         self._device = device
         self._calls: list[list[_Call]] = []  # of kernels, by call of the function
         self._next = 0
@@ -156,9 +155,7 @@ class AttentionCalls:
         return output
 
     def _kept(self, value: Any) -> Any:
-        if not isinstance(value, torch.Tensor):
-            return value
-        return functools.partial(self._give, self._keep(value))
+        return self._keep(value) if isinstance(value, torch.Tensor) else value
 
     def again(self) -> Through:
         """What the calls of a second run, which begins now, go through."""

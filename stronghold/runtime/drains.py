@@ -81,7 +81,7 @@ class GradientDrains:
     ) -> None:
         self._device, self._host, self._layers = parts.device, parts.host, parts.layers
         self._window, self._updates, self._bindings = window, updates, bindings
-        self._positions, self._accumulates = plan.updates, plan.accumulates
+        self._plan = plan
         self._metrics, self._team = parts.metrics, parts.team
         self._order = parts.team.order(expected, window.num_gradient_slots)
         self._span = span
@@ -231,7 +231,7 @@ class GradientDrains:
         arrived = absent.union(slot.arrived)
         # More may come after several calls, and backward may need what an alias shows.
         late = state.calls > 1 or self._bindings.aliased_at_rest(layer)
-        at_once = self._positions[layer] is Position.DRAIN
+        at_once = self._plan.updates[layer] is Position.DRAIN
         found = Gathered(state, arrived, self._host.dtype, at_once=at_once and not late)
         found.part = late and self._updates.parts_wait(state)
         found.repeated = arrived & state.parts
@@ -279,7 +279,7 @@ class GradientDrains:
         them is there yet, else one of the ring."""
         state = found.state
         in_memory = not self._host.tiers.holds(state.index, "gradients")
-        waits = (found.part or not (self._accumulates or found.at_once)) and in_memory
+        waits = (found.part or not (self._plan.accumulates or found.at_once)) and in_memory
         if waits and not (found.repeated if found.part else found.arrived & state.arrived):
             return self._host.held_entry(state.index)
         return self._host.ring_entry()

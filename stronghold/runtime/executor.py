@@ -509,9 +509,7 @@ class Executor:
             return nbytes
         for begin, end in tiers.cuts(layer, ("weights",)):
             entry = tiers.fetches.next()
-            views = tiers.queue_load(
-                device, layer, begin, end, ("weights",), entry, (weights,), verb="stage"
-            )
+            views = tiers.queue_load(device, state, begin, end, ("weights",), entry, verb="stage")
             device.fetch.submit(
                 f"fetch {layer}",
                 partial(copy, target[begin:end], views["weights"]),

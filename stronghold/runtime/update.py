@@ -25,12 +25,6 @@ gradients are there; what lies in files does not depend on these. So loads of th
 many as there are entries, are queued when backward begins, in the order of the last step. A piece
 that is not the next one expected, in a step whose order is another, drops what was loaded. So does
 the end of backward: between steps files may be written from outside.
-
-[Note: what does not overlap] Updates that come as gradients do overlap forward and backward, but
-for a layer or two. Behind the gate none can begin before backward has ended, for the clip
-coefficient is known last, and the next backward needs them all: with a forward of F seconds, a
-backward of B and updates of D (the disk's, or the CPU's) a step takes B + max(F, D). That is the
-least there can be where clipping is exact.
 """
 
 from __future__ import annotations
@@ -268,7 +262,8 @@ class Updates:
         self._ledger, self._adam_steps, self._plan = ledger, parts.adam, plan
         self._metrics, self._team = parts.metrics, parts.team
         self._device_sums: list[torch.Tensor] = []  # of squares, of this step
-        self._prepared: _Prepared | None = None  # waits for the gate's decision
+        # Of layers on the device: their gradients, and what updates once the gate has decided.
+        self._prepared: tuple[Sequence[Gathered], Callable[[float], None]] | None = None
         self._expected: deque[Piece] = deque()  # loaded ahead ([Note: the first pieces])
         self._first: list[tuple[LayerState, int, int]] = []  # since backward began
 
@@ -313,7 +308,7 @@ class Updates:
         state.applied = True  # also when it fails halfway
         if state.on_device:
             self._device_sums.append(self._sums_on_device([found]))
-            self._apply(self._prepare([found]), 1.0)
+            self._prepare([found])(1.0)
             return
         self._adam(found, 1.0, norms=self._norms(state))
 
@@ -472,7 +467,7 @@ class Updates:
                         self._adam(self._waiting(state), scale)
                 prepared, self._prepared = self._prepared, None
                 if prepared is not None:
-                    self._apply(prepared, scale)
+                    prepared[1](scale)
             self.forget()
         return gate, [state.index for state in changed]
 
@@ -506,7 +501,7 @@ class Updates:
         sums = list(self._device_sums)
         if waiting:
             sums.append(self._sums_on_device(waiting))
-            self._prepared = self._prepare(waiting)
+            self._prepared = waiting, self._prepare(waiting)
         return on_host, self._device.read_later(torch.cat(sums)) if sums else None
 
     def _late_norm(self, state: LayerState, k: int) -> None:
@@ -541,7 +536,7 @@ class Updates:
         """Drop the gradients of the step that has ended or is abandoned."""
         self._team.forget()
         if self._prepared is not None:  # the gate stays closed: its steps were not taken
-            for found in self._prepared.batch:
+            for found in self._prepared[0]:
                 self._adam_steps.retract(found.state, found.arrived)
             self._prepared = None
         self._device_sums.clear()
@@ -701,10 +696,9 @@ class Updates:
     def _load(
         self, found: Gathered, begin: int, end: int, filed: Sequence[str], what: str = ""
     ) -> Piece:
-        state, entry = found.state, self._tiers.updates.next()
-        records = state.records_of(filed)
+        entry = self._tiers.updates.next()
         views = self._tiers.queue_load(
-            self._device, state.index, begin, end, filed, entry, records, what=what
+            self._device, found.state, begin, end, filed, entry, what=what
         )
         return Piece(found, begin, end, views, entry)
 
@@ -753,9 +747,10 @@ class Updates:
         self._on_device("norm", batch, (), work, batch[0].dtype.itemsize * numel)
         return sums[0]
 
-    def _prepare(self, batch: Sequence[Gathered]) -> _Prepared:
-        """Everything of `_apply` but the gradients' scale, with this moment's hyper-parameters: the
-        host's share of an update, done while the device is still busy with backward.
+    def _prepare(self, batch: Sequence[Gathered]) -> Callable[[float], None]:
+        """Everything of an update but the gradients' scale, with this moment's hyper-parameters:
+        the host's share of it, done while the device is still busy with backward. What it returns
+        does the rest.
         """
         segments: list[native.AdamSegment] = []
         for found in batch:
@@ -764,28 +759,15 @@ class Updates:
         dtype, states = batch[0].dtype, self._states
         adam = self._device.kernels.prepare_adam(states.dtype, dtype, segments, lean=states.is_lean)
         nbytes = int(states.adam_bytes(dtype) * sum(segment.numel for segment in segments))
-        return _Prepared(batch, adam, nbytes)
 
-    def _apply(self, prepared: _Prepared, scale: float) -> None:
-        batch = prepared.batch
-
-        def work(_: Sequence[Piece]) -> None:
-            prepared.adam(scale)
+        def work(scale: float, _: Sequence[Piece]) -> None:
+            adam(scale)
             # A graph that was kept may need the weights of before: autograd refuses it then.
             torch.autograd.graph.increment_version(
                 [found.state.parameters[k] for found in batch for k in found.arrived]
             )
 
-        self._on_device("update", batch, STATES, work, prepared.nbytes)
-
-
-@dataclass(frozen=True, slots=True)
-class _Prepared:
-    """Adam for layers on the device, of which only the gradients' scale is not known."""
-
-    batch: Sequence[Gathered]
-    adam: Callable[[float], None]
-    nbytes: int
+        return lambda scale: self._on_device("update", batch, STATES, partial(work, scale), nbytes)
 
 
 class PieceNorms:
