@@ -185,7 +185,7 @@ class _Run:
         self._runtime = Runtime(parts, plan)
         for index in range(len(layout.layers)):
             parts.adopt(index)
-            self._runtime.adopted(index)
+            self._runtime.executor.rest(index)
         self._runtime.settle()
         self._stored: dict[int, Fence] = {}
         self._coming: dict[int, Fence] = {}

@@ -99,6 +99,8 @@ class EmulatedDevice(Device):
     bytes/s; None: as fast as they are); `poison` fills freed buffers with NaN.
     """
 
+    torch_device = torch.device("cpu")
+
     def __init__(
         self,
         *,
@@ -126,10 +128,6 @@ class EmulatedDevice(Device):
         gentle = not poison and jitter_s == 0.0
         self._ahead = ("fetch", "drain", "update") if gentle else ()
         self._open_lanes()
-
-    @property
-    def torch_device(self) -> torch.device:
-        return torch.device("cpu")
 
     def _make_lane(self, name: str) -> Lane:
         return _EmulatedLane(name, self)

@@ -33,7 +33,6 @@ import torch
 from stronghold.device.base import STREAM_LANES, Device, Fence, Lane, Work
 from stronghold.device.kernels import Kernels
 from stronghold.plan.machine import Rates
-from stronghold.telemetry.trace import Trace
 
 SHARING_MEMORY = 16  # operations of another lane that may still overlap a new one
 LINK_LANES = ("fetch", "drain")
@@ -307,12 +306,6 @@ class SimulatedLane(Lane):
                 update._issued_s = max(update._issued_s, free_s)
         return found
 
-    def finish(self) -> None:
-        """Nothing runs."""
-
-    def close(self) -> None:
-        """Nothing runs."""
-
 
 class NullKernels(Kernels):
     """Kernels that compute nothing: sums are zero."""
@@ -334,15 +327,11 @@ class SimulatedDevice(Device):
     GPU.
     """
 
-    def __init__(
-        self,
-        rates: Rates,
-        *,
-        asynchronous: bool,
-        budget_bytes: int | None = None,
-        trace: Trace | None = None,
-    ) -> None:
-        super().__init__("simulated", budget_bytes, trace)
+    torch_device = torch.device("meta")
+    kernels = NullKernels()
+
+    def __init__(self, rates: Rates, *, asynchronous: bool) -> None:
+        super().__init__("simulated", None, None)
         self.rates = rates
         self.contention = Contention(rates)
         self.asynchronous = asynchronous
@@ -352,12 +341,6 @@ class SimulatedDevice(Device):
         self._compute_cause = -1
         self._operations: list[Operation] = []
         self._open_lanes()
-        self._kernels = NullKernels()
-
-    @property
-    def kernels(self) -> NullKernels:
-        """Nothing is computed."""
-        return self._kernels
 
     def _make_lane(self, name: str) -> Lane:
         return SimulatedLane(name, self, streams=self.asynchronous and name in STREAM_LANES)
@@ -392,7 +375,6 @@ class SimulatedDevice(Device):
     def note(self, lane: str, name: str, start_s: float, end_s: float, cause: int) -> int:
         """Remember an operation; returns its index."""
         self._operations.append(Operation(lane, name, start_s, end_s, cause))
-        self.trace.record(lane, name, start_s, end_s)
         return len(self._operations) - 1
 
     @property
@@ -406,10 +388,6 @@ class SimulatedDevice(Device):
         return self._operations
 
     # -- buffers ----------------------------------------------------------------------------------
-    @property
-    def torch_device(self) -> torch.device:
-        return torch.device("meta")
-
     def _allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(numel, dtype=dtype, device="meta")
 
@@ -448,15 +426,6 @@ class SimulatedDevice(Device):
         if fence.done_s > self.compute_s:
             self.compute_s, self._compute_cause = fence.done_s, fence.index
         return max(0.0, fence.done_s - before_s)
-
-    def begin_compute_span(self) -> object:
-        return None
-
-    def end_compute_span(self, name: str, begun: object) -> None:
-        """`run_compute` recorded it."""
-
-    def close(self) -> None:
-        """Nothing runs."""
 
 
 def meta_slab(numel: int, dtype: torch.dtype) -> torch.Tensor:

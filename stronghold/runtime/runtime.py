@@ -98,10 +98,6 @@ class Runtime:
         )
 
     # -- life -------------------------------------------------------------------------------------
-    def adopted(self, layer: int) -> None:
-        """The layer's values are in its arrays: its parameters point there from now on."""
-        self.executor.rest(layer)
-
     def start(self, partition: Partition) -> None:
         """Every layer is adopted: the model may be called."""
         if self._plan.whole:

@@ -289,7 +289,7 @@ class Stack:
             for parameter in of_layer:
                 if parameter.is_meta:
                     materialize(parameter, torch.empty(0, dtype=parameter.dtype))
-            self.runtime.adopted(index)
+            self.runtime.executor.rest(index)
             if freed_bytes >= TRIM_BYTES:
                 freed_bytes = 0
                 trim_heap()
@@ -459,7 +459,7 @@ class Stack:
     def _start(self, plan: Plan) -> None:
         self.runtime = self._make_runtime(plan)
         for layer in range(len(self.parameters)):
-            self.runtime.adopted(layer)
+            self.runtime.executor.rest(layer)
         self.runtime.start(self.partition)
 
     def prepare_training(self) -> None:
