@@ -41,7 +41,7 @@ from stronghold.device.base import Device
 from stronghold.memory.layer import Entry, LayerState, Ring
 from stronghold.memory.slab import flush, map_slab
 from stronghold.memory.tiers import Mode, Tiers, Views
-from stronghold.model.layout import ModelLayout, ParameterSlice, Shards
+from stronghold.model.layout import ModelLayout, ParameterSlice
 from stronghold.model.partition import WeightSource
 from stronghold.states import MOMENTS, SCALES, items, join_master, num_items
 
@@ -56,7 +56,7 @@ class HostStore:
     the largest trainable layer exist; layers in `held` have an entry of their own, where that is
     not in a file; `accumulate` gives every trainable one an fp32 accumulator. `allocate` makes a
     flat zero tensor of host memory. `tiers` names the arrays that lie in files instead ([Note:
-    files]). `shards` is this rank's part, `shared` the node's weights ([Note: ranks]).
+    files]), and which part is this rank's; `shared` are the node's weights ([Note: ranks]).
     """
 
     def __init__(
@@ -71,16 +71,14 @@ class HostStore:
         elsewhere: frozenset[int] = frozenset(),
         allocate: Callable[[int, torch.dtype], torch.Tensor] = map_slab,
         tiers: Tiers | None = None,
-        shards: Shards | None = None,
         shared: Callable[[int], torch.Tensor] | None = None,
         fills: bool = True,
     ) -> None:
         self.layout = layout
-        self.shards = shards or Shards()
         self._shared = shared
         self._fills = fills
         self.tiers = tiers or Tiers(layout, dtype)
-        self.states = self.tiers.states
+        self.states, self.shards = self.tiers.states, self.tiers.shards
         self.dtype = dtype
         self._device = device
         self._held = held

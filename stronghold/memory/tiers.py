@@ -146,7 +146,7 @@ class Tiers:
     ) -> None:
         self._layers = layout.layers
         self._page_numel = layout.page_numel
-        self._shards = shards or Shards()
+        self.shards = shards or Shards()
         self.states = states_of(dtype, states)
         self._dtypes = array_dtypes(dtype, states)
         self.store = store or NullStore((), ring_bytes=0, piece_bytes=0)
@@ -172,7 +172,7 @@ class Tiers:
         """The elements of these arrays that the store has."""
         if tuple(arrays) == ("weights",):
             return 0, self._layers[layer].numel
-        return self._shards.trained(self._layers[layer])
+        return self.shards.trained(self._layers[layer])
 
     def cuts(
         self, layer: int, arrays: Sequence[str], begin: int = 0, end: int | None = None

@@ -49,10 +49,9 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
-from stronghold.device.base import Device, Fence, completed
+from stronghold.device.base import Fence, completed
 from stronghold.device.fence import Record
 from stronghold.errors import ConfigError, LaneError
-from stronghold.memory.host import HostStore
 from stronghold.memory.slab import PinnedPool
 from stronghold.model.gpu_operators import Attended, in_all
 from stronghold.plan.cost import AGAIN, ATTENTION, AWAY
@@ -65,8 +64,8 @@ from stronghold.runtime.attention import (
     watched,
 )
 from stronghold.runtime.executor import Executor
+from stronghold.runtime.parts import Parts
 from stronghold.runtime.recompute import Recomputation, SavedTensor, without_cache
-from stronghold.telemetry.metrics import Metrics
 
 
 class ActivationSizes:
@@ -239,20 +238,16 @@ class Activations:
 
     def __init__(
         self,
+        parts: Parts,
         policies: Sequence[str],
-        device: Device,
         executor: Executor,
-        metrics: Metrics,
-        host: HostStore,
-        *,
-        host_room_bytes: int | None = None,
+        host_room_bytes: int | None,
     ) -> None:
         self._policies = policies
         offloading = [layer for layer, policy in enumerate(policies) if policy in AWAY]
         self._last_offloading = max(offloading, default=-1)
-        self._device = device
+        self._device, self._metrics, self._host = parts.device, parts.metrics, parts.host
         self._executor = executor
-        self._metrics = metrics
         self._open: list[_Scope] = []  # the outermost first
         self._again: Recomputation | None = None  # whose forward is about to run again
         self._outside: Hooks | None = None  # the pair that was active before the outermost of them
@@ -261,9 +256,8 @@ class Activations:
         self._leaving: deque[list[SavedStorage]] = deque()  # by forward of a layer, oldest first
         self._coming: set[_Back] = set()  # compute has not been made to wait for them
         self._stored: Fence = completed("drain", "nothing offloaded")  # the newest copy
-        self._pool = PinnedPool(device, host_room_bytes)
-        self._host = host
-        host.vacate = self._vacate
+        self._pool = PinnedPool(self._device, host_room_bytes)
+        self._host.vacate = self._vacate
         # By layer what lies in its gradients' room, and where it ends, one behind the other.
         self._borrowed: dict[int, list[tuple[weakref.ref[SavedStorage], int]]] = defaultdict(list)
         self.sizes = ActivationSizes(len(policies))

@@ -14,14 +14,15 @@ whole, flat.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from stronghold.errors import ConfigError
-from stronghold.model.layout import ParameterSlice
+from stronghold.memory.layer import LayerState
 from stronghold.runtime.guards import Access
+from stronghold.runtime.update import Updates
 from stronghold.states import MOMENTS
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ SHARED_NUMEL = 1 << 22  # elements that ranks give each other at once
 def fragments(stack: Stack) -> dict[nn.Parameter, Fragment]:
     """One for each parameter that the optimizer of `stack` owns."""
     return {
-        state.parameters[k]: Fragment(stack, state.index, k)
+        state.parameters[k]: Fragment(stack, state, k)
         for state in stack.host.layers
         for k in state.trained
     }
@@ -44,16 +45,13 @@ class Fragment(Access):
     shape, on the parameter's device; ConfigError (a ValueError) says what cannot be had now.
     """
 
-    __slots__ = ("_layer", "_position", "_stack")
+    __slots__ = ("_part", "_position", "_stack", "_state")
 
-    def __init__(self, stack: Stack, layer: int, position: int) -> None:
+    def __init__(self, stack: Stack, state: LayerState, position: int) -> None:
         self._stack = stack
-        self._layer = layer
+        self._state = state
         self._position = position
-
-    @property
-    def _part(self) -> ParameterSlice:
-        return self._stack.layout.layers[self._layer].slices[self._position]
+        self._part = state.layout.slices[position]
 
     def local(self) -> Fragment:
         if self._stack.ranks.num_ranks > 1:
@@ -67,35 +65,35 @@ class Fragment(Access):
     # -- masters and moments ----------------------------------------------------------------------
     def get(self, optim_state_key: str | None = None) -> torch.Tensor:
         """The fp32 master, or a moment, decoded: zeros before the first update."""
-        self._stack.settle((self._layer,))
-        host, part = self._stack.host, self._part
+        index, host, part = self._state.index, self._stack.host, self._part
+        self._stack.settle((index,))
         if optim_state_key is None:
-            return self._whole(host.master(self._layer, part).view(-1))
+            return self._whole(host.master(index, part).view(-1))
         arrays = host.states.arrays_of(self._moment(optim_state_key))
         at, flat = part.offset, torch.zeros(part.numel)
-        if host.has(self._layer, arrays[-1]):
-            for first, last, found in host.pieces(self._layer, arrays, at, at + part.numel):
+        if host.has(index, arrays[-1]):
+            for first, last, found in host.pieces(index, arrays, at, at + part.numel):
                 flat[first - at : last - at] = host.states.decode(optim_state_key, found)
         return self._whole(flat)
 
     def set(self, value: torch.Tensor, optim_state_key: str | None = None) -> None:
         """Write the master, and the weights rounded from it, or a moment."""
-        flat, stack = self._flat(value), self._stack
+        flat, stack, index = self._flat(value), self._stack, self._state.index
         stack.check_here("safe_set_*")
         key = None if optim_state_key is None else self._moment(optim_state_key)
-        stack.settle((self._layer,))
+        stack.settle((index,))
         stack.prepare_training()
-        stack.host.layers[self._layer].wait_unused()
+        self._state.wait_unused()
         part = self._part
         if key is None:
-            stack.host.write_master(self._layer, part, 0, flat)
-            stack.runtime.loaded((self._layer,))
-            stack.settle((self._layer,))
+            stack.host.write_master(index, part, 0, flat)
+            stack.runtime.loaded((index,))
+            stack.settle((index,))
             return
         at, end = part.offset, part.offset + part.numel
         states = stack.host.states
         for first, last, found in stack.host.pieces(
-            self._layer, states.arrays_of(key), at, end, mode="replace"
+            index, states.arrays_of(key), at, end, mode="replace"
         ):
             for array, values in states.encode(key, flat[first - at : last - at]).items():
                 found[array].copy_(values)
@@ -111,7 +109,7 @@ class Fragment(Access):
     def get_gradient(self) -> torch.Tensor:
         """The gradient that waits for the step; zeros where none came. ConfigError when no step's
         gradients are there."""
-        (updates, state), part = self._waiting(), self._part
+        updates, state, part = self._updates(), self._state, self._part
         at, flat = part.offset, torch.zeros(part.numel)
         if self._position in state.arrived:
             for first, last, found in updates.gradient_pieces(state, self._position):
@@ -120,7 +118,7 @@ class Fragment(Access):
 
     def set_gradient(self, value: torch.Tensor) -> None:
         """Write it, before the gate: norm, clipping and update are those of the new value."""
-        flat, (updates, state) = self._flat(value), self._waiting()
+        flat, updates, state = self._flat(value), self._updates(), self._state
         at, k = self._part.offset, self._position
         if k not in state.arrived:
             if flat.count_nonzero():
@@ -133,23 +131,23 @@ class Fragment(Access):
             there.copy_(flat[first - at : last - at])
         state.square_sums.pop(k, None)  # taken again at the gate
 
-    def _waiting(self) -> Any:
+    def _updates(self) -> Updates:
+        """What has the gradient that waits for the step. ConfigError where none does."""
         stack, name = self._stack, self._part.name
         stack.check_process("reading gradients")
-        state = stack.host.layers[self._layer]
         if not stack.runtime.ledger.pending:
             raise ConfigError(
                 f"{name}: gradients are only available after engine.backward and before the "
                 "engine.step that uses them"
             )
-        if state.applied:
+        if self._state.applied:
             raise ConfigError(
                 f"{name} was updated as its gradient came, and the gradient is gone: set "
                 "gradient_clipping above 0 or bf16.check_grad_overflow true, so that gradients "
                 "wait for engine.step"
             )
         stack.device.check()
-        return stack.runtime.updates, state
+        return stack.runtime.updates
 
     # -- values -----------------------------------------------------------------------------------
     def _flat(self, value: torch.Tensor) -> torch.Tensor:
@@ -167,5 +165,5 @@ class Fragment(Access):
             for some in flat.view(torch.int32).split(SHARED_NUMEL):  # of bits: others have zeros
                 rows = stack.ranks.control.numbers(some.clone(), f"reading {part.name}")
                 some.copy_(rows.sum(dim=0, dtype=torch.int32))
-        device = stack.parameters[self._layer][self._position].device
+        device = self._state.parameters[self._position].device
         return flat.view(part.shape).to(device)

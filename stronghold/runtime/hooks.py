@@ -92,12 +92,11 @@ class Hooks:
 
     def __init__(
         self,
-        *,
         partition: Partition,
         executor: Executor,
         activations: Activations,
-        chunk: int | None,
         device: Device,
+        chunk: int | None,
     ) -> None:
         self._executor = executor
         self._activations = activations

@@ -105,7 +105,6 @@ def assemble(
         elsewhere=plan.updated_on_gpu,
         allocate=allocate,
         tiers=tiers,
-        shards=weights.ranks.shards if weights is not None else None,
         shared=weights.room if weights is not None else None,
         fills=weights is None or weights.fills,
     )

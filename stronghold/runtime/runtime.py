@@ -88,27 +88,15 @@ class Runtime:
         self._has_aliases = False  # said once
         device.open_streams(plan.streams)
         self.executor = Executor(parts, self.window, self.updates, self.ledger, plan)
-        self.activations = Activations(
-            plan.activations,
-            device,
-            self.executor,
-            parts.metrics,
-            host,
-            host_room_bytes=host_room_bytes,
-        )
+        self.activations = Activations(parts, plan.activations, self.executor, host_room_bytes)
 
     # -- life -------------------------------------------------------------------------------------
     def start(self, partition: Partition) -> None:
         """Every layer is adopted: the model may be called."""
         if self._plan.whole:
             return
-        self._hooks = Hooks(
-            partition=partition,
-            executor=self.executor,
-            activations=self.activations,
-            chunk=self._plan.chunk,
-            device=self._device,
-        )
+        chunk = self._plan.chunk
+        self._hooks = Hooks(partition, self.executor, self.activations, self._device, chunk)
         self.settle()
 
     def detach(self) -> None:

@@ -213,7 +213,7 @@ class Stack:
         """Open the files of what the plan spills, which `undo` closes; every rank calls it."""
         plan, ranks, nvme = self.plan, self.ranks, self.section.nvme
         if nvme is None or not any(plan.spilled):
-            return Tiers(self.layout, self.dtype, states=plan.states)
+            return Tiers(self.layout, self.dtype, shards=ranks.shards, states=plan.states)
         mapped = plan.nvme_bytes["weights"]
         check_mappings(mapped, len(nvme.paths), nvme.block or BLOCK_BYTES)
         store = NvmeStore(
