@@ -41,6 +41,8 @@ class NullStore:
     """A store of no bytes, where nothing lies in files and for simulations: sizes and extents, on
     the meta device."""
 
+    bytes_read = bytes_written = 0
+
     def __init__(self, extents: Sequence[Extent], *, ring_bytes: int, piece_bytes: int) -> None:
         self._extents = lay_out(extents)
         self.piece_bytes = piece_bytes

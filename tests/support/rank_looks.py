@@ -49,7 +49,7 @@ def memory(*, clipping: float, **section: Any) -> dict[str, Any]:
             "nvme_planned": report.nvme_planned,
             "staging": stack.plan.staging.nbytes,
             "traffic": (stack.plan.traffic.nvme_read_bytes, stack.plan.traffic.nvme_written_bytes),
-            "moved": _moved(stack.host.tiers),
+            "moved": (stack.host.tiers.store.bytes_read, stack.host.tiers.store.bytes_written),
             "weights_bytes": padded_numel * 2,
             "weights_pss": _pss("stronghold weights"),
         }
@@ -57,11 +57,6 @@ def memory(*, clipping: float, **section: Any) -> dict[str, Any]:
         return found
     finally:
         engine.destroy()
-
-
-def _moved(tiers: Any) -> tuple[int, int]:
-    store = tiers.store
-    return (store.bytes_read, store.bytes_written) if store is not None else (0, 0)
 
 
 def _pss(name: str) -> int:
