@@ -197,10 +197,10 @@ class Load:
                     host.write_master(index, part, begin, master)
                 else:
                     at = part.offset + begin
-                    for first, last, found in host.pieces(
+                    for own, found in host.pieces(
                         index, ("weights",), at, at + master.numel(), mode="replace"
                     ):
-                        found["weights"].copy_(master[first - at : last - at])
+                        found["weights"].copy_(master[own])
                 begin += master.numel()
         if not exact:
             loaded: dict[int, set[int]] = {}
@@ -224,17 +224,17 @@ class Load:
             target = getattr(host.layers[index], array)[items(array, at, end)]
             self._tag.tensors(file).read_into(name, target)
             return
-        for first, _, found in host.pieces(index, (array,), at, end, mode="replace"):
+        for own, found in host.pieces(index, (array,), at, end, mode="replace"):
             if file is None:
                 found[array].zero_()
             else:
-                begin = items(array, first - at, end - at).start
+                begin = items(array, own.start, own.stop).start
                 self._tag.tensors(file).read_part(name, begin, found[array])
 
     def _copy_weights_to_low(self, index: int, part: ParameterSlice) -> None:
         host, at, end = self._stack.host, part.offset, part.offset + part.numel
         if host.has(index, "low"):
-            for _, _, found in host.pieces(index, ("weights", "low"), at, end, mode="edit"):
+            for _, found in host.pieces(index, ("weights", "low"), at, end, mode="edit"):
                 found["low"].copy_(found["weights"])
 
     def _moments(self) -> None:
@@ -254,13 +254,15 @@ class Load:
         states, arrays = host.states, tuple(host.states.moments)
         if not all(host.has(index, array) for array in arrays):
             return
-        for first, last, found in host.pieces(index, arrays, at, end, mode="replace"):
-            for begin in range(first, last, PIECE_NUMEL):
-                stop = min(begin + PIECE_NUMEL, last)
-                decoded = moments_of(self._tag, file, name, begin - at, stop - at)
+        for own, found in host.pieces(index, arrays, at, end, mode="replace"):
+            for begin in range(own.start, own.stop, PIECE_NUMEL):
+                stop = min(begin + PIECE_NUMEL, own.stop)
+                decoded = moments_of(self._tag, file, name, begin, stop)
                 for moment, of_moment in decoded.items():
                     for array, values in states.encode(moment, of_moment).items():
-                        found[array][items(array, begin - first, stop - first)].copy_(values)
+                        found[array][items(array, begin - own.start, stop - own.start)].copy_(
+                            values
+                        )
 
     def _hyper_parameters(self, optimizer: EngineOptimizer) -> None:
         for group, saved in zip(optimizer.param_groups, self.manifest.groups or (), strict=True):

@@ -277,8 +277,8 @@ class Save:
         dtype = host.states.dtypes[array]
 
         def pieces() -> Iterator[tuple[int, memoryview]]:
-            for first, _, found in host.pieces(index, (array,), begin, end):
-                at = (first - begin) // group_size(array) * dtype.itemsize
+            for own, found in host.pieces(index, (array,), begin, end):
+                at = own.start // group_size(array) * dtype.itemsize
                 yield from cut(raw_bytes(found[array]), at)
 
         return Entry(name=name, dtype=dtype, shape=shape, pieces=pieces)

@@ -136,10 +136,8 @@ class HostStore:
                 values = torch.empty(part.shape, dtype=self.dtype)
                 source.read_into(parameter, values)
             flat, at = values.reshape(-1), part.offset
-            for begin, end, found in self.pieces(
-                index, ("weights",), at, at + part.numel, mode="replace"
-            ):
-                found["weights"].copy_(flat[begin - at : end - at])
+            for own, found in self.pieces(index, ("weights",), at, at + part.numel, mode="replace"):
+                found["weights"].copy_(flat[own])
 
     def prepare_training(self) -> None:
         """Make masters, moments and gradient entries at the first backward; goes on where an
@@ -224,8 +222,9 @@ class HostStore:
 
     def pieces(
         self, index: int, arrays: Sequence[str], begin: int, end: int, *, mode: Mode = "read"
-    ) -> Iterator[tuple[int, int, Views]]:
-        """Elements [begin, end) of `arrays`, piece by piece: (from, to, flat tensors by name).
+    ) -> Iterator[tuple[slice, Views]]:
+        """Elements [begin, end) of `arrays`, piece by piece: which of them, counted from `begin`,
+        and flat tensors by name.
 
         Of several ranks each gets the pieces that are its own. One piece where all lie in slabs.
         Tensors are valid until the next piece; "edit" and "replace" make what the caller writes to
@@ -235,7 +234,8 @@ class HostStore:
         filed = [array for array in arrays if self.tiers.holds(index, array)]
         slabs = {a: getattr(self.layers[index], a) for a in arrays if a not in filed}
         if not filed and self.shards.num_ranks == 1:
-            yield begin, end, {a: slab[items(a, begin, end)] for a, slab in slabs.items()}
+            found = {a: slab[items(a, begin, end)] for a, slab in slabs.items()}
+            yield slice(0, end - begin), found
             return
         state = self.layers[index]
         base = {array: 0 if array == "weights" else state.begin for array in slabs}
@@ -247,7 +247,7 @@ class HostStore:
         for first, last, found in staged:
             for array, slab in slabs.items():
                 found[array] = slab[items(array, first - base[array], last - base[array])]
-            yield first, last, found
+            yield slice(first - begin, last - begin), found
 
     def flush(self, index: int) -> None:
         """New weights were written where the parameters rest: bring them to the file."""
@@ -291,8 +291,8 @@ class HostStore:
     def _read_back(self, state: LayerState) -> torch.Tensor:
         numel = state.layout.numel
         home = self.allocate(numel, self.dtype)
-        for begin, end, found in self.pieces(state.layout.index, ("weights",), 0, numel):
-            home[begin:end].copy_(found["weights"])
+        for own, found in self.pieces(state.layout.index, ("weights",), 0, numel):
+            home[own].copy_(found["weights"])
         return home
 
     def _master_arrays(self, index: int) -> tuple[str, ...]:
@@ -326,11 +326,9 @@ class HostStore:
         """The fp32 master of one trainable parameter, as a fresh tensor of its shape, with zeros
         for what other ranks have."""
         master = torch.zeros(part.shape, dtype=torch.float32)
-        flat, at = master.view(-1), part.offset
-        for begin, end, found in self.pieces(
-            index, self._master_arrays(index), at, at + part.numel
-        ):
-            flat[begin - at : end - at] = join_master(found["weights"], found.get("low"))
+        flat, at, arrays = master.view(-1), part.offset, self._master_arrays(index)
+        for own, found in self.pieces(index, arrays, at, at + part.numel):
+            flat[own] = join_master(found["weights"], found.get("low"))
         return master
 
     def write_master(
@@ -341,10 +339,8 @@ class HostStore:
         """
         at = part.offset + begin
         arrays = self._master_arrays(index)
-        for first, last, found in self.pieces(
-            index, arrays, at, at + master.numel(), mode="replace"
-        ):
-            weights, low = self.states.split(master[first - at : last - at])
+        for own, found in self.pieces(index, arrays, at, at + master.numel(), mode="replace"):
+            weights, low = self.states.split(master[own])
             found["weights"].copy_(weights)
             if low is not None:
                 found["low"].copy_(low)
@@ -362,10 +358,10 @@ class HostStore:
             ranges = [(part.offset, part.offset + part.numel) for part in parts]
         for begin, end in ranges:
             if self.dtype is torch.bfloat16:
-                for _, _, found in self.pieces(index, ("low",), begin, end, mode="replace"):
+                for _, found in self.pieces(index, ("low",), begin, end, mode="replace"):
                     found["low"].zero_()
                 continue
-            for _, _, found in self.pieces(index, ("weights", "low"), begin, end, mode="edit"):
+            for _, found in self.pieces(index, ("weights", "low"), begin, end, mode="edit"):
                 found["low"].copy_(found["weights"])
 
     def close(self) -> None:

@@ -188,7 +188,7 @@ class Standstill:
                 continue
             least = 2.0 ** (math.floor(math.log2(rate)) + 17)  # [Note: half a unit]
             end = part.offset + part.numel
-            for _, _, found in self._host.pieces(state.index, ("weights",), part.offset, end):
+            for _, found in self._host.pieces(state.index, ("weights",), part.offset, end):
                 numel += found["weights"].numel()
                 for piece in found["weights"].split(PIECE_NUMEL):
                     count += int((piece.abs() >= least).sum())

@@ -72,8 +72,8 @@ class Fragment(Access):
         arrays = host.states.arrays_of(self._moment(optim_state_key))
         at, flat = part.offset, torch.zeros(part.numel)
         if host.has(index, arrays[-1]):
-            for first, last, found in host.pieces(index, arrays, at, at + part.numel):
-                flat[first - at : last - at] = host.states.decode(optim_state_key, found)
+            for own, found in host.pieces(index, arrays, at, at + part.numel):
+                flat[own] = host.states.decode(optim_state_key, found)
         return self._whole(flat)
 
     def set(self, value: torch.Tensor, optim_state_key: str | None = None) -> None:
@@ -90,12 +90,11 @@ class Fragment(Access):
             stack.runtime.loaded((index,))
             stack.settle((index,))
             return
-        at, end = part.offset, part.offset + part.numel
-        states = stack.host.states
-        for first, last, found in stack.host.pieces(
-            index, states.arrays_of(key), at, end, mode="replace"
+        at, states = part.offset, stack.host.states
+        for own, found in stack.host.pieces(
+            index, states.arrays_of(key), at, at + part.numel, mode="replace"
         ):
-            for array, values in states.encode(key, flat[first - at : last - at]).items():
+            for array, values in states.encode(key, flat[own]).items():
                 found[array].copy_(values)
 
     def _moment(self, key: str) -> str:
@@ -109,17 +108,16 @@ class Fragment(Access):
     def get_gradient(self) -> torch.Tensor:
         """The gradient that waits for the step; zeros where none came. ConfigError when no step's
         gradients are there."""
-        updates, state, part = self._updates(), self._state, self._part
-        at, flat = part.offset, torch.zeros(part.numel)
+        updates, state, flat = self._updates(), self._state, torch.zeros(self._part.numel)
         if self._position in state.arrived:
-            for first, last, found in updates.gradient_pieces(state, self._position):
-                flat[first - at : last - at] = found
+            for own, found in updates.gradient_pieces(state, self._position):
+                flat[own] = found
         return self._whole(flat)
 
     def set_gradient(self, value: torch.Tensor) -> None:
         """Write it, before the gate: norm, clipping and update are those of the new value."""
         flat, updates, state = self._flat(value), self._updates(), self._state
-        at, k = self._part.offset, self._position
+        k = self._position
         if k not in state.arrived:
             if flat.count_nonzero():
                 raise ConfigError(
@@ -127,8 +125,8 @@ class Fragment(Access):
                     "given to it: let the loss depend on it (add 0.0 * parameter.sum())"
                 )
             return
-        for first, last, there in updates.gradient_pieces(state, k, mode="replace"):
-            there.copy_(flat[first - at : last - at])
+        for own, there in updates.gradient_pieces(state, k, mode="replace"):
+            there.copy_(flat[own])
         state.square_sums.pop(k, None)  # taken again at the gate
 
     def _updates(self) -> Updates:

@@ -507,30 +507,30 @@ class Updates:
     def _late_norm(self, state: LayerState, k: int) -> None:
         ((_, own),), norms = state.own((k,)), self._norms(state)
         state.square_sums[k] = 0.0
-        for begin, end, flat in self.gradient_pieces(state, k):
+        offset = state.layout.slices[k].offset
+        for piece, flat in self.gradient_pieces(state, k):
             at, numel = state.begin + own.start, own.stop - own.start
-            norms.add_part(flat, begin, end, k, at, numel)
+            norms.add_part(flat, offset + piece.start, offset + piece.stop, k, at, numel)
 
     def gradient_pieces(
         self, state: LayerState, k: int, *, mode: Mode = "read"
-    ) -> Iterator[tuple[int, int, torch.Tensor]]:
-        """The gradient of parameter `k` that waits for the step, as `HostStore.pieces`: (from, to,
-        flat tensor), of this rank's elements. Nothing of the layer's is under way meanwhile."""
+    ) -> Iterator[tuple[slice, torch.Tensor]]:
+        """The gradient of parameter `k` that waits for the step, as `HostStore.pieces`: which of
+        the parameter's elements, and a flat tensor of them, of this rank's. Nothing of the layer's
+        is under way meanwhile."""
         found = self._waiting(state)
         state.records["norms"].writer.wait()
         found.record.wait()
         part = state.layout.slices[k]
         at, end = part.offset, part.offset + part.numel
         if found.array:
-            for first, last, there in self._host.pieces(
-                state.index, found.arrays, at, end, mode=mode
-            ):
-                yield first, last, there[found.array]
+            for piece, there in self._host.pieces(state.index, found.arrays, at, end, mode=mode):
+                yield piece, there[found.array]
         elif found.memory is None:
-            yield at, end, found.each[k].view(-1)
+            yield slice(0, part.numel), found.each[k].view(-1)
         else:
-            own = part.within(state.begin, state.end)
-            yield state.begin + own.start, state.begin + own.stop, found.memory[own]
+            own, first = part.within(state.begin, state.end), state.begin - at
+            yield slice(first + own.start, first + own.stop), found.memory[own]
 
     def forget(self) -> None:
         """Drop the gradients of the step that has ended or is abandoned."""

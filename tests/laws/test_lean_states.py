@@ -77,7 +77,7 @@ def arrays_of(engine: Any) -> dict[str, torch.Tensor]:
         for part in state.layout.slices:
             for array in host.states.dtypes:
                 of = host.pieces(state.index, (array,), part.offset, part.offset + part.numel)
-                found[f"{array} of {part.name}"] = torch.cat([f[array].clone() for _, _, f in of])
+                found[f"{array} of {part.name}"] = torch.cat([f[array].clone() for _, f in of])
     return found
 
 

@@ -160,7 +160,7 @@ def whole(host: Any, index: int, array: str, part: Any) -> torch.Tensor:
     """One parameter's part of an array, flat, on the CPU, from wherever it lies."""
     at, end = part.offset, part.offset + part.numel
     pieces = [
-        found[array].to("cpu", copy=True) for _, _, found in host.pieces(index, (array,), at, end)
+        found[array].to("cpu", copy=True) for _, found in host.pieces(index, (array,), at, end)
     ]
     return torch.cat(pieces) if pieces else torch.empty(0)
 
