@@ -288,7 +288,6 @@ class Pending:
     memory: torch.Tensor
     tickets: list[tuple[IoQueue, int]] = field(default_factory=list)
     nbytes: int = 0  # of what was submitted
-    waited: bool = False
     error: OSError | None = None
 
     def wait(self) -> None:
@@ -301,9 +300,7 @@ class Pending:
                 queue.wait(ticket)
             except OSError as error:
                 self.error = error  # the last that is met: of the lowest offset
-        if not self.waited:
-            self.waited = True
-            self.store._ended(self, failed=self.error is not None)
+        self.store._ended(self)
         if self.error is not None:
             raise self.error
 
@@ -534,10 +531,11 @@ class NvmeStore(Closing):
             queue.commit()
         return pending
 
-    def _ended(self, pending: Pending, *, failed: bool) -> None:
+    def _ended(self, pending: Pending) -> None:
         with self._lock:
+            counted = pending not in self._in_flight
             self._in_flight.discard(pending)
-            if failed:
+            if counted or pending.error is not None:
                 return
             if pending.verb == "read":
                 self.bytes_read += pending.nbytes
