@@ -13,7 +13,7 @@ import json
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -225,7 +225,7 @@ def understand(
     folder = str(nvme_path or profile.nvme_path or "/path/to/nvme")
     return Question(
         model=asked,
-        machine=replace(profile, gpu_memory_bytes=gpu_bytes, host_memory_bytes=host_bytes),
+        machine=profile,
         batch=batch or 1,
         seq=seq or min(SEQ, asked.positions or SEQ),
         accumulation=accumulation,
@@ -500,8 +500,6 @@ def _product(name: str, inputs: int, outputs: int) -> Shapes:
 
 
 def _costs(sizes: _Sizes, batch: int, seq: int, dtype: str) -> ModelCosts:
-    if not 1 <= seq <= sizes.seq:
-        raise ConfigError(f"--seq: got {seq}, expected 1 to {sizes.seq}, the model's positions")
     tokens, h, each = batch * seq, sizes.hidden, DTYPES[dtype].itemsize
     row = tokens * h * each  # one activation of the hidden size
     statistics = 2 * tokens * 4  # of a norm: mean and reciprocal deviation, fp32

@@ -19,8 +19,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from stronghold.errors import ConfigError
-
 SETTLING_PASSES = 4  # after these the slots begin every pass alike, or never will
 
 
@@ -133,8 +131,6 @@ def make_schedule(
     uses = tuple(uses)
     if not uses:
         return Schedule(uses=(), steps=(), after=())
-    if num_slots < 1 and any(use.layer not in resident for use in uses):
-        raise ConfigError(f"stronghold.window: got {num_slots}, expected at least 1 slot")
     planner = _Pass(uses=uses, num_slots=num_slots, prefetch=prefetch, resident=resident)
     start, end = frozenset[int](), planner.run(frozenset())[1]
     for _ in range(SETTLING_PASSES):  # the first pass starts with empty slots

@@ -119,9 +119,3 @@ def test_sizes_that_do_not_fit_together_are_named(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         from_sizes(*sizes)
-
-
-def test_a_sequence_longer_than_the_positions_is_refused() -> None:
-    costs_of = from_sizes(2, 64, 4, 100, 8).costs_of
-    with pytest.raises(ConfigError, match="--seq: got 9, expected 1 to 8"):
-        costs_of(1, 9, "bf16")

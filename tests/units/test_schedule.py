@@ -9,7 +9,6 @@ from functools import cache
 
 import pytest
 
-from stronghold.errors import ConfigError
 from stronghold.plan.schedule import (
     Action,
     Kind,
@@ -162,11 +161,6 @@ def test_no_uses_give_no_actions() -> None:
     assert schedule == Schedule(uses=(), steps=(), after=())
     assert str(schedule) == ""
     assert parse_schedule("") == schedule
-
-
-def test_a_window_of_zero_is_refused_by_its_key() -> None:
-    with pytest.raises(ConfigError, match=r"stronghold\.window"):
-        make_schedule(forward(0), num_slots=0, prefetch=0)
 
 
 # -- what every schedule keeps -----------------------------------------------------------------
