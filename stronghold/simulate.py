@@ -164,8 +164,8 @@ class _Run:
             for layer in layout.layers
         ]
         weights = shards = None
-        if plan.num_ranks > 1:
-            ranks = simulated_ranks(plan.num_ranks, plan.num_nodes)
+        if plan.demand.num_ranks > 1:
+            ranks = simulated_ranks(plan.demand.num_ranks, plan.demand.num_nodes)
             weights, shards = SimulatedWeights(layout, dtype, ranks), ranks.shards
         parts = assemble(
             layout=layout,
@@ -267,7 +267,7 @@ def _tiers(layout: ModelLayout, dtype: torch.dtype, plan: Plan, shards: Shards |
     staging, store = plan.staging, None
     if any(plan.spilled):
         num_ranks = shards.num_ranks if shards else 1
-        requests = extent_requests(layout, dtype, plan.spilled, num_ranks, plan.states)
+        requests = extent_requests(layout, dtype, plan.spilled, num_ranks, plan.demand.states.kind)
         by_layer: Counter[int] = Counter()
         for request in requests:
             by_layer[request.layer] += request.nbytes
@@ -282,7 +282,7 @@ def _tiers(layout: ModelLayout, dtype: torch.dtype, plan: Plan, shards: Shards |
         update_entries=staging.update_entries,
         fetch_entries=staging.fetch_entries,
         shards=shards,
-        states=plan.states,
+        states=plan.demand.states.kind,
     )
 
 

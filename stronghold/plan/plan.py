@@ -35,7 +35,6 @@ from stronghold.states import (
     MOMENTS,
     PAGE_BYTES,
     SCALES,
-    Kind,
     moment_bytes,
     num_items,
     page_numel,
@@ -87,8 +86,9 @@ class Plan:
     activations: `activation_bytes` are theirs on the gpu, `offloaded_bytes` on the host; 0 where
     not known. Layers in `updated_on_gpu`, which are resident, have nothing on the host. `whole`:
     every layer is one of them, and nothing stands on the model's path: no hooks, no slots, no
-    copies."""
+    copies. `demand`: that it was made of; of several ranks bytes are of each."""
 
+    demand: Demand
     window: int
     prefetch: int
     resident: frozenset[int]
@@ -112,11 +112,6 @@ class Plan:
     spilled: Spilled = ()
     staging: Staging = field(default_factory=Staging)
     nvme_bytes: dict[str, int] = field(default_factory=dict)
-    num_ranks: int = 1  # bytes are of each
-    num_nodes: int = 1
-    chunk: int | None = None  # sequences that go through a block together; None: all
-    streams: int = 1  # on which chunks take turns
-    states: Kind = EXACT
 
     @property
     def accumulates(self) -> bool:
@@ -152,9 +147,10 @@ class Plan:
         return sum(self.nvme_bytes.values())
 
     def __str__(self) -> str:
-        ranks = f" x {self.num_ranks} ranks" if self.num_ranks > 1 else ""
-        if self.num_nodes > 1:
-            ranks += f" on {self.num_nodes} nodes, each with the weights"
+        demand = self.demand
+        ranks = f" x {demand.num_ranks} ranks" if demand.num_ranks > 1 else ""
+        if demand.num_nodes > 1:
+            ranks += f" on {demand.num_nodes} nodes, each with the weights"
 
         def table(title: str, parts: dict[str, int]) -> list[str]:
             total = sum(parts.values())
@@ -215,6 +211,7 @@ def make_plan(layout: ModelLayout, demand: Demand) -> Plan:
     reasons += _deferred_in_words(places, host.deferred)
     again = sum(e.num_parameters for e in layout.layers if activations[e.index] in AGAIN)
     return Plan(
+        demand=demand,
         window=window,
         prefetch=prefetch,
         resident=places.resident,
@@ -246,11 +243,6 @@ def make_plan(layout: ModelLayout, demand: Demand) -> Plan:
         spilled=host.spilled,
         staging=host.staging,
         nvme_bytes=host.nvme_bytes,
-        num_ranks=demand.num_ranks,
-        num_nodes=demand.num_nodes,
-        chunk=demand.chunk,
-        streams=demand.streams,
-        states=demand.states.kind,
     )
 
 

@@ -56,11 +56,10 @@ CHOSEN = ("window", "resident_layers", "resident_updates", "activations", "defer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """A plan, how long its step takes, and the demand that it is made of."""
+    """A plan, and how long its step takes."""
 
     plan: Plan
     forecast: Any  # what `predict` said, with its `step_s`
-    demand: Demand
     ladder: Ladder = ()  # by which activations were chosen
 
     @property
@@ -90,12 +89,12 @@ def _waits_s(layout: ModelLayout, plan: Plan, work: Workload, rates: Rates) -> f
     own. Those behind the gate begin when backward has ended, in the layers' order; of others the
     first layer's, whose gradient is the last that is there. Weights that were updated before cross
     host memory beside the updates, or after them."""
-    gated = layout.layers if plan.gated else layout.layers[:1]
-    each_s = plan.traffic.adam_bytes * 1e-9 / rates.update_gbps / plan.num_ranks
+    gated, num_ranks = layout.layers if plan.gated else layout.layers[:1], plan.demand.num_ranks
+    each_s = plan.traffic.adam_bytes * 1e-9 / rates.update_gbps / num_ranks
     # What crosses takes of Adam's memory what is more than it leaves unused, unless that is all.
     own, fetch, memory = rates.update_gbps, rates.fetch_gbps, rates.memory_gbps
     delay_s = 0.0
-    if plan.num_ranks == 1 and memory - rates.duplex_gbps - rates.io_gbps > LEAST_SHARE * own:
+    if num_ranks == 1 and memory - rates.duplex_gbps - rates.io_gbps > LEAST_SHARE * own:
         taken = max(0.0, own + fetch - memory) / own
         delay_s = plan.traffic.states.weight_bytes * 1e-9 / fetch * taken
     updated_s = delayed_s = end_s = forward_s = 0.0
@@ -178,7 +177,7 @@ class Search:
         if self.demand.deferred_layers is None:
             best = self._best(1)[0]
             counts = deferrals(self.layout, best.plan, self.work, self.rates)
-            wishes = (replace(best.demand, deferred_layers=count) for count in counts)
+            wishes = (replace(best.plan.demand, deferred_layers=count) for count in counts)
             self._round(self._new(wishes, best.ladder))
         return self._chosen()
 
@@ -205,7 +204,7 @@ class Search:
             self._round(self._fitting(wishes, [choice.ladder]))
         for step in FINER if pinned is None else ():
             best = self._best(1)[0]
-            near, away = best.demand.resident_layers or 0, max(1, round(step * num_blocks))
+            near, away = best.plan.demand.resident_layers or 0, max(1, round(step * num_blocks))
             around = [r for r in (near - away, near + away) if 0 <= r <= num_blocks]
             self._round(self._usual(around, [best.ladder]))
             wishes = self._demands(around, [best.plan.window])
@@ -214,11 +213,11 @@ class Search:
     def _chosen(self) -> Choice:
         best = self._best(1)[0]
         # Of those that differ from it in this alone and are nearly as fast: the fewest deferred.
-        demand = replace(best.demand, deferred_layers=None)
+        demand = replace(best.plan.demand, deferred_layers=None)
         alike = [
             choice
             for choice in self.tried
-            if replace(choice.demand, deferred_layers=None) == demand
+            if replace(choice.plan.demand, deferred_layers=None) == demand
             and choice.step_s <= ENOUGH * best.step_s
         ]
         best = min(alike, key=lambda choice: len(choice.plan.deferred))
@@ -235,7 +234,7 @@ class Search:
 
         return sorted(self.tried, key=order)[:count]
 
-    def _round(self, candidates: Iterable[tuple[Plan, Demand, Ladder]]) -> None:
+    def _round(self, candidates: Iterable[tuple[Plan, Ladder]]) -> None:
         """Try what is new and fits, the most promising first ([Note: lower bounds first])."""
         bounded = [
             (lower_bound(self.layout, candidate[0], self.work, self.rates), *candidate)
@@ -243,10 +242,10 @@ class Search:
         ]
         least = min((choice.step_s for choice in self.tried), default=math.inf)
         bounded.sort(key=lambda row: (row[0], _gpu_peak(row[1])))
-        for bound_s, plan, demand, ladder in bounded:
+        for bound_s, plan, ladder in bounded:
             if bound_s >= (1.0 - EQUAL) * least and not plan.whole:
                 continue
-            choice = Choice(plan=plan, forecast=self.predict(plan), demand=demand, ladder=ladder)
+            choice = Choice(plan=plan, forecast=self.predict(plan), ladder=ladder)
             self.tried.append(choice)
             least = min(least, choice.step_s)
 
@@ -267,11 +266,11 @@ class Search:
                         )
 
     def _near(self, choice: Choice, windows: Iterable[int]) -> Iterator[Demand]:
-        return self._demands([choice.demand.resident_layers or 0], windows)
+        return self._demands([choice.plan.demand.resident_layers or 0], windows)
 
     def _usual(
         self, residents: Iterable[int], ladders: Sequence[Ladder]
-    ) -> Iterator[tuple[Plan, Demand, Ladder]]:
+    ) -> Iterator[tuple[Plan, Ladder]]:
         """With each number of resident blocks, and each place of their updates: the largest window
         of usual size that fits."""
         for resident in residents:
@@ -286,14 +285,12 @@ class Search:
 
     def _fitting(
         self, demands: Iterable[Demand], ladders: Sequence[Ladder]
-    ) -> Iterator[tuple[Plan, Demand, Ladder]]:
+    ) -> Iterator[tuple[Plan, Ladder]]:
         for demand in demands:
             for filled, ladder in _filled(self.layout, demand, ladders):
                 yield from self._new([filled], ladder)
 
-    def _new(
-        self, demands: Iterable[Demand], ladder: Ladder
-    ) -> Iterator[tuple[Plan, Demand, Ladder]]:
+    def _new(self, demands: Iterable[Demand], ladder: Ladder) -> Iterator[tuple[Plan, Ladder]]:
         """Their plans, as far as they fit and are new."""
         for demand in demands:
             try:
@@ -304,7 +301,7 @@ class Search:
             key = (slots, places, plan.activations, plan.deferred)
             if key not in self.seen:
                 self.seen.add(key)
-                yield plan, demand, ladder
+                yield plan, ladder
 
 
 def _gpu_peak(plan: Plan) -> int:

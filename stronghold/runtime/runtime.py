@@ -73,7 +73,7 @@ class Runtime:
             num_slots=plan.window,
             num_gradient_slots=plan.gradient_slots,
             own_gradients=plan.own_gradients,
-            sums=plan.chunk is not None,
+            sums=plan.demand.chunk is not None,
         )
         early = any(at is not Position.GATE for at in plan.updates.values())
         self.ledger = Ledger(parts.layers, early=early)
@@ -86,7 +86,7 @@ class Runtime:
         for state in parts.layers:
             state.versions = None
         self._has_aliases = False  # said once
-        device.open_streams(plan.streams)
+        device.open_streams(plan.demand.streams)
         self.executor = Executor(parts, self.window, self.updates, self.ledger, plan)
         self.activations = Activations(parts, plan.activations, self.executor, host_room_bytes)
 
@@ -95,7 +95,7 @@ class Runtime:
         """Every layer is adopted: the model may be called."""
         if self._plan.whole:
             return
-        chunk = self._plan.chunk
+        chunk = self._plan.demand.chunk
         self._hooks = Hooks(partition, self.executor, self.activations, self._device, chunk)
         self.settle()
 

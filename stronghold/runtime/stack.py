@@ -213,13 +213,13 @@ class Stack:
         """Open the files of what the plan spills, which `undo` closes; every rank calls it."""
         plan, ranks, nvme = self.plan, self.ranks, self.section.nvme
         if nvme is None or not any(plan.spilled):
-            return Tiers(self.layout, self.dtype, shards=ranks.shards, states=plan.states)
+            return Tiers(self.layout, self.dtype, shards=ranks.shards, states=self.section.states)
         mapped = plan.nvme_bytes["weights"]
         check_mappings(mapped, len(nvme.paths), nvme.block or BLOCK_BYTES)
         store = NvmeStore(
             nvme.paths,
             extents=extent_requests(
-                self.layout, self.dtype, plan.spilled, plan.num_ranks, plan.states
+                self.layout, self.dtype, plan.spilled, ranks.num_ranks, self.section.states
             ),
             ring_entries=plan.staging.entries,
             piece_bytes=plan.staging.piece_bytes,
@@ -239,7 +239,7 @@ class Stack:
             update_entries=plan.staging.update_entries,
             fetch_entries=plan.staging.fetch_entries,
             shards=ranks.shards,
-            states=plan.states,
+            states=self.section.states,
         )
 
     def _build(

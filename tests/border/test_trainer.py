@@ -160,7 +160,7 @@ def test_a_batch_in_chunks_trains_as_the_whole_one(trained: Any) -> None:
     settings = {**CLIENT, "stronghold": {**CLIENT["stronghold"], "chunk": 1}}
     changed = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1}
     streamed = trained(settings, **changed)
-    assert streamed.model_wrapped.plan.chunk == 1
+    assert streamed.model_wrapped.plan.demand.chunk == 1
     assert_same_training(streamed, trained(None, **changed))
 
 

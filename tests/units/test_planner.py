@@ -85,7 +85,7 @@ def taken(layout: ModelLayout, plan: Plan, dtype: torch.dtype, *, training: bool
             num_slots=plan.window,
             num_gradient_slots=plan.gradient_slots,
             own_gradients=plan.own_gradients,
-            sums=plan.chunk is not None,
+            sums=plan.demand.chunk is not None,
         )
         there = DeviceStore(store, device)
         for layer in layout.layers:
