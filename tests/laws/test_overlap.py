@@ -77,7 +77,7 @@ def test_early_updates_hide_behind_forward_and_backward(load: float, tmp_path: A
 
 def measure_updates(load: float, path: Path, clipping: float = 0.0) -> Measured:
     """A model of which the CPU's Adam takes `load` times what compute takes."""
-    forward_s = 0.006 / max(1.0, load / 1.25)  # Adam's time is limited
+    forward_s = 0.004 / max(1.0, load / 1.25)  # Adam's time is limited
     nbytes = 32 * LAYER_NUMEL  # Adam's, and the norm's
     section = {
         "window": 3,
