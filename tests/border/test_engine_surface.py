@@ -172,8 +172,6 @@ def test_initialize_takes_what_deepspeeds_takes() -> None:
 
 # --- the user's model is theirs -------------------------------------------------------------------
 
-BOOKKEEPING = "_is_full_backward_hook"  # None until torch sees the first full backward hook
-
 
 def anatomy(model: nn.Module) -> list[dict[str, Any]]:
     """Every attribute of every module: containers by their keys, the rest by identity."""
