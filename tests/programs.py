@@ -12,6 +12,7 @@ does. Seeds from `DRAWN` on draw the model, too.
 from __future__ import annotations
 
 import collections
+import copy
 import functools
 import logging
 import math
@@ -330,6 +331,46 @@ def resume(s: Any, r: random.Random) -> None:
     s.resume()
 
 
+def again(s: Any, r: random.Random) -> None:
+    """Another engine of the same model, which was edited between the two."""
+    while s.hooks:
+        s.hooks.pop().remove()
+    what, seed = r.choice(EDITS), r.randrange(10**6)
+    s.say("again", what)
+    s.again(lambda model: edited(model, what, random.Random(seed)))
+    s.saved = None
+
+
+EDITS = ["nothing", "replaced", "unused", "frozen", "fp32", "tied", "untied"]
+
+
+def edited(model: nn.Module, what: str, r: random.Random) -> None:
+    linears = {name: m for name, m in model.named_modules() if type(m) is nn.Linear}
+    name, other = r.choice(list(linears)), linears[r.choice(list(linears))]
+    if what == "replaced":
+        model.set_submodule(name, copy.deepcopy(linears[name]))
+    elif what == "unused":
+        linears[name].further = nn.Parameter(torch.ones(5))
+    elif what == "frozen":
+        for p in r.sample(list(model.parameters()), 3):
+            p.requires_grad_(not p.requires_grad)
+    elif what == "fp32":
+        model.float()
+    elif what == "tied" and linears[name].weight.shape == other.weight.shape:
+        other.weight = linears[name].weight
+    elif what == "untied":
+        other.weight = nn.Parameter(other.weight.detach().clone())
+
+
+def late(s: Any, r: random.Random) -> None:
+    """Rates and what is frozen change between backward and step."""
+    for _ in range(s.case.accumulation):
+        s.backward(s.next())
+        r.choice([rate, freeze])(s, r)
+        s.step()
+    outcome(s)
+
+
 def states(s: Any, r: random.Random) -> None:
     s.offload()
     if r.random() < 0.5:
@@ -341,6 +382,8 @@ def states(s: Any, r: random.Random) -> None:
 def replan(s: Any, r: random.Random) -> None:
     def change(stack: Any) -> None:
         if not {"nvme", "gpu_memory"}.isdisjoint(s.section) or s.section == EVERYTHING_THERE:
+            return
+        if stack.runtime.ledger.pending:  # it is for between two steps
             return
         there, streamed = stack.plan.resident, stack.layout.streamed
         fewest = len(there & set(streamed))  # what is updated on the device stays there
@@ -364,6 +407,8 @@ ACTIONS: dict[str, Action] = {
     )
 }
 CHOICES = [*ACTIONS, *["train"] * 4, *["odd_step"] * 3]
+RARE: dict[str, Action] = {"again": again, "late": late}  # one in some programs
+ACTIONS |= RARE
 
 
 # --- which program, and in which plan -------------------------------------------------------------
@@ -401,7 +446,7 @@ def drawn(seed: int, device: str = "emulated") -> Case:
         model, section = f"drawn {seed}", {}
     if r.random() < 0.3 and model in CAUSAL:
         section["loss_chunk"] = r.choice([3, 5])
-    return Case(
+    made = Case(
         seed=seed,
         model=model,
         precision=precision,
@@ -415,6 +460,11 @@ def drawn(seed: int, device: str = "emulated") -> Case:
         device=device,
         actions=tuple((r.choice(CHOICES), r.randrange(10**6)) for _ in range(r.randrange(4, 13))),
     )
+    actions = list(made.actions)
+    if r.random() < 0.3:
+        at = r.randrange(len(actions))
+        actions.insert(at, (r.choice(list(RARE)), r.randrange(10**6)))
+    return replace(made, actions=tuple(actions))
 
 
 EVERYTHING_THERE: dict[str, Any] = {"window": 64, "activations": "keep", "resident_layers": 0}

@@ -31,6 +31,7 @@ from tests.models import loss_of, without_caches
 from tests.support.training import ADAM, DTYPES, WARMUP, KernelAdam, config, moments_of, on
 
 Change = Callable[[torch.Tensor], Any]  # of a weight, in place
+Edit = Callable[[nn.Module], None]
 
 
 class Side:
@@ -47,6 +48,7 @@ class Side:
         self.hooks: list[Any] = []
         self.saved: Any = None
         self.trains: list[str] = []  # what the optimizer has
+        self.edits: list[Edit] = []  # what the model has changed from one engine to the next
 
     def say(self, what: str, value: Any) -> None:
         if isinstance(value, torch.Tensor):
@@ -90,6 +92,11 @@ class Plain(Side):
         configs = [getattr(m, "config", None) for m in self.model.modules()]
         self._caching = [c for c in configs if getattr(c, "use_cache", False)]
         without_caches(self.model)
+        self._begin()
+
+    def _begin(self) -> None:
+        """With new moments."""
+        case = self.case
         for parameter in self.model.parameters():
             parameter.data = parameter.data.to(DTYPES[case.precision])
         self.optimizer = torch.optim.AdamW(self.groups(), **ADAM)
@@ -103,6 +110,10 @@ class Plain(Side):
         self.norm: float | None = None
         self.applied = False
         self._ends: bool | None = None
+
+    def again(self, edit: Edit) -> None:
+        edit(self.model)
+        self._begin()
 
     def boundary(self, ends: bool | None) -> None:
         self._ends = ends
@@ -278,6 +289,7 @@ class ByEngine(Side):
         self._open(seed=0)
 
     def _open(self, seed: int) -> None:
+        """Of a new model, or of the present one (-1)."""
         case = self.case
         self.section = self._section(self._folder)
         settings = config(
@@ -289,7 +301,10 @@ class ByEngine(Side):
         settings |= copy.deepcopy(WARMUP) if case.warmup else {}
         if case.precision == "fp16":
             settings["fp16"] |= case.scaling
-        self.model, self.make_batch = case.factory(seed=seed)
+        if seed >= 0:
+            self.model, self.make_batch = case.factory(seed=seed)
+            for edit in self.edits:
+                edit(self.model)
         self.engine: Any = stronghold.initialize(
             model=self.model, config=settings, model_parameters=self.groups()
         )[0]
@@ -405,6 +420,12 @@ class ByEngine(Side):
         self.engine.load_checkpoint(self._folder / "resumed")
         for name, p in self.named().items():
             p.requires_grad_(trained[name])
+
+    def again(self, edit: Edit) -> None:
+        self.engine.destroy()
+        edit(self.model)
+        self.edits.append(edit)
+        self._open(seed=-1)
 
     def replan(self, change: Callable[[Any], None]) -> None:
         change(self.engine._stack)
