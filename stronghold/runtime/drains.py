@@ -120,7 +120,8 @@ class GradientDrains:
         if slot is None or slot.layer != layer:
             slot = self._last = self._layers[layer].gathering or self._claim(layer)
         state = self._layers[layer]
-        here, gone = slot.arrived, state.parts
+        here = slot.arrived
+        gone = state.parts if self._updates.parts_wait(state) else state.arrived
         if gone and not slot.summing and any(k in here and k in gone for k, _ in gradients):
             # Each part is added to those before it, as autograd adds them: never two beforehand.
             self._drain(layer)

@@ -171,6 +171,32 @@ def test_calls_are_known_in_each_of_two_backwards(place: dict[str, Any]) -> None
     engine.destroy()
 
 
+class Twice(Model):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(block(x, True), True)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("window", [1, 64])
+def test_parts_of_a_further_backward_are_added_one_by_one(window: int) -> None:
+    """As autograd does, also where they come together in a slot."""
+    model, batch = model_of(partial(Twice, Checkpointed))
+    plain = copy.deepcopy(model)
+    engine: Any = stronghold.initialize(
+        model=model,
+        config=config(clipping=0.5, section={"window": window}),
+        model_parameters=model.parameters(),
+    )[0]
+    for each, backward in ((plain, torch.Tensor.backward), (engine, engine.backward)):
+        for number in range(3):
+            backward(each(**batch(number)))
+    for p, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(safe_get_full_grad(p), expected.grad)
+    engine.destroy()
+
+
 class CheckpointedInside(Block):
     """One call, of which nothing tells that it hands over its gradients twice."""
 
