@@ -22,7 +22,7 @@ import tempfile
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ from unittest import mock
 import torch
 from torch import nn
 
-from stronghold.errors import BudgetError, ConfigError
+from stronghold.errors import BudgetError, ConfigError, LaneError
 from stronghold.plan.cost import LEVELS
 from stronghold.plan.plan import make_plan
 from stronghold.states import MOMENTS
@@ -523,11 +523,13 @@ def performed(case: Case, *, reference: bool) -> tuple[list[tuple[str, Any]], Ex
                 s.say(f"master of {name}", s.master(name))
             if s.norm:  # else there may be no moments yet
                 s.say("moments", s.moments())
+            s.destroy()
         except Exception as error:
             return [] if s is None else s.log, error
         finally:
             if s is not None:
-                s.destroy()
+                with suppress(LaneError):  # told of above
+                    s.destroy()
     return s.log, None
 
 
