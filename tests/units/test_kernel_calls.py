@@ -32,17 +32,22 @@ def test_calls_from_many_threads_on_one_pool_take_turns():
     assert all(same(a, b) for a, b in zip(jobs, expected, strict=True))
 
 
+def threads() -> set[str]:
+    return set(os.listdir("/proc/self/task"))
+
+
 def test_pools_leave_no_thread_and_no_affinity_behind():
-    before, mask = len(os.listdir("/proc/self/task")), os.sched_getaffinity(0)
+    before, mask = threads(), os.sched_getaffinity(0)
     core = min(mask)
     pools = [native.Pool(3), native.Pool(2, cores=[core])]
-    assert len(os.listdir("/proc/self/task")) == before + 3
+    begun = threads() - before
+    assert len(begun) == 3
     for pool in pools:
         Arrays(values(80_000, 0), values(80_000, 1), F32).run(pool)
         assert pool.num_threads in (2, 3)
         pool.close()
         pool.close()
-    assert len(os.listdir("/proc/self/task")) == before
+    assert not threads() & begun
     assert os.sched_getaffinity(0) == mask
     with pytest.raises(StateError, match="closed"):
         native.sum_squares(pools[0], F32, [])
