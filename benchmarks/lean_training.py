@@ -217,7 +217,8 @@ def main() -> None:
         data = {**record, **asked, "rows": verdicts(curves), "curves": curves}
         text = page(size, data)
         if args.save:
-            name = f"lean-training-{size.num_parameters() / 1e6:.1f}m_{hardware()}"
+            millions = f"{size.num_parameters() / 1e6:.1f}m"
+            name = f"lean-training-{millions}-{args.steps}-steps_{hardware()}"
             save(name, text, data)
             draw(curves, RESULTS / f"{name}.png")
     print(text)
