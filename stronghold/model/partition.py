@@ -155,9 +155,9 @@ def _outside(model: nn.Module, blocks: set[nn.Module]) -> Iterator[nn.Module]:
 
 
 def _check_movable(names: dict[nn.Parameter, list[str]]) -> None:
-    """ConfigError for what no slab can hold or keep: parameters without a shape yet, parameters
-    that are not floating point (quantised), and trainable parameters whose memory overlaps
-    another's, a tie that moving would cut."""
+    """ConfigError for what no slab can hold or keep: parameters without a shape yet, those
+    that are no plain floating-point tensors (quantised, sharded), and trainable ones whose memory
+    overlaps another's, a tie that moving would cut."""
     for parameter, (name, *_) in names.items():
         if is_lazy(parameter):
             raise ConfigError(
@@ -169,6 +169,12 @@ def _check_movable(names: dict[nn.Parameter, list[str]]) -> None:
                 f'parameter "{name}" is {parameter.dtype}, expected a floating-point type: '
                 "quantised weights are not supported; what is no weight belongs in a buffer "
                 "(register_buffer)."
+            )
+        if type(parameter.data) is not torch.Tensor:
+            raise ConfigError(
+                f'parameter "{name}" is a {type(parameter.data).__name__}, expected a '
+                "torch.Tensor: quantised or sharded weights are not supported. Wrap the model "
+                "before they are made."
             )
     # Without an address (the meta device, tensors that wrap others) there is nothing to compare.
     spans = sorted(

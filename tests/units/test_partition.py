@@ -195,6 +195,15 @@ def test_a_parameter_that_is_not_floating_point_is_refused() -> None:
         partition(model)
 
 
+def test_a_parameter_of_a_tensor_subclass_is_refused() -> None:
+    """What torchao and DTensor make: its memory is not where the engine would look for it."""
+    model = Decoder(pair())
+    quantised = torch.zeros(3).as_subclass(type("Int8Tensor", (torch.Tensor,), {}))
+    model.blocks[0].codes = nn.Parameter(quantised, requires_grad=False)
+    with pytest.raises(ConfigError, match=r'"blocks\.0\.codes" is a Int8Tensor.*not supported'):
+        partition(model)
+
+
 def test_parameters_tied_by_memory_alone_are_refused_unless_frozen() -> None:
     model = Decoder(pair())
     model.head.weight.data = model.embedding.weight.data
