@@ -1,11 +1,16 @@
 """Trains models that do not fit the GPU, exactly, at nearly the speed of one that holds them.
 
 `initialize` is `deepspeed.initialize` with one more choice: a "stronghold" section in the config
-selects `StrongholdEngine`. `CPUAdam` is the same Adam kernel as an ordinary optimizer.
+selects `StrongholdEngine`. From this import on `deepspeed.initialize` obeys the section too
+(`plugin`): nobody who asks for this engine gets another one, without a word, for calling it by
+DeepSpeed's name. `CPUAdam` is the same Adam kernel as an ordinary optimizer.
 """
 
 from __future__ import annotations
 
+import functools
+import sys
+from importlib.machinery import ModuleSpec, PathFinder
 from typing import TYPE_CHECKING, Any
 
 from stronghold.errors import (
@@ -18,6 +23,10 @@ from stronghold.errors import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from importlib.abc import Loader
+    from types import ModuleType
+
     from stronghold.cpu_adam import CPUAdam
     from stronghold.engine import StrongholdEngine
     from stronghold.engine.dispatch import initialize
@@ -53,3 +62,62 @@ def __getattr__(name: str) -> Any:
 
         return getattr(importlib.import_module(_HOME[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+class _DeepSpeedFinder:
+    """Finds modules of `_ACTIONS` where Python would, and acts when they have been executed: the
+    plugin needs DeepSpeed, which whoever draws a trace should not wait for.
+
+    Frameworks probe with `importlib.util.find_spec("deepspeed")`, as often as they like: each spec
+    brings a loader of its own, and only the one that executes the module acts.
+    """
+
+    @staticmethod
+    def find_spec(
+        name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """The ordinary spec of a module of `_ACTIONS`; None for every other name."""
+        if name not in _ACTIONS:
+            return None
+        spec = PathFinder.find_spec(name, path, target)
+        if spec is not None and spec.loader is not None:
+            act = functools.partial(_execute, spec.loader, _ACTIONS[name])
+            spec.loader.exec_module = act  # type: ignore[method-assign]
+        return spec
+
+
+def _execute(loader: Loader, act: Callable[[Any], None], module: ModuleType) -> None:
+    del loader.exec_module  # the one above: the class's own is left
+    loader.exec_module(module)
+    if "stronghold.plugin" not in sys.modules:  # else it imports this, and enables itself then
+        act(module)
+
+
+def _enable(_: Any) -> None:
+    from stronghold import plugin
+
+    plugin.enable()
+
+
+def _enable_at_a_config(module: Any) -> None:
+    """Accelerate reads a config before it imports DeepSpeed, which decides how Transformers builds
+    a model."""
+    original = module.HfDeepSpeedConfig.set_stage_and_offload
+
+    @functools.wraps(original)
+    def set_stage_and_offload(self: Any) -> None:
+        if "stronghold.plugin" in sys.modules:
+            original(self)
+        else:
+            _enable(module)
+            self.set_stage_and_offload()  # the plugin's now, which calls this one
+
+    module.HfDeepSpeedConfig.set_stage_and_offload = set_stage_and_offload
+
+
+_ACTIONS = {"deepspeed": _enable, "accelerate.utils.deepspeed": _enable_at_a_config}
+
+if "deepspeed" in sys.modules:
+    _enable(None)
+else:
+    sys.meta_path.insert(0, _DeepSpeedFinder)

@@ -26,7 +26,6 @@ from deepspeed.utils import zero_to_fp32
 
 from stronghold import config as configs
 from stronghold.errors import ConfigError
-from stronghold.telemetry import show_log
 
 logger = logging.getLogger("stronghold")
 
@@ -55,8 +54,7 @@ def enable() -> None:
         from accelerate.utils.deepspeed import HfDeepSpeedConfig
 
         _replace(HfDeepSpeedConfig, "set_stage_and_offload", _without_stage_3)
-    show_log()
-    logger.info('deepspeed.initialize obeys the config\'s "stronghold" section from now on')
+    logger.debug('deepspeed.initialize obeys the config\'s "stronghold" section from now on')
 
 
 def disable() -> None:

@@ -111,7 +111,7 @@ def _check_model(model: nn.Module) -> None:
         if values is None:
             raise ConfigError(
                 f"{name} was partitioned by deepspeed.zero.Init among several ranks, or to NVMe: "
-                "import stronghold.plugin before the model is built, and pass this config to "
+                "import stronghold before the model is built, and pass this config to "
                 "deepspeed.zero.Init (Transformers does), which then leaves the model whole"
             )
     for _, parameter, values in of_zero_init:  # a view of its partition, not a copy
