@@ -1,11 +1,10 @@
 """NVMe store: the files that hold what RAM cannot, and the memory that their bytes pass through.
 
-Owns what lies where in the files, the open files with their queues, the staging ring and this run's
-directories (`runfolder` says whose one is); looks at the disks before the run begins, whether they
-can hold the files and how fast they are. Never knows when something is used: callers order reads
-and writes of the same bytes, and the uses of the ring's entries, by fences of their own. Any thread
-may submit and wait, several at once; reads and writes have queues of their own, so that neither
-waits behind the other.
+Owns what lies where in the files, the open files with their queues, and the staging ring; looks at
+the disks before the run begins, whether they can hold the files and how fast they are. Never knows
+when something is used: callers order reads and writes of the same bytes, and the uses of the ring's
+entries, by fences of their own. Any thread may submit and wait, several at once; reads and writes
+have queues of their own, so that neither waits behind the other.
 
 [Note: striping] All extents lie one after another in one linear space. It is cut into units, which
 go around the files in a fixed order that repeats: a file of twice the rate has twice the units of a
@@ -13,13 +12,12 @@ period, spread evenly. So any long range of any extent is transferred by all dis
 the share that it does in the same time, and a single file is simply the space itself. Units of one
 file are neighbours in it, without gaps.
 
-[Note: unlinked] Each file is unlinked as soon as it is open. Its bytes then belong to this process:
-nobody else opens, truncates or copies them by name, and the kernel frees them however the process
-ends, without waiting for the next run to tidy up. The price is that `du` and `ls` do not show them
-(`df` does, and the directory's owner file says whose they are), and that a checkpoint reads them
-through the store; a link would be wrong anyway, because the files change in place. What a crash
-between open and unlink leaves, and what network file systems keep of unlinked files, lies in the
-run's directory, which the next run reclaims.
+[Note: unlinked] Each file is unlinked before it takes a block of the disk. Its bytes belong to this
+process: nobody else opens, truncates or copies them by name, and the kernel frees them however the
+process ends; a forked child that lives on holds them until it ends, too. The price is that `du` and
+`ls` do not show them (`df` does), and that a checkpoint reads them through the store; a link would
+be wrong anyway, because the files change in place. A crash between creation and unlink leaves a
+name without bytes.
 
 [Note: truncation] A file that was shortened (through /proc) must not come back as zeros: a read
 past its end fails, but a later write at its end would fill the gap with zeros, and weights would
@@ -33,6 +31,7 @@ import errno
 import logging
 import math
 import os
+import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -44,7 +43,6 @@ import torch
 
 from stronghold.device.base import Device
 from stronghold.errors import BudgetError, ConfigError, StateError
-from stronghold.memory.runfolder import RunDirectory, reclaim
 from stronghold.memory.slab import map_files, map_slab
 from stronghold.native import ALIGNMENT, Closing, IoFile, IoQueue
 from stronghold.process import ALONE, Neighbours
@@ -184,12 +182,12 @@ Verb = Literal["read", "write"]
 
 
 class SpillFile:
-    """A file of `nbytes` in the run's directory `folder`: created, reserved, opened for each
-    direction, unlinked ([Note: unlinked]).
+    """A file of `nbytes` in `folder`: created, opened for each direction, unlinked, reserved
+    ([Note: unlinked]).
 
     Each direction keeps up to `depth` blocks of `block_bytes` in flight; `engine` and `registered`
-    as in `IoQueue`. BudgetError where the disk is full, ConfigError where the kernel refuses
-    `engine`, `OSError` where the system refuses otherwise.
+    as in `IoQueue`. BudgetError where the disk is full, ConfigError where nothing can be made in
+    `folder` or the kernel refuses `engine`, `OSError` where the system refuses otherwise.
     `direct` and `preallocated` say what was granted, as in `IoFile`.
     """
 
@@ -201,39 +199,51 @@ class SpillFile:
         depth: int,
         block_bytes: int,
         engine: str | None,
-        registered: Sequence[tuple[int, int]],
+        registered: Sequence[tuple[int, int]] = (),
     ) -> None:
-        self.folder = folder
-        self.path = folder / "spill"
-        self.nbytes = nbytes
+        self.folder, self.nbytes = folder, nbytes
         with contextlib.ExitStack() as undo:
             queues = [open_queue(depth, block_bytes, engine, registered) for _ in range(2)]
             for queue in queues:
                 undo.callback(queue.close)
             self._reading, self._writing = queues
-            written = self._create()
-            read = self._reading.open(self.path, nbytes, writable=False)
-            self.descriptor = os.open(self.path, os.O_RDWR | os.O_CLOEXEC)  # to look at and to map
-            undo.callback(os.close, self.descriptor)
-            with contextlib.suppress(OSError):  # where open files have names: it goes with `folder`
-                self.path.unlink()
+            try:
+                self.descriptor, name = tempfile.mkstemp(prefix="stronghold-spill-", dir=folder)
+            except OSError as error:
+                if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+                    raise unwritable(folder, error) from error
+                raise
+            undo.callback(os.close, self.descriptor)  # which is there to look at and to map
+            self.path = Path(name)
+            undo.callback(self._unlink)  # where the name of an open file stays
+            os.truncate(self.descriptor, nbytes)
+            written = self._writing.open(name, nbytes, create=False, preallocate=False)
+            read = self._reading.open(name, nbytes, writable=False)
+            self._unlink()
+            self.preallocated = self._reserve()
             self._close = undo.pop_all()
         self.direct = written.direct
-        self.preallocated = written.preallocated
         self._sides: dict[Verb, tuple[IoQueue, IoFile]] = {
             "read": (self._reading, read),
             "write": (self._writing, written),
         }
 
-    def _create(self) -> IoFile:
+    def _unlink(self) -> None:
+        with contextlib.suppress(OSError):
+            if os.path.samestat(os.stat(self.path), os.fstat(self.descriptor)):
+                self.path.unlink()
+
+    def _reserve(self) -> bool:
         free = free_bytes(self.folder)
         try:
-            return self._writing.open(self.path, self.nbytes)
+            nameless = f"/proc/self/fd/{self.descriptor}"
+            with self._writing.open(nameless, self.nbytes, create=False) as file:
+                return file.preallocated
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
             free = min(free, self.nbytes)  # others may have written since
-            raise no_space([self.folder.parent], self.nbytes, free) from error
+            raise no_space([self.folder], self.nbytes, free) from error
 
     @property
     def registered(self) -> bool:
@@ -313,12 +323,11 @@ class NvmeStore(Closing):
     one is given. Up to `depth` blocks of `block_bytes` are in flight on each path and in each
     direction (16 of 1 MiB); `engine` as in `IoQueue`.
 
-    First the directories of dead runs under the paths are reclaimed. Raises ConfigError for a path
-    that cannot be used, BudgetError when the files do not fit, both before anything is written, and
-    `OSError` for all other refusals of the system.
+    Raises ConfigError for a path that cannot be used, BudgetError when the files do not fit, both
+    before anything is written, and `OSError` for all other refusals of the system.
 
-    Of several `neighbours` each has files, directories and a ring of its own, of the same sizes;
-    the room on the disks is for all of them. They open together, and when one cannot, all raise.
+    Of several `neighbours` each has files and a ring of its own, of the same sizes; the room on the
+    disks is for all of them. They open together, and when one cannot, all raise.
     """
 
     def __init__(
@@ -366,8 +375,6 @@ class NvmeStore(Closing):
     def _look(self, given: Sequence[float] | None, count: int) -> tuple[float, ...]:
         """The paths' rates, when they can hold the files of `count` processes."""
         check_paths(self.paths)
-        for path in self.paths:
-            reclaim(path)
         rates = self._rates(given)
         sizes = Striping(rates, self._queue_options[1]).file_bytes(self.file_bytes)
         needs = zip(self.paths, sizes, strict=True)
@@ -390,23 +397,10 @@ class NvmeStore(Closing):
         depth, block_bytes, engine = self._queue_options
         measured = []
         for path in self.paths:
-            try:
-                rate = measure_rate(path, depth=depth, block_bytes=block_bytes, engine=engine)
-            except PermissionError as error:
-                raise unwritable(path, error) from error
+            rate = measure_rate(path, depth=depth, block_bytes=block_bytes, engine=engine)
             logger.info("%s reads %.2f and writes %.2f GB/s", path, rate.read_gbps, rate.write_gbps)
             measured.append(rate.both_gbps)
         return tuple(measured)
-
-    def _folder(self, path: Path) -> Path:
-        try:
-            folder = RunDirectory(path)
-        except OSError as error:
-            if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-                raise unwritable(path, error) from error
-            raise
-        self._stack.callback(folder.close)
-        return folder.path
 
     def _make_ring(self, device: Device | None) -> torch.Tensor:
         ring = map_slab(self.ring_bytes, torch.uint8)
@@ -418,7 +412,7 @@ class NvmeStore(Closing):
     def _file(self, path: Path, nbytes: int) -> SpillFile:
         depth, block_bytes, engine = self._queue_options
         file = SpillFile(
-            self._folder(path),
+            path,
             nbytes,
             depth=depth,
             block_bytes=block_bytes,
@@ -430,7 +424,7 @@ class NvmeStore(Closing):
 
     def _report(self) -> None:
         logger.info("%d bytes of NVMe files, by %s", self.file_bytes, self._files[0].engine)
-        cached = [str(file.folder.parent) for file in self._files if not file.direct]
+        cached = [str(file.folder) for file in self._files if not file.direct]
         if cached:
             logger.warning(
                 "no O_DIRECT in %s: transfers pass through the page cache, which takes RAM and "
@@ -438,18 +432,22 @@ class NvmeStore(Closing):
                 ", ".join(cached),
                 PATH_KEY,
             )
-        sparse = [
-            str(file.folder.parent) for file in self._files if file.nbytes and not file.preallocated
-        ]
+        sparse = [str(file.folder) for file in self._files if file.nbytes and not file.preallocated]
         if sparse:
             logger.warning(
                 "the file system of %s cannot reserve space: if others fill the disk, the run "
                 "fails during training",
                 ", ".join(sparse),
             )
+        named = [str(file.path) for file in self._files if file.path.exists()]
+        if named:
+            logger.warning(
+                "the file system keeps the names of open files: if this run is killed, remove %s",
+                ", ".join(named),
+            )
 
     def close(self) -> None:
-        """Finish what was submitted, close and free the files, remove the directories.
+        """Finish what was submitted, close and free the files.
 
         Twice is harmless; in a forked child it does nothing. No other call may be running.
         """
@@ -578,25 +576,23 @@ def measure_rate(
 ) -> DiskRate:
     """Write and read a probe of 64 MiB under `path`, past the page cache where that works.
 
-    `OSError` with the path when it cannot be written, also for want of space.
+    Raises as `SpillFile`.
     """
     pieces = map_slab(PROBE_BYTES, torch.uint8)
     pieces.fill_(0x5A)  # not zeros: some disks store those for nothing
-    with (
-        open_queue(depth, block_bytes, engine) as queue,
-        contextlib.closing(RunDirectory(path)) as folder,  # a crash here is cleaned up, too
-        queue.open(folder.path / "probe", PROBE_BYTES) as file,
-    ):
+    probe = SpillFile(path, PROBE_BYTES, depth=depth, block_bytes=block_bytes, engine=engine)
+    with contextlib.closing(probe):
         # Twice: the first write of fresh blocks also pays for the file system's bookkeeping.
-        writes = [_seconds(queue, file, pieces, write=True) for _ in range(2)]
-        read_s = _seconds(queue, file, pieces, write=False)
+        writes = [_seconds(probe, "write", pieces) for _ in range(2)]
+        read_s = _seconds(probe, "read", pieces)
     return DiskRate(read_gbps=PROBE_BYTES / read_s / 1e9, write_gbps=PROBE_BYTES / writes[-1] / 1e9)
 
 
-def _seconds(queue: IoQueue, file: IoFile, pieces: torch.Tensor, *, write: bool) -> float:
+def _seconds(file: SpillFile, verb: Verb, pieces: torch.Tensor) -> float:
     begin = time.perf_counter()
-    submit = queue.write if write else queue.read
-    queue.wait(submit(file, 0, pieces.data_ptr(), PROBE_BYTES))
+    whole = Segment(file=0, offset=0, begin=0, nbytes=file.nbytes)
+    queue, ticket = file.submit(verb, whole, pieces.data_ptr())
+    queue.wait(ticket)
     return max(time.perf_counter() - begin, 1e-9)
 
 

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from stronghold.memory.runfolder import reclaim
 from tests.models import MODELS, loss_of
 from tests.support import rank_cases, rank_checkpoints, rank_models, rank_programs
 from tests.support.ranks import Launch, ranks_once, run_ranks
@@ -411,9 +410,6 @@ def test_a_rank_that_is_lost_is_named_and_the_others_end(how: str, tmp_path: Pat
         if how == "disk":
             assert "No space left on device" in launch.output(0)
     assert status != 0
-    left = list((tmp_path / "disk").iterdir())
-    assert len(left) <= (how in ("kill", "stop")), left
-    reclaim(tmp_path / "disk")  # as the next run does
     assert not list((tmp_path / "disk").iterdir())
     assert seconds < 30  # silence counts as loss after 3 s in this program, 60 s by default
 
