@@ -296,7 +296,7 @@ def test_refined_plans_defer_without_a_change_of_bits(kind: str, tmp_path: Path)
     """The link, the disk and the CPU's Adam are paced, compute is a sleep."""
     runs, deferred = [], []
     for count in (None, 0):
-        model = SleepingModel([(1 << 16, 0.002, 0.004)] * 8)
+        model = SleepingModel([(1 << 16, 0.002, 0.004)] * 6)
         nvme = {"path": str(tmp_path), "spill": "moments"}
         pace = {"nvme_gbps": 0.05} if kind == "disk" else {"update_gbps": 0.2}
         section: dict[str, Any] = {"window": 3, "cpu_threads": 1, "deferred_layers": count}

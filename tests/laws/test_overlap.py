@@ -19,7 +19,7 @@ from tests.support.quiet import law_of_time, on_time
 from tests.support.sleeping import Measured, SleepingModel, timed_steps
 from tests.support.training import config
 
-NUM_LAYERS = 20
+NUM_LAYERS = 14
 LAYER_NUMEL = 1 << 19  # 2 MiB in fp32
 WARM_UP, MEASURED = UNTOLD_STEPS + TRACED_STEPS + 1, 3  # the plan is refined before that
 SLACK = 1.15  # what is promised: fill and drain of one layer, and the hand-over between threads

@@ -48,13 +48,13 @@ def test_a_refined_plan_goes_on_with_the_same_bits(
         seen["plan"], seen["report"] = engine.plan, engine.memory_report()
         seen["stage"] = engine._refinement.stage
 
-    run = train_windowed(factory, steps=REFINED + 4, settings=settings, inspect=inspect)
+    run = train_windowed(factory, steps=REFINED + 2, settings=settings, inspect=inspect)
     assert seen["stage"] is Stage.SETTLED
     assert seen["report"].gpu_peak <= section["gpu_memory"]
     assert seen["report"].gpu_peak <= seen["report"].gpu_planned
     expected = train_plain(
         factory,
-        steps=REFINED + 4,
+        steps=REFINED + 2,
         clipping=clipping,
         accumulation=accumulation,
         precision=precision,
@@ -88,14 +88,14 @@ def test_a_plan_that_finds_no_room_is_not_changed_to(
 
 @law_of_time
 def test_a_refined_plan_is_faster_and_the_trace_is_gone() -> None:
-    model = SleepingModel([(1 << 14, 0.001, 0.002)] * 6)
+    model = SleepingModel([(1 << 14, 0.001, 0.002)] * 4)
     numel = sum(p.numel() for p in model.parameters())
     section = {"gpu_memory": 10 * numel, "cpu_threads": 1, "emulated": {**SLOW, "poison": False}}
     engine, _, _, _ = stronghold.initialize(
         model=model, config=config(section=section), model_parameters=model.parameters()
     )
     before, x, seconds = engine.plan, torch.ones(1, 1 << 10), []
-    for _ in range(REFINED + 4):
+    for _ in range(REFINED + 3):
         begun = time.perf_counter()
         engine.backward(engine(x))
         engine.step()

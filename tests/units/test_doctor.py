@@ -98,6 +98,7 @@ def test_figures_are_positive_and_agree_with_each_other(
         on_time(machine.adam_lean_gbps[threads] <= 1.6 * memory, machine)
 
 
+@pytest.mark.alone  # beside the others that look at one examination
 def test_what_was_measured_survives_its_file(
     examined: tuple[Findings, Path, float, list[float]], tmp_path: Path
 ) -> None:
@@ -105,6 +106,7 @@ def test_what_was_measured_survives_its_file(
     assert MachineProfile.load(tmp_path / "profile.json") == examined[0].profile
 
 
+@pytest.mark.alone
 def test_the_disks_file_is_gone_and_its_rates_are_there(
     examined: tuple[Findings, Path, float, list[float]],
 ) -> None:
