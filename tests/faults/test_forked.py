@@ -23,7 +23,7 @@ from tests.support.training import on
 OURS = "this engine belongs to the parent process"
 LIMIT_S = 30.0  # a child that hangs does so for ever
 # Every operation is late: updates are under way whenever a child is forked.
-SLOW = {"jitter_s": 0.02, "seed": 1}
+SLOW = {"jitter_s": 0.005, "seed": 1}
 STREAMED: dict[str, Any] = {"window": 2, "emulated": SLOW}
 WHOLE: dict[str, Any] = {"emulated": SLOW}
 

@@ -124,7 +124,7 @@ import stronghold
 from tests.laws.test_checkpoint_memory import status
 from tests.support.training import config
 
-shape = LlamaConfig(hidden_size=768, intermediate_size=2048, num_hidden_layers=12,
+shape = LlamaConfig(hidden_size=768, intermediate_size=2048, num_hidden_layers=6,
                     num_attention_heads=12, vocab_size=256, use_cache=False, dtype="bfloat16")
 before = status("RssAnon")
 model = LlamaForCausalLM(shape).to(shape.dtype)

@@ -125,7 +125,7 @@ def test_tiers_are_within_their_budgets_and_count_every_parameter() -> None:
 
 def test_what_host_memory_cannot_hold_goes_to_nvme(tmp_path: Path) -> None:
     """The page, the limit and the config all know of it; no step is faster than the disk."""
-    words = {"layers": 12, "hidden": 768, "heads": 12, "host": "350MB", "gpu": "450MiB"}
+    words = {"layers": 6, "hidden": 768, "heads": 12, "host": "180MB", "gpu": "250MiB"}
     assert not outlook(asked(**words)).fits
     found = forecast.answer(asked(**words, nvme="1TB", nvme_path=tmp_path))
     assert found.fits
@@ -473,12 +473,12 @@ def test_updates_that_wait_for_the_gate_are_named_where_the_step_waits_for_them(
 
 def test_the_config_defers_what_the_plan_does(tmp_path: Path) -> None:
     machine = slow_adam(tmp_path, 60.0)
-    changes = {"layers": 24, "hidden": 1024, "batch": 4, "seq": 512, "gpu": "600MB"}
+    changes = {"layers": 12, "hidden": 1024, "batch": 4, "seq": 512, "gpu": "350MB"}
     found = outlook(asked(machine=machine, clipping=0.0, no_overflow_check=True, **changes))
     assert found.config is not None
     deferred = found.config["stronghold"]["deferred_layers"]
     assert deferred > 0
-    assert any(f"{deferred} of 24 blocks are updated while" in reason for reason in found.reasons)
+    assert any(f"{deferred} of 12 blocks are updated while" in reason for reason in found.reasons)
     assert found.config["bf16"] == {"enabled": True, "check_grad_overflow": False}
     assert found.tiers["host"][1]["deferred gradients"] > 0
 

@@ -15,7 +15,7 @@ from stronghold.forecast.answer import Forecast, outlook, sweep
 from stronghold.forecast.question import understand
 from tests.support.forecasts import LLAMA_70B, SIZES, asked, run
 
-LIMITS = {"gpu": "30MB", "host": "40MB"}
+LIMITS = {"gpu": "20MB", "host": "30MB"}
 
 
 @functools.cache
