@@ -6,7 +6,6 @@ import dataclasses
 import json
 import math
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -30,6 +29,7 @@ from methods.model import build, count_parameters  # noqa: E402
 from methods.plain import Plain  # noqa: E402
 from methods.task import Data, Task, gpt_parameters  # noqa: E402
 
+from tests.support import children  # noqa: E402
 from tests.support.bench_rows import run_here  # noqa: E402
 
 WRONG = "tests.support.wrong_method:LosesMicroBatches"
@@ -160,17 +160,16 @@ def test_rows_are_judged_by_the_reference_that_is_named(
     assert compare.join([row], reference)["rows"][0]["verdict"] == "unchecked"
 
 
-def test_a_method_that_is_stuck_shows_its_stacks() -> None:
+def test_a_method_that_is_stuck_shows_its_stacks(tmp_path: Path) -> None:
     program = (
         "import sys, time; sys.path.insert(0, 'benchmarks'); from methods import child\n"
-        "def stands_still(): time.sleep(2)\n"
+        "def stands_still(): time.sleep(1)\n"
         "child.show_when_stuck(); stands_still()"
     )
-    environment = {**os.environ, process.STACKS: "2 0.5"}
-    words = [sys.executable, "-c", program]
-    run = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert "in stands_still" in run.stderr
-    assert run.returncode == 0
+    environment = {**os.environ, process.STACKS: "2 0.2"}
+    status, said = children.run(program, folder=tmp_path, env=environment)
+    assert "in stands_still" in said
+    assert status == 0
 
 
 # -- out of memory --------------------------------------------------------------------------------

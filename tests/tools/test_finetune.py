@@ -12,8 +12,6 @@ import os
 import random
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +21,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from tests.conftest import free_port
+from tests.support import children
 from tests.support.finetuning import SCRIPTS, TEMPLATE, byte_tokenizer, jsonl, tiny_llama
 from tests.support.frameworks import RANK, fresh_accelerate, plugin, reset_accelerate
 
@@ -213,23 +212,30 @@ def test_an_error_is_one_line_and_the_first_line_comes_before_anything_is_read(
     assert int(os.environ["MASTER_PORT"]) > 0
 
 
-def test_the_program_trains_on_text_under_the_launcher(model_dir: Path, tmp_path: Path) -> None:
+PROGRAM = """
+import os, runpy, sys
+folder, program = sys.argv[1:3]
+os.chdir(folder)
+sys.argv = sys.argv[2:]
+sys.path.insert(0, os.path.dirname(program))
+runpy.run_path(program, run_name="__main__")
+"""
+
+
+def test_the_program_trains_on_text_as_a_launcher_starts_it(
+    model_dir: Path, tmp_path: Path
+) -> None:
+    """With DeepSpeed's own launcher: test_readme."""
     (tmp_path / "a.txt").write_text("The quick brown fox jumps over the lazy dog.\n" * 20)
-    starter = ["deepspeed", "--quiet", "--num_gpus", "1", "--master_port", str(free_port())]
-    given = ["--model", model_dir, "--data", "a.txt", "--config", config_file(tmp_path)]
-    given += ["--output", "out", "--max-steps", "2", "--no-packing", "--sequence", "32"]
-    environment = {key: value for key, value in os.environ.items() if key not in RANK}
-    environment["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    result = subprocess.run(
-        [*starter, str(SCRIPTS / "finetune.py"), *map(str, given)],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
+    given = ["--local_rank=0", "--model", model_dir, "--data", "a.txt"]
+    given += ["--config", config_file(tmp_path), "--output", "out", "--max-steps", "2"]
+    given += ["--no-packing", "--sequence", "32"]
+    environment = {**os.environ, **RANK, "MASTER_PORT": str(free_port())}
+    status, said = children.run(
+        PROGRAM, tmp_path, SCRIPTS / "finetune.py", *given, folder=tmp_path, env=environment
     )
-    assert result.returncode == 0, result.stderr
-    assert "stronghold engine active" in result.stderr + result.stdout
+    assert status == 0, said
+    assert "stronghold engine active" in said
     assert (tmp_path / "out" / "model.safetensors").exists()
     assert len(json.loads((tmp_path / "out" / "log.json").read_text())) > 2
 
