@@ -295,7 +295,7 @@ run() {
 carry() { carry_lines "$@"; }
 
 check() {
-  local missing=() pair compiler="" PROBLEM
+  local missing=() compiler="" PROBLEM
   PROBLEM="$(mktemp)"
   "$PYTHON" - <<'PY' || return 1
 import sys
@@ -315,14 +315,17 @@ with open("/proc/meminfo") as lines:
 total, left = (int(sizes[name].split()[0]) / 2**20 for name in ("MemTotal", "MemAvailable"))
 print(f"check: {total:.1f} GiB of memory, {left:.1f} available")
 PY
-  for pair in $NEEDED; do
-    "$PYTHON" -c "import importlib.util, sys; sys.exit(importlib.util.find_spec('${pair%%=*}') is None)" ||
-      missing+=("${pair##*=}")
-  done
-  # Pydantic's: 4.16 or later.
-  "$PYTHON" -c 'import sys; from importlib.metadata import version
-sys.exit([int(n) for n in version("typing_extensions").split(".")[:2]] < [4, 16])' 2>/dev/null ||
-    [[ " ${missing[*]-} " == *" typing-extensions "* ]] || missing+=(typing-extensions)
+  mapfile -t missing < <("$PYTHON" - $NEEDED <<'PY'
+import importlib.util, sys
+from importlib.metadata import version
+for module, package in (word.split("=") for word in sys.argv[1:]):
+    missing = importlib.util.find_spec(module) is None
+    if module == "typing_extensions" and not missing:  # pydantic's: 4.16 or later
+        missing = [int(n) for n in version(module).split(".")[:2]] < [4, 16]
+    if missing:
+        print(package)
+PY
+  )
   for compiler in ${CXX:-g++ c++ clang++} none; do command -v "$compiler" >/dev/null && break; done
   if [ "$compiler" = none ]; then echo "check: no C++ compiler, for stronghold's and DeepSpeed's kernels: install g++"; fi
   command -v nvcc >/dev/null || echo "check: no nvcc: DeepSpeed's CPU Adam wants a CUDA toolkit of torch's version"
