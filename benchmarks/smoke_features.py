@@ -126,13 +126,11 @@ def triton(machine: str) -> str:
 
     from stronghold import native
     from stronghold.device.cuda import CudaDevice
-    from stronghold.device.kernels import NativeKernels
     from tests.support.device_kernels import BF16, F32, assert_same, run_adam, some_arrays, sums
 
     device = CudaDevice()
     on_gpu, on_cpu = torch.device("cuda", 0), torch.device("cpu")
-    with native.Pool(2) as pool:
-        host = NativeKernels(pool)
+    with native.Pool(2) as host:
         for dtype in (BF16, F32):
             ours, theirs = (some_arrays((17, 4097), dtype, BF16, d) for d in (on_gpu, on_cpu))
             run_adam(device.kernels, ours, (1, 2, 3))

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from stronghold.errors import ConfigError, did_you_mean
-from stronghold.native import AdamSegment, Pool, adam, available_cores
+from stronghold.native import AdamSegment, Pool, available_cores
 from stronghold.states import (
     EXACT,
     LEAN,
@@ -159,7 +159,7 @@ class CPUAdam(torch.optim.Optimizer):
             kept.append((weight, grad))
             calls[weight.dtype, grad.dtype].append(self._segment(group, param, weight, grad))
         for (weight_dtype, grad_dtype), segments in calls.items():
-            adam(self._pool, weight_dtype, grad_dtype, segments, lean=self._lean)
+            self._pool.adam(weight_dtype, grad_dtype, segments, lean=self._lean)
         for (_, param, _), (weight, _) in zip(work, kept, strict=True):
             if weight is not param:
                 param.copy_(weight)

@@ -1,13 +1,14 @@
-"""The C ABI of `kernels/`, for Python: thread pools, Adam, accumulation and norms by address; and
+"""The C ABI of `kernels/`, for Python: Adam, accumulation and norms by address, on threads; and
 asynchronous files: queues, files and tickets.
 
 Owns the loaded library and nothing else: memory belongs to the caller, who keeps it alive and in
 place for the length of a call. Any thread may enter; the interpreter lock is released inside a
-call, and calls on one pool from several threads take turns. Arrays may have any alignment and any
-number of elements; those that are written must not overlap others of the same call.
+call, and calls on one pool from several threads take turns. Arrays may have any alignment.
 
-The bits of every result depend on the arguments alone, not on the instruction set, the number of
-threads or the caller's floating-point mode: `kernels/include/stronghold.h`, [Note: same bits].
+`Kernels` is the contract of the arithmetic, which a `Pool` fulfils for host memory and
+`device.triton_kernels` for a GPU's. The bits of every result depend on the arguments alone, not on
+the place, the instruction set, the number of threads or the caller's floating-point mode
+(`kernels/include/stronghold.h`, [Note: same bits]): where a layer is updated never shows in it.
 
 [Note: files] A queue has threads of its own (in C, invisible to Python) that transfer without
 anybody's waiting; a ticket is waited for by one thread. Offsets, lengths, addresses and sizes are
@@ -23,7 +24,8 @@ import errno
 import functools
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, get_type_hints
 
@@ -73,8 +75,10 @@ _ADAM_ROW = np.dtype([(name, _C_TYPES[of]) for name, of in get_type_hints(AdamSe
 AdamRows = npt.NDArray[Any]
 """Segments as a NumPy structured array with the fields of `AdamSegment`: `adam_rows` makes it."""
 
+AdamSegments = Sequence[AdamSegment] | AdamRows
 
-def adam_rows(segments: Sequence[AdamSegment] | AdamRows) -> AdamRows:
+
+def adam_rows(segments: AdamSegments) -> AdamRows:
     """A copy of `segments` whose numbers can be assigned by field, for all rows at once."""
     return np.array(segments, dtype=_ADAM_ROW)
 
@@ -89,7 +93,7 @@ class AdamBatch:
         self,
         weight_dtype: torch.dtype,
         grad_dtype: torch.dtype,
-        segments: Sequence[AdamSegment] | AdamRows,
+        segments: AdamSegments,
         *,
         lean: bool = False,
     ) -> None:
@@ -142,7 +146,61 @@ class Closing:
         self.close()
 
 
-class Pool(Closing):
+class Kernels(ABC):
+    """One implementation of the update's arithmetic. Dtypes are fp32, bf16 and fp16; any numel,
+    zero included; addresses are of memory that it can reach, aligned to their elements. Arrays that
+    are written overlap no other array of the same call. Who calls keeps them alive and in place
+    until the work is done: a pool's when the call returns, a GPU's when the stream that is current
+    in the calling thread has passed it."""
+
+    @abstractmethod
+    def prepare_adam(
+        self,
+        weight_dtype: torch.dtype,
+        grad_dtype: torch.dtype,
+        segments: AdamSegments,
+        *,
+        lean: bool = False,
+    ) -> Callable[[float | None], None]:
+        """The host's share of a step of Adam or AdamW on every segment, in place; the formula is in
+        `stronghold.h`. What it returns does the rest, with one scale of the gradients for all
+        segments, or with each one's own (None). `lean`: bf16 weights with lean states.
+
+        ConfigError for a segment that breaks its contract, before anything is written.
+        """
+
+    def adam(
+        self,
+        weight_dtype: torch.dtype,
+        grad_dtype: torch.dtype,
+        segments: AdamSegments,
+        *,
+        lean: bool = False,
+    ) -> None:
+        """Both at once, with the segments' own scales."""
+        self.prepare_adam(weight_dtype, grad_dtype, segments, lean=lean)(None)
+
+    @abstractmethod
+    def accumulate(
+        self, grad_dtype: torch.dtype, segments: Sequence[tuple[int, int, int, bool]]
+    ) -> None:
+        """acc = float(grad) or, with `add`, acc += float(grad), in fp32, for segments (address of
+        the gradient, address of the fp32 accumulator, numel, add)."""
+
+    @abstractmethod
+    def sum_squares(self, dtype: torch.dtype, segments: Sequence[tuple[int, int]]) -> list[float]:
+        """The sum of squares of each segment, (address, numel), in double: finite input never
+        overflows, NaN or infinity makes it non-finite. On a GPU it waits for the stream."""
+
+    def sum_squares_async(
+        self, dtype: torch.dtype, segments: Sequence[tuple[int, int]]
+    ) -> torch.Tensor:
+        """The same sums as an fp64 tensor of [segments], where the arrays lie; on a GPU it is valid
+        for what the calling thread's stream runs after it."""
+        return torch.tensor(self.sum_squares(dtype, segments), dtype=torch.float64)
+
+
+class Pool(Kernels, Closing):
     """Threads for the kernels: `num_threads` with the calling one, on the listed `cores` only.
     `isa` forces an instruction set (see `isas()`), else STRONGHOLD_ISA does, else the best is
     taken. It does not survive `os.fork()`; close it when no call is running."""
@@ -197,50 +255,41 @@ class Pool(Closing):
             raise StateError("the pool of threads is closed")
         return self._handle
 
+    def prepare_adam(
+        self,
+        weight_dtype: torch.dtype,
+        grad_dtype: torch.dtype,
+        segments: AdamSegments,
+        *,
+        lean: bool = False,
+    ) -> Callable[[float | None], None]:
+        batch = AdamBatch(weight_dtype, grad_dtype, segments, lean=lean)
+
+        def run(scale: float | None) -> None:
+            if scale is not None:
+                batch.rows["grad_scale"] = scale
+            batch.run(self)
+
+        return run
+
+    def accumulate(
+        self, grad_dtype: torch.dtype, segments: Sequence[tuple[int, int, int, bool]]
+    ) -> None:
+        rows, dtype = np.array(segments, dtype=np.int64), _dtype_code(grad_dtype)
+        check(library().sh_accumulate(self.handle, dtype, rows.ctypes.data, len(segments)))
+
+    def sum_squares(self, dtype: torch.dtype, segments: Sequence[tuple[int, int]]) -> list[float]:
+        rows, out = np.array(segments, dtype=np.int64), np.empty(len(segments), dtype=np.float64)
+        code, address = _dtype_code(dtype), rows.ctypes.data
+        check(library().sh_sum_squares(self.handle, code, address, len(segments), out.ctypes.data))
+        sums: list[float] = out.tolist()
+        return sums
+
     def close(self) -> None:
         """Joins the threads."""
         handle, self._handle = self._handle, None
         if handle is not None:
             library().sh_pool_destroy(handle)
-
-
-def adam(
-    pool: Pool,
-    weight_dtype: torch.dtype,
-    grad_dtype: torch.dtype,
-    segments: Sequence[AdamSegment] | AdamRows,
-    *,
-    lean: bool = False,
-) -> None:
-    """One step of Adam or AdamW on every segment, in place; the formula is in `stronghold.h`."""
-    AdamBatch(weight_dtype, grad_dtype, segments, lean=lean).run(pool)
-
-
-def accumulate(
-    pool: Pool, grad_dtype: torch.dtype, segments: Sequence[tuple[int, int, int, bool]]
-) -> None:
-    """acc = float(grad) or, with `add`, acc += float(grad), in fp32, for segments (address of the
-    gradient, address of the fp32 accumulator, numel, add)."""
-    rows = np.array(segments, dtype=np.int64)
-    check(
-        library().sh_accumulate(
-            pool.handle, _dtype_code(grad_dtype), rows.ctypes.data, len(segments)
-        )
-    )
-
-
-def sum_squares(pool: Pool, dtype: torch.dtype, segments: Sequence[tuple[int, int]]) -> list[float]:
-    """The sum of squares of each segment, (address, numel), in double: finite input never
-    overflows, NaN or infinity makes it non-finite."""
-    rows = np.array(segments, dtype=np.int64)
-    out = np.empty(len(segments), dtype=np.float64)
-    check(
-        library().sh_sum_squares(
-            pool.handle, _dtype_code(dtype), rows.ctypes.data, len(segments), out.ctypes.data
-        )
-    )
-    sums: list[float] = out.tolist()
-    return sums
 
 
 def isas() -> list[str]:

@@ -33,9 +33,8 @@ from stronghold.device.fence import Fence as Fence
 from stronghold.device.fence import Record, dependences, submitted
 from stronghold.device.fence import completed as completed
 from stronghold.device.fence import surfacing as surfacing
-from stronghold.device.kernels import Kernels
 from stronghold.errors import BudgetError, LaneError, StateError
-from stronghold.native import naming_threads
+from stronghold.native import Kernels, naming_threads
 from stronghold.process import check_not_forked, forked_from
 from stronghold.telemetry.trace import Trace
 

@@ -23,7 +23,6 @@ import torch
 
 from stronghold import native
 from stronghold.device.base import Device, Fence, Lane, ThreadLane, Work, completed, moved, timed
-from stronghold.device.kernels import NativeKernels
 from stronghold.errors import StateError
 from stronghold.telemetry.trace import Trace
 
@@ -155,11 +154,11 @@ class EmulatedDevice(Device):
         self.copy(target, source)
 
     @property
-    def kernels(self) -> NativeKernels:
+    def kernels(self) -> native.Pool:
         # A pool of its own: work on the compute lane must not wait for the update lane's.
         if self._pool is None:
             self._pool = native.Pool(torch.get_num_threads())
-        return NativeKernels(self._pool)
+        return self._pool
 
     def poison(self, tensor: torch.Tensor) -> None:
         if self._poison:

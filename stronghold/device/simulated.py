@@ -31,7 +31,7 @@ from typing import NamedTuple, cast
 import torch
 
 from stronghold.device.base import STREAM_LANES, Device, Fence, Lane, Work
-from stronghold.device.kernels import Kernels
+from stronghold.native import Kernels
 from stronghold.plan.machine import Rates
 
 SHARING_MEMORY = 16  # operations of another lane that may still overlap a new one

@@ -24,8 +24,8 @@ import torch
 
 from stronghold import native
 from stronghold.device.base import Device
-from stronghold.device.kernels import AdamSegments, Kernels
 from stronghold.errors import ConfigError
+from stronghold.native import AdamSegments, Kernels
 
 # What a launch must ask of the compiler for the host's bits: [Note: same operations].
 EXACT = {"enable_fp_fusion": False}

@@ -15,13 +15,13 @@ import torch
 from torch import nn
 
 from stronghold.device.base import Device
-from stronghold.device.kernels import Kernels
 from stronghold.memory.host import DeviceStore, HostStore
 from stronghold.memory.layer import LayerState
 from stronghold.memory.slab import map_slab
 from stronghold.memory.tiers import Tiers
 from stronghold.model.layout import ModelLayout
 from stronghold.model.partition import WeightSource
+from stronghold.native import Kernels
 from stronghold.plan.plan import Plan
 from stronghold.runtime.adam import AdamSteps, Grouped
 from stronghold.team.ranks import NodeWeights, RankTeam, Team

@@ -25,7 +25,6 @@ from stronghold.device import cuda
 from stronghold.device.base import Device
 from stronghold.device.cuda import CudaDevice
 from stronghold.device.emulated import EmulatedDevice
-from stronghold.device.kernels import NativeKernels
 from stronghold.errors import ConfigError, LaneError, StateError
 from stronghold.limits import available_host_bytes
 from stronghold.memory.nvme import BLOCK_BYTES, NvmeStore
@@ -262,7 +261,7 @@ class Stack:
             plan=self.plan,
             parameters=parameters,
             optimizer=optimizer,
-            kernels=NativeKernels(self.pool),
+            kernels=self.pool,
             metrics=self.metrics,
             tiers=tiers,
             undo=undo,

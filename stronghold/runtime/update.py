@@ -41,7 +41,6 @@ import torch
 
 from stronghold import native
 from stronghold.device.fence import Record, dependences
-from stronghold.device.kernels import Kernels
 from stronghold.errors import ConfigError
 from stronghold.memory.layer import Entry, LayerState, view
 from stronghold.memory.tiers import Mode, Views
@@ -779,7 +778,7 @@ class PieceNorms:
     every element was added, in order. Entered by one thread at a time.
     """
 
-    def __init__(self, kernels: Kernels, sums: dict[int, float]) -> None:
+    def __init__(self, kernels: native.Kernels, sums: dict[int, float]) -> None:
         self._kernels = kernels
         self._sums = sums
         self._totals: dict[int, float] = {}  # `sums` may have an older one

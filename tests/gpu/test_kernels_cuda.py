@@ -9,8 +9,8 @@ import torch
 
 from stronghold import native
 from stronghold.device.cuda import CudaDevice
-from stronghold.device.kernels import NativeKernels
 from stronghold.device.triton_kernels import TritonKernels
+from stronghold.native import Pool
 from tests.support.device_kernels import (
     BF16,
     DTYPES,
@@ -34,9 +34,9 @@ SLEEP_CYCLES = 1_000_000_000  # half a second at 2 GHz
 
 
 @pytest.fixture(scope="module")
-def host() -> Iterator[NativeKernels]:
+def host() -> Iterator[Pool]:
     with native.Pool(native.available_cores()) as pool:
-        yield NativeKernels(pool)
+        yield pool
 
 
 @pytest.fixture
@@ -53,7 +53,7 @@ def kernels() -> Iterator[TritonKernels]:
 @pytest.mark.parametrize("bias_correction", [True, False], ids=["corrected", "plain"])
 @pytest.mark.parametrize("special", [False, True], ids=["ordinary", "special"])
 def test_adam_on_the_gpu_has_the_hosts_bits(
-    host: NativeKernels,
+    host: Pool,
     kernels: TritonKernels,
     weight_dtype: torch.dtype,
     grad_dtype: torch.dtype,
@@ -76,7 +76,7 @@ def test_adam_on_the_gpu_has_the_hosts_bits(
 @pytest.mark.parametrize("weight_dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("skip", [1, 8])
 def test_adam_on_the_gpu_takes_arrays_at_any_element(
-    host: NativeKernels, kernels: TritonKernels, weight_dtype: torch.dtype, skip: int
+    host: Pool, kernels: TritonKernels, weight_dtype: torch.dtype, skip: int
 ) -> None:
     ours, theirs = (
         some_arrays((1, 17, 4097, 70_000), weight_dtype, F16, device, skip=skip)
@@ -89,7 +89,7 @@ def test_adam_on_the_gpu_takes_arrays_at_any_element(
 
 @pytest.mark.parametrize("exponent", [-149, -130, -126, -60, 0, 60, 120])
 def test_numbers_at_every_end_of_the_range_have_the_hosts_bits(
-    host: NativeKernels, kernels: TritonKernels, exponent: int
+    host: Pool, kernels: TritonKernels, exponent: int
 ) -> None:
     """Weights, moments and gradients of one size: whole vectors underflow, or overflow, together,
     where division and square root take their slow paths."""
@@ -114,7 +114,7 @@ def test_numbers_at_every_end_of_the_range_have_the_hosts_bits(
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("skip", [0, 1])
 def test_accumulation_on_the_gpu_has_the_hosts_bits(
-    host: NativeKernels, kernels: TritonKernels, dtype: torch.dtype, skip: int
+    host: Pool, kernels: TritonKernels, dtype: torch.dtype, skip: int
 ) -> None:
     ours = accumulated(kernels, SIZES, dtype, CUDA, skip)
     theirs = accumulated(host, SIZES, dtype, CPU, skip)
@@ -124,7 +124,7 @@ def test_accumulation_on_the_gpu_has_the_hosts_bits(
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("special", [False, True])
 def test_sums_on_the_gpu_have_the_hosts_bits(
-    host: NativeKernels, kernels: TritonKernels, dtype: torch.dtype, special: bool
+    host: Pool, kernels: TritonKernels, dtype: torch.dtype, special: bool
 ) -> None:
     sizes = (*SIZES, 65_535, 65_536, 65_537, 0, (1 << 22) + 33)
     assert torch.equal(
@@ -137,7 +137,7 @@ def test_sums_on_the_gpu_have_the_hosts_bits(
 # -- order ----------------------------------------------------------------------------------------
 @pytest.mark.alone
 def test_launches_wait_for_nothing_and_keep_the_streams_order(
-    host: NativeKernels, kernels: TritonKernels
+    host: Pool, kernels: TritonKernels
 ) -> None:
     """Also with segments that were never seen: sending their table does not wait for the stream."""
     warm = some_arrays((33, 34), BF16, BF16, CUDA)
@@ -167,9 +167,7 @@ def test_launches_wait_for_nothing_and_keep_the_streams_order(
     assert norms.tolist() == host.sum_squares(BF16, [(gradient.data_ptr(), gradient.numel())])
 
 
-def test_the_callers_stream_is_the_one_that_computes(
-    host: NativeKernels, kernels: TritonKernels
-) -> None:
+def test_the_callers_stream_is_the_one_that_computes(host: Pool, kernels: TritonKernels) -> None:
     """A table that another stream sent serves too, and dropping it harms nobody."""
     ours, theirs = (some_arrays((70_000,), F32, BF16, d) for d in (CUDA, CPU))
     run_adam(kernels, ours, (1, 2, 3))

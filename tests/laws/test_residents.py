@@ -14,11 +14,11 @@ from torch.nn import functional as F
 import stronghold
 from stronghold import native, simulate
 from stronghold.device.emulated import EmulatedDevice
-from stronghold.device.kernels import NativeKernels
 from stronghold.errors import ConfigError
 from stronghold.memory import window
 from stronghold.model.layout import layout
 from stronghold.model.partition import partition
+from stronghold.native import Pool
 from stronghold.plan.cost import Demand, LayerLoad, Workload
 from stronghold.plan.plan import make_plan
 from stronghold.states import states_of
@@ -247,7 +247,7 @@ def test_all_but_the_scale_is_prepared_before_it_is_waited_for(
         return noted
 
     for owner, name, after in (
-        (NativeKernels, "prepare_adam", "updated"),
+        (Pool, "prepare_adam", "updated"),
         (EmulatedDevice, "read_later", "read"),
     ):
         monkeypatch.setattr(owner, name, noting(name, getattr(owner, name), after))

@@ -16,8 +16,8 @@ import torch
 
 from stronghold import native
 from stronghold.device import cuda, triton_kernels
-from stronghold.device.kernels import Kernels, NativeKernels
 from stronghold.errors import ConfigError
+from stronghold.native import Kernels
 
 ADDRESSES = ("weight", "low", "exp_avg", "exp_avg_sq", "grad")
 
@@ -36,8 +36,7 @@ def install(extension: Any) -> None:
 
     class PretendedKernels(Kernels):
         def __init__(self, device: object) -> None:
-            self._pool = native.Pool(1)
-            self._host = NativeKernels(self._pool)
+            self._host = native.Pool(1)
 
         def prepare_adam(
             self, weight: torch.dtype, grad: torch.dtype, segments: Any, *, lean: bool = False

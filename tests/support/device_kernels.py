@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from stronghold import native
-from stronghold.device.kernels import Kernels
+from stronghold.native import Kernels
 from tests.support.reference import split_bf16
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16

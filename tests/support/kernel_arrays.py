@@ -61,7 +61,7 @@ class Arrays:
     def run(self, pool: native.Pool, steps: Sequence[int] = (1, 2, 3), **changes: float) -> None:
         for step in steps:
             segments = [self.segment(step, **changes)]
-            native.adam(pool, self.weight_dtype, self.grad_dtype, segments)
+            pool.adam(self.weight_dtype, self.grad_dtype, segments)
 
     def array(self, index: int, dtype: torch.dtype) -> torch.Tensor:
         return self.parts[index].clone().view(dtype)

@@ -281,7 +281,7 @@ class KernelAdam:
         applied when one is not finite.
         """
         sums = [
-            native.sum_squares(self._pool, g.dtype, [(g.data_ptr(), g.numel())])[0]
+            self._pool.sum_squares(g.dtype, [(g.data_ptr(), g.numel())])[0]
             for g in gradients.values()
         ]
         norm, scale = norm_and_scale(sums, clipping=clipping, loss_scale=loss_scale)
@@ -313,8 +313,7 @@ class KernelAdam:
         addresses = {array: state[array].data_ptr() for array in STATES if array in state}
         state["step"] += 1
         gradient, weight = gradient.contiguous(), parameter.detach().contiguous()
-        native.adam(
-            self._pool,
+        self._pool.adam(
             parameter.dtype,
             gradient.dtype,
             [

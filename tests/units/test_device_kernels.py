@@ -14,7 +14,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,9 +23,9 @@ import torch
 from stronghold import native
 from stronghold.device import triton_kernels
 from stronghold.device.emulated import EmulatedDevice
-from stronghold.device.kernels import Kernels, NativeKernels
 from stronghold.device.triton_kernels import TritonKernels
 from stronghold.errors import ConfigError
+from stronghold.native import Kernels, Pool
 from tests.support.device_kernels import (
     BF16,
     DTYPES,
@@ -67,9 +66,9 @@ compiled = pytest.mark.skipif(INTERPRETING or not HAS_TRITON, reason="needs Trit
 
 
 @pytest.fixture(scope="module")
-def host() -> Iterator[NativeKernels]:
+def host() -> Iterator[Pool]:
     with native.Pool(1) as pool:
-        yield NativeKernels(pool)
+        yield pool
 
 
 @pytest.fixture
@@ -81,32 +80,18 @@ def triton(device: EmulatedDevice) -> TritonKernels:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_both_forms_of_the_sums_are_the_native_ones(host: NativeKernels, dtype: torch.dtype):
+def test_both_forms_of_the_sums_are_the_same(host: Pool, dtype: torch.dtype):
     arrays = [torch.randn(n).to(dtype) for n in SIZES]
     segments = [(x.data_ptr(), x.numel()) for x in arrays]
-    with native.Pool(2) as pool:
-        expected = native.sum_squares(pool, dtype, segments)
-    assert host.sum_squares(dtype, segments) == expected
     found = host.sum_squares_async(dtype, segments)
     assert found.dtype == torch.float64
-    assert found.tolist() == expected
-
-
-def test_adam_and_accumulation_are_the_native_ones(host: NativeKernels):
-    ours, theirs = (some_arrays(SIZES, BF16, F32, CPU) for _ in range(2))
-    run_adam(host, ours, range(1, 4))
-    with native.Pool(2) as pool:
-        run_adam(SimpleNamespace(adam=lambda *a: native.adam(pool, *a)), theirs, range(1, 4))
-    assert_same(ours, theirs)
-    acc, grad = torch.ones(17), torch.full((17,), 2.0)
-    host.accumulate(F32, [(grad.data_ptr(), acc.data_ptr(), 17, True)])
-    assert torch.equal(acc, torch.full((17,), 3.0))
+    assert found.tolist() == host.sum_squares(dtype, segments)
 
 
 # ---- The numbers of a step, without Triton ---------------------------------------------------
 
 
-def one_element(host: NativeKernels, p: float, m: float, v: float, g: float, **changes: Any):
+def one_element(host: Pool, p: float, m: float, v: float, g: float, **changes: Any):
     """(p, m, v) after one native step."""
     arrays = [torch.tensor([x]) for x in (p, m, v, g)]
     weight, exp_avg, exp_avg_sq, grad = (x.data_ptr() for x in arrays)
@@ -128,7 +113,7 @@ def one_element(host: NativeKernels, p: float, m: float, v: float, g: float, **c
     ],
 )
 def test_a_steps_numbers_are_the_natives(
-    host: NativeKernels, lr, beta1, beta2, eps, weight_decay, step, bias_correction
+    host: Pool, lr, beta1, beta2, eps, weight_decay, step, bias_correction
 ):
     """Each is read off the native kernel by an input that leaves it alone in the result."""
     hyper = {
@@ -213,7 +198,7 @@ def test_the_laws_hold_where_triton_interprets():
 @pytest.mark.parametrize("grad_dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("adamw", [True, False], ids=["adamw", "l2"])
 def test_interpreted_adam_has_the_natives_bits(
-    host: NativeKernels, triton: TritonKernels, weight_dtype, grad_dtype, adamw
+    host: Pool, triton: TritonKernels, weight_dtype, grad_dtype, adamw
 ):
     for special, bias_correction in ((False, True), (True, True), (True, False)):
         ours, theirs = (
@@ -227,7 +212,7 @@ def test_interpreted_adam_has_the_natives_bits(
 @interpreted
 @pytest.mark.parametrize("weight_dtype", DTYPES, ids=str)
 def test_interpreted_adam_takes_arrays_at_any_element(
-    host: NativeKernels, triton: TritonKernels, weight_dtype
+    host: Pool, triton: TritonKernels, weight_dtype
 ):
     for skip in (1, 8):
         ours, theirs = (some_arrays((1025, 3), weight_dtype, F16, CPU, skip=skip) for _ in "ab")
@@ -251,7 +236,7 @@ def test_interpreted_masters_at_every_remainder_keep_their_bits(triton: TritonKe
 
 @interpreted
 def test_interpreted_adam_takes_more_segments_than_a_table_has_rows(
-    host: NativeKernels, triton: TritonKernels
+    host: Pool, triton: TritonKernels
 ):
     sizes = [(k * 7) % 23 for k in range(400)]
     ours, theirs = (some_arrays(sizes, BF16, BF16, CPU) for _ in range(2))
@@ -264,7 +249,7 @@ def test_interpreted_adam_takes_more_segments_than_a_table_has_rows(
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("skip", [0, 1])
 def test_interpreted_accumulation_has_the_natives_bits(
-    host: NativeKernels, triton: TritonKernels, dtype, skip
+    host: Pool, triton: TritonKernels, dtype, skip
 ):
     ours = accumulated(triton, SIZES, dtype, CPU, skip)
     theirs = accumulated(host, SIZES, dtype, CPU, skip)
@@ -274,9 +259,7 @@ def test_interpreted_accumulation_has_the_natives_bits(
 @interpreted
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("special", [False, True])
-def test_interpreted_sums_have_the_natives_bits(
-    host: NativeKernels, triton: TritonKernels, dtype, special
-):
+def test_interpreted_sums_have_the_natives_bits(host: Pool, triton: TritonKernels, dtype, special):
     sizes = (*SIZES, 0, 65_535, 65_536, 131_105, 33, 0)
     assert torch.equal(
         sums(triton, sizes, dtype, CPU, special), sums(host, sizes, dtype, CPU, special)
@@ -327,7 +310,7 @@ def test_interpreted_kernels_refuse_other_dtypes(triton: TritonKernels):
     ],
 )
 def test_interpreted_adam_refuses_what_the_native_refuses(
-    host: NativeKernels, triton: TritonKernels, changes, message
+    host: Pool, triton: TritonKernels, changes, message
 ):
     arrays = Arrays(17, BF16, BF16, device=CPU)
     before = arrays.state()

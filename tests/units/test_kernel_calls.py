@@ -50,7 +50,7 @@ def test_pools_leave_no_thread_and_no_affinity_behind():
     assert not threads() & begun
     assert os.sched_getaffinity(0) == mask
     with pytest.raises(StateError, match="closed"):
-        native.sum_squares(pools[0], F32, [])
+        pools[0].sum_squares(F32, [])
 
 
 def test_a_forked_child_is_refused_and_does_not_hang():
@@ -58,7 +58,7 @@ def test_a_forked_child_is_refused_and_does_not_hang():
     child = os.fork()
     if child == 0:
         try:
-            native.sum_squares(pool, F32, [])
+            pool.sum_squares(F32, [])
         except ConfigError as error:
             pool.close()
             os._exit(0 if "fork" in str(error) else 2)
@@ -135,4 +135,4 @@ def test_bad_pools_and_dtypes_are_refused():
     with pytest.raises(OSError, match="core list"):
         native.Pool(1, cores=[1023])
     with pytest.raises(ConfigError, match="float64"), native.Pool(1) as pool:
-        native.sum_squares(pool, torch.float64, [])
+        pool.sum_squares(torch.float64, [])

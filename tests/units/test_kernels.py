@@ -57,7 +57,7 @@ def test_number_of_threads_never_changes_a_bit_of_adam(num_threads, weight_dtype
         with native.Pool(count) as pool:
             many = [Arrays(master, grad, weight_dtype) for master, grad in inputs]
             for step in (1, 2):
-                native.adam(pool, weight_dtype, BF16, [a.segment(step) for a in many])
+                pool.adam(weight_dtype, BF16, [a.segment(step) for a in many])
             results.append(many)
     assert all(same(one, other) for one, other in zip(*results, strict=True))
 
@@ -87,7 +87,7 @@ def test_segments_of_one_call_are_independent():
     together = [Arrays(master, grad, F32) for master, grad in inputs]
     alone = [Arrays(master, grad, F32) for master, grad in inputs]
     with native.Pool(2) as pool:
-        native.adam(pool, F32, F32, [a.segment(3, lr=0.1 * i) for i, a in enumerate(together)])
+        pool.adam(F32, F32, [a.segment(3, lr=0.1 * i) for i, a in enumerate(together)])
         for i, arrays in enumerate(alone):
             arrays.run(pool, steps=(3,), lr=0.1 * i)
     assert all(same(one, other) for one, other in zip(together, alone, strict=True))
@@ -116,14 +116,14 @@ def test_instruction_set_and_threads_never_change_a_bit_of_reductions(dtype):
         seen = set()
         for isa, num_threads in itertools.product(native.isas(), (1, 2, 3)):
             with native.Pool(num_threads, isa=isa) as pool:
-                sums = native.sum_squares(pool, dtype, addresses(*arrays))
+                sums = pool.sum_squares(dtype, addresses(*arrays))
                 accs = [values(n, n + 7, special) for n in sizes]
                 for add in (True, False, True):
                     segments = [
                         (a.data_ptr(), acc.data_ptr(), len(a), add)
                         for a, acc in zip(arrays, accs, strict=True)
                     ]
-                    native.accumulate(pool, dtype, segments)
+                    pool.accumulate(dtype, segments)
             seen.add((np.array(sums).tobytes(), *(acc.numpy().tobytes() for acc in accs)))
         assert len(seen) == 1
 
@@ -135,7 +135,7 @@ def test_nan_is_always_stored_as_the_one_quiet_nan():
             arrays = Arrays(torch.ones(21), odd_nan, BF16)
             arrays.run(pool, steps=(1,))
             acc = torch.zeros(21)
-            native.accumulate(pool, F32, [(odd_nan.data_ptr(), acc.data_ptr(), 21, False)])
+            pool.accumulate(F32, [(odd_nan.data_ptr(), acc.data_ptr(), 21, False)])
         assert (bits(arrays.master()) == NAN).all()
         assert (arrays.array(0, torch.int16) == NAN >> 16).all()
         assert (bits(arrays.array(2, F32)) == NAN).all()
@@ -203,7 +203,7 @@ def test_half_precision_gradients_are_read_exactly(isa):
         acc = torch.empty(len(grad))
         with native.Pool(1, isa=isa) as pool:
             segments = [(grad.data_ptr(), acc.data_ptr(), len(grad), False)]
-            native.accumulate(pool, dtype, segments)
+            pool.accumulate(dtype, segments)
         finite = ~grad.isnan()
         assert torch.equal(bits(acc)[finite], bits(grad.float())[finite])
         assert acc.isnan().equal(grad.isnan())
@@ -270,7 +270,7 @@ def test_a_non_finite_gradient_stays_visible():
     arrays = Arrays(torch.ones(33), grad, F32)
     with native.Pool(1) as pool:
         arrays.run(pool, steps=(1,))
-        (total,) = native.sum_squares(pool, F32, addresses(grad))
+        (total,) = pool.sum_squares(F32, addresses(grad))
     assert arrays.master().isnan().nonzero().flatten().tolist() == [7, 20]
     assert not math.isfinite(total)
 
@@ -309,22 +309,22 @@ def test_a_prepared_batch_takes_new_numbers_in_place():
 def test_sum_of_squares_is_exact_where_double_is():
     x = torch.arange(1, 100_001, dtype=F32) % 97
     with native.Pool(2) as pool:
-        assert native.sum_squares(pool, F32, addresses(x)) == [(x.double() ** 2).sum().item()]
+        assert pool.sum_squares(F32, addresses(x)) == [(x.double() ** 2).sum().item()]
 
 
 def test_sum_of_squares_of_finite_input_never_overflows():
     x = torch.full((4097,), torch.finfo(F32).max)
     with native.Pool(1) as pool:
-        (total,) = native.sum_squares(pool, F32, addresses(x))
+        (total,) = pool.sum_squares(F32, addresses(x))
     assert total == pytest.approx(4097 * torch.finfo(F32).max ** 2, rel=1e-12)
 
 
 def test_sum_of_squares_of_a_segment_ignores_its_neighbours():
     arrays = [values(n, n) for n in (70_000, 1, 0, 17, 131_073)]
     with native.Pool(2) as pool:
-        together = native.sum_squares(pool, F32, addresses(*arrays))
-        alone = [native.sum_squares(pool, F32, addresses(array))[0] for array in arrays]
-        assert native.sum_squares(pool, F32, []) == []
+        together = pool.sum_squares(F32, addresses(*arrays))
+        alone = [pool.sum_squares(F32, addresses(array))[0] for array in arrays]
+        assert pool.sum_squares(F32, []) == []
     assert together == alone
     assert together[2] == 0.0
 
@@ -334,8 +334,8 @@ def test_accumulation_adds_in_fp32_in_order():
     acc = torch.full((4097,), math.nan)
     with native.Pool(2) as pool:
         for i, grad in enumerate(micro):
-            native.accumulate(pool, BF16, [(grad.data_ptr(), acc.data_ptr(), 4097, i > 0)])
-        native.accumulate(pool, BF16, [])
+            pool.accumulate(BF16, [(grad.data_ptr(), acc.data_ptr(), 4097, i > 0)])
+        pool.accumulate(BF16, [])
     expected = micro[0].float()
     for grad in micro[1:]:
         expected = expected + grad.float()

@@ -64,7 +64,7 @@ class LeanArrays:
         return native.AdamSegment(numel=self.numel, step=step, **{**addresses, **HYPER, **changes})
 
     def run(self, pool: native.Pool, step: int = 1, **changes: float) -> None:
-        native.adam(pool, BF16, self.grad_dtype, [self.segment(step, **changes)], lean=True)
+        pool.adam(BF16, self.grad_dtype, [self.segment(step, **changes)], lean=True)
 
     def run_reference(self, pool: native.Pool, step: int = 1, **changes: float) -> None:
         """Decode, the exact kernel's fp32 step, encode."""
@@ -81,7 +81,7 @@ class LeanArrays:
             step=step,
             **{**HYPER, **changes},
         )
-        native.adam(pool, F32, self.grad_dtype, [segment])
+        pool.adam(F32, self.grad_dtype, [segment])
         self.write(master, exp_avg, exp_avg_sq)
 
 
@@ -127,7 +127,7 @@ def test_number_of_threads_never_changes_a_bit(num_threads):
         with native.Pool(count) as pool:
             many = [LeanArrays(master, grad) for master, grad in inputs]
             for step in (1, 2, 3):
-                native.adam(pool, BF16, BF16, [a.segment(step) for a in many], lean=True)
+                pool.adam(BF16, BF16, [a.segment(step) for a in many], lean=True)
             results.append(many)
     assert all(same(one, other) for one, other in zip(*results, strict=True))
 
@@ -149,7 +149,7 @@ def test_parts_of_a_parameter_that_begin_at_groups_are_the_whole():
                 for name in ("exp_avg_scale", "exp_avg_sq_scale"):
                     moved[name] = getattr(row, name) + begin // states.GROUP * 4
                 segment = row._replace(numel=end - begin, **moved)
-                native.adam(pool, BF16, F32, [segment], lean=True)
+                pool.adam(BF16, F32, [segment], lean=True)
     assert differing(whole, parts) == []
 
 
@@ -345,10 +345,10 @@ def test_other_weights_than_bf16_and_missing_scales_are_refused():
     with native.Pool(1) as pool:
         for dtype in (F32, F16):
             with pytest.raises(ConfigError, match="lean states are a layout of bfloat16"):
-                native.adam(pool, dtype, F32, [arrays.segment()], lean=True)
+                pool.adam(dtype, F32, [arrays.segment()], lean=True)
         for name in ("exp_avg_scale", "exp_avg_sq_scale"):
             with pytest.raises(ConfigError, match=f"segment 0: {name} is NULL"):
-                native.adam(pool, BF16, F32, [arrays.segment(**{name: 0})], lean=True)
+                pool.adam(BF16, F32, [arrays.segment(**{name: 0})], lean=True)
 
 
 def test_traffic_in_place_changes_nothing_and_past_the_caches_copies():

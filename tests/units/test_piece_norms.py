@@ -9,18 +9,18 @@ import pytest
 import torch
 
 from stronghold import native
-from stronghold.device.kernels import NativeKernels
 from stronghold.memory.layer import LayerState
 from stronghold.model.layout import PAGE_NUMEL, ParameterShape, Shards, layer_layout
+from stronghold.native import Pool
 from stronghold.runtime.update import SUM_BLOCK_NUMEL, Gathered, Piece, PieceNorms
 
 NUMELS = (1, 17, 3 * SUM_BLOCK_NUMEL + 4097, SUM_BLOCK_NUMEL, 0, PAGE_NUMEL, 2 * SUM_BLOCK_NUMEL)
 
 
 @pytest.fixture
-def kernels() -> Iterator[NativeKernels]:
+def kernels() -> Iterator[Pool]:
     pool = native.Pool(1)
-    yield NativeKernels(pool)
+    yield pool
     pool.close()
 
 
@@ -35,9 +35,7 @@ def cuts(numel: int, seed: int) -> Iterator[tuple[int, int]]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("seed", range(5))
-def test_pieces_have_the_norms_of_the_whole(
-    kernels: NativeKernels, dtype: torch.dtype, seed: int
-) -> None:
+def test_pieces_have_the_norms_of_the_whole(kernels: Pool, dtype: torch.dtype, seed: int) -> None:
     shapes = [
         ParameterShape(name=f"p{k}", shape=(n,), trainable=True) for k, n in enumerate(NUMELS)
     ]
