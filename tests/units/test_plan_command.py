@@ -125,7 +125,7 @@ def test_tiers_are_within_their_budgets_and_count_every_parameter() -> None:
 
 def test_what_host_memory_cannot_hold_goes_to_nvme(tmp_path: Path) -> None:
     """The page, the limit and the config all know of it; no step is faster than the disk."""
-    words = {"layers": 6, "hidden": 768, "heads": 12, "host": "180MB", "gpu": "250MiB"}
+    words = {"layers": 12, "hidden": 768, "heads": 12, "host": "350MB", "gpu": "450MiB"}
     assert not outlook(asked(**words)).fits
     found = forecast.answer(asked(**words, nvme="1TB", nvme_path=tmp_path))
     assert found.fits
