@@ -208,16 +208,16 @@ def refused() -> dict[str, str]:
         "disk": (Wide(8, 2), files("masters")),
     }
     found = {}
-    create = SpillFile._create
+    reserve = SpillFile._reserve
     for name, (model, section) in cases.items():
         if name == "disk" and rank() == 1:
-            SpillFile._create = full
+            SpillFile._reserve = full
         try:
             engine_of(model, config(section={"layers": "blocks", **section})).destroy()
         except (ConfigError, RankError, OSError) as error:
             found[name] = f"{type(error).__name__}: {error}"
         finally:
-            SpillFile._create = create
+            SpillFile._reserve = reserve
     return found
 
 
