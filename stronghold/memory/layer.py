@@ -4,7 +4,7 @@ on the device and on the host.
 Owns which arrays it has and their records, where its weights are and its parameters point, what its
 gradients wait for, and how often it was updated.
 Owns no memory: `memory.host` makes the arrays, `memory.window` the slots. A buffer
-may be overwritten when what its record (`device.fence`) names is done.
+may be overwritten when what its record (`device.base`) names is done.
 `repr(layer)` says what it is doing. The training thread enters, and autograd's in backward; the two
 never run at once. Lanes read the arrays' addresses alone.
 """
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from stronghold.device.fence import Record
+from stronghold.device.base import Record
 from stronghold.errors import StateError
 from stronghold.model.layout import LayerLayout, ParameterSlice, Shards
 from stronghold.model.partition import WeightSource

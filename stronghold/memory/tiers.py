@@ -21,8 +21,7 @@ from typing import Literal
 
 import torch
 
-from stronghold.device.base import Device, Fence, Lane
-from stronghold.device.fence import Record, dependences, submitted
+from stronghold.device.base import Device, Fence, Lane, Record, dependences, submitted
 from stronghold.memory.layer import Entry, LayerState, Ring
 from stronghold.memory.nvme import ARRAYS, Extent, NvmeStore, Verb, lay_out
 from stronghold.memory.slab import map_slab

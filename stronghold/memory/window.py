@@ -11,8 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-from stronghold.device.base import Device, Fence
-from stronghold.device.fence import Record
+from stronghold.device.base import Device, Fence, Record
 from stronghold.errors import StateError
 from stronghold.memory.layer import GradientSlot, LayerState, Residency, Slot
 

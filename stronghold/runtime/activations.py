@@ -49,8 +49,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
-from stronghold.device.base import Fence, completed
-from stronghold.device.fence import Record
+from stronghold.device.base import Fence, Record, completed
 from stronghold.errors import ConfigError, LaneError
 from stronghold.memory.slab import PinnedPool
 from stronghold.model.gpu_operators import Attended, in_all

@@ -40,7 +40,7 @@ from functools import partial
 import torch
 
 from stronghold import native
-from stronghold.device.fence import Record, dependences
+from stronghold.device.base import Record, dependences
 from stronghold.errors import ConfigError
 from stronghold.memory.layer import Entry, LayerState, view
 from stronghold.memory.tiers import Mode, Views

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from stronghold.device.fence import MANY, Fence, Record, completed, dependences, submitted
+from stronghold.device.base import MANY, Fence, Record, completed, dependences, submitted
 from stronghold.errors import LaneError
 
 

@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
+from stronghold.device.base import Record
 from stronghold.device.emulated import EmulatedDevice
-from stronghold.device.fence import Record
 from stronghold.errors import LaneError
 from stronghold.memory.tiers import Transfers
 
