@@ -327,8 +327,6 @@ def _weight_code(dtype: torch.dtype, lean: bool) -> int:
 
 
 # -- files ----------------------------------------------------------------------------------------
-
-
 class _Region(ctypes.Structure):
     _fields_ = (("address", ctypes.c_void_p), ("nbytes", ctypes.c_int64))
 
@@ -497,8 +495,6 @@ class IoQueue(Closing):
 
 
 # -- the library ----------------------------------------------------------------------------------
-
-
 @contextlib.contextmanager
 def naming_threads(whose: str) -> Iterator[None]:
     """OSError (EAGAIN) that says whose thread the system refused, around the start of threads: the

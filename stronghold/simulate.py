@@ -37,6 +37,9 @@ from stronghold.telemetry.metrics import Metrics
 STEPS = 4  # from the third on a step begins as it ends
 SIMULATED_PIECES = 8  # of a layer in files, at most
 MEASURED = 2  # of the last ones: two alternate where the window holds an odd share
+# Of every parameter: the numbers do not matter.
+GROUP: Group = {"lr": 0.0, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
+FLAGS = AdamFlags(adamw=True, bias_correction=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,18 +127,6 @@ def fastest_plan(
     return Search(layout, demand, workload, rates, predict, ladders).run(near)
 
 
-class _Groups:
-    """Every trainable parameter in one group; the numbers do not matter."""
-
-    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
-        self._parameters = parameters
-
-    def group_of(self) -> dict[nn.Parameter, tuple[Group, AdamFlags]]:
-        group = {"lr": 0.0, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
-        flags = AdamFlags(adamw=True, bias_correction=True)
-        return {p: (group, flags) for p in self._parameters if p.requires_grad}
-
-
 class _Run:
     """The parts of one engine on a simulated device, and what calls them in a step."""
 
@@ -173,7 +164,12 @@ class _Run:
             device=device,
             plan=plan,
             parameters=self._parameters,
-            optimizer=_Groups([p for of_layer in self._parameters for p in of_layer]),
+            groups={
+                p: (GROUP, FLAGS)
+                for of_layer in self._parameters
+                for p in of_layer
+                if p.requires_grad
+            },
             kernels=device.kernels,
             metrics=Metrics(num_parameters=layout.num_parameters),
             tiers=_tiers(layout, dtype, plan, shards),

@@ -233,8 +233,6 @@ def resolve(load_dir: Path, tag: str) -> Path:
 
 
 # -- one directory for all ranks ------------------------------------------------------------------
-
-
 class Team:
     """`rank` of `num_ranks` that share the `slices` of a model; of those of all slices one is the
     `leader`, which names tags and publishes them."""

@@ -67,10 +67,8 @@ class Load:
             self._tag.close()
             raise
 
-    def __enter__(self) -> Load:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
+        """Let go of the files."""
         self._tag.close()
 
     # -- checks ---------------------------------------------------------------------------------

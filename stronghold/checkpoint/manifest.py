@@ -60,6 +60,7 @@ from stronghold.checkpoint.tensorfile import (
 )
 from stronghold.device.base import Device
 from stronghold.errors import CheckpointError, ConfigError, explain
+from stronghold.native import Closing
 from stronghold.states import EXACT, LEAN, LOW_DTYPE, group_size, num_items, states_of
 
 logger = logging.getLogger("stronghold")
@@ -271,7 +272,7 @@ def _foreign(directory: Path) -> str:
     return f"{directory / MANIFEST}: the file is missing; not a checkpoint of stronghold's"
 
 
-class OpenTag:
+class OpenTag(Closing):
     """`manifest`, and every file that it lists, of the directory `path`: [Note: one save]. Raises
     as `Manifest.read`. `mark` is the same on ranks that have opened the same save."""
 
@@ -285,12 +286,6 @@ class OpenTag:
             self.close()
             time.sleep(0.01)
         raise CheckpointError(f"{path}: is replaced again and again; nothing of it can be read")
-
-    def __enter__(self) -> OpenTag:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def close(self) -> None:
         """Let go of every file."""

@@ -376,8 +376,6 @@ def _hint(title: str, key: str) -> str:
 
 
 # -- the optimizer --------------------------------------------------------------------------------
-
-
 def settings_from_config(optimizer: object) -> AdamSettings | None:
     """The `optimizer` section by DeepSpeed's rules: "Adam" means AdamW unless params.adam_w_mode is
     false, "AdamW" whatever it says, and `torch_adam` brings torch's default weight decay. None

@@ -118,8 +118,6 @@ class Findings:
 
 
 # -- what is wrong --------------------------------------------------------------------------------
-
-
 def _of_the_link(findings: Findings) -> Iterator[Problem]:
     link, profile = findings.link, findings.profile
     if findings.one_memory:
@@ -327,8 +325,6 @@ def _of_the_disk(findings: Findings) -> Iterator[Problem]:
 
 
 # -- as text --------------------------------------------------------------------------------------
-
-
 def table(findings: Findings) -> str:
     """One line per figure, then the problems with their remedies."""
     title = f"{findings.profile.name}, {findings.profile.measured}"

@@ -215,8 +215,6 @@ def read_link(folder: Path) -> PcieLink | None:
 
 
 # -- memory, the link and products ----------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Effort:
     """How much is moved, and how often; the median of the rounds counts."""
@@ -468,8 +466,6 @@ def _last_cache_bytes() -> int:
 
 
 # -- the disk -------------------------------------------------------------------------------------
-
-
 def disk_rates(folder: Path, nbytes: int, step: Callable[[str], None]) -> DiskRates:
     """Writes, reads and both, of one file of `nbytes` in `folder`; never raises `OSError`."""
     reads: dict[int, float] = {}

@@ -7,6 +7,7 @@ training thread alone enters.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -153,7 +154,7 @@ class Checkpoints:
                 trusted=not weights_only,
             )
         )
-        with load:
+        with contextlib.closing(load):
             team.check_opened(path, load.mark)
             found = load.state
             if found is not None and schedule and not weights_only:

@@ -258,8 +258,6 @@ def seconds(value: float) -> str:
 
 
 # -- notes ----------------------------------------------------------------------------------------
-
-
 def _notes(question: Question) -> Iterator[str]:
     if question.ranks > 1:
         yield _wires(question)
@@ -313,8 +311,6 @@ def _gate(found: Forecast) -> Iterator[str]:
 
 
 # -- what a change would buy ----------------------------------------------------------------------
-
-
 def _gains(found: Forecast) -> Iterator[tuple[str, Forecast | None]]:
     """Every change's step; where nothing fits, of those changes alone that help."""
     question = found.question
@@ -367,8 +363,6 @@ def _near(question: Question, choice: Choice) -> Forecast | None:
 
 
 # -- the config -----------------------------------------------------------------------------------
-
-
 def _config(question: Question, plan: Plan) -> dict[str, Any]:
     blocks = question.model.layout.streamed
     kept = len(plan.resident.intersection(blocks))
@@ -409,8 +403,6 @@ def _config(question: Question, plan: Plan) -> dict[str, Any]:
 
 
 # -- many values of one thing ---------------------------------------------------------------------
-
-
 def sweep(question: Question, axis: str) -> list[tuple[int, Forecast]]:
     """Forecasts along "window", "batch", "seq" or "layers", in increasing order, until one does not
     fit; of layers and batches the largest that fits is the last but one."""

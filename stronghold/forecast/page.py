@@ -143,8 +143,6 @@ def _in_one_line(match: re.Match[str]) -> str:
 
 
 # -- a sweep --------------------------------------------------------------------------------------
-
-
 def table(points: Sequence[tuple[int, Forecast]], axis: str) -> str:
     """One line per point of `answer.sweep`."""
     lines = [f"{axis:>9}  {'step':>9}  {'tokens/s':>9}  {'limit':>9}  bound"]
@@ -170,8 +168,6 @@ def draw(points: Sequence[tuple[int, Forecast]], axis: str, png: Path) -> None:
 
 
 # -- figures --------------------------------------------------------------------------------------
-
-
 def gib(nbytes: float) -> str:
     """Bytes in GiB, without the unit."""
     size = nbytes / GIB

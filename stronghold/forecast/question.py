@@ -269,8 +269,6 @@ def _bytes(option: str, text: str | None, default: int) -> int:
 
 
 # -- the model ------------------------------------------------------------------------------------
-
-
 def _model(path: Path | None, sizes: dict[str, int | None], seq: int | None) -> Model:
     given = [name for name, size in sizes.items() if size is not None]
     if path is not None:

@@ -185,7 +185,7 @@ class HostStore:
     def _make_ring(self, num_entries: int) -> None:
         largest = max((state.end - state.begin for state in self._mine), default=0)
         for _ in range(num_entries):
-            self._ring.add(self._slab(largest, self.dtype, pinned=True))
+            self._ring.append(Entry(self._slab(largest, self.dtype, pinned=True)))
 
     def held_entry(self, index: int) -> Entry:
         """The layer's own gradient entry, to be written; made now if the plan does not hold

@@ -11,6 +11,7 @@ never run at once. Lanes read the arrays' addresses alone.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -39,31 +40,13 @@ class Entry:
     record: Record = field(default_factory=Record)
 
 
-class Ring:
+class Ring(deque[Entry]):
     """Entries that are taken in turn."""
-
-    def __init__(self, memories: Sequence[torch.Tensor] = ()) -> None:
-        self._entries = [Entry(memory) for memory in memories]
-        self._cursor = 0
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    def __iter__(self) -> Iterator[Entry]:
-        return iter(self._entries)
-
-    def add(self, memory: torch.Tensor) -> None:
-        self._entries.append(Entry(memory))
 
     def next(self) -> Entry:
         """The entry whose use lies longest back."""
-        entry = self._entries[self._cursor]
-        self._cursor = (self._cursor + 1) % len(self._entries)
-        return entry
-
-    def clear(self) -> None:
-        self._entries.clear()
-        self._cursor = 0
+        self.rotate(-1)
+        return self[-1]
 
 
 @dataclass(slots=True, eq=False)

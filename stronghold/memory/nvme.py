@@ -395,12 +395,10 @@ class NvmeStore(Closing):
             return (1.0,)
         check_space(dict.fromkeys(self.paths, PROBE_BYTES))
         depth, block_bytes, engine = self._queue_options
-        measured = []
-        for path in self.paths:
-            rate = measure_rate(path, depth=depth, block_bytes=block_bytes, engine=engine)
-            logger.info("%s reads %.2f and writes %.2f GB/s", path, rate.read_gbps, rate.write_gbps)
-            measured.append(rate.both_gbps)
-        return tuple(measured)
+        return tuple(
+            measure_rate(path, depth=depth, block_bytes=block_bytes, engine=engine)
+            for path in self.paths
+        )
 
     def _make_ring(self, device: Device | None) -> torch.Tensor:
         ring = map_slab(self.ring_bytes, torch.uint8)
@@ -558,34 +556,20 @@ def _check_range(verb: Verb, extent: Extent, begin: int, memory: torch.Tensor) -
 
 
 # -- disks -----------------------------------------------------------------------------------------
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DiskRate:
-    """Sequential rates of a path, in 1e9 bytes per second."""
-
-    read_gbps: float
-    write_gbps: float
-
-    @property
-    def both_gbps(self) -> float:
-        """Of what is read and written back, as moments are: bytes one way over the time of both."""
-        return 1 / (1 / self.read_gbps + 1 / self.write_gbps)
-
-
-def measure_rate(
-    path: Path, *, depth: int, block_bytes: int, engine: str | None = None
-) -> DiskRate:
-    """Write and read a probe of 64 MiB under `path`, past the page cache where that works.
-
-    Raises as `SpillFile`.
-    """
+def measure_rate(path: Path, *, depth: int, block_bytes: int, engine: str | None = None) -> float:
+    """Write and read a probe of 64 MiB under `path`, past the page cache where that works: 1e9
+    bytes/s of what is read and written back, as moments are, one way over the time of both. Raises
+    as `SpillFile`."""
     pieces = map_slab(PROBE_BYTES, torch.uint8)
     pieces.fill_(0x5A)  # not zeros: some disks store those for nothing
     probe = SpillFile(path, PROBE_BYTES, depth=depth, block_bytes=block_bytes, engine=engine)
     with contextlib.closing(probe):
         # Twice: the first write of fresh blocks also pays for the file system's bookkeeping.
-        writes = [_seconds(probe, "write", pieces) for _ in range(2)]
+        *_, write_s = (_seconds(probe, "write", pieces) for _ in range(2))
         read_s = _seconds(probe, "read", pieces)
-    return DiskRate(read_gbps=PROBE_BYTES / read_s / 1e9, write_gbps=PROBE_BYTES / writes[-1] / 1e9)
+    read_gbps, write_gbps = PROBE_BYTES / read_s / 1e9, PROBE_BYTES / write_s / 1e9
+    logger.info("%s reads %.2f and writes %.2f GB/s", path, read_gbps, write_gbps)
+    return 1 / (1 / read_gbps + 1 / write_gbps)
 
 
 def _seconds(file: SpillFile, verb: Verb, pieces: torch.Tensor) -> float:

@@ -154,10 +154,10 @@ class Tiers:
         missing = [frozenset[str]()] * (len(layout.layers) - len(spilled))
         self._spilled = (*spilled, *missing)
         self._staged = threading.Lock()
-        entries = [self.store.entry(i) for i in range(1 + update_entries + fetch_entries)]
-        self._other = entries[0]
-        self.updates = Ring(entries[1 : 1 + update_entries])
-        self.fetches = Ring(entries[1 + update_entries :])
+        self._other = self.store.entry(0)
+        entries = [Entry(self.store.entry(1 + k)) for k in range(update_entries + fetch_entries)]
+        self.updates = Ring(entries[:update_entries])
+        self.fetches = Ring(entries[update_entries:])
         self._transfers = {lane: Transfers() for lane in ("load", "stage", "spill")}
 
     def holds(self, layer: int, array: str) -> bool:

@@ -202,8 +202,6 @@ def _drop_gradient(parameter: torch.Tensor) -> None:
 
 
 # -- tracing --------------------------------------------------------------------------------------
-
-
 class _Tracer:
     """The books of one forward pass: who is running, what was saved, what entered which block."""
 
@@ -512,8 +510,6 @@ def _kind(value: Any) -> Any:
 
 
 # -- bytes in passing -----------------------------------------------------------------------------
-
-
 class Passing(TorchDispatchMode):
     """Records what every operation makes, and when it is gone. `running` names the layer;
     `attend` is told of attention's kernels."""

@@ -290,8 +290,6 @@ def find_blocks(model: nn.Module, layers: str | Sequence[str] | None = None) -> 
 
 
 # --- by name --------------------------------------------------------------------------------------
-
-
 def _named_blocks(model: nn.Module, paths: list[str]) -> list[nn.Module]:
     if not paths:
         raise ConfigError(
@@ -371,8 +369,6 @@ def _refuse_nested(model: nn.Module, blocks: list[nn.Module]) -> None:
 
 
 # --- by family ------------------------------------------------------------------------------------
-
-
 def _unwrapped(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """`model` and what it merely wraps, outermost first, with their names: every only child in turn
     (PEFT, DDP, an outer module that adds a loss)."""
@@ -417,8 +413,6 @@ def _family_blocks(model: nn.Module) -> list[nn.Module]:
 
 
 # --- by structure ---------------------------------------------------------------------------------
-
-
 def _structural_blocks(model: nn.Module) -> list[nn.Module]:
     """Outermost groups of at least two blocks of one kind; failing that, the layers of plain lists
     that are most of the model. Small groups of small blocks are left out."""
@@ -518,8 +512,6 @@ def _shapes(module: nn.Module) -> tuple[tuple[int, ...], ...]:
 
 
 # --- what modules are -----------------------------------------------------------------------------
-
-
 def _is_callable(module: nn.Module) -> bool:
     """Whether calling `module` works, so that hooks fire ([Note: callable])."""
     return type(module).forward is not nn.Module.forward or "forward" in vars(module)
@@ -574,8 +566,6 @@ def _nothing_found(model: nn.Module) -> str:
 
 
 # -- where the values of meta parameters come from ------------------------------------------------
-
-
 class WeightSource(Protocol):
     """Values by parameter: names change when a model is wrapped."""
 

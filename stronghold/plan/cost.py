@@ -173,9 +173,8 @@ DRAIN = "link device to host"
 DUPLEX = "link, both directions together"
 DISK = "nvme"
 
+
 # -- bytes ----------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traffic:
     """What one training step moves on one rank, whatever the schedule.
@@ -284,8 +283,6 @@ def traffic_of(
 
 
 # -- limits ---------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
     """`seconds` no step can beat; `bound` is the part that sets them, `parts` the seconds of every
@@ -376,8 +373,6 @@ def bytes_per_parameter(dtype: str, micro_batches: int = 1, states: Kind = EXACT
 
 
 # -- deferred updates -----------------------------------------------------------------------------
-
-
 def spread(layers: Sequence[LayerLayout], count: int) -> frozenset[int]:
     """The indices of `count` of `layers` (all where there are fewer), evenly over their bytes."""
     trained = [layer for layer in layers if layer.trainable_numel]
@@ -404,8 +399,6 @@ def shares(*, forward_s: float, backward_s: float, updates_s: float) -> tuple[fl
 
 
 # -- seconds --------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
     """What a step computes: `layers` in the layout's order, for each of `micro_batches`."""
@@ -454,8 +447,6 @@ def workload_of(costs: ModelCosts, machine: MachineProfile, *, micro_batches: in
 
 
 # -- what the first steps showed ------------------------------------------------------------------
-
-
 def measured_workload(
     spans: Iterable[Span],
     layout: ModelLayout,

@@ -272,8 +272,6 @@ def _deferred_in_words(places: _Places, deferred: frozenset[int]) -> list[str]:
 
 
 # -- activations ----------------------------------------------------------------------------------
-
-
 def activation_bytes(layout: ModelLayout, activations: Sequence[str], demand: Demand) -> int:
     """Bytes of activations on the gpu when forward has ended and backward begins: what is kept, the
     inputs of what is recomputed, and beside them the largest of what the layers outside the blocks
@@ -306,8 +304,6 @@ def levels_of(layout: ModelLayout, counts: Mapping[str, int]) -> tuple[str, ...]
 
 
 # -- places ---------------------------------------------------------------------------------------
-
-
 class _Places:
     """Layers by where they are: updated `on_gpu` or `on_host`, with gradients in `own_slots` or in
     `shared_slots`. ConfigError for what the model does not have."""
@@ -411,8 +407,6 @@ def _largest(numels: Iterable[int]) -> int:
 
 
 # -- slots ----------------------------------------------------------------------------------------
-
-
 def _slots(places: _Places, total: Callable[[int, int], int]) -> tuple[int, int, str]:
     """Number of weight and gradient slots, and why. `total` of them: the bytes on the gpu."""
     demand, num_streamed = places.demand, len(places.streamed)
@@ -480,8 +474,6 @@ def _prefetch(places: _Places, window: int, total: Callable[[int, int], int]) ->
 
 
 # -- the host and its files -----------------------------------------------------------------------
-
-
 class _Host:
     """What is updated on the host: what of it lies in RAM, what spills, what passes between; of
     several ranks one's share. `traffic` is what a step reads from files and writes to them.

@@ -68,8 +68,6 @@ class Choice:
 
 
 # -- bounds ---------------------------------------------------------------------------------------
-
-
 def lower_bound(layout: ModelLayout, plan: Plan, work: Workload, rates: Rates) -> float:
     """Seconds of the busiest lane's own work in a step of `plan` ([Note: lower bounds first])."""
     moved = plan.traffic
@@ -145,8 +143,6 @@ def deferrals(layout: ModelLayout, plan: Plan, work: Workload, rates: Rates) -> 
 
 
 # -- the search -----------------------------------------------------------------------------------
-
-
 @dataclass(slots=True)
 class Search:
     """One search, by `predict`, of the plans within the demand's budgets by `ladders`."""

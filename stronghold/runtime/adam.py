@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -38,10 +38,8 @@ class AdamFlags(NamedTuple):
     bias_correction: bool
 
 
-class Grouped(Protocol):
-    """What is needed of an optimizer: the group and the flags of each parameter that it trains."""
-
-    def group_of(self) -> dict[nn.Parameter, tuple[Group, AdamFlags]]: ...
+Groups = Mapping[nn.Parameter, tuple[Group, AdamFlags]]
+"""The live group and the flags of each parameter that is trained."""
 
 
 class ParameterStep(NamedTuple):
@@ -59,12 +57,11 @@ class ParameterStep(NamedTuple):
 
 
 class AdamSteps:
-    """Hyper-parameters are read from `optimizer.param_groups` at `advance`: schedulers write into
-    the live groups. The counts, and which parameters are trained, stand in the layers.
-    """
+    """Hyper-parameters are read from the live `groups` at `advance`: schedulers write into
+    them. The counts, and which parameters are trained, stand in the layers."""
 
-    def __init__(self, optimizer: Grouped | None, layers: Sequence[LayerState]) -> None:
-        self._groups = optimizer.group_of() if optimizer is not None else {}
+    def __init__(self, groups: Groups, layers: Sequence[LayerState]) -> None:
+        self._groups = groups
         self._read: dict[int, tuple[Group, tuple[float, ...]]] = {}  # since the last step
         self._frozen: list[tuple[str, nn.Parameter]] = []
         for state in layers:

@@ -19,7 +19,7 @@ from deepspeed.runtime.precision_config import DeepSpeedFP16Config
 from torch import nn
 
 from stronghold.errors import ConfigError
-from stronghold.runtime.adam import AdamFlags
+from stronghold.runtime.adam import AdamFlags, Groups
 from stronghold.telemetry.metrics import Reading, value
 
 # What a dynamic scaler remembers between two steps; the rest of it is config.
@@ -170,10 +170,8 @@ class EngineOptimizer(torch.optim.Optimizer):
             if shown is not None:
                 shown._opt_called = True  # type: ignore[attr-defined]
 
-    def group_of(self) -> dict[nn.Parameter, tuple[dict[str, Any], AdamFlags]]:
-        """The live group and the flags of each parameter that is trained: frozen ones get no
-        gradient.
-        """
+    def group_of(self) -> Groups:
+        """Of the parameters that are trained: frozen ones get no gradient."""
         return {
             parameter: (group, flags)
             for group, flags in zip(self.param_groups, self.flags, strict=True)

@@ -23,7 +23,7 @@ from stronghold.model.layout import ModelLayout
 from stronghold.model.partition import WeightSource
 from stronghold.native import Kernels
 from stronghold.plan.plan import Plan
-from stronghold.runtime.adam import AdamSteps, Grouped
+from stronghold.runtime.adam import AdamSteps, Groups
 from stronghold.team.ranks import NodeWeights, RankTeam, Team
 from stronghold.telemetry.metrics import Metrics
 
@@ -84,7 +84,7 @@ def assemble(
     device: Device,
     plan: Plan,
     parameters: Sequence[Sequence[nn.Parameter]],
-    optimizer: Grouped | None,
+    groups: Groups,
     kernels: Kernels,
     metrics: Metrics,
     tiers: Tiers,
@@ -115,7 +115,7 @@ def assemble(
         device=device,
         host=host,
         store=DeviceStore(host, device),
-        adam=AdamSteps(optimizer, host.layers),
+        adam=AdamSteps(groups, host.layers),
         kernels=kernels,
         metrics=metrics,
         team=Team() if weights is None else RankTeam(device, host.layers, weights),

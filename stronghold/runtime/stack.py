@@ -260,7 +260,7 @@ class Stack:
             device=self.device,
             plan=self.plan,
             parameters=parameters,
-            optimizer=optimizer,
+            groups={} if optimizer is None else optimizer.group_of(),
             kernels=self.pool,
             metrics=self.metrics,
             tiers=tiers,

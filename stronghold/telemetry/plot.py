@@ -188,8 +188,6 @@ def _busy(spans: Sequence[Span], lane: str, begin_s: float, end_s: float) -> flo
 
 
 # -- a sweep --------------------------------------------------------------------------------------
-
-
 def draw_sweep(
     points: Sequence[tuple[int, Any]], png: str | Path, *, axis: str, title: str
 ) -> None:
