@@ -19,73 +19,55 @@ import inspect
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import deepspeed
 from deepspeed.utils import zero_to_fp32
 
 from stronghold import config as configs
 from stronghold.errors import ConfigError
+from stronghold.process import Replacements
+from stronghold.telemetry import show_log
 
 logger = logging.getLogger("stronghold")
 
-Replacement = Callable[..., Any]
-
-
-class _Switch:
-    """Whether it is on; and of each name its owner, what stood there and what stands for it."""
-
-    active = False
-    replaced: ClassVar[dict[tuple[Any, str], tuple[Replacement, Replacement]]] = {}
-
-
-_switch = _Switch()
+_replaced = Replacements()
+_active = False
 
 
 def enable() -> None:
     """Replace `deepspeed.initialize`; without effect while it is replaced already."""
-    if _switch.active:
+    global _active
+    if _active:
         return
-    _switch.active = True
-    _replace(deepspeed, "initialize", _choosing)
-    _replace(deepspeed.zero.Init, "__init__", _partitioning_nothing)
-    _replace(zero_to_fp32, "get_fp32_state_dict_from_zero_checkpoint", _of_both_layouts)
+    _active = True
+    _replaced.put(deepspeed, "initialize", _choosing)
+    _replaced.put(deepspeed.zero.Init, "__init__", _partitioning_nothing)
+    _replaced.put(zero_to_fp32, "get_fp32_state_dict_from_zero_checkpoint", _of_both_layouts)
     with contextlib.suppress(ImportError):
         from accelerate.utils.deepspeed import HfDeepSpeedConfig
 
-        _replace(HfDeepSpeedConfig, "set_stage_and_offload", _without_stage_3)
-    logger.debug('deepspeed.initialize obeys the config\'s "stronghold" section from now on')
+        _replaced.put(HfDeepSpeedConfig, "set_stage_and_offload", _without_stage_3)
+    show_log()
+    logger.info('deepspeed.initialize obeys the config\'s "stronghold" section from now on')
 
 
 def disable() -> None:
-    """Give `deepspeed.initialize` back; engines that exist go on.
-
-    Where another package has wrapped it since, its wrapper stays and ours inside it passes every
-    call on.
-    """
-    _switch.active = False
-    for (owner, name), (original, ours) in list(_switch.replaced.items()):
-        if getattr(owner, name) is ours:
-            setattr(owner, name, original)
-            del _switch.replaced[owner, name]
+    """Give `deepspeed.initialize` back; engines that exist go on."""
+    global _active
+    _active = False
+    _replaced.undo()
 
 
 def enabled() -> bool:
     """Whether a config with a "stronghold" section gets stronghold's engine now."""
-    return _switch.active
-
-
-def _replace(owner: Any, name: str, make: Callable[[Any], Replacement]) -> None:
-    if (owner, name) not in _switch.replaced:  # else another wrapper keeps ours inside
-        original = getattr(owner, name)
-        _switch.replaced[owner, name] = original, make(original)
-        setattr(owner, name, _switch.replaced[owner, name][1])
+    return _active
 
 
 def _asks_for_us(source: Any, args: Any = None) -> bool:
     """Whether it is a config that asks for this engine, now that this is on. One that cannot be
     read does not: DeepSpeed then says in its own words what is wrong."""
-    if not _switch.active:
+    if not _active:
         return False
     try:
         read = configs.read_config(source, args)
@@ -121,7 +103,7 @@ def _of_both_layouts(original: Callable[..., Any]) -> Callable[..., Any]:
         path = Path(given["checkpoint_dir"])
         with contextlib.suppress(ValueError, OSError):  # DeepSpeed says what is wrong
             path = locate(path, given.get("tag"))
-        if not (_switch.active and (path / MANIFEST).exists()):
+        if not (_active and (path / MANIFEST).exists()):
             return original(*args, **kwargs)
         return fp32_state(path, exclude_frozen=bool(given.get("exclude_frozen_parameters")))
 
@@ -141,7 +123,7 @@ def _without_stage_3(original: Callable[[Any], None]) -> Callable[[Any], None]:
     return set_stage_and_offload
 
 
-def _choosing(original: Replacement) -> Replacement:
+def _choosing(original: Callable[..., Any]) -> Callable[..., Any]:
     signature = inspect.signature(original)
 
     @functools.wraps(original)

@@ -2,7 +2,8 @@
 
 Owns the identity of a process, in words that a file or a file's name can hold. Whoever removes what
 another process left, or waits for one, asks here. Any thread may enter. And the contract of those
-of one node that work on one model (`Neighbours`), and how one writes a file that others read.
+of one node that work on one model (`Neighbours`), how one writes a file that others read, and what
+stands in this one for names of other packages.
 
 [Note: identity] The kernel gives a process's number to later processes again, so its start belongs
 to it. Both mean something in one PID name space of one boot alone: two containers on one kernel
@@ -27,7 +28,7 @@ import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from stronghold.errors import ConfigError
 
@@ -185,6 +186,28 @@ def pid_namespace() -> int:
     with contextlib.suppress(OSError):
         return os.stat("/proc/self/ns/pid").st_ino
     return 0
+
+
+class Replacements:
+    """Names of other packages for which something of ours stands in this process."""
+
+    def __init__(self) -> None:
+        self._stands: dict[tuple[Any, str], tuple[Any, Any]] = {}  # what stood there, and ours
+
+    def put(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+        """What `make` makes of what stands there takes its place."""
+        if (owner, name) not in self._stands:  # else another wrapper keeps ours inside
+            original = getattr(owner, name)
+            self._stands[owner, name] = original, make(original)
+            setattr(owner, name, self._stands[owner, name][1])
+
+    def undo(self) -> None:
+        """Put back what stood there. Where another wrapper stands before ours it stays, and ours
+        inside it passes every call on."""
+        for (owner, name), (original, ours) in list(self._stands.items()):
+            if getattr(owner, name) is ours:
+                setattr(owner, name, original)
+                del self._stands[owner, name]
 
 
 def partial_of(path: Path) -> Path:

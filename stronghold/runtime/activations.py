@@ -56,7 +56,6 @@ from stronghold.model.gpu_operators import Attended, in_all
 from stronghold.plan.cost import AGAIN, ATTENTION, AWAY
 from stronghold.runtime.attention import (
     AttentionCalls,
-    Interception,
     Through,
     running,
     say_not_kept,
@@ -260,7 +259,6 @@ class Activations:
         # By layer what lies in its gradients' room, and where it ends, one behind the other.
         self._borrowed: dict[int, list[tuple[weakref.ref[SavedStorage], int]]] = defaultdict(list)
         self.sizes = ActivationSizes(len(policies))
-        self._interception = Interception()
         self._watched = [
             watched(partial(self.sizes.saw_attention, layer)) for layer in range(len(policies))
         ]
@@ -653,7 +651,6 @@ class Activations:
 
     def close(self) -> None:
         """Unregister the host memory."""
-        self._interception.close()
         for fence in (self._stored, *(back.ready for back in self._coming)):
             with contextlib.suppress(LaneError):  # who needed it was told; nobody will any more
                 fence.wait()

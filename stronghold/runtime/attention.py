@@ -1,10 +1,10 @@
 """What attention's forward gave, kept for the second run of a block.
 
-Owns the place from which `torch.nn.functional.scaled_dot_product_attention` is called while an
-engine lives, and what its kernels returned in a block's forward: the output and the logarithms of
-the rows' sums. In the second run they are returned again, and nothing is multiplied; autograd,
-which stands above, records the same node over the same bits. Entered by the training thread in
-forward and by autograd's in backward.
+Owns what stands for `torch.nn.functional.scaled_dot_product_attention` while an engine lives, and
+what its kernels returned in a block's forward: the output and the logarithms of the rows' sums. In
+the second run they are returned again, and nothing is multiplied; autograd, which stands above,
+records the same node over the same bits. Entered by the training thread in forward and by
+autograd's in backward.
 
 [Note: where it stands] Torch's modes would do it for every operator of a block, at 3 to 5 us for
 each of a hundred. So one Python function is exchanged, and a mode is on inside of it alone. A
@@ -41,41 +41,19 @@ class _Running(threading.local):
 
 
 running = _Running()
-_plain: Plain = F.scaled_dot_product_attention
-_engines = 0
-_installed = False
 
 
-def _attention(*args: Any, **kwargs: Any) -> torch.Tensor:
-    if torch.compiler.is_compiling() or running.through is None:
-        return _plain(*args, **kwargs)
-    return running.through(_plain, args, kwargs)
+def intercepted(plain: Plain) -> Plain:
+    """What stands for torch's function while an engine lives."""
 
+    def attention(*args: Any, **kwargs: Any) -> torch.Tensor:
+        if torch.compiler.is_compiling() or running.through is None:
+            return plain(*args, **kwargs)
+        return running.through(plain, args, kwargs)
 
-_attention.__module__, _attention.__doc__ = F.__name__, _plain.__doc__  # found by these names,
-_attention.__name__ = _attention.__qualname__ = "scaled_dot_product_attention"  # when pickled
-
-
-class Interception:
-    """Attention's calls pass through here until `close`."""
-
-    def __init__(self) -> None:
-        global _plain, _engines, _installed
-        self._open = True
-        _engines += 1
-        if not _installed:
-            _installed, _plain = True, F.scaled_dot_product_attention
-            F.scaled_dot_product_attention = _attention
-
-    def close(self) -> None:
-        """The last one gives the function back; where somebody's own stands before it, ours passes
-        on. Safe to call twice."""
-        global _engines, _installed
-        if self._open:
-            self._open = False
-            _engines -= 1
-            if not _engines and F.scaled_dot_product_attention is _attention:
-                F.scaled_dot_product_attention, _installed = _plain, False
+    attention.__module__, attention.__doc__ = F.__name__, plain.__doc__  # found by these names,
+    attention.__name__ = attention.__qualname__ = "scaled_dot_product_attention"  # when pickled
+    return attention
 
 
 class _Call(NamedTuple):

@@ -4,12 +4,12 @@ It reads parameters whose newest weights are still on their way (and waits for t
 loads state dicts, copies and pickles the model. Owns, while an engine lives, the class of each
 hidden parameter, what DeepSpeed finds on it, the hooks for state dicts, and replacements in this
 process's memory: of `nn.Parameter.data`, of how a parameter is copied and pickled, of
-`zero_grad`, which throws gradients away that wait for the step elsewhere, and of what
-`clip_grad_norm_` calls, which finds none. So code that knows
-nothing of the engine (a copy of the weights for generation, a moving average, a list of parameters
-that was made once) never reads weights of two steps, however it came by them. All of it is taken
-back at the end. Keeps no reference to the engine: one that its user drops is closed, though the
-model lives on. The training thread enters; autograd's hides and shows, in backward.
+`zero_grad`, which throws gradients away that wait for the step elsewhere, of what `clip_grad_norm_`
+calls, which finds none, and of torch's attention (`attention`). So code that knows nothing of the
+engine (a copy of the weights for generation, a moving average, a list of parameters that was made
+once) never reads weights of two steps, however it came by them. All of it is taken back at the end.
+Keeps no reference to the engine: one that its user drops is closed, though the model lives on. The
+training thread enters; autograd's hides and shows, in backward.
 
 [Note: a class for a while] A parameter that is hidden is of a subclass of its own class, as torch's
 `UninitializedParameter` is until it has values. It asks torch to be told of every operation on it
@@ -43,10 +43,13 @@ from typing import Any
 import deepspeed.utils
 import torch
 from torch import nn
+from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 from torch.utils.dlpack import from_dlpack
 
 from stronghold.errors import ConfigError
+from stronghold.process import Replacements
+from stronghold.runtime.attention import intercepted
 from stronghold.runtime.parts import Written
 
 
@@ -212,35 +215,26 @@ class _Replacement:
 
     def __init__(self) -> None:
         self.reads: dict[int, ParameterReads] = {}
-        # By class and name: what stood there, and what stands there now.
-        self._replaced: dict[tuple[Any, str], tuple[Any, Any]] = {}
+        self._replaced = Replacements()
 
     def enable(self) -> None:
         if "data" not in vars(nn.Parameter):
             setattr(nn.Parameter, "data", _counted_data)  # noqa: B010 - to mypy it is no property
         for name in ("__deepcopy__", "__reduce_ex__"):
-            self._replace(nn.Parameter, name, self._without_attributes)
+            self._replaced.put(nn.Parameter, name, self._without_attributes)
         for owner in (nn.Module, torch.optim.Optimizer):
-            self._replace(owner, "zero_grad", self._dropping)
+            self._replaced.put(owner, "zero_grad", self._dropping)
         # What `clip_grad_norm_` calls, under whatever name a program has it; torch's own matter.
         if "_clip_grads_with_norm_" in vars(torch.nn.utils.clip_grad):
-            self._replace(torch.nn.utils.clip_grad, "_clip_grads_with_norm_", self._clipping)
+            self._replaced.put(torch.nn.utils.clip_grad, "_clip_grads_with_norm_", self._clipping)
         for name, answer in LOCAL.items():
-            self._replace(deepspeed.utils, name, _of_partitions(answer))
-
-    def _replace(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
-        if (owner, name) not in self._replaced:  # else: another wrapper kept ours inside
-            original = getattr(owner, name)
-            self._replaced[owner, name] = (original, make(original))
-            setattr(owner, name, self._replaced[owner, name][1])
+            self._replaced.put(deepspeed.utils, name, _of_partitions(answer))
+        self._replaced.put(F, "scaled_dot_product_attention", intercepted)
 
     def disable(self) -> None:
         if vars(nn.Parameter).get("data") is _counted_data:
             del nn.Parameter.data
-        for (owner, name), (original, installed) in list(self._replaced.items()):
-            if getattr(owner, name) is installed:
-                setattr(owner, name, original)
-                del self._replaced[owner, name]
+        self._replaced.undo()
 
     def of(self, parameters: Iterable[torch.Tensor]) -> list[tuple[ParameterReads, set[int]]]:
         """The engines that train some of these parameters, with the identities of all."""

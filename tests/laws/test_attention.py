@@ -17,6 +17,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import stronghold
 from stronghold.model.gpu_operators import MORE_FLOPS, _attention_flops
+from stronghold.process import Replacements
 from stronghold.runtime import attention
 from tests.models import loss_of
 from tests.support.training import Run, assert_identical, config, train_plain, train_windowed
@@ -106,42 +107,23 @@ def test_attention_that_no_kernel_computes_is_computed_again_and_said_once(
     assert said[0].startswith("GPT2Block")
 
 
-@pytest.fixture
-def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever engines other tests have left."""
-    monkeypatch.setattr(
-        F, "scaled_dot_product_attention", torch._C._nn.scaled_dot_product_attention
-    )
-    monkeypatch.setattr(attention, "_engines", 0)
-    monkeypatch.setattr(attention, "_installed", False)
-
-
-@pytest.mark.usefixtures("alone")
-def test_the_function_is_given_back_when_the_last_engine_ends() -> None:
-    before = F.scaled_dot_product_attention
-    first, second = attention.Interception(), attention.Interception()
-    first.close()
-    first.close()
-    assert F.scaled_dot_product_attention is not before
-    second.close()
-    assert F.scaled_dot_product_attention is before
-
-
-@pytest.mark.usefixtures("alone")
-def test_a_function_that_stands_before_ours_stays() -> None:
-    plain = F.scaled_dot_product_attention
-    ours = attention.Interception()
+def test_a_function_that_stands_before_ours_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = torch._C._nn.scaled_dot_product_attention
+    monkeypatch.setattr(F, "scaled_dot_product_attention", plain)
+    ours, name = Replacements(), "scaled_dot_product_attention"
+    ours.put(F, name, attention.intercepted)
+    ours.put(F, name, attention.intercepted)  # of another engine
     inner = F.scaled_dot_product_attention
 
     def theirs(*args: Any, **kwargs: Any) -> torch.Tensor:
         return inner(*args, **kwargs)
 
     F.scaled_dot_product_attention = theirs
-    ours.close()
+    ours.undo()
     assert F.scaled_dot_product_attention is theirs
-    again = attention.Interception()  # must not call itself through theirs
+    ours.put(F, name, attention.intercepted)  # must not call itself through theirs
     query = torch.randn(1, 1, 4, 8)
     assert torch.equal(F.scaled_dot_product_attention(*[query] * 3), plain(*[query] * 3))
     F.scaled_dot_product_attention = inner
-    again.close()
+    ours.undo()
     assert F.scaled_dot_product_attention is plain
