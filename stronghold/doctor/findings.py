@@ -328,8 +328,8 @@ def _of_the_disk(findings: Findings) -> Iterator[Problem]:
 def table(findings: Findings) -> str:
     """One line per figure, then the problems with their remedies."""
     title = f"{findings.profile.name}, {findings.profile.measured}"
-    rows = [*_link_rows(findings), *_host_rows(findings), *_disk_rows(findings)]
-    rows += _memory_rows(findings)
+    parts = (_link_rows, _host_rows, _disk_rows, _memory_rows)
+    rows = [row for rows_of in parts for row in rows_of(findings)]
     widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
     lines = [title, ""]
     for name, figure, meaning in rows:
@@ -338,142 +338,102 @@ def table(findings: Findings) -> str:
     return "\n".join([*lines, "", *_problems(findings)])
 
 
-def _link_rows(findings: Findings) -> list[Row]:
+def _link_rows(findings: Findings) -> Iterator[Row]:
     profile = findings.profile
     weights = 2 * PARAMETERS / 1e9
     where = f" ({findings.link})" if findings.link is not None else ""
-    tokens = break_even(profile, "bf16", recompute=False).link
-    rows = [
-        (
-            f"host to device{where}",
-            _gbps(profile.fetch_gbps),
-            f"a bf16 8 B model streams its weights ({weights:.0f} GB) in "
-            f"{_s(weights / profile.fetch_gbps)}, twice per step",
-        ),
-        (
-            "device to host",
-            _gbps(profile.drain_gbps),
-            f"its gradients leave in {_s(weights / profile.drain_gbps)}",
-        ),
-        (
-            "both at once",
-            _gbps(profile.duplex_gbps),
-            f"backward moves weights in and gradients out in "
-            f"{_s(2 * weights / profile.duplex_gbps)} or more",
-        ),
-    ]
+    yield (
+        f"host to device{where}",
+        _gbps(profile.fetch_gbps),
+        f"a bf16 8 B model streams its weights ({weights:.0f} GB) in "
+        f"{_s(weights / profile.fetch_gbps)}, twice per step",
+    )
+    leave_s = _s(weights / profile.drain_gbps)
+    yield "device to host", _gbps(profile.drain_gbps), f"its gradients leave in {leave_s}"
+    both_s = _s(2 * weights / profile.duplex_gbps)
+    meaning = f"backward moves weights in and gradients out in {both_s} or more"
+    yield "both at once", _gbps(profile.duplex_gbps), meaning
     for dtype, rate in profile.flops.items():
         meaning = ""
         if dtype == "bf16":
             step_s = 6 * PARAMETERS * 8192 / rate
+            tokens = break_even(profile, "bf16", recompute=False).link
             meaning = (
                 f"a step of 8192 tokens computes for {_s(step_s)}; from {tokens:,.0f} tokens per "
                 "step on, compute hides the weights' two trips"
             )
-        rows.append((f"matrix products, {dtype}", f"{rate / 1e12:.4g} TFLOP/s", meaning))
-    rows.append(
-        (
-            "device memory",
-            _gbps(profile.gpu_memory_gbps),
-            "updates of layers that stay on the device, normalisation, activations",
-        )
-    )
-    return rows
+        yield f"matrix products, {dtype}", f"{rate / 1e12:.4g} TFLOP/s", meaning
+    meaning = "updates of layers that stay on the device, normalisation, activations"
+    yield "device memory", _gbps(profile.gpu_memory_gbps), meaning
 
 
-def _host_rows(findings: Findings) -> list[Row]:
+def _host_rows(findings: Findings) -> Iterator[Row]:
     profile = findings.profile
-    rows = []
     most = max(profile.memory_gbps)
     for threads, rate in profile.memory_gbps.items():
         meaning = "bounds Adam and both directions of the link together" if threads == most else ""
-        rows.append((f"host memory, {threads_in_words(threads)}", _gbps(rate), meaning))
+        yield f"host memory, {threads_in_words(threads)}", _gbps(rate), meaning
     best = max(profile.adam_gbps, key=lambda threads: profile.adam_gbps[threads])
     for threads, rate in profile.adam_gbps.items():
         seconds = PARAMETERS * ADAM_BF16_BYTES / (rate * 1e9)
         meaning = f"updates 8 B parameters in {_s(seconds)}"
         if threads == best:
             meaning += ", hidden when a forward pass takes as long"
-        rows.append((f"Adam ({findings.isa}), {threads_in_words(threads)}", _gbps(rate), meaning))
+        yield f"Adam ({findings.isa}), {threads_in_words(threads)}", _gbps(rate), meaning
     if profile.adam_lean_gbps:
         threads, rate = max(profile.adam_lean_gbps.items(), key=lambda item: item[1])
         seconds = PARAMETERS * ADAM_LEAN_BYTES / rate
         meaning = f"updates 8 B parameters in {_s(seconds * 1e-9)}"
-        rows.append((f"Adam, lean states, {threads_in_words(threads)}", _gbps(rate), meaning))
-    return rows
+        yield f"Adam, lean states, {threads_in_words(threads)}", _gbps(rate), meaning
 
 
-def _disk_rows(findings: Findings) -> list[Row]:
+def _disk_rows(findings: Findings) -> Iterator[Row]:
     disk = findings.disk
     if disk is None or disk.error:
-        return []
-    how = f"{disk.engine}, {'O_DIRECT' if disk.direct else 'page cache'}"
+        return
     states = STATE_BYTES * PARAMETERS / 1e9
-    rows = []
     for what, rates in (("read", disk.read_gbps), ("write", disk.write_gbps)):
         depth = max(rates, key=lambda key: rates[key])
         others = ", ".join(f"{rate:.2f} at {key}" for key, rate in rates.items())
-        rows.append(
-            (
-                f"file {what}s, depth {depth}",
-                f"{rates[depth]:.2f} GB/s",
-                f"states of an 8 B model ({states:.0f} GB) pass in {_s(states / rates[depth])}; "
-                f"by depth: {others}",
-            )
+        yield (
+            f"file {what}s, depth {depth}",
+            f"{rates[depth]:.2f} GB/s",
+            f"states of an 8 B model ({states:.0f} GB) pass in {_s(states / rates[depth])}; "
+            f"by depth: {others}",
         )
-    rows.append(
-        (
-            "file reads and writes",
-            f"{disk.mixed_gbps:.2f} GB/s",
-            f"both at once, summed: such states come and go in {_s(2 * states / disk.mixed_gbps)} "
-            f"({how}, {disk.path})",
-        )
+    how = f"{disk.engine}, {'O_DIRECT' if disk.direct else 'page cache'}"
+    yield (
+        "file reads and writes",
+        f"{disk.mixed_gbps:.2f} GB/s",
+        f"both at once, summed: such states come and go in {_s(2 * states / disk.mixed_gbps)} "
+        f"({how}, {disk.path})",
     )
-    return rows
 
 
-def _memory_rows(findings: Findings) -> list[Row]:
+def _memory_rows(findings: Findings) -> Iterator[Row]:
     profile, limits = findings.profile, findings.limits
-    limited = limits.cgroup_bytes is not None and limits.cgroup_bytes < limits.memory_bytes
-    fits = limits.available_bytes / STATE_BYTES / 1e9
-    on_device = profile.gpu_memory_bytes / (STATE_BYTES + 2) / 1e9
-    locked = limits.locked_bytes
-    quota = "" if limits.cpu_quota is None else f", {limits.cpu_quota:g} cores' time granted"
-    device = "emulated device" if findings.emulated else "device memory"
+    if findings.emulated:
+        device, holds = "emulated device", "the host's memory: a budget limits it"
+    else:
+        on_device = profile.gpu_memory_bytes / (STATE_BYTES + 2) / 1e9
+        device = "device memory"
+        holds = f"holds states and gradients of {on_device:.1f} B parameters whole"
     count = f"{profile.num_gpus} of them; " if profile.num_gpus > 1 else ""
-    return [
-        (
-            f"{device}, size",
-            _gib(profile.gpu_memory_bytes),
-            count
-            + (
-                "the host's memory: a budget limits it"
-                if findings.emulated
-                else f"holds states and gradients of {on_device:.1f} B parameters whole"
-            ),
-        ),
-        (
-            "host memory, size",
-            _gib(limits.usable_bytes),
-            "limited by the control group" if limited else "",
-        ),
-        (
-            "host memory, free",
-            _gib(limits.available_bytes),
-            f"holds exact AdamW states ({STATE_BYTES} bytes) of {fits:.1f} B parameters",
-        ),
-        (
-            "locked memory",
-            "unlimited" if locked is None else _gib(locked),
-            "ulimit -l: what a process may pin",
-        ),
-        (
-            "swap",
-            _gib(limits.swap_bytes) if limits.swap_bytes else "none",
-            f"{_gib(limits.swap_used_bytes)} used" if limits.swap_bytes else "",
-        ),
-        ("cores", str(limits.num_cores), f"that this process may use{quota}"),
-    ]
+    yield f"{device}, size", _gib(profile.gpu_memory_bytes), f"{count}{holds}"
+    limited = limits.cgroup_bytes is not None and limits.cgroup_bytes < limits.memory_bytes
+    meaning = "limited by the control group" if limited else ""
+    yield "host memory, size", _gib(limits.usable_bytes), meaning
+    fits = limits.available_bytes / STATE_BYTES / 1e9
+    meaning = f"holds exact AdamW states ({STATE_BYTES} bytes) of {fits:.1f} B parameters"
+    yield "host memory, free", _gib(limits.available_bytes), meaning
+    locked = "unlimited" if limits.locked_bytes is None else _gib(limits.locked_bytes)
+    yield "locked memory", locked, "ulimit -l: what a process may pin"
+    if limits.swap_bytes:
+        yield "swap", _gib(limits.swap_bytes), f"{_gib(limits.swap_used_bytes)} used"
+    else:
+        yield "swap", "none", ""
+    quota = "" if limits.cpu_quota is None else f", {limits.cpu_quota:g} cores' time granted"
+    yield "cores", str(limits.num_cores), f"that this process may use{quota}"
 
 
 def _problems(findings: Findings) -> list[str]:

@@ -211,25 +211,25 @@ class Stack:
     def _open_tiers(self, undo: contextlib.ExitStack) -> Tiers:
         """Open the files of what the plan spills, which `undo` closes; every rank calls it."""
         plan, ranks, nvme = self.plan, self.ranks, self.section.nvme
-        if nvme is None or not any(plan.spilled):
-            return Tiers(self.layout, self.dtype, shards=ranks.shards, states=self.section.states)
-        mapped = plan.nvme_bytes["weights"]
-        check_mappings(mapped, len(nvme.paths), nvme.block or BLOCK_BYTES)
-        store = NvmeStore(
-            nvme.paths,
-            extents=extent_requests(
-                self.layout, self.dtype, plan.spilled, ranks.num_ranks, self.section.states
-            ),
-            ring_entries=plan.staging.entries,
-            piece_bytes=plan.staging.piece_bytes,
-            engine=nvme.engine,
-            depth=nvme.depth,
-            block_bytes=nvme.block,
-            device=self.device,
-            neighbours=ranks.on_disks,
-        )
-        undo.callback(store.close)
-        undo.callback(self.device.close)  # first: lanes may still read and write the files
+        store = None
+        if nvme is not None and any(plan.spilled):
+            mapped = plan.nvme_bytes["weights"]
+            check_mappings(mapped, len(nvme.paths), nvme.block or BLOCK_BYTES)
+            store = NvmeStore(
+                nvme.paths,
+                extents=extent_requests(
+                    self.layout, self.dtype, plan.spilled, ranks.num_ranks, self.section.states
+                ),
+                ring_entries=plan.staging.entries,
+                piece_bytes=plan.staging.piece_bytes,
+                engine=nvme.engine,
+                depth=nvme.depth,
+                block_bytes=nvme.block,
+                device=self.device,
+                neighbours=ranks.on_disks,
+            )
+            undo.callback(store.close)
+            undo.callback(self.device.close)  # first: lanes may still read and write the files
         return Tiers(
             self.layout,
             self.dtype,
@@ -552,10 +552,6 @@ def _check_parameters(found: Partition, precision: str, source: WeightSource | N
             raise ConfigError(
                 f"{named.name} is on the meta device: load its values before "
                 "stronghold.initialize, or build the model with stronghold.from_pretrained"
-            )
-        if not dtype.is_floating_point:
-            raise ConfigError(
-                f"{named.name} is {dtype}: stronghold trains floating-point parameters"
             )
         if precision == "fp32" and dtype is not torch.float32:
             section = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(dtype)
