@@ -194,8 +194,7 @@ def submitted(fence: Fence, reads: Iterable[Record], writes: Iterable[Record]) -
 
 def off_lanes(work: Callable[[], object]) -> None:
     """Run `work`: now, or from a thread of this package on a new one, which the end of the process
-    waits for. Nobody hears what it raises.
-    """
+    waits for. Nobody hears what it raises."""
 
     def run() -> None:
         with contextlib.suppress(Exception):
@@ -543,8 +542,7 @@ class Device(ABC):
 
     def reachable_bytes(self) -> int | None:
         """What all tensors of this process can have together as things are now; None where nobody
-        counts.
-        """
+        counts."""
         return None
 
     def trim(self) -> None:  # noqa: B027 - CPU memory goes back by itself
@@ -555,8 +553,7 @@ class Device(ABC):
 
     def activation_peak_bytes(self) -> int | None:
         """The most device memory that was in use beside `allocate`d buffers, since
-        `restart_activation_peak`; None where nobody counts.
-        """
+        `restart_activation_peak`; None where nobody counts."""
         return None
 
     @property

@@ -146,8 +146,7 @@ def _is_inside(regions: Sequence[tuple[int, int]], address: int) -> bool:
 
 def _touch(address: int, nbytes: int) -> None:
     """Commit a slab's pages by several threads: registration clears them with one. Where the kernel
-    or a limit on threads does not let us, registration does it all.
-    """
+    or a limit on threads does not let us, registration does it all."""
     begin, end = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE, address + nbytes
     end -= end % mmap.PAGESIZE
     if end - begin <= _TOUCH_BYTES:

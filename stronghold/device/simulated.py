@@ -94,8 +94,7 @@ class Contention:
     def delay_updates(self, transfer: Moving, seen_s: float) -> float:
         """Make the updates that share memory with a new transfer longer, and those behind them
         later, but for ends that somebody may have waited for before `seen_s`. Returns when the last
-        one that changed ends, or 0.
-        """
+        one that changed ends, or 0."""
         updates = self._updates
         while updates and updates[0].end_s <= seen_s:
             updates.popleft()
@@ -210,8 +209,7 @@ def _end_s(start_s: float, nbytes: float, own: float, beside: Sequence[_Left]) -
 
 class Operation(NamedTuple):
     """What a lane did. `cause`: the operation whose end let this one start; -1: the calling
-    thread's own pace.
-    """
+    thread's own pace."""
 
     lane: str
     name: str
@@ -324,8 +322,7 @@ class NullKernels(Kernels):
 
 class SimulatedDevice(Device):
     """Virtual lanes at `rates`. `asynchronous`: compute runs behind the calling thread, as on a
-    GPU.
-    """
+    GPU."""
 
     torch_device = torch.device("meta")
     kernels = NullKernels()

@@ -130,8 +130,7 @@ class Checkpoints:
     ) -> tuple[str | None, dict[str, Any] | None]:
         """The path of the state file of `load_dir/tag`, loaded, and the client state; (None, None)
         when there is neither a `tag` nor a file `latest`. `states`: masters and moments too,
-        `schedule`: that of learning rates; neither where `weights_only`.
-        """
+        `schedule`: that of learning rates; neither where `weights_only`."""
         self._stack.check_here("load_checkpoint")
         self.wait()
         root, team, stack = Path(load_dir), self._team, self._stack

@@ -273,8 +273,7 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss times the loss scale, for `engine.scale(loss).backward()`, which is what fp16
         needs; elsewhere `loss.backward()` is the same. The engine divides by the accumulation
-        steps itself.
-        """
+        steps itself."""
         self._needed_optimizer("scale")
         _check_loss("scale", loss)
         return self._user_backward.scale(loss)
@@ -284,8 +283,7 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
     ) -> torch.Tensor:
         """Run autograd on a scalar loss, divided by the accumulation steps if `scale_wrt_gas`;
         returns that quotient. Parameters have no gradients afterwards. When autograd raises, the
-        step starts again: its earlier micro-batches are dropped too.
-        """
+        step starts again: its earlier micro-batches are dropped too."""
         optimizer = self._needed_optimizer("backward")
         _check_loss("backward", loss)
         self._user_backward.check()
@@ -321,8 +319,7 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
         schedule. Waits for the gradients' norm, except where a model that is whole on the device
         clips and checks nothing; never for the updates, for which the next forward waits layer by
         layer. When Ctrl-C ends it before a weight has changed, the step starts again; later it asks
-        for a checkpoint.
-        """
+        for a checkpoint."""
         optimizer = self._needed_optimizer("step")
         self._user_backward.check()
         self._step_applied = False
@@ -482,8 +479,7 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Throw away the gradients of every micro-batch since the last step, as in a plain loop;
-        without effect where none is waiting. ConfigError where weights have taken them already.
-        """
+        without effect where none is waiting. ConfigError where weights have taken them already."""
         if not self._destroyed:
             self._user_backward.check()
             self._stack.drop_gradients()
@@ -583,8 +579,7 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
 
     def synchronize(self) -> None:
         """Wait until every parameter holds its newest value. Code that reads or writes parameters
-        in Python waits by itself, one by one; extensions in C++, and other threads, do not.
-        """
+        in Python waits by itself, one by one; extensions in C++, and other threads, do not."""
         if not self._destroyed:
             self._stack.settle()
 
@@ -682,8 +677,7 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
         exclude_frozen_parameters: bool = False,
     ) -> bool:
         """Write the model's state dict in the compute dtype to one file: safetensors by its suffix,
-        else torch's own format. True. Tied parameters are stored once.
-        """
+        else torch's own format. True. Tied parameters are stored once."""
         self._checkpoints.save_weights(
             save_dir, save_filename, exclude_frozen=exclude_frozen_parameters
         )
@@ -714,8 +708,7 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
 
     def _apply(self, fn: Any, recurse: bool = True) -> StrongholdEngine:
         """`to`, `cuda`, `half` and their kin: without effect, since where weights are and in which
-        dtype is the plan's.
-        """
+        dtype is the plan's."""
         logger.warning(
             "engine.to, cuda, half and the like are without effect: weights are where the plan "
             "puts them, in the dtype that the config asks for"
@@ -730,8 +723,7 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
     def destroy(self) -> None:
         """Finish pending work, end the lanes and give the model back whole, on the CPU. Safe to
         call twice. LaneError after that, if an update failed and nothing has told so yet. In a
-        forked child it does nothing.
-        """
+        forked child it does nothing."""
         if not self._destroyed and not forked_from(self._process):
             self._destroyed = True
             self._state_hooks.close()

@@ -52,8 +52,7 @@ class NoMonitor:
 
 class Instruments:
     """What `config` asks for, around `engine`, whose module is `module`. Raises ImportError, as
-    DeepSpeed does, where a writer's package is not installed.
-    """
+    DeepSpeed does, where a writer's package is not installed."""
 
     def __init__(self, config: DeepSpeedConfig, engine: Any, module: nn.Module) -> None:
         self._config = config

@@ -258,8 +258,7 @@ class HostStore:
         """Move spilled weights to memory of their own, which outlives the store. Where they do not
         fit `available_bytes` they stay in the files' pages, and the disk keeps their bytes until
         the model is dropped. `OSError` when a file cannot be read: its layers' weights are NaN
-        then, never something else.
-        """
+        then, never something else."""
         spilled = [s for s in self._mine if self.tiers.holds(s.layout.index, "weights")]
         need = sum(state.weights.nbytes for state in spilled)
         if need > available_bytes:
@@ -300,8 +299,7 @@ class HostStore:
 
     def give_up(self, index: int) -> LayerState:
         """The layer moves to the device between two steps: its arrays, no longer this store's, as
-        the last ones to hold them. The layer's own state has none and waits for others.
-        """
+        the last ones to hold them. The layer's own state has none and waits for others."""
         state = self.layers[index]
         left = replace(state)
         held = [state.held.memory] if state.held is not None else []
@@ -335,8 +333,7 @@ class HostStore:
         self, index: int, part: ParameterSlice, begin: int, master: torch.Tensor
     ) -> None:
         """Make `master` (flat, fp32) the master of the parameter's elements from `begin` on, and
-        round the weights from it: bf16 to nearest, ties away from zero, as updates do.
-        """
+        round the weights from it: bf16 to nearest, ties away from zero, as updates do."""
         at = part.offset + begin
         arrays = self._master_arrays(index)
         for own, found in self.pieces(index, arrays, at, at + master.numel(), mode="replace"):
@@ -347,8 +344,7 @@ class HostStore:
 
     def restart_master(self, index: int, positions: Collection[int] | None = None) -> None:
         """Make the masters of the parameters at `positions`, or of all, equal to their weights,
-        which were written from outside.
-        """
+        which were written from outside."""
         if not self.has(index, "low"):
             return
         layout = self.layers[index].layout
@@ -396,8 +392,7 @@ class DeviceStore:
 
     def adopt(self, index: int, source: WeightSource | None = None) -> None:
         """Copy the layer's parameters into its weights, cast to their dtype, through host memory of
-        one layer; those on the meta device are read from `source`.
-        """
+        one layer; those on the meta device are read from `source`."""
         state = self._host.layers[index]
         passing = self._allocate(state.layout.numel, self._dtype)
         state.fill(passing, source)
@@ -405,8 +400,7 @@ class DeviceStore:
 
     def take(self, index: int) -> None:
         """Move a host layer here between two steps, with all that it has; its host memory is given
-        back, but for what the model's parameters still show.
-        """
+        back, but for what the model's parameters still show."""
         state = self._host.layers[index]
         weights = self._moved(state.weights, f"weights of {state.name}")  # as long as it is pinned
         left = self._host.give_up(index)

@@ -136,8 +136,7 @@ TRANSITIONS: dict[Residency, frozenset[Residency]] = {
 
 class Place(NamedTuple):
     """A layer's parameters in one place. `storage`: of these views alone, with so many references;
-    None for a slot that many layers take.
-    """
+    None for a slot that many layers take."""
 
     views: list[torch.Tensor]
     addresses: tuple[int, ...]
@@ -150,8 +149,7 @@ class LayerState:
     """One layer. Its arrays of training stay None until the first backward, and where they lie in
     files; they are slabs on the host, or `on_device`, where the layer is updated. Those of training
     have the elements [begin, end) of the layer: this rank's of `shards`. `held`: its gradients in
-    an entry of its own, until its update.
-    """
+    an entry of its own, until its update."""
 
     layout: LayerLayout
     weights: torch.Tensor

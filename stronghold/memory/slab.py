@@ -274,8 +274,7 @@ class NodeMemory:
     without a name, which the first of them makes and the others open. The kernel frees it with the
     last process that has it open or mapped, however that ends: nothing is left behind, and the size
     of /dev/shm does not matter. ConfigError where a process cannot open another's memory: in
-    containers of their own.
-    """
+    containers of their own."""
 
     def __init__(self, name: str, nbytes: int, neighbours: Neighbours) -> None:
         self._descriptor = -1

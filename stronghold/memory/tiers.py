@@ -179,8 +179,7 @@ class Tiers:
         self, layer: int, arrays: Sequence[str], begin: int = 0, end: int | None = None
     ) -> Iterator[tuple[int, int]]:
         """Ranges of elements, each no more than an entry holds, that cover [begin, end) of the
-        layer (all of it that these arrays have here) at multiples of `page_numel`.
-        """
+        layer (all of it that these arrays have here) at multiples of `page_numel`."""
         first, last = self._range(layer, arrays)
         page = self._page_numel
         end = last if end is None else min(last, -(-end // page) * page)
@@ -208,8 +207,7 @@ class Tiers:
     def begin(self, verb: Verb, layer: int, begin: int, views: Views) -> Wait:
         """Begin to read elements from `begin` on of each array, or to write them. What it returns
         waits until none of it is in flight, also when it failed; `OSError` names file, offset and
-        length.
-        """
+        length."""
         with contextlib.ExitStack() as started:
             for array, memory in views.items():
                 at = begin - self._range(layer, [array])[0]

@@ -90,8 +90,7 @@ class Window:
 
     def start_again(self) -> None:
         """Whatever was under way, and however far it had come: nothing is in a slot, nothing
-        gathers and nothing is held. The lanes have done what was queued, and compute too.
-        """
+        gathers and nothing is held. The lanes have done what was queued, and compute too."""
         for slot in self._slots:
             slot.layer, slot.record = None, Record()
             self._device.poison(slot.weights)

@@ -70,8 +70,7 @@ class ActivationSizes:
     """`saved[i]` and `boundary[i]`: what block i's largest forward so far kept for backward, and
     what entered it, which recomputation keeps instead. Parameters and slots are not counted, a
     storage is counted once per block. `attended[i]`: what attention's kernels took of it. Nothing
-    is counted unless `counting`.
-    """
+    is counted unless `counting`."""
 
     def __init__(self, num_layers: int) -> None:
         self.counting = False
@@ -279,8 +278,7 @@ class Activations:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The layer's forward begins, with these arguments: those that it was given, without
         caches if it will run again (`run`, if it is not the module). Every `enter` has its `leave`,
-        also when it raises.
-        """
+        also when it raises."""
         foreign = _active_hooks()
         if not self._open:
             self._outside = foreign
@@ -404,8 +402,7 @@ class Activations:
     def abandon(self, *, in_backward: bool = False) -> bool:
         """An interrupt ended forwards anywhere: make this thread's saved-tensor hooks those that
         were active before them. In backward they went with it, whose end restores those from
-        before. Whether any forward was open.
-        """
+        before. Whether any forward was open."""
         left_open = bool(self._open)
         if left_open and not in_backward:
             while (active := _active_hooks()) is not None and active != self._outside:
@@ -588,8 +585,7 @@ class Activations:
 
     def _drop_left(self, *, newest: int) -> None:
         """Drop the sources of all but the `newest` forwards, in stream order after their copies
-        ([Note: two layers]). The in-place check is autograd's own, which packing would lose.
-        """
+        ([Note: two layers]). The in-place check is autograd's own, which packing would lose."""
         while len(self._leaving) > newest:
             left = self._leaving.popleft()
             if left:  # the lane copies in order: the last copy is done after the others
@@ -609,8 +605,7 @@ class Activations:
 
     def prefetch(self, layer: int) -> None:
         """Backward of the layer comes next: begin to bring its activations back, in the order of
-        need.
-        """
+        need."""
         self._drop_left(newest=0)
         self._forget_coming()
         alive = self._saved[layer] = [saved for saved in self._saved[layer] if saved() is not None]

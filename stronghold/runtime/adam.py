@@ -31,8 +31,7 @@ Group = dict[str, Any]
 
 class AdamFlags(NamedTuple):
     """Decoupled weight decay (AdamW) or L2 (Adam), and whether moments are corrected for their
-    bias.
-    """
+    bias."""
 
     adamw: bool
     bias_correction: bool
@@ -90,8 +89,7 @@ class AdamSteps:
         self, state: LayerState, arrived: frozenset[int], scale: float
     ) -> tuple[ParameterStep, ...]:
         """Count one step of the parameters that have a gradient, with this moment's numbers.
-        `scale` multiplies the gradients: clip coefficient and 1 / loss scale.
-        """
+        `scale` multiplies the gradients: clip coefficient and 1 / loss scale."""
         counts, steps = state.counts, []
         read: Group | None = None
         for k in sorted(arrived):
@@ -145,8 +143,7 @@ PIECE_NUMEL = 1 << 22  # compared at once
 class Standstill:
     """Warns, once or never, of steps that are too small to move the largest weights, by one look in
     the first step whose rates are no larger than those of the step before: a warm-up's first rates
-    say nothing. Without effect for exact states, whose masters have every bit.
-    """
+    say nothing. Without effect for exact states, whose masters have every bit."""
 
     def __init__(self, host: HostStore, adam: AdamSteps) -> None:
         self._host, self._adam = host, adam

@@ -163,8 +163,7 @@ class Bindings:
 
     def rest(self, layer: int) -> None:
         """Point the layer's parameters at its own arrays: on the host, or on the device when it is
-        updated there.
-        """
+        updated there."""
         self.bind(layer, self._layers[layer].weights)
 
     def rest_all(self) -> None:
@@ -206,8 +205,7 @@ class Bindings:
 
     def aliased(self, layer: int) -> bool:
         """Whether anybody outside keeps an alias of what the parameters point at now. False for a
-        slot that many layers take.
-        """
+        slot that many layers take."""
         state = self._layers[layer]
         return _has_others(state, state.place)
 

@@ -65,8 +65,7 @@ class ComputeSpan:
 
 class GradientDrains:
     """Gathers, and hands over what is complete: by `plan`, and of the layers in the order
-    `expected` by the schedule, where ranks need one. `span` is the compute lane's.
-    """
+    `expected` by the schedule, where ranks need one. `span` is the compute lane's."""
 
     def __init__(
         self,
@@ -91,8 +90,7 @@ class GradientDrains:
     def arrived(self, layer: int, position: int, gradient: torch.Tensor) -> None:
         """Copy a parameter's gradient to the layer's slot, and drain the slot when the layer is
         complete: after several forward calls more parts of a gradient may come, and the layer waits
-        for the end of backward.
-        """
+        for the end of backward."""
         state, slot = self._layers[layer], self._add(layer, [(position, gradient)])
         complete = len(slot.arrived) == len(state.trained)
         if complete and state.calls <= 1 and not state.chunks:
@@ -298,8 +296,7 @@ class GradientDrains:
 
 def _runs(slices: Sequence[ParameterSlice]) -> list[tuple[int, int]]:
     """Element ranges that cover `slices`, neighbours joined across their padding: one transfer for
-    a layer whose gradients all arrived.
-    """
+    a layer whose gradients all arrived."""
     runs: list[tuple[int, int]] = []
     for part in slices:
         begin, end = part.offset, part.offset + part.numel

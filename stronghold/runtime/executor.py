@@ -203,8 +203,7 @@ class Executor:
 
     def start_again(self) -> None:
         """An exception may have ended anything anywhere: no pass is running, no layer is in a slot,
-        every parameter is at rest. The lanes have done what was queued.
-        """
+        every parameter is at rest. The lanes have done what was queued."""
         self.phase = Phase.IDLE
         self._inside.clear()
         self._span.drop()
@@ -266,8 +265,7 @@ class Executor:
     # -- uses -----------------------------------------------------------------------------------
     def begin_use(self, layer: int, kind: Kind) -> None:
         """Compute is about to touch the layer: do what the schedule says, then wait for its weights
-        and bind them.
-        """
+        and bind them."""
         self._device.check()
         streamed = self.layers[layer].layout.streamed
         if self._inside and not streamed:
@@ -306,8 +304,7 @@ class Executor:
     def _take_writes(self, layer: int) -> None:
         """What was written into the layer's parameters at rest counts from its next use on: a copy
         that was fetched before is old. A parameter's version tells, and of an alias, through which
-        anything may have been written, that there is one.
-        """
+        anything may have been written, that there is one."""
         written, slot = self.bindings.written(layer), self.layers[layer].slot
         if written:
             self._team.refuse_write(self.layers[layer])
@@ -321,8 +318,7 @@ class Executor:
 
     def refuse_writes(self, layer: int, *, again: bool) -> None:
         """ConfigError when the layer's forward, which has ended, wrote into its parameters: what it
-        wrote into a slot is lost, and what it writes when it runs `again` is written twice.
-        """
+        wrote into a slot is lost, and what it writes when it runs `again` is written twice."""
         if layer in self._plan.resident and not again:
             return
         if self.phase is not Phase.BACKWARD and self.bindings.written(layer):
@@ -347,8 +343,7 @@ class Executor:
 
     def end_forward(self, layer: int) -> None:
         """The layer's forward returned or raised: the parameters go to rest, the slot stays until
-        the schedule says so.
-        """
+        the schedule says so."""
         if layer in self._inside:
             self._inside.remove(layer)
         if self.phase is Phase.BACKWARD:
@@ -426,8 +421,7 @@ class Executor:
 
     def make_resident(self, layer: int) -> None:
         """Fetch the layer if nobody has, make compute wait for it, and bind its parameters to the
-        slot. What is updated on the device is there, and was written in order with compute.
-        """
+        slot. What is updated on the device is there, and was written in order with compute."""
         if layer in self._plan.updated_on_gpu:
             return
         if self._needs_fetch(layer):
@@ -452,8 +446,7 @@ class Executor:
 
     def weights_of(self, layer: int) -> torch.Tensor:
         """The slot that holds the layer now, after fetching it if it left: what a saved tensor's
-        handle resolves to.
-        """
+        handle resolves to."""
         if self.layers[layer].residency is not Residency.RESIDENT:
             self.make_resident(layer)
         slot = self.layers[layer].slot
@@ -638,8 +631,7 @@ class Executor:
     def given_out(self, layers: Sequence[int]) -> None:
         """Code outside has these layers' parameters between two passes, and may write into them:
         what was fetched ahead of them is fetched again. Not between a forward and its backward, and
-        not where ranks fetch together, in the order of all.
-        """
+        not where ranks fetch together, in the order of all."""
         if self._team.lockstep:
             return
         waiting = not self._counted and any(state.calls for state in self.layers)

@@ -42,8 +42,7 @@ def fragments(stack: Stack) -> dict[nn.Parameter, Fragment]:
 
 class Fragment(Access):
     """Of parameter `position` of a layer. Tensors that it gives are fp32 copies in the parameter's
-    shape, on the parameter's device; ConfigError (a ValueError) says what cannot be had now.
-    """
+    shape, on the parameter's device; ConfigError (a ValueError) says what cannot be had now."""
 
     __slots__ = ("_part", "_position", "_stack", "_state")
 

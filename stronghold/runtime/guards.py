@@ -332,8 +332,7 @@ class ParameterReads:
     newest weights of the layers that it is given are where their parameters point, and shows them;
     `drop` throws the gradients away that wait for the step; it is given the name of one that shall
     stay, if one shall. `clipped` is given the norm to which a program clips by hand. `found` has
-    what DeepSpeed shall find on parameters that are trained.
-    """
+    what DeepSpeed shall find on parameters that are trained."""
 
     def __init__(
         self,
@@ -398,8 +397,7 @@ class StateHooks:
     """`wait` returns when every parameter of these layers holds its newest value, `read` when
     nobody reads the slabs any more; `loaded` takes over new values of these parameters, and of no
     others: what a partial load leaves keeps its masters.
-    `parameters[i]` are those of layer i.
-    """
+    `parameters[i]` are those of layer i."""
 
     def __init__(
         self,

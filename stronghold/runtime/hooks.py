@@ -64,8 +64,7 @@ class ResidentCalls:
 
     def end_pass(self, *, training: bool, stale: Iterable[int]) -> None:
         """The model has returned. `stale`: layers whose newest weights compute has not waited
-        for.
-        """
+        for."""
         self._missed |= (self._expected - self._called).intersection(stale)
         if training:
             self._seen |= self._called
@@ -280,8 +279,7 @@ class Hooks:
 
     def abandon_forward(self) -> bool:
         """Close what a forward has left open: torch calls the hooks above after an Exception, and
-        not after a KeyboardInterrupt. No forward is running. Whether anything was open.
-        """
+        not after a KeyboardInterrupt. No forward is running. Whether anything was open."""
         left_open = self._depth > 0 or bool(self._running)
         self._depth = 0
         self._running.clear()

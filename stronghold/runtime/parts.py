@@ -39,8 +39,7 @@ def _nobody(gradient: bool = False) -> None:
 class Outside:
     """Who is told that autograd runs through the model though no backward was begun: `reached`, at
     an output of a layer or (`gradient`) a parameter, may begin one; `check` ends one that raised.
-    `divisor`: of its gradients as they arrive.
-    """
+    `divisor`: of its gradients as they arrive."""
 
     reached: Callable[[bool], None] = _nobody
     check: Callable[[], None] = _nobody
@@ -54,8 +53,7 @@ class Outside:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
     """`host` has every layer, and the arrays of those that `store` has not: these are updated on
-    the device. `kernels` run on the update lane.
-    """
+    the device. `kernels` run on the update lane."""
 
     device: Device
     host: HostStore
@@ -93,8 +91,7 @@ def assemble(
     allocate: Callable[[int, torch.dtype], torch.Tensor] = map_slab,
 ) -> Parts:
     """`parameters[i]` are layer i's parameters in the layout's order; `allocate` makes host memory.
-    Of several ranks `weights` are those of the node. What is made is closed by `undo`.
-    """
+    Of several ranks `weights` are those of the node. What is made is closed by `undo`."""
     host = HostStore(
         layout,
         dtype,

@@ -274,8 +274,7 @@ class _Part(NamedTuple):
 
 class KeptModule:
     """`module`, its parts, and the generators that they may draw from, as they are when this is
-    made. `arguments` may bring generators.
-    """
+    made. `arguments` may bring generators."""
 
     def __init__(self, module: nn.Module, arguments: Any, device: Device) -> None:
         drawn: dict[int, Any] = {}
@@ -424,8 +423,7 @@ class _Copy:
     """Copies of all containers; `leaf` says what stands for a tensor. With `records` also of
     namespaces, dataclasses and objects of the user's plain classes, but not of what such an object
     refers to, which may be anything. What is in several places is again one. All else, modules too,
-    is as it is.
-    """
+    is as it is."""
 
     def __init__(
         self, leaf: Callable[[torch.Tensor], torch.Tensor], *, records: bool = False
@@ -611,8 +609,7 @@ def without_cache(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """A block's arguments without empty key-value caches, which nobody reads in training.
     Transformers' own checkpointing drops them in the same way. One that came with keys is an input
-    (prefix tuning): the second run gets it as it was.
-    """
+    (prefix tuning): the second run gets it as it was."""
     args = tuple(None if _is_empty_cache(value) else value for value in args)
     kwargs = {name: None if _is_empty_cache(value) else value for name, value in kwargs.items()}
     if kwargs.get("use_cache"):

@@ -53,8 +53,7 @@ logger = logging.getLogger("stronghold")
 class Runtime:
     """One model's passes and updates by `plan`. Between steps every parameter of the model holds
     its newest value once `settle` has returned. Offloaded activations take `host_room_bytes` of the
-    host at most (None: what it has).
-    """
+    host at most (None: what it has)."""
 
     # The most bytes of gradients that were ever left in torch's own memory on the device.
     kept_gradient_bytes = 0
@@ -148,8 +147,7 @@ class Runtime:
 
     def begin_backward(self, *, boundary: bool) -> None:
         """Autograd is about to run on a micro-batch that ends the step (`boundary`) or not.
-        ConfigError when no further gradients can be taken.
-        """
+        ConfigError when no further gradients can be taken."""
         self._device.check()
         self._team.check()
         self._abandon_forward()
@@ -175,8 +173,7 @@ class Runtime:
 
     def abandon_backward(self) -> None:
         """Autograd, or a step before it changed anything, raised: the step's gradients so far are
-        void, and no parameter has one.
-        """
+        void, and no parameter has one."""
         if self._hooks is not None:
             self._hooks.end_backward()
         if self._team.lockstep:
@@ -191,8 +188,7 @@ class Runtime:
 
     def drop_gradients(self) -> None:
         """The user throws the step's gradients so far away. ConfigError where weights have taken
-        them already.
-        """
+        them already."""
         self.ledger.refuse_dropping()
         self._drop_grad()
         self.updates.forget()
@@ -285,8 +281,7 @@ class Runtime:
     # -- between steps ----------------------------------------------------------------------------
     def settle(self, layers: Sequence[int] | None = None) -> None:
         """Wait until the newest weights of these layers, or of all, are where their parameters
-        point.
-        """
+        point."""
         if layers is not None:
             self.ledger.refuse_early(layers, "read")
         asked = range(len(self._host.layers)) if layers is None else layers
@@ -297,8 +292,7 @@ class Runtime:
 
     def restart(self) -> None:
         """The arrays are about to be written anew: finish what is queued, drop the gradients of a
-        step that has not ended, and whatever an exception left half done.
-        """
+        step that has not ended, and whatever an exception left half done."""
         self._device.check()
         if self._hooks is not None:
             self._hooks.abandon_forward()
@@ -324,8 +318,7 @@ class Runtime:
         """What was written in place, from outside, where an update on the host would not see it:
         take it over before that, or refuse it among several ranks. A parameter's version tells.
         Masters keep what is below them, so that weights that come back to what they were are the
-        same masters.
-        """
+        same masters."""
         # Through an alias anything may have been written, but not since an early update.
         applied = {state.index for state in self.ledger.applied}
         ask = through_aliases and not self._team.lockstep
@@ -351,8 +344,7 @@ class Runtime:
 
     def adopt_weights(self, written: Written | None = None) -> None:
         """New values were written where these parameters, or all, point: make them the arrays'
-        values and their masters.
-        """
+        values and their masters."""
         layers = list(range(len(self._host.layers)) if written is None else written)
         for index in layers:
             self._save(index)

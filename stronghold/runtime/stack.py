@@ -66,8 +66,7 @@ logger = logging.getLogger("stronghold")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryReport:
     """Peak bytes per tier, as planned (the most of the plans so far) and as measured; activations
-    excepted.
-    """
+    excepted."""
 
     gpu_planned: int
     gpu_peak: int
@@ -415,8 +414,7 @@ class Stack:
     def leave_device(self) -> None:
         """Between two steps: nothing of the model is on the device until `return_to_device`; every
         parameter shows its newest value on the CPU, and the module is a plain one. Every rank
-        calls it. ConfigError while gradients wait for their step. Twice is harmless.
-        """
+        calls it. ConfigError while gradients wait for their step. Twice is harmless."""
         if self._away:
             return
         self.check_process("engine.offload_states")
@@ -463,8 +461,7 @@ class Stack:
 
     def prepare_training(self) -> None:
         """Make masters, moments and what gathers gradients on the host; harmless when they are
-        there.
-        """
+        there."""
         self.host.prepare_training()
         self.store.prepare_training()
 
@@ -528,8 +525,7 @@ _open: weakref.WeakSet[Stack] = weakref.WeakSet()
 def reserved_bytes(but: Stack | None = None) -> tuple[int, int]:
     """Bytes on the device and in host memory that this process's other engines have planned and not
     taken: masters, moments and gradient slots come with the first backward, activations in each
-    step. One that is away from the device has left its room there to others.
-    """
+    step. One that is away from the device has left its room there to others."""
     on_device = on_host = 0
     for stack in _open:
         if stack is but:

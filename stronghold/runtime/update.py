@@ -59,8 +59,7 @@ CLIPPING_EPSILON = 1e-6  # torch.nn.utils.clip_grad_norm_'s
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GateResult:
     """`grad_norm`: global L2 norm before clipping, loss scale removed, or what waits for it where
-    nothing depended on it. `overflow`: it is not finite, nothing was applied.
-    """
+    nothing depended on it. `overflow`: it is not finite, nothing was applied."""
 
     grad_norm: float | Callable[[], float]
     overflow: bool
@@ -119,8 +118,7 @@ class Ledger:
     @contextmanager
     def changing(self, what: str) -> Iterator[None]:
         """Around a change of many layers, which `what` makes: where it does not end, nothing goes
-        on before one that does.
-        """
+        on before one that does."""
         self._torn = (
             f"{what} did not end: some layers have new values and others have not. Nothing can go "
             "on from that: load a checkpoint (engine.load_checkpoint)"
@@ -151,8 +149,7 @@ class Ledger:
     def refuse_early(self, layers: Iterable[int], verb: str) -> None:
         """ConfigError when one of these layers was updated before the gate, and is `verb` ("read",
         "written") from outside: until the step ends a plain loop has the weights of the step
-        before.
-        """
+        before."""
         for state in (self._layers[layer] for layer in layers):
             if state.applied:
                 raise ConfigError(
@@ -165,8 +162,7 @@ class Ledger:
 
     def abandon_backward(self) -> None:
         """Backward raised: the step's gradients are void. Weights that it changed cannot be changed
-        back: after that no further step is exact, and `begin_backward` refuses it.
-        """
+        back: after that no further step is exact, and `begin_backward` refuses it."""
         names = [state.layout.name for state in self.applied]
         if names:
             some = f"{names[0]} and {len(names) - 1} more layers" if names[1:] else names[0]
@@ -196,8 +192,7 @@ class Gathered:
     range, or (of a model that is whole on the device) `each` by itself. Where `memory` is None they
     lie in `array` of the layer, maybe in a file. `at_once`: the layer is updated with them as they
     come. `part`: they wait for the end of backward, since more may come before. `repeated`: those
-    that had come before, of parts in this backward, else in this step; `first`: nothing had.
-    """
+    that had come before, of parts in this backward, else in this step; `first`: nothing had."""
 
     state: LayerState
     arrived: frozenset[int]
@@ -279,8 +274,7 @@ class Updates:
     def gathered(self, batch: Sequence[Gathered]) -> bool:
         """Gradients are on their way: queue what uses them, in one launch for all layers of `batch`
         where they are summed up on the device. Returns whether they stay in their slot until the
-        step ends. ConfigError when gradients come after the update that they were for.
-        """
+        step ends. ConfigError when gradients come after the update that they were for."""
         for found in batch:
             state = found.state
             if found.part:
@@ -395,8 +389,7 @@ class Updates:
 
     def end_backward(self) -> None:
         """Backward has ended: update, in the order of the next forward, what is deferred, and what
-        more gradients might have come for.
-        """
+        more gradients might have come for."""
         for state in self._layers if self._ledger.early else ():
             if state.arrived and not state.applied:
                 state.applied = True
@@ -547,8 +540,7 @@ class Updates:
 
     def restart(self) -> None:
         """The arrays are about to be written anew: finish what is queued, and drop the gradients of
-        a step that has not ended.
-        """
+        a step that has not ended."""
         self._expected.clear()
         self.forget()
         for state in self._layers:
@@ -749,8 +741,7 @@ class Updates:
     def _prepare(self, batch: Sequence[Gathered]) -> Callable[[float], None]:
         """Everything of an update but the gradients' scale, with this moment's hyper-parameters:
         the host's share of it, done while the device is still busy with backward. What it returns
-        does the rest.
-        """
+        does the rest."""
         segments: list[native.AdamSegment] = []
         for found in batch:
             steps = self._adam_steps.advance(found.state, found.arrived, 1.0)
