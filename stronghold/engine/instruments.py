@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal
 
 from deepspeed.monitor.monitor import MonitorMaster
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from deepspeed.runtime.config import DeepSpeedConfig
 
 Phase = Literal["forward", "backward", "step"]
-Event = tuple[str, float, int]
 # DeepSpeed's timers of each phase, as it names them: FORWARD_MICRO_TIMER, FORWARD_GLOBAL_TIMER ...
 TIMERS: dict[Phase, tuple[str, ...]] = {
     "forward": ("FORWARD",),
@@ -39,15 +39,6 @@ def timers_of(kind: Literal["MICRO", "GLOBAL"], *phases: Phase) -> dict[str, str
     """Of the timers of these phases, or of all: the names that events have, and DeepSpeed's."""
     words = [word for phase in phases or TIMERS for word in TIMERS[phase]]
     return {word.lower(): getattr(deepspeed_timer, f"{word}_{kind}_TIMER") for word in words}
-
-
-class NoMonitor:
-    """Stands where DeepSpeed's MonitorMaster would, when none is asked for."""
-
-    enabled = False
-
-    def write_events(self, event_list: Sequence[Event]) -> None:
-        """Nothing listens."""
 
 
 class Instruments:
@@ -67,7 +58,8 @@ class Instruments:
             config.timers_config, batch_size=config.train_batch_size, steps_per_output=None
         )
         monitors = config.monitor_config
-        self.monitor = MonitorMaster(monitors) if monitors.enabled else NoMonitor()
+        nobody = SimpleNamespace(enabled=False, write_events=lambda event_list: None)
+        self.monitor = MonitorMaster(monitors) if monitors.enabled else nobody
         self.last_times_ms: dict[str, float] = {}
         if config.log_level is not None:
             set_log_level_from_string(config.log_level)

@@ -411,7 +411,6 @@ def _quiet() -> Iterator[None]:
 # -- a GPT from its sizes alone -------------------------------------------------------------------
 # The standard decoder: learned positions, norms before attention and MLP, biases everywhere, the
 # head tied to the embedding. Its layout is the one that `layout` gives for GPT-2 of the same sizes.
-Shapes = dict[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -454,11 +453,24 @@ def from_sizes(layers: int, hidden: int, heads: int, vocab: int, positions: int)
 
 
 def _layout(sizes: _Sizes) -> ModelLayout:
-    h = sizes.hidden
-    rows: list[tuple[str, Shapes, bool]] = [
+    h, inner = sizes.hidden, sizes.inner
+    in_block = {
+        "ln_1": (h,),
+        "attn.c_attn": (h, 3 * h),
+        "attn.c_proj": (h, h),
+        "ln_2": (h,),
+        "mlp.c_fc": (h, inner),
+        "mlp.c_proj": (inner, h),
+    }
+    block = {
+        f"{part}.{kind}": of_kind
+        for part, shape in in_block.items()
+        for kind, of_kind in (("weight", shape), ("bias", shape[-1:]))
+    }
+    rows: list[tuple[str, dict[str, tuple[int, ...]], bool]] = [
         ("transformer.wte", {"weight": (sizes.vocab, h)}, False),
         ("transformer.wpe", {"weight": (sizes.seq, h)}, False),
-        *((f"transformer.h.{index}", _block(sizes), True) for index in range(sizes.layers)),
+        *((f"transformer.h.{index}", block, True) for index in range(sizes.layers)),
         ("transformer.ln_f", {"weight": (h,), "bias": (h,)}, False),
     ]
     return ModelLayout(
@@ -475,26 +487,6 @@ def _layout(sizes: _Sizes) -> ModelLayout:
             for index, (name, parts, streamed) in enumerate(rows)
         )
     )
-
-
-def _block(sizes: _Sizes) -> Shapes:
-    h, inner = sizes.hidden, sizes.inner
-    return {
-        **_norm("ln_1", h),
-        **_product("attn.c_attn", h, 3 * h),
-        **_product("attn.c_proj", h, h),
-        **_norm("ln_2", h),
-        **_product("mlp.c_fc", h, inner),
-        **_product("mlp.c_proj", inner, h),
-    }
-
-
-def _norm(name: str, size: int) -> Shapes:
-    return {f"{name}.weight": (size,), f"{name}.bias": (size,)}
-
-
-def _product(name: str, inputs: int, outputs: int) -> Shapes:
-    return {f"{name}.weight": (inputs, outputs), f"{name}.bias": (outputs,)}
 
 
 def _costs(sizes: _Sizes, batch: int, seq: int, dtype: str) -> ModelCosts:

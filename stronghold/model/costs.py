@@ -38,7 +38,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.flop_counter import FlopCounterMode
 
-from stronghold.errors import ConfigError, did_you_mean
+from stronghold.errors import ConfigError
 from stronghold.model.gpu_operators import (
     ATTENTION_KERNELS,
     MORE_FLOPS,
@@ -102,17 +102,9 @@ def trace_costs(
     `scaled_dot_product_attention` costs what the fused kernel of a GPU does. Work outside the
     layers' modules belongs to the resident layer that ran last.
 
-    ConfigError for an unknown `dtype`, for arguments of forward that are not known here, and for a
-    forward that depends on values.
+    ConfigError for arguments of forward that are not known here, and for a forward that depends on
+    values.
     """
-    if dtype not in DTYPES:
-        raise ConfigError(
-            f"dtype: got {dtype!r}, expected one of {', '.join(DTYPES)}."
-            f"{did_you_mean(dtype, DTYPES)}"
-        )
-    for name, value in (("batch", batch), ("seq", seq)):
-        if value < 1:
-            raise ConfigError(f"{name}: got {value}, expected at least 1")
     given = dict(inputs) if inputs is not None else _token_inputs(model, batch, seq)
     weights = _without_memory(model, DTYPES[dtype])
     tracer = _Tracer(partition, weights)

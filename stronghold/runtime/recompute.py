@@ -36,7 +36,6 @@ import copy
 import dataclasses
 import functools
 import inspect
-import logging
 import operator
 import random
 import types
@@ -51,12 +50,11 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointError
 
+from stronghold.config.source import warn_once
 from stronghold.device.base import Device
 from stronghold.errors import ConfigError
 from stronghold.runtime.attention import AttentionCalls
 from stronghold.runtime.guards import OwnHook, serves
-
-logger = logging.getLogger("stronghold")
 
 
 # -- a forward and its second run ------------------------------------------------------------------
@@ -589,19 +587,14 @@ def _without_cache(
     position = names.index("use_cache")
     given = args[position] if len(args) > position else kwargs.get("use_cache")
     if given:
-        _say_once(type(module).__name__)
+        warn_once(
+            f"{type(module).__name__} was asked for a key-value cache (use_cache=True) while "
+            "gradients are wanted: none is made. Call it under torch.no_grad(), or pass a cache of "
+            "your own as past_key_values."
+        )
     if len(args) > position:
         return (*args[:position], False, *args[position + 1 :]), kwargs
     return args, {**kwargs, "use_cache": False}
-
-
-@functools.cache
-def _say_once(name: str) -> None:
-    logger.warning(
-        "%s was asked for a key-value cache (use_cache=True) while gradients are wanted: none is "
-        "made. Call it under torch.no_grad(), or pass a cache of your own as past_key_values.",
-        name,
-    )
 
 
 def without_cache(

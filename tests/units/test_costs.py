@@ -350,20 +350,6 @@ def test_arguments_that_are_not_known_are_named() -> None:
         trace_costs(model, partition(model, "blocks"), batch=1, seq=8, dtype="bf16")
 
 
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ({"dtype": "bf61"}, 'Did you mean "bf16"'),
-        ({"batch": 0}, "batch: got 0"),
-        ({"seq": 0}, "seq: got 0"),
-    ],
-)
-def test_a_wrong_question_says_what_is_expected(wrong: dict[str, Any], message: str) -> None:
-    model, _ = MODELS["gpt"]()
-    with pytest.raises(ConfigError, match=message):
-        trace_costs(model, partition(model), **({"batch": 1, "seq": 8, "dtype": "bf16"} | wrong))
-
-
 @law_of_time
 def test_eighty_layers_take_less_than_two_seconds() -> None:
     config = llama(
