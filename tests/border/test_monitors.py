@@ -16,7 +16,7 @@ import torch
 import stronghold
 from stronghold.errors import ConfigError
 from tests.models import MODELS
-from tests.support.training import assert_identical, config, train_windowed
+from tests.support.training import assert_identical, config, initialized, train_windowed
 
 WARMUP = {"type": "WarmupLR", "params": {"warmup_min_lr": 1e-3, "warmup_num_steps": 9}}
 TIMERS = {"fwd", "bwd", "bwd_inner", "step"}
@@ -49,11 +49,7 @@ def rows(folder: Path, name: str) -> list[tuple[int, float]]:
 def train(extra: dict[str, Any], *, micro_batches: int, accumulation: int = 1) -> Any:
     """An engine that has trained, and the losses of its micro-batches."""
     model, make_batch = MODELS["gpt"]()
-    engine = stronghold.initialize(
-        model=model,
-        config={**config(accumulation=accumulation), **extra},
-        model_parameters=model.parameters(),
-    )[0]
+    engine = initialized(model, {**config(accumulation=accumulation), **extra})
     losses = []
     for micro in range(micro_batches):
         loss = engine(**make_batch(micro))

@@ -9,8 +9,8 @@ import pytest
 import torch
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
 
-import stronghold
 from stronghold.errors import ConfigError
+from tests.support.training import initialized
 from tests.support.twin import Twin, twin
 
 WHOLE = {"window": None, "resident_layers": "all"}
@@ -97,9 +97,7 @@ def test_a_model_that_is_away_is_given_back_and_another_engine_takes_it(
     device = both.engine._stack.device
     assert device.allocated_bytes == 0
     both.restart_plain()
-    both.engine = stronghold.initialize(
-        model=both.model, config=both.settings, model_parameters=both.model.parameters()
-    )[0]
+    both.engine = initialized(both.model, both.settings)
     both.train(1)
     both.check()
     both.engine.destroy()

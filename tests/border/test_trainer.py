@@ -17,10 +17,11 @@ import deepspeed
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Trainer
+from transformers import AutoModelForCausalLM, Trainer
 
 from stronghold.engine import StrongholdEngine
 from stronghold.plan.cost import Gradients
+from tests.models.families import llama_of
 from tests.support.frameworks import BOUND, LOSS_BOUND, fresh_accelerate, plugin
 from tests.support.frameworks import trainer_arguments as arguments
 
@@ -51,17 +52,7 @@ CONFIGURED: dict[str, Any] = {  # the config names the optimizer, the Trainer fi
 
 def tiny_llama(*, tied: bool = False) -> nn.Module:
     torch.manual_seed(0)
-    return LlamaForCausalLM(
-        LlamaConfig(
-            hidden_size=24,
-            intermediate_size=52,
-            num_hidden_layers=3,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            vocab_size=VOCABULARY,
-            tie_word_embeddings=tied,
-        )
-    )
+    return llama_of(24, 52, 3, 2, 1, VOCABULARY, tie_word_embeddings=tied, use_cache=True)
 
 
 def samples(seed: int, number: int = NUM_SAMPLES) -> list[dict[str, torch.Tensor]]:

@@ -19,7 +19,7 @@ from tests.laws.test_adapters import checkpointed_lora
 from tests.models import MODELS, loss_of
 from tests.support import stock
 from tests.support.pairs import pairs
-from tests.support.training import Run, assert_identical, config, moments_of
+from tests.support.training import Run, assert_identical, config, initialized, moments_of
 from tests.support.twin import failing_once, twin
 
 MIXED = {"window": 1, "resident_layers": 1}
@@ -201,9 +201,7 @@ def test_a_backward_through_reentrant_checkpoints_begins_once_and_divides() -> N
         torch.manual_seed(0)
         model, make_batch = checkpointed_lora(reentrant=True)
         settings = config(accumulation=2, section={"window": 1})
-        engine = stronghold.initialize(
-            model=model, config=settings, model_parameters=model.parameters()
-        )[0]
+        engine = initialized(model, settings)
         for micro in range(4):
             backward(engine, loss_of(engine(**make_batch(micro))))
             engine.step()
@@ -334,9 +332,7 @@ def test_unmanaged_steps_are_those_of_boundaries_that_are_set(
         settings = {**config(accumulation=2, section=section)}
         settings["managed_gradient_accumulation"] = managed
         model, batches = MODELS["gpt"]()
-        engine: Any = stronghold.initialize(
-            model=model, config=settings, model_parameters=model.parameters()
-        )[0]
+        engine: Any = initialized(model, settings)
         run, micros = Run(), iter(range(sum(counts)))
         for count in counts:
             for left in reversed(range(count)):
@@ -390,9 +386,7 @@ def descending(way: str, section: dict[str, Any] | None) -> list[torch.Tensor]:
     if section is None:
         model(inputs).square().mean().backward()
         return [p.grad for p in model.parameters() if p.grad is not None]
-    engine, *_ = stronghold.initialize(
-        model=model, config=config(section=section), model_parameters=model.parameters()
-    )
+    engine = initialized(model, config(section=section))
     try:
         engine.backward(engine(inputs).square().mean())
         return [safe_get_full_grad(p).clone() for p in model.parameters()]
@@ -415,9 +409,7 @@ def test_a_block_may_take_gradients_itself(policy: str) -> None:
 @pytest.mark.parametrize("inside", [True, False])
 def test_torchs_transforms_are_refused_of_the_raw_module_too(inside: bool) -> None:
     model = nn.Sequential(*(Descends("func" if inside else "autograd") for _ in range(3)))
-    engine, *_ = stronghold.initialize(
-        model=model, config=config(section={"window": 1}), model_parameters=model.parameters()
-    )
+    engine = initialized(model, config(section={"window": 1}))
     inputs = torch.linspace(-1, 1, 32).view(4, 8)
     call = model if inside else torch.func.grad(lambda x: model(x).sum())
     error = RuntimeError if inside else ConfigError

@@ -20,7 +20,7 @@ from stronghold.errors import BudgetError, ConfigError
 from stronghold.memory import host
 from tests.conftest import HAS_CUDA, lane_threads
 from tests.models import MODELS, loss_of
-from tests.support.training import config
+from tests.support.training import config, initialized
 from tests.support.twin import Twin
 
 
@@ -325,9 +325,7 @@ def test_parameters_with_strides_of_their_own_train_as_contiguous_ones(
         parameter.data = parameter.data.contiguous()
     both.restart_plain()
     with caplog.at_level(logging.WARNING, "stronghold"):
-        both.engine, *_ = stronghold.initialize(
-            model=both.model, config=both.settings, model_parameters=both.model.parameters()
-        )
+        both.engine = initialized(both.model, both.settings)
     (said,) = [record.message for record in caplog.records if "contiguous" in record.message]
     assert "blocks.0.mlp.down." + ("bias" if kind == "expanded" else "weight") in said
     both.train(0)

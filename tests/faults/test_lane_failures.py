@@ -17,7 +17,7 @@ import stronghold
 from stronghold import native
 from tests.conftest import lane_threads
 from tests.models import MODELS, loss_of
-from tests.support.training import config
+from tests.support.training import config, initialized
 
 MODES: dict[str, dict[str, Any]] = {
     "early": {"clipping": 0.0},
@@ -30,11 +30,7 @@ WITHIN_S = 30.0  # far above any step here: a hang fails the test rather than th
 def make_engine(**options: Any) -> tuple[Any, Callable[[int], dict[str, Any]]]:
     model, make_batch = MODELS["gpt"](num_layers=4)
     section = {"window": 2, "activations": options.pop("activations", "keep")}
-    settings = config(section=section, **options)
-    engine, _, _, _ = stronghold.initialize(
-        model=model, config=settings, model_parameters=model.parameters()
-    )
-    return engine, make_batch
+    return initialized(model, config(section=section, **options)), make_batch
 
 
 def run_steps(engine: Any, make_batch: Any, steps: range) -> None:

@@ -19,7 +19,7 @@ from stronghold.errors import ConfigError
 from tests.faults.test_lane_failures import fail_in, in_time, run_steps
 from tests.models import MODELS
 from tests.support.pages import mounted
-from tests.support.training import config
+from tests.support.training import config, initialized
 
 PAGE_NUMEL = 2048
 MODES = {"early": (0.0, 1), "gated": (0.5, 1), "accumulated": (0.5, 2)}
@@ -38,10 +38,7 @@ def make_engine(path: Path, spill: str, clipping: float = 0.5, accumulation: int
     settings = config(
         clipping=clipping, accumulation=accumulation, precision="bf16", section=section
     )
-    engine, _, _, _ = stronghold.initialize(
-        model=model, config=settings, model_parameters=model.parameters()
-    )
-    return engine, make_batch
+    return initialized(model, settings), make_batch
 
 
 def store_of(engine: Any) -> Any:

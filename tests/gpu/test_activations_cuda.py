@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-import stronghold
-from tests.support.training import config
+from tests.support.training import config, initialized
 
 pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 
@@ -62,9 +61,7 @@ def test_offload_bounds_memory_while_compute_is_layers_behind_the_host() -> None
     }
     torch.manual_seed(0)
     model = Model()
-    engine, _, _, _ = stronghold.initialize(
-        model=model, config=config(section=section), model_parameters=model.parameters()
-    )
+    engine = initialized(model, config(section=section))
     try:
         sizes = engine._stack.runtime.activations.sizes
         sizes.counting = True
@@ -101,9 +98,7 @@ def test_a_graph_that_is_dropped_while_it_comes_back_leaves_no_memory() -> None:
     }
     torch.manual_seed(0)
     model = Model()
-    engine, _, _, _ = stronghold.initialize(
-        model=model, config=config(section=section), model_parameters=model.parameters()
-    )
+    engine = initialized(model, config(section=section))
     try:
         activations = engine._stack.runtime.activations
         x = torch.randn(NUM_TOKENS, WIDTH, device="cuda")

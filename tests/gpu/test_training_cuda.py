@@ -46,6 +46,7 @@ from tests.support.training import (
     Run,
     assert_identical,
     config,
+    initialized,
     on,
     train_windowed,
 )
@@ -579,9 +580,7 @@ def test_the_trial_of_a_block_draws_none_of_the_devices_numbers() -> None:
     num_draws = len(model.model.layers) * len(batch["input_ids"])
     model.eval()
     settings = config(section={"device": "cuda", "chunk": 1, **STREAMED, "activations": "keep"})
-    engine, *_ = stronghold.initialize(
-        model=model, model_parameters=model.parameters(), config=settings
-    )
+    engine = initialized(model, settings)
     torch.cuda.manual_seed(5)
     loss = loss_of(engine(**batch))
     drawn = torch.cuda.get_rng_state()

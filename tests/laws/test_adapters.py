@@ -16,18 +16,20 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration
+from transformers import T5Config, T5ForConditionalGeneration
 from transformers.integrations import HfDeepSpeedConfig
 
 import stronghold
 from stronghold.errors import ConfigError
 from tests.models import MODELS, loss_of
+from tests.models.families import llama_of
 from tests.support.training import (
     ADAM,
     Factory,
     KernelAdam,
     assert_identical,
     config,
+    initialized,
     train_plain,
     train_windowed,
 )
@@ -48,16 +50,7 @@ def token_batch(seed: int) -> dict[str, Any]:
 
 
 def base_model() -> nn.Module:
-    shape = LlamaConfig(
-        hidden_size=24,
-        intermediate_size=52,
-        num_hidden_layers=3,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        vocab_size=VOCABULARY,
-        use_cache=False,
-    )
-    return LlamaForCausalLM(shape)
+    return llama_of(24, 52, 3, 2, 1, VOCABULARY)
 
 
 def lora(**options: Any) -> tuple[nn.Module, Batches]:
@@ -208,9 +201,7 @@ def test_adalora_reads_gradients_before_the_step_and_drops_ranks_as_in_a_plain_l
 
 def test_a_frozen_base_costs_its_weights_alone() -> None:
     model, make_batch = lora()
-    engine, *_ = stronghold.initialize(
-        model=model, config=config(section={"window": 1}), model_parameters=model.parameters()
-    )
+    engine = initialized(model, config(section={"window": 1}))
     engine.backward(loss_of(engine(**make_batch(0))))
     engine.step()
     report = engine.memory_report()
@@ -231,9 +222,7 @@ def test_a_frozen_base_costs_its_weights_alone() -> None:
 def test_saved_adapters_open_on_the_base_model(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model, make_batch = lora(modules_to_save=["lm_head"])
-    engine, *_ = stronghold.initialize(
-        model=model, config=config(section={"window": 1}), model_parameters=model.parameters()
-    )
+    engine = initialized(model, config(section={"window": 1}))
     engine.backward(loss_of(engine(**make_batch(0))))
     engine.step()
     engine.module.save_pretrained(tmp_path)
@@ -255,9 +244,7 @@ def test_adapters_can_be_switched_off_for_a_reference_forward() -> None:
     model, make_batch = lora()
     torch.manual_seed(0)
     base = base_model().eval()
-    engine, *_ = stronghold.initialize(
-        model=model, config=config(section={"window": 1}), model_parameters=model.parameters()
-    )
+    engine = initialized(model, config(section={"window": 1}))
     engine.backward(loss_of(engine(**make_batch(0))))
     engine.step()
     engine.eval()
@@ -350,11 +337,7 @@ def test_bf16_training_casts_every_parameter_as_deepspeed_does(make: Any) -> Non
     model = make()
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16, torch.float32}
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    engine, *_ = stronghold.initialize(
-        model=model,
-        config=config(precision="bf16", section={"window": 1}),
-        model_parameters=model.parameters(),
-    )
+    engine = initialized(model, config(precision="bf16", section={"window": 1}))
     for name, parameter in engine.module.named_parameters():
         assert parameter.dtype is torch.bfloat16
         assert torch.equal(parameter, before[name].bfloat16())

@@ -15,12 +15,18 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import GPT2Config, GPT2LMHeadModel
 
-import stronghold
 from stronghold.model.gpu_operators import MORE_FLOPS, _attention_flops
 from stronghold.process import Replacements
 from stronghold.runtime import attention
 from tests.models import loss_of
-from tests.support.training import Run, assert_identical, config, train_plain, train_windowed
+from tests.support.training import (
+    Run,
+    assert_identical,
+    config,
+    initialized,
+    train_plain,
+    train_windowed,
+)
 
 KERNEL = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 LAYERS, BATCH, SEQ = 3, 4, 16
@@ -80,9 +86,7 @@ def test_none_of_attentions_products_is_computed_twice(chunk: int | None) -> Non
     for level in ("keep", "recompute", *LEVELS[:2]):
         section = {"window": 1, "activations": level, **({"chunk": chunk} if chunk else {})}
         model, make_batch = gpt2()
-        engine = stronghold.initialize(
-            model=model, config=config(section=section), model_parameters=model.parameters()
-        )[0]
+        engine = initialized(model, config(section=section))
         engine(**make_batch(0))  # a chunk is tried once
         formulas = {**MORE_FLOPS, KERNEL: _attention_flops}
         with FlopCounterMode(display=False, custom_mapping=formulas) as counter:

@@ -19,7 +19,6 @@ from typing import Any
 import pytest
 import torch
 
-import stronghold
 from stronghold import native
 from stronghold.plan.cost import LEVELS
 from stronghold.plan.plan import make_plan
@@ -29,6 +28,7 @@ from tests.support.training import (
     Run,
     assert_identical,
     config,
+    initialized,
     moments_of,
     train_plain,
     train_windowed,
@@ -102,9 +102,7 @@ def plain(name: str, clipping: float, accumulation: int, precision: str) -> Run:
 @contextmanager
 def engine_of(name: str, settings: dict[str, Any], seed: int) -> Iterator[Any]:
     model, make_batch = MODELS[name](seed=seed)
-    engine = stronghold.initialize(
-        model=model, config=settings, model_parameters=model.parameters()
-    )[0]
+    engine = initialized(model, settings)
     try:
         yield engine, make_batch
     finally:

@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import stronghold
 from stronghold.errors import ConfigError
@@ -23,8 +22,16 @@ from stronghold.model.partition import partition
 from stronghold.plan.cost import LEVELS
 from stronghold.runtime.chunks import _Carried
 from tests.models import HUGGING_FACE, MODELS
+from tests.models.families import llama_of
 from tests.support.pairs import pairs
-from tests.support.training import Run, assert_identical, config, train_plain, train_windowed
+from tests.support.training import (
+    Run,
+    assert_identical,
+    config,
+    initialized,
+    train_plain,
+    train_windowed,
+)
 
 STEPS = 4
 NUM_LAYERS = 4
@@ -33,16 +40,7 @@ BATCH = 5
 
 
 def llama(dropout: float = 0.2) -> tuple[nn.Module, Callable[[int], dict[str, Any]]]:
-    shape = LlamaConfig(
-        hidden_size=24,
-        intermediate_size=52,
-        num_hidden_layers=NUM_LAYERS,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        vocab_size=VOCABULARY,
-        attention_dropout=dropout,
-        use_cache=False,
-    )
+    model = llama_of(24, 52, NUM_LAYERS, 2, 1, VOCABULARY, attention_dropout=dropout)
 
     def make_batch(seed: int) -> dict[str, Any]:
         made = torch.Generator().manual_seed(seed)
@@ -51,7 +49,7 @@ def llama(dropout: float = 0.2) -> tuple[nn.Module, Callable[[int], dict[str, An
         mask[1, 7:] = 0
         return {"input_ids": tokens, "labels": tokens, "attention_mask": mask}
 
-    return LlamaForCausalLM(shape).train(), make_batch
+    return model.train(), make_batch
 
 
 def blocks_of(model: Any) -> list[nn.Module]:
@@ -124,9 +122,7 @@ def test_calls_with_and_without_chunks_are_added_before_the_sums_of_micro_batche
         torch.manual_seed(0)
         model, make_batch = llama(dropout=0.0)
         settings = config(accumulation=2, section={"chunk": 2, **section})
-        engine = stronghold.initialize(
-            model=model, config=settings, model_parameters=model.parameters()
-        )[0]
+        engine = initialized(model, settings)
         for seed in range(4):
             one = {name: value[:1] for name, value in make_batch(9).items()}
             engine.backward(engine(**make_batch(seed)).loss + engine(**one).loss)

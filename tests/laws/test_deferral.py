@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import nn
 
-import stronghold
 from stronghold.errors import ConfigError, LaneError
 from stronghold.model.partition import partition
 from stronghold.plan.cost import LayerLoad, Workload
@@ -24,7 +23,7 @@ from tests.models import MODELS, loss_of
 from tests.support.checkpoints import assert_same, session, snapshot, train
 from tests.support.quiet import law_of_time, on_time
 from tests.support.sleeping import SleepingModel, rates
-from tests.support.training import Run, assert_identical, config, moments_of
+from tests.support.training import Run, assert_identical, config, initialized, moments_of
 
 STEPS = 4
 PAGE_NUMEL = 2048
@@ -238,15 +237,6 @@ def test_an_engine_that_closes_between_backward_and_step_gives_new_weights_back(
 
 
 # -- what is asked ---------------------------------------------------------------------------------
-def test_updates_that_wait_for_the_gate_are_not_deferred() -> None:
-    model, make_batch = MODELS["gpt"]()
-    engine = engine_of(model, section_of("gpt", 2), clipping=1.0)
-    assert not engine.plan.deferred
-    assert "deferred" in str(engine.plan)
-    step(engine, make_batch, 0)
-    report = engine.memory_report()
-    assert report.host_peak == report.host_planned
-    engine.destroy()
 
 
 def test_more_than_there_are_is_refused_by_name() -> None:
@@ -266,11 +256,7 @@ def engine_of(
     clipping: float = 0.0,
     precision: str = "bf16",
 ) -> Any:
-    settings = config(clipping=clipping, precision=precision, section=section)
-    engine, _, _, _ = stronghold.initialize(
-        model=model, config=settings, model_parameters=model.parameters()
-    )
-    return engine
+    return initialized(model, config(clipping=clipping, precision=precision, section=section))
 
 
 @contextmanager

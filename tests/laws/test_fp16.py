@@ -14,7 +14,13 @@ import stronghold
 from stronghold.errors import ConfigError
 from stronghold.runtime.optimizer import make_scaler, restore_scaler, scaler_state
 from tests.models import MODELS
-from tests.support.training import assert_identical, config, train_plain, train_windowed
+from tests.support.training import (
+    assert_identical,
+    config,
+    initialized,
+    train_plain,
+    train_windowed,
+)
 
 OVERFLOWS = [0, 1, 0, 0, 0, 1, 1, 0, 1, 1, 1, 0, 0, 0, 0, 0, 0, 1, 0, 0, 1, 1, 1, 1, 1, 0, 0, 0]
 
@@ -100,7 +106,7 @@ def test_an_overflow_skips_the_step_the_schedule_and_halves_the_scale() -> None:
 def test_backward_returns_the_loss_without_its_scale() -> None:
     model, make_batch = MODELS["gpt"]()
     made = settings(accumulation=2, clipping=1.0, section={"loss_scale": 512})
-    engine = stronghold.initialize(model=model, config=made, model_parameters=model.parameters())[0]
+    engine = initialized(model, made)
     try:
         loss = engine(**make_batch(0))
         assert torch.equal(engine.backward(loss), loss / 2)

@@ -20,7 +20,7 @@ from stronghold import states
 from stronghold.checkpoint.zero import export_zero
 from stronghold.errors import BudgetError, ConfigError
 from stronghold.states import MOMENTS, join_master, page_numel, split_lean_master
-from tests.support.training import ADAM, config
+from tests.support.training import ADAM, config, initialized
 
 HIDDEN = 384  # 147,456 elements a weight: more than two pages of every array
 PARAMETERS = 3 * (HIDDEN * HIDDEN + HIDDEN)
@@ -56,9 +56,7 @@ def engine_of(section: dict[str, Any], *, clipping: float = 0.0, **more: Any) ->
     settings = config(clipping=clipping, precision="lean", section=section)
     settings["bf16"]["check_grad_overflow"] = False
     model = Stack()
-    return stronghold.initialize(
-        model=model, config={**settings, **more}, model_parameters=model.parameters()
-    )[0]
+    return initialized(model, {**settings, **more})
 
 
 def train(engine: Any, steps: range) -> None:

@@ -13,31 +13,26 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import stronghold
 from stronghold.errors import ConfigError
 from stronghold.model.logits import LARGE_BYTES, TOKENS, Logits, LogitsInParts, part_of
 from tests.models import MODELS
-from tests.support.training import assert_identical, config, train_plain, train_windowed
+from tests.models.families import llama_of
+from tests.support.training import (
+    assert_identical,
+    config,
+    initialized,
+    train_plain,
+    train_windowed,
+)
 
 VOCABULARY = 61
 
 
 def llama(*, tied: bool = False, bias: bool = False) -> Any:
     torch.manual_seed(0)
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            hidden_size=24,
-            intermediate_size=52,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            vocab_size=VOCABULARY,
-            tie_word_embeddings=tied,
-            use_cache=False,
-        )
-    )
+    model = llama_of(24, 52, 2, 2, 1, VOCABULARY, tie_word_embeddings=tied)
     if bias:
         model.lm_head.bias = nn.Parameter(torch.randn(VOCABULARY))
     return model.train()
@@ -252,9 +247,7 @@ def test_a_frozen_head_costs_no_gradient_of_its_own() -> None:
 def test_logits_are_read_before_the_step(resident_updates: str) -> None:
     model = llama()
     section = {"loss_chunk": 7, "resident_updates": resident_updates}
-    engine, *_ = stronghold.initialize(
-        model=model, config=config(section=section), model_parameters=model.parameters()
-    )
+    engine = initialized(model, config(section=section))
     try:
         for _ in range(2):
             early, late = engine(**batch()), engine(**batch())

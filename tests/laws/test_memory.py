@@ -13,9 +13,10 @@ import torch
 
 import stronghold
 from tests.models import HUGGING_FACE, MODELS, PLAIN, loss_of
+from tests.models.families import llama_of
 from tests.support.children import run
 from tests.support.places import on_gpu
-from tests.support.training import config, train
+from tests.support.training import config, initialized, train
 
 STEPS = 3
 
@@ -23,9 +24,7 @@ STEPS = 3
 def trained(name: str, steps: int = STEPS, options: Any = None, **settings: Any) -> Any:
     """An engine after `steps` steps; the caller destroys it."""
     model, make_batch = MODELS[name](**(options or {}))
-    engine, _, _, _ = stronghold.initialize(
-        model=model, config=config(**settings), model_parameters=model.parameters()
-    )
+    engine = initialized(model, config(**settings))
     train(engine, make_batch, range(steps))
     return engine, make_batch
 
@@ -44,23 +43,8 @@ def test_the_budget_is_used_and_never_passed(name: str) -> None:
 
 
 def test_bf16_without_clipping_takes_12_bytes_per_parameter() -> None:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            hidden_size=128,
-            intermediate_size=352,
-            num_hidden_layers=16,
-            num_attention_heads=4,
-            vocab_size=256,
-            use_cache=False,
-        )
-    )
-    engine, _, _, _ = stronghold.initialize(
-        model=model,
-        config=config(clipping=0.0, precision="bf16", section={"window": 2}),
-        model_parameters=model.parameters(),
-    )
+    model = llama_of(128, 352, 16, 4, 4, 256)
+    engine = initialized(model, config(clipping=0.0, precision="bf16", section={"window": 2}))
     tokens = torch.arange(32).view(2, 16)
     for _ in range(2):
         engine.backward(engine(input_ids=tokens, labels=tokens).loss)

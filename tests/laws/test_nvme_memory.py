@@ -14,7 +14,8 @@ from torch import nn
 import stronghold
 from stronghold.errors import BudgetError
 from tests.models import MODELS
-from tests.support.training import config, train
+from tests.models.families import llama_of
+from tests.support.training import config, initialized, train
 
 PAGE_NUMEL = 2048
 
@@ -27,9 +28,7 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 def engine_of(model: nn.Module, path: Path, section: dict[str, Any], **settings: Any) -> Any:
     nvme = {"path": str(path), **section.pop("nvme", {})}
     section = {"window": 2, **section, "nvme": nvme}
-    return stronghold.initialize(
-        model=model, config=config(section=section, **settings), model_parameters=model.parameters()
-    )[0]
+    return initialized(model, config(section=section, **settings))
 
 
 MODES = [(0.0, 1, "bf16"), (1.0, 1, "fp32"), (1.0, 2, "bf16"), (1.0, 1, "fp16")]
@@ -117,21 +116,6 @@ def test_what_is_replaced_costs_no_more_than_itself(tmp_path: Path) -> None:
     engine.destroy()
 
 
-def llama() -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    return LlamaForCausalLM(
-        LlamaConfig(
-            hidden_size=128,
-            intermediate_size=352,
-            num_hidden_layers=8,
-            num_attention_heads=4,
-            vocab_size=256,
-            use_cache=False,
-        )
-    )
-
-
 @pytest.mark.parametrize(
     ("spill", "clipping", "accumulation", "most"),
     [("moments", 0.0, 1, 4.5), ("weights", 1.0, 2, 0.5)],
@@ -140,7 +124,9 @@ def test_host_bytes_per_parameter_are_few(
     spill: str, clipping: float, accumulation: int, most: float, tmp_path: Path
 ) -> None:
     settings = {"precision": "bf16", "clipping": clipping, "accumulation": accumulation}
-    engine = engine_of(llama(), tmp_path, {"nvme": {"spill": spill}}, **settings)
+    engine = engine_of(
+        llama_of(128, 352, 8, 4, 4, 256), tmp_path, {"nvme": {"spill": spill}}, **settings
+    )
     tokens = torch.arange(32).view(2, 16)
     for _ in range(2 * accumulation):
         engine.backward(engine(input_ids=tokens, labels=tokens).loss)

@@ -22,6 +22,7 @@ from tests.support.training import (
     Run,
     assert_identical,
     config,
+    initialized,
     moments_of,
     train_plain,
     train_windowed,
@@ -175,10 +176,7 @@ def test_the_weights_alone_are_saved_from_where_they_lie(tmp_path: Path) -> None
 def made(section: dict[str, Any], **settings: Any) -> Any:
     torch.manual_seed(0)
     model, make_batch = MODELS["gpt"]()
-    engine, _, _, _ = stronghold.initialize(
-        model=model, config=config(section=section, **settings), model_parameters=model.parameters()
-    )
-    return engine, make_batch
+    return initialized(model, config(section=section, **settings)), make_batch
 
 
 # -- checkpoints -----------------------------------------------------------------------------------
@@ -195,7 +193,7 @@ def test_a_checkpoint_beside_training_is_of_its_step(tmp_path: Path) -> None:
         if step == 0:
             engine.save_checkpoint(tmp_path / "saved")
     engine.destroy()
-    run = resumed(tmp_path / "saved", settings, steps=range(1, STEPS), save=False)
+    run = resumed(tmp_path / "saved", settings, range(1, STEPS))
     run.losses[:0] = expected.losses[:1]
     assert_identical(run, expected)
 
@@ -252,24 +250,19 @@ def test_deepspeed_keys_ask_for_the_same(tmp_path: Path) -> None:
     assert set().union(*plans[0].spilled) == {"exp_avg", "exp_avg_sq", "low"}
 
 
-def resumed(saved: Path, settings: dict[str, Any], *, steps: range, save: bool) -> Run:
-    """`steps` of the training, after those that `saved` holds; at their end saved there."""
+def resumed(saved: Path, settings: dict[str, Any], steps: range) -> Run:
+    """`steps` of the training, after those that `saved` holds."""
     torch.manual_seed(0)
     model, make_batch = MODELS["gpt"]()
-    engine, _, _, _ = stronghold.initialize(
-        model=model, config=settings, model_parameters=model.parameters()
-    )
+    engine = initialized(model, settings)
     run = Run()
     torch.manual_seed(1)
-    if not save:
-        engine.load_checkpoint(saved)
+    engine.load_checkpoint(saved)
     for step in steps:
         loss = loss_of(engine(**make_batch(step)))
         engine.backward(loss)
         engine.step()
         run.losses.append(loss.detach().clone())
-    if save:
-        engine.save_checkpoint(saved)
     run.weights = {name: value.clone() for name, value in engine.module_state_dict().items()}
     run.moments = moments_of(engine)
     engine.destroy()

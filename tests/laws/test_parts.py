@@ -13,9 +13,14 @@ from deepspeed.utils import safe_get_full_grad
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-import stronghold
 from stronghold.errors import ConfigError
-from tests.support.training import assert_identical, config, train_plain, train_windowed
+from tests.support.training import (
+    assert_identical,
+    config,
+    initialized,
+    train_plain,
+    train_windowed,
+)
 
 WIDTH = 24
 
@@ -154,9 +159,7 @@ def test_calls_are_known_in_each_of_two_backwards(place: dict[str, Any]) -> None
     model, batch = model_of(partial(Model, Checkpointed))
     plain = copy.deepcopy(model)
     settings = config(accumulation=3, section={**place, "activations": "offload"})
-    engine: Any = stronghold.initialize(
-        model=model, config=settings, model_parameters=model.parameters()
-    )[0]
+    engine: Any = initialized(model, settings)
     sums = [torch.zeros_like(p) for p in plain.parameters()]
     for _ in range(2):
         for each, backward in ((plain, lambda x: (x / 3).backward()), (engine, engine.backward)):
@@ -184,11 +187,7 @@ def test_parts_of_a_further_backward_are_added_one_by_one(window: int) -> None:
     """As autograd does, also where they come together in a slot."""
     model, batch = model_of(partial(Twice, Checkpointed))
     plain = copy.deepcopy(model)
-    engine: Any = stronghold.initialize(
-        model=model,
-        config=config(clipping=0.5, section={"window": window}),
-        model_parameters=model.parameters(),
-    )[0]
+    engine: Any = initialized(model, config(clipping=0.5, section={"window": window}))
     for each, backward in ((plain, torch.Tensor.backward), (engine, engine.backward)):
         for number in range(3):
             backward(each(**batch(number)))
@@ -223,11 +222,7 @@ class CheckpointedBefore(Model):
 )
 def test_a_gradient_that_comes_after_its_update_is_refused(make: Any, name: str) -> None:
     model, batch = model_of(make)
-    engine, _, _, _ = stronghold.initialize(
-        model=model,
-        model_parameters=model.parameters(),
-        config=config(clipping=0.0, section={"window": 1}),
-    )
+    engine = initialized(model, config(clipping=0.0, section={"window": 1}))
     with pytest.raises(ConfigError, match=rf"further gradient of {name}.* after its layer"):
         engine.backward(engine(**batch(0)))
     engine.destroy()

@@ -18,10 +18,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import stronghold
 from stronghold.errors import ConfigError
 from tests.models import HIDDEN, Block, Decoder, loss_of, token_batch
-from tests.support.training import Run, assert_identical, config, train_plain, train_windowed
+from tests.support.training import (
+    Run,
+    assert_identical,
+    config,
+    initialized,
+    train_plain,
+    train_windowed,
+)
 
 SECTION = {"window": 2, "activations": "recompute"}
 
@@ -32,10 +38,7 @@ def check(factory: Callable[[], Any], steps: int = 3) -> None:
 
 
 def engine_of(model: nn.Module, section: dict[str, Any] = SECTION) -> Any:
-    settings = config(section=section)
-    return stronghold.initialize(model=model, config=settings, model_parameters=model.parameters())[
-        0
-    ]
+    return initialized(model, config(section=section))
 
 
 def scaled(module: nn.Module, args: Any) -> Any:

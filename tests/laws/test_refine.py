@@ -9,13 +9,18 @@ from typing import Any
 import pytest
 import torch
 
-import stronghold
 from stronghold.plan.plan import make_plan
 from stronghold.refine import TRACED_STEPS, UNTOLD_STEPS, Refinement, Stage
 from tests.models import MODELS, loss_of, token_batch
 from tests.support.quiet import law_of_time, on_time
 from tests.support.sleeping import SleepingModel
-from tests.support.training import assert_identical, config, train_plain, train_windowed
+from tests.support.training import (
+    assert_identical,
+    config,
+    initialized,
+    train_plain,
+    train_windowed,
+)
 
 SHARE = 0.8  # the model does not fit whole
 REFINED = UNTOLD_STEPS + TRACED_STEPS  # steps
@@ -91,9 +96,7 @@ def test_a_refined_plan_is_faster_and_the_trace_is_gone() -> None:
     model = SleepingModel([(1 << 14, 0.001, 0.002)] * 4)
     numel = sum(p.numel() for p in model.parameters())
     section = {"gpu_memory": 10 * numel, "cpu_threads": 1, "emulated": {**SLOW, "poison": False}}
-    engine, _, _, _ = stronghold.initialize(
-        model=model, config=config(section=section), model_parameters=model.parameters()
-    )
+    engine = initialized(model, config(section=section))
     before, x, seconds = engine.plan, torch.ones(1, 1 << 10), []
     for _ in range(REFINED + 3):
         begun = time.perf_counter()
@@ -120,9 +123,7 @@ def test_a_pinned_plan_stays(tmp_path: Any) -> None:
     seen: list[Any] = []
     factory = MODELS["llama"]
     model, make_batch = factory()
-    engine, _, _, _ = stronghold.initialize(
-        model=model, config=config(section=section), model_parameters=model.parameters()
-    )
+    engine = initialized(model, config(section=section))
     plan = engine.plan
     for step in range(REFINED + 1):
         engine.backward(loss_of(engine(**make_batch(step))))
@@ -136,9 +137,7 @@ def test_parameters_are_whole_after_a_change_of_plan() -> None:
     factory = MODELS["llama"]
     section = {"gpu_memory": budget_of(factory, SHARE), "cpu_threads": 1, "emulated": dict(SLOW)}
     model, make_batch = factory()
-    engine, _, _, _ = stronghold.initialize(
-        model=model, config=config(section=section), model_parameters=model.parameters()
-    )
+    engine = initialized(model, config(section=section))
     identities = [id(p) for p in model.parameters()]
     for step in range(REFINED):
         engine.backward(loss_of(engine(**make_batch(step))))
@@ -162,9 +161,7 @@ def test_the_peak_is_one_plans_and_not_of_two() -> None:
         "activations": "recompute",
         "cpu_threads": 1,
     }
-    engine, _, _, _ = stronghold.initialize(
-        model=model, config=config(section=section), model_parameters=model.parameters()
-    )
+    engine = initialized(model, config(section=section))
     stack = engine._stack
     assert not stack.plan.whole
     whole = make_plan(stack.layout, replace(stack.demand, activations="keep"))
@@ -200,11 +197,7 @@ def run_of_changing_plans(name: str, change: bool) -> list[torch.Tensor]:
     up to the whole model."""
     model, _ = MODELS[name](**ODD[name])
     section = {"window": 1, "activations": "recompute", "cpu_threads": 1, "gpu_memory": 1 << 30}
-    engine, _, _, _ = stronghold.initialize(
-        model=model,
-        config=config(section={**section, "resident_layers": 0}),
-        model_parameters=model.parameters(),
-    )
+    engine = initialized(model, config(section={**section, "resident_layers": 0}))
     stack, found = engine._stack, []
     for step in range(20):
         loss = loss_of(engine(**token_batch(step, length=11)))

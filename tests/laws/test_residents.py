@@ -25,7 +25,14 @@ from stronghold.states import states_of
 from tests.models import HIDDEN, MODELS, Decoder, loss_of
 from tests.support.places import ON_GPU, on_gpu
 from tests.support.sleeping import rates
-from tests.support.training import assert_identical, config, train, train_plain, train_windowed
+from tests.support.training import (
+    assert_identical,
+    config,
+    initialized,
+    train,
+    train_plain,
+    train_windowed,
+)
 from tests.support.twin import twin
 
 STEPS = 4
@@ -45,11 +52,9 @@ def as_planned(engine: Any) -> None:
 
 def engine_of(place: str, mode: str = "held", **options: Any) -> tuple[Any, Any]:
     model, make_batch = MODELS["gpt"](num_layers=4)
-    settings = config(section=on_gpu(place, deferred_layers=0), **{**MODES[mode], **options})
-    engine = stronghold.initialize(
-        model=model, config=settings, model_parameters=model.parameters()
-    )[0]
-    return engine, make_batch
+    return initialized(
+        model, config(section=on_gpu(place, deferred_layers=0), **{**MODES[mode], **options})
+    ), make_batch
 
 
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 30, "loss_scale_window": 2}}

@@ -10,12 +10,11 @@ import pytest
 import torch
 from torch import nn
 
-import stronghold
 from stronghold.engine.batches import joined
 from stronghold.errors import ConfigError
 from tests.laws.test_chunks import llama
 from tests.models import loss_of
-from tests.support.training import config
+from tests.support.training import config, initialized
 
 COUNT = 3
 STEPS = 3
@@ -25,9 +24,7 @@ def engine_of(section: dict[str, Any], **more: Any) -> tuple[Any, Any]:
     torch.manual_seed(0)
     model, make_batch = llama()
     settings = config(section={"window": 2, **section}, **more)
-    engine = stronghold.initialize(
-        model=model, config=settings, model_parameters=model.parameters()
-    )[0]
+    engine = initialized(model, settings)
     torch.manual_seed(1)
     return engine, make_batch
 
@@ -123,11 +120,7 @@ def test_a_sum_over_the_batch_is_not_joined() -> None:
     for section in ({"chunk": 1}, {}):
         torch.manual_seed(0)
         model = Sums()
-        engine = stronghold.initialize(
-            model=model,
-            config=config(section={"window": 1, **section}, accumulation=2),
-            model_parameters=model.parameters(),
-        )[0]
+        engine = initialized(model, config(section={"window": 1, **section}, accumulation=2))
         batches = (torch.full((2, 4), 0.1 * k) for k in range(1, 5))
         losses = [engine.train_batch(batches) for _ in range(2)]
         engines.append((engine, losses))

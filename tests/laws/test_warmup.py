@@ -10,13 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-import stronghold
 from stronghold.plan.cost import measured_rates, measured_workload
 from stronghold.simulate import simulate
 from stronghold.telemetry.trace import Span
 from tests.support.quiet import law_of_time, on_time
 from tests.support.sleeping import SleepingModel, rates
-from tests.support.training import config
+from tests.support.training import config, initialized
 
 NUM_LAYERS, WARM_UP, TRACED, MEASURED = 5, 2, 2, 3
 FORWARD_S, BACKWARD_S = 0.005, 0.010
@@ -42,11 +41,7 @@ def test_traced_steps_predict_the_following(
         "emulated": {"poison": False, "link_gbps": 0.04, "update_gbps": 0.4},
     }
     model = SleepingModel([(1 << 16, FORWARD_S, BACKWARD_S)] * NUM_LAYERS)
-    engine, _, _, _ = stronghold.initialize(
-        model=model,
-        config=config(accumulation=accumulation, section=section),
-        model_parameters=model.parameters(),
-    )
+    engine = initialized(model, config(accumulation=accumulation, section=section))
     stack, x, seconds = engine._stack, torch.ones(1, 1 << 13, requires_grad=True), []
     for step in range(WARM_UP + TRACED + MEASURED):
         if step == WARM_UP:

@@ -17,7 +17,7 @@ import stronghold
 from stronghold.errors import ConfigError
 from tests.models import MODELS
 from tests.support.pairs import pairs
-from tests.support.training import config
+from tests.support.training import config, initialized
 from tests.support.twin import Twin, failing_once, twin
 
 SLOW = {"emulated": {"update_gbps": 0.05}}  # else a write finds nothing under way
@@ -195,9 +195,7 @@ def test_what_is_written_is_saved_and_leaves_the_device(section: str, tmp_path: 
 
 def test_what_is_written_last_is_in_the_model_that_is_given_back() -> None:
     model, _ = MODELS["gpt"]()
-    engine, *_ = stronghold.initialize(
-        model=model, config=config(section={"window": 1}), model_parameters=model.parameters()
-    )
+    engine = initialized(model, config(section={"window": 1}))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(0.25)

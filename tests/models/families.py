@@ -144,6 +144,18 @@ def _causal(name: str, base: dict[str, Any], config: dict[str, Any]) -> Any:
     return getattr(transformers, f"{name}ForCausalLM")(model_config), token_batch
 
 
+def llama_of(
+    hidden: int, inner: int, layers: int, heads: int, pairs: int, vocabulary: int, **more: Any
+) -> Any:
+    """A Llama of these sizes; `pairs` are of keys and values."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": hidden, "intermediate_size": inner, "vocab_size": vocabulary}
+    counts = {"num_attention_heads": heads, "num_key_value_heads": pairs}
+    more = {"use_cache": False, "num_hidden_layers": layers, **more}
+    return LlamaForCausalLM(LlamaConfig(**sizes, **counts, **more))
+
+
 @hugging_face
 def llama(**config: Any) -> Any:
     return _causal("Llama", _LLAMA, config)

@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+from tests.models.families import llama_of
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 sys.path.insert(0, str(SCRIPTS))  # they import each other by name, as scripts do
@@ -38,17 +40,8 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 
 def tiny_llama(vocabulary: int) -> LlamaForCausalLM:
     torch.manual_seed(0)
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=vocabulary,
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=3,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            max_position_embeddings=POSITIONS,
-        )
-    )
+    sizes = (32, 48, 3, 2, 1, vocabulary)
+    return llama_of(*sizes, max_position_embeddings=POSITIONS, use_cache=True)
 
 
 def jsonl(path: Path, *records: Any) -> Path:

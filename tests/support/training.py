@@ -106,6 +106,13 @@ def config(
     return made
 
 
+def initialized(model: nn.Module, settings: dict[str, Any]) -> Any:
+    """An engine that trains all of the model."""
+    return stronghold.initialize(model=model, config=settings, model_parameters=model.parameters())[
+        0
+    ]
+
+
 def train_windowed(
     factory: Factory,
     *,

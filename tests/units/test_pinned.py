@@ -11,11 +11,10 @@ import pytest
 import torch
 from torch import nn
 
-import stronghold
 from stronghold.device.emulated import EmulatedDevice
 from stronghold.errors import BudgetError
 from stronghold.memory.slab import GROWTH, PAGE_BYTES, PIECE_BYTES, PinnedPool
-from tests.support.training import config
+from tests.support.training import config, initialized
 
 ROOM = 64 << 20
 
@@ -96,10 +95,7 @@ class Stacked(nn.Module):
 def engine_of(**section: Any) -> Any:
     torch.manual_seed(0)
     model = Stacked()
-    settings = config(section={"window": 1, "activations": "offload", **section})
-    return stronghold.initialize(model=model, config=settings, model_parameters=model.parameters())[
-        0
-    ]
+    return initialized(model, config(section={"window": 1, "activations": "offload", **section}))
 
 
 def test_a_hundred_lengths_of_batches_pin_what_the_longest_needs() -> None:
