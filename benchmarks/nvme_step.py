@@ -2,7 +2,7 @@
 
     python benchmarks/nvme_step.py [--repeats 3] [--clipping 0.0] [--save]
 
-The laws of tests/laws/test_nvme_overlap.py and tests/laws/test_overlap.py, as figures: a model of
+The laws of tests/laws/test_overlap.py, as figures: a model of
 sleeping layers on the emulated device, with moments on a paced disk or with a paced Adam in RAM,
 for updates that take a tenth of what compute takes up to many times that. Nothing is pinned: which
 updates are deferred is what the engine finds from its first steps. Each figure is the median of the
@@ -29,8 +29,13 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(ROOT))
 
-from tests.laws.test_nvme_overlap import BALANCED, COMPUTE_BOUND, DISK_BOUND, measure_step
-from tests.laws.test_overlap import measure_updates
+from tests.laws.test_overlap import (
+    BALANCED,
+    COMPUTE_BOUND,
+    DISK_BOUND,
+    measure_step,
+    measure_updates,
+)
 from tests.support.sleeping import Measured
 
 LOADS = (COMPUTE_BOUND, 0.6, *BALANCED, 2.0, DISK_BOUND)

@@ -1,6 +1,8 @@
-"""Transfers and updates hide behind compute: the step takes the longest of them, and little more.
+"""Transfers, updates and files hide behind compute: the step takes the longest of them, and little
+more.
 
-Compute is a sleep, which leaves the cores free as a GPU does; the link is paced; Adam is real.
+Compute is a sleep, which leaves the cores free as a GPU does; link and disk are paced; Adam and the
+files are real.
 """
 
 from __future__ import annotations
@@ -12,38 +14,45 @@ from typing import Any
 import pytest
 import torch
 
-import stronghold
 from stronghold.refine import TRACED_STEPS, UNTOLD_STEPS
 from stronghold.telemetry.trace import read
 from tests.support.quiet import law_of_time, on_time
 from tests.support.sleeping import Measured, SleepingModel, timed_steps
-from tests.support.training import config
+from tests.support.training import config, initialized
 
-NUM_LAYERS = 14
-LAYER_NUMEL = 1 << 19  # 2 MiB in fp32
+NUM_LAYERS, LAYER_NUMEL = 14, 1 << 19  # 2 MiB in fp32
+ON_DISK_LAYERS, ON_DISK_NUMEL = 12, 1 << 17
 WARM_UP, MEASURED = UNTOLD_STEPS + TRACED_STEPS + 1, 3  # the plan is refined before that
 SLACK = 1.15  # what is promised: fill and drain of one layer, and the hand-over between threads
+LANES = ("compute", "fetch", "drain", "update", "load", "spill")
+COMPUTE_BOUND = 0.15  # a disk's work in a step, in the time of compute's
+BALANCED = (0.8, 1.0, 1.25)
+DISK_BOUND = 20.0
+SLOW_BUT_LAST = [*(pytest.param(x, marks=pytest.mark.slow) for x in BALANCED[:-1]), BALANCED[-1]]
 
 
 def measure(
-    section: dict[str, Any], clipping: float, forward_s: float, trace: Any
-) -> dict[str, float]:
-    """Medians over the measured steps, in seconds: the step, and how busy each lane was in it."""
-    model = SleepingModel([(LAYER_NUMEL, forward_s, 2 * forward_s)] * NUM_LAYERS)
-    settings = config(clipping=clipping, section={"trace": str(trace), **section})
-    settings["stronghold"]["emulated"] = {"poison": False, **section.get("emulated", {})}
-    engine, _, _, _ = stronghold.initialize(
-        model=model, config=settings, model_parameters=model.parameters()
-    )
+    layers: list[tuple[int, float, float]],
+    section: dict[str, Any],
+    emulated: dict[str, float],
+    clipping: float,
+    path: Path,
+) -> tuple[dict[str, float], Any]:
+    """The median step's seconds, and how busy each lane was in one; the plan."""
+    path.mkdir(exist_ok=True)
+    model = SleepingModel(layers)
+    section = {"window": 3, "cpu_threads": 1, "trace": str(path / "trace.json"), **section}
+    section["emulated"] = {"poison": False, **emulated}
+    engine = initialized(model, config(clipping=clipping, section=section))
     steps = timed_steps(engine, torch.ones(1024), WARM_UP + MEASURED)[WARM_UP:]
-    num_deferred = len(engine.plan.deferred)
+    plan = engine.plan
     engine.destroy()
-    busy: dict[str, float] = {"step": statistics.median(steps), "deferred": num_deferred}
-    spans = read(trace)
-    for lane in ("compute", "fetch", "drain", "update"):
-        durations = [span.duration_s for span in spans if span.lane == lane]
-        busy[lane] = sum(durations) / (WARM_UP + MEASURED)
-    return busy
+    spans = read(path / "trace.json")
+    busy = {
+        lane: sum(s.duration_s for s in spans if s.lane == lane) / (WARM_UP + MEASURED)
+        for lane in LANES
+    }
+    return {"step": statistics.median(steps), **busy}, plan
 
 
 @pytest.mark.parametrize("clipping", [0.0, 1.0], ids=["early updates", "gated updates"])
@@ -54,21 +63,19 @@ def measure(
 )
 @law_of_time
 def test_step_takes_the_longest_lane(
-    forward_s: float, link_gbps: float, clipping: float, tmp_path: Any
+    forward_s: float, link_gbps: float, clipping: float, tmp_path: Path
 ) -> None:
-    section = {"window": 3, "cpu_threads": 1, "emulated": {"link_gbps": link_gbps}}
-    busy = measure(section, clipping, forward_s, tmp_path / "trace.json")
-    bound = max(busy["compute"], busy["fetch"], busy["drain"], busy["update"])
+    layers = [(LAYER_NUMEL, forward_s, 2 * forward_s)] * NUM_LAYERS
+    busy, _ = measure(layers, {}, {"link_gbps": link_gbps}, clipping, tmp_path)
+    bound = max(busy[lane] for lane in LANES)
     on_time(busy["step"] <= SLACK * bound, busy)
     # Not vacuous: without overlap the step would be the sum.
     on_time(sum(busy[lane] for lane in ("compute", "fetch", "drain")) > 1.3 * bound, busy)
 
 
-@pytest.mark.parametrize(
-    "load", [1.25, *(pytest.param(x, marks=pytest.mark.slow) for x in (0.8, 1.0))]
-)
+@pytest.mark.parametrize("load", SLOW_BUT_LAST)
 @law_of_time
-def test_early_updates_hide_behind_forward_and_backward(load: float, tmp_path: Any) -> None:
+def test_early_updates_hide_behind_forward_and_backward(load: float, tmp_path: Path) -> None:
     """Also where the CPU's Adam takes longer than backward: some layers are updated in forward."""
     found = measure_updates(load, tmp_path)
     on_time(found.step_s <= SLACK * found.bound_s, found)
@@ -77,17 +84,60 @@ def test_early_updates_hide_behind_forward_and_backward(load: float, tmp_path: A
 
 def measure_updates(load: float, path: Path, clipping: float = 0.0) -> Measured:
     """A model of which the CPU's Adam takes `load` times what compute takes."""
-    forward_s = 0.004 / max(1.0, load / 1.25)  # Adam's time is limited
+    forward_s = 0.004 / max(1.0, load / BALANCED[-1])  # Adam's time is limited
     nbytes = 32 * LAYER_NUMEL  # Adam's, and the norm's
-    section = {
-        "window": 3,
-        "cpu_threads": 1,
-        "emulated": {"update_gbps": nbytes / (load * 3 * forward_s) / 1e9},
-    }
-    busy = measure(section, clipping, forward_s, path / "trace.json")
+    layers = [(LAYER_NUMEL, forward_s, 2 * forward_s)] * NUM_LAYERS
+    pace = {"update_gbps": nbytes / (load * 3 * forward_s) / 1e9}
+    busy, plan = measure(layers, {}, pace, clipping, path)
     return Measured(
         step_s=busy["step"],
-        bound_s=max(busy["compute"], busy["fetch"], busy["drain"], busy["update"]),
+        bound_s=max(busy[lane] for lane in LANES),
         alone_s=busy["compute"] + busy["update"],
-        num_deferred=int(busy["deferred"]),
+        num_deferred=len(plan.deferred),
+    )
+
+
+# -- with moments on NVMe --------------------------------------------------------------------------
+@law_of_time
+def test_adam_is_idle_while_the_disk_is_the_bound_and_the_disk_while_compute_is(
+    tmp_path: Path,
+) -> None:
+    for load in (COMPUTE_BOUND, DISK_BOUND):
+        check_step(load, tmp_path / str(load))
+
+
+@pytest.mark.parametrize("load", SLOW_BUT_LAST)
+@law_of_time
+def test_step_takes_the_longest_lane_with_files(load: float, tmp_path: Path) -> None:
+    """Also where the disk takes longer than backward, and not much longer than all of compute."""
+    num_deferred = check_step(load, tmp_path)
+    on_time(num_deferred > 0 or load < 1.0, num_deferred)
+
+
+def check_step(load: float, path: Path) -> int:
+    """The number of layers that were deferred."""
+    found = measure_step(load, path)
+    # Not vacuous: without overlap the step would be the sum.
+    on_time(found.alone_s > 1.15 * found.bound_s, found)
+    on_time(found.step_s <= SLACK * found.bound_s, found)
+    return found.num_deferred
+
+
+def measure_step(load: float, path: Path, clipping: float = 0.0) -> Measured:
+    """A model of which the disk takes `load` times what compute takes."""
+    forward_s = 0.005 / max(1.0, load / BALANCED[-1])  # the disk's time is limited
+    compute_s = 3 * forward_s * ON_DISK_LAYERS
+    nbytes = 8 * ON_DISK_NUMEL * ON_DISK_LAYERS  # each way
+    disk_s = load * compute_s
+    layers = [(ON_DISK_NUMEL, forward_s, 2 * forward_s)] * ON_DISK_LAYERS
+    section = {"nvme": {"path": str(path), "spill": "moments"}}
+    busy, plan = measure(layers, section, {"nvme_gbps": nbytes / disk_s / 1e9}, clipping, path)
+    assert plan.traffic.nvme_read_bytes == plan.traffic.nvme_written_bytes == nbytes
+    # Sleeps and Python take what the machine makes of them.
+    compute_s = min(busy["compute"], 1.2 * compute_s)
+    return Measured(
+        step_s=busy["step"],
+        bound_s=max(compute_s, disk_s, busy["fetch"], busy["drain"], busy["update"]),
+        alone_s=busy["load"] + busy["spill"] + compute_s,
+        num_deferred=len(plan.deferred),
     )

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import random
 import statistics
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-import stronghold
 from stronghold.plan.cost import LayerLoad, Workload
 from stronghold.simulate import Prediction, simulate
 from tests.support.quiet import law_of_time, on_time
 from tests.support.sleeping import SleepingModel, rates, timed_steps
-from tests.support.training import config
+from tests.support.training import config, initialized
 
 WARM_UP, MEASURED = 2, 3
 NUM_PLANS = 30
@@ -34,6 +35,7 @@ class Case:
     clipping: float
     accumulation: int
     section: dict[str, Any]
+    nvme_gbps: float | None = None
 
 
 def random_case(seed: int) -> Case:
@@ -74,24 +76,20 @@ def random_case(seed: int) -> Case:
 
 def run(case: Case) -> tuple[float, Prediction, tuple[int, int]]:
     """Seconds of a step as measured, the prediction, and the measured peaks of slots and slabs."""
-    settings = config(
-        clipping=case.clipping, accumulation=case.accumulation, section=dict(case.section)
-    )
-    settings["stronghold"]["emulated"] = {
-        "poison": False,
-        "link_gbps": case.link_gbps,
-        "update_gbps": case.update_gbps,
-    }
+    paces = {"link_gbps": case.link_gbps, "update_gbps": case.update_gbps}
+    emulated = {"poison": False, "nvme_gbps": case.nvme_gbps, **paces}
+    section = {**case.section, "emulated": emulated}
     model = SleepingModel(case.layers)
-    engine, _, _, _ = stronghold.initialize(
-        model=model, config=settings, model_parameters=model.parameters()
+    engine = initialized(
+        model, config(clipping=case.clipping, accumulation=case.accumulation, section=section)
     )
     x = torch.ones(1, INPUT_NUMEL, requires_grad=True)  # the first layer has a backward too
     steps = timed_steps(engine, x, WARM_UP + MEASURED, case.accumulation)
     report = engine.memory_report()
     layout, plan = engine._stack.layout, engine.plan
     engine.destroy()
-    machine = rates(case.link_gbps, update_gbps=case.update_gbps, handover_s=5e-5)
+    disk = () if case.nvme_gbps is None else (case.nvme_gbps,)
+    machine = rates(case.link_gbps, *disk, update_gbps=case.update_gbps, handover_s=5e-5)
     workload = Workload(
         layers=tuple(
             LayerLoad(forward_s=forward_s, backward_s=backward_s, saved_bytes=4 * INPUT_NUMEL)
@@ -105,26 +103,40 @@ def run(case: Case) -> tuple[float, Prediction, tuple[int, int]]:
     return min(pairs), prediction, (report.gpu_peak, report.host_peak)
 
 
-def error_of(seed: int) -> float:
+def spilling_case(seed: int, path: Path) -> Case:
+    """With states in files, of a disk that is paced."""
+    rng = random.Random(1000 + seed)
+    case, nvme = random_case(seed), {"path": str(path), "spill": rng.choice(["moments", "weights"])}
+    return replace(case, section={**case.section, "nvme": nvme}, nvme_gbps=rng.uniform(0.05, 0.4))
+
+
+def error_of(case: Case) -> float:
     """How far the predicted seconds are off, as a share; the bytes are equal."""
-    measured_s, prediction, peaks = run(random_case(seed))
-    assert (prediction.gpu_peak_bytes, prediction.host_peak_bytes) == peaks, f"seed {seed}"
+    measured_s, prediction, peaks = run(case)
+    assert (prediction.gpu_peak_bytes, prediction.host_peak_bytes) == peaks, case
     return abs(prediction.step_s / measured_s - 1.0)
 
 
-def compare(seeds: range) -> None:
-    """Seconds within the bounds over all seeds, bytes equal in each."""
-    errors = [error_of(seed) for seed in seeds]
+def compare(cases: Iterable[Case]) -> None:
+    """Seconds within the bounds over all cases, bytes equal in each."""
+    errors = [error_of(case) for case in cases]
     on_time(statistics.median(errors) <= MEDIAN_ERROR, errors)
     on_time(max(errors) <= WORST_ERROR, errors)
 
 
 @law_of_time
-def test_the_prediction_is_what_a_step_takes() -> None:
-    compare(range(2))
+def test_the_prediction_is_what_a_step_takes(tmp_path: Path) -> None:
+    compare(map(random_case, range(2)))
+    compare([spilling_case(0, tmp_path)])
 
 
 @pytest.mark.slow
 @law_of_time
 def test_the_prediction_is_what_a_step_takes_for_thirty_plans() -> None:
-    compare(range(NUM_PLANS))
+    compare(map(random_case, range(NUM_PLANS)))
+
+
+@pytest.mark.slow
+@law_of_time
+def test_the_prediction_is_what_a_step_takes_for_thirty_plans_with_files(tmp_path: Path) -> None:
+    compare(spilling_case(seed, tmp_path) for seed in range(NUM_PLANS))
