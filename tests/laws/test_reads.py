@@ -284,15 +284,6 @@ def assert_same(ours: nn.Module, plain: nn.Module) -> None:
         assert torch.equal(parameter.cpu(), expected), f"{name} is of another step"
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("clipping", [0.0, 1.0], ids=["early updates", "gated updates"])
-def test_parameters_between_steps_are_of_the_last_step(kind: str, clipping: float) -> None:
-    with twin("gpt", clipping=clipping, section=KINDS[kind]) as both:
-        for step in range(3):
-            both.train(step)
-            assert_same(both.model, both.plain)
-
-
 @law_of_time
 def test_a_part_of_the_model_waits_for_its_own_updates_alone() -> None:
     with twin("gpt", section=SLOW) as both:
@@ -375,18 +366,6 @@ def test_a_program_that_ends_while_a_lane_computes_is_not_aborted(tmp_path: Path
     status, said = run(BUSY, folder=tmp_path)
     assert (status, "terminate" in said) == (0, False), said
     assert "update 0 failed" in said  # nobody else has told of it
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_part_of_the_model_saves_the_weights_of_the_last_step(kind: str) -> None:
-    """`torch.save(model.encoder.state_dict())`: the model's own state dict is not asked."""
-    with twin("gpt", section=KINDS[kind]) as both:
-        for step in range(2):
-            both.train(step)
-            for part in ("blocks", "blocks.1.mlp", "head", "embedding"):
-                expected = both.plain.get_submodule(part).state_dict()
-                for name, value in both.model.get_submodule(part).state_dict().items():
-                    assert torch.equal(value, expected[name]), f"{part}.{name}"
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from stronghold.device.base import completed
 from stronghold.device.emulated import EmulatedDevice
 from stronghold.memory.host import HostStore
 from stronghold.memory.layer import view
@@ -283,29 +282,6 @@ def test_training_adds_masters_moments_and_gradients_and_no_more(
         assert (state.held is None) == (mode != "held" or numel == 0)
 
 
-def test_ring_entries_come_in_turn_and_fit_the_largest_layer(make_store: Make) -> None:
-    store = make_store(torch.bfloat16)
-    store.prepare_training()
-    entries = [store.ring_entry() for _ in range(6)]
-    assert [id(entry) for entry in entries[:3]] == [id(entry) for entry in entries[3:]]
-    assert len({entry.memory.data_ptr() for entry in entries}) == 3
-    for entry in entries:
-        assert (entry.memory.numel(), entry.memory.dtype) == (LARGEST, torch.bfloat16)
-        assert entry.record.writer.done
-
-
-def test_a_held_entry_is_the_layers_own(make_store: Make) -> None:
-    store = make_store(torch.float16, hold=True)
-    adopt_all(store)
-    store.prepare_training()
-    entries = {index: store.held_entry(index) for index in (0, 1, 3)}
-    assert len({entry.memory.data_ptr() for entry in entries.values()}) == 3
-    for index, entry in entries.items():
-        assert store.held_entry(index) is entry
-        assert entry.memory.numel() == LAYOUT.layers[index].trainable_numel
-        entry.record.read(completed("update", "used"))
-
-
 # -- masters -----------------------------------------------------------------------------------
 def split(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """fp32 -> bf16, to nearest with ties away from zero, and the 16 bits that are left."""
@@ -375,18 +351,6 @@ def test_a_weight_written_from_outside_becomes_the_master(
         assert not torch.equal(store.master(3, part), torch.full((2048,), -2.5))
     store.restart_master(3)
     assert torch.equal(store.master(3, part), torch.full((2048,), -2.5))
-
-
-def test_a_master_in_fp16_is_the_fp32_array(make_store: Make) -> None:
-    store = make_store(torch.float16)
-    adopt_all(store)
-    store.prepare_training()
-    state, part = store.layers[0], LAYOUT.layers[0].slices[2]
-    assert state.low is not None
-    exact = torch.linspace(0.1, 0.2, 17)
-    for array in (state.low, state.weights):
-        view(array, part).copy_(exact)
-    assert torch.equal(store.master(0, part), exact)
 
 
 # -- life --------------------------------------------------------------------------------------

@@ -56,10 +56,6 @@ def test_a_path_that_ends_in_a_number_names_a_block_even_if_it_is_a_list() -> No
     assert streamed(partition(model, "features")) == ["features.0", "features.1"]
 
 
-def test_one_block_is_enough_when_it_is_named() -> None:
-    assert streamed(partition(build("gpt", num_layers=1), "blocks")) == ["blocks.0"]
-
-
 @pytest.mark.parametrize(
     ("path", "suggestion"),
     [
@@ -130,11 +126,6 @@ def test_a_known_family_may_have_one_block(monkeypatch: pytest.MonkeyPatch) -> N
     without_table(monkeypatch)
     with pytest.raises(ConfigError, match="no repeated blocks"):
         partition(model)
-
-
-def test_a_wrapped_family_is_known_by_its_own_config() -> None:
-    model = wrap_peft(build("llama", num_hidden_layers=1))
-    assert streamed(partition(model)) == ["base_model.model.model.layers.0"]
 
 
 def test_megatron_core_s_layout_is_known_although_its_model_type_is_no_name() -> None:

@@ -130,16 +130,6 @@ def test_text_that_is_no_action_is_refused() -> None:
             Action.parse(text)
 
 
-def test_canonical_uses_go_forward_then_back() -> None:
-    assert list(map(str, canonical_uses([4, 7], backward=True))) == [
-        "forward 4",
-        "forward 7",
-        "backward 7",
-        "backward 4",
-    ]
-    assert canonical_uses([4, 7], backward=False) == forward(4, 7)
-
-
 def test_the_schedule_of_three_layers_in_two_slots_is_this_one() -> None:
     schedule = make_schedule(canonical_uses(range(3), backward=True), num_slots=2, prefetch=1)
     assert str(schedule).splitlines() == [

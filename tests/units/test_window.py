@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 import torch
 
 from stronghold.device.base import Fence, completed
 from stronghold.device.emulated import EmulatedDevice
-from stronghold.errors import BudgetError, StateError
+from stronghold.errors import StateError
 from stronghold.memory.layer import TRANSITIONS, LayerState, Residency
 from stronghold.memory.window import Window
 from stronghold.model.layout import LayerLayout, ParameterSlice, Shards
@@ -36,16 +35,12 @@ Layers = list[LayerState]
 Make = Callable[..., Window]
 
 
-def states(layers: tuple[LayerLayout, ...] = LAYERS) -> list[LayerState]:
-    return [
-        LayerState(layout=layer, weights=torch.empty(0, dtype=torch.bfloat16), shards=Shards())
-        for layer in layers
-    ]
-
-
 @pytest.fixture
 def layers() -> Layers:
-    return states()
+    return [
+        LayerState(layout=layer, weights=torch.empty(0, dtype=torch.bfloat16), shards=Shards())
+        for layer in LAYERS
+    ]
 
 
 @pytest.fixture
@@ -54,13 +49,11 @@ def make_window(device: EmulatedDevice, layers: Layers) -> Make:
         num_slots: int = 2,
         num_gradient_slots: int = 2,
         resident: frozenset[int] = frozenset({EMBEDDING}),
-        dtype: torch.dtype = torch.bfloat16,
-        of: list[LayerState] | None = None,
     ) -> Window:
         return Window(
             device,
-            dtype,
-            of or layers,
+            torch.bfloat16,
+            layers,
             resident=resident,
             num_slots=num_slots,
             num_gradient_slots=num_gradient_slots,
@@ -112,12 +105,6 @@ def test_the_table_is_this_one() -> None:
     }
 
 
-def test_every_layer_begins_on_the_host(make_window: Make, layers: Layers) -> None:
-    window = make_window()
-    assert {state.residency for state in layers} == {Residency.HOST}
-    assert window.held_layers() == []
-
-
 # -- weight slots ------------------------------------------------------------------------------
 def test_a_window_takes_its_slots_and_not_a_byte_more(
     make_window: Make, device: EmulatedDevice
@@ -130,14 +117,6 @@ def test_a_window_takes_its_slots_and_not_a_byte_more(
     assert device.allocated_bytes == device.peak_bytes == 2 * (slots + gradients)
     window.prepare_training()
     assert device.allocated_bytes == 2 * (slots + gradients)
-
-
-def test_slots_fit_the_layers_that_take_turns_only(
-    make_window: Make, device: EmulatedDevice
-) -> None:
-    """The largest layer stays on the device: the others' slots need not hold it."""
-    make_window(num_slots=1, resident=frozenset({EMBEDDING, 2}), dtype=torch.float32)
-    assert device.allocated_bytes == 4 * (max(NUMEL[1], NUMEL[3], NUMEL[4]) + NUMEL[0] + NUMEL[2])
 
 
 def test_without_streamed_layers_there_are_no_slots(make_window: Make) -> None:
@@ -212,19 +191,6 @@ def test_an_unused_prefetch_makes_the_next_fetch_wait_for_it(
     assert slot.record.users == (ready,)
 
 
-def test_a_resident_layer_is_fetched_again_into_its_own_slot(
-    make_window: Make, layers: Layers
-) -> None:
-    window = make_window()
-    slot = layers[EMBEDDING].slot
-    assert slot is not None
-    assert slot.weights.numel() == NUMEL[EMBEDDING]
-    for _ in range(2):
-        window.claim(slot, EMBEDDING)
-        layers[EMBEDDING].move(Residency.RESIDENT)
-    assert window.held_layers() == []
-
-
 def test_misuse_of_slots_is_a_state_error_that_changes_nothing(
     make_window: Make, layers: Layers
 ) -> None:
@@ -255,30 +221,6 @@ def test_misuse_of_slots_is_a_state_error_that_changes_nothing(
 
 
 # -- gradient slots ----------------------------------------------------------------------------
-def test_blocks_take_turns_in_gradient_slots(make_window: Make, layers: Layers) -> None:
-    window = make_window(num_gradient_slots=2)
-    assert window.free_gradient_slot(3) is None  # nothing before the first backward
-    window.prepare_training()
-    first = window.free_gradient_slot(3)
-    assert first is not None
-    assert layers[3].gathering is None
-    window.claim_gradients(first, 3)
-    assert layers[3].gathering is first
-    first.arrived.update({0, 1})
-    second = window.free_gradient_slot(2)
-    assert second is not None
-    assert second is not first
-    window.claim_gradients(second, 2)
-    assert window.free_gradient_slot(1) is None
-    assert sorted(window.gathering()) == [2, 3]
-    drained = completed("drain", "drain 3")
-    first.record.read(drained)
-    window.release_gradients(first)
-    assert drained in first.record.users
-    assert window.gathering() == [2]
-    assert window.free_gradient_slot(1) is first
-    window.claim_gradients(first, 1)
-    assert first.arrived == set()  # not the gradients of layer 3
 
 
 def test_the_gradient_slot_freed_last_is_taken_last(make_window: Make) -> None:
@@ -294,34 +236,6 @@ def test_the_gradient_slot_freed_last_is_taken_last(make_window: Make) -> None:
     assert slots[0] is slots[2]
     assert slots[1] is slots[3]
     assert slots[0] is not slots[1]
-
-
-def test_what_is_no_block_has_a_gradient_slot_of_its_own(make_window: Make, layers: Layers) -> None:
-    """The embedding's gradients come early (tied head) and late: it would hold a shared slot."""
-    window = make_window(num_gradient_slots=1, resident=frozenset({EMBEDDING, 4}))
-    window.prepare_training()
-    assert [state.own_gradients is not None for state in layers] == [True] + [False] * 4
-    own, shared = window.free_gradient_slot(EMBEDDING), window.free_gradient_slot(1)
-    assert own is not None
-    assert shared is not None
-    assert own is not shared
-    assert own.gradients.numel() == TRAINABLE[EMBEDDING]
-    assert shared.gradients.numel() == max(TRAINABLE[1:])
-    window.claim_gradients(own, EMBEDDING)
-    assert layers[EMBEDDING].gathering is own
-    assert window.free_gradient_slot(1) is shared
-    window.release_gradients(own)
-    assert layers[EMBEDDING].gathering is None
-    assert window.free_gradient_slot(EMBEDDING) is own
-
-
-def test_a_frozen_model_has_no_gradient_slots(make_window: Make, device: EmulatedDevice) -> None:
-    frozen = states((replace(LAYERS[4], index=0),))
-    window = make_window(num_slots=1, resident=frozenset(), of=frozen)
-    before = device.allocated_bytes
-    window.prepare_training()
-    assert device.allocated_bytes == before
-    assert window.free_gradient_slot(0) is None
 
 
 def test_misuse_of_gradient_slots_is_a_state_error(make_window: Make) -> None:
@@ -340,21 +254,6 @@ def test_misuse_of_gradient_slots_is_a_state_error(make_window: Make) -> None:
 
 
 # -- life --------------------------------------------------------------------------------------
-def test_a_window_past_the_budget_is_refused() -> None:
-    device = EmulatedDevice(budget_bytes=2 * (max(NUMEL[1:]) + NUMEL[0]))
-    try:
-        with pytest.raises(BudgetError, match="weight slot 1"):
-            Window(
-                device,
-                torch.bfloat16,
-                states(),
-                resident=frozenset({EMBEDDING}),
-                num_slots=2,
-                num_gradient_slots=1,
-                own_gradients=frozenset({EMBEDDING}),
-            )
-    finally:
-        device.close()
 
 
 def test_close_drops_every_buffer(make_window: Make, layers: Layers) -> None:
