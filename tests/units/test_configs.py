@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import re
 from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -29,76 +30,19 @@ SEQUENCE = 2048  # scripts/finetune's
 RAM_SHARE = 0.9  # the rest is the system's and the program's
 GIB = 1 << 30  # RAM is sold in these; a GPU's "24 GB" has at least 24e9 bytes
 
-LLAMA = {"vocab_size": 128256, "num_key_value_heads": 8, "tie_word_embeddings": False}
-QWEN2 = {"vocab_size": 152064, "tie_word_embeddings": False}
-QWEN3 = {"vocab_size": 151936, "num_key_value_heads": 8, "head_dim": 128}
-# Published shapes, and how many parameters they come to.
-MODELS: dict[str, tuple[Any, int]] = {
-    "Llama-3.1-8B": (
-        LlamaConfig(
-            hidden_size=4096,
-            intermediate_size=14336,
-            num_hidden_layers=32,
-            num_attention_heads=32,
-            **LLAMA,
-        ),
-        8_030_261_248,
-    ),
-    "Qwen2.5-7B": (
-        Qwen2Config(
-            hidden_size=3584,
-            intermediate_size=18944,
-            num_hidden_layers=28,
-            num_attention_heads=28,
-            num_key_value_heads=4,
-            **QWEN2,
-        ),
-        7_615_616_512,
-    ),
-    "Qwen3-8B": (
-        Qwen3Config(
-            hidden_size=4096,
-            intermediate_size=12288,
-            num_hidden_layers=36,
-            num_attention_heads=32,
-            tie_word_embeddings=False,
-            **QWEN3,
-        ),
-        8_190_735_360,
-    ),
-    "Qwen3-14B": (
-        Qwen3Config(
-            hidden_size=5120,
-            intermediate_size=17408,
-            num_hidden_layers=40,
-            num_attention_heads=40,
-            tie_word_embeddings=False,
-            **QWEN3,
-        ),
-        14_768_307_200,
-    ),
-    "Qwen3-32B": (
-        Qwen3Config(
-            hidden_size=5120,
-            intermediate_size=25600,
-            num_hidden_layers=64,
-            num_attention_heads=64,
-            tie_word_embeddings=False,
-            **QWEN3,
-        ),
-        32_762_123_264,
-    ),
-    "Qwen2.5-32B": (
-        Qwen2Config(
-            hidden_size=5120,
-            intermediate_size=27648,
-            num_hidden_layers=64,
-            num_attention_heads=40,
-            num_key_value_heads=8,
-            **QWEN2,
-        ),
-        32_763_876_352,
-    ),
+# Published shapes: hidden, intermediate, layers, heads of queries and of keys; how many parameters
+# they come to.
+Shape = tuple[Any, tuple[int, int, int, int, int], int]
+LLAMA = partial(LlamaConfig, vocab_size=128256, tie_word_embeddings=False)
+QWEN2 = partial(Qwen2Config, vocab_size=152064, tie_word_embeddings=False)
+QWEN3 = partial(Qwen3Config, vocab_size=151936, head_dim=128, tie_word_embeddings=False)
+SHAPES: dict[str, Shape] = {
+    "Llama-3.1-8B": (LLAMA, (4096, 14336, 32, 32, 8), 8_030_261_248),
+    "Qwen2.5-7B": (QWEN2, (3584, 18944, 28, 28, 4), 7_615_616_512),
+    "Qwen3-8B": (QWEN3, (4096, 12288, 36, 32, 8), 8_190_735_360),
+    "Qwen3-14B": (QWEN3, (5120, 17408, 40, 40, 8), 14_768_307_200),
+    "Qwen3-32B": (QWEN3, (5120, 25600, 64, 64, 8), 32_762_123_264),
+    "Qwen2.5-32B": (QWEN2, (5120, 27648, 64, 40, 8), 32_763_876_352),
 }
 CASES = [
     ("8b_24gb_ram", "Llama-3.1-8B"),
@@ -143,12 +87,23 @@ def machine(settings: Settings, config: str) -> Machine:
     return Machine(gpu=int(gpu) * 10**9, ram=int(ram) * GIB)
 
 
+def shape_of(model: str) -> Any:
+    make, (hidden, intermediate, layers, heads, pairs), _ = SHAPES[model]
+    return make(
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=pairs,
+    )
+
+
+@cache
 def sizes(model: str) -> ModelLayout:
-    shape, num_parameters = MODELS[model]
     with torch.device("meta"):
-        built = AutoModelForCausalLM.from_config(shape, dtype=torch.bfloat16)
+        built = AutoModelForCausalLM.from_config(shape_of(model), dtype=torch.bfloat16)
     found = layout(partition(built))
-    assert found.num_parameters == num_parameters
+    assert found.num_parameters == SHAPES[model][-1]
     return found
 
 
@@ -234,7 +189,7 @@ def test_the_gpu_has_room_for_activations(config: str, model: str) -> None:
     """What is certainly there in one forward and backward with recomputation: the input of every
     layer in bf16, logits in bf16 and fp32, and their fp32 gradient."""
     settings = load(CONFIGS / f"{config}.json")
-    shape, _ = MODELS[model]
+    shape = shape_of(model)
     assert settings.stronghold.activations == "recompute"
     tokens = settings.deepspeed.train_micro_batch_size_per_gpu * SEQUENCE
     inputs = tokens * shape.num_hidden_layers * shape.hidden_size * 2
