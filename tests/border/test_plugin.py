@@ -220,8 +220,7 @@ def script(tmp_path: Path) -> Path:
 
 def found_in(output: str) -> dict[str, Any]:
     [line] = [line for line in output.splitlines() if line.startswith("FOUND")]
-    result: dict[str, Any] = json.loads(line.removeprefix("FOUND"))
-    return result
+    return json.loads(line.removeprefix("FOUND"))
 
 
 @pytest.mark.parametrize(

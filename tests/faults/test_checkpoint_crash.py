@@ -169,7 +169,6 @@ def test_a_save_in_a_container_of_the_same_host_name_is_left_alone(tmp_path: Pat
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
-        assert process.stdout is not None
         theirs = Path(process.stdout.readline().strip())
         assert theirs.is_dir()
         mine = directory.begin(tmp_path, "tag")

@@ -25,8 +25,7 @@ class Block(nn.Module):
         self.down = nn.Linear(4 * WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = x + self.down(torch.tanh(self.up(x)))
-        return y
+        return x + self.down(torch.tanh(self.up(x)))
 
 
 class Model(nn.Module):
@@ -47,8 +46,7 @@ class Model(nn.Module):
 
 def active_bytes(key: str) -> int:
     """Memory that tensors have, or that was freed and may still be used."""
-    found: int = torch.cuda.memory_stats()[f"active_bytes.all.{key}"]
-    return found
+    return torch.cuda.memory_stats()[f"active_bytes.all.{key}"]
 
 
 def test_offload_bounds_memory_while_compute_is_layers_behind_the_host() -> None:

@@ -214,7 +214,6 @@ def test_a_frozen_base_costs_its_weights_alone() -> None:
     assert report.host_peak == weights + trained * (4 + 4 + 4)
     assert [p for p in model.parameters() if p.grad is not None] == []
     for state in engine._stack.host.layers:
-        assert state.exp_avg is not None
         assert state.exp_avg.numel() == state.layout.trainable_numel
     engine.destroy()
 

@@ -81,8 +81,7 @@ class Checkpointed(Block):
     """Each call has a backward of its own inside of the backward."""
 
     def forward(self, x: torch.Tensor, last: bool) -> torch.Tensor:
-        result: torch.Tensor = checkpoint(super().forward, x, True, use_reentrant=True)
-        return result
+        return checkpoint(super().forward, x, True, use_reentrant=True)
 
 
 def factory(block: type[Block] = Block) -> Any:

@@ -50,7 +50,6 @@ def train_with_torch(precision: str, clipping: float) -> Run:
         loss.backward()
         run.losses.append(loss.detach())
         for master, parameter in zip(masters, parameters, strict=True):
-            assert parameter.grad is not None
             master.grad = parameter.grad.float()
             parameter.grad = None
         limit = clipping or float("inf")

@@ -66,16 +66,12 @@ def install() -> ModuleType:
 def _load(library: Path) -> ModuleType:
     """Torch's libraries without its Python, then the device: torch will find its hooks."""
     torch = importlib.util.find_spec("torch")
-    assert torch is not None
-    assert torch.origin is not None
     folder = Path(torch.origin).parent / "lib"
     if (folder / "libtorch_cuda.so").exists():
         raise Refused("the pretended device needs torch's build without CUDA")
     for name in ("c10", "torch_cpu", "torch", "torch_python"):
         ctypes.CDLL(str(folder / f"lib{name}.so"), mode=ctypes.RTLD_GLOBAL)
     spec = importlib.util.spec_from_file_location(build.NAME, library)
-    assert spec is not None
-    assert spec.loader is not None
     extension = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(extension)
     return extension

@@ -57,8 +57,7 @@ def install(extension: Any) -> None:
             extension.launch(lambda: self._host.accumulate(grad, moved))
 
         def sum_squares(self, dtype: torch.dtype, segments: Sequence[Any]) -> list[float]:
-            found: list[float] = self.sum_squares_async(dtype, segments).tolist()
-            return found
+            return self.sum_squares_async(dtype, segments).tolist()
 
         def sum_squares_async(self, dtype: torch.dtype, segments: Sequence[Any]) -> torch.Tensor:
             moved = [(shadow(a, n), n) for a, n in segments]

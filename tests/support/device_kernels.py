@@ -64,7 +64,6 @@ def placed(tensor: torch.Tensor, device: torch.device, skip: int) -> torch.Tenso
 
 def surroundings(tensor: torch.Tensor) -> torch.Tensor:
     """The bits of what `placed` made, with the ones: nothing may write there."""
-    assert tensor._base is not None
     return bits(tensor._base)
 
 

@@ -59,8 +59,6 @@ def accesses(tree: ast.AST, inside: tuple[str, ...] = ()) -> Iterator[tuple[str,
 
 def source_root(package: str) -> Path:
     spec = importlib.util.find_spec(package)
-    assert spec is not None
-    assert spec.submodule_search_locations is not None
     return Path(spec.submodule_search_locations[0]).parent
 
 

@@ -15,8 +15,6 @@ SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 @pytest.fixture(scope="module")
 def corpus() -> ModuleType:
     spec = importlib.util.spec_from_file_location("corpus", SCRIPTS / "corpus.py")
-    assert spec is not None
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

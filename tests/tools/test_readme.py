@@ -76,7 +76,6 @@ def test_every_command_of_the_readme_is_known_here() -> None:
 @needs_set_up
 def test_the_quickstart_learns_compares_and_leaves_its_pictures(tmp_path: Path) -> None:
     command = FAST_VARIANTS["scripts/quickstart"]
-    assert command is not None
     before = set(Path("/dev/shm").glob("deepspeed_*")) if Path("/dev/shm").exists() else set()
     output = run([*command, "--output", str(tmp_path)])
     assert "losses are equal, bit for bit" in output
@@ -101,7 +100,6 @@ def test_the_quickstart_learns_compares_and_leaves_its_pictures(tmp_path: Path) 
 @needs_set_up
 def test_the_test_command_hands_its_arguments_to_pytest() -> None:
     command = FAST_VARIANTS["scripts/test"]
-    assert command is not None
     assert f"pytest {pytest.__version__}" in run(command)
 
 
@@ -180,7 +178,6 @@ def test_the_figures_of_the_readme_are_those_of_the_results() -> None:
 
 def test_the_plan_of_the_readme_is_made(capsys: pytest.CaptureFixture[str]) -> None:
     command = FAST_VARIANTS[PLAN]
-    assert command is not None
     assert cli.main(command[1:]) == 0
     assert "\nFITS\n" in capsys.readouterr().out
 

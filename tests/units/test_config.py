@@ -32,14 +32,6 @@ def section_refusal(**section: Any) -> str:
     return refusal({**BASE, "stronghold": section})
 
 
-def nested(dotted: str, value: Any) -> dict[str, Any]:
-    """{"a": {"b": value}} for "a.b"."""
-    for part in reversed(dotted.split(".")):
-        value = {part: value}
-    result: dict[str, Any] = value
-    return result
-
-
 def write(folder: Path, text: str) -> Path:
     path = folder / "ds_config.json"
     path.write_text(text, encoding="utf-8")
@@ -315,7 +307,6 @@ def test_what_was_read_cannot_be_changed() -> None:
 def make_docs() -> ModuleType:
     loader = SourceFileLoader("make_docs", str(ROOT / "scripts" / "make_docs"))
     spec = importlib.util.spec_from_loader("make_docs", loader)
-    assert spec is not None
     module = importlib.util.module_from_spec(spec)
     loader.exec_module(module)
     return module

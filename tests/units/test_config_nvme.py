@@ -58,11 +58,9 @@ def test_the_section_is_read() -> None:
         "block": "8MiB",
     }
     settings = nvme(stronghold={"nvme": section})
-    assert settings is not None
     assert settings.model_dump() == {**section, "capacity": 10**10, "block": 8 << 20}
     assert settings.paths == ("/a", "/b")
     one = nvme(stronghold={"nvme": {"path": "/a"}})
-    assert one is not None
     assert one.paths == ("/a",)
 
 
@@ -102,7 +100,6 @@ def test_deepspeeds_keys_mean_the_same(
     optimizer: str | None, param: str | None, paths: tuple[str, ...], spill: str
 ) -> None:
     settings = nvme(zero_optimization=offload(optimizer, param), aio=AIO)
-    assert settings is not None
     assert settings.paths == paths
     assert (settings.spill, settings.depth, settings.block) == (spill, 8, 1 << 20)
     path: Any = list(paths) if len(paths) > 1 else paths[0]
@@ -147,7 +144,6 @@ def test_contradictions_are_refused_together() -> None:
 def test_the_order_of_paths_and_a_last_slash_are_no_contradiction() -> None:
     section = {"nvme": {"path": ["/b/", "/a"]}}
     settings = nvme(stronghold=section, zero_optimization=offload("/a", "/b"))
-    assert settings is not None
     assert settings.paths == ("/b/", "/a")
 
 

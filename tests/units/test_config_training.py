@@ -23,8 +23,7 @@ def nested(dotted: str, value: Any) -> dict[str, Any]:
     """{"a": {"b": value}} for "a.b"."""
     for part in reversed(dotted.split(".")):
         value = {part: value}
-    result: dict[str, Any] = value
-    return result
+    return value
 
 
 def test_defaults_are_deepspeeds() -> None:
@@ -288,7 +287,6 @@ def test_every_schedule_of_deepspeeds_is_tried() -> None:
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_a_schedule_is_built_from_the_config(name: str) -> None:
     scheduler = load(scheduler={"type": name, "params": SCHEDULES[name]}).scheduler
-    assert scheduler is not None
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(3))], lr=0.25)
     built = scheduler.build(optimizer)
     assert type(built).__name__ == name
@@ -315,7 +313,6 @@ def test_a_schedules_params_are_checked_before_it_is_built() -> None:
 
 def test_a_schedule_that_refuses_its_params_says_so() -> None:
     scheduler = load(scheduler={"type": "WarmupLR", "params": {"warmup_num_steps": 0}}).scheduler
-    assert scheduler is not None
     with pytest.raises(ConfigError, match="WarmupLR: warmup_num_steps must be a positive integer"):
         scheduler.build(torch.optim.AdamW([torch.nn.Parameter(torch.ones(3))]))
 

@@ -85,7 +85,6 @@ def test_figures_are_positive_and_agree_with_each_other(
     """Wide bounds: other processes use the same memory. A wrong count of bytes is found below."""
     machine = examined[0].profile
     assert list(machine.memory_gbps) == list(machine.adam_gbps)
-    assert machine.adam_lean_gbps is not None
     assert list(machine.adam_lean_gbps) == list(machine.adam_gbps)
     assert max(machine.memory_gbps) == machine.num_cores == limits.host_limits().num_cores
     assert machine.host_memory_bytes == limits.host_limits().usable_bytes
@@ -113,7 +112,6 @@ def test_the_disks_file_is_gone_and_its_rates_are_there(
     findings, folder, _, _ = examined
     assert list(folder.iterdir()) == []
     rates = findings.disk
-    assert rates is not None
     assert rates.error == ""
     assert set(rates.read_gbps) == set(rates.write_gbps) == set(measure.DEPTHS)
     assert min(*rates.read_gbps.values(), *rates.write_gbps.values(), rates.mixed_gbps) > 0
@@ -332,7 +330,6 @@ def test_the_command_prints_the_table_and_writes_the_machines_profile(
     assert cli.main(["doctor", "--quick", "--device", "emulated"]) == 0
     output = capsys.readouterr().out
     saved = profile.find()
-    assert saved is not None
     assert saved.name in output
     assert output.rstrip().endswith(str(profile.default_path()))
     for words in ("host to device", "Adam (", "matrix products, bf16", "file reads", "problem"):

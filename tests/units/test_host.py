@@ -272,8 +272,6 @@ def test_training_adds_masters_moments_and_gradients_and_no_more(
     assert store.allocated_bytes == before
     for state in store.layers:
         numel = state.layout.trainable_numel
-        assert state.exp_avg is not None
-        assert state.exp_avg_sq is not None
         for moment in (state.exp_avg, state.exp_avg_sq):
             assert (moment.shape, moment.dtype) == ((numel,), torch.float32)
             assert not moment.any()
@@ -309,7 +307,6 @@ def test_a_bf16_master_is_exact_to_the_bit(make_store: Make) -> None:
     master = torch.where((bits & 0x7F800000) >= 0x7F000000, torch.ones(()), master)
     weight, low = split(master)
     view(state.weights, part).copy_(weight)
-    assert state.low is not None
     view(state.low, part).copy_(low)
     exact = store.master(1, part)
     assert torch.equal(exact.view(torch.int32), master.view(torch.int32))

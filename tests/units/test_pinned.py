@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -17,13 +16,6 @@ from stronghold.memory.slab import GROWTH, PAGE_BYTES, PIECE_BYTES, PinnedPool
 from tests.support.training import config, initialized
 
 ROOM = 64 << 20
-
-
-@pytest.fixture
-def device() -> Iterator[EmulatedDevice]:
-    device = EmulatedDevice()
-    yield device
-    device.close()
 
 
 def bound(most_bytes: int) -> int:
@@ -77,8 +69,7 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(32, 128), nn.Linear(128, 32)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = x + self.down(torch.tanh(self.up(x)))
-        return y
+        return x + self.down(torch.tanh(self.up(x)))
 
 
 class Stacked(nn.Module):

@@ -104,11 +104,9 @@ def test_more_memory_is_never_said_to_cost_anything(tmp_path: Path) -> None:
     gains = dict(found.gains)
     for change in ("1 GiB more on the gpu", "1 GiB more of host memory"):
         gained = gains[change]
-        assert gained is not None
         assert gained.step_s <= found.step_s
     assert found.bound.startswith("link")
     more = gains["1 GiB more on the gpu"]
-    assert more is not None
     assert more.step_s < 0.95 * found.step_s
 
 
@@ -132,9 +130,7 @@ def test_what_host_memory_cannot_hold_goes_to_nvme(tmp_path: Path) -> None:
     budget, parts = found.tiers["nvme"]
     assert 0 < sum(parts.values()) <= budget == 10**12
     assert found.step_s >= found.limits.parts["nvme"] > 0.0
-    assert found.config is not None
     settings = load(found.config)
-    assert settings.stronghold.nvme is not None
     assert settings.stronghold.nvme.paths == (str(tmp_path),)
     assert "1 GiB more of nvme" in dict(found.gains)
 
@@ -181,7 +177,6 @@ def test_what_does_not_fit_is_said_with_the_change_that_makes_it_fit(
     assert "Prediction" not in page
     assert "Physical limit" in page
     needed = re.search(r"at\s+least\s+(\d+)", page)
-    assert needed is not None
     status, page, _ = run(*call, "--host", f"{needed[1]}B", capsys=capsys)
     assert status == 0
     assert "\nFITS\n" in page
@@ -196,7 +191,6 @@ def test_a_gpu_too_small_for_one_layer_is_told_what_it_needs(
     status, page, _ = run(*call, "--gpu", "1MiB", capsys=capsys)
     assert status == 1
     needed = re.search(r"gpu_memory\s+to\s+at\s+least\s+(\d+)", page)
-    assert needed is not None
     status, _, _ = run(*call, "--gpu", f"{needed[1]}B", capsys=capsys)
     assert status == 0
 
@@ -243,7 +237,6 @@ def test_the_config_runs_as_it_was_planned(gpu: str, tmp_path: Path) -> None:
         model=tmp_path, layers=None, hidden=None, heads=None, vocab=None, gpu=gpu, host="100MB"
     )
     found = outlook(question)
-    assert found.config is not None
     written = json.loads(json.dumps(found.config))
     written["stronghold"]["device"] = "emulated"
     engine, *_ = stronghold.initialize(
@@ -401,7 +394,6 @@ def test_the_largest_micro_batch_fits_and_one_more_does_not(
     status, page, _ = run(*call, "--batch", "max", capsys=capsys)
     assert status == 0
     found = re.search(r"batch (\d+) x 64 tokens", page)
-    assert found is not None
     largest = int(found[1])
     assert largest > 1
     assert run(*call, "--batch", str(largest), capsys=capsys)[0] == 0
@@ -435,7 +427,6 @@ def test_chunks_let_a_larger_batch_fit_and_are_in_the_config(
         status, page, _ = run(*call, *chunk, "--write", str(path), capsys=capsys)
         assert status == 0
         found = re.search(r"batch (\d+) x 64 tokens", page)
-        assert found is not None
         largest.append(int(found[1]))
         written = json.loads(path.read_text())["stronghold"]
         assert ("chunk" in written) == ("in chunks of" in page)
@@ -475,7 +466,6 @@ def test_the_config_defers_what_the_plan_does(tmp_path: Path) -> None:
     machine = slow_adam(tmp_path, 60.0)
     changes = {"layers": 12, "hidden": 1024, "batch": 4, "seq": 512, "gpu": "350MB"}
     found = outlook(asked(machine=machine, clipping=0.0, no_overflow_check=True, **changes))
-    assert found.config is not None
     deferred = found.config["stronghold"]["deferred_layers"]
     assert deferred > 0
     assert any(f"{deferred} of 12 blocks are updated while" in reason for reason in found.reasons)

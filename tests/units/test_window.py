@@ -70,7 +70,6 @@ def fence(name: str) -> Fence:
 def take(window: Window, state: LayerState, *, resident: bool = True) -> None:
     """Fetch the layer into the slot that is next."""
     slot = window.free_slot()
-    assert slot is not None
     window.claim(slot, state.index)
     slot.record.write(completed("fetch", f"fetch {state.index}"))
     if resident:
@@ -128,7 +127,6 @@ def test_without_streamed_layers_there_are_no_slots(make_window: Make) -> None:
 def test_a_layer_holds_its_slot_from_claim_to_release(make_window: Make, layers: Layers) -> None:
     window = make_window(num_slots=2)
     slot = window.free_slot()
-    assert slot is not None
     assert layers[1].slot is None
     window.claim(slot, 1)
     assert layers[1].slot is slot
@@ -165,7 +163,6 @@ def test_a_released_slot_is_poisoned(make_window: Make, layers: Layers) -> None:
     window = make_window()
     take(window, layers[1])
     slot = layers[1].slot
-    assert slot is not None
     slot.weights.zero_()
     window.release(1, fence("release 1"))
     assert slot.weights.isnan().all()
@@ -178,7 +175,6 @@ def test_an_unused_prefetch_makes_the_next_fetch_wait_for_it(
     window = make_window()
     take(window, layers[1], resident=False)
     slot = layers[1].slot
-    assert slot is not None
     slot.weights.zero_()
     ready = slot.record.writer
     window.release(1, fence("release 1"))
@@ -197,9 +193,6 @@ def test_misuse_of_slots_is_a_state_error_that_changes_nothing(
     window = make_window(num_slots=2)
     take(window, layers[1])
     slot, own, free = layers[1].slot, layers[EMBEDDING].slot, window.free_slot()
-    assert slot is not None
-    assert own is not None
-    assert free is not None
     misuses: list[Callable[[], object]] = [
         lambda: window.claim(slot, 2),  # taken
         lambda: window.claim(own, 2),  # a resident layer's
@@ -229,7 +222,6 @@ def test_the_gradient_slot_freed_last_is_taken_last(make_window: Make) -> None:
     slots = []
     for layer in (4, 3, 2, 1):
         slot = window.free_gradient_slot(layer)
-        assert slot is not None
         window.claim_gradients(slot, layer)
         window.release_gradients(slot)
         slots.append(slot)
@@ -242,7 +234,6 @@ def test_misuse_of_gradient_slots_is_a_state_error(make_window: Make) -> None:
     window = make_window()
     window.prepare_training()
     slot = window.free_gradient_slot(1)
-    assert slot is not None
     window.claim_gradients(slot, 1)
     slot.arrived.add(0)
     with pytest.raises(StateError, match="layer 2 cannot gather in the gradient slot of layer 1"):
@@ -272,7 +263,6 @@ def test_sums_of_a_layer_that_was_abandoned_are_not_the_next_ones(make_window: M
     window = make_window(num_gradient_slots=1)
     window.prepare_training()
     slot = window.free_gradient_slot(3)
-    assert slot is not None
     window.claim_gradients(slot, 3)
     part = ParameterSlice(name="p", offset=0, numel=8, shape=(8,), trainable=True)
     slot.summing[0] = slot.sum_of(0, part).fill_(7)
