@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
@@ -12,6 +10,7 @@ from tests.support.training import config, initialized
 
 pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 
+SECTION = {"device": "cuda", "window": 1, "resident_layers": 0, "activations": "offload"}
 NUM_BLOCKS = 20
 WIDTH = 64
 NUM_TOKENS = 1024
@@ -51,15 +50,9 @@ def active_bytes(key: str) -> int:
 
 def test_offload_bounds_memory_while_compute_is_layers_behind_the_host() -> None:
     """Two layers' activations, as the plan counts them, whatever the host has asked for since."""
-    section: dict[str, Any] = {
-        "device": "cuda",
-        "window": 1,
-        "resident_layers": 0,
-        "activations": "offload",
-    }
     torch.manual_seed(0)
     model = Model()
-    engine = initialized(model, config(section=section))
+    engine = initialized(model, config(section=SECTION))
     try:
         sizes = engine._stack.runtime.activations.sizes
         sizes.counting = True
@@ -88,15 +81,9 @@ def test_offload_bounds_memory_while_compute_is_layers_behind_the_host() -> None
 
 def test_a_graph_that_is_dropped_while_it_comes_back_leaves_no_memory() -> None:
     """Memory on its way back that nobody will load is given out again after its copy alone."""
-    section: dict[str, Any] = {
-        "device": "cuda",
-        "window": 1,
-        "resident_layers": 0,
-        "activations": "offload",
-    }
     torch.manual_seed(0)
     model = Model()
-    engine = initialized(model, config(section=section))
+    engine = initialized(model, config(section=SECTION))
     try:
         activations = engine._stack.runtime.activations
         x = torch.randn(NUM_TOKENS, WIDTH, device="cuda")
