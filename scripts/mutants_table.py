@@ -306,7 +306,7 @@ PASSES = [
         "            self.layers[layer].wait()\n",
         "            pass\n",
         READS,
-        "between_steps or shows_the_last_step",
+        "shows_the_last_step",
     ),
     Mutant(
         "a truncated file is read on",
