@@ -48,10 +48,6 @@ def pieces(state: Path) -> list[str]:
     return [line.split()[0] for line in suite("list", state=state).stdout.splitlines()]
 
 
-def test_the_suite_is_bash() -> None:
-    assert subprocess.run(["bash", "-n", str(SUITE)], capture_output=True).returncode == 0
-
-
 def test_pieces_are_listed_once_and_cover_what_was_promised(tmp_path: Path) -> None:
     names = pieces(tmp_path)
     assert len(names) == len(set(names))

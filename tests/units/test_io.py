@@ -79,16 +79,6 @@ def test_files_hold_what_a_plain_writer_would_have_written(
         assert (tmp_path / f"file{index}").read_bytes() == oracle
 
 
-def test_a_large_operation_is_one_ticket(engine: str, tmp_path: Path) -> None:
-    memory = Memory(4097, seed=2)
-    with IoQueue(4, 16 * PAGE, engine) as queue:
-        file = queue.open(tmp_path / "file", memory.nbytes)
-        queue.wait(queue.write(file, 0, memory.address, memory.nbytes))
-        back = Memory(4097)
-        queue.wait(queue.read(file, 0, back.address, back.nbytes))
-    assert np.array_equal(memory.bytes, back.bytes)
-
-
 def test_closing_the_queue_finishes_what_was_submitted(engine: str, tmp_path: Path) -> None:
     memory = Memory(2048, seed=3)
     queue = IoQueue(2, PAGE * 4, engine)

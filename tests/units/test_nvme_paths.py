@@ -197,16 +197,6 @@ def test_a_truncated_file_is_an_error_at_the_next_transfer(
         assert torch.equal(read, memory(400, seed=1)[:PAGE])
 
 
-def test_a_file_truncated_under_a_read_is_an_error(folders: list[Path], engine: str) -> None:
-    with store_of(folders[:1], pages(400), engine=engine) as store:
-        file = store._files[0]
-        os.truncate(descriptors(folders[0])[0], 10 * PAGE)
-        file.nbytes = 0  # as if that came after the store looked
-        error = failure(store, "read", store.extent(0, "exp_avg"), 400)
-        assert error.errno == errno.ENODATA
-        assert str(folders[0]) in str(error)
-
-
 @pytest.mark.parametrize("verb", ["read", "write"])
 def test_an_input_output_error_names_file_offset_and_length(
     verb: str, engine: str, folders: list[Path]
