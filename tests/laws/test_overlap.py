@@ -20,7 +20,7 @@ from tests.support.quiet import law_of_time, on_time
 from tests.support.sleeping import Measured, SleepingModel, timed_steps
 from tests.support.training import config, initialized
 
-NUM_LAYERS, LAYER_NUMEL = 14, 1 << 19  # 2 MiB in fp32
+LINKED_LAYERS, UPDATED_LAYERS, LAYER_NUMEL = 18, 14, 1 << 19  # 2 MiB in fp32
 ON_DISK_LAYERS, ON_DISK_NUMEL = 12, 1 << 17
 WARM_UP, MEASURED = UNTOLD_STEPS + TRACED_STEPS + 1, 3  # the plan is refined before that
 SLACK = 1.15  # what is promised: fill and drain of one layer, and the hand-over between threads
@@ -65,7 +65,7 @@ def measure(
 def test_step_takes_the_longest_lane(
     forward_s: float, link_gbps: float, clipping: float, tmp_path: Path
 ) -> None:
-    layers = [(LAYER_NUMEL, forward_s, 2 * forward_s)] * NUM_LAYERS
+    layers = [(LAYER_NUMEL, forward_s, 2 * forward_s)] * LINKED_LAYERS
     busy, _ = measure(layers, {}, {"link_gbps": link_gbps}, clipping, tmp_path)
     bound = max(busy[lane] for lane in LANES)
     on_time(busy["step"] <= SLACK * bound, busy)
@@ -86,7 +86,7 @@ def measure_updates(load: float, path: Path, clipping: float = 0.0) -> Measured:
     """A model of which the CPU's Adam takes `load` times what compute takes."""
     forward_s = 0.004 / max(1.0, load / BALANCED[-1])  # Adam's time is limited
     nbytes = 32 * LAYER_NUMEL  # Adam's, and the norm's
-    layers = [(LAYER_NUMEL, forward_s, 2 * forward_s)] * NUM_LAYERS
+    layers = [(LAYER_NUMEL, forward_s, 2 * forward_s)] * UPDATED_LAYERS
     pace = {"update_gbps": nbytes / (load * 3 * forward_s) / 1e9}
     busy, plan = measure(layers, {}, pace, clipping, path)
     return Measured(
