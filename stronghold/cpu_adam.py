@@ -27,6 +27,7 @@ from stronghold.states import (
     MOMENT_DTYPES,
     MOMENTS,
     SCALES,
+    Kind,
     num_items,
     states_of,
 )
@@ -69,7 +70,7 @@ class CPUAdam(torch.optim.Optimizer):
         bias_correction: bool = True,
         amsgrad: bool = False,
         maximize: bool = False,
-        states: str = "exact",
+        states: Kind = EXACT,
         num_threads: int | None = None,
     ) -> None:
         if states not in MOMENT_DTYPES:
@@ -77,7 +78,7 @@ class CPUAdam(torch.optim.Optimizer):
                 f'states: got {states!r}, expected "exact" or "lean".'
                 f"{did_you_mean(str(states), MOMENT_DTYPES)}"
             )
-        self._lean = states == LEAN
+        self.states: Kind = states
         defaults = {
             "lr": lr,
             "betas": betas,
@@ -91,29 +92,23 @@ class CPUAdam(torch.optim.Optimizer):
         self._pool = Pool(available_cores() if num_threads is None else num_threads)
         super().__init__(params, defaults)
 
-    @property
-    def states(self) -> str:
-        """ "exact" or "lean"."""
-        return "lean" if self._lean else "exact"
-
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
         try:
             _check_group(self.param_groups[-1])
             for param in self.param_groups[-1]["params"]:
-                _check_parameter(param, self._lean)
+                _check_parameter(param, self.states)
         except ConfigError:
             self.param_groups.pop()
             raise
 
     def __getstate__(self) -> dict[str, Any]:
         # Threads are not copied or pickled; the copy starts as many of its own.
-        mine = {"num_threads": self._pool.num_threads, "lean": self._lean}
+        mine = {"num_threads": self._pool.num_threads, "states": self.states}
         return {**super().__getstate__(), **mine}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         num_threads = state.pop("num_threads", None)
-        self._lean = state.pop("lean", getattr(self, "_lean", False))
         super().__setstate__(state)
         if num_threads is not None:
             self._pool = Pool(num_threads)
@@ -131,7 +126,7 @@ class CPUAdam(torch.optim.Optimizer):
         for saved_id, param in zip(saved_ids, params, strict=True):
             if saved_id in state_dict["state"]:
                 saved = state_dict["state"][saved_id]
-                self.state[param] = _adopted(param, saved, self._lean)
+                self.state[param] = _adopted(param, saved, self.states)
 
     @torch.no_grad()
     def step(self, closure: _Closure | None = None) -> torch.Tensor | float | None:  # type: ignore[override]
@@ -149,7 +144,7 @@ class CPUAdam(torch.optim.Optimizer):
         for group in self.param_groups:
             _check_group(group)
         for _, param, _ in work:
-            _check_parameter(param, self._lean)
+            _check_parameter(param, self.states)
         # One native call per pair of dtypes: hundreds of small tensors cost as one large one.
         calls = defaultdict(list)
         kept = []  # contiguous copies must live until the native calls are done
@@ -159,7 +154,7 @@ class CPUAdam(torch.optim.Optimizer):
             kept.append((weight, grad))
             calls[weight.dtype, grad.dtype].append(self._segment(group, param, weight, grad))
         for (weight_dtype, grad_dtype), segments in calls.items():
-            self._pool.adam(weight_dtype, grad_dtype, segments, lean=self._lean)
+            self._pool.adam(weight_dtype, grad_dtype, segments, lean=self.states == LEAN)
         for (_, param, _), (weight, _) in zip(work, kept, strict=True):
             if weight is not param:
                 param.copy_(weight)
@@ -172,7 +167,7 @@ class CPUAdam(torch.optim.Optimizer):
     ) -> AdamSegment:
         state = self.state[param]
         if not state:
-            state.update(_initial_state(weight, self._lean))
+            state.update(_initial_state(weight, self.states))
         state["step"] += 1
         addresses = {array: state[array].data_ptr() for array in state if array != "step"}
         beta1, beta2 = group["betas"]
@@ -193,9 +188,8 @@ class CPUAdam(torch.optim.Optimizer):
         )
 
 
-def _initial_state(weight: torch.Tensor, in_lean: bool) -> dict[str, Any]:
+def _initial_state(weight: torch.Tensor, kind: Kind) -> dict[str, Any]:
     state: dict[str, Any] = {"step": 0}
-    kind = LEAN if in_lean else EXACT
     for array, dtype in states_of(weight.dtype, kind).dtypes.items():
         if array in SCALES:
             state[array] = torch.zeros(num_items(array, weight.numel()), dtype=dtype)
@@ -206,10 +200,10 @@ def _initial_state(weight: torch.Tensor, in_lean: bool) -> dict[str, Any]:
     return state
 
 
-def _adopted(param: torch.Tensor, saved: dict[str, Any], in_lean: bool) -> dict[str, Any]:
+def _adopted(param: torch.Tensor, saved: dict[str, Any], kind: Kind) -> dict[str, Any]:
     """Saved state as ours: own copies, our dtypes and kind of states, what is missing made from the
     parameter."""
-    state = _initial_state(param.detach().contiguous(), in_lean)
+    state = _initial_state(param.detach().contiguous(), kind)
     for name in ("exp_avg", "exp_avg_sq", "low"):
         value = saved.get(name)
         if value is not None and value.shape != param.shape:
@@ -217,8 +211,8 @@ def _adopted(param: torch.Tensor, saved: dict[str, Any], in_lean: bool) -> dict[
                 f"saved optimizer state: {name} has shape {tuple(value.shape)}, "
                 f"expected the parameter's {tuple(param.shape)}"
             )
-    if in_lean != ("exp_avg_scale" in saved):
-        saved = _converted(saved, in_lean)
+    if (kind == LEAN) != ("exp_avg_scale" in saved):
+        saved = _converted(saved, kind)
     for name, own in state.items():
         value = saved.get(name)
         if value is None:
@@ -230,16 +224,16 @@ def _adopted(param: torch.Tensor, saved: dict[str, Any], in_lean: bool) -> dict[
     return state
 
 
-def _converted(saved: dict[str, Any], in_lean: bool) -> dict[str, Any]:
+def _converted(saved: dict[str, Any], kind: Kind) -> dict[str, Any]:
     """States of a bf16 parameter, or torch's, as those of the other kind. The parameter is not
     known here, and stays: a remainder that would round its weight up stops short of that."""
     found, low = {"step": saved["step"]}, saved.get("low")
-    if low is not None and in_lean:
+    if low is not None and kind == LEAN:
         found["low"] = ((low.to(torch.int32) + 0x80) >> 8).clamp_max(127)
     elif low is not None:
         found["low"] = low.to(torch.int16) << 8
     for moment in MOMENTS:
-        if not in_lean:
+        if kind == EXACT:
             found[moment] = _LEAN.decode(moment, saved)
         elif saved.get(moment) is not None:
             found |= _LEAN.encode(moment, saved[moment].detach().float())
@@ -257,14 +251,14 @@ def _check_group(group: dict[str, Any]) -> None:
             raise ConfigError(f"{name}: got {group[name]}, expected a number >= 0")
 
 
-def _check_parameter(param: torch.Tensor, in_lean: bool) -> None:
+def _check_parameter(param: torch.Tensor, kind: Kind) -> None:
     grad = param.grad
     problem = None
     if param.device.type != "cpu":
         problem = f"is on {param.device}, expected the CPU"
     elif param.dtype not in LOW_DTYPE or param.layout != torch.strided:
         problem = f"is {param.dtype}, {param.layout}; expected dense {_EXPECTED}"
-    elif in_lean and param.dtype != torch.bfloat16:
+    elif kind == LEAN and param.dtype != torch.bfloat16:
         problem = (
             f"is {param.dtype}; lean states are a layout of bfloat16 weights and their 24-bit "
             'masters: make the parameter bfloat16, or give it states="exact"'

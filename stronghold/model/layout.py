@@ -23,7 +23,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from stronghold.errors import StateError
-from stronghold.model.partition import Layer, Partition
+from stronghold.model.partition import Partition
 from stronghold.states import EXACT, page_numel
 
 # Every parameter starts at a multiple of this: 256 bytes in 16-bit and 512 in 32-bit arrays. The
@@ -115,9 +115,8 @@ class ModelLayout:
 def layout(partition: Partition, num_ranks: int = 1, page_numel: int = PAGE_NUMEL) -> ModelLayout:
     """The layout of `partition`, whose parts `num_ranks` divides into whole pages (of `page_numel`
     elements). StateError when a layer's parameters are not trainable first."""
-    rows = [
-        (
-            layer,
+    layers = (
+        layer_layout(
             [
                 ParameterShape(
                     name=named.name,
@@ -126,36 +125,31 @@ def layout(partition: Partition, num_ranks: int = 1, page_numel: int = PAGE_NUME
                 )
                 for named in layer.parameters
             ],
+            index=layer.index,
+            name=layer.name,
+            streamed=layer.streamed,
+            num_ranks=num_ranks,
+            page_numel=page_numel,
         )
         for layer in partition.layers
-    ]
-    return _laid_out(rows, num_ranks, page_numel)
+    )
+    return ModelLayout(layers=tuple(layers), page_numel=page_numel)
 
 
 def for_ranks(layout: ModelLayout, num_ranks: int, page_numel: int = PAGE_NUMEL) -> ModelLayout:
     """The layout of the same parameters whose parts `num_ranks` divides into whole pages."""
-    return _laid_out([(layer, layer.slices) for layer in layout.layers], num_ranks, page_numel)
-
-
-def _laid_out(
-    rows: Iterable[tuple[Layer | LayerLayout, Sequence[ParameterShape]]],
-    num_ranks: int,
-    page_numel: int,
-) -> ModelLayout:
-    return ModelLayout(
-        page_numel=page_numel,
-        layers=tuple(
-            layer_layout(
-                parameters,
-                index=layer.index,
-                name=layer.name,
-                streamed=layer.streamed,
-                num_ranks=num_ranks,
-                page_numel=page_numel,
-            )
-            for layer, parameters in rows
-        ),
+    layers = (
+        layer_layout(
+            layer.slices,
+            index=layer.index,
+            name=layer.name,
+            streamed=layer.streamed,
+            num_ranks=num_ranks,
+            page_numel=page_numel,
+        )
+        for layer in layout.layers
     )
+    return ModelLayout(layers=tuple(layers), page_numel=page_numel)
 
 
 def layer_layout(

@@ -411,8 +411,6 @@ def _slots(places: _Places, total: Callable[[int, int], int]) -> tuple[int, int,
     """Number of weight and gradient slots, and why. `total` of them: the bytes on the gpu."""
     demand, num_streamed = places.demand, len(places.streamed)
     most_gradients = places.most_gradient_slots
-    if demand.window is not None and demand.window < 1:
-        raise ConfigError(f"stronghold.window: got {demand.window}, expected at least 1 slot")
     budget = demand.gpu_budget_bytes
     if budget is None:
         wanted = demand.window or max(DEFAULT_WINDOW, 1 + (demand.prefetch or 0))

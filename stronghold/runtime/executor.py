@@ -528,11 +528,7 @@ class Executor:
         gradient, parameter.grad = parameter.grad, None  # its data may be elsewhere by now
         assert gradient is not None
         name = state.layout.slices[position].name
-        if not self.reached(gradient=True):
-            raise ConfigError(
-                f"a gradient of {name} came while the model's forward runs: call backward "
-                "after forward, or freeze the model meanwhile: model.requires_grad_(False)"
-            )
+        self._check_reached(name)
         if self._on_gpu and gradient.is_cpu:
             # Of a thread of its own: which of the two comes first is not the program's order.
             raise ConfigError(
@@ -554,6 +550,13 @@ class Executor:
             self._task = torch._C._current_graph_task_id()
         return self.phase is Phase.BACKWARD
 
+    def _check_reached(self, name: str) -> None:
+        if not self.reached(gradient=True):
+            raise ConfigError(
+                f"a gradient of {name} came while the model's forward runs: call backward "
+                "after forward, or freeze the model meanwhile: model.requires_grad_(False)"
+            )
+
     def chunk_begun(self, layer: int, first: bool) -> None:
         """A chunk of the layer is computed whose gradients will come, its call's `first` or not."""
         state = self.layers[layer]
@@ -574,11 +577,7 @@ class Executor:
     ) -> None:
         """Autograd has come through a chunk: its gradients, (position, gradient). `last`: of its
         call none is to come."""
-        if not self.reached(gradient=True):
-            raise ConfigError(
-                f"gradients of {self.layers[layer].name} came while the model's forward runs: call "
-                "backward after forward"
-            )
+        self._check_reached(self.layers[layer].name)
         scaled = self.outside.scaled
         found = [(k, scaled(gradient)) for k, gradient in gradients]
         self.drains.chunk_arrived(layer, found, last=last)

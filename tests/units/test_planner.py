@@ -273,13 +273,6 @@ def test_depth_beyond_the_models_layers_is_no_contradiction() -> None:
     assert (plan.window, plan.prefetch) == (1, 0)
 
 
-def test_a_window_of_zero_is_refused_by_its_key() -> None:
-    with pytest.raises(ConfigError, match=r"stronghold\.window: got 0"):
-        make_plan(layout_of(MODELS["even"]), demand(window=0))
-    with pytest.raises(ConfigError, match=r"stronghold\.window: got 0"):
-        make_plan(layout_of(MODELS["even"]), demand(window=0, gpu_budget_bytes=10**6))
-
-
 def test_more_resident_layers_than_blocks_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"stronghold\.resident_layers: got 7, .* 6 blocks"):
         make_plan(layout_of(MODELS["even"]), demand(resident_layers=7))
