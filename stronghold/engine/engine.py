@@ -47,7 +47,7 @@ from stronghold.runtime.guards import NO_TRANSFORMS, ParameterReads, StateHooks,
 from stronghold.runtime.optimizer import EngineOptimizer, make_scaler
 from stronghold.runtime.stack import MemoryReport, Stack
 from stronghold.team.group import Ranks
-from stronghold.telemetry.metrics import Reading, StepRecord, count_tokens, value
+from stronghold.telemetry.metrics import StepRecord, count_tokens
 
 logger = logging.getLogger("stronghold")
 
@@ -183,7 +183,7 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
         self.collate_fn = collate_fn
         self.global_steps = self.global_samples = self.micro_steps = self.skipped_steps = 0
         self.optimizer = self.basic_optimizer = optimizer
-        self.client_optimizer = self.client_lr_scheduler = None
+        self.client_optimizer = self.client_lr_scheduler = self.seq_parallel_group = None
         self.enable_backward_allreduce = False
         self.inside_no_sync_ctxt = self.has_moe_layers = False
         self.sparse_tensor_module_names: set[str] = set()
@@ -191,7 +191,6 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
         self._boundary_override: bool | None = None
         self._num_backwards = 0  # since the last step, where the program's step() ends each
         self._step_applied = False
-        self._grad_norm: Reading = None
         self._loss_sum: torch.Tensor | None = None
         self.last_record: StepRecord | None = None
         self._destroyed = self._is_compiled = False
@@ -347,7 +346,7 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
         gate = stack.runtime.close_gate(
             clipping=clipping, loss_scale=optimizer.loss_scale, skips=self.settings.skips
         )
-        self._grad_norm = optimizer.grad_norm = gate.grad_norm
+        optimizer.grad_norm = gate.grad_norm
         optimizer.overflow = gate.overflow
         self._step_applied = not gate.overflow
         optimizer.count_step()
@@ -360,7 +359,7 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
         self.global_samples += self._samples_of_step()
         if optimizer.dynamic_loss_scale:
             optimizer.loss_scaler.update_scale(gate.overflow)
-        self._report(learning_rate, gate.overflow)
+        self._report(optimizer, learning_rate)
         self._refinement.end_step()
         if not gate.overflow:
             self._standstill.end_step()
@@ -371,16 +370,16 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
         count, self._num_backwards = self._num_backwards, 0
         return int(self.train_batch_size()) // int(self.gradient_accumulation_steps()) * count
 
-    def _report(self, learning_rate: float, skipped: bool) -> None:
+    def _report(self, optimizer: EngineOptimizer, learning_rate: float) -> None:
         stack, loss = self._stack, self._loss_sum
         self._loss_sum = None
         stack.device.settle()
         record = stack.metrics.end_step(
             step=self.global_steps,
             loss=loss,
-            grad_norm=self._grad_norm,
+            grad_norm=optimizer.grad_norm,
             learning_rate=learning_rate,
-            skipped=skipped,
+            skipped=optimizer.overflow,
         )
         self.last_record = record
         if self.plan.nvme_bytes and self.global_steps == WEAR_STEP:
@@ -388,7 +387,7 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
         every = self.settings.steps_per_print
         if every and self.global_steps % every == 0:
             logger.info("%s", stack.metrics.format(record))
-        scale = self.optimizer.loss_scale if self.optimizer and self.fp16_enabled() else None
+        scale = optimizer.loss_scale if self.fp16_enabled() else None
         self._instruments.end_step(record, samples=self.global_samples, loss_scale=scale)
 
     def get_wall_clock_timers(self) -> dict[str, float]:
@@ -488,12 +487,7 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
     def get_global_grad_norm(self) -> float | None:
         """Global L2 norm of the last step's gradients before clipping; None before the first. Waits
         for backward on the device where the step did not."""
-        self._grad_norm = norm = value(self._grad_norm)
-        return norm
-
-    def was_step_applied(self) -> bool:
-        """Whether the last `step` call changed weights: a boundary, and no overflow."""
-        return self._step_applied
+        return None if self.optimizer is None else self.optimizer._global_grad_norm
 
     def offload_states(
         self,
@@ -539,9 +533,6 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
 
     get_tensor_parallel_rank = get_model_parallel_rank
 
-    def get_sequence_parallel_group(self) -> None:
-        """None: there is none."""
-
     def compile(
         self,
         backend: Any = "inductor",
@@ -558,15 +549,10 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
                 f"{compiled_autograd_enabled!r}, expected None and False: there is no graph of the "
                 "whole model; leave them out"
             )
-        if not self.is_compiled:
+        if not self._is_compiled:
             options = {**(compile_kwargs or {}), "backend": backend}
             self._stack.compile_blocks(lambda forward: torch.compile(forward, **options))
             self._is_compiled = True
-
-    @property
-    def is_compiled(self) -> bool:
-        """Whether `compile` was called."""
-        return self._is_compiled
 
     @property
     def plan(self) -> Plan:

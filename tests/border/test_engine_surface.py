@@ -52,10 +52,10 @@ def is_accessor(name: str) -> bool:
     return len(said) == 1 and isinstance(said[0], ast.Return)
 
 
-# These have a branch more, or set a batch size.
+# These have a branch more, are properties, or set a batch size.
 _OTHERS = """
     autotuning_metric_path autotuning_model_info_path collect_python_gc communication_data_type
-    flops_profiler_detailed flops_profiler_profile_step get_data_types get_mom
+    flops_profiler_detailed flops_profiler_profile_step get_data_types get_mom is_compiled
     set_train_micro_batch_size torch_autocast_lower_precision_safe_modules zero_cpu_offload
     zero_use_cpu_optimizer
 """
