@@ -178,7 +178,6 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
         self._ranks = ranks
         self.global_rank, self.world_size = ranks.global_rank, ranks.world_size
         self.dp_world_size, self.mp_world_size = ranks.num_ranks, ranks.model_parallel_size
-        self._model_parallel_rank = ranks.model_parallel_rank
         self.mpu = mpu
         self.collate_fn = collate_fn
         self.global_steps = self.global_samples = self.micro_steps = self.skipped_steps = 0
@@ -529,7 +528,7 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
 
     def get_model_parallel_rank(self) -> int:
         """This rank among those of `mpu`, 0 without one."""
-        return self._model_parallel_rank
+        return self._ranks.model_parallel_rank
 
     get_tensor_parallel_rank = get_model_parallel_rank
 

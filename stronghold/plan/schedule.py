@@ -58,10 +58,6 @@ class Action:
         kind, _, layer = text.strip().partition(" ")
         return GATE if kind == GATE.kind.value else Action(kind=Kind(kind), layer=int(layer))
 
-    @property
-    def is_use(self) -> bool:
-        return self.kind in (Kind.FORWARD, Kind.BACKWARD)
-
 
 GATE = Action(kind=Kind.GATE)
 
@@ -103,7 +99,7 @@ def parse_schedule(text: str) -> Schedule:
         if len(steps) == len(after):
             steps.append([])
         steps[-1].append(action)
-        if action.is_use:
+        if action.kind in (Kind.FORWARD, Kind.BACKWARD):
             after.append([])
     return Schedule(
         uses=tuple(step[-1] for step in steps),

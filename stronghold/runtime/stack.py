@@ -302,11 +302,6 @@ class Stack:
         room = None if budget is None else budget - plan.host_total_bytes
         return Runtime(self._made, plan, host_room_bytes=room)
 
-    @property
-    def forked(self) -> bool:
-        """Whether this process is a forked child of the one that built it."""
-        return forked_from(self._process)
-
     def check_process(self, operation: str) -> None:
         """ConfigError in a forked child."""
         check_not_forked(self._process, operation)
@@ -499,7 +494,7 @@ class Stack:
         LaneError, when all of that is done, for a failure that nobody was told of: the weights may
         be of two steps.
         """
-        if self._closed or self.forked:
+        if self._closed or forked_from(self._process):
             return
         self._closed = True
         _open.discard(self)
