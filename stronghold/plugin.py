@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,9 +26,6 @@ from deepspeed.utils import zero_to_fp32
 from stronghold import config as configs
 from stronghold.errors import ConfigError
 from stronghold.process import Replacements
-from stronghold.telemetry import show_log
-
-logger = logging.getLogger("stronghold")
 
 _replaced = Replacements()
 _active = False
@@ -48,8 +44,6 @@ def enable() -> None:
         from accelerate.utils.deepspeed import HfDeepSpeedConfig
 
         _replaced.put(HfDeepSpeedConfig, "set_stage_and_offload", _without_stage_3)
-    show_log()
-    logger.info('deepspeed.initialize obeys the config\'s "stronghold" section from now on')
 
 
 def disable() -> None:
