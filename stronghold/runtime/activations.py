@@ -460,7 +460,7 @@ class Activations:
                 held, epoch, dtype, offset, shape, stride = packed
                 if layers[held].epoch != epoch:
                     self._refuse_old(held, epoch)
-                weight = executor.weights_of(held)
+                weight = executor.weights_of(held, layer)
                 if weight.dtype is not dtype:
                     weight = weight.view(dtype)
                 weight = weight.as_strided(shape, stride, offset)

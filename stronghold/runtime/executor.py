@@ -11,8 +11,7 @@ and is the slot's reader when it is released.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
@@ -89,9 +88,11 @@ class Executor:
         self._training = Track(self._schedule(forward + backward[len(backward) // 2 :]))
         self._evaluation = Track(self._schedule(forward))
         self._current = self._training
-        self._together = True  # whether a fetch of the training pass is made by all ranks
-        # What was in slots, and was old, when this rank turned from its training pass.
-        self._left: tuple[list[int | None], list[LayerState]] = [], []
+        # What was in slots, and was old, when this rank left the agreed order of fetches: until it
+        # takes it up again, its fetches meet nobody. None while it follows that order.
+        self._left: tuple[list[int | None], list[LayerState]] | None = None
+        # What ranks agree on of the residents that are fetched at their call, not before.
+        self.called_residents: frozenset[int] | None = frozenset() if self._team.lockstep else None
         self.num_fetches = 0
         self.fetched_bytes = 0
         drains = [a.layer for a in self.schedule.actions if a.kind is Kind.DRAIN]
@@ -121,41 +122,42 @@ class Executor:
         self._device.check()
         self._ledger.check()
         self._turn_to(self._training if training else self._evaluation)
+        if training and self._team.lockstep:
+            self._training.cursor = 0
         if self.phase is Phase.IDLE:
             self.phase = Phase.FORWARD
 
     def _turn_to(self, track: Track) -> None:
-        if track is self._current:
-            return
-        self._current = track
-        if track is self._training and self._team.lockstep:
+        if track is self._training:
+            self._current = track
             self._take_up()
-            return
-        track.cursor = 0
-        track.recorded.clear()
-        stale = [state for state in self.layers if state.stale]
-        self._left = self._window.places(), stale
+        elif track is not self._current:
+            self._current = track
+            track.cursor = 0
+            track.recorded.clear()
+            self._leave()
+
+    def _leave(self) -> None:
+        """What is fetched from now on, other ranks may not fetch."""
+        if self._team.lockstep and self._left is None:
+            stale = [state for state in self.layers if state.stale]
+            self._left = self._window.places(), stale
 
     def _take_up(self) -> None:
         """The slots hold again what they held when this rank went on alone, in the same order: the
         others' order of gathers counts on that."""
+        if self._left is None:
+            return
         window, (places, stale) = self._window, self._left
         together = {layer for layer in places if layer is not None}
         for layer in set(window.held_layers()) - together:
             self._release(layer)
-        with self._alone(stale):
-            for layer in sorted(together - set(window.held_layers())):
-                self._fetch(layer, keep=layer)
+        for layer in sorted(together - set(window.held_layers())):
+            self._fetch(layer, keep=layer)
         window.arrange(places)
-
-    @contextmanager
-    def _alone(self, stale: Sequence[LayerState]) -> Iterator[None]:
-        """Fetches meet no other rank; what was `stale` is yet to be fetched with the others."""
-        self._together = False
-        yield
-        self._together = True
-        for state in stale:
+        for state in stale:  # fetched with the others
             state.stale = True
+        self._left = None
 
     def _resume(self) -> None:
         if self._team.lockstep:
@@ -181,8 +183,9 @@ class Executor:
         self._updates.begin_backward()
         self.phase = Phase.BACKWARD
 
-    def end_backward_pass(self) -> None:
-        """Autograd has returned or raised: drain what is left, put every parameter at rest."""
+    def end_backward_pass(self, called: frozenset[int]) -> None:
+        """Autograd has returned or raised: drain what is left, put every parameter at rest.
+        `called`: resident layers that a pass may wait for at their call."""
         self._span.end()
         self._catch_up(Kind.BACKWARD)
         try:
@@ -199,7 +202,7 @@ class Executor:
             applied = {state.index for state in self._ledger.applied}
             for layer in applied - self._refreshed:
                 self.bindings.hide(layer)
-        self._learn(self._training)
+        self._learn(self._training, called)
 
     def start_again(self) -> None:
         """An exception may have ended anything anywhere: no pass is running, no layer is in a slot,
@@ -207,7 +210,7 @@ class Executor:
         self.phase = Phase.IDLE
         self._inside.clear()
         self._span.drop()
-        self._current = self._training
+        self._current, self._left = self._training, None
         for track in (self._training, self._evaluation):
             track.cursor = 0
             track.recorded.clear()
@@ -245,22 +248,38 @@ class Executor:
         for layer in self._window.held_layers():
             self.bindings.rest(layer)
 
-    def _learn(self, track: Track) -> None:
+    def _learn(self, track: Track, called: frozenset[int] = frozenset()) -> None:
         """Adopt the order of uses that this pass showed when the schedule predicted another: of a
         training pass when all ranks have seen it."""
         seen = tuple(track.recorded)
         track.recorded.clear()
 
         def adopt() -> None:
-            if 0 < len(seen) <= MAX_RECORDED_USES and seen != track.schedule.uses:
-                track.schedule, track.cursor = self._schedule(seen), 0
+            together = track is self._training and self._team.lockstep
+            uses = self._with_skipped(seen) if together else seen
+            if 0 < len(seen) <= MAX_RECORDED_USES and uses != track.schedule.uses:
+                track.schedule, track.cursor = self._schedule(uses), 0
+            if together:
+                self.called_residents = called
 
         if track is self._training:
-            self._team.propose(seen, adopt)
+            self._team.propose((seen, sorted(called)), adopt)
         else:
             adopt()
         if track.cursor >= len(track.schedule.uses):
             track.cursor = 0
+
+    def _with_skipped(self, seen: Sequence[Action]) -> tuple[Action, ...]:
+        """A training pass as `seen`, and with the uses that ranks may have another time, each
+        behind what it followed."""
+        uses, at = list(seen), 0
+        for use in self._training.schedule.uses:
+            if use in seen:
+                at = uses.index(use) + 1
+            elif use.kind is Kind.FORWARD or self.layers[use.layer].trained:
+                uses.insert(at, use)
+                at += 1
+        return tuple(uses)
 
     # -- uses -----------------------------------------------------------------------------------
     def begin_use(self, layer: int, kind: Kind) -> None:
@@ -298,7 +317,7 @@ class Executor:
             self._advance(use)
         elif not self._current.recorded or self._current.recorded[-1] != use:
             self._advance(use)
-        self.make_resident(layer)
+        self.make_resident(layer, together=True)
         self._span.begin(use)
 
     def _take_writes(self, layer: int) -> None:
@@ -357,20 +376,23 @@ class Executor:
         track = self._current
         if len(track.recorded) <= MAX_RECORDED_USES:
             track.recorded.append(use)
-        uses = track.schedule.uses
-        for k in range(len(uses)):
-            position = (track.cursor + k) % len(uses)
-            if uses[position] == use:
-                self._follow(track, position)
-                return
-
-    def _follow(self, track: Track, position: int) -> None:
-        use = track.schedule.uses[position]
-        if self._team.lockstep and track is self._training:
-            between = track.schedule.uses[track.cursor : position]
-            if all(other.kind is use.kind for other in between):
-                self._walk(track, position)
-        self._perform_before(track, position)
+        uses, together = track.schedule.uses, self._team.lockstep and track is self._training
+        ahead = len(uses) - track.cursor if together else len(uses)
+        positions = ((track.cursor + k) % len(uses) for k in range(ahead))
+        position = next((at for at in positions if uses[at] == use), None)
+        if not together:
+            if position is not None:
+                self._perform_before(track, position)
+        elif position is None or (self._left is not None and set(self._inside) - {use.layer}):
+            self._leave()  # what is there may not go while a block runs that is in it
+        else:
+            self._take_up()
+            begin = position
+            while begin > track.cursor and uses[begin - 1].kind is use.kind:
+                begin -= 1
+            track.cursor = begin
+            self._walk(track, position)
+            self._perform_before(track, position)
 
     def _perform_before(self, track: Track, position: int) -> None:
         """Do what the schedule has before the use at `position`."""
@@ -400,6 +422,7 @@ class Executor:
         uses, end = track.schedule.uses, track.cursor
         while end < len(uses) and uses[end].kind is kind:
             end += 1
+        self._take_up()
         self._walk(track, end)
 
     def _perform(self, action: Action, keep: int) -> None:
@@ -419,12 +442,15 @@ class Executor:
             return self.layers[layer].stale  # never one that is updated on the device
         return self.layers[layer].residency is Residency.HOST
 
-    def make_resident(self, layer: int) -> None:
+    def make_resident(self, layer: int, *, together: bool = False) -> None:
         """Fetch the layer if nobody has, make compute wait for it, and bind its parameters to the
-        slot. What is updated on the device is there, and was written in order with compute."""
+        slot. What is updated on the device is there, and was written in order with compute.
+        `together`: where other ranks fetch it, too."""
         if layer in self._plan.updated_on_gpu:
             return
         if self._needs_fetch(layer):
+            if not together:
+                self._leave()
             self._fetch(layer, keep=layer)
         state = self.layers[layer]
         slot = state.slot
@@ -444,10 +470,13 @@ class Executor:
         states = (self.layers[layer] for layer in self._refreshed)
         return [s.index for s in states if s.stale or s.residency is not Residency.RESIDENT]
 
-    def weights_of(self, layer: int) -> torch.Tensor:
+    def weights_of(self, layer: int, user: int) -> torch.Tensor:
         """The slot that holds the layer now, after fetching it if it left: what a saved tensor's
-        handle resolves to."""
+        handle resolves to. `user`: the layer whose forward saved it."""
         if self.layers[layer].residency is not Residency.RESIDENT:
+            use = Action(kind=Kind.BACKWARD, layer=user)
+            if self.phase is Phase.BACKWARD and self._current.recorded[-1:] != [use]:
+                self.begin_use(user, Kind.BACKWARD)  # no output that hooks know told of it
             self.make_resident(layer)
         slot = self.layers[layer].slot
         assert slot is not None
@@ -487,7 +516,7 @@ class Executor:
         source, copy = state.weights, device.copy
         target, weights = slot.weights[: source.numel()], state.records["weights"]
         if not tiers.holds(layer, "weights"):
-            together = self._together and self._current is self._training
+            together = self._left is None and self._current is self._training
             ranges = self._team.fetched(state, together=together)
             nbytes = sum(end - begin for begin, end in ranges) * source.element_size()
 
@@ -614,10 +643,9 @@ class Executor:
         for layer in layers:
             self.layers[layer].wait()
         self._host.tiers.store.check()
-        stale = [state for state in self.layers if state.stale and self._team.lockstep]
-        with self._alone(stale):
-            for layer in sorted(self._refreshed.intersection(layers)):
-                self.make_resident(layer)
+        self._leave()
+        for layer in sorted(self._refreshed.intersection(layers)):
+            self.make_resident(layer)
         for layer in layers:
             self.bindings.show(layer)
         self._team.settle(layers)

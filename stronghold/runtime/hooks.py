@@ -51,10 +51,17 @@ class ResidentCalls:
         self._reached: set[int] = set()  # called since the last backward
         self._missed: set[int] = set()  # expected since the last backward, not called, and old
 
-    def in_advance(self, *, training: bool) -> list[int]:
-        """A pass of the whole model begins: the layers to wait for before it does."""
+    @property
+    def known(self) -> frozenset[int]:
+        """Those that need not be waited for before their call."""
+        return frozenset(self._seen - self._read)
+
+    def in_advance(self, *, training: bool, agreed: frozenset[int] | None) -> list[int]:
+        """A pass of the whole model begins: the layers to wait for before it does. `agreed`: what
+        several ranks know, which wait for them together."""
         self._called.clear()
-        self._expected = self._seen - self._read if training else set()
+        known = self.known if agreed is None else agreed
+        self._expected = set(known) if training else set()
         return [layer for layer in self.all if layer not in self._expected]
 
     def called(self, layer: int) -> None:
@@ -145,8 +152,9 @@ class Hooks:
             return
         self._training = torch.is_grad_enabled()
         self._executor.begin_forward_pass(training=self._training)
-        for index in self._residents.in_advance(training=self._training):
-            self._executor.make_resident(index)
+        agreed = self._executor.called_residents
+        for index in self._residents.in_advance(training=self._training, agreed=agreed):
+            self._executor.make_resident(index, together=True)
 
     def _before_compiled(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if torch.is_grad_enabled():
@@ -268,6 +276,11 @@ class Hooks:
                 hooks: Any = parameter._post_accumulate_grad_hooks
                 if next(reversed(hooks)) != number:
                     hooks[number] = hooks.pop(number)
+
+    @property
+    def called(self) -> frozenset[int]:
+        """Resident layers that a training pass may wait for at their call."""
+        return self._residents.known
 
     def end_backward(self) -> None:
         """Backward has ended, or was abandoned."""

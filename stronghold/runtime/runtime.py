@@ -167,9 +167,10 @@ class Runtime:
         """Autograd has returned: every gradient is taken over, and no parameter has one."""
         if self._plan.whole:
             self._take_grad()
-        self.executor.end_backward_pass()
-        if self._hooks is not None:
-            self._hooks.end_backward()
+        hooks = self._hooks
+        self.executor.end_backward_pass(frozenset() if hooks is None else hooks.called)
+        if hooks is not None:
+            hooks.end_backward()
 
     def abandon_backward(self) -> None:
         """Autograd, or a step before it changed anything, raised: the step's gradients so far are

@@ -38,6 +38,7 @@ import torch
 from deepspeed.utils import bwc
 from torch import distributed
 
+from stronghold.device.base import only_waits
 from stronghold.errors import BudgetError, ConfigError, RankError
 from stronghold.model.layout import Shards
 from stronghold.process import ALONE, Neighbours, boot_id, pid_namespace
@@ -206,20 +207,19 @@ class Group:
         self.numbers(torch.zeros(1, dtype=torch.uint8), operation)
 
     # -- waiting ----------------------------------------------------------------------------------
-    def _begin(self) -> None:
-        if self.watch is not None:
-            self.watch.begin(self._number)
-
     def _begin_on_stream(self, operation: str) -> None:
         """What is only enqueued waits for nobody: look whether all are there."""
-        self._begin()
         if self.watch is not None:
+            self.watch.begin(self._number, operation, self.members)
+            self.watch.end(self._number)
             self.watch.check(operation, self.members)
 
+    @only_waits
     def _run(self, operation: str, start: Callable[[], Any]) -> None:
         if self._lost is not None:
             raise self._lost
-        self._begin()
+        if self.watch is not None:
+            self.watch.begin(self._number, operation, self.members)
         begun, said = time.monotonic(), SAY_EVERY_S
         try:
             work = start()
@@ -239,6 +239,9 @@ class Group:
                 raise
             self._lost = self.watch.explain(operation, self._number, self.members, error)
             raise self._lost from error
+        finally:
+            if self.watch is not None:
+                self.watch.end(self._number)
 
     def _wait(self, work: Any) -> bool:
         """Whether the work ends within a slice of time; raises its error."""

@@ -15,9 +15,10 @@ What the records of this process (`device.base`) cannot tell, for it is about ot
 [Note: lockstep] The fetches of a training pass are gathers, in which every rank takes part; their
 order must depend on nothing that may differ between ranks:
   * a layer that this rank does not use  -> the schedule is followed as if it did
-  * a pass that this rank makes alone    -> its fetches meet nobody, and the slots hold afterwards
-                                            what they held before
-  * another order of uses than predicted -> adopted when every rank has seen it (`propose`)
+  * a pass that this rank makes alone,   -> its fetches meet nobody, and the slots hold afterwards
+    or a use that is not next               what they held before
+  * another order of uses than predicted -> adopted when every rank has seen it (`propose`), with
+                                            the layers that were skipped
 A fetch that meets nobody copies the whole layer from the node's weights over this rank's own link.
 
 [Note: one order] Every backward reduces every trained layer once, in one order, with zeros where
@@ -52,7 +53,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from stronghold.device.base import Device, Fence
+from stronghold.device.base import Device, Fence, only_waits
 from stronghold.device.simulated import meta_slab
 from stronghold.errors import ConfigError, RankError
 from stronghold.memory.layer import GradientSlot, LayerState, Slot
@@ -278,13 +279,14 @@ class RankTeam(Team):
             return
         self.note("gather", state.index)
         group, name = self._ranks.gather, f"gather {state.index}"
+        said = f"{name} ({state.name})"
         if group.num_ranks == 1:  # the only one of its node
             return
         parts = self._ranks.shards.fetched(state.layout)
 
         def gather() -> None:
             for (first, last), (begin, end) in parts:
-                group.gather(slot.weights[first:last], slot.weights[begin:end], name)
+                group.gather(slot.weights[first:last], slot.weights[begin:end], said)
 
         received = state.layout.numel - sum(end - begin for _, (begin, end) in parts)
         nbytes = received * slot.weights.element_size()
@@ -306,7 +308,7 @@ class RankTeam(Team):
         received = gradients.numel() - (state.end - state.begin)
         self._device.lane("reduce").submit(
             name,
-            lambda: group.mean(gradients, room, name),
+            lambda: group.mean(gradients, room, f"{name} ({state.name})"),
             after,
             writes=(slot.record,),
             nbytes=received * gradients.element_size(),
@@ -575,6 +577,7 @@ class NodeWeights:
         """What waits until the layer is as new as every rank's last submitted update."""
         expected, versions, ranks = self._expected[layer], self._versions[layer], self.ranks
 
+        @only_waits
         def wait() -> None:
             looked_s = time.monotonic()
             while int(versions.min()) < expected:

@@ -15,6 +15,12 @@ the rank that reads what other nodes say, for what they say.
 evaluation), so that who waits for it says its name now and then, and goes on waiting until the
 process group's own time-out.
 
+[Note: a circle] Ranks that call what all take part in unequally often may each wait in another
+collective, for ever. A rank is stuck when a thread of the program's waits for a lane or for ranks,
+every lane waits or has nothing to do, and each collective that it waits in lacks a rank, or has one
+that came for another. Whoever computes, reads or writes is not, however long it takes, nor where
+data is under way. When all are for `CIRCLE_S`, none will ever go on: each says so, and ends.
+
 [Note: another node] Of a process on another node this one knows its row alone, which its own node's
 ranks mark when it has ended. One that was the only rank of its node falls silent; a connection that
 breaks at the same time shortens the wait for that, since live ranks speak every second.
@@ -32,12 +38,13 @@ import time
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
+from types import FrameType
 from typing import Any
 
 import numpy as np
 from torch.distributed import distributed_c10d
 
-from stronghold.device.base import THREAD_PREFIX
+from stronghold.device.base import THREAD_PREFIX, WAITING, ThreadLane
 from stronghold.errors import RankError
 from stronghold.memory.slab import NodeMemory
 from stronghold.native import naming_threads
@@ -46,12 +53,14 @@ from stronghold.process import Neighbours, forked_from, start_of, state_of
 logger = logging.getLogger("stronghold")
 
 INTERVAL_S = 0.5
-MESSAGE_BYTES = 400
+CIRCLE_S = 10.0
+MESSAGE_BYTES, WAITS_BYTES = 600, 160
 PAUSE_S = 4 * INTERVAL_S
 BROKEN_S = 2.0  # a process that is killed takes a moment to be gone
 SIGNS_S = 1.0  # between what a rank says to other nodes
 RANKS_PER_SIGN = 256  # more ranks speak less often: one process answers them all
 STORE_TIMEOUT_S = 10.0
+BEATS = (f"{THREAD_PREFIX}watch", f"{THREAD_PREFIX}signs")  # threads that others never wait for
 ROW = np.dtype(
     [
         ("pid", np.int64),
@@ -59,6 +68,8 @@ ROW = np.dtype(
         ("beats", np.int64),
         ("signs", np.int64),  # times that it read what other nodes say
         ("arrived", np.int64, 5),  # collectives begun, by group
+        ("stuck", np.int64),  # beats for which it could do nothing by itself
+        ("waits", f"S{WAITS_BYTES}"),  # the collectives that it is in
         ("left", np.int64),
         ("ended", np.int64),  # another rank of its node says so
         ("failed", np.int64),
@@ -95,6 +106,8 @@ class Watch:
         self._reader = (-1, now)  # of the rank that reads what other nodes say
         self._seen = [(-1, now)] * len(ranks)
         self.on_loss: Callable[[], None] | None = None  # called once, by the beat's thread
+        self._waits: list[tuple[str, Collection[int]] | None] = [None] * len(self._mine["arrived"])
+        self._circle_said = ""
         self._signs: Signs | None = None
         if len(local) < len(ranks):
             name = str(neighbours.of_all(f"{nodes[mine]} {os.getpid()} {time.monotonic_ns()}")[0])
@@ -110,6 +123,7 @@ class Watch:
         paused = now - self._own_s > PAUSE_S
         self._own_s = now
         self._mine["beats"] += 1
+        self._look_at_itself(paused)
         reads = int(self._rows[self._local[0]]["signs"])
         if reads != self._reader[0]:
             self._reader = (reads, now)
@@ -125,11 +139,49 @@ class Watch:
             self.on_loss = None
             on_loss()
 
+    def _look_at_itself(self, paused: bool) -> None:
+        """Whether this rank can do nothing by itself ([Note: a circle])."""
+        mine, waits = self._mine, [(k, *w) for k, w in enumerate(tuple(self._waits)) if w]
+        lacking = bool(waits) and all(self._lacks(*each) for each in waits)
+        stuck = lacking and not paused and _all_wait()
+        words = " and ".join(each[1] for each in waits).encode()[:WAITS_BYTES]
+        mine["stuck"] = (mine["stuck"] + 1 if words == mine["waits"] else 1) if stuck else 0
+        mine["waits"] = words
+
+    def _lacks(self, group: int, waits: str, ranks: Collection[int]) -> bool:
+        """Whether one of `ranks` has not come to this collective, or came for another."""
+        mark = waits.split()[-1]
+        others = [self._waits_of(i) for i in self._others() if self._ranks[i] in ranks]
+        elsewhere = any(mark in other.split() and waits not in other for other in others)
+        return elsewhere or bool(self.behind(group, ranks))
+
+    def _waits_of(self, i: int) -> str:
+        return str(self._rows[i]["waits"].decode(errors="replace"))
+
+    def _circle(self) -> str:
+        """What to say where no rank will ever go on."""
+        present = [i for i in range(len(self._ranks)) if not self._rows[i]["left"]]
+        beats = min(CIRCLE_S, self._silence_s) / INTERVAL_S
+        if not all(int(self._rows[i]["stuck"]) > beats for i in present):
+            return ""
+        waits = [f"{self._name(i)} in {self._waits_of(i)}" for i in present[:8]]
+        return (
+            f"the ranks wait for each other, each in what another does not come to: "
+            f"{'; '.join(waits)}. Call forward, backward, step and what else all ranks take part "
+            "in equally often on every rank, and in one order. Load the last checkpoint"
+        )
+
     # -- asked by whoever waits -------------------------------------------------------------------
-    def begin(self, group: int) -> None:
-        """This rank begins its next collective of the group."""
+    def begin(self, group: int, operation: str, ranks: Collection[int]) -> None:
+        """This rank begins its next collective of the group, of `ranks`."""
         self.check_self()
         self._mine["arrived"][group] += 1
+        number = self._mine["arrived"][group]
+        self._waits[group] = (f"{operation} #{group}.{number}", ranks)
+
+    def end(self, group: int) -> None:
+        """It has ended, or waits for nobody."""
+        self._waits[group] = None
 
     def check_self(self) -> None:
         """RankError once this rank has failed: the others have ended, and two that each wait in
@@ -146,6 +198,10 @@ class Watch:
         """RankError when a rank has ended, failed or fallen silent, or one of `ranks`, for which
         the operation waits, has closed its engine."""
         self.check_self()
+        if circle := self._circle():
+            self._circle_said = circle
+            self.fail(circle)
+            raise RankError(circle)
         limit_s = self._silence_s if silence_s is None else min(silence_s, self._silence_s)
         lost = [found for i in self._others() if (found := self._loss(i, limit_s))]
         lost += [
@@ -218,7 +274,7 @@ class Watch:
     # -- what this rank says ----------------------------------------------------------------------
     def fail(self, message: str) -> None:
         """The others end with this message when they next wait."""
-        self._mine["message"] = message.encode()[:MESSAGE_BYTES]
+        self._mine["message"] = (self._circle_said or message).encode()[:MESSAGE_BYTES]
         self._mine["failed"] = 1
         if self._signs is not None:
             with contextlib.suppress(RuntimeError):  # the store may have ended before
@@ -233,6 +289,22 @@ class Watch:
         if self._signs is not None:
             self._signs.close()
         self._memory.close()
+
+
+def _all_wait() -> bool:
+    """Whether a thread of the program's waits for a lane or for ranks, and every lane waits or has
+    nothing to do."""
+    names, waits = {thread.ident: thread.name for thread in threading.enumerate()}, False
+    for ident, top in sys._current_frames().items():
+        name = names.get(ident, "one of autograd's")
+        frame: FrameType | None = top
+        while frame is not None and frame.f_code not in WAITING:
+            frame = frame.f_back
+        if not name.startswith(THREAD_PREFIX):
+            waits |= frame is not None
+        elif frame is None and name not in BEATS and top.f_code is not ThreadLane._loop.__code__:
+            return False
+    return waits
 
 
 def _last_words(watch: weakref.ref[Watch]) -> None:

@@ -389,12 +389,17 @@ FAILURES = {
     "raise": "rank 1 (process {}) failed: ArithmeticError: a batch of nonsense",
     "stop": "rank 1 (process {}) was silent for",
     "disk": "rank 1 (process {}) failed: LaneError: spill",
+    "uneven": "rank 1 (process {}) in ",
 }
 
 
 @pytest.mark.parametrize(
     "how",
-    ["kill", *(pytest.param(how, marks=pytest.mark.slow) for how in ("raise", "stop", "disk"))],
+    [
+        "kill",
+        "uneven",
+        *(pytest.param(how, marks=pytest.mark.slow) for how in ("raise", "stop", "disk")),
+    ],
 )
 def test_a_rank_that_is_lost_is_named_and_the_others_end(how: str, tmp_path: Path) -> None:
     environment = {"HOW": how}
@@ -405,6 +410,12 @@ def test_a_rank_that_is_lost_is_named_and_the_others_end(how: str, tmp_path: Pat
         words = FAILURES[how].format(launch.processes[1].pid)
         assert words in launch.output(0)
         assert "Load the last checkpoint" in launch.output(0)
+        if how == "uneven":
+            assert launch.processes[1].wait(timeout=30) != 0
+            for said in map(launch.output, range(2)):
+                assert (
+                    "the ranks wait for each other, each in what another does not come to" in said
+                )
         if how == "stop":
             assert "is stopped" in launch.output(0)
         if how == "disk":

@@ -150,6 +150,23 @@ CASES: dict[str, Callable[[], Run]] = {
     "choosy, one slot": partial(
         train, "choosy", config(clipping=0.0, section={"window": 1}), steps=5
     ),
+    **{
+        f"{ways}, {window} slots, {activations}": partial(
+            train,
+            "choosy",
+            config(clipping=0.0, section={"window": window, "activations": activations}),
+            steps=5,
+            options={"ways": ways},
+        )
+        for ways, window, activations in (
+            ("exit", 1, "keep"),
+            ("exit deep", 2, "recompute"),
+            ("skips penalty", 1, "keep"),
+            ("skips held", 2, "keep"),
+            ("exit held", 1, "recompute"),
+            ("order", 2, "keep"),
+        )
+    },
     "weird sizes": partial(train, "weird_model", config(clipping=0.0)),
     "recomputed": partial(train, "gpt", config(clipping=0.0, section={"activations": "recompute"})),
     "chunks": partial(train, "gpt", config(clipping=0.0, section={"chunk": 1})),

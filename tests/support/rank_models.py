@@ -44,21 +44,61 @@ class Choosy(nn.Module):
         return (y - x).square().mean()
 
 
+class Straying(Choosy):
+    """Ranks stop at different blocks, skip some or take them in another order and some twice, call
+    a layer outside of them unequally often, in `ways`; nothing tells that a tensor was returned."""
+
+    def __init__(self, *ways: str, width: int = 24) -> None:
+        super().__init__(width)
+        self.ways = ways
+        for block in self.blocks:
+            block.held = "held" in ways
+
+    def forward(self, x: torch.Tensor, number: int) -> torch.Tensor:
+        y = first = self.first(x)
+        loss = y.new_zeros(())
+        blocks = [*self.blocks]
+        if "exit" in self.ways:
+            blocks = blocks[: (1, 1, 4, 2, 5, 3, 2, 2)[number % 8]]
+        if "skips" in self.ways:
+            blocks = [b for k, b in enumerate(blocks) if number < 2 or (number + k) % 3]
+        if "order" in self.ways and number % 2:
+            blocks = blocks[::-1] + blocks[:2]
+        for block in blocks:
+            y = block(y, number)
+            y = y.tensor if isinstance(y, Held) else y
+            if "deep" in self.ways:
+                loss = loss + (self.first(y) - x).square().mean()
+        loss = loss + (y - x).square().mean()
+        if "penalty" in self.ways:
+            (slope,) = torch.autograd.grad(loss, first, create_graph=True)
+            loss = loss + slope.square().sum()
+        return loss
+
+
+class Held:
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+
 class Block(nn.Module):
+    held = False
+
     def __init__(self, width: int) -> None:
         super().__init__()
         self.linear = nn.Linear(width, width)
         self.even = nn.Parameter(torch.zeros(width))
 
-    def forward(self, x: torch.Tensor, number: int) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, number: int) -> Any:
         y = x + torch.tanh(self.linear(x))
-        return y + self.even if number % 2 == 0 else y
+        y = y + self.even if number % 2 == 0 else y
+        return Held(y) if self.held else y
 
 
-def choosy(width: int = 24) -> tuple[nn.Module, Callable[[int], dict[str, Any]]]:
+def choosy(width: int = 24, *, ways: str = "") -> tuple[nn.Module, Callable[[int], dict[str, Any]]]:
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        model = Choosy(width)
+        model = Straying(*ways.split(), width=width) if ways else Choosy(width)
 
     def make_batch(seed: int) -> dict[str, Any]:
         random = torch.Generator().manual_seed(seed)

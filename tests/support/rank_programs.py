@@ -102,8 +102,10 @@ def fail(folder: Path) -> None:
             if how == "disk":
                 tiers = engine._stack.host.tiers
                 tiers.begin = partial(begin_or_fail, tiers.begin)
-            elif how == "slow":
-                time.sleep(2.5)
+            elif how == "slow":  # longer than ranks that wait for each other may
+                time.sleep(5)
+            elif how == "uneven":
+                engine.backward(loss_of(engine(**make_batch(step))))
             else:
                 os.kill(os.getpid(), signal.SIGKILL if how == "kill" else signal.SIGSTOP)
         engine.backward(loss)
