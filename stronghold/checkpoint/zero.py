@@ -46,6 +46,7 @@ from stronghold.checkpoint.tensorfile import (
 )
 from stronghold.checkpoint.weights import shards
 from stronghold.errors import CheckpointError, ConfigError
+from stronghold.runtime.optimizer import deepspeeds_scaler, scaler_state
 from stronghold.states import LOW_DTYPE, MOMENTS, states_of
 
 logger = logging.getLogger("stronghold")
@@ -81,12 +82,14 @@ class ZeroParameter(NamedTuple):
 
 
 class ZeroCheckpoint(NamedTuple):
-    """`model` is rank 0's model state; `aliases` maps tied names to the one that is stored."""
+    """`model` is rank 0's model state; `aliases` maps tied names to the one that is stored;
+    `loss_scale` is as `scaler_state` gives it, of stages 1 to 3."""
 
     model: dict[str, Any]
     parameters: list[ZeroParameter]
     groups: list[dict[str, Any]]
     aliases: dict[str, str]
+    loss_scale: dict[str, Any] | None = None
 
 
 # -- import ---------------------------------------------------------------------------------------
@@ -149,6 +152,7 @@ def _write_imported(zero: ZeroCheckpoint, out: Path, dtype: torch.dtype) -> None
     client = ClientState(
         scheduler=zero.model.get("lr_scheduler"),
         loader=zero.model.get("data_sampler"),
+        loss_scale=zero.loss_scale,
         client={key: value for key, value in zero.model.items() if key not in OWN_KEYS},
     )
     made_by = versions()
@@ -262,7 +266,9 @@ def _sharded(
     ]
     parameters += _frozen(states, {p.name for p in parameters}, ranks if stage == 3 else 1)
     aliases = dict(model.get("shared_params") or {})
-    return ZeroCheckpoint(model, parameters, _groups(shards[0], shapes), aliases)
+    scaler = shards[0].get("loss_scaler")
+    loss_scale = None if scaler is None else scaler_state(scaler)
+    return ZeroCheckpoint(model, parameters, _groups(shards[0], shapes), aliases, loss_scale)
 
 
 def _stage_2(
@@ -463,6 +469,15 @@ def _write_zero(opened: OpenTag, client: ClientState | None, out: Path, scratch:
         "ds_version": manifest.versions["deepspeed"],
     }
     optimizer = _optimizer_state(opened, groups, scratch)
+    if manifest.dtype is torch.float16:
+        scaler = deepspeeds_scaler((client and client.loss_scale) or {})
+        if scaler is None:
+            logger.warning(
+                "%s does not say the whole loss scale: DeepSpeed begins with that of its config",
+                STATE,
+            )
+        else:
+            optimizer |= {"loss_scaler": scaler, "dynamic_loss_scale": scaler.dynamic}
     prefix = "bf16_" if manifest.dtype is torch.bfloat16 else ""
     torch.save(
         {
@@ -535,7 +550,6 @@ def _optimizer_state(
         for index, group in enumerate(opened.manifest.groups or ())
     ]
     return {
-        "dynamic_loss_scale": False,
         "overflow": False,
         "base_optimizer_state": {"state": states, "param_groups": hyper},
         "single_partition_of_fp32_groups": flats,

@@ -22,8 +22,16 @@ from stronghold.errors import ConfigError
 from stronghold.runtime.adam import AdamFlags, Groups
 from stronghold.telemetry.metrics import Reading, value
 
-# What a dynamic scaler remembers between two steps; the rest of it is config.
+# What a dynamic scaler remembers between two steps; the rest of it is config, which a ZeRO
+# checkpoint holds, too, in the order of DeepSpeed's arguments.
 STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+CONFIG = (
+    "scale_window",
+    "min_scale",
+    "delayed_shift",
+    "consecutive_hysteresis",
+    "raise_error_at_min_scale",
+)
 
 
 class StepScaler(DynamicLossScaler):  # type: ignore[misc]
@@ -82,7 +90,19 @@ def make_scaler(fp16: DeepSpeedFP16Config, zero_stage: int) -> LossScalerBase:
 
 def scaler_state(scaler: LossScalerBase) -> dict[str, Any]:
     """What a checkpoint keeps of a scaler."""
-    return {name: getattr(scaler, name) for name in STATE if hasattr(scaler, name)}
+    names = STATE + CONFIG
+    return {name: getattr(scaler, name) for name in names if hasattr(scaler, name)}
+
+
+def deepspeeds_scaler(state: dict[str, Any]) -> LossScalerBase | None:
+    """DeepSpeed's own object of what `scaler_state` gave; None where an older one lacks parts."""
+    if state.keys() == {"cur_scale"}:
+        return LossScaler(state["cur_scale"])
+    if not state.keys() >= {*STATE, *CONFIG}:
+        return None
+    scaler = DynamicLossScaler(state["cur_scale"], *(state[name] for name in CONFIG))
+    restore_scaler(scaler, state)
+    return scaler
 
 
 def restore_scaler(scaler: LossScalerBase, state: dict[str, Any]) -> None:

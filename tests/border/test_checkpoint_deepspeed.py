@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 from deepspeed.utils import zero_to_fp32
 from safetensors.torch import load_file, save_model
 
@@ -206,6 +207,25 @@ def test_a_zero_export_comes_back_bit_for_bit(saved: Path, tmp_path: Path) -> No
         loaded = snapshot(engine)
     for name, value in loaded.items():
         assert name == "torch's random state" or torch.equal(value, again[name]), name
+
+
+def test_a_loss_scale_goes_to_deepspeed_and_comes_back(tmp_path: Path) -> None:
+    with imported_session(make_model(), 2, "fp16") as engine:
+        train(engine, 2)
+        engine.optimizer.loss_scaler.update_scale(True)
+        scale = vars(engine.optimizer.loss_scaler).copy()
+        engine.save_checkpoint(tmp_path / "ours")
+    command("export", tmp_path / "ours", tmp_path / "zero", "--to", "zero-stage2")
+    (file,) = (tmp_path / "zero").glob("*/*_optim_states.pt")
+    state = torch.load(file, weights_only=False)["optimizer_state_dict"]
+    assert type(state["loss_scaler"]) is DynamicLossScaler
+    assert vars(state["loss_scaler"]) == scale
+    assert state["dynamic_loss_scale"] is True
+    command("import", tmp_path / "zero", tmp_path / "again")
+    with imported_session(make_model(seed=9), 2, "fp16") as engine:
+        assert vars(engine.optimizer.loss_scaler) != scale
+        engine.load_checkpoint(tmp_path / "again")
+        assert vars(engine.optimizer.loss_scaler) == scale
 
 
 def test_deepspeeds_functions_read_our_checkpoints(saved: Path, plugin: None) -> None:
