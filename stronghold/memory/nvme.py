@@ -240,6 +240,11 @@ class SpillFile:
             with self._writing.open(nameless, self.nbytes, create=False) as file:
                 return file.preallocated
         except OSError as error:
+            if error.errno in (errno.ENOENT, errno.ESTALE):
+                raise ConfigError(
+                    f"{PATH_KEY}: {self.folder} is on a file system where a file ends with its "
+                    "name (FUSE with hard_remove); name a directory on a local disk"
+                ) from error
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
             free = min(free, self.nbytes)  # others may have written since
