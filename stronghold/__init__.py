@@ -117,7 +117,7 @@ def _enable_at_a_config(module: Any) -> None:
 
 _ACTIONS = {"deepspeed": _enable, "accelerate.utils.deepspeed": _enable_at_a_config}
 
-if "deepspeed" in sys.modules:
+if not sys.modules.keys().isdisjoint(_ACTIONS):
     _enable(None)
 else:
     sys.meta_path.insert(0, _DeepSpeedFinder)

@@ -354,10 +354,13 @@ def test_launch_enables_the_plugin_in_a_program_that_owns_its_command_line(tmp_p
 
 def test_a_program_that_imports_stronghold_needs_no_more() -> None:
     """Whatever is imported first; a section never reaches DeepSpeed's own engine, silently."""
-    probe = "import os, torch\nfor first in ('', '.plugin', '.engine', None):\n"
+    probe = "import os, torch\nfor first in ('', '.plugin', '.engine', 'accelerate', None):\n"
     probe += "  if os.fork() == 0: break\n"
     probe += "  assert os.wait()[1] == 0\nelse: os._exit(0)\n"
-    probe += "if first is not None: __import__(f'stronghold{first}')\n"
+    probe += "if first == 'accelerate':\n"
+    probe += "  import sys, accelerate.utils.deepspeed, stronghold\n"
+    probe += "  assert 'stronghold.plugin' in sys.modules\n"
+    probe += "elif first is not None: __import__(f'stronghold{first}')\n"
     probe += "import deepspeed, stronghold\nfrom stronghold import plugin\n"
     probe += "print(plugin.enabled(), deepspeed.initialize.__module__)"
     result = subprocess.run(
@@ -369,7 +372,7 @@ def test_a_program_that_imports_stronghold_needs_no_more() -> None:
         timeout=120,
     )
     assert result.returncode == 0, result.stderr
-    assert result.stdout.count("True deepspeed") == 4, result.stdout
+    assert result.stdout.count("True deepspeed") == 5, result.stdout
 
 
 def test_the_shim_is_first_in_the_path_once() -> None:
