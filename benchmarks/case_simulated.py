@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from cases import Machine, Row
+from case_machine import Machine, Row
 from compare import rates
 from methods.task import DTYPES, Task
 
@@ -18,7 +18,7 @@ from stronghold.forecast.question import from_sizes
 from stronghold.plan.cost import Demand, workload_of
 from stronghold.plan.machine import MachineProfile, rates_of
 from stronghold.plan.plan import make_plan
-from stronghold.simulate import fastest_plan, simulate
+from stronghold.predict.simulate import fastest_plan, simulate
 from stronghold.states import states_of
 
 OURS = "stronghold"

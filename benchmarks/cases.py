@@ -12,18 +12,17 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import compare
+from case_machine import Machine, Row
 from harness import RESULTS, ROOT, describe, hardware, provenance
 from methods import METHODS
 from methods.task import Task
 from tqdm import tqdm
 
-Row = dict[str, Any]
 ARTIFACT: dict[str, Any] = {  # GPT of the SC22 artifact, on one V100 of 32 GB with 90 GB of RAM
     "family": "gpt",
     "hidden": 2048,
@@ -89,26 +88,6 @@ PUBLISHED_LAYERS_MS = {
     92: 21006.0,
 }
 BASELINES = ("plain", "l2l", "zero-offload", "zero-infinity", "superoffload", "fsdp2-offload")
-
-
-class Machine(ABC):
-    """Where a case is asked."""
-
-    word: str
-    description = "Measured."
-    simulated = False
-
-    @abstractmethod
-    def methods(self) -> list[str]:
-        """Methods whose figures this machine gives."""
-
-    @abstractmethod
-    def run(self, method: str, task: Task) -> Row:
-        """One method's row; `status` says whether it ran."""
-
-    @abstractmethod
-    def compare(self, names: Sequence[str], task: Task) -> list[Row]:
-        """Rows of the methods at one size, their losses judged where there are any."""
 
 
 class Measured(Machine):

@@ -25,7 +25,7 @@ from stronghold.model.layout import for_ranks
 from stronghold.plan.cost import Demand, workload_of
 from stronghold.plan.machine import MachineProfile, rates_of
 from stronghold.plan.plan import make_plan
-from stronghold.simulate import simulate
+from stronghold.predict.simulate import simulate
 from stronghold.states import states_of
 
 MODELS = {"7 B": (32, 4096, 32, 32000), "65 B": (80, 8192, 64, 32000)}

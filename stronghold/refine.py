@@ -30,9 +30,9 @@ from stronghold.plan.cost import (
 )
 from stronghold.plan.machine import Rates
 from stronghold.plan.plan import Plan, activation_bytes, make_plan
+from stronghold.predict.simulate import fastest_plan, simulate
 from stronghold.runtime.runtime import Runtime
 from stronghold.runtime.stack import Stack, pinned_activations, reserved_bytes
-from stronghold.simulate import fastest_plan, simulate
 
 logger = logging.getLogger("stronghold")
 

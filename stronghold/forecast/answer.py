@@ -31,7 +31,7 @@ from stronghold.plan.cost import (
 from stronghold.plan.machine import NETWORK_GBPS
 from stronghold.plan.plan import Plan, last_that
 from stronghold.plan.search import Choice, updates_s
-from stronghold.simulate import fastest_plan
+from stronghold.predict.simulate import fastest_plan
 from stronghold.states import EXACT, LEAN
 
 GIB = 1 << 30

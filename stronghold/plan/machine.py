@@ -35,6 +35,7 @@ NETWORK_GBPS = 25.0  # between nodes, unless it is said: 200 Gb/s for each GPU
 # not say: it computes more for fewer bytes. benchmarks/results/adam_lean_amd-epyc.md has 0.61 for
 # one of two cores, and 0.83 for both, which share their memory as those of large machines do.
 LEAN_RATE = 0.83
+LEAST_SHARE = 0.05  # a lane keeps this share of its own rate, however busy the others are
 LAUNCH_S = 4e-4  # the calling thread's time to launch one layer's kernels and run its hooks
 
 

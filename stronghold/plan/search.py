@@ -22,11 +22,10 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise, product
 from typing import Any
 
-from stronghold.device.simulated import LEAST_SHARE
 from stronghold.errors import BudgetError, ConfigError
 from stronghold.model.layout import ModelLayout
 from stronghold.plan.cost import Demand, Workload, shares
-from stronghold.plan.machine import Rates
+from stronghold.plan.machine import LEAST_SHARE, Rates
 from stronghold.plan.plan import Plan, last_that, levels_of, make_plan
 
 USUAL_WINDOW = 3  # one computes, one is still in use or drains, one is on its way

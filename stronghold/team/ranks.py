@@ -54,10 +54,9 @@ import torch
 from torch import nn
 
 from stronghold.device.base import Device, Fence, only_waits
-from stronghold.device.simulated import meta_slab
 from stronghold.errors import ConfigError, RankError
 from stronghold.memory.layer import GradientSlot, LayerState, Slot
-from stronghold.memory.slab import NodeMemory
+from stronghold.memory.slab import NodeMemory, meta_slab
 from stronghold.model.layout import LayerLayout, ModelLayout, Range
 from stronghold.plan.plan import Plan
 from stronghold.team.group import Group, Ranks

@@ -16,8 +16,8 @@ from stronghold.errors import ConfigError, LaneError
 from stronghold.model.partition import partition
 from stronghold.plan.cost import LayerLoad, Workload
 from stronghold.plan.schedule import Kind
+from stronghold.predict.simulate import simulate
 from stronghold.refine import TRACED_STEPS, UNTOLD_STEPS
-from stronghold.simulate import simulate
 from tests.faults.test_lane_failures import fail_backward, fail_in, run_steps
 from tests.models import MODELS, loss_of
 from tests.support.checkpoints import assert_same, session, snapshot, train

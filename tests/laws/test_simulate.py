@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from stronghold.plan.cost import LayerLoad, Workload
-from stronghold.simulate import Prediction, simulate
+from stronghold.predict.simulate import Prediction, simulate
 from tests.support.quiet import law_of_time, on_time
 from tests.support.sleeping import SleepingModel, rates, timed_steps
 from tests.support.training import config, initialized

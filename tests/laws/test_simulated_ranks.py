@@ -17,7 +17,7 @@ from stronghold.model.layout import for_ranks
 from stronghold.plan.cost import Demand, Gradients, workload_of
 from stronghold.plan.machine import MachineProfile, rates_of
 from stronghold.plan.plan import Plan, make_plan
-from stronghold.simulate import Prediction, simulate
+from stronghold.predict.simulate import Prediction, simulate
 from stronghold.states import states_of
 
 SUBJECT = from_sizes(12, 2048, 16, 32000, 1024)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from stronghold.plan.cost import measured_rates, measured_workload
-from stronghold.simulate import simulate
+from stronghold.predict.simulate import simulate
 from stronghold.telemetry.trace import Span
 from tests.support.quiet import law_of_time, on_time
 from tests.support.sleeping import SleepingModel, rates

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from stronghold.device.simulated import SimulatedDevice, SimulatedFence
 from stronghold.plan.machine import Rates
+from stronghold.predict.simulated_device import SimulatedDevice, SimulatedFence
 from tests.support.sleeping import rates as rates_of
 
 GB = 10**9

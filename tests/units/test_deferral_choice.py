@@ -14,7 +14,7 @@ from stronghold.model.layout import ModelLayout, layout
 from stronghold.model.partition import partition
 from stronghold.plan.cost import Demand, LayerLoad, Workload, shares, spread
 from stronghold.plan.plan import make_plan
-from stronghold.simulate import fastest_plan, simulate
+from stronghold.predict.simulate import fastest_plan, simulate
 from stronghold.states import states_of
 from tests.support.sleeping import SleepingModel, rates
 

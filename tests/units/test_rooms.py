@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -12,36 +13,16 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "stronghold"
 
-# The rooms from the cellar up; a module belongs to the longest prefix that matches.
-LEVELS = {
-    "stronghold": 7,
-    "stronghold.cli": 7,
-    "stronghold.plugin": 7,
-    "stronghold.run": 7,
-    "stronghold.shim": 7,
-    "stronghold.engine": 7,
-    "stronghold.simulate": 6,
-    "stronghold.refine": 6,
-    "stronghold.checkpoint": 6,
-    "stronghold.doctor": 6,
-    "stronghold.forecast": 6,
-    "stronghold.pretrained": 6,
-    "stronghold.runtime": 5,
-    "stronghold.team": 4,
-    "stronghold.plan": 4,
-    "stronghold.plan.machine": 0,
-    "stronghold.memory": 3,
-    "stronghold.model": 2,
-    "stronghold.config": 1,
-    "stronghold.cpu_adam": 1,
-    "stronghold.device": 1,
-    "stronghold.states": 0,
-    "stronghold.native": 0,
-    "stronghold.errors": 0,
-    "stronghold.limits": 0,
-    "stronghold.process": 0,
-    "stronghold.telemetry": 0,
-}
+
+def read_levels(page: str) -> dict[str, int]:
+    """The level of each room, from the rows `| level | rooms | hold |` of `page`."""
+    rows = re.findall(r"^\| (\d+) \| ([^|]*) \|", page, re.MULTILINE)
+    pairs = [(room, int(level)) for level, rooms in rows for room in re.findall(r"`(\w+)`", rooms)]
+    assert len(pairs) == len({room for room, _ in pairs}), f"a room stands twice: {pairs}"
+    return dict(pairs)
+
+
+LEVELS = read_levels((ROOT / "docs" / "architecture.md").read_text(encoding="utf-8"))
 THREAD_MAKERS = {"Thread", "Timer", "ThreadPoolExecutor", "ProcessPoolExecutor", "start_new_thread"}
 
 SOURCES = sorted(PACKAGE.rglob("*.py"))
@@ -55,12 +36,14 @@ def module_name(path: Path) -> str:
 MODULES = {module_name(path): path for path in SOURCES}
 
 
+def room_of_module(module: str) -> str:
+    """`plan` of `stronghold.plan.search`, `__init__` of the package itself."""
+    return [*module.split("."), "__init__"][1]
+
+
 def level(module: str) -> int:
-    """The level of a module's room; KeyError for one that has no room yet."""
-    if module == "stronghold":
-        return LEVELS[module]
-    room = ".".join(module.split(".")[:2])
-    return LEVELS[module] if module in LEVELS else LEVELS[room]
+    """The level of a module's room; KeyError for a room that the table does not have."""
+    return LEVELS[room_of_module(module)]
 
 
 def imports(path: Path) -> Iterator[str]:
@@ -76,6 +59,15 @@ def imports(path: Path) -> Iterator[str]:
         else:
             continue
         yield from (name for name in names if name.split(".")[0] == "stronghold")
+
+
+def modules_named(path: Path) -> Iterator[str]:
+    """Every module that an import statement of a file names, wherever the statement stands."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield str(node.module)
 
 
 def dotted(node: ast.AST) -> str:
@@ -102,17 +94,8 @@ def room_of(path: Path) -> str:
     return path.relative_to(PACKAGE).as_posix()
 
 
-def test_every_module_has_a_room() -> None:
-    homeless = [module for module in MODULES if not _has_level(module)]
-    assert homeless == [], f"name their level in LEVELS, and in the design: {homeless}"
-
-
-def _has_level(module: str) -> bool:
-    try:
-        level(module)
-    except KeyError:
-        return False
-    return True
+def test_the_table_has_every_room_and_no_other() -> None:
+    assert {room_of_module(module) for module in MODULES} == set(LEVELS)
 
 
 def test_imports_never_go_up() -> None:
@@ -125,14 +108,32 @@ def test_imports_never_go_up() -> None:
     assert upward == []
 
 
+def find_cycle(graph: dict[str, set[str]]) -> str:
+    """The modules of a circle of imports, "" where there is none."""
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return " <- ".join(error.args[1])
+    return ""
+
+
 def test_imports_have_no_cycle() -> None:
     graph = {
         module: set(imports(path)) & set(MODULES) - {module} for module, path in MODULES.items()
     }
-    try:
-        TopologicalSorter(graph).prepare()
-    except CycleError as error:
-        pytest.fail(f"imports in a circle: {' <- '.join(error.args[1])}")
+    assert find_cycle(graph) == ""
+
+
+@pytest.mark.parametrize("folder", ["benchmarks", "scripts"])
+def test_scripts_import_each_other_without_a_cycle(folder: str) -> None:
+    """These folders are no packages: a script imports its neighbour by the file's name."""
+    scripts = {path.stem: path for path in (ROOT / folder).rglob("*.py")}
+    graph = {
+        name: {used.split(".")[-1] for used in modules_named(path)} & set(scripts) - {name}
+        for name, path in scripts.items()
+    }
+    assert any(graph.values())
+    assert find_cycle(graph) == ""
 
 
 def test_cuda_is_named_in_one_file() -> None:

@@ -19,7 +19,7 @@ from stronghold.plan.cost import LEVELS, Demand, workload_of
 from stronghold.plan.machine import MachineProfile, rates_of
 from stronghold.plan.plan import Plan, levels_of, make_plan
 from stronghold.plan.search import largest_micro_batch, lower_bound
-from stronghold.simulate import fastest_plan, simulate
+from stronghold.predict.simulate import fastest_plan, simulate
 from stronghold.states import states_of
 
 GIB = 1 << 30

@@ -32,12 +32,11 @@ import torch
 
 from stronghold.device.base import STREAM_LANES, Device, Fence, Lane, Work
 from stronghold.native import Kernels
-from stronghold.plan.machine import Rates
+from stronghold.plan.machine import LEAST_SHARE, Rates
 
 SHARING_MEMORY = 16  # operations of another lane that may still overlap a new one
 LINK_LANES = ("fetch", "drain")
 MEMORY_LANES = (*LINK_LANES, "load", "stage", "spill")  # whose bytes pass host memory
-LEAST_SHARE = 0.05  # of its own rate that a lane keeps beside others, whatever is left
 
 
 @dataclass(slots=True, kw_only=True)
@@ -423,8 +422,3 @@ class SimulatedDevice(Device):
         if fence.done_s > self.compute_s:
             self.compute_s, self._compute_cause = fence.done_s, fence.index
         return max(0.0, fence.done_s - before_s)
-
-
-def meta_slab(numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """Host memory of a simulated machine: sizes without bytes."""
-    return torch.empty(numel, dtype=dtype, device="meta")

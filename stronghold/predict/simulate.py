@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from stronghold.device.base import Fence
-from stronghold.device.simulated import Operation, SimulatedDevice, meta_slab
 from stronghold.errors import StateError
+from stronghold.memory.slab import meta_slab
 from stronghold.memory.tiers import NullStore, Tiers, extent_requests
 from stronghold.model.layout import ModelLayout, Shards, condensed
 from stronghold.native import ALIGNMENT
@@ -27,6 +27,7 @@ from stronghold.plan.machine import Rates
 from stronghold.plan.plan import Plan
 from stronghold.plan.schedule import Kind
 from stronghold.plan.search import LADDERS, Choice, Ladder, Search
+from stronghold.predict.simulated_device import Operation, SimulatedDevice
 from stronghold.runtime.adam import AdamFlags, Group
 from stronghold.runtime.parts import assemble
 from stronghold.runtime.runtime import Runtime
