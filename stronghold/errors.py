@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
@@ -19,7 +20,14 @@ class ConfigError(StrongholdError, ValueError):
 
 
 class BudgetError(ConfigError):
-    """The plan does not fit a tier; raised before anything is allocated."""
+    """The plan does not fit a tier; raised before anything is allocated.
+
+    `need_bytes` is what the tier must have at least, where one number says it; else None.
+    """
+
+    def __init__(self, message: str, *, need_bytes: int | None = None) -> None:
+        super().__init__(message)
+        self.need_bytes = need_bytes
 
 
 class CheckpointError(StrongholdError, OSError):
@@ -43,6 +51,16 @@ class LaneError(StrongholdError, RuntimeError):
         self.operation = operation
         self.surfaced = False  # whether it was raised where the program can catch it
         self.first: LaneError | None = None  # what had failed before on a lane of the same device
+
+
+def format_size(nbytes: float, *, round_up: bool = False) -> str:
+    """`nbytes` with two decimals in GiB, or in MiB below 1 GiB; as plain bytes below 1 MiB.
+    `round_up`: the text never names less than `nbytes`, for sizes that you are asked to allow."""
+    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20)):
+        if nbytes >= size:
+            hundredths = nbytes * 100 / size
+            return f"{(math.ceil(hundredths) if round_up else round(hundredths)) / 100:.2f} {unit}"
+    return f"{math.ceil(nbytes)} bytes"
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

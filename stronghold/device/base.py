@@ -44,7 +44,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from stronghold.errors import BudgetError, LaneError, StateError
+from stronghold.errors import BudgetError, LaneError, StateError, format_size
 from stronghold.native import Kernels, naming_threads
 from stronghold.process import check_not_forked, forked_from
 from stronghold.telemetry.trace import Trace
@@ -522,9 +522,9 @@ class Device(ABC):
         nbytes = numel * dtype.itemsize
         if self.budget_bytes is not None and self.allocated_bytes + nbytes > self.budget_bytes:
             raise BudgetError(
-                f"{purpose}: {nbytes} bytes on {self.name} would pass the budget of "
-                f"{self.budget_bytes} bytes ({self.allocated_bytes} in use); raise "
-                "stronghold.gpu_memory or lower stronghold.window"
+                f"{purpose}: {format_size(nbytes)} on {self.name} would pass the budget of "
+                f"{format_size(self.budget_bytes)} ({format_size(self.allocated_bytes)} in use); "
+                "raise stronghold.gpu_memory or lower stronghold.window"
             )
         buffer = self._allocate(numel, dtype)
         self.allocated_bytes += nbytes

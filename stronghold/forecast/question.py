@@ -133,6 +133,8 @@ class Question:
             window=self.window,
             resident_layers=self.resident_layers,
             kept=self.work.layers,
+            sequences=self.batch,
+            tokens=self.batch * self.seq,
             num_cores=self.cpu_threads,
             num_ranks=self.ranks,
             num_nodes=self.nodes,

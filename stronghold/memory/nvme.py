@@ -42,7 +42,7 @@ from typing import Literal
 import torch
 
 from stronghold.device.base import Device
-from stronghold.errors import BudgetError, ConfigError, StateError
+from stronghold.errors import BudgetError, ConfigError, StateError, format_size
 from stronghold.memory.slab import map_files, map_slab
 from stronghold.native import ALIGNMENT, Closing, IoFile, IoQueue
 from stronghold.process import ALONE, Neighbours
@@ -51,7 +51,6 @@ from stronghold.states import MOMENTS, SCALES
 PATH_KEY = "stronghold.nvme.path"
 ENGINE_KEY = "stronghold.nvme.engine"
 PROBE_BYTES = 64 << 20  # tens of milliseconds of an NVMe disk, half a second of a spinning one
-GIB = 1 << 30
 
 # -- what lies where -------------------------------------------------------------------------------
 ARRAYS = (*MOMENTS, *SCALES, "low", "weights", "gradients", "accumulated")
@@ -645,10 +644,11 @@ def no_space(paths: Sequence[Path], need_bytes: int, have_bytes: int) -> BudgetE
     """The error for a disk that is too small."""
     names = ", ".join(f'"{path}"' for path in paths)
     return BudgetError(
-        f"{PATH_KEY}: what spills to {names} needs {need_bytes} bytes ({need_bytes / GIB:.2f} GiB)"
-        f", and the disk has {have_bytes} free ({have_bytes / GIB:.2f} GiB). Free "
-        f"{need_bytes - have_bytes} bytes there, add a path on another disk, or give more to "
-        "stronghold.host_memory so that less spills."
+        f"{PATH_KEY}: what spills to {names} needs {format_size(need_bytes, round_up=True)}, and "
+        f"the disk has {format_size(have_bytes)} free. Free "
+        f"{format_size(need_bytes - have_bytes, round_up=True)} there, add a path on another disk, "
+        "or give more to stronghold.host_memory so that less spills.",
+        need_bytes=need_bytes,
     )
 
 

@@ -43,7 +43,7 @@ from typing import Any
 import torch
 
 from stronghold.device.base import Device
-from stronghold.errors import BudgetError, ConfigError
+from stronghold.errors import BudgetError, ConfigError, format_size
 from stronghold.limits import available_host_bytes
 from stronghold.process import Neighbours
 
@@ -257,8 +257,8 @@ class PinnedPool:
         room = self._arena.numel() - begin
         if missing > room:
             raise BudgetError(
-                f"offloaded activations need {begin + missing} bytes of host memory at once, "
-                f"{self._arena.numel()} are left for them beside the plan's; raise "
+                f"offloaded activations need {format_size(begin + missing)} of host memory at "
+                f"once, {format_size(self._arena.numel())} are left beside the plan's; raise "
                 'stronghold.host_memory or add RAM, set stronghold.activations to "recompute", or '
                 "lower the micro-batch"
             )

@@ -121,6 +121,8 @@ class Demand:
     # What each layer keeps for backward; empty: unknown, and the gpu budget is for weights and
     # gradients alone.
     kept: tuple[LayerLoad, ...] = ()
+    sequences: int = 0  # of a micro-batch, with `tokens` in all of them; 0: unknown
+    tokens: int = 0
     reserve_bytes: int = 0  # of the gpu budget that are activations' at least
     cpu_threads: int | None = None
     deferred_layers: int | None = None  # blocks that are updated while the next forward runs
@@ -143,6 +145,10 @@ class Demand:
     def why(self, key: str) -> str:
         """Where the value of a key comes from, for the plan's reasons."""
         return "the fastest, by simulation" if key in self.searched else f"stronghold.{key}"
+
+    def pins(self, key: str) -> bool:
+        """Whether you set the key, and no search did."""
+        return getattr(self, key) is not None and key not in self.searched
 
     def sharers(self, array: str) -> int:
         """How many ranks divide an array among them: all, or of the weights those of a node."""

@@ -25,7 +25,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from stronghold.errors import BudgetError, ConfigError
+from stronghold.errors import BudgetError, ConfigError, format_size
 from stronghold.model.layout import ModelLayout
 from stronghold.plan.cost import AGAIN, Demand, Gradients, Traffic, spread, traffic_of
 from stronghold.plan.schedule import Position
@@ -273,13 +273,24 @@ def _deferred_in_words(places: _Places, deferred: frozenset[int]) -> list[str]:
 
 # -- activations ----------------------------------------------------------------------------------
 def activation_bytes(layout: ModelLayout, activations: Sequence[str], demand: Demand) -> int:
-    """Bytes of activations on the gpu when forward has ended and backward begins: what is kept, the
-    inputs of what is recomputed, and beside them the largest of what the layers outside the blocks
-    keep (the head's logits go first) and of what a block makes anew, in the chunks that run at
-    once, with what two offloaded layers on their way have. With several streams the sum of the two:
-    torch's allocator keeps each stream's memory for itself."""
+    """Bytes of activations on the gpu when forward has ended and backward begins: the sum of
+    `activation_parts`."""
+    return sum(activation_parts(layout, activations, demand).values())
+
+
+def activation_parts(
+    layout: ModelLayout, activations: Sequence[str], demand: Demand
+) -> dict[str, int]:
+    """The parts of `activation_bytes`, in bytes, by what you would call each of them.
+
+    What blocks keep, or the inputs of those that are computed again, waits for backward. Beside it
+    is the larger of two: what the layers outside the blocks keep (the head's logits go first), and
+    what one block makes when it is computed again, in the chunks that run at once, with what two
+    offloaded layers on their way have. With several streams it is the sum of the two, because
+    torch's allocator keeps each stream's memory for itself.
+    """
     if not demand.kept:
-        return 0
+        return {}
     outside, passing, kept = sum(demand.kept[index].saved_bytes for index in layout.resident), 0, 0
     at_once = min(demand.streams, demand.chunks)
     for index in layout.streamed:
@@ -288,7 +299,13 @@ def activation_bytes(layout: ModelLayout, activations: Sequence[str], demand: De
         again = -(-load.again_bytes(level) * at_once // demand.chunks)
         kept += load.waiting_bytes(level) - moved
         passing = max(passing, again + 2 * moved)
-    return kept + (max(outside, passing) if demand.streams == 1 else outside + passing)
+    if demand.streams == 1:  # one of the two at a time
+        outside, passing = (outside, 0) if outside > passing else (0, passing)
+    return {
+        "activations that wait for backward": kept,
+        "activations of one block": passing,
+        "activations outside the blocks": outside,
+    }
 
 
 def levels_of(layout: ModelLayout, counts: Mapping[str, int]) -> tuple[str, ...]:
@@ -309,7 +326,7 @@ class _Places:
     `shared_slots`. ConfigError for what the model does not have."""
 
     def __init__(self, layout: ModelLayout, demand: Demand, reasons: list[str]) -> None:
-        self.demand, self.gradients = demand, demand.gradients
+        self.layout, self.demand, self.gradients = layout, demand, demand.gradients
         chosen = demand.activations or "keep"
         if isinstance(chosen, str):
             chosen = levels_of(layout, {chosen: len(layout.streamed)})
@@ -423,25 +440,12 @@ def _slots(places: _Places, total: Callable[[int, int], int]) -> tuple[int, int,
         window = min(demand.window, num_streamed)
         need = total(window, fewest_gradients)
         if need > budget:
-            raise BudgetError(
-                f"stronghold.gpu_memory: got {budget} bytes, but stronghold.window of {window} "
-                f"slots needs {need}; raise gpu_memory to at least {need}, or leave window out, "
-                f"with which {smallest} bytes suffice"
-            )
+            raise _gpu_refusal(places, need, window, fewest_gradients, without_window=smallest)
         fit = (count for count in range(most_gradients, 0, -1) if total(window, count) <= budget)
         return window, next(fit, 0), f"window: {window} slots ({demand.why('window')})"
     if smallest > budget:
-        raise BudgetError(
-            f"stronghold.gpu_memory: got {budget} bytes, but the smallest window needs {smallest}: "
-            "one weight slot and one gradient slot of the largest layer, beside "
-            f"{total(0, 0)} bytes of what stays on the gpu; raise gpu_memory to at least {smallest}"
-            + (", or lower stronghold.resident_layers" if demand.resident_layers else "")
-            + (
-                ', or set stronghold.resident_updates to "host"'
-                if demand.resident_updates == "gpu"
-                else ""
-            )
-        )
+        window = min(1, num_streamed)
+        raise _gpu_refusal(places, smallest, window, fewest_gradients, without_window=smallest)
     # A second gradient slot lets a drain overlap the next backward: worth more than a third
     # weight slot.
     fits = total(min(2, num_streamed), most_gradients) <= budget
@@ -451,6 +455,48 @@ def _slots(places: _Places, total: Callable[[int, int], int]) -> tuple[int, int,
     )
     why = f"the most that {budget / MIB:.2f} MiB hold (stronghold.gpu_memory)"
     return window, gradient_slots, f"window: {window} slots, {why}"
+
+
+def _gpu_refusal(
+    places: _Places, need: int, window: int, gradient_slots: int, *, without_window: int
+) -> BudgetError:
+    """Why a plan of `need` bytes does not fit the gpu: what takes them, and the ways out.
+    `without_window`: bytes of the smallest plan."""
+    demand, budget = places.demand, places.demand.gpu_budget_bytes or 0
+    kept = activation_parts(places.layout, places.activations, demand)
+    parts = places.gpu_bytes(window, gradient_slots) | kept
+    reserved = demand.reserve_bytes - sum(kept.values())
+    if reserved > 0:
+        parts["reserved for activations"] = reserved
+    named = ", ".join(
+        f"{name} {format_size(size)}"
+        for name, size in sorted(parts.items(), key=lambda part: -part[1])
+        if size
+    )
+    which = f"stronghold.window of {window} slots" if demand.pins("window") else "the smallest plan"
+    tokens = f" with {demand.tokens:,} tokens in a micro-batch" if demand.tokens else ""
+    at_least = format_size(need, round_up=True)
+    ways = [f"raise gpu_memory to at least {at_least}, if the gpu has it"]
+    if demand.pins("window") and without_window < need:
+        fewer = format_size(without_window, round_up=True)
+        ways.append(f"leave window out, with which {fewer} suffice")
+    if demand.resident_layers and demand.pins("resident_layers"):
+        ways.append("lower stronghold.resident_layers")
+    if demand.resident_updates == "gpu" and demand.pins("resident_updates"):
+        ways.append('set stronghold.resident_updates to "host"')
+    if sum(kept.values()) > need // 2:  # the batch decides
+        if demand.pins("activations"):
+            ways.append("leave stronghold.activations out")
+        if demand.sequences > 1:
+            ways.append("lower the micro-batch")
+            if demand.chunk is None and kept["activations of one block"]:
+                ways.append("set stronghold.chunk to 1 (blocks then take one sequence at a time)")
+        ways.append("shorten the sequences")
+    return BudgetError(
+        f"stronghold.gpu_memory: got {format_size(budget)}, but {which}{tokens} needs {at_least}: "
+        f"{named}. You can {'; or '.join(ways)}",
+        need_bytes=need,
+    )
 
 
 def _prefetch(places: _Places, window: int, total: Callable[[int, int], int]) -> int:
@@ -464,7 +510,7 @@ def _prefetch(places: _Places, window: int, total: Callable[[int, int], int]) ->
         remedy = f"stronghold.window to {wanted + 1}"
     else:
         need = total(min(wanted + 1, num_streamed), places.most_gradient_slots)
-        remedy = f"stronghold.gpu_memory to {need} bytes"
+        remedy = f"stronghold.gpu_memory to {format_size(need, round_up=True)}"
     raise ConfigError(
         f"stronghold.prefetch: got {wanted}, expected less than the window of {window} slots, one "
         f"of which holds the layer that computes; lower prefetch to {most} or raise {remedy}"
@@ -675,23 +721,26 @@ class _Host:
         if capacity is not None and on_disk > capacity:
             each = f" on each of {demand.num_ranks} ranks" if demand.num_ranks > 1 else ""
             raise BudgetError(
-                f"stronghold.nvme.capacity: what spills needs {on_disk} bytes{each}, {capacity} "
-                "are allowed; raise it, or give more to stronghold.host_memory so that less spills"
+                "stronghold.nvme.capacity: what spills needs "
+                f"{format_size(on_disk, round_up=True)}{each}, {format_size(capacity)} are "
+                "allowed; raise it, or give more to stronghold.host_memory so that less spills",
+                need_bytes=on_disk,
             )
         wanted = self.host_bytes | {"offloaded activations": self.offloaded_bytes}
         need, budget = sum(wanted.values()), demand.host_budget_bytes
         if budget is None or need <= budget:
             return
-        parts = ", ".join(f"{name} {size}" for name, size in wanted.items() if size)
+        parts = ", ".join(f"{name} {format_size(size)}" for name, size in wanted.items() if size)
+        at_least = format_size(need, round_up=True)
         advice = (
-            f"raise stronghold.host_memory or add RAM to at least {need} bytes, or train fewer "
+            f"raise stronghold.host_memory or add RAM to at least {at_least}, or train fewer "
             "parameters"
         )
         held = self.host_bytes["held gradients"]
         if held and not demand.meets_others:
             advice += (
                 "; without gradient_clipping and bf16.check_grad_overflow gradients need not be "
-                f"held, which saves about {held}"
+                f"held, which saves about {format_size(held)}"
             )
         if demand.states.kind == EXACT and demand.states.low_bytes == 2:  # of bf16 weights
             moments, lows = self.host_bytes["moments"], self.host_bytes["rest of the masters"]
@@ -699,15 +748,17 @@ class _Host:
             if saved:
                 advice += (
                     '; or set stronghold.states to "lean", which rounds otherwise (24-bit masters, '
-                    f"8-bit moments) and saves about {saved}"
+                    f"8-bit moments) and saves about {format_size(saved)}"
                 )
         if not demand.nvme:
             advice += "; or name a directory on an NVMe disk in stronghold.nvme.path: "
-            advice += f"{need - budget} bytes and more can lie there"
+            advice += f"{format_size(need - budget)} and more can lie there"
         elif demand.spill not in (None, "weights"):
             advice += f'; or leave stronghold.nvme.spill ("{demand.spill}") out: more can spill'
         raise BudgetError(
-            f"host memory: the plan needs {need} bytes ({parts}), {budget} are available; {advice}"
+            f"host memory: the plan needs {at_least} ({parts}), {format_size(budget)} are "
+            f"available; {advice}",
+            need_bytes=need,
         )
 
 

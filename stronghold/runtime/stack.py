@@ -25,7 +25,7 @@ from stronghold.device import cuda
 from stronghold.device.base import Device
 from stronghold.device.cuda import CudaDevice
 from stronghold.device.emulated import EmulatedDevice
-from stronghold.errors import ConfigError, LaneError, StateError
+from stronghold.errors import ConfigError, LaneError, StateError, format_size
 from stronghold.limits import available_host_bytes
 from stronghold.memory.nvme import BLOCK_BYTES, NvmeStore
 from stronghold.memory.slab import check_mappings, trim_heap
@@ -439,8 +439,9 @@ class Stack:
         need = plan.gpu_total_bytes - device.allocated_bytes
         if self.ranks.least(device.has_room(need, plan.activation_bytes)) != 1:
             raise ConfigError(
-                f"engine.reload_states: the plan needs {need} bytes on {device.name} and "
-                f"{plan.activation_bytes} for activations, and others have taken them: free them, "
+                f"engine.reload_states: the plan needs {format_size(need)} on {device.name} and "
+                f"{format_size(plan.activation_bytes)} for activations, and other programs have "
+                "taken that memory: free it, "
                 "or lower stronghold.gpu_memory and make the engine again from a checkpoint"
             )
         self.store.come_back()

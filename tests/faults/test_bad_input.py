@@ -20,6 +20,7 @@ from stronghold.errors import BudgetError, ConfigError
 from stronghold.memory import host
 from tests.conftest import HAS_CUDA, lane_threads
 from tests.models import MODELS, loss_of
+from tests.support.sizes import named_size
 from tests.support.training import config, initialized
 from tests.support.twin import Twin
 
@@ -51,8 +52,8 @@ def refused(
     error: type[ConfigError],
     *advice: str,
     **initialize: Any,
-) -> str:
-    """Initialize; the one error's message, which holds every regular expression of `advice`."""
+) -> ConfigError:
+    """Initialize; the one error, whose message holds every regular expression of `advice`."""
     before = [(p, p.data_ptr(), p.dtype, p.shape, p.device) for p in model.parameters()]
     names = [list(vars(module)) for module in model.modules()]
     initialize.setdefault("model_parameters", list(model.parameters()))
@@ -67,7 +68,7 @@ def refused(
     assert [(p, p.data_ptr(), p.dtype, p.shape, p.device) for p in model.parameters()] == before
     assert [list(vars(module)) for module in model.modules()] == names
     assert not any(module._forward_pre_hooks for module in model.modules())
-    return message
+    return caught.value
 
 
 def trains(
@@ -87,10 +88,12 @@ def trains(
 # --- budgets: follow the advice, and it works -----------------------------------------------------
 
 
-def least(message: str) -> int:
-    found = re.search(r"to at least (\d+)", message)
-    assert found, message
-    return int(found[1])
+def least(error: ConfigError) -> int:
+    """The exact bytes that are needed; the size in the message is that, or hardly more."""
+    assert isinstance(error, BudgetError)
+    assert error.need_bytes is not None
+    assert error.need_bytes <= named_size(str(error), "to at least") <= 1.01 * error.need_bytes
+    return error.need_bytes
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -103,10 +106,10 @@ def test_a_gpu_budget_below_the_smallest_window(
     def settings(budget: int | str) -> dict[str, Any]:
         return config(precision=precision, section={"gpu_memory": budget})
 
-    message = refused(
+    error = refused(
         allocations, model, settings(100), BudgetError, r"stronghold\.gpu_memory: got 100 bytes"
     )
-    enough = least(message)
+    enough = least(error)
     again = refused(allocations, model, settings(enough - 1), BudgetError)
     assert least(again) == enough
     report = trains(model, make_batch, settings(enough))
@@ -117,14 +120,13 @@ def test_a_gpu_budget_below_the_window_that_is_asked_for(allocations: list[str])
     model, make_batch = MODELS["gpt"](num_layers=4)
     section: dict[str, Any] = {"window": 3, "gpu_memory": 60_000}
     settings = config(section=section)
-    message = refused(
+    error = refused(
         allocations, model, settings, BudgetError, "window of 3 slots needs", "leave window out"
     )
-    enough = least(message)
+    enough = least(error)
     trains(model, make_batch, config(section={"window": 3, "gpu_memory": enough}))
-    without = re.search(r"with which (\d+) bytes suffice", message)
-    assert without
-    trains(model, make_batch, config(section={"gpu_memory": int(without[1])}))
+    without = named_size(str(error), "leave window out, with which")
+    trains(model, make_batch, config(section={"gpu_memory": without}))
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
@@ -134,25 +136,18 @@ def test_a_host_with_too_little_memory(accumulation: int, allocations: list[str]
     def settings(budget: int | str, **options: Any) -> dict[str, Any]:
         return config(accumulation=accumulation, section={"host_memory": budget}, **options)
 
-    message = refused(
-        allocations, model, settings("1KiB"), BudgetError, "1024 are available", "host_memory"
+    error = refused(
+        allocations, model, settings("1KiB"), BudgetError, "1024 bytes are available", "host_memory"
     )
-    enough = least(message)
+    enough = least(error)
     refused(allocations, model, settings(enough - 1), BudgetError)
     report = trains(model, make_batch, settings(enough))
     assert report.host_peak == report.host_planned == enough
     if accumulation == 1:
-        saved = re.search(r"saves about (\d+)", message)
-        assert saved, message
-        less = least(refused_message(model, settings(1, clipping=0.0)))
+        assert named_size(str(error), "saves about")
+        less = least(refused(allocations[:0], model, settings(1, clipping=0.0), BudgetError))
         assert less < enough
         trains(model, make_batch, settings(less, clipping=0.0))
-
-
-def refused_message(model: nn.Module, settings: Any) -> str:
-    with pytest.raises(BudgetError) as caught:
-        stronghold.initialize(model=model, config=settings)
-    return str(caught.value)
 
 
 def test_a_machine_that_lacks_memory_is_refused_without_a_budget_in_the_config(

@@ -3,7 +3,6 @@ what is promised, nothing spills that RAM holds, and what cannot fit is refused 
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import stronghold
 from stronghold.errors import BudgetError
 from tests.models import MODELS
 from tests.models.families import llama_of
+from tests.support.sizes import named_size
 from tests.support.training import config, initialized, train
 
 PAGE_NUMEL = 2048
@@ -185,9 +185,9 @@ def test_what_does_not_fit_is_refused_with_what_helps(tmp_path: Path) -> None:
     told = refusal({"host_memory": 500_000, "nvme": {**nvme, "spill": "moments"}})
     assert 'leave stronghold.nvme.spill ("moments") out' in told
     told = refusal({"host_memory": 500_000, "nvme": {**nvme, "capacity": 4096}})
-    need = int(re.search(r"stronghold.nvme.capacity: what spills needs (\d+) bytes", told)[1])
+    need = named_size(told, r"stronghold\.nvme\.capacity: what spills needs")
     told = refusal({"host_memory": 100_000, "nvme": nvme})
-    least = int(re.search(r"at least (\d+) bytes", told)[1])
+    least = named_size(told, "at least")
     for section in (
         {"host_memory": 500_000, "nvme": {**nvme, "capacity": need}},
         {"host_memory": least, "nvme": nvme},

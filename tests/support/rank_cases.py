@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import tempfile
 from collections.abc import Callable
 from functools import partial
@@ -102,11 +101,10 @@ def files(spill: str | None = None, **more: Any) -> dict[str, Any]:
 def least_memory(name: str, settings: dict[str, Any], **more: Any) -> int:
     """What the plan needs on the host when all that can spill does, as its error says."""
     section = {**settings["stronghold"], "host_memory": 4096}
-    try:
+    with pytest.raises(BudgetError) as caught:
         train(name, {**settings, "stronghold": section}, **more)
-    except BudgetError as error:
-        return int(re.findall(r"to at least (\d+) bytes", str(error))[0])
-    raise AssertionError("a page of memory suffices")
+    assert caught.value.need_bytes is not None
+    return caught.value.need_bytes
 
 
 def on_files(

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from stronghold.errors import BudgetError, ConfigError
+from stronghold.errors import BudgetError, ConfigError, format_size
 from stronghold.memory import nvme
 from stronghold.memory.nvme import Extent, NvmeStore
 from stronghold.team.group import NodeRanks, SilentGroup
@@ -65,7 +65,12 @@ def test_a_disk_too_small_is_refused_with_the_figures(
     free = nvme.free_bytes(small_disk)
     error = refused([folders[0], small_disk], pages(1024), rates=[1.0, 1.0])
     assert isinstance(error, BudgetError)
-    for part in (str(small_disk), str(512 * PAGE), str(free), "stronghold.host_memory"):
+    for part in (
+        str(small_disk),
+        format_size(512 * PAGE),
+        format_size(free),
+        "stronghold.host_memory",
+    ):
         assert part in str(error)
     assert [list(folder.iterdir()) for folder in (folders[0], small_disk)] == [[], []]
     with store_of([small_disk], pages(64)):  # less than the free space: fits
@@ -80,7 +85,7 @@ def test_paths_on_one_disk_are_added_up(small_disk: Path) -> None:
         folder.mkdir()
     error = refused(both, pages(300))
     assert isinstance(error, BudgetError)
-    assert f'"{both[0]}", "{both[1]}" needs {300 * PAGE}' in str(error)
+    assert f'"{both[0]}", "{both[1]}" needs {format_size(300 * PAGE, round_up=True)}' in str(error)
 
 
 def test_a_disk_that_fills_while_the_store_opens_is_a_budget_error(
@@ -100,7 +105,7 @@ def test_the_room_is_for_all_processes_of_the_node(small_disk: Path) -> None:
     half = nvme.free_bytes(small_disk) // PAGE // 2
     error = refused([small_disk], pages(half + 1), neighbours=both)
     assert isinstance(error, BudgetError)
-    assert str((half + 1) * 2 * PAGE) in str(error)
+    assert error.need_bytes == (half + 1) * 2 * PAGE
     with store_of([small_disk], pages(half), neighbours=both) as store:
         assert store.file_bytes == half * PAGE
 

@@ -24,6 +24,7 @@ from stronghold.forecast.question import from_config, from_sizes, understand
 from stronghold.plan.machine import MachineProfile, machine_names
 from tests.support.forecasts import LLAMA_70B, SIZES, asked, run
 from tests.support.pairs import pairs
+from tests.support.sizes import named_size
 
 
 @pytest.fixture
@@ -176,11 +177,11 @@ def test_what_does_not_fit_is_said_with_the_change_that_makes_it_fit(
     assert "DOES NOT FIT" in page
     assert "Prediction" not in page
     assert "Physical limit" in page
-    needed = re.search(r"at\s+least\s+(\d+)", page)
-    status, page, _ = run(*call, "--host", f"{needed[1]}B", capsys=capsys)
+    needed = named_size(page, r"at\s+least")
+    status, page, _ = run(*call, "--host", f"{needed}B", capsys=capsys)
     assert status == 0
     assert "\nFITS\n" in page
-    status, _, _ = run(*call, "--host", f"{int(needed[1]) - 1}B", capsys=capsys)
+    status, _, _ = run(*call, "--host", f"{int(needed * 0.99)}B", capsys=capsys)
     assert status == 1
 
 
@@ -190,9 +191,28 @@ def test_a_gpu_too_small_for_one_layer_is_told_what_it_needs(
     call = [*SIZES, "--machine", "rtx4090"]
     status, page, _ = run(*call, "--gpu", "1MiB", capsys=capsys)
     assert status == 1
-    needed = re.search(r"gpu_memory\s+to\s+at\s+least\s+(\d+)", page)
-    status, _, _ = run(*call, "--gpu", f"{needed[1]}B", capsys=capsys)
+    needed = named_size(page, r"gpu_memory\s+to\s+at\s+least")
+    status, _, _ = run(*call, "--gpu", f"{needed}B", capsys=capsys)
     assert status == 0
+
+
+def test_a_sequence_too_long_is_told_what_takes_the_memory_and_the_ways_out(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Nobody set a window here: the page names none."""
+    sizes = ["--layers", "4", "--hidden", "4096", "--heads", "32", "--vocab", "50304"]
+    call = [*sizes, "--machine", "rtx4090", "--batch", "2", "--seq", "262144"]
+    status, page, _ = run(*call, capsys=capsys)
+    assert status == 1
+    said = " ".join(page.partition("Physical limit")[0].split())
+    assert "got 23.64 GiB, but the smallest plan with 524,288 tokens in a micro-batch" in said
+    assert named_size(said, "activations of one block") > 64 << 30
+    assert "stronghold.window" not in said
+    assert not re.search(r"\d{7}", said), "a size is not in GiB"
+    for way in ("lower the micro-batch", "set stronghold.chunk to 1", "shorten the sequences"):
+        assert way in said
+    _, page, _ = run(*call[:-4], "--batch", "1", "--seq", "262144", capsys=capsys)
+    assert "stronghold.chunk" not in page.partition("Physical limit")[0]
 
 
 def test_a_change_that_helps_is_named_where_nothing_fits() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import combinations_with_replacement, pairwise, product
@@ -21,6 +20,7 @@ from stronghold.plan.plan import Plan, levels_of, make_plan
 from stronghold.plan.search import largest_micro_batch, lower_bound
 from stronghold.predict.simulate import fastest_plan, simulate
 from stronghold.states import states_of
+from tests.support.sizes import named_size
 
 GIB = 1 << 30
 NEAR = 1.02
@@ -163,12 +163,6 @@ def test_what_the_user_pinned_stays() -> None:
     assert plan.resident & set(blocks) == {blocks[-1]}
 
 
-def needed_bytes(error: BudgetError) -> int:
-    found = re.search(r"raise gpu_memory to at least (\d+)", str(error))
-    assert found, str(error)
-    return int(found[1])
-
-
 @pytest.mark.parametrize("pair", PAIRS[:3], ids=str)
 def test_a_refusal_names_the_smallest_budget_that_fits(pair: Pair) -> None:
     layout, costs, machine, demand = demand_of(pair)
@@ -180,7 +174,9 @@ def test_a_refusal_names_the_smallest_budget_that_fits(pair: Pair) -> None:
 
     with pytest.raises(BudgetError) as refused:
         plan_with(1 << 20)
-    need = needed_bytes(refused.value)
+    need = refused.value.need_bytes
+    assert need is not None
+    assert named_size(str(refused.value), "raise gpu_memory to at least") >= need
     plan = plan_with(need)
     assert plan.gpu_total_bytes + plan.activation_bytes <= need
     with pytest.raises(BudgetError):
