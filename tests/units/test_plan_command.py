@@ -199,7 +199,7 @@ def test_a_gpu_too_small_for_one_layer_is_told_what_it_needs(
 def test_a_sequence_too_long_is_told_what_takes_the_memory_and_the_ways_out(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Nobody set a window here: the page names none."""
+    """The call sets no window: the page names none."""
     sizes = ["--layers", "4", "--hidden", "4096", "--heads", "32", "--vocab", "50304"]
     call = [*sizes, "--machine", "rtx4090", "--batch", "2", "--seq", "262144"]
     status, page, _ = run(*call, capsys=capsys)
