@@ -114,7 +114,13 @@ class Forecast:
     def break_even(self) -> BreakEven:
         recompute = self.plan is None or self.plan.recomputed > 0.5
         asked = self.question
-        return break_even(asked.machine, asked.dtype, asked.states, recompute=recompute)
+        return break_even(
+            asked.machine,
+            asked.dtype,
+            asked.states,
+            recompute=recompute,
+            active_share=asked.active_share,
+        )
 
     @property
     def tiers(self) -> dict[str, tuple[int, dict[str, int]]]:

@@ -118,6 +118,19 @@ class Question:
         )
 
     @property
+    def active_share(self) -> float:
+        """The share of the blocks' parameters with which one token computes, from the FLOPs of
+        their products: two for each parameter. 1 for a model whose blocks multiply nothing."""
+        layout, loads = self.layout, self.costs.layers
+        products = sum(
+            loads[index].forward_flops - loads[index].attention_flops for index in layout.streamed
+        )
+        numel = sum(layout.layers[index].num_parameters for index in layout.streamed)
+        if not products or not numel:
+            return 1.0
+        return products / (2.0 * self.batch * self.seq * numel)
+
+    @property
     def cpu_threads(self) -> int:
         """Of each rank's optimizer: another one launches the GPU's work."""
         return max(1, self.machine.num_cores // self.gpus - 1)

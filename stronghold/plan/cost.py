@@ -352,11 +352,20 @@ def _disk_s(traffic: Traffic, machine: MachineProfile) -> float:
 
 
 def break_even(
-    machine: MachineProfile, dtype: str, states: Kind = EXACT, *, recompute: bool
+    machine: MachineProfile,
+    dtype: str,
+    states: Kind = EXACT,
+    *,
+    recompute: bool,
+    active_share: float = 1.0,
 ) -> BreakEven:
     """Tokens at which the terms of [Note: formula] are equal, without attention:
-    q F / ((6 + 2 r) M) and k e F / ((6 + 2 r) B)."""
-    rate = machine.flops[dtype] / (8.0 if recompute else 6.0)
+    q F / ((6 + 2 r) a M) and k e F / ((6 + 2 r) a B).
+
+    a is `active_share`: one token computes with that share of the streamed parameters. It is 1 in a
+    dense model, and small in a model of experts, where all parameters move and few compute.
+    """
+    rate = machine.flops[dtype] / ((8.0 if recompute else 6.0) * active_share)
     return BreakEven(
         cpu=bytes_per_parameter(dtype, states=states)
         * rate

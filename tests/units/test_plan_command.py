@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MixtralConfig
 
 import stronghold
 from stronghold import forecast
@@ -298,6 +298,32 @@ def test_a_directory_and_its_config_file_are_the_same_model(llama: Path) -> None
     assert by_directory.layout == by_file.layout
     assert by_directory.layout.num_parameters == 70_553_706_496
     assert by_directory.num_blocks == 80
+
+
+def test_break_even_of_an_expert_model_counts_the_experts_that_compute(tmp_path: Path) -> None:
+    hidden, inner, experts, chosen = 256, 512, 16, 2
+    MixtralConfig(
+        hidden_size=hidden,
+        intermediate_size=inner,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        num_local_experts=experts,
+        num_experts_per_tok=chosen,
+        vocab_size=1000,
+    ).save_pretrained(tmp_path)
+    attention, expert, router = 4 * hidden * hidden, 3 * hidden * inner, hidden * experts
+    norms = 2 * hidden
+    share = (attention + chosen * expert + router) / (attention + experts * expert + router + norms)
+    dense = forecast.answer(asked())
+    mixture = forecast.answer(dataclasses.replace(asked(), model=from_config(tmp_path)))
+    assert dense.question.active_share == pytest.approx(1.0, rel=0.01)
+    assert mixture.question.active_share == pytest.approx(share, rel=1e-6)
+    recompute = [plan is not None and plan.recomputed > 0.5 for plan in (dense.plan, mixture.plan)]
+    more = (8 if recompute[0] else 6) / (8 if recompute[1] else 6) / share
+    for name in ("cpu", "link"):
+        ratio = getattr(mixture.break_even, name) / getattr(dense.break_even, name)
+        assert ratio == pytest.approx(more, rel=0.01)
 
 
 def test_sizes_are_gpt2s(tmp_path: Path) -> None:
