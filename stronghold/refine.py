@@ -28,7 +28,7 @@ from stronghold.plan.cost import (
     measured_workload,
     slowest,
 )
-from stronghold.plan.machine import Rates
+from stronghold.plan.machine import AGAIN_LAUNCH_S, LAUNCH_S, WHOLE_LAUNCH_S, Rates
 from stronghold.plan.plan import Plan, activation_bytes, make_plan
 from stronghold.predict.simulate import fastest_plan, simulate
 from stronghold.runtime.runtime import Runtime
@@ -55,8 +55,18 @@ OTHERWISE = Rates(
     load_gbps=3.0,
     spill_gbps=2.0,
     io_gbps=4.0,
+    launch_s=LAUNCH_S,
+    whole_launch_s=WHOLE_LAUNCH_S,
+    again_launch_s=AGAIN_LAUNCH_S,
 )
-EMULATED_GBPS = 8.0  # of device memory that is the host's
+# The emulated device computes in the calling thread: measured seconds have its launches in them.
+EMULATED = replace(
+    OTHERWISE,
+    device_gbps=8.0,  # device memory is the host's
+    launch_s=0.0,
+    whole_launch_s=0.0,
+    again_launch_s=0.0,
+)
 
 
 class Stage(Enum):
@@ -114,8 +124,7 @@ class Refinement:
         runtime.settle()
         stack.device.settle()
         spans = stack.trace.spans(self._first_span)
-        emulated = replace(OTHERWISE, device_gbps=EMULATED_GBPS)
-        rates = measured_rates(spans, OTHERWISE if self._asynchronous else emulated)
+        rates = measured_rates(spans, OTHERWISE if self._asynchronous else EMULATED)
         workload = measured_workload(
             spans,
             stack.layout,

@@ -36,7 +36,14 @@ NETWORK_GBPS = 25.0  # between nodes, unless it is said: 200 Gb/s for each GPU
 # one of two cores, and 0.83 for both, which share their memory as those of large machines do.
 LEAN_RATE = 0.83
 LEAST_SHARE = 0.05  # a lane keeps this share of its own rate, however busy the others are
-LAUNCH_S = 4e-4  # the calling thread's time to launch one layer's kernels and run its hooks
+# Seconds of the calling thread for a block's forward, and for its backward: it runs the module's
+# Python, our hooks, and launches the kernels. In a model that is whole on the device there are no
+# hooks. A block that is computed again costs its forward once more, under autograd's hooks.
+# benchmarks/results/host-time_emulated-cpu_2026-11-23.md has them for a layer and step, on one core
+# of an EPYC: 1.50 ms with hooks, 0.89 ms without, 0.89 ms more for computing again.
+LAUNCH_S = 7.5e-4
+WHOLE_LAUNCH_S = 4.5e-4
+AGAIN_LAUNCH_S = 8.9e-4
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,8 +54,8 @@ class Rates:
     CPU Adam's, `memory_gbps` the host memory's as a whole; `io_gbps` the sum of loads and spills
     when both are busy; `device_gbps` the device memory's; `wire_gbps` what comes from other ranks
     of the node, `reduce_gbps` the gradients from all ranks, `exchange_gbps` the weights from other
-    nodes. `handover_s` passes between a submission and its lane's start, `launch_s` is the calling
-    thread's share of a piece of compute.
+    nodes. `handover_s` passes between a submission and its lane's start. `*launch_s` are the
+    calling thread's seconds for a block's forward or backward (`LAUNCH_S`).
     """
 
     fetch_gbps: float
@@ -65,6 +72,8 @@ class Rates:
     exchange_gbps: float = 25.0
     handover_s: float = 3e-5
     launch_s: float = 0.0
+    whole_launch_s: float = 0.0
+    again_launch_s: float = 0.0
 
 
 # `states.States.adam_bytes` of bf16 weights and gradients, with exact and with lean states.
@@ -282,4 +291,6 @@ def rates_of(
         spill_gbps=write,
         io_gbps=share.nvme_mixed_gbps or max(read, write),
         launch_s=LAUNCH_S,
+        whole_launch_s=WHOLE_LAUNCH_S,
+        again_launch_s=AGAIN_LAUNCH_S,
     )

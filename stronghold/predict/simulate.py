@@ -22,7 +22,7 @@ from stronghold.memory.slab import meta_slab
 from stronghold.memory.tiers import NullStore, Tiers, extent_requests
 from stronghold.model.layout import ModelLayout, Shards, condensed
 from stronghold.native import ALIGNMENT
-from stronghold.plan.cost import Demand, Workload
+from stronghold.plan.cost import AGAIN, Demand, Workload
 from stronghold.plan.machine import Rates
 from stronghold.plan.plan import Plan
 from stronghold.plan.schedule import Kind
@@ -207,7 +207,8 @@ class _Run:
         for layer in self._layout.layers:
             index = layer.index
             executor.begin_use(index, Kind.FORWARD)
-            self.device.run_compute(f"forward {index}", self._work.layers[index].forward_s)
+            seconds = self._work.layers[index].forward_s
+            self.device.run_compute(f"forward {index}", seconds, self._launch_s)
             if self._moved(index):
                 self._stored[index] = self.device.drain.submit(
                     f"offload {index}",
@@ -230,14 +231,22 @@ class _Run:
                     self._bring_back(following)
                 if index in self._coming:
                     self.device.compute_wait(self._coming.pop(index))
-            seconds = load.backward_s + load.again_s(self._level(index))
-            self.device.run_compute(f"backward {index}", seconds)
+            level, launch_s = self._level(index), self._launch_s
+            if level in AGAIN:
+                launch_s += self.device.rates.again_launch_s
+            seconds = load.backward_s + load.again_s(level)
+            self.device.run_compute(f"backward {index}", seconds, launch_s)
             for position, part in enumerate(layer.slices):
                 if part.trainable:
                     parameter = self._parameters[index][position]
                     parameter.grad = torch.empty(part.shape, dtype=self._dtype, device="meta")
                     if not self._plan.whole:
                         executor.gradient_arrived(self.host.layers[index], position, parameter)
+
+    @property
+    def _launch_s(self) -> float:
+        rates = self.device.rates
+        return rates.whole_launch_s if self._plan.whole else rates.launch_s
 
     def _level(self, index: int) -> str:
         return self._plan.activations[index] if self._layout.layers[index].streamed else "keep"

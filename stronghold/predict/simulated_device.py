@@ -353,9 +353,9 @@ class SimulatedDevice(Device):
             if not self.asynchronous:
                 self.compute_s, self._compute_cause = until_s, cause
 
-    def run_compute(self, name: str, seconds: float) -> None:
-        """The calling thread launches `seconds` of compute."""
-        self.caller_s += self.rates.launch_s
+    def run_compute(self, name: str, seconds: float, launch_s: float = 0.0) -> None:
+        """The calling thread takes `launch_s` to launch `seconds` of compute."""
+        self.caller_s += launch_s
         start_s, cause = self.compute_s, self._compute_cause
         if self.caller_s > start_s:
             start_s, cause = self.caller_s, self.caller_cause
@@ -366,7 +366,8 @@ class SimulatedDevice(Device):
 
     def charge_compute(self, nbytes: int) -> None:
         """The compute lane moves `nbytes` of device memory."""
-        self.run_compute("device memory", nbytes / (self.rates.device_gbps * 1e9))
+        seconds = nbytes / (self.rates.device_gbps * 1e9)
+        self.run_compute("device memory", seconds, self.rates.launch_s)
 
     def note(self, lane: str, name: str, start_s: float, end_s: float, cause: int) -> int:
         """Remember an operation; returns its index."""

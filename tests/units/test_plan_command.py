@@ -112,9 +112,10 @@ def test_more_memory_is_never_said_to_cost_anything(tmp_path: Path) -> None:
 
 
 def test_tiers_are_within_their_budgets_and_count_every_parameter() -> None:
-    found = outlook(asked(gpu="1GiB", host="1GiB"))
-    for budget, parts in found.tiers.values():
-        assert 0 < sum(parts.values()) <= budget == 1 << 30
+    found = outlook(asked(gpu="12MiB", host="1GiB"))  # of 20 MiB that all states take
+    budgets = {"gpu": 12 << 20, "host": 1 << 30}
+    for name, (budget, parts) in found.tiers.items():
+        assert 0 < sum(parts.values()) <= budget == budgets[name]
     _, host = found.tiers["host"]
     num_parameters = found.question.layout.num_parameters
     assert host["weights"] >= 2 * num_parameters
@@ -270,7 +271,9 @@ def test_the_config_runs_as_it_was_planned(gpu: str, tmp_path: Path) -> None:
         (_, device), (_, host) = found.tiers["gpu"], found.tiers["host"]
         planned = sum(device.values()) - device["activations"]
         assert report.gpu_peak == report.gpu_planned == planned
-        assert report.host_peak == report.host_planned == sum(host.values())
+        # Offloaded activations are pinned as they come: the emulated device's attention saves more.
+        planned = sum(host.values()) - host["activations"]
+        assert report.host_peak == report.host_planned == planned
         section = found.config["stronghold"]
         assert engine._stack.plan.window == section.get("window", 0)
         assert engine._stack.plan.prefetch == section.get("prefetch", 0)

@@ -197,3 +197,29 @@ def test_a_model_that_fits_whole_stays_whole() -> None:
     compute_s = sum(load.forward_s + load.backward_s for load in workload.layers)
     adam_s = 26 * layout.num_parameters * 1e-9 / rates.device_gbps
     assert choice.forecast.step_s == pytest.approx(compute_s + adam_s, rel=0.05)
+
+
+def test_launching_a_block_again_is_the_hosts_time() -> None:
+    """Lanes are fast and compute takes nothing: a step takes what the calling thread does."""
+    layout, costs, machine, demand = demand_of(PAIRS[0])
+    free = workload_of(costs, machine)
+    layers = tuple(replace(load, forward_s=0.0, backward_s=0.0) for load in free.layers)
+    lanes = ("fetch", "drain", "duplex", "update", "memory", "device", "load", "spill", "io")
+    fast = {f"{lane}_gbps": 1e9 for lane in lanes}
+    rates = replace(rates_of(machine, 1), handover_s=0.0, **fast)
+    assert rates.launch_s > rates.whole_launch_s > 0.0
+
+    def step_s(**wish: object) -> float:
+        wanted = replace(demand, gpu_budget_bytes=None, **wish)
+        work = replace(free, layers=layers)
+        plan = make_plan(layout, wanted)
+        return simulate(layout, plan, work, rates, dtype=torch.bfloat16).step_s
+
+    keep, again = step_s(activations="keep"), step_s(activations="recompute")
+    blocks, all_layers = len(layout.streamed), len(layout.layers)
+    assert keep == pytest.approx(2 * all_layers * rates.launch_s, rel=0.01)
+    assert again - keep == pytest.approx(blocks * rates.again_launch_s, rel=0.01)
+    whole = step_s(resident_layers=blocks, resident_updates="gpu", activations="keep")
+    # The norm is one launch for all layers, and so is the update.
+    expected = 2 * all_layers * rates.whole_launch_s + 2 * rates.launch_s
+    assert whole == pytest.approx(expected, rel=0.01)
