@@ -380,21 +380,22 @@ def states(s: Any, r: random.Random) -> None:
 
 
 def replan(s: Any, r: random.Random) -> None:
-    def change(stack: Any) -> None:
+    def change(engine: Any) -> None:
         if not {"nvme", "gpu_memory"}.isdisjoint(s.section) or s.section == EVERYTHING_THERE:
             return
-        if stack.runtime.ledger.pending:  # it is for between two steps
+        now = engine.inspect()
+        if now.is_in_step:  # it is for between two steps
             return
-        there, streamed = stack.plan.resident, stack.layout.streamed
+        there, streamed = now.plan.resident, now.layout.streamed
         fewest = len(there & set(streamed))  # what is updated on the device stays there
         demand = replace(
-            stack.demand,
+            now.demand,
             window=r.choice([1, 2]),
             prefetch=None,
             resident_layers=r.randint(fewest, len(streamed)),
             activations=r.choice(list(LEVELS)),
         )
-        stack.replan(make_plan(stack.layout, demand))
+        engine.replan(make_plan(now.layout, demand))
 
     s.replan(change)
 

@@ -58,7 +58,7 @@ class Stronghold(Method):
 
     def _count_transfers(self) -> None:
         """Sum the bytes of every copy by the lane that makes it."""
-        device = self._engine._stack.device
+        device = self._engine.inspect().device
         copy, self._moved = device.copy, {"fetch": 0, "drain": 0}
 
         def counted(target: torch.Tensor, source: torch.Tensor) -> None:
@@ -72,7 +72,7 @@ class Stronghold(Method):
         """What the emulated device allocates it counts itself."""
         if self.task.machine == "cuda":
             return
-        device, memory = self._engine._stack.device, self.device_memory
+        device, memory = self._engine.inspect().device, self.device_memory
         allocate = device._allocate
 
         def uncounted(numel: int, dtype: torch.dtype) -> torch.Tensor:

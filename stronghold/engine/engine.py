@@ -36,6 +36,7 @@ from stronghold.device.base import off_lanes
 from stronghold.engine.backward import UserBackward
 from stronghold.engine.batches import Batches
 from stronghold.engine.checkpoints import Checkpoints
+from stronghold.engine.inspection import Inspection, inspect
 from stronghold.engine.instruments import Instruments
 from stronghold.errors import ConfigError
 from stronghold.plan.plan import Plan
@@ -561,6 +562,17 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
     def memory_report(self) -> MemoryReport:
         """Peak bytes per tier, planned and measured."""
         return self._stack.memory_report()
+
+    def inspect(self) -> Inspection:
+        """What the engine is doing now: layers, plan, schedule, recorded operations, bytes. Waits
+        for nothing. `print(engine.inspect())` belongs into a bug report."""
+        return inspect(self._stack)
+
+    def replan(self, plan: Plan) -> bool:
+        """Go on with another plan of this model, between two steps: no bit changes. True where it
+        took over, False where the device has no room for it. StateError for a plan that takes
+        layers off the device, where they are updated now. Every rank calls it, with one plan."""
+        return self._stack.replan(plan)
 
     def synchronize(self) -> None:
         """Wait until every parameter holds its newest value. Code that reads or writes parameters

@@ -456,12 +456,12 @@ def test_an_engine_plans_with_what_the_others_have_left(monkeypatch: pytest.Monk
             engines[0].offload_states()
         reserved.append(stack.reserved_bytes())
     before, first, second, third = reserved
-    plan = engines[1]._stack.plan
+    plan = engines[1].plan
     assert plan.activation_bytes <= first[0] - before[0] <= plan.gpu_total_bytes
-    assert first[1] - before[1] == plan.host_total_bytes - engines[1]._stack.host.allocated_bytes
+    assert first[1] - before[1] == plan.host_total_bytes - engines[1].inspect().host_bytes
     assert second == first != before
     assert third > second
-    budgets = [engine._stack.demand.host_budget_bytes for engine in engines]
+    budgets = [engine.inspect().demand.host_budget_bytes for engine in engines]
     assert budgets[1] == budgets[2] == budgets[0] - (first[1] - before[1])
     for engine in engines:
         engine.destroy()
@@ -540,3 +540,24 @@ def test_a_failure_while_the_engine_is_built_leaves_the_model_as_it_was() -> Non
     assert anatomy(model) == before
     assert torch.isfinite(loss_of(model(**make_batch(0))))
     assert caught.traceback
+
+
+def test_an_inspection_says_what_a_bug_report_needs() -> None:
+    with twin(section={"window": 1, "resident_layers": 0}) as both:
+        before = both.engine.inspect()
+        assert not before.has_trained
+        both.train(0)
+        both.engine.synchronize()
+        now = both.engine.inspect()
+    assert now.has_trained
+    assert not now.is_in_step
+    assert now.traffic.num_fetches > before.traffic.num_fetches
+    parts = {part.name: (layer, part) for layer in now.layers for part in layer.layout.slices}
+    for name, parameter in both.model.named_parameters():
+        layer, part = parts[name]
+        assert torch.equal(layer.read("weights", part).view(part.shape), parameter)
+        assert torch.equal(layer.master(part), parameter)
+        assert set(layer.counts) == {1}
+    text = str(now)
+    for words in (str(now.plan), "fetch 1", "update 1", "host", "num_fetches", now.layers[1].text):
+        assert words in text

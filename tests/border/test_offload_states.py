@@ -32,7 +32,7 @@ def test_a_model_that_was_away_trains_on_with_the_same_bits(
 ) -> None:
     with twin(precision=precision, section=section, accumulation=accumulation) as both:
         both.train(*range(accumulation))
-        device = both.engine._stack.device
+        device = both.engine.inspect().device
         assert device.allocated_bytes > 0
         both.engine.offload_states(include=[OffloadStateTypeEnum.optim_states])
         both.engine.offload_states(device=OffloadDeviceEnum.cpu, pin_memory=False)
@@ -94,7 +94,7 @@ def test_a_model_that_is_away_is_given_back_and_another_engine_takes_it(
     both.engine.offload_states()
     both.engine.destroy()
     both.check()
-    device = both.engine._stack.device
+    device = both.engine.inspect().device
     assert device.allocated_bytes == 0
     both.restart_plain()
     both.engine = initialized(both.model, both.settings)
@@ -110,7 +110,7 @@ def test_gradients_that_wait_and_room_that_is_gone_are_refused() -> None:
             both.engine.offload_states()
         both.step()
         both.engine.offload_states()
-        device = both.engine._stack.device
+        device = both.engine.inspect().device
         device.budget_bytes = 1
         with pytest.raises(ConfigError, match=r"needs .* bytes .* programs have taken"):
             both.engine.reload_states()

@@ -65,7 +65,7 @@ def fail_in(
     engine: Any, monkeypatch: pytest.MonkeyPatch, operation: str, only: int | None = None
 ) -> None:
     """Let the next operations of this name fail; with `only` the one of that number, from 1 on."""
-    device, seen = engine._stack.device, 0
+    device, seen = engine.inspect().device, 0
     for lane in device._lanes.values():
         submit = lane.submit
 
@@ -91,7 +91,7 @@ def test_a_failing_operation_names_itself_within_one_step(
 ) -> None:
     engine, make_batch = make_engine(**MODES[mode])
     run_steps(engine, make_batch, range(2))
-    layer = engine._stack.layout.streamed[1]
+    layer = engine.inspect().layout.streamed[1]
     fail_in(engine, monkeypatch, f"{verb} {layer}")
     # One step in which the operation fails, and the next one, whose first wait tells at the latest.
     error = in_time(lambda: run_steps(engine, make_batch, range(2, 4)))
@@ -110,7 +110,7 @@ def test_a_failing_activation_transfer_names_itself(
     monkeypatch.setattr(activations, "MIN_OFFLOAD_BYTES", 1)
     engine, make_batch = make_engine(activations="offload")
     run_steps(engine, make_batch, range(2))
-    layer = engine._stack.layout.streamed[1]
+    layer = engine.inspect().layout.streamed[1]
     fail_in(engine, monkeypatch, f"{verb} {layer}")
     error = in_time(lambda: run_steps(engine, make_batch, range(2, 4)))
     assert isinstance(error, stronghold.LaneError)
@@ -141,7 +141,7 @@ def test_a_failure_of_the_last_step_is_told_by_destroy(
     """Else weights of two steps would be taken for trained ones."""
     engine, make_batch = make_engine(**MODES[mode])
     run_steps(engine, make_batch, range(1))
-    last = f"update {engine._stack.layout.layers[0].index}"  # the last one in either order
+    last = f"update {engine.inspect().layout.layers[0].index}"  # the last one in either order
     fail_in(engine, monkeypatch, last)
     model = engine.module
     error = in_time(lambda: (run_steps(engine, make_batch, range(1, 2)), engine.destroy()))
@@ -165,7 +165,7 @@ class _FailingBackward(torch.autograd.Function):
 
 def fail_backward(engine: Any, make_batch: Any) -> None:
     """Fail in the middle of the model, when the layers behind have their gradients."""
-    block = engine._stack.partition.layers[engine._stack.layout.streamed[1]].modules[0]
+    block = engine._stack.partition.layers[engine.inspect().layout.streamed[1]].modules[0]
 
     def breaking(module: Any, args: Any, output: Any) -> Any:
         return _FailingBackward.apply(output)
@@ -180,7 +180,7 @@ def test_an_engine_that_is_collected_on_a_lane_ends_like_another() -> None:
     """The collector comes upon it in the first update, for which the next forward's fetch waits."""
     engine, make_batch = make_engine()
     engine.callbacks = [engine]  # a cycle, which the collector alone frees
-    model, lane, dropped = engine.module, engine._stack.device.update, threading.Event()
+    model, lane, dropped = engine.module, engine.inspect().device.update, threading.Event()
     submit = lane.submit
 
     def submit_collecting(name: str, work: Any, after: Any = (), **declared: Any) -> Any:

@@ -42,7 +42,7 @@ def make_engine(path: Path, spill: str, clipping: float = 0.5, accumulation: int
 
 
 def store_of(engine: Any) -> Any:
-    return engine._stack.host.tiers.store
+    return engine.inspect().files
 
 
 def break_disk(engine: Any, verb: str) -> None:
@@ -108,7 +108,7 @@ def test_after_a_failure_every_weight_is_of_one_step_or_the_next(mode: str, tmp_
         run_steps(engine, make_batch, range(steps))
         engine.destroy()
         found.append(weights(engine.module))
-    for layer in engine._stack.layout.streamed[::2]:
+    for layer in engine.inspect().layout.streamed[::2]:
         for verb in ("load", "spill", "update"):
             engine, make_batch = make_engine(tmp_path, "moments", clipping, accumulation)
             run_steps(engine, make_batch, range(2))
@@ -117,7 +117,7 @@ def test_after_a_failure_every_weight_is_of_one_step_or_the_next(mode: str, tmp_
                 assert in_time(partial(run_steps, engine, make_batch, range(2, 4))) is not None
             engine.destroy()
             after = weights(engine.module)
-            names = [part.name for part in engine._stack.layout.layers[layer].slices]
+            names = [part.name for part in engine.inspect().layout.layers[layer].slices]
             for name, value in after.items():
                 same = [torch.equal(value, of_step[name]) for of_step in found]
                 # A layer takes several pieces: those before the one that failed are new.
@@ -129,12 +129,12 @@ def test_a_failing_piece_fails_the_layer(tmp_path: Path) -> None:
     for verb in ("load", "update", "spill"):
         engine, make_batch = make_engine(tmp_path, "weights")
         run_steps(engine, make_batch, range(1))
-        layer = engine._stack.layout.streamed[1]
+        layer = engine.inspect().layout.streamed[1]
         with pytest.MonkeyPatch.context() as patch:
             fail_in(engine, patch, f"{verb} {layer}", only=1)
             assert in_time(partial(run_steps, engine, make_batch, range(1, 3))) is not None
         with pytest.raises(stronghold.LaneError, match=f"{verb} {layer} failed"):
-            engine._stack.host.layers[layer].wait()
+            engine.inspect().layers[layer].wait()
         engine.destroy()
 
 

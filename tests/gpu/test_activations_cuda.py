@@ -57,7 +57,7 @@ def test_offload_bounds_memory_while_compute_is_layers_behind_the_host() -> None
         sizes = engine._stack.runtime.activations.sizes
         sizes.counting = True
         x = torch.randn(NUM_TOKENS, WIDTH, device="cuda")
-        device = engine._stack.device
+        device = engine.inspect().device
         before = active_bytes("current") - device.allocated_bytes
         for _ in range(3):
             peaks = []
@@ -89,7 +89,7 @@ def test_a_graph_that_is_dropped_while_it_comes_back_leaves_no_memory() -> None:
         x = torch.randn(NUM_TOKENS, WIDTH, device="cuda")
         for _ in range(3):
             loss = engine(x)
-            activations.prefetch(engine._stack.layout.streamed[-1])
+            activations.prefetch(engine.inspect().layout.streamed[-1])
             assert activations._coming
             del loss
         loss = engine(x)

@@ -135,7 +135,7 @@ def test_a_host_that_refuses_to_pin_trains_with_the_same_bits(
     refuse_beyond(limit)
 
     def inspect(engine: Any) -> None:
-        seen.append(engine._stack.device.pinned_bytes)
+        seen.append(engine.inspect().device.pinned_bytes)
         report = engine.memory_report()
         assert report.host_peak == report.host_planned
 

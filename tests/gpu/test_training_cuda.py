@@ -398,7 +398,7 @@ def test_a_plan_is_made_anew_from_what_is_free_then(monkeypatch: pytest.MonkeyPa
             monkeypatch.setattr(
                 torch.cuda, "mem_get_info", lambda index=None, left=left: (left, total)
             )
-            found = engine._stack.device.reachable_bytes()
+            found = engine.inspect().device.reachable_bytes()
             seen.append(found)
 
     settings = config(section={"device": "cuda", **STREAMED})
@@ -666,7 +666,7 @@ def test_a_penalty_on_weights_that_rest_on_the_host_is_refused() -> None:
 @pytest.mark.parametrize("streams", [1, 2])
 def test_two_chunks_compute_at_once_on_two_streams(streams: int) -> None:
     def inspect(engine: Any) -> None:
-        device = engine._stack.device
+        device = engine.inspect().device
         device.record_spans(True)
         for _ in range(2):  # before the first, classes of blocks are tried
             mark = device.trace.mark()

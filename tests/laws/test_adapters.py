@@ -205,7 +205,7 @@ def test_a_frozen_base_costs_its_weights_alone() -> None:
     engine.backward(loss_of(engine(**make_batch(0))))
     engine.step()
     report = engine.memory_report()
-    sizes = engine._stack.layout
+    sizes = engine.inspect().layout
     weights = sum(layer.numel for layer in sizes.layers) * 4
     trained = sum(layer.trainable_numel for layer in sizes.layers)
     assert sizes.num_trainable < 0.2 * sizes.num_parameters
@@ -213,8 +213,8 @@ def test_a_frozen_base_costs_its_weights_alone() -> None:
     # Two moments and one held gradient, fp32: only for what trains.
     assert report.host_peak == weights + trained * (4 + 4 + 4)
     assert [p for p in model.parameters() if p.grad is not None] == []
-    for state in engine._stack.host.layers:
-        assert state.exp_avg.numel() == state.layout.trainable_numel
+    for state in engine.inspect().layers:
+        assert state.arrays["exp_avg"].numel() == state.layout.trainable_numel
     engine.destroy()
 
 
@@ -266,7 +266,7 @@ def test_a_frozen_reference_model_takes_the_training_config() -> None:
     assert optimizer is None
     assert torch.equal(loss_of(engine(**make_batch(0))), expected)
     assert engine.memory_report().host_peak <= 4 * sum(
-        layer.numel for layer in engine._stack.layout.layers
+        layer.numel for layer in engine.inspect().layout.layers
     )
     engine.destroy()
 

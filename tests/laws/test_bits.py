@@ -183,11 +183,11 @@ def interrupt(what: str, name: str, engine: Any, make_batch: Any) -> None:
         engine.module.train()
         assert torch.equal(found, expected)
     elif what == "replanned":
-        stack = engine._stack
-        streamed = stack.layout.streamed
-        resident = min(1 + len(stack.plan.resident & set(streamed)), len(streamed))
-        demand = replace(stack.demand, window=2, resident_layers=resident, activations="recompute")
-        assert stack.replan(make_plan(stack.layout, demand))
+        now = engine.inspect()
+        streamed = now.layout.streamed
+        resident = min(1 + len(now.plan.resident & set(streamed)), len(streamed))
+        demand = replace(now.demand, window=2, resident_layers=resident, activations="recompute")
+        assert engine.replan(make_plan(now.layout, demand))
 
 
 def check(case: Case, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

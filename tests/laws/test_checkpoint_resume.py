@@ -145,7 +145,7 @@ def test_weights_load_into_an_engine_that_only_runs_forward(tmp_path: Path) -> N
         reader.load_checkpoint(tmp_path)
         for name, value in reader.module_state_dict().items():
             assert torch.equal(value, saved[name])
-        assert not reader._stack.host.training
+        assert not reader.inspect().has_trained
     finally:
         reader.destroy()
 
@@ -226,7 +226,7 @@ def test_after_a_failed_save_beside_training_is_told_of_once_everything_goes_on(
         with monkeypatch.context() as patched:
             patched.setattr(save.Save, "_write_layer", full_once)
             engine.save_checkpoint(tmp_path, tag="bad")
-            engine._stack.device.finish()
+            engine.inspect().device.finish()
             call = {
                 "wait": engine.wait_for_checkpoint,
                 "forward": lambda: engine(**make_batch(0)),
@@ -342,7 +342,7 @@ def test_a_save_of_which_a_layer_failed_to_update_does_not_take_the_place_of_a_w
         train(engine, 1)
         engine.save_checkpoint(tmp_path, tag="best")
         engine.wait_for_checkpoint()
-        update = f"update {engine._stack.layout.streamed[1]}"
+        update = f"update {engine.inspect().layout.streamed[1]}"
         fail_in(engine, monkeypatch, update)
         train(engine, 1)
         engine.save_checkpoint(tmp_path, tag="best")

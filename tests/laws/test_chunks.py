@@ -259,21 +259,19 @@ def test_weights_cross_twice_and_gradients_once_however_many_chunks(chunk: int) 
     )
     try:
         for step in range(3):
-            executor = engine._stack.runtime.executor
-            before = executor.num_fetches, executor.drains.drained_bytes
+            before = engine.inspect().traffic
             engine.backward(engine(**make_batch(step)).loss)
-            fetched, drained = (
-                executor.num_fetches - before[0],
-                executor.drains.drained_bytes - before[1],
-            )
+            after = engine.inspect().traffic
+            fetched = after.num_fetches - before.num_fetches
+            drained = after.offloaded_bytes - before.offloaded_bytes
             engine.step()
-        streamed = sum(state.layout.streamed for state in engine._stack.host.layers)
+        streamed = sum(state.layout.streamed for state in engine.inspect().layers)
         # One layer of the turn from forward to backward is there already.
         assert fetched <= 2 * streamed
-        trained = sum(s.layout.num_trainable for s in engine._stack.host.layers)
-        padding = sum(s.layout.trainable_numel for s in engine._stack.host.layers)
+        trained = sum(s.layout.num_trainable for s in engine.inspect().layers)
+        padding = sum(s.layout.trainable_numel for s in engine.inspect().layers)
         assert 2 * trained <= drained <= 2 * padding
-        report = engine._stack.memory_report()
+        report = engine.memory_report()
         assert report.gpu_peak == report.gpu_planned
         assert engine.plan.gpu_bytes["fp32 sums of chunks"] > 0
     finally:

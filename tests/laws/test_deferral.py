@@ -54,7 +54,7 @@ def test_peaks_equal_the_plan_and_the_simulator(
     engine = engine_of(model, section)
     step(engine, make_batch, 0)
     step(engine, make_batch, 1)
-    report, plan, found_sizes = engine.memory_report(), engine.plan, engine._stack.layout
+    report, plan, found_sizes = engine.memory_report(), engine.plan, engine.inspect().layout
     engine.destroy()
     held = sum(found_sizes.layers[index].trainable_numel for index in plan.deferred)
     assert plan.host_bytes["deferred gradients"] == 2 * held > 0
@@ -79,14 +79,14 @@ def test_lanes_do_what_the_schedule_has_in_its_order(clipping: float) -> None:
     model = SleepingModel([(4097, 0.0, 0.002)] * 8)
     section = {"window": 3, "deferred_layers": 3}
     engine = engine_of(model, section, precision="fp32", clipping=clipping)
-    engine._stack.device.record_spans(True)
+    engine.inspect().device.record_spans(True)
     x = torch.ones(64)
     engine.backward(engine(x))
-    assert all(state.applied != bool(clipping) for state in engine._stack.host.layers)
+    assert all(state.is_updated_early != bool(clipping) for state in engine.inspect().layers)
     engine.step()
     engine.synchronize()
-    spans = engine._stack.trace.spans()
-    plan, actions = engine.plan, engine._stack.runtime.executor.schedule.actions
+    spans = engine.inspect().operations
+    plan, actions = engine.plan, engine.inspect().schedule
     engine.destroy()
     for kind in (Kind.DRAIN, Kind.UPDATE):
         done = [s.name for s in spans if s.lane == kind.value and s.name.startswith(kind.value)]
@@ -107,7 +107,7 @@ def test_a_step_reads_and_writes_what_is_planned(count: int, tmp_path: Path) -> 
         for number in range(STEPS):
             step(engine, make_batch, number)
         engine.synchronize()
-        store, plan = engine._stack.host.tiers.store, engine.plan
+        store, plan = engine.inspect().files, engine.plan
         assert store.bytes_read == STEPS * plan.traffic.nvme_read_bytes
         assert store.bytes_written == STEPS * plan.traffic.nvme_written_bytes
 
@@ -213,7 +213,7 @@ def test_a_failing_operation_of_a_deferred_layer_names_itself(
     step(engine, make_batch, 0)
     engine.synchronize()
     (layer,) = engine.plan.deferred
-    state = engine._stack.host.layers[layer]
+    state = engine.inspect().layers[layer]
     before = state.weights.clone()
     fail_in(engine, monkeypatch, f"{verb} {layer}")
     with pytest.raises(LaneError, match=f"{verb} {layer} failed"):
@@ -246,7 +246,7 @@ def test_more_than_there_are_is_refused_by_name() -> None:
 
 
 def layers_of(engine: Any) -> Any:
-    return engine._stack.layout.layers
+    return engine.inspect().layout.layers
 
 
 def engine_of(

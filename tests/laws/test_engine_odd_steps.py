@@ -184,10 +184,9 @@ def memory_of(engine: Any) -> list[torch.Tensor]:
     """Weights, remainders and moments, copied."""
     engine.synchronize()
     held = []
-    for state in engine._stack.host.layers:
-        held += [state.weights.clone(), state.exp_avg.clone(), state.exp_avg_sq.clone()]
-        if state.low is not None:
-            held.append(state.low.clone())
+    for state in engine.inspect().layers:
+        arrays = {name: array for name, array in state.arrays.items() if name != "accumulated"}
+        held += [array.clone() for array in arrays.values()]
     return held
 
 

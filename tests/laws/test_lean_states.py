@@ -68,14 +68,12 @@ def train(engine: Any, steps: range) -> None:
 def arrays_of(engine: Any) -> dict[str, torch.Tensor]:
     """All that a step depends on."""
     engine.synchronize()
-    host = engine._stack.host
-    found = {}
-    for state in host.layers:
-        state.wait()
-        for part in state.layout.slices:
-            for array in host.states.dtypes:
-                of = host.pieces(state.index, (array,), part.offset, part.offset + part.numel)
-                found[f"{array} of {part.name}"] = torch.cat([f[array].clone() for _, f in of])
+    now, found = engine.inspect(), {}
+    for layer in now.layers:
+        layer.wait()
+        for part in layer.layout.slices:
+            for array in now.states.dtypes:
+                found[f"{array} of {part.name}"] = layer.read(array, part)
     return found
 
 
@@ -125,7 +123,7 @@ def test_pieces_change_no_bit_of_the_plain_loops(
         assert (report.host_peak, report.nvme_peak) == (report.host_planned, report.nvme_planned)
         kept = {"moments": 3.0, "masters": 2.0, "weights": 0.0}[home]
         rings = sum(n for k, n in engine.plan.host_bytes.items() if "ring" in k)
-        padded = sum(layer.numel for layer in engine._stack.layout.layers)
+        padded = sum(layer.numel for layer in engine.inspect().layout.layers)
         assert report.host_peak == kept * padded + rings
     finally:
         engine.destroy()
@@ -146,7 +144,7 @@ def test_a_parameter_takes_five_bytes_and_two_more_for_a_gradient_that_waits(
     try:
         train(engine, range(1))
         rings = sum(n for k, n in engine.plan.host_bytes.items() if "ring" in k)
-        padded = sum(layer.numel for layer in engine._stack.layout.layers)
+        padded = sum(layer.numel for layer in engine.inspect().layout.layers)
         assert engine.memory_report().host_peak - rings == (most - 0.075) * padded
     finally:
         engine.destroy()
@@ -163,17 +161,15 @@ def test_exact_and_lean_states_load_each_other_by_their_values(tmp_path: Path) -
     assert said["states"] == "lean"
     exact = engine_of({"states": "exact"})
     exact.load_checkpoint(folder["lean"])
-    host = exact._stack.host
-    for layer in host.layers:
+    for layer in exact.inspect().layers:
         for part in layer.layout.slices:
-            at = slice(part.offset, part.offset + part.numel)
             of = {a: found[f"{a} of {part.name}"] for a in ("weights", "low")}
             expected = join_master(of["weights"], of["low"])
-            assert torch.equal(host.master(layer.index, part).flatten(), expected)
+            assert torch.equal(layer.master(part).flatten(), expected)
             for moment in MOMENTS:
                 codes, scales = (found[f"{moment}{s} of {part.name}"] for s in ("", "_scale"))
                 decoded = getattr(states, f"decode_{moment}")(codes, scales)
-                assert torch.equal(getattr(layer, moment)[at], decoded)
+                assert torch.equal(layer.read(moment, part), decoded)
     exact.save_checkpoint(folder["exact"], tag="a")
     exact.destroy()
     said = json.loads((folder["exact"] / "a" / "manifest.json").read_text())["manifest"]

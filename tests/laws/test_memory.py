@@ -35,7 +35,7 @@ def test_the_budget_is_used_and_never_passed(name: str) -> None:
     needed = engine.plan.gpu_total_bytes
     engine.destroy()
     engine, _ = trained(name, 1, section={"gpu_memory": needed})
-    blocks = set(engine._stack.layout.streamed)
+    blocks = set(engine.inspect().layout.streamed)
     at_once = engine.plan.window + len(engine.plan.resident & blocks)
     assert at_once >= min(2, len(blocks))
     assert engine.memory_report().gpu_peak <= needed
@@ -60,8 +60,7 @@ def test_bf16_without_clipping_takes_12_bytes_per_parameter() -> None:
 @pytest.mark.parametrize("window", [1, 2, 3, 64])
 def test_weights_cross_at_most_twice_and_gradients_once(window: int, accumulation: int) -> None:
     engine, make_batch = trained("gpt", section={"window": window}, accumulation=accumulation)
-    executor, layout = engine._stack.runtime.executor, engine._stack.layout
-    fetched, drained = executor.fetched_bytes, executor.drains.drained_bytes
+    layout, before = engine.inspect().layout, engine.inspect().traffic
     steps = 4
     train(engine, make_batch, range(STEPS, STEPS + steps))
     streamed = [layout.layers[i].numel * 4 for i in layout.streamed]
@@ -71,13 +70,14 @@ def test_weights_cross_at_most_twice_and_gradients_once(window: int, accumulatio
     # because it was updated, or, between micro-batches, those that backward did not end with.
     per_step = 2 * sum(streamed) - slots * streamed[0] + resident
     per_step += (accumulation - 1) * 2 * (sum(streamed) - slots * streamed[0])
-    assert executor.fetched_bytes - fetched == steps * per_step
+    after = engine.inspect().traffic
+    assert after.fetched_bytes - before.fetched_bytes == steps * per_step
     gradients = sum(layer.trainable_numel for layer in layout.layers) * 4
     padding = sum(
         layer.trainable_numel - layer.slices[-1].offset - layer.slices[-1].numel
         for layer in layout.layers
     )
-    moved = executor.drains.drained_bytes - drained
+    moved = after.offloaded_bytes - before.offloaded_bytes
     assert moved == steps * accumulation * (gradients - 4 * padding)
     engine.destroy()
 
@@ -91,7 +91,7 @@ def test_a_forward_only_engine_costs_the_weights_alone(section: dict[str, Any]) 
     with torch.no_grad():
         loss_of(engine(**make_batch(0)))
     assert optimizer is None
-    layout = engine._stack.layout
+    layout = engine.inspect().layout
     weights = sum(layer.numel for layer in layout.layers) * 2
     report, whole = engine.memory_report(), engine.plan.whole
     assert report.host_peak == report.host_planned == weights * (not whole)

@@ -55,8 +55,8 @@ def test_peaks_equal_the_plan_on_all_tiers(
     assert report.gpu_peak == report.gpu_planned
     assert report.host_peak == report.host_planned
     assert report.nvme_peak == report.nvme_planned > 0
-    store = engine._stack.host.tiers.store
-    engine._stack.device.close()  # spills are behind what a step waits for
+    store = engine.inspect().files
+    engine.inspect().device.close()  # spills are behind what a step waits for
     read, written = store.bytes_read, store.bytes_written
     assert engine.memory_report() == report
     engine.destroy()
@@ -80,9 +80,9 @@ def test_a_step_moves_the_planned_bytes(tmp_path: Path) -> None:
         for step in range(4):
             train(engine, make_batch, range(step, step + 1))
             engine.synchronize()
-            for layer in range(len(engine._stack.host.layers)):
-                engine._stack.host.layers[layer].wait()
-            store = engine._stack.host.tiers.store
+            for layer in engine.inspect().layers:
+                layer.wait()
+            store = engine.inspect().files
             moved.append((store.bytes_read, store.bytes_written))
         read, written = (late - early for early, late in zip(moved[2], moved[3], strict=True))
         plan = engine.plan
@@ -99,7 +99,7 @@ def test_the_wear_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> N
         written = engine.plan.traffic.nvme_written_bytes
         train(engine, make_batch, range(4))
         engine.destroy()
-    assert written == 8 * sum(layer.trainable_numel for layer in engine._stack.layout.layers)
+    assert written == 8 * sum(layer.trainable_numel for layer in engine.inspect().layout.layers)
     told = [record.message for record in caplog.records if "TB written per hour" in record.message]
     assert len(told) == 1
     assert f"{written / (1 << 20):.2f} MiB written" in told[0]
@@ -109,7 +109,7 @@ def test_what_is_replaced_costs_no_more_than_itself(tmp_path: Path) -> None:
     """Taking the model over writes its weights once, and pages that two parameters share twice."""
     model, _ = MODELS["gpt"](num_layers=4)
     engine = engine_of(model, tmp_path, {"nvme": {"spill": "weights"}}, precision="bf16")
-    store, layers = engine._stack.host.tiers.store, engine._stack.layout.layers
+    store, layers = engine.inspect().files, engine.inspect().layout.layers
     edges = 2 * sum(len(layer.slices) for layer in layers) * 2 * PAGE_NUMEL
     weights = sum(layer.numel for layer in layers) * 2
     assert store.bytes_written <= weights + edges

@@ -121,13 +121,13 @@ def test_loaded_weights_are_trained(spill: str, tmp_path: Path) -> None:
 
 
 def masters_of(engine: Any) -> list[torch.Tensor]:
-    host = engine._stack.host
-    return [host.master(s.layout.index, part) for s in host.layers for part in s.layout.slices]
+    layers = engine.inspect().layers
+    return [layer.master(part) for layer in layers for part in layer.layout.slices]
 
 
 def late_writes_end(engine: Any) -> None:
-    for layer in range(len(engine._stack.host.layers)):
-        engine._stack.host.layers[layer].wait()
+    for layer in engine.inspect().layers:
+        layer.wait()
 
 
 def late(engine: Any) -> None:

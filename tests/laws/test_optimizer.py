@@ -208,7 +208,7 @@ def test_frozen_parameters_in_the_clients_optimizer_hold_no_gradient_back() -> N
     engine, *_ = stronghold.initialize(
         model=model, config=config(), optimizer=torch.optim.AdamW(model.parameters())
     )
-    for state in engine._stack.host.layers:
+    for state in engine.inspect().layers:
         trained = {k for k, part in enumerate(state.layout.slices) if part.trainable}
         assert state.trained == trained
     engine.backward(loss_of(engine(**make_batch(0))))

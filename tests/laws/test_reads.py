@@ -143,11 +143,8 @@ def assert_equal(found: Any, expected: Any, what: str) -> None:
 
 def pending(both: Twin) -> bool:
     """Whether an update of the last step is still on its way."""
-    stack = both.engine._stack
-    return any(
-        not stack.host.layers[i].records["weights"].writer.done
-        for i in range(len(stack.parameters))
-    )
+    layers = both.engine.inspect().layers
+    return any(not layer.writers["weights"].done for layer in layers)
 
 
 @pytest.mark.parametrize(
@@ -184,7 +181,7 @@ def test_what_was_updated_early_is_of_the_step_before_or_refused(
     with twin("gpt", clipping=clipping, section=PLACES[place]) as both:
         for step in range(3):
             both.backward(both.on(step))
-            early = bool(both.engine._stack.runtime.ledger.applied)
+            early = any(layer.is_updated_early for layer in both.engine.inspect().layers)
             refused = 0
             ours, plain = list(both.model.parameters()), list(both.plain.parameters())
             for parameter, expected in zip(ours, plain, strict=True):
@@ -254,7 +251,7 @@ def test_what_needs_no_value_does_not_wait() -> None:
         both.train(1)
         before = pending(both)
         last = both.model.blocks[2].mlp.down.weight
-        fence = both.engine._stack.host.layers[3].records["weights"].writer
+        fence = both.engine.inspect().layers[3].writers["weights"]
         assert (last.shape, last.dtype, last.grad) == ((HIDDEN, 4 * HIDDEN), torch.float32, None)
         assert (last.requires_grad, last.is_leaf, last.numel()) == (True, True, 4 * HIDDEN**2)
         assert isinstance(last, nn.Parameter)
@@ -288,7 +285,7 @@ def assert_same(ours: nn.Module, plain: nn.Module) -> None:
 def test_a_part_of_the_model_waits_for_its_own_updates_alone() -> None:
     with twin("gpt", section=SLOW) as both:
         both.train(0)
-        fences = [both.engine._stack.host.layers[i].records["weights"].writer for i in range(3)]
+        fences = [both.engine.inspect().layers[i].writers["weights"] for i in range(3)]
         next(both.model.parameters()).sum()
         late = not fences[-1].done
         both.model.state_dict()
@@ -355,8 +352,9 @@ engine, *_ = stronghold.initialize(
     model=model, config=config(), model_parameters=model.parameters()
 )
 here, there = torch.ones(40_000_000), torch.empty(40_000_000)
-done = engine._stack.device.fetch.submit("fetch 0", lambda: [there.copy_(here) for _ in range(20)])
-engine._stack.device.update.submit("update 0", lambda: 1 / 0)
+device = engine.inspect().device
+done = device.fetch.submit("fetch 0", lambda: [there.copy_(here) for _ in range(20)])
+device.update.submit("update 0", lambda: 1 / 0)
 engine.itself = engine, done
 """
 

@@ -103,10 +103,8 @@ def test_a_refined_plan_is_faster_and_the_trace_is_gone() -> None:
         engine.backward(engine(x))
         engine.step()
         seconds.append(time.perf_counter() - begun)
-    after, trace = engine.plan, engine._stack.trace
-    recording, spans = trace.recording, trace.spans()
+    after, spans = engine.plan, engine.inspect().operations
     engine.destroy()
-    assert not recording
     assert not spans
     on_time(after != before, "the plan stayed as it was")
     on_time(min(seconds[REFINED:]) < 0.8 * min(seconds[UNTOLD_STEPS:REFINED]), seconds)
@@ -162,9 +160,9 @@ def test_the_peak_is_one_plans_and_not_of_two() -> None:
         "cpu_threads": 1,
     }
     engine = initialized(model, config(section=section))
-    stack = engine._stack
-    assert not stack.plan.whole
-    whole = make_plan(stack.layout, replace(stack.demand, activations="keep"))
+    now = engine.inspect()
+    assert not now.plan.whole
+    whole = make_plan(now.layout, replace(now.demand, activations="keep"))
     assert whole.whole
     for micro in range(2):
         engine.backward(loss_of(engine(**make_batch(micro))))
@@ -172,7 +170,7 @@ def test_the_peak_is_one_plans_and_not_of_two() -> None:
         report = engine.memory_report()
         assert report.gpu_peak == report.gpu_planned
         if micro == 0:
-            stack.replan(whole)
+            engine.replan(whole)
     engine.destroy()
 
 
@@ -198,7 +196,7 @@ def run_of_changing_plans(name: str, change: bool) -> list[torch.Tensor]:
     model, _ = MODELS[name](**ODD[name])
     section = {"window": 1, "activations": "recompute", "cpu_threads": 1, "gpu_memory": 1 << 30}
     engine = initialized(model, config(section={**section, "resident_layers": 0}))
-    stack, found = engine._stack, []
+    now, found = engine.inspect(), []
     for step in range(20):
         loss = loss_of(engine(**token_batch(step, length=11)))
         engine.backward(loss)
@@ -207,10 +205,10 @@ def run_of_changing_plans(name: str, change: bool) -> list[torch.Tensor]:
         if change and step % 3 == 2 and step // 3 < len(POLICIES):
             policy = dict(POLICIES[step // 3])
             if policy["resident_layers"] == "all":
-                policy["resident_layers"] = len(stack.layout.streamed)
-            stack.replan(make_plan(stack.layout, replace(stack.demand, window=None, **policy)))
+                policy["resident_layers"] = len(now.layout.streamed)
+            engine.replan(make_plan(now.layout, replace(now.demand, window=None, **policy)))
     found += [weight.clone() for weight in engine.module_state_dict().values()]
-    whole = stack.plan.whole
+    whole = engine.plan.whole
     engine.destroy()
     assert whole is change
     return found

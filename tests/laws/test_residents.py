@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import stronghold
-from stronghold import native, simulate
+from stronghold import native
 from stronghold.device.emulated import EmulatedDevice
 from stronghold.errors import ConfigError
 from stronghold.memory import window
@@ -21,6 +21,7 @@ from stronghold.model.partition import partition
 from stronghold.native import Pool
 from stronghold.plan.cost import Demand, LayerLoad, Workload
 from stronghold.plan.plan import make_plan
+from stronghold.predict import simulate
 from stronghold.states import states_of
 from tests.models import HIDDEN, MODELS, Decoder, loss_of
 from tests.support.places import ON_GPU, on_gpu
@@ -80,10 +81,10 @@ def test_what_is_updated_on_the_gpu_has_no_slab_and_no_transfer(
     place: str, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, make_batch = engine_of(place, mode)
-    stack = engine._stack
+    now = engine.inspect()
     train(engine, make_batch, range(1))
     submitted: list[str] = []
-    for lane in (stack.device.fetch, stack.device.drain, stack.device.update):
+    for lane in (now.device.fetch, now.device.drain, now.device.update):
 
         def noted(name: str, *args: Any, submit: Any = lane.submit, **kwargs: Any) -> Any:
             submitted.append(name)
@@ -95,9 +96,9 @@ def test_what_is_updated_on_the_gpu_has_no_slab_and_no_transfer(
         train(engine, make_batch, range(1, 4))
     here = engine.plan.updated_on_gpu
     moved = {int(name.split()[1]) for name in submitted}
-    assert moved == set(range(len(stack.layout.layers))) - here
+    assert moved == set(range(len(now.layout.layers))) - here
     assert engine.plan.whole == (place == "whole")
-    away = [layer for layer in stack.layout.layers if layer.index not in here]
+    away = [layer for layer in now.layout.layers if layer.index not in here]
     assert engine.plan.host_bytes["weights"] == 4 * sum(layer.numel for layer in away)
     assert engine.plan.host_bytes["moments"] == 8 * sum(layer.trainable_numel for layer in away)
     as_planned(engine)
@@ -110,7 +111,7 @@ def test_nothing_stands_on_the_path_of_a_model_that_is_whole() -> None:
     for module in engine.module.modules():
         for hooks in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks"):
             assert not getattr(module, hooks)
-    arrays = {state.weights.untyped_storage().data_ptr() for state in engine._stack.host.layers}
+    arrays = {state.weights.untyped_storage().data_ptr() for state in engine.inspect().layers}
     before = [p.data_ptr() for p in engine.module.parameters()]
     loss = loss_of(engine(**make_batch(2)))
     for parameter in engine.module.parameters():
@@ -129,7 +130,7 @@ def test_closing_gives_the_model_back_in_memory_of_its_own(place: str) -> None:
     engine, make_batch = engine_of(place)
     train(engine, make_batch, range(2))
     expected = {name: value.clone() for name, value in engine.module_state_dict().items()}
-    arrays = [state.weights for state in engine._stack.host.layers if state.on_device]
+    arrays = [state.weights for state in engine.inspect().layers if state.is_on_device]
     model = engine.module
     engine.destroy()
     for array in arrays:

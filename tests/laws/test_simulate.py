@@ -86,7 +86,7 @@ def run(case: Case) -> tuple[float, Prediction, tuple[int, int]]:
     x = torch.ones(1, INPUT_NUMEL, requires_grad=True)  # the first layer has a backward too
     steps = timed_steps(engine, x, WARM_UP + MEASURED, case.accumulation)
     report = engine.memory_report()
-    layout, plan = engine._stack.layout, engine.plan
+    layout, plan = engine.inspect().layout, engine.plan
     engine.destroy()
     disk = () if case.nvme_gbps is None else (case.nvme_gbps,)
     machine = rates(case.link_gbps, *disk, update_gbps=case.update_gbps, handover_s=5e-5)

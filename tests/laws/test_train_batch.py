@@ -67,19 +67,19 @@ def test_joined_is_one_batch_in_chunks(precision: str) -> None:
     losses = []
     for _ in range(STEPS):
         losses.append(engine.train_batch(batches))
-        fetched.append(engine._stack.runtime.executor.num_fetches)
+        fetched.append(engine.inspect().traffic.num_fetches)
     found, counters = weights_of(engine), (engine.global_steps, engine.micro_steps)
     engine.destroy()
 
     engine, make_batch = engine_of({"chunk": 2}, precision=precision)
     for step in range(STEPS):
-        before = engine._stack.runtime.executor.num_fetches
+        before = engine.inspect().traffic.num_fetches
         whole = joined([make_batch(step * COUNT + micro) for micro in range(COUNT)])
         loss = loss_of(engine(**whole))
         engine.backward(loss)
         engine.step()
         assert torch.equal(losses[step], loss.detach())
-    assert fetched[-1] - fetched[-2] == engine._stack.runtime.executor.num_fetches - before
+    assert fetched[-1] - fetched[-2] == engine.inspect().traffic.num_fetches - before
     assert_same(found, weights_of(engine))
     assert counters == (STEPS, STEPS * COUNT)
     engine.destroy()

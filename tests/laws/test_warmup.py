@@ -42,19 +42,19 @@ def test_traced_steps_predict_the_following(
     }
     model = SleepingModel([(1 << 16, FORWARD_S, BACKWARD_S)] * NUM_LAYERS)
     engine = initialized(model, config(accumulation=accumulation, section=section))
-    stack, x, seconds = engine._stack, torch.ones(1, 1 << 13, requires_grad=True), []
+    x, seconds = torch.ones(1, 1 << 13, requires_grad=True), []
     for step in range(WARM_UP + TRACED + MEASURED):
         if step == WARM_UP:
-            stack.trace.clear()
+            before = len(engine.inspect().operations)
         if step == WARM_UP + TRACED:
             engine.synchronize()
-            spans = stack.trace.spans()
+            spans = engine.inspect().operations[before:]
         begun = time.perf_counter()
         for _ in range(accumulation):
             engine.backward(engine(x))
             engine.step()
         seconds.append(time.perf_counter() - begun)
-    plan, layout = engine.plan, stack.layout
+    plan, layout = engine.plan, engine.inspect().layout
     engine.destroy()
     workload = measured_workload(
         spans,

@@ -79,16 +79,14 @@ def snapshot(engine: Any) -> dict[str, torch.Tensor]:
     """Everything that a load may change, by name."""
     engine.synchronize()
     found = {f"weight {k}": v.cpu().clone() for k, v in engine.module_state_dict().items()}
-    host = engine._stack.host
-    if host.training:
+    now = engine.inspect()
+    if now.has_trained:
         moments = moments_of(engine)
         found |= {f"moment {i} {k}": m for k, v in moments.items() for i, m in enumerate(v)}
-        for state in host.layers:
-            if state.low is not None:
-                found[f"low {state.layout.index}"] = state.low.to("cpu", copy=True)
-    found["steps"] = torch.tensor(
-        [step for layer in engine._stack.host.layers for step in layer.counts]
-    )
+        for layer in now.layers:
+            if "low" in layer.arrays:
+                found[f"low {layer.index}"] = layer.arrays["low"].to("cpu", copy=True)
+    found["steps"] = torch.tensor([step for layer in now.layers for step in layer.counts])
     found["torch's random state"] = torch.get_rng_state()
     rates = [group["lr"] for group in engine.optimizer.param_groups]
     counters = [engine.global_steps, engine.micro_steps, engine.global_samples]
@@ -104,11 +102,10 @@ def assert_same(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> N
 
 def masters_of(engine: Any) -> dict[str, torch.Tensor]:
     engine.synchronize()
-    host = engine._stack.host
     return {
-        part.name: host.master(state.layout.index, part)
-        for state in host.layers
-        for part in state.layout.slices
+        part.name: layer.master(part)
+        for layer in engine.inspect().layers
+        for part in layer.layout.slices
         if part.trainable
     }
 

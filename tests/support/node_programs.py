@@ -64,8 +64,8 @@ def memory() -> dict[str, Any]:
         return {
             "host_peak": report.host_peak,
             "host_planned": report.host_planned,
-            "padded_numel": sum(layer.numel for layer in engine._stack.layout.layers),
-            "plan": str(engine._stack.plan),
+            "padded_numel": sum(layer.numel for layer in engine.inspect().layout.layers),
+            "plan": str(engine.plan),
         }
     finally:
         engine.destroy()
@@ -82,7 +82,7 @@ def traffic() -> dict[str, int]:
             engine.backward(loss_of(engine(**make_batch(num_ranks() * step + rank()))))
             engine.step()
             engine.synchronize()
-        layers = engine._stack.layout.layers
+        layers = engine.inspect().layout.layers
         return {
             "received": engine._ranks.received_from_nodes_bytes - before,
             "trained": sum(layer.trainable_numel for layer in layers),

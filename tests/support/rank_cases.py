@@ -230,7 +230,7 @@ def refined() -> dict[str, Any]:
     plans: list[Any] = []
 
     def each_step(engine: Any, _: int) -> None:
-        plans.append(engine._stack.plan)
+        plans.append(engine.plan)
 
     try:
         section = {"gpu_memory": 400 << 10}

@@ -35,8 +35,8 @@ def memory(*, clipping: float, **section: Any) -> dict[str, Any]:
         engine.backward(engine(torch.ones(2, 512, dtype=torch.bfloat16)).float().mean())
         engine.step()
         engine.synchronize()
-        stack, report = engine._stack, engine.memory_report()
-        padded_numel = sum(layer.numel for layer in stack.layout.layers)
+        now, report = engine.inspect(), engine.memory_report()
+        padded_numel = sum(layer.numel for layer in now.layout.layers)
         torch.distributed.barrier()
         found = {
             "host_peak": report.host_peak,
@@ -44,12 +44,12 @@ def memory(*, clipping: float, **section: Any) -> dict[str, Any]:
             "gpu_peak": report.gpu_peak,
             "gpu_planned": report.gpu_planned,
             "padded_numel": padded_numel,
-            "plan": str(stack.plan),
+            "plan": str(now.plan),
             "nvme_peak": report.nvme_peak,
             "nvme_planned": report.nvme_planned,
-            "staging": stack.plan.staging.nbytes,
-            "traffic": (stack.plan.traffic.nvme_read_bytes, stack.plan.traffic.nvme_written_bytes),
-            "moved": (stack.host.tiers.store.bytes_read, stack.host.tiers.store.bytes_written),
+            "staging": now.plan.staging.nbytes,
+            "traffic": (now.plan.traffic.nvme_read_bytes, now.plan.traffic.nvme_written_bytes),
+            "moved": (now.traffic.read_bytes, now.traffic.written_bytes),
             "weights_bytes": padded_numel * 2,
             "weights_pss": _pss("stronghold weights"),
         }
@@ -80,9 +80,9 @@ def traffic() -> dict[str, int]:
             before = engine._ranks.received_bytes
             engine.backward(loss_of(engine(**make_batch(2 * step + rank()))))
             engine.step()
-            engine._stack.device.lane("gather").submit("wait", lambda: None).wait()
+            engine.inspect().device.lane("gather").submit("wait", lambda: None).wait()
         received = engine._ranks.received_bytes - before
-        layers = engine._stack.layout.layers
+        layers = engine.inspect().layout.layers
         twice = sum(layer.numel for layer in layers if layer.streamed)
         once = sum(layer.numel for layer in layers if not layer.streamed)
         # The layer at which backward turns is there still.

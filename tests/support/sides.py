@@ -428,7 +428,7 @@ class ByEngine(Side):
         self._open(seed=-1)
 
     def replan(self, change: Callable[[Any], None]) -> None:
-        change(self.engine._stack)
+        change(self.engine)
 
     def offload(self) -> None:
         self.engine.offload_states()

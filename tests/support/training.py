@@ -152,24 +152,13 @@ def moments_of(engine: Any) -> dict[str, tuple[torch.Tensor, ...]]:
     """The arrays of Adam's moments by parameter name."""
     engine.synchronize()
     found = {}
-    host = engine._stack.host
-    for state in host.layers:
-        state.wait()
-        for part in state.layout.slices:
+    now = engine.inspect()
+    for layer in now.layers:
+        layer.wait()
+        for part in layer.layout.slices:
             if part.trainable:
-                index = state.layout.index
-                arrays = host.states.moments
-                found[part.name] = tuple(whole(host, index, a, part) for a in arrays)
+                found[part.name] = tuple(layer.read(array, part) for array in now.states.moments)
     return found
-
-
-def whole(host: Any, index: int, array: str, part: Any) -> torch.Tensor:
-    """One parameter's part of an array, flat, on the CPU, from wherever it lies."""
-    at, end = part.offset, part.offset + part.numel
-    pieces = [
-        found[array].to("cpu", copy=True) for _, found in host.pieces(index, (array,), at, end)
-    ]
-    return torch.cat(pieces) if pieces else torch.empty(0)
 
 
 def train_plain(

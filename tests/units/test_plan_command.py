@@ -267,7 +267,7 @@ def test_the_config_runs_as_it_was_planned(gpu: str, tmp_path: Path) -> None:
         ids = torch.zeros(1, 64, dtype=torch.long)
         engine.backward(engine(input_ids=ids, labels=ids).loss)
         engine.step()
-        report = engine._stack.memory_report()
+        report = engine.memory_report()
         (_, device), (_, host) = found.tiers["gpu"], found.tiers["host"]
         planned = sum(device.values()) - device["activations"]
         assert report.gpu_peak == report.gpu_planned == planned
@@ -275,8 +275,8 @@ def test_the_config_runs_as_it_was_planned(gpu: str, tmp_path: Path) -> None:
         planned = sum(host.values()) - host["activations"]
         assert report.host_peak == report.host_planned == planned
         section = found.config["stronghold"]
-        assert engine._stack.plan.window == section.get("window", 0)
-        assert engine._stack.plan.prefetch == section.get("prefetch", 0)
+        assert engine.plan.window == section.get("window", 0)
+        assert engine.plan.prefetch == section.get("prefetch", 0)
     finally:
         engine.destroy()
 

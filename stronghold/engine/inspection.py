@@ -1,0 +1,172 @@
+"""What an engine is doing now: `engine.inspect()`, for tests and for bug reports.
+
+Owns the view, and nothing that it shows. A bug report should hold `print(engine.inspect())`.
+The training thread alone enters, between two calls of the engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from stronghold.device.base import Device, Fence
+from stronghold.memory.host import HostStore
+from stronghold.memory.layer import LayerState, Residency
+from stronghold.memory.nvme import NvmeStore
+from stronghold.memory.tiers import NullStore
+from stronghold.model.layout import LayerLayout, ModelLayout, ParameterSlice
+from stronghold.plan.cost import Demand
+from stronghold.plan.plan import Plan
+from stronghold.plan.schedule import Action
+from stronghold.runtime.stack import MemoryReport, Stack
+from stronghold.states import States
+from stronghold.telemetry.trace import Span
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerView:
+    """One layer at the moment of the call.
+
+    `arrays` are its arrays in memory, by name, flat: the engine's own, not copies. `files` names
+    those that lie in files. `writers` has, by array, the fence of the newest operation that writes
+    it. `counts` says how often each parameter was updated, in the layout's order, and `trained`
+    holds the positions of those that the optimizer owns. `is_updated_early`: the running step has
+    updated the layer before its gate. `text` says all of it in one line.
+    """
+
+    layout: LayerLayout
+    is_on_device: bool
+    residency: Residency
+    arrays: Mapping[str, torch.Tensor]
+    files: tuple[str, ...]
+    writers: Mapping[str, Fence]
+    counts: tuple[int, ...]
+    trained: frozenset[int]
+    is_updated_early: bool
+    text: str
+    _host: HostStore = field(repr=False)
+    _state: LayerState = field(repr=False)
+
+    @property
+    def index(self) -> int:
+        return self.layout.index
+
+    @property
+    def weights(self) -> torch.Tensor:
+        """The whole layer's weights, flat, in the compute dtype."""
+        return self.arrays["weights"]
+
+    def wait(self) -> None:
+        """Block until every operation that writes the layer's arrays has ended. LaneError where one
+        of them failed."""
+        self._state.wait()
+
+    def read(self, array: str, part: ParameterSlice) -> torch.Tensor:
+        """A flat copy of one parameter's items of `array`, from memory or from files. Of several
+        ranks, the items that this one has: maybe none."""
+        pieces = self._host.pieces(self.index, (array,), part.offset, part.offset + part.numel)
+        items = [found[array].to("cpu", copy=True) for _, found in pieces]
+        return torch.cat(items) if items else torch.empty(0)
+
+    def master(self, part: ParameterSlice) -> torch.Tensor:
+        """A parameter's exact fp32 master, in its shape, as a copy on the CPU."""
+        return self._host.master(self.index, part)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traffic:
+    """What the engine has moved since its plan began: fetches of layers, bytes of weights to the
+    device and of gradients from it, and bytes read from files and written to them."""
+
+    num_fetches: int
+    fetched_bytes: int
+    offloaded_bytes: int
+    read_bytes: int
+    written_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inspection:
+    """An engine at the moment of the call.
+
+    `schedule` is the training step that the executor predicts. `operations` are the recorded spans,
+    oldest first: none, unless `stronghold.trace` is set or the device records. `bytes` are peaks
+    per tier, planned and measured; `host_bytes` is host memory that is held now. `is_in_step`:
+    gradients wait for their step. `has_trained`:
+    masters and moments exist; `states` says of which arrays they are made. `device` and `files` are
+    the live objects, with their lanes and their files.
+    """
+
+    layers: tuple[LayerView, ...]
+    layout: ModelLayout
+    demand: Demand
+    plan: Plan
+    schedule: tuple[Action, ...]
+    operations: tuple[Span, ...]
+    bytes: MemoryReport
+    traffic: Traffic
+    is_in_step: bool
+    has_trained: bool
+    states: States
+    host_bytes: int
+    device: Device
+    files: NvmeStore | NullStore
+
+    def __str__(self) -> str:
+        return "\n".join(
+            [
+                str(self.plan),
+                "layers",
+                *(f"  {layer.text}" for layer in self.layers),
+                "schedule",
+                *(f"  {action}" for action in self.schedule),
+                str(self.bytes),
+                str(self.traffic),
+            ]
+        )
+
+
+def inspect(stack: Stack) -> Inspection:
+    """The view of the engine whose parts `stack` has."""
+    host, executor, store = stack.host, stack.runtime.executor, stack.host.tiers.store
+    return Inspection(
+        layers=tuple(_layer(host, state) for state in host.layers),
+        layout=stack.layout,
+        demand=stack.demand,
+        plan=stack.plan,
+        schedule=tuple(executor.schedule.actions),
+        operations=tuple(stack.trace.spans()),
+        bytes=stack.memory_report(),
+        traffic=Traffic(
+            num_fetches=executor.num_fetches,
+            fetched_bytes=executor.fetched_bytes,
+            offloaded_bytes=executor.drains.drained_bytes,
+            read_bytes=store.bytes_read,
+            written_bytes=store.bytes_written,
+        ),
+        is_in_step=stack.runtime.ledger.pending,
+        has_trained=host.training,
+        states=host.states,
+        host_bytes=host.allocated_bytes,
+        device=stack.device,
+        files=store,
+    )
+
+
+def _layer(host: HostStore, state: LayerState) -> LayerView:
+    return LayerView(
+        layout=state.layout,
+        is_on_device=state.on_device,
+        residency=state.residency,
+        arrays={"weights": state.weights, **state.arrays()},
+        files=host.tiers.spilled(state.index),
+        writers={array: record.writer for array, record in state.records.items()},
+        counts=tuple(state.counts),
+        trained=state.trained,
+        is_updated_early=state.applied,
+        text=repr(state),
+        _host=host,
+        _state=state,
+    )
