@@ -59,7 +59,8 @@ CLIPPING_EPSILON = 1e-6  # torch.nn.utils.clip_grad_norm_'s
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GateResult:
     """`grad_norm`: global L2 norm before clipping, loss scale removed, or what waits for it where
-    nothing depended on it. `overflow`: it is not finite, nothing was applied."""
+    nothing depended on it. `overflow`: the norm is not finite, and nothing was applied; `grad_norm`
+    is infinity then, as DeepSpeed's, also where a gradient is NaN."""
 
     grad_norm: float | Callable[[], float]
     overflow: bool
@@ -469,8 +470,9 @@ class Updates:
         if skips or clipping > 0.0 or on_host or read is None:
             sums = on_host + (read() if read is not None else [])
             found, scale = norm_and_scale(sums, clipping=clipping, loss_scale=loss_scale)
-            overflow = skips and not math.isfinite(found)
-            return GateResult(grad_norm=found, overflow=overflow), scale
+            if skips and not math.isfinite(found):
+                return GateResult(grad_norm=math.inf, overflow=True), scale
+            return GateResult(grad_norm=found, overflow=False), scale
 
         def norm() -> float:
             return norm_and_scale(read(), clipping=0.0, loss_scale=loss_scale)[0]

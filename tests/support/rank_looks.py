@@ -181,17 +181,18 @@ def gradients(precision: str) -> dict[str, Any]:
 
 
 def overflow() -> dict[str, Any]:
-    """fp16: one rank's loss is infinite."""
+    """fp16: one rank's loss is NaN."""
     model, make_batch = MODELS["gpt"]()
     engine = engine_of(model, {**config(precision="fp16"), "zero_optimization": {"stage": 0}})
     try:
         before = {k: v.clone() for k, v in engine.module_state_dict().items()}
         loss = loss_of(engine(**make_batch(rank())))
-        engine.backward(loss * (float("inf") if rank() == 1 else 1.0))
+        engine.backward(loss * (float("nan") if rank() == 1 else 1.0))
         engine.step()
         after = engine.module_state_dict()
         return {
             "skipped": engine.skipped_steps,
+            "norm": engine.get_global_grad_norm(),
             "scale": engine.optimizer.loss_scale,
             "unchanged": all(torch.equal(after[k], v) for k, v in before.items()),
         }

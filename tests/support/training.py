@@ -274,7 +274,7 @@ class KernelAdam:
     ) -> float:
         """Clip by the global norm as torch.nn.utils.clip_grad_norm_ does, then update; returns the
         norm. With a loss scale the gradients are divided by it; then, or where it `skips`, none is
-        applied when one is not finite.
+        applied when one is not finite, and the norm is infinity.
         """
         sums = [
             self._pool.sum_squares(g.dtype, [(g.data_ptr(), g.numel())])[0]
@@ -283,7 +283,7 @@ class KernelAdam:
         norm, scale = norm_and_scale(sums, clipping=clipping, loss_scale=loss_scale)
         self.skipped = (skips or loss_scale != 1.0) and not math.isfinite(norm)
         if self.skipped:
-            return math.nan
+            return math.inf
         for group in self._groups:
             for parameter in group["params"]:
                 if parameter in gradients:
