@@ -197,7 +197,7 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
         _take_over(model, optimizer is not None)
         check_free(model)
         if optimizer is not None:
-            optimizer.connect(self.step, self.zero_grad)
+            optimizer.connect(self.step, self.zero_grad, self.offload_states, self.reload_states)
             if settings.precision == "fp16":
                 stage = self.zero_optimization_stage()
                 optimizer.loss_scaler = make_scaler(self._config.float16_config, stage)

@@ -133,8 +133,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         self.overflow = False
         self.loss_scaler: LossScalerBase = LossScaler(1)  # the engine's, when it trains in fp16
         self.grad_norm: Reading = None  # of the last step
-        self._step: weakref.WeakMethod[Callable[[], None]] | None = None
-        self._zero_grad: weakref.WeakMethod[Callable[[], None]] | None = None
+        self._engine_methods: dict[str, weakref.WeakMethod[Callable[..., None]]] = {}
         self._client = client
         super().__init__(params, defaults)
         if client is not None:
@@ -180,9 +179,21 @@ class EngineOptimizer(torch.optim.Optimizer):
         """Use this fixed scale from the next loss on."""
         self.loss_scaler = LossScaler(loss_scale)
 
-    def connect(self, step: Callable[[], None], zero_grad: Callable[[], None]) -> None:
-        """`step()` and `zero_grad()` will call the engine's methods, which keep no engine alive."""
-        self._step, self._zero_grad = weakref.WeakMethod(step), weakref.WeakMethod(zero_grad)
+    def connect(self, *methods: Callable[..., None]) -> None:
+        """The optimizer's methods will call the engine's of the same names: `step`, `zero_grad`,
+        `offload_states` and `reload_states`. They keep no engine alive."""
+        self._engine_methods = {method.__name__: weakref.WeakMethod(method) for method in methods}
+
+    def _engine_method(self, name: str) -> Callable[..., None] | None:
+        """The engine's method; None without an engine, or when the engine is gone."""
+        reference = self._engine_methods.get(name)
+        return None if reference is None else reference()
+
+    def _needed_engine_method(self, name: str) -> Callable[..., None]:
+        method = self._engine_method(name)
+        if method is None:
+            raise ConfigError(f"optimizer.{name}: this optimizer is not connected to an engine")
+        return method
 
     def count_step(self) -> None:
         """The engine has taken a step: torch's schedules warn when no optimizer did before them."""
@@ -217,20 +228,32 @@ class EngineOptimizer(torch.optim.Optimizer):
             raise ConfigError(
                 "optimizer.step(closure): call engine.backward(loss) and engine.step() instead"
             )
-        step = self._step() if self._step is not None else None
-        if step is None:
-            raise ConfigError("optimizer.step: this optimizer is not connected to an engine")
-        step()
+        self._needed_engine_method("step")()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """The engine's: gradients that wait for the step are thrown away."""
-        zero_grad = self._zero_grad() if self._zero_grad is not None else None
+        zero_grad = self._engine_method("zero_grad")
         if zero_grad is not None:
             zero_grad()
 
+    def offload_states(
+        self,
+        include: Any = None,
+        device: Any = "cpu",
+        pin_memory: bool = True,
+        non_blocking: bool = False,
+    ) -> None:
+        """The engine's `offload_states`: programs for DeepSpeed's ZeRO call the optimizer's."""
+        offload = self._needed_engine_method("offload_states")
+        offload(include=include, device=device, pin_memory=pin_memory, non_blocking=non_blocking)
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """The engine's `reload_states`."""
+        self._needed_engine_method("reload_states")(non_blocking=non_blocking)
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Groups are fixed when the engine is made: layers, masters and moments follow."""
-        if self._step is not None:
+        if self._engine_methods:
             raise ConfigError(
                 "add_param_group after stronghold.initialize: pass every group to initialize"
             )

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
+from stronghold.engine import StrongholdEngine
 from stronghold.errors import ConfigError
+from stronghold.runtime.optimizer import EngineOptimizer
 from tests.support.training import initialized
 from tests.support.twin import Twin, twin
 
@@ -119,3 +125,46 @@ def test_gradients_that_wait_and_room_that_is_gone_are_refused() -> None:
         both.train(1)
         with pytest.raises(ConfigError, match='expected "cpu"'):
             both.engine.offload_states(device="nvme")
+
+
+@pytest.mark.parametrize("section", [MIXED, WHOLE])
+def test_the_optimizer_takes_the_model_away_as_deepspeeds_does(section: dict[str, Any]) -> None:
+    """As OpenRLHF calls it."""
+    with twin(section=section) as both:
+        both.train(0)
+        optimizer, device = both.engine.optimizer, both.engine._stack.device
+        optimizer.offload_states(
+            include=[OffloadStateTypeEnum.optim_states, OffloadStateTypeEnum.hp_params],
+            device=OffloadDeviceEnum.cpu,
+            pin_memory=True,
+            non_blocking=False,
+        )
+        assert device.allocated_bytes == 0
+        with pytest.raises(ConfigError, match=r"engine\.reload_states"):
+            both.engine(**both.make_batch(1))
+        optimizer.reload_states(non_blocking=True)
+        assert device.allocated_bytes > 0
+        both.train(1)
+
+
+def test_an_optimizer_whose_engine_is_gone_says_so() -> None:
+    both = Twin()
+    optimizer = both.engine.optimizer
+    both.engine.destroy()
+    both.engine = None
+    for call in (optimizer.offload_states, optimizer.reload_states):
+        with pytest.raises(ConfigError, match=f"optimizer.{call.__name__}.* not connected"):
+            call()
+
+
+@pytest.mark.parametrize("name", ["offload_states", "reload_states"])
+def test_signatures_are_deepspeeds(name: str) -> None:
+    def arguments(of: type) -> list[tuple[str, Any]]:
+        signature = inspect.signature(getattr(of, name))
+        return [(parameter.name, parameter.default) for parameter in signature.parameters.values()]
+
+    expected = arguments(deepspeed.DeepSpeedEngine)
+    for cls in (DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3):
+        assert arguments(cls) == expected
+    for cls in (StrongholdEngine, EngineOptimizer):
+        assert arguments(cls) == expected
