@@ -394,9 +394,12 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
         """Milliseconds of the last micro-batch, and of the step so far, by DeepSpeed's names."""
         return self._instruments.last_times_ms
 
-    def _needed_optimizer(self, what: str) -> EngineOptimizer:
+    def _check_alive(self, what: str) -> None:
         if self._destroyed:
             raise ConfigError(f"engine.{what}: this engine was destroyed; initialize a new one")
+
+    def _needed_optimizer(self, what: str) -> EngineOptimizer:
+        self._check_alive(what)
         self._stack.check_here(f"engine.{what}")
         if self.optimizer is None:
             raise ConfigError(
@@ -503,6 +506,7 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
         `include` chooses nothing: slots belong to all layers, so that all of it leaves together.
         Host memory is pinned where training's is; it has returned when all is done.
         """
+        self._check_alive("offload_states")
         if str(getattr(device, "value", device)) == "none":
             logger.warning("engine.offload_states: device none: nothing is moved")
             return
@@ -514,6 +518,7 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
     def reload_states(self, non_blocking: bool = False) -> None:
         """What `offload_states` took away is on the device again, and training goes on with the
         same bits. ConfigError where others have taken the room."""
+        self._check_alive("reload_states")
         self._stack.return_to_device()
         self._refinement.restart()
 

@@ -147,10 +147,13 @@ def test_the_optimizer_takes_the_model_away_as_deepspeeds_does(section: dict[str
         both.train(1)
 
 
-def test_an_optimizer_whose_engine_is_gone_says_so() -> None:
+def test_an_engine_that_is_destroyed_or_gone_says_so() -> None:
     both = Twin()
     optimizer = both.engine.optimizer
     both.engine.destroy()
+    for call in (optimizer.offload_states, optimizer.reload_states):
+        with pytest.raises(ConfigError, match=f"engine.{call.__name__}: .* was destroyed"):
+            call()
     both.engine = None
     for call in (optimizer.offload_states, optimizer.reload_states):
         with pytest.raises(ConfigError, match=f"optimizer.{call.__name__}.* not connected"):
