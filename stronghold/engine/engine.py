@@ -492,6 +492,15 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
         for backward on the device where the step did not."""
         return None if self.optimizer is None else self.optimizer._global_grad_norm
 
+    def loss_scale(self) -> float:
+        """`fp16.loss_scale` of the config in fp16, where 0 means that the scale is dynamic and
+        `optimizer.loss_scale` has its newest value; 1 elsewhere, where no loss is scaled."""
+        return float(super().loss_scale()) if self.fp16_enabled() else 1.0
+
+    def dynamic_loss_scale(self) -> bool:
+        """Whether losses are scaled, by a scale that follows the overflows."""
+        return bool(self.fp16_enabled() and super().dynamic_loss_scale())
+
     def offload_states(
         self,
         include: Any = None,

@@ -15,7 +15,7 @@ import stronghold
 from stronghold import config as configs
 from stronghold.errors import ConfigError
 from tests.models import MODELS
-from tests.support.stock import one_rank
+from tests.support.stock import deepspeeds_engine, one_rank
 from tests.support.training import config
 from tests.support.twin import Twin, twin
 
@@ -88,3 +88,28 @@ def test_the_loss_scale_goes_on_after_a_checkpoint(tmp_path: Path) -> None:
     finally:
         first.engine.destroy()
         second.engine.destroy()
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_where_no_loss_is_scaled_the_scale_is_1_and_fixed(precision: str, tmp_path: Path) -> None:
+    """As DeepSpeed's optimizer says. Its engine answers with `fp16.loss_scale` of the config, which
+    is 0, for dynamic, where there is no such section."""
+    with one_rank(tmp_path):
+        theirs_model, _ = MODELS["gpt"]()
+        bf16 = precision == "bf16"
+        with deepspeeds_engine(theirs_model, stage=1, bf16=bf16) as theirs:
+            theirs_scale = theirs.optimizer.loss_scale, theirs.optimizer.dynamic_loss_scale
+    with twin(precision=precision) as both:
+        optimizer = both.engine.optimizer
+        assert (optimizer.loss_scale, optimizer.dynamic_loss_scale) == theirs_scale
+        assert (both.engine.loss_scale(), both.engine.dynamic_loss_scale()) == theirs_scale
+
+
+@pytest.mark.parametrize(
+    ("section", "expected"), [({}, (0.0, True)), ({"loss_scale": 64}, (64.0, False))]
+)
+def test_in_fp16_the_engines_scale_is_the_configs(section: dict[str, Any], expected: Any) -> None:
+    """0 means dynamic: `optimizer.loss_scale` is what the next loss is multiplied with."""
+    both = Twin(extra={"fp16": {"enabled": True, **section}})
+    assert (both.engine.loss_scale(), both.engine.dynamic_loss_scale()) == expected
+    both.engine.destroy()
