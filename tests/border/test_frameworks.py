@@ -168,11 +168,15 @@ def check_compile(live: Live) -> None:
     live.engine.step()
 
 
-def check_states_leave(live: Live) -> None:
-    live.engine.offload_states()
-    live.engine.reload_states()
+def check_states_leave(live: Live, of: str = "engine") -> None:
+    getattr(live, of).offload_states()
+    getattr(live, of).reload_states()
     live.engine.backward(live.loss(2))
     live.engine.step()
+
+
+def check_loss_scale(live: Live) -> None:
+    assert (live.engine.loss_scale(), live.engine.dynamic_loss_scale()) == (1.0, False)
 
 
 def check_checkpoint(live: Live) -> None:
@@ -293,6 +297,7 @@ ENGINE: dict[str, Callable[[Live], None]] = {
     "config": check_config,
     "compile": check_compile,
     "offload_states": check_states_leave,
+    "loss_scale": check_loss_scale,
     "destroy": check_destroy,
     "register_post_step_hook": absent("register_post_step_hook"),
     "train_batch_size": true(lambda live: live.engine.train_batch_size() == 4),
@@ -345,6 +350,7 @@ OPTIMIZER: dict[str, Callable[[Live], None]] = {
     "load_state_dict": check_optimizer_state,
     "zero_grad": true(lambda live: live.optimizer.zero_grad() is None),
     "add_param_group": check_add_group,
+    "offload_states": lambda live: check_states_leave(live, "optimizer"),
     "overflow": true(lambda live: live.optimizer.overflow is False),
     "loss_scale": true(lambda live: live.optimizer.loss_scale == 1.0),
     **{
