@@ -16,7 +16,7 @@ import functools
 import json
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -167,19 +167,38 @@ _TOO_DEEP = f"nested more than {MAX_LEVELS} levels deep, which no key's value is
 
 def _check_bounds(config: Mapping[str, Any], what: str) -> None:
     """ConfigError for what breaks whoever reads on: endless nesting, integers of over 63 bits."""
-    found: list[tuple[str, Any, int]] = [("", config, 0)]
-    while found:
-        dotted, value, level = found.pop()
+    for _, dotted, value, level in _entries(config):
         if level > MAX_LEVELS:
             raise ConfigError(f"{what}: {dotted[:80]}...: {_TOO_DEEP}.")
         if isinstance(value, int) and value.bit_length() > 63:
             raise ConfigError(
                 f"{dotted}: got an integer of {value.bit_length()} bits, expected at most 63."
             )
+
+
+def check_key_types(config: Mapping[str, Any]) -> None:
+    """Raise ConfigError, a line for each, where a key anywhere in the config is no string: a dict
+    can have such keys, JSON cannot."""
+    lines = [
+        f"{dotted}: got a key of type {type(key).__name__}, expected a string. Write it in quotes."
+        for key, dotted, _, _ in _entries(config)
+        if not isinstance(key, str)
+    ]
+    if lines:
+        raise ConfigError("\n".join(sorted(lines)))
+
+
+def _entries(config: Mapping[str, Any]) -> Iterator[tuple[Any, str, Any, int]]:
+    """Every value in nested mappings and lists, after its key ("" for an item of a list) and its
+    dotted name, and with its level."""
+    found: list[tuple[Any, str, Any, int]] = [("", "", config, 0)]
+    while found:
+        _, dotted, value, level = entry = found.pop()
+        yield entry
         if isinstance(value, Mapping):
-            found += [(f"{dotted}.{k}".lstrip("."), v, level + 1) for k, v in value.items()]
+            found += [(k, f"{dotted}.{k}".lstrip("."), v, level + 1) for k, v in value.items()]
         elif isinstance(value, list | tuple):
-            found += [(f"{dotted}[{k}]", v, level + 1) for k, v in enumerate(value)]
+            found += [("", f"{dotted}[{k}]", v, level + 1) for k, v in enumerate(value)]
 
 
 def _json_error(text: str) -> tuple[int, int, str] | None:

@@ -31,7 +31,7 @@ from stronghold.config.keys import (
     wrong,
 )
 from stronghold.config.section import StrongholdConfig, parse_section, resolve_nvme
-from stronghold.config.source import SECTION, Source, read_config
+from stronghold.config.source import SECTION, Source, check_key_types, read_config
 from stronghold.errors import ConfigError, did_you_mean
 
 if TYPE_CHECKING:
@@ -147,6 +147,7 @@ def load(
     """Reads and checks the whole config, for `world_size` data-parallel ranks (None: as
     torch.distributed says). ConfigError, a line for each key that is wrong."""
     original = read_config(source, args)
+    check_key_types(original)
     section = parse_section(original)
     config = {key: value for key, value in original.items() if key != SECTION and value is not None}
     _raise(refusals(config) + unfilled(config))
@@ -180,6 +181,7 @@ def load(
 def check_keys(config: Mapping[str, Any]) -> StrongholdConfig:
     """The section, unless `load` would refuse the config by its keys alone; "auto" may be there:
     for programs whose framework acts on the config before an engine is made."""
+    check_key_types(config)
     section = parse_section(config)
     _raise(refusals({k: v for k, v in config.items() if k != SECTION and v is not None}))
     return section

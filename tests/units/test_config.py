@@ -206,6 +206,32 @@ def test_a_size_with_two_meanings_or_none_is_refused(size: Any) -> None:
     assert "24GiB" in message
 
 
+@pytest.mark.parametrize(
+    ("config", "dotted"),
+    [
+        ({5: 1}, "5"),
+        ({"stronghold": {5: 1}}, "stronghold.5"),
+        ({"stronghold": {"emulated": {None: 1}}}, "stronghold.emulated.None"),
+        ({"stronghold": {"activations": {5: 1}}}, "stronghold.activations.5"),
+        ({"scheduler": {"type": "WarmupLR", "params": {5: 1}}}, "scheduler.params.5"),
+        ({"optimizer": {"type": "Adam", "params": {5: 1}}}, "optimizer.params.5"),
+        ({"optimizer": {5: "Adam"}}, "optimizer.5"),
+        ({"zero_optimization": {True: 2}}, "zero_optimization.True"),
+        ({"bf16": {b"enabled": True}}, "bf16.b'enabled'"),
+        ({"data_efficiency": {"list": [{"name": {(1, 2): 3}}]}}, "data_efficiency.list[0]"),
+    ],
+    ids=lambda given: given if isinstance(given, str) else "",
+)
+def test_a_key_that_is_no_string_is_refused_by_its_dotted_name(
+    config: dict[Any, Any], dotted: str
+) -> None:
+    for read in (configs.load, configs.check_keys):
+        with pytest.raises(ConfigError) as refused:
+            read({**BASE, "stronghold": {}, **config})
+        assert str(refused.value).startswith(dotted)
+        assert "expected a string" in str(refused.value)
+
+
 @pytest.mark.parametrize("absent", [None, "auto"])
 def test_null_and_auto_mean_that_the_key_is_absent(absent: Any) -> None:
     section: dict[str, Any] = dict.fromkeys(StrongholdConfig.model_fields, absent)
