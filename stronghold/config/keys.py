@@ -270,18 +270,22 @@ def unfilled(config: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def warn_of_ignored(config: Mapping[str, Any]) -> None:
-    """Logs, once, the keys that are without effect, and unknown ones that look misspelt."""
-    ignored = []
+def ignored(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """The keys that are without effect, in the order of the alphabet."""
+    found = []
     for dotted, value in _walk(config):
         row = row_for(dotted)
-        foreign = "." not in dotted and dotted not in KNOWN and not dotted.startswith("_")
-        if foreign and (hint := did_you_mean(dotted, KNOWN)):
-            warn_once(f'config key "{dotted}" is unknown and ignored.{hint}')
-        elif row is not None and row.effect is Effect.IGNORED and not isinstance(value, Mapping):
-            ignored.append(dotted)
-    if ignored:
-        warn_once(f"config keys without effect under stronghold: {', '.join(sorted(ignored))}")
+        if row is not None and row.effect is Effect.IGNORED and not isinstance(value, Mapping):
+            found.append(dotted)
+    return tuple(sorted(found))
+
+
+def warn_of_misspelt(config: Mapping[str, Any]) -> None:
+    """Log, once, unknown keys that look like a known one."""
+    for key in config:
+        foreign = key not in KNOWN and not key.startswith("_")
+        if foreign and (hint := did_you_mean(key, KNOWN)):
+            warn_once(f'config key "{key}" is unknown and ignored.{hint}')
 
 
 def _walk(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

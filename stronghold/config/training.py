@@ -25,13 +25,14 @@ from stronghold.config.keys import (
     BOOLEAN,
     FP32,
     NUMBER,
+    ignored,
     refusals,
     unfilled,
-    warn_of_ignored,
+    warn_of_misspelt,
     wrong,
 )
 from stronghold.config.section import StrongholdConfig, parse_section, resolve_nvme
-from stronghold.config.source import SECTION, Source, check_key_types, read_config
+from stronghold.config.source import SECTION, Source, check_key_types, read_config, warn_once
 from stronghold.errors import ConfigError, did_you_mean
 
 if TYPE_CHECKING:
@@ -129,6 +130,13 @@ class Settings:
     optimizer: AdamSettings | None  # None: the client's own, or forward only
     scheduler: SchedulerSettings | None
     steps_per_print: int | None  # None: never
+    ignored: tuple[str, ...]  # dotted keys that are without effect
+
+    def warn_of_ignored(self) -> None:
+        """Log the keys that are without effect; once in a process."""
+        if self.ignored:
+            keys = ", ".join(self.ignored)
+            warn_once(f"config keys without effect under stronghold: {keys}")
 
     @property
     def gated(self) -> bool:
@@ -159,7 +167,7 @@ def load(
     deepspeed = _deepspeed_config(config, world_size, mpu)
     section = resolve_nvme(section, deepspeed.zero_config, config.get("aio"))
     _check_states(section, precision, config.get("bf16") or config.get("bfloat16") or {})
-    warn_of_ignored(config)
+    warn_of_misspelt(config)
     steps_per_print = config.get("steps_per_print")  # infinity is how accelerate says never
     return Settings(
         original=original,
@@ -175,6 +183,7 @@ def load(
         optimizer=optimizer,
         scheduler=scheduler,
         steps_per_print=None if steps_per_print in (None, 0, math.inf) else steps_per_print,
+        ignored=ignored(config),
     )
 
 

@@ -193,7 +193,7 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
         self._step_applied = False
         self._loss_sum: torch.Tensor | None = None
         self.last_record: StepRecord | None = None
-        self._destroyed = self._is_compiled = False
+        self._destroyed = self._is_compiled = self._has_run = False
         _take_over(model, optimizer is not None)
         check_free(model)
         if optimizer is not None:
@@ -256,6 +256,9 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
         self._stack.check_here("engine.forward")
         self._checkpoints.raise_failure()
         self._user_backward.check()
+        if not self._has_run:  # not before: a framework that sets up warns of its own matters first
+            self._has_run = True
+            self.settings.warn_of_ignored()
         if self.module.training and torch.is_grad_enabled():
             self._stack.metrics.add_tokens(count_tokens(inputs, kwargs))
         with self._instruments.forward(self.global_steps), self._stack.runtime.forward_pass():

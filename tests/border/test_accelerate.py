@@ -8,6 +8,7 @@ docs/frameworks.md cannot miss a use of theirs.
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from accelerate.utils import DeepSpeedPlugin, DummyOptim, DummyScheduler
 from torch import nn
 from torch.utils.data import DataLoader
 
+from stronghold.config import source
 from stronghold.engine import StrongholdEngine
 from stronghold.errors import ConfigError
 from tests.models import MODELS, loss_of, token_batch
@@ -233,6 +235,46 @@ def test_two_accelerators_have_an_engine_each(loop: Any) -> None:
     policy.accelerator.backward(loss_of(policy.model(**batch)))
     assert torch.equal(loss_of(engine(**batch)), before)
     engine.destroy()
+
+
+def test_keys_without_effect_are_named_after_what_accelerate_warns_of(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """With two engines of one Accelerator: a program reads its first warning of `prepare`."""
+    source.warn_once.cache_clear()
+    reset_accelerate(ranked=True)
+    plugins = {
+        name: DeepSpeedPlugin(
+            hf_ds_config=ds_config(
+                zero_optimization={"stage": 0, key: True},
+                optimizer={"type": "AdamW", "params": {"lr": 1e-3}},
+            )
+        )
+        for name, key in (("policy", "overlap_comm"), ("reference", "contiguous_gradients"))
+    }
+    accelerator = Accelerator(deepspeed_plugins=plugins)
+    policy, _ = MODELS["gpt"]()
+    policy, *_ = accelerator.prepare(policy, dummy_parts(policy)[0], batches(0, 1))
+    accelerator.state.select_deepspeed_plugin("reference")
+    reference, _ = MODELS["gpt"]()
+    reference.requires_grad_(False)
+
+    def warnings(logger: str) -> list[str]:
+        records = [r for r in caplog.records if r.name == logger and r.levelno >= logging.WARNING]
+        return [record.getMessage() for record in records]
+
+    reference = accelerator.prepare(reference)
+    assert "A wrapped DeepSpeed engine reference" in warnings("accelerate.accelerator")[-1]
+    assert warnings("stronghold") == []
+    for engine in (policy, reference, policy, reference):
+        engine(**token_batch(0))
+    assert warnings("stronghold") == [
+        f"config keys without effect under stronghold: zero_optimization.{key}"
+        for key in ("overlap_comm", "contiguous_gradients")
+    ]
+    accelerator.free_memory()
+    for engine in (policy, reference):
+        engine.destroy()
 
 
 def test_without_a_launcher_what_is_gathered_is_the_process_own() -> None:

@@ -180,7 +180,7 @@ def test_keys_without_meaning_here_are_named_once(caplog: pytest.LogCaptureFixtu
     del zero["stage"]
     with caplog.at_level(logging.WARNING, "stronghold"):
         for _ in range(2):
-            nvme(zero_optimization=zero, aio=AIO)
+            load(zero_optimization=zero, aio=AIO).warn_of_ignored()
     assert [record.message for record in caplog.records] == [
         "config keys without effect under stronghold: aio.intra_op_parallelism, "
         "aio.overlap_events, aio.single_submit, aio.use_gds, "
