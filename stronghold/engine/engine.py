@@ -33,6 +33,7 @@ from torch import nn
 
 from stronghold.config import Settings
 from stronghold.device.base import off_lanes
+from stronghold.engine.attributes import REMOVED_SWITCHES, unused_attributes
 from stronghold.engine.backward import UserBackward
 from stronghold.engine.batches import Batches
 from stronghold.engine.checkpoints import Checkpoints
@@ -180,6 +181,11 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
         self.global_rank, self.world_size = ranks.global_rank, ranks.world_size
         self.dp_world_size, self.mp_world_size = ranks.num_ranks, ranks.model_parallel_size
         self.mpu = mpu
+        self.__dict__.update(
+            unused_attributes(
+                module=model, config=self._config, ranks=ranks, training_data=training_data
+            )
+        )
         self.collate_fn = collate_fn
         self.global_steps = self.global_samples = self.micro_steps = self.skipped_steps = 0
         self.optimizer = self.basic_optimizer = optimizer
@@ -397,6 +403,14 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
         """Milliseconds of the last micro-batch, and of the step so far, by DeepSpeed's names."""
         return self._instruments.last_times_ms
 
+    @property
+    def engine_timers_cache(self) -> dict[str, float]:
+        """DeepSpeed's name of what `get_wall_clock_timers` returns."""
+        return self._instruments.last_times_ms
+
+    def get_pld_theta(self) -> None:
+        """None: no layer is dropped."""
+
     def _check_alive(self, what: str) -> None:
         if self._destroyed:
             raise ConfigError(f"engine.{what}: this engine was destroyed; initialize a new one")
@@ -539,6 +553,17 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
         partition of the weights is cached."""
         gc.collect()
         self._stack.device.trim()
+
+    @property
+    def data_parallel_group(self) -> Any:
+        """torch's group of the ranks that share the model's state, for collectives of your own;
+        None in a process without a process group."""
+        if not torch.distributed.is_initialized():
+            return None
+        world = torch.distributed.group.WORLD
+        return world if self.mpu is None else self.mpu.get_data_parallel_group()
+
+    seq_data_parallel_group = data_parallel_group
 
     def get_data_parallel_rank(self) -> int:
         """This rank among those that share the model's state."""
@@ -765,5 +790,16 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
             off_lanes(self.destroy)  # also of one that is half-built
 
 
+def _switch_that_is_off(name: str) -> Any:
+    def is_off(self: Any) -> bool:
+        return False
+
+    is_off.__name__ = name
+    is_off.__doc__ = "False: DeepSpeed has removed the feature, and the config refuses its key."
+    return is_off
+
+
+for _name in REMOVED_SWITCHES:
+    setattr(StrongholdEngine, _name, _switch_that_is_off(_name))
 for _name, _reason in REFUSED.items():
     setattr(StrongholdEngine, _name, _refusal(_name, _reason))
