@@ -8,7 +8,8 @@ It is a `deepspeed.DeepSpeedEngine` by name, so that frameworks recognise it, bu
 class's core: its `__init__` is not called, the one-line accessors read the `DeepSpeedConfig` that
 is kept here, and what cannot apply is refused with its reason (`REFUSED`). A test walks the
 installed class: every public name must be implemented here, refused, or known to the test as an
-accessor that answers.
+accessor that answers. Another reads what that class assigns to itself: every public attribute must
+be here, and those that are of no use here come from `engine.attributes`.
 """
 
 from __future__ import annotations
