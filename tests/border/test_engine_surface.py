@@ -653,15 +653,22 @@ def test_an_inspection_says_what_a_bug_report_needs() -> None:
         both.train(0)
         both.engine.synchronize()
         now = both.engine.inspect()
-    assert now.has_trained
-    assert not now.is_in_step
-    assert now.traffic.num_fetches > before.traffic.num_fetches
-    parts = {part.name: (layer, part) for layer in now.layers for part in layer.layout.slices}
-    for name, parameter in both.model.named_parameters():
-        layer, part = parts[name]
-        assert torch.equal(layer.read("weights", part).view(part.shape), parameter)
-        assert torch.equal(layer.master(part), parameter)
-        assert set(layer.counts) == {1}
-    text = str(now)
-    for words in (str(now.plan), "fetch 1", "update 1", "host", "num_fetches", now.layers[1].text):
-        assert words in text
+        assert now.has_trained
+        assert not now.is_in_step
+        assert now.traffic.num_fetches > before.traffic.num_fetches
+        parts = {part.name: (layer, part) for layer in now.layers for part in layer.layout.slices}
+        for name, parameter in both.model.named_parameters():
+            layer, part = parts[name]
+            assert torch.equal(layer.read("weights", part).view(part.shape), parameter)
+            assert torch.equal(layer.master(part), parameter)
+            assert set(layer.counts) == {1}
+        text = str(now)
+        for words in (
+            str(now.plan),
+            "fetch 1",
+            "update 1",
+            "host",
+            "num_fetches",
+            now.layers[1].text,
+        ):
+            assert words in text
