@@ -63,13 +63,15 @@ class GradientSlot:
     """Device room for one layer's gradients in the compute dtype; `arrived` names the parameters
     that are in it, `writers` the compute lane's streams that may write it. `held`: gathering is
     over, and the gradients stay until the step ends. `sums`: room for fp32 sums of chunks;
-    `summing`: by position, where those of the running call are, until they are rounded."""
+    `summing`: by position, where those of the running call are, until they are rounded. `is_spare`:
+    no slot of the plan's, but memory of torch's that nobody holds once the gradients have left."""
 
     gradients: torch.Tensor
     sums: torch.Tensor | None = None
     summing: dict[int, torch.Tensor] = field(default_factory=dict)
     layer: int | None = None
     held: bool = False
+    is_spare: bool = False
     arrived: set[int] = field(default_factory=set)
     writers: list[object] = field(default_factory=list)
     record: Record = field(default_factory=Record)

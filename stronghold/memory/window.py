@@ -166,7 +166,7 @@ class Window:
         own = self._layers[layer].own_gradients
         if own is None:
             return next((slot for slot in self._gradient_slots if slot.layer is None), None)
-        return GradientSlot(torch.empty_like(own.gradients)) if own.held else own
+        return GradientSlot(torch.empty_like(own.gradients), is_spare=True) if own.held else own
 
     def claim_gradients(self, slot: GradientSlot, layer: int) -> None:
         """The layer's gradients are gathered in `slot` from now on."""

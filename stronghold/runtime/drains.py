@@ -170,7 +170,8 @@ class GradientDrains:
         """Memory of torch's, for what comes when the layer's slot is not its own any more."""
         numel = self._layers[layer].layout.trainable_numel
         device = self._device.torch_device
-        return GradientSlot(torch.empty(numel, dtype=self._host.dtype, device=device))
+        gradients = torch.empty(numel, dtype=self._host.dtype, device=device)
+        return GradientSlot(gradients, is_spare=True)
 
     def _enter(self, slot: GradientSlot) -> None:
         """The calling thread's stream is about to write to the slot."""
@@ -252,7 +253,8 @@ class GradientDrains:
             slot.view(slices[position]).zero_()
 
         def copy() -> None:
-            device.keep_for_lane(gradients)  # some are torch's memory
+            if slot.is_spare:
+                device.keep_for_lane(gradients)
             for begin, end in ranges:
                 device.copy(entry.memory[begin - first : end - first], gradients[begin:end])
             device.poison(gradients)

@@ -440,6 +440,25 @@ def test_the_slots_are_all_that_the_engine_takes() -> None:
     train_windowed(llama, steps=STEPS, settings=settings, inspect=inspect)
 
 
+def test_slots_are_free_as_soon_as_the_engine_drops_them() -> None:
+    """The plan's live as long as the engine does: no drain makes the allocator wait for its stream
+    before it gives their memory to others."""
+    torch.cuda.empty_cache()  # what other tests left
+    held: list[int] = []
+
+    def inspect(engine: Any) -> None:
+        held.append(engine.memory_report().gpu_planned)
+
+    settings = config(section={"device": "cuda", **STREAMED, "activations": "keep"})
+    train_windowed(llama, steps=2, settings=settings, inspect=inspect)
+    bytes_now = {
+        count: torch.cuda.memory_stats()[f"{count}_bytes.all.current"]
+        for count in ("active", "allocated")
+    }
+    waiting = bytes_now["active"] - bytes_now["allocated"]
+    assert waiting == 0 < held[0], f"{waiting} bytes wait for a stream"
+
+
 class Jitter(torch.autograd.Function):
     """The identity; now and then the stream takes its time, in forward and in backward."""
 
