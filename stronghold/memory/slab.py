@@ -185,17 +185,19 @@ GROWTH = 8  # what is pinned grows by an eighth at least: pinning takes a call, 
 
 class PinnedPool:
     """Pinned memory that is taken in turn, at most `room_bytes` (None: what the system has when the
-    first piece is taken).
+    first piece is taken). `expected_bytes`, 0 where nobody knows, are pinned with the first piece,
+    in one call; what is needed beyond them is pinned in steps.
 
     Pieces are given first fit by address, so that what comes and goes as a stack (activations:
     forward saves, backward takes back) leaves no holes, whatever its sizes are: what is pinned is
-    the most that was ever taken at once. Entered by the training thread and by autograd's in
-    backward; `give` by any.
+    the most that was ever taken at once, or what was expected. Entered by the training thread and
+    by autograd's in backward; `give` by any.
     """
 
-    def __init__(self, device: Device, room_bytes: int | None) -> None:
+    def __init__(self, device: Device, room_bytes: int | None, *, expected_bytes: int = 0) -> None:
         self._device = device
         self._room_bytes = room_bytes
+        self._expected_bytes = expected_bytes
         self._arena: torch.Tensor | None = None
         self._pinned: list[torch.Tensor] = []
         self._free: list[tuple[int, int]] = []  # [begin, end) in order and apart, all of it pinned
@@ -262,7 +264,8 @@ class PinnedPool:
                 'stronghold.host_memory or add RAM, set stronghold.activations to "recompute", or '
                 "lower the micro-batch"
             )
-        more = -(-max(missing, begin // GROWTH) // PAGE_BYTES) * PAGE_BYTES
+        ahead = self._expected_bytes if begin == 0 else begin // GROWTH
+        more = -(-max(missing, ahead) // PAGE_BYTES) * PAGE_BYTES
         more = min(more, room)
         part = self._arena[begin : begin + more]
         self._device.pin(part)

@@ -39,7 +39,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, NoReturn
@@ -54,6 +54,7 @@ from stronghold.errors import ConfigError, LaneError
 from stronghold.memory.slab import PinnedPool
 from stronghold.model.gpu_operators import Attended, in_all
 from stronghold.plan.cost import AGAIN, ATTENTION, AWAY
+from stronghold.plan.plan import Plan
 from stronghold.runtime.attention import (
     AttentionCalls,
     Through,
@@ -231,16 +232,13 @@ def _unwritten(kept: SavedTensor) -> torch.Tensor:
 
 
 class Activations:
-    """Applies each layer's policy: `policies[layer]`, by the layout's index."""
+    """Applies each layer's policy: the plan's `activations`, by the layout's index. Offloaded ones
+    take `host_room_bytes` of the host at most (None: what it has)."""
 
     def __init__(
-        self,
-        parts: Parts,
-        policies: Sequence[str],
-        executor: Executor,
-        host_room_bytes: int | None,
+        self, parts: Parts, plan: Plan, executor: Executor, host_room_bytes: int | None
     ) -> None:
-        self._policies = policies
+        self._policies = policies = plan.activations
         offloading = [layer for layer, policy in enumerate(policies) if policy in AWAY]
         self._last_offloading = max(offloading, default=-1)
         self._device, self._metrics, self._host = parts.device, parts.metrics, parts.host
@@ -253,7 +251,7 @@ class Activations:
         self._leaving: deque[list[SavedStorage]] = deque()  # by forward of a layer, oldest first
         self._coming: set[_Back] = set()  # compute has not been made to wait for them
         self._stored: Fence = completed("drain", "nothing offloaded")  # the newest copy
-        self._pool = PinnedPool(self._device, host_room_bytes)
+        self._pool = PinnedPool(self._device, host_room_bytes, expected_bytes=plan.offloaded_bytes)
         self._host.vacate = self._vacate
         # By layer what lies in its gradients' room, and where it ends, one behind the other.
         self._borrowed: dict[int, list[tuple[weakref.ref[SavedStorage], int]]] = defaultdict(list)

@@ -87,7 +87,7 @@ class Runtime:
         self._has_aliases = False  # said once
         device.open_streams(plan.demand.streams)
         self.executor = Executor(parts, self.window, self.updates, self.ledger, plan)
-        self.activations = Activations(parts, plan.activations, self.executor, host_room_bytes)
+        self.activations = Activations(parts, plan, self.executor, host_room_bytes)
 
     # -- life -------------------------------------------------------------------------------------
     def start(self, partition: Partition) -> None:

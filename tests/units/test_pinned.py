@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -13,6 +14,8 @@ from torch import nn
 from stronghold.device.emulated import EmulatedDevice
 from stronghold.errors import BudgetError
 from stronghold.memory.slab import GROWTH, PAGE_BYTES, PIECE_BYTES, PinnedPool
+from stronghold.plan.cost import LayerLoad
+from stronghold.plan.plan import make_plan
 from tests.support.training import config, initialized
 
 ROOM = 64 << 20
@@ -63,6 +66,38 @@ def test_more_than_the_room_is_refused(device: EmulatedDevice) -> None:
     pool.close()
 
 
+class Counting(EmulatedDevice):
+    """Notes the bytes of every registration."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.registered: list[int] = []
+
+    def pin(self, tensor: torch.Tensor) -> None:
+        self.registered.append(tensor.nbytes)
+        super().pin(tensor)
+
+
+def test_what_is_expected_is_pinned_in_one_call() -> None:
+    device = Counting()
+    pool = PinnedPool(device, ROOM, expected_bytes=40 * PAGE_BYTES - 1)
+    pieces = [pool.take(PAGE_BYTES) for _ in range(40)]
+    assert device.registered == [40 * PAGE_BYTES]
+    pieces.append(pool.take(1))  # more than was expected
+    assert device.registered == [40 * PAGE_BYTES, 5 * PAGE_BYTES]
+    pool.close()
+    device.close()
+
+
+@pytest.mark.parametrize("expected", [2 * ROOM, PAGE_BYTES])
+def test_what_is_expected_bounds_nothing(device: EmulatedDevice, expected: int) -> None:
+    """Neither the room, nor a first piece that is larger."""
+    pool = PinnedPool(device, ROOM, expected_bytes=expected)
+    assert pool.take(2 * PAGE_BYTES).numel() == 2 * PAGE_BYTES
+    assert pool.num_bytes == (ROOM if expected > ROOM else 2 * PAGE_BYTES)
+    pool.close()
+
+
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -105,6 +140,32 @@ def test_a_hundred_lengths_of_batches_pin_what_the_longest_needs() -> None:
         assert pinned <= 1.25 * alone.memory_report().host_activations
     finally:
         alone.destroy()
+
+
+def test_a_plan_that_knows_what_is_offloaded_pins_it_in_one_call() -> None:
+    """What the first steps have shown: a refined plan has it."""
+    engine, x = engine_of(resident_layers=0), torch.randn(512, 32)
+    stack = engine._stack
+    sizes = stack.runtime.activations.sizes
+    sizes.counting = True
+    try:
+        num_calls = []
+        for _ in range(2):
+            engine.backward(engine(x))
+            engine.step()
+            num_calls.append(len(stack.runtime.activations._pool._pinned))
+            blocks = zip(sizes.saved, sizes.boundary, strict=True)
+            kept = tuple(
+                LayerLoad(forward_s=1.0, backward_s=2.0, saved_bytes=saved, boundary_bytes=boundary)
+                for saved, boundary in blocks
+            )
+            known = replace(stack.demand, kept=kept)
+            if len(num_calls) == 1:
+                assert stack.replan(make_plan(stack.layout, known))
+        assert num_calls[0] > 1 == num_calls[1]
+        assert engine.plan.offloaded_bytes == engine.memory_report().host_activations > 0
+    finally:
+        engine.destroy()
 
 
 def test_offloaded_activations_are_part_of_host_memory() -> None:
