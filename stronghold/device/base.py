@@ -556,7 +556,8 @@ class Device(ABC):
         return None
 
     def trim(self) -> None:  # noqa: B027 - CPU memory goes back by itself
-        """Give the system back what the allocator keeps of tensors that are gone."""
+        """Give the system back what the allocator keeps of tensors that are gone, and what kernels
+        keep of earlier launches."""
 
     def restart_activation_peak(self) -> None:  # noqa: B027 - nobody counts
         """Count `activation_peak_bytes` from now on."""

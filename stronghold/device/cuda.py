@@ -644,6 +644,8 @@ class CudaDevice(Device):
         return True
 
     def trim(self) -> None:
+        if self._kernels is not None:
+            self._kernels.drop_tables()
         torch.cuda.empty_cache()
 
     def restart_activation_peak(self) -> None:

@@ -74,6 +74,11 @@ class TritonKernels(Kernels):
         self._device = device
         self._tables: OrderedDict[bytes, torch.Tensor] = OrderedDict()
 
+    def drop_tables(self) -> None:
+        """Drop the tables of earlier launches: later ones send theirs anew. A prepared call that
+        has not launched yet keeps its own."""
+        self._tables.clear()
+
     def prepare_adam(
         self,
         weight_dtype: torch.dtype,

@@ -48,6 +48,7 @@ def active_bytes(key: str) -> int:
     return torch.cuda.memory_stats()[f"active_bytes.all.{key}"]
 
 
+@pytest.mark.usefixtures("warm_products")
 def test_offload_bounds_memory_while_compute_is_layers_behind_the_host() -> None:
     """Two layers' activations, as the plan counts them, whatever the host has asked for since."""
     torch.manual_seed(0)

@@ -377,6 +377,7 @@ def test_a_cap_on_the_process_is_what_it_can_reach() -> None:
         torch.cuda.set_per_process_memory_fraction(1.0)
 
 
+@pytest.mark.alone  # other processes take memory of the device, and give it back
 def test_what_torch_keeps_of_tensors_that_are_gone_is_free() -> None:
     torch.cuda.empty_cache()
     before = cuda.free_bytes(0)
@@ -406,7 +407,11 @@ def test_a_plan_is_made_anew_from_what_is_free_then(monkeypatch: pytest.MonkeyPa
     assert seen[1] == seen[0] - taken
 
 
-@pytest.mark.parametrize("place", [STREAMED, {"resident_layers": "all"}])
+@pytest.mark.usefixtures("warm_products")
+@pytest.mark.parametrize(
+    "place",
+    [STREAMED, {"resident_layers": "all"}, {"resident_layers": "all", "resident_updates": "gpu"}],
+)
 def test_states_that_leave_the_gpu_leave_it_to_others(place: dict[str, Any]) -> None:
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
