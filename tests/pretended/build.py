@@ -18,7 +18,7 @@ from pathlib import Path
 NAME = "pretended_cuda"
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-SOURCES = [HERE / "device.cpp", HERE / "memory.h", HERE / "streams.h"]
+SOURCES = [HERE / name for name in ("device.cpp", "memory.h", "streams.h", "workspaces.h")]
 FLAGS = ["-O1", "-g0", "-Wall", "-Wextra", "-Werror"]
 
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-LAUNCHES = "needs the tables of Triton's launches"
 SPEED = "compares speeds"
 BUS = "asks the system's PCI bus for the GPU"
 
 DESELECTED = {
-    "tests/gpu/test_kernels_cuda.py::test_the_callers_stream_is_the_one_that_computes": LAUNCHES,
     "tests/gpu/test_doctor_cuda.py::test_a_gpu_is_measured_as_what_it_is": SPEED,
     "tests/gpu/test_doctor_cuda.py::test_the_address_is_one_of_the_pci_buss": BUS,
 }

@@ -23,6 +23,7 @@
 #include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/resize_native.h>
 #include <ATen/ops/view_native.h>
+#include <c10/util/env.h>
 #include <torch/extension.h>
 
 #include <array>
@@ -37,6 +38,7 @@
 
 #include "memory.h"
 #include "streams.h"
+#include "workspaces.h"
 
 namespace pretended {
 namespace {
@@ -249,14 +251,57 @@ Tensor histc(const Tensor& tensor, int64_t bins, const at::Scalar& low, const at
 
 // Attention as CUDA's kernels declare it: beside the output and the rows' sums they return numbers,
 // sequences that are not there and the generator's place. The CPU's kernel computes it.
-int64_t sdp_choice(const Tensor& query, const Tensor& key, const Tensor&,
-                   const std::optional<Tensor>& mask, double dropout, bool, std::optional<double>,
-                   bool) {
-  const auto& context = at::globalContext();  // what the program allows
-  const bool flash = query.scalar_type() != at::kFloat && context.userEnabledFlashSDP();
-  const bool efficient = query.size(1) == key.size(1) && context.userEnabledMemEfficientSDP();
-  if (query.dim() != 4 || mask.has_value() || dropout > 0) return 0;  // by its formula
-  return flash ? 1 : efficient ? 2 : 0;
+using Mask = std::optional<Tensor>;
+
+bool low_precision(const Tensor& tensor) {
+  return tensor.scalar_type() == at::kHalf || tensor.scalar_type() == at::kBFloat16;
+}
+
+// The first that can, in the order of a GPU of compute capability 9.0 with cuDNN 9.16 or later.
+int64_t sdp_choice(const Tensor& query, const Tensor& key, const Tensor& value, const Mask& mask,
+                   double dropout, bool, std::optional<double>, bool) {
+  auto& context = at::globalContext();  // what the program allows
+  static const bool preferred = [&] {
+    if (c10::utils::check_env("TORCH_CUDNN_SDPA_DEPRIORITIZED") == true) return false;
+    context.setSDPPriorityOrder({3, 1, 2, 0});
+    return true;
+  }();
+  (void)preferred;
+  const bool any_order =
+      !context.deterministicAlgorithms() || context.deterministicAlgorithmsWarnOnly();
+  const auto fits = [](const Tensor& tensor) {
+    return tensor.size(3) <= 128 && tensor.size(3) % 8 == 0;
+  };
+  const bool four = query.dim() == 4 && dropout == 0;
+  for (const auto backend : context.sDPPriorityOrder()) {
+    bool can = false;
+    if (backend == at::SDPBackend::cudnn_attention) {
+      can = four && context.userEnabledCuDNNSDP() && any_order && low_precision(query) &&
+            fits(query) && fits(value) && key.size(2) != 1 &&
+            (!mask || (!mask->requires_grad() && (mask->dim() == 2 || mask->dim() == 4)));
+    } else if (backend == at::SDPBackend::flash_attention) {
+      can = four && context.userEnabledFlashSDP() && low_precision(query) && !mask;
+    } else if (backend == at::SDPBackend::efficient_attention) {
+      can = four && context.userEnabledMemEfficientSDP() && query.size(1) == key.size(1) && !mask;
+    } else if (backend == at::SDPBackend::math) {
+      can = context.userEnabledMathSDP();
+    }
+    if (can) return static_cast<int64_t>(backend);
+  }
+  TORCH_CHECK(false, "No viable backend for scaled_dot_product_attention was found.");
+}
+
+// Computes into `output` and `sums`, [batch, heads, rows] in any layout.
+void attend(const Tensor& query, const Tensor& key, const Tensor& value, const Mask& mask,
+            bool causal, std::optional<double> scale, const Tensor& output, const Tensor& sums) {
+  push_launch([q = over_shadow(query), k = over_shadow(key), v = over_shadow(value),
+               mask = mask ? Mask(over_shadow(*mask)) : Mask(), causal, scale,
+               to = over_shadow(output), rest = over_shadow(sums)] {
+    const auto found =
+        at::_scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, mask, scale);
+    to.copy_(std::get<0>(found));
+    rest.copy_(std::get<1>(found));
+  });
 }
 
 std::pair<Tensor, Tensor> attended(const Tensor& query, const Tensor& key, const Tensor& value,
@@ -265,19 +310,14 @@ std::pair<Tensor, Tensor> attended(const Tensor& query, const Tensor& key, const
   const auto options = query.options();
   const Tensor output = at::empty({batch, rows, heads, value.size(3)}, options).transpose(1, 2);
   const Tensor sums = at::empty({batch, heads, rows}, options.dtype(at::kFloat));
-  push_launch([q = over_shadow(query), k = over_shadow(key), v = over_shadow(value), causal, scale,
-               to = over_shadow(output), rest = over_shadow(sums)] {
-    const auto found = at::_scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal,
-                                                                       std::nullopt, scale);
-    to.copy_(std::get<0>(found));
-    rest.copy_(std::get<1>(found));
-  });
+  attend(query, key, value, std::nullopt, causal, scale, output, sums);
   return {output, sums};
 }
 
 std::tuple<Tensor, Tensor, Tensor> attended_backward(
     const Tensor& gradient, const Tensor& query, const Tensor& key, const Tensor& value,
-    const Tensor& output, const Tensor& sums, bool causal, std::optional<double> scale) {
+    const Tensor& output, const Tensor& sums, const Tensor& mask, bool causal,
+    std::optional<double> scale) {
   std::tuple<Tensor, Tensor, Tensor> found{at::empty_like(query), at::empty_like(key),
                                            at::empty_like(value)};
   const auto& [of_query, of_key, of_value] = found;
@@ -285,18 +325,20 @@ std::tuple<Tensor, Tensor, Tensor> attended_backward(
                                     over_shadow(of_value)};
   const std::vector<Tensor> given{over_shadow(gradient), over_shadow(query),  over_shadow(key),
                                   over_shadow(value),    over_shadow(output), over_shadow(sums)};
-  push_launch([targets, given, causal, scale] {
+  push_launch([targets, given, mask = mask.defined() ? Mask(over_shadow(mask)) : Mask(), causal,
+               scale] {
     const auto [q, k, v] = at::_scaled_dot_product_flash_attention_for_cpu_backward(
-        given[0], given[1], given[2], given[3], given[4], given[5], 0.0, causal, std::nullopt,
+        given[0], given[1], given[2], given[3], given[4], given[5].contiguous(), 0.0, causal, mask,
         scale);
     targets[0].copy_(q), targets[1].copy_(k), targets[2].copy_(v);
   });
   return found;
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, SymInt, SymInt, Tensor, Tensor, Tensor> flash(
-    const Tensor& query, const Tensor& key, const Tensor& value, double, bool causal, bool,
-    std::optional<double> scale) {
+using Nine = std::tuple<Tensor, Tensor, Tensor, Tensor, SymInt, SymInt, Tensor, Tensor, Tensor>;
+
+Nine flash(const Tensor& query, const Tensor& key, const Tensor& value, double, bool causal, bool,
+           std::optional<double> scale) {
   const at::AutoDispatchBelowADInplaceOrView below;
   const auto [output, sums] = attended(query, key, value, causal, scale);
   const auto place = [&] { return at::empty({2}, query.options().dtype(at::kUInt64)); };
@@ -309,16 +351,44 @@ std::tuple<Tensor, Tensor, Tensor> flash_backward(
     const Tensor& output, const Tensor& sums, const Tensor&, const Tensor&, SymInt, SymInt, double,
     bool causal, const Tensor&, const Tensor&, std::optional<double> scale) {
   const at::AutoDispatchBelowADInplaceOrView below;
-  return attended_backward(gradient, query, key, value, output, sums, causal, scale);
+  return attended_backward(gradient, query, key, value, output, sums, {}, causal, scale);
+}
+
+// The output is laid out as the query is, the sums with heads behind rows, as cuDNN's.
+Nine cudnn(const Tensor& query, const Tensor& key, const Tensor& value, const Mask& mask,
+           bool with_sums, double, bool causal, bool, std::optional<double> scale) {
+  const at::AutoDispatchBelowADInplaceOrView below;
+  const int64_t batch = query.size(0), heads = query.size(1), rows = query.size(2);
+  const auto options = query.options();
+  const bool rows_first = query.stride(2) >= query.stride(1);
+  const Tensor output =
+      rows_first ? at::empty({batch, rows, heads, value.size(3)}, options).transpose(1, 2)
+                 : at::empty({batch, heads, rows, value.size(3)}, options);
+  const Tensor sums =
+      at::empty({batch, rows, heads, 1}, options.dtype(at::kFloat)).transpose(1, 2);
+  attend(query, key, value, mask, causal, scale, output, sums.squeeze(-1));
+  const auto place = [&] { return at::zeros({1}, options.dtype(at::kLong)); };
+  return {output, with_sums ? sums : Tensor(), Tensor(), Tensor(), query.size(2), key.size(2),
+          place(), place(), Tensor()};
+}
+
+std::tuple<Tensor, Tensor, Tensor> cudnn_backward(
+    const Tensor& gradient, const Tensor& query, const Tensor& key, const Tensor& value,
+    const Tensor& output, const Tensor& sums, const Tensor&, const Tensor&, const Tensor& mask,
+    const Tensor&, const Tensor&, SymInt, SymInt, double, bool causal,
+    std::optional<double> scale) {
+  const at::AutoDispatchBelowADInplaceOrView below;
+  TORCH_CHECK(sums.dim() == 4, "cuDNN's attention: sums of [batch, heads, rows, 1]");
+  return attended_backward(gradient, query, key, value, output, sums.squeeze(-1), mask, causal,
+                           scale);
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> efficient(const Tensor& query, const Tensor& key,
-                                                     const Tensor& value,
-                                                     const std::optional<Tensor>&, bool, double,
+                                                     const Tensor& value, const Mask&, bool, double,
                                                      bool causal, std::optional<double> scale) {
   const at::AutoDispatchBelowADInplaceOrView below;
   const auto [output, sums] = attended(query, key, value, causal, scale);
-  const auto place = [&] { return at::empty({}, query.options().dtype(at::kLong)); };
+  const auto place = [] { return at::empty({}, at::dtype(at::kLong)); };  // on the host
   return {output, sums, place(), place()};
 }
 
@@ -327,7 +397,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> efficient_backward(
     const Tensor&, const Tensor& output, const Tensor& sums, const Tensor&, const Tensor&, double,
     std::array<bool, 4>, bool causal, std::optional<double> scale) {
   const at::AutoDispatchBelowADInplaceOrView below;
-  const auto [q, k, v] = attended_backward(gradient, query, key, value, output, sums, causal, scale);
+  const auto [q, k, v] =
+      attended_backward(gradient, query, key, value, output, sums, {}, causal, scale);
   return {q, k, v, Tensor()};
 }
 
@@ -596,8 +667,22 @@ class Chance {
   Tensor state_ = at::detail::createCPUGenerator(0).get_state();
 };
 
+// Operators that are products of cuBLAS on a GPU.
+const std::set<std::string> kProducts = {
+    "aten::mm",  "aten::addmm", "aten::addmm_",    "aten::bmm",      "aten::baddbmm",
+    "aten::mv",  "aten::addmv", "aten::baddbmm_",  "aten::addbmm",   "aten::_addmm_activation",
+    "aten::dot", "aten::vdot"};
+
+void take_workspaces(const c10::OperatorHandle& op, const torch::jit::Stack& stack) {
+  if (kProducts.count(op.schema().name()) == 0) return;
+  const Tensor& first = torch::jit::last(stack, op.schema().arguments().size())[0].toTensor();
+  const bool adds = op.schema().name().rfind("aten::addmm", 0) == 0;
+  Workspaces::get().multiplies(adds && first.dim() == 1);
+}
+
 void on_the_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   refuse_mixed(op, *stack);
+  take_workspaces(op, *stack);
   if (launch(op, stack)) return;
   ++num_waits;
   Entered::check();
@@ -648,6 +733,8 @@ TORCH_LIBRARY_IMPL(aten, CUDA, library) {
   at::native::_fused_sdp_choice_stub.set_cuda_dispatch_ptr(&pretended::sdp_choice);
   library.impl("_scaled_dot_product_flash_attention", pretended::flash);
   library.impl("_scaled_dot_product_flash_attention_backward", pretended::flash_backward);
+  library.impl("_scaled_dot_product_cudnn_attention", pretended::cudnn);
+  library.impl("_scaled_dot_product_cudnn_attention_backward", pretended::cudnn_backward);
   library.impl("_scaled_dot_product_efficient_attention", pretended::efficient);
   library.impl("_scaled_dot_product_efficient_attention_backward", pretended::efficient_backward);
 }
@@ -679,6 +766,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("reserved", [] { return Arena::get().reserved(); });
   module.def("reserved_peak", [] { return Arena::get().reserved_peak(); });
   module.def("num_retries", [] { return Arena::get().num_retries(); });
+  module.def("clear_workspaces", [] { pretended::Workspaces::get().clear(); });
   module.def("empty_cache", [] { Arena::get().empty_cache(); },
              py::call_guard<py::gil_scoped_release>());
   module.def("num_launches", [] { return pretended::num_launches.load(); });

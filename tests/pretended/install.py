@@ -34,6 +34,25 @@ SUCCESS, ALREADY_REGISTERED, NOT_REGISTERED, INVALID_VALUE, OUT_OF_MEMORY = 0, 7
 LAUNCH_FAILED = 719
 
 
+class Neighbour:
+    """Another process on the device. While it is `there`, it takes a MiB more before each look at
+    what the device has free, and gives all back after a few hundred."""
+
+    MOST_BYTES = 256 << 20
+
+    def __init__(self) -> None:
+        self.there = False
+        self._taken = 0
+
+    def taken_bytes(self) -> int:
+        """What it has by the time of a look."""
+        self._taken = (self._taken + (1 << 20)) % self.MOST_BYTES if self.there else 0
+        return self._taken
+
+
+neighbour = Neighbour()
+
+
 class Refused(Exception):
     """This Python cannot pretend a device; the message says what it would need."""
 
@@ -202,8 +221,12 @@ def _memory(torch: Any, extension: Any) -> None:
     torch.Tensor.is_pinned = is_pinned
     cuda.cudart = Runtime
     fraction = [1.0]
-    # Of the whole device, whatever the process may have of it.
-    cuda.mem_get_info = lambda device=None: (TOTAL_BYTES - extension.reserved(), TOTAL_BYTES)
+
+    def of_the_device(device: Any = None) -> tuple[int, int]:
+        """What is free of the whole device, whatever the process may have of it."""
+        return TOTAL_BYTES - extension.reserved() - neighbour.taken_bytes(), TOTAL_BYTES
+
+    cuda.mem_get_info = of_the_device
     cuda.memory_stats = statistics
     # Pinned memory of torch's own: none is kept, so that none is counted.
     cuda.host_memory_stats = lambda: {"allocations.allocated": 0, "allocated_bytes.allocated": 0}
@@ -214,6 +237,7 @@ def _memory(torch: Any, extension: Any) -> None:
     for name in ("reset_peak_memory_stats", "reset_max_memory_allocated"):
         setattr(cuda, name, lambda device=None: extension.restart_peak())
     cuda.empty_cache = cuda.ipc_collect = extension.empty_cache
+    torch._C._cuda_clearCublasWorkspaces = extension.clear_workspaces
 
     def leave_to_this_process(part: float, device: Any = None) -> None:
         fraction[0] = part

@@ -1,76 +1,198 @@
-"""What stands for the Triton kernels: the host's, on the bytes behind device addresses.
+"""What stands for the Triton programs: the host's kernels, on the bytes behind device addresses.
 
-They refuse addresses of the host, and run on the current stream's thread, later than the call
-returns. Nothing here runs a program of Triton: the interpreter does
+`TritonKernels` launches them as it launches Triton's: from tables of segments that lie on the
+device. They read their table, refuse addresses of the host, and run on the current stream's thread,
+later than the call returns. Nothing here runs a program of Triton: the interpreter does
 (tests/units/test_device_kernels.py).
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from stronghold import native
 from stronghold.device import cuda, triton_kernels
-from stronghold.errors import ConfigError
-from stronghold.native import Kernels
+from stronghold.device.base import Device
+from stronghold.native import AdamRows, AdamSegments
 
+ROWS = 64  # of a table, as in triton_programs
 ADDRESSES = ("weight", "low", "exp_avg", "exp_avg_sq", "grad")
+
+Table = npt.NDArray[np.int64]  # [columns, segments]: blocks before it, numel, addresses
+
+
+class Memory:
+    """The bytes behind the device's addresses."""
+
+    def __init__(self, extension: Any) -> None:
+        self._begin: int = extension.device_base()
+        self._end: int = self._begin + extension.ARENA_BYTES
+        self._distance: int = extension.distance()
+
+    def address(self, address: int, numel: int = 1) -> int:
+        """Where the host finds what lies at a device address."""
+        if numel == 0 or address == 0:
+            return 0
+        inside = self._begin <= address < self._end
+        assert inside, f"a kernel on the GPU was given a host address {address:#x}"
+        return address + self._distance
+
+    def table(self, address: int, num_rows: int, num_arrays: int) -> Table:
+        """A launch's segments as they lie on the device now, with addresses for the host."""
+        size = (2 + num_arrays) * ROWS
+        words = (ctypes.c_int64 * size).from_address(self.address(address))
+        found = np.frombuffer(words, dtype=np.int64).reshape(-1, ROWS)[:, :num_rows].copy()
+        for column in range(2, len(found)):
+            found[column] = [self.address(*pair) for pair in found[[column, 1]].T.tolist()]
+        return found
+
+
+class Program:
+    """`program[grid](...)` as Triton's programs are launched."""
+
+    def __init__(self, run: Callable[..., None]) -> None:
+        self._run = run
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return self._run
+
+
+class Programs:
+    """The programs of `triton_programs` but Adam's, which is given other numbers here."""
+
+    ROWS = SimpleNamespace(value=ROWS)
+
+    def __init__(self, extension: Any, memory: Memory, host: native.Pool) -> None:
+        self._extension, self._memory, self._host = extension, memory, host
+        self.accumulate = Program(self._accumulate)
+        self.sum_squares = Program(self._sum_squares)
+        self.sum_blocks = Program(self._sum_blocks)
+
+    def _accumulate(
+        self, table: torch.Tensor, num_rows: int, *, GRAD: torch.dtype, ADD: bool, **_: Any
+    ) -> None:
+        address = table.data_ptr()
+
+        def run() -> None:
+            _, numels, grads, sums = self._memory.table(address, num_rows, 2).tolist()
+            rows = zip(grads, sums, numels, strict=True)
+            self._host.accumulate(GRAD, [(*row, ADD) for row in rows])
+
+        self._extension.launch(run)
+
+    def _sum_squares(
+        self,
+        table: torch.Tensor,
+        num_rows: int,
+        partials: torch.Tensor,
+        *,
+        TYPE: torch.dtype,
+        BLOCK: int,
+        **_: Any,
+    ) -> None:
+        address = table.data_ptr()
+        partials_address = self._memory.address(partials.data_ptr())
+
+        def run() -> None:
+            _, numels, arrays = self._memory.table(address, num_rows, 1).tolist()
+            blocks = [
+                (array + begin * TYPE.itemsize, min(BLOCK, numel - begin))
+                for array, numel in zip(arrays, numels, strict=True)
+                for begin in range(0, numel, BLOCK)
+            ]
+            sums = np.asarray(self._host.sum_squares(TYPE, blocks), dtype=np.float64)
+            ctypes.memmove(partials_address, sums.ctypes.data, sums.nbytes)
+
+        self._extension.launch(run)
+
+    def _sum_blocks(
+        self,
+        table: torch.Tensor,
+        partials: torch.Tensor,
+        sums: torch.Tensor,
+        *,
+        BLOCK: int,
+        **_: Any,
+    ) -> None:
+        num_rows, num_blocks = len(sums), len(partials)
+        address = table.data_ptr()
+        blocks_address = self._memory.address(partials.data_ptr(), num_blocks)
+        sums_address = self._memory.address(sums.data_ptr())
+
+        def run() -> None:
+            first, numels, _ = self._memory.table(address, num_rows, 1).tolist()
+            of_blocks = (ctypes.c_double * num_blocks).from_address(blocks_address)
+            found = (ctypes.c_double * num_rows).from_address(sums_address)
+            for row, (begin, numel) in enumerate(zip(first, numels, strict=True)):
+                found[row] = 0.0
+                for block in range(begin, begin - (-numel // BLOCK)):
+                    found[row] += of_blocks[block]
+
+        self._extension.launch(run)
 
 
 def install(extension: Any) -> None:
     """Every `CudaDevice` makes these from now on, and tests that ask for Triton's do."""
-    begin: int = extension.device_base()
-    end: int = begin + extension.ARENA_BYTES
-    distance: int = extension.distance()
+    memory = Memory(extension)
 
-    def shadow(address: int, numel: int) -> int:
-        if numel == 0 or address == 0:
-            return 0
-        assert begin <= address < end, f"a kernel on the GPU was given a host address {address:#x}"
-        return address + distance
-
-    class PretendedKernels(Kernels):
-        def __init__(self, device: object) -> None:
+    class PretendedKernels(triton_kernels.TritonKernels):
+        def __init__(self, device: Device) -> None:
+            self._device = device
             self._host = native.Pool(1)
+            self._programs = Programs(extension, memory, self._host)
+            self._tables = OrderedDict()
 
         def prepare_adam(
-            self, weight: torch.dtype, grad: torch.dtype, segments: Any, *, lean: bool = False
+            self,
+            weight_dtype: torch.dtype,
+            grad_dtype: torch.dtype,
+            segments: AdamSegments,
+            *,
+            lean: bool = False,
         ) -> Callable[[float | None], None]:
-            if lean:
-                raise ConfigError("there is no program for lean states")  # as on a GPU
-            rows = native.adam_rows(segments).copy()  # the caller may write its own anew
-            numels = rows["numel"].tolist()
-            for name in ADDRESSES:
-                rows[name] = [
-                    shadow(*pair) for pair in zip(rows[name].tolist(), numels, strict=True)
-                ]
-            run = self._host.prepare_adam(weight, grad, rows)
-            return lambda scale: extension.launch(lambda: run(scale))
+            launches = super().prepare_adam(weight_dtype, grad_dtype, segments, lean=lean)
+            rows = native.adam_rows(segments)  # a copy: the caller may write its own anew
 
-        def accumulate(self, grad: torch.dtype, segments: Any) -> None:
-            moved = [(shadow(a, n), shadow(b, n), n, add) for a, b, n, add in segments]
-            extension.launch(lambda: self._host.accumulate(grad, moved))
+            def run(scale: float | None) -> None:
+                self._rows = rows
+                launches(scale)
 
-        def sum_squares(self, dtype: torch.dtype, segments: Sequence[Any]) -> list[float]:
-            return self.sum_squares_async(dtype, segments).tolist()
+            return run
 
-        def sum_squares_async(self, dtype: torch.dtype, segments: Sequence[Any]) -> torch.Tensor:
-            moved = [(shadow(a, n), n) for a, n in segments]
-            sums = torch.empty(len(moved), dtype=torch.float64, device="cuda")
-            address = shadow(sums.data_ptr(), len(moved))
+        def _launch_adam(
+            self,
+            launch: Any,
+            constants: tuple[float, ...],
+            adamw: bool,
+            dtypes: tuple[torch.dtype, torch.dtype],
+            scale: float | None,
+        ) -> None:
+            """The host's Adam takes no constants, but what they are made of: the segments' own."""
+            rows: AdamRows = self._rows
+            address, num_rows = launch.table.data_ptr(), launch.num_rows
+            row_of = {weight: row for row, weight in enumerate(rows["weight"].tolist())}
 
-            def launch() -> None:
-                found = np.asarray(self._host.sum_squares(dtype, moved), dtype=np.float64)
-                ctypes.memmove(address, found.ctypes.data, found.nbytes)
+            def run() -> None:
+                _, numels, *arrays = memory.table(address, num_rows, len(ADDRESSES))
+                weights = arrays[0] - extension.distance()
+                chosen = rows[[row_of[weight] for weight in weights.tolist()]]
+                assert (chosen["numel"] == numels).all()
+                for name, array in zip(ADDRESSES, arrays, strict=True):
+                    chosen[name] = array
+                self._host.prepare_adam(*dtypes, chosen)(scale)
 
-            if moved:
-                extension.launch(launch)
-            return sums
+            extension.launch(run)
+
+        def _element(self, dtype: torch.dtype) -> Any:
+            return dtype
 
     for module in (triton_kernels, cuda):
         module.TritonKernels = PretendedKernels  # type: ignore[attr-defined]

@@ -54,7 +54,8 @@ class Arena {
     return shadow_base_ + (at - device_base_);
   }
 
-  void* take(size_t bytes) {
+  // What is not `poisoned` is memory that nobody reads.
+  void* take(size_t bytes, bool poisoned = true) {
     Entered::check();
     const size_t size = (bytes + kBlockBytes - 1) / kBlockBytes * kBlockBytes;
     const c10::StreamId stream = Streams::current();
@@ -81,7 +82,7 @@ class Arena {
     used_[offset] = Used{size, stream, {}};
     if (found.stream == kNobody) {
       reserved_ += size;
-      poison(offset, size, stream);
+      if (poisoned) poison(offset, size, stream);
       Streams::get().of(stream).push_deferred();
     }
     allocated_ += size;

@@ -1,12 +1,14 @@
 """`python -m pytest -p tests.pretended.plugin`: tests find a GPU, the pretended one.
 
-Loaded by `-p`, before any conftest imports torch. Laws that only a GPU keeps (`deselected`) are
-left out, with the reason in the summary.
+Loaded by `-p`, before any conftest imports torch. A test that is not `alone` shares the device with
+another process, as under pytest-xdist. Laws that only a GPU keeps (`deselected`) are left out, with
+the reason in the summary.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
 import pytest
 
@@ -29,6 +31,12 @@ SKIPPED = pytest.StashKey[dict[str, int]]()
 
 def pytest_report_header() -> str:
     return f"pretended device: {extension.__file__}"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    install.neighbour.there = item.get_closest_marker("alone") is None
+    return (yield)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

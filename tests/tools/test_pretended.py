@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import subprocess
@@ -59,15 +60,77 @@ MISTAKES = {
     COPYING: "while it is copied",
 }
 
+# What torch's CUDA side does beside what it is asked for; each asserts it.
+WORKSPACES = """
+from torch import nn
+taken = torch.cuda.memory_allocated
+linear, x = nn.Linear(8, 8, device="cuda"), torch.ones(8, 8, device="cuda", requires_grad=True)
+def grown(work):
+    before = taken()
+    work()
+    return (taken() - before) >> 20
+def multiply(): x.detach() @ x.detach()
+def add_bias(): linear(x.detach())
+assert grown(multiply) == 32
+assert grown(multiply) == 0
+assert grown(add_bias) == 1, "cublasLt's own"
+assert grown(lambda: linear(x).sum().backward()) == 32, "autograd's thread has another handle"
+with torch.cuda.stream(torch.cuda.Stream()):
+    assert grown(add_bias) == 33, "each stream has its own"
+torch.cuda.empty_cache()
+assert grown(torch._C._cuda_clearCublasWorkspaces) == -98
+"""
+ATTENTION = """
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention as attend
+def parts(dtype, length=16, size=8):
+    draw = lambda: torch.randn(2, length, 4, size, device="cuda", dtype=dtype)
+    return [draw().transpose(1, 2).requires_grad_() for _ in range(3)]
+def chosen(*parts): return SDPBackend(torch._fused_sdp_choice(*parts))
+half = parts(torch.bfloat16)
+first = SDPBackend.CUDNN_ATTENTION
+if "TORCH_CUDNN_SDPA_DEPRIORITIZED" in os.environ: first = SDPBackend.FLASH_ATTENTION
+assert chosen(*half) == first
+assert chosen(*parts(torch.bfloat16, size=12)) == SDPBackend.FLASH_ATTENTION
+assert chosen(*parts(torch.float32)) == SDPBackend.EFFICIENT_ATTENTION
+torch.use_deterministic_algorithms(True)
+assert chosen(*half) == SDPBackend.FLASH_ATTENTION
+torch.use_deterministic_algorithms(False)
+mask = torch.randn(16, 16, device="cuda", dtype=torch.bfloat16)
+for more in ({}, {"is_causal": True}, {"attn_mask": mask}):
+    found = []
+    for kernel in (SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH):
+        with sdpa_kernel(kernel): output = attend(*half, **more)
+        found.append([output.detach(), *torch.autograd.grad(output.square().sum(), half)])
+    for ours, plain in zip(*found): torch.testing.assert_close(ours, plain, rtol=0.05, atol=0.05)
+with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+    try: attend(*parts(torch.float32))
+    except RuntimeError as error: assert "No viable backend" in str(error)
+    else: raise AssertionError("there is no kernel for fp32")
+"""
+NEIGHBOUR = """
+free = torch.cuda.mem_get_info
+assert free() == free()
+install.neighbour.there = True
+assert free()[0] > free()[0]
+"""
+
 can_pretend = pytest.mark.skipif(
     torch.version.cuda is not None or not torch.__version__.startswith(f"{install.TORCH}."),
     reason=f"the pretended device needs torch {install.TORCH} without CUDA",
 )
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S)
+    return subprocess.run(
+        command,
+        cwd=ROOT,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+    )
 
 
 @can_pretend
@@ -89,6 +152,31 @@ def test_what_a_gpu_refuses_dies_on_the_pretended_device(mistake: str) -> None:
     result = run("-c", f"{begin}; there = torch.ones(3, device='cuda')\n{mistake}")
     assert result.returncode == (1 if MISTAKES[mistake] else -signal.SIGSEGV), result.stderr
     assert re.search(MISTAKES[mistake], result.stderr), result.stderr
+
+
+@can_pretend
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("program", "environment"),
+    [
+        (WORKSPACES, {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}),
+        (ATTENTION, {}),
+        (ATTENTION, {"TORCH_CUDNN_SDPA_DEPRIORITIZED": "1"}),
+        (NEIGHBOUR, {}),
+    ],
+    ids=["workspaces", "attention", "flash first", "neighbour"],
+)
+def test_it_does_what_torchs_cuda_does_unasked(program: str, environment: dict[str, str]) -> None:
+    begin = "import os; from tests.pretended import install; install.install(); import torch"
+    result = run("-c", f"{begin}\n{program}", **environment)
+    assert result.returncode == 0, result.stderr
+
+
+def test_launches_have_the_table_of_triton_programs() -> None:
+    source = (ROOT / "stronghold/device/triton_programs.py").read_text(encoding="utf-8")
+    rows = re.search(r"^ROWS: tl.constexpr = tl.constexpr\((\d+)\)", source, re.MULTILINE)
+    stands_for = (ROOT / "tests/pretended/kernels.py").read_text(encoding="utf-8")
+    assert f"\nROWS = {rows[1]} " in stands_for
 
 
 LOST = """
