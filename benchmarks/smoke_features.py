@@ -194,16 +194,33 @@ def recompute(machine: str) -> str:
     return trained(machine, section, "gpt_dropout", precision="bf16")
 
 
+def given_again(*kernels: str) -> None:
+    """What these of attention's kernels gave is given again."""
+    from torch.nn.attention import SDPBackend
+
+    from tests.gpu.test_training_cuda import FUSED, check_fused_attention
+    from tests.support.training import operators_in_one_order
+
+    chosen = [getattr(SDPBackend, name) for name in kernels]
+    with operators_in_one_order():
+        for kernel, precision in FUSED:
+            if kernel in chosen:
+                check_fused_attention(kernel, precision)
+
+
 @feature(only_cuda=True)
 def attention(machine: str) -> str:
     """By the fused kernels, which the others leave out: the one of 16 bits, and the one of 32."""
-    from tests.gpu.test_training_cuda import check_fused_attention
-    from tests.support.training import operators_in_one_order
-
-    with operators_in_one_order():
-        check_fused_attention("bf16")
-        check_fused_attention("fp32")
+    given_again("FLASH_ATTENTION", "EFFICIENT_ATTENTION")
     return "what flash and memory-efficient attention gave is given again"
+
+
+@feature(only_cuda=True)
+def attention_cudnn(machine: str) -> str:
+    """By the kernel that torch chooses first on an H100. Where it crashes, train with
+    TORCH_CUDNN_SDPA_DEPRIORITIZED=1, which makes flash attention the first."""
+    given_again("CUDNN_ATTENTION")
+    return "what cuDNN's attention gave is given again"
 
 
 @feature()

@@ -25,6 +25,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import stronghold
 from stronghold.device import cuda
 from stronghold.errors import ConfigError
+from stronghold.runtime import attention
 from stronghold.states import Kind
 from tests.laws import test_chunks as chunks
 from tests.models import (
@@ -139,13 +140,17 @@ def test_any_model_trains_as_without_a_window(name: str, policy: str) -> None:
     check(name, {**STREAMED, "activations": policy}, clipping=0.5)
 
 
-def check_fused_attention(precision: str) -> None:
-    """What its kernel gave is given again: beside tensors numbers, and tensors that are not there.
+FUSED = [
+    (SDPBackend.EFFICIENT_ATTENTION, "fp32"),
+    (SDPBackend.FLASH_ATTENTION, "bf16"),
+    (SDPBackend.CUDNN_ATTENTION, "bf16"),  # what torch chooses first on an H100
+]
+
+
+def check_fused_attention(kernel: SDPBackend, precision: str) -> None:
+    """What the kernel gave is given again: beside tensors numbers, and tensors that are not there.
     Sequences are too short for it to add in another order."""
     options: dict[str, Any] = {"precision": precision, "clipping": 0.5, "accumulation": 1}
-    kernel = SDPBackend.FLASH_ATTENTION
-    if precision == "fp32":
-        kernel = SDPBackend.EFFICIENT_ATTENTION
     with sdpa_kernel(kernel):
         expected = train_plain_on_gpu(MODELS["gpt"], **options)
         for policy in ("attention", "attention_offload"):
@@ -156,9 +161,17 @@ def check_fused_attention(precision: str) -> None:
             assert_identical(run, expected)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_what_fused_attention_gave_is_given_again(precision: str) -> None:
-    check_fused_attention(precision)
+@pytest.mark.parametrize(("kernel", "precision"), FUSED)
+def test_what_fused_attention_gave_is_given_again(
+    kernel: SDPBackend,
+    precision: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr("stronghold.runtime.activations.MIN_OFFLOAD_BYTES", 1)
+    attention.say_not_kept.cache_clear()
+    check_fused_attention(kernel, precision)
+    assert "computed again" not in caplog.text, "the engine has not seen the kernel"
 
 
 class CalledFourTimes(nn.Module):
