@@ -14,8 +14,10 @@ import re
 import subprocess
 import sys
 import types
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import pytest
 import torch
@@ -38,6 +40,7 @@ from tests.models import (
     token_batch,
     without_caches,
 )
+from tests.models.families import llama_of
 from tests.models.families import odd_llama as llama
 from tests.support.ranks import ROOT, run_ranks
 from tests.support.training import (
@@ -63,7 +66,9 @@ STREAMED: dict[str, Any] = {"window": 1, "resident_layers": 0}
 WINDOWS = [STREAMED, {**STREAMED, "window": 2}, {"resident_layers": "all"}]
 
 
-def train_plain_on_gpu(factory: Any, *, precision: str, clipping: float, accumulation: int) -> Run:
+def train_plain_on_gpu(
+    factory: Any, *, precision: str, clipping: float, accumulation: int, steps: int = STEPS
+) -> Run:
     """Autograd on the GPU; gradients copied to the CPU, added in fp32, applied by the kernel."""
     torch.manual_seed(0)
     model, make_batch = factory()
@@ -81,7 +86,7 @@ def train_plain_on_gpu(factory: Any, *, precision: str, clipping: float, accumul
     run = Run()
     sums: dict[nn.Parameter, torch.Tensor] = {}
     torch.manual_seed(1)
-    for micro in range(STEPS * accumulation):
+    for micro in range(steps * accumulation):
         loss = loss_of(model(**on(torch.device("cuda"), make_batch(micro))))
         (loss / accumulation if accumulation > 1 else loss).backward()
         run.losses.append(loss.detach().clone())
@@ -332,6 +337,58 @@ def test_attention_at_real_lengths_adds_in_one_order() -> None:
         nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).backward(parts[3])
         found.append((q.grad, k.grad, v.grad))
     assert all(map(torch.equal, *found))
+
+
+class Size(NamedTuple):
+    """Of a Llama with four blocks and a batch of one sequence; `pairs` are of keys and values."""
+
+    hidden: int
+    inner: int
+    heads: int
+    pairs: int
+    vocabulary: int
+    tokens: int
+
+
+# The blocks of Llama 3.2 1B; smaller ones where the host computes.
+SIZE = Size(64, 256, 4, 2, 61, 96) if PRETENDED else Size(2048, 8192, 32, 8, 8192, 2048)
+
+
+def sized_llama(size: Size) -> Any:
+    model = llama_of(size.hidden, size.inner, 4, size.heads, size.pairs, size.vocabulary)
+
+    def make_batch(seed: int) -> Any:
+        generator = torch.Generator().manual_seed(seed)
+        tokens = torch.randint(0, size.vocabulary, (1, size.tokens), generator=generator)
+        return {"input_ids": tokens, "labels": tokens}
+
+    return model, make_batch
+
+
+@contextmanager
+def flash_in_one_order() -> Iterator[None]:
+    """Flash attention. Its backward adds in one order only where operators that cannot may raise,
+    instead of warning."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            yield
+    finally:
+        torch.use_deterministic_algorithms(True, warn_only=True)  # as for the other tests
+
+
+def test_real_shapes_have_the_plain_loops_bits() -> None:
+    """Kernels are chosen by shapes, addresses and workspaces: views of slots get those that the
+    plain loop's own tensors get."""
+    options: dict[str, Any] = {"precision": "bf16", "clipping": 0.5, "accumulation": 1}
+    factory = functools.partial(sized_llama, SIZE)
+    with flash_in_one_order():
+        expected = train_plain_on_gpu(factory, steps=3, **options)
+        for policy in ("keep", "recompute"):
+            section = {"device": "cuda", **STREAMED, "activations": policy}
+            run = train_windowed(factory, steps=3, settings=config(section=section, **options))
+            assert_identical(run, expected)
+            assert run.norms == expected.norms
 
 
 def test_capturing_a_cuda_graph_is_refused() -> None:
