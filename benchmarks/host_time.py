@@ -8,12 +8,17 @@ fused AdamW. One torch thread. They take turns in one process; the figure is the
 rounds of the difference within a round, divided by the layers. A GPU starves while a layer's
 forward and backward take less than that. `recompute` runs each forward twice; the plain loop with
 torch's own checkpointing is there to tell what of that is ours.
+
+Beside them stands what the forecast says: one policy's steps are traced, as in a run whose plan is
+refined, and the other policy's step is simulated from that trace. The forecast has to know what a
+change of policy costs the calling thread.
 """
 
 from __future__ import annotations
 
 import argparse
 import cProfile
+import dataclasses
 import functools
 import os
 import pstats
@@ -25,7 +30,7 @@ from typing import Any
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 import torch
-from harness import ROOT, alternate, describe, leave, provenance, rows_beside
+from harness import ROOT, alternate, describe, leave, medians, provenance, rows_beside
 
 sys.path.insert(0, str(ROOT / "scripts"))
 
@@ -33,6 +38,10 @@ from plain import PlainLoop
 from quickstart import VOCABULARY, Size
 
 import stronghold
+from stronghold.plan.cost import measured_rates, measured_workload
+from stronghold.plan.plan import make_plan
+from stronghold.predict.simulate import simulate
+from stronghold.refine import EMULATED
 
 POLICIES = ("keep", "recompute")
 SLOTS = 4
@@ -58,8 +67,9 @@ def settings(policy: str) -> dict[str, Any]:
     }
 
 
-def measure(args: argparse.Namespace) -> dict[str, list[float]]:
-    """Seconds of every round's steps, by contender."""
+def measure(args: argparse.Namespace) -> tuple[dict[str, list[float]], dict[str, float]]:
+    """Seconds of every round's steps, by contender; and the forecast's seconds of one step, by the
+    policy that it is for."""
     size = Size(hidden=64, intermediate=192, layers=args.layers, heads=2, context=args.tokens)
     tokens = torch.randint(VOCABULARY, (1, args.tokens))
     inputs = {"input_ids": tokens, "labels": tokens}
@@ -100,9 +110,36 @@ def measure(args: argparse.Namespace) -> dict[str, list[float]]:
     if args.profile:
         profile(contenders[args.profile], args.layers * args.steps)
     seconds = alternate(contenders, args.rounds)
+    expected = {
+        policy: forecast(engines[other], functools.partial(streamed, other), policy, args.steps)
+        for policy, other in (POLICIES, POLICIES[::-1])
+    }
     for engine in engines.values():
         engine.destroy()
-    return seconds
+    return seconds, expected
+
+
+def forecast(engine: Any, run: Callable[[], object], policy: str, num_steps: int) -> float:
+    """Seconds of a step of `policy`, simulated from `num_steps` of another policy that `run` takes
+    on `engine`."""
+    device = engine.inspect().device
+    device.record_spans(True)
+    begun = len(engine.inspect().operations)
+    run()
+    device.record_spans(False)
+    now = engine.inspect()
+    spans = now.operations[begun:]
+    workload = measured_workload(
+        spans,
+        now.layout,
+        activations=now.plan.activations,
+        micro_batches=1,
+        num_steps=num_steps,
+    )
+    plan = make_plan(now.layout, dataclasses.replace(now.demand, activations=policy))
+    rates = measured_rates(spans, EMULATED)
+    predicted = simulate(now.layout, plan, workload, rates, dtype=torch.float32, asynchronous=False)
+    return predicted.step_s
 
 
 def profile(run: Callable[[], object], num_uses: int) -> None:
@@ -120,7 +157,12 @@ def profile(run: Callable[[], object], num_uses: int) -> None:
         print(f"| {us[0]:.1f} | {us[1]:.1f} | {calls / num_uses:.1f} | {place}{name} |")
 
 
-def table(seconds: dict[str, list[float]], record: dict[str, Any], args: argparse.Namespace) -> str:
+def table(
+    seconds: dict[str, list[float]],
+    expected: dict[str, float],
+    record: dict[str, Any],
+    args: argparse.Namespace,
+) -> str:
     uses = args.layers * args.steps
     lines = [
         "# Host time of a streamed layer",
@@ -140,7 +182,14 @@ def table(seconds: dict[str, list[float]], record: dict[str, Any], args: argpars
         "",
         "Lanes are threads of the same process: on few cores they take the training thread's, and "
         "its lock. On a GPU the lanes of transfers only enqueue.",
+        "",
+        "| a layer and step, ms | measured | forecast from the other policy's trace | error |",
+        "|---|---|---|---|",
     ]
+    for policy, step_s in expected.items():
+        measured = 1e3 * medians(seconds)[policy] / uses
+        found = 1e3 * step_s / args.layers
+        lines.append(f"| {policy} | {measured:.2f} | {found:.2f} | {found / measured - 1:+.0%} |")
     return "\n".join(lines) + "\n"
 
 
@@ -156,9 +205,9 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     record = provenance()
-    seconds = measure(args)
-    data = {**record, "seconds": seconds}
-    leave("host-time", table(seconds, record, args), data, to=args.to, keep=args.save)
+    seconds, expected = measure(args)
+    data = {**record, "seconds": seconds, "forecast_step_s": expected}
+    leave("host-time", table(seconds, expected, record, args), data, to=args.to, keep=args.save)
 
 
 if __name__ == "__main__":
