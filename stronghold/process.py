@@ -2,8 +2,8 @@
 
 Owns the identity of a process, in words that a file or a file's name can hold. Whoever removes what
 another process left, or waits for one, asks here. Any thread may enter. And the contract of those
-of one node that work on one model (`Neighbours`), how one writes a file that others read, and what
-stands in this one for names of other packages.
+of one node that work on one model (`Neighbours`), how one writes a file that others read, what
+stands in this one for names of other packages, and how a change for a while ends when Ctrl-C comes.
 
 [Note: identity] The kernel gives a process's number to later processes again, so its start belongs
 to it. Both mean something in one PID name space of one boot alone: two containers on one kernel
@@ -207,6 +207,23 @@ class Replacements:
             if getattr(owner, name) is ours:
                 setattr(owner, name, original)
                 del self._stands[owner, name]
+
+
+def run_and_restore(work: Callable[[], Result], restore: Callable[[], object]) -> Result:
+    """Call `work`, then `restore`, however `work` ends.
+
+    A KeyboardInterrupt may come between any two bytecodes, also of `restore`, which then runs again
+    from its beginning. A context manager would not do: an interrupt can come before its exit, which
+    then waits until the traceback is gone.
+    """
+    try:
+        try:
+            return work()
+        finally:
+            restore()
+    except BaseException:
+        restore()
+        raise
 
 
 def partial_of(path: Path) -> Path:

@@ -53,6 +53,7 @@ from torch.utils.checkpoint import CheckpointError
 from stronghold.config.source import warn_once
 from stronghold.device.base import Device
 from stronghold.errors import ConfigError
+from stronghold.process import run_and_restore
 from stronghold.runtime.attention import AttentionCalls
 from stronghold.runtime.guards import OwnHook, serves
 
@@ -185,8 +186,7 @@ class Recomputation:
                     around.enter_context(torch.autocast(*arguments))
             if self._default_device is not None:
                 around.enter_context(self._default_device)
-            with self._kept.as_it_was(), torch.enable_grad(), contextlib.suppress(_AllFoundError):
-                self._forward(*args, **kwargs)
+            self._kept.run(functools.partial(self._run_until_found, args, kwargs))
         if self._num_found < len(self._saved):
             raise CheckpointError(
                 f"a forward that was run again in backward saved {self._num_found} tensors, "
@@ -199,6 +199,10 @@ class Recomputation:
                 f"{'; '.join(self._different)}; set stronghold.activations to "
                 '"keep" or "offload"'
             )
+
+    def _run_until_found(self, args: Any, kwargs: Any) -> None:
+        with torch.enable_grad(), contextlib.suppress(_AllFoundError):
+            self._forward(*args, **kwargs)
 
 
 def _words(kind: Kind) -> str:
@@ -270,6 +274,30 @@ class _Part(NamedTuple):
     hooks: dict[str, Any]  # copies, of the kinds that it has
 
 
+class _Present(NamedTuple):
+    """What stands in a block's place while it is as it was: tables with copies of what is in them,
+    parameters that are frozen now, and the states of generators."""
+
+    tables: list[tuple[dict[str, Any], dict[str, Any]]]
+    frozen: list[nn.Parameter]
+    states: list[tuple[Any, Any]]
+
+    def restore(self) -> None:
+        """Put all of it back. To call it again does no harm."""
+        for table, held in reversed(self.tables):
+            _fill(table, held)
+        for parameter in self.frozen:
+            parameter.requires_grad_(False)
+        _set_states(self.states)
+
+
+def _fill(table: dict[str, Any], held: dict[str, Any]) -> None:
+    """Let the table have what is held, and nothing else. What is in both is never missing."""
+    table.update(held)
+    for name in table.keys() - held.keys():
+        del table[name]
+
+
 class KeptModule:
     """`module`, its parts, and the generators that they may draw from, as they are when this is
     made. `arguments` may bring generators."""
@@ -314,9 +342,9 @@ class KeptModule:
         self._globals = [hooks.copy() for hooks in _GLOBAL] if any(_GLOBAL) else _NO_HOOKS
         self._states = _states([PYTHONS, torch.default_generator, device, *drawn.values()])
 
-    @contextlib.contextmanager
-    def as_it_was(self) -> Iterator[None]:
-        """Meanwhile all is as it was; afterwards as it is now, untouched."""
+    def run(self, work: Callable[[], object]) -> None:
+        """Call `work` while all is as it was. Afterwards all is as it is now, untouched.
+        ConfigError, before anything is changed, for a tensor that cannot be had as it was."""
         for place, (tensor, version) in self._versions:
             if tensor._version != version:
                 raise ConfigError(
@@ -325,35 +353,28 @@ class KeptModule:
                     "recomputation: register it as a buffer, or set stronghold.activations to "
                     '"keep" or "offload"'
                 )
-        now = _states(generator for generator, _ in self._states)
-        outside: list[tuple[dict[str, Any], dict[str, Any]]] = []
-        frozen = self._frozen()
-        try:
-            for parameter in frozen:
-                parameter.requires_grad_(True)
-            self._exchange(outside)
-            _set_states(self._states)
-            yield
-        finally:
-            for where, held in reversed(outside):
-                where.clear()
-                where.update(held)
-            for parameter in frozen:
-                parameter.requires_grad_(False)
-            _set_states(now)
+        present = _Present([], self._frozen(), _states(generator for generator, _ in self._states))
+        run_and_restore(functools.partial(self._run, work, present), present.restore)
+
+    def _run(self, work: Callable[[], object], present: _Present) -> None:
+        for parameter in present.frozen:
+            parameter.requires_grad_(True)
+        self._exchange(present.tables)
+        _set_states(self._states)
+        work()
 
     def _frozen(self) -> list[nn.Parameter]:
         """Those that were frozen since: the first run saved tensors for their gradients."""
         held = (parameter() for parameter in self._trained)
         return [p for p in held if p is not None and not p.requires_grad]
 
-    def _exchange(self, outside: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:
-        """Put what was kept in its place; `outside` gets each table that is changed and what was
+    def _exchange(self, tables: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:
+        """Put what was kept in its place; `tables` gets each one before it is changed, and what is
         in it."""
         buffers = _Copy(_cloned).of(self._buffers)
         for k, part in enumerate(self._parts):
             here, kept = part.here, part.hooks
-            outside.append((here, dict(here)))
+            tables.append((here, dict(here)))
             if tuple(here) != part.names:
                 for name in here.keys() - set(part.names):  # the forward makes them
                     del here[name]
@@ -362,20 +383,20 @@ class KeptModule:
                 if here[name] or name in kept:
                     here[name] = _living(kept.get(name), here[name])
             if here["_buffers"] or k in buffers:
-                outside.append((here["_buffers"], dict(here["_buffers"])))
-                here["_buffers"].clear()
-                here["_buffers"].update(buffers.get(k, {}))
+                tables.append((here["_buffers"], dict(here["_buffers"])))
+                _fill(here["_buffers"], buffers.get(k, {}))
         for k, name, value in _Copy(_detached).of(self._inner):
             self._parts[k].here[name] = value
         if any(self._globals) or any(_GLOBAL):
             for hooks, held in zip(_GLOBAL, self._globals, strict=True):
-                outside.append((hooks, dict(hooks)))
-                hooks.clear()
+                tables.append((hooks, dict(hooks)))
+                hooks.clear()  # else they would run in another order
                 hooks.update(held)
             # Those before a forward are there for the block's parts: from its own hooks on.
             before, held = _GLOBAL[0], self._globals[0]
             before.clear()
-            own = self._parts[0].here[_BEFORE]
+            block = self._parts[0].here
+            own = block[_BEFORE] = block[_BEFORE].copy()
             own[-1] = lambda *_: before.update(held)
             own.move_to_end(-1, last=False)
 

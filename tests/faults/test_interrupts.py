@@ -1,14 +1,22 @@
 """Ctrl-C at any moment, then the checkpoint on the same engine: the losses of a run that nobody
-interrupted.
+interrupted. Ctrl-C while a block runs again in backward: the block is the user's, and whole.
 """
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
 
+from stronghold.device.emulated import EmulatedDevice
+from stronghold.runtime.recompute import KeptModule
+from tests.models import HIDDEN
 from tests.support import children
+from tests.support.interrupts import Stopped, at_bytecode
 
 PROGRAM = """
 import faulthandler
@@ -38,3 +46,82 @@ def test_an_interrupt_leaves_nothing_that_a_load_does_not_heal(tmp_path: Path) -
 @pytest.mark.parametrize("first", range(100, 300, 20))
 def test_two_hundred_interrupts_leave_nothing(first: int, tmp_path: Path) -> None:
     interrupt(tmp_path, first, 20)
+
+
+class Growing(nn.Module):
+    """Its forward writes a number, a list, a buffer, and gets a buffer and an attribute more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(HIDDEN, HIDDEN)
+        self.calls, self.history = 0, list[int]()
+        self.register_buffer("total", torch.zeros(HIDDEN))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.history.append(self.calls)
+        y = nn.functional.dropout(self.linear(x + self.total))
+        self.total.add_(y.detach().mean((0, 1)))
+        if self.calls == 1:
+            self.register_buffer("late", torch.ones(HIDDEN))
+            self.scale = 0.5
+        return self.scale * y + self.late
+
+
+def attributes_of(module: nn.Module) -> list[Any]:
+    """Of all parts, in order, with what is in torch's tables and in lists."""
+    found: list[Any] = []
+    for part in module.modules():
+        for name, value in vars(part).items():
+            found += [name, id(value)]
+            if isinstance(value, dict):
+                found += [(key, id(inside)) for key, inside in value.items()]
+            if isinstance(value, bool | int | list):
+                found.append(copy.copy(value))
+    return found
+
+
+def train(block: nn.Module, x: Tensor) -> list[Tensor]:
+    """The gradients and the buffers after a forward and a backward."""
+    torch.manual_seed(5)
+    block(x).square().sum().backward()
+    return [p.grad for p in block.parameters() if p.grad is not None] + list(block.buffers())
+
+
+def test_an_interrupt_while_a_block_runs_again_leaves_it_as_it_was() -> None:
+    """At each bytecode of what gives the block its old state, and takes it away."""
+    torch.manual_seed(0)
+    x, device, hooks = torch.randn(2, 3, HIDDEN), EmulatedDevice(), nn.modules.module
+    globally = [hooks._global_forward_hooks, hooks._global_forward_pre_hooks]
+    block = Growing()
+    gone = [
+        block.linear.register_forward_hook(lambda *_: None),
+        hooks.register_module_forward_hook(lambda *_: None),
+    ]
+    kept = KeptModule(block, ((x,), {}), device)
+    for handle in gone:
+        handle.remove()
+    new = hooks.register_module_forward_pre_hook(lambda *_: None)
+    block(x)
+    block.linear.bias.requires_grad_(False)
+    plain = copy.deepcopy(block)
+
+    def state() -> list[Any]:
+        chance = torch.get_rng_state().tolist()
+        modes = [parameter.requires_grad for parameter in block.parameters()]
+        return [attributes_of(block), chance, modes, [dict(table) for table in globally]]
+
+    before = state()
+    work = lambda: kept.run(lambda: block(x))  # noqa: E731
+    within = "/stronghold/runtime/recompute.py"
+    count = at_bytecode(work, 0, within=within)
+    assert state() == before
+    try:
+        for number in range(1, count + 1):
+            with pytest.raises(Stopped):
+                at_bytecode(work, number, within=within)
+            assert state() == before, f"bytecode {number} of {count}"
+        assert all(map(torch.equal, train(block, x), train(plain, x)))
+    finally:
+        new.remove()
+        device.close()

@@ -62,13 +62,14 @@ class Stopped(KeyboardInterrupt):
     """The interrupt of this program, and no other."""
 
 
-def at_bytecode(work: Round, number: int) -> int:
-    """`work`, ended at this bytecode of the package, counted from 1; how many it has (0: none)."""
+def at_bytecode(work: Round, number: int, *, within: str = "/stronghold/") -> int:
+    """`work`, ended at this bytecode of the package, counted from 1; how many it has (0: none).
+    `within`: what the path of a file has whose bytecodes count."""
     seen = 0
 
     def trace(frame: Any, event: str, arg: Any) -> Any:
         nonlocal seen
-        if "/stronghold/" not in frame.f_code.co_filename:
+        if within not in frame.f_code.co_filename:
             return None
         frame.f_trace_opcodes, frame.f_trace_lines = True, False
         if event == "opcode":
