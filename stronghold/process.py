@@ -191,21 +191,26 @@ class Replacements:
     """Names of other packages for which something of ours stands in this process."""
 
     def __init__(self) -> None:
-        self._stands: dict[tuple[Any, str], tuple[Any, Any]] = {}  # what stood there, and ours
+        # What stood there, ours, and whether the owner had the name from a class that it extends.
+        self._stands: dict[tuple[Any, str], tuple[Any, Any, bool]] = {}
 
     def put(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
         """What `make` makes of what stands there takes its place."""
         if (owner, name) not in self._stands:  # else another wrapper keeps ours inside
             original = getattr(owner, name)
-            self._stands[owner, name] = original, make(original)
-            setattr(owner, name, self._stands[owner, name][1])
+            ours, inherited = make(original), name not in vars(owner)
+            self._stands[owner, name] = original, ours, inherited
+            setattr(owner, name, ours)
 
     def undo(self) -> None:
         """Put back what stood there. Where another wrapper stands before ours it stays, and ours
         inside it passes every call on."""
-        for (owner, name), (original, ours) in list(self._stands.items()):
+        for (owner, name), (original, ours, inherited) in list(self._stands.items()):
             if getattr(owner, name) is ours:
-                setattr(owner, name, original)
+                if inherited:
+                    delattr(owner, name)
+                else:
+                    setattr(owner, name, original)
                 del self._stands[owner, name]
 
 

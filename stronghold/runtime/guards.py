@@ -3,7 +3,7 @@
 It reads parameters whose newest weights are still on their way (and waits for them), saves and
 loads state dicts, copies and pickles the model. Owns, while an engine lives, the class of each
 hidden parameter, what DeepSpeed finds on it, the hooks for state dicts, and replacements in this
-process's memory: of `nn.Parameter.data`, of how a parameter is copied and pickled, of
+process's memory: of `nn.Parameter.data` and `.set_`, of how a parameter is copied and pickled, of
 `zero_grad`, which throws gradients away that wait for the step elsewhere, of what `clip_grad_norm_`
 calls, which finds none, and of torch's attention (`attention`). So code that knows nothing of the
 engine (a copy of the weights for generation, a moving average, a list of parameters that was made
@@ -21,6 +21,11 @@ class.
 [Note: .data] Torch counts writes in place in a parameter's version, of all its aliases together,
 but for those of `.data`. While an engine lives that is an alias like the others: a write through it
 is counted too, and `binding` finds it.
+
+[Note: set_] `torch.nn.utils.parametrize` gives a parameter that it parametrizes to itself
+(`p.set_(p)`). That changes no value, and raises the version. While an engine lives such a call does
+nothing: PEFT parametrizes and restores its target parameters in each forward, where a write is
+refused.
 
 [Note: DeepSpeed's attributes] `deepspeed.utils.safe_get_full_fp32_param` and its kin look for
 attributes of the parameter, and where there are none they return None, or do nothing. So a
@@ -222,6 +227,7 @@ class _Replacement:
             setattr(nn.Parameter, "data", _counted_data)  # noqa: B010 - to mypy it is no property
         for name in ("__deepcopy__", "__reduce_ex__"):
             self._replaced.put(nn.Parameter, name, self._without_attributes)
+        self._replaced.put(nn.Parameter, "set_", self._setting)
         for owner in (nn.Module, torch.optim.Optimizer):
             self._replaced.put(owner, "zero_grad", self._dropping)
         # What `clip_grad_norm_` calls, under whatever name a program has it; torch's own matter.
@@ -253,6 +259,15 @@ class _Replacement:
                 vars(parameter).update(ours)
 
         return copied
+
+    def _setting(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def set_(parameter: nn.Parameter, *source: Any, **named: Any) -> Any:
+            if id(parameter) in self.reads and len(source) == 1 and source[0] is parameter:
+                return parameter  # [Note: set_]
+            return original(parameter, *source, **named)
+
+        return set_
 
     def _dropping(self, original: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(original)

@@ -16,12 +16,21 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import T5Config, T5ForConditionalGeneration
+from torch.nn.utils import parametrize
+from transformers import (
+    GptOssConfig,
+    GptOssForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 from transformers.integrations import HfDeepSpeedConfig
 
 import stronghold
 from stronghold.errors import ConfigError
-from tests.models import MODELS, loss_of
+from tests.models import MODELS, Block, Decoder, loss_of
+from tests.models import token_batch as short_batch
 from tests.models.families import llama_of
 from tests.support.training import (
     ADAM,
@@ -30,6 +39,7 @@ from tests.support.training import (
     assert_identical,
     config,
     initialized,
+    train,
     train_plain,
     train_windowed,
 )
@@ -300,6 +310,117 @@ def test_unused_experts_are_updated_as_in_a_plain_loop(kind: str, accumulation: 
     expected = train_plain(model, steps=STEPS, accumulation=accumulation, clipping=0.5)
     assert_identical(run, expected)
     assert run.norms == expected.norms
+
+
+# --- adapters of a parameter ----------------------------------------------------------------------
+
+
+def experts_lora(family: str) -> tuple[nn.Module, Batches]:
+    """Adapters of fused experts, two on one module: PEFT parametrizes both in each forward."""
+    shape: dict[str, Any] = {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 8,
+        "vocab_size": VOCABULARY,
+        "num_experts_per_tok": 2,
+        "pad_token_id": None,
+    }
+    if family == "gpt_oss":
+        base: nn.Module = GptOssForCausalLM(GptOssConfig(num_local_experts=4, **shape))
+    else:
+        base = Qwen3MoeForCausalLM(Qwen3MoeConfig(num_experts=4, moe_intermediate_size=16, **shape))
+    settings = peft.LoraConfig(
+        task_type="CAUSAL_LM",
+        r=2,
+        lora_alpha=4,
+        target_modules=["q_proj"],
+        target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+        init_lora_weights=False,
+    )
+    return peft.get_peft_model(base, settings), token_batch
+
+
+FUSED = {family: functools.partial(experts_lora, family) for family in ("gpt_oss", "qwen3_moe")}
+EXPERT_SECTIONS: list[dict[str, Any]] = [
+    {"window": 1, "activations": "recompute"},
+    {"window": 2, "activations": "keep"},
+    {"window": 1, "resident_layers": 1, "activations": "offload"},
+    {"window": 2, "chunk": 1, "activations": "recompute"},
+    {"resident_layers": "all", "resident_updates": "gpu"},
+]
+
+
+def streamed_blocks(model: Any) -> list[nn.Module]:
+    return list(model.base_model.model.model.layers)
+
+
+@pytest.mark.parametrize("section", EXPERT_SECTIONS, ids=str)
+@pytest.mark.parametrize(
+    ("family", "precision", "accumulation"),
+    [("gpt_oss", "fp32", 3), ("gpt_oss", "bf16", 1), ("qwen3_moe", "bf16", 3)],
+)
+def test_adapters_of_fused_experts_train_exactly_as_in_a_plain_loop(
+    family: str, precision: str, accumulation: int, section: dict[str, Any]
+) -> None:
+    options: dict[str, Any] = {
+        "accumulation": accumulation,
+        "clipping": 0.5,
+        "precision": precision,
+    }
+    run = train_windowed(FUSED[family], steps=3, settings=config(section=section, **options))
+    chunks = (streamed_blocks, section["chunk"]) if "chunk" in section else None
+    expected = train_plain(FUSED[family], steps=3, chunks=chunks, **options)
+    assert_identical(run, expected)
+    assert run.norms == expected.norms
+
+
+def test_adapters_of_fused_experts_resume_exactly(tmp_path: Path) -> None:
+    settings = config(clipping=0.5, precision="bf16", section={"window": 1})
+
+    def engine_of_them() -> Any:
+        torch.manual_seed(0)
+        return initialized(experts_lora("gpt_oss")[0], settings)
+
+    engine = engine_of_them()
+    train(engine, token_batch, range(2))
+    engine.save_checkpoint(tmp_path)
+    train(engine, token_batch, range(2, 4))
+    expected = {name: value.clone() for name, value in engine.module_state_dict().items()}
+    engine.destroy()
+    engine = engine_of_them()
+    engine.load_checkpoint(tmp_path)
+    train(engine, token_batch, range(2, 4))
+    assert all(torch.equal(v, expected[k]) for k, v in engine.module_state_dict().items())
+    engine.destroy()
+
+
+class Renorming(Block):
+    """Its forward writes its weight through torch's parametrization, as a kept norm does."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = self.mlp.up.weight
+        parametrize.register_parametrization(self.mlp.up, "weight", Halved())
+        parametrize.remove_parametrizations(self.mlp.up, "weight", leave_parametrized=True)
+        assert self.mlp.up.weight is weight
+        return super().forward(x)
+
+
+class Halved(nn.Module):
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return 0.5 * weight
+
+
+@pytest.mark.parametrize("policy", ["keep", "recompute"])
+def test_a_parametrization_that_writes_the_weight_in_forward_is_refused(policy: str) -> None:
+    def factory() -> tuple[nn.Module, Batches]:
+        return Decoder([Renorming() for _ in range(2)]), short_batch
+
+    settings = config(section={"window": 1, "activations": policy})
+    with pytest.raises(ConfigError, match=r"blocks\.0"):
+        train_windowed(factory, steps=1, settings=settings)
 
 
 # --- dtypes ---------------------------------------------------------------------------------------

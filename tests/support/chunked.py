@@ -79,7 +79,7 @@ def _chunk(block: nn.Module, size: int, sums: Sums, checkpointed: bool) -> None:
         (part._parameters, name, parameter)
         for part in block.modules()
         for name, parameter in part._parameters.items()
-        if parameter is not None
+        if parameter is not None and parameter.requires_grad
     ]
 
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -93,9 +93,8 @@ def _chunk(block: nn.Module, size: int, sums: Sums, checkpointed: bool) -> None:
         ):
             leaves = {}
             for _, _, parameter in places:
-                leaf = parameter.detach().requires_grad_(parameter.requires_grad)
-                if leaf.requires_grad:
-                    leaf.register_post_accumulate_grad_hook(_adder(sums, call, parameter))
+                leaf = parameter.detach().requires_grad_()
+                leaf.register_post_accumulate_grad_hook(_adder(sums, call, parameter))
                 leaves[parameter] = leaf
             run = partial(with_leaves, leaves)
             if checkpointed:
