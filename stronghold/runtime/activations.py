@@ -32,6 +32,11 @@ into handles.
 its `grad_fn`, that node in turn, a cycle that no collector sees: a graph that ends without a
 backward would never be freed. `detach` shares memory and version alone. Autograd does not look for
 writes in place where a hook stands in between, so that it is done here.
+
+[Note: sparse] A sparse tensor has no storage of its own, but tensors of indices and values. It is
+kept on the device as it is, or computed again. Where its values are a weight's memory in a slot
+(`torch.sparse_coo_tensor(indices, weight)`), its tensors are saved one by one, and it is made of
+them again in backward.
 """
 
 from __future__ import annotations
@@ -105,9 +110,10 @@ class ActivationSizes:
         self._bytes = 0
         self._attended = []
         storages = {
-            leaf.untyped_storage().data_ptr(): leaf.untyped_storage().nbytes()
+            part.untyped_storage().data_ptr(): part.untyped_storage().nbytes()
             for leaf in tree_leaves(inputs)
             if isinstance(leaf, torch.Tensor)
+            for part in _strided(leaf)
         }
         self.boundary[layer] = max(self.boundary[layer], sum(storages.values()))
 
@@ -129,11 +135,34 @@ class ActivationSizes:
         """Autograd saves the tensor, which is in no slot."""
         if layer != self._layer or isinstance(tensor, nn.Parameter):
             return
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in self._seen:
-            self._seen[storage.data_ptr()] = storage
-            self._bytes += storage.nbytes()
-            self.saved[layer] = max(self.saved[layer], self._bytes)
+        for part in _strided(tensor):
+            storage = part.untyped_storage()
+            if storage.data_ptr() not in self._seen:
+                self._seen[storage.data_ptr()] = storage
+                self._bytes += storage.nbytes()
+        self.saved[layer] = max(self.saved[layer], self._bytes)
+
+
+_COMPRESSED = {  # layouts of two tensors of indices: the methods that give them
+    torch.sparse_csr: ("crow_indices", "col_indices"),
+    torch.sparse_bsr: ("crow_indices", "col_indices"),
+    torch.sparse_csc: ("ccol_indices", "row_indices"),
+    torch.sparse_bsc: ("ccol_indices", "row_indices"),
+}
+
+
+def _strided(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors with a storage that it is made of: itself, or of a sparse one indices and values.
+    None of another layout, whose memory torch does not show."""
+    if tensor.layout is torch.strided:
+        return [tensor]
+    tensor = tensor.detach()
+    if tensor.layout is torch.sparse_coo:
+        return [tensor._indices(), tensor._values()]
+    names = _COMPRESSED.get(tensor.layout)
+    if names is None:
+        return []
+    return [*(getattr(tensor, name)() for name in names), tensor.values()]
 
 
 MIN_OFFLOAD_BYTES = 16 << 10  # below this a copy costs more than the room it frees
@@ -195,6 +224,27 @@ class SavedResident(NamedTuple):
 
     tensor: torch.Tensor
     version: int
+
+
+class SavedSparse(NamedTuple):
+    """A sparse tensor, by what each of its tensors became ([Note: sparse])."""
+
+    parts: tuple[Any, ...]
+    layout: torch.layout
+    shape: torch.Size
+    is_coalesced: bool
+
+    def made_of(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The sparse tensor of these indices and values, which share its memory."""
+        if self.layout is torch.sparse_coo:
+            indices, values = parts
+            return torch.sparse_coo_tensor(
+                indices, values, self.shape, is_coalesced=self.is_coalesced, check_invariants=False
+            )
+        compressed, plain, values = parts
+        return torch.sparse_compressed_tensor(
+            compressed, plain, values, self.shape, layout=self.layout, check_invariants=False
+        )
 
 
 class _Foreign(NamedTuple):
@@ -429,8 +479,11 @@ class Activations:
         executor, sizes, layers = self._executor, self.sizes, self._executor.layers
         run_again, layer_at, staying = self._run_again, executor.layer_at, executor.staying
         new: Any = tuple.__new__
+        strided = torch.strided
 
         def pack(tensor: torch.Tensor) -> Any:
+            if tensor.layout is not strided:
+                return pack_sparse(tensor)
             address = tensor.untyped_storage().data_ptr()
             held = layer_at.get(address)
             if held is not None:
@@ -446,6 +499,15 @@ class Activations:
             if offload and self._worth_offloading(tensor):
                 return self._offloaded(layer, tensor)
             return new(SavedTensor, (tensor.detach(), tensor._version))
+
+        def pack_sparse(tensor: torch.Tensor) -> Any:
+            parts = _strided(tensor)
+            if any(part.untyped_storage().data_ptr() in layer_at for part in parts):
+                coalesced = tensor.layout is torch.sparse_coo and tensor.is_coalesced()
+                return SavedSparse(tuple(map(pack, parts)), tensor.layout, tensor.shape, coalesced)
+            if sizes.counting:
+                sizes.saw(layer, tensor)
+            return outer(tensor) if outer else SavedTensor(tensor.detach(), tensor._version)
 
         def unpack(packed: Any) -> torch.Tensor:
             if type(packed) is int:
@@ -465,6 +527,8 @@ class Activations:
                 # With create_graph backward saves it in its turn, where none of our hooks stands,
                 # and needs it when the slot holds another layer.
                 return weight.clone() if torch.is_grad_enabled() else weight
+            if type(packed) is SavedSparse:
+                return packed.made_of([unpack(part) for part in packed.parts])
             return self._unpack(packed, foreign)
 
         return pack, unpack
@@ -504,10 +568,11 @@ class Activations:
 
     # -- offload ----------------------------------------------------------------------------------
     def _worth_offloading(self, tensor: torch.Tensor, *, part: bool = False) -> bool:
+        if tensor.layout is not torch.strided:
+            return False
         nbytes = 0 if part else tensor.untyped_storage().nbytes()
         return (
             tensor.device == self._device.torch_device
-            and tensor.layout is torch.strided
             and not isinstance(tensor, nn.Parameter)
             and tensor.numel() * tensor.element_size() >= MIN_OFFLOAD_BYTES
             and nbytes <= MAX_STORAGE_WASTE * tensor.numel() * tensor.element_size()

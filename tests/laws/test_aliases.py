@@ -186,3 +186,47 @@ def test_backward_reads_through_an_alias_what_forward_had() -> None:
         for _ in range(2):
             both.backward(objective)
             both.step()
+
+
+class SparseMap(nn.Module):
+    """A map of few weights, which are the values of a sparse matrix."""
+
+    def __init__(self, layout: str) -> None:
+        super().__init__()
+        self.layout = layout
+        self.weight = nn.Parameter(0.3 * torch.randn(3 * HIDDEN))
+        rows = torch.arange(HIDDEN).repeat_interleave(3)
+        columns = (rows + torch.tensor([0, 2, 5]).repeat(HIDDEN)) % HIDDEN
+        self.register_buffer("indices", torch.stack([rows, columns]))
+        self.register_buffer("starts", 3 * torch.arange(HIDDEN + 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        size = HIDDEN, HIDDEN
+        if self.layout == "coo":
+            matrix = torch.sparse_coo_tensor(self.indices, self.weight, size)
+        else:
+            matrix = torch.sparse_csr_tensor(self.starts, self.indices[1], self.weight, size)
+        return torch.sparse.mm(matrix, x.flatten(0, 1).t()).t().view_as(x)
+
+
+class Sparse(Block):
+    def __init__(self, layout: str) -> None:
+        super().__init__()
+        self.map = SparseMap(layout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.map(super().forward(x)).tanh()
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("layout", ["coo", "csr"])
+def test_a_sparse_tensor_of_a_weights_memory_is_made_again_for_backward(
+    layout: str, policy: str
+) -> None:
+    def factory() -> Any:
+        return Decoder([Sparse(layout) for _ in range(3)]), token_batch
+
+    settings = config(accumulation=2, section={"window": 1, "activations": policy})
+    run = train_windowed(factory, steps=3, settings=settings)
+    assert_identical(run, train_plain(factory, steps=3, accumulation=2))
