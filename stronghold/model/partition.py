@@ -76,9 +76,11 @@ class Partition:
 
 def partition(model: nn.Module, layers: str | Sequence[str] | None = None) -> Partition:
     """Split `model` into layers; `layers` is the config key `stronghold.layers`. ConfigError when
-    no blocks are found, a path is unknown, or a parameter cannot be moved (`_check_movable`). A
-    later change of `requires_grad` or of the module tree is not seen: partition again."""
+    no blocks are found, a path is unknown, or a parameter cannot be moved (`_check_lasting`,
+    `_check_movable`). A later change of `requires_grad` or of the module tree is not seen:
+    partition again."""
     names = _names(model)
+    _check_lasting(model, names)
     _check_movable(names)
     owners = _owners(model, find_blocks(model, layers))
     holders = _holders(model)
@@ -152,6 +154,20 @@ def _outside(model: nn.Module, blocks: set[nn.Module]) -> Iterator[nn.Module]:
             seen.add(module)
             yield module
             waiting.extend(module.children())
+
+
+def _check_lasting(model: nn.Module, names: dict[nn.Parameter, list[str]]) -> None:
+    """ConfigError for a parameter that the model replaces by another object when it is asked for
+    its parameters a second time: what moves would not be what the model computes with."""
+    again = dict(model.named_parameters(remove_duplicate=False))
+    for parameter, (name, *_) in names.items():
+        if again.get(name) is not parameter:
+            raise ConfigError(
+                f'parameter "{name}" is another nn.Parameter each time the model lists its '
+                "parameters, expected one that stays: a module makes it anew, as PEFT's LoRA on "
+                "nn.MultiheadAttention does in each listing and each forward. Leave this module "
+                "out of the adapter's target_modules."
+            )
 
 
 def _check_movable(names: dict[nn.Parameter, list[str]]) -> None:

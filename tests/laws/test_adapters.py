@@ -29,7 +29,7 @@ from transformers.integrations import HfDeepSpeedConfig
 
 import stronghold
 from stronghold.errors import ConfigError
-from tests.models import MODELS, Block, Decoder, loss_of
+from tests.models import HIDDEN, MODELS, Block, Decoder, loss_of
 from tests.models import token_batch as short_batch
 from tests.models.families import llama_of
 from tests.support.training import (
@@ -77,6 +77,17 @@ def checkpointed_lora(*, reentrant: bool) -> tuple[nn.Module, Batches]:
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     model.enable_input_require_grads()
     return model, make_batch
+
+
+def sparse(kind: str) -> tuple[nn.Module, Batches]:
+    """Adapters whose weight is a sparse tensor: SHiRA's is made of a product, FRoD's of the
+    parameter's own memory."""
+    if kind == "shira":
+        settings: Any = peft.ShiraConfig(r=2, target_modules=["q_proj"], init_weights=False)
+    else:
+        settings = peft.FrodConfig(target_modules=["q_proj", "v_proj"], init_weights=False)
+    settings.task_type = "CAUSAL_LM"
+    return peft.get_peft_model(base_model(), settings), token_batch
 
 
 CASES: dict[str, Factory] = {
@@ -130,6 +141,28 @@ def test_adapters_accumulate_under_every_activation_policy(policy: str) -> None:
     assert_identical(run, train_plain(lora, steps=STEPS, accumulation=3, clipping=0.5))
 
 
+@pytest.mark.parametrize(
+    ("kind", "policy", "precision"),
+    [
+        ("shira", "keep", "bf16"),
+        ("shira", "recompute", "fp32"),
+        ("frod", "keep", "fp32"),
+        ("frod", "offload", "bf16"),
+        ("frod", "recompute", "fp32"),
+    ],
+)
+def test_sparse_adapters_train_exactly_as_in_a_plain_loop(
+    kind: str, policy: str, precision: str
+) -> None:
+    factory = functools.partial(sparse, kind)
+    options: dict[str, Any] = {"accumulation": 2, "clipping": 0.5, "precision": precision}
+    settings = config(section={"window": 1, "activations": policy}, **options)
+    run = train_windowed(factory, steps=3, settings=settings)
+    expected = train_plain(factory, steps=3, **options)
+    assert_identical(run, expected)
+    assert run.norms == expected.norms
+
+
 def test_an_adapter_that_points_its_parameter_elsewhere_is_refused_with_its_name() -> None:
     """CPT projects what it learns in each forward, and assigns the result to `.data`."""
     masks = {"cpt_mask": [1, 1, 1], "cpt_tokens_type_mask": [1, 2, 4]}
@@ -143,6 +176,33 @@ def test_an_adapter_that_points_its_parameter_elsewhere_is_refused_with_its_name
 
     with pytest.raises(ConfigError, match=r"prompt_encoder.*delta_embedding.*other memory"):
         train_windowed(cpt, steps=2, settings=config(section={"window": 1}))
+
+
+class Attending(nn.Module):
+    """A block with torch's own attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(HIDDEN, 2, batch_first=True)
+        self.linear = nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.linear(self.attention(x, x, x, need_weights=False)[0])
+
+
+def adapted_attention(*targets: str) -> tuple[nn.Module, Batches]:
+    settings = peft.LoraConfig(r=2, target_modules=list(targets), init_lora_weights=False)
+    return peft.get_peft_model(Decoder([Attending() for _ in range(3)]), settings), short_batch
+
+
+def test_an_adapter_that_replaces_its_parameters_is_refused_with_the_name_of_one() -> None:
+    """PEFT makes the weights of an nn.MultiheadAttention anew in each forward."""
+    settings = config(section={"window": 1})
+    match = r'"base_model\.model\.blocks\.0\.attention\.\S*weight" is another.*target_modules'
+    with pytest.raises(ConfigError, match=match):
+        train_windowed(lambda: adapted_attention("attention", "linear"), steps=1, settings=settings)
+    run = train_windowed(lambda: adapted_attention("linear"), steps=2, settings=settings)
+    assert_identical(run, train_plain(lambda: adapted_attention("linear"), steps=2))
 
 
 def prefix_tuning() -> tuple[nn.Module, Batches]:
