@@ -18,6 +18,19 @@ that is what the block means is tried once for each class of blocks, before the 
 without dropout a chunked forward must be the whole batch's but for rounding. Norms over the batch
 and sums over it are found so, and refused.
 
+[Note: several rows] An argument may have several rows for each sequence, as ALiBi's biases have one
+for each head. Where the trial fails, such arguments are looked for:
+
+1. The rows of an argument are a multiple of the batch's.
+2. The whole batch is computed, and computed again with other values in the argument's rows of all
+   sequences but the first chunk's.
+3. What the block gives for the first chunk has not changed, and what it gives for the others has.
+
+Only then is the argument split, and the trial repeated. Rows in another order (all sequences of the
+first head, then those of the second), or a table that happens to have so many, fail at the third.
+The comparison of step 3 is not within rounding: a bias changes little of what a block gives, and a
+wrong one would pass.
+
 [Note: streams] Chunks may take turns on several streams of the device, whose rules are there
 (`cuda`, [Note: side streams]). Of a chunk this file keeps together what these need: its entry is
 the node of autograd that it ends with in backward, for its weights and for its part of the batch,
@@ -38,6 +51,7 @@ import itertools
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -50,29 +64,59 @@ from stronghold.device.base import Device
 from stronghold.errors import ConfigError
 from stronghold.model.logits import Forward
 from stronghold.model.partition import Layer
+from stronghold.process import run_and_restore
 from stronghold.runtime.executor import Executor
 from stronghold.runtime.recompute import is_cache
 
 logger = logging.getLogger("stronghold")
 
 KEY = "stronghold.chunk"
+MIXED = 1e-2  # the share of a change from which on it has reached other sequences
 # Of a batch that is joined again: rounding of another matrix shape, not another function.
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 6e-2, torch.float16: 2e-2}
 
 
-def split(value: Any, batch: int, sizes: Sequence[int]) -> list[Any]:
-    """What each chunk of these sizes gets of `value` ([Note: what is split])."""
+Path = tuple[Any, ...]  # to a tensor among a call's arguments: a position or a name, then inwards
+Rows = Mapping[Path, int]  # of the arguments with several for each sequence
+NO_ROWS: Rows = {}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Division:
+    """How calls of a class of blocks are divided: the arguments with several rows for each sequence
+    ([Note: several rows]), and the numbers of the returned tensors that are one for all chunks."""
+
+    rows: Rows
+    shared: frozenset[int]
+
+
+def split(
+    value: Any, batch: int, sizes: Sequence[int], rows: Rows = NO_ROWS, path: Path = ()
+) -> list[Any]:
+    """What each chunk of these sizes gets of `value`, at `path` ([Note: what is split])."""
     if isinstance(value, torch.Tensor):
-        if value.dim() and value.size(0) == batch:
-            return list(value.split(list(sizes)))
+        for each in (1, rows.get(path, 1)):
+            if value.dim() and value.size(0) == each * batch:
+                return list(value.split([each * size for size in sizes]))
         return [value] * len(sizes)
     if isinstance(value, tuple | list) and not isinstance(value, torch.Size):
-        parts = [split(part, batch, sizes) for part in value]
+        parts = [split(part, batch, sizes, rows, (*path, k)) for k, part in enumerate(value)]
         return [_like(value, [part[k] for part in parts]) for k in range(len(sizes))]
     if isinstance(value, dict):
-        tables = {key: split(part, batch, sizes) for key, part in value.items()}
+        tables = {key: split(part, batch, sizes, rows, (*path, key)) for key, part in value.items()}
         return [{key: parts[k] for key, parts in tables.items()} for k in range(len(sizes))]
     return [value] * len(sizes)
+
+
+def _mapped(value: Any, change: Callable[[Path, torch.Tensor], Any], path: Path = ()) -> Any:
+    """`value` with what `change` makes of each tensor in it, given the tensor's path."""
+    if isinstance(value, torch.Tensor):
+        return change(path, value)
+    if isinstance(value, tuple | list) and not isinstance(value, torch.Size):
+        return _like(value, [_mapped(part, change, (*path, k)) for k, part in enumerate(value)])
+    if isinstance(value, dict):
+        return {key: _mapped(part, change, (*path, key)) for key, part in value.items()}
+    return value
 
 
 def join(
@@ -173,7 +217,7 @@ class Chunks:
         self._executor = executor
         self._device = device
         self._around = around
-        self._shared: dict[type, frozenset[int]] = {}  # outputs of the classes that were tried
+        self._divisions: dict[type, Division] = {}  # of the classes that were tried
         self._inner: dict[nn.Module, Callable[..., Any]] = {}
         self._in_turn: dict[nn.Module, bool] = {}  # of those that were called on several streams
         self._again = False  # a chunk's forward runs again
@@ -236,15 +280,12 @@ class Chunks:
             self._refuse_hooks(layer)
             batch = batch_of(args, kwargs)
             sizes = [min(self._size, batch - at) for at in range(0, batch, self._size)]
-            each_args, each_kwargs = split(args, batch, sizes), split(kwargs, batch, sizes)
-            if type(module) not in self._shared:
-                first = slice(0, 2)  # as many as would be in one chunk of twice the size
-                two = sum(sizes[first])
-                both = [split(given, batch, [two, batch - two])[0] for given in (args, kwargs)]
-                each = (each_args[first], each_kwargs[first])
-                self._shared[type(module)] = self._try(
-                    name, module, inner, both, each, sizes[first]
-                )
+            if type(module) not in self._divisions:
+                trial = _Trial(name, module, inner, (args, kwargs), sizes, self._device)
+                self._divisions[type(module)] = trial.division()
+            division = self._divisions[type(module)]
+            each_args = split(args, batch, sizes, division.rows)
+            each_kwargs = split(kwargs, batch, sizes, division.rows)
             outputs: list[Any] = []
             to_come: set[int] = set()
             device = self._device
@@ -283,7 +324,7 @@ class Chunks:
                 self._in_turn[module] = False
                 if seen.found:
                     self._take_in_turn(name, module, f"writes in one chunk {seen.found}")
-            return join(outputs, sizes, name, self._shared[type(module)])
+            return join(outputs, sizes, name, division.shared)
 
         return forward
 
@@ -345,15 +386,18 @@ class Chunks:
             to_come.add(number)
         kept = [(table, name, table[name]) for table, name, _ in places]
         try:
-            for table, name, k in places:
-                if k in of:
-                    table[name] = of[k]
-            del views
-            of.clear()
-            yield given
-        finally:
-            for table, name, parameter in kept:
-                table[name] = parameter
+            try:
+                for table, name, k in places:
+                    if k in of:
+                        table[name] = of[k]
+                del views
+                of.clear()
+                yield given
+            finally:
+                _put_back(kept)
+        except BaseException:
+            _put_back(kept)  # again, whole: an interrupt may have ended the first time
+            raise
 
     def _refuse_hooks(self, layer: Layer) -> None:
         for named in layer.parameters:
@@ -365,38 +409,54 @@ class Chunks:
                     "never to the parameter: remove the hook, or leave the key out"
                 )
 
-    def _try(
+
+class _Trial:
+    """Finds how a block's calls are divided, by calls of it without dropout and gradients. `given`:
+    the arguments of the call that comes first, and `sizes`: of its chunks."""
+
+    def __init__(
         self,
         name: str,
         module: nn.Module,
         inner: Callable[..., Any],
-        whole: Sequence[Any],
-        each: tuple[list[Any], list[Any]],
+        given: tuple[tuple[Any, ...], dict[str, Any]],
         sizes: Sequence[int],
-    ) -> frozenset[int]:
-        """The numbers of the tensors that are the same for every chunk. ConfigError when two chunks
-        do not give what both give at once."""
-        modes = [(part, part.training) for part in module.modules()]
-        contents = _contents(whole)
-        chance = self._device.random_state()
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            try:
-                for part, _ in modes:
-                    part.training = False
-                expected = inner(*whole[0], **whole[1])
-                outputs = [inner(*a, **k) for a, k in zip(*each, strict=True)]
-            except (RuntimeError, IndexError, ValueError) as error:
-                raise ConfigError(
-                    f"{KEY}: {name} fails with {sizes[0]} of the batch's sequences at a time "
-                    f"({error}): an argument with as many rows as the batch is none, or the block "
-                    "needs them all. Leave the key out"
-                ) from error
-            finally:
-                for part, mode in modes:
-                    part.training = mode
-                if chance is not None:
-                    self._device.set_random_state(chance)
-        _refuse_change(name, contents)
+        device: Device,
+    ) -> None:
+        self._name, self._module, self._inner = name, module, inner
+        self._given, self._sizes, self._batch = given, sizes, sum(sizes)
+        self._device = device
+
+    def division(self) -> Division:
+        """ConfigError when two chunks do not give what both give at once."""
+        try:
+            return self._divided(NO_ROWS)
+        except ConfigError as error:
+            refusals: list[str] = []
+            rows = self._several_rows(refusals)
+            if rows:
+                return self._divided(rows)
+            if not refusals:
+                raise
+            raise ConfigError(f"{error}. {'. '.join(refusals)}") from error
+
+    def _divided(self, rows: Rows) -> Division:
+        first = self._sizes[:2]
+        two = sum(first)  # as many as would be in one chunk of twice the size
+        halves = [two, self._batch - two]
+        both = [split(given, self._batch, halves, rows)[0] for given in self._given]
+        args, kwargs = (split(given, self._batch, self._sizes, rows) for given in self._given)
+        calls = [both, *zip(args[:2], kwargs[:2], strict=True)]
+        contents = _contents(both)
+        try:
+            expected, *outputs = self._outputs(calls)
+        except (RuntimeError, IndexError, ValueError) as error:
+            raise ConfigError(
+                f"{KEY}: {self._name} fails with {first[0]} of the batch's sequences at a time "
+                f"({error}): an argument with as many rows as the batch is none, or the block "
+                "needs them all. Leave the key out"
+            ) from error
+        _refuse_change(self._name, contents)
         # A table of relative positions, say: it is what it is for one chunk, and not one per chunk.
         columns = zip(*map(_tensors, outputs), strict=True)
         shared = frozenset(
@@ -404,22 +464,115 @@ class Chunks:
             for number, (column, one) in enumerate(zip(columns, _tensors(expected), strict=False))
             if all(part.shape == one.shape for part in column)
         )
-        found = join(outputs, sizes, name, shared)
+        found = join(outputs, first, self._name, shared)
         pairs = zip(_tensors(found), _tensors(expected), strict=True)
-        for one, other in pairs:
-            same = one.shape == other.shape
-            if same and one.is_floating_point():
-                limit = TOLERANCE.get(one.dtype, 1e-3)
-                scale = other.float().abs().max().clamp_min(1e-6)
-                apart = (one.float() - other.float()).abs() > limit * scale
-                same = not apart.any()  # what is not a number tells nothing
-            if not same:
-                raise ConfigError(
-                    f"{KEY}: {name} does not give for {sizes[0]} sequences at a time what it gives "
-                    f"for {sum(sizes)}: it mixes the sequences of a batch (a norm or a sum over "
-                    f"it), or an argument with {sum(sizes)} rows is no batch. Leave the key out"
-                )
-        return shared
+        if not all(_alike(one, other) for one, other in pairs):
+            raise ConfigError(
+                f"{KEY}: {self._name} does not give for {first[0]} sequences at a time what it "
+                f"gives for {two}: it mixes the sequences of a batch (a norm or a sum over it), or "
+                f"an argument with {two} rows is no batch. Leave the key out"
+            )
+        return Division(rows=rows, shared=shared)
+
+    def _several_rows(self, refusals: list[str]) -> Rows:
+        """The arguments that have several rows for each sequence; `refusals` gets a sentence for
+        each of the others whose rows are a multiple of the batch's."""
+        candidates: dict[Path, int] = {}
+
+        def look(path: Path, tensor: torch.Tensor) -> torch.Tensor:
+            if tensor.dim() and tensor.size(0) > self._batch and not tensor.size(0) % self._batch:
+                candidates[path] = tensor.size(0) // self._batch
+            return tensor
+
+        for given in self._given:
+            _mapped(given, look)
+        several: dict[Path, int] = {}
+        for path, each in candidates.items():
+            why = self._why_not_split(path, each)
+            if not why:
+                several[path] = each
+                continue
+            refusals.append(
+                f"Its argument {'.'.join(map(str, path))} has {each} rows for each sequence, but "
+                f"cannot be split: {why}"
+            )
+        return several
+
+    def _why_not_split(self, path: Path, each: int) -> str:
+        """What step 3 of [Note: several rows] shows against it; "" for nothing."""
+        try:
+            expected, output = self._outputs([self._given, self._with_others(path, each)])
+        except (RuntimeError, IndexError, ValueError) as error:
+            return f"with other values in it the block fails ({error})"
+        first, later = self._changes(expected, output)
+        if later == 0.0:
+            return "other values in it change nothing that the block gives"
+        if first > MIXED * later:
+            return "the rows of some sequences change what the block gives for others"
+        return ""
+
+    def _with_others(self, path: Path, each: int) -> Any:
+        """The arguments, with other values in the rows of all sequences but the first chunk's."""
+        begin = each * self._sizes[0]
+
+        def change(at: Path, tensor: torch.Tensor) -> torch.Tensor:
+            if at != path:
+                return tensor
+            return torch.cat([tensor[:begin], _other_values(tensor[begin:])])
+
+        return [_mapped(given, change) for given in self._given]
+
+    def _changes(self, expected: Any, output: Any) -> tuple[float, float]:
+        """By how much two results differ at most for the first chunk, and for the others."""
+        first = later = 0.0
+        for one, other in zip(_tensors(expected), _tensors(output), strict=True):
+            if one.dim() and one.numel() and not one.size(0) % self._batch:
+                apart = (one.float() - other.float()).abs().nan_to_num(0.0)
+                begin = one.size(0) // self._batch * self._sizes[0]
+                first = max(first, apart[:begin].max().item())
+                later = max(later, apart[begin:].max().item())
+        return first, later
+
+    def _outputs(self, calls: Iterable[Any]) -> list[Any]:
+        """What the block returns for these arguments, without dropout. Generators stay."""
+        modes = [(part, part.training) for part in self._module.modules()]
+        chance = self._device.random_state()
+
+        def work() -> list[Any]:
+            for part, _ in modes:
+                part.training = False
+            with torch.no_grad(), torch.random.fork_rng(devices=[]):
+                return [self._inner(*args, **kwargs) for args, kwargs in calls]
+
+        def restore() -> None:
+            for part, mode in modes:
+                part.training = mode
+            if chance is not None:
+                self._device.set_random_state(chance)
+
+        return run_and_restore(work, restore)
+
+
+def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether they are the same but for rounding."""
+    if one.shape != other.shape or not one.is_floating_point():
+        return one.shape == other.shape
+    limit = TOLERANCE.get(one.dtype, 1e-3)
+    scale = other.float().abs().max().clamp_min(1e-6)
+    apart = (one.float() - other.float()).abs() > limit * scale
+    return not apart.any()  # what is not a number tells nothing
+
+
+def _other_values(tensor: torch.Tensor) -> torch.Tensor:
+    """Values that differ from these, and are as good: for numbers near them, for integers the same
+    ones in another order, since they may be indices."""
+    chance = torch.Generator().manual_seed(0)
+    if tensor.is_floating_point():
+        return tensor + torch.randn(tensor.shape, generator=chance).to(tensor)
+    if tensor.dtype is torch.bool:
+        return tensor ^ (torch.rand(tensor.shape, generator=chance) < 0.5).to(tensor.device)
+    order = torch.randperm(tensor.numel(), generator=chance).to(tensor.device)
+    return tensor.flatten()[order].view(tensor.shape)
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
@@ -532,6 +685,11 @@ def _has_tensor(value: Any) -> bool:
     if isinstance(value, list | tuple | set | deque):
         return any(map(_has_tensor, value))
     return isinstance(value, torch.Tensor)
+
+
+def _put_back(kept: Sequence[tuple[dict[str, Any], str, Any]]) -> None:
+    for table, name, parameter in kept:
+        table[name] = parameter
 
 
 def _places(layer: Layer, module: nn.Module) -> list[tuple[dict[str, Any], str, int]]:

@@ -17,6 +17,7 @@ from stronghold.runtime.recompute import KeptModule
 from tests.models import HIDDEN
 from tests.support import children
 from tests.support.interrupts import Stopped, at_bytecode
+from tests.support.training import config, initialized
 
 PROGRAM = """
 import faulthandler
@@ -125,3 +126,21 @@ def test_an_interrupt_while_a_block_runs_again_leaves_it_as_it_was() -> None:
     finally:
         new.remove()
         device.close()
+
+
+def test_an_interrupt_while_a_chunk_runs_leaves_the_block_its_parameters() -> None:
+    """At each bytecode of what gives a block views of its parameters, and takes them away."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(2)))
+    engine = initialized(model, config(section={"chunk": 1, "window": 1, "layers": ["0", "1"]}))
+    x, within = torch.randn(2, 4), "/stronghold/runtime/chunks.py"
+    work = lambda: engine(x)  # noqa: E731
+    expected = work()
+    count = at_bytecode(work, 0, within=within)
+    for number in range(1, count + 1):
+        with pytest.raises(Stopped):
+            at_bytecode(work, number, within=within)
+        kinds = [type(p) for part in model.modules() for p in part._parameters.values()]
+        assert all(issubclass(kind, nn.Parameter) for kind in kinds), f"bytecode {number}"
+    assert torch.equal(work(), expected)
+    engine.destroy()

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers import BloomConfig, BloomForCausalLM, FalconConfig, FalconForCausalLM
 
 import stronghold
 from stronghold.errors import ConfigError
@@ -247,6 +248,95 @@ def plain_zoo(name: str) -> Run:
 def test_the_zoo_trains_in_chunks_as_a_plain_loop_does(name: str, section: dict[str, Any]) -> None:
     settings = config(clipping=0.5, section={"chunk": 1, **section})
     assert_identical(train_windowed(MODELS[name], steps=3, settings=settings), plain_zoo(name))
+
+
+# -- arguments with several rows for each sequence -------------------------------------------------
+HEADS = 2
+
+
+def alibi(family: str, dropout: float = 0.1) -> tuple[nn.Module, Callable[[int], dict[str, Any]]]:
+    """Bloom gives its blocks biases of (batch * heads) rows, Falcon of (batch, heads)."""
+    drops = {"hidden_dropout": dropout, "attention_dropout": dropout}
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 16}
+    if family == "bloom":
+        model: Any = BloomForCausalLM(BloomConfig(n_layer=3, n_head=HEADS, **sizes, **drops))
+    else:
+        more = {"num_hidden_layers": 3, "num_attention_heads": HEADS, "alibi": True}
+        model = FalconForCausalLM(FalconConfig(**more, **sizes, **drops))
+    return model.train(), llama()[1]
+
+
+@pytest.mark.parametrize("policy", ["keep", "recompute"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("family", ["bloom", "falcon"])
+def test_biases_of_heads_are_split_with_their_sequences(
+    family: str, precision: str, policy: str
+) -> None:
+    factory = functools.partial(alibi, family)
+    options: dict[str, Any] = {"clipping": 0.5, "precision": precision, "accumulation": 2}
+    section = {"chunk": 2, "window": 1, "activations": policy}
+    run = train_windowed(factory, steps=3, settings=config(section=section, **options))
+    chunks = (streamed_modules, 2)
+    expected = train_plain(factory, steps=3, chunks=chunks, rows=HEADS, **options)
+    assert_identical(run, expected)
+    assert run.norms == expected.norms
+
+
+class Biased(nn.Module):
+    """A block with a bias of several rows for each sequence, whose order is `kind`."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.kind = kind
+
+    def forward(self, x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        batch = x.size(0)
+        rows = {
+            "of sequences": lambda: bias.view(batch, HEADS, 8).sum(1),
+            "of heads": lambda: bias.view(HEADS, batch, 8).sum(0),
+            "of all": lambda: bias.view(HEADS * batch, 8).sum(0),
+            "nothing": lambda: bias.view(batch, HEADS, 8).sum(1).detach() * 0.0,
+        }[self.kind]()
+        return x + self.linear(x) + 1e-5 * rows  # so little that no comparison of outputs shows it
+
+
+class BiasedStack(nn.Module):
+    """The bias is the same in all rows, as without padding: only other values show the order."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Biased(kind) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        bias = torch.ones(HEADS * x.size(0), 8, dtype=x.dtype)
+        for block in self.blocks:
+            x = block(x, bias)
+        return x.square().mean()
+
+
+REFUSED = {
+    "of heads": "the rows of some sequences change what the block gives for others",
+    "of all": "the rows of some sequences change what the block gives for others",
+    "nothing": "other values in it change nothing that the block gives",
+}
+
+
+@pytest.mark.parametrize("kind", ["of sequences", *REFUSED])
+def test_rows_are_split_only_where_a_sequence_has_its_own(kind: str) -> None:
+    torch.manual_seed(0)
+    settings = config(section={"chunk": 2, "window": 1})
+    engine = stronghold.initialize(model=BiasedStack(kind), config=settings)[0]
+    try:
+        if kind in REFUSED:
+            words = rf"^stronghold.chunk: blocks\.0.*argument 1 has 2 rows.*{REFUSED[kind]}"
+            with pytest.raises(ConfigError, match=words):
+                engine(torch.randn(4, 8))
+        else:
+            engine.backward(engine(torch.randn(4, 8)))
+            engine.step()
+    finally:
+        engine.destroy()
 
 
 # -- what it costs ---------------------------------------------------------------------------------

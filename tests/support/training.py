@@ -171,17 +171,19 @@ def train_plain(
     groups: Callable[[nn.Module], Iterable[Any]] | None = None,
     scaler: Any = None,
     chunks: tuple[Callable[[nn.Module], list[nn.Module]], int] | None = None,
+    rows: int = 1,
 ) -> Run:
     """The same training without a window: autograd, fp32 sums, torch's clipping formula, the same
     Adam kernel; in fp16 the loss in fp32, times the scale that `scaler` has, or the config's first.
-    `chunks`: which blocks take their batch in chunks, and of how many sequences.
+    `chunks`: which blocks take their batch in chunks, and of how many sequences; `rows`: of an
+    argument for each sequence, beside one.
     """
     torch.manual_seed(0)
     model, make_batch = factory()
     without_caches(model)
     for parameter in model.parameters():
         parameter.data = parameter.data.to(DTYPES[precision])
-    of_chunks = chunk_blocks(chunks[0](model), chunks[1]) if chunks is not None else None
+    of_chunks = chunk_blocks(chunks[0](model), chunks[1], rows=rows) if chunks else None
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizer = KernelAdam(
         torch.optim.AdamW(groups(model) if groups else parameters, **ADAM),
