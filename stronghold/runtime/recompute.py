@@ -34,6 +34,7 @@ import argparse
 import contextlib
 import copy
 import dataclasses
+import enum
 import functools
 import inspect
 import operator
@@ -248,6 +249,7 @@ class _Attributes(NamedTuple):
     tensors: tuple[str, ...]
     containers: tuple[str, ...]
     generators: tuple[str, ...]  # or containers, which may hold some
+    objects: tuple[str, ...]  # of classes that are no module's: samplers, counters
 
 
 @functools.lru_cache(maxsize=1024)
@@ -261,7 +263,17 @@ def _sorted(names: tuple[str, ...], kinds: tuple[type, ...]) -> _Attributes:
         tuple(name for name, kind in own if issubclass(kind, torch.Tensor)),
         tuple(name for name, kind in own if kind in _CONTAINERS),
         tuple(name for name, kind in own if kind in drawn),
+        tuple(name for name, kind in own if _has_state(kind)),
     )
+
+
+def _has_state(kind: type) -> bool:
+    """Whether a forward may count or draw in an object of this class: it has attributes, and is
+    neither what torch looks after nor a configuration, which a forward only reads."""
+    handled = (nn.Module, torch.Tensor, type, FunctionType, functools.partial, enum.Enum)
+    if not kind.__dictoffset__ or issubclass(kind, handled):
+        return False
+    return not any("Config" in base.__name__ for base in kind.__mro__)
 
 
 class _Part(NamedTuple):
@@ -308,6 +320,7 @@ class KeptModule:
         self._parts: list[_Part] = []
         self._versions: list[tuple[str, SavedTensor]] = []
         inner: list[tuple[int, str, Any]] = []  # what can be written into, by part and name
+        self._objects: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}  # by id
         buffers: dict[int, dict[str, torch.Tensor | None]] = {}
         # Of a chunk they are views of a slot, which nobody may hold.
         self._trained: list[weakref.ref[nn.Parameter]] = []
@@ -327,6 +340,8 @@ class KeptModule:
                     saved = SavedTensor(_detached(value), value._version)
                     self._versions.append((f"{own_class.__name__}.{name}", saved))
                 inner.append((k, name, value))
+            for name in own.objects:
+                self._keep_object(own_class.__name__, name, here[name])
             for name in own.containers:
                 if len(here[name]) <= _MAX_ITEMS:
                     inner.append((k, name, here[name]))
@@ -341,6 +356,21 @@ class KeptModule:
         _remove_before_ours(self._parts[0].hooks.get(_BEFORE, {}))
         self._globals = [hooks.copy() for hooks in _GLOBAL] if any(_GLOBAL) else _NO_HOOKS
         self._states = _states([PYTHONS, torch.default_generator, device, *drawn.values()])
+
+    def _keep_object(self, owner: str, name: str, value: Any) -> None:
+        """The attributes of an object that a module has, but for modules and parameters."""
+        if id(value) in self._objects:
+            return
+        held = {
+            key: _detached(found) if isinstance(found, torch.Tensor) else found
+            for key, found in vars(value).items()
+            if not isinstance(found, nn.Module | nn.Parameter)
+        }
+        self._objects[id(value)] = vars(value), held
+        for key, found in held.items():
+            if isinstance(found, torch.Tensor) and not found.is_inference():
+                saved = SavedTensor(_detached(found), found._version)
+                self._versions.append((f"{owner}.{name}.{key}", saved))
 
     def run(self, work: Callable[[], object]) -> None:
         """Call `work` while all is as it was. Afterwards all is as it is now, untouched.
@@ -385,6 +415,9 @@ class KeptModule:
             if here["_buffers"] or k in buffers:
                 tables.append((here["_buffers"], dict(here["_buffers"])))
                 _fill(here["_buffers"], buffers.get(k, {}))
+        for table, held in self._objects.values():
+            tables.append((table, dict(table)))
+            table.update(held)
         for k, name, value in _Copy(_detached).of(self._inner):
             self._parts[k].here[name] = value
         if any(self._globals) or any(_GLOBAL):

@@ -253,6 +253,43 @@ def test_attributes_that_a_block_changes_change_once() -> None:
         assert [(b.calls, b.history) for b in model.blocks] == [(3, [1, 2, 3])] * 3
 
 
+class Sampler:
+    """No module: it hands out what it drew, and draws again when all of it is used up."""
+
+    def __init__(self) -> None:
+        self.buffer, self.index = torch.randn(2, HIDDEN), 0
+        self.last: Tensor | None = None
+
+    def sample(self, x: Tensor) -> Tensor:
+        if self.index == len(self.buffer):
+            self.buffer, self.index = torch.randn(2, HIDDEN), 0
+        self.index += 1
+        self.last = x * self.buffer[self.index - 1]
+        return self.last
+
+
+class Sampling(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.sampler = Sampler()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.sampler.sample(x))
+
+
+def test_an_object_of_the_block_that_counts_and_draws_does_so_once() -> None:
+    models = []
+
+    def factory() -> Any:
+        torch.manual_seed(0)
+        models.append(Decoder([Sampling() for _ in range(3)]))
+        return models[-1], token_batch
+
+    check(factory, steps=5)
+    for model in models:
+        assert [block.sampler.index for block in model.blocks] == [1] * 3
+
+
 class Summing(Block):
     def __init__(self, *, buffer: bool) -> None:
         super().__init__()
