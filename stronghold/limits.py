@@ -2,6 +2,10 @@
 
 Owns the reading of control groups, resource limits and /proc, which are read anew by every call.
 Never allocates or decides anything. Any thread may enter.
+
+[Note: memory that grows] Some virtual machines start with little memory and get more as they use
+it. Linux then reports the memory of now. STRONGHOLD_HOST_MEMORY, a whole number of bytes, says what
+the machine can have. A number below the machine's memory is a cap on this process's share.
 """
 
 from __future__ import annotations
@@ -14,6 +18,9 @@ from pathlib import Path
 
 import psutil
 
+from stronghold.errors import ConfigError
+
+HOST_MEMORY = "STRONGHOLD_HOST_MEMORY"
 _ROOT = Path("/")
 
 
@@ -21,8 +28,9 @@ _ROOT = Path("/")
 class HostLimits:
     """Sizes in bytes; None is "no limit", or unknown where the system does not say.
 
-    `memory_bytes` is the machine's, `available_bytes` what this process may still take,
-    `cgroup_bytes` the least limit of its control groups, `locked_bytes` RLIMIT_MEMLOCK.
+    `memory_bytes` is the machine's, or STRONGHOLD_HOST_MEMORY ([Note: memory that grows]);
+    `available_bytes` what this process may still take, `cgroup_bytes` the least limit of its
+    control groups, `locked_bytes` RLIMIT_MEMLOCK.
     `cpu_quota` is the control group's, in cores. `overcommit` is vm.overcommit_memory;
     `huge_pages` the chosen word of transparent_hugepage/enabled, "" where there is none.
     """
@@ -52,7 +60,7 @@ def host_limits() -> HostLimits:
     huge_pages = _text(_ROOT / "sys/kernel/mm/transparent_hugepage/enabled")
     chosen = re.search(r"\[(\w+)\]", huge_pages)
     return HostLimits(
-        memory_bytes=int(psutil.virtual_memory().total),
+        memory_bytes=stated_host_bytes() or int(psutil.virtual_memory().total),
         available_bytes=available_host_bytes(),
         cgroup_bytes=min((limit for limit, _ in groups), default=None),
         swap_bytes=int(swap.total),
@@ -65,9 +73,28 @@ def host_limits() -> HostLimits:
     )
 
 
+def stated_host_bytes() -> int | None:
+    """STRONGHOLD_HOST_MEMORY in bytes, None without it. ConfigError for anything but a whole number
+    above 0. See [Note: memory that grows]."""
+    text = os.environ.get(HOST_MEMORY, "")
+    if not text:
+        return None
+    number = _number(text)
+    if not number:
+        raise ConfigError(
+            f"{HOST_MEMORY}: got {text!r}, expected a whole number of bytes, such as 115000000000"
+        )
+    return number
+
+
 def available_host_bytes() -> int:
-    """What this process may still take, of the machine and of its control groups."""
-    available = int(psutil.virtual_memory().available)
+    """What this process may still take, of the machine and of its control groups. Memory that the
+    machine can still get counts ([Note: memory that grows])."""
+    memory = psutil.virtual_memory()
+    available = int(memory.available)
+    stated = stated_host_bytes()
+    if stated is not None:
+        available = min(stated, available + max(0, stated - int(memory.total)))
     return max(0, min([available, *(limit - used for limit, used in memory_groups())]))
 
 

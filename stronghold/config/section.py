@@ -190,7 +190,9 @@ class StrongholdConfig(_Section):
     host_memory: Bytes | None = key(
         "Budget of host memory for weights, masters, moments and gradients, of each "
         "rank. Left out: what is available when the engine is made, with what the model takes "
-        "then; of several ranks on a node each has an equal part."
+        "then; of several ranks on a node each has an equal part. Where the memory of a virtual "
+        "machine grows as it is used, the environment variable STRONGHOLD_HOST_MEMORY says how "
+        "many bytes it can have."
     )
     window: Positive | None = key(
         "Weight slots on the GPU: the number of layers that can be there at once."

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import resource
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 
 from stronghold import limits
+from stronghold.errors import ConfigError
 
 GIB = 1 << 30
 UNLIMITED = 0x7FFFFFFFFFFFF000  # what version 1 says
@@ -102,6 +104,37 @@ def test_the_least_of_machine_and_groups_is_available(monkeypatch: pytest.Monkey
     assert limits.available_host_bytes() == pytest.approx(
         psutil.virtual_memory().available, rel=0.2
     )
+
+
+def test_memory_that_the_machine_will_get_is_available(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A virtual machine of 16 GiB that can grow to 100: 10 are free now, and 84 will come."""
+    now = SimpleNamespace(total=16 * GIB, available=10 * GIB)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: now)
+    monkeypatch.setattr(limits, "memory_groups", list)
+    assert limits.available_host_bytes() == 10 * GIB
+    monkeypatch.setenv("STRONGHOLD_HOST_MEMORY", str(100 * GIB))
+    assert limits.available_host_bytes() == 94 * GIB
+    assert limits.host_limits().usable_bytes == 100 * GIB
+    monkeypatch.setattr(limits, "memory_groups", lambda: [(40 * GIB, 9 * GIB)])
+    assert limits.available_host_bytes() == 31 * GIB
+
+
+def test_less_than_the_machine_has_is_a_cap(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = SimpleNamespace(total=16 * GIB, available=10 * GIB)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: now)
+    monkeypatch.setattr(limits, "memory_groups", list)
+    monkeypatch.setenv("STRONGHOLD_HOST_MEMORY", str(12 * GIB))
+    assert limits.available_host_bytes() == 10 * GIB
+    monkeypatch.setenv("STRONGHOLD_HOST_MEMORY", str(4 * GIB))
+    assert limits.available_host_bytes() == 4 * GIB
+    assert limits.host_limits().usable_bytes == 4 * GIB
+
+
+@pytest.mark.parametrize("text", ["115GB", "0", "-5", "1e9"])
+def test_memory_is_stated_in_whole_bytes(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STRONGHOLD_HOST_MEMORY", text)
+    with pytest.raises(ConfigError, match=r"STRONGHOLD_HOST_MEMORY: got .*expected a whole number"):
+        limits.available_host_bytes()
 
 
 def test_the_groups_limit_is_what_the_host_has() -> None:
