@@ -12,8 +12,8 @@ from methods.memory import DeviceMemory
 from methods.model import build, count_parameters
 from methods.task import Batch, Task
 
-# Of the cap on GPU memory when no window is given; the rest is for activations, which the plan does
-# not count. The same share as the engine takes of free memory.
+# Of the cap on the emulated device's memory when no window is given; the rest is for activations,
+# which the plan does not count there. The same share as the engine takes of free memory.
 WINDOW_SHARE = 0.5
 
 
@@ -94,10 +94,11 @@ def config(task: Task) -> dict[str, Any]:
         "cpu_threads": task.threads,
         "trace": task.trace,
     }
-    if task.gpu_memory is not None and task.window is None:
-        section["gpu_memory"] = int(task.gpu_memory * WINDOW_SHARE)
     if task.machine == "emulated":
         section["emulated"] = {"poison": False, "link_gbps": task.link_gbps}
+        # On a GPU the engine reads the cap from torch's allocator, and plans within all of it.
+        if task.gpu_memory is not None and task.window is None:
+            section["gpu_memory"] = int(task.gpu_memory * WINDOW_SHARE)
     return {**deepspeed_config(task), "stronghold": section | task.section}
 
 
