@@ -110,6 +110,30 @@ def test_results_of_one_task_are_joined_and_judged_by_one_reference(
     files[1].write_text(json.dumps(result | {"task": other}))
     with pytest.raises(SystemExit, match="another task"):
         compare.join(files)
+    traced = dataclasses.asdict(dataclasses.replace(TASK, trace="trace.json"))
+    files[1].write_text(json.dumps(result | {"task": traced}))
+    assert len(compare.join(files)["rows"]) == 1 + len(result["rows"])
+    assert compare.join(files[::-1])["task"] == dataclasses.asdict(TASK)
+
+
+def test_the_bound_can_be_measured_later(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A reference without its second run, then with it, is the reference that is made at once."""
+    run_here(monkeypatch, ["plain"])
+    at_once = compare.compare(["plain"], TASK, TIMEOUT_S)
+    file = tmp_path / "reference.json"
+    first = compare.compare(["plain"], TASK, TIMEOUT_S, halves=False)
+    assert first["reference"]["other_order"] is None
+    assert first["reference"]["bounds"] == judge.bounds(first["reference"]["losses"], None, "fp32")
+    file.write_text(json.dumps(first))
+    words = ["compare.py", "--add-halves", str(file), "--timeout", str(TIMEOUT_S)]
+    monkeypatch.setattr(sys, "argv", words)
+    assert compare.main() == 0
+    later = json.loads(file.read_text())
+    assert later["reference"] == at_once["reference"]
+    assert later["rows"][0]["verdict"] == "equal"
+    file.write_text(json.dumps(first | {"reference": compare.NO_REFERENCE}))
+    with pytest.raises(SystemExit, match="its reference has no losses"):
+        compare.main()
 
 
 def test_an_earlier_reference_counts_for_the_same_training_alone(
@@ -183,6 +207,16 @@ def test_passing_the_gpu_cap_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_passing_the_host_cap_is_a_row() -> None:
     row = run("plain", dataclasses.replace(TASK, host_memory=20 << 20))
+    assert row["status"] == "out of memory"
+    assert "the cap is 0.02" in row["reason"]
+
+
+def test_what_the_environment_says_is_a_cap_for_every_method(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """References too, which run without the task's caps."""
+    monkeypatch.setenv("STRONGHOLD_HOST_MEMORY", str(20 << 20))
+    row = run("plain", TASK)
     assert row["status"] == "out of memory"
     assert "the cap is 0.02" in row["reason"]
 
