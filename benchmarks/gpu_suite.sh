@@ -313,9 +313,14 @@ list() {
   for name in $(pieces); do printf '%-40s %s\n' "$name" "$(status_of "$name")"; done
 }
 
-# Seconds until the deadline, at most those of a piece.
-left() {
+# Seconds until the deadline, at most those of a piece. What comes before the first step at a real size
+# leaves time for it.
+left() {  # [PIECE]
   local seconds="$PIECE_S"
+  case "${DEADLINE:+${1:-}}" in
+    probe) seconds=60 ;;
+    smoke) seconds=180 ;;
+  esac
   if [ -n "${DEADLINE:-}" ] && [ "$((DEADLINE - $(date +%s)))" -lt "$seconds" ]; then seconds="$((DEADLINE - $(date +%s)))"; fi
   echo "$seconds"
 }
@@ -339,7 +344,7 @@ run_piece() {
   local name="$1" begun="$SECONDS" code=0 limit
   pieces | grep -x -- "$name" >/dev/null || { echo "gpu_suite: no piece $name; see: gpu_suite.sh list" >&2; return 2; }
   if [ -f "$STATE/$name.done" ] && [ "$name" != compile ]; then echo "gpu_suite: $name is done already"; return 0; fi
-  limit="$(left)"
+  limit="$(left "$name")"
   if [ -n "${DEADLINE:-}" ] && [ "$limit" -lt 30 ]; then echo "gpu_suite: $name: no time is left for it"; return 0; fi
   mkdir -p "$RESULTS"
   rm -f "$STATE/$name.failed"

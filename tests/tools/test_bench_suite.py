@@ -326,6 +326,8 @@ def test_one_deadline_is_for_setup_and_pieces(tmp_path: Path) -> None:
     said = suite("run", "doctor", state=tmp_path, python=python, DEADLINE=in_seconds(60)).stdout
     (limit,) = re.findall(r"doctor, (\d+) s at most", said)
     assert 50 <= int(limit) <= 60
+    said = suite("run", "smoke", state=tmp_path, python=python, DEADLINE=in_seconds(600)).stdout
+    assert "smoke, 180 s at most" in said  # the first step at a real size comes after it
 
 
 def test_a_process_that_a_piece_leaves_behind_holds_nothing_up(tmp_path: Path) -> None:
