@@ -518,7 +518,7 @@ install_wheels() {
 # Stronghold's library, in the first way that works: as compiled before for this source and compiler; by
 # pip; by pip into a folder, where the interpreter's own cannot be written; by cmake alone.
 build_kernels() {
-  local kept
+  local kept built="$LIBRARY"
   kept="$COMPILED/kernels-$(kernels_for)/libstronghold.so"
   rm -rf "$LIBRARY" "$SITE"/stronghold-*.dist-info
   if [ -f "$kept" ]; then
@@ -528,15 +528,18 @@ build_kernels() {
     echo "setup: the kernels are those that were carried"
     return
   fi
-  if [ -z "$(lacking $BUILDERS)" ] && { build_with_pip || build_aside; }; then
+  if [ -z "$(lacking $BUILDERS)" ] && build_with_pip; then
+    built="$("$PYTHON" -c 'from stronghold import native; print(native._library_path())')"
     echo "setup: pip built the kernels"
+  elif [ -z "$(lacking $BUILDERS)" ] && build_aside; then
+    echo "setup: pip built the kernels, aside"
   else
     build_with_cmake
     name_package
     echo "setup: cmake alone built the kernels"
   fi
   mkdir -p "$(dirname "$kept")"
-  cp "$("$PYTHON" -c 'from stronghold import native; print(native._library_path())')" "$kept.part"
+  cp "$built" "$kept.part"
   mv "$kept.part" "$kept"
 }
 
