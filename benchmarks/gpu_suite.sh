@@ -162,13 +162,13 @@ piece() {
   case "$here" in /*) ;; *) here="$PWD/$here" ;; esac
   export TORCH_EXTENSIONS_DIR="$here/torch_extensions" TRITON_CACHE_DIR="$here/triton"
   mkdir -p "$TORCH_EXTENSIONS_DIR" "$TRITON_CACHE_DIR"
+  # Whoever is stopped while torch builds leaves its lock, for which the next would wait for ever.
+  find "$TORCH_EXTENSIONS_DIR" -name lock -delete
   if [ -n "${REHEARSAL:-}" ] && "$PYTHON" -c 'import sys, torch; sys.exit(torch.cuda.is_available())'; then
     export STRONGHOLD_PRETENDED=1 DS_ACCELERATOR=cuda PYTHONPATH="$PWD/tests/pretended/site:$PYTHONPATH"
   fi
   case "$name" in
-    # A compiler that was stopped leaves torch's lock, for which the next would wait for ever.
-    compile) find "$TORCH_EXTENSIONS_DIR" -name lock -delete
-      timeout "$((${LIMIT_S:-480} * 3 / 4))" "$PYTHON" -c 'from deepspeed.ops.op_builder import CPUAdamBuilder; CPUAdamBuilder().load()' &&
+    compile) timeout "$((${LIMIT_S:-480} * 3 / 4))" "$PYTHON" -c 'from deepspeed.ops.op_builder import CPUAdamBuilder; CPUAdamBuilder().load()' &&
       without_symbols && touch "$TORCH_EXTENSIONS_DIR/compiled" ;;
     agree | tokens-peers | compare-*-zero-* | compare-*-superoffload* | largest-zero-* | largest-superoffload*)
       compiled || piece compile || echo "gpu_suite: without DeepSpeed's kernels" ;;&

@@ -414,8 +414,12 @@ def test_what_was_compiled_is_carried(tmp_path: Path) -> None:
     other.mkdir()
     shutil.unpack_archive(out / "state_compiled.tgz", other)
     (tmp_path / "asked").unlink()
+    (stamp,) = (other / "state" / "compiled").glob("*/torch_extensions/compiled")
+    lock = stamp.with_name("lock")  # of a process that was killed: the next would wait for ever
+    lock.touch()
     suite("run", "compare-3b-24gb-zero-offload", state=other / "state", python=python)
     assert "CPUAdamBuilder" not in (tmp_path / "asked").read_text()
+    assert not lock.exists()
 
 
 def test_the_run_that_is_compared_is_traced_after_its_plan_has_settled(tmp_path: Path) -> None:
