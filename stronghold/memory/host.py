@@ -32,7 +32,7 @@ view of the file's pages.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -166,15 +166,20 @@ class HostStore:
             if array == "low" and dtype is torch.float32:
                 self.restart_master(state.index)
 
-    def hold(self, layers: frozenset[int]) -> None:
-        """Between two steps: these layers have gradient entries of their own, no others."""
+    def hold(self, layers: frozenset[int], ring_entries: int) -> None:
+        """Between two steps: these layers have gradient entries of their own, no others; the ring
+        has `ring_entries` at least, where anything drains."""
         before, self._held = self._held, layers
         for state in self._mine if self.training else ():
             if state.index in before - layers and state.held is not None:
                 self._give_back(state.held.memory)
                 state.held = None
+        self._ring_entries = ring_entries
         if self.training:
             self._hold()
+            if any(entry.memory.numel() < self._largest for entry in self._ring):
+                self._drop_ring()
+            self._make_ring(ring_entries - len(self._ring))
 
     def _hold(self) -> None:
         for state in self._mine:
@@ -182,10 +187,17 @@ class HostStore:
             if state.index in self._held and not filed and state.end > state.begin:
                 self._own_entry(state)
 
+    @property
+    def _largest(self) -> int:
+        return max((state.end - state.begin for state in self._mine), default=0)
+
     def _make_ring(self, num_entries: int) -> None:
-        largest = max((state.end - state.begin for state in self._mine), default=0)
-        for _ in range(num_entries):
-            self._ring.append(Entry(self._slab(largest, self.dtype, pinned=True)))
+        for _ in range(num_entries if self._mine else 0):
+            self._ring.append(Entry(self._slab(self._largest, self.dtype, pinned=True)))
+
+    def _drop_ring(self) -> None:
+        self._give_back(*(entry.memory for entry in self._ring))
+        self._ring.clear()
 
     def held_entry(self, index: int) -> Entry:
         """The layer's own gradient entry, to be written; made now if the plan does not hold
@@ -298,7 +310,7 @@ class HostStore:
         return ("weights", "low") if self.has(index, "low") else ("weights",)
 
     def give_up(self, index: int) -> LayerState:
-        """The layer moves to the device between two steps: its arrays, no longer this store's, as
+        """The layer moves to the device while no pass is running: its arrays, no longer this store's, as
         the last ones to hold them. The layer's own state has none and waits for others."""
         state = self.layers[index]
         left = replace(state)
@@ -310,9 +322,25 @@ class HostStore:
         state.on_device = True
         self._mine.remove(state)
         if not self._mine:  # nothing drains any more
-            self._give_back(*(entry.memory for entry in self._ring))
-            self._ring.clear()
+            self._drop_ring()
         return left
+
+    def receive(
+        self,
+        index: int,
+        arrays: Mapping[str, torch.Tensor],
+        copy: Callable[[torch.Tensor, torch.Tensor], None],
+    ) -> None:
+        """The layer comes back from the device, while no pass is running: it has slabs again, of the values
+        of `arrays`, which `copy(target, source)` brings."""
+        state = self.layers[index]
+        for name, array in arrays.items():
+            slab = self._slab(array.numel(), array.dtype, pinned=name == "weights")
+            copy(slab, array)
+            setattr(state, name, slab)
+        state.on_device = False
+        self._mine.append(state)
+        self._mine.sort(key=lambda one: one.index)
 
     def _give_back(self, *slabs: torch.Tensor) -> None:
         for slab in slabs:
@@ -399,19 +427,27 @@ class DeviceStore:
         self._device.copy_now(state.weights, passing)
 
     def take(self, index: int) -> None:
-        """Move a host layer here between two steps, with all that it has; its host memory is given
-        back, but for what the model's parameters still show."""
+        """Move a host layer here while no pass is running, with all that it has; its host memory is
+        given back, but for what the model's parameters still show."""
         state = self._host.layers[index]
         weights = self._moved(state.weights, f"weights of {state.name}")  # as long as it is pinned
         left = self._host.give_up(index)
         state.weights = weights
         for name, array in left.arrays().items():
-            if name == "accumulated":  # between two steps there is no sum
+            if name == "accumulated" and not state.arrived:  # there is no sum
                 setattr(state, name, self._zeros(name, array.numel(), array.dtype))
             else:
                 setattr(state, name, self._moved(array, f"{PURPOSES[name]} of resident layers"))
         self.layers.append(state)
         self.layers.sort(key=lambda one: one.layout.index)
+
+    def give(self, index: int) -> None:
+        """Undo `take`: move a layer back to the host, with all that it has. No pass is running."""
+        state = self._host.layers[index]
+        arrays = {"weights": state.weights, **state.arrays()}
+        self._host.receive(index, arrays, self._device.copy_now)
+        self._device.release(*arrays.values())
+        self.layers.remove(state)
 
     def _moved(self, array: torch.Tensor, purpose: str) -> torch.Tensor:
         there = self._device.allocate(array.numel(), array.dtype, purpose)

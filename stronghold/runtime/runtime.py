@@ -106,9 +106,10 @@ class Runtime:
             self._hooks = None
             self.adopt_edited()
 
-    def give_back(self) -> None:
-        """The lanes have ended: point every parameter at host memory."""
-        if self._plan.whole:
+    def give_back(self, *, keep_gradients: bool = False) -> None:
+        """The lanes have ended: point every parameter at its layer's own arrays. Gradients that wait
+        on the device for the step are dropped, unless they are kept."""
+        if self._plan.whole and not keep_gradients:
             self._drop_grad()
             self.updates.forget()
         self.executor.bindings.rest_all()
@@ -291,18 +292,26 @@ class Runtime:
         if self.executor.phase is Phase.IDLE and not self._team.lockstep:
             self.adopt_edited()
 
-    def restart(self) -> None:
-        """The arrays are about to be written anew: finish what is queued, drop the gradients of a
-        step that has not ended, and whatever an exception left half done."""
+    def restart(self, *, keep_gradients: bool = False) -> None:
+        """The arrays are about to be written anew, or moved: finish what is queued, drop whatever an
+        exception left half done, and the gradients of a step that has not ended, unless they are
+        kept (`is_between_passes`)."""
         self._device.check()
         if self._hooks is not None:
             self._hooks.abandon_forward()
             self._hooks.end_backward()
         self._drop_grad()
-        self.updates.restart()
+        self.updates.restart(keep_gradients=keep_gradients)
         self.executor.forget_calls()
         self._start_again()
         self._team.barrier("before a load")
+
+    @property
+    def is_between_passes(self) -> bool:
+        """Whether layers may move now, and nothing of the step is lost: no pass is running, and what
+        earlier micro-batches gave is nothing, or sums, which are arrays of their layers."""
+        idle = self.executor.phase is Phase.IDLE
+        return idle and (self._plan.accumulates or not self.ledger.pending)
 
     def loaded(self, layers: Sequence[int] | None = None) -> None:
         """New values were written to the arrays of these layers, or of all: after `settle` the

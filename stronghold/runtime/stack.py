@@ -351,38 +351,47 @@ class Stack:
         self.runtime.drop_gradients()
 
     def replan(self, plan: Plan) -> bool:
-        """Go on with `plan`, between two steps: nothing is lost, and no more than one plan's
-        buffers are on the device at a time. False, and with the present plan, where the device has
-        no room for another any more; of several ranks, on any of them.
+        """Go on with `plan`, between two passes: nothing is lost, and no more than one plan's
+        buffers are on the device at a time. Sums of the micro-batches of a step move with their
+        layers; other gradients that wait for the step are dropped. No graph waits for its backward.
+        False, and with the present plan, where the device has no room for a plan that takes more
+        any more; of several ranks, on any of them.
 
-        Layers may move to the device for good; StateError for one that would have to come back, and
-        for another way to gather gradients.
+        StateError for another way to gather gradients, and for layers that would have to come back
+        from the device to files.
         """
         back = self.plan.updated_on_gpu - plan.updated_on_gpu
-        if back or plan.gradients is not self.plan.gradients:
+        if (back and self.demand.nvme) or plan.gradients is not self.plan.gradients:
             raise StateError(f"replan: layers {sorted(back)} or gradients cannot change places")
+        keep_gradients = self.plan.accumulates and not self.ranks.several
         self.runtime.adopt_edited()  # before what was written in slots is no longer theirs
-        self.runtime.restart()
+        self.runtime.restart(keep_gradients=keep_gradients)
         self.runtime.settle()
         try:
-            return self._change_to(plan)
+            return self._change_to(plan, keep_gradients=keep_gradients)
         except BaseException as error:  # Ctrl-C: parts of two plans cannot be put together again
             self.device.report(LaneError("compute", "change of the plan", error))
             raise
 
-    def _change_to(self, plan: Plan) -> bool:
+    def _change_to(self, plan: Plan, *, keep_gradients: bool) -> bool:
+        before = self.plan
         self.runtime.detach()
-        self.runtime.give_back()
+        self.runtime.give_back(keep_gradients=keep_gradients)
         self.runtime.close()
         self.device.restart_peak(self.runtime.kept_gradient_bytes)
-        more = plan.gpu_total_bytes - self.device.allocated_bytes
-        fits = self.device.has_room(more, plan.activation_bytes)
-        fits = self.ranks.least(fits) == 1
+        for layer in sorted(before.updated_on_gpu - plan.updated_on_gpu):
+            self.store.give(layer)
+        fits = True
+        if plan.gpu_total_bytes > before.gpu_total_bytes:  # else it takes what the other one had
+            more = plan.gpu_total_bytes - self.device.allocated_bytes
+            fits = self.device.has_room(more, plan.activation_bytes)
+            fits = self.ranks.least(fits) == 1
         if not fits:
-            plan = self.plan
-        for layer in sorted(plan.updated_on_gpu - self.plan.updated_on_gpu):
-            self.store.take(layer)
-        self.host.hold(plan.apart)
+            plan = before
+        for layer in sorted(plan.updated_on_gpu):
+            if not self.host.layers[layer].on_device:
+                self.store.take(layer)
+        self.host.hold(plan.apart, plan.ring_entries)
         self.plan = plan
         self.metrics.recomputed = plan.recomputed
         self._start(plan)

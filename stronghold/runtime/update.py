@@ -540,11 +540,13 @@ class Updates:
         self._adam_steps.forget()
         self._ledger.forget()
 
-    def restart(self) -> None:
-        """The arrays are about to be written anew: finish what is queued, and drop the gradients of
-        a step that has not ended."""
+    def restart(self, *, keep_gradients: bool = False) -> None:
+        """The arrays are about to be written anew, or moved: finish what is queued, and drop the
+        gradients of a step that has not ended, unless they are kept: sums of whole backwards are
+        arrays like others."""
         self._expected.clear()
-        self.forget()
+        if not keep_gradients:
+            self.forget()
         for state in self._layers:
             state.wait_unused()
 

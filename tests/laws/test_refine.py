@@ -15,9 +15,11 @@ from tests.models import MODELS, loss_of, token_batch
 from tests.support.quiet import law_of_time, on_time
 from tests.support.sleeping import SleepingModel
 from tests.support.training import (
+    Run,
     assert_identical,
     config,
     initialized,
+    moments_of,
     train_plain,
     train_windowed,
 )
@@ -226,6 +228,66 @@ def test_a_plan_that_changes_between_steps_never_changes_a_bit(name: str) -> Non
     """Transformers' models as they come, with `use_cache` left at its default."""
     one, other = (run_of_changing_plans(name, change) for change in (False, True))
     assert all(map(torch.equal, one, other))
+
+
+THERE = {"resident_layers": "all", "resident_updates": "gpu", "activations": "keep"}  # whole
+PLACES: list[dict[str, Any]] = [  # one after the other: layers go to the device and come back
+    {"resident_layers": 0, "resident_updates": "host", "activations": "recompute"},
+    THERE,
+    {"resident_layers": 1, "resident_updates": "gpu", "activations": "keep"},
+    {"resident_layers": 0, "resident_updates": "host", "activations": "keep"},
+    {**THERE, "activations": "recompute"},
+    {"resident_layers": 1, "resident_updates": "host", "activations": "recompute"},
+]
+
+
+def replaced(engine: Any, place: dict[str, Any]) -> None:
+    """Go on with a plan in which layers are at `place`."""
+    stack = engine._stack
+    wanted = dict(place)
+    if wanted["resident_layers"] == "all":
+        wanted["resident_layers"] = len(stack.layout.streamed)
+    assert stack.replan(make_plan(stack.layout, replace(stack.demand, window=None, **wanted)))
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt_tied", "frozen", "uneven"])
+@pytest.mark.parametrize(
+    ("clipping", "accumulation", "precision"),
+    [(1.0, 1, "bf16"), (0.0, 1, "fp32"), (1.0, 3, "bf16"), (0.0, 4, "fp32"), (1.0, 3, "lean")],
+)
+def test_layers_come_back_from_the_device_with_all_that_they_have(
+    name: str, clipping: float, accumulation: int, precision: str
+) -> None:
+    """Also in the middle of a step, whose sums come with them."""
+    factory, steps = MODELS[name], 7
+    section = {**PLACES[0], "window": 1, "cpu_threads": 1, "gpu_memory": 1 << 30}
+    settings = config(
+        clipping=clipping, accumulation=accumulation, precision=precision, section=section
+    )
+    torch.manual_seed(0)
+    model, make_batch = factory()
+    engine, run = initialized(model, settings), Run()
+    torch.manual_seed(1)
+    moved = 0
+    for micro in range(steps * accumulation):
+        replaced(engine, PLACES[micro % len(PLACES)])
+        moved += len(engine.plan.updated_on_gpu)
+        report = engine.memory_report()
+        assert report.gpu_peak <= report.gpu_planned
+        loss = loss_of(engine(**make_batch(micro)))
+        engine.backward(loss)
+        engine.step()
+        run.losses.append(loss.detach().clone())
+    run.weights = {name: value.clone() for name, value in engine.module_state_dict().items()}
+    run.moments = moments_of(engine)
+    engine.destroy()
+    assert moved
+    assert_identical(
+        run,
+        train_plain(
+            factory, steps=steps, clipping=clipping, accumulation=accumulation, precision=precision
+        ),
+    )
 
 
 @law_of_time
