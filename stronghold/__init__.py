@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from types import ModuleType
 
     from stronghold.cpu_adam import CPUAdam
+    from stronghold.device.base import OutOfMemoryError
     from stronghold.engine import StrongholdEngine
     from stronghold.engine.dispatch import initialize
     from stronghold.pretrained import from_pretrained
@@ -39,6 +40,7 @@ __all__ = [
     "CPUAdam",
     "ConfigError",
     "LaneError",
+    "OutOfMemoryError",
     "RankError",
     "StateError",
     "StrongholdEngine",
@@ -50,6 +52,7 @@ __all__ = [
 # Importing DeepSpeed takes seconds: a command that only draws a trace should not wait for it.
 _HOME = {
     "CPUAdam": "stronghold.cpu_adam",
+    "OutOfMemoryError": "stronghold.device.base",
     "StrongholdEngine": "stronghold.engine",
     "from_pretrained": "stronghold.pretrained",
     "initialize": "stronghold.engine.dispatch",

@@ -44,7 +44,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from stronghold.errors import BudgetError, LaneError, StateError, format_size
+from stronghold.errors import BudgetError, LaneError, StateError, StrongholdError, format_size
 from stronghold.native import Kernels, naming_threads
 from stronghold.process import check_not_forked, forked_from
 from stronghold.telemetry.trace import Trace
@@ -67,6 +67,12 @@ def surfacing(error: LaneError) -> LaneError:
         if error.first is not None:  # whoever is told of one failure knows
             error.first.surfaced = True
     return error
+
+
+class OutOfMemoryError(StrongholdError, torch.OutOfMemoryError):
+    """The device had no memory left in a forward or backward. Nothing of the model is lost, and the
+    next forward has more room, where any plan leaves more; the message says so. Whatever catches
+    torch's own error catches this one."""
 
 
 class DeviceEvent(Protocol):
@@ -560,12 +566,28 @@ class Device(ABC):
         keep of earlier launches."""
 
     def restart_activation_peak(self) -> None:  # noqa: B027 - nobody counts
-        """Count `activation_peak_bytes` from now on."""
+        """Count `activation_peak_bytes` and `fragment_bytes` from now on. Torch keeps one peak for
+        the whole program, so that this restarts the program's too: `process_peak_bytes` knows the
+        earlier one."""
 
     def activation_peak_bytes(self) -> int | None:
         """The most device memory that was in use beside `allocate`d buffers, since
         `restart_activation_peak`; None where nobody counts."""
         return None
+
+    def fragment_bytes(self) -> int:
+        """What the allocator held at most, since `restart_activation_peak`, beyond what tensors
+        needed at most: fragments that are of no use to them."""
+        return 0
+
+    def process_peak_bytes(self) -> int:
+        """The most device memory that this process's tensors had at once, also before
+        `restart_activation_peak`; 0 where nobody counts."""
+        return 0
+
+    def num_failures(self) -> int:
+        """How often this process asked the device for memory and got none."""
+        return 0
 
     @property
     @abstractmethod

@@ -312,6 +312,7 @@ class CudaDevice(Device):
         # A deque: lanes append while the training thread takes from the other end.
         self._spans: deque[tuple[str, str, torch.cuda.Event, torch.cuda.Event, int]] = deque()
         self._clock = self._make_clock() if self.trace.recording else None
+        self._earlier_peak = 0  # of tensors, before torch's count of it was restarted
         self._kernels: TritonKernels | None = None
         self._beside = torch.cuda.Stream(self._device)  # of `copy_now`
         self._streams: dict[int, torch.cuda.Stream] = {}  # that were current, by address
@@ -639,8 +640,10 @@ class CudaDevice(Device):
                 parts.append(torch.empty(size, dtype=torch.uint8, device=self._device))
         except torch.OutOfMemoryError:
             return False
-        parts.clear()
-        self.trim()  # or larger buffers find these parts in their way, in the middle of a step
+        finally:
+            # Else larger buffers, of either plan, find these parts in their way in mid-step.
+            parts.clear()
+            self.trim()
         return True
 
     def trim(self) -> None:
@@ -649,10 +652,22 @@ class CudaDevice(Device):
         torch.cuda.empty_cache()
 
     def restart_activation_peak(self) -> None:
+        self._earlier_peak = self.process_peak_bytes()
+        self.trim()  # what the allocator keeps of before is no fragment of the steps to come
         torch.cuda.reset_peak_memory_stats(self._device)
 
     def activation_peak_bytes(self) -> int:
         return int(torch.cuda.max_memory_allocated(self._device)) - self.allocated_bytes
+
+    def fragment_bytes(self) -> int:
+        used = int(torch.cuda.max_memory_allocated(self._device))
+        return max(0, int(torch.cuda.max_memory_reserved(self._device)) - used)
+
+    def process_peak_bytes(self) -> int:
+        return max(self._earlier_peak, int(torch.cuda.max_memory_allocated(self._device)))
+
+    def num_failures(self) -> int:
+        return int(torch.cuda.memory_stats(self._device).get("num_ooms", 0))
 
     def random_state(self) -> torch.Tensor:
         return torch.cuda.get_rng_state(self._device)

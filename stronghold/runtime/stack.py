@@ -66,7 +66,9 @@ logger = logging.getLogger("stronghold")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryReport:
     """Peak bytes per tier, as planned (the most of the plans so far) and as measured; activations
-    excepted."""
+    excepted. `gpu_process_peak` is all that tensors of this process had on a GPU at once, with
+    activations: `torch.cuda.max_memory_allocated` begins anew after the first step, when the engine
+    measures the next ones (0 on the emulated device)."""
 
     gpu_planned: int
     gpu_peak: int
@@ -75,6 +77,7 @@ class MemoryReport:
     host_activations: int
     nvme_planned: int = 0
     nvme_peak: int = 0
+    gpu_process_peak: int = 0
 
 
 class Stack:
@@ -480,6 +483,7 @@ class Stack:
             host_activations=self.runtime.activations.host_bytes,
             nvme_planned=self.plan.nvme_total_bytes,
             nvme_peak=self.host.tiers.store.file_bytes,
+            gpu_process_peak=self.device.process_peak_bytes(),
         )
 
     def write_trace(self) -> None:

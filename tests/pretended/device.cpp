@@ -767,6 +767,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("reserved_peak", [] { return Arena::get().reserved_peak(); });
   module.def("num_retries", [] { return Arena::get().num_retries(); });
   module.def("clear_workspaces", [] { pretended::Workspaces::get().clear(); });
+  module.def("num_failures", [] { return Arena::get().num_failures(); });
   module.def("empty_cache", [] { Arena::get().empty_cache(); },
              py::call_guard<py::gil_scoped_release>());
   module.def("num_launches", [] { return pretended::num_launches.load(); });

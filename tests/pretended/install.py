@@ -214,7 +214,7 @@ def _memory(torch: Any, extension: Any) -> None:
             "reserved_bytes.all.current": extension.reserved(),
             "reserved_bytes.all.peak": extension.reserved_peak(),
             "num_alloc_retries": extension.num_retries(),
-            "num_ooms": 0,
+            "num_ooms": extension.num_failures(),
         }
 
     cuda = torch.cuda

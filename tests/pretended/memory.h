@@ -72,6 +72,7 @@ class Arena {
       ++num_retries_;
       block = find(size, stream);
     }
+    if (block == free_.end()) ++num_failures_;
     TORCH_CHECK_WITH(OutOfMemoryError, block != free_.end(),
                      "CUDA out of memory. Tried to allocate ", bytes, " bytes; the pretended GPU ",
                      "has ", limit_, " bytes of which ", allocated_, " are allocated.");
@@ -134,6 +135,7 @@ class Arena {
   size_t reserved() { return locked(reserved_); }
   size_t reserved_peak() { return locked(reserved_peak_); }
   size_t num_retries() { return locked(num_retries_); }
+  size_t num_failures() { return locked(num_failures_); }
   size_t allocated() { return locked(allocated_); }
   size_t peak() { return locked(peak_); }
   size_t num_allocations() { return locked(num_allocations_); }
@@ -257,6 +259,7 @@ class Arena {
   size_t allocated_ = 0, peak_ = 0, num_allocations_ = 0, limit_ = kArenaBytes;
   size_t active_ = 0, active_peak_ = 0;  // allocated, or freed and still used
   size_t reserved_ = 0, reserved_peak_ = 0, num_retries_ = 0;
+  size_t num_failures_ = 0;  // to find memory
 };
 
 inline char* shadow(const void* address) { return Arena::get().shadow(address); }
