@@ -386,13 +386,12 @@ def replan(s: Any, r: random.Random) -> None:
         now = engine.inspect()
         if now.is_in_step:  # it is for between two steps
             return
-        there, streamed = now.plan.resident, now.layout.streamed
-        fewest = len(there & set(streamed))  # what is updated on the device stays there
+        streamed = now.layout.streamed
         demand = replace(
             now.demand,
             window=r.choice([1, 2]),
             prefetch=None,
-            resident_layers=r.randint(fewest, len(streamed)),
+            resident_layers=r.randint(0, len(streamed)),
             activations=r.choice(list(LEVELS)),
         )
         engine.replan(make_plan(now.layout, demand))
