@@ -41,6 +41,13 @@ _running: list[float] = []  # loss scales of each `engine.backward`, of any engi
 _scaled: list[float] = []  # of the `engine.scale` whose loss the running backward came through
 
 
+class _Graph:
+    """Of one call of the engine. The hooks on its outputs own it, and autograd owns those."""
+
+    def __init__(self) -> None:
+        self.used = False  # a backward has come through it
+
+
 class UserBackward:
     """Of one engine, to which it keeps no reference that counts. `outside` calls it."""
 
@@ -49,21 +56,28 @@ class UserBackward:
         self._outside = outside
         self._task: int | None = None  # torch's number of the backward that is open
         self._asked: tuple[int, bool] = (_NONE, False)  # of which backward, and whether it trains
-        self._own = False
+        self._own = self._keeps = False
+        self._graphs: weakref.WeakSet[_Graph] = weakref.WeakSet()  # that are alive
         self._timing = contextlib.ExitStack()
         outside.reached, outside.check = self._reached, self.check
 
     @contextlib.contextmanager
-    def none(self) -> Iterator[None]:
-        """Around autograd's run in `engine.backward`: what it reaches begins nothing here."""
+    def none(self, *, keeps: bool = False) -> Iterator[None]:
+        """Around autograd's run in `engine.backward`: what it reaches begins nothing here. `keeps`:
+        the graph is used again."""
         engine: Any = self._engine()
         _running.append(engine.optimizer.loss_scale)
-        self._own = True
+        self._own, self._keeps = True, keeps
         try:
             yield
         finally:
             _running.pop()
-            self._own = False
+            self._own = self._keeps = False
+
+    @property
+    def waits(self) -> bool:
+        """Whether the graph of a call of the engine is alive whose backward has not come."""
+        return any(not graph.used for graph in self._graphs)
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss times the loss scale, for a `backward` of its own."""
@@ -76,15 +90,19 @@ class UserBackward:
 
     def watch(self, output: Any) -> None:
         """Hang on the tensors of an output of the model: in sequences and mappings."""
+        graph = _Graph()
+        self._graphs.add(graph)
         for _, tensor in tensors(output):
             if tensor.grad_fn is not None:
                 hang: Any = torch.Tensor.register_hook  # lazy logits' own refuses the user's
-                hang(tensor, self._at_output)
+                hang(tensor, functools.partial(self._at_output, graph))
 
-    def _at_output(self, _: torch.Tensor) -> None:
+    def _at_output(self, graph: _Graph, _: torch.Tensor) -> None:
         if self._task not in (None, torch._C._current_graph_task_id()):
             self._abandon()  # it raised, and the same graph is tried again
         self._reached(gradient=False)
+        if (self._own or self._task is not None) and not self._keeps:
+            graph.used = True
         engine = self._engine()
         if engine is not None and self._task is not None and not _running:
             self._outside.divisor = engine.gradient_accumulation_steps()

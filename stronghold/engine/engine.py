@@ -50,7 +50,7 @@ from stronghold.runtime.guards import NO_TRANSFORMS, ParameterReads, StateHooks,
 from stronghold.runtime.optimizer import EngineOptimizer, make_scaler
 from stronghold.runtime.stack import MemoryReport, Stack
 from stronghold.team.group import Ranks
-from stronghold.telemetry.metrics import StepRecord, count_tokens
+from stronghold.telemetry.metrics import StepRecord, batch_size
 
 logger = logging.getLogger("stronghold")
 
@@ -266,11 +266,15 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
         if not self._has_run:  # not before: a framework that sets up warns of its own matters first
             self._has_run = True
             self.settings.warn_of_ignored()
-        if self.module.training and torch.is_grad_enabled():
-            self._stack.metrics.add_tokens(count_tokens(inputs, kwargs))
+        size, with_graph = batch_size(inputs, kwargs), torch.is_grad_enabled()
+        self._refinement.begin_forward(size, trains=with_graph, waits=self._user_backward.waits)
+        if self.module.training and with_graph:
+            self._stack.metrics.add_tokens(size.tokens)
         with self._instruments.forward(self.global_steps), self._stack.runtime.forward_pass():
             try:
                 output = self.module(*inputs, **kwargs)
+            except torch.OutOfMemoryError as error:
+                raise self._refinement.out_of_memory("engine.forward", error) from error
             except RuntimeError as error:
                 if str(error) == NO_TRANSFORMS:
                     raise ConfigError(NO_TRANSFORMS) from error
@@ -304,13 +308,16 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
         try:
             runtime.begin_backward(boundary=self.is_gradient_accumulation_boundary())
             begun = True
-            with self._instruments.time("backward"), self._user_backward.none():
+            waiting = self._user_backward.none(keeps=retain_graph)
+            with self._instruments.time("backward"), waiting:
                 optimizer.scaled(scaled).backward(retain_graph=retain_graph)
             runtime.end_backward()
             self._num_backwards += 1
         except BaseException as error:
             if begun or not isinstance(error, Exception):  # else it is refused, and changes nothing
                 self._abandon_step()
+            if isinstance(error, torch.OutOfMemoryError):
+                raise self._refinement.out_of_memory("engine.backward", error) from error
             raise
         value = scaled.detach()
         self._loss_sum = value if self._loss_sum is None else self._loss_sum + value
@@ -322,6 +329,7 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
         if self.managed_gradient_accumulation():
             self.micro_steps -= self.micro_steps % self.gradient_accumulation_steps()
         self._loss_sum, self._num_backwards = None, 0
+        self._refinement.note_failures()
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """End the micro-batch; at an accumulation boundary clip, queue the updates and advance the
@@ -613,8 +621,8 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
 
     def replan(self, plan: Plan) -> bool:
         """Go on with another plan of this model, between two steps: no bit changes. True where it
-        took over, False where the device has no room for it. StateError for a plan that takes
-        layers off the device, where they are updated now. Every rank calls it, with one plan."""
+        took over, False where the device has no room for it. StateError for a plan that gathers
+        gradients in another way. Every rank calls it, with one plan."""
         return self._stack.replan(plan)
 
     def synchronize(self) -> None:

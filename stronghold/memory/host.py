@@ -310,8 +310,9 @@ class HostStore:
         return ("weights", "low") if self.has(index, "low") else ("weights",)
 
     def give_up(self, index: int) -> LayerState:
-        """The layer moves to the device while no pass is running: its arrays, no longer this store's, as
-        the last ones to hold them. The layer's own state has none and waits for others."""
+        """The layer moves to the device while no pass is running: its arrays, no longer this
+        store's, as the last ones to hold them. The layer's own state has none and waits for
+        others."""
         state = self.layers[index]
         left = replace(state)
         held = [state.held.memory] if state.held is not None else []
@@ -331,8 +332,8 @@ class HostStore:
         arrays: Mapping[str, torch.Tensor],
         copy: Callable[[torch.Tensor, torch.Tensor], None],
     ) -> None:
-        """The layer comes back from the device, while no pass is running: it has slabs again, of the values
-        of `arrays`, which `copy(target, source)` brings."""
+        """The layer comes back from the device, while no pass is running: it has slabs again, of
+        the values of `arrays`, which `copy(target, source)` brings."""
         state = self.layers[index]
         for name, array in arrays.items():
             slab = self._slab(array.numel(), array.dtype, pinned=name == "weights")

@@ -31,6 +31,7 @@ depth backward takes its share and forward the rest. Which layers are deferred n
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
@@ -42,6 +43,7 @@ from stronghold.model.costs import DTYPES, ModelCosts
 from stronghold.model.layout import LayerLayout, ModelLayout
 from stronghold.plan.machine import MachineProfile, Rates
 from stronghold.states import EXACT, Kind, States, states_of
+from stronghold.telemetry.metrics import BatchSize
 from stronghold.telemetry.trace import Span
 
 # -- what is asked --------------------------------------------------------------------------------
@@ -55,10 +57,39 @@ AWAY = frozenset(level for level in LEVELS if level.endswith("offload"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Growth:
+    """How many times as much a larger micro-batch takes: of most things, and of those that grow
+    with the square of a sequence's length. 1 for what is no larger, or not known."""
+
+    linear: float = 1.0
+    square: float = 1.0
+
+    @classmethod
+    def between(cls, known: BatchSize, wanted: BatchSize, margin: float = 1.0) -> Growth:
+        """From a batch that was measured to another one; `margin` times as much."""
+
+        def times(now: int, then: int) -> float:
+            return now / then if now > then > 0 else 1.0
+
+        linear = max(
+            times(wanted.tokens, known.tokens),
+            times(wanted.integers, known.integers),
+            times(wanted.values, known.values),
+        )
+        longer = times(wanted.length, known.length)
+        return cls(linear=margin * linear, square=margin * linear * longer)
+
+    def of(self, nbytes: int, square_bytes: int = 0) -> int:
+        """So many bytes, of which `square_bytes` grow with the square, in the larger batch."""
+        return math.ceil((nbytes - square_bytes) * self.linear + square_bytes * self.square)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LayerLoad:
     """One layer in one micro-batch: seconds of forward, of attention's kernels in it, and of
     backward (without recomputation); and bytes of what it saves, of its inputs, and of what
-    attention gave."""
+    attention gave. `square_*` are the parts that grow with the square of a sequence's length: what
+    attention without its own kernel saves, and its masks."""
 
     forward_s: float
     backward_s: float
@@ -66,6 +97,19 @@ class LayerLoad:
     boundary_bytes: int = 0
     attention_s: float = 0.0
     attention_bytes: int = 0
+    square_saved_bytes: int = 0
+    square_boundary_bytes: int = 0
+
+    def grown(self, by: Growth) -> LayerLoad:
+        """The bytes of a larger micro-batch, in the same seconds."""
+        return replace(
+            self,
+            saved_bytes=by.of(self.saved_bytes, self.square_saved_bytes),
+            boundary_bytes=by.of(self.boundary_bytes, self.square_boundary_bytes),
+            attention_bytes=by.of(self.attention_bytes),
+            square_saved_bytes=by.of(self.square_saved_bytes, self.square_saved_bytes),
+            square_boundary_bytes=by.of(self.square_boundary_bytes, self.square_boundary_bytes),
+        )
 
     def again_s(self, level: str) -> float:
         """Seconds that backward computes again."""
@@ -472,6 +516,8 @@ def measured_workload(
     saved_bytes: Sequence[int] = (),
     boundary_bytes: Sequence[int] = (),
     attended: Sequence[tuple[int, float, int]] = (),
+    square_saved_bytes: Sequence[int] = (),
+    square_boundary_bytes: Sequence[int] = (),
 ) -> Workload:
     """Each layer's seconds in the compute spans "forward i" and "backward i" of `num_steps`.
 
@@ -496,6 +542,10 @@ def measured_workload(
             backward_s=backward_s,
             saved_bytes=saved_bytes[layer.index] if saved_bytes else 0,
             boundary_bytes=boundary_bytes[layer.index] if boundary_bytes else 0,
+            square_saved_bytes=square_saved_bytes[layer.index] if square_saved_bytes else 0,
+            square_boundary_bytes=square_boundary_bytes[layer.index]
+            if square_boundary_bytes
+            else 0,
             attention_s=part * forward_s,
             attention_bytes=nbytes,
         )

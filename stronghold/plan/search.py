@@ -388,6 +388,23 @@ def _least(layout: ModelLayout, demand: Demand) -> Iterator[Demand]:
         yield _frugal(demand, resident or 0, updates or "host", policy)
 
 
+def roomiest_plan(layout: ModelLayout, demand: Demand) -> Plan:
+    """The plan that takes least of the gpu, within the host's budget, whatever the gpu's is: for
+    activations whose size is known too late. BudgetError where the host has room for none."""
+    free = replace(demand, gpu_budget_bytes=None)
+    resident, updates = demand.resident_layers or 0, demand.resident_updates or "host"
+    found: list[Plan] = []
+    failure: BudgetError | None = None
+    for policy in POLICIES:
+        try:
+            found.append(make_plan(layout, _frugal(free, resident, updates, policy)))
+        except BudgetError as error:
+            failure = error
+    if failure is not None and not found:
+        raise failure
+    return min(found, key=_gpu_peak)
+
+
 def fits(layout: ModelLayout, demand: Demand) -> bool:
     """Whether any plan is within the budgets."""
     blocks = len(layout.streamed)

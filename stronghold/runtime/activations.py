@@ -75,20 +75,24 @@ from stronghold.runtime.recompute import Recomputation, SavedTensor, without_cac
 class ActivationSizes:
     """`saved[i]` and `boundary[i]`: what block i's largest forward so far kept for backward, and
     what entered it, which recomputation keeps instead. Parameters and slots are not counted, a
-    storage is counted once per block. `attended[i]`: what attention's kernels took of it. Nothing
-    is counted unless `counting`."""
+    storage is counted once per block. `attended[i]`: what attention's kernels took of it.
+    `square_saved` and `square_boundary` are the parts with two dimensions of `length`, the tokens
+    of a sequence of the running batch (0: not known). Nothing is counted unless `counting`."""
 
     def __init__(self, num_layers: int) -> None:
         self.counting = False
         self.saved = [0] * num_layers
         self.boundary = [0] * num_layers
+        self.length = 0
+        self.square_saved = [0] * num_layers
+        self.square_boundary = [0] * num_layers
         self.attended = [in_all(())] * num_layers
         self.least_chunks = 1  # that a divided call had
         self._num_chunks = 0  # that the running call has, if it is divided
         self._layer: int | None = None  # whose forward runs, unless it is a recomputation
         # Held while the forward runs: an address that was freed would be given to another.
         self._seen: dict[int, torch.UntypedStorage] = {}
-        self._bytes = 0
+        self._bytes = self._square_bytes = 0
         self._attended: list[Attended] = []  # calls of the forward that runs
 
     def divide(self, layer: int, inputs: Any, num_chunks: int) -> None:
@@ -107,15 +111,23 @@ class ActivationSizes:
         self._seen.clear()
         if self._num_chunks:  # what chunks save adds up
             return
-        self._bytes = 0
+        self._bytes = self._square_bytes = 0
         self._attended = []
         storages = {
-            part.untyped_storage().data_ptr(): part.untyped_storage().nbytes()
+            part.untyped_storage().data_ptr(): (part.untyped_storage().nbytes(), self._grows(part))
             for leaf in tree_leaves(inputs)
             if isinstance(leaf, torch.Tensor)
             for part in _strided(leaf)
         }
-        self.boundary[layer] = max(self.boundary[layer], sum(storages.values()))
+        entered = sum(nbytes for nbytes, _ in storages.values())
+        if entered > self.boundary[layer]:
+            self.boundary[layer] = entered
+            square = sum(nbytes for nbytes, grows in storages.values() if grows)
+            self.square_boundary[layer] = square
+
+    def _grows(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor grows with the square of the length."""
+        return self.length > 1 and list(tensor.shape).count(self.length) > 1
 
     def leave(self, *, chunk: bool = False) -> None:
         """It returned or raised."""
@@ -140,7 +152,10 @@ class ActivationSizes:
             if storage.data_ptr() not in self._seen:
                 self._seen[storage.data_ptr()] = storage
                 self._bytes += storage.nbytes()
-        self.saved[layer] = max(self.saved[layer], self._bytes)
+                self._square_bytes += storage.nbytes() if self._grows(part) else 0
+        if self._bytes > self.saved[layer]:
+            self.saved[layer] = self._bytes
+            self.square_saved[layer] = self._square_bytes
 
 
 _COMPRESSED = {  # layouts of two tensors of indices: the methods that give them
@@ -283,12 +298,14 @@ def _unwritten(kept: SavedTensor) -> torch.Tensor:
 
 class Activations:
     """Applies each layer's policy: the plan's `activations`, by the layout's index. Offloaded ones
-    take `host_room_bytes` of the host at most (None: what it has)."""
+    take `host_room_bytes` of the host at most (None: what it has). While it `spares`, forwards that
+    begin keep nothing on the device that can be computed again."""
 
     def __init__(
         self, parts: Parts, plan: Plan, executor: Executor, host_room_bytes: int | None
     ) -> None:
         self._policies = policies = plan.activations
+        self.spares = False
         offloading = [layer for layer, policy in enumerate(policies) if policy in AWAY]
         self._last_offloading = max(offloading, default=-1)
         self._device, self._metrics, self._host = parts.device, parts.metrics, parts.host
@@ -355,7 +372,7 @@ class Activations:
             if scope.again.attention is not None:
                 through = scope.again.attention.first
         else:
-            offload = self._policies[layer] == "offload" and first
+            offload = self._policy(layer) == "offload" and first
         running.through = through
         if outer is None and not offload:
             pair = self._plain[layer]
@@ -374,7 +391,7 @@ class Activations:
         kwargs: dict[str, Any],
         run: Callable[..., Any] | None,
     ) -> Recomputation:
-        policy = self._policies[layer]
+        policy = self._policy(layer)
         away = policy in AWAY
         again = Recomputation(
             module,
@@ -418,7 +435,11 @@ class Activations:
 
     def recomputes(self, layer: int) -> bool:
         """Whether the layer's policy is to run it again for backward, where one will come."""
-        return self._policies[layer] in AGAIN and torch.is_grad_enabled()
+        return self._policy(layer) in AGAIN and torch.is_grad_enabled()
+
+    def _policy(self, layer: int) -> str:
+        policy = self._policies[layer]
+        return "recompute" if self.spares and policy not in AWAY else policy
 
     def leave(self, layer: int, *, chunk: bool = False) -> None:
         """The layer's forward, or a chunk of it, returned or raised."""

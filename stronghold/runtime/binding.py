@@ -108,7 +108,8 @@ class Bindings:
         self._layers, self._resident = layers, resident
         for state in layers:
             state.places, state.place = {}, None  # slots and slabs are few, and stay
-            state.hidden, state.version_sum, state.epoch = False, 0, 0
+            state.hidden, state.version_sum = False, 0
+            state.epoch += 1  # a graph of an earlier runtime's is refused, whatever it resolves to
         self._views_at: dict[int, list[torch.Tensor]] = {}  # of all layers, of slots they share
 
     def bind(self, layer: int, flat: torch.Tensor) -> None:

@@ -107,8 +107,8 @@ class Runtime:
             self.adopt_edited()
 
     def give_back(self, *, keep_gradients: bool = False) -> None:
-        """The lanes have ended: point every parameter at its layer's own arrays. Gradients that wait
-        on the device for the step are dropped, unless they are kept."""
+        """The lanes have ended: point every parameter at its layer's own arrays. Gradients that
+        wait on the device for the step are dropped, unless they are kept."""
         if self._plan.whole and not keep_gradients:
             self._drop_grad()
             self.updates.forget()
@@ -293,9 +293,9 @@ class Runtime:
             self.adopt_edited()
 
     def restart(self, *, keep_gradients: bool = False) -> None:
-        """The arrays are about to be written anew, or moved: finish what is queued, drop whatever an
-        exception left half done, and the gradients of a step that has not ended, unless they are
-        kept (`is_between_passes`)."""
+        """The arrays are about to be written anew, or moved: finish what is queued, drop whatever
+        an exception left half done, and the gradients of a step that has not ended, unless they are
+        kept."""
         self._device.check()
         if self._hooks is not None:
             self._hooks.abandon_forward()
@@ -308,8 +308,8 @@ class Runtime:
 
     @property
     def is_between_passes(self) -> bool:
-        """Whether layers may move now, and nothing of the step is lost: no pass is running, and what
-        earlier micro-batches gave is nothing, or sums, which are arrays of their layers."""
+        """Whether layers may move now, and nothing of the step is lost: no pass is running, and
+        what earlier micro-batches gave is nothing, or sums, which are arrays of their layers."""
         idle = self.executor.phase is Phase.IDLE
         return idle and (self._plan.accumulates or not self.ledger.pending)
 

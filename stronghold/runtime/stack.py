@@ -378,6 +378,7 @@ class Stack:
 
     def _change_to(self, plan: Plan, *, keep_gradients: bool) -> bool:
         before = self.plan
+        self.device.finish()  # lanes may read gradient slots whose step was given up
         self.runtime.detach()
         self.runtime.give_back(keep_gradients=keep_gradients)
         self.runtime.close()

@@ -12,7 +12,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -160,20 +160,42 @@ def _milliseconds(seconds: Reading) -> str:
     return "-" if found is None else f"{found * 1e3:.1f}"
 
 
-def count_tokens(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
-    """Tokens of a forward call: the size of `input_ids`, wherever it is nested; else of the first
-    integer tensor of two or more dimensions; else the first tensor's first dimension; else 0."""
+class BatchSize(NamedTuple):
+    """How large a batch is: its tokens, those of one sequence (0 where nothing tells), and the
+    elements of its integer tensors of two or more dimensions and of its floating-point tensors."""
+
+    tokens: int = 0
+    length: int = 0
+    integers: int = 0
+    values: int = 0
+
+    def most(self, other: BatchSize) -> BatchSize:
+        """The larger of both, in each respect."""
+        return BatchSize(*map(max, self, other))
+
+    def is_within(self, other: BatchSize) -> bool:
+        """Whether it is no larger, in any respect."""
+        return self.most(other) == other
+
+
+def batch_size(args: Sequence[Any], kwargs: Mapping[str, Any]) -> BatchSize:
+    """The size of a forward call's batch. Tokens: the size of `input_ids`, wherever it is nested;
+    else of the first integer tensor of two or more dimensions; else the first tensor's first
+    dimension; else 0."""
     named = [*tensors(kwargs), *tensors(args)]
-    for name, tensor in named:
-        if name == "input_ids":
-            return tensor.numel()
-    for _, tensor in named:
-        if tensor.dim() >= 2 and not (tensor.is_floating_point() or tensor.dtype == torch.bool):
-            return tensor.numel()
-    for _, tensor in named:
-        if tensor.dim() >= 1:
-            return tensor.size(0)
-    return 0
+    values = sum(tensor.numel() for _, tensor in named if tensor.is_floating_point())
+    tables = [tensor for _, tensor in named if tensor.dim() >= 2 and _counts(tensor)]
+    integers = sum(tensor.numel() for tensor in tables)
+    ids = [tensor for name, tensor in named if name == "input_ids"] + tables
+    if ids:
+        length = ids[0].size(-1) if ids[0].dim() else 0
+        return BatchSize(ids[0].numel(), length, integers, values)
+    rows = next((tensor.size(0) for _, tensor in named if tensor.dim() >= 1), 0)
+    return BatchSize(rows, 0, integers, values)
+
+
+def _counts(tensor: torch.Tensor) -> bool:
+    return not (tensor.is_floating_point() or tensor.dtype == torch.bool)
 
 
 def tensors(nested: object, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:

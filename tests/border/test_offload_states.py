@@ -132,7 +132,7 @@ def test_the_optimizer_takes_the_model_away_as_deepspeeds_does(section: dict[str
     """As OpenRLHF calls it."""
     with twin(section=section) as both:
         both.train(0)
-        optimizer, device = both.engine.optimizer, both.engine._stack.device
+        optimizer, device = both.engine.optimizer, both.engine.inspect().device
         optimizer.offload_states(
             include=[OffloadStateTypeEnum.optim_states, OffloadStateTypeEnum.hp_params],
             device=OffloadDeviceEnum.cpu,

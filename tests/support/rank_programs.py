@@ -10,10 +10,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from stronghold.errors import LaneError, RankError
-from tests.models import MODELS, loss_of
+from tests.models import MODELS, loss_of, token_batch
+from tests.support.counted import of_bytes
 from tests.support.rank_cases import CASES, CLOSE, FILES, files, refined
 from tests.support.rank_checkpoints import checkpoint, full_disk, model_parallel, replaced, slices
 from tests.support.rank_looks import (
@@ -29,7 +31,7 @@ from tests.support.rank_looks import (
     traffic,
 )
 from tests.support.rank_models import engine_of, full, num_ranks, rank, train
-from tests.support.training import Run, config
+from tests.support.training import Run, config, initialized
 
 
 def two_ranks(folder: Path) -> dict[str, Any]:
@@ -69,6 +71,34 @@ def streams(_: Path) -> list[Run]:
         train("gpt", config(clipping=0.5, section={**section, "chunk": 1, "streams": count}))
         for count in (2, 1)
     ]
+
+
+def larger(_: Path) -> dict[str, Any]:
+    """The batches of rank 1 grow, beyond what a refined plan has room for. `plans` are the levels
+    of activations as each step begins."""
+    lengths = [64] * 5 + [512] * 3
+    total_bytes = 4_400_000
+    found: dict[str, Any] = {"losses": [], "plans": [], "lengths": lengths}
+    with pytest.MonkeyPatch.context() as patch:
+        of_bytes(total_bytes, patch)
+        patch.setattr("stronghold.refine.WORTH", 1e9)  # whatever is predicted
+        section = {"gpu_memory": total_bytes, "cpu_threads": 1}
+        torch.manual_seed(0)
+        model, _ = MODELS["llama"]()
+        engine = initialized(model, config(clipping=0.0, section=section))
+        with engine.inspect().device.counted():
+            for step, length in enumerate(lengths):
+                found["plans"].append(" ".join(engine.plan.activations))
+                batch = token_batch(2 * step + rank(), length=length if rank() == 1 else 64)
+                loss = loss_of(engine(**batch))
+                engine.backward(loss)
+                engine.step()
+                found["losses"].append(loss.detach().clone())
+                del loss
+        state = engine.module_state_dict()
+        found["weights"] = {name: value.clone() for name, value in state.items()}
+        engine.destroy()
+    return found
 
 
 def four_ranks(folder: Path) -> dict[str, Run]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from stronghold.telemetry.metrics import Metrics, count_tokens, tflops, value
+from stronghold.telemetry.metrics import Metrics, batch_size, tflops, value
 from stronghold.telemetry.trace import Trace
 
 
@@ -160,4 +160,4 @@ def test_every_step_is_a_span_of_the_trace(clock: Clock) -> None:
 def test_tokens_are_counted_in_any_batch(
     args: tuple[object, ...], kwargs: dict[str, object], expected: int
 ) -> None:
-    assert count_tokens(args, kwargs) == expected
+    assert batch_size(args, kwargs).tokens == expected

@@ -1,0 +1,108 @@
+"""An emulated device with so many bytes for all tensors, activations too, as a GPU has."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from stronghold.device.emulated import EmulatedDevice
+
+_unmarked = torch._C._DisableTorchDispatch
+
+
+class _Counting(TorchDispatchMode):
+    """Counts the storages that operators of this thread make while they live. Lanes are other
+    threads: what they touch is host memory, or a buffer that `allocate` has counted."""
+
+    def __init__(self, device: CountedDevice) -> None:
+        super().__init__()
+        self._device = device
+        self._alive: dict[int, tuple[weakref.ref[Any], int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        given = {id(storage) for storage in _storages((args, kwargs))}
+        for storage in _storages(found):
+            if id(storage) not in given and id(storage) not in self._alive:
+                self._count(storage)
+        return found
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        key, nbytes = id(storage), storage.nbytes()
+        self._device.take(nbytes)
+
+        def gone(_: object) -> None:
+            del self._alive[key]
+            self._device.used_bytes -= nbytes
+
+        self._alive[key] = weakref.ref(storage, gone), nbytes
+
+
+def _storages(nested: Any) -> list[torch.UntypedStorage]:
+    leaves = [leaf for leaf in tree_leaves(nested) if isinstance(leaf, torch.Tensor)]
+    return [leaf.untyped_storage() for leaf in leaves]
+
+
+class CountedDevice(EmulatedDevice):
+    """`total_bytes` are all that there is. `used_bytes` are those of tensors that `counted` has
+    seen and that live; buffers come beside them."""
+
+    total_bytes: ClassVar[int]
+
+    def __init__(self, **settings: Any) -> None:
+        self.used_bytes = self._peak = self._failures = 0
+        super().__init__(**settings)
+
+    @contextlib.contextmanager
+    def counted(self) -> Iterator[None]:
+        """Inside, tensors of the calling thread are the device's."""
+        with _Counting(self):
+            yield
+
+    def take(self, nbytes: int) -> None:
+        if self.allocated_bytes + self.used_bytes + nbytes > self.total_bytes:
+            self._failures += 1
+            raise torch.OutOfMemoryError(
+                f"counted device out of memory. Tried to allocate {nbytes} bytes: of "
+                f"{self.total_bytes} buffers have {self.allocated_bytes} and tensors "
+                f"{self.used_bytes}"
+            )
+        self.used_bytes += nbytes
+        self._peak = max(self._peak, self.allocated_bytes + self.used_bytes)
+
+    def _allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        with _unmarked():
+            buffer = super()._allocate(numel, dtype)
+        if self.allocated_bytes + self.used_bytes + buffer.nbytes > self.total_bytes:
+            self._failures += 1
+            raise torch.OutOfMemoryError("counted device out of memory, for a buffer")
+        return buffer
+
+    def reachable_bytes(self) -> int:
+        return self.total_bytes
+
+    def has_room(self, nbytes: int, beside_bytes: int) -> bool:
+        need = self.allocated_bytes + self.used_bytes + nbytes + beside_bytes
+        return super().has_room(nbytes, beside_bytes) and need <= self.total_bytes
+
+    def restart_activation_peak(self) -> None:
+        self._peak = self.allocated_bytes + self.used_bytes
+
+    def activation_peak_bytes(self) -> int:
+        return self._peak - self.allocated_bytes
+
+    def num_failures(self) -> int:
+        return self._failures
+
+
+def of_bytes(total_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Emulated devices of engines that are made from now on are counted, and have so many bytes."""
+    device = type("Counted", (CountedDevice,), {"total_bytes": total_bytes})
+    monkeypatch.setattr("stronghold.runtime.stack.EmulatedDevice", device)
