@@ -496,7 +496,8 @@ class Activations:
     ) -> Hooks:
         """The pair that stands around a forward of the layer, which `again` runs again. It is
         called for each tensor that autograd saves, some forty times a block: what can be looked up
-        before is, and named tuples are made without their Python."""
+        before is, and named tuples are made without their Python. Neither function names itself or
+        the other one: what they hold, the block's inputs too, goes with the graph at once."""
         executor, sizes, layers = self._executor, self.sizes, self._executor.layers
         run_again, layer_at, staying = self._run_again, executor.layer_at, executor.staying
         new: Any = tuple.__new__
@@ -504,7 +505,7 @@ class Activations:
 
         def pack(tensor: torch.Tensor) -> Any:
             if tensor.layout is not strided:
-                return pack_sparse(tensor)
+                return self._pack_sparse(tensor, layer, outer, offload=offload)
             address = tensor.untyped_storage().data_ptr()
             held = layer_at.get(address)
             if held is not None:
@@ -520,15 +521,6 @@ class Activations:
             if offload and self._worth_offloading(tensor):
                 return self._offloaded(layer, tensor)
             return new(SavedTensor, (tensor.detach(), tensor._version))
-
-        def pack_sparse(tensor: torch.Tensor) -> Any:
-            parts = _strided(tensor)
-            if any(part.untyped_storage().data_ptr() in layer_at for part in parts):
-                coalesced = tensor.layout is torch.sparse_coo and tensor.is_coalesced()
-                return SavedSparse(tuple(map(pack, parts)), tensor.layout, tensor.shape, coalesced)
-            if sizes.counting:
-                sizes.saw(layer, tensor)
-            return outer(tensor) if outer else SavedTensor(tensor.detach(), tensor._version)
 
         def unpack(packed: Any) -> torch.Tensor:
             if type(packed) is int:
@@ -548,13 +540,32 @@ class Activations:
                 # With create_graph backward saves it in its turn, where none of our hooks stands,
                 # and needs it when the slot holds another layer.
                 return weight.clone() if torch.is_grad_enabled() else weight
-            if type(packed) is SavedSparse:
-                return packed.made_of([unpack(part) for part in packed.parts])
-            return self._unpack(packed, foreign)
+            return self._unpack(packed, layer, foreign)
 
         return pack, unpack
 
-    def _unpack(self, packed: Any, foreign: Hooks | None) -> torch.Tensor:
+    def _pack_sparse(
+        self,
+        tensor: torch.Tensor,
+        layer: int,
+        outer: Callable[[torch.Tensor], Any] | None,
+        *,
+        offload: bool,
+    ) -> Any:
+        """What stands for a sparse tensor that autograd saves ([Note: sparse])."""
+        parts, layer_at = _strided(tensor), self._executor.layer_at
+        if any(part.untyped_storage().data_ptr() in layer_at for part in parts):
+            pack, _ = self._hooks(layer, None, outer, None, offload=offload)
+            coalesced = tensor.layout is torch.sparse_coo and tensor.is_coalesced()
+            return SavedSparse(tuple(map(pack, parts)), tensor.layout, tensor.shape, coalesced)
+        if self.sizes.counting:
+            self.sizes.saw(layer, tensor)
+        return outer(tensor) if outer else SavedTensor(tensor.detach(), tensor._version)
+
+    def _unpack(self, packed: Any, layer: int, foreign: Hooks | None) -> torch.Tensor:
+        if isinstance(packed, SavedSparse):
+            _, unpack = self._hooks(layer, foreign, None, None, offload=False)
+            return packed.made_of([unpack(part) for part in packed.parts])
         if isinstance(packed, SavedResident):
             if packed.tensor._version != packed.version:  # torch does not look: it has our handle
                 raise ConfigError(

@@ -243,11 +243,10 @@ PLACES: list[dict[str, Any]] = [  # one after the other: layers go to the device
 
 def replaced(engine: Any, place: dict[str, Any]) -> None:
     """Go on with a plan in which layers are at `place`."""
-    stack = engine._stack
-    wanted = dict(place)
+    now, wanted = engine.inspect(), dict(place)
     if wanted["resident_layers"] == "all":
-        wanted["resident_layers"] = len(stack.layout.streamed)
-    assert stack.replan(make_plan(stack.layout, replace(stack.demand, window=None, **wanted)))
+        wanted["resident_layers"] = len(now.layout.streamed)
+    assert engine.replan(make_plan(now.layout, replace(now.demand, window=None, **wanted)))
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt_tied", "frozen", "uneven"])
