@@ -540,7 +540,9 @@ class Activations:
                 # With create_graph backward saves it in its turn, where none of our hooks stands,
                 # and needs it when the slot holds another layer.
                 return weight.clone() if torch.is_grad_enabled() else weight
-            return self._unpack(packed, layer, foreign)
+            if type(packed) is SavedSparse:
+                return self._unpack_sparse(packed, layer, foreign, again)
+            return self._unpack(packed, foreign)
 
         return pack, unpack
 
@@ -562,10 +564,13 @@ class Activations:
             self.sizes.saw(layer, tensor)
         return outer(tensor) if outer else SavedTensor(tensor.detach(), tensor._version)
 
-    def _unpack(self, packed: Any, layer: int, foreign: Hooks | None) -> torch.Tensor:
-        if isinstance(packed, SavedSparse):
-            _, unpack = self._hooks(layer, foreign, None, None, offload=False)
-            return packed.made_of([unpack(part) for part in packed.parts])
+    def _unpack_sparse(
+        self, packed: SavedSparse, layer: int, foreign: Hooks | None, again: Recomputation | None
+    ) -> torch.Tensor:
+        _, unpack = self._hooks(layer, foreign, None, again, offload=False)
+        return packed.made_of([unpack(part) for part in packed.parts])
+
+    def _unpack(self, packed: Any, foreign: Hooks | None) -> torch.Tensor:
         if isinstance(packed, SavedResident):
             if packed.tensor._version != packed.version:  # torch does not look: it has our handle
                 raise ConfigError(
