@@ -15,6 +15,7 @@ from methods.task import DTYPES, Task
 
 from stronghold.errors import BudgetError
 from stronghold.forecast.question import from_sizes
+from stronghold.limits import update_cores
 from stronghold.plan.cost import Demand, workload_of
 from stronghold.plan.machine import MachineProfile, rates_of
 from stronghold.plan.plan import make_plan
@@ -67,7 +68,7 @@ class Simulated(Machine):
             prefetch=task.prefetch,
             activations=task.activations,
             kept=workload_of(costs, self._profile).layers,
-            num_cores=task.threads or max(1, self._profile.num_cores - 1),
+            num_cores=task.threads or update_cores(self._profile.num_cores, compute_threads=1),
         )
         work = workload_of(costs, self._profile, micro_batches=task.accumulation)
         lanes = rates_of(self._profile, demand.num_cores)

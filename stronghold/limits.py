@@ -22,6 +22,7 @@ from stronghold.errors import ConfigError
 
 HOST_MEMORY = "STRONGHOLD_HOST_MEMORY"
 _ROOT = Path("/")
+MANY_CORES, LANE_CORES = 8, 2  # from so many cores on, two are left to the lanes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +86,14 @@ def stated_host_bytes() -> int | None:
             f"{HOST_MEMORY}: got {text!r}, expected a whole number of bytes, such as 115000000000"
         )
     return number
+
+
+def update_cores(num_cores: int, compute_threads: int) -> int:
+    """How many of `num_cores` the CPU optimizer gets by default. The training thread or autograd's,
+    one of which waits for the other, computes with `compute_threads`. The transfer lanes copy and
+    launch beside them; with fewer than `MANY_CORES` they share the optimizer's."""
+    lanes = LANE_CORES if num_cores >= MANY_CORES else 0
+    return max(1, num_cores - compute_threads - lanes)
 
 
 def available_host_bytes() -> int:

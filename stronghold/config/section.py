@@ -254,7 +254,8 @@ class StrongholdConfig(_Section):
         "first steps are measured."
     )
     cpu_threads: Annotated[int, Field(ge=1, le=MAX_THREADS)] | None = key(
-        "Threads of the CPU optimizer. Left out: the cores that torch does not use."
+        "Threads of the CPU optimizer. Left out: the cores that torch does not use, and of "
+        "eight cores or more two less, which the lanes use."
     )
     nvme: NvmeConfig | None = key(
         "A third tier for the state that host_memory cannot hold. Left out: none, "

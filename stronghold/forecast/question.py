@@ -21,6 +21,7 @@ import torch
 
 from stronghold.config.section import parse_bytes
 from stronghold.errors import ConfigError
+from stronghold.limits import update_cores
 from stronghold.model.costs import DTYPES, LayerCost, ModelCosts, trace_costs
 from stronghold.model.layout import ModelLayout, ParameterShape, for_ranks, layer_layout, layout
 from stronghold.model.logits import part_of
@@ -132,8 +133,8 @@ class Question:
 
     @property
     def cpu_threads(self) -> int:
-        """Of each rank's optimizer: another one launches the GPU's work."""
-        return max(1, self.machine.num_cores // self.gpus - 1)
+        """Of each rank's optimizer, as the engine has by default."""
+        return update_cores(self.machine.num_cores // self.gpus, compute_threads=1)
 
     @property
     def demand(self) -> Demand:

@@ -26,7 +26,7 @@ from stronghold.device.base import Device
 from stronghold.device.cuda import CudaDevice
 from stronghold.device.emulated import EmulatedDevice
 from stronghold.errors import ConfigError, LaneError, StateError, format_size
-from stronghold.limits import available_host_bytes
+from stronghold.limits import available_host_bytes, update_cores
 from stronghold.memory.nvme import BLOCK_BYTES, NvmeStore
 from stronghold.memory.slab import check_mappings, trim_heap
 from stronghold.memory.tiers import Tiers, extent_requests
@@ -190,7 +190,7 @@ class Stack:
             streams=section.streams or 1,
             cpu_threads=section.cpu_threads,
             deferred_layers=section.deferred_layers,
-            num_cores=max(1, cores - compute_threads),
+            num_cores=update_cores(cores, compute_threads),
             nvme=section.nvme is not None,
             nvme_capacity_bytes=capacity and capacity // ranks.on_disks.count,
             spill=section.nvme.spill if section.nvme else None,
