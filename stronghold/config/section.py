@@ -277,7 +277,8 @@ class StrongholdConfig(_Section):
     )
     rank_timeout_s: float = key(
         "Of several ranks: how long one may give no sign of life before the others end "
-        "with its name, in seconds.",
+        "with its name, in seconds. Also how long the others wait in initialize for one that has "
+        "not come and whose process they do not see.",
         default=60.0,
         gt=0,
     )

@@ -10,12 +10,14 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import deepspeed
 import torch
 from deepspeed.runtime.pipe.module import PipelineModule
 from torch import nn
+from torch.distributed import distributed_c10d
 
 from stronghold import config as configs
 from stronghold.cpu_adam import CPUAdam
@@ -24,6 +26,7 @@ from stronghold.engine import StrongholdEngine
 from stronghold.errors import ConfigError
 from stronghold.runtime.adam import AdamFlags
 from stronghold.runtime.optimizer import EngineOptimizer
+from stronghold.team import meeting
 from stronghold.team.group import data_parallel_size, join
 from stronghold.telemetry import show_log
 
@@ -70,8 +73,9 @@ def initialize(
     shown = make_optimizer(model, optimizer, model_parameters, settings)
     section = settings.stronghold
     on_gpu = (section.device or "cuda") == "cuda" and cuda.available()
-    _init_distributed(settings, distributed_port, dist_init_required, on_gpu=on_gpu)
-    ranks = join(mpu, on_gpu=on_gpu, silence_s=section.rank_timeout_s)
+    attendance = meeting.Attendance(section.rank_timeout_s)
+    _init_distributed(settings, attendance, distributed_port, dist_init_required, on_gpu=on_gpu)
+    ranks = join(mpu, on_gpu=on_gpu, attendance=attendance)
     try:
         engine = StrongholdEngine(
             args=args,
@@ -219,7 +223,12 @@ def _check_owned(model: nn.Module, groups: Iterable[dict[str, Any]], what: str) 
 
 
 def _init_distributed(
-    settings: configs.Settings, port: int, required: bool | None, *, on_gpu: bool
+    settings: configs.Settings,
+    attendance: meeting.Attendance,
+    port: int,
+    required: bool | None,
+    *,
+    on_gpu: bool,
 ) -> None:
     """The process group that scripts expect after `initialize`, when a launcher set the environment
     for one; and one of this process alone, without a launcher, where Accelerate gathers over it.
@@ -231,10 +240,15 @@ def _init_distributed(
     monitors = settings.deepspeed.monitor_config.enabled
     begun = torch.distributed.is_initialized()
     if "RANK" in os.environ and required is not False:
-        if monitors or (on_gpu and not begun):
-            deepspeed.init_distributed(distributed_port=port)
-        elif not begun:
-            torch.distributed.init_process_group("gloo")
+        init: Any = partial(torch.distributed.init_process_group, "gloo")
+        usual = distributed_c10d.default_pg_timeout
+        if monitors or on_gpu:
+            init = partial(deepspeed.init_distributed, distributed_port=port)
+            usual = deepspeed.constants.default_pg_timeout
+        if not begun:
+            meeting.begin(lambda timeout: init(timeout=timeout), attendance, usual)
+        elif monitors:
+            init()
     elif not begun and _accelerate_gathers():
         torch.distributed.init_process_group(
             "cpu:gloo,cuda:nccl" if on_gpu else "gloo",

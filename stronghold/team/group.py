@@ -37,11 +37,13 @@ from typing import Any, TypeVar, cast
 import torch
 from deepspeed.utils import bwc
 from torch import distributed
+from torch.distributed import distributed_c10d
 
 from stronghold.device.base import only_waits
 from stronghold.errors import BudgetError, ConfigError, RankError
 from stronghold.model.layout import Shards
 from stronghold.process import ALONE, Neighbours, boot_id, pid_namespace
+from stronghold.team.meeting import JOINING, Attendance, Meeting, set_timeout
 from stronghold.team.watch import Watch
 
 logger = logging.getLogger("stronghold")
@@ -99,13 +101,14 @@ class Group:
         all_members: Sequence[Sequence[int]],
         backend: str,
         number: int,
+        timeout_s: float | None = None,
         **more: Any,
     ) -> Group:
         """`all_members`: the groups that all processes of the program make now, in one order; they
-        make them together."""
+        make them together. RuntimeError when one does not come within `timeout_s`."""
         # Not with local synchronisation: torch uses the names of such groups again, and the second
         # engine of a program would look for the addresses of the first.
-        made = [_new_group(list(ranks), backend) for ranks in all_members]
+        made = [_new_group(list(ranks), backend, timeout_s) for ranks in all_members]
         handle = made[[list(ranks) for ranks in all_members].index(list(members))]
         rank = list(members).index(distributed.get_rank())
         return cls(members, rank, handle=handle, backend=backend, number=number, **more)
@@ -287,6 +290,21 @@ class SilentGroup(Group):
         return [mine] * self.num_ranks
 
 
+class StoreGroup(Group):
+    """The ranks `members` that talk in a `meeting`, before they have process groups: of numbers and
+    objects alone."""
+
+    def __init__(self, members: Sequence[int], rank: int, meeting: Meeting) -> None:
+        super().__init__(members, rank)
+        self._meeting = meeting
+
+    def numbers(self, mine: torch.Tensor, operation: str) -> torch.Tensor:
+        return torch.stack(self._meeting.objects(self.members, mine, operation))
+
+    def objects(self, mine: object, operation: str = JOINING) -> list[object]:
+        return self._meeting.objects(self.members, mine, operation)
+
+
 def mean_of(pieces: torch.Tensor, target: torch.Tensor, order: Sequence[int]) -> None:
     """The mean of the rows of `pieces`, added in `order` ([Note: the mean])."""
     for begin in range(0, target.numel(), PIECE_NUMEL):
@@ -297,15 +315,26 @@ def mean_of(pieces: torch.Tensor, target: torch.Tensor, order: Sequence[int]) ->
         target[begin : begin + PIECE_NUMEL] = total / len(order)
 
 
-def _new_group(ranks: list[int], backend: str) -> Any:
+def _new_group(ranks: list[int], backend: str, timeout_s: float | None) -> Any:
+    """A new group of torch's, whose ranks gloo connects now: within `timeout_s`, if that is given.
+    What the group does later has torch's own time-out."""
+    if timeout_s is None or backend == "nccl":
+        return _sorted_or_not(ranks, backend=backend)
+    group = _sorted_or_not(ranks, backend=backend, timeout=timedelta(seconds=timeout_s))
+    if distributed.get_rank() in ranks:
+        set_timeout(group, distributed_c10d.default_pg_timeout)
+    return group
+
+
+def _sorted_or_not(ranks: list[int], **options: Any) -> Any:
     if ranks == sorted(ranks):
-        return distributed.new_group(ranks, backend=backend)
+        return distributed.new_group(ranks, **options)
     if "sort_ranks" not in inspect.signature(distributed.new_group).parameters:
         raise ConfigError(
             f"several nodes with several ranks each need a torch whose new_group has sort_ranks "
             f"(2.13 has it): got {torch.__version__}"
         )
-    return distributed.new_group(ranks, backend=backend, sort_ranks=False)
+    return distributed.new_group(ranks, sort_ranks=False, **options)
 
 
 # -- places ----------------------------------------------------------------------------------------
@@ -539,9 +568,10 @@ class Ranks:
                 group.close()
 
 
-def join(mpu: Any, *, on_gpu: bool, silence_s: float) -> Ranks:
+def join(mpu: Any, *, on_gpu: bool, attendance: Attendance) -> Ranks:
     """The ranks of this process's engine. Every rank calls it, with the process group initialised.
-    ConfigError on every rank when they cannot train together."""
+    RankError when one is lost before that (`team.meeting`). ConfigError on every rank when they
+    cannot train together."""
     if world_size() == 1:
         return Ranks()
     if not distributed.is_initialized():
@@ -550,16 +580,17 @@ def join(mpu: Any, *, on_gpu: bool, silence_s: float) -> Ranks:
             "dist_init_required out, or call deepspeed.init_distributed() first"
         )
     with contextlib.ExitStack() as undo:
-        ranks = _join(mpu, "nccl" if on_gpu else "gloo", silence_s, undo)
+        ranks = _join(mpu, "nccl" if on_gpu else "gloo", attendance, undo)
         undo.pop_all()
         return ranks
 
 
-def _join(mpu: Any, backend: str, silence_s: float, undo: contextlib.ExitStack) -> Ranks:
+def _join(mpu: Any, backend: str, attendance: Attendance, undo: contextlib.ExitStack) -> Ranks:
     global_rank, world = distributed.get_rank(), list(range(distributed.get_world_size()))
-    everyone = Group.open(world, [world], "gloo", CONTROL)
-    undo.callback(everyone.close)
-    said: Any = everyone.objects((*_parallel_ranks(mpu, world), this_node()))
+    store: Any = distributed_c10d._get_default_store()
+    silence_s = attendance.silence_s
+    meeting = Meeting(store, global_rank, attendance, store.timeout.total_seconds())
+    said = meeting.objects(world, (*_parallel_ranks(mpu, world), this_node()), JOINING)
     node_of = [node for _, _, node in said]
     memberships = [
         Membership(
@@ -577,8 +608,16 @@ def _join(mpu: Any, backend: str, silence_s: float, undo: contextlib.ExitStack) 
         """This process's group of those that `of` names; every process makes its own."""
         every = sorted({tuple(ranks) for each in memberships for ranks in of(each)})
         ranks = next(ranks for ranks in of(own) if global_rank in ranks)
-        group = Group.open(ranks, every, backend, number, **more)
+        everyone, operation = {rank for ranks in every for rank in ranks}, "making process groups"
+        watch.begin(number, operation, everyone)
+        try:
+            group = Group.open(ranks, every, backend, number, silence_s, **more)
+        except RuntimeError as error:
+            raise watch.explain(operation, number, everyone, error) from error
+        finally:
+            watch.end(number)
         undo.callback(group.close)
+        group.watch = watch
         return group
 
     own, here = memberships[global_rank], node_of[global_rank]
@@ -586,6 +625,12 @@ def _join(mpu: Any, backend: str, silence_s: float, undo: contextlib.ExitStack) 
     node, index = nodes.place(global_rank)
     order = list(map(nodes.range_of, members))
     num_far = len(members) - len(nodes.nodes[node])
+    local = [place for place, other in enumerate(all_ranks) if node_of[other] == here]
+    names = [str(node_of[other][0]) for other in all_ranks]
+    place = all_ranks.index(global_rank)
+    met = NodeRanks(StoreGroup(all_ranks, place, meeting), local)
+    watch = Watch(all_ranks, names, local, place, silence_s, met)
+    undo.callback(watch.close)
     model_parallel_rank, model_parallel_size = model_parallel_place(mpu)
     ranks = Ranks(
         shards=Shards(
@@ -602,6 +647,7 @@ def _join(mpu: Any, backend: str, silence_s: float, undo: contextlib.ExitStack) 
         model_parallel_rank=model_parallel_rank,
         model_parallel_size=model_parallel_size,
         node_name=str(here[0]),
+        watch=watch,
     )
     if model_parallel_size > 1:
         ranks.norms = make("gloo", CONTROL, lambda each: [each.model_parallel])
@@ -609,16 +655,8 @@ def _join(mpu: Any, backend: str, silence_s: float, undo: contextlib.ExitStack) 
         far = nodes.num_nodes - 1
         ranks.exchange = make("gloo", EXCHANGE, lambda each: each.nodes.peers, num_far=far)
     ranks.on_node = NodeRanks(ranks.control, [members.index(near) for near in nodes.nodes[node]])
-    local = [place for place, other in enumerate(all_ranks) if node_of[other] == here]
     ranks.on_disks = NodeRanks(ranks.files, local)
-    names = [str(node_of[other][0]) for other in all_ranks]
-    place = all_ranks.index(global_rank)
-    ranks.watch = Watch(all_ranks, names, local, place, silence_s, ranks.on_disks)
-    undo.callback(ranks.watch.close)
-    for group in ranks.groups:
-        group.watch = ranks.watch
-    ranks.watch.on_loss = ranks.abort
-    everyone.close()  # every process has made its groups
+    watch.on_loss = ranks.abort
     ranks.cores = share_of_cores(ranks.on_node.of_node(sorted(os.sched_getaffinity(0))), index)
     return ranks
 

@@ -62,6 +62,8 @@ def install() -> None:
 
         return run
 
+    # Of a torch without NCCL, where no group is of this class.
+    distributed_c10d.ProcessGroupNCCL = type("ProcessGroupNCCL", (), {})  # type: ignore[misc]
     for module in (torch.distributed, distributed_c10d):
         for name in names:
             setattr(module, name, staged(name))
