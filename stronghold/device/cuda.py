@@ -84,6 +84,7 @@ _RING_BYTES = 8 << 20  # of one of a ring's two entries, at most
 _LEAST_RING_BYTES = 64 << 10
 TRIAL_BYTES = 64 << 20
 _POPULATE_WRITE = 23  # madvise's, since Linux 5.14
+_QUERY_EVERY_S = 1e-3
 _TOUCH_BYTES = 32 << 20  # that one thread commits at a time
 _LAYERS_AHEAD = 2  # [Note: side streams]
 _MAX_TOUCHING = 8  # threads: clearing pages is bound by memory
@@ -92,6 +93,30 @@ _MAX_TOUCHING = 8  # threads: clearing pages is bound by memory
 def available() -> bool:
     """Whether this process can use a CUDA device."""
     return torch.cuda.is_available()
+
+
+def device_of(local_rank: int) -> torch.device:
+    """The GPU of a rank. ConfigError where there is none."""
+    if not torch.cuda.is_available():
+        raise ConfigError(
+            'stronghold.device: got "cuda", but torch finds no CUDA device; install a CUDA '
+            'build of torch and a driver, or set "device": "emulated" to run on CPU memory'
+        )
+    if local_rank >= torch.cuda.device_count():
+        raise ConfigError(
+            f"local rank {local_rank} has no GPU: torch finds {torch.cuda.device_count()}; "
+            "lower --num_gpus"
+        )
+    return torch.device("cuda", local_rank)
+
+
+def wait_for_queued(index: int, look: Callable[[], None]) -> None:
+    """Wait until the GPU has done what this thread's stream was given. `look` is called meanwhile,
+    and may raise."""
+    done = torch.cuda.current_stream(index).record_event()
+    while not done.query():
+        look()
+        time.sleep(_QUERY_EVERY_S)
 
 
 def free_bytes(index: int) -> int:
@@ -103,9 +128,16 @@ def free_bytes(index: int) -> int:
 def reachable_bytes(index: int) -> int:
     """Bytes that this process's tensors can have in all: those that they have, and the free; no
     more than `torch.cuda.set_per_process_memory_fraction` leaves it."""
-    free, total = torch.cuda.mem_get_info(index)
+    total = torch.cuda.mem_get_info(index)[1]
     limit = int(torch.cuda.get_per_process_memory_fraction(index) * total)
-    return min(int(free) + torch.cuda.memory_reserved(index), limit)
+    return min(physical_bytes(index), limit)
+
+
+def physical_bytes(index: int) -> int:
+    """Bytes that the device has free, and those that torch's allocator has: what is missing of the
+    whole belongs to libraries and to other processes."""
+    free, _ = torch.cuda.mem_get_info(index)
+    return int(free) + torch.cuda.memory_reserved(index)
 
 
 def identity(index: int) -> tuple[str, int, str]:
@@ -296,18 +328,9 @@ class CudaDevice(Device):
         budget_bytes: int | None = None,
         trace: Trace | None = None,
     ) -> None:
-        if not torch.cuda.is_available():
-            raise ConfigError(
-                'stronghold.device: got "cuda", but torch finds no CUDA device; install a CUDA '
-                'build of torch and a driver, or set "device": "emulated" to run on CPU memory'
-            )
-        if index >= torch.cuda.device_count():
-            raise ConfigError(
-                f"local rank {index} has no GPU: torch finds {torch.cuda.device_count()}; "
-                "lower --num_gpus"
-            )
+        device = device_of(index)
         super().__init__(f"cuda:{index}", budget_bytes, trace)
-        self._device = torch.device("cuda", index)
+        self._device = device
         torch.cuda.set_device(index)
         # A deque: lanes append while the training thread takes from the other end.
         self._spans: deque[tuple[str, str, torch.cuda.Event, torch.cuda.Event, int]] = deque()

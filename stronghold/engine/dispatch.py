@@ -27,7 +27,7 @@ from stronghold.errors import ConfigError
 from stronghold.runtime.adam import AdamFlags
 from stronghold.runtime.optimizer import EngineOptimizer
 from stronghold.team import meeting
-from stronghold.team.group import data_parallel_size, join
+from stronghold.team.group import data_parallel_size, join, local_rank_of
 from stronghold.telemetry import show_log
 
 logger = logging.getLogger("stronghold")
@@ -75,7 +75,8 @@ def initialize(
     on_gpu = (section.device or "cuda") == "cuda" and cuda.available()
     attendance = meeting.Attendance(section.rank_timeout_s)
     _init_distributed(settings, attendance, distributed_port, dist_init_required, on_gpu=on_gpu)
-    ranks = join(mpu, on_gpu=on_gpu, attendance=attendance)
+    device = cuda.device_of(local_rank_of(args)) if on_gpu else None
+    ranks = join(mpu, device=device, attendance=attendance)
     try:
         engine = StrongholdEngine(
             args=args,

@@ -49,7 +49,7 @@ from stronghold.runtime.fragments import fragments
 from stronghold.runtime.guards import NO_TRANSFORMS, ParameterReads, StateHooks, check_free
 from stronghold.runtime.optimizer import EngineOptimizer, make_scaler
 from stronghold.runtime.stack import MemoryReport, Stack
-from stronghold.team.group import Ranks
+from stronghold.team.group import Ranks, local_rank_of
 from stronghold.telemetry.metrics import StepRecord, batch_size
 
 logger = logging.getLogger("stronghold")
@@ -175,9 +175,7 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
         self._config = settings.deepspeed
         self.config = settings.original
         self.settings = settings
-        named = getattr(args, "local_rank", None)  # -1 where no launcher gave the argument
-        given = os.environ.get("LOCAL_RANK", 0) if named is None or int(named) < 0 else named
-        self.local_rank = int(given)
+        self.local_rank = local_rank_of(args)
         self._ranks = ranks
         self.global_rank, self.world_size = ranks.global_rank, ranks.world_size
         self.dp_world_size, self.mp_world_size = ranks.num_ranks, ranks.model_parallel_size

@@ -18,11 +18,28 @@ environment variable STRONGHOLD_NODE overrides that: ranks with the same value a
 [Note: the mean] On the CPU a rank gets every rank's piece of its own range and adds them in fp32,
 in the order of the ranks, with one rounding at the end: as many bytes as a ring, and the sum that
 one rank gets that accumulates as many micro-batches. NCCL adds in its own order.
+
+[Note: communicators] A group on NCCL is made, then connected, then closed. The first collective
+connects it: NCCL makes the communicator, which allocates on the GPU and waits for the group's other
+ranks. The allocation may wait for all that the GPU does. Where lanes make both communicators, this
+can happen:
+  1. Rank 0's gather lane queues a gather; its kernel waits on the GPU for rank 1's
+  2. Rank 0's reduce lane connects its group; the allocation waits for that kernel
+  3. Rank 1's reduce lane connects the group and waits for rank 0; it holds the driver's lock, and
+     rank 1's gather lane cannot queue the kernel that rank 0's waits for
+  4. Neither goes on
+So `_join` connects both, before the engine has lanes: the training thread makes one collective of
+one element per rank in the group of gathers, waits until the GPU has done it, and does the same in
+the group of reductions. All ranks come in this order. Lanes of an earlier engine go on meanwhile:
+its groups are connected, and no rank's lane waits for a training thread. What the communicators
+take is gone from the GPU's free bytes before the plan reads these. What NCCL adds later, for a
+larger collective, is not.
 """
 
 from __future__ import annotations
 
 import contextlib
+import enum
 import inspect
 import logging
 import os
@@ -39,6 +56,7 @@ from deepspeed.utils import bwc
 from torch import distributed
 from torch.distributed import distributed_c10d
 
+from stronghold.device import cuda
 from stronghold.device.base import only_waits
 from stronghold.errors import BudgetError, ConfigError, RankError
 from stronghold.model.layout import Shards
@@ -65,6 +83,13 @@ _all_gather: Callable[..., Any] = getattr(
 _reduce_scatter: Callable[..., Any] = getattr(
     distributed, "reduce_scatter_single", distributed.reduce_scatter_tensor
 )
+
+
+class Collective(enum.Enum):
+    """What a group of layers does."""
+
+    GATHER = enum.auto()
+    MEAN = enum.auto()
 
 
 class Group:
@@ -156,6 +181,24 @@ class Group:
             operation,
             lambda: distributed.broadcast(data, group_src=0, group=self._handle, async_op=True),
         )
+
+    def connect(self, device: torch.device, collective: Collective) -> None:
+        """Make NCCL's communicator on `device` by a collective of one element per rank, and wait
+        for that ([Note: communicators]). RankError when a rank is lost meanwhile."""
+        if self.num_ranks == 1:
+            return
+        operation = "connecting the GPUs"
+        whole = torch.ones(self.num_ranks, device=device)
+        if collective is Collective.GATHER:
+            self.gather(whole, whole[self.rank : self.rank + 1], operation)
+        else:
+            self.mean(whole, None, operation)
+        cuda.wait_for_queued(device.index, lambda: self._look(operation))
+        self.received_bytes = self.far_bytes = 0  # of layers
+
+    def _look(self, operation: str) -> None:
+        if self.watch is not None:
+            self.watch.check(operation, self.members)
 
     def _count(self, whole: torch.Tensor) -> None:
         share = whole.numel() * whole.element_size() // self.num_ranks
@@ -410,6 +453,13 @@ def share_of_cores(allowed: Sequence[object], index: int) -> tuple[int, ...]:
 
 
 # -- who they are ----------------------------------------------------------------------------------
+def local_rank_of(args: Any) -> int:
+    """This process's number on its node: a launcher's argument, or its environment."""
+    named = getattr(args, "local_rank", None)  # -1 where no launcher gave the argument
+    given = os.environ.get("LOCAL_RANK", 0) if named is None or int(named) < 0 else named
+    return int(given)
+
+
 def world_size() -> int:
     """How many processes the launcher started, or the process group has."""
     if distributed.is_initialized():
@@ -483,8 +533,8 @@ class Ranks:
     `shards.rank` of every layer. `norms` are the model-parallel ranks, over which norms are summed,
     or None; `files` are the ranks of all parts of the model, which save together. `on_node` are
     those of `control` that share this rank's memory, `on_disks` those of `files` that share its
-    disks. `cores` are its own, where it divides the node's with others. Without arguments: a
-    process that is alone."""
+    disks. `cores` are its own, where it divides the node's with others. `communicator_bytes` of its
+    GPU are NCCL's. Without arguments: a process that is alone."""
 
     shards: Shards = field(default_factory=Shards)
     control: Group = field(default_factory=lambda: SilentGroup(1))
@@ -501,6 +551,7 @@ class Ranks:
     on_node: Neighbours = ALONE
     on_disks: Neighbours = ALONE
     cores: tuple[int, ...] = ()
+    communicator_bytes: int = 0
     watch: Watch | None = None
     closed: bool = False
 
@@ -568,10 +619,10 @@ class Ranks:
                 group.close()
 
 
-def join(mpu: Any, *, on_gpu: bool, attendance: Attendance) -> Ranks:
-    """The ranks of this process's engine. Every rank calls it, with the process group initialised.
-    RankError when one is lost before that (`team.meeting`). ConfigError on every rank when they
-    cannot train together."""
+def join(mpu: Any, *, device: torch.device | None, attendance: Attendance) -> Ranks:
+    """The ranks of this process's engine, which trains on the GPU `device` (None: on CPU memory).
+    Every rank calls it, with the process group initialised. RankError when one is lost before that
+    (`team.meeting`). ConfigError on every rank when they cannot train together."""
     if world_size() == 1:
         return Ranks()
     if not distributed.is_initialized():
@@ -580,7 +631,9 @@ def join(mpu: Any, *, on_gpu: bool, attendance: Attendance) -> Ranks:
             "dist_init_required out, or call deepspeed.init_distributed() first"
         )
     with contextlib.ExitStack() as undo:
-        ranks = _join(mpu, "nccl" if on_gpu else "gloo", attendance, undo)
+        ranks = _join(mpu, "gloo" if device is None else "nccl", attendance, undo)
+        if device is not None:
+            _connect(ranks, device)
         undo.pop_all()
         return ranks
 
@@ -659,6 +712,15 @@ def _join(mpu: Any, backend: str, attendance: Attendance, undo: contextlib.ExitS
     watch.on_loss = ranks.abort
     ranks.cores = share_of_cores(ranks.on_node.of_node(sorted(os.sched_getaffinity(0))), index)
     return ranks
+
+
+def _connect(ranks: Ranks, device: torch.device) -> None:
+    """Make NCCL's communicators ([Note: communicators]), and count what they take."""
+    before = cuda.physical_bytes(device.index)
+    ranks.gather.connect(device, Collective.GATHER)
+    ranks.reduce.connect(device, Collective.MEAN)
+    ranks.communicator_bytes = before - cuda.physical_bytes(device.index)
+    logger.info("communicators take %.2f GiB of %s", ranks.communicator_bytes / 2**30, device)
 
 
 def simulated_ranks(num_ranks: int, num_nodes: int) -> Ranks:

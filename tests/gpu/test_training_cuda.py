@@ -42,6 +42,7 @@ from tests.models import (
 )
 from tests.models.families import llama_of
 from tests.models.families import odd_llama as llama
+from tests.pretended.process_groups import COMMUNICATOR_BYTES
 from tests.support.ranks import ROOT, run_ranks
 from tests.support.training import (
     ADAM,
@@ -644,21 +645,44 @@ def test_streams_and_places_of_chunks_never_change_a_bit(
     assert run.norms == expected.norms
 
 
+RANK_PROGRAMS = "tests.support.rank_programs"
+
+
+def ranks_on_gpus() -> dict[str, str]:
+    """The environment in which each rank finds a GPU of its own."""
+    pretended = {
+        "STRONGHOLD_PRETENDED": "1",
+        "STRONGHOLD_PRETENDED_LAUNCH_DELAY_S": "3e-4",
+        "PYTHONPATH": str(ROOT / "tests/pretended/site"),
+        "LOCAL_RANK": "0",
+    }
+    return {"DS_ACCELERATOR": "cuda", **(pretended if PRETENDED else {})}
+
+
 @pytest.mark.skipif(
     not PRETENDED and torch.cuda.device_count() < 2, reason="each rank needs a GPU of its own"
 )
 def test_streams_of_two_ranks_never_change_a_bit(tmp_path: Path) -> None:
     """Weights are gathered and gradients reduced beside them."""
-    pretended = {
-        "STRONGHOLD_PRETENDED": "1",
-        "STRONGHOLD_PRETENDED_LAUNCH_DELAY_S": "3e-4",
-        "PYTHONPATH": str(ROOT / "tests/pretended/site"),
-        "LOCAL_RANK": "0",  # each has one of its own
-    }
-    environment = {"DS_ACCELERATOR": "cuda", **(pretended if PRETENDED else {})}
-    for two, one in run_ranks("tests.support.rank_programs:streams", 2, tmp_path, **environment):
+    for two, one in run_ranks(f"{RANK_PROGRAMS}:streams", 2, tmp_path, **ranks_on_gpus()):
         assert_identical(two, one)
         assert two.norms == one.norms
+
+
+@pytest.mark.skipif(
+    not PRETENDED and torch.cuda.device_count() < 2, reason="each rank needs a GPU of its own"
+)
+def test_communicators_are_made_before_the_plan_and_the_lanes(tmp_path: Path) -> None:
+    """Where a lane makes one, kernels of another may be in flight: the pretended device refuses
+    that. The plan begins with what they leave of the device."""
+    environment = ranks_on_gpus()
+    for found in run_ranks(f"{RANK_PROGRAMS}:communicators", 2, tmp_path, **environment):
+        assert found["counted"] == 0  # of layers
+        assert found["planned with"] <= found["before"] - found["taken"]
+        if PRETENDED:
+            assert found["taken"] == 2 * COMMUNICATOR_BYTES  # to gather and to reduce
+        else:
+            assert found["taken"] > 0
 
 
 def test_the_trial_of_a_block_draws_none_of_the_devices_numbers() -> None:

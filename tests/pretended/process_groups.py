@@ -2,15 +2,22 @@
 
 Gloo crashes where it is to reduce and scatter device tensors, and gathers them beside what a stream
 still computes: here the host waits for the stream, and gathers what it then has.
+
+[Note: first collectives] NCCL makes a group's communicator in the group's first collective. That
+takes device memory, and may wait for all that the device does, so for kernels that wait for other
+ranks. Here the first one waits for the device and takes `COMMUNICATOR_BYTES`, and is refused on
+any thread but the main one: a lane's may come while another communicator's kernels wait.
 """
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import torch.distributed
 from torch.distributed import distributed_c10d
 
+COMMUNICATOR_BYTES = 96 << 20
 STAGED = (  # torch's old names and its new
     "reduce_scatter_tensor",
     "reduce_scatter_single",
@@ -26,7 +33,48 @@ class Done:
         return True
 
 
+class Communicators:
+    """Those that this process has, by the names of their groups ([Note: first collectives])."""
+
+    def __init__(self) -> None:
+        self._names: set[str] = set()
+
+    def use(self, group: Any) -> None:
+        """A collective of the group begins."""
+        name = group.group_name
+        if name in self._names:
+            return
+        thread = threading.current_thread()
+        if thread is not threading.main_thread():
+            raise RuntimeError(
+                f"pretended NCCL: group {name} makes its communicator on the thread {thread.name}, "
+                "where kernels of another communicator may be in flight: a deadlock"
+            )
+        torch.cuda.synchronize()
+        self._names.add(name)
+
+    def forget(self, group: Any) -> None:
+        self._names.discard(group.group_name)
+
+    @property
+    def nbytes(self) -> int:
+        return COMMUNICATOR_BYTES * len(self._names)
+
+
 def install() -> None:
+    communicators = Communicators()
+    memory_of_device = torch.cuda.mem_get_info
+    destroy_process_group = torch.distributed.destroy_process_group
+
+    def mem_get_info(device: Any = None) -> tuple[int, int]:
+        free, total = memory_of_device(device)
+        return free - communicators.nbytes, total
+
+    def destroy(group: Any = None) -> None:
+        if group is not None:
+            communicators.forget(group)
+        destroy_process_group(group)
+
     init_process_group = torch.distributed.init_process_group
     new_group = torch.distributed.new_group
 
@@ -51,6 +99,7 @@ def install() -> None:
             if input.device.type == "cpu":
                 return of_hosts[name](*given, **options)
             group = options.get("group")
+            communicators.use(group or torch.distributed.group.WORLD)
             num_ranks = torch.distributed.get_world_size(group)
             found = torch.empty(num_ranks, input.numel(), dtype=input.dtype)
             gather(found.view(-1), input.cpu().view(-1), group=group)
@@ -69,4 +118,6 @@ def install() -> None:
             setattr(module, name, staged(name))
         module.init_process_group = init  # type: ignore[attr-defined]
         module.new_group = new  # type: ignore[attr-defined]
+        module.destroy_process_group = destroy  # type: ignore[attr-defined]
         module.is_nccl_available = lambda: True  # type: ignore[attr-defined]
+    torch.cuda.mem_get_info = mem_get_info

@@ -31,7 +31,7 @@ from tests.support.rank_looks import (
     traffic,
 )
 from tests.support.rank_models import engine_of, full, num_ranks, rank, train
-from tests.support.training import Run, config, initialized
+from tests.support.training import Run, config, initialized, on
 
 
 def two_ranks(folder: Path) -> dict[str, Any]:
@@ -98,6 +98,26 @@ def larger(_: Path) -> dict[str, Any]:
         state = engine.module_state_dict()
         found["weights"] = {name: value.clone() for name, value in state.items()}
         engine.destroy()
+    return found
+
+
+def communicators(_: Path) -> dict[str, Any]:
+    """On GPUs: what the ranks' communicators take, and a step beside them."""
+    before = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved()
+    model, make_batch = MODELS["gpt"]()
+    section = {"device": "cuda", "window": 1, "resident_layers": 0}
+    engine = engine_of(model, config(clipping=0.5, section=section))
+    counted = engine._ranks.received_bytes
+    loss = loss_of(engine(**on(engine.device, make_batch(0))))
+    engine.backward(loss)
+    engine.step()
+    found = {
+        "before": before,
+        "taken": engine._ranks.communicator_bytes,
+        "planned with": engine._stack.gpu_free_bytes,
+        "counted": counted,
+    }
+    engine.destroy()
     return found
 
 

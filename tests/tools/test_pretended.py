@@ -210,6 +210,39 @@ def test_one_rank_gathers_and_takes_means_on_the_pretended_device() -> None:
     assert result.returncode == 0, result.stdout + result.stderr
 
 
+LANES_OWN = """
+import os, threading, torch
+os.environ["MASTER_PORT"] = str(tests.conftest.free_port())
+torch.cuda.set_device(0)
+torch.distributed.init_process_group("cpu:gloo,cuda:nccl")
+group = torch.distributed.new_group([0], backend="nccl")
+whole, said = torch.ones(4, device="cuda"), []
+def gather():
+    torch.cuda.set_device(0)
+    try: torch.distributed.all_gather_into_tensor(whole, whole, group=group)
+    except RuntimeError as error: said.append(str(error))
+def on_a_lane():
+    lane = threading.Thread(target=gather, name="lane"); lane.start(); lane.join()
+free = torch.cuda.mem_get_info()[0]
+on_a_lane()
+assert "makes its communicator on the thread lane" in said.pop(), said
+gather()
+assert free - torch.cuda.mem_get_info()[0] == process_groups.COMMUNICATOR_BYTES
+on_a_lane()
+assert not said
+"""
+
+
+@can_pretend
+@pytest.mark.slow
+def test_a_lane_that_makes_a_communicator_is_refused_on_the_pretended_device() -> None:
+    """The training thread may, and lanes use it then."""
+    begin = "from tests.pretended.install import install; install(); import sys, tests.conftest"
+    groups = "from tests.pretended import process_groups; process_groups.install()"
+    result = run("-c", f"{begin}; {groups}\n{LANES_OWN}")
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
 def test_it_is_not_installed_where_torch_has_looked_for_a_gpu() -> None:
     with pytest.raises(install.Refused, match=r"before torch is imported|written for torch"):
         install.install()
