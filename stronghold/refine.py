@@ -531,7 +531,7 @@ class Refinement:
         """Say, in figures, what one batch in chunks would take instead of micro-batches that are
         added up, where that is worth it. No plan chooses it, for it changes rounding."""
         stack, count = self._stack, self._stack.demand.micro_batches
-        if count < 2 or stack.demand.chunk is not None:
+        if count < 2 or stack.demand.chunk is not None or not stack.layout.streamed:
             return
         demand = replace(_as_it_is(stack), accumulate=False, micro_batches=1, chunk=1, chunks=count)
         try:

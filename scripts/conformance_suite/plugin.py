@@ -10,6 +10,7 @@ STRONGHOLD_CONFORMANCE names.
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import functools
 import importlib
@@ -46,15 +47,14 @@ def initialize(
 
 
 def blocks_of(model: Any) -> dict[str, Any]:
-    """What a user adds for a toy without repeated blocks: the names of its parts."""
+    """The names of the parts of a toy without repeated blocks: else nothing of it is streamed."""
     if not isinstance(model, torch.nn.Module):
         return {}
-    try:
-        partition(model)
-    except ConfigError:
-        parts = [n for n, part in model.named_children() if any(True for _ in part.parameters())]
-        return {"layers": parts} if parts else {}
-    return {}
+    with contextlib.suppress(ConfigError):
+        if partition(model).streamed:
+            return {}
+    parts = [n for n, part in model.named_children() if any(True for _ in part.parameters())]
+    return {"layers": parts} if parts else {}
 
 
 def on_one_rank(test: Any, num_procs: int, init_method: str) -> None:

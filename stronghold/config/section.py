@@ -244,7 +244,8 @@ class StrongholdConfig(_Section):
         "Where layers that stay on the GPU are updated: there, with masters and "
         "moments beside them and nothing on the host, or on the host, from which they are fetched "
         "each step. When every layer stays and is updated there, and activations are kept, the "
-        "model is whole: nothing of the engine is on its path."
+        "model is whole: nothing of the engine is on its path. Left out: by simulation, once the "
+        "first steps are measured; of a model without repeated blocks there, where that fits."
     )
     deferred_layers: NotNegative | None = key(
         "How many blocks are updated while the next forward runs, where updates do not "
@@ -263,7 +264,8 @@ class StrongholdConfig(_Section):
     )
     layers: str | Annotated[list[str], Field(min_length=1)] | None = key(
         "Full name of the ModuleList that holds the repeated blocks, or a list of "
-        "names for several stacks. Left out: found by the model's class, then by structure."
+        "names for several stacks. Left out: found by the model's class, then by structure; a "
+        "model without repeated blocks stays whole on the GPU, and a warning says so."
     )
     trace: Annotated[str, Field(min_length=1)] | None = key(
         "File for a Chrome/Perfetto trace, with a row per lane, written at the end: "

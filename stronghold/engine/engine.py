@@ -236,7 +236,7 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
             clipped=partial(_check_clipping, settings.gradient_clipping),
             found=fragments(stack),
         )
-        chunked = settings.stronghold.chunk is not None
+        chunked = stack.plan.demand.chunk is not None
         self._batches = Batches(weakref.proxy(self), ranks, chunked=chunked)
         _living.add(self)
         try:

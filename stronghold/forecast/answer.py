@@ -265,6 +265,9 @@ def seconds(value: float) -> str:
 
 # -- notes ----------------------------------------------------------------------------------------
 def _notes(question: Question) -> Iterator[str]:
+    if not question.model.num_blocks:
+        without = "" if question.chunk is None else "; --chunk has no effect"
+        yield f"the model has no repeated blocks: all of it stays on the gpu{without}"
     if question.ranks > 1:
         yield _wires(question)
     positions = question.model.positions
@@ -383,7 +386,7 @@ def _config(question: Question, plan: Plan) -> dict[str, Any]:
         section |= {"window": plan.window, "prefetch": plan.prefetch}
     counts = Counter(plan.activations[index] for index in blocks)  # in the blocks' order
     section["activations"] = dict(counts) if len(counts) > 1 else next(iter(counts), "keep")
-    if question.chunk is not None:
+    if plan.demand.chunk is not None:
         section["chunk"] = question.chunk
         if question.streams > 1:
             section["streams"] = question.streams
@@ -412,6 +415,8 @@ def _config(question: Question, plan: Plan) -> dict[str, Any]:
 def sweep(question: Question, axis: str) -> list[tuple[int, Forecast]]:
     """Forecasts along "window", "batch", "seq" or "layers", in increasing order, until one does not
     fit; of layers and batches the largest that fits is the last but one."""
+    if axis == "window" and not question.model.num_blocks:
+        raise ConfigError("--sweep window: the model has no repeated blocks, so there is no window")
     points: list[tuple[int, Forecast]] = []
     for value in _values(question, axis):
         points.append((value, outlook(_with(question, axis, value))))

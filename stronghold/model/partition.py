@@ -16,6 +16,9 @@ block and stays resident, as does every parameter outside the blocks: embedding,
 [Note: callable] A block is streamed by hooks around its call, so a block is a module that has a
 forward. ModuleList and ModuleDict have none: they are looked through, wherever they stand between a
 container and its blocks.
+
+[Note: no blocks] A model in which the search finds no blocks has no streamed layer: all of its
+parameters are resident. Only blocks that the user named must be there.
 """
 
 from __future__ import annotations
@@ -75,10 +78,10 @@ class Partition:
 
 
 def partition(model: nn.Module, layers: str | Sequence[str] | None = None) -> Partition:
-    """Split `model` into layers; `layers` is the config key `stronghold.layers`. ConfigError when
-    no blocks are found, a path is unknown, or a parameter cannot be moved (`_check_lasting`,
-    `_check_movable`). A later change of `requires_grad` or of the module tree is not seen:
-    partition again."""
+    """Split `model` into layers; `layers` is the config key `stronghold.layers`. Without it a model
+    may have no blocks ([Note: no blocks]). ConfigError when a path is unknown, or a parameter
+    cannot be moved (`_check_lasting`, `_check_movable`). A later change of `requires_grad` or of
+    the module tree is not seen: partition again."""
     names = _names(model)
     _check_lasting(model, names)
     _check_movable(names)
@@ -293,15 +296,13 @@ CLASS_NAMES: dict[str, tuple[str, ...]] = {
 
 def find_blocks(model: nn.Module, layers: str | Sequence[str] | None = None) -> list[nn.Module]:
     """The distinct blocks of `model` that hold parameters; none lies inside another. `layers`:
-    dotted paths of block containers or of blocks, `*` matches within one component; None searches.
-    ConfigError for a path that names nothing with parameters, nested blocks, or when none is found.
+    dotted paths of block containers or of blocks, `*` matches within one component; None searches,
+    and may find none. ConfigError for a path that names nothing with parameters, or nested blocks.
     """
     if layers is not None:
         blocks = _named_blocks(model, [layers] if isinstance(layers, str) else list(layers))
     else:
         blocks = _family_blocks(model) or _structural_blocks(model)
-        if not blocks:
-            raise ConfigError(_nothing_found(model))
     return _distinct(blocks)
 
 
@@ -566,16 +567,17 @@ def _distinct(blocks: Iterable[nn.Module]) -> list[nn.Module]:
     return list(dict.fromkeys(blocks))
 
 
-def _nothing_found(model: nn.Module) -> str:
+def why_no_blocks(model: nn.Module) -> str:
+    """Why the search found no blocks in `model`, and how the user names them."""
     largest = sorted(
         ((_numel(child), name) for name, child in model.named_children()), reverse=True
     )[:3]
     held = ", ".join(f'"{name}" ({numel:,} parameters)' for numel, name in largest) or "none"
     return (
-        f"{_KEY}: no repeated blocks found in {type(model).__name__}. Looked for a known family "
+        f"no repeated blocks found in {type(model).__name__}. Looked for a known family "
         "(config.model_type or class name), then for a ModuleList, Sequential or numbered "
         "attributes that hold at least two like modules with parameters. Largest children: "
-        f"{held}. Name the blocks, or the list that holds them, for example "
+        f"{held}. To name the blocks, or the list that holds them, set {_KEY}, for example "
         '"stronghold": {"layers": "model.layers"} or '
         '{"layers": ["encoder.block.*", "decoder.block.*"]}.'
     )

@@ -16,14 +16,20 @@ beginning, and what is deferred all through forward ([Note: deferred updates] of
 of a layer: one is read, one is updated, one is written, one more is read ahead. A fetch's piece
 holds a range of weights: one is read, one waits for its slot, one is copied. The two have entries
 of their own, for an update must not wait for a slot. One further entry serves checkpoints.
+
+[Note: no blocks] A model without repeated blocks has nothing that could leave the device to make
+room there. So its state is on the device too, and the model is whole, where that fits and the
+demand leaves it open; else its state is on the host, and its weights alone stay. There is nothing
+to call in chunks.
 """
 
 from __future__ import annotations
 
+import contextlib
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from stronghold.errors import BudgetError, ConfigError, format_size
 from stronghold.model.layout import ModelLayout
@@ -181,6 +187,15 @@ class Plan:
 
 def make_plan(layout: ModelLayout, demand: Demand) -> Plan:
     """The plan for `layout`; BudgetError, before anything is allocated, when it cannot fit."""
+    if not layout.streamed:  # [Note: no blocks]
+        demand = replace(demand, chunk=None, chunks=1, streams=1)
+        if demand.resident_updates is None and demand.spill is None:
+            with contextlib.suppress(BudgetError):
+                return _make_plan(layout, replace(demand, resident_updates="gpu"))
+    return _make_plan(layout, demand)
+
+
+def _make_plan(layout: ModelLayout, demand: Demand) -> Plan:
     reasons: list[str] = []
     places = _Places(layout, demand, reasons)
     activations, blocks = places.activations, places.blocks
@@ -473,17 +488,28 @@ def _gpu_refusal(
         for name, size in sorted(parts.items(), key=lambda part: -part[1])
         if size
     )
-    which = f"stronghold.window of {window} slots" if demand.pins("window") else "the smallest plan"
+    if not places.blocks:
+        which = "the model has no repeated blocks, so that all of it stays on the gpu, and"
+    elif demand.pins("window"):
+        which = f"stronghold.window of {window} slots"
+    else:
+        which = "the smallest plan"
     tokens = f" with {demand.tokens:,} tokens in a micro-batch" if demand.tokens else ""
     at_least = format_size(need, round_up=True)
     ways = [f"raise gpu_memory to at least {at_least}, if the gpu has it"]
-    if demand.pins("window") and without_window < need:
+    if places.blocks and demand.pins("window") and without_window < need:
         fewer = format_size(without_window, round_up=True)
         ways.append(f"leave window out, with which {fewer} suffice")
     if demand.resident_layers and demand.pins("resident_layers"):
         ways.append("lower stronghold.resident_layers")
     if demand.resident_updates == "gpu" and demand.pins("resident_updates"):
         ways.append('set stronghold.resident_updates to "host"')
+    if not places.blocks:
+        ways.append("name blocks in stronghold.layers, which are streamed then")
+        if demand.training:
+            ways.append("train fewer parameters")
+            if demand.states.weight_bytes == 4:
+                ways.append("train in bf16")
     if sum(kept.values()) > need // 2:  # the batch decides
         if demand.pins("activations"):
             ways.append("leave stronghold.activations out")

@@ -40,6 +40,7 @@ from stronghold.model.partition import (
     materialize,
     partition,
     source_of,
+    why_no_blocks,
 )
 from stronghold.plan.cost import Demand
 from stronghold.plan.plan import Plan, levels_of, make_plan
@@ -58,6 +59,8 @@ from stronghold.telemetry.trace import Trace, open_path
 # Without stronghold.gpu_memory half of what the GPU has free goes to slots; the rest is left to
 # activations.
 GPU_SHARE = 0.5
+# Keys without effect where there are no blocks.
+OF_BLOCKS = ("window", "prefetch", "activations", "kept_activations", "chunk", "streams")
 TRIM_BYTES = 256 << 20  # of the model's own memory may wait in the heap when it was taken over
 
 logger = logging.getLogger("stronghold")
@@ -117,6 +120,8 @@ class Stack:
         self._trace_path = section.trace and open_path(section.trace, rank)
         self.plan: Plan = make_plan(self.layout, self.demand)
         check_alike(self.ranks, self.layout, self.plan, settings.precision)
+        if not self.partition.streamed and rank == 0:
+            _say_no_blocks(model, section)
         if not self.plan.whole and is_compiled(model):
             raise ConfigError(f"model: {COMPILED_WHOLE}")
         self.trace = Trace(rank, recording=section.trace is not None)
@@ -576,6 +581,16 @@ def _check_parameters(found: Partition, precision: str, source: WeightSource | N
             strided[0],
             len(strided) - 1,
         )
+
+
+def _say_no_blocks(model: nn.Module, section: StrongholdConfig) -> None:
+    keys = [key for key in OF_BLOCKS if getattr(section, key) is not None]
+    names = ", ".join(f"stronghold.{key}" for key in keys)
+    logger.warning(
+        "the whole model stays on the device: %s%s",
+        why_no_blocks(model),
+        f" Without effect, since blocks alone are streamed: {names}." if keys else "",
+    )
 
 
 def _resident_updates(section: StrongholdConfig, ranks: Ranks, *, on_gpu: bool) -> str | None:

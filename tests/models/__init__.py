@@ -6,13 +6,14 @@ a function that turns a seed into the keyword arguments of one call, so that
 except by running a model with dropout.
 """
 
-from tests.models import calls, families, parameters  # noqa: F401 - they register their models
+from tests.models import calls, families, parameters, toys  # noqa: F401 - they register their models
 from tests.models.base import (
     HIDDEN,
     HUGGING_FACE,
     LENGTH,
     MODELS,
     PLAIN,
+    TOYS,
     VOCAB,
     Block,
     Decoder,
@@ -27,6 +28,7 @@ __all__ = [
     "LENGTH",
     "MODELS",
     "PLAIN",
+    "TOYS",
     "VOCAB",
     "Block",
     "Decoder",

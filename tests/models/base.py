@@ -18,6 +18,7 @@ VOCAB, HIDDEN, HEADS, LENGTH = 37, 16, 2, 8
 MODELS: dict[str, Factory] = {}  # all of them
 PLAIN: list[str] = []  # plain PyTorch: no import beyond torch
 HUGGING_FACE: list[str] = []  # importing transformers takes seconds
+TOYS: list[str] = []  # without repeated blocks
 
 
 def loss_of(output: Any) -> Tensor:
@@ -45,7 +46,7 @@ def _register(names: list[str]) -> Callable[[Factory], Factory]:
     return register
 
 
-plain, hugging_face = _register(PLAIN), _register(HUGGING_FACE)
+plain, hugging_face, toy = _register(PLAIN), _register(HUGGING_FACE), _register(TOYS)
 
 
 def without_caches(model: nn.Module) -> nn.Module:

@@ -23,6 +23,11 @@ BERT_EMBEDDINGS = [
 ]
 T5_STACKS = ["encoder.block.0", "encoder.block.1", "decoder.block.0", "decoder.block.1"]
 
+ONE_BLOCK = [
+    f"blocks.0.{name}"
+    for name in ("norm1", "attention.qkv", "attention.out", "norm2", "mlp.up", "mlp.down")
+]
+
 
 def numbered(path: str, count: int) -> list[str]:
     return [f"{path}.{index}" for index in range(count)]
@@ -88,6 +93,12 @@ EXPECTED: dict[str, tuple[list[str], list[str]]] = {
             "cls.predictions.transform.LayerNorm",
         ],
     ),
+    "two_scalars": ([], [""]),
+    "one_linear": ([], [""]),
+    "nested": ([], ["", "body.first.0", "body.norm"]),
+    "one_block": ([], [*AROUND[:2], *ONE_BLOCK, *AROUND[2:]]),
+    "one_weird_block": ([], [*AROUND[:2], "blocks.0", *AROUND[2:]]),
+    "half_frozen": ([], [*AROUND[:2], *ONE_BLOCK, *AROUND[2:]]),
     "t5": (T5_STACKS, ["shared", "encoder.final_layer_norm", "decoder.final_layer_norm"]),
 }
 

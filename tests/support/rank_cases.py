@@ -14,7 +14,7 @@ from deepspeed import utils
 from stronghold import refine
 from stronghold.errors import BudgetError
 from stronghold.runtime.drains import GradientDrains
-from tests.models import MODELS
+from tests.models import MODELS, TOYS
 from tests.support.rank_models import num_ranks, train
 from tests.support.training import Run, assert_identical, config
 
@@ -165,6 +165,7 @@ CASES: dict[str, Callable[[], Run]] = {
             ("order", 2, "keep"),
         )
     },
+    **{f"no blocks, {name}": partial(train, name, config(clipping=0.0)) for name in TOYS},
     "weird sizes": partial(train, "weird_model", config(clipping=0.0)),
     "recomputed": partial(train, "gpt", config(clipping=0.0, section={"activations": "recompute"})),
     "chunks": partial(train, "gpt", config(clipping=0.0, section={"chunk": 1})),

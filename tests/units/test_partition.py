@@ -8,7 +8,7 @@ from torch import nn
 
 from stronghold.errors import ConfigError, StateError
 from stronghold.model.partition import _check_exactly_once, _names, partition
-from tests.models import HUGGING_FACE, MODELS, PLAIN, Block, Decoder
+from tests.models import HUGGING_FACE, MODELS, PLAIN, TOYS, Block, Decoder
 from tests.support.partitions import (
     EXPECTED,
     build,
@@ -23,7 +23,7 @@ from tests.support.partitions import (
 
 
 def test_the_zoo_is_covered() -> None:
-    assert set(EXPECTED) == set(MODELS) == {*PLAIN, *HUGGING_FACE}
+    assert set(EXPECTED) == set(MODELS) == {*PLAIN, *HUGGING_FACE, *TOYS}
 
 
 @pytest.mark.parametrize("name", list(EXPECTED))

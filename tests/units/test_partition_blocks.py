@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from stronghold.errors import ConfigError
-from stronghold.model.partition import partition
+from stronghold.model.partition import partition, why_no_blocks
 from tests.models import HIDDEN, VOCAB, Block
 from tests.support.partitions import (
     EXPECTED,
@@ -124,8 +124,8 @@ def test_a_known_family_may_have_one_block(monkeypatch: pytest.MonkeyPatch) -> N
     model = build("llama", num_hidden_layers=1)
     assert streamed(partition(model)) == ["model.layers.0"]
     without_table(monkeypatch)
-    with pytest.raises(ConfigError, match="no repeated blocks"):
-        partition(model)
+    assert streamed(partition(model)) == []
+    assert streamed(partition(model, "model.layers")) == ["model.layers.0"]
 
 
 def test_megatron_core_s_layout_is_known_although_its_model_type_is_no_name() -> None:
@@ -263,8 +263,7 @@ def test_large_blocks_are_streamed_however_small_their_share() -> None:
 def test_a_list_of_plain_layers_counts_when_it_is_most_of_the_model() -> None:
     stack = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
     assert streamed(partition(Holder(stack=stack))) == numbered("stack", 3)
-    with pytest.raises(ConfigError, match="no repeated blocks"):
-        partition(Holder(stack=stack, body=nn.Linear(100, 100)))
+    assert streamed(partition(Holder(stack=stack, body=nn.Linear(100, 100)))) == []
 
 
 @pytest.mark.parametrize(
@@ -280,8 +279,11 @@ def test_a_list_of_plain_layers_counts_when_it_is_most_of_the_model() -> None:
     ],
     ids=["one block", "one layer", "two tables", "one in a list", "no parameters"],
 )
-def test_a_model_without_repeated_blocks_is_refused_with_an_example(model: nn.Module) -> None:
-    with pytest.raises(ConfigError, match=r"^stronghold\.layers: no repeated blocks") as caught:
-        partition(model)
-    assert type(model).__name__ in str(caught.value)
-    assert '"stronghold": {"layers": "model.layers"}' in str(caught.value)
+def test_a_model_without_repeated_blocks_streams_nothing(model: nn.Module) -> None:
+    found = partition(model)
+    assert streamed(found) == []
+    placed = {named.parameter for layer in found.layers for named in layer.parameters}
+    assert placed == set(model.parameters())
+    said = why_no_blocks(model)
+    assert said.startswith(f"no repeated blocks found in {type(model).__name__}.")
+    assert '"stronghold": {"layers": "model.layers"}' in said

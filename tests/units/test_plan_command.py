@@ -10,10 +10,17 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MixtralConfig
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    HeliumConfig,
+    LlamaConfig,
+    MixtralConfig,
+)
 
 import stronghold
 from stronghold import forecast
@@ -343,6 +350,63 @@ def test_more_layers_are_the_same_model_grown(llama: Path) -> None:
         grown = other.with_layers(7)
         assert grown.num_blocks == 7
         assert len(grown.costs_of(1, 8, "bf16").layers) == len(grown.layout.layers)
+
+
+@pytest.fixture(scope="module")
+def without_blocks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of one block, of no known family."""
+    folder = tmp_path_factory.mktemp("helium")
+    shape = HeliumConfig(
+        num_hidden_layers=1,
+        hidden_size=64,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=32,
+        intermediate_size=128,
+        vocab_size=300,
+        max_position_embeddings=32,
+        architectures=["HeliumForCausalLM"],
+    )
+    shape.save_pretrained(folder)
+    return folder
+
+
+def test_a_model_without_blocks_stays_whole_and_the_page_says_so(
+    without_blocks: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    call = ["--model", str(without_blocks), "--machine", "rtx4090", "--batch", "2"]
+    status, page, _ = run(*call, "--chunk", "1", "--gpu", "1GiB", capsys=capsys)
+    assert status == 0
+    assert "in 0 blocks" in page
+    assert "has no repeated blocks: all of it stays on the gpu; --chunk has no effect" in page
+    assert "the model stays whole on the gpu" in page
+    status, page, _ = run(*call, "--gpu", "100kB", capsys=capsys)
+    assert status == 1
+    assert "the model has no repeated blocks, so that all of it stays" in page
+    status, _, said = run(*call, "--sweep", "window", capsys=capsys)
+    assert status == 2
+    assert "--sweep window: the model has no repeated blocks" in said
+
+
+@pytest.mark.parametrize("options", [{}, {"gpus": 2}, {"states": "lean"}, {"gpu": "2MiB"}], ids=str)
+def test_the_config_of_a_model_without_blocks_runs_as_it_was_planned(
+    options: dict[str, Any], without_blocks: Path
+) -> None:
+    question = understand(model=without_blocks, machine="rtx4090", chunk=1, batch=2, **options)
+    found = outlook(question)
+    assert found.config is not None
+    assert found.plan is not None
+    settings = found.config
+    settings["stronghold"]["device"] = "emulated"
+    model = AutoModelForCausalLM.from_config(HeliumConfig.from_pretrained(without_blocks))
+    engine, *_ = stronghold.initialize(
+        model=model, config=settings, model_parameters=model.parameters()
+    )
+    assert engine.plan.whole == found.plan.whole
+    if question.ranks == 1:
+        assert engine.plan.gpu_bytes == found.plan.gpu_bytes
+        assert engine.plan.host_bytes == found.plan.host_bytes
+    engine.destroy()
 
 
 def test_a_sequence_beyond_the_models_positions_is_noted(tmp_path: Path) -> None:

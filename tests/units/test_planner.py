@@ -190,6 +190,44 @@ def test_a_model_is_whole_when_all_of_it_stays_and_is_updated_there(pinned: Any)
     assert not make_plan(layout, demand(whole=False, **everything)).whole
 
 
+WITHOUT_BLOCKS = layout_of(((4096, 4096, False), (6144, 2048, False), (2048, 0, False)))
+
+
+@pytest.mark.parametrize("mode", WAYS, ids=str)
+@pytest.mark.parametrize("dtype", LOW_DTYPE, ids=str)
+def test_a_model_without_blocks_is_whole_unless_its_state_has_no_room(
+    dtype: torch.dtype, mode: dict[str, Any]
+) -> None:
+    training = mode.get("training", True)
+    wish = demand(dtype, **mode)
+    plan = make_plan(WITHOUT_BLOCKS, wish)
+    assert plan.whole
+    assert (plan.window, plan.host_total_bytes) == (0, 0)
+    need = plan.gpu_total_bytes
+    assert taken(WITHOUT_BLOCKS, plan, dtype, training=training) == [need, 0]
+    on_host = make_plan(WITHOUT_BLOCKS, dataclasses.replace(wish, resident_updates="host"))
+    assert not on_host.updated_on_gpu
+    least = on_host.gpu_total_bytes
+    assert taken(WITHOUT_BLOCKS, on_host, dtype, training=training) == [
+        least,
+        on_host.host_total_bytes,
+    ]
+    assert make_plan(WITHOUT_BLOCKS, dataclasses.replace(wish, gpu_budget_bytes=need)).whole
+    for budget in {least, max(least, need - 1)} - {need}:
+        within = make_plan(WITHOUT_BLOCKS, dataclasses.replace(wish, gpu_budget_bytes=budget))
+        assert dataclasses.replace(within, demand=on_host.demand, reasons=()) == (
+            dataclasses.replace(on_host, reasons=())
+        )
+    for pinned in (None, "gpu", "host"):
+        short = dataclasses.replace(
+            wish, resident_updates=pinned, gpu_budget_bytes=least - 1, window=1
+        )
+        with pytest.raises(BudgetError, match="has no repeated blocks") as error:
+            make_plan(WITHOUT_BLOCKS, short)
+        ways = 'resident_updates to "host"' in str(error.value)
+        assert ways == (pinned == "gpu")
+
+
 # -- the gpu's budget --------------------------------------------------------------------------
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("kept", [0, 1])
