@@ -1,11 +1,13 @@
 """Import this module, and `deepspeed.initialize` obeys a "stronghold" section in the config.
 
-Owns the replacement of four names, in this process alone: nothing installed is changed on disk.
+Owns the replacement of five names, in this process alone: nothing installed is changed on disk.
 One is `deepspeed.utils.zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint`, which reads this
 engine's checkpoints, too. Two are those through which a config with ZeRO stage 3 would have a model
 partitioned before an engine sees it: `deepspeed.zero.Init`, which does nothing where it is given a
 config with the section, and Accelerate's reading of the config, in which (in its own copy) such a
-stage 3 becomes 2; so Transformers, PEFT and TRL neither partition nor gather.
+stage 3 becomes 2; so Transformers, PEFT and TRL neither partition nor gather. The fifth is the
+state that Accelerate makes of such a config's process, which on CPUs would take each of several
+ranks for a run of its own.
 For programs whose framework calls `deepspeed.initialize` itself (Transformers' Trainer, Accelerate,
 Lightning, TRL). A config without the section reaches DeepSpeed as if this module were not there.
 Importing it twice is importing it once; `disable` undoes it. The training thread alone enters.
@@ -16,11 +18,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import deepspeed
+from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import zero_to_fp32
 
 from stronghold import config as configs
@@ -108,13 +112,29 @@ def _without_stage_3(original: Callable[[Any], None]) -> Callable[[Any], None]:
     @functools.wraps(original)
     def set_stage_and_offload(self: Any) -> None:
         zero = self.config.get("zero_optimization")
-        if isinstance(zero, dict) and zero.get("stage") == 3 and _asks_for_us(self.config):
-            zero["stage"] = 2
-            if isinstance(optimizer := zero.get("offload_optimizer"), dict):
-                optimizer.pop("ratio", None)  # of stage 3 alone, and without effect here
+        if _asks_for_us(self.config):
+            from accelerate.state import PartialState
+
+            _replaced.put(PartialState, "__init__", _over_gloo)
+            if isinstance(zero, dict) and zero.get("stage") == 3:
+                zero["stage"] = 2
+                if isinstance(optimizer := zero.get("offload_optimizer"), dict):
+                    optimizer.pop("ratio", None)  # of stage 3 alone, and without effect here
         original(self)
 
     return set_stage_and_offload
+
+
+def _over_gloo(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def init(self: Any, cpu: bool = False, **kwargs: Any) -> None:
+        # Accelerate knows backends of GPUs alone where DeepSpeed trains.
+        if not cpu and get_accelerator().device_name() == "cpu":
+            if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+                kwargs.setdefault("backend", "gloo")
+        original(self, cpu, **kwargs)
+
+    return init
 
 
 def _choosing(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -247,12 +247,14 @@ class Search:
     def _demands(self, residents: Iterable[int], windows: Iterable[int]) -> Iterator[Demand]:
         pinned, prefetch = self.demand.window, self.demand.prefetch
         updates = self.demand.resident_updates
+        # Without blocks the plan itself decides ([Note: no blocks] of `plan`).
+        open_places = updates is None and self.layout.streamed
         for resident in residents:
             streamed = len(self.layout.streamed) - resident
             tried = {max(1, min(window, streamed)) for window in windows}
             for window in sorted(tried) if pinned is None else [pinned]:
                 if prefetch is None or prefetch < window:
-                    for where in UPDATES if updates is None else (updates,):
+                    for where in UPDATES if open_places else (updates,):
                         yield replace(
                             self.demand,
                             resident_layers=resident,

@@ -9,6 +9,10 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +20,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.test_utils import RegressionDataset, RegressionModel
 from accelerate.utils import DeepSpeedPlugin, DummyOptim, DummyScheduler
 from torch import nn
 from torch.utils.data import DataLoader
@@ -23,8 +28,18 @@ from torch.utils.data import DataLoader
 from stronghold.config import source
 from stronghold.engine import StrongholdEngine
 from stronghold.errors import ConfigError
+from tests.conftest import free_port
 from tests.models import MODELS, loss_of, token_batch
-from tests.support.frameworks import BOUND, LOSS_BOUND, fresh_accelerate, plugin, reset_accelerate
+from tests.support import accelerate_program
+from tests.support.children import ROOT
+from tests.support.frameworks import (
+    BOUND,
+    LOSS_BOUND,
+    RANK,
+    fresh_accelerate,
+    plugin,
+    reset_accelerate,
+)
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate", "plugin")
 
@@ -300,3 +315,73 @@ def test_a_surviving_auto_in_the_section_is_refused_by_accelerate() -> None:
     model, _ = MODELS["gpt"]()
     with pytest.raises(ValueError, match=r"stronghold\.window"):
         accelerator.prepare(model, torch_parts(model)[0], batches(0, 1))
+
+
+def plain_scalars(rows_per_step: int) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """The norms and weights of a plain loop over the same rows."""
+    model = RegressionModel()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=accelerate_program.LEARNING_RATE)
+    data = RegressionDataset(length=accelerate_program.ROWS, seed=0)
+    norms = []
+    for rows in DataLoader(data, batch_size=rows_per_step):
+        (model(rows["x"]) - rows["y"]).square().mean().backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return norms, model.state_dict()
+
+
+@pytest.mark.parametrize("num_processes", [1, 2])
+def test_accelerates_own_check_of_a_machine_passes(num_processes: int, tmp_path: Path) -> None:
+    """`accelerate test` is `accelerate launch` of its script, which trains nothing with DeepSpeed:
+    two scalars, which are no repeated blocks, are trained after it."""
+    settings = {
+        "train_micro_batch_size_per_gpu": "auto",
+        "train_batch_size": "auto",
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": 1.0,
+        "zero_optimization": {"stage": 2},
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": 0.01}},
+        "stronghold": {"device": "emulated"},
+    }
+    template = {
+        "compute_environment": "LOCAL_MACHINE",
+        "distributed_type": "DEEPSPEED",
+        "deepspeed_config": {"deepspeed_config_file": "ds.json", "zero3_init_flag": False},
+        "num_machines": 1,
+        "num_processes": num_processes,
+        "machine_rank": 0,
+        "main_process_port": free_port(),
+        "use_cpu": True,
+    }
+    (tmp_path / "ds.json").write_text(json.dumps(settings), encoding="utf-8")
+    (tmp_path / "machine.yaml").write_text(json.dumps(template), encoding="utf-8")  # JSON is YAML
+    launched = ["accelerate.commands.launch", "--config_file", "machine.yaml"]
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "stronghold.cli", "launch", "--"),
+            *(sys.executable, "-m", *launched, accelerate_program.__file__, str(tmp_path)),
+        ],
+        cwd=tmp_path,
+        env={
+            **{name: value for name, value in os.environ.items() if name not in RANK},
+            "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+            "OMP_NUM_THREADS": "1",
+            "DS_ACCELERATOR": "cpu",
+        },
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    said = [line for line in done.stderr.splitlines() if "no repeated blocks found in" in line]
+    assert len(said) == 1
+    norms, weights = plain_scalars(num_processes * accelerate_program.BATCH)
+    for rank in range(num_processes):
+        found = torch.load(tmp_path / f"found-{rank}")
+        assert found["engine"] == "stronghold.engine.engine.StrongholdEngine"
+        assert found["processes"] == num_processes
+        # Gradients of two halves are added in another order.
+        assert found["norms"] == pytest.approx(norms, rel=1e-5)
+        for name, weight in found["weights"].items():
+            assert weight.item() == pytest.approx(weights[name].item(), rel=1e-5), name
