@@ -129,9 +129,9 @@ def _over_gloo(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def init(self: Any, cpu: bool = False, **kwargs: Any) -> None:
         # Accelerate knows backends of GPUs alone where DeepSpeed trains.
-        if not cpu and get_accelerator().device_name() == "cpu":
-            if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-                kwargs.setdefault("backend", "gloo")
+        num_ranks = int(os.environ.get("WORLD_SIZE", 1))
+        if num_ranks > 1 and not cpu and get_accelerator().device_name() == "cpu":
+            kwargs.setdefault("backend", "gloo")
         original(self, cpu, **kwargs)
 
     return init
