@@ -160,9 +160,6 @@ def test_a_machine_that_lacks_memory_is_refused_without_a_budget_in_the_config(
     refused(allocations, model, config(), BudgetError, "add RAM to at least")
 
 
-# --- models ---------------------------------------------------------------------------------------
-
-
 class Flat(nn.Module):
     """Nothing repeats."""
 
@@ -172,6 +169,17 @@ class Flat(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.second(self.first(x)).mean()
+
+
+def test_a_gpu_budget_below_a_model_in_which_nothing_repeats(allocations: list[str]) -> None:
+    def settings(budget: int | str) -> dict[str, Any]:
+        return config(section={"gpu_memory": budget})
+
+    model, advice = Flat(), (r"stronghold\.layers", "no repeated blocks", r"got 0\.01 MiB")
+    message = refused(allocations, model, settings(100), BudgetError, *advice)
+    (enough,) = re.findall(r"stronghold\.gpu_memory to at least (\S+ MiB)", message)
+    report = trains(model, lambda seed: {"x": torch.ones(2, 3)}, settings(enough))
+    assert report.gpu_peak == report.gpu_planned
 
 
 # --- refused: a model, or a change of the config; what the one error says; what trains instead ---
@@ -194,7 +202,6 @@ ENDLESS["stronghold"]["emulated"] = ENDLESS["stronghold"]
 FILE = "LICENSE/trace.json"  # below what is no folder
 BF16 = {"bf16": {"enabled": True}}
 MODELS_REFUSED: dict[str, tuple[Any, dict[str, Any], tuple[str, ...], dict[str, Any] | None]] = {
-    "nothing repeats": (lambda _: Flat(), {}, (r"stronghold\.layers", "block"), None),
     "layers that are not there": (None, ours(layers="bloks"), ("bloks", "blocks"), ours()),
     "meta": (lambda m: m.to("meta"), {}, ("meta device", "load its values"), None),
     "integers": (codes, {}, (r"blocks\.0\.codes", "int8", "buffer"), None),
