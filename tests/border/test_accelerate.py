@@ -8,8 +8,8 @@ docs/frameworks.md cannot miss a use of theirs.
 from __future__ import annotations
 
 import dataclasses
-import logging
 import json
+import logging
 import os
 import subprocess
 import sys

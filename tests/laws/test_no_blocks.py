@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from stronghold.errors import BudgetError, ConfigError
 from tests.models import MODELS, TOYS, loss_of
 from tests.support.checkpoints import assert_same, command, masters_of, snapshot
 from tests.support.pairs import pairs
+from tests.support.sizes import named_size
 from tests.support.training import (
     assert_identical,
     config,
@@ -138,7 +138,7 @@ def test_too_little_room_is_refused_with_what_fits(precision: str, window: int |
     engine.destroy()
     with pytest.raises(BudgetError, match="the model has no repeated blocks") as caught:
         engine_within(need - 1)
-    (enough,) = re.findall(r"raise stronghold\.gpu_memory to at least (\S+ MiB)", str(caught.value))
+    enough = named_size(str(caught.value), "raise gpu_memory to at least")
     assert "stronghold.layers" in str(caught.value)
     assert "outside the blocks" in str(caught.value)
     engine = engine_within(enough)
@@ -222,7 +222,7 @@ def test_it_leaves_the_device_and_comes_back() -> None:
     with twin("one_weird_block", precision="bf16") as both:
         both.train(0)
         both.engine.offload_states()
-        assert both.engine._stack.device.allocated_bytes == 0
+        assert both.engine.inspect().device.allocated_bytes == 0
         both.engine.reload_states()
         both.train(1)
 
@@ -234,7 +234,7 @@ def test_a_frozen_model_evaluates_and_holds_its_weights_alone() -> None:
     engine, optimizer, *_ = stronghold.initialize(model=model, config=config())
     assert optimizer is None
     assert torch.equal(loss_of(engine(**make_batch(0))), expected)
-    weights = sum(layer.numel for layer in engine._stack.layout.layers) * 4
+    weights = sum(layer.numel for layer in engine.inspect().layout.layers) * 4
     assert engine.memory_report().gpu_peak == weights
     engine.destroy()
 
