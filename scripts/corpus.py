@@ -66,10 +66,12 @@ class Corpus:
         """The next batch, as keyword arguments of a Hugging Face model."""
         return self._cut(self._training, self._generator)
 
-    def held_out_batches(self) -> Iterator[dict[str, torch.Tensor]]:
-        """The same held-out batches on every call."""
+    def held_out_batches(
+        self, num_batches: int = NUM_HELD_OUT_BATCHES
+    ) -> Iterator[dict[str, torch.Tensor]]:
+        """The first held-out batches, the same on every call."""
         generator = torch.Generator().manual_seed(1)
-        for _ in range(NUM_HELD_OUT_BATCHES):
+        for _ in range(num_batches):
             yield self._cut(self._held_out, generator)
 
     def _cut(self, text: torch.Tensor, generator: torch.Generator) -> dict[str, torch.Tensor]:

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from statistics import median
 from typing import Any
 
 import torch
 from corpus import Corpus
 from deepspeed.runtime.lr_schedules import WarmupCosineLR
-from tqdm import tqdm
+from pace import Turns, fit_turns
+from progress import progress
 from transformers import PreTrainedModel
 
 import stronghold
 
 CLIPPING_EPSILON = 1e-6  # torch.nn.utils.clip_grad_norm_'s
-TIMED_BLOCKS, STEPS_PER_BLOCK = 5, 4
 
 
 class PlainLoop:
@@ -91,23 +92,33 @@ class PlainLoop:
             gradient.mul_(coefficient)
 
 
-def plain_losses(
-    model: PreTrainedModel, config: dict[str, Any], data: Corpus, steps: int
-) -> list[float]:
-    """Losses of the first steps, with the engine's arithmetic and nothing else of stronghold's."""
-    loop = PlainLoop(model, config, exact=True)
-    bar = tqdm(range(steps), desc="without the window", unit="step", leave=False, disable=None)
-    return [loop.step(data.batch()).item() for _ in bar]
+@contextmanager
+def operators_in_one_order() -> Iterator[None]:
+    """Operators add in the same order in every run, with a warning where torch has none that do."""
+    before = torch.utils.deterministic.fill_uninitialized_memory
+    torch.utils.deterministic.fill_uninitialized_memory = False  # it would write beside the lanes
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.utils.deterministic.fill_uninitialized_memory = before
 
 
 def compare_times(
-    build: Callable[[], PreTrainedModel], config: dict[str, Any], data: Corpus
+    build: Callable[[], PreTrainedModel],
+    config: dict[str, Any],
+    data: Corpus,
+    limit_s: float,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, float]:
-    """Median seconds of a step with the window and of the fast plain loop, one torch thread each.
+    """Median seconds of a step with the window and of the fast plain loop, one torch thread each,
+    and of how many blocks of how many steps. Empty when too few fit into `limit_s` seconds.
 
     They take turns in blocks of steps. A block with the window ends with its last update, which
     would otherwise run beside the other's steps.
     """
+    begun_s = clock()
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     section = {key: value for key, value in config["stronghold"].items() if key != "trace"}
@@ -119,32 +130,46 @@ def compare_times(
     )
     plain = PlainLoop(build().to(data.device), config, exact=False)
 
-    def window_block() -> None:
-        for _ in range(STEPS_PER_BLOCK):
+    def window_block(num_steps: int) -> None:
+        for _ in range(num_steps):
             loss = engine(**data.batch()).loss
             engine.backward(loss)
             engine.step()
         engine.synchronize()
         loss.item()
 
-    def plain_block() -> None:
-        for _ in range(STEPS_PER_BLOCK):
+    def plain_block(num_steps: int) -> None:
+        for _ in range(num_steps):
             loss = plain.step(data.batch())
         loss.item()
 
-    seconds = alternate({"window": window_block, "plain": plain_block})
-    engine.destroy()
-    torch.set_num_threads(threads)
-    return {name: value / STEPS_PER_BLOCK for name, value in seconds.items()}
+    blocks = {"window": window_block, "plain": plain_block}
+    try:
+        # The first step of each warms up, and is the slowest: what fits by it does fit.
+        pair_s = sum(_seconds(block, 1, clock) for block in blocks.values())
+        turns = fit_turns(pair_s, limit_s - (clock() - begun_s))
+        return {} if turns is None else alternate(blocks, turns, clock)
+    finally:
+        engine.destroy()
+        torch.set_num_threads(threads)
 
 
-def alternate(blocks: dict[str, Callable[[], None]]) -> dict[str, float]:
-    """Median seconds of each block; they take turns, so that a noisy machine is noisy for both."""
+def alternate(
+    blocks: dict[str, Callable[[int], None]], turns: Turns, clock: Callable[[], float]
+) -> dict[str, float]:
+    """Median seconds of a step in each block; they take turns, so that a noisy machine is noisy for
+    both."""
     taken: dict[str, list[float]] = {name: [] for name in blocks}
-    for turn in tqdm(range(TIMED_BLOCKS + 1), desc="timing", leave=False, disable=None):
-        for name, block in blocks.items():
-            begun = time.perf_counter()
-            block()
-            if turn > 0:  # the first warms up
-                taken[name].append(time.perf_counter() - begun)
-    return {name: median(values) for name, values in taken.items()}
+    with progress(turns.count, "timing a step, by turns") as bar:
+        for _ in range(turns.count):
+            for name, block in blocks.items():
+                taken[name].append(_seconds(block, turns.block_steps, clock))
+            bar.update()
+    medians = {name: median(values) / turns.block_steps for name, values in taken.items()}
+    return {**medians, "turns": turns.count, "steps_per_turn": turns.block_steps}
+
+
+def _seconds(block: Callable[[int], None], num_steps: int, clock: Callable[[], float]) -> float:
+    begun_s = clock()
+    block(num_steps)
+    return clock() - begun_s

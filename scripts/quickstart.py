@@ -1,8 +1,11 @@
 """Trains a Llama-style model on real text through a window smaller than the model.
 
-The training itself is `train`, and is what any DeepSpeed user writes. The rest checks what it did:
-the same losses without the window, the bytes against the plan, the time against a plain loop.
-Started by `scripts/quickstart` through the `deepspeed` launcher.
+The training itself is `train`, and is what any DeepSpeed user writes. Before it comes what shows
+that the window costs nothing: the same losses as a plain PyTorch loop, the bytes against the plan,
+the time of a step. A step is measured first, and every part is fitted to the time (`pace`).
+
+Runs as `scripts/quickstart ...`, which is plain python, or with `deepspeed --num_gpus 1
+scripts/quickstart.py --deepspeed_config configs/quickstart.json ...`.
 """
 
 from __future__ import annotations
@@ -11,22 +14,49 @@ import argparse
 import copy
 import json
 import logging
+import math
+import signal
 import sys
 import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
-if __name__ == "__main__" and not {"-h", "--help"} & set(sys.argv):
-    print("loading torch, deepspeed and transformers", flush=True)
+if __name__ == "__main__":
+    BEGUN_S = time.perf_counter()
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # imports end without a traceback
+    if not {"-h", "--help"} & set(sys.argv):
+        print("loading torch, deepspeed and transformers", flush=True)
 
 import deepspeed
 import torch
-from corpus import Corpus, read_text
-from plain import compare_times, plain_losses
-from report import compare_losses, compare_memory, leave, print_times
-from tqdm import tqdm
-from tqdm.contrib.logging import logging_redirect_tqdm
+from corpus import NUM_HELD_OUT_BATCHES, Corpus, read_text
+from pace import (
+    FEW,
+    MOST_TRAINED,
+    Fit,
+    Training,
+    Watch,
+    fit,
+    fit_training,
+    in_words,
+    steps_in_chunks,
+)
+from plain import PlainLoop, compare_times, operators_in_one_order
+from progress import progress
+from report import (
+    compare_losses,
+    compare_memory,
+    count,
+    device_name,
+    leave,
+    say,
+    times_in_words,
+)
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import stronghold
@@ -34,9 +64,13 @@ from stronghold.config.section import parse_bytes
 
 MIB = float(1 << 20)
 VOCABULARY = 256
-EVALUATED_AT = (0.04, 0.1, 0.2, 0.4, 0.6, 0.8, 1.0)  # of the steps; denser where the loss falls
-CHUNKED = {"batch": 16, "chunk": 4, "steps": 40}  # of the second run
+DEFAULT_MINUTES = 2.5  # with the set-up's own work it stays below 4
+WARMUP_SHARE = 0.2  # of the steps, where the config's warm-up is longer than that
+CHUNKED = {"batch": 16, "chunk": 4}  # of the run in chunks
 PROMPT, WRITTEN_BYTES, TEMPERATURE = b"def ", 160, 0.7
+WRITING_S = 6.0  # at most
+NO_TIME = "it does not fit into the time (--minutes sets it)"
+INTERRUPTED = 130  # the exit status of a command that Ctrl-C ended
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,38 +108,45 @@ FULL = Size(hidden=384, intermediate=1024, layers=14, heads=6, context=128)
 TINY = Size(hidden=64, intermediate=192, layers=12, heads=2, context=64)
 
 
-def train(engine: Any, data: Corpus, steps: int) -> tuple[list[float], list[tuple[float, float]]]:
-    """Losses of all steps, and (step, loss on the held-out text) now and then."""
+def train(
+    engine: Any, data: Corpus, training: Training, ends_early: Callable[[], bool]
+) -> tuple[list[float], list[tuple[float, float]]]:
+    """Losses of all steps, and (step, loss on the held-out text) now and then, of the last step in
+    any case. `ends_early` is asked after each step."""
     losses: list[torch.Tensor] = []
-    held_out = [(0.0, evaluate(engine, data))]
-    evaluations = {round(steps * part) for part in EVALUATED_AT}
-    interval = 0.2 if sys.stderr.isatty() else 15.0  # a log file does not want many lines
-    with tqdm(total=steps, unit="step", mininterval=interval, dynamic_ncols=True) as bar:
-        for step in range(1, steps + 1):
+    held_out = [(0.0, evaluate(engine, data, training.held_out_batches))]
+    shown_every = math.ceil(training.steps / 25)  # to show a loss is to wait for the step
+    with progress(training.steps, "training") as bar:
+        for step in range(1, training.steps + 1):
             loss = engine(**data.batch()).loss
             engine.backward(loss)
             engine.step()
             losses.append(loss.detach())
-            if step in evaluations:
-                held_out.append((float(step), evaluate(engine, data)))
-            if step % 10 == 0:
-                bar.set_postfix(loss=f"{losses[-1]:.3f}", held_out=f"{held_out[-1][1]:.3f}")
+            ends = step == training.steps or ends_early()
+            if ends or step in training.evaluated_after:
+                held_out.append((float(step), evaluate(engine, data, training.held_out_batches)))
+            if step % shown_every == 0:
+                bar.set_postfix_str(f"loss {losses[-1]:.3f}", refresh=False)
             bar.update()
+            if ends:
+                break
     return [loss.item() for loss in losses], held_out
 
 
 @torch.no_grad()
-def evaluate(engine: Any, data: Corpus) -> float:
+def evaluate(engine: Any, data: Corpus, num_batches: int = NUM_HELD_OUT_BATCHES) -> float:
     """Mean loss over the held-out text, in nats per byte."""
     engine.eval()
-    losses = [engine(**batch).loss.item() for batch in data.held_out_batches()]
+    losses = [engine(**batch).loss.item() for batch in data.held_out_batches(num_batches)]
     engine.train()
     return sum(losses) / len(losses)
 
 
 @torch.no_grad()
-def write_text(engine: Any, prompt: bytes, context: int, num_bytes: int) -> str:
-    """Continue `prompt` byte by byte, through the window."""
+def write_text(engine: Any, prompt: bytes, context: int, num_bytes: int, watch: Watch) -> str:
+    """Continue `prompt` byte by byte, through the window: by `num_bytes`, or by what it writes in
+    `WRITING_S` seconds."""
+    end_s = watch.elapsed_s() + WRITING_S
     engine.eval()
     generator = torch.Generator().manual_seed(0)
     text = torch.tensor([list(prompt)])
@@ -115,6 +156,8 @@ def write_text(engine: Any, prompt: bytes, context: int, num_bytes: int) -> str:
             torch.softmax(logits / TEMPERATURE, -1), 1, generator=generator
         )
         text = torch.cat([text, following], dim=1)
+        if watch.elapsed_s() > end_s:
+            break
     engine.train()
     # An untrained model writes control characters, which a terminal would obey.
     shown = bytes(text[0].tolist()).decode(errors="replace")
@@ -133,14 +176,13 @@ def fast_bf16() -> bool:
 
 
 def adapt(path: str, args: argparse.Namespace, size: Size) -> tuple[dict[str, Any], torch.dtype]:
-    """The config file with what it cannot know: precision, number of steps, where output goes.
+    """The config file with what it cannot know: precision, and where output goes.
 
     Without fast bf16 training is in fp32. The GPU budget keeps its share of the model's weights.
     """
     config = json.loads(Path(path).read_text())
     dtype = torch.bfloat16 if fast_bf16() else torch.float32
     config["bf16"]["enabled"] = dtype is torch.bfloat16
-    config["scheduler"]["params"]["total_num_steps"] = max(args.steps, 2)
     section = config["stronghold"]
     share = parse_bytes(section["gpu_memory"]) / (FULL.num_parameters() * 2)
     section["gpu_memory"] = int(share * size.num_parameters() * dtype.itemsize)
@@ -148,21 +190,41 @@ def adapt(path: str, args: argparse.Namespace, size: Size) -> tuple[dict[str, An
     return config, dtype
 
 
-def parse_arguments() -> argparse.Namespace:
+def scheduled(config: dict[str, Any], steps: int) -> dict[str, Any]:
+    """The config for so many steps; a short training has a short warm-up."""
+    config = copy.deepcopy(config)
+    schedule = config["scheduler"]["params"]
+    warmup_steps = min(schedule["warmup_num_steps"], math.ceil(WARMUP_SHARE * steps))
+    schedule.update(total_num_steps=max(steps, 2), warmup_num_steps=warmup_steps)
+    return config
+
+
+def parse_arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
         "--text", help="train on this file (default: the standard library's sources)"
     )
-    parser.add_argument("--steps", type=int, default=250, help="training steps (default: 250)")
+    parser.add_argument(
+        "--steps",
+        type=int,
+        help="train exactly so many steps, however long it takes (default: what fits, at most "
+        f"{MOST_TRAINED})",
+    )
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        default=DEFAULT_MINUTES,
+        metavar="M",
+        help="fit everything into so many minutes (default: %(default)s)",
+    )
     parser.add_argument(
         "--tiny", action="store_true", help="a model of 0.7 M parameters, to see it run"
     )
     parser.add_argument(
         "--compare-steps",
         type=int,
-        default=20,
         metavar="N",
-        help="repeat so many steps without the window",
+        help="compare the losses of exactly so many steps (default: what fits, at most 20)",
     )
     parser.add_argument(
         "--no-timing", action="store_true", help="leave out the comparison of step times"
@@ -171,9 +233,13 @@ def parse_arguments() -> argparse.Namespace:
         "--output", type=Path, default=Path("runs/quickstart"), help="folder for what is left"
     )
     parser.add_argument("--local_rank", type=int, default=0, help=argparse.SUPPRESS)
-    args = deepspeed.add_config_arguments(parser).parse_args()
-    if args.steps < 1 or args.compare_steps < 1:
-        parser.error("--steps and --compare-steps: expected at least 1")
+    args = deepspeed.add_config_arguments(parser).parse_args(given)
+    for option in ("steps", "compare_steps"):
+        value = getattr(args, option)
+        if value is not None and value < 1:
+            parser.error(f"--{option.replace('_', '-')}: got {value}, expected at least 1")
+    if not 0 < args.minutes < math.inf:
+        parser.error(f"--minutes: got {args.minutes}, expected a number above 0")
     return args
 
 
@@ -186,13 +252,14 @@ def end_processes() -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """What is trained, on what, and with which config."""
+    """What is trained, on what, with which config, and in which time."""
 
     size: Size
     dtype: torch.dtype
     config: dict[str, Any]
+    text: bytes
     data: Corpus
-    steps: int
+    watch: Watch
 
     @property
     def weight_bytes(self) -> int:
@@ -202,128 +269,330 @@ class Task:
     def budget_bytes(self) -> int:
         return int(self.config["stronghold"]["gpu_memory"])
 
+    def build(self) -> LlamaForCausalLM:
+        return self.size.build(self.dtype)
 
-def prepare(args: argparse.Namespace) -> Task:
-    """The task that the arguments ask for; `args.deepspeed_config` becomes the adapted config."""
+
+def prepare(args: argparse.Namespace, watch: Watch) -> Task:
+    """The task that the arguments ask for."""
     size = TINY if args.tiny else FULL
     config, dtype = adapt(args.deepspeed_config, args, size)
+    text = read_text(args.text)
     batch_size = config["train_micro_batch_size_per_gpu"]
-    data = Corpus(read_text(args.text), batch_size=batch_size, context=size.context)
+    data = Corpus(text, batch_size=batch_size, context=size.context)
+    data.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     args.output.mkdir(parents=True, exist_ok=True)
-    args.deepspeed_config = str(args.output / "config.json")
-    Path(args.deepspeed_config).write_text(json.dumps(config, indent=2) + "\n")
-    task = Task(size=size, dtype=dtype, config=config, data=data, steps=args.steps)
-    print(
-        f"{size.num_parameters() / 1e6:.1f} M parameters in {dtype}, {task.weight_bytes / MIB:.1f} "
-        f"MiB of weights for {task.budget_bytes / MIB:.1f} MiB of GPU memory; "
-        f"{data.num_bytes / MIB:.1f} MiB of text",
-        flush=True,
+    task = Task(size=size, dtype=dtype, config=config, text=text, data=data, watch=watch)
+    say(
+        f"a Llama of {size.num_parameters() / 1e6:.1f} M parameters, {str(dtype)[6:]}: "
+        f"{task.weight_bytes / MIB:.1f} MiB of weights, "
+        f"GPU memory for {task.budget_bytes / MIB:.1f} MiB"
     )
+    say(f"on {device_name()}; {data.num_bytes / MIB:.1f} MiB of text")
     return task
 
 
-def run_with_window(args: argparse.Namespace, task: Task) -> dict[str, Any]:
-    """Train, and show what was learned; the numbers of the run."""
-    model = task.size.build(task.dtype)
-    engine, _, _, _ = stronghold.initialize(
-        args=args, model=model, model_parameters=model.parameters()
+# -- the same losses ------------------------------------------------------------------------------
+def compare(args: argparse.Namespace, task: Task) -> tuple[Fit, dict[str, Any]]:
+    """The first steps in a plain loop and with the window. What fits, and numbers of both runs."""
+    with operators_in_one_order():
+        fitted, plain = run_without_window(args, task)
+        windowed, memory, step_s = run_with_window(task, fitted.compared_steps)
+    print("\n1. the same training, with the window and in a plain PyTorch loop:")
+    equal = compare_losses(windowed, plain)
+    planned = compare_memory(memory, task.budget_bytes)
+    return fitted, {
+        "losses_equal": equal,
+        "bytes_as_planned": planned,
+        "plain_losses": plain,
+        "windowed_losses": windowed,
+        "memory": memory,
+        "window_step_s": step_s,
+    }
+
+
+def run_without_window(args: argparse.Namespace, task: Task) -> tuple[Fit, list[float]]:
+    """Losses with the engine's arithmetic and nothing else of stronghold's; a step is measured, and
+    what fits decides how many there are."""
+    clock, data = task.watch.clock, task.data
+    loop = PlainLoop(task.build().to(data.device), task.config, exact=True)
+    losses, step_s = [], 0.0
+    # The first step warms up. The second is measured, unless one has shown that none fits.
+    for most in (1, 2):
+        begun_s = clock()
+        losses.append(loop.step(data.batch()).item())
+        step_s = clock() - begun_s
+        fitted = fit(
+            step_s,
+            task.watch,
+            compared_steps=args.compare_steps,
+            trained_steps=args.steps,
+            timed=not args.no_timing,
+            measured_steps=len(losses),
+        )
+        if fitted.compared_steps <= most:
+            break
+    announce(args, task, fitted)
+    with progress(fitted.compared_steps, "without the window") as bar:
+        bar.update(len(losses))
+        while len(losses) < fitted.compared_steps:
+            losses.append(loop.step(data.batch()).item())
+            bar.update()
+    return fitted, losses
+
+
+def announce(args: argparse.Namespace, task: Task, fitted: Fit) -> None:
+    """Say what comes and how long it takes."""
+    parts = [f"{count(fitted.compared_steps, 'step')} compared with a plain loop"]
+    if fitted.timed_s:
+        parts.append("the time of a step")
+    if fitted.chunked_steps:
+        parts.append(f"{count(fitted.chunked_steps, 'step')} in chunks")
+    parts.append(f"{count(fitted.training.steps, 'step')} of training")
+    seconds = task.watch.elapsed_s() + fitted.seconds()
+    text = (
+        f"a step takes {fitted.step_s:.2g} s here. To come: {', '.join(parts)}; in all about "
+        f"{in_words(seconds)}"
     )
-    task.data.device = engine.device
-    begun = time.perf_counter()
-    with logging_redirect_tqdm([logging.getLogger("stronghold")]):
-        losses, held_out = train(engine, task.data, task.steps)
-    engine.synchronize()
-    train_s = time.perf_counter() - begun
-    before, after = held_out[0][1], held_out[-1][1]
-    print(f"held-out text: {before:.3f} -> {after:.3f} nats per byte, {train_s:.0f} s")
-    # A tiny model knows no words.
-    num_bytes = WRITTEN_BYTES if task.size is FULL else WRITTEN_BYTES // 8
-    print(f"\nit writes:\n{write_text(engine, PROMPT, task.size.context, num_bytes)}")
+    if args.steps is None and fitted.training.steps < MOST_TRAINED:
+        text += f" (--minutes sets it; the whole training has {MOST_TRAINED} steps)"
+    say(text)
+    if args.steps is None and fitted.training.steps < FEW:
+        smaller = "" if args.tiny else ", --tiny takes a smaller model"
+        say(
+            f"this machine is too slow for more steps in {in_words(task.watch.budget_s)}: these "
+            f"show that it runs, and hardly that it learns; --minutes 20 takes more{smaller}"
+        )
+
+
+def run_with_window(task: Task, steps: int) -> tuple[list[float], dict[str, int], float]:
+    """Losses of the first steps, the bytes of the run, and median seconds of a step."""
+    config = copy.deepcopy(task.config)
+    del config["stronghold"]["trace"]
+    task.data.restart()
+    model, clock = task.build(), task.watch.clock
+    engine, *_ = stronghold.initialize(
+        model=model, model_parameters=model.parameters(), config=config
+    )
+    losses, seconds = [], []
+    with progress(steps, "with the window") as bar:
+        for _ in range(steps):
+            begun_s = clock()
+            loss = engine(**task.data.batch()).loss
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+            seconds.append(clock() - begun_s)
+            bar.update()
     memory = asdict(engine.memory_report())
-    engine.destroy()  # writes the trace
-    return {"losses": losses, "held_out": held_out, "memory": memory, "train_s": train_s}
+    engine.destroy()
+    return losses, memory, median(seconds[1:] or seconds)  # the first step warms up
 
 
-def run_in_chunks(task: Task, text: bytes) -> dict[str, Any]:
-    """A second run: twice the batch goes through each block a few sequences at a time, while its
-    weights are there. The numbers of the run."""
+# -- a larger batch, in chunks --------------------------------------------------------------------
+def run_in_chunks(task: Task, steps: int) -> dict[str, Any]:
+    """Twice the batch goes through each block a few sequences at a time, while its weights are
+    there. The numbers of the run."""
     config = copy.deepcopy(task.config)
     config["train_micro_batch_size_per_gpu"] = CHUNKED["batch"]
     config["stronghold"]["chunk"] = CHUNKED["chunk"]
     # Beside the slots for gradients are their sums over chunks, in fp32.
     config["stronghold"]["gpu_memory"] = int(1.5 * task.budget_bytes)
     del config["stronghold"]["trace"]
-    data = Corpus(text, batch_size=CHUNKED["batch"], context=task.size.context)
-    model = task.size.build(task.dtype)
+    data = Corpus(task.text, batch_size=CHUNKED["batch"], context=task.size.context)
+    model, clock = task.build(), task.watch.clock
     engine, *_ = stronghold.initialize(
         model=model, model_parameters=model.parameters(), config=config
     )
     data.device = engine.device
-    begun = time.perf_counter()
+    begun_s, losses = clock(), []
     batches = iter(data.batch, None)
-    steps = range(min(CHUNKED["steps"], task.steps))
-    losses = [engine.train_batch(batches).item() for _ in steps]
-    train_s = time.perf_counter() - begun
+    with progress(steps, "in chunks") as bar:
+        for _ in range(steps):
+            losses.append(engine.train_batch(batches).item())
+            bar.update()
+    train_s = clock() - begun_s
     report = engine.memory_report()
     engine.destroy()
-    print(
-        f"\na batch of {CHUNKED['batch']} in chunks of {CHUNKED['chunk']}: loss {losses[0]:.3f} -> "
-        f"{losses[-1]:.3f} in {len(losses)} steps, {train_s:.0f} s; {report.gpu_peak / MIB:.2f} of "
-        f"{report.gpu_planned / MIB:.2f} MiB of GPU memory"
+    verdict = "as planned" if report.gpu_peak == report.gpu_planned else "NOT AS PLANNED: a bug"
+    say(
+        f"3. a batch of {CHUNKED['batch']} in chunks of {CHUNKED['chunk']}: "
+        f"loss {losses[0]:.3f} -> {losses[-1]:.3f} in {count(steps, 'step')}; "
+        f"GPU memory {report.gpu_peak / MIB:.2f} MiB, {verdict}"
     )
     return {"losses": losses, "memory": asdict(report), "train_s": train_s, **CHUNKED}
 
 
-def run_without_window(args: argparse.Namespace, task: Task) -> dict[str, Any]:
-    """The first steps again in a plain loop, and the time of a step of both kinds."""
+# -- the training ---------------------------------------------------------------------------------
+def run_training(args: argparse.Namespace, task: Task, training: Training) -> dict[str, Any]:
+    """Train, and show what was learned; the numbers of the run."""
+    watch, data = task.watch, task.data
+    args.deepspeed_config = str(args.output / "config.json")
+    config = json.dumps(scheduled(task.config, training.steps), indent=2)
+    Path(args.deepspeed_config).write_text(config + "\n")
+    data.restart()
+    model = task.build()
+    engine, _, _, _ = stronghold.initialize(
+        args=args, model=model, model_parameters=model.parameters()
+    )
+    data.device = engine.device
+    begun_s = watch.clock()
+    with finishing_step() as interrupted:
 
-    def build() -> LlamaForCausalLM:
-        return task.size.build(task.dtype)
+        def ends_early() -> bool:
+            return interrupted() or (args.steps is None and watch.is_overrun())
 
-    task.data.restart()
-    model = build().to(task.data.device)
-    steps = min(args.compare_steps, task.steps)
-    numbers: dict[str, Any] = {"plain_losses": plain_losses(model, task.config, task.data, steps)}
-    numbers["step_s"] = {} if args.no_timing else compare_times(build, task.config, task.data)
-    return numbers
+        losses, held_out = train(engine, data, training, ends_early)
+        was_interrupted = interrupted()
+    engine.synchronize()
+    train_s = watch.clock() - begun_s
+    if len(losses) < training.steps:
+        reason = "Ctrl-C" if was_interrupted else "steps became slower than they were measured"
+        say(f"   ended after {len(losses)} of {training.steps} steps: {reason}")
+    before, after = held_out[0][1], held_out[-1][1]
+    say(
+        f"   loss on held-out text {before:.3f} -> {after:.3f} nats per byte, after "
+        f"{count(len(losses), 'step')} in {in_words(train_s)}"
+    )
+    if not was_interrupted:
+        # A tiny model knows no words.
+        num_bytes = WRITTEN_BYTES if task.size is FULL else WRITTEN_BYTES // 8
+        text = write_text(engine, PROMPT, task.size.context, num_bytes, watch)
+        unwise = " (words take some hundred steps)" if len(losses) < MOST_TRAINED else ""
+        say(f"   it writes{unwise}: {text}")
+    memory = asdict(engine.memory_report())
+    engine.destroy()  # writes the trace
+    return {
+        "losses": losses,
+        "held_out": held_out,
+        "memory": memory,
+        "train_s": train_s,
+        "interrupted": was_interrupted,
+    }
 
 
-def main() -> int:
-    args = parse_arguments()
-    # The launcher's accelerator notice and the schedule's first step are no news to anybody here.
-    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    if torch.cuda.is_available():  # attention's backward adds in another order on every run
-        torch.use_deterministic_algorithms(True, warn_only=True)
+@contextmanager
+def finishing_step() -> Iterator[Callable[[], bool]]:
+    """Ctrl-C is noted, and the caller asks for it when a step is over. A second one raises."""
+    noted = False
+    before = signal.getsignal(signal.SIGINT)
+
+    def note(*_: Any) -> None:
+        nonlocal noted
+        noted = True
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    signal.signal(signal.SIGINT, note)
     try:
-        task = prepare(args)
-    except (OSError, ValueError) as error:
-        print(f"quickstart: {error}", file=sys.stderr)
-        return 2
-    windowed = run_with_window(args, task)
-    kept = compare_memory(windowed["memory"], task.weight_bytes, task.budget_bytes)
-    logging.getLogger("stronghold").setLevel(logging.WARNING)
-    chunked = run_in_chunks(task, read_text(args.text))
-    kept = kept and chunked["memory"]["gpu_peak"] == chunked["memory"]["gpu_planned"]
-    plain = run_without_window(args, task)
-    equal = compare_losses(windowed["losses"], plain["plain_losses"])
-    if plain["step_s"]:
-        print_times(plain["step_s"])
+        yield lambda: noted
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+# -- all of it ------------------------------------------------------------------------------------
+@contextmanager
+def log_to(path: Path) -> Iterator[None]:
+    """What the engines log goes to a file: plans, a line for some steps. Warnings are shown too."""
+    logger = logging.getLogger("stronghold")
+    shown, kept = logging.StreamHandler(), logging.FileHandler(path, mode="w")
+    shown.setLevel(logging.WARNING)
+    shown.setFormatter(logging.Formatter("[stronghold] %(message)s"))
+    before = logger.level
+    for handler in (shown, kept):
+        logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+        for handler in (shown, kept):
+            logger.removeHandler(handler)
+            handler.close()
+
+
+def run(args: argparse.Namespace, task: Task) -> int:
+    """All parts, in order; the exit status."""
+    watch = task.watch
+    fitted, numbers = compare(args, task)
+    step_s = numbers["window_step_s"]
+    times = {}
+    if fitted.timed_s:
+        times = compare_times(task.build, task.config, task.data, fitted.timed_s, watch.clock)
+    if times:
+        overheads = "; of a tiny model mostly overheads" if args.tiny else ""
+        say(f"2. time of a step: {times_in_words(times)}{overheads}")
+    else:
+        say(f"2. time of a step: left out, {'--no-timing' if args.no_timing else NO_TIME}")
+    num_chunked = steps_in_chunks(step_s, watch, args.steps)
+    chunked = run_in_chunks(task, num_chunked) if num_chunked else None
+    if chunked is None:
+        say(f"3. a larger batch in chunks: left out, {NO_TIME}")
+    numbers |= {"step_s": times, "chunked": chunked}
+    training = fit_training(step_s, watch.left_s(), args.steps)
+    say(
+        f"4. training: {count(training.steps, 'step')} of {step_s:.2g} s, about "
+        f"{in_words(training.seconds(step_s))} (Ctrl-C ends it early)"
+    )
+    numbers |= run_training(args, task, training)
     share = task.budget_bytes / task.weight_bytes
+    title = f"{task.size.num_parameters() / 1e6:.1f} M parameters, GPU memory for {share:.0%}"
     numbers = {
         "num_parameters": task.size.num_parameters(),
         "dtype": str(task.dtype),
         "weight_bytes": task.weight_bytes,
         "gpu_budget_bytes": task.budget_bytes,
-        "losses_equal": equal,
-        "chunked": chunked,
-        **plain,
-        **windowed,
+        **numbers,
+        "seconds": watch.elapsed_s(),
     }
-    count = f"{task.size.num_parameters() / 1e6:.1f} M parameters"
-    leave(args.output, f"{count}, GPU memory for {share:.0%} of the weights", numbers)
+    leave(args.output, f"{title} of the weights", numbers)
+    print(f"done in {in_words(watch.elapsed_s())}; next:")
+    show_next(args, numbers)
+    if numbers["interrupted"]:
+        return INTERRUPTED
+    kept = chunked is None or chunked["memory"]["gpu_peak"] == chunked["memory"]["gpu_planned"]
+    return 0 if numbers["losses_equal"] and numbers["bytes_as_planned"] and kept else 1
+
+
+def show_next(args: argparse.Namespace, numbers: dict[str, Any]) -> None:
+    """What to do now."""
+    trained = len(numbers["losses"])
+    if trained < MOST_TRAINED:
+        whole_s = MOST_TRAINED * numbers["train_s"] / trained
+        print(
+            f"   scripts/quickstart {'--tiny ' if args.tiny else ''}--steps {MOST_TRAINED}: the "
+            f"whole training, about {in_words(whole_s)} here"
+        )
+    print(
+        "   scripts/quickstart --text FILE: the same on your own text\n"
+        '   README.md, "Use": the engine in your own program',
+        flush=True,
+    )
+
+
+def main(
+    given: Sequence[str] | None = None,
+    *,
+    clock: Callable[[], float] = time.perf_counter,
+    begun_s: float | None = None,
+) -> int:
+    args = parse_arguments(given)
+    # The launcher's accelerator notice and the schedule's first step are no news to anybody here.
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    try:
+        task = prepare(args, Watch(60 * args.minutes, clock=clock, begun_s=begun_s))
+    except (OSError, ValueError) as error:
+        print(f"quickstart: {error}", file=sys.stderr)
+        return 2
+    try:
+        with log_to(args.output / "log.txt"):
+            status = run(args, task)
+    except KeyboardInterrupt:
+        print("\nquickstart: interrupted: no results were kept", file=sys.stderr)
+        return INTERRUPTED
     end_processes()
-    return 0 if equal and kept else 1
+    return status
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    sys.exit(main(begun_s=BEGUN_S))

@@ -9,6 +9,7 @@ import platform
 import shlex
 import subprocess
 import sys
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,46 +22,59 @@ import stronghold
 from stronghold.telemetry import plot, trace
 
 MIB = float(1 << 20)
+COLUMNS = 96
 Point = tuple[float, float]
 
 
+def say(text: str, indent: str = "") -> None:
+    """Print one paragraph; its later lines begin three columns further in."""
+    later = f"{indent}   "
+    lines = textwrap.wrap(
+        text, COLUMNS, initial_indent=indent, subsequent_indent=later, break_on_hyphens=False
+    )
+    print("\n".join(lines), flush=True)
+
+
 def compare_losses(windowed: list[float], plain: list[float]) -> bool:
-    """Print both side by side; whether they are equal bit for bit."""
-    print("\nloss in step   with the window   without it")
+    """Print some of both; whether all are equal bit for bit."""
     compared = range(1, len(plain) + 1)
-    for step in sorted({1, 2, 3, len(plain) // 2, len(plain)} & set(compared)):
+    for step in sorted({1, len(plain) // 2, len(plain)} & set(compared)):
         a, b = windowed[step - 1], plain[step - 1]
-        print(f"{step:12d}   {a:<15.9f}   {b:<15.9f} {'==' if a == b else '!='}")
-    equal = windowed[: len(plain)] == plain
+        print(f"   loss in step {step:<3d}  {a:.9f} {'==' if a == b else '!='} {b:.9f}")
+    equal = windowed == plain
     verdict = "are equal, bit for bit" if equal else "ARE NOT EQUAL: this is a bug"
-    print(f"the first {len(plain)} losses {verdict}")
+    say(f"   the first {len(plain)} losses {verdict}")
     return equal
 
 
-def compare_memory(report: Mapping[str, int], weight_bytes: int, budget_bytes: int) -> bool:
+def compare_memory(report: Mapping[str, int], budget_bytes: int) -> bool:
     """Print peak bytes per tier against the plan; whether they agree and keep to the budget.
 
     `report` has the fields of `engine.memory_report()`.
     """
-    print("\nmemory        planned       peak")
     within = report["gpu_peak"] <= budget_bytes
-    for tier in ("gpu", "host"):
+    parts = []
+    for tier, name in (("gpu", "GPU"), ("host", "host")):
         planned, peak = report[f"{tier}_planned"], report[f"{tier}_peak"]
         within = within and planned == peak
-        print(f"{tier:9s} {planned / MIB:8.2f} MiB {peak / MIB:7.2f} MiB", end="")
-        print(f"   of {budget_bytes / MIB:.2f} MiB allowed" if tier == "gpu" else "")
+        parts.append(f"{name} {peak / MIB:.2f} of {planned / MIB:.2f} MiB")
     verdict = "every peak is what was planned" if within else "THE PEAKS ARE NOT AS PLANNED: a bug"
-    print(f"weights   {weight_bytes / MIB:8.2f} MiB; {verdict}")
+    say(f"   {verdict}: {', '.join(parts)}")
     return within
 
 
-def print_times(times: Mapping[str, float]) -> None:
+def times_in_words(times: Mapping[str, float]) -> str:
     """Step seconds of `plain.compare_times`."""
-    print(
-        "\ntime of a step, one torch thread, medians of alternating blocks:\n"
+    return (
         f"{times['window'] * 1e3:.0f} ms with the window, {times['plain'] * 1e3:.0f} ms in a plain "
-        f"loop with torch's fused AdamW: ratio {times['window'] / times['plain']:.2f}"
+        f"loop: ratio {times['window'] / times['plain']:.2f} (one torch thread; medians of "
+        f"{times['turns']} turns of {count(times['steps_per_turn'], 'step')})"
     )
+
+
+def count(number: float, what: str) -> str:
+    """The number with its unit, in the plural unless it is 1."""
+    return f"{number} {what}" + ("" if number == 1 else "s")
 
 
 def leave(folder: Path, title: str, numbers: Mapping[str, Any]) -> None:
@@ -69,16 +83,28 @@ def leave(folder: Path, title: str, numbers: Mapping[str, Any]) -> None:
         "with the window": list(enumerate(numbers["losses"], 1)),
         "without it": list(enumerate(numbers["plain_losses"], 1)),
         "held-out text": numbers["held_out"],
-        f"batch of {numbers['chunked']['batch']} in chunks of {numbers['chunked']['chunk']}": list(
-            enumerate(numbers["chunked"]["losses"], 1)
-        ),
     }
+    if numbers["chunked"]:
+        name = f"batch of {numbers['chunked']['batch']} in chunks of {numbers['chunked']['chunk']}"
+        curves[name] = list(enumerate(numbers["chunked"]["losses"], 1))
     draw_losses(curves, folder / "losses.png", title=title)
     plot.draw_timeline(trace.read(folder / "trace.json"), folder / "timeline.png")
     summary = {"machine": machine(), **numbers}
     (folder / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
-    names = "losses.png, timeline.png, summary.json, trace.json (opens in ui.perfetto.dev)"
-    print(f"\n{folder}/: {names}")
+    print()
+    say(
+        f"written to {folder}/: losses.png, timeline.png (one step, lane by lane), summary.json "
+        "(all numbers), log.txt (what the engines log), config.json, trace.json (opens in "
+        "ui.perfetto.dev)"
+    )
+
+
+def device_name() -> str:
+    """Where the quickstart computes, for a reader."""
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    cores = len(os.sched_getaffinity(0))
+    return f"an emulated device on {count(cores, 'core')} of {_processor()} (torch sees no GPU)"
 
 
 def machine() -> dict[str, Any]:

@@ -1,0 +1,283 @@
+"""Laws of the quickstart: it ends in its time on any machine, and a stranger can read it.
+
+The steps of slow machines are those of this one under a clock that runs faster: what is fitted, and
+what fits, is real.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from tests.conftest import free_port
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIG = str(ROOT / "configs" / "quickstart.json")
+COMMAND_S = 240.0  # the first command, when pip has downloaded what it installs
+SCREEN_LINES, SET_UP_LINES, COLUMNS = 40, 10, 100
+TIMEOUT_S = 300
+
+
+def module(name: str) -> ModuleType:
+    """One of scripts/*.py."""
+    if str(ROOT / "scripts") not in sys.path:
+        sys.path.insert(0, str(ROOT / "scripts"))
+    return importlib.import_module(name)
+
+
+def faster(times: float) -> Callable[[], float]:
+    return lambda: times * time.perf_counter()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ran:
+    """One run of the tiny model, with its output in a file."""
+
+    status: int
+    output: str
+    summary: dict[str, Any]
+    folder: Path
+
+    @property
+    def words(self) -> str:
+        """The output without its line ends."""
+        return " ".join(self.output.split())
+
+    @property
+    def progress(self) -> list[str]:
+        return [line for line in self.output.splitlines() if re.search(r": \d+ of \d+, ", line)]
+
+
+def run(folder: Path, clock: Callable[[], float], *arguments: str) -> Ran:
+    output = io.StringIO()
+    given = ["--deepspeed_config", CONFIG, "--tiny", "--output", str(folder), *arguments]
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
+        status = module("quickstart").main(given, clock=clock)
+    summary = json.loads((folder / "summary.json").read_text())
+    return Ran(status=status, output=output.getvalue(), summary=summary, folder=folder)
+
+
+@pytest.fixture(scope="module")
+def slow_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ran]:
+    """A machine on which a step takes some seconds."""
+    folder = Path(os.path.relpath(tmp_path_factory.mktemp("slow")))
+    yield run(folder, faster(15.0))
+    shutil.rmtree(folder)
+
+
+def test_a_slow_machine_trains_fewer_steps_and_ends_in_time(slow_run: Ran) -> None:
+    assert slow_run.status == 0, slow_run.output
+    assert slow_run.summary["seconds"] < COMMAND_S
+    steps = len(slow_run.summary["losses"])
+    assert 2 <= steps < 250
+    assert f"after {steps} steps in" in slow_run.words, "the held-out loss names its steps"
+    config = json.loads((slow_run.folder / "config.json").read_text())
+    assert config["scheduler"]["params"]["total_num_steps"] >= steps
+
+
+def test_the_comparison_comes_before_the_training_and_all_is_said_before(slow_run: Ran) -> None:
+    texts = ["a step takes", "in all about", "losses are equal, bit for bit", "every peak is what"]
+    texts += ["2. time of a step", "3. a ", "4. training", "loss on held-out text", "written to"]
+    at = [slow_run.words.index(text) for text in [*texts, "next:"]]
+    assert at == sorted(at)
+
+
+def test_the_output_fits_a_screen_and_a_file(slow_run: Ran) -> None:
+    assert "\r" not in slow_run.output
+    lines = slow_run.output.splitlines()
+    assert [line for line in lines if len(line) > COLUMNS] == []
+    assert len(lines) - len(slow_run.progress) <= SCREEN_LINES - SET_UP_LINES
+
+
+def test_a_machine_too_slow_for_the_model_says_so_and_takes_fewer_steps(tmp_path: Path) -> None:
+    ran = run(tmp_path, faster(2000.0))
+    assert ran.status == 0, ran.output
+    assert "this machine is too slow" in ran.words
+    assert ran.words.count("left out, it does not fit into the time") == 2
+    assert len(ran.summary["plain_losses"]) == 1
+    assert 1 <= len(ran.summary["losses"]) <= 2
+    assert ran.summary["losses_equal"]
+
+
+def test_given_steps_are_taken_exactly_however_slow_the_machine(tmp_path: Path) -> None:
+    ran = run(tmp_path, faster(2000.0), "--steps", "5", "--compare-steps", "3", "--no-timing")
+    assert ran.status == 0, ran.output
+    assert len(ran.summary["losses"]) == 5
+    assert len(ran.summary["plain_losses"]) == 3
+    assert ran.summary["windowed_losses"] == ran.summary["plain_losses"]
+    assert ran.summary["held_out"][-1][0] == 5.0
+
+
+def test_a_training_whose_steps_become_slower_ends_in_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The clock runs ten times faster when the training has begun."""
+    quickstart, late = module("quickstart"), [0.0]
+    train = quickstart.train
+
+    def slower(*arguments: Any) -> Any:
+        late[0] = time.perf_counter()
+        return train(*arguments)
+
+    def clock() -> float:
+        now = time.perf_counter()
+        return 15.0 * now + (135.0 * (now - late[0]) if late[0] else 0.0)
+
+    monkeypatch.setattr(quickstart, "train", slower)
+    ran = run(tmp_path, clock, "--no-timing")
+    assert ran.status == 0, ran.output
+    assert "steps became slower than they were measured" in ran.words
+    steps = len(ran.summary["losses"])
+    assert ran.summary["held_out"][-1][0] == steps
+    assert f"ended after {steps} of" in ran.words
+
+
+# -- the arithmetic -------------------------------------------------------------------------------
+STEPS_S = [0.001, 0.03, 0.3, 1.0, 2.0, 3.0, 5.0]
+
+
+@pytest.mark.parametrize("step_s", [*STEPS_S, 10.0, 30.0, 300.0])
+def test_what_fits_keeps_to_the_time(step_s: float) -> None:
+    pace = module("pace")
+    watch = pace.Watch(150.0, clock=lambda: 15.0, begun_s=0.0)
+    fitted = pace.fit(step_s, watch, measured_steps=2 if step_s < 5 else 1)
+    training = fitted.training
+    seconds = watch.elapsed_s() + fitted.seconds()
+    assert seconds <= 150.0 or training.steps == pace.LEAST_TRAINED
+    if step_s in STEPS_S:
+        assert seconds <= 150.0
+        assert training.steps >= pace.FEW or step_s > 3.0
+    if step_s <= 0.03:  # a fast machine takes all there is
+        assert (fitted.compared_steps, fitted.chunked_steps, training.steps) == (20, 40, 250)
+        assert len(training.evaluated_after) == len(pace.EVALUATED_AT)
+        assert seconds < 60.0
+    assert training.evaluated_after[-1] == training.steps
+    assert 1 <= training.held_out_batches <= 8
+
+
+@pytest.mark.parametrize("step_s", [1.5, 2.0, 2.5, 3.0])
+def test_two_slow_cores_have_time_for_every_part(step_s: float) -> None:
+    pace = module("pace")
+    watch = pace.Watch(150.0, clock=lambda: 20.0, begun_s=0.0)
+    fitted = pace.fit(step_s, watch, measured_steps=2)
+    assert fitted.compared_steps >= 3
+    assert pace.fit_turns(2 * step_s, fitted.timed_s - 2 * step_s) is not None
+    assert fitted.chunked_steps >= pace.LEAST_CHUNKED
+    assert fitted.training.steps >= pace.FEW
+
+
+def test_durations_in_words_claim_no_more_than_an_estimate_knows() -> None:
+    in_words = module("pace").in_words
+    words = ["1 s", "9 s", "10 s", "55 s", "1 min", "2 min 30 s", "5 min", "17 min"]
+    assert [in_words(s) for s in (0.2, 9.4, 11.0, 54.0, 58.0, 148.0, 304.0, 1019.0)] == words
+
+
+# -- progress -------------------------------------------------------------------------------------
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_progress_in_a_file_is_a_line_every_ten_seconds_with_an_estimate() -> None:
+    now, file = [100.0], io.StringIO()
+    with module("progress").progress(20, "training", file=file, clock=lambda: now[0]) as bar:
+        for step in range(1, 21):
+            now[0] += 3.0
+            bar.set_postfix_str(f"loss {step}", refresh=False)
+            bar.update()
+    lines = file.getvalue().splitlines()
+    assert lines[0] == "training: 4 of 20, 00:48 left, loss 4"
+    assert lines[1] == "training: 8 of 20, 00:36 left, loss 8"
+    assert len(lines) == 5
+    assert "\r" not in file.getvalue()
+
+
+def test_progress_that_ends_within_ten_seconds_has_no_line() -> None:
+    now, file = [0.0], io.StringIO()
+    with module("progress").progress(3, "short", file=file, clock=lambda: now[0]) as bar:
+        for _ in range(3):
+            now[0] += 3.0
+            bar.update()
+    assert file.getvalue() == ""
+
+
+def test_progress_on_a_terminal_is_one_line_that_disappears() -> None:
+    file = Terminal()
+    with module("progress").progress(3, "training", file=file) as bar:
+        for _ in range(3):
+            bar.update()
+            bar.refresh()
+    assert "training: 3/3" in file.getvalue()
+    assert "\n" not in file.getvalue()
+    assert file.getvalue().rstrip("\r").rpartition("\r")[2].strip() == ""
+
+
+# -- as commands ----------------------------------------------------------------------------------
+def environment(**more: str) -> dict[str, str]:
+    """This one, without what a launcher sets."""
+    launchers = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+    return {key: value for key, value in os.environ.items() if key not in launchers} | more
+
+
+def test_it_runs_under_the_launcher_without_the_set_up(tmp_path: Path) -> None:
+    launcher = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", "1"]
+    launcher += ["--master_addr", "127.0.0.1", "--master_port", str(free_port())]
+    script = ["scripts/quickstart.py", "--deepspeed_config", CONFIG, "--output", str(tmp_path)]
+    result = subprocess.run(
+        [*launcher, *script, "--tiny", "--no-timing", "--steps", "2", "--compare-steps", "2"],
+        cwd=ROOT,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+    )
+    assert result.returncode == 0, f"{result.stdout}\n{result.stderr}"
+    assert "losses are equal, bit for bit" in result.stdout
+    assert (tmp_path / "summary.json").stat().st_size > 0
+
+
+def test_ctrl_c_ends_the_training_and_keeps_what_it_has(tmp_path: Path) -> None:
+    command = [sys.executable, "-u", "scripts/quickstart.py", "--deepspeed_config", CONFIG]
+    command += ["--tiny", "--no-timing", "--steps", "100000", "--compare-steps", "2"]
+    process = subprocess.Popen(
+        [*command, "--output", str(tmp_path)],
+        cwd=ROOT,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        output = ""
+        for line in process.stdout:
+            output += line
+            if line.startswith("4. training"):
+                time.sleep(2.0)  # the training begins
+                process.send_signal(signal.SIGINT)
+        status = process.wait(TIMEOUT_S)
+    finally:
+        process.kill()
+    assert status == 130, output
+    assert "Traceback" not in output
+    assert "of 100000 steps: Ctrl-C" in output
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["interrupted"]
+    assert len(summary["losses"]) >= 1
+    assert summary["held_out"][-1][0] == len(summary["losses"])
+    assert (tmp_path / "losses.png").stat().st_size > 0
