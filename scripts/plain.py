@@ -14,6 +14,7 @@ from corpus import Corpus
 from deepspeed.runtime.lr_schedules import WarmupCosineLR
 from pace import Turns, fit_turns
 from progress import progress
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import PreTrainedModel
 
 import stronghold
@@ -94,12 +95,16 @@ class PlainLoop:
 
 @contextmanager
 def operators_in_one_order() -> Iterator[None]:
-    """Operators add in the same order in every run, with a warning where torch has none that do."""
+    """Operators add in the same order in every run, with a warning where torch has none that do.
+
+    Attention is written out: with `warn_only` the backward of the fused kernels adds in any order.
+    """
     before = torch.utils.deterministic.fill_uninitialized_memory
     torch.utils.deterministic.fill_uninitialized_memory = False  # it would write beside the lanes
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
-        yield
+        with sdpa_kernel(SDPBackend.MATH):
+            yield
     finally:
         torch.use_deterministic_algorithms(False)
         torch.utils.deterministic.fill_uninitialized_memory = before

@@ -24,6 +24,8 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.conftest import free_port
 
@@ -226,6 +228,33 @@ def test_progress_on_a_terminal_is_one_line_that_disappears() -> None:
     assert "training: 3/3" in file.getvalue()
     assert "\n" not in file.getvalue()
     assert file.getvalue().rstrip("\r").rpartition("\r")[2].strip() == ""
+
+
+# -- equal bits -----------------------------------------------------------------------------------
+class Operators(TorchDispatchMode):
+    """The names of all operators that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_compared_loops_write_attention_out(tmp_path: Path) -> None:
+    """The backward of fused attention adds in any order on a GPU, unless it may raise an error."""
+    quickstart = module("quickstart")
+    given = ["--deepspeed_config", CONFIG, "--tiny", "--compare-steps", "2"]
+    args = quickstart.parse_arguments([*given, "--output", str(tmp_path)])
+    task = quickstart.prepare(args, module("pace").Watch(150.0))
+    with Operators() as operators:
+        _, numbers = quickstart.compare(args, task)
+    assert numbers["losses_equal"]
+    assert "aten::_softmax" in operators.names or "aten::_safe_softmax" in operators.names
+    assert [name for name in operators.names if "dot_product" in name] == []
+    assert not torch.are_deterministic_algorithms_enabled()
 
 
 # -- as commands ----------------------------------------------------------------------------------
