@@ -28,16 +28,18 @@ def progress(
     total: int,
     name: str,
     *,
+    done: int = 0,
     file: TextIO | None = None,
     clock: Callable[[], float] = time.time,
 ) -> tqdm:
-    """A tqdm of `total` steps, with an estimate of the seconds that are left.
+    """A tqdm of `total` steps, `done` of which are over, with an estimate of the seconds left.
 
     A bar disappears at its end. Lines stay, and what ends within ten seconds has none.
     """
     file = sys.stderr if file is None else file
     # The estimate is from all steps so far: no single one decides it.
-    common = {"total": total, "desc": name, "file": file, "smoothing": 0, "leave": False}
+    common = {"total": total, "initial": done, "desc": name, "file": file}
+    common |= {"smoothing": 0, "leave": False}
     if file.isatty():
         return tqdm(**common, bar_format=BAR, dynamic_ncols=True, mininterval=0.2)
     lines = _Lines(

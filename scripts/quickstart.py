@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import median
+from statistics import median, median_low
 from typing import Any
 
 if __name__ == "__main__":
@@ -36,6 +36,7 @@ import deepspeed
 import torch
 from corpus import NUM_HELD_OUT_BATCHES, Corpus, read_text
 from pace import (
+    COMPARED_SHARE,
     FEW,
     MOST_TRAINED,
     Fit,
@@ -69,6 +70,7 @@ WARMUP_SHARE = 0.2  # of the steps, where the config's warm-up is longer than th
 CHUNKED = {"batch": 16, "chunk": 4}  # of the run in chunks
 PROMPT, WRITTEN_BYTES, TEMPERATURE = b"def ", 160, 0.7
 WRITING_S = 6.0  # at most
+MEASURED_STEPS = 3  # of the plain loop
 NO_TIME = "it does not fit into the time (--minutes sets it)"
 INTERRUPTED = 130  # the exit status of a command that Ctrl-C ended
 
@@ -316,25 +318,24 @@ def run_without_window(args: argparse.Namespace, task: Task) -> tuple[Fit, list[
     what fits decides how many there are."""
     clock, data = task.watch.clock, task.data
     loop = PlainLoop(task.build().to(data.device), task.config, exact=True)
-    losses, step_s = [], 0.0
-    # The first step warms up. The second is measured, unless one has shown that none fits.
-    for most in (1, 2):
+    losses: list[float] = []
+    seconds: list[float] = []
+    # Three, for the first one warms up, and one may be slow by chance; fewer where three take long.
+    most = min(MEASURED_STEPS, args.compare_steps or MEASURED_STEPS)
+    while len(losses) < most and sum(seconds) < COMPARED_SHARE * task.watch.budget_s:
         begun_s = clock()
         losses.append(loop.step(data.batch()).item())
-        step_s = clock() - begun_s
-        fitted = fit(
-            step_s,
-            task.watch,
-            compared_steps=args.compare_steps,
-            trained_steps=args.steps,
-            timed=not args.no_timing,
-            measured_steps=len(losses),
-        )
-        if fitted.compared_steps <= most:
-            break
+        seconds.append(clock() - begun_s)
+    fitted = fit(
+        median_low(seconds),
+        task.watch,
+        compared_steps=args.compare_steps,
+        trained_steps=args.steps,
+        timed=not args.no_timing,
+        measured_steps=len(losses),
+    )
     announce(args, task, fitted)
-    with progress(fitted.compared_steps, "without the window") as bar:
-        bar.update(len(losses))
+    with progress(fitted.compared_steps, "without the window", done=len(losses)) as bar:
         while len(losses) < fitted.compared_steps:
             losses.append(loop.step(data.batch()).item())
             bar.update()

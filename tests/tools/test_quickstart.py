@@ -210,6 +210,15 @@ def test_progress_in_a_file_is_a_line_every_ten_seconds_with_an_estimate() -> No
     assert "\r" not in file.getvalue()
 
 
+def test_steps_done_before_are_no_part_of_the_estimate() -> None:
+    now, file = [0.0], io.StringIO()
+    progress = module("progress").progress
+    with progress(10, "later", done=4, file=file, clock=lambda: now[0]) as bar:
+        now[0] = 12.0
+        bar.update()
+    assert file.getvalue() == "later: 5 of 10, 01:00 left\n"
+
+
 def test_progress_that_ends_within_ten_seconds_has_no_line() -> None:
     now, file = [0.0], io.StringIO()
     with module("progress").progress(3, "short", file=file, clock=lambda: now[0]) as bar:
