@@ -22,7 +22,7 @@ class ConfigError(StrongholdError, ValueError):
 class BudgetError(ConfigError):
     """The plan does not fit a tier; raised before anything is allocated.
 
-    `need_bytes` is what the tier must have at least, where one number says it; else None.
+    `need_bytes`: the least size of the tier that suffices; None where there is no such number.
     """
 
     def __init__(self, message: str, *, need_bytes: int | None = None) -> None:

@@ -4,7 +4,7 @@ Owns the reading of control groups, resource limits and /proc, which are read an
 Never allocates or decides anything. Any thread may enter.
 
 [Note: memory that grows] Some virtual machines start with little memory and get more as they use
-it. Linux then reports the memory of now. STRONGHOLD_HOST_MEMORY, a whole number of bytes, says what
+it. Linux then reports the memory of now. STRONGHOLD_HOST_MEMORY, a whole number of bytes, is what
 the machine can have. A number below the machine's memory is a cap on this process's share.
 """
 

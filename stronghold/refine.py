@@ -19,7 +19,7 @@ was made from may find no room. This is the rule:
      sequences than the model takes (`max_position_embeddings`).
   3. The engine looks at a batch before it runs. Where the plan has no room for it, by what was
      measured, the plan changes first, as by 2. Where no plan has room, the one that takes least
-     takes over, and a warning says so.
+     takes over, with a warning.
   4. Where the plan cannot change at once (a graph waits for its backward, gradients for their step,
      something keeps aliases of weights, or there are other ranks), this forward keeps nothing that
      can be computed again, and the plan changes before a later forward; of several ranks at the end
@@ -124,7 +124,7 @@ class Stage(Enum):
 
 
 class Memory(NamedTuple):
-    """What a rank knows of its GPU in bytes, once steps were measured: what its tensors can have in
+    """A rank's GPU in bytes, once steps were measured: what its tensors can have in
     all, as things are now (None: unknown), and what others than the plan's buffers took at most.
     `size`: of the largest batch that was measured; `largest`: of all that have come, which `differ`
     or not."""
@@ -139,9 +139,9 @@ class Memory(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """What the traced steps showed, of all ranks. `usable` bytes of the GPU are for slots and
+    """Measurements of the traced steps, of all ranks. `usable` bytes of the GPU are for slots and
     activations; of these others than the plan's buffers and what blocks keep take `beside`, with
-    batches of `size`: logits, the loss, the program's tensors. None where nobody counts."""
+    batches of `size`: logits, the loss, the program's tensors. None where it is unknown."""
 
     workload: Workload
     rates: Rates
@@ -247,13 +247,13 @@ class Refinement:
         stack.runtime.activations.spares = lacks and stack.section.activations is None
 
     def _is_aliased(self) -> bool:
-        """Whether something keeps aliases of weights, which would stay behind where weights change
-        places with a plan."""
+        """True while something keeps aliases of weights, which would stay behind where weights
+        change places with a plan."""
         self._stack.runtime.settle()
         return bool(self._stack.runtime.executor.aliased(range(len(self._stack.parameters))))
 
     def out_of_memory(self, call: str, error: torch.OutOfMemoryError) -> OutOfMemoryError:
-        """What the engine's `call` raises in place of `error` ([Note: out of memory])."""
+        """The error that the engine's `call` raises in place of `error` ([Note: out of memory])."""
         if isinstance(error, OutOfMemoryError):  # of an engine inside of this one's call
             return error
         traceback.clear_frames(error.__traceback__)  # they hold what the call has computed
@@ -272,7 +272,7 @@ class Refinement:
             dropped = "; the gradients of this step so far are dropped, the next is its first"
         return OutOfMemoryError(
             f"{stack.device.name} is out of memory. It was in {call}, by a plan with {planned}"
-            f"{dropped}; {remedy}. Torch says: {error}"
+            f"{dropped}; {remedy}. Torch reports: {error}"
         )
 
     def note_failures(self) -> None:
@@ -303,7 +303,7 @@ class Refinement:
         return outside + max((demand.kept[i].saved_bytes for i in layout.streamed), default=0)
 
     def _has_room(self, size: BatchSize, *, trains: bool) -> bool:
-        """Whether the present plan has room for the batch, as far as that is known."""
+        """True if the present plan has room for the batch, as far as that is known."""
         if not self._knows_room or size.is_within(self._roomy[trains]):
             return True
         assert self._measured is not None
@@ -329,7 +329,7 @@ class Refinement:
         if self._lacks:
             self._lacks, self._margin = False, self._margin * MORE
             self._roomy = dict.fromkeys(self._roomy, BatchSize())
-            gc.collect()  # graphs that nobody holds any more
+            gc.collect()  # graphs without an owner
             stack.device.trim()
         found: Any = None
         if stack.ranks.control.rank == 0:
@@ -356,7 +356,7 @@ class Refinement:
         self._roomy[trains] = self._roomy[trains].most(size)  # or there is nothing to be done
 
     def _make_room_together(self) -> None:
-        """Of several ranks: change the plan if a batch of any rank's has found no room in it."""
+        """Change the plan of all ranks if a batch of any rank found no room in it."""
         group = self._stack.ranks.control
         both = [*self._waiting[True], *self._waiting[False]]
         lacks = self._lacks or any(both)
@@ -404,7 +404,7 @@ class Refinement:
             return None
 
     def _takes_less(self, plan: Plan) -> bool:
-        """Whether the plan leaves more to a batch than the present one."""
+        """True if the plan leaves more to a batch than the present one."""
         present = self._stack.plan
         if self._measured is None:
             return plan.gpu_total_bytes < present.gpu_total_bytes
@@ -508,8 +508,8 @@ class Refinement:
         self._num_failures = device.num_failures()  # one in the trial of the plan is none
 
     def _without_fragments(self, reachable: int) -> int:
-        """What of `reachable` bytes the allocator can give to tensors, by what it could not give to
-        them in the traced steps."""
+        """The part of `reachable` bytes that the allocator can give to tensors, by what it could
+        not give to them in the traced steps."""
         fragments = self._stack.device.fragment_bytes()
         if fragments > MANY_FRAGMENTS * reachable:
             logger.info(
@@ -624,7 +624,7 @@ def _measured(stack: Stack, workload: Workload, rates: Rates, memory: Memory) ->
 
 
 def _longest(model: nn.Module) -> int | None:
-    """The most tokens of a sequence that a Transformers model takes; None where nothing says it."""
+    """The most tokens of a sequence that a Transformers model takes; None where it is unknown."""
     config: Any = getattr(model, "config", None)
     for of_text in (config, getattr(config, "text_config", None)):
         found = getattr(of_text, "max_position_embeddings", None)

@@ -71,7 +71,7 @@ def surfacing(error: LaneError) -> LaneError:
 
 class OutOfMemoryError(StrongholdError, torch.OutOfMemoryError):
     """The device had no memory left in a forward or backward. Nothing of the model is lost, and the
-    next forward has more room, where any plan leaves more; the message says so. Whatever catches
+    next forward has more room, where any plan leaves more. Whatever catches
     torch's own error catches this one."""
 
 
@@ -576,7 +576,7 @@ class Device(ABC):
         return None
 
     def fragment_bytes(self) -> int:
-        """What the allocator held at most, since `restart_activation_peak`, beyond what tensors
+        """The most that the allocator held since `restart_activation_peak`, beyond what tensors
         needed at most: fragments that are of no use to them."""
         return 0
 

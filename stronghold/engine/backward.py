@@ -42,7 +42,7 @@ _scaled: list[float] = []  # of the `engine.scale` whose loss the running backwa
 
 
 class _Graph:
-    """Of one call of the engine. The hooks on its outputs own it, and autograd owns those."""
+    """One call's graph. The hooks on the call's outputs own it, and autograd owns those."""
 
     def __init__(self) -> None:
         self.used = False  # a backward has come through it
@@ -76,7 +76,7 @@ class UserBackward:
 
     @property
     def waits(self) -> bool:
-        """Whether the graph of a call of the engine is alive whose backward has not come."""
+        """True while the graph of a call of the engine is alive and its backward has not come."""
         return any(not graph.used for graph in self._graphs)
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:

@@ -522,7 +522,7 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
         return float(super().loss_scale()) if self.fp16_enabled() else 1.0
 
     def dynamic_loss_scale(self) -> bool:
-        """Whether losses are scaled, by a scale that follows the overflows."""
+        """True in fp16 with a scale that follows the overflows."""
         return bool(self.fp16_enabled() and super().dynamic_loss_scale())
 
     def offload_states(
@@ -613,8 +613,8 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
         return self._stack.memory_report()
 
     def inspect(self) -> Inspection:
-        """What the engine is doing now: layers, plan, schedule, recorded operations, bytes. Waits
-        for nothing. `print(engine.inspect())` belongs into a bug report."""
+        """A read-only view: layers, plan, schedule, recorded operations, bytes. Waits for nothing.
+        Put `print(engine.inspect())` into a bug report."""
         return inspect(self._stack)
 
     def replan(self, plan: Plan) -> bool:

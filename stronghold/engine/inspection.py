@@ -1,4 +1,4 @@
-"""What an engine is doing now: `engine.inspect()`, for tests and for bug reports.
+"""A view of an engine at one moment: `engine.inspect()`, for tests and for bug reports.
 
 Owns the view, and nothing that it shows. A bug report should hold `print(engine.inspect())`.
 The training thread alone enters, between two calls of the engine.
@@ -31,9 +31,9 @@ class LayerView:
 
     `arrays` are its arrays in memory, by name, flat: the engine's own, not copies. `files` names
     those that lie in files. `writers` has, by array, the fence of the newest operation that writes
-    it. `counts` says how often each parameter was updated, in the layout's order, and `trained`
+    it. `counts` has each parameter's number of updates, in the layout's order, and `trained`
     holds the positions of those that the optimizer owns. `is_updated_early`: the running step has
-    updated the layer before its gate. `text` says all of it in one line.
+    updated the layer before its gate. `text` is all of it in one line.
     """
 
     layout: LayerLayout
@@ -76,8 +76,8 @@ class LayerView:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Traffic:
-    """What the engine has moved since its plan began: fetches of layers, bytes of weights to the
+class Transfers:
+    """Transfers since the plan began: fetches of layers, bytes of weights to the
     device and of gradients from it, and bytes read from files and written to them."""
 
     num_fetches: int
@@ -95,7 +95,7 @@ class Inspection:
     oldest first: none, unless `stronghold.trace` is set or the device records. `bytes` are peaks
     per tier, planned and measured; `host_bytes` is host memory that is held now. `is_in_step`:
     gradients wait for their step. `has_trained`:
-    masters and moments exist; `states` says of which arrays they are made. `device` and `files` are
+    masters and moments exist; `states` names their arrays. `device` and `files` are
     the live objects, with their lanes and their files.
     """
 
@@ -106,7 +106,7 @@ class Inspection:
     schedule: tuple[Action, ...]
     operations: tuple[Span, ...]
     bytes: MemoryReport
-    traffic: Traffic
+    traffic: Transfers
     is_in_step: bool
     has_trained: bool
     states: States
@@ -139,7 +139,7 @@ def inspect(stack: Stack) -> Inspection:
         schedule=tuple(executor.schedule.actions),
         operations=tuple(stack.trace.spans()),
         bytes=stack.memory_report(),
-        traffic=Traffic(
+        traffic=Transfers(
             num_fetches=executor.num_fetches,
             fetched_bytes=executor.fetched_bytes,
             offloaded_bytes=executor.drains.drained_bytes,

@@ -133,7 +133,7 @@ class Question:
 
     @property
     def cpu_threads(self) -> int:
-        """Of each rank's optimizer, as the engine has by default."""
+        """Threads of each rank's optimizer, as the engine has by default."""
         return update_cores(self.machine.num_cores // self.gpus, compute_threads=1)
 
     @property

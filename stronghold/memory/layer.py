@@ -64,7 +64,7 @@ class GradientSlot:
     that are in it, `writers` the compute lane's streams that may write it. `held`: gathering is
     over, and the gradients stay until the step ends. `sums`: room for fp32 sums of chunks;
     `summing`: by position, where those of the running call are, until they are rounded. `is_spare`:
-    no slot of the plan's, but memory of torch's that nobody holds once the gradients have left."""
+    no slot of the plan's, but memory of torch's, without an owner once the gradients have left."""
 
     gradients: torch.Tensor
     sums: torch.Tensor | None = None

@@ -185,8 +185,8 @@ GROWTH = 8  # what is pinned grows by an eighth at least: pinning takes a call, 
 
 class PinnedPool:
     """Pinned memory that is taken in turn, at most `room_bytes` (None: what the system has when the
-    first piece is taken). `expected_bytes`, 0 where nobody knows, are pinned with the first piece,
-    in one call; what is needed beyond them is pinned in steps.
+    first piece is taken). `expected_bytes`, 0 where unknown, are pinned with the first piece, in
+    one call; what is needed beyond them is pinned in steps.
 
     Pieces are given first fit by address, so that what comes and goes as a stack (activations:
     forward saves, backward takes back) leaves no holes, whatever its sizes are: what is pinned is

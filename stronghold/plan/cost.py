@@ -191,7 +191,7 @@ class Demand:
         return "the fastest, by simulation" if key in self.searched else f"stronghold.{key}"
 
     def pins(self, key: str) -> bool:
-        """Whether you set the key, and no search did."""
+        """True if you set the key, and no search did."""
         return getattr(self, key) is not None and key not in self.searched
 
     def sharers(self, array: str) -> int:

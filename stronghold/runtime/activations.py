@@ -126,7 +126,7 @@ class ActivationSizes:
             self.square_boundary[layer] = square
 
     def _grows(self, tensor: torch.Tensor) -> bool:
-        """Whether the tensor grows with the square of the length."""
+        """True if the tensor grows with the square of the length."""
         return self.length > 1 and list(tensor.shape).count(self.length) > 1
 
     def leave(self, *, chunk: bool = False) -> None:
@@ -554,7 +554,7 @@ class Activations:
         *,
         offload: bool,
     ) -> Any:
-        """What stands for a sparse tensor that autograd saves ([Note: sparse])."""
+        """The handle of a sparse tensor that autograd saves ([Note: sparse])."""
         parts, layer_at = _strided(tensor), self._executor.layer_at
         if any(part.untyped_storage().data_ptr() in layer_at for part in parts):
             pack, _ = self._hooks(layer, None, outer, None, offload=offload)

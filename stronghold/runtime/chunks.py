@@ -93,7 +93,7 @@ class Division:
 def split(
     value: Any, batch: int, sizes: Sequence[int], rows: Rows = NO_ROWS, path: Path = ()
 ) -> list[Any]:
-    """What each chunk of these sizes gets of `value`, at `path` ([Note: what is split])."""
+    """The part of `value`, at `path`, of each chunk of these sizes ([Note: what is split])."""
     if isinstance(value, torch.Tensor):
         for each in (1, rows.get(path, 1)):
             if value.dim() and value.size(0) == each * batch:
@@ -499,7 +499,7 @@ class _Trial:
         return several
 
     def _why_not_split(self, path: Path, each: int) -> str:
-        """What step 3 of [Note: several rows] shows against it; "" for nothing."""
+        """The objection of step 3 of [Note: several rows]; "" for none."""
         try:
             expected, output = self._outputs([self._given, self._with_others(path, each)])
         except (RuntimeError, IndexError, ValueError) as error:
@@ -534,7 +534,7 @@ class _Trial:
         return first, later
 
     def _outputs(self, calls: Iterable[Any]) -> list[Any]:
-        """What the block returns for these arguments, without dropout. Generators stay."""
+        """The block's output for these arguments, without dropout. Generators stay."""
         modes = [(part, part.training) for part in self._module.modules()]
         chance = self._device.random_state()
 
@@ -554,13 +554,13 @@ class _Trial:
 
 
 def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether they are the same but for rounding."""
+    """True if they are the same but for rounding."""
     if one.shape != other.shape or not one.is_floating_point():
         return one.shape == other.shape
     limit = TOLERANCE.get(one.dtype, 1e-3)
     scale = other.float().abs().max().clamp_min(1e-6)
     apart = (one.float() - other.float()).abs() > limit * scale
-    return not apart.any()  # what is not a number tells nothing
+    return not apart.any()  # NaN is no difference
 
 
 def _other_values(tensor: torch.Tensor) -> torch.Tensor:

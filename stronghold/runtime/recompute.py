@@ -268,7 +268,7 @@ def _sorted(names: tuple[str, ...], kinds: tuple[type, ...]) -> _Attributes:
 
 
 def _has_state(kind: type) -> bool:
-    """Whether a forward may count or draw in an object of this class: it has attributes, and is
+    """True if a forward may count or draw in an object of this class: it has attributes, and is
     neither what torch looks after nor a configuration, which a forward only reads."""
     handled = (nn.Module, torch.Tensor, type, FunctionType, functools.partial, enum.Enum)
     if not kind.__dictoffset__ or issubclass(kind, handled):
@@ -287,7 +287,7 @@ class _Part(NamedTuple):
 
 
 class _Present(NamedTuple):
-    """What stands in a block's place while it is as it was: tables with copies of what is in them,
+    """The block's present, while it is as it was: tables with copies of what is in them,
     parameters that are frozen now, and the states of generators."""
 
     tables: list[tuple[dict[str, Any], dict[str, Any]]]

@@ -308,7 +308,7 @@ class Runtime:
 
     @property
     def is_between_passes(self) -> bool:
-        """Whether layers may move now, and nothing of the step is lost: no pass is running, and
+        """True if layers may move now, and nothing of the step is lost: no pass is running, and
         what earlier micro-batches gave is nothing, or sums, which are arrays of their layers."""
         idle = self.executor.phase is Phase.IDLE
         return idle and (self._plan.accumulates or not self.ledger.pending)

@@ -5,7 +5,7 @@ makes a process group, and never ends a process. The training thread alone enter
 
 [Note: not there yet] Of a rank that has not come nothing is known but the environment in which a
 launcher started it; other processes of its node can read that. So a rank is lost
-  1. when its process was seen, here or in what it said, and has ended: within seconds
+  1. when its process was seen, here or in its message, and has ended: within seconds
   2. when it has shown no sign of life for `silence_s`: a running process that is not stopped is
      one, on the node where it can be seen
   3. when its process runs, and has not come for as long as torch's own time-out
@@ -55,7 +55,7 @@ class Attendance:
         self._processes: dict[int, Process] = {}
 
     def note(self, rank: int, process: Process) -> None:
-        """The rank has said which process it is."""
+        """The rank has named its process."""
         self._processes[rank] = process
 
     def wait(
@@ -204,7 +204,7 @@ def begin(init: Callable[[timedelta], object], attendance: Attendance, usual: ti
 
 
 def set_timeout(group: Any, timeout: timedelta) -> None:
-    """What `group` (None: the default one) does from now on has this time-out."""
+    """Give `group` (None: the default one) this time-out from now on."""
     distributed_c10d._set_pg_timeout(timeout, group)
 
 
@@ -241,7 +241,7 @@ def _answers(host: str, port: int) -> bool:
 
 
 def _soon(has_come: Callable[[], bool]) -> bool:
-    """Whether `has_come()` within `LOOK_EVERY_S`."""
+    """True if `has_come()` within `LOOK_EVERY_S`."""
     deadline, pause_s = time.monotonic() + LOOK_EVERY_S, SHORTEST_S
     while not has_come():
         if time.monotonic() > deadline:
@@ -254,6 +254,6 @@ def _soon(has_come: Callable[[], bool]) -> bool:
 def _lost(operation: str, what: str, remedy: str = "") -> RankError:
     remedy = f" {remedy}." if remedy else ""
     return RankError(
-        f"{operation}: {what}. Its own output says why, unless it was killed, perhaps for want of "
-        f"memory.{remedy} Start all ranks again"
+        f"{operation}: {what}. Its own output has the cause, unless it was killed, perhaps for "
+        f"want of memory.{remedy} Start all ranks again"
     )

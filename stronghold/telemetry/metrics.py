@@ -161,7 +161,7 @@ def _milliseconds(seconds: Reading) -> str:
 
 
 class BatchSize(NamedTuple):
-    """How large a batch is: its tokens, those of one sequence (0 where nothing tells), and the
+    """How large a batch is: its tokens, those of one sequence (0 where it is unknown), and the
     elements of its integer tensors of two or more dimensions and of its floating-point tensors."""
 
     tokens: int = 0
@@ -174,7 +174,7 @@ class BatchSize(NamedTuple):
         return BatchSize(*map(max, self, other))
 
     def is_within(self, other: BatchSize) -> bool:
-        """Whether it is no larger, in any respect."""
+        """True if it is no larger, in any respect."""
         return self.most(other) == other
 
 
