@@ -76,8 +76,8 @@ class LayerView:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Transfers:
-    """Transfers since the plan began: fetches of layers, bytes of weights to the
+class TransferCounts:
+    """TransferCounts since the plan began: fetches of layers, bytes of weights to the
     device and of gradients from it, and bytes read from files and written to them."""
 
     num_fetches: int
@@ -106,7 +106,7 @@ class Inspection:
     schedule: tuple[Action, ...]
     operations: tuple[Span, ...]
     bytes: MemoryReport
-    traffic: Transfers
+    traffic: TransferCounts
     is_in_step: bool
     has_trained: bool
     states: States
@@ -139,7 +139,7 @@ def inspect(stack: Stack) -> Inspection:
         schedule=tuple(executor.schedule.actions),
         operations=tuple(stack.trace.spans()),
         bytes=stack.memory_report(),
-        traffic=Transfers(
+        traffic=TransferCounts(
             num_fetches=executor.num_fetches,
             fetched_bytes=executor.fetched_bytes,
             offloaded_bytes=executor.drains.drained_bytes,
