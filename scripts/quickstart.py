@@ -278,7 +278,7 @@ class Task:
 def prepare(args: argparse.Namespace, watch: Watch) -> Task:
     """The task that the arguments ask for."""
     size = TINY if args.tiny else FULL
-    config, dtype = adapt(args.deepspeed_config, args, size)
+    config, dtype = adapt(args.deepspeed_config or CONFIG, args, size)
     text = read_text(args.text)
     batch_size = config["train_micro_batch_size_per_gpu"]
     data = Corpus(text, batch_size=batch_size, context=size.context)
