@@ -64,6 +64,7 @@ import stronghold
 from stronghold.config.section import parse_bytes
 
 MIB = float(1 << 20)
+CONFIG = Path(__file__).resolve().parent.parent / "configs" / "quickstart.json"  # by default
 VOCABULARY = 256
 DEFAULT_MINUTES = 2.5  # with the set-up's own work it stays below 4
 WARMUP_SHARE = 0.2  # of the steps, where the config's warm-up is longer than that
