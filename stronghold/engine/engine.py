@@ -619,8 +619,19 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
 
     def replan(self, plan: Plan) -> bool:
         """Go on with another plan of this model, between two steps: no bit changes. True where it
-        took over, False where the device has no room for it. StateError for a plan that gathers
-        gradients in another way. Every rank calls it, with one plan."""
+        took over, False where the device has no room for it. Every rank calls it, with one plan.
+
+        ConfigError while gradients wait for their step: a change would drop them. StateError for a
+        plan that gathers gradients in another way, or that moves layers from the device to files.
+        """
+        self._check_alive("replan")
+        self._stack.check_here("engine.replan")
+        moves = self._stack.plan.accumulates and not self._stack.ranks.several
+        if self._stack.runtime.ledger.pending and not moves:
+            raise ConfigError(
+                "engine.replan: gradients of a step that has not ended are waiting: call it after "
+                "engine.step, or throw them away with engine.zero_grad"
+            )
         return self._stack.replan(plan)
 
     def synchronize(self) -> None:
