@@ -35,8 +35,9 @@ os.environ.setdefault("MAX_JOBS", "1")
 import torch
 from harness import alternate, describe, host_array, medians, provenance, save, slug
 
-from stronghold import native, states
-from stronghold.cpu_adam import CPUAdam
+from stronghold import native
+from stronghold.optim import states
+from stronghold.optim.adam import CPUAdam
 
 F32, BF16, U8 = torch.float32, torch.bfloat16, torch.uint8
 BYTES = {"fp32": 28, "bf16": 26, "lean": 12.25}
@@ -50,28 +51,26 @@ def batch(
     moments: list[torch.Tensor],
     grad: torch.Tensor,
     scales: list[torch.Tensor] | None = None,
-) -> native.AdamBatch:
-    exp_avg_scale, exp_avg_sq_scale = (array.data_ptr() for array in scales) if scales else (0, 0)
-    segment = native.AdamSegment(
+) -> native.UpdateBatch:
+    scale0, scale1 = (array.data_ptr() for array in scales) if scales else (0, 0)
+    segment = native.Segment(
         weight=weight.data_ptr(),
         low=0 if low is None else low.data_ptr(),
-        exp_avg=moments[0].data_ptr(),
-        exp_avg_sq=moments[1].data_ptr(),
         grad=grad.data_ptr(),
         numel=weight.numel(),
-        lr=1e-4,
-        beta1=0.9,
-        beta2=0.999,
-        eps=1e-8,
-        weight_decay=0.01,
-        grad_scale=1.0,
+        moment0=moments[0].data_ptr(),
+        moment1=moments[1].data_ptr(),
+        scale0=scale0,
+        scale1=scale1,
+        number0=1e-4,  # lr
+        number1=0.9,  # beta1
+        number2=0.999,  # beta2
+        number3=1e-8,  # eps
+        number4=0.01,  # weight decay
         step=10,
-        adamw=True,
-        bias_correction=True,
-        exp_avg_scale=exp_avg_scale,
-        exp_avg_sq_scale=exp_avg_sq_scale,
+        flags=0b11,  # AdamW with bias correction
     )
-    return native.AdamBatch(weight.dtype, grad.dtype, [segment], lean=scales is not None)
+    return native.UpdateBatch("adam", weight.dtype, grad.dtype, [segment], lean=scales is not None)
 
 
 def optimizers(params: list[torch.nn.Parameter], moments: list[torch.Tensor] | None) -> Contenders:
@@ -139,7 +138,7 @@ def contenders(
 
 def lean_batch(
     numel: int, grad: torch.Tensor, weight: torch.Tensor, memory: list[torch.Tensor]
-) -> native.AdamBatch:
+) -> native.UpdateBatch:
     """Fresh arrays with lean states; the rounds before the first that counts fill the moments."""
     own = host_array(numel, BF16)
     own.copy_(weight)
@@ -165,9 +164,9 @@ def measure(numel: int, threads: int, rounds: int, flows: list[str]) -> dict[str
         seconds = alternate(contenders(numel, pool, memory, flows), rounds)
         isa = pool.isa
         prefetch = {
-            "fp32": pool.prefetch(F32, F32),
-            "bf16": pool.prefetch(BF16, BF16),
-            "lean": pool.prefetch(BF16, BF16, lean=True),
+            "fp32": pool.prefetch("adam", F32, F32),
+            "bf16": pool.prefetch("adam", BF16, BF16),
+            "lean": pool.prefetch("adam", BF16, BF16, lean=True),
         }
     memory.clear()
     if "fp32" in flows:

@@ -16,11 +16,12 @@ from methods.task import DTYPES, Task
 from stronghold.errors import BudgetError
 from stronghold.forecast.question import from_sizes
 from stronghold.limits import update_cores
+from stronghold.optim import DEFAULT
+from stronghold.optim.states import EXACT, states_of
 from stronghold.plan.cost import Demand, workload_of
 from stronghold.plan.machine import MachineProfile, rates_of
 from stronghold.plan.plan import make_plan
 from stronghold.predict.simulate import fastest_plan, simulate
-from stronghold.states import states_of
 
 OURS = "stronghold"
 
@@ -59,7 +60,7 @@ class Simulated(Machine):
         sizes, costs = model.layout, model.costs_of(task.batch, task.seq, task.precision)
         dtype = DTYPES[task.precision]
         demand = Demand(
-            states=states_of(dtype),
+            states=states_of(dtype, EXACT, DEFAULT.moments),
             gated=task.clipping > 0.0,
             accumulate=task.accumulation > 1,
             gpu_budget_bytes=task.gpu_memory or self._profile.gpu_memory_bytes,

@@ -26,9 +26,10 @@ from methods.task import Task
 
 from stronghold.doctor import examine
 from stronghold.model.costs import DTYPES
+from stronghold.optim import DEFAULT
+from stronghold.optim.states import EXACT, states_of
 from stronghold.plan.cost import Limits, Traffic, break_even, physical_limit
 from stronghold.plan.machine import MachineProfile
-from stronghold.states import states_of
 
 
 def load_of(task: Task, *, streamed: bool) -> tuple[Traffic, dict[str, float]]:
@@ -46,7 +47,7 @@ def load_of(task: Task, *, streamed: bool) -> tuple[Traffic, dict[str, float]]:
     in_blocks = 2.0 * sum(blocks) * tokens + attention
     head = 2.0 * task.vocab * task.hidden * tokens
     moved = Traffic(
-        states=states_of(DTYPES[task.precision]),
+        states=states_of(DTYPES[task.precision], EXACT, DEFAULT.moments),
         micro_batches=task.accumulation,
         streamed_parameters=sum(blocks) if streamed else 0,
         trained_parameters=sum(blocks) if streamed else 0,
@@ -101,7 +102,8 @@ def judge(result: dict[str, Any], machine: MachineProfile) -> dict[str, Any]:
         for row in result["rows"]
         if row["status"] == "ok" and row["verdict"] != "wrong"
     }
-    crossing = break_even(machine, task.precision, recompute=task.recomputes)
+    states = states_of(DTYPES[task.precision], EXACT, DEFAULT.moments)
+    crossing = break_even(machine, task.precision, states, recompute=task.recomputes)
     return {
         "streaming": dataclasses.asdict(streaming),
         "resident": dataclasses.asdict(resident),

@@ -22,11 +22,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from stronghold.forecast.question import from_sizes
 from stronghold.model.layout import for_ranks
+from stronghold.optim import DEFAULT
+from stronghold.optim.states import EXACT, states_of
 from stronghold.plan.cost import Demand, workload_of
 from stronghold.plan.machine import MachineProfile, rates_of
 from stronghold.plan.plan import make_plan
 from stronghold.predict.simulate import simulate
-from stronghold.states import states_of
 
 MODELS = {"7 B": (32, 4096, 32, 32000), "65 B": (80, 8192, 64, 32000)}
 BATCH, SEQ, WINDOW, RANKS_OF_NODE = 4, 2048, 4, 8
@@ -42,7 +43,7 @@ def row(name: str, num_ranks: int, machine: MachineProfile, exchange_gbps: float
     num_nodes = num_ranks // sharing
     threads = max(1, machine.num_cores // sharing)
     demand = Demand(
-        states=states_of(torch.bfloat16),
+        states=states_of(torch.bfloat16, EXACT, DEFAULT.moments),
         gated=True,
         accumulate=False,
         window=WINDOW,

@@ -3,7 +3,7 @@
 `initialize` is `deepspeed.initialize` with one more choice: a "stronghold" section in the config
 selects `StrongholdEngine`. From this import on `deepspeed.initialize` obeys the section too
 (`plugin`): nobody who asks for this engine gets another one, without a word, for calling it by
-DeepSpeed's name. `CPUAdam` is the same Adam kernel as an ordinary optimizer.
+DeepSpeed's name. `CPUAdam` has the engine's kernel as an ordinary optimizer.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
     from importlib.abc import Loader
     from types import ModuleType
 
-    from stronghold.cpu_adam import CPUAdam
     from stronghold.device.base import OutOfMemoryError
     from stronghold.engine import StrongholdEngine
     from stronghold.engine.dispatch import initialize
+    from stronghold.optim.adam import CPUAdam
     from stronghold.pretrained import from_pretrained
 
 __version__ = "0.1.0"
@@ -51,7 +51,7 @@ __all__ = [
 
 # Importing DeepSpeed takes seconds: a command that only draws a trace should not wait for it.
 _HOME = {
-    "CPUAdam": "stronghold.cpu_adam",
+    "CPUAdam": "stronghold.optim.adam",
     "OutOfMemoryError": "stronghold.device.base",
     "StrongholdEngine": "stronghold.engine",
     "from_pretrained": "stronghold.pretrained",

@@ -1,11 +1,12 @@
-"""Exception types. Owns nothing else; every other room may import it."""
+"""Exception types, and what their messages are made of. Every other room may import it."""
 
 from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pydantic import ValidationError
@@ -67,6 +68,36 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     """' Did you mean "x"?' for the closest known word, or '' when none is close."""
     close = difflib.get_close_matches(word, list(known), n=1)
     return f' Did you mean "{close[0]}"?' if close else ""
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """What a value of the config must be: `fits` decides, `words` say it in an error."""
+
+    fits: Callable[[Any], bool]
+    words: str
+
+
+def is_number(value: object) -> bool:
+    """Finite, not negative, and no boolean."""
+    plain = isinstance(value, int | float) and not isinstance(value, bool)
+    return plain and math.isfinite(value) and value >= 0  # type: ignore[arg-type, operator]
+
+
+NUMBER = Expected(is_number, "a number >= 0")
+BOOLEAN = Expected(lambda value: isinstance(value, bool), "true or false")
+
+
+def wrong(key: str, value: object, expected: Expected) -> str | None:
+    """The line of an error for the value of `key`, or None where it fits."""
+    if expected.fits(value):
+        return None
+    hint = ""
+    if isinstance(value, str) and expected is NUMBER:
+        hint = " Write it without quotes."
+        if value == "auto":
+            hint = " Fill it in: nothing replaced it."
+    return f"{key}: got {value!r}, expected {expected.words}.{hint}"
 
 
 def explain(error: ValidationError, whole: str, known: Iterable[str] = ()) -> str:

@@ -1,5 +1,5 @@
-"""The C ABI of `kernels/`, for Python: Adam, accumulation and norms by address, on threads; and
-asynchronous files: queues, files and tickets.
+"""The C ABI of `kernels/`, for Python: optimizers, accumulation and norms by address, on threads;
+and asynchronous files: queues, files and tickets.
 
 Owns the loaded library and nothing else: memory belongs to the caller, who keeps it alive and in
 place for the length of a call. Any thread may enter; the interpreter lock is released inside a
@@ -35,87 +35,102 @@ import torch
 
 from stronghold.errors import ConfigError, StateError
 
-_ABI_VERSION = 2
+_ABI_VERSION = 3
 _SH_INVALID = 1
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _BF16_LEAN = 3
+MAX_MOMENTS, MAX_NUMBERS, MAX_CONSTANTS = 2, 6, 12  # of one optimizer
 ALIGNMENT = 4096  # [Note: files]
 _WRITABLE, _CREATE, _PREALLOCATE, _DIRECT = 1, 2, 4, 8
 
 
-class AdamSegment(NamedTuple):
-    """One array of parameters and all that its step needs. Addresses are of host memory, 0 of
-    arrays that the states do not have (`stronghold.states`). `step` counts from 1; `grad_scale`
-    multiplies the gradient. A tuple, in the order and of the types of the C structure, because
-    hundreds are made in a step; make it with keywords."""
+class Segment(NamedTuple):
+    """One array of parameters and all that its step needs.
+
+    Addresses are of host memory, 0 of arrays that the states do not have (`stronghold.optim.states`).
+    Moments, numbers and flags are those of the optimizer, in its order; `stronghold.h` has the
+    list. `grad_scale` multiplies the gradient. `step` counts from 1.
+
+    A tuple, in the order and of the types of the C structure, because hundreds are made in a step.
+    Make it with keywords.
+    """
 
     weight: int
     low: int
-    exp_avg: int
-    exp_avg_sq: int
     grad: int
     numel: int
-    lr: float
-    beta1: float
-    beta2: float
-    eps: float
-    weight_decay: float
-    grad_scale: float
-    step: int
-    adamw: bool
-    bias_correction: bool
-    exp_avg_scale: int = 0
-    exp_avg_sq_scale: int = 0
+    moment0: int = 0
+    moment1: int = 0
+    scale0: int = 0
+    scale1: int = 0
+    number0: float = 0.0
+    number1: float = 0.0
+    number2: float = 0.0
+    number3: float = 0.0
+    number4: float = 0.0
+    number5: float = 0.0
+    grad_scale: float = 1.0
+    step: int = 1
+    flags: int = 0
 
 
 # A row of a prepared call: the C structure, whose size is checked when the library is loaded.
-_C_TYPES = {int: np.int64, float: np.float64, bool: np.int32}
-_ADAM_ROW = np.dtype([(name, _C_TYPES[of]) for name, of in get_type_hints(AdamSegment).items()])
+_C_TYPES = {int: np.int64, float: np.float64}
+_ROW = np.dtype([(name, _C_TYPES[of]) for name, of in get_type_hints(Segment).items()])
 
-AdamRows = npt.NDArray[Any]
-"""Segments as a NumPy structured array with the fields of `AdamSegment`: `adam_rows` makes it."""
+Rows = npt.NDArray[Any]
+"""Segments as a NumPy structured array with the fields of `Segment`: `rows` makes it."""
 
-AdamSegments = Sequence[AdamSegment] | AdamRows
+Segments = Sequence[Segment] | Rows
 
 
-def adam_rows(segments: AdamSegments) -> AdamRows:
+def rows(segments: Segments) -> Rows:
     """A copy of `segments` whose numbers can be assigned by field, for all rows at once."""
-    return np.array(segments, dtype=_ADAM_ROW)
+    return np.array(segments, dtype=_ROW)
 
 
-class AdamBatch:
-    """A prepared call of Adam: made once, then run every step; assigning to `rows["lr"]` and the
-    other fields changes the next call. With `lean`, weights are bf16 and their states lean."""
+class UpdateBatch:
+    """A prepared call of an optimizer: made once, then run every step. Assigning to
+    `rows["number0"]` and the other fields changes the next call. With `lean`, weights are bf16 and
+    their states lean."""
 
-    __slots__ = ("_address", "_grad_dtype", "_weight_dtype", "rows")
+    __slots__ = ("_address", "_grad_dtype", "_optimizer", "_weight_dtype", "rows")
 
     def __init__(
         self,
+        optimizer: str,
         weight_dtype: torch.dtype,
         grad_dtype: torch.dtype,
-        segments: AdamSegments,
+        segments: Segments,
         *,
         lean: bool = False,
     ) -> None:
+        self._optimizer = optimizer.encode()
         self._weight_dtype = _weight_code(weight_dtype, lean)
         self._grad_dtype = _dtype_code(grad_dtype)
-        self.rows = adam_rows(segments)
+        self.rows = rows(segments)
         self._address = self.rows.ctypes.data
 
     def run(self, pool: Pool) -> None:
         """One step on every segment, in place. Returns when all are done."""
         check(
-            library().sh_adam(
-                pool.handle, self._weight_dtype, self._grad_dtype, self._address, len(self.rows)
+            library().sh_update(
+                pool.handle,
+                self._optimizer,
+                self._weight_dtype,
+                self._grad_dtype,
+                self._address,
+                len(self.rows),
             )
         )
 
-    def traffic(self, pool: Pool, to: AdamBatch | None = None) -> None:
-        """Moves the bytes that `run` moves and computes nothing: memory's limit for `run`. Written
-        unchanged where they were read, or to the arrays of `to`, past the caches."""
+    def traffic(self, pool: Pool, to: UpdateBatch | None = None) -> None:
+        """Moves the bytes that `run` moves and computes nothing: memory's limit for `run`. They are
+        written unchanged where they were read, or to the arrays of `to`, past the caches."""
         check(
-            library().sh_adam_traffic(
+            library().sh_update_traffic(
                 pool.handle,
+                self._optimizer,
                 self._weight_dtype,
                 self._grad_dtype,
                 self._address,
@@ -123,6 +138,38 @@ class AdamBatch:
                 len(self.rows),
             )
         )
+
+
+def optimizers() -> list[str]:
+    """The names of the optimizers that the kernels have."""
+    names: list[str] = []
+    while (name := library().sh_optimizer_at(len(names))) is not None:
+        names.append(name.decode())
+    return names
+
+
+def constants(
+    optimizer: str, segments: Segments
+) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int32]]:
+    """The fp32 constants of each segment's step, [segments, MAX_CONSTANTS], and the variant of the
+    formula that it takes, [segments].
+
+    `stronghold.h` has the meaning of both. Constant 0 is `grad_scale`. Only numbers, `grad_scale`,
+    `step` and `flags` are read. ConfigError for a number that the optimizer refuses.
+    """
+    fields = rows(segments)
+    out = np.zeros((len(fields), MAX_CONSTANTS), dtype=np.float32)
+    variant = np.zeros(len(fields), dtype=np.int32)
+    check(
+        library().sh_update_constants(
+            optimizer.encode(),
+            fields.ctypes.data,
+            len(fields),
+            out.ctypes.data,
+            variant.ctypes.data,
+        )
+    )
+    return out, variant
 
 
 Own = TypeVar("Own", bound="Closing")
@@ -154,31 +201,35 @@ class Kernels(ABC):
     in the calling thread has passed it."""
 
     @abstractmethod
-    def prepare_adam(
+    def prepare_update(
         self,
+        optimizer: str,
         weight_dtype: torch.dtype,
         grad_dtype: torch.dtype,
-        segments: AdamSegments,
+        segments: Segments,
         *,
         lean: bool = False,
     ) -> Callable[[float | None], None]:
-        """The host's share of a step of Adam or AdamW on every segment, in place; the formula is in
-        `stronghold.h`. What it returns does the rest, with one scale of the gradients for all
-        segments, or with each one's own (None). `lean`: bf16 weights with lean states.
+        """The host's share of one step of the optimizer on every segment, in place. `stronghold.h`
+        has the optimizers and their formulas; `lean` means bf16 weights with lean states.
+
+        Returns a function that does the remaining work. Its argument is one scale of the gradients
+        for all segments, or None: each segment's `grad_scale`.
 
         ConfigError for a segment that breaks its contract, before anything is written.
         """
 
-    def adam(
+    def update(
         self,
+        optimizer: str,
         weight_dtype: torch.dtype,
         grad_dtype: torch.dtype,
-        segments: AdamSegments,
+        segments: Segments,
         *,
         lean: bool = False,
     ) -> None:
         """Both at once, with the segments' own scales."""
-        self.prepare_adam(weight_dtype, grad_dtype, segments, lean=lean)(None)
+        self.prepare_update(optimizer, weight_dtype, grad_dtype, segments, lean=lean)(None)
 
     @abstractmethod
     def accumulate(
@@ -239,13 +290,22 @@ class Pool(Kernels, Closing):
         return name.decode()
 
     def prefetch(
-        self, weight_dtype: torch.dtype, grad_dtype: torch.dtype, *, lean: bool = False
+        self,
+        optimizer: str,
+        weight_dtype: torch.dtype,
+        grad_dtype: torch.dtype,
+        *,
+        lean: bool = False,
     ) -> int:
-        """How many elements ahead Adam asks for memory: found by timing its first chunks after
-        step 1, and 0 until then. It changes no bit."""
+        """How many elements ahead the optimizer asks for memory: chosen by timing its first chunks
+        after step 1, and 0 until then. It changes no bit."""
         elements = ctypes.c_int64()
         weight, grad = _weight_code(weight_dtype, lean), _dtype_code(grad_dtype)
-        check(library().sh_adam_prefetch(self.handle, weight, grad, ctypes.byref(elements)))
+        check(
+            library().sh_update_prefetch(
+                self.handle, optimizer.encode(), weight, grad, ctypes.byref(elements)
+            )
+        )
         return elements.value
 
     @property
@@ -255,15 +315,16 @@ class Pool(Kernels, Closing):
             raise StateError("the pool of threads is closed")
         return self._handle
 
-    def prepare_adam(
+    def prepare_update(
         self,
+        optimizer: str,
         weight_dtype: torch.dtype,
         grad_dtype: torch.dtype,
-        segments: AdamSegments,
+        segments: Segments,
         *,
         lean: bool = False,
     ) -> Callable[[float | None], None]:
-        batch = AdamBatch(weight_dtype, grad_dtype, segments, lean=lean)
+        batch = UpdateBatch(optimizer, weight_dtype, grad_dtype, segments, lean=lean)
 
         def run(scale: float | None) -> None:
             if scale is not None:
@@ -529,27 +590,30 @@ def library() -> ctypes.CDLL:
     """libstronghold, loaded, its functions declared."""
     loaded = ctypes.CDLL(str(_library_path()))
     address, int32, int64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
+    text = ctypes.c_char_p
     transfer = [address, int32, int64, address, int64, address]
     signatures: dict[str, tuple[Any, list[Any]]] = {
-        "sh_last_error": (ctypes.c_char_p, []),
+        "sh_last_error": (text, []),
         "sh_last_errno": (int32, []),
         "sh_abi_version": (int32, []),
-        "sh_adam_segment_bytes": (int64, []),
-        "sh_isa_at": (ctypes.c_char_p, [int32]),
-        "sh_pool_create": (int32, [int32, address, int32, ctypes.c_char_p, address]),
+        "sh_segment_bytes": (int64, []),
+        "sh_isa_at": (text, [int32]),
+        "sh_optimizer_at": (text, [int32]),
+        "sh_pool_create": (int32, [int32, address, int32, text, address]),
         "sh_pool_destroy": (None, [address]),
-        "sh_pool_isa": (ctypes.c_char_p, [address]),
-        "sh_adam": (int32, [address, int32, int32, address, int64]),
-        "sh_adam_traffic": (int32, [address, int32, int32, address, address, int64]),
-        "sh_adam_prefetch": (int32, [address, int32, int32, address]),
+        "sh_pool_isa": (text, [address]),
+        "sh_update": (int32, [address, text, int32, int32, address, int64]),
+        "sh_update_traffic": (int32, [address, text, int32, int32, address, address, int64]),
+        "sh_update_prefetch": (int32, [address, text, int32, int32, address]),
+        "sh_update_constants": (int32, [text, address, int64, address, address]),
         "sh_accumulate": (int32, [address, int32, address, int64]),
         "sh_sum_squares": (int32, [address, int32, address, int64, address]),
-        "sh_io_create": (int32, [int32, int64, ctypes.c_char_p, address, int32, address]),
+        "sh_io_create": (int32, [int32, int64, text, address, int32, address]),
         "sh_io_destroy": (None, [address]),
-        "sh_io_engine": (ctypes.c_char_p, [address]),
+        "sh_io_engine": (text, [address]),
         "sh_io_registered": (int32, [address]),
-        "sh_io_note": (ctypes.c_char_p, [address]),
-        "sh_io_open": (int32, [address, ctypes.c_char_p, int32, int64, address]),
+        "sh_io_note": (text, [address]),
+        "sh_io_open": (int32, [address, text, int32, int64, address]),
         "sh_io_close": (int32, [address, int32]),
         "sh_io_read": (int32, transfer),
         "sh_io_write": (int32, transfer),
@@ -563,10 +627,7 @@ def library() -> ctypes.CDLL:
             raise _of_another_version(loaded) from None
         function.restype = result
         function.argtypes = arguments
-    if (
-        loaded.sh_abi_version() != _ABI_VERSION
-        or loaded.sh_adam_segment_bytes() != _ADAM_ROW.itemsize
-    ):
+    if loaded.sh_abi_version() != _ABI_VERSION or loaded.sh_segment_bytes() != _ROW.itemsize:
         raise _of_another_version(loaded)
     return loaded
 

@@ -34,13 +34,13 @@ from torch import nn
 from stronghold.errors import BudgetError, ConfigError, LaneError
 from stronghold.plan.cost import LEVELS
 from stronghold.plan.plan import make_plan
-from stronghold.states import MOMENTS
 from tests.conftest import choose_kernels
 from tests.laws.test_adapters import CASES
 from tests.laws.test_bits import FP32, PLACES, SMALLEST_PIECE
 from tests.models import HUGGING_FACE, MODELS, PLAIN, loss_of
 from tests.models.drawn import drawn_model
 from tests.support.sides import ByEngine, Plain
+from tests.support.states import MOMENTS
 
 Action = Callable[[Any, random.Random], Any]  # (side, what chooses)
 APART = 1000  # batches from here on are nobody's to train on

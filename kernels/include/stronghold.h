@@ -1,4 +1,4 @@
-/* stronghold's kernels: Adam, gradient accumulation and norms on the CPU. A plain C ABI.
+/* stronghold's kernels: optimizers, gradient accumulation and norms on the CPU. A plain C ABI.
  *
  * Every function that can fail returns a status; sh_last_error() has the words. Nothing is thrown,
  * printed or kept in globals. Memory belongs to the caller, at any alignment; arrays that are
@@ -18,7 +18,12 @@
 extern "C" {
 #endif
 
-#define SH_ABI_VERSION 2
+#define SH_ABI_VERSION 3
+
+/* Of one optimizer, at most. */
+#define SH_MAX_MOMENTS 2
+#define SH_MAX_NUMBERS 6
+#define SH_MAX_CONSTANTS 12
 
 #if defined(__GNUC__)
 #define SH_API __attribute__((visibility("default")))
@@ -47,7 +52,7 @@ SH_API int32_t sh_last_errno(void);
 
 /* SH_ABI_VERSION of the library, and the sizes of the structures that it was compiled with. */
 SH_API int32_t sh_abi_version(void);
-SH_API int64_t sh_adam_segment_bytes(void);
+SH_API int64_t sh_segment_bytes(void);
 
 /* ---- Instruction sets ------------------------------------------------------------------------ */
 
@@ -77,55 +82,66 @@ SH_API void sh_pool_destroy(sh_pool* pool);
 
 SH_API const char* sh_pool_isa(const sh_pool* pool);
 
-/* ---- Adam ------------------------------------------------------------------------------------ */
+/* ---- Optimizers ------------------------------------------------------------------------------ */
 
-/* One array of parameters. `weight` and `low` together are the fp32 master:
+/* The names of the optimizers, in any order. NULL past the last one. */
+SH_API const char* sh_optimizer_at(int32_t index);
+
+/* One array of parameters, and all that its step needs. `weight` and `low` together are the fp32
+ * master:
  *   SH_F32   weight float     low unused, may be NULL
  *   SH_BF16  weight uint16    low int16: bits(master) = (weight << 16) + low. The weight is the
  *                             master rounded to nearest, ties away from zero; no bit is lost.
  *   SH_F16   weight fp16      low float, the master; the weight is rounded to nearest even.
  *   SH_BF16_LEAN  weight uint16  low int8: bits(master) = (weight << 16) + (low << 8). See below.
- * A weight that somebody else wrote before the call counts: with SH_F16 a weight that is not its
- * master's rounding becomes the master; with bf16 the old remainder, at most half a unit in the
- * weight's last place, stays, unless it would change the sign: of a zero that was written.
- * `step` counts from 1: the number of this update, used when bias_correction != 0. */
+ * A weight that the caller wrote before the call counts. With SH_F16 a weight that is not its
+ * master's rounding becomes the master. With bf16 the old remainder stays: it is at most half a unit
+ * in the weight's last place. A remainder that would change the sign, of a zero that was written,
+ * counts as 0.
+ *
+ * An optimizer uses the first of its moments, scales and numbers, in the order of its description
+ * below; it ignores the others. */
 typedef struct {
   void* weight;
   void* low;
-  void* exp_avg;    /* float; lean: int8 */
-  void* exp_avg_sq; /* float; lean: uint8 */
   const void* grad;
   int64_t numel;
-  double lr;
-  double beta1;
-  double beta2;
-  double eps;
-  double weight_decay;
-  double grad_scale;
-  int64_t step;
-  int32_t adamw;           /* 1: decoupled weight decay; 0: L2 term in the gradient */
-  int32_t bias_correction; /* 0: m and v are used as they are */
-  float* exp_avg_scale;    /* lean alone, else unused: one per group */
-  float* exp_avg_sq_scale;
-} sh_adam_segment;
+  void* moment[SH_MAX_MOMENTS]; /* float; lean: int8, or uint8 of a square root */
+  float* scale[SH_MAX_MOMENTS]; /* lean alone: one per group of 64 elements */
+  double number[SH_MAX_NUMBERS]; /* the hyper-parameters */
+  double grad_scale;             /* multiplies the gradient */
+  int64_t step;                  /* the number of this update, from 1 */
+  int64_t flags;
+} sh_segment;
 
-/* One step of Adam (Kingma & Ba, 2015) or AdamW (Loshchilov & Hutter, 2019) on every segment, in
- * place. Constants are computed in double and rounded once; then, in fp32, p being the master:
+/* One step of the optimizer on every segment, in place. All segments share the two dtypes. Work is
+ * split over the threads across all of them.
+ *
+ * Every optimizer has constants: functions of a segment's numbers, computed in double and rounded
+ * once to fp32. The formulas below name them by position, the first one being
+ * constant 0 = grad_scale. Then, in fp32 and in the given order of operations, p being the master:
+ *
+ * "adam": Adam (Kingma & Ba, 2015) and AdamW (Loshchilov & Hutter, 2019).
+ *   moments    m (exp_avg), v (exp_avg_sq, whose square root is coded in lean states)
+ *   numbers    lr, beta1, beta2, eps, weight_decay
+ *   flags      1: decoupled weight decay; otherwise an L2 term in the gradient
+ *              2: bias correction; otherwise m and v are used as they are
+ *   constants  1 weight_decay           2 1 - lr * weight_decay    3 beta1    4 1 - beta1
+ *              5 beta2    6 1 - beta2   7 1 / sqrt(1 - beta2^step) 8 eps
+ *              9 -lr / (1 - beta1^step)
+ *   variants   0: the L2 form; 1: AdamW's form. With weight_decay == 0 both are one, and 1 is taken.
  *
  *   g = grad * grad_scale
- *   adamw: p = p * (1 - lr * weight_decay)       otherwise: g = fma(weight_decay, p, g)
+ *   1: p = p * (1 - lr * weight_decay)       0: g = fma(weight_decay, p, g)
  *   m = fma(beta1, m, (1 - beta1) * g)
  *   v = fma(beta2, v, ((1 - beta2) * g) * g)
  *   d = fma(sqrt(v), 1 / sqrt(1 - beta2^step), eps)
  *   p = fma(-lr / (1 - beta1^step), m / d, p)
  *
- * With weight_decay == 0 both forms are one. All segments share the two dtypes; work is split over
- * the threads across all of them.
- *
- * [Note: lean states] With SH_BF16_LEAN the same step is between a decoding and an encoding, and
- * 5.125 bytes per parameter are kept. Elements [64 k, 64 k + 64) of a segment are group k, with
- * element k of the scales; a segment that is a part of a parameter begins at a group of it. The
- * last group may be short; no array is touched past its end. All zeros are a fresh state.
+ * [Note: lean states] With SH_BF16_LEAN the same step is between a decoding and an encoding. Elements
+ * [64 k, 64 k + 64) of a segment are group k, with element k of the scales; a segment that is a
+ * part of a parameter begins at a group of it. The last group may be short; no array is touched
+ * past its end. All zeros are a fresh state. Of Adam 5.125 bytes per parameter are kept.
  *
  *   compress(x): bits(x) / 2 + 0x1FC00000, as a float; expand(q): its inverse, 0 of 0
  *   decoded:  m = sign(q) * expand(|q|) * scale         v = (expand(q) * scale)^2
@@ -134,17 +150,25 @@ typedef struct {
  *     q = sign(m) * round(compress(|m| * (1 / scale)))  q = max(round(compress(sqrt(v) * ...)), 1)
  *   p is rounded to its upper 24 bits, ties away from zero.
  *
- * The step's own update uses m and v before they are encoded. Where A is not finite, the scale
- * becomes NaN and the codes 0: the group's other weights are updated in this step, and become NaN
- * in the next. stronghold/states.py has the reasons and the errors. */
-SH_API int32_t sh_adam(sh_pool* pool, sh_dtype weight_dtype, sh_dtype grad_dtype,
-                       const sh_adam_segment* segments, int64_t num_segments);
+ * The step's own update uses the moments before they are encoded. Where A is not finite, the scale
+ * becomes NaN and the codes 0: the group's other weights are updated in this step, and those whose
+ * update reads the moment become NaN in the next. stronghold/optim/states.py has the reasons and the
+ * errors. */
+SH_API int32_t sh_update(sh_pool* pool, const char* optimizer, sh_dtype weight_dtype,
+                         sh_dtype grad_dtype, const sh_segment* segments, int64_t num_segments);
 
-/* How far ahead sh_adam asks for memory on this pool, with these dtypes, in elements: the faster of
- * two distances, found by timing some 500 of its chunks after the first step; 0 until then. It
- * changes no bit. */
-SH_API int32_t sh_adam_prefetch(sh_pool* pool, sh_dtype weight_dtype, sh_dtype grad_dtype,
-                                int64_t* elements);
+/* How far ahead sh_update asks for memory on this pool, with this optimizer and these dtypes, in
+ * elements: the faster of two distances. It is chosen by timing some 500 chunks of the calls after
+ * the first step, and is 0 until then. It changes no bit. */
+SH_API int32_t sh_update_prefetch(sh_pool* pool, const char* optimizer, sh_dtype weight_dtype,
+                                  sh_dtype grad_dtype, int64_t* elements);
+
+/* The constants that sh_update computes from each segment's numbers, grad_scale, step and flags,
+ * and the variant of the formula that it takes; for an implementation elsewhere. It reads no other
+ * field. `out` is [num_segments][SH_MAX_CONSTANTS], zeros after the optimizer's last constant. It
+ * refuses the numbers that sh_update refuses, and then writes nothing. */
+SH_API int32_t sh_update_constants(const char* optimizer, const sh_segment* segments,
+                                   int64_t num_segments, float* out, int32_t* variant);
 
 /* ---- Gradients ------------------------------------------------------------------------------- */
 
@@ -172,14 +196,14 @@ SH_API int32_t sh_sum_squares(sh_pool* pool, sh_dtype dtype, const sh_array_segm
 
 /* ---- The memory's limit ---------------------------------------------------------------------- */
 
-/* Moves the bytes that sh_adam with these arguments moves, and computes nothing: reads every
- * array, and writes weight, low and both moments. With `to` NULL they are written where they were
+/* Moves the bytes that sh_update with these arrays moves, and computes nothing: it reads every
+ * array, and writes weight, low and the moments. With `to` NULL they are written where they were
  * read, unchanged; otherwise to the arrays of `to`, which begin at multiples of 64 bytes, past the
- * caches where the instruction set can. What benchmarks hold sh_adam against; the distance of
- * prefetching is found for each of the two ways as sh_adam finds its own. */
-SH_API int32_t sh_adam_traffic(sh_pool* pool, sh_dtype weight_dtype, sh_dtype grad_dtype,
-                               const sh_adam_segment* segments, const sh_adam_segment* to,
-                               int64_t num_segments);
+ * caches where the instruction set can. Benchmarks compare sh_update with it. The distance of
+ * prefetching is chosen for each of the two ways as sh_update chooses its own. */
+SH_API int32_t sh_update_traffic(sh_pool* pool, const char* optimizer, sh_dtype weight_dtype,
+                                 sh_dtype grad_dtype, const sh_segment* segments,
+                                 const sh_segment* to, int64_t num_segments);
 
 #ifdef __cplusplus
 }

@@ -52,7 +52,7 @@ int32_t sh_last_errno(void) { return sh::last_errno; }
 
 int32_t sh_abi_version(void) { return SH_ABI_VERSION; }
 
-int64_t sh_adam_segment_bytes(void) { return sizeof(sh_adam_segment); }
+int64_t sh_segment_bytes(void) { return sizeof(sh_segment); }
 
 const char* sh_isa_at(int32_t index) {
   const sh::Kernels* kernels = sh::KernelsAt(index);

@@ -1,35 +1,64 @@
-// All kernels of one target and their table. Included by targets.cpp inside the target's region and
-// namespace, after its vec_*.h.
+// All kernels of one target and their tables. Included by targets.cpp inside the target's region
+// and namespace, after its vec_*.h.
 
-#include "adam-inl.h"
+#include "layouts-inl.h"
+
+#include "exact-inl.h"
 #include "lean-inl.h"
 #include "reduce-inl.h"
 
-#define SH_ADAM(W, G) \
-  { Adam<W, G, false>, Adam<W, G, true> }
-#define SH_ADAM_ROW(W) \
-  { SH_ADAM(W, GradF32), SH_ADAM(W, GradBf16), SH_ADAM(W, GradF16) }
-#define SH_TRAFFIC_ROW(W) \
-  { Traffic<W, GradF32>, Traffic<W, GradBf16>, Traffic<W, GradF16> }
+// ---- Optimizers ---------------------------------------------------------------------------------
 
-#define SH_LEAN(G) \
-  { AdamLean<G, false>, AdamLean<G, true> }
+#include "adam-inl.h"
+
+template <class Formula, class Weight, class Grad>
+constexpr void AddExact(Optimizer& table, sh_dtype weight, sh_dtype grad) {
+  constexpr int kLast = Formula::kVariants - 1;
+  table.update[weight][grad][0] = Exact<Formula, 0, Weight, Grad>;
+  table.update[weight][grad][kLast] = Exact<Formula, kLast, Weight, Grad>;
+  table.traffic[weight][grad] = Traffic<Formula::kMoments, Weight, Grad>;
+}
+
+template <class Formula, class Grad>
+constexpr void AddGrad(Optimizer& table, sh_dtype grad) {
+  AddExact<Formula, WeightF32, Grad>(table, SH_F32, grad);
+  AddExact<Formula, WeightBf16, Grad>(table, SH_BF16, grad);
+  AddExact<Formula, WeightF16, Grad>(table, SH_F16, grad);
+  constexpr int kLast = Formula::kVariants - 1;
+  table.update[SH_BF16_LEAN][grad][0] = Lean<Formula, 0, Grad>;
+  table.update[SH_BF16_LEAN][grad][kLast] = Lean<Formula, kLast, Grad>;
+  table.traffic[SH_BF16_LEAN][grad] = TrafficLean<Formula::kMoments, Grad>;
+}
+
+template <class Formula>
+constexpr Optimizer TableOf(const char* name) {
+  static_assert(Formula::kMoments <= SH_MAX_MOMENTS);
+  static_assert(Formula::Constant::kCount <= SH_MAX_CONSTANTS);
+  static_assert(Formula::kVariants == 1 || Formula::kVariants == 2);
+  Optimizer table = {name,
+                     Formula::kMoments,
+                     Formula::Wrong,
+                     Formula::Variant,
+                     Formula::ConstantsOf,
+                     {},
+                     {}};
+  AddGrad<Formula, GradF32>(table, SH_F32);
+  AddGrad<Formula, GradBf16>(table, SH_BF16);
+  AddGrad<Formula, GradF16>(table, SH_F16);
+  return table;
+}
+
+// An optimizer is a header above and a line here.
+constexpr Optimizer kOptimizers[] = {
+    TableOf<Adam>("adam"),
+};
+
+// ---- The target's table -------------------------------------------------------------------------
 
 constexpr Kernels kKernels = {
     SH_ISA_NAME,
-    {SH_ADAM_ROW(WeightF32),
-     SH_ADAM_ROW(WeightBf16),
-     SH_ADAM_ROW(WeightF16),
-     {SH_LEAN(GradF32), SH_LEAN(GradBf16), SH_LEAN(GradF16)}},
+    kOptimizers,
+    sizeof(kOptimizers) / sizeof(kOptimizers[0]),
     {Accumulate<GradF32>, Accumulate<GradBf16>, Accumulate<GradF16>},
     {SumSquares<GradF32>, SumSquares<GradBf16>, SumSquares<GradF16>},
-    {SH_TRAFFIC_ROW(WeightF32),
-     SH_TRAFFIC_ROW(WeightBf16),
-     SH_TRAFFIC_ROW(WeightF16),
-     {TrafficLean<GradF32>, TrafficLean<GradBf16>, TrafficLean<GradF16>}},
 };
-
-#undef SH_LEAN
-#undef SH_TRAFFIC_ROW
-#undef SH_ADAM_ROW
-#undef SH_ADAM

@@ -69,7 +69,10 @@ class CallerScope {
 }  // namespace
 
 sh_pool::sh_pool(int num_threads, std::vector<int> cores, const sh::Kernels* kernels)
-    : kernels_(kernels), cores_(std::move(cores)), owner_pid_(static_cast<int>(getpid())) {
+    : kernels_(kernels),
+      cores_(std::move(cores)),
+      owner_pid_(static_cast<int>(getpid())),
+      distances_(kernels->num_optimizers) {
   // A thread inherits core mask and floating-point mode from its creator: setting them in a
   // passing thread reports a refused core list here, and leaves the calling thread as it was.
   std::exception_ptr failure;

@@ -16,8 +16,13 @@
 namespace sh {
 
 // The loops that prefetch, each with a distance of its own.
-enum class Loop { kAdam, kTrafficInPlace, kTrafficElsewhere };
+enum class Loop { kUpdate, kTrafficInPlace, kTrafficElsewhere };
 constexpr int kNumLoops = 3;
+
+// Of one optimizer.
+struct PrefetchDistances {
+  PrefetchDistance of[kNumLoops][kNumLayouts][kNumDtypes];
+};
 
 }  // namespace sh
 
@@ -47,8 +52,8 @@ struct sh_pool {
     int64_t num_threads() const { return static_cast<int64_t>(pool_->threads_.size()) + 1; }
     std::vector<int64_t>& offsets() { return pool_->offsets_; }
     std::vector<double>& partials() { return pool_->partials_; }
-    sh::PrefetchDistance& distance(sh::Loop loop, int weight_dtype, int grad_dtype) {
-      return pool_->distances_[static_cast<int>(loop)][weight_dtype][grad_dtype];
+    sh::PrefetchDistance& distance(sh::Loop loop, int optimizer, int weight_dtype, int grad_dtype) {
+      return pool_->distances_[optimizer].of[static_cast<int>(loop)][weight_dtype][grad_dtype];
     }
 
    private:
@@ -68,7 +73,7 @@ struct sh_pool {
   std::mutex call_mutex_;
   std::vector<int64_t> offsets_;  // scratch, kept so that steady state allocates nothing
   std::vector<double> partials_;
-  sh::PrefetchDistance distances_[sh::kNumLoops][sh::kNumLayouts][sh::kNumDtypes];
+  std::vector<sh::PrefetchDistances> distances_;  // one for each optimizer
 
   // The job in progress. item_, context_ and num_items_ are written only while no worker is
   // active; workers read them after taking a seat under mutex_.

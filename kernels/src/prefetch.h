@@ -1,4 +1,4 @@
-// How far ahead Adam's loop asks for memory: found by timing the work itself.
+// How far ahead the loop of an update asks for memory: chosen by timing the work itself.
 //
 // [Note: prefetch] Seven to nine streams are more than some prefetchers of the hardware follow, and
 // others need no help. On an Intel Xeon asking for the group 256 elements ahead takes 8 % off a

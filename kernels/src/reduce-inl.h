@@ -1,4 +1,4 @@
-// Accumulation and sums of squares, compiled once per instruction set. Included after adam-inl.h.
+// Accumulation and sums of squares. Included by kernels-inl.h, once per instruction set.
 
 // ---- Accumulation -------------------------------------------------------------------------------
 

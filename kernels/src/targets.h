@@ -1,58 +1,73 @@
-// The kernels of one instruction set, as a table of functions, and the choice among tables.
+// The kernels of one instruction set, as tables of functions, and the choice among the sets.
 #ifndef STRONGHOLD_TARGETS_H_
 #define STRONGHOLD_TARGETS_H_
 
 #include <cstdint>
 
+#include "stronghold.h"
+
 namespace sh {
 
 constexpr int kNumDtypes = 3;
-constexpr int kNumLayouts = 4;         // of a weight and its states: the dtypes, and SH_BF16_LEAN
-constexpr int64_t kLeanGroup = 64;     // elements that share a scale: part of the layout
-constexpr int kMaxCores = 1024;  // of a cpu_set_t
+constexpr int kNumLayouts = 4;      // of a weight and its states: the dtypes, and SH_BF16_LEAN
+constexpr int kMaxVariants = 2;     // of an optimizer's formula
+constexpr int64_t kLeanGroup = 64;  // elements that share a scale: part of the layout
+constexpr int kMaxCores = 1024;     // of a cpu_set_t
 // Elements in a block of the sum of squares: part of the result's definition. 65536 are 256 KiB of
 // fp32, so a block's 10 us dwarf the cost of claiming it.
 constexpr int64_t kSumBlock = 65536;
 
-// Constants of one segment's step, each computed in double and rounded once.
-struct AdamConstants {
-  float grad_scale;
-  float weight_decay;  // L2 form
-  float decay_factor;  // AdamW form: 1 - lr * weight_decay
-  float beta1;
-  float one_minus_beta1;
-  float beta2;
-  float one_minus_beta2;
-  float inv_sqrt_bias_correction2;
-  float eps;
-  float neg_step_size;
+// How lean states code a moment.
+enum class Coded {
+  kSigned,  // the moment, as int8
+  kRoot     // the square root of a moment that is never negative, as uint8
 };
 
-// The arrays of one step, from the first element on.
-struct AdamArrays {
+// The arrays of one step, from the first element on. An optimizer uses the first of its moments.
+// The moments' fields have names: were they arrays, gcc would keep their addresses in memory, and
+// the lean loop would take 2 % longer.
+struct Arrays {
   char* weight;
   char* low;
-  char* exp_avg;
-  char* exp_avg_sq;
+  char* moment0;
+  char* moment1;
   const char* grad;
-  char* exp_avg_scale;  // of lean states alone
-  char* exp_avg_sq_scale;
+  char* scale0;  // of lean states alone
+  char* scale1;
+
+  char* moment(int k) const { return k == 0 ? moment0 : moment1; }
+  char* scale(int k) const { return k == 0 ? scale0 : scale1; }
+};
+static_assert(SH_MAX_MOMENTS == 2);
+
+// One optimizer. Functions take any alignment and any numel >= 0. Indices are sh_dtype; arrays with
+// lean states begin at a group. `ahead` is the distance of prefetching in elements: it changes no
+// bit.
+struct Optimizer {
+  using Update = void (*)(const float* constants, Arrays, int64_t numel, int64_t ahead);
+  using Traffic = void (*)(Arrays from, Arrays to, bool in_place, int64_t numel, int64_t ahead);
+
+  const char* name;  // as in sh_optimizer_at()
+  int num_moments;
+
+  // Of a segment's numbers, grad_scale, step and flags.
+  const char* (*wrong)(const sh_segment&);  // why they are refused, or nullptr
+  int (*variant)(const sh_segment&);
+  void (*constants)(const sh_segment&, float* out);  // writes the first of SH_MAX_CONSTANTS
+
+  Update update[kNumLayouts][kNumDtypes][kMaxVariants];  // [weight][grad][variant]
+  Traffic traffic[kNumLayouts][kNumDtypes];
 };
 
-// Functions take any alignment and any numel >= 0. Indices are sh_dtype; arrays with lean states
-// begin at a group. `ahead` is the distance of prefetching in elements: it changes no bit.
 struct Kernels {
-  using Adam = void (*)(const AdamConstants&, AdamArrays, int64_t numel, int64_t ahead);
   using Accumulate = void (*)(const char* grad, char* acc, bool add, int64_t numel);
   using SumSquares = double (*)(const char* x, int64_t numel);  // numel <= kSumBlock
-  using Traffic = void (*)(AdamArrays from, AdamArrays to, bool in_place, int64_t numel,
-                           int64_t ahead);
 
-  const char* name;                       // as in sh_isa_at()
-  Adam adam[kNumLayouts][kNumDtypes][2];  // [weight][grad][adamw]
+  const char* name;             // as in sh_isa_at()
+  const Optimizer* optimizers;  // the same ones, in the same order, in every table
+  int num_optimizers;
   Accumulate accumulate[kNumDtypes];
   SumSquares sum_squares[kNumDtypes];
-  Traffic traffic[kNumLayouts][kNumDtypes];
 };
 
 // The index-th table that this CPU can run, best first; nullptr past the end.

@@ -1,5 +1,5 @@
-// The C ABI under load, for the sanitizers: many pools, many callers, odd sizes and addresses, and
-// every instruction set against "scalar", bit for bit. Prints the instruction sets and a hash of
+// The C ABI under load, for the sanitizers: many pools, many callers, odd sizes and addresses, every
+// optimizer, and every instruction set against "scalar", bit for bit. Prints the instruction sets and a hash of
 // all results, which is the same on every architecture with the same libm.
 
 #include <cstdint>
@@ -53,27 +53,25 @@ struct State {
     }
     // One of each for 64 elements: scales of lean states.
     for (int i = 0; i < 2; ++i) arrays.emplace_back((numel + 63) / 64 * 4, skip, &random);
-    segment = {arrays[0].data(),
-               arrays[1].data(),
-               arrays[2].data(),
-               arrays[3].data(),
-               arrays[4].data(),
-               numel,
-               1e-3,
-               0.9,
-               0.999,
-               1e-8,
-               0.1,
-               0.5,
-               1,
-               0,
-               1,
-               static_cast<float*>(arrays[5].data()),
-               static_cast<float*>(arrays[6].data())};
+    segment = {};
+    segment.weight = arrays[0].data();
+    segment.low = arrays[1].data();
+    segment.moment[0] = arrays[2].data();
+    segment.moment[1] = arrays[3].data();
+    segment.grad = arrays[4].data();
+    segment.numel = numel;
+    segment.scale[0] = static_cast<float*>(arrays[5].data());
+    segment.scale[1] = static_cast<float*>(arrays[6].data());
+    // Every optimizer takes these, whatever they mean to it.
+    const double numbers[SH_MAX_NUMBERS] = {1e-3, 0.9, 0.999, 1e-8, 0.1, 0.0};
+    std::memcpy(segment.number, numbers, sizeof(numbers));
+    segment.grad_scale = 0.5;
+    segment.step = 1;
+    segment.flags = 2;
   }
   Random random;
   std::vector<Array> arrays;
-  sh_adam_segment segment;
+  sh_segment segment;
 };
 
 std::vector<char> RunAll(sh_pool* pool, int64_t numel, int skip, uint64_t seed) {
@@ -81,18 +79,21 @@ std::vector<char> RunAll(sh_pool* pool, int64_t numel, int skip, uint64_t seed) 
   const auto keep = [&out](const void* p, size_t bytes) {
     out.insert(out.end(), static_cast<const char*>(p), static_cast<const char*>(p) + bytes);
   };
-  for (int weight = 0; weight < 4; ++weight) {
-    for (int grad = 0; grad < 3; ++grad) {
-      State a(numel, skip, seed), b(numel / 2, skip, seed + 1);
-      for (int step = 1; step <= 3; ++step) {
-        sh_adam_segment both[2] = {a.segment, b.segment};
-        both[0].step = both[1].step = step;
-        both[0].adamw = step & 1;
-        CHECK(sh_adam(pool, static_cast<sh_dtype>(weight), static_cast<sh_dtype>(grad), both, 2) ==
-              SH_OK);
-      }
-      for (State* s : {&a, &b}) {
-        for (Array& array : s->arrays) keep(array.storage.data(), array.storage.size());
+  for (int i = 0; sh_optimizer_at(i) != nullptr; ++i) {
+    for (int weight = 0; weight < 4; ++weight) {
+      for (int grad = 0; grad < 3; ++grad) {
+        State a(numel, skip, seed), b(numel / 2, skip, seed + 1);
+        for (int step = 1; step <= 3; ++step) {
+          sh_segment both[2] = {a.segment, b.segment};
+          both[0].step = both[1].step = step;
+          both[0].flags = 2 | (step & 1);
+          both[1].flags = 2;
+          CHECK(sh_update(pool, sh_optimizer_at(i), static_cast<sh_dtype>(weight),
+                          static_cast<sh_dtype>(grad), both, 2) == SH_OK);
+        }
+        for (State* s : {&a, &b}) {
+          for (Array& array : s->arrays) keep(array.storage.data(), array.storage.size());
+        }
       }
     }
   }
@@ -100,7 +101,7 @@ std::vector<char> RunAll(sh_pool* pool, int64_t numel, int skip, uint64_t seed) 
     State s(numel, skip, seed);
     const sh_dtype dtype = static_cast<sh_dtype>(grad);
     for (int64_t add : {0, 1}) {
-      const sh_accumulate_segment segment = {s.segment.grad, static_cast<float*>(s.segment.exp_avg),
+      const sh_accumulate_segment segment = {s.segment.grad, static_cast<float*>(s.segment.moment[0]),
                                              numel, add};
       CHECK(sh_accumulate(pool, dtype, &segment, 1) == SH_OK);
     }
@@ -159,7 +160,7 @@ void ShortCallsNeverWaitForever() {
   for (int i = 1; i <= 2000; ++i) {
     s.segment.step = i;
     s.segment.numel = i % 33000;
-    CHECK(sh_adam(pool, SH_F32, SH_F32, &s.segment, 1) == SH_OK);
+    CHECK(sh_update(pool, "adam", SH_F32, SH_F32, &s.segment, 1) == SH_OK);
   }
   sh_pool_destroy(pool);
   for (int i = 0; i < 50; ++i) sh_pool_destroy(MakePool(1 + i % 5, nullptr));
@@ -195,11 +196,11 @@ void ThePrefetchDistanceIsTheFasterOne() {
   State s(numel, 0, 3);
   int64_t found = 0;
   for (int step = 1; step <= 65; ++step) {
-    CHECK(sh_adam_prefetch(pool, SH_F32, SH_F16, &found) == SH_OK && found == 0);
+    CHECK(sh_update_prefetch(pool, "adam", SH_F32, SH_F16, &found) == SH_OK && found == 0);
     s.segment.step = step;
-    CHECK(sh_adam(pool, SH_F32, SH_F16, &s.segment, 1) == SH_OK);
+    CHECK(sh_update(pool, "adam", SH_F32, SH_F16, &s.segment, 1) == SH_OK);
   }
-  CHECK(sh_adam_prefetch(pool, SH_F32, SH_F16, &found) == SH_OK);
+  CHECK(sh_update_prefetch(pool, "adam", SH_F32, SH_F16, &found) == SH_OK);
   CHECK(found == sh::PrefetchDistance::kNear || found == sh::PrefetchDistance::kFar);
   sh_pool_destroy(pool);
 }

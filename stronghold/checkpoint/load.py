@@ -22,9 +22,9 @@ from stronghold.checkpoint.manifest import OpenTag, TensorRecord, unpack_state
 from stronghold.checkpoint.save import named_groups, persistent_buffers
 from stronghold.errors import CheckpointError, ConfigError, did_you_mean
 from stronghold.model.layout import ParameterSlice
+from stronghold.optim.states import items, join_master
 from stronghold.runtime.optimizer import EngineOptimizer
 from stronghold.runtime.stack import Stack
-from stronghold.states import MOMENTS, items, join_master, states_of
 
 PIECE_NUMEL = 1 << 20  # of moments that are decoded at once: a multiple of a group
 SHOWN = 5  # names in an error; the rest is counted
@@ -120,11 +120,12 @@ class Load:
         return " ".join(lines)
 
     def _check_optimizer(self, optimizer: EngineOptimizer) -> None:
-        advice = "pass load_optimizer_states=False to load the weights and start Adam anew"
+        advice = "pass load_optimizer_states=False to load the weights and start the optimizer anew"
         saved = self.manifest.groups
         live = named_groups(self._stack, optimizer) or ()
         if saved is None:
             raise ConfigError(f"{self._path} was saved by an engine without an optimizer; {advice}")
+        self._check_moments(advice)
         canonical = {a: record.name for a, record in self._records.items()}
         there = [set(group["params"]) for group in saved]
         here = [{canonical.get(name, name) for name in group["params"]} for group in live]
@@ -144,6 +145,24 @@ class Load:
                         f"take the place of {group[key]!r}; {advice}"
                     )
 
+    def _check_moments(self, advice: str) -> None:
+        """ConfigError where saved moments are of another optimizer than the parameter's here."""
+        stack = self._stack
+        for index, k, part, record in self._found:
+            optimizer = stack.steps.optimizers_of(stack.host.layers[index]).get(k)
+            if record.moments is None or optimizer is None:
+                continue
+            if record.optimizer != optimizer.name:
+                raise ConfigError(
+                    f"{self._path}: {part.name} was updated by {record.optimizer}, and is updated "
+                    f"by {optimizer.name} here; {advice}"
+                )
+            if not optimizer.moments:
+                raise ConfigError(
+                    f"{self._path}: {part.name} has moments of {record.optimizer} there, and "
+                    f"{optimizer} keeps none; {advice}"
+                )
+
     def _needed(self) -> set[str]:
         names = {self._tag.buffers} if self.manifest.buffers else set()
         for _, _, _, record in self._found:
@@ -161,8 +180,8 @@ class Load:
         stack = self._stack
         stack.runtime.restart()
         exact = self._optimizer is not None and custom is None
-        moments = any(record.moments for _, _, _, record in self._found)
-        if self._optimizer is not None and moments:
+        has_state = any(record.moments or record.low for _, _, _, record in self._found)
+        if self._optimizer is not None and has_state:
             stack.prepare_training()
         if custom is None:
             self._weights(exact)
@@ -182,7 +201,8 @@ class Load:
         host, model = self._stack.host, self._stack.partition.model
         for index, _, part, record in self._found:
             with_master = exact and part.trainable
-            if states_of(record.dtype, self.manifest.states) is host.states:
+            saved = record.dtype, self.manifest.states
+            if saved == (host.states.dtype, host.states.kind):
                 self._fill(index, "weights", part, record.weights, record.name)
                 if with_master and record.low is None and host.states.low is torch.float32:
                     self._copy_weights_to_low(index, part)
@@ -219,7 +239,9 @@ class Load:
         if not host.has(index, array):
             return
         if file is not None and host.layers[index].on_device:
-            target = getattr(host.layers[index], array)[items(array, at, end)]
+            whole = host.layers[index].array(array)
+            assert whole is not None
+            target = whole[items(array, at, end)]
             self._tag.tensors(file).read_into(name, target)
             return
         for own, found in host.pieces(index, (array,), at, end, mode="replace"):
@@ -241,23 +263,23 @@ class Load:
             if part.trainable:
                 self._stack.host.layers[index].counts[k] = record.step
                 if record.moments is not None and self.manifest.states != states.kind:
-                    self._convert_moments(index, part, record.moments, record.name)
+                    self._convert_moments(index, part, record)
                     continue
-                for array in states.moments:
+                for array in states.moment_dtypes:
                     self._fill(index, array, part, record.moments, f"{array}.{record.name}")
 
-    def _convert_moments(self, index: int, part: ParameterSlice, file: str, name: str) -> None:
+    def _convert_moments(self, index: int, part: ParameterSlice, record: TensorRecord) -> None:
         """Moments of another kind of states: the decoded values, encoded."""
         host, at, end = self._stack.host, part.offset, part.offset + part.numel
-        states, arrays = host.states, tuple(host.states.moments)
+        states, arrays = host.states, tuple(host.states.moment_dtypes)
         if not all(host.has(index, array) for array in arrays):
             return
         for own, found in host.pieces(index, arrays, at, end, mode="replace"):
             for begin in range(own.start, own.stop, PIECE_NUMEL):
                 stop = min(begin + PIECE_NUMEL, own.stop)
-                decoded = moments_of(self._tag, file, name, begin, stop)
-                for moment, of_moment in decoded.items():
-                    for array, values in states.encode(moment, of_moment).items():
+                decoded = moments_of(self._tag, record, begin, stop)
+                for moment in states.moments:
+                    for array, values in states.encode(moment, decoded[moment.name]).items():
                         found[array][items(array, begin - own.start, stop - own.start)].copy_(
                             values
                         )
@@ -294,16 +316,18 @@ def masters(tag: OpenTag, record: TensorRecord, *, exact: bool) -> Iterator[torc
         yield from (join_master(w, low) for w, low in zip(weights, lows, strict=True))
 
 
-def moments_of(tag: OpenTag, file: str, name: str, begin: int, end: int) -> dict[str, torch.Tensor]:
-    """exp_avg and exp_avg_sq of a parameter's elements [begin, end), flat, in fp32; `begin` is a
-    multiple of a group."""
+def moments_of(tag: OpenTag, record: TensorRecord, begin: int, end: int) -> dict[str, torch.Tensor]:
+    """The moments of a parameter's elements [begin, end) by name, flat, in fp32. `begin` is a
+    multiple of a group. Empty where the record has none."""
+    if record.moments is None:
+        return {}
     arrays = {}
-    states = states_of(torch.bfloat16, tag.manifest.states)  # moments are alike for all weights
-    for array, dtype in states.moments.items():
+    states = record.states(tag.manifest.states)
+    for array, dtype in states.moment_dtypes.items():
         at = items(array, begin, end)
         arrays[array] = torch.empty(at.stop - at.start, dtype=dtype)
-        tag.tensors(file).read_part(f"{array}.{name}", at.start, arrays[array])
-    return {moment: states.decode(moment, arrays) for moment in MOMENTS}
+        tag.tensors(record.moments).read_part(f"{array}.{record.name}", at.start, arrays[array])
+    return {moment.name: states.decode(moment, arrays) for moment in states.moments}
 
 
 def _is_like(live: Any, saved: Any) -> bool:

@@ -7,8 +7,8 @@ names them. The training thread alone enters.
 
 Files of a tag: `weights-N` (parameters in the compute dtype, N the saving engine's layer),
 `masters-N` (what makes the master of them: bf16's 16-bit remainders, with lean states 8-bit ones,
-or fp16's fp32 masters), `moments-N` (`exp_avg.NAME`, `exp_avg_sq.NAME`, and with lean states their
-flat scales `exp_avg_scale.NAME`, `exp_avg_sq_scale.NAME`: `stronghold.states`), `buffers`, all
+or fp16's fp32 masters), `moments-N` (`MOMENT.NAME` for each of the optimizer's moments, and with
+lean states its flat scales `MOMENT_scale.NAME`: `stronghold.optim.states`), `buffers`, all
 `.safetensors`; `config.json` (of a Hugging Face model); `mp_rank_00_model_states.pt` (everything
 else, a pickle under DeepSpeed's name for it). Of a model that is split over model-parallel ranks
 each has these files for its slices, under names that say whose (`Slices`).
@@ -61,7 +61,17 @@ from stronghold.checkpoint.tensorfile import (
 from stronghold.device.base import Device
 from stronghold.errors import CheckpointError, ConfigError, explain
 from stronghold.native import Closing
-from stronghold.states import EXACT, LEAN, LOW_DTYPE, group_size, num_items, states_of
+from stronghold.optim import DEFAULT, OPTIMIZERS, optimizer_named
+from stronghold.optim.states import (
+    EXACT,
+    LEAN,
+    LOW_DTYPE,
+    Kind,
+    States,
+    group_size,
+    num_items,
+    states_of,
+)
 
 logger = logging.getLogger("stronghold")
 
@@ -108,6 +118,13 @@ def _floating(value: Any) -> torch.dtype:
     return dtype
 
 
+def _optimizer_name(value: Any) -> str:
+    names = [cls.name for cls in OPTIMIZERS]
+    if value not in names:
+        raise ValueError(f"expected one of {', '.join(names)}")
+    return str(value)
+
+
 def shape_of(array: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     """That of an array of a parameter of `shape`: of its items, flat, where they are of groups."""
     return shape if group_size(array) == 1 else (num_items(array, math.prod(shape)),)
@@ -116,13 +133,15 @@ def shape_of(array: str, shape: tuple[int, ...]) -> tuple[int, ...]:
 Count = Annotated[int, Field(ge=0, le=2**53)]
 Name = Annotated[str, Field(min_length=1)]
 FileName = Annotated[str, AfterValidator(_one_name)]
+OptimizerName = Annotated[str, AfterValidator(_optimizer_name)]
 Shape = tuple[Count, ...]
 Floating = Annotated[torch.dtype, PlainValidator(_floating), PlainSerializer(NAMES.__getitem__)]
 
 
 class TensorRecord(BaseModel):
-    """One parameter. `aliases`: all its names, `name` first. `step`: Adam's count. `weights`,
-    `low`, `moments`: the files that hold it; None where it has no such state."""
+    """One parameter. `aliases`: all its names, `name` first. `step`: how often it was updated, and
+    `optimizer` by which optimizer. `weights`, `low`, `moments`: the files that hold it; None where
+    it has no such state."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
@@ -135,6 +154,11 @@ class TensorRecord(BaseModel):
     weights: FileName
     low: FileName | None
     moments: FileName | None
+    optimizer: OptimizerName = DEFAULT.name
+
+    def states(self, kind: Kind) -> States:
+        """The arrays that hold its training state, with states of `kind`."""
+        return states_of(self.dtype, kind, optimizer_named(self.optimizer).possible_moments)
 
     @property
     def numel(self) -> int:
@@ -201,6 +225,9 @@ class Manifest(BaseModel):
             del body["model_parallel"]
         if self.states == EXACT:
             del body["states"]
+        for tensor in body["tensors"]:  # earlier releases read what has no new key
+            if tensor["optimizer"] == DEFAULT.name:
+                del tensor["optimizer"]
         crc32 = zlib.crc32(json.dumps(body, sort_keys=True).encode())
         text = json.dumps({"crc32": crc32, "manifest": body}, indent=1)
         write_durably(directory / self.model_parallel.name(MANIFEST), text.encode())
@@ -337,11 +364,11 @@ class OpenTag(Closing):
         moments with `state`, and of the buffers, what the manifest says."""
         for record in records:
             self._check_header(record.weights, record.name, record.dtype, record.shape)
-            states = states_of(record.dtype, self.manifest.states)
+            states = record.states(self.manifest.states)
             if state and record.low is not None:
                 self._check_header(record.low, record.name, states.low, record.shape)
             if state and record.moments is not None:
-                for array, dtype in states.moments.items():
+                for array, dtype in states.moment_dtypes.items():
                     name, shape = f"{array}.{record.name}", shape_of(array, record.shape)
                     self._check_header(record.moments, name, dtype, shape)
         for name, shape in self.manifest.buffers.items():

@@ -52,13 +52,13 @@ from stronghold.checkpoint.tensorfile import (
 from stronghold.device.base import Fence, surfacing
 from stronghold.errors import CheckpointError, ConfigError, LaneError
 from stronghold.model.layout import ParameterSlice
+from stronghold.optim import DEFAULT
+from stronghold.optim.states import group_size, items
 from stronghold.plan.schedule import update_order
 from stronghold.runtime.optimizer import EngineOptimizer
 from stronghold.runtime.stack import Stack
-from stronghold.states import MOMENTS, SCALES, STATES, group_size, items
 
 PACKAGES = ("stronghold", "deepspeed", "torch")
-KINDS = {"weights": ("weights",), "masters": ("low",), "moments": (*MOMENTS, *SCALES)}
 
 
 def versions() -> dict[str, str]:
@@ -145,7 +145,8 @@ class Save:
                 before = stack.runtime.versions_of(layer)
                 work = partial(self._write_guarded, layer, before=before)
                 # The layer's next update waits for it: a snapshot without a copy.
-                self._jobs.append(lane.submit(name, work, reads=state.records_of(STATES)))
+                arrays = stack.host.states.dtypes
+                self._jobs.append(lane.submit(name, work, reads=state.records_of(arrays)))
         except BaseException as error:  # what is queued writes nothing more
             self._failure = error
             lane.submit(f"drop {self._tag}", partial(directory.remove, self._hidden))
@@ -228,7 +229,11 @@ class Save:
     def _layer_records(self, index: int) -> list[TensorRecord]:
         stack, layer = self._stack, self._stack.layout.layers[index]
         named = stack.partition.layers[index].parameters
-        has_low, has_moments = stack.host.has(index, "low"), stack.host.has(index, "exp_avg")
+        host, state = stack.host, stack.host.layers[index]
+        has_low = host.has(index, "low")
+        moments = tuple(host.states.moment_dtypes)
+        has_moments = bool(moments) and host.has(index, moments[0])
+        optimizers = stack.steps.optimizers_of(state)
         return [
             TensorRecord(
                 name=part.name,
@@ -236,10 +241,11 @@ class Save:
                 shape=part.shape,
                 dtype=stack.dtype,
                 trainable=part.trainable,
-                step=stack.host.layers[index].counts[k],
+                step=state.counts[k],
                 weights=self._file("weights", index),
                 low=self._file("masters", index) if part.trainable and has_low else None,
                 moments=self._file("moments", index) if part.trainable and has_moments else None,
+                optimizer=optimizers.get(k, DEFAULT).name,
             )
             for k, part in enumerate(layer.slices)
             if part.trainable or not self._exclude_frozen
@@ -250,8 +256,9 @@ class Save:
 
     def _write_layer(self, index: int) -> None:
         parts = {part.name: part for part in self._stack.layout.layers[index].slices}
-        dtypes = self._stack.host.states.dtypes
-        for kind, arrays in KINDS.items():
+        states = self._stack.host.states
+        kinds = {"weights": ["weights"], "masters": ["low"], "moments": [*states.moment_dtypes]}
+        for kind, arrays in kinds.items():
             name = self._file(kind, index)
             entries = [
                 self._entry(index, array, parts[r.name], f"{array}.{r.name}")
@@ -260,7 +267,7 @@ class Save:
                 for r in self._records[index]
                 if name in (r.weights, r.low, r.moments)
                 for array in arrays
-                if array in dtypes
+                if array in states.dtypes
             ]
             if entries:
                 first = self._team.rank == 0
@@ -272,7 +279,9 @@ class Save:
         host, begin, end = self._stack.host, part.offset, part.offset + part.numel
         shape = shape_of(array, part.shape)
         if host.layers[index].on_device:
-            flat = getattr(host.layers[index], array)[items(array, begin, end)]
+            whole = host.layers[index].array(array)
+            assert whole is not None
+            flat = whole[items(array, begin, end)]
             return staged_entry(name, flat.view(shape), self._stack.device.copy_now)
         dtype = host.states.dtypes[array]
 

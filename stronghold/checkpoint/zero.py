@@ -46,8 +46,10 @@ from stronghold.checkpoint.tensorfile import (
 )
 from stronghold.checkpoint.weights import shards
 from stronghold.errors import CheckpointError, ConfigError
+from stronghold.optim import hyperparameter_names, optimizer_named, optimizer_of_state
+from stronghold.optim.contract import Optimizer
+from stronghold.optim.states import LOW_DTYPE, split_master
 from stronghold.runtime.optimizer import deepspeeds_scaler, scaler_state
-from stronghold.states import LOW_DTYPE, MOMENTS, states_of
 
 logger = logging.getLogger("stronghold")
 
@@ -59,21 +61,22 @@ _OWN = """
     checkpoint_parallel_dimensions universal_checkpoint_info
 """
 OWN_KEYS = frozenset(_OWN.split())
-HYPER_PARAMETERS = ("lr", "betas", "eps", "weight_decay", "initial_lr", "bias_correction")
+HYPER_PARAMETERS = (*sorted(hyperparameter_names()), "initial_lr", "bias_correction")
 FILE_NUMEL = 1 << 28  # parameters in one imported file: a layer of a large model
 ALIGNMENT = 2  # DeepSpeed pads a group's flat tensor to twice the number of ranks
 Views = list[torch.Tensor]  # flat, one behind the other
 
 
 class ZeroParameter(NamedTuple):
-    """`master` and `moments` (None before the first step) are flat views in order."""
+    """`master` and each of `moments`, by name (None before the first step), are flat views in
+    order."""
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     trainable: bool
     master: Views
-    moments: list[Views] | None
+    moments: dict[str, Views] | None
     step: int
 
     @property
@@ -112,10 +115,11 @@ def _write_imported(zero: ZeroCheckpoint, out: Path, dtype: torch.dtype) -> None
     files: dict[str, FileRecord] = {}
     records: list[TensorRecord] = []
     trained = any(parameter.moments is not None for parameter in zero.parameters)
+    optimizer = _optimizer_of(zero)
     for number, batch in enumerate(shards(zero.parameters, FILE_NUMEL, lambda p: p.numel)):
         kinds: dict[str, list[Entry]] = {"weights": [], "masters": [], "moments": []}
         for parameter in batch:
-            for kind, entry in _entries(parameter, dtype, trained):
+            for kind, entry in _entries(parameter, dtype, optimizer if trained else None):
                 kinds[kind].append(entry)
         names = {kind: f"{kind}-{number:05d}.safetensors" for kind in kinds}
         for kind, entries in kinds.items():
@@ -134,6 +138,7 @@ def _write_imported(zero: ZeroCheckpoint, out: Path, dtype: torch.dtype) -> None
                     weights=names["weights"],
                     low=names["masters"] if has_state and LOW_DTYPE[dtype] else None,
                     moments=names["moments"] if has_state else None,
+                    optimizer=optimizer.name,
                 )
             )
     buffers = _buffers(zero.model)
@@ -169,9 +174,9 @@ def _write_imported(zero: ZeroCheckpoint, out: Path, dtype: torch.dtype) -> None
 
 
 def _entries(
-    parameter: ZeroParameter, dtype: torch.dtype, trained: bool
+    parameter: ZeroParameter, dtype: torch.dtype, optimizer: type[Optimizer] | None
 ) -> Iterator[tuple[str, Entry]]:
-    """(kind of file, entry) of a parameter; `trained`: masters and moments are written."""
+    """(kind of file, entry) of a parameter; with an `optimizer` masters and moments, too."""
 
     def entry(
         name: str, to: torch.dtype, views: Views, convert: Callable[[torch.Tensor], Any]
@@ -184,18 +189,24 @@ def _entries(
         return Entry(name=name, dtype=to, shape=parameter.shape, pieces=lambda: in_order(pieces()))
 
     def half(which: int) -> Callable[[torch.Tensor], Any]:
-        return lambda master: states_of(dtype).split(master.float())[which]
+        return lambda master: split_master(master.float(), dtype)[which]
 
     name, low_dtype = parameter.name, LOW_DTYPE[dtype]
     rounded = half(0) if parameter.trainable else partial(torch.Tensor.to, dtype=dtype)
     yield "weights", entry(name, dtype, parameter.master, rounded)
-    if not parameter.trainable or not trained:
+    if not parameter.trainable or optimizer is None:
         return
     if low_dtype is not None:
         yield "masters", entry(name, low_dtype, parameter.master, half(1))
     zeros = [torch.zeros(1).expand(parameter.numel)]  # never had a gradient
-    for key, views in zip(MOMENTS, parameter.moments or (zeros, zeros), strict=True):
-        yield "moments", entry(f"{key}.{name}", torch.float32, views, torch.Tensor.float)
+    for moment in optimizer.possible_moments:
+        views = (parameter.moments or {}).get(moment.name, zeros)
+        yield "moments", entry(f"{moment.name}.{name}", torch.float32, views, torch.Tensor.float)
+
+
+def _optimizer_of(zero: ZeroCheckpoint) -> type[Optimizer]:
+    """The optimizer that has trained the parameters, by the names of their moments."""
+    return optimizer_of_state({name for p in zero.parameters for name in p.moments or ()})
 
 
 # -- reading --------------------------------------------------------------------------------------
@@ -283,12 +294,12 @@ def _stage_2(
         for shard in shards:
             base = shard["base_optimizer_state"]
             states.append(base["state"].get(group, {}) if isinstance(base, dict) else base[group])
-        has_moments = all("exp_avg" in state for state in states)
-        flats = [[state[key] for state in states] for key in MOMENTS] if has_moments else []
+        keys = _moment_names(states)
+        flats = {key: [state[key] for state in states] for key in keys}
         begin, step = 0, _step(states[0], shards[0])
         for k, (name, shape) in enumerate(of_group.items()):
             numel = math.prod(shape)
-            moments = [_joined(flat, begin, numel, path) for flat in flats]
+            moments = {key: _joined(flat, begin, numel, path) for key, flat in flats.items()}
             yield name, tuple(shape), _joined(fp32, begin, numel, path), moments or None, step
             begin += numel + (paddings[group][k] if paddings is not None else 0)
 
@@ -300,7 +311,7 @@ def _stage_3(
     states = [shard["optimizer_state_dict"]["state"] for shard in shards]
     step = _step(states[0].get(0, {}), shards[0]["optimizer_state_dict"])
     fp32 = [shard["fp32_flat_groups"] for shard in shards]
-    keys = MOMENTS if states[0] else ()
+    keys = _moment_names([of_group for state in states for of_group in state.values()])
     flats = [[[state[g][key] for g in sorted(state)] for state in states] for key in keys]
     begin = 0
     for name, shape in ((n, s) for of_group in shapes for n, s in of_group.items()):
@@ -310,12 +321,18 @@ def _stage_3(
             _trimmed([v for flat in of_ranks for v in _joined(flat, begin, part, path)], numel)
             for of_ranks in (fp32, *flats)
         )
-        yield name, tuple(shape), master, moments or None, step
+        yield name, tuple(shape), master, dict(zip(keys, moments, strict=True)) or None, step
         begin += part
 
 
+def _moment_names(states: Sequence[dict[str, Any]]) -> list[str]:
+    """The names of the tensors that every one of an optimizer's states has, beside its step."""
+    named = [{k for k, v in s.items() if k != "step" and torch.is_tensor(v)} for s in states]
+    return sorted(set.intersection(*named)) if named else []
+
+
 def _step(state: dict[str, Any], shard: dict[str, Any]) -> int:
-    """Adam's count: torch keeps it with the state, fused optimizers with the group."""
+    """The optimizer's count: torch keeps it with the state, fused optimizers with the group."""
     if "step" in state:
         return int(state["step"])
     base = shard.get("base_optimizer_state", shard)
@@ -408,9 +425,10 @@ def _stage_0(path: Path, model: dict[str, Any]) -> ZeroCheckpoint:
     parameters = []
     for k, name in enumerate(names):
         weight, state = model["module"][name], base["state"].get(k, {})
-        if "exp_avg" in state and state["exp_avg"].shape != weight.shape:
+        saved = {moment: state[moment] for moment in _moment_names([state])}
+        if any(moment.shape != weight.shape for moment in saved.values()):
             raise CheckpointError(f"{path}: {name} and the moments at its place differ in shape")
-        moments = [[state[moment].reshape(-1)] for moment in MOMENTS if moment in state] or None
+        moments = {moment: [value.reshape(-1)] for moment, value in saved.items()} or None
         master = [(fp32[0][k] if fp32 else weight).detach().reshape(-1)]
         step, shape = _step(state, {"base_optimizer_state": base}), tuple(weight.shape)
         parameters.append(ZeroParameter(name, shape, weight.dtype, True, master, moments, step))
@@ -527,7 +545,9 @@ def _optimizer_state(
         padded = -(-numel // ALIGNMENT) * ALIGNMENT
         paddings.append(padded - numel)
         fp32 = _scratch(scratch / f"fp32-{index}", numel)
-        moments = {moment: _scratch(scratch / f"{moment}-{index}", padded) for moment in MOMENTS}
+        optimizers = {record.optimizer for record in group if record.moments is not None}
+        names = [m.name for o in sorted(optimizers) for m in optimizer_named(o).possible_moments]
+        moments = {name: _scratch(scratch / f"{name}-{index}", padded) for name in names}
         mapping, begin = OrderedDict(), 0
         for record in group:
             mapping[record.name] = fragment_address(numel=record.numel, start=begin)
@@ -538,7 +558,7 @@ def _optimizer_state(
             if record.moments is not None:
                 for at in range(0, record.numel, PIECE_NUMEL):
                     end = min(at + PIECE_NUMEL, record.numel)
-                    found = moments_of(opened, record.moments, record.name, at, end)
+                    found = moments_of(opened, record, at, end)
                     for moment, flat in moments.items():
                         flat[begin + at : begin + end] = found[moment]
             begin += record.numel

@@ -3,8 +3,8 @@
 source      where the config comes from: file, dict, base64, arguments
 section     the "stronghold" section: schema and errors; what DeepSpeed's keys say about NVMe
 keys        the tables of DeepSpeed's keys: honoured, without effect, refused; their values
-training    `load`: all of it, with DeepSpeed's own defaults and batch arithmetic; Adam's
-            hyper-parameters, from the config or from a client's optimizer
+training    `load`: all of it, with DeepSpeed's own defaults and batch arithmetic; the
+            optimizer, from the config or from a client's object
 """
 
 from stronghold.config.section import NvmeConfig as NvmeConfig
@@ -12,7 +12,7 @@ from stronghold.config.section import StrongholdConfig as StrongholdConfig
 from stronghold.config.section import parse_bytes as parse_bytes
 from stronghold.config.source import read_config as read_config
 from stronghold.config.source import section_enabled as section_enabled
-from stronghold.config.training import AdamSettings as AdamSettings
+from stronghold.config.training import OptimizerSettings as OptimizerSettings
 from stronghold.config.training import Settings as Settings
 from stronghold.config.training import check_keys as check_keys
 from stronghold.config.training import load as load

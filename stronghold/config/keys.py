@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from stronghold.config.source import SECTION, warn_once
-from stronghold.errors import did_you_mean
+from stronghold.errors import BOOLEAN, Expected, did_you_mean, is_number, wrong
+from stronghold.optim import OPTIMIZERS
 
 
 class Effect(enum.Enum):
@@ -50,8 +51,8 @@ HONOURED = {
     "managed_gradient_accumulation": "false: every engine.step() ends a step, of as many backwards "
     "as came before it; their gradients are added up in fp32.",
     "gradient_clipping": "Largest global L2 norm. 1.0 when absent, as in DeepSpeed; 0 is off.",
-    "optimizer.type": "Adam or AdamW, in any case. Adam means AdamW unless adam_w_mode is false.",
-    "optimizer.params": "lr, betas, eps, weight_decay, bias_correction, adam_w_mode, torch_adam.",
+    "optimizer.type": " ".join(cls.note for cls in OPTIMIZERS),
+    "optimizer.params": " ".join(f"{cls.name}: {cls.params_note}." for cls in OPTIMIZERS),
     "scheduler.type": "DeepSpeed's LR schedules and those of torch.optim.lr_scheduler.",
     "scheduler.params": "Arguments of the schedule.",
     "bf16.enabled": "bf16 weights and gradients; exact fp32 masters and moments on the host.",
@@ -80,7 +81,7 @@ HONOURED = {
     "for the GPU.",
     "flops_profiler": "DeepSpeed's profiler at profile_step. Latencies include waits for weights.",
     "zero_allow_untested_optimizer": "Accelerate insists on it where a script brings an optimizer. "
-    "Adam and AdamW are right here; others are refused.",
+    "The types of optimizer.type are right here; others are refused.",
     "zero_force_ds_cpu_optimizer": "False keeps Accelerate from replacing a script's optimizer.",
     "log_level": "The level of DeepSpeed's own logger.",
     "dump_state": "Logs DeepSpeed's reading of the config at start.",
@@ -176,63 +177,26 @@ BF16_STATES = {  # by the kind of states, what meets DeepSpeed's words for small
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
-@dataclass(frozen=True, slots=True)
-class Kind:
-    """What a value must be: `fits`, in the words `expected`."""
-
-    fits: Callable[[Any], bool]
-    expected: str
-
-
-def is_number(value: object) -> bool:
-    """Finite, not negative, and no boolean."""
-    plain = isinstance(value, int | float) and not isinstance(value, bool)
-    return plain and math.isfinite(value) and value >= 0  # type: ignore[arg-type, operator]
-
-
-def is_pair_of_betas(value: object) -> bool:
-    return (
-        isinstance(value, list | tuple)
-        and len(value) == 2
-        and all(is_number(beta) and beta < 1 for beta in value)
-    )
-
-
 def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
-NUMBER = Kind(is_number, "a number >= 0")
-BOOLEAN = Kind(lambda value: isinstance(value, bool), "true or false")
-BETAS = Kind(is_pair_of_betas, "two numbers in [0, 1), such as [0.9, 0.999]")
-OBJECT = Kind(lambda value: isinstance(value, Mapping), "an object {...}")
-STEPS = Kind(
+OBJECT = Expected(lambda value: isinstance(value, Mapping), "an object {...}")
+STEPS = Expected(
     lambda value: value == math.inf or (isinstance(value, int) and is_number(value)),
     "a number of steps, or no such key",
 )
-VALUES: dict[str, Kind] = {
-    **dict.fromkeys(BATCH_KEYS, Kind(_is_count, "an integer >= 1")),
+VALUES: dict[str, Expected] = {
+    **dict.fromkeys(BATCH_KEYS, Expected(_is_count, "an integer >= 1")),
     # DeepSpeed unpacks sections unseen: a number there is a TypeError far from its key.
     **dict.fromkeys(sorted({*SECTIONS, *ALIASES} - {"zero_optimization"}), OBJECT),
-    "gradient_clipping": Kind(is_number, "a number >= 0 (0 turns clipping off)"),
+    "gradient_clipping": Expected(is_number, "a number >= 0 (0 turns clipping off)"),
     "steps_per_print": STEPS,
     "bf16.enabled": BOOLEAN,
     **{f"bf16.{key}": BOOLEAN for key in BF16_STATES},
     "fp16.enabled": BOOLEAN,
     "scheduler.params": OBJECT,
 }
-
-
-def wrong(key: str, value: object, kind: Kind) -> str | None:
-    """The line of an error, or None where the value fits."""
-    if kind.fits(value):
-        return None
-    hint = ""
-    if isinstance(value, str) and kind is NUMBER:
-        hint = (
-            " Fill it in: nobody replaced it." if value == "auto" else " Write it without quotes."
-        )
-    return f"{key}: got {value!r}, expected {kind.expected}.{hint}"
 
 
 def row_for(dotted: str) -> Key | None:

@@ -141,7 +141,7 @@ class NvmeConfig(_Section):
         "Most bytes of the files together, of all ranks of a node. Left out: what is free."
     )
     spill: Literal["moments", "masters", "weights"] | None = key(
-        "What lies on NVMe even where RAM could hold it: Adam's moments; with "
+        "What lies on NVMe even where RAM could hold it: the optimizer's moments; with "
         '"masters" also what makes the weights fp32 masters; with "weights" everything (on one GPU '
         "alone). Left out: what host_memory cannot hold, in this order: of the last layers first, "
         "or, where updates begin in backward (no clipping, no overflow check, one rank), of layers "
@@ -172,7 +172,8 @@ class StrongholdConfig(_Section):
     )
     states: Literal["exact", "lean"] = key(
         "What the optimizer keeps of a bf16 parameter: exact is an fp32 master and fp32 moments, "
-        "12 bytes with the weight; lean is a master of 24 bits and 8-bit moments, 5.1. Lean is "
+        "with two moments 12 bytes, weight included; lean is a master of 24 bits and 8-bit "
+        "moments, 5.1 bytes. Lean is "
         "as deterministic, but rounds otherwise, so no plan chooses it: a master within 2^-16 of "
         "its value, moments within 1/31. A learning rate below 2^-17 of a weight cannot move it, "
         "and the log names such layers. Weights in fp16 and fp32 are exact alone.",

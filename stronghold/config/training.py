@@ -1,6 +1,5 @@
-"""What the loop needs of the DeepSpeed part of the config, the optimizer (Adam and AdamW) by the
-config or the client's object, and the entry point that reads it all. What cannot be run is refused
-by name.
+"""The training loop's settings: the DeepSpeed part of the config, and the optimizer, which the
+config names or the client brings. `load` reads all of it. It refuses by name what cannot be run.
 
 Defaults, types and batch arithmetic are those of DeepSpeed's own DeepSpeedConfig, which is made
 here; the errors are ours. Called in the training thread, once per engine, before anything is
@@ -20,20 +19,24 @@ from pydantic import ValidationError
 
 from stronghold.config.keys import (
     BATCH_KEYS,
-    BETAS,
     BF16_STATES,
-    BOOLEAN,
     FP32,
-    NUMBER,
     ignored,
     refusals,
     unfilled,
     warn_of_misspelt,
-    wrong,
 )
 from stronghold.config.section import StrongholdConfig, parse_section, resolve_nvme
 from stronghold.config.source import SECTION, Source, check_key_types, read_config, warn_once
 from stronghold.errors import ConfigError, did_you_mean
+from stronghold.optim import (
+    Optimizer,
+    known_classes,
+    known_types,
+    listed,
+    optimizer_of_class,
+    optimizer_of_type,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -54,48 +57,14 @@ DTYPE_NAMES: dict[Precision, tuple[str, ...]] = {  # DeepSpeed's spellings
     "fp16": ("fp16", "float16", "half", "torch.float16"),
 }
 
-SUPPORTED = "Adam and AdamW"
-TORCH_ADAMW_WEIGHT_DECAY = 1e-2  # its default; DeepSpeed's own classes default to 0
-# Keys of optimizer.params that change how torch computes, not what.
-WITHOUT_EFFECT = frozenset({"foreach", "fused", "capturable", "set_grad_none"})
-# Keys whose one acceptable value is what our kernel does, with the reason for refusing the other.
-FIXED: dict[str, tuple[bool, str]] = {
-    "amsgrad": (False, "the CPU kernel has no AMSGrad; set it to false or remove it"),
-    "maximize": (False, "the CPU kernel minimizes; set it to false, and negate the loss"),
-    "differentiable": (False, "the update runs outside autograd; set it to false or remove it"),
-    "fp32_optimizer_states": (
-        True,
-        "moments are kept in fp32; set it to true or remove it (smaller ones are "
-        'stronghold.states: "lean")',
-    ),
-}
-KINDS = {
-    **dict.fromkeys(("lr", "eps", "weight_decay"), NUMBER),
-    **dict.fromkeys(("adam_w_mode", "torch_adam", "bias_correction"), BOOLEAN),
-    "betas": BETAS,
-}
-# Known optimizer classes by where they come from, so that none of these packages has to be
-# imported.
-KNOWN_CLASSES = {
-    ("torch", "Adam"),
-    ("torch", "AdamW"),
-    ("deepspeed", "DeepSpeedCPUAdam"),
-    ("deepspeed", "FusedAdam"),
-    ("apex", "FusedAdam"),
-    ("stronghold", "CPUAdam"),
-}
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AdamSettings:
-    """Of one parameter group. `adamw`: the decay is decoupled, not added to the gradient (L2)."""
+class OptimizerSettings:
+    """Of one parameter group: how it is updated, and its hyper-parameters as a live group has
+    them."""
 
-    lr: float = 1e-3
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
-    weight_decay: float = 0.0
-    adamw: bool = True
-    bias_correction: bool = True
+    optimizer: Optimizer
+    hyperparameters: Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,7 +96,7 @@ class Settings:
     check_grad_overflow: bool  # whether updates wait for it that all gradients are finite
     skips: bool  # whether a step whose norm is not finite is skipped, where it is known in time
     managed: bool  # false: every step() ends a step, and backwards before it are added up
-    optimizer: AdamSettings | None  # None: the client's own, or forward only
+    optimizer: OptimizerSettings | None  # None: the client's, or forward only
     scheduler: SchedulerSettings | None
     steps_per_print: int | None  # None: never
     ignored: tuple[str, ...]  # dotted keys that are without effect
@@ -387,10 +356,13 @@ def _hint(title: str, key: str) -> str:
 
 
 # -- the optimizer --------------------------------------------------------------------------------
-def settings_from_config(optimizer: object) -> AdamSettings | None:
-    """The `optimizer` section by DeepSpeed's rules: "Adam" means AdamW unless params.adam_w_mode is
-    false, "AdamW" whatever it says, and `torch_adam` brings torch's default weight decay. None
-    where there is none. ConfigError, with every wrong key."""
+def _usable_types() -> str:
+    return listed((f'"{word}"' for word in known_types()), "or")
+
+
+def settings_from_config(optimizer: object) -> OptimizerSettings | None:
+    """The `optimizer` section by DeepSpeed's rules. None where there is none. ConfigError names
+    every wrong key."""
     if optimizer is None or optimizer == {}:
         return None
     if not isinstance(optimizer, Mapping):
@@ -399,11 +371,13 @@ def settings_from_config(optimizer: object) -> AdamSettings | None:
         )
     name, params = optimizer.get("type"), optimizer.get("params")
     if not isinstance(name, str):
-        raise ConfigError(f'optimizer.type: got {name!r}, expected "Adam" or "AdamW".')
-    if name.lower() not in ("adam", "adamw"):
+        raise ConfigError(f"optimizer.type: got {name!r}, expected one of {_usable_types()}.")
+    cls = optimizer_of_type(name)
+    if cls is None:
         raise ConfigError(
-            f'optimizer.type: got "{name}", which cannot run on the CPU here; {SUPPORTED} can. '
-            'Set "optimizer": {"type": "AdamW", ...} and adjust params.lr.'
+            f'optimizer.type: got "{name}", which cannot run on the CPU here; expected '
+            f"{_usable_types()}.{did_you_mean(name.lower(), known_types())} Set the type, and "
+            "adjust params.lr."
         )
     params = {} if params is None else params
     if not isinstance(params, Mapping):
@@ -411,102 +385,29 @@ def settings_from_config(optimizer: object) -> AdamSettings | None:
             f'optimizer.params: got {params!r}, expected an object such as {{"lr": 1e-4}}.'
         )
     present = {key: value for key, value in params.items() if value is not None}
-    problems = [line for key, value in present.items() if (line := _wrong_parameter(key, value))]
-    if problems:
-        raise ConfigError("\n".join(problems))
-    always = name.lower() == "adamw"
-    mode = present.get("adam_w_mode", True)
-    if always and not mode:
-        logger.warning(
-            'optimizer.params.adam_w_mode is without effect: type "AdamW" is always AdamW, as in '
-            "DeepSpeed"
-        )
-    if present.get("torch_adam") and (always or mode):
-        present.setdefault("weight_decay", TORCH_ADAMW_WEIGHT_DECAY)
-    return _settings(present, adamw=always or mode)
+    _raise([line for key, value in present.items() if (line := cls.wrong_param(key, value))])
+    made, hyperparameters = cls.from_params(name.lower(), present)
+    return OptimizerSettings(optimizer=made, hyperparameters=hyperparameters)
 
 
-def _wrong_parameter(key: str, value: Any) -> str | None:
-    dotted = f"optimizer.params.{key}"
-    if key == "max_grad_norm":
-        return (
-            f"{dotted}: not an optimizer parameter. Remove it and set the top-level "
-            f'"gradient_clipping": {value!r}.'
-        )
-    if key in FIXED:
-        expected, reason = FIXED[key]
-        return None if value is expected else f"{dotted}: got {value!r}; {reason}."
-    if key in KINDS:
-        return wrong(dotted, value, KINDS[key])
-    if key in WITHOUT_EFFECT:
-        return None
-    usable = sorted({*KINDS, *WITHOUT_EFFECT, *FIXED})
-    hint = did_you_mean(key, usable) or f" Known: {', '.join(usable)}."
-    return f"{dotted}: unknown parameter.{hint}"
-
-
-def _settings(group: Mapping[str, Any], *, adamw: bool) -> AdamSettings:
-    default = AdamSettings()
-    first, second = group.get("betas", default.betas)
-    return AdamSettings(
-        lr=float(group.get("lr", default.lr)),
-        betas=(float(first), float(second)),  # with capturable, torch may hold them as tensors
-        eps=float(group.get("eps", default.eps)),
-        weight_decay=float(group.get("weight_decay", default.weight_decay)),
-        adamw=adamw,
-        bias_correction=bool(group.get("bias_correction", default.bias_correction)),
-    )
-
-
-def settings_from_client_optimizer(optimizer: object) -> tuple[AdamSettings, ...]:
-    """The hyper-parameters of each of the optimizer's parameter groups, in their order: of torch's
-    Adam and AdamW, DeepSpeedCPUAdam, FusedAdam, stronghold.CPUAdam, and subclasses that inherit
-    their `step`. ConfigError for other classes, and for amsgrad, maximize or differentiable."""
-    cls = type(optimizer)
-    known = _known_base(cls)
+def settings_from_client_optimizer(optimizer: object) -> tuple[OptimizerSettings, ...]:
+    """How each of a client optimizer's parameter groups is updated, in their order. The object may
+    be of a subclass that inherits its `step`. ConfigError for a class that computes what no
+    optimizer here does, and for hyper-parameters that are refused."""
+    client = type(optimizer)
+    known = optimizer_of_class(client)
     if known is None:
         raise ConfigError(
-            f"optimizer: {cls.__module__}.{cls.__qualname__} cannot run on the CPU here; "
-            f"{SUPPORTED} can. Pass torch.optim.AdamW, torch.optim.Adam, DeepSpeedCPUAdam, "
-            "FusedAdam or stronghold.CPUAdam, or leave the optimizer out and set "
-            '"optimizer": {"type": "AdamW", ...} in the config.'
+            f"optimizer: {client.__module__}.{client.__qualname__} cannot run on the CPU here. "
+            f"Pass {listed(known_classes(), 'or')}, or leave the optimizer out and set "
+            f'"optimizer": {{"type": ...}} in the config to {_usable_types()}.'
         )
+    cls, base = known
     groups: list[dict[str, Any]] = optimizer.param_groups  # type: ignore[attr-defined]
-    found = []
     for index, group in enumerate(groups):
-        where = f"optimizer.param_groups[{index}]"
-        settings = _settings(group, adamw=_is_adamw(optimizer, known, group))
-        problems = [
-            f"{where}: {key} is on; {FIXED[key][1]}."
-            for key in ("amsgrad", "maximize", "differentiable")
-            if group.get(key)
-        ]
-        for key in ("lr", "betas", "eps", "weight_decay"):
-            problems += filter(None, [wrong(f"{where}: {key}", getattr(settings, key), KINDS[key])])
-        if problems:
-            raise ConfigError("\n".join(problems))
-        found.append(settings)
-    return tuple(found)
-
-
-def _known_base(cls: type) -> type | None:
-    """The class of the table that `cls` is, or inherits its `step` from."""
-    for base in cls.__mro__:
-        if (base.__module__.partition(".")[0], base.__name__) in KNOWN_CLASSES:
-            # torch wraps a class's step for its profiler when the first object is made: compare
-            # what is inside.
-            step, own = inspect.unwrap(base.step), inspect.unwrap(cls.step)  # type: ignore[attr-defined]
-            return base if step is own else None
-    return None
-
-
-def _is_adamw(optimizer: object, known: type, group: Mapping[str, Any]) -> bool:
-    """Whether the group's decay is decoupled, in the words of whoever made the optimizer."""
-    for key in ("decoupled_weight_decay", "adamw", "adamw_mode", "adam_w_mode"):
-        if key in group:
-            return bool(group[key])
-    for name in ("adam_w_mode", "adamw_mode", "adamw"):
-        mode = getattr(optimizer, name, None)
-        if mode is not None:
-            return bool(mode)
-    return known.__name__ == "AdamW"
+        _raise(cls.problems(group, f"optimizer.param_groups[{index}]"))
+    made = cls.joined([cls.from_group(optimizer, base, group) for group in groups])
+    return tuple(
+        OptimizerSettings(optimizer=one, hyperparameters=cls.hyperparameters(group))
+        for one, group in zip(made, groups, strict=True)
+    )

@@ -70,9 +70,9 @@ from stronghold.device.base import (
     Work,
     moved,
 )
-from stronghold.device.triton_kernels import TritonKernels
 from stronghold.errors import ConfigError, StateError
 from stronghold.native import available_cores
+from stronghold.optim.triton_kernels import TritonKernels
 from stronghold.process import forked_from
 from stronghold.telemetry.trace import Trace
 

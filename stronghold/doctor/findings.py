@@ -12,7 +12,11 @@ import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import torch
+
 from stronghold.limits import HostLimits
+from stronghold.optim import DEFAULT
+from stronghold.optim.states import EXACT, states_of
 from stronghold.plan.cost import break_even
 from stronghold.plan.machine import ADAM_BF16_BYTES, ADAM_LEAN_BYTES, MachineProfile
 
@@ -36,6 +40,7 @@ SWAP_USED_BYTES = 64 << 20  # less was put away at leisure, long ago
 
 WIDTH = 100
 PARAMETERS = 8e9
+STATES = states_of(torch.bfloat16, EXACT, DEFAULT.moments)  # of what the report speaks
 STATE_BYTES = 12  # of a parameter on the host: bf16 weight, 16-bit remainder, two fp32 moments
 Row = tuple[str, str, str]
 
@@ -357,7 +362,7 @@ def _link_rows(findings: Findings) -> Iterator[Row]:
         meaning = ""
         if dtype == "bf16":
             step_s = 6 * PARAMETERS * 8192 / rate
-            tokens = break_even(profile, "bf16", recompute=False).link
+            tokens = break_even(profile, "bf16", STATES, recompute=False).link
             meaning = (
                 f"a step of 8192 tokens computes for {_s(step_s)}; from {tokens:,.0f} tokens per "
                 "step on, compute hides the weights' two trips"

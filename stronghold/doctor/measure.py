@@ -36,8 +36,8 @@ from stronghold.limits import HostLimits, host_limits
 from stronghold.memory.slab import map_slab
 from stronghold.model.costs import DTYPES
 from stronghold.native import IoFile, IoQueue
+from stronghold.optim.states import num_items
 from stronghold.plan.machine import ADAM_BF16_BYTES, ADAM_LEAN_BYTES, MachineProfile
-from stronghold.states import num_items
 
 MIB = 1 << 20
 # What the arrays of Adam occupy, per parameter: exact, and what lean states do not share with them.
@@ -259,33 +259,32 @@ def host_rates(size: Effort, num_cores: int, step: Step) -> tuple[dict[int, floa
     codes = map_slab(3 * numel, torch.int8).zero_()
     num_scales = num_items("exp_avg_scale", numel)
     scales = [map_slab(num_scales, torch.float32).zero_() for _ in range(2)]
-    segment = native.AdamSegment(
+    exact = native.Segment(
         weight=weight.data_ptr(),
         low=low.data_ptr(),
-        exp_avg=moments[0].data_ptr(),
-        exp_avg_sq=moments[1].data_ptr(),
         grad=grad.data_ptr(),
         numel=numel,
-        lr=1e-6,
-        beta1=0.9,
-        beta2=0.999,
-        eps=1e-8,
-        weight_decay=0.01,
-        grad_scale=1.0,
+        moment0=moments[0].data_ptr(),
+        moment1=moments[1].data_ptr(),
+        number0=1e-6,  # lr
+        number1=0.9,  # beta1
+        number2=0.999,  # beta2
+        number3=1e-8,  # eps
+        number4=0.01,  # weight decay
         step=10,
-        adamw=True,
-        bias_correction=True,
+        flags=0b11,  # AdamW with bias correction
     )
     begin = codes.data_ptr()
-    small = segment._replace(
+    lean = exact._replace(
         low=begin,
-        exp_avg=begin + numel,
-        exp_avg_sq=begin + 2 * numel,
-        exp_avg_scale=scales[0].data_ptr(),
-        exp_avg_sq_scale=scales[1].data_ptr(),
+        moment0=begin + numel,
+        moment1=begin + 2 * numel,
+        scale0=scales[0].data_ptr(),
+        scale1=scales[1].data_ptr(),
     )
-    batch = native.AdamBatch(torch.bfloat16, torch.bfloat16, [segment])
-    lean_batch = native.AdamBatch(torch.bfloat16, torch.bfloat16, [small], lean=True)
+    bf16 = torch.bfloat16
+    batch = native.UpdateBatch("adam", bf16, bf16, [exact])
+    lean_batch = native.UpdateBatch("adam", bf16, bf16, [lean], lean=True)
     moved = numel * ADAM_BF16_BYTES
     lean_moved = numel * ADAM_LEAN_BYTES
     works = ((batch.traffic, moved), (batch.run, moved), (lean_batch.run, lean_moved))

@@ -144,7 +144,7 @@ class UserBackward:
                 any(
                     node.name() == _REENTRANT
                     or (
-                        engine._stack.adam.trains(getattr(node, "variable", None))
+                        engine._stack.steps.trains(getattr(node, "variable", None))
                         and _will_execute(node)
                     )
                     for node in _behind(torch._C._current_autograd_node())

@@ -20,11 +20,10 @@ from torch import nn
 from torch.distributed import distributed_c10d
 
 from stronghold import config as configs
-from stronghold.cpu_adam import CPUAdam
 from stronghold.device import cuda
 from stronghold.engine import StrongholdEngine
 from stronghold.errors import ConfigError
-from stronghold.runtime.adam import AdamFlags
+from stronghold.optim.cpu_optimizer import CPUOptimizer
 from stronghold.runtime.optimizer import EngineOptimizer
 from stronghold.team import meeting
 from stronghold.team.group import data_parallel_size, join, local_rank_of
@@ -160,23 +159,23 @@ def make_optimizer(
                 "optimizer: it has taken steps already, and its moments cannot be taken over: pass "
                 "a new one"
             )
-        if isinstance(client, CPUAdam) and client.states != settings.stronghold.states == "exact":
+        kept = settings.stronghold.states
+        if isinstance(client, CPUOptimizer) and client.states != kept == "exact":
             raise ConfigError(
-                'optimizer: a CPUAdam with states="lean", but the engine keeps the states, and '
-                'stronghold.states is "exact": set that to "lean"'
+                f'optimizer: a {type(client).__name__} with states="lean", but the engine keeps '
+                'the states, and stronghold.states is "exact": set that to "lean"'
             )
         _check_owned(model, client.param_groups, "optimizer")
-        flags = [AdamFlags(group.adamw, group.bias_correction) for group in found]
+        optimizers = [of_group.optimizer for of_group in found]
         copies = [{"params": list(group["params"])} for group in client.param_groups]
-        return EngineOptimizer(copies, dict(client.defaults), flags, client=client)
-    adam = settings.optimizer
+        return EngineOptimizer(copies, dict(client.defaults), optimizers, client=client)
+    configured = settings.optimizer
     frozen = not any(parameter.requires_grad for parameter in model.parameters())
-    if adam is None or (model_parameters is None and frozen):
+    if configured is None or (model_parameters is None and frozen):
         return None  # a reference model, which gets the config of the model that trains
     groups = _groups(model, model_parameters)
     _check_owned(model, groups, "model_parameters")
-    defaults = {name: getattr(adam, name) for name in ("lr", "betas", "eps", "weight_decay")}
-    return EngineOptimizer(groups, defaults, AdamFlags(adam.adamw, adam.bias_correction))
+    return EngineOptimizer(groups, dict(configured.hyperparameters), configured.optimizer)
 
 
 def make_scheduler(

@@ -44,11 +44,11 @@ from stronghold.errors import ConfigError
 from stronghold.plan.plan import Plan
 from stronghold.process import forked_from
 from stronghold.refine import Refinement
-from stronghold.runtime.adam import Standstill
 from stronghold.runtime.fragments import fragments
 from stronghold.runtime.guards import NO_TRANSFORMS, ParameterReads, StateHooks, check_free
 from stronghold.runtime.optimizer import EngineOptimizer, make_scaler
 from stronghold.runtime.stack import MemoryReport, Stack
+from stronghold.runtime.steps import Standstill
 from stronghold.team.group import Ranks, local_rank_of
 from stronghold.telemetry.metrics import StepRecord, batch_size
 
@@ -58,7 +58,7 @@ _PARALLEL = "stronghold runs data-parallel ranks only: shard the model with Deep
 _REDUCE = "gradients leave for the host layer by layer during backward: nothing is left to reduce"
 _DATA = "build the data loader yourself and pass batches to the engine"
 _COMPILE = "DeepCompile rewrites the graph of the whole model: engine.compile() compiles each block"
-_ALIEN = "the optimizer is stronghold's own Adam: set it in the config, or pass torch's"
+_ALIEN = "stronghold's optimizer runs: set its type in the config, or pass a torch optimizer"
 
 # Names that would run DeepSpeed's own core on state that this engine does not have: by reason, then
 # one by one.
@@ -212,7 +212,7 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
         )
         asynchronous = settings.stronghold.async_checkpoint
         self._checkpoints = Checkpoints(stack, optimizer, asynchronous=asynchronous)
-        self._standstill = Standstill(stack.host, stack.adam)
+        self._standstill = Standstill(stack.host, stack.steps)
         self._refinement = Refinement(stack)
         self._user_backward = UserBackward(self, stack.outside)
         self.module = model

@@ -17,11 +17,11 @@ from stronghold.memory.layer import LayerState, Residency
 from stronghold.memory.nvme import NvmeStore
 from stronghold.memory.tiers import NullStore
 from stronghold.model.layout import LayerLayout, ModelLayout, ParameterSlice
+from stronghold.optim.states import States
 from stronghold.plan.cost import Demand
 from stronghold.plan.plan import Plan
 from stronghold.plan.schedule import Action
 from stronghold.runtime.stack import MemoryReport, Stack
-from stronghold.states import States
 from stronghold.telemetry.trace import Span
 
 
@@ -160,7 +160,7 @@ def _layer(host: HostStore, state: LayerState) -> LayerView:
         layout=state.layout,
         is_on_device=state.on_device,
         residency=state.residency,
-        arrays={"weights": state.weights, **state.arrays()},
+        arrays=state.all_arrays(),
         files=host.tiers.spilled(state.index),
         writers={array: record.writer for array, record in state.records.items()},
         counts=tuple(state.counts),

@@ -17,6 +17,7 @@ from typing import Any
 from stronghold.errors import BudgetError, ConfigError
 from stronghold.forecast.question import Question
 from stronghold.model.costs import DTYPES
+from stronghold.optim.states import EXACT, LEAN
 from stronghold.plan import search
 from stronghold.plan.cost import (
     AGAIN,
@@ -32,7 +33,6 @@ from stronghold.plan.machine import NETWORK_GBPS
 from stronghold.plan.plan import Plan, last_that
 from stronghold.plan.search import Choice, updates_s
 from stronghold.predict.simulate import fastest_plan
-from stronghold.states import EXACT, LEAN
 
 GIB = 1 << 30
 WAITS = 0.05  # share of a step from which on what it waits for is named
@@ -117,7 +117,7 @@ class Forecast:
         return break_even(
             asked.machine,
             asked.dtype,
-            asked.states,
+            asked.arrays,
             recompute=recompute,
             active_share=asked.active_share,
         )

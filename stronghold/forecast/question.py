@@ -26,9 +26,10 @@ from stronghold.model.costs import DTYPES, LayerCost, ModelCosts, trace_costs
 from stronghold.model.layout import ModelLayout, ParameterShape, for_ranks, layer_layout, layout
 from stronghold.model.logits import part_of
 from stronghold.model.partition import partition
+from stronghold.optim import DEFAULT
+from stronghold.optim.states import EXACT, LEAN, Kind, States, page_numel, states_of
 from stronghold.plan.cost import Demand, Workload, workload_of
 from stronghold.plan.machine import MachineProfile, Rates, find, machine_names, rates_of
-from stronghold.states import EXACT, LEAN, Kind, page_numel, states_of
 
 SEQ = 2048  # without --seq, or as many as the model knows
 CLIPPING = 1.0  # DeepSpeed's default
@@ -137,9 +138,14 @@ class Question:
         return update_cores(self.machine.num_cores // self.gpus, compute_threads=1)
 
     @property
+    def arrays(self) -> States:
+        """The arrays of a trained parameter."""
+        return states_of(DTYPES[self.dtype], self.states, DEFAULT.moments)
+
+    @property
     def demand(self) -> Demand:
         return Demand(
-            states=states_of(DTYPES[self.dtype], self.states),
+            states=self.arrays,
             gated=self.clipping > 0.0 or self.overflow_check,
             accumulate=self.accumulation > 1,
             gpu_budget_bytes=self.gpu_bytes,

@@ -9,8 +9,8 @@ and, for checkpoints, the io lane. The fences of `runtime` keep them apart.
 
 [Note: layouts] Per layer, in elements of its `LayerLayout` (one offset serves every array):
     weights     whole layer, in the compute dtype: the bytes that a fetch copies
-    low, exp_avg, exp_avg_sq   trainable part, of the kind of states (`stronghold.states`)
-    exp_avg_scale, exp_avg_sq_scale   trainable part, an item for a group; of lean states alone
+    low, moments, their scales   trainable part: what the optimizer's states name
+                (`stronghold.optim.states`); a scale has one item per group
     accumulated trainable part, fp32: only when micro-batches are added up on the host
 Gradients arrive in entries of the compute dtype: one per layer when the gate holds them back, else
 a small ring.
@@ -33,17 +33,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
 
 import torch
 
 from stronghold.device.base import Device
+from stronghold.errors import StateError
 from stronghold.memory.layer import Entry, LayerState, Ring
 from stronghold.memory.slab import flush, map_slab
 from stronghold.memory.tiers import Mode, Tiers, Views
 from stronghold.model.layout import ModelLayout, ParameterSlice
 from stronghold.model.partition import WeightSource
-from stronghold.states import MOMENTS, SCALES, items, join_master, num_items
+from stronghold.optim.states import items, join_master, num_items
 
 logger = logging.getLogger("stronghold")
 
@@ -70,14 +70,14 @@ class HostStore:
         ring_entries: int,
         elsewhere: frozenset[int] = frozenset(),
         allocate: Callable[[int, torch.dtype], torch.Tensor] = map_slab,
-        tiers: Tiers | None = None,
+        tiers: Tiers,
         shared: Callable[[int], torch.Tensor] | None = None,
         fills: bool = True,
     ) -> None:
         self.layout = layout
         self._shared = shared
         self._fills = fills
-        self.tiers = tiers or Tiers(layout, dtype)
+        self.tiers = tiers
         self.states, self.shards = self.tiers.states, self.tiers.shards
         self.dtype = dtype
         self._device = device
@@ -89,6 +89,7 @@ class HostStore:
             LayerState(
                 layout=layer,
                 weights=torch.empty(0, dtype=dtype),
+                states=self.states,
                 shards=self.shards,
                 on_device=layer.index in elsewhere,
             )
@@ -143,7 +144,7 @@ class HostStore:
         """Make masters, moments and gradient entries at the first backward; goes on where an
         interrupt ended it.
 
-        Fresh pages are zero: a master that starts at its rounded weight, and Adam's first moments.
+        Fresh pages are zero: a master that starts at its rounded weight, and fresh moments.
         """
         if self._prepared:
             return
@@ -160,9 +161,9 @@ class HostStore:
         """Make what the layer needs for training and has not: `zeros(array, numel, dtype)`."""
         sums = {"accumulated": torch.float32} if self._accumulate else {}
         for array, dtype in {**self.states.dtypes, **sums}.items():
-            if getattr(state, array) is None and not self.tiers.holds(state.index, array):
+            if state.array(array) is None and not self.tiers.holds(state.index, array):
                 numel = num_items(array, state.end - state.begin)
-                setattr(state, array, zeros(array, numel, dtype))
+                state.arrays[array] = zeros(array, numel, dtype)
             if array == "low" and dtype is torch.float32:
                 self.restart_master(state.index)
 
@@ -230,7 +231,7 @@ class HostStore:
     def has(self, index: int, array: str) -> bool:
         """Whether the layer has the array now, in a slab or in a file."""
         filed = self.training and self.tiers.holds(index, array)
-        return array == "weights" or filed or getattr(self.layers[index], array) is not None
+        return filed or self.layers[index].array(array) is not None
 
     def pieces(
         self, index: int, arrays: Sequence[str], begin: int, end: int, *, mode: Mode = "read"
@@ -244,7 +245,7 @@ class HostStore:
         for the layer's updates.
         """
         filed = [array for array in arrays if self.tiers.holds(index, array)]
-        slabs = {a: getattr(self.layers[index], a) for a in arrays if a not in filed}
+        slabs = {a: self._in_memory(index, a) for a in arrays if a not in filed}
         if not filed and self.shards.num_ranks == 1:
             found = {a: slab[items(a, begin, end)] for a, slab in slabs.items()}
             yield slice(0, end - begin), found
@@ -260,6 +261,12 @@ class HostStore:
             for array, slab in slabs.items():
                 found[array] = slab[items(array, first - base[array], last - base[array])]
             yield slice(first - begin, last - begin), found
+
+    def _in_memory(self, index: int, array: str) -> torch.Tensor:
+        slab = self.layers[index].array(array)
+        if slab is None:
+            raise StateError(f"layer {index} has no array {array!r} in memory")
+        return slab
 
     def flush(self, index: int) -> None:
         """New weights were written where the parameters rest: bring them to the file."""
@@ -309,16 +316,15 @@ class HostStore:
     def _master_arrays(self, index: int) -> tuple[str, ...]:
         return ("weights", "low") if self.has(index, "low") else ("weights",)
 
-    def give_up(self, index: int) -> LayerState:
-        """The layer moves to the device while no pass is running: its arrays, no longer this
-        store's, as the last ones to hold them. The layer's own state has none and waits for
-        others."""
+    def give_up(self, index: int) -> dict[str, torch.Tensor]:
+        """The layer moves to the device while no pass is running. Returns its arrays of training,
+        which this store no longer counts. The layer has no arrays until it gets new ones."""
         state = self.layers[index]
-        left = replace(state)
+        left = state.arrays
         held = [state.held.memory] if state.held is not None else []
-        self._give_back(state.weights, *state.arrays().values(), *held)
+        self._give_back(*state.all_arrays().values(), *held)
         state.weights = torch.empty(0, dtype=self.dtype)
-        state.drop_arrays()
+        state.arrays = {}
         state.held = None
         state.on_device = True
         self._mine.remove(state)
@@ -338,7 +344,7 @@ class HostStore:
         for name, array in arrays.items():
             slab = self._slab(array.numel(), array.dtype, pinned=name == "weights")
             copy(slab, array)
-            setattr(state, name, slab)
+            state.replace_array(name, slab)
         state.on_device = False
         self._mine.append(state)
         self._mine.sort(key=lambda one: one.index)
@@ -398,13 +404,16 @@ class HostStore:
         self._ring.clear()
         for state in self.layers:
             state.weights = torch.empty(0, dtype=self.dtype)
-            state.drop_arrays()
+            state.arrays = {}
             state.held = None
 
 
-PURPOSES = {"low": "masters", "accumulated": "accumulated gradients"} | dict.fromkeys(
-    (*MOMENTS, *SCALES), "moments"
-)
+PURPOSES = {"low": "masters", "accumulated": "accumulated gradients"}  # of others: moments
+
+
+def purpose_of(array: str) -> str:
+    """What the device's budget calls an array of a layer that is updated there."""
+    return f"{PURPOSES.get(array, 'moments')} of resident layers"
 
 
 class DeviceStore:
@@ -434,18 +443,18 @@ class DeviceStore:
         weights = self._moved(state.weights, f"weights of {state.name}")  # as long as it is pinned
         left = self._host.give_up(index)
         state.weights = weights
-        for name, array in left.arrays().items():
+        for name, array in left.items():
             if name == "accumulated" and not state.arrived:  # there is no sum
-                setattr(state, name, self._zeros(name, array.numel(), array.dtype))
+                state.arrays[name] = self._zeros(name, array.numel(), array.dtype)
             else:
-                setattr(state, name, self._moved(array, f"{PURPOSES[name]} of resident layers"))
+                state.arrays[name] = self._moved(array, purpose_of(name))
         self.layers.append(state)
         self.layers.sort(key=lambda one: one.layout.index)
 
     def give(self, index: int) -> None:
         """Undo `take`: move a layer back to the host, with all that it has. No pass is running."""
         state = self._host.layers[index]
-        arrays = {"weights": state.weights, **state.arrays()}
+        arrays = state.all_arrays()
         self._host.receive(index, arrays, self._device.copy_now)
         self._device.release(*arrays.values())
         self.layers.remove(state)
@@ -464,34 +473,33 @@ class DeviceStore:
         self._training = True
 
     def _zeros(self, array: str, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        purpose = f"{PURPOSES[array]} of resident layers"
-        return self._device.allocate(numel, dtype, purpose).zero_()
+        return self._device.allocate(numel, dtype, purpose_of(array)).zero_()
 
     def leave(self) -> None:
         """Between two steps: every array goes to host memory, until `come_back`."""
         self._away = True
         for state in self.layers:
-            for name, array in {"weights": state.weights, **state.arrays()}.items():
+            for name, array in state.all_arrays().items():
                 there = self._allocate(array.numel(), array.dtype)
                 self._device.copy_now(there, array)
-                setattr(state, name, there)
+                state.replace_array(name, there)
                 self._device.release(array)
 
     def come_back(self) -> None:
         """What `leave` has moved is on the device again."""
         self._away = False
         for state in self.layers:
-            for name, array in {"weights": state.weights, **state.arrays()}.items():
-                setattr(state, name, self._moved(array, f"{name} of {state.name}"))
+            for name, array in state.all_arrays().items():
+                state.replace_array(name, self._moved(array, f"{name} of {state.name}"))
 
     def give_back(self) -> None:
         """The device's work has ended: every layer's weights move to host memory, their own."""
         for state in self.layers:
             if self._away:
-                state.drop_arrays()
+                state.arrays = {}
                 continue
             weights = self._allocate(state.layout.numel, self._dtype)
             self._device.copy_now(weights, state.weights)
-            self._device.release(state.weights, *state.arrays().values())
+            self._device.release(*state.all_arrays().values())
             state.weights = weights
-            state.drop_arrays()
+            state.arrays = {}

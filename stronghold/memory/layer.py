@@ -24,7 +24,7 @@ from stronghold.device.base import Record
 from stronghold.errors import StateError
 from stronghold.model.layout import LayerLayout, ParameterSlice, Shards
 from stronghold.model.partition import WeightSource
-from stronghold.states import STATES
+from stronghold.optim.states import States
 
 
 def view(flat: torch.Tensor, part: ParameterSlice) -> torch.Tensor:
@@ -114,9 +114,8 @@ class GradientSlot:
         return found
 
 
-TRAINED = (*STATES[1:], "accumulated")  # what only training needs
-# What has a record; "norms" are the sums of squares of the step's gradients.
-RECORDS = (*STATES, "accumulated", "gradients", "norms")
+# What has a record beside the arrays of the states. "norms": sums of squares of gradients.
+FURTHER_RECORDS = ("accumulated", "gradients", "norms")
 
 
 class Residency(Enum):
@@ -148,23 +147,22 @@ class Place(NamedTuple):
 
 @dataclass(slots=True, eq=False, repr=False)
 class LayerState:
-    """One layer. Its arrays of training stay None until the first backward, and where they lie in
-    files; they are slabs on the host, or `on_device`, where the layer is updated. Those of training
-    have the elements [begin, end) of the layer: this rank's of `shards`. `held`: its gradients in
-    an entry of its own, until its update."""
+    """One layer, whose trained parameters have `states`.
+
+    `weights` has the whole layer. `arrays` has what only training needs, by name: what `states`
+    names beside the weights, and "accumulated", fp32 sums over micro-batches. An array is there
+    from the first backward on, unless it lies in a file. It is a slab on the host, or `on_device`,
+    where the layer is updated. It has the elements [begin, end) of the layer: this rank's of
+    `shards`. `held`: its gradients in an entry of its own, until its update."""
 
     layout: LayerLayout
     weights: torch.Tensor
+    states: States
     shards: Shards
     on_device: bool = False
-    low: torch.Tensor | None = None
-    exp_avg: torch.Tensor | None = None
-    exp_avg_sq: torch.Tensor | None = None
-    exp_avg_scale: torch.Tensor | None = None
-    exp_avg_sq_scale: torch.Tensor | None = None
-    accumulated: torch.Tensor | None = None
+    arrays: dict[str, torch.Tensor] = field(default_factory=dict)
     held: Entry | None = None
-    records: dict[str, Record] = field(default_factory=lambda: {name: Record() for name in RECORDS})
+    records: dict[str, Record] = field(init=False)
     parameters: Sequence[nn.Parameter] = ()  # in the layout's order
     trained: frozenset[int] = frozenset()  # positions of those that the optimizer owns
     counts: list[int] = field(default_factory=list)  # how often each was updated
@@ -200,6 +198,8 @@ class LayerState:
     _own: tuple[slice, ...] = field(init=False)  # of each parameter
 
     def __post_init__(self) -> None:
+        names = (*self.states.dtypes, *FURTHER_RECORDS)
+        self.records = {name: Record() for name in names}
         self.begin, self.end = self.shards.trained(self.layout)
         self._own = tuple(part.within(self.begin, self.end) for part in self.layout.slices)
 
@@ -255,15 +255,22 @@ class LayerState:
         """Those that wait for the update in memory; of this rank's elements."""
         return None if self.held is None else self.held.memory
 
-    def arrays(self) -> dict[str, torch.Tensor]:
-        """Those of training that it has in memory, by name."""
-        found = {name: getattr(self, name) for name in TRAINED}
-        return {name: array for name, array in found.items() if array is not None}
+    def array(self, name: str) -> torch.Tensor | None:
+        """The array in memory, flat; None where the layer has none there."""
+        if name == "weights":
+            return self.weights
+        return self.gradients if name == "gradients" else self.arrays.get(name)
 
-    def drop_arrays(self) -> None:
-        """It has none of training any more."""
-        for name in TRAINED:
-            setattr(self, name, None)
+    def all_arrays(self) -> dict[str, torch.Tensor]:
+        """Every array in memory, the weights first."""
+        return {"weights": self.weights, **self.arrays}
+
+    def replace_array(self, name: str, array: torch.Tensor) -> None:
+        """The array lies in other memory from now on."""
+        if name == "weights":
+            self.weights = array
+        else:
+            self.arrays[name] = array
 
     def records_of(self, arrays: Iterable[str]) -> list[Record]:
         return [self.records[array] for array in arrays]

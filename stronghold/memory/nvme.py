@@ -46,15 +46,12 @@ from stronghold.errors import BudgetError, ConfigError, StateError, format_size
 from stronghold.memory.slab import map_files, map_slab
 from stronghold.native import ALIGNMENT, Closing, IoFile, IoQueue
 from stronghold.process import ALONE, Neighbours
-from stronghold.states import MOMENTS, SCALES
 
 PATH_KEY = "stronghold.nvme.path"
 ENGINE_KEY = "stronghold.nvme.engine"
 PROBE_BYTES = 64 << 20  # tens of milliseconds of an NVMe disk, half a second of a spinning one
 
 # -- what lies where -------------------------------------------------------------------------------
-ARRAYS = (*MOMENTS, *SCALES, "low", "weights", "gradients", "accumulated")
-
 # Units of a period: rates are matched to a 64th. Two paths of equal disks, measured a few percent
 # apart, then differ by a unit or two, which costs as many percent.
 PERIOD_UNITS = 64
@@ -62,8 +59,8 @@ PERIOD_UNITS = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Extent:
-    """`nbytes` of file for one array of one layer: `array` is one of `ARRAYS`. Laid out, they are
-    from `begin` on in the linear space."""
+    """`nbytes` of file for one array of one layer. Laid out, they are from `begin` on in the linear
+    space."""
 
     layer: int
     array: str
@@ -87,15 +84,14 @@ class Segment:
 def lay_out(requests: Sequence[Extent]) -> dict[tuple[int, str], Extent]:
     """The extents by (layer, array), one after another as requested.
 
-    Raises StateError for an unknown array, one that is requested twice, or a size that is no
-    multiple of 4096.
+    Raises StateError for an array that is requested twice, or a size that is no multiple of 4096.
     """
     extents: dict[tuple[int, str], Extent] = {}
     begin = 0
     for request in requests:
         key = (request.layer, request.array)
-        if request.array not in ARRAYS or key in extents:
-            raise StateError(f"extent {key}: unknown array, or requested twice")
+        if key in extents:
+            raise StateError(f"extent {key}: requested twice")
         if request.nbytes < 0 or request.nbytes % ALIGNMENT:
             raise StateError(f"extent {key}: got {request.nbytes} bytes, expected n * {ALIGNMENT}")
         extents[key] = replace(request, begin=begin)

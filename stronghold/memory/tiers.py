@@ -23,10 +23,10 @@ import torch
 
 from stronghold.device.base import Device, Fence, Lane, Record, dependences, submitted
 from stronghold.memory.layer import Entry, LayerState, Ring
-from stronghold.memory.nvme import ARRAYS, Extent, NvmeStore, Verb, lay_out
+from stronghold.memory.nvme import Extent, NvmeStore, Verb, lay_out
 from stronghold.memory.slab import map_slab
 from stronghold.model.layout import LayerLayout, ModelLayout, Shards
-from stronghold.states import EXACT, Kind, items, num_items, states_of
+from stronghold.optim.states import States, items, num_items
 
 Mode = Literal["read", "edit", "replace"]
 Views = dict[str, torch.Tensor]
@@ -136,20 +136,19 @@ class Tiers:
     def __init__(
         self,
         layout: ModelLayout,
-        dtype: torch.dtype,
+        states: States,
         store: NvmeStore | NullStore | None = None,
         spilled: Sequence[frozenset[str]] = (),
         *,
         update_entries: int = 0,
         fetch_entries: int = 0,
         shards: Shards | None = None,
-        states: Kind = EXACT,
     ) -> None:
         self._layers = layout.layers
         self._page_numel = layout.page_numel
         self.shards = shards or Shards()
-        self.states = states_of(dtype, states)
-        self._dtypes = array_dtypes(dtype, states)
+        self.states = states
+        self._dtypes = array_dtypes(states)
         self.store = store or NullStore((), ring_bytes=0, piece_bytes=0)
         missing = [frozenset[str]()] * (len(layout.layers) - len(spilled))
         self._spilled = (*spilled, *missing)
@@ -166,7 +165,7 @@ class Tiers:
 
     def spilled(self, layer: int) -> tuple[str, ...]:
         """The layer's arrays that lie in files, always in one order."""
-        return tuple(array for array in ARRAYS if array in self._spilled[layer])
+        return tuple(array for array in file_order(self.states) if array in self._spilled[layer])
 
     # -- pieces -----------------------------------------------------------------------------------
     def _range(self, layer: int, arrays: Sequence[str]) -> tuple[int, int]:
@@ -308,21 +307,24 @@ class Tiers:
         return self.store.mapped(self.store.extent(layer, array)).view(self._dtypes[array])
 
 
-def array_dtypes(dtype: torch.dtype, states: Kind = EXACT) -> dict[str, torch.dtype]:
-    """The element type of every array of a layer with weights of `dtype`."""
-    return {**states_of(dtype, states).dtypes, "gradients": dtype, "accumulated": torch.float32}
+def array_dtypes(states: States) -> dict[str, torch.dtype]:
+    """The element type of every array that a layer can have."""
+    return {**states.dtypes, "gradients": states.dtype, "accumulated": torch.float32}
+
+
+def file_order(states: States) -> tuple[str, ...]:
+    """The arrays in the order in which they lie in files: what an update reads lies together."""
+    return (*states.moment_dtypes, "low", "weights", "gradients", "accumulated")
 
 
 def extent_requests(
     layout: ModelLayout,
-    dtype: torch.dtype,
+    states: States,
     spilled: Sequence[frozenset[str]],
     num_ranks: int = 1,
-    states: Kind = EXACT,
 ) -> list[Extent]:
-    """The extents of all that spills, layer by layer: what an update reads lies together. Of
-    several ranks each has an equal part."""
-    dtypes = array_dtypes(dtype, states)
+    """The extents of all that spills, layer by layer. Of several ranks each has an equal part."""
+    dtypes = array_dtypes(states)
 
     def nbytes(layer: LayerLayout, array: str) -> int:
         numel = layer.numel if array == "weights" else layer.trainable_numel
@@ -331,6 +333,6 @@ def extent_requests(
     return [
         Extent(layer=layer.index, array=array, nbytes=nbytes(layer, array))
         for layer, arrays in zip(layout.layers, spilled, strict=False)  # shorter: nothing after
-        for array in ARRAYS
+        for array in file_order(states)
         if array in arrays
     ]

@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 
 from stronghold.errors import StateError
 from stronghold.model.partition import Partition
-from stronghold.states import EXACT, page_numel
+from stronghold.optim.states import EXACT, page_numel
 
 # Every parameter starts at a multiple of this: 256 bytes in 16-bit and 512 in 32-bit arrays. The
 # caching allocator of CUDA hands out 512-byte multiples and cuBLAS picks its kernel by pointer

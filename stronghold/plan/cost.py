@@ -39,10 +39,10 @@ from enum import Enum
 from typing import get_args
 
 from stronghold.config.section import Level
-from stronghold.model.costs import DTYPES, ModelCosts
+from stronghold.model.costs import ModelCosts
 from stronghold.model.layout import LayerLayout, ModelLayout
+from stronghold.optim.states import States
 from stronghold.plan.machine import MachineProfile, Rates
-from stronghold.states import EXACT, Kind, States, states_of
 from stronghold.telemetry.metrics import BatchSize
 from stronghold.telemetry.trace import Span
 
@@ -250,9 +250,9 @@ class Traffic:
     nvme_written_bytes: int = 0
 
     @property
-    def adam_bytes(self) -> float:
-        """Of one parameter."""
-        return self.states.adam_bytes(self.states.dtype)
+    def step_bytes(self) -> float:
+        """Of one parameter, in the optimizer's step."""
+        return self.states.update_bytes(self.states.dtype)
 
     @property
     def fetch_bytes(self) -> int:
@@ -273,8 +273,8 @@ class Traffic:
 
     @property
     def update_bytes(self) -> int:
-        """What the CPU's Adam reads and writes."""
-        return int(self.adam_bytes * (self.trained_parameters + self.refreshed_parameters))
+        """What the optimizer reads and writes on the CPU."""
+        return int(self.step_bytes * (self.trained_parameters + self.refreshed_parameters))
 
     @property
     def norm_bytes(self) -> int:
@@ -284,7 +284,7 @@ class Traffic:
     @property
     def sum_bytes(self) -> int:
         """Sums over micro-batches: the first gradient starts a sum (read e, write 4), each further
-        one is added (read e and 4, write 4), and the last is read by Adam beside the sum."""
+        one is added (read e and 4, write 4), and the last is read by the step beside the sum."""
         if self.micro_batches == 1:
             return 0
         each = (self.micro_batches - 1) * (self.states.weight_bytes + 2 * SUM_BYTES)
@@ -292,7 +292,7 @@ class Traffic:
 
     @property
     def device_update_bytes(self) -> int:
-        return int(self.adam_bytes * self.device_parameters)
+        return int(self.step_bytes * self.device_parameters)
 
     @property
     def memory_bytes(self) -> int:
@@ -398,7 +398,7 @@ def _disk_s(traffic: Traffic, machine: MachineProfile) -> float:
 def break_even(
     machine: MachineProfile,
     dtype: str,
-    states: Kind = EXACT,
+    states: States,
     *,
     recompute: bool,
     active_share: float = 1.0,
@@ -410,20 +410,19 @@ def break_even(
     dense model, and small in a model of experts, where all parameters move and few compute.
     """
     rate = machine.flops[dtype] / ((8.0 if recompute else 6.0) * active_share)
+    memory = max(machine.memory_gbps.values()) * 1e9
     return BreakEven(
-        cpu=bytes_per_parameter(dtype, states=states)
-        * rate
-        / (max(machine.memory_gbps.values()) * 1e9),
-        link=LOADS * DTYPES[dtype].itemsize * rate / (machine.fetch_gbps * 1e9),
+        cpu=bytes_per_parameter(states) * rate / memory,
+        link=LOADS * states.weight_bytes * rate / (machine.fetch_gbps * 1e9),
     )
 
 
-def bytes_per_parameter(dtype: str, micro_batches: int = 1, states: Kind = EXACT) -> float:
-    """q: bytes of host memory that a step of a trained, streamed parameter reads and writes: 32 in
-    bf16, 26 of them Adam's, and 18.25 with lean states; 36 in fp16, where weight and whole fp32
-    master are both read and written."""
+def bytes_per_parameter(states: States, micro_batches: int = 1) -> float:
+    """q: bytes of host memory that a step of a trained, streamed parameter reads and writes. With
+    two moments: 32 in bf16, 26 of them the optimizer's, and 18.25 with lean states; 36 in fp16,
+    where weight and whole fp32 master are both read and written."""
     moved = Traffic(
-        states=states_of(DTYPES[dtype], states),
+        states=states,
         micro_batches=micro_batches,
         streamed_parameters=MANY,
         trained_parameters=MANY,

@@ -33,18 +33,17 @@ from dataclasses import dataclass, field, replace
 
 from stronghold.errors import BudgetError, ConfigError, format_size
 from stronghold.model.layout import ModelLayout
-from stronghold.plan.cost import AGAIN, Demand, Gradients, Traffic, spread, traffic_of
-from stronghold.plan.schedule import Position
-from stronghold.states import (
+from stronghold.optim.states import (
     EXACT,
     LEAN,
-    MOMENTS,
     PAGE_BYTES,
-    SCALES,
-    moment_bytes,
+    States,
     num_items,
     page_numel,
+    states_of,
 )
+from stronghold.plan.cost import AGAIN, Demand, Gradients, Traffic, spread, traffic_of
+from stronghold.plan.schedule import Position
 
 DEFAULT_WINDOW = 4  # without a budget: one computes, one is still in use, two are on their way
 MAX_GRADIENT_SLOTS = 2  # one gathers while the other drains
@@ -54,17 +53,21 @@ UPDATE_ENTRIES, FETCH_ENTRIES, OTHER_ENTRIES = 4, 3, 1  # [Note: the staging rin
 PIECE_BYTES = 32 << 20
 MIB = float(1 << 20)
 
-KINDS: dict[str, tuple[str, ...]] = {
-    "moments": (*MOMENTS, *SCALES),
-    "rest of the masters": ("low",),
-    "held gradients": ("gradients",),
-    "accumulated gradients": ("accumulated",),
-    "weights": ("weights",),
-}
-# How far each word of stronghold.nvme.spill goes into KINDS.
-DEPTHS = {"moments": 1, "masters": 2, "weights": len(KINDS)}
+# How many of `kinds_of` spill, for each word of stronghold.nvme.spill.
+DEPTHS = {"moments": 1, "masters": 2, "weights": 5}
 
 Spilled = tuple[frozenset[str], ...]  # by layer, its arrays that lie in files
+
+
+def kinds_of(states: States) -> dict[str, tuple[str, ...]]:
+    """The arrays of each kind, in the order of [Note: what spills first]."""
+    return {
+        "moments": tuple(states.moment_dtypes),
+        "rest of the masters": ("low",),
+        "held gradients": ("gradients",),
+        "accumulated gradients": ("accumulated",),
+        "weights": ("weights",),
+    }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -427,7 +430,7 @@ class _Places:
             "outside the blocks": sum(layer.numel for layer in self.outside) * size,
             "gradients of resident layers": own * size,
             "rest of the masters": trained * states.low_bytes,
-            "moments": int(trained * moment_bytes(states.kind)),
+            "moments": int(trained * states.moment_bytes),
             "accumulated gradients": trained * 4 if accumulates else 0,
             "gradients (kept by torch)": by_torch * size if self.whole else 0,
             "gradients of other ranks": reduced * size,
@@ -553,6 +556,7 @@ class _Host:
         self._places = places
         self._demand = demand = places.demand
         self._early = places.gradients is Gradients.RING
+        self._kinds = kinds_of(demand.states)
         if demand.meets_others and demand.nvme and demand.spill == "weights":
             raise ConfigError(
                 'stronghold.nvme.spill: got "weights" (or DeepSpeed\'s offload_param on nvme), but '
@@ -584,7 +588,8 @@ class _Host:
         self.staging = self._staging(self.spilled)
         self.ring_entries = self._ring_entries(self.spilled)
         self.traffic = self._file_traffic()
-        sums, kinds = self._sums(self.spilled, in_files=True), KINDS if any(self.spilled) else {}
+        sums = self._sums(self.spilled, in_files=True)
+        kinds = self._kinds if any(self.spilled) else {}
         self.nvme_bytes = {kind: sum(sums[a] for a in arrays) for kind, arrays in kinds.items()}
         self.host_bytes = self._host_bytes(self.spilled)
         self.offloaded_bytes = self._offloaded(self.spilled)
@@ -611,7 +616,7 @@ class _Host:
 
     def _arrays(self, num_kinds: int) -> Spilled:
         """All arrays of the first `num_kinds` kinds, at their layers' indices."""
-        arrays = [array for kind in list(KINDS)[:num_kinds] for array in KINDS[kind]]
+        arrays = [array for kind in list(self._kinds)[:num_kinds] for array in self._kinds[kind]]
         found = {
             index: frozenset(
                 a for a in arrays if (self._trained[numel] | {"weights": whole}).get(a)
@@ -623,13 +628,13 @@ class _Host:
     def _fewest(self) -> Spilled:
         """What must spill so that the rest fits, in the order of [Note: what spills first]; all
         that may when that does not suffice."""
-        num_kinds = len(KINDS) - self._demand.meets_others  # all but weights
+        num_kinds = len(self._kinds) - self._demand.meets_others  # all but weights
         spilled, most = self._arrays(0), self._arrays(num_kinds)
         ranks = _spread_ranks(len(most)) if self._early else range(len(most))
         if self._fits(spilled):
             return spilled
-        for kind in list(KINDS)[:num_kinds]:
-            arrays, before = frozenset(KINDS[kind]), spilled
+        for kind in list(self._kinds)[:num_kinds]:
+            arrays, before = frozenset(self._kinds[kind]), spilled
             spilled = tuple(had | (has & arrays) for had, has in zip(spilled, most, strict=True))
             if self._fits(spilled):
                 break
@@ -669,7 +674,7 @@ class _Host:
         return {
             "weights": sums["weights"],
             "rest of the masters": sums["low"],
-            "moments": sum(sums[array] for array in KINDS["moments"]),
+            "moments": sum(sums[array] for array in self._kinds["moments"]),
             "held gradients": sums["gradients"],
             "deferred gradients": waiting * self._demand.states.weight_bytes,
             "accumulated gradients": sums["accumulated"],
@@ -714,7 +719,7 @@ class _Host:
         largest, smallest, updates, fetches = 0, page * self._sizes["weights"], False, False
         for bytes_of, whole, arrays, _ in self._alike(spilled):
             trained = arrays if bytes_of["weights"] else frozenset[str]()
-            updates = updates or bool(trained and len(self._sizes) > 1)
+            updates = updates or bool(trained and self._demand.training)
             fetches = fetches or "weights" in arrays
             every = sum(bytes_of[array] for array in trained)
             largest = max(largest, every, whole if "weights" in arrays else 0)
@@ -770,7 +775,10 @@ class _Host:
             )
         if demand.states.kind == EXACT and demand.states.low_bytes == 2:  # of bf16 weights
             moments, lows = self.host_bytes["moments"], self.host_bytes["rest of the masters"]
-            saved = lows // 2 + moments - int(moments * moment_bytes(LEAN) / moment_bytes(EXACT))
+            exact = demand.states
+            lean = states_of(exact.dtype, LEAN, exact.moments)
+            kept = moments * lean.moment_bytes / exact.moment_bytes if moments else 0
+            saved = lows // 2 + moments - int(kept)
             if saved:
                 advice += (
                     '; or set stronghold.states to "lean", which rounds otherwise (24-bit masters, '

@@ -87,8 +87,8 @@ def _waits_s(layout: ModelLayout, plan: Plan, work: Workload, rates: Rates) -> f
     first layer's, whose gradient is the last that is there. Weights that were updated before cross
     host memory beside the updates, or after them."""
     gated, num_ranks = layout.layers if plan.gated else layout.layers[:1], plan.demand.num_ranks
-    each_s = plan.traffic.adam_bytes * 1e-9 / rates.update_gbps / num_ranks
-    # What crosses takes of Adam's memory what is more than it leaves unused, unless that is all.
+    each_s = plan.traffic.step_bytes * 1e-9 / rates.update_gbps / num_ranks
+    # Transfers beside updates slow these by what does not fit into the memory's bandwidth.
     own, fetch, memory = rates.update_gbps, rates.fetch_gbps, rates.memory_gbps
     delay_s = 0.0
     if num_ranks == 1 and memory - rates.duplex_gbps - rates.io_gbps > LEAST_SHARE * own:
@@ -106,7 +106,7 @@ def _waits_s(layout: ModelLayout, plan: Plan, work: Workload, rates: Rates) -> f
 
 
 def updates_s(plan: Plan, rates: Rates) -> tuple[float, float]:
-    """Seconds of a step's updates on the host: of the CPU's Adam and its norms, and of the disk."""
+    """Seconds of a step's updates on the host: of the CPU and its norms, and of the disk."""
     moved = plan.traffic
     read, written = moved.nvme_read_bytes, moved.nvme_written_bytes
     disk = read / rates.load_gbps, written / rates.spill_gbps, (read + written) / rates.io_gbps
@@ -125,10 +125,10 @@ def deferrals(layout: ModelLayout, plan: Plan, work: Workload, rates: Rates) -> 
         return [0]
     # Of the layers with arrays in files, for the disk's time; of all, for the longest.
     filed = sum(bool(plan.spilled[layer.index]) for layer in on_host)
-    adam_s, disk_s = updates_s(plan, rates)
-    bounds = [(len(on_host), max(adam_s, disk_s))]
+    cpu_s, disk_s = updates_s(plan, rates)
+    bounds = [(len(on_host), max(cpu_s, disk_s))]
     if 0 < filed < len(on_host):
-        bounds += [(filed, disk_s), (len(on_host), adam_s)]
+        bounds += [(filed, disk_s), (len(on_host), cpu_s)]
     wanted = {0}
     for (number, seconds), margin in product(bounds, MARGINS):
         least, most = shares(

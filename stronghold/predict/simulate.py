@@ -22,13 +22,14 @@ from stronghold.memory.slab import meta_slab
 from stronghold.memory.tiers import NullStore, Tiers, extent_requests
 from stronghold.model.layout import ModelLayout, Shards, condensed
 from stronghold.native import ALIGNMENT
+from stronghold.optim import DEFAULT
+from stronghold.optim.contract import Group
 from stronghold.plan.cost import AGAIN, Demand, Workload
 from stronghold.plan.machine import Rates
 from stronghold.plan.plan import Plan
 from stronghold.plan.schedule import Kind
 from stronghold.plan.search import LADDERS, Choice, Ladder, Search
 from stronghold.predict.simulated_device import Operation, SimulatedDevice
-from stronghold.runtime.adam import AdamFlags, Group
 from stronghold.runtime.parts import assemble
 from stronghold.runtime.runtime import Runtime
 from stronghold.team.group import simulated_ranks
@@ -39,8 +40,7 @@ STEPS = 4  # from the third on a step begins as it ends
 SIMULATED_PIECES = 8  # of a layer in files, at most
 MEASURED = 2  # of the last ones: two alternate where the window holds an odd share
 # Of every parameter: the numbers do not matter.
-GROUP: Group = {"lr": 0.0, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
-FLAGS = AdamFlags(adamw=True, bias_correction=True)
+GROUP: Group = DEFAULT.hyperparameters({})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,14 +166,14 @@ class _Run:
             plan=plan,
             parameters=self._parameters,
             groups={
-                p: (GROUP, FLAGS)
+                p: (GROUP, DEFAULT)
                 for of_layer in self._parameters
                 for p in of_layer
                 if p.requires_grad
             },
             kernels=device.kernels,
             metrics=Metrics(num_parameters=layout.num_parameters),
-            tiers=_tiers(layout, dtype, plan, shards),
+            tiers=_tiers(layout, plan, shards),
             undo=contextlib.ExitStack(),
             weights=weights,
             allocate=meta_slab,
@@ -267,13 +267,13 @@ def _nothing() -> None:
     pass
 
 
-def _tiers(layout: ModelLayout, dtype: torch.dtype, plan: Plan, shards: Shards | None) -> Tiers:
+def _tiers(layout: ModelLayout, plan: Plan, shards: Shards | None) -> Tiers:
     """Tiers without bytes. Where a layer takes many pieces they are simulated as few: the pipeline
     is the same, its ends a little coarser, and a simulation takes milliseconds again."""
     staging, store = plan.staging, None
     if any(plan.spilled):
         num_ranks = shards.num_ranks if shards else 1
-        requests = extent_requests(layout, dtype, plan.spilled, num_ranks, plan.demand.states.kind)
+        requests = extent_requests(layout, plan.demand.states, plan.spilled, num_ranks)
         by_layer: Counter[int] = Counter()
         for request in requests:
             by_layer[request.layer] += request.nbytes
@@ -282,13 +282,12 @@ def _tiers(layout: ModelLayout, dtype: torch.dtype, plan: Plan, shards: Shards |
         store = NullStore(requests, ring_bytes=staging.nbytes, piece_bytes=piece_bytes)
     return Tiers(
         layout,
-        dtype,
+        plan.demand.states,
         store,
         plan.spilled if store is not None else (),
         update_entries=staging.update_entries,
         fetch_entries=staging.fetch_entries,
         shards=shards,
-        states=plan.demand.states.kind,
     )
 
 

@@ -15,9 +15,9 @@ device, whose compute is the calling thread.
 
 [Note: shared resources] Both directions of the link share what duplex allows, loads and stages
 share the disk with each other and with spills. Who was submitted first keeps its rate; who overlaps
-it later gets what is left for as long as they overlap, so that no byte is moved twice. The CPU's
-Adam has what all transfers leave of the host's memory: what crosses the link beside updates that
-were submitted before it delays them, whose fences nobody has waited for yet.
+it later gets what is left for as long as they overlap, so that no byte is moved twice. Updates on
+the CPU get the bandwidth of the host's memory that transfers leave. A transfer beside updates that
+were submitted before it delays these, as long as no operation has waited for their fences.
 """
 
 from __future__ import annotations
@@ -307,7 +307,7 @@ class SimulatedLane(Lane):
 class NullKernels(Kernels):
     """Kernels that compute nothing: sums are zero."""
 
-    def prepare_adam(self, *_: object, lean: bool = False) -> Callable[[float | None], None]:
+    def prepare_update(self, *_: object, lean: bool = False) -> Callable[[float | None], None]:
         return lambda scale: None
 
     def accumulate(

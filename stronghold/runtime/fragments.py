@@ -21,9 +21,9 @@ from torch import nn
 
 from stronghold.errors import ConfigError
 from stronghold.memory.layer import LayerState
+from stronghold.optim.contract import Moment
 from stronghold.runtime.guards import Access
 from stronghold.runtime.update import Updates
-from stronghold.states import MOMENTS
 
 if TYPE_CHECKING:
     from stronghold.runtime.stack import Stack
@@ -68,40 +68,44 @@ class Fragment(Access):
         self._stack.settle((index,))
         if optim_state_key is None:
             return self._whole(host.master(index, part).view(-1))
-        arrays = host.states.arrays_of(self._moment(optim_state_key))
+        moment = self._moment(optim_state_key)
+        arrays = host.states.arrays_of(moment)
         at, flat = part.offset, torch.zeros(part.numel)
         if host.has(index, arrays[-1]):
             for own, found in host.pieces(index, arrays, at, at + part.numel):
-                flat[own] = host.states.decode(optim_state_key, found)
+                flat[own] = host.states.decode(moment, found)
         return self._whole(flat)
 
     def set(self, value: torch.Tensor, optim_state_key: str | None = None) -> None:
         """Write the master, and the weights rounded from it, or a moment."""
         flat, stack, index = self._flat(value), self._stack, self._state.index
         stack.check_here("safe_set_*")
-        key = None if optim_state_key is None else self._moment(optim_state_key)
+        moment = None if optim_state_key is None else self._moment(optim_state_key)
         stack.settle((index,))
         stack.prepare_training()
         self._state.wait_unused()
         part = self._part
-        if key is None:
+        if moment is None:
             stack.host.write_master(index, part, 0, flat)
             stack.runtime.loaded((index,))
             stack.settle((index,))
             return
         at, states = part.offset, stack.host.states
         for own, found in stack.host.pieces(
-            index, states.arrays_of(key), at, at + part.numel, mode="replace"
+            index, states.arrays_of(moment), at, at + part.numel, mode="replace"
         ):
-            for array, values in states.encode(key, flat[own]).items():
+            for array, values in states.encode(moment, flat[own]).items():
                 found[array].copy_(values)
 
-    def _moment(self, key: str) -> str:
-        if key not in MOMENTS:
+    def _moment(self, key: str) -> Moment:
+        states = self._stack.host.states
+        moment = states.moment(key)
+        if moment is None:
+            names = [known.name for known in states.moments]
             raise ConfigError(
-                f"{self._part.name}: optimizer state {key!r} not found: expected one of {MOMENTS}"
+                f"{self._part.name}: optimizer state {key!r} not found: expected one of {names}"
             )
-        return key
+        return moment
 
     # -- gradients --------------------------------------------------------------------------------
     def get_gradient(self) -> torch.Tensor:

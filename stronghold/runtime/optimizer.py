@@ -1,15 +1,14 @@
 """The optimizer that the user sees, and the loss scale of fp16: no arithmetic on tensors.
 
-Owns the parameter groups, the flags that say which Adam each group is, which of DeepSpeed's scalers
-a config asks for, and when the scale moves. Never touches a weight, a loss or a gradient: `step` is
-the engine's, which multiplies the loss; the updater divides the gradients. The training thread
-alone enters.
+Owns the parameter groups, how each of them is updated, which of DeepSpeed's scalers a config asks
+for, and when the scale moves. Never touches a weight, a loss or a gradient: `step` is the engine's,
+which multiplies the loss; the updater divides the gradients. The training thread alone enters.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,7 +18,8 @@ from deepspeed.runtime.precision_config import DeepSpeedFP16Config
 from torch import nn
 
 from stronghold.errors import ConfigError
-from stronghold.runtime.adam import AdamFlags, Groups
+from stronghold.optim.contract import Moment, Optimizer
+from stronghold.runtime.steps import Groups
 from stronghold.telemetry.metrics import Reading, value
 
 # What a dynamic scaler remembers between two steps; the rest of it is config, which a ZeRO
@@ -116,18 +116,18 @@ def restore_scaler(scaler: LossScalerBase, state: dict[str, Any]) -> None:
 
 
 class EngineOptimizer(torch.optim.Optimizer):
-    """Stands for Adam on the host, wherever a `torch.optim.Optimizer` is expected.
+    """Stands for the engine's optimizer, wherever a `torch.optim.Optimizer` is expected.
 
-    `param_groups` are read when an update is submitted: schedulers may write "lr" and the others at
-    any time between steps. With `client`, the groups are the client's own dicts, so that a
-    scheduler made for it keeps working.
+    `optimizers` has how each group is updated, or one for all groups. `param_groups` are read when
+    an update is submitted: schedulers may write "lr" and the others at any time between steps. With
+    `client`, the groups are the client's own dicts, so that a scheduler made for it keeps working.
     """
 
     def __init__(
         self,
         params: Iterable[Any],
         defaults: dict[str, Any],
-        flags: list[AdamFlags] | AdamFlags,
+        optimizers: Sequence[Optimizer] | Optimizer,
         client: torch.optim.Optimizer | None = None,
     ) -> None:
         self.overflow = False
@@ -138,7 +138,9 @@ class EngineOptimizer(torch.optim.Optimizer):
         super().__init__(params, defaults)
         if client is not None:
             self.param_groups = client.param_groups
-        self.flags = flags if isinstance(flags, list) else [flags] * len(self.param_groups)
+        if isinstance(optimizers, Optimizer):
+            optimizers = [optimizers] * len(self.param_groups)
+        self.optimizers = tuple(optimizers)
         self._members = self._of_groups()
 
     @property
@@ -201,11 +203,16 @@ class EngineOptimizer(torch.optim.Optimizer):
             if shown is not None:
                 shown._opt_called = True  # type: ignore[attr-defined]
 
+    @property
+    def moments(self) -> tuple[Moment, ...]:
+        """Of every trained parameter."""
+        return self.optimizers[0].moments
+
     def group_of(self) -> Groups:
         """Of the parameters that are trained: frozen ones get no gradient."""
         return {
-            parameter: (group, flags)
-            for group, flags in zip(self.param_groups, self.flags, strict=True)
+            parameter: (group, optimizer)
+            for group, optimizer in zip(self.param_groups, self.optimizers, strict=True)
             for parameter in group["params"]
             if parameter.requires_grad
         }

@@ -23,7 +23,7 @@ from stronghold.model.layout import ModelLayout
 from stronghold.model.partition import WeightSource
 from stronghold.native import Kernels
 from stronghold.plan.plan import Plan
-from stronghold.runtime.adam import AdamSteps, Groups
+from stronghold.runtime.steps import Groups, OptimizerSteps
 from stronghold.team.ranks import NodeWeights, RankTeam, Team
 from stronghold.telemetry.metrics import Metrics
 
@@ -58,7 +58,7 @@ class Parts:
     device: Device
     host: HostStore
     store: DeviceStore
-    adam: AdamSteps
+    steps: OptimizerSteps
     kernels: Kernels
     metrics: Metrics
     team: Team
@@ -112,7 +112,7 @@ def assemble(
         device=device,
         host=host,
         store=DeviceStore(host, device),
-        adam=AdamSteps(groups, host.layers),
+        steps=OptimizerSteps(groups, host.layers),
         kernels=kernels,
         metrics=metrics,
         team=Team() if weights is None else RankTeam(device, host.layers, weights),

@@ -17,7 +17,7 @@ What it may leave:
   * an operation that a lane performs and whose fence nobody has
   * gradients: in `.grad`, in slots that gather, on their way, counted as arrived or not
   * a pass that nobody ended: its phase, its blocks, its saved-tensor hooks, its place among uses
-  * steps of Adam that were counted, with or without their update
+  * steps of the optimizer that were counted, with or without their update
 None of it is repaired one by one. The lanes end what is queued, and then nothing is anywhere: no
 layer in a slot, no gradient, no pass, every parameter at rest. The arrays are whole, for the lanes
 alone write them; whether they are of one step is what the ledger knows, which is told before the
@@ -61,7 +61,7 @@ class Runtime:
     def __init__(self, parts: Parts, plan: Plan, *, host_room_bytes: int | None = None) -> None:
         host, device = parts.host, parts.device
         self._device, self._host, self._store = device, host, parts.store
-        self._adam = parts.adam
+        self._steps = parts.steps
         self._team, self._outside = parts.team, parts.outside
         self._plan = plan
         self.window = Window(
@@ -152,7 +152,7 @@ class Runtime:
         self._device.check()
         self._team.check()
         self._abandon_forward()
-        self._adam.refuse_unfrozen()
+        self._steps.refuse_unfrozen()
         # The graph keeps aliases, too (W.t() of a head): ask for them where no update comes sooner.
         self.adopt_edited(through_aliases=not self._plan.gated)
         # Else what is there is of this very backward.

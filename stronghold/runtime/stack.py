@@ -42,6 +42,7 @@ from stronghold.model.partition import (
     source_of,
     why_no_blocks,
 )
+from stronghold.optim.states import LEAN, States, page_numel, states_of
 from stronghold.plan.cost import Demand
 from stronghold.plan.plan import Plan, levels_of, make_plan
 from stronghold.process import check_not_forked, forked_from
@@ -50,7 +51,6 @@ from stronghold.runtime.optimizer import EngineOptimizer
 from stronghold.runtime.parts import Written, assemble
 from stronghold.runtime.recompute import forbid_caches
 from stronghold.runtime.runtime import Runtime
-from stronghold.states import LEAN, page_numel, states_of
 from stronghold.team.group import Ranks
 from stronghold.team.ranks import NodeWeights, check_alike
 from stronghold.telemetry.metrics import Metrics
@@ -115,6 +115,8 @@ class Stack:
         self.gpu_free_bytes = None
         if on_gpu:
             self.gpu_free_bytes = max(0, cuda.free_bytes(local_rank) - on_device)
+        moments = () if optimizer is None else optimizer.moments
+        self.states: States = states_of(self.dtype, section.states, moments)
         self.demand: Demand = self._demand(settings, training=optimizer is not None)
         rank = self.ranks.global_rank
         self._trace_path = section.trace and open_path(section.trace, rank)
@@ -178,7 +180,7 @@ class Stack:
         capacity = section.nvme.capacity if section.nvme else None
         compute_threads = torch.get_num_threads() if gpu_free_bytes is None else 1
         return Demand(
-            states=states_of(self.dtype, section.states),
+            states=self.states,
             gated=settings.gated,
             accumulate=settings.accumulates,
             training=training,
@@ -224,9 +226,7 @@ class Stack:
             check_mappings(mapped, len(nvme.paths), nvme.block or BLOCK_BYTES)
             store = NvmeStore(
                 nvme.paths,
-                extents=extent_requests(
-                    self.layout, self.dtype, plan.spilled, ranks.num_ranks, self.section.states
-                ),
+                extents=extent_requests(self.layout, self.states, plan.spilled, ranks.num_ranks),
                 ring_entries=plan.staging.entries,
                 piece_bytes=plan.staging.piece_bytes,
                 engine=nvme.engine,
@@ -239,13 +239,12 @@ class Stack:
             undo.callback(self.device.close)  # first: lanes may still read and write the files
         return Tiers(
             self.layout,
-            self.dtype,
+            self.states,
             store,
             plan.spilled,
             update_entries=plan.staging.update_entries,
             fetch_entries=plan.staging.fetch_entries,
             shards=ranks.shards,
-            states=self.section.states,
         )
 
     def _build(
@@ -274,7 +273,7 @@ class Stack:
             undo=undo,
             weights=shared,
         )
-        self.host, self.store, self.adam = made.host, made.store, made.adam
+        self.host, self.store, self.steps = made.host, made.store, made.steps
         self.team, self.outside = made.team, made.outside
         self.parameters = parameters
         self.runtime = self._make_runtime(self.plan)

@@ -1,12 +1,13 @@
 """The one path of every update: from gradients that have left compute to weights that are new.
 
 Owns, of each layer, what becomes of its gradients (norms, fp32 sums over micro-batches, an entry in
-which they wait) and Adam; and the account of the step: whether the running micro-batch ends it, and
-whether the arrays are of one step (`Ledger`). For each piece of the layer: load what is in files
-(nothing, for RAM); work, on the lane of the place where the moments are (update lane, or compute
-for a layer whose state is on the device; one launch may cover many layers); spill what was changed
-and is in files. Never copies between host and device. The training thread submits, and autograd's
-in backward; lanes compute, and write norms, which the training thread reads behind their record.
+which they wait) and the optimizer's step; and the account of the step: whether the running
+micro-batch ends it, and whether the arrays are of one step (`Ledger`). For each piece of the layer:
+load what is in files (nothing, for RAM); work, on the lane of the place where the moments are
+(update lane, or compute for a layer whose state is on the device; one launch may cover many
+layers); spill what was changed and is in files. Never copies between host and device. The training
+thread submits, and autograd's in backward; lanes compute, and write norms, which the training
+thread reads behind their record.
 
 [Note: where it stands in the step] As gradients come, unless something decides over all layers: the
 norm of the whole model (clipping), or a possible overflow. Then gradients wait until backward has
@@ -45,11 +46,11 @@ from stronghold.errors import ConfigError
 from stronghold.memory.layer import Entry, LayerState, view
 from stronghold.memory.tiers import Mode, Views
 from stronghold.memory.window import Window
+from stronghold.optim.states import States, group_size, items
 from stronghold.plan.plan import Plan
 from stronghold.plan.schedule import Position
-from stronghold.runtime.adam import ParameterStep
 from stronghold.runtime.parts import Parts
-from stronghold.states import SCALES, STATES, group_size, items
+from stronghold.runtime.steps import ParameterStep
 
 logger = logging.getLogger("stronghold")
 
@@ -244,7 +245,7 @@ class Piece:
 
 
 class Updates:
-    """Norms, sums and Adam of one engine. Hyper-parameters are read when an update is submitted.
+    """Norms, sums and steps of one engine. Hyper-parameters are read when an update is submitted.
 
     `plan` says where in the step updates stand, and whether gradients wait as sums; `window` has
     the slots of layers on the device.
@@ -253,8 +254,9 @@ class Updates:
     def __init__(self, parts: Parts, ledger: Ledger, plan: Plan, window: Window) -> None:
         self._device, self._kernels = parts.device, parts.kernels
         self._host, self._states, self._tiers = parts.host, parts.host.states, parts.host.tiers
+        self._changed = tuple(self._states.dtypes)  # the arrays that a step writes
         self._layers, self._window = parts.layers, window
-        self._ledger, self._adam_steps, self._plan = ledger, parts.adam, plan
+        self._ledger, self._steps, self._plan = ledger, parts.steps, plan
         self._metrics, self._team = parts.metrics, parts.team
         self._device_sums: list[torch.Tensor] = []  # of squares, of this step
         # Of layers on the device: their gradients, and what updates once the gate has decided.
@@ -304,7 +306,7 @@ class Updates:
             self._device_sums.append(self._sums_on_device([found]))
             self._prepare([found])(1.0)
             return
-        self._adam(found, 1.0, norms=self._norms(state))
+        self._step(found, 1.0, norms=self._norms(state))
 
     def _hold(self, found: Gathered) -> None:
         """Merge gradients into those that wait, where these are elsewhere, and take norms once all
@@ -394,7 +396,7 @@ class Updates:
         for state in self._layers if self._ledger.early else ():
             if state.arrived and not state.applied:
                 state.applied = True
-                self._adam(self._waiting(state), 1.0)
+                self._step(self._waiting(state), 1.0)
         for state in self._layers:
             if state.parts and self.parts_wait(state):
                 self._take_parts(state)
@@ -449,7 +451,7 @@ class Updates:
         for state in self._layers:
             state.records["norms"].writer.wait()
         self._ledger.check()
-        self._adam_steps.refuse_changed()
+        self._steps.refuse_changed()
         with self._ledger.changing("engine.step"):
             gate, scale = self._decide(clipping, loss_scale, skips)
             changed: list[LayerState] = []
@@ -457,7 +459,7 @@ class Updates:
                 changed = [s for s in self._layers if s.arrived and not s.on_device]
                 for state in changed:
                     if not state.applied:
-                        self._adam(self._waiting(state), scale)
+                        self._step(self._waiting(state), scale)
                 prepared, self._prepared = self._prepared, None
                 if prepared is not None:
                     prepared[1](scale)
@@ -531,13 +533,13 @@ class Updates:
         self._team.forget()
         if self._prepared is not None:  # the gate stays closed: its steps were not taken
             for found in self._prepared[0]:
-                self._adam_steps.retract(found.state, found.arrived)
+                self._steps.retract(found.state, found.arrived)
             self._prepared = None
         self._device_sums.clear()
         for state in self._layers:
             if state.on_device:
                 self._window.drop_held(state.index)
-        self._adam_steps.forget()
+        self._steps.forget()
         self._ledger.forget()
 
     def restart(self, *, keep_gradients: bool = False) -> None:
@@ -550,7 +552,7 @@ class Updates:
         for state in self._layers:
             state.wait_unused()
 
-    # -- Adam -------------------------------------------------------------------------------------
+    # -- the optimizer's step ---------------------------------------------------------------------
     def _waiting(self, state: LayerState) -> Gathered:
         """The layer's gradients where they wait."""
         arrived, dtype, own = frozenset(state.arrived), self._host.dtype, state.own_gradients
@@ -564,22 +566,23 @@ class Updates:
             return Gathered(state, arrived, dtype, each=state.kept)
         return Gathered(state, arrived, dtype, record=state.records[array], array=array)
 
-    def _adam(self, found: Gathered, scale: float, norms: PieceNorms | None = None) -> None:
-        """One step of Adam of a layer on the host, with this moment's hyper-parameters; norms of
-        its gradients on the way, where they were not taken before."""
+    def _step(self, found: Gathered, scale: float, norms: PieceNorms | None = None) -> None:
+        """One step of a layer on the host, with this moment's hyper-parameters; norms of its
+        gradients on the way, where they were not taken before."""
         state, states = found.state, self._states
-        steps = self._adam_steps.advance(state, found.arrived, scale)
+        kernel = self._steps.kernel_of(state)
+        steps = self._steps.advance(state, found.arrived, scale)
 
         def work(piece: Piece) -> None:
             if norms is not None:
                 norms.add(piece)
-            segments = _segments(piece, steps)
-            self._kernels.adam(states.dtype, found.dtype, segments, lean=states.is_lean)
+            segments = _segments(piece, steps, states)
+            self._kernels.update(kernel, states.dtype, found.dtype, segments, lean=states.is_lean)
 
-        each = states.adam_bytes(found.dtype)
+        each = states.update_bytes(found.dtype)
         each += found.dtype.itemsize if norms is not None else 0
         # An update whose norms were taken before is not waited for by the gate.
-        self._over_pieces("update", found, STATES, work, each, norms=norms is not None)
+        self._over_pieces("update", found, self._changed, work, each, norms=norms is not None)
         self._team.exchange(state)
 
     def _over_pieces(
@@ -651,14 +654,15 @@ class Updates:
     def _present(self, state: LayerState, arrays: Iterable[str]) -> tuple[str, ...]:
         """Those of `arrays` that the layer has in memory."""
         filed = self._tiers.spilled(state.index)
-        return tuple(a for a in arrays if a not in filed and getattr(state, a) is not None)
+        return tuple(a for a in arrays if a not in filed and state.array(a) is not None)
 
     def _slabs(self, state: LayerState, arrays: Iterable[str], begin: int, end: int) -> Views:
         """The arrays from the layer's element `begin` on, at least up to `end`."""
         found: Views = {}
         for array in arrays:
             at = begin if array == "weights" else begin - state.begin
-            flat = getattr(state, array)
+            flat = state.array(array)
+            assert flat is not None
             found[array] = flat[items(array, at, at + end - begin)] if at else flat
         return found
 
@@ -746,22 +750,30 @@ class Updates:
         """Everything of an update but the gradients' scale, with this moment's hyper-parameters:
         the host's share of it, done while the device is still busy with backward. What it returns
         does the rest."""
-        segments: list[native.AdamSegment] = []
-        for found in batch:
-            steps = self._adam_steps.advance(found.state, found.arrived, 1.0)
-            segments += _segments(self._whole(found, STATES), steps)
+        segments: list[native.Segment] = []
         dtype, states = batch[0].dtype, self._states
-        adam = self._device.kernels.prepare_adam(states.dtype, dtype, segments, lean=states.is_lean)
-        nbytes = int(states.adam_bytes(dtype) * sum(segment.numel for segment in segments))
+        for found in batch:
+            steps = self._steps.advance(found.state, found.arrived, 1.0)
+            segments += _segments(self._whole(found, self._changed), steps, states)
+        update = self._device.kernels.prepare_update(
+            self._steps.kernel_of(batch[0].state),
+            states.dtype,
+            dtype,
+            segments,
+            lean=states.is_lean,
+        )
+        nbytes = int(states.update_bytes(dtype) * sum(segment.numel for segment in segments))
 
         def work(scale: float, _: Sequence[Piece]) -> None:
-            adam(scale)
+            update(scale)
             # A graph that was kept may need the weights of before: autograd refuses it then.
             torch.autograd.graph.increment_version(
                 [found.state.parameters[k] for found in batch for k in found.arrived]
             )
 
-        return lambda scale: self._on_device("update", batch, STATES, partial(work, scale), nbytes)
+        return lambda scale: self._on_device(
+            "update", batch, self._changed, partial(work, scale), nbytes
+        )
 
 
 class PieceNorms:
@@ -840,29 +852,29 @@ def _parts(piece: Piece) -> Iterator[tuple[int, int, int]]:
             yield k, first, last - first
 
 
-def _segments(piece: Piece, steps: Sequence[ParameterStep]) -> list[native.AdamSegment]:
-    """Adam over the piece. Whoever calls keeps its arrays alive until the kernel has run."""
-
-    def base(array: str) -> tuple[int, int, int]:
-        flat, size = piece.views.get(array), group_size(array)
-        return (0, 0, size) if flat is None else (flat.data_ptr(), flat.element_size(), size)
-
-    states, scales = [[base(a) for a in arrays] for arrays in (STATES[:4], SCALES)]
-    places = {k: (at, numel) for k, at, numel in _parts(piece)}
+def _segments(piece: Piece, steps: Sequence[ParameterStep], states: States) -> list[native.Segment]:
+    """The kernel's segments of the piece, one for each parameter with a gradient in it. The caller
+    keeps the piece's arrays alive until the kernel has run."""
+    # Of each array of a segment: the address of its first item, an item's bytes, its elements.
+    places: list[tuple[int, int, int]] = []
+    for array in states.kernel_arrays:
+        flat = None if array is None else piece.views.get(array)
+        if array is None or flat is None:
+            places.append((0, 0, 1))
+        else:
+            places.append((flat.data_ptr(), flat.element_size(), group_size(array)))
+    parts = {k: (at, numel) for k, at, numel in _parts(piece)}
     segments = []
     for k, step in zip(sorted(piece.found.arrived), steps, strict=True):
-        if k in places:
-            at, numel = places[k]
-            i = at - piece.begin
-            segments.append(
-                native.AdamSegment._make(
-                    (
-                        *(begin + i // of * size for begin, size, of in states),
-                        piece.gradient(k, at),
-                        numel,
-                        *step,
-                        *(begin + i // of * size for begin, size, of in scales),
-                    )
-                )
+        if k not in parts:
+            continue
+        at, numel = parts[k]
+        i = at - piece.begin
+        weight, low, *moments = (begin + i // of * size for begin, size, of in places)
+        numbers, scale, count, flags = step
+        segments.append(
+            native.Segment._make(
+                (weight, low, piece.gradient(k, at), numel, *moments, *numbers, scale, count, flags)
             )
+        )
     return segments

@@ -16,7 +16,7 @@ from deepspeed.utils import zero_to_fp32
 from safetensors.torch import load_file, save_model
 
 from stronghold.cli import main
-from stronghold.states import join_master, states_of
+from stronghold.optim.states import join_master
 from tests.support import stock
 from tests.support.checkpoints import (
     command,
@@ -31,6 +31,7 @@ from tests.support.checkpoints import (
     two_groups,
 )
 from tests.support.frameworks import plugin
+from tests.support.states import adam_states
 from tests.support.stock import one_rank
 
 __all__ = ["plugin"]
@@ -46,13 +47,13 @@ def test_a_master_survives_its_split_bit_for_bit() -> None:
     edges = torch.tensor([0.0, -0.0, 1.0, -1.0, 3.4e38, 1e-45, float("inf"), -float("inf")])
     master = torch.cat([edges, bits.view(torch.float32)])
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        again = join_master(*states_of(dtype).split(master))
+        again = join_master(*adam_states(dtype).split(master))
         nan = master.isnan()
         assert torch.equal(again.isnan(), nan)
         assert torch.equal(again[~nan].view(torch.int32), master[~nan].view(torch.int32))
     ordinary = torch.randn(1 << 12)  # but for ties, which are rounded to even there alone
     ordinary = ordinary[ordinary.view(torch.int32) & 0xFFFF != 0x8000]
-    weights, _ = states_of(torch.bfloat16).split(ordinary)
+    weights, _ = adam_states(torch.bfloat16).split(ordinary)
     assert torch.equal(weights, ordinary.bfloat16())
 
 

@@ -16,10 +16,11 @@ from torch import nn
 
 import stronghold
 from stronghold.errors import ConfigError
-from stronghold.states import MOMENTS, join_master
+from stronghold.optim.states import join_master
 from tests.models import MODELS, loss_of
 from tests.support import stock
 from tests.support.pairs import pairs
+from tests.support.states import MOMENTS
 from tests.support.training import config
 from tests.support.twin import Twin, twin
 
@@ -68,7 +69,8 @@ def check_states(both: Twin) -> None:
     for name, ours, plain in pairs_of(both):
         assert torch.equal(utils.safe_get_full_fp32_param(ours), master_of(both, plain)), name
         for moment in MOMENTS:
-            decoded = both.adam.states(plain).decode(moment, both.adam._state[plain])
+            states = both.adam.states(plain)
+            decoded = states.decode(states.moment(moment), both.adam._state[plain])
             expected = decoded.view(plain.shape)
             assert torch.equal(utils.safe_get_full_optimizer_state(ours, moment), expected), name
             local = utils.safe_get_local_optimizer_state(ours, moment)
@@ -88,8 +90,9 @@ def test_what_is_written_is_read_and_trained_on(place: str, mode: str, tmp_path:
             write_plain(both, plain, master)
             states, arrays = both.adam.states(plain), both.adam._state[plain]
             for moment in MOMENTS:
-                written = states.decode(moment, arrays) * 0.75
-                for array, values in states.encode(moment, written).items():
+                kept = states.moment(moment)
+                written = states.decode(kept, arrays) * 0.75
+                for array, values in states.encode(kept, written).items():
                     arrays[array].copy_(values)
                 utils.safe_set_full_optimizer_state(ours, written.view(plain.shape), moment)
         check_states(both)

@@ -125,7 +125,7 @@ def test_a_failing_kernel_names_its_update(monkeypatch: pytest.MonkeyPatch) -> N
     def broken(*_: Any, **__: Any) -> None:
         raise stronghold.StateError("injected")
 
-    monkeypatch.setattr(native.AdamBatch, "run", broken)
+    monkeypatch.setattr(native.UpdateBatch, "run", broken)
     error = in_time(lambda: run_steps(engine, make_batch, range(1, 3)))
     assert isinstance(error, stronghold.LaneError)
     assert re.search(r"update \d+ failed on the update lane", str(error))

@@ -9,21 +9,25 @@ import torch
 
 from stronghold import native
 from stronghold.device.cuda import CudaDevice
-from stronghold.device.triton_kernels import TritonKernels
 from stronghold.native import Pool
+from stronghold.optim.triton_kernels import TritonKernels
 from tests.support.device_kernels import (
     BF16,
     DTYPES,
     F16,
     F32,
+    FORMS,
+    Form,
     accumulated,
     assert_same,
     bits,
     run_adam,
+    run_update,
     some_arrays,
     sums,
     values,
 )
+from tests.support.optimizers import OPTIMIZERS
 
 pytestmark = pytest.mark.gpu
 
@@ -49,57 +53,55 @@ def kernels() -> Iterator[TritonKernels]:
 # -- same bits ------------------------------------------------------------------------------------
 @pytest.mark.parametrize("weight_dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("grad_dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("adamw", [True, False], ids=["adamw", "l2"])
-@pytest.mark.parametrize("bias_correction", [True, False], ids=["corrected", "plain"])
+@pytest.mark.parametrize("form", FORMS, ids=str)
 @pytest.mark.parametrize("special", [False, True], ids=["ordinary", "special"])
-def test_adam_on_the_gpu_has_the_hosts_bits(
+def test_updates_on_the_gpu_have_the_hosts_bits(
     host: Pool,
     kernels: TritonKernels,
     weight_dtype: torch.dtype,
     grad_dtype: torch.dtype,
-    adamw: bool,
-    bias_correction: bool,
+    form: Form,
     special: bool,
 ) -> None:
-    changes = {"adamw": adamw, "bias_correction": bias_correction}
     ours, theirs = (
         some_arrays(SIZES, weight_dtype, grad_dtype, device, special=special)
         for device in (CUDA, CPU)
     )
     for first in (1, 2, 10):  # the first steps show where it begins to differ
         steps = {1: (1,), 2: range(2, 10), 10: range(10, NUM_STEPS + 1)}[first]
-        run_adam(kernels, ours, steps, **changes)
-        run_adam(host, theirs, steps, **changes)
+        run_update(kernels, form.optimizer, ours, steps, **form.flags)
+        run_update(host, form.optimizer, theirs, steps, **form.flags)
         assert_same(ours, theirs, f"by step {steps[-1]}:")
 
 
 @pytest.mark.parametrize("weight_dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("skip", [1, 8])
-def test_adam_on_the_gpu_takes_arrays_at_any_element(
-    host: Pool, kernels: TritonKernels, weight_dtype: torch.dtype, skip: int
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_updates_on_the_gpu_take_arrays_at_any_element(
+    host: Pool, kernels: TritonKernels, weight_dtype: torch.dtype, skip: int, form: Form
 ) -> None:
     ours, theirs = (
         some_arrays((1, 17, 4097, 70_000), weight_dtype, F16, device, skip=skip)
         for device in (CUDA, CPU)
     )
     for kernel, arrays in ((kernels, ours), (host, theirs)):
-        run_adam(kernel, arrays, (1, 2, 3))
+        run_update(kernel, form.optimizer, arrays, (1, 2, 3), **form.flags)
     assert_same(ours, theirs)
 
 
+@pytest.mark.parametrize("form", FORMS, ids=str)
 @pytest.mark.parametrize("exponent", [-149, -130, -126, -60, 0, 60, 120])
 def test_numbers_at_every_end_of_the_range_have_the_hosts_bits(
-    host: Pool, kernels: TritonKernels, exponent: int
+    host: Pool, kernels: TritonKernels, exponent: int, form: Form
 ) -> None:
     """Weights, moments and gradients of one size: whole vectors underflow, or overflow, together,
     where division and square root take their slow paths."""
     theirs = some_arrays((100_003,), F32, F32, CPU)
     ours = some_arrays((100_003,), F32, F32, CUDA)
     for a, b in zip(ours, theirs, strict=True):
-        b.exp_avg_sq.div_(b.exp_avg_sq.max())
-        for part in (b.weight, b.exp_avg, *b.grads):
+        for part in (b.weight, b.moment0, b.moment1, *b.grads):
             part.div_(part.abs().max())
-        for name in ("weight", "exp_avg", "exp_avg_sq"):
+        for name in ("weight", "moment0", "moment1"):
             part = getattr(b, name)
             part.copy_(torch.ldexp(part.double(), torch.tensor(exponent)))
             getattr(a, name).copy_(part)
@@ -107,7 +109,9 @@ def test_numbers_at_every_end_of_the_range_have_the_hosts_bits(
             part.copy_(torch.ldexp(part.double(), torch.tensor(exponent)))
             mine.copy_(part)
     for kernel, arrays in ((kernels, ours), (host, theirs)):
-        run_adam(kernel, arrays, (1, 2, 3), eps=1e-30, grad_scale=1.0)
+        numbers = {"eps": 1e-30} if "eps" in OPTIMIZERS[form.optimizer].numbers else {}
+        changes = {"grad_scale": 1.0, **numbers, **form.flags}
+        run_update(kernel, form.optimizer, arrays, (1, 2, 3), **changes)
     assert_same(ours, theirs)
 
 

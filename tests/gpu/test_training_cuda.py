@@ -27,8 +27,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import stronghold
 from stronghold.device import cuda
 from stronghold.errors import ConfigError
+from stronghold.optim.states import Kind
 from stronghold.runtime import attention
-from stronghold.states import Kind
 from tests.laws import test_chunks as chunks
 from tests.models import (
     HIDDEN,
@@ -47,7 +47,7 @@ from tests.support.ranks import ROOT, run_ranks
 from tests.support.training import (
     ADAM,
     DTYPES,
-    KernelAdam,
+    KernelOptimizer,
     Run,
     assert_identical,
     config,
@@ -83,7 +83,7 @@ def train_plain_on_gpu(
     for buffer in model.buffers():
         buffer.data = buffer.data.cuda()
     kind: Kind = "lean" if precision == "lean" else "exact"
-    optimizer = KernelAdam(torch.optim.AdamW(list(mirrors.values()), **ADAM), kind)
+    optimizer = KernelOptimizer(torch.optim.AdamW(list(mirrors.values()), **ADAM), kind)
     run = Run()
     sums: dict[nn.Parameter, torch.Tensor] = {}
     torch.manual_seed(1)

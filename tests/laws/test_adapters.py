@@ -35,7 +35,7 @@ from tests.models.families import llama_of
 from tests.support.training import (
     ADAM,
     Factory,
-    KernelAdam,
+    KernelOptimizer,
     assert_identical,
     config,
     initialized,
@@ -237,7 +237,7 @@ def test_adalora_reads_gradients_before_the_step_and_drops_ranks_as_in_a_plain_l
 
     plain = make()
     trained = [parameter for parameter in plain.parameters() if parameter.requires_grad]
-    adam = KernelAdam(torch.optim.AdamW(trained, **ADAM))
+    adam = KernelOptimizer(torch.optim.AdamW(trained, **ADAM))
     expected = []
     for step in range(5):
         loss = loss_of(plain(**token_batch(step)))

@@ -16,12 +16,19 @@ import torch
 from torch import nn
 
 import stronghold
-from stronghold import states
 from stronghold.checkpoint.zero import export_zero
 from stronghold.errors import BudgetError, ConfigError
-from stronghold.states import MOMENTS, join_master, page_numel, split_lean_master
+from stronghold.optim.states import (
+    decode_root,
+    decode_signed,
+    join_master,
+    page_numel,
+    split_lean_master,
+)
+from tests.support.states import MOMENTS
 from tests.support.training import ADAM, config, initialized
 
+DECODED = {"exp_avg": decode_signed, "exp_avg_sq": decode_root}
 HIDDEN = 384  # 147,456 elements a weight: more than two pages of every array
 PARAMETERS = 3 * (HIDDEN * HIDDEN + HIDDEN)
 
@@ -168,7 +175,7 @@ def test_exact_and_lean_states_load_each_other_by_their_values(tmp_path: Path) -
             assert torch.equal(layer.master(part).flatten(), expected)
             for moment in MOMENTS:
                 codes, scales = (found[f"{moment}{s} of {part.name}"] for s in ("", "_scale"))
-                decoded = getattr(states, f"decode_{moment}")(codes, scales)
+                decoded = DECODED[moment](codes, scales)
                 assert torch.equal(layer.read(moment, part), decoded)
     exact.save_checkpoint(folder["exact"], tag="a")
     exact.destroy()
@@ -198,7 +205,7 @@ def test_zeros_layout_has_the_decoded_values(tmp_path: Path) -> None:
     master = [join_master(found[f"weights of {n}"], found[f"low of {n}"]) for n in names]
     assert torch.equal(zero["single_partition_of_fp32_groups"][0], torch.cat(master))
     for moment in MOMENTS:
-        decode = getattr(states, f"decode_{moment}")
+        decode = DECODED[moment]
         of = [decode(found[f"{moment} of {n}"], found[f"{moment}_scale of {n}"]) for n in names]
         numel = sum(values.numel() for values in of)
         there = zero["base_optimizer_state"]["state"][0][moment]

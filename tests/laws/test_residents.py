@@ -22,10 +22,10 @@ from stronghold.native import Pool
 from stronghold.plan.cost import Demand, LayerLoad, Workload
 from stronghold.plan.plan import make_plan
 from stronghold.predict import simulate
-from stronghold.states import states_of
 from tests.models import HIDDEN, MODELS, Decoder, loss_of
 from tests.support.places import ON_GPU, on_gpu
 from tests.support.sleeping import rates
+from tests.support.states import adam_states
 from tests.support.training import (
     assert_identical,
     config,
@@ -151,7 +151,7 @@ def test_a_simulated_step_takes_what_the_plan_says(mode: dict[str, bool]) -> Non
     machine = rates(1.0, memory_gbps=100.0, device_gbps=10.0, handover_s=1e-5)
     for resident, whole in ((0, None), (2, None), (4, False), (4, None)):
         given = {"gated": False, "accumulate": False, **mode}
-        wish = Demand(states=states_of(torch.bfloat16), **given)
+        wish = Demand(states=adam_states(torch.bfloat16), **given)
         places = {"resident_layers": resident, "resident_updates": "gpu", "whole": whole}
         plan = make_plan(found, dataclasses.replace(wish, window=2, **places))
         dtype = torch.bfloat16
@@ -226,7 +226,7 @@ def test_a_failing_kernel_names_what_it_did(
         raise stronghold.StateError("injected")
 
     with monkeypatch.context() as patched:
-        patched.setattr(native.AdamBatch, "run", broken)
+        patched.setattr(native.UpdateBatch, "run", broken)
         with pytest.raises(stronghold.LaneError, match=r"update \d+.* on the compute lane: Stat"):
             train(engine, make_batch, range(1, 2))
     with pytest.raises(stronghold.LaneError, match=r"update \d+.* failed"):
@@ -253,12 +253,12 @@ def test_all_but_the_scale_is_prepared_before_it_is_waited_for(
         return noted
 
     for owner, name, after in (
-        (Pool, "prepare_adam", "updated"),
+        (Pool, "prepare_update", "updated"),
         (EmulatedDevice, "read_later", "read"),
     ):
         monkeypatch.setattr(owner, name, noting(name, getattr(owner, name), after))
     engine, make_batch = engine_of(place)
     engine.backward(loss_of(engine(**make_batch(0))))
     engine.step()
-    assert seen[-4:] == ["prepare_adam", "read_later", "read", "updated"]
+    assert seen[-4:] == ["prepare_update", "read_later", "read", "updated"]
     engine.destroy()

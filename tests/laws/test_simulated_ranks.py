@@ -18,7 +18,7 @@ from stronghold.plan.cost import Demand, Gradients, workload_of
 from stronghold.plan.machine import MachineProfile, rates_of
 from stronghold.plan.plan import Plan, make_plan
 from stronghold.predict.simulate import Prediction, simulate
-from stronghold.states import states_of
+from tests.support.states import adam_states
 
 SUBJECT = from_sizes(12, 2048, 16, 32000, 1024)
 MACHINE = MachineProfile.load("a100-80gb")
@@ -61,7 +61,7 @@ def plan_of(
     deferred_layers: int | None = None,
 ) -> Plan:
     demand = Demand(
-        states=states_of(torch.bfloat16),
+        states=adam_states(torch.bfloat16),
         gated=gated,
         accumulate=False,
         window=window,
@@ -92,7 +92,7 @@ def test_a_simulated_rank_has_the_bytes_of_its_plan(gated: bool, num_ranks: int)
 
 
 def test_updates_wait_for_the_gate_also_where_each_rank_has_a_part_of_the_model() -> None:
-    demand = Demand(states=states_of(torch.bfloat16), gated=False, accumulate=False)
+    demand = Demand(states=adam_states(torch.bfloat16), gated=False, accumulate=False)
     assert make_plan(SUBJECT.layout, demand).gradients is Gradients.RING
     plan = make_plan(SUBJECT.layout, replace(demand, shares_weights=True))
     assert plan.gradients is Gradients.HELD
@@ -117,7 +117,7 @@ def test_ranks_of_one_node_divide_its_disks(gated: bool, spill: str) -> None:
 def test_several_ranks_keep_their_weights_in_memory() -> None:
     with pytest.raises(ConfigError, match=r"nvme\.spill"):
         plan_of(2, spill="weights")
-    demand = Demand(states=states_of(torch.bfloat16), gated=True, accumulate=False, nvme=True)
+    demand = Demand(states=adam_states(torch.bfloat16), gated=True, accumulate=False, nvme=True)
     demand = replace(demand, host_budget_bytes=1)
     # Also those of which each has a part of the model of its own.
     for sharing in (replace(demand, num_ranks=2), replace(demand, shares_weights=True)):

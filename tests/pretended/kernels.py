@@ -12,19 +12,22 @@ import ctypes
 from collections import OrderedDict
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from stronghold import native
-from stronghold.device import cuda, triton_kernels
+from stronghold.device import cuda
 from stronghold.device.base import Device
-from stronghold.native import AdamRows, AdamSegments
+from stronghold.native import Rows, Segments
+from stronghold.optim import triton_kernels
 
-ROWS = 64  # of a table, as in triton_programs
-ADDRESSES = ("weight", "low", "exp_avg", "exp_avg_sq", "grad")
+# As in triton_programs, which needs Triton.
+ROWS = 64  # of a table
+NUM_MOMENTS = {"adam": 2}
+ARRAYS = ("weight", "low", "grad", "moment0", "moment1")
 
 Table = npt.NDArray[np.int64]  # [columns, segments]: blocks before it, numel, addresses
 
@@ -66,9 +69,12 @@ class Program:
 
 
 class Programs:
-    """The programs of `triton_programs` but Adam's, which is given other numbers here."""
+    """The programs of `triton_programs` but `update`, which takes other numbers here."""
 
     ROWS = SimpleNamespace(value=ROWS)
+    FORMULAS: ClassVar = {
+        name: SimpleNamespace(step=name, num_moments=number) for name, number in NUM_MOMENTS.items()
+    }
 
     def __init__(self, extension: Any, memory: Memory, host: native.Pool) -> None:
         self._extension, self._memory, self._host = extension, memory, host
@@ -150,16 +156,18 @@ def install(extension: Any) -> None:
             self._programs = Programs(extension, memory, self._host)
             self._tables = OrderedDict()
 
-        def prepare_adam(
+        def prepare_update(
             self,
+            optimizer: str,
             weight_dtype: torch.dtype,
             grad_dtype: torch.dtype,
-            segments: AdamSegments,
+            segments: Segments,
             *,
             lean: bool = False,
         ) -> Callable[[float | None], None]:
-            launches = super().prepare_adam(weight_dtype, grad_dtype, segments, lean=lean)
-            rows = native.adam_rows(segments)  # a copy: the caller may write its own anew
+            dtypes = weight_dtype, grad_dtype
+            launches = super().prepare_update(optimizer, *dtypes, segments, lean=lean)
+            rows = native.rows(segments)  # a copy: the caller may write its own anew
 
             def run(scale: float | None) -> None:
                 self._rows = rows
@@ -167,27 +175,28 @@ def install(extension: Any) -> None:
 
             return run
 
-        def _launch_adam(
+        def _launch_update(
             self,
             launch: Any,
-            constants: tuple[float, ...],
-            adamw: bool,
+            group: Any,
+            formula: Any,
             dtypes: tuple[torch.dtype, torch.dtype],
             scale: float | None,
         ) -> None:
-            """The host's Adam takes no constants, but what they are made of: the segments' own."""
-            rows: AdamRows = self._rows
+            """The host's kernel takes the segments' numbers, from which it makes the constants."""
+            rows: Rows = self._rows
             address, num_rows = launch.table.data_ptr(), launch.num_rows
             row_of = {weight: row for row, weight in enumerate(rows["weight"].tolist())}
+            names = ARRAYS[: 3 + formula.num_moments]
 
             def run() -> None:
-                _, numels, *arrays = memory.table(address, num_rows, len(ADDRESSES))
+                _, numels, *arrays = memory.table(address, num_rows, len(names))
                 weights = arrays[0] - extension.distance()
                 chosen = rows[[row_of[weight] for weight in weights.tolist()]]
                 assert (chosen["numel"] == numels).all()
-                for name, array in zip(ADDRESSES, arrays, strict=True):
+                for name, array in zip(names, arrays, strict=True):
                     chosen[name] = array
-                self._host.prepare_adam(*dtypes, chosen)(scale)
+                self._host.prepare_update(formula.step, *dtypes, chosen)(scale)
 
             extension.launch(run)
 

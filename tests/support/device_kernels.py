@@ -5,12 +5,13 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from stronghold import native
 from stronghold.native import Kernels
+from tests.support.optimizers import OPTIMIZERS, hyper_fields
 from tests.support.reference import split_bf16
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
@@ -23,17 +24,24 @@ SPECIAL = [
     *(math.nan, math.inf, -math.inf, 0.0, -0.0, 1e-40, -1e-45, 3.4e38, -3.4e38, 1e-20, 65519.0),
     *(65520.0, 6e-8, 5.9e-8, -3e-8, 2.98e-8, 6.1e-5),
 ]
-STATE = ("weight", "low", "exp_avg", "exp_avg_sq")
-HYPER = {
-    "lr": 1e-3,
-    "beta1": 0.9,
-    "beta2": 0.999,
-    "eps": 1e-8,
-    "weight_decay": 0.1,
-    "grad_scale": 0.5,
-    "adamw": True,
-    "bias_correction": True,
-}
+STATE = ("weight", "low", "moment0", "moment1")
+
+
+class Form(NamedTuple):
+    """An optimizer with one choice of its flags."""
+
+    optimizer: str
+    flags: dict[str, bool]
+
+    def __str__(self) -> str:
+        return "-".join([self.optimizer, *(name for name, is_set in self.flags.items() if is_set)])
+
+
+FORMS = [
+    Form(name, dict(zip(hyper.flags, chosen, strict=True)))
+    for name, hyper in OPTIMIZERS.items()
+    for chosen in itertools.product((True, False), repeat=len(hyper.flags))
+]
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -68,7 +76,7 @@ def surroundings(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Arrays:
-    """The arrays of one segment of Adam on a device. The same arguments give the same bits."""
+    """The arrays of one segment on a device. The same arguments give the same bits."""
 
     def __init__(
         self,
@@ -93,26 +101,25 @@ class Arrays:
         second = values(numel, seed + 1).square()
         grads = [values(numel, seed + k, special).to(grad_dtype) for k in (2, 3, 4)]
         parts = (weight, low, values(numel, seed + 5), second, *grads)
-        self.weight, self.low, self.exp_avg, self.exp_avg_sq, *self.grads = (
+        self.weight, self.low, self.moment0, self.moment1, *self.grads = (
             placed(part, device, skip) for part in parts
         )
 
-    def segment(self, step: int, **changes: Any) -> native.AdamSegment:
-        return native.AdamSegment(
+    def segment(self, step: int, optimizer: str = "adam", **changes: Any) -> native.Segment:
+        """A moment that the optimizer does not have gets no address: nothing may read it."""
+        names = [f"moment{k}" for k in range(OPTIMIZERS[optimizer].num_moments)]
+        return native.Segment(
             weight=self.weight.data_ptr(),
             low=0 if self.weight.dtype == F32 else self.low.data_ptr(),
-            exp_avg=self.exp_avg.data_ptr(),
-            exp_avg_sq=self.exp_avg_sq.data_ptr(),
             grad=self.grads[step % 3].data_ptr(),
             numel=self.weight.numel(),
             step=step,
-            **{**HYPER, **changes},
+            **{name: getattr(self, name).data_ptr() for name in names},
+            **hyper_fields(optimizer, **changes),
         )
 
     def state(self) -> list[torch.Tensor]:
-        return [
-            surroundings(part) for part in (self.weight, self.low, self.exp_avg, self.exp_avg_sq)
-        ]
+        return [surroundings(getattr(self, name)) for name in STATE]
 
 
 def some_arrays(
@@ -128,19 +135,30 @@ def some_arrays(
     ]
 
 
+def run_update(
+    kernels: Kernels,
+    optimizer: str,
+    arrays: Sequence[Arrays],
+    steps: Sequence[int],
+    **changes: Any,
+) -> None:
+    """`steps` of an optimizer. Neighbours differ in weight decay, and in the number of the step."""
+    dtypes = arrays[0].weight.dtype, arrays[0].grads[0].dtype
+    for step in steps:
+        segments = [
+            part.segment(
+                step + k % 2, optimizer, **{"weight_decay": (0.1, 0.0, 0.01)[k % 3], **changes}
+            )
+            for k, part in enumerate(arrays)
+        ]
+        kernels.update(optimizer, *dtypes, segments)
+
+
 def run_adam(
     kernels: Kernels, arrays: Sequence[Arrays], steps: Sequence[int], **changes: Any
 ) -> None:
-    """`steps` of Adam; neighbours differ in weight decay and in how many steps they have seen."""
-    dtypes = arrays[0].weight.dtype, arrays[0].grads[0].dtype
-    for step in steps:
-        kernels.adam(
-            *dtypes,
-            [
-                part.segment(step + k % 2, weight_decay=(0.1, 0.0, 0.01)[k % 3], **changes)
-                for k, part in enumerate(arrays)
-            ],
-        )
+    """`steps` of Adam, as `run_update` runs them."""
+    run_update(kernels, "adam", arrays, steps, **changes)
 
 
 def assert_same(left: Sequence[Arrays], right: Sequence[Arrays], where: str = "") -> None:

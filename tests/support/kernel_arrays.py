@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from stronghold import native
-from tests.support.device_kernels import HYPER
+from tests.support.optimizers import OPTIMIZERS, hyper_fields
 from tests.support.reference import join_bf16, split_bf16
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
@@ -35,10 +35,16 @@ def misaligned(tensor: torch.Tensor, skip: int) -> torch.Tensor:
 
 
 class Arrays:
-    """The arrays of one segment, as bytes at a chosen misalignment."""
+    """The arrays of one segment with exact states, as bytes at a chosen misalignment: `parts`, by
+    the segment's fields."""
 
     def __init__(
-        self, master: torch.Tensor, grad: torch.Tensor, weight_dtype: torch.dtype, skip: int = 0
+        self,
+        master: torch.Tensor,
+        grad: torch.Tensor,
+        weight_dtype: torch.dtype,
+        skip: int = 0,
+        optimizer: str = "adam",
     ) -> None:
         low = torch.empty(0)
         if weight_dtype == F32:
@@ -48,35 +54,40 @@ class Arrays:
             weight, low = torch.from_numpy(upper).view(BF16), torch.from_numpy(rest)
         else:
             weight, low = master.half(), master
-        zeros = torch.zeros_like(master)
-        self.numel = master.numel()
+        self.optimizer, self.numel = optimizer, master.numel()
         self.weight_dtype, self.grad_dtype = weight_dtype, grad.dtype
-        self.parts = [misaligned(part, skip) for part in (weight, low, zeros, zeros, grad)]
+        arrays = {"weight": weight, "low": low, "grad": grad}
+        for k in range(OPTIMIZERS[optimizer].num_moments):
+            arrays[f"moment{k}"] = torch.zeros_like(master)
+        self.parts = {name: misaligned(array, skip) for name, array in arrays.items()}
 
-    def segment(self, step: int = 1, **changes: float) -> native.AdamSegment:
-        names = ("weight", "low", "exp_avg", "exp_avg_sq", "grad")
-        addresses = dict(zip(names, (part.data_ptr() for part in self.parts), strict=True))
-        return native.AdamSegment(numel=self.numel, step=step, **addresses, **{**HYPER, **changes})
+    def segment(self, step: int = 1, **changes: float) -> native.Segment:
+        addresses = {name: part.data_ptr() for name, part in self.parts.items()}
+        fields = hyper_fields(self.optimizer, **changes)
+        return native.Segment(**{**addresses, "numel": self.numel, "step": step, **fields})
 
     def run(self, pool: native.Pool, steps: Sequence[int] = (1, 2, 3), **changes: float) -> None:
         for step in steps:
             segments = [self.segment(step, **changes)]
-            pool.adam(self.weight_dtype, self.grad_dtype, segments)
+            pool.update(self.optimizer, self.weight_dtype, self.grad_dtype, segments)
 
-    def array(self, index: int, dtype: torch.dtype) -> torch.Tensor:
-        return self.parts[index].clone().view(dtype)
+    def put(self, name: str, value: torch.Tensor) -> None:
+        self.parts[name].copy_(value.view(torch.uint8))
+
+    def array(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+        return self.parts[name].clone().view(dtype)
 
     def master(self) -> torch.Tensor:
         if self.weight_dtype == F32:
-            return self.array(0, F32)
+            return self.array("weight", F32)
         if self.weight_dtype == F16:
-            return self.array(1, F32)
-        upper, low = self.array(0, torch.int16), self.array(1, torch.int16)
+            return self.array("low", F32)
+        upper, low = self.array("weight", torch.int16), self.array("low", torch.int16)
         return torch.from_numpy(join_bf16(upper.numpy(), low.numpy()))
 
 
 def same(left: Arrays, right: Arrays) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(left.parts, right.parts, strict=True))
+    return all(torch.equal(left.parts[name], right.parts[name]) for name in left.parts)
 
 
 def values(numel: int, seed: int, special: bool = False) -> torch.Tensor:

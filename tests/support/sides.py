@@ -25,10 +25,10 @@ from deepspeed.utils import (
 from torch import nn
 
 import stronghold
+from stronghold.optim.states import join_master
 from stronghold.runtime.optimizer import make_scaler, restore_scaler, scaler_state
-from stronghold.states import join_master
 from tests.models import loss_of, without_caches
-from tests.support.training import ADAM, DTYPES, WARMUP, KernelAdam, config, moments_of, on
+from tests.support.training import ADAM, DTYPES, WARMUP, KernelOptimizer, config, moments_of, on
 
 Change = Callable[[torch.Tensor], Any]  # of a weight, in place
 Edit = Callable[[nn.Module], None]
@@ -103,7 +103,9 @@ class Plain(Side):
         self._schedule: Any = None
         if case.warmup:
             self._schedule = WarmupLR(self.optimizer, **WARMUP["scheduler"]["params"])
-        self._adam = KernelAdam(self.optimizer, "lean" if case.precision == "lean" else "exact")
+        self._adam = KernelOptimizer(
+            self.optimizer, "lean" if case.precision == "lean" else "exact"
+        )
         self._scaler = make_scaler(DeepSpeedFP16Config(enabled=True, **case.scaling), 0)
         self._sums: dict[nn.Parameter, torch.Tensor] = {}
         self._micros = 0
@@ -231,11 +233,15 @@ class Plain(Side):
 
     def moment(self, name: str, which: str) -> torch.Tensor:
         p = self.named()[name]
-        return self._adam.states(p).decode(which, self._adam.begin(p)).clone().view(p.shape)
+        states = self._adam.states(p)
+        decoded = states.decode(states.moment(which), self._adam.begin(p))
+        return decoded.clone().view(p.shape)
 
     def set_moment(self, name: str, which: str, value: torch.Tensor) -> None:
         p = self.named()[name]
-        for array, values in self._adam.states(p).encode(which, value.reshape(-1)).items():
+        states = self._adam.states(p)
+        encoded = states.encode(states.moment(which), value.reshape(-1))
+        for array, values in encoded.items():
             self._adam.begin(p)[array].copy_(values)
 
     def moments(self) -> dict[str, Any]:

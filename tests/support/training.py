@@ -14,14 +14,17 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import stronghold
 from stronghold import native
+from stronghold.optim.adam import Adam
+from stronghold.optim.contract import Optimizer
+from stronghold.optim.states import Kind, States, num_items, states_of
 from stronghold.runtime.update import norm_and_scale
-from stronghold.states import MOMENT_DTYPES, STATES, Kind, States, num_items, states_of
 from tests.models import loss_of, without_caches
 from tests.support.chunked import chunk_blocks
 
 Batch = dict[str, Any]
 Factory = Callable[[], tuple[nn.Module, Callable[[int], Batch]]]
 ADAM: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1}
+ADAMW = Adam()
 WARMUP = {
     "scheduler": {
         "type": "WarmupLR",
@@ -149,7 +152,7 @@ def train_windowed(
 
 
 def moments_of(engine: Any) -> dict[str, tuple[torch.Tensor, ...]]:
-    """The arrays of Adam's moments by parameter name."""
+    """The arrays of the optimizer's moments by parameter name."""
     engine.synchronize()
     found = {}
     now = engine.inspect()
@@ -157,7 +160,9 @@ def moments_of(engine: Any) -> dict[str, tuple[torch.Tensor, ...]]:
         layer.wait()
         for part in layer.layout.slices:
             if part.trainable:
-                found[part.name] = tuple(layer.read(array, part) for array in now.states.moments)
+                found[part.name] = tuple(
+                    layer.read(array, part) for array in now.states.moment_dtypes
+                )
     return found
 
 
@@ -185,7 +190,7 @@ def train_plain(
         parameter.data = parameter.data.to(DTYPES[precision])
     of_chunks = chunk_blocks(chunks[0](model), chunks[1], rows=rows) if chunks else None
     parameters = [p for p in model.parameters() if p.requires_grad]
-    optimizer = KernelAdam(
+    optimizer = KernelOptimizer(
         torch.optim.AdamW(groups(model) if groups else parameters, **ADAM),
         "lean" if precision == "lean" else "exact",
     )
@@ -226,7 +231,7 @@ def _add_up(parameters: list[nn.Parameter], sums: dict[nn.Parameter, torch.Tenso
 def _step(
     parameters: list[nn.Parameter],
     sums: dict[nn.Parameter, torch.Tensor],
-    optimizer: KernelAdam,
+    optimizer: KernelOptimizer,
     clipping: float,
     scale: float,
 ) -> float:
@@ -238,13 +243,18 @@ def _step(
     return norm
 
 
-class KernelAdam:
+class KernelOptimizer:
     """The native kernel over whole tensors, one after the other: what the engine does, without
-    everything it does. `kind`: of its states.
+    everything it does. `kind`: of its states. `optimizer`: how every group is updated.
     """
 
-    def __init__(self, groups_of: torch.optim.Optimizer, kind: Kind = "exact") -> None:
-        self._kind = kind
+    def __init__(
+        self,
+        groups_of: torch.optim.Optimizer,
+        kind: Kind = "exact",
+        optimizer: Optimizer = ADAMW,
+    ) -> None:
+        self._kind, self._optimizer = kind, optimizer
         self._groups = groups_of.param_groups
         self._state: dict[nn.Parameter, dict[str, Any]] = {}
         self._pool = native.Pool(1)
@@ -252,15 +262,15 @@ class KernelAdam:
 
     def moments(self, model: nn.Module) -> dict[str, tuple[torch.Tensor, ...]]:
         """What `moments_of` gives, flat; of what was ever updated."""
-        named = {name: self._state.get(p) for name, p in model.named_parameters()}
+        named = {name: (p, self._state.get(p)) for name, p in model.named_parameters()}
         return {
-            name: tuple(state[array] for array in MOMENT_DTYPES[self._kind])
-            for name, state in named.items()
+            name: tuple(state[array] for array in self.states(p).moment_dtypes)
+            for name, (p, state) in named.items()
             if state
         }
 
     def states(self, parameter: nn.Parameter) -> States:
-        return states_of(parameter.dtype, self._kind)
+        return states_of(parameter.dtype, self._kind, self._optimizer.moments)
 
     def restart_master(self, parameter: nn.Parameter) -> None:
         """The weight was written from outside: it is its own bf16 master."""
@@ -308,29 +318,29 @@ class KernelAdam:
         self, parameter: nn.Parameter, gradient: torch.Tensor, group: dict[str, Any], scale: float
     ) -> None:
         states, state = self.states(parameter), self.begin(parameter)
-        addresses = {array: state[array].data_ptr() for array in STATES if array in state}
         state["step"] += 1
         gradient, weight = gradient.contiguous(), parameter.detach().contiguous()
-        self._pool.adam(
+        places = {array: state[array].data_ptr() for array in state if array != "step"}
+        places["weights"] = weight.data_ptr()
+        address, low, *moments = (places.get(str(array), 0) for array in states.kernel_arrays)
+        numbers = self._optimizer.numbers(group)
+        segment = native.Segment(
+            address,
+            low,
+            gradient.data_ptr(),
+            parameter.numel(),
+            *moments,
+            *numbers,
+            *(0.0,) * (native.MAX_NUMBERS - len(numbers)),
+            scale,
+            state["step"],
+            self._optimizer.flags,
+        )
+        self._pool.update(
+            self._optimizer.kernel,
             parameter.dtype,
             gradient.dtype,
-            [
-                native.AdamSegment(
-                    weight=weight.data_ptr(),
-                    **({"low": 0} | addresses),
-                    grad=gradient.data_ptr(),
-                    numel=parameter.numel(),
-                    lr=group["lr"],
-                    beta1=group["betas"][0],
-                    beta2=group["betas"][1],
-                    eps=group["eps"],
-                    weight_decay=group["weight_decay"],
-                    grad_scale=scale,
-                    step=state["step"],
-                    adamw=True,
-                    bias_correction=True,
-                )
-            ],
+            [segment],
             lean=states.is_lean,
         )
         if not parameter.is_contiguous():  # else it was written where it lies

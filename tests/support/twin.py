@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 import stronghold
-from stronghold.states import Kind
+from stronghold.optim.states import Kind
 from tests.models import MODELS, loss_of, without_caches
-from tests.support.training import ADAM, KernelAdam, config
+from tests.support.training import ADAM, KernelOptimizer, config
 
 Objective = Callable[[Any], torch.Tensor]
 
@@ -62,7 +62,7 @@ class Twin:
     def restart_plain(self, groups: Any = None, hyper: dict[str, Any] | None = None) -> None:
         """A new optimizer for the plain model: moments and sums are gone."""
         self.shown = torch.optim.AdamW(groups or self.parameters, **(hyper or ADAM))
-        self.adam = KernelAdam(self.shown, self.kind)
+        self.adam = KernelOptimizer(self.shown, self.kind)
         self.sums: dict[nn.Parameter, torch.Tensor] = {}
 
     def on(self, seed: int) -> Objective:

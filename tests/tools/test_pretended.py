@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.pretended import build, install
+from tests.pretended import build, install, kernels
 from tests.pretended.deselected import DESELECTED
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -172,11 +172,13 @@ def test_it_does_what_torchs_cuda_does_unasked(program: str, environment: dict[s
     assert result.returncode == 0, result.stderr
 
 
-def test_launches_have_the_table_of_triton_programs() -> None:
-    source = (ROOT / "stronghold/device/triton_programs.py").read_text(encoding="utf-8")
+def test_launches_have_the_tables_of_triton_programs() -> None:
+    source = (ROOT / "stronghold/optim/triton_programs.py").read_text(encoding="utf-8")
     rows = re.search(r"^ROWS: tl.constexpr = tl.constexpr\((\d+)\)", source, re.MULTILINE)
-    stands_for = (ROOT / "tests/pretended/kernels.py").read_text(encoding="utf-8")
-    assert f"\nROWS = {rows[1]} " in stands_for
+    assert rows is not None
+    assert int(rows[1]) == kernels.ROWS
+    formulas = re.findall(r'^    "(\w+)": Formula\(\w+, num_moments=(\d)\)', source, re.MULTILINE)
+    assert {name: int(number) for name, number in formulas} == kernels.NUM_MOMENTS
 
 
 LOST = """

@@ -23,7 +23,7 @@ from stronghold.model.layout import ModelLayout, layout
 from stronghold.model.partition import partition
 from stronghold.plan.cost import Demand, Gradients
 from stronghold.plan.plan import Plan, make_plan
-from stronghold.states import moment_bytes, states_of
+from tests.support.states import adam_states
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 SEQUENCE = 2048  # scripts/finetune's
@@ -115,7 +115,7 @@ def plan(settings: Settings, of: ModelLayout, ram: int, accumulation: int | None
     return make_plan(
         of,
         Demand(
-            states=states_of(torch.bfloat16, section.states),
+            states=adam_states(torch.bfloat16, section.states),
             gated=settings.gradient_clipping > 0,
             accumulate=steps > 1,
             gpu_budget_bytes=section.gpu_memory,
@@ -143,7 +143,8 @@ def test_the_model_fits_the_machine_that_the_config_is_for(config: str, model: s
         expected = (2 + 2 + 8 + 4) * numel + 3 * 2 * largest
     else:
         # The last two: the gradient, held for the norm.
-        expected = (2 + states_of(torch.bfloat16, kind).low_bytes + moment_bytes(kind) + 2) * numel
+        states = adam_states(torch.bfloat16, kind)
+        expected = (2 + states.low_bytes + states.moment_bytes + 2) * numel
     assert planned.host_total_bytes == expected
     outside = sum(layer.numel for layer in of.layers if not layer.streamed)
     slots = planned.window + planned.gradient_slots

@@ -15,8 +15,8 @@ from stronghold.model.partition import partition
 from stronghold.plan.cost import Demand, LayerLoad, Workload, shares, spread
 from stronghold.plan.plan import make_plan
 from stronghold.predict.simulate import fastest_plan, simulate
-from stronghold.states import states_of
 from tests.support.sleeping import SleepingModel, rates
+from tests.support.states import adam_states
 
 NUM_LAYERS, NUMEL = 16, 1 << 17
 FORWARD_S, BACKWARD_S = 0.003, 0.006  # of a layer
@@ -36,7 +36,7 @@ def forecast(kind: str, load: float, count: int | None) -> tuple[float, float, i
     per_byte = NUM_LAYERS * NUMEL / (load * compute_s) / 1e9
     on_disk = kind == "disk"
     demand = Demand(
-        states=states_of(torch.float32),
+        states=adam_states(torch.float32),
         gated=False,
         accumulate=False,
         window=3,
@@ -87,7 +87,7 @@ def test_deferred_layers_are_spread_evenly() -> None:
 def test_what_ram_cannot_hold_spills_where_the_disk_is_hidden_best(gated: bool) -> None:
     """Updated as gradients come: of layers spread evenly, and these are deferred first. Behind the
     gate: of the last ones."""
-    demand = Demand(states=states_of(torch.float32), gated=gated, accumulate=False, window=3)
+    demand = Demand(states=adam_states(torch.float32), gated=gated, accumulate=False, window=3)
     whole = make_plan(sizes(), demand)
     for share in (0.2, 0.4, 0.6):
         budget = whole.host_total_bytes - int(share * 8 * NUMEL * NUM_LAYERS)
@@ -122,7 +122,7 @@ def step_with_files(filed: set[int], disk_gbps: float) -> float:
     """Seconds of a step with the moments of layers `filed` on a disk."""
     moments = frozenset(("exp_avg", "exp_avg_sq"))
     demand = Demand(
-        states=states_of(torch.float32),
+        states=adam_states(torch.float32),
         gated=False,
         accumulate=False,
         window=3,

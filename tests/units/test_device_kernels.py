@@ -21,25 +21,28 @@ import pytest
 import torch
 
 from stronghold import native
-from stronghold.device import triton_kernels
 from stronghold.device.emulated import EmulatedDevice
-from stronghold.device.triton_kernels import TritonKernels
 from stronghold.errors import ConfigError
-from stronghold.native import Kernels, Pool
+from stronghold.native import Pool
+from stronghold.optim import triton_kernels
+from stronghold.optim.triton_kernels import TritonKernels
 from tests.support.device_kernels import (
     BF16,
     DTYPES,
     F16,
     F32,
-    HYPER,
+    FORMS,
     SIZES,
     Arrays,
+    Form,
     accumulated,
     assert_same,
     run_adam,
+    run_update,
     some_arrays,
     sums,
 )
+from tests.support.optimizers import hyper_fields, number_field
 
 # The interpreter computes with NumPy, which warns of the infinities and NaNs that are wanted here.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
@@ -92,12 +95,11 @@ def test_both_forms_of_the_sums_are_the_same(host: Pool, dtype: torch.dtype):
 
 
 def one_element(host: Pool, p: float, m: float, v: float, g: float, **changes: Any):
-    """(p, m, v) after one native step."""
+    """(p, m, v) after one native step of Adam."""
     arrays = [torch.tensor([x]) for x in (p, m, v, g)]
-    weight, exp_avg, exp_avg_sq, grad = (x.data_ptr() for x in arrays)
-    hyper = {**HYPER, "grad_scale": 1.0, **changes}
-    segment = native.AdamSegment(weight, 0, exp_avg, exp_avg_sq, grad, numel=1, **hyper)
-    host.adam(F32, F32, [segment])
+    weight, moment0, moment1, grad = (x.data_ptr() for x in arrays)
+    fields = hyper_fields("adam", **{"grad_scale": 1.0, **changes})
+    host.update("adam", F32, F32, [native.Segment(weight, 0, grad, 1, moment0, moment1, **fields)])
     return [x.item() for x in arrays[:3]]
 
 
@@ -125,12 +127,12 @@ def test_a_steps_numbers_are_the_natives(
         "step": step,
         "bias_correction": bias_correction,
     }
-    segment = native.AdamSegment(*(8, 8, 8, 8, 8), numel=1, grad_scale=1 / 3, adamw=True, **hyper)
-    rows = native.AdamBatch(F32, F32, [segment]).rows
-    [(constants, adamw, indices)] = triton_kernels._groups(rows)
-    assert adamw
-    assert indices == [0]
-    scale, decay, factor, b1, not_b1, b2, not_b2, root, epsilon, minus_rate = constants
+    segment = native.Segment(8, 8, 8, 1, **hyper_fields("adam", grad_scale=1 / 3, **hyper))
+    [group] = triton_kernels._groups("adam", native.rows([segment]))
+    assert group.variant == 1
+    assert group.indices == [0]
+    scale, decay, factor, b1, not_b1, b2, not_b2, root, epsilon, minus_rate = group.constants[:10]
+    assert group.constants[10:] == (0.0, 0.0)
     assert scale == np.float32(1 / 3)
     assert decay == np.float32(weight_decay)
     assert epsilon == np.float32(eps)
@@ -152,24 +154,24 @@ def test_segments_share_a_launch_when_their_numbers_are_equal():
     sizes = (5, 0, 5, 5, 5)
     steps, decays = (1, 1, 1, 2, 1), (0.0, 0.0, 0.1, 0.1, 0.0)
     segments = [
-        native.AdamSegment(
-            *(8, 8, 8, 8, 8, numel),
-            **{**HYPER, "step": step, "weight_decay": decay, "adamw": k == 0},
+        native.Segment(
+            *(8, 8, 8, numel),
+            **hyper_fields("adam", step=step, weight_decay=decay, adamw=k == 0),
         )
         for k, (numel, step, decay) in enumerate(zip(sizes, steps, decays, strict=True))
     ]
-    rows = native.AdamBatch(F32, F32, segments).rows
-    groups = [(adamw, indices) for _, adamw, indices in triton_kernels._groups(rows)]
+    groups = triton_kernels._groups("adam", native.rows(segments))
     # Without weight decay both forms are one; a segment without elements is in none.
-    assert groups == [(True, [0, 4]), (False, [2]), (False, [3])]
+    found = [(group.variant, group.indices) for group in groups]
+    assert found == [(1, [0, 4]), (0, [2]), (0, [3])]
 
 
 def test_without_triton_the_error_says_what_to_install(
     device: EmulatedDevice, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setitem(sys.modules, "triton", None)
-    monkeypatch.delitem(sys.modules, "stronghold.device.triton_programs", raising=False)
-    monkeypatch.delattr("stronghold.device.triton_programs", raising=False)
+    monkeypatch.delitem(sys.modules, "stronghold.optim.triton_programs", raising=False)
+    monkeypatch.delattr("stronghold.optim.triton_programs", raising=False)
     with pytest.raises(ConfigError, match="pip install triton"):
         TritonKernels(device)
 
@@ -196,46 +198,65 @@ def test_the_laws_hold_where_triton_interprets():
 @interpreted
 @pytest.mark.parametrize("weight_dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("grad_dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("adamw", [True, False], ids=["adamw", "l2"])
-def test_interpreted_adam_has_the_natives_bits(
-    host: Pool, triton: TritonKernels, weight_dtype, grad_dtype, adamw
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_interpreted_updates_have_the_natives_bits(
+    host: Pool,
+    triton: TritonKernels,
+    weight_dtype: torch.dtype,
+    grad_dtype: torch.dtype,
+    form: Form,
 ):
-    for special, bias_correction in ((False, True), (True, True), (True, False)):
+    for special in (False, True):
         ours, theirs = (
             some_arrays(SIZES, weight_dtype, grad_dtype, CPU, special=special) for _ in range(2)
         )
         for kernels, arrays in ((triton, ours), (host, theirs)):
-            run_adam(kernels, arrays, range(1, 5), adamw=adamw, bias_correction=bias_correction)
+            run_update(kernels, form.optimizer, arrays, range(1, 5), **form.flags)
         assert_same(ours, theirs, f"special {special}")
 
 
 @interpreted
 @pytest.mark.parametrize("weight_dtype", DTYPES, ids=str)
-def test_interpreted_adam_takes_arrays_at_any_element(
-    host: Pool, triton: TritonKernels, weight_dtype
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_interpreted_updates_take_arrays_at_any_element(
+    host: Pool, triton: TritonKernels, weight_dtype: torch.dtype, form: Form
 ):
     for skip in (1, 8):
         ours, theirs = (some_arrays((1025, 3), weight_dtype, F16, CPU, skip=skip) for _ in "ab")
-        run_adam(triton, ours, (1, 2))
-        run_adam(host, theirs, (1, 2))
+        for kernels, arrays in ((triton, ours), (host, theirs)):
+            run_update(kernels, form.optimizer, arrays, (1, 2), **form.flags)
         assert_same(ours, theirs, f"skip {skip}")
 
 
 @interpreted
-def test_interpreted_masters_at_every_remainder_keep_their_bits(triton: TritonKernels):
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_interpreted_updates_take_the_callers_scale(host: Pool, triton: TritonKernels, form: Form):
+    """The scale comes after the tables: it replaces that of every segment."""
+    for scale in (0.1, 0.0, float("inf")):
+        ours, theirs = (some_arrays((1025, 3), BF16, F16, CPU) for _ in range(2))
+        for kernels, arrays in ((triton, ours), (host, theirs)):
+            segments = [part.segment(1, form.optimizer, **form.flags) for part in arrays]
+            kernels.prepare_update(form.optimizer, BF16, F16, segments)(scale)
+        assert_same(ours, theirs, f"scale {scale}")
+
+
+@interpreted
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_interpreted_masters_at_every_remainder_keep_their_bits(triton: TritonKernels, form: Form):
     """Ties included: a step with a learning rate of 0 joins, does nothing, and splits."""
     arrays = Arrays(1 << 16, BF16, BF16, device=CPU)
     rest = torch.arange(-(1 << 15), 1 << 15).to(torch.int16)
     arrays.low.copy_(rest)
     arrays.weight[arrays.weight == 0] = 1.0  # zeros have no negative one
     weight = arrays.weight.clone()
-    triton.adam(BF16, BF16, [arrays.segment(1, lr=0.0, weight_decay=0.0)])
+    segment = arrays.segment(1, form.optimizer, lr=0.0, weight_decay=0.0, **form.flags)
+    triton.update(form.optimizer, BF16, BF16, [segment])
     assert torch.equal(arrays.weight, weight)
     assert torch.equal(arrays.low, rest)
 
 
 @interpreted
-def test_interpreted_adam_takes_more_segments_than_a_table_has_rows(
+def test_interpreted_updates_take_more_segments_than_a_table_has_rows(
     host: Pool, triton: TritonKernels
 ):
     sizes = [(k * 7) % 23 for k in range(400)]
@@ -291,34 +312,52 @@ def test_interpreted_kernels_refuse_other_dtypes(triton: TritonKernels):
     with pytest.raises(ConfigError, match=r"got torch\.float64"):
         triton.accumulate(torch.float64, [(x.data_ptr(), x.data_ptr(), 4, False)])
     with pytest.raises(ConfigError, match=r"got torch\.float64"):
-        triton.adam(torch.float64, F32, [])
+        triton.update("adam", torch.float64, F32, [])
+
+
+@interpreted
+def test_interpreted_kernels_refuse_other_optimizers(triton: TritonKernels):
+    with pytest.raises(ConfigError, match='optimizer is "adamant"'):
+        triton.update("adamant", F32, F32, [])
 
 
 @interpreted
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"beta1": 1.0}, r"segment 1: beta1: got 1.0, expected in \[0, 1\)"),
+        ({"beta1": 1.0}, r"segment 1: beta1 must be in \[0, 1\)"),
         ({"beta2": float("nan")}, "beta2"),
-        ({"eps": -1.0}, "eps: got -1.0, expected >= 0"),
-        ({"lr": float("inf")}, "lr: got inf, expected finite"),
+        ({"eps": -1.0}, "eps must be >= 0"),
+        ({"lr": float("inf")}, "lr must be finite"),
         ({"weight_decay": float("nan")}, "weight_decay"),
-        ({"step": 0}, "step: got 0, expected >= 1"),
-        ({"numel": -1}, "numel: got -1"),
-        ({"grad": 0}, "grad: got 0, expected an address aligned to 2 bytes"),
-        ({"exp_avg": 1026}, "exp_avg: got 1026, expected an address aligned to 4 bytes"),
+        ({"step": 0}, "step must be >= 1"),
+        ({"numel": -1}, "numel"),
+        ({"grad": 0}, "grad"),
+        ({"moment1": 0}, "moment"),
     ],
 )
-def test_interpreted_adam_refuses_what_the_native_refuses(
-    host: Pool, triton: TritonKernels, changes, message
+def test_interpreted_updates_refuse_what_the_native_refuses(
+    host: Pool, triton: TritonKernels, changes: dict[str, Any], message: str
 ):
     arrays = Arrays(17, BF16, BF16, device=CPU)
     before = arrays.state()
+    numbers = {"beta1", "beta2", "eps", "lr", "weight_decay"} & set(changes)
+    fields = {
+        number_field("adam", name) if name in numbers else name: value
+        for name, value in changes.items()
+    }
     good = arrays.segment(1)
-    kernels: list[Kernels] = [triton]
-    if "exp_avg" not in changes:  # the host loads from any address
-        kernels.append(host)
-    for kernel in kernels:
-        with pytest.raises(ConfigError, match=message if kernel is triton else None):
-            kernel.adam(BF16, BF16, [good, good._replace(**changes)])
+    for kernel in (triton, host):
+        with pytest.raises(ConfigError, match=message):
+            kernel.update("adam", BF16, BF16, [good, good._replace(**fields)])
     assert all(map(torch.equal, before, arrays.state()))
+
+
+@interpreted
+def test_interpreted_updates_refuse_addresses_that_a_gpu_cannot_load_from(triton: TritonKernels):
+    good = Arrays(17, BF16, BF16, device=CPU).segment(1)
+    for name, multiple in (("weight", 2), ("low", 2), ("grad", 2), ("moment0", 4), ("moment1", 4)):
+        wrong = good._replace(**{name: getattr(good, name) + multiple // 2})
+        message = f"segment 1: {name}: got {getattr(wrong, name)}, expected an address aligned to"
+        with pytest.raises(ConfigError, match=f"{message} {multiple} bytes"):
+            triton.update("adam", BF16, BF16, [good, wrong])

@@ -16,9 +16,20 @@ from typing import Any
 import pytest
 import torch
 
+from stronghold import native
 from stronghold.device.emulated import EmulatedDevice
-from stronghold.device.triton_kernels import TritonKernels
-from tests.support.device_kernels import BF16, DTYPES, F16, accumulated, some_arrays, sums
+from stronghold.optim.triton_kernels import TritonKernels
+from tests.support.device_kernels import (
+    BF16,
+    DTYPES,
+    F16,
+    FORMS,
+    Form,
+    accumulated,
+    some_arrays,
+    sums,
+)
+from tests.support.optimizers import hyper_fields
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 CPU = torch.device("cpu")
@@ -65,14 +76,15 @@ class NullDriver:
 def driver(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch) -> Iterator[NullDriver]:
     from triton.runtime.driver import driver
 
-    from stronghold.device import triton_programs as programs
+    from stronghold.optim import triton_programs as programs
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     null = NullDriver(request.param)
     before = driver._active
     driver.set_active(null)
     yield null
-    for function in (programs.adam, programs.accumulate, programs.sum_squares, programs.sum_blocks):
+    launched = (programs.update, programs.accumulate, programs.sum_squares, programs.sum_blocks)
+    for function in launched:
         for kernel in null.compiled(function):
             kernel.module = None  # there is nothing to unload, least of all by another driver
         del function.device_caches[request.param]
@@ -94,28 +106,57 @@ def arithmetic(ptx: str) -> collections.Counter[str]:
     return counts
 
 
+# Rounded operations on one element, by optimizer and variant: those of its formula in
+# `stronghold.h`.
+OPERATIONS = {
+    ("adam", 0): {"mul": 4, "fma": 5, "div": 1, "sqrt": 1},
+    ("adam", 1): {"mul": 5, "fma": 4, "div": 1, "sqrt": 1},
+}
+
+
+def variant(form: Form) -> int:
+    """The variant of the optimizer's formula that these flags choose."""
+    segment = native.Segment(8, 8, 8, 1, **hyper_fields(form.optimizer, **form.flags))
+    return int(native.constants(form.optimizer, [segment])[1][0])
+
+
+FORM_OF = {(form.optimizer, variant(form)): form for form in FORMS}
+
+
 @compiled
-@pytest.mark.parametrize("adamw", [True, False], ids=["adamw", "l2"])
+def test_every_optimizer_has_a_formula_whose_operations_are_known():
+    from stronghold.optim import triton_programs
+
+    assert set(triton_programs.FORMULAS) == set(native.optimizers())
+    assert {optimizer for optimizer, _ in OPERATIONS} == set(native.optimizers())
+    assert set(OPERATIONS) == set(FORM_OF)
+
+
+@compiled
+@pytest.mark.parametrize(("optimizer", "variant"), OPERATIONS)
 @pytest.mark.parametrize("weight_dtype", DTYPES, ids=str)
-def test_compiled_adam_has_the_formulas_operations_and_no_others(
-    driver: NullDriver, device: EmulatedDevice, weight_dtype: torch.dtype, adamw: bool
+def test_compiled_updates_have_the_formulas_operations_and_no_others(
+    driver: NullDriver,
+    device: EmulatedDevice,
+    weight_dtype: torch.dtype,
+    optimizer: str,
+    variant: int,
 ):
+    flags = FORM_OF[optimizer, variant].flags
     for grad_dtype in DTYPES:
         arrays = some_arrays((1, 4097), weight_dtype, grad_dtype, CPU)
-        segments = [part.segment(1, adamw=adamw) for part in arrays]
-        TritonKernels(device).adam(weight_dtype, grad_dtype, segments)
-    from stronghold.device import triton_programs
+        segments = [part.segment(1, optimizer, **flags) for part in arrays]
+        TritonKernels(device).update(optimizer, weight_dtype, grad_dtype, segments)
+    from stronghold.optim import triton_programs
 
-    programs = driver.programs(triton_programs.adam)
+    programs = driver.programs(triton_programs.update)
     assert len(programs) == len(DTYPES)
     # 8 elements of a thread, with and without a mask.
     elements = 16
     expected = collections.Counter(
         {
-            "mul.rn.f32": elements * (5 if adamw else 4),
-            "fma.rn.f32": elements * (4 if adamw else 5),
-            "div.rn.f32": elements,
-            "sqrt.rn.f32": elements,
+            f"{operation}.rn.f32": elements * count
+            for operation, count in OPERATIONS[optimizer, variant].items()
         }
     )
     if weight_dtype == F16:  # of the old master and of the new one
@@ -132,7 +173,7 @@ def test_compiled_accumulation_adds_once(driver: NullDriver, device: EmulatedDev
     kernels = TritonKernels(device)
     for dtype in DTYPES:
         accumulated(kernels, (4097,), dtype, CPU)
-    from stronghold.device import triton_programs
+    from stronghold.optim import triton_programs
 
     programs = driver.programs(triton_programs.accumulate)
     found = sorted(tuple(arithmetic(ptx).items()) for ptx in programs)
@@ -145,7 +186,7 @@ def test_compiled_sums_add_in_the_order_of_the_tree(driver: NullDriver, device: 
     kernels = TritonKernels(device)
     for dtype in DTYPES:
         sums(kernels, (4097, 131_073), dtype, CPU)
-    from stronghold.device import triton_programs
+    from stronghold.optim import triton_programs
 
     unroll = triton_programs.SUM_UNROLL.value
     programs = driver.programs(triton_programs.sum_squares)
@@ -159,14 +200,30 @@ def test_compiled_sums_add_in_the_order_of_the_tree(driver: NullDriver, device: 
 
 
 @compiled
+@pytest.mark.parametrize("form", FORM_OF.values(), ids=str)
 def test_other_numbers_and_other_segments_compile_nothing(
-    driver: NullDriver, device: EmulatedDevice
+    driver: NullDriver, device: EmulatedDevice, form: Form
 ):
     kernels = TritonKernels(device)
     for count, rate in ((1, 1e-3), (2, 1.0), (16, 0.0), (100, 3e-4)):
         arrays = some_arrays([16] * count, BF16, BF16, CPU)
-        kernels.adam(BF16, BF16, [part.segment(1, lr=rate) for part in arrays])
-    from stronghold.device import triton_programs
+        segments = [part.segment(1, form.optimizer, lr=rate, **form.flags) for part in arrays]
+        kernels.update(form.optimizer, BF16, BF16, segments)
+    from stronghold.optim import triton_programs
 
-    assert len(driver.programs(triton_programs.adam)) == 1
+    assert len(driver.programs(triton_programs.update)) == 1
     assert driver.launches == [(1, 1, 1), (2, 1, 1), (16, 1, 1), (64, 1, 1), (36, 1, 1)]
+
+
+@compiled
+def test_each_formula_is_a_program_of_its_own(driver: NullDriver, device: EmulatedDevice):
+    """Triton keeps compiled programs by their arguments, of which the formula is one."""
+    kernels = TritonKernels(device)
+    [part] = some_arrays([16], BF16, BF16, CPU)
+    for _ in range(2):
+        for form in FORM_OF.values():
+            segment = part.segment(1, form.optimizer, **form.flags)
+            kernels.update(form.optimizer, BF16, BF16, [segment])
+    from stronghold.optim import triton_programs
+
+    assert len(driver.programs(triton_programs.update)) == len(FORM_OF)

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from stronghold.errors import ConfigError, StateError
-from stronghold.memory.nvme import ARRAYS, PERIOD_UNITS, Extent, Striping, lay_out
+from stronghold.memory.nvme import PERIOD_UNITS, Extent, Striping, lay_out
 
 PAGE = 4096
 RATES = [[1.0], [2.0, 2.0], [3.0, 1.0], [7.1, 3.4, 0.6], [1.0, 1000.0], [1.0] * 5]
@@ -31,10 +31,9 @@ def test_extents_lie_one_after_another() -> None:
 @pytest.mark.parametrize(
     "wrong",
     [
-        [request(0, "moments", 1)],
-        [request(0, ARRAYS[0], 1), request(0, ARRAYS[0], 2)],
-        [Extent(layer=0, array=ARRAYS[0], nbytes=4095)],
-        [request(0, ARRAYS[0], -1)],
+        [request(0, "exp_avg", 1), request(0, "exp_avg", 2)],
+        [Extent(layer=0, array="exp_avg", nbytes=4095)],
+        [request(0, "exp_avg", -1)],
     ],
 )
 def test_a_wrong_request_is_refused(wrong: list[Extent]) -> None:

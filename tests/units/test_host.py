@@ -14,8 +14,10 @@ from stronghold.device.emulated import EmulatedDevice
 from stronghold.memory.host import HostStore
 from stronghold.memory.layer import view
 from stronghold.memory.slab import HUGE_PAGE_BYTES, map_slab
+from stronghold.memory.tiers import Tiers
 from stronghold.model.layout import LayerLayout, ModelLayout, ParameterSlice
-from stronghold.states import LOW_DTYPE
+from stronghold.optim.states import LOW_DTYPE
+from tests.support.states import adam_states
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 PAGE = mmap.PAGESIZE
@@ -109,6 +111,7 @@ def make_store(device: PinningDevice) -> Make:
             held=frozenset(layer.index for layer in LAYOUT.layers) if hold else frozenset(),
             accumulate=accumulate,
             ring_entries=0 if hold else ring_entries,
+            tiers=Tiers(LAYOUT, adam_states(dtype)),
         )
 
     return make
@@ -241,8 +244,8 @@ def test_weights_alone_until_training(make_store: Make, device: PinningDevice) -
     assert store.allocated_bytes == 2 * NUMEL
     assert sorted(device.pinned.values()) == sorted(2 * each.numel for each in LAYOUT.layers)
     for state in store.layers:
-        arrays = (state.low, state.exp_avg, state.exp_avg_sq, state.accumulated, state.held)
-        assert arrays == (None,) * 5
+        assert not state.arrays
+        assert state.held is None
     assert not store.training
 
 
@@ -272,11 +275,11 @@ def test_training_adds_masters_moments_and_gradients_and_no_more(
     assert store.allocated_bytes == before
     for state in store.layers:
         numel = state.layout.trainable_numel
-        for moment in (state.exp_avg, state.exp_avg_sq):
+        for moment in (state.arrays["exp_avg"], state.arrays["exp_avg_sq"]):
             assert (moment.shape, moment.dtype) == ((numel,), torch.float32)
             assert not moment.any()
-        assert (state.low is None) == (LOW_DTYPE[dtype] is None)
-        assert (state.accumulated is None) == (mode != "accumulated")
+        assert ("low" in state.arrays) == (LOW_DTYPE[dtype] is not None)
+        assert ("accumulated" in state.arrays) == (mode == "accumulated")
         assert (state.held is None) == (mode != "held" or numel == 0)
 
 
@@ -307,7 +310,7 @@ def test_a_bf16_master_is_exact_to_the_bit(make_store: Make) -> None:
     master = torch.where((bits & 0x7F800000) >= 0x7F000000, torch.ones(()), master)
     weight, low = split(master)
     view(state.weights, part).copy_(weight)
-    view(state.low, part).copy_(low)
+    view(state.arrays["low"], part).copy_(low)
     exact = store.master(1, part)
     assert torch.equal(exact.view(torch.int32), master.view(torch.int32))
     assert exact.shape == part.shape
@@ -341,8 +344,8 @@ def test_a_weight_written_from_outside_becomes_the_master(
     adopt_all(store)
     store.prepare_training()
     state, part = store.layers[3], LAYOUT.layers[3].slices[0]
-    if state.low is not None:
-        state.low.fill_(7)
+    if "low" in state.arrays:
+        state.arrays["low"].fill_(7)
     view(state.weights, part).fill_(-2.5)
     if dtype is torch.bfloat16:  # in fp16 a weight that is not its master's rounding is the master
         assert not torch.equal(store.master(3, part), torch.full((2048,), -2.5))
@@ -362,7 +365,7 @@ def test_close_unregisters_and_drops_and_views_keep_their_values(
     assert device.pinned == {}
     for state in store.layers:
         assert state.weights.numel() == 0
-        arrays = (state.low, state.exp_avg, state.exp_avg_sq, state.accumulated, state.held)
-        assert arrays == (None,) * 5
+        assert not state.arrays
+        assert state.held is None
     assert torch.equal(kept, parameters(1)[0])
     store.close()

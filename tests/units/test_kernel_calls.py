@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 
+import numpy as np
 import pytest
 import torch
 
@@ -111,18 +112,15 @@ def test_environment_forces_the_instruction_set(isa, forced):
         ({"numel": -1}, "segment 1: numel"),
         ({"weight": 0}, "segment 1: weight"),
         ({"low": 0}, "segment 1: low"),
-        ({"exp_avg": 0}, "segment 1: exp_avg"),
+        ({"moment0": 0}, "segment 1: moment0"),
+        ({"moment1": 0}, "segment 1: moment1"),
         ({"grad": 0}, "segment 1: grad"),
     ],
 )
 def test_a_bad_segment_is_named_and_nothing_is_updated(changes, message):
     good, bad, untouched = (Arrays(torch.ones(17), torch.ones(17), BF16) for _ in range(3))
-    with native.Pool(1) as pool:
-        batch = native.AdamBatch(BF16, F32, [good.segment(), bad.segment()])
-        for name, value in changes.items():
-            batch.rows[name][1] = value
-        with pytest.raises(ConfigError, match=message):
-            batch.run(pool)
+    with native.Pool(1) as pool, pytest.raises(ConfigError, match=message):
+        pool.update("adam", BF16, F32, [good.segment(), bad.segment(**changes)])
     assert same(good, untouched)
 
 
@@ -136,3 +134,55 @@ def test_bad_pools_and_dtypes_are_refused():
         native.Pool(1, cores=[1023])
     with pytest.raises(ConfigError, match="float64"), native.Pool(1) as pool:
         pool.sum_squares(torch.float64, [])
+
+
+def test_an_unknown_optimizer_is_refused_with_the_known_ones():
+    arrays = Arrays(torch.ones(17), torch.ones(17), F32)
+    known = ", ".join(native.optimizers())
+    with native.Pool(1) as pool:
+        for call in (
+            lambda: pool.update("adamant", F32, F32, [arrays.segment()]),
+            lambda: pool.prefetch("adamant", F32, F32),
+            lambda: native.UpdateBatch("adamant", F32, F32, [arrays.segment()]).traffic(pool),
+            lambda: native.constants("adamant", [arrays.segment()]),
+        ):
+            with pytest.raises(ConfigError, match=f'optimizer is "adamant"; .* have {known}'):
+                call()
+
+
+# ---- Constants ------------------------------------------------------------------------------
+
+
+def test_constants_are_computed_in_double_and_rounded_once():
+    lr, beta1, beta2, eps, decay, scale, step = 3e-4, 0.9, 0.999, 1e-8, 0.1, 0.37, 7
+    arrays = Arrays(torch.ones(1), torch.ones(1), F32)
+    numbers = {"lr": lr, "beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": decay}
+    segment = arrays.segment(step, grad_scale=scale, **numbers)
+    constants, variant = native.constants("adam", [segment])
+    expected = [
+        *(scale, decay, 1.0 - lr * decay, beta1, 1.0 - beta1, beta2, 1.0 - beta2),
+        *(1.0 / math.sqrt(1.0 - math.pow(beta2, step)), eps, -lr / (1.0 - math.pow(beta1, step))),
+    ]
+    assert constants.tolist() == [np.pad(np.float32(expected), (0, 2)).tolist()]
+    assert variant.tolist() == [1]
+
+
+def test_constants_follow_flags_and_name_the_variant():
+    arrays = Arrays(torch.ones(1), torch.ones(1), F32)
+    segments = [
+        arrays.segment(3, adamw=True),
+        arrays.segment(3, adamw=False),
+        arrays.segment(3, adamw=False, weight_decay=0.0),
+        arrays.segment(0, bias_correction=False),
+    ]
+    constants, variant = native.constants("adam", segments)
+    assert variant.tolist() == [1, 0, 1, 1]
+    assert constants[3, [7, 9]].tolist() == [1.0, np.float32(-1e-3)]
+    assert native.constants("adam", [])[0].shape == (0, native.MAX_CONSTANTS)
+
+
+def test_constants_refuse_what_the_update_refuses():
+    arrays = Arrays(torch.ones(1), torch.ones(1), F32)
+    segments = [arrays.segment(), arrays.segment(beta2=1.0)]
+    with pytest.raises(ConfigError, match="segment 1: beta2 must be in"):
+        native.constants("adam", segments)

@@ -57,7 +57,7 @@ def test_number_of_threads_never_changes_a_bit_of_adam(num_threads, weight_dtype
         with native.Pool(count) as pool:
             many = [Arrays(master, grad, weight_dtype) for master, grad in inputs]
             for step in (1, 2):
-                pool.adam(weight_dtype, BF16, [a.segment(step) for a in many])
+                pool.update("adam", weight_dtype, BF16, [a.segment(step) for a in many])
             results.append(many)
     assert all(same(one, other) for one, other in zip(*results, strict=True))
 
@@ -68,14 +68,14 @@ def test_the_distance_of_prefetching_is_found_and_never_changes_a_bit():
     timed, fresh = Arrays(master, grad, BF16), Arrays(master, grad, BF16)
     with native.Pool(2) as pool:
         timed.run(pool, steps=(1,))
-        assert pool.prefetch(BF16, BF16) == 0  # the first step makes the moments' pages
+        assert pool.prefetch("adam", BF16, BF16) == 0  # the first step makes the moments' pages
         for step in range(2, 9):
-            assert pool.prefetch(BF16, BF16) == 0
+            assert pool.prefetch("adam", BF16, BF16) == 0
             timed.run(pool, steps=(step,))
         timed.run(pool, steps=(9,))
-        assert pool.prefetch(BF16, BF16) in (64, 256)
+        assert pool.prefetch("adam", BF16, BF16) in (64, 256)
         timed.run(pool, steps=(10,))
-        assert pool.prefetch(F32, F32) == 0
+        assert pool.prefetch("adam", F32, F32) == 0
     for step in range(1, 11):
         with native.Pool(1) as pool:
             fresh.run(pool, steps=(step,))
@@ -87,7 +87,7 @@ def test_segments_of_one_call_are_independent():
     together = [Arrays(master, grad, F32) for master, grad in inputs]
     alone = [Arrays(master, grad, F32) for master, grad in inputs]
     with native.Pool(2) as pool:
-        pool.adam(F32, F32, [a.segment(3, lr=0.1 * i) for i, a in enumerate(together)])
+        pool.update("adam", F32, F32, [a.segment(3, lr=0.1 * i) for i, a in enumerate(together)])
         for i, arrays in enumerate(alone):
             arrays.run(pool, steps=(3,), lr=0.1 * i)
     assert all(same(one, other) for one, other in zip(together, alone, strict=True))
@@ -105,7 +105,7 @@ def test_callers_flush_to_zero_mode_changes_no_bit_and_is_given_back():
         finally:
             torch.set_flush_denormal(False)
     assert same(plain, flushed)
-    assert plain.array(2, F32).abs().max() > 0
+    assert plain.array("moment0", F32).abs().max() > 0
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -137,8 +137,8 @@ def test_nan_is_always_stored_as_the_one_quiet_nan():
             acc = torch.zeros(21)
             pool.accumulate(F32, [(odd_nan.data_ptr(), acc.data_ptr(), 21, False)])
         assert (bits(arrays.master()) == NAN).all()
-        assert (arrays.array(0, torch.int16) == NAN >> 16).all()
-        assert (bits(arrays.array(2, F32)) == NAN).all()
+        assert (arrays.array("weight", torch.int16) == NAN >> 16).all()
+        assert (bits(arrays.array("moment0", F32)) == NAN).all()
         assert (bits(acc) == NAN).all()
 
 
@@ -159,16 +159,16 @@ def test_bf16_split_loses_no_bit(isa):
     nan = master.isnan()
     assert torch.equal(bits(arrays.master())[~nan], bits(master)[~nan])
     assert (bits(arrays.master())[nan] == NAN).all()
-    assert arrays.array(0, BF16).isnan().equal(nan)
+    assert arrays.array("weight", BF16).isnan().equal(nan)
 
 
 def test_bf16_weight_is_the_nearest_to_its_master():
     arrays = Arrays(values(4097, 3), values(4097, 4), BF16)
     with native.Pool(1) as pool:
         arrays.run(pool)
-    weight, master = arrays.array(0, BF16).double(), arrays.master().double()
+    weight, master = arrays.array("weight", BF16).double(), arrays.master().double()
     for neighbour in (-1, 1):
-        other = (arrays.array(0, torch.int16) + neighbour).view(BF16).double()
+        other = (arrays.array("weight", torch.int16) + neighbour).view(BF16).double()
         assert ((weight - master).abs() <= (other - master).abs()).all()
 
 
@@ -180,17 +180,17 @@ def test_fp16_weight_is_torchs_rounding_of_its_master(isa):
     ties = (halves + halves.roll(1)) / 2
     master = torch.cat([edges, -edges, halves, ties, values(4097, 5)])
     arrays = Arrays(torch.zeros_like(master), torch.zeros_like(master), F16)
-    arrays.parts[1].copy_(master.view(torch.uint8))
-    arrays.parts[0].copy_(master.half().view(torch.uint8))
+    arrays.put("low", master)
+    arrays.put("weight", master.half())
     with native.Pool(1, isa=isa) as pool:
         arrays.run(pool, steps=(1,), lr=0.0, weight_decay=0.0)
     assert torch.equal(bits(arrays.master()), bits(master))
-    assert torch.equal(bits(arrays.array(0, F16)), bits(master.half()))
+    assert torch.equal(bits(arrays.array("weight", F16)), bits(master.half()))
 
 
 def test_fp16_weight_written_by_somebody_else_becomes_the_master():
     arrays = Arrays(torch.tensor([0.1, 0.1, 0.3]), torch.zeros(3), F16)
-    arrays.parts[0].copy_(torch.tensor([0.1, 2.0, 0.3]).half().view(torch.uint8))
+    arrays.put("weight", torch.tensor([0.1, 2.0, 0.3]).half())
     with native.Pool(1) as pool:
         arrays.run(pool, steps=(1,), weight_decay=0.0)
     assert torch.equal(arrays.master(), torch.tensor([0.1, 2.0, 0.3]))
@@ -223,15 +223,15 @@ def test_adam_is_the_papers_formula_up_to_rounding(adamw, bias_correction):
     with native.Pool(1) as pool:
         for step in range(1, 21):
             grad = torch.randn(4097, generator=generator)
-            arrays.parts[4].copy_(grad.view(torch.uint8))
+            arrays.put("grad", grad)
             arrays.run(pool, steps=(step,), adamw=adamw, bias_correction=bias_correction)
             p, m, v = adam_step(p, m, v, 0.5 * grad.double().numpy(), step, hyper)
     # Per step: p rounds twice, half an ulp (2^-24 |p|) each; the update, at most lr * 4 here,
     # carries the relative error of m (absolute: 2^-22 of the largest |m|), of v and d.
     rounding = 20 * (2 * 2**-24 * np.abs(p).max() + 1e-3 * 4 * 2**-20)
     assert np.abs(arrays.master().double().numpy() - p).max() < rounding
-    assert np.abs(arrays.array(2, F32).double().numpy() - m).max() < 2**-20
-    np.testing.assert_allclose(arrays.array(3, F32).double().numpy(), v, rtol=2**-19)
+    assert np.abs(arrays.array("moment0", F32).double().numpy() - m).max() < 2**-20
+    np.testing.assert_allclose(arrays.array("moment1", F32).double().numpy(), v, rtol=2**-19)
 
 
 def test_a_non_finite_gradient_stays_visible():
@@ -252,21 +252,21 @@ def test_traffic_in_place_changes_nothing_and_past_the_caches_copies():
         target = Arrays(torch.zeros(4097), torch.zeros(4097).bfloat16(), weight_dtype)
         source.run(pool := native.Pool(1), steps=(1,))
         before.run(pool, steps=(1,))
-        batch = native.AdamBatch(weight_dtype, BF16, [source.segment()])
+        batch = native.UpdateBatch("adam", weight_dtype, BF16, [source.segment()])
         batch.traffic(pool)
         assert same(source, before)
-        batch.traffic(pool, native.AdamBatch(weight_dtype, BF16, [target.segment()]))
-        for a, b in zip(source.parts[:4], target.parts[:4], strict=True):
-            assert torch.equal(a, b)
+        batch.traffic(pool, native.UpdateBatch("adam", weight_dtype, BF16, [target.segment()]))
+        for name in ("weight", "low", "moment0", "moment1"):
+            assert torch.equal(source.parts[name], target.parts[name])
         pool.close()
 
 
 def test_a_prepared_batch_takes_new_numbers_in_place():
     prepared, fresh = (Arrays(values(17, 1), values(17, 2), BF16) for _ in range(2))
     with native.Pool(1) as pool:
-        batch = native.AdamBatch(BF16, F32, [prepared.segment(1)])
+        batch = native.UpdateBatch("adam", BF16, F32, [prepared.segment(1)])
         batch.run(pool)
-        batch.rows["step"], batch.rows["lr"], batch.rows["grad_scale"] = 2, 0.5, 2.0
+        batch.rows["step"], batch.rows["number0"], batch.rows["grad_scale"] = 2, 0.5, 2.0
         batch.run(pool)
         fresh.run(pool, steps=(1,))
         fresh.run(pool, steps=(2,), lr=0.5, grad_scale=2.0)

@@ -8,14 +8,15 @@ import math
 import pytest
 import torch
 
-from stronghold import native, states
+from stronghold import native
 from stronghold.errors import ConfigError
-from tests.support.device_kernels import HYPER
+from stronghold.optim import states
 from tests.support.kernel_arrays import BF16, DTYPES, F16, F32, NAN, bits, misaligned, values
+from tests.support.optimizers import hyper_fields
 from tests.support.pairs import pairs
 
 SIZES = (0, 1, 15, 17, 31, 33, 63, 64, 65, 255, 256, 257, 4097)
-PARTS = ("weight", "low", "exp_avg", "exp_avg_sq", "grad", "exp_avg_scale", "exp_avg_sq_scale")
+PARTS = ("weight", "low", "grad", "moment0", "moment1", "scale0", "scale1")
 HALF = 1 + 2**-20  # half a step, and the rounding of the few operations on the way
 
 
@@ -29,7 +30,7 @@ class LeanArrays:
         self.skip = skip
         self.put("grad", grad)
         self.write(master, zeros, zeros)
-        for name in ("exp_avg", "exp_avg_scale", "exp_avg_sq", "exp_avg_sq_scale"):
+        for name in ("moment0", "scale0", "moment1", "scale1"):
             self.parts[PARTS.index(name)].zero_()
 
     def put(self, name: str, value: torch.Tensor) -> None:
@@ -42,10 +43,10 @@ class LeanArrays:
         """Encodes the three as the reference does."""
         encoded = (
             *states.split_lean_master(master),
-            *states.encode_exp_avg(exp_avg),
-            *states.encode_exp_avg_sq(exp_avg_sq),
+            *states.encode_signed(exp_avg),
+            *states.encode_root(exp_avg_sq),
         )
-        names = ("weight", "low", "exp_avg", "exp_avg_scale", "exp_avg_sq", "exp_avg_sq_scale")
+        names = ("weight", "low", "moment0", "scale0", "moment1", "scale1")
         for name, value in zip(names, encoded, strict=True):
             self.put(name, value)
 
@@ -53,35 +54,35 @@ class LeanArrays:
         """The master and the moments, decoded as the reference does."""
         return (
             states.join_master(self.get("weight", BF16), self.get("low", torch.int8)),
-            states.decode_exp_avg(self.get("exp_avg", torch.int8), self.get("exp_avg_scale", F32)),
-            states.decode_exp_avg_sq(
-                self.get("exp_avg_sq", torch.uint8), self.get("exp_avg_sq_scale", F32)
-            ),
+            states.decode_signed(self.get("moment0", torch.int8), self.get("scale0", F32)),
+            states.decode_root(self.get("moment1", torch.uint8), self.get("scale1", F32)),
         )
 
-    def segment(self, step: int = 1, **changes: float) -> native.AdamSegment:
+    def segment(self, step: int = 1, **changes: float) -> native.Segment:
         addresses = dict(zip(PARTS, (part.data_ptr() for part in self.parts), strict=True))
-        return native.AdamSegment(numel=self.numel, step=step, **{**addresses, **HYPER, **changes})
+        fields = hyper_fields("adam", **changes)
+        return native.Segment(numel=self.numel, step=step, **{**addresses, **fields})
 
     def run(self, pool: native.Pool, step: int = 1, **changes: float) -> None:
-        pool.adam(BF16, self.grad_dtype, [self.segment(step, **changes)], lean=True)
+        segments = [self.segment(step, **changes)]
+        pool.update("adam", BF16, self.grad_dtype, segments, lean=True)
 
     def run_reference(self, pool: native.Pool, step: int = 1, **changes: float) -> None:
         """Decode, the exact kernel's fp32 step, encode."""
         master, exp_avg, exp_avg_sq = self.read()
         grad = self.get("grad", self.grad_dtype)
         # The group's missing elements are zeros, and reach no other: nothing is padded here.
-        segment = native.AdamSegment(
+        segment = native.Segment(
             weight=master.data_ptr(),
             low=0,
-            exp_avg=exp_avg.data_ptr(),
-            exp_avg_sq=exp_avg_sq.data_ptr(),
             grad=grad.data_ptr(),
+            moment0=exp_avg.data_ptr(),
+            moment1=exp_avg_sq.data_ptr(),
             numel=self.numel,
             step=step,
-            **{**HYPER, **changes},
+            **hyper_fields("adam", **changes),
         )
-        pool.adam(F32, self.grad_dtype, [segment])
+        pool.update("adam", F32, self.grad_dtype, [segment])
         self.write(master, exp_avg, exp_avg_sq)
 
 
@@ -127,7 +128,7 @@ def test_number_of_threads_never_changes_a_bit(num_threads):
         with native.Pool(count) as pool:
             many = [LeanArrays(master, grad) for master, grad in inputs]
             for step in (1, 2, 3):
-                pool.adam(BF16, BF16, [a.segment(step) for a in many], lean=True)
+                pool.update("adam", BF16, BF16, [a.segment(step) for a in many], lean=True)
             results.append(many)
     assert all(same(one, other) for one, other in zip(*results, strict=True))
 
@@ -135,7 +136,7 @@ def test_number_of_threads_never_changes_a_bit(num_threads):
 def test_parts_of_a_parameter_that_begin_at_groups_are_the_whole():
     master, grad = values(4097, 1), values(4097, 2)
     whole, parts = LeanArrays(master, grad), LeanArrays(master, grad)
-    bytes_per_element = {"weight": 2, "low": 1, "exp_avg": 1, "exp_avg_sq": 1, "grad": 4}
+    bytes_per_element = {"weight": 2, "low": 1, "grad": 4, "moment0": 1, "moment1": 1}
     ends = (64, 320, 384, 2048, 4097)
     with native.Pool(1) as pool:
         for step in (1, 2):
@@ -146,10 +147,10 @@ def test_parts_of_a_parameter_that_begin_at_groups_are_the_whole():
                     name: getattr(row, name) + begin * size
                     for name, size in bytes_per_element.items()
                 }
-                for name in ("exp_avg_scale", "exp_avg_sq_scale"):
+                for name in ("scale0", "scale1"):
                     moved[name] = getattr(row, name) + begin // states.GROUP * 4
                 segment = row._replace(numel=end - begin, **moved)
-                pool.adam(BF16, F32, [segment], lean=True)
+                pool.update("adam", BF16, F32, [segment], lean=True)
     assert differing(whole, parts) == []
 
 
@@ -191,16 +192,16 @@ def test_every_code_of_both_moments_is_decoded_as_written(isa):
         codes[:: states.GROUP], squares[:: states.GROUP] = 127, 255
         groups = states.num_items("exp_avg_scale", codes.numel())
         scales = torch.full((groups,), scale)
-        arrays.put("exp_avg", codes)
-        arrays.put("exp_avg_sq", squares)
-        arrays.put("exp_avg_scale", scales)
-        arrays.put("exp_avg_sq_scale", scales.clamp(2.0**-50, 2.0**40))  # squares are kept
+        arrays.put("moment0", codes)
+        arrays.put("moment1", squares)
+        arrays.put("scale0", scales)
+        arrays.put("scale1", scales.clamp(2.0**-50, 2.0**40))  # squares are kept
         before = arrays.read()
         with native.Pool(1, isa=isa) as pool:
             arrays.run(pool, lr=0.0, beta1=0.5, beta2=0.25)
         after = arrays.read()
-        assert torch.equal(arrays.get("exp_avg", torch.int8), codes)
-        assert torch.equal(arrays.get("exp_avg_sq", torch.uint8), squares)
+        assert torch.equal(arrays.get("moment0", torch.int8), codes)
+        assert torch.equal(arrays.get("moment1", torch.uint8), squares)
         assert torch.allclose(after[1], before[1] / 2, rtol=2**-21, atol=0)
         assert torch.allclose(after[2], before[2] / 4, rtol=2**-20, atol=2.0**-149)
 
@@ -247,7 +248,7 @@ def test_a_weight_is_the_nearest_to_its_master():
 
 def test_a_first_moment_is_within_its_words():
     exp_avg = spread(2)
-    found = states.decode_exp_avg(*states.encode_exp_avg(exp_avg)).double()
+    found = states.decode_signed(*states.encode_signed(exp_avg)).double()
     error, largest = (found - exp_avg).abs(), exp_avg.double().abs().amax(1, keepdim=True)
     assert (error <= (largest / 126).clamp_min(2.0**-119) * HALF).all()
     near = (exp_avg.abs() >= largest / 15) & (largest >= 2.0**-112)
@@ -261,7 +262,7 @@ def test_a_second_moments_root_is_within_its_words():
     root = root.clamp(max=1e18).double()
     exp_avg_sq = root.square().float()
     root = exp_avg_sq.double().sqrt()
-    found = states.decode_exp_avg_sq(*states.encode_exp_avg_sq(exp_avg_sq)).double().sqrt()
+    found = states.decode_root(*states.encode_root(exp_avg_sq)).double().sqrt()
     error, largest = (found - root).abs(), root.amax(1, keepdim=True)
     # Squares below 2^-126 have fewer bits: a root there is only as exact as they are.
     bound = (largest / 254).clamp_min(2.0**-74)
@@ -345,10 +346,10 @@ def test_other_weights_than_bf16_and_missing_scales_are_refused():
     with native.Pool(1) as pool:
         for dtype in (F32, F16):
             with pytest.raises(ConfigError, match="lean states are a layout of bfloat16"):
-                pool.adam(dtype, F32, [arrays.segment()], lean=True)
-        for name in ("exp_avg_scale", "exp_avg_sq_scale"):
+                pool.update("adam", dtype, F32, [arrays.segment()], lean=True)
+        for name in ("scale0", "scale1"):
             with pytest.raises(ConfigError, match=f"segment 0: {name} is NULL"):
-                pool.adam(BF16, F32, [arrays.segment(**{name: 0})], lean=True)
+                pool.update("adam", BF16, F32, [arrays.segment(**{name: 0})], lean=True)
 
 
 def test_traffic_in_place_changes_nothing_and_past_the_caches_copies():
@@ -357,8 +358,8 @@ def test_traffic_in_place_changes_nothing_and_past_the_caches_copies():
     with native.Pool(1) as pool:
         source.run(pool)
         before.run(pool)
-        batch = native.AdamBatch(BF16, BF16, [source.segment()], lean=True)
+        batch = native.UpdateBatch("adam", BF16, BF16, [source.segment()], lean=True)
         batch.traffic(pool)
         assert differing(source, before) == []
-        batch.traffic(pool, native.AdamBatch(BF16, BF16, [target.segment()], lean=True))
+        batch.traffic(pool, native.UpdateBatch("adam", BF16, BF16, [target.segment()], lean=True))
     assert differing(source, target) == ["grad"]

@@ -7,6 +7,7 @@ import math
 from typing import Any
 
 import pytest
+import torch
 
 from stronghold.model.costs import DTYPES
 from stronghold.plan.cost import (
@@ -24,8 +25,9 @@ from stronghold.plan.cost import (
     physical_limit,
 )
 from stronghold.plan.machine import MachineProfile, machine_names
-from stronghold.states import states_of
+from tests.support.states import adam_states
 
+BF16 = adam_states(torch.bfloat16)
 MACHINE = MachineProfile(
     name="round",
     measured="",
@@ -53,7 +55,7 @@ def limit(machine: MachineProfile = MACHINE, dtype: str = "bf16", **changes: Any
     flops = {"forward_flops": 2.0 * PARAMETERS * TOKENS}
     for name, value in changes.items():
         (flops if name.endswith("flops") else parameters)[name] = value
-    moved = Traffic(states=states_of(DTYPES[dtype]), **parameters)
+    moved = Traffic(states=adam_states(DTYPES[dtype]), **parameters)
     return physical_limit(moved, machine, dtype, **flops)
 
 
@@ -82,14 +84,14 @@ def test_offloaded_activations_cross_both_ways_and_touch_memory_twice() -> None:
 @pytest.mark.parametrize(("dtype", "micro_batches"), [("bf16", 1), ("fp32", 1), ("bf16", 2)])
 def test_the_two_ways_to_count_host_memory_agree(dtype: str, micro_batches: int) -> None:
     parts = limit(dtype=dtype, micro_batches=micro_batches).parts
-    expected = bytes_per_parameter(dtype, micro_batches) * PARAMETERS / 60e9
+    expected = bytes_per_parameter(adam_states(DTYPES[dtype]), micro_batches) * PARAMETERS / 60e9
     assert parts[MEMORY] == pytest.approx(expected)
 
 
 def test_every_micro_batch_moves_the_weights_and_adds_its_gradients() -> None:
     """Two: 6 bytes of transfers more, one sum of 2 read and 4 written, which Adam reads."""
-    assert bytes_per_parameter("bf16", 2) - bytes_per_parameter("bf16", 1) == 6 + (2 + 4) + 4
-    assert bytes_per_parameter("bf16", 5) - bytes_per_parameter("bf16", 4) == 6 + (2 + 4 + 4)
+    assert bytes_per_parameter(BF16, 2) - bytes_per_parameter(BF16, 1) == 6 + (2 + 4) + 4
+    assert bytes_per_parameter(BF16, 5) - bytes_per_parameter(BF16, 4) == 6 + (2 + 4 + 4)
     one, four = (limit(micro_batches=n).parts for n in (1, 4))
     for name in (COMPUTE, FETCH, DRAIN, DUPLEX):
         assert four[name] == pytest.approx(4 * one[name])
@@ -152,7 +154,7 @@ def test_the_limit_is_its_largest_part_and_a_layers_way_in_and_out() -> None:
 
 @pytest.mark.parametrize("recompute", [False, True])
 def test_at_break_even_compute_takes_as_long(recompute: bool) -> None:
-    tokens = break_even(MACHINE, "bf16", recompute=recompute)
+    tokens = break_even(MACHINE, "bf16", BF16, recompute=recompute)
     for count, part in ((tokens.cpu, MEMORY), (tokens.link, FETCH)):
         for parameters in (10**8, 10**11):  # whatever the size
             forward = 2.0 * parameters * count
@@ -166,8 +168,8 @@ def test_at_break_even_compute_takes_as_long(recompute: bool) -> None:
 
 
 def test_break_even_is_the_published_formula() -> None:
-    assert bytes_per_parameter("bf16") == 32
-    assert break_even(MACHINE, "bf16", recompute=True) == BreakEven(
+    assert bytes_per_parameter(BF16) == 32
+    assert break_even(MACHINE, "bf16", BF16, recompute=True) == BreakEven(
         cpu=pytest.approx(32 * 150e12 / (8 * 60e9)), link=pytest.approx(4 * 150e12 / (8 * 20e9))
     )
 

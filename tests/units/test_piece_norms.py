@@ -13,6 +13,7 @@ from stronghold.memory.layer import LayerState
 from stronghold.model.layout import PAGE_NUMEL, ParameterShape, Shards, layer_layout
 from stronghold.native import Pool
 from stronghold.runtime.update import SUM_BLOCK_NUMEL, Gathered, Piece, PieceNorms
+from tests.support.states import adam_states
 
 NUMELS = (1, 17, 3 * SUM_BLOCK_NUMEL + 4097, SUM_BLOCK_NUMEL, 0, PAGE_NUMEL, 2 * SUM_BLOCK_NUMEL)
 
@@ -40,7 +41,9 @@ def test_pieces_have_the_norms_of_the_whole(kernels: Pool, dtype: torch.dtype, s
         ParameterShape(name=f"p{k}", shape=(n,), trainable=True) for k, n in enumerate(NUMELS)
     ]
     layout = layer_layout(shapes, index=0, name="layer", streamed=True)
-    state = LayerState(layout=layout, weights=torch.empty(0), shards=Shards())
+    state = LayerState(
+        layout=layout, weights=torch.empty(0), states=adam_states(torch.float32), shards=Shards()
+    )
     flat = torch.randn(layout.trainable_numel, generator=torch.Generator().manual_seed(1)).to(dtype)
     arrived = frozenset(range(len(NUMELS))) - {3}
     found = Gathered(state=state, arrived=arrived, dtype=dtype, memory=flat)

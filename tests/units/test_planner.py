@@ -13,12 +13,14 @@ import torch
 from stronghold.device.emulated import EmulatedDevice
 from stronghold.errors import BudgetError, ConfigError
 from stronghold.memory.host import DeviceStore, HostStore
+from stronghold.memory.tiers import Tiers
 from stronghold.memory.window import Window
 from stronghold.model.layout import LayerLayout, ModelLayout
+from stronghold.optim.states import LOW_DTYPE
 from stronghold.plan.cost import Demand, Gradients, LayerLoad
 from stronghold.plan.plan import RING_ENTRIES, Plan, levels_of, make_plan
-from stronghold.states import LOW_DTYPE, states_of
 from tests.support.sizes import named_size
+from tests.support.states import adam_states
 
 # Per layer: padded numel, padded trainable numel, and whether it is a block.
 Sizes = tuple[tuple[int, int, bool], ...]
@@ -60,7 +62,7 @@ def layout_of(sizes: Sizes) -> ModelLayout:
 
 
 def demand(dtype: torch.dtype = torch.bfloat16, **changes: Any) -> Demand:
-    return Demand(**{"states": states_of(dtype), "gated": False, "accumulate": False, **changes})
+    return Demand(**{"states": adam_states(dtype), "gated": False, "accumulate": False, **changes})
 
 
 def taken(layout: ModelLayout, plan: Plan, dtype: torch.dtype, *, training: bool) -> list[int]:
@@ -76,6 +78,7 @@ def taken(layout: ModelLayout, plan: Plan, dtype: torch.dtype, *, training: bool
             accumulate=plan.accumulates,
             ring_entries=plan.ring_entries,
             elsewhere=plan.updated_on_gpu,
+            tiers=Tiers(layout, plan.demand.states),
         )
         window = Window(
             device,

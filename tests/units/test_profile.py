@@ -14,9 +14,10 @@ import torch
 
 from stronghold import native
 from stronghold.errors import ConfigError
+from stronghold.optim.states import States, num_items
 from stronghold.plan import machine as profile
 from stronghold.plan.machine import MachineProfile
-from stronghold.states import STATES, States, num_items, states_of
+from tests.support.states import adam_states
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -182,19 +183,19 @@ def test_a_directory_is_no_profile(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("states", "nbytes"),
     [
-        (states_of(torch.bfloat16), profile.ADAM_BF16_BYTES),
-        (states_of(torch.float16), 30),
-        (states_of(torch.float32), 28),
-        (states_of(torch.bfloat16, "lean"), profile.ADAM_LEAN_BYTES),
+        (adam_states(torch.bfloat16), profile.ADAM_BF16_BYTES),
+        (adam_states(torch.float16), 30),
+        (adam_states(torch.float32), 28),
+        (adam_states(torch.bfloat16, "lean"), profile.ADAM_LEAN_BYTES),
     ],
 )
 def test_adams_bytes_are_those_of_its_arrays(states: States, nbytes: float) -> None:
     """Every array that a segment names is read, and all but the gradient are written."""
-    assert {"weight", "grad", *STATES[1:]} <= set(native.AdamSegment._fields)
+    assert len(states.kernel_arrays) == 2 + 2 * native.MAX_MOMENTS
     numel = 1 << 16
     written = sum(num_items(a, numel) * dtype.itemsize for a, dtype in states.dtypes.items())
     moved = (2 * written + numel * states.dtype.itemsize) / numel
-    assert nbytes == moved == states.adam_bytes(states.dtype)
+    assert nbytes == moved == states.update_bytes(states.dtype)
 
 
 # -- where a machine's own profile lies -----------------------------------------------------------

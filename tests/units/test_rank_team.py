@@ -16,6 +16,7 @@ from stronghold.memory.layer import GradientSlot, LayerState
 from stronghold.model.layout import ModelLayout, ParameterShape, layer_layout
 from stronghold.team.group import SilentGroup, mean_of, simulated_ranks
 from stronghold.team.ranks import PARTS, RankTeam, SimulatedWeights
+from tests.support.states import adam_states
 
 Make = Callable[..., RankTeam]
 Change = Callable[[torch.Tensor], None]
@@ -55,6 +56,7 @@ def make(device: EmulatedDevice) -> Make:
             LayerState(
                 layout=of_layer,
                 weights=torch.empty(0),
+                states=adam_states(torch.float32),
                 shards=ranks.shards,
                 parameters=[nn.Parameter(torch.zeros(8)) for _ in range(2)],
                 trained=frozenset({0, 1}),

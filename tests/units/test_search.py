@@ -19,8 +19,8 @@ from stronghold.plan.machine import MachineProfile, rates_of
 from stronghold.plan.plan import Plan, levels_of, make_plan
 from stronghold.plan.search import largest_micro_batch, lower_bound
 from stronghold.predict.simulate import fastest_plan, simulate
-from stronghold.states import states_of
 from tests.support.sizes import named_size
+from tests.support.states import adam_states
 
 GIB = 1 << 30
 NEAR = 1.02
@@ -59,7 +59,7 @@ def demand_of(pair: Pair) -> tuple[ModelLayout, ModelCosts, MachineProfile, Dema
     model = from_sizes(*pair.shape, pair.seq)
     layout, costs = model.layout, model.costs_of(pair.batch, pair.seq, "bf16")
     demand = Demand(
-        states=states_of(torch.bfloat16),
+        states=adam_states(torch.bfloat16),
         gated=pair.gated,
         accumulate=False,
         gpu_budget_bytes=int(pair.gpu_gib * GIB),

@@ -13,6 +13,7 @@ from stronghold.errors import StateError
 from stronghold.memory.layer import TRANSITIONS, LayerState, Residency
 from stronghold.memory.window import Window
 from stronghold.model.layout import LayerLayout, ParameterSlice, Shards
+from tests.support.states import adam_states
 
 # Layer 0 is no block (an embedding), 1 to 4 are blocks of unlike sizes, 4 is frozen.
 NUMEL = (4096, 2048, 6144, 2048, 4096)
@@ -38,7 +39,12 @@ Make = Callable[..., Window]
 @pytest.fixture
 def layers() -> Layers:
     return [
-        LayerState(layout=layer, weights=torch.empty(0, dtype=torch.bfloat16), shards=Shards())
+        LayerState(
+            layout=layer,
+            weights=torch.empty(0, dtype=torch.bfloat16),
+            states=adam_states(torch.bfloat16),
+            shards=Shards(),
+        )
         for layer in LAYERS
     ]
 

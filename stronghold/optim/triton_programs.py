@@ -2,8 +2,16 @@
 # Triton compiles these functions from their source; they are no Python that mypy could follow.
 """The programs that `triton_kernels` launches: the formulas of `kernels/src/` for a GPU.
 
-Each performs the rounded operations of `adam-inl.h` and `reduce-inl.h` in their order. Importing
-this file needs Triton, which torch brings where it is built for CUDA; `TritonKernels` alone does.
+Each performs the rounded operations of the C++ file of its name in their order. Importing this file
+needs Triton, which torch brings where it is built for CUDA; `TritonKernels` alone does.
+
+[Note: formulas] One program, `update`, serves every optimizer. It joins and splits masters, loads
+and stores moments, and scales the gradient. An optimizer adds one function and its row in FORMULAS:
+
+    step(p, g, moments, constants, VARIANT) -> p, moments
+
+All values are fp32: p the masters, g the gradients times constant 0, moments a tuple. `constants`
+and VARIANT are those of the optimizer in `stronghold.h`, and so is the order of the operations.
 
 [Note: same operations] A GPU's addition, multiplication, fma, division and square root round to
 nearest and keep denormals if they are asked to: `tl.fma`, `tl.div_rn` and `tl.sqrt_rn` become PTX's
@@ -18,6 +26,8 @@ addresses. A segment starts on a block of its own; program i of the launch works
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -30,6 +40,7 @@ SUM_LANES: tl.constexpr = tl.constexpr(32)
 SUM_UNROLL: tl.constexpr = tl.constexpr(16)
 
 
+# -- segments and elements ------------------------------------------------------------------------
 @triton.jit
 def _row_of(table, num_rows, block):
     """The segment that a block belongs to: the last one with no more blocks before it."""
@@ -99,57 +110,82 @@ def _store_master(weight, low, p, mask):
         tl.store(low, p, mask=mask)
 
 
+# -- formulas -------------------------------------------------------------------------------------
 @triton.jit
-def _adam_block(arrays, mask, constants, ADAMW: tl.constexpr):
-    """The formula of `stronghold.h`. The order of operations is the contract."""
-    weight, low, exp_avg, exp_avg_sq, grad = arrays
-    grad_scale, weight_decay, decay_factor, beta1, one_minus_beta1 = constants[:5]
-    beta2, one_minus_beta2, inv_sqrt_bias_correction2, eps, neg_step_size = constants[5:]
-    p = _load_master(weight, low, mask)
-    g = _load(grad, mask) * grad_scale
-    if ADAMW:
+def adam_step(p, g, moments, constants, VARIANT: tl.constexpr):
+    """Adam, with decoupled weight decay in variant 1."""
+    m, v = moments
+    weight_decay, decay_factor, beta1, one_minus_beta1 = constants[1:5]
+    beta2, one_minus_beta2, inv_sqrt_bias_correction2, eps, neg_step_size = constants[5:10]
+    if VARIANT == 1:
         p = p * decay_factor
     else:
         g = tl.fma(weight_decay, p, g)
-    m = _canonical(tl.fma(beta1, _load(exp_avg, mask), one_minus_beta1 * g))
-    v = _canonical(tl.fma(beta2, _load(exp_avg_sq, mask), (one_minus_beta2 * g) * g))
+    m = tl.fma(beta1, m, one_minus_beta1 * g)
+    v = tl.fma(beta2, v, (one_minus_beta2 * g) * g)
     d = tl.fma(tl.sqrt_rn(v), inv_sqrt_bias_correction2, eps)
-    p = _canonical(tl.fma(neg_step_size, tl.div_rn(m, d), p))
-    tl.store(exp_avg, m, mask=mask)
-    tl.store(exp_avg_sq, v, mask=mask)
-    _store_master(weight, low, p, mask)
+    p = tl.fma(neg_step_size, tl.div_rn(m, d), p)
+    return p, (m, v)
+
+
+class Formula(NamedTuple):
+    """The step of one optimizer, for `update`."""
+
+    step: Any
+    num_moments: int
+
+
+FORMULAS = {
+    "adam": Formula(adam_step, num_moments=2),
+}
+
+
+# -- updates --------------------------------------------------------------------------------------
+@triton.jit
+def _update_block(
+    weight, low, grad, moments, mask, constants, FORMULA: tl.constexpr, VARIANT: tl.constexpr
+):
+    """One step on a block. `weight` to `moments` are pointers to its elements."""
+    p = _load_master(weight, low, mask)
+    g = _load(grad, mask) * constants[0]
+    old = [_load(moment, mask) for moment in moments]
+    p, new = FORMULA(p, g, old, constants, VARIANT)
+    for k in tl.static_range(len(moments)):
+        tl.store(moments[k], _canonical(new[k]), mask=mask)
+    _store_master(weight, low, _canonical(p), mask)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def adam(
+def update(
     table,
     num_rows,
     constants,
+    FORMULA: tl.constexpr,
+    VARIANT: tl.constexpr,
+    NUM_MOMENTS: tl.constexpr,
     WEIGHT: tl.constexpr,
     LOW: tl.constexpr,
     GRAD: tl.constexpr,
-    ADAMW: tl.constexpr,
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One step of Adam on BLOCK elements. Arrays: weight, low, exp_avg, exp_avg_sq, grad;
-    constants: those of `AdamConstants` in `targets.h`, in its order."""
+    """One step of an optimizer on BLOCK elements. Arrays: weight, low, grad, then the moments;
+    constants: those of `native.constants`, in its order."""
     block = tl.program_id(0)
     row = _row_of(table, num_rows, block)
     start = (block - _field(table, row, FIRST)) * BLOCK
     rest = _field(table, row, NUMEL) - start
     i = tl.arange(0, BLOCK)
-    arrays = (
-        _array(table, row, 0, WEIGHT, ALIGNED) + start + i,
-        _array(table, row, 1, LOW, ALIGNED) + start + i,
-        _array(table, row, 2, tl.float32, ALIGNED) + start + i,
-        _array(table, row, 3, tl.float32, ALIGNED) + start + i,
-        _array(table, row, 4, GRAD, ALIGNED) + start + i,
-    )
+    weight = _array(table, row, 0, WEIGHT, ALIGNED) + start + i
+    low = _array(table, row, 1, LOW, ALIGNED) + start + i
+    grad = _array(table, row, 2, GRAD, ALIGNED) + start + i
+    moments = ()
+    for k in tl.static_range(NUM_MOMENTS):
+        moments = moments + (_array(table, row, 3 + k, tl.float32, ALIGNED) + start + i,)
     if rest >= BLOCK:  # without a mask loads and stores are of 16 bytes
-        _adam_block(arrays, None, constants, ADAMW)
+        _update_block(weight, low, grad, moments, None, constants, FORMULA, VARIANT)
     else:
-        _adam_block(arrays, i < rest, constants, ADAMW)
+        _update_block(weight, low, grad, moments, i < rest, constants, FORMULA, VARIANT)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -175,6 +211,7 @@ def accumulate(
     tl.store(acc, _canonical(x), mask=mask)
 
 
+# -- norms ----------------------------------------------------------------------------------------
 @triton.jit
 def _halve(x):
     """The first half of `x` plus its second half."""

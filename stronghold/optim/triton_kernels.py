@@ -1,9 +1,9 @@
-"""The kernels on a GPU: Adam, accumulation and norms as launches of Triton programs.
+"""The kernels on a GPU: updates, accumulation and norms as launches of Triton programs.
 
-Owns the tables of segments that it keeps on the device, and the numbers of a step; the formulas are
-in `triton_programs`. Launches go to the calling thread's current stream and return at once.
-Entered with the device current by the training thread, and by autograd's in backward; never by both
-at once.
+Owns the tables of segments that it keeps on the device. The formulas of the optimizers are in
+`triton_programs`, and `native.constants` gives the numbers of a step: this file names no optimizer.
+Launches go to the calling thread's current stream and return at once. Entered with the device
+current by the training thread, and by autograd's in backward; never by both at once.
 
 The bits are those of `native`. What that needs of a GPU is in [Note: same operations] of
 `triton_programs`; that the compiled code has it, `tests/units/test_device_programs.py` reads off
@@ -12,7 +12,6 @@ the PTX.
 
 from __future__ import annotations
 
-import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -25,7 +24,7 @@ import torch
 from stronghold import native
 from stronghold.device.base import Device
 from stronghold.errors import ConfigError
-from stronghold.native import AdamSegments, Kernels
+from stronghold.native import Kernels, Segments
 
 # What a launch must ask of the compiler for the host's bits: [Note: same operations].
 EXACT = {"enable_fp_fusion": False}
@@ -55,6 +54,14 @@ class _Launch(NamedTuple):
     aligned: bool  # every array starts on VECTOR_BYTES
 
 
+class _Group(NamedTuple):
+    """Segments that can share a launch."""
+
+    constants: tuple[float, ...]  # [native.MAX_CONSTANTS], each an fp32 number
+    variant: int  # of the formula
+    indices: list[int]
+
+
 class TritonKernels(Kernels):
     """`Kernels` for a CUDA device. ConfigError when Triton is missing.
 
@@ -64,7 +71,7 @@ class TritonKernels(Kernels):
 
     def __init__(self, device: Device) -> None:
         try:
-            from stronghold.device import triton_programs
+            from stronghold.optim import triton_programs
         except ImportError as error:
             raise ConfigError(
                 "updates on the GPU need Triton, which torch brings where it is built for CUDA; "
@@ -79,38 +86,35 @@ class TritonKernels(Kernels):
         has not launched yet keeps its own."""
         self._tables.clear()
 
-    def prepare_adam(
+    def prepare_update(
         self,
+        optimizer: str,
         weight_dtype: torch.dtype,
         grad_dtype: torch.dtype,
-        segments: AdamSegments,
+        segments: Segments,
         *,
         lean: bool = False,
     ) -> Callable[[float | None], None]:
-        """Tables are sent; what it returns launches. Segments with the same numbers share a launch.
+        """Sends the tables; its result launches. Segments with equal constants share a launch.
         ConfigError for lean states, too."""
         if lean:
             raise ConfigError(
                 "lean states are updated on the host: there is no program for a GPU. Set "
                 'stronghold.resident_updates to "host"'
             )
-        fields = native.AdamBatch(weight_dtype, grad_dtype, segments).rows
-        _check_numbers(fields)
-        arrays = {
-            "weight": weight_dtype,
-            "low": _LOW[weight_dtype],
-            "exp_avg": torch.float32,
-            "exp_avg_sq": torch.float32,
-            "grad": grad_dtype,
-        }
+        fields = native.UpdateBatch(optimizer, weight_dtype, grad_dtype, segments).rows
+        groups = _groups(optimizer, fields)
+        formula = self._programs.FORMULAS[optimizer]
+        arrays = {"weight": weight_dtype, "low": _LOW[weight_dtype], "grad": grad_dtype}
+        arrays |= {f"moment{k}": torch.float32 for k in range(formula.num_moments)}
         if weight_dtype == torch.float32:
             fields["low"] = fields["weight"]
-        rows = np.stack([fields[name].astype(np.int64) for name in ("numel", *arrays)], axis=1)
+        rows = np.stack([fields[name] for name in ("numel", *arrays)], axis=1)
         _check_arrays(rows, arrays)
         launches = [
-            partial(self._launch_adam, launch, constants, adamw, (weight_dtype, grad_dtype))
-            for constants, adamw, indices in _groups(fields)
-            for launch in self._launches(rows[indices], BLOCK)
+            partial(self._launch_update, launch, group, formula, (weight_dtype, grad_dtype))
+            for group in groups
+            for launch in self._launches(rows[group.indices], BLOCK)
         ]
 
         def run(scale: float | None) -> None:
@@ -119,25 +123,28 @@ class TritonKernels(Kernels):
 
         return run
 
-    def _launch_adam(
+    def _launch_update(
         self,
         launch: _Launch,
-        constants: tuple[float, ...],
-        adamw: bool,
+        group: _Group,
+        formula: Any,
         dtypes: tuple[torch.dtype, torch.dtype],
         scale: float | None,
     ) -> None:
         weight_dtype, grad_dtype = dtypes
-        if scale is not None:  # the first of the constants, rounded as they were
+        constants = group.constants
+        if scale is not None:  # replaces constant 0, and is rounded as that was
             constants = (float(np.float32(scale)), *constants[1:])
-        self._programs.adam[(launch.num_blocks,)](
+        self._programs.update[(launch.num_blocks,)](
             launch.table,
             launch.num_rows,
             constants,
+            FORMULA=formula.step,
+            VARIANT=group.variant,
+            NUM_MOMENTS=formula.num_moments,
             WEIGHT=self._element(weight_dtype),
             LOW=self._element(_LOW[weight_dtype]),
             GRAD=self._element(grad_dtype),
-            ADAMW=adamw,
             ALIGNED=launch.aligned,
             BLOCK=BLOCK,
             num_warps=NUM_WARPS,
@@ -246,53 +253,16 @@ class TritonKernels(Kernels):
         return elements[dtype]
 
 
-def _groups(
-    fields: npt.NDArray[np.void],
-) -> list[tuple[tuple[float, ...], bool, list[int]]]:
-    """(constants, AdamW's form or not, indices) of the segments that can share a launch.
-
-    The constants are those of `AdamConstants` in `targets.h`, in its order, computed in double and
-    rounded once as `ConstantsOf` in `adam.cpp` does: with the C library's pow, not NumPy's.
-    """
-    corrections = np.ones((2, len(fields)))
-    for i in np.flatnonzero(fields["bias_correction"]).tolist():
-        step = float(fields["step"][i])
-        for k, beta in enumerate(("beta1", "beta2")):
-            corrections[k, i] -= math.pow(fields[beta][i], step)
-    lr, weight_decay = fields["lr"], fields["weight_decay"]
-    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
-        constants = np.stack(
-            [
-                fields["grad_scale"],
-                weight_decay,
-                1.0 - lr * weight_decay,
-                fields["beta1"],
-                1.0 - fields["beta1"],
-                fields["beta2"],
-                1.0 - fields["beta2"],
-                1.0 / np.sqrt(corrections[1]),
-                fields["eps"],
-                -lr / corrections[0],
-            ],
-            axis=1,
-        ).astype(np.float32)
-    # With no weight decay the L2 form is the decoupled one with the factor 1.
-    adamw = (fields["adamw"] != 0) | (weight_decay == 0.0)
-    groups: dict[tuple[bytes, bool], list[int]] = {}  # by bits: -0.0 is not 0.0
+def _groups(optimizer: str, fields: npt.NDArray[np.void]) -> list[_Group]:
+    """The segments with elements, in groups of equal constants and variants."""
+    constants, variants = native.constants(optimizer, fields)
+    indices_of: dict[tuple[bytes, int], list[int]] = {}  # by bits: -0.0 is not 0.0
     for i in np.flatnonzero(fields["numel"]).tolist():
-        groups.setdefault((constants[i].tobytes(), bool(adamw[i])), []).append(i)
-    return [(tuple(constants[at[0]].tolist()), form, at) for (_, form), at in groups.items()]
-
-
-def _check_numbers(fields: npt.NDArray[np.void]) -> None:
-    """The conditions of `stronghold.h`, written so that NaN fails."""
-    for name in ("beta1", "beta2"):
-        _check((fields[name] >= 0.0) & (fields[name] < 1.0), name, fields[name], "in [0, 1)")
-    _check(fields["eps"] >= 0.0, "eps", fields["eps"], ">= 0")
-    for name in ("lr", "weight_decay"):
-        _check(np.isfinite(fields[name]), name, fields[name], "finite")
-    counted = (fields["bias_correction"] == 0) | (fields["step"] >= 1)
-    _check(counted, "step", fields["step"], ">= 1")
+        indices_of.setdefault((constants[i].tobytes(), int(variants[i])), []).append(i)
+    return [
+        _Group(tuple(constants[indices[0]].tolist()), variant, indices)
+        for (_, variant), indices in indices_of.items()
+    ]
 
 
 def _check_arrays(rows: _Rows, arrays: dict[str, torch.dtype]) -> None:

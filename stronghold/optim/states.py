@@ -1,17 +1,18 @@
-"""States: of which arrays a layer's training state is made, by the weights' dtype and the kind.
+"""The arrays that hold a parameter's training state, for each weight dtype, kind and optimizer.
 
-Owns the table that memory, files, plan and checkpoints are made from: another kind of state is
-another row of it, and another kernel. Also what a master is split into, and the formulas of lean
-states in plain torch, which `kernels/src/lean-inl.h` has with the same bits. Pure; any thread.
+Owns the table from which memory, files, plan and checkpoints are made; how a master is split; and
+the formulas of lean states in plain torch, which `kernels/src/lean-inl.h` has with the same bits.
+Pure; any thread.
 
-    array              exact                        lean (bf16 weights alone)
-    weights            the compute dtype            bf16
-    low                int16; fp16: the fp32        int8
-                       master; fp32: absent
-    exp_avg            fp32                         int8
-    exp_avg_sq         fp32                         uint8
-    exp_avg_scale      absent                       fp32, one per group of 64
-    exp_avg_sq_scale   absent                       fp32, one per group of 64
+    array         exact                          lean (bf16 weights only)
+    weights       the compute dtype              bf16
+    low           bf16: int16 remainder          int8 remainder
+                  fp16: the fp32 master
+                  fp32: absent
+    MOMENT        fp32                           int8 code; of a root: uint8 code
+    MOMENT_scale  absent                         fp32, one per group of 64 elements
+
+The optimizer names its moments (`contract.Moment`): Adam has `exp_avg` and `exp_avg_sq`, a root.
 
 [Note: items] An array that has one item for a group of elements is as long as the elements by that:
 element i of a layer is item i // group. Parameters begin at multiples of a group, and so do the
@@ -54,40 +55,35 @@ from typing import Literal
 import numpy as np
 import torch
 
+from stronghold.native import MAX_MOMENTS
+from stronghold.optim.contract import Moment
+
 Kind = Literal["exact", "lean"]
 EXACT: Kind = "exact"
 LEAN: Kind = "lean"
-MOMENTS = ("exp_avg", "exp_avg_sq")
-SCALES = ("exp_avg_scale", "exp_avg_sq_scale")
-STATES = ("weights", "low", *MOMENTS, *SCALES)  # all that Adam may change
+KINDS: tuple[Kind, ...] = (EXACT, LEAN)
+SCALE = "_scale"  # ends the name of an array that has one item per group
 
-GROUP = 64  # elements that have a scale
-EXP_AVG_TOP = 16128.0  # expand(127): the largest code's value, in units of the scale
-EXP_AVG_SQ_TOP = 65024.0  # expand(255)
-SMALLEST_SCALE = 2.0**-126  # so that its reciprocal is a normal number
+GROUP = 64  # elements that share a scale
+SIGNED_TOP = 16128.0  # expand(127): the largest code's value, in units of the scale
+ROOT_TOP = 65024.0  # expand(255)
+SMALLEST_SCALE = 2.0**-126  # its reciprocal is a normal number
 _ONE = 0x3F800000  # the bits of 1.0
 
-# Of the exact states of weights of each dtype that can be trained.
+# What makes exact weights of each trainable dtype an fp32 master.
 LOW_DTYPE: dict[torch.dtype, torch.dtype | None] = {
     torch.bfloat16: torch.int16,
     torch.float16: torch.float32,
     torch.float32: None,
 }
-# Of all arrays that hold moments.
-MOMENT_DTYPES: dict[Kind, dict[str, torch.dtype]] = {
-    EXACT: dict.fromkeys(MOMENTS, torch.float32),
-    LEAN: {
-        "exp_avg": torch.int8,
-        "exp_avg_sq": torch.uint8,
-        **dict.fromkeys(SCALES, torch.float32),
-    },
-}
-PAGE_BYTES = 4096  # what files are read and written in
+PAGE_BYTES = 4096  # the block size of files
+# Bytes per element of the smallest array that a kind of states can have. Lean: of the scales.
+_SMALLEST_BYTES: dict[Kind, float] = {EXACT: 2, LEAN: 4 / GROUP}
 
 
 def group_size(array: str) -> int:
     """Elements for which the array has one item."""
-    return GROUP if array in SCALES else 1
+    return GROUP if array.endswith(SCALE) else 1
 
 
 def items(array: str, begin: int, end: int) -> slice:
@@ -97,29 +93,23 @@ def items(array: str, begin: int, end: int) -> slice:
 
 
 def num_items(array: str, numel: int) -> int:
+    """Items of an array of `numel` elements."""
     return -(-numel // group_size(array))
 
 
 def page_numel(kind: Kind, *, in_files: bool = True) -> int:
-    """Elements of which every array has whole pages: what padding and pieces are multiples of. The
-    weights' two bytes or, where arrays may lie `in_files`, what takes most elements to a page."""
-    if not in_files:
-        return PAGE_BYTES // 2
-    sizes = (dtype.itemsize / group_size(array) for array, dtype in MOMENT_DTYPES[kind].items())
-    return int(PAGE_BYTES / min(2, *sizes))
-
-
-def moment_bytes(kind: Kind) -> float:
-    """Of one parameter, of both moments."""
-    return sum(dtype.itemsize / group_size(array) for array, dtype in MOMENT_DTYPES[kind].items())
+    """Elements of which every array has whole pages. Padding and pieces are multiples of it. Where
+    no array lies `in_files`, only the weights' two bytes count."""
+    return int(PAGE_BYTES / (_SMALLEST_BYTES[kind] if in_files else 2))
 
 
 @dataclass(frozen=True, slots=True)
 class States:
-    """The arrays of weights of `dtype` that have states of `kind`."""
+    """The arrays of weights of `dtype` with states of `kind`, for an optimizer with `moments`."""
 
     dtype: torch.dtype
-    kind: Kind = EXACT
+    kind: Kind
+    moments: tuple[Moment, ...]
 
     @property
     def is_lean(self) -> bool:
@@ -127,70 +117,106 @@ class States:
 
     @property
     def weight_bytes(self) -> int:
+        """Of one parameter."""
         return self.dtype.itemsize
 
     @property
     def low(self) -> torch.dtype | None:
-        """The dtype of what makes weights masters."""
+        """The dtype of the array that makes weights masters; None where weights are masters."""
         return torch.int8 if self.is_lean else LOW_DTYPE[self.dtype]
 
     @property
     def low_bytes(self) -> int:
+        """Of one parameter."""
         return 0 if self.low is None else self.low.itemsize
 
     @property
-    def moments(self) -> dict[str, torch.dtype]:
-        """The arrays of both moments."""
-        return MOMENT_DTYPES[self.kind]
+    def moment_dtypes(self) -> dict[str, torch.dtype]:
+        """The arrays that hold the moments."""
+        return _moment_dtypes(self.moments, self.kind)
+
+    @property
+    def moment_bytes(self) -> float:
+        """Of all moments of one parameter."""
+        dtypes = self.moment_dtypes
+        return sum(dtype.itemsize / group_size(array) for array, dtype in dtypes.items())
 
     @property
     def dtypes(self) -> dict[str, torch.dtype]:
-        """The arrays that Adam changes, the weights first."""
+        """The arrays that a step changes, the weights first."""
         low = {} if self.low is None else {"low": self.low}
-        return {"weights": self.dtype, **low, **self.moments}
+        return {"weights": self.dtype, **low, **self.moment_dtypes}
 
-    def adam_bytes(self, grad_dtype: torch.dtype) -> float:
-        """Bytes of memory that `kernels/src/adam-inl.h` reads and writes for one parameter: all
-        arrays both ways, the gradient one way."""
-        kept = self.weight_bytes + self.low_bytes + moment_bytes(self.kind)
+    @property
+    def kernel_arrays(self) -> tuple[str | None, ...]:
+        """The arrays in the order of a kernel's segment: weights, low, moments, their scales. None
+        stands for an array that these states do not have."""
+        names = [moment.name for moment in self.moments]
+        free = [None] * (MAX_MOMENTS - len(names))
+        scales = [name + SCALE if self.is_lean else None for name in names]
+        low = None if self.low is None else "low"
+        return ("weights", low, *names, *free, *scales, *free)
+
+    def update_bytes(self, grad_dtype: torch.dtype) -> float:
+        """Bytes of memory that a step reads and writes for one parameter: every array both ways,
+        the gradient one way."""
+        kept = self.weight_bytes + self.low_bytes + self.moment_bytes
         return 2 * kept + grad_dtype.itemsize
 
     def split(self, master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """A flat fp32 master as weights and `low`; lean states round it to 24 bits."""
+        """A flat fp32 master as weights and `low`. Lean states round it to 24 bits."""
         if self.is_lean:
             return split_lean_master(master)
-        if self.dtype is torch.float32:
-            return master, None
-        if self.dtype is torch.float16:
-            return master.to(self.dtype), master
-        bits = torch.where(master.isnan(), torch.nan, master).contiguous().view(torch.int32)
-        upper = (bits + 0x8000) >> 16  # the carry past the sign is undone by the remainder
-        low = (bits - (upper << 16)).to(torch.int16)
-        return upper.to(torch.int16).view(torch.bfloat16), low
+        return split_master(master, self.dtype)
 
-    def arrays_of(self, moment: str) -> tuple[str, ...]:
+    def moment(self, name: str) -> Moment | None:
+        """The moment of this name."""
+        return next((moment for moment in self.moments if moment.name == name), None)
+
+    def arrays_of(self, moment: Moment) -> tuple[str, ...]:
         """The arrays that hold one of the moments."""
-        return (moment, f"{moment}_scale") if self.is_lean else (moment,)
+        return (moment.name, moment.name + SCALE) if self.is_lean else (moment.name,)
 
-    def encode(self, moment: str, values: torch.Tensor) -> dict[str, torch.Tensor]:
+    def encode(self, moment: Moment, values: torch.Tensor) -> dict[str, torch.Tensor]:
         """A moment in fp32, flat, which begins with a group, as the arrays that hold it."""
         if not self.is_lean:
-            return {moment: values}
-        coded = encode_exp_avg if moment == "exp_avg" else encode_exp_avg_sq
-        return dict(zip(self.arrays_of(moment), coded(values), strict=True))
+            return {moment.name: values}
+        encoded = encode_root(values) if moment.is_root else encode_signed(values)
+        return dict(zip(self.arrays_of(moment), encoded, strict=True))
 
-    def decode(self, moment: str, arrays: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """The inverse of `encode`: the moment as Adam would read it."""
+    def decode(self, moment: Moment, arrays: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """The inverse of `encode`: the moment in fp32, as a step reads it."""
         codes, *scales = (arrays[array] for array in self.arrays_of(moment))
         if not self.is_lean:
             return codes
-        decoded = decode_exp_avg if moment == "exp_avg" else decode_exp_avg_sq
-        return decoded(codes, *scales)
+        return decode_root(codes, *scales) if moment.is_root else decode_signed(codes, *scales)
 
 
 @functools.cache
-def states_of(dtype: torch.dtype, kind: Kind = EXACT) -> States:
-    return States(dtype, kind)
+def states_of(dtype: torch.dtype, kind: Kind, moments: tuple[Moment, ...]) -> States:
+    """The same object for the same arguments."""
+    return States(dtype, kind, moments)
+
+
+def _moment_dtypes(moments: tuple[Moment, ...], kind: Kind) -> dict[str, torch.dtype]:
+    if kind == EXACT:
+        return {moment.name: torch.float32 for moment in moments}
+    codes = {moment.name: torch.uint8 if moment.is_root else torch.int8 for moment in moments}
+    return codes | {moment.name + SCALE: torch.float32 for moment in moments}
+
+
+def split_master(
+    master: torch.Tensor, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """A flat fp32 master as weights of `dtype` and what exact states keep beside them."""
+    if dtype is torch.float32:
+        return master, None
+    if dtype is torch.float16:
+        return master.to(dtype), master
+    bits = torch.where(master.isnan(), torch.nan, master).contiguous().view(torch.int32)
+    upper = (bits + 0x8000) >> 16  # the carry past the sign is undone by the remainder
+    low = (bits - (upper << 16)).to(torch.int16)
+    return upper.to(torch.int16).view(torch.bfloat16), low
 
 
 def join_master(weights: torch.Tensor, low: torch.Tensor | None) -> torch.Tensor:
@@ -230,31 +256,31 @@ def expand(codes: torch.Tensor) -> torch.Tensor:
     return ((bits << 1) - _ONE).view(torch.float32).masked_fill(codes == 0, 0.0)
 
 
-def decode_exp_avg(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+def decode_signed(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """sign(code) * expand(|code|) * scale."""
     values = expand(codes.to(torch.int16).abs()) * _of_elements(scales, codes)
     return torch.where(codes < 0, -values, values)
 
 
-def encode_exp_avg(exp_avg: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def encode_signed(exp_avg: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(codes, scales): with a group's largest magnitude A, scale = max(A * (1 / 16128), 2^-126) and
     code = sign * round(compress(|m| * (1 / scale))); for A that is not finite NaN, and 0."""
-    roots, scales = _compressed(exp_avg.abs(), EXP_AVG_TOP)
+    roots, scales = _compressed(exp_avg.abs(), SIGNED_TOP)
     return torch.where(exp_avg < 0, -roots, roots).to(torch.int8), scales
 
 
-def decode_exp_avg_sq(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+def decode_root(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """(expand(code) * scale)^2."""
     return (expand(codes.to(torch.int16)) * _of_elements(scales, codes)).square()
 
 
-def encode_exp_avg_sq(exp_avg_sq: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def encode_root(exp_avg_sq: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(codes, scales) of the square roots, as of first moments, without signs; a code is at least
     1, but in a group with something that is not finite."""
     # NumPy's root is the IEEE one; torch's, of a vector library, may be a unit off.
     with np.errstate(invalid="ignore"):
         roots = torch.from_numpy(np.sqrt(np.atleast_1d(exp_avg_sq.numpy())))
-    codes, scales = _compressed(roots.view(exp_avg_sq.shape), EXP_AVG_SQ_TOP)
+    codes, scales = _compressed(roots.view(exp_avg_sq.shape), ROOT_TOP)
     lowest = _of_elements(scales, codes).isfinite().to(codes.dtype)
     return codes.maximum(lowest).to(torch.uint8), scales
 

@@ -1,0 +1,180 @@
+"""Adam (Kingma & Ba, 2015) and AdamW (Loshchilov & Hutter, 2019).
+
+The formula is in `kernels/include/stronghold.h`, the vectors in `kernels/src/adam-inl.h`, and the
+GPU's program in `triton_programs.adam_step`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from stronghold.optim.contract import (
+    BETAS,
+    BOOLEAN,
+    NUMBER,
+    Expected,
+    Fixed,
+    Group,
+    Moment,
+    Optimizer,
+)
+from stronghold.optim.cpu_optimizer import CPUOptimizer
+from stronghold.optim.states import EXACT, Kind
+
+logger = logging.getLogger("stronghold")
+
+ADAMW, BIAS_CORRECTION = 1, 2  # the kernel's flags
+TORCH_ADAMW_WEIGHT_DECAY = 1e-2  # its default; DeepSpeed's own classes default to 0
+MODE_KEYS = ("decoupled_weight_decay", "adamw", "adamw_mode", "adam_w_mode")  # of a group
+
+
+@dataclass(frozen=True, slots=True)
+class Adam(Optimizer):
+    """`adamw`: the weight decay is decoupled (AdamW), not added to the gradient (L2).
+    `bias_correction`: both moments are divided by 1 - beta^step."""
+
+    adamw: bool = True
+    bias_correction: bool = True
+
+    name = "Adam"
+    possible_moments = (Moment(name="exp_avg"), Moment(name="exp_avg_sq", is_root=True))
+    types = ("adam", "adamw")
+    classes = frozenset(
+        {
+            ("torch", "Adam"),
+            ("torch", "AdamW"),
+            ("deepspeed", "DeepSpeedCPUAdam"),
+            ("deepspeed", "FusedAdam"),
+            ("apex", "FusedAdam"),
+            ("stronghold", "CPUAdam"),
+        }
+    )
+    defaults: ClassVar[Mapping[str, Any]] = {
+        "lr": 1e-3,
+        "betas": (0.9, 0.999),
+        "eps": 1e-8,
+        "weight_decay": 0.0,
+    }
+    expected: ClassVar[Mapping[str, Expected]] = {
+        "lr": NUMBER,
+        "betas": BETAS,
+        "eps": NUMBER,
+        "weight_decay": NUMBER,
+    }
+    params: ClassVar[Mapping[str, Expected]] = {
+        "adam_w_mode": BOOLEAN,
+        "torch_adam": BOOLEAN,
+        "bias_correction": BOOLEAN,
+    }
+    fixed: ClassVar[Mapping[str, Fixed]] = {
+        "amsgrad": Fixed(False, "the CPU kernel has no AMSGrad; set it to false or remove it"),
+        "maximize": Fixed(False, "the CPU kernel minimizes; set it to false, and negate the loss"),
+        "differentiable": Fixed(
+            False, "the update runs outside autograd; set it to false or remove it"
+        ),
+        "fp32_optimizer_states": Fixed(
+            True,
+            "moments are kept in fp32; set it to true or remove it (smaller ones are "
+            'stronghold.states: "lean")',
+        ),
+    }
+    without_effect = frozenset({"foreach", "fused", "capturable", "set_grad_none"})
+    note = "Adam or AdamW, in any case. Adam means AdamW unless adam_w_mode is false."
+    params_note = "lr, betas, eps, weight_decay, bias_correction, adam_w_mode, torch_adam"
+
+    @property
+    def kernel(self) -> str:
+        return "adam"
+
+    @property
+    def flags(self) -> int:
+        return ADAMW * self.adamw | BIAS_CORRECTION * self.bias_correction
+
+    def numbers(self, group: Group) -> tuple[float, ...]:
+        beta1, beta2 = group["betas"]
+        return (
+            float(group["lr"]),
+            float(beta1),
+            float(beta2),
+            float(group["eps"]),
+            float(group["weight_decay"]),
+        )
+
+    def step_size(self, group: Group) -> float | None:
+        return float(group["lr"])
+
+    @classmethod
+    def from_params(cls, type_name: str, params: Mapping[str, Any]) -> tuple[Optimizer, Group]:
+        """By DeepSpeed's rules: "Adam" means AdamW unless `adam_w_mode` is false, "AdamW" whatever
+        it is, and `torch_adam` brings torch's default weight decay."""
+        always = type_name == "adamw"
+        mode = params.get("adam_w_mode", True)
+        if always and not mode:
+            logger.warning(
+                'optimizer.params.adam_w_mode is without effect: type "AdamW" is always AdamW, as '
+                "in DeepSpeed"
+            )
+        group = dict(params)
+        if params.get("torch_adam") and (always or mode):
+            group.setdefault("weight_decay", TORCH_ADAMW_WEIGHT_DECAY)
+        optimizer = cls(
+            adamw=always or mode, bias_correction=bool(params.get("bias_correction", True))
+        )
+        return optimizer, cls.hyperparameters(group)
+
+    @classmethod
+    def from_group(cls, optimizer: object, base: type, group: Mapping[str, Any]) -> Optimizer:
+        return cls(
+            adamw=_is_adamw(optimizer, base, group),
+            bias_correction=bool(group.get("bias_correction", True)),
+        )
+
+
+def _is_adamw(optimizer: object, base: type, group: Mapping[str, Any]) -> bool:
+    """Whether the group's weight decay is decoupled. Every package has its own key for it."""
+    for key in MODE_KEYS:
+        if key in group:
+            return bool(group[key])
+    for name in MODE_KEYS[1:]:
+        mode = getattr(optimizer, name, None)
+        if mode is not None:
+            return bool(mode)
+    return base.__name__ == "AdamW"
+
+
+class CPUAdam(CPUOptimizer):
+    """AdamW, or Adam with L2 decay (`adamw_mode=False`), on CPU parameters: see `CPUOptimizer`.
+
+    State of a parameter: `step`, `exp_avg`, `exp_avg_sq`, and `low`. `amsgrad=True` is refused.
+    `load_state_dict` also takes the state of `torch.optim.Adam` and `AdamW`.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        adamw_mode: bool = True,
+        bias_correction: bool = True,
+        amsgrad: bool = False,
+        maximize: bool = False,
+        states: Kind = EXACT,
+        num_threads: int | None = None,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "adamw_mode": adamw_mode,
+            "bias_correction": bias_correction,
+            "amsgrad": amsgrad,
+            "maximize": maximize,
+        }
+        super().__init__(params, defaults, Adam, states=states, num_threads=num_threads)

@@ -1,0 +1,289 @@
+"""`CPUOptimizer`: one of the kernels' optimizers as an ordinary `torch.optim.Optimizer`.
+
+Owns a thread pool and, in `self.state`, the moments and what half-precision parameters lack to
+their exact fp32 masters. It never writes gradients. One thread at a time may call `step`.
+
+State of a parameter, in the order of its elements and contiguous: `step` (int), each moment under
+torch's name (fp32), and `low`: for bf16 the signed 16-bit remainder, with
+bits(master) = (bits(weight) << 16) + low; for fp16 the fp32 master itself; none for fp32.
+With lean states (bf16 only) the arrays are those of `stronghold.optim.states`: `low` and signed
+moments are int8, roots are uint8, and each moment has flat scales, `MOMENT_scale`.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from stronghold.errors import ConfigError, did_you_mean
+from stronghold.native import MAX_NUMBERS, Pool, Segment, available_cores
+from stronghold.optim.contract import Optimizer
+from stronghold.optim.states import (
+    EXACT,
+    KINDS,
+    LEAN,
+    LOW_DTYPE,
+    SCALE,
+    Kind,
+    States,
+    num_items,
+    states_of,
+)
+
+_EXPECTED = "float32, bfloat16 or float16"
+_Closure = Callable[[], "torch.Tensor | float"]
+
+
+class CPUOptimizer(torch.optim.Optimizer):
+    """An optimizer of CPU parameters, with the kernels that the engine uses.
+
+    Parameters and gradients are fp32, bf16 or fp16, independently of each other. Arithmetic is
+    fp32 on exact fp32 masters; formula and order are in `kernels/include/stronghold.h`. The bits
+    depend neither on `num_threads` nor on the instruction set. Every hyper-parameter may differ
+    between parameter groups. Parameters without a gradient are skipped. `num_threads` includes the
+    calling thread; by default it is the number of this process's cores.
+
+    `states="lean"` keeps fewer bytes of a bf16 parameter: a master of 24 bits and 8-bit moments.
+    That changes rounding, by what `stronghold.optim.states` promises, and is as deterministic as
+    exact states. `load_state_dict` also takes the state of torch's optimizer of the same name, and
+    of the other kind of states: lean ones are decoded, exact ones encoded.
+
+    Raises `ConfigError`, before anything is updated, for what it cannot do exactly: sparse
+    gradients, parameters that are not on the CPU, of another dtype, or whose elements overlap in
+    memory, and the hyper-parameters that the optimizer refuses.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        defaults: dict[str, Any],
+        optimizer_class: type[Optimizer],
+        *,
+        states: Kind,
+        num_threads: int | None,
+    ) -> None:
+        if states not in KINDS:
+            raise ConfigError(
+                f'states: got {states!r}, expected "exact" or "lean".'
+                f"{did_you_mean(str(states), KINDS)}"
+            )
+        self.states: Kind = states
+        self._optimizer_class = optimizer_class
+        self._pool = Pool(available_cores() if num_threads is None else num_threads)
+        super().__init__(params, defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        try:
+            self._check_group(self.param_groups[-1])
+            for param in self.param_groups[-1]["params"]:
+                self._check_parameter(param)
+        except ConfigError:
+            self.param_groups.pop()
+            raise
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Threads are not copied or pickled; the copy starts as many of its own.
+        kept = {
+            "num_threads": self._pool.num_threads,
+            "states": self.states,
+            "_optimizer_class": self._optimizer_class,
+        }
+        return {**super().__getstate__(), **kept}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        num_threads = state.pop("num_threads", None)
+        super().__setstate__(state)
+        if num_threads is not None:
+            self._pool = Pool(num_threads)
+        for group in self.param_groups:
+            # Groups that torch's optimizers saved lack what only we have.
+            for name, value in self.defaults.items():
+                group.setdefault(name, value)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        # torch casts all state to the parameter's dtype, which would round the moments of
+        # half-precision parameters and destroy their remainders: take the saved values as they are.
+        saved_ids = [i for group in state_dict["param_groups"] for i in group["params"]]
+        live = [(group, param) for group in self.param_groups for param in group["params"]]
+        for saved_id, (group, param) in zip(saved_ids, live, strict=True):
+            if saved_id in state_dict["state"]:
+                saved = state_dict["state"][saved_id]
+                states = self._states(self._optimizer(group), param)
+                self.state[param] = _adopted(param, saved, states)
+
+    @torch.no_grad()
+    def step(self, closure: _Closure | None = None) -> torch.Tensor | float | None:  # type: ignore[override]
+        """Updates every parameter that has a gradient; returns the closure's value, if any."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        work = [
+            (group, param, param.grad)
+            for group in self.param_groups
+            for param in group["params"]
+            if param.grad is not None
+        ]
+        for group in self.param_groups:
+            self._check_group(group)
+        for _, param, _ in work:
+            self._check_parameter(param)
+        # One native call per kernel and pair of dtypes: many small tensors cost as one large one.
+        calls: dict[tuple[str, torch.dtype, torch.dtype], list[Segment]] = defaultdict(list)
+        kept = []  # contiguous copies must live until the native calls are done
+        for group, param, grad in work:
+            weight = param if param.is_contiguous() else param.detach().contiguous()
+            grad = grad if grad.is_contiguous() else grad.contiguous()
+            kept.append((weight, grad))
+            optimizer = self._optimizer(group)
+            segment = self._segment(optimizer, group, param, weight, grad)
+            calls[optimizer.kernel, weight.dtype, grad.dtype].append(segment)
+        for (kernel, weight_dtype, grad_dtype), segments in calls.items():
+            lean = self.states == LEAN
+            self._pool.update(kernel, weight_dtype, grad_dtype, segments, lean=lean)
+        for (_, param, _), (weight, _) in zip(work, kept, strict=True):
+            if weight is not param:
+                param.copy_(weight)
+        # The kernels write behind autograd's back: a backward that needs the old values must fail.
+        torch.autograd.graph.increment_version([param for _, param, _ in work])
+        return loss
+
+    def _optimizer(self, group: dict[str, Any]) -> Optimizer:
+        return self._optimizer_class.from_group(self, type(self), group)
+
+    def _states(self, optimizer: Optimizer, param: torch.Tensor) -> States:
+        return states_of(param.dtype, self.states, optimizer.moments)
+
+    def _segment(
+        self,
+        optimizer: Optimizer,
+        group: dict[str, Any],
+        param: torch.Tensor,
+        weight: torch.Tensor,
+        grad: torch.Tensor,
+    ) -> Segment:
+        states = self._states(optimizer, param)
+        state, arrays = self.state[param], [array for array in states.dtypes if array != "weights"]
+        if any(name not in state for name in ("step", *arrays)):
+            for name, value in _initial_state(weight, states).items():
+                state.setdefault(name, value)
+        state["step"] += 1
+        addresses = {array: state[array].data_ptr() for array in arrays}
+        addresses["weights"] = weight.data_ptr()
+        weight_address, low, *moments = (
+            0 if array is None else addresses[array] for array in states.kernel_arrays
+        )
+        numbers = optimizer.numbers(group)
+        numbers += (0.0,) * (MAX_NUMBERS - len(numbers))
+        factor = -1.0 if group.get("maximize") else 1.0
+        return Segment._make(
+            (
+                *(weight_address, low, grad.data_ptr(), weight.numel()),
+                *moments,
+                *numbers,
+                *(factor, state["step"], optimizer.flags),
+            )
+        )
+
+    def _check_group(self, group: dict[str, Any]) -> None:
+        minimized = {key: value for key, value in group.items() if key != "maximize"}
+        problems = self._optimizer_class.problems(minimized, type(self).__name__)
+        if problems:
+            raise ConfigError("\n".join(problems))
+
+    def _check_parameter(self, param: torch.Tensor) -> None:
+        grad = param.grad
+        problem = None
+        if param.device.type != "cpu":
+            problem = f"is on {param.device}, expected the CPU"
+        elif param.dtype not in LOW_DTYPE or param.layout != torch.strided:
+            problem = f"is {param.dtype}, {param.layout}; expected dense {_EXPECTED}"
+        elif self.states == LEAN and param.dtype != torch.bfloat16:
+            problem = (
+                f"is {param.dtype}; lean states are a layout of bfloat16 weights and their 24-bit "
+                'masters: make the parameter bfloat16, or give it states="exact"'
+            )
+        elif not param.is_contiguous() and _overlaps(param):
+            problem = "has elements that overlap in memory; pass its .clone()"
+        elif grad is not None and (grad.dtype not in LOW_DTYPE or grad.layout != torch.strided):
+            problem = (
+                f"has a gradient that is {grad.dtype}, {grad.layout}; expected dense {_EXPECTED} "
+                "(of an embedding: sparse=False)"
+            )
+        if problem is not None:
+            name, shape = type(self).__name__, tuple(param.shape)
+            raise ConfigError(f"{name}: a parameter of shape {shape} {problem}")
+
+
+def _initial_state(weight: torch.Tensor, states: States) -> dict[str, Any]:
+    state: dict[str, Any] = {"step": 0}
+    for array, dtype in states.dtypes.items():
+        if array.endswith(SCALE):
+            state[array] = torch.zeros(num_items(array, weight.numel()), dtype=dtype)
+        elif array == "low" and dtype is torch.float32:  # the master of fp16 weights
+            state[array] = weight.float()
+        elif array != "weights":
+            state[array] = torch.zeros_like(weight, dtype=dtype)
+    return state
+
+
+def _adopted(param: torch.Tensor, saved: dict[str, Any], states: States) -> dict[str, Any]:
+    """Saved state as ours: copies, our dtypes and kind of states. The parameter gives what is
+    missing."""
+    state = _initial_state(param.detach().contiguous(), states)
+    for name in (*(moment.name for moment in states.moments), "low"):
+        value = saved.get(name)
+        if value is not None and value.shape != param.shape:
+            raise ConfigError(
+                f"saved optimizer state: {name} has shape {tuple(value.shape)}, "
+                f"expected the parameter's {tuple(param.shape)}"
+            )
+    saved_kind = _kind_of(saved)
+    if saved_kind is not None and saved_kind != states.kind:
+        saved = _converted(saved, states)
+    for name, target in state.items():
+        value = saved.get(name)
+        if value is None:
+            continue
+        if name == "step":
+            state[name] = int(value)  # torch keeps it in a tensor
+        else:
+            target.copy_(value)
+    return state
+
+
+def _kind_of(saved: Mapping[str, Any]) -> Kind | None:
+    """The kind of a saved state; None where it has nothing that tells the kinds apart."""
+    if any(name.endswith(SCALE) for name in saved):
+        return LEAN
+    low = saved.get("low")
+    if low is not None:
+        return LEAN if low.dtype is torch.int8 else EXACT
+    return EXACT if set(saved) > {"step"} else None
+
+
+def _converted(saved: dict[str, Any], states: States) -> dict[str, Any]:
+    """States of a bf16 parameter, or torch's, as those of the other kind. The parameter is not
+    known here, and stays: a remainder that would round its weight up stops short of that."""
+    converted, low = {"step": saved.get("step", 0)}, saved.get("low")
+    if low is not None and states.kind == LEAN:
+        converted["low"] = ((low.to(torch.int32) + 0x80) >> 8).clamp_max(127)
+    elif low is not None:
+        converted["low"] = low.to(torch.int16) << 8
+    lean = states_of(torch.bfloat16, LEAN, states.moments)
+    for moment in states.moments:
+        if states.kind == EXACT:
+            converted[moment.name] = lean.decode(moment, saved)
+        elif saved.get(moment.name) is not None:
+            converted |= lean.encode(moment, saved[moment.name].detach().float())
+    return converted
+
+
+def _overlaps(param: torch.Tensor) -> bool:
+    shape_and_stride = zip(param.shape, param.stride(), strict=True)
+    return any(stride == 0 and size > 1 for size, stride in shape_and_stride)
