@@ -75,12 +75,12 @@ class Simulated(Machine):
         lanes = rates_of(self._profile, demand.num_cores)
         try:
             if task.window is None:
-                plan = fastest_plan(sizes, demand, work, lanes, dtype=dtype).plan
+                plan = fastest_plan(sizes, demand, work, lanes).plan
             else:
                 plan = make_plan(sizes, demand)
         except BudgetError as error:
             return {"method": method, "status": "out of memory", "reason": str(error)}
-        predicted = simulate(sizes, plan, work, lanes, dtype=dtype)
+        predicted = simulate(sizes, plan, work, lanes)
         row = {
             "method": method,
             "status": "ok",

@@ -139,7 +139,7 @@ def forecast(engine: Any, run: Callable[[], object], policy: str, num_steps: int
     )
     plan = make_plan(now.layout, dataclasses.replace(now.demand, activations=policy))
     rates = measured_rates(spans, EMULATED)
-    predicted = simulate(now.layout, plan, workload, rates, dtype=torch.float32, asynchronous=False)
+    predicted = simulate(now.layout, plan, workload, rates, asynchronous=False)
     return predicted.step_s
 
 

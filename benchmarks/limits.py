@@ -46,12 +46,12 @@ def load_of(task: Task, *, streamed: bool) -> tuple[Traffic, dict[str, float]]:
     attention = 2 * task.layers * task.hidden * task.seq * tokens
     in_blocks = 2.0 * sum(blocks) * tokens + attention
     head = 2.0 * task.vocab * task.hidden * tokens
-    moved = Traffic(
-        states=states_of(DTYPES[task.precision], EXACT, DEFAULT.moments),
+    moved = Traffic.of_parameters(
+        states_of(DTYPES[task.precision], EXACT, DEFAULT.moments),
         micro_batches=task.accumulation,
-        streamed_parameters=sum(blocks) if streamed else 0,
-        trained_parameters=sum(blocks) if streamed else 0,
-        layer_parameters=max(blocks) if streamed else 0,
+        streamed=sum(blocks) if streamed else 0,
+        trained=sum(blocks) if streamed else 0,
+        layer=max(blocks) if streamed else 0,
     )
     again = in_blocks if task.recomputes else 0.0
     return moved, {"forward_flops": in_blocks + head, "recomputed_flops": again}

@@ -397,7 +397,6 @@ class Refinement:
                 demand,
                 measured.workload,
                 measured.rates,
-                dtype=stack.dtype,
                 asynchronous=self._asynchronous,
             ).plan
         except BudgetError:
@@ -522,10 +521,8 @@ class Refinement:
 
     def _step_s(self, plan: Plan, workload: Workload, rates: Rates) -> float:
         """What a step of the plan is predicted to take."""
-        layout, dtype = self._stack.layout, self._stack.dtype
-        return simulate(
-            layout, plan, workload, rates, dtype=dtype, asynchronous=self._asynchronous
-        ).step_s
+        layout = self._stack.layout
+        return simulate(layout, plan, workload, rates, asynchronous=self._asynchronous).step_s
 
     def _advise_chunks(self, workload: Workload, rates: Rates) -> None:
         """Say, in figures, what one batch in chunks would take instead of micro-batches that are
@@ -563,7 +560,6 @@ class Refinement:
                     demand,
                     workload,
                     rates,
-                    dtype=stack.dtype,
                     asynchronous=self._asynchronous,
                 )
                 break

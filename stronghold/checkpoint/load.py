@@ -22,7 +22,7 @@ from stronghold.checkpoint.manifest import OpenTag, TensorRecord, unpack_state
 from stronghold.checkpoint.save import named_groups, persistent_buffers
 from stronghold.errors import CheckpointError, ConfigError, did_you_mean
 from stronghold.model.layout import ParameterSlice
-from stronghold.optim.states import items, join_master
+from stronghold.optim.states import LOW_DTYPE, items, join_master
 from stronghold.runtime.optimizer import EngineOptimizer
 from stronghold.runtime.stack import Stack
 
@@ -87,6 +87,7 @@ class Load:
                             f"{self._path}: {part.name} has the shape {list(record.shape)} there, "
                             f"and {list(part.shape)} in this model"
                         )
+                    self._check_dtype(part, record)
                     found.append((index, k, part, record))
                 elif not (part.name in self.manifest.excluded and not part.trainable):
                     missing.append(part.name)
@@ -104,6 +105,15 @@ class Load:
                     f"{list(buffer.shape)} in this model"
                 )
         return found
+
+    def _check_dtype(self, part: ParameterSlice, record: TensorRecord) -> None:
+        """ConfigError where the values of one dtype say nothing in the other."""
+        made = self._stack.host.formats[part.format]
+        if record.dtype is not made.dtype and not {record.dtype, made.dtype} <= LOW_DTYPE.keys():
+            raise ConfigError(
+                f"{self._path}: {part.name} is {record.dtype} there, and {made.dtype} in this "
+                "model: quantise the model as it was when it was saved"
+            )
 
     def _mismatch(self, missing: list[str], extra: list[str]) -> str:
         there = [*self._records, *self.manifest.buffers]
@@ -201,10 +211,13 @@ class Load:
         host, model = self._stack.host, self._stack.partition.model
         for index, _, part, record in self._found:
             with_master = exact and part.trainable
-            saved = record.dtype, self.manifest.states
-            if saved == (host.states.dtype, host.states.kind):
+            made = host.formats[part.format]
+            states = made.trained if part.trainable else None
+            saved_kind = record.states(self.manifest.states).kind
+            if record.dtype is made.dtype and (states is None or states.kind == saved_kind):
                 self._fill(index, "weights", part, record.weights, record.name)
-                if with_master and record.low is None and host.states.low is torch.float32:
+                is_whole = states is not None and states.low is torch.float32
+                if with_master and record.low is None and is_whole:
                     self._copy_weights_to_low(index, part)
                 elif with_master:
                     self._fill(index, "low", part, record.low, record.name)
@@ -236,12 +249,13 @@ class Load:
         """Read a tensor of a file, or zeros without one, into a parameter's part of an array,
         wherever that lies; one that the layer does not have is left out."""
         host, at, end = self._stack.host, part.offset, part.offset + part.numel
-        if not host.has(index, array):
+        maps = host.layers[index].maps
+        if not host.has(index, array) or not maps[array].has_range(part):
             return
         if file is not None and host.layers[index].on_device:
             whole = host.layers[index].array(array)
             assert whole is not None
-            target = whole[items(array, at, end)]
+            target = host.layers[index].maps[array].view(whole, at, end)
             self._tag.tensors(file).read_into(name, target)
             return
         for own, found in host.pieces(index, (array,), at, end, mode="replace"):
@@ -258,11 +272,13 @@ class Load:
                 found["low"].copy_(found["weights"])
 
     def _moments(self) -> None:
-        states = self._stack.host.states
+        host = self._stack.host
         for index, k, part, record in self._found:
             if part.trainable:
-                self._stack.host.layers[index].counts[k] = record.step
-                if record.moments is not None and self.manifest.states != states.kind:
+                states = host.formats[part.format].trained
+                host.layers[index].counts[k] = record.step
+                saved_kind = record.states(self.manifest.states).kind
+                if record.moments is not None and saved_kind != states.kind:
                     self._convert_moments(index, part, record)
                     continue
                 for array in states.moment_dtypes:
@@ -271,7 +287,8 @@ class Load:
     def _convert_moments(self, index: int, part: ParameterSlice, record: TensorRecord) -> None:
         """Moments of another kind of states: the decoded values, encoded."""
         host, at, end = self._stack.host, part.offset, part.offset + part.numel
-        states, arrays = host.states, tuple(host.states.moment_dtypes)
+        states = host.formats[part.format].trained
+        arrays = tuple(states.moment_dtypes)
         if not all(host.has(index, array) for array in arrays):
             return
         for own, found in host.pieces(index, arrays, at, end, mode="replace"):

@@ -111,6 +111,13 @@ def _one_name(name: str) -> str:
     return name
 
 
+def _storable(value: Any) -> torch.dtype:
+    dtype = DTYPES.get(value) if isinstance(value, str) else value
+    if not isinstance(dtype, torch.dtype) or dtype not in NAMES:
+        raise ValueError(f"expected one of {', '.join(DTYPES)}")
+    return dtype
+
+
 def _floating(value: Any) -> torch.dtype:
     dtype = DTYPES.get(value) if isinstance(value, str) else value
     if not isinstance(dtype, torch.dtype) or dtype not in LOW_DTYPE:
@@ -135,6 +142,7 @@ Name = Annotated[str, Field(min_length=1)]
 FileName = Annotated[str, AfterValidator(_one_name)]
 OptimizerName = Annotated[str, AfterValidator(_optimizer_name)]
 Shape = tuple[Count, ...]
+Storable = Annotated[torch.dtype, PlainValidator(_storable), PlainSerializer(NAMES.__getitem__)]
 Floating = Annotated[torch.dtype, PlainValidator(_floating), PlainSerializer(NAMES.__getitem__)]
 
 
@@ -148,7 +156,7 @@ class TensorRecord(BaseModel):
     name: Name
     aliases: tuple[Name, ...]
     shape: Shape
-    dtype: Floating
+    dtype: Storable
     trainable: bool
     step: Count
     weights: FileName
@@ -158,6 +166,7 @@ class TensorRecord(BaseModel):
 
     def states(self, kind: Kind) -> States:
         """The arrays that hold its training state, with states of `kind`."""
+        kind = kind if self.dtype is torch.bfloat16 else EXACT
         return states_of(self.dtype, kind, optimizer_named(self.optimizer).possible_moments)
 
     @property
@@ -170,6 +179,9 @@ class TensorRecord(BaseModel):
             raise ValueError("expected its name as the first of its aliases")
         if not self.trainable and (self.low or self.moments):
             raise ValueError("expected neither masters nor moments of a frozen parameter")
+        if self.trainable and self.dtype not in LOW_DTYPE:
+            names = ", ".join(NAMES[dtype] for dtype in LOW_DTYPE)
+            raise ValueError(f"expected one of {names} of what trains, got {NAMES[self.dtype]}")
         if self.low and LOW_DTYPE[self.dtype] is None:
             raise ValueError(f"expected no masters beside {NAMES[self.dtype]}")
         return self
@@ -199,7 +211,7 @@ class Manifest(BaseModel):
             raise ValueError(f"counters: {min(missing)} is missing")
         if self.counters[GAS] < 1:
             raise ValueError(f"counters.{GAS}: got {self.counters[GAS]}, expected at least 1")
-        if self.states == LEAN and any(t.dtype is not torch.bfloat16 for t in self.tensors):
+        if self.states == LEAN and self.dtype is not torch.bfloat16:
             raise ValueError("states: expected exact ones of weights that are not bf16")
         names = [alias for tensor in self.tensors for alias in tensor.aliases]
         if repeated := [name for name, count in Counter(names).items() if count > 1]:
@@ -364,10 +376,11 @@ class OpenTag(Closing):
         moments with `state`, and of the buffers, what the manifest says."""
         for record in records:
             self._check_header(record.weights, record.name, record.dtype, record.shape)
-            states = record.states(self.manifest.states)
             if state and record.low is not None:
-                self._check_header(record.low, record.name, states.low, record.shape)
+                low = record.states(self.manifest.states).low
+                self._check_header(record.low, record.name, low, record.shape)
             if state and record.moments is not None:
+                states = record.states(self.manifest.states)
                 for array, dtype in states.moment_dtypes.items():
                     name, shape = f"{array}.{record.name}", shape_of(array, record.shape)
                     self._check_header(record.moments, name, dtype, shape)

@@ -18,7 +18,7 @@ leaves no trace.
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -51,9 +51,10 @@ from stronghold.checkpoint.tensorfile import (
 )
 from stronghold.device.base import Fence, surfacing
 from stronghold.errors import CheckpointError, ConfigError, LaneError
+from stronghold.model.arrays import array_dtype, moment_arrays
 from stronghold.model.layout import ParameterSlice
 from stronghold.optim import DEFAULT
-from stronghold.optim.states import group_size, items
+from stronghold.optim.states import group_size
 from stronghold.plan.schedule import update_order
 from stronghold.runtime.optimizer import EngineOptimizer
 from stronghold.runtime.stack import Stack
@@ -145,8 +146,7 @@ class Save:
                 before = stack.runtime.versions_of(layer)
                 work = partial(self._write_guarded, layer, before=before)
                 # The layer's next update waits for it: a snapshot without a copy.
-                arrays = stack.host.states.dtypes
-                self._jobs.append(lane.submit(name, work, reads=state.records_of(arrays)))
+                self._jobs.append(lane.submit(name, work, reads=state.records_of(state.changed)))
         except BaseException as error:  # what is queued writes nothing more
             self._failure = error
             lane.submit(f"drop {self._tag}", partial(directory.remove, self._hidden))
@@ -230,21 +230,24 @@ class Save:
         stack, layer = self._stack, self._stack.layout.layers[index]
         named = stack.partition.layers[index].parameters
         host, state = stack.host, stack.host.layers[index]
-        has_low = host.has(index, "low")
-        moments = tuple(host.states.moment_dtypes)
-        has_moments = bool(moments) and host.has(index, moments[0])
         optimizers = stack.steps.optimizers_of(state)
+
+        def has(part: ParameterSlice, arrays: Iterable[str]) -> bool:
+            dtypes = host.formats[part.format].trained.dtypes if part.trainable else {}
+            return any(array in dtypes and host.has(index, array) for array in arrays)
+
+        moments = moment_arrays(host.formats)
         return [
             TensorRecord(
                 name=part.name,
                 aliases=named[k].aliases,
                 shape=part.shape,
-                dtype=stack.dtype,
+                dtype=state.sections[k].dtype,
                 trainable=part.trainable,
                 step=state.counts[k],
                 weights=self._file("weights", index),
-                low=self._file("masters", index) if part.trainable and has_low else None,
-                moments=self._file("moments", index) if part.trainable and has_moments else None,
+                low=self._file("masters", index) if has(part, ["low"]) else None,
+                moments=self._file("moments", index) if has(part, moments) else None,
                 optimizer=optimizers.get(k, DEFAULT).name,
             )
             for k, part in enumerate(layer.slices)
@@ -256,8 +259,9 @@ class Save:
 
     def _write_layer(self, index: int) -> None:
         parts = {part.name: part for part in self._stack.layout.layers[index].slices}
-        states = self._stack.host.states
-        kinds = {"weights": ["weights"], "masters": ["low"], "moments": [*states.moment_dtypes]}
+        maps = self._stack.host.layers[index].maps
+        moments = moment_arrays(self._stack.host.formats)
+        kinds = {"weights": ["weights"], "masters": ["low"], "moments": moments}
         for kind, arrays in kinds.items():
             name = self._file(kind, index)
             entries = [
@@ -267,7 +271,7 @@ class Save:
                 for r in self._records[index]
                 if name in (r.weights, r.low, r.moments)
                 for array in arrays
-                if array in states.dtypes
+                if array in maps and maps[array].has_range(parts[r.name])
             ]
             if entries:
                 first = self._team.rank == 0
@@ -277,13 +281,14 @@ class Save:
         """A parameter's part of one array, from where it lies: a slab, or piece by piece from a
         file or the device. Of several ranks each writes its own elements."""
         host, begin, end = self._stack.host, part.offset, part.offset + part.numel
+        state = host.layers[index]
         shape = shape_of(array, part.shape)
-        if host.layers[index].on_device:
-            whole = host.layers[index].array(array)
+        if state.on_device:
+            whole = state.array(array)
             assert whole is not None
-            flat = whole[items(array, begin, end)]
+            flat = state.maps[array].view(whole, begin, end)
             return staged_entry(name, flat.view(shape), self._stack.device.copy_now)
-        dtype = host.states.dtypes[array]
+        dtype = array_dtype(host.formats[part.format], array)
 
         def pieces() -> Iterator[tuple[int, memoryview]]:
             for own, found in host.pieces(index, (array,), begin, end):
@@ -312,7 +317,7 @@ class Save:
         parameters = [part for layer in stack.layout.layers for part in layer.slices]
         Manifest(
             dtype=stack.dtype,
-            states=stack.host.states.kind,
+            states=stack.states.kind,
             counters=self._counters,
             tensors=tuple(records),
             excluded=tuple(part.name for part in parameters if part.name not in kept),

@@ -29,7 +29,6 @@ from stronghold.checkpoint.tensorfile import (
     write_tensors,
 )
 from stronghold.errors import CheckpointError, ConfigError
-from stronghold.memory.layer import view
 from stronghold.runtime.stack import Stack
 
 INDEX = "model.safetensors.index.json"
@@ -47,7 +46,7 @@ def live_weights(stack: Stack, *, exclude_frozen: bool = False) -> dict[str, tor
     for slabs, layer in zip(stack.host.layers, stack.partition.layers, strict=True):
         for part, named in zip(slabs.layout.slices, layer.parameters, strict=True):
             if part.trainable or not exclude_frozen:
-                values = view(slabs.weights, part)
+                values = slabs.maps["weights"].parameter(slabs.weights, part)
                 if slabs.on_device or not values.numel():
                     values = values.to("cpu", copy=True)
                 else:

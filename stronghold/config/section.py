@@ -170,6 +170,12 @@ class StrongholdConfig(_Section):
     enabled: bool = key(
         "Whether this engine is used. With false, DeepSpeed itself runs the program.", default=True
     )
+    dtypes: Literal["cast", "own"] = key(
+        "The dtype in which parameters are trained: cast is DeepSpeed's rule, the config's "
+        "precision for all of them; own is the one with which each came (fp32 adapters or routers "
+        "in a bf16 model). Frozen int8 and float8 weights always keep theirs.",
+        default="cast",
+    )
     states: Literal["exact", "lean"] = key(
         "What the optimizer keeps of a bf16 parameter: exact is an fp32 master and fp32 moments, "
         "with two moments 12 bytes, weight included; lean is a master of 24 bits and 8-bit "

@@ -148,7 +148,7 @@ def inspect(stack: Stack) -> Inspection:
         ),
         is_in_step=stack.runtime.ledger.pending,
         has_trained=host.training,
-        states=host.states,
+        states=stack.states,
         host_bytes=host.allocated_bytes,
         device=stack.device,
         files=store,

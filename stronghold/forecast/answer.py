@@ -196,7 +196,6 @@ def outlook(
             question.demand,
             question.work,
             question.rates,
-            dtype=DTYPES[question.dtype],
             ladders=ladders,
             near=near,
         )
@@ -357,7 +356,8 @@ def _near(question: Question, choice: Choice) -> Forecast | None:
     layout, plan = question.layout, choice.plan
     blocks = set(layout.streamed)
     kept, window = len(plan.resident & blocks), plan.window
-    held = max(1, GIB // max(1, layout.max_numel * DTYPES[question.dtype].itemsize))
+    largest = max((layout.layers[index].numel for index in blocks), default=0)
+    held = max(1, GIB // max(1, largest * DTYPES[question.dtype].itemsize))
     near = [(kept, window), (kept + held, window), (kept, window + held), (kept - 1, window)]
     if question.resident_layers is not None:
         near = near[::2]

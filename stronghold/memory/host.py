@@ -7,21 +7,21 @@ and by autograd's in backward; written by the drain lane (gradients), the update
 masters, moments) and, on several nodes, the exchange lane (weights); read by these, the fetch lane
 and, for checkpoints, the io lane. The fences of `runtime` keep them apart.
 
-[Note: layouts] Per layer, in elements of its `LayerLayout` (one offset serves every array):
-    weights     whole layer, in the compute dtype: the bytes that a fetch copies
+[Note: layouts] Per layer, of elements of its `LayerLayout` (`model.arrays` has where they lie):
+    weights     whole layer, in the dtypes of its ranges: the bytes that a fetch copies
     low, moments, their scales   trainable part: what the optimizer's states name
                 (`stronghold.optim.states`); a scale has one item per group
     accumulated trainable part, fp32: only when micro-batches are added up on the host
-Gradients arrive in entries of the compute dtype: one per layer when the gate holds them back, else
-a small ring.
+Gradients arrive in entries, in the dtypes of the weights: one per layer when the gate holds them
+back, else a small ring.
 
 [Note: lent] An entry that a layer's gradients wait in is empty from the step's updates until its
 backward ends. What the layer's blocks were given waits there meanwhile, where it is computed again
 from that: the entry's record orders both. Its inputs are read before the last of its gradients is
 there, as a rule. Where not (of two graphs one goes backward first), `vacate` moves them before.
 
-[Note: ranks] Of several ranks each holds elements [begin, end) of a layer's trainable part in all
-but the first and in its entries. Weights are the node's (`team.ranks`): they have all elements,
+[Note: ranks] Of several ranks each holds its shares of a layer's trainable ranges in all but the
+first and in its entries. Weights are the node's (`team.ranks`): they have all elements,
 of which this rank updates its own and counts those that it fetches.
 
 [Note: files] An array that the plan spills has no slab: `tiers` says in which file it lies, and
@@ -43,7 +43,7 @@ from stronghold.memory.slab import flush, map_slab
 from stronghold.memory.tiers import Mode, Tiers, Views
 from stronghold.model.layout import ModelLayout, ParameterSlice
 from stronghold.model.partition import WeightSource
-from stronghold.optim.states import items, join_master, num_items
+from stronghold.optim.states import join_master
 
 logger = logging.getLogger("stronghold")
 
@@ -52,8 +52,8 @@ class HostStore:
     """All host state of one engine.
 
     `layers` has every layer of the model; those in `elsewhere` take nothing here: their arrays are
-    the device's (`DeviceStore`). `dtype` is the compute dtype. `ring_entries` gradient entries of
-    the largest trainable layer exist; layers in `held` have an entry of their own, where that is
+    the device's (`DeviceStore`). `ring_entries` gradient entries of the largest trainable layer
+    exist; layers in `held` have an entry of their own, where that is
     not in a file; `accumulate` gives every trainable one an fp32 accumulator. `allocate` makes a
     flat zero tensor of host memory. `tiers` names the arrays that lie in files instead ([Note:
     files]), and which part is this rank's; `shared` are the node's weights ([Note: ranks]).
@@ -62,7 +62,6 @@ class HostStore:
     def __init__(
         self,
         layout: ModelLayout,
-        dtype: torch.dtype,
         device: Device,
         *,
         held: frozenset[int],
@@ -78,8 +77,7 @@ class HostStore:
         self._shared = shared
         self._fills = fills
         self.tiers = tiers
-        self.states, self.shards = self.tiers.states, self.tiers.shards
-        self.dtype = dtype
+        self.formats, self.shards = self.tiers.formats, self.tiers.shards
         self._device = device
         self._held = held
         self._accumulate = accumulate
@@ -88,8 +86,8 @@ class HostStore:
         self.layers = [
             LayerState(
                 layout=layer,
-                weights=torch.empty(0, dtype=dtype),
-                states=self.states,
+                weights=torch.empty(0, dtype=torch.uint8),
+                formats=self.formats,
                 shards=self.shards,
                 on_device=layer.index in elsewhere,
             )
@@ -103,8 +101,8 @@ class HostStore:
         self.training = False
         self._prepared = False
 
-    def _slab(self, numel: int, dtype: torch.dtype, *, pinned: bool) -> torch.Tensor:
-        slab = self.allocate(numel, dtype)
+    def _slab(self, nbytes: int, *, pinned: bool) -> torch.Tensor:
+        slab = self.allocate(nbytes, torch.uint8)
         self._count(slab, pinned=pinned)
         return slab
 
@@ -116,25 +114,28 @@ class HostStore:
             self._pinned[slab.data_ptr()] = slab
 
     def adopt(self, index: int, source: WeightSource | None = None) -> None:
-        """Make the layer's weight slab and copy its parameters into it, cast to `dtype`; those on
-        the meta device are read from `source`."""
+        """Make the layer's weight slab and copy its parameters into it, cast to its dtypes; those
+        on the meta device are read from `source`."""
         state = self.layers[index]
+        weights = state.maps["weights"]
         if self._shared is not None:
             state.weights = self._shared(index)
             for _, (begin, end) in self.shards.fetched(state.layout):
-                self._count(state.weights[begin:end], pinned=True)
+                self._count(state.weights[weights.bytes_of(begin, end)], pinned=True)
             if self._fills:
                 state.fill(state.weights, source)
             return
         if not self.tiers.holds(index, "weights"):
-            state.weights = self._slab(state.layout.numel, self.dtype, pinned=True)
+            state.weights = self._slab(weights.nbytes, pinned=True)
             state.fill(state.weights, source)
             return
         state.weights = self.tiers.mapped(index, "weights")
-        for part, parameter in zip(state.layout.slices, state.parameters, strict=True):
+        for k, (part, parameter) in enumerate(
+            zip(state.layout.slices, state.parameters, strict=True)
+        ):
             values = parameter.detach()
             if parameter.is_meta and source is not None:  # a copy of one parameter at a time
-                values = torch.empty(part.shape, dtype=self.dtype)
+                values = torch.empty(part.shape, dtype=state.sections[k].dtype)
                 source.read_into(parameter, values)
             flat, at = values.reshape(-1), part.offset
             for own, found in self.pieces(index, ("weights",), at, at + part.numel, mode="replace"):
@@ -150,21 +151,18 @@ class HostStore:
             return
         self.training = True
         for state in self._mine:
-            self.make_arrays(state, lambda _, n, dtype: self._slab(n, dtype, pinned=False))
+            self.make_arrays(state, lambda _, nbytes: self._slab(nbytes, pinned=False))
         self._hold()
         self._make_ring(self._ring_entries - len(self._ring))
         self._prepared = True
 
-    def make_arrays(
-        self, state: LayerState, zeros: Callable[[str, int, torch.dtype], torch.Tensor]
-    ) -> None:
-        """Make what the layer needs for training and has not: `zeros(array, numel, dtype)`."""
-        sums = {"accumulated": torch.float32} if self._accumulate else {}
-        for array, dtype in {**self.states.dtypes, **sums}.items():
+    def make_arrays(self, state: LayerState, zeros: Callable[[str, int], torch.Tensor]) -> None:
+        """Make what the layer needs for training and has not: `zeros(array, nbytes)`."""
+        sums = ["accumulated"] if self._accumulate else []
+        for array in (*state.changed, *sums):
             if state.array(array) is None and not self.tiers.holds(state.index, array):
-                numel = num_items(array, state.end - state.begin)
-                state.arrays[array] = zeros(array, numel, dtype)
-            if array == "low" and dtype is torch.float32:
+                state.arrays[array] = zeros(array, state.maps[array].nbytes)
+            if array == "low" and torch.float32 in state.maps["low"].dtypes:
                 self.restart_master(state.index)
 
     def hold(self, layers: frozenset[int], ring_entries: int) -> None:
@@ -178,23 +176,24 @@ class HostStore:
         self._ring_entries = ring_entries
         if self.training:
             self._hold()
-            if any(entry.memory.numel() < self._largest for entry in self._ring):
+            if any(entry.memory.nbytes < self._largest for entry in self._ring):
                 self._drop_ring()
             self._make_ring(ring_entries - len(self._ring))
 
     def _hold(self) -> None:
         for state in self._mine:
             filed = self.tiers.holds(state.index, "gradients")
-            if state.index in self._held and not filed and state.end > state.begin:
+            if state.index in self._held and not filed and state.trains_here:
                 self._own_entry(state)
 
     @property
     def _largest(self) -> int:
-        return max((state.end - state.begin for state in self._mine), default=0)
+        """Bytes of gradients."""
+        return max((state.maps["gradients"].nbytes for state in self._mine), default=0)
 
     def _make_ring(self, num_entries: int) -> None:
         for _ in range(num_entries if self._mine else 0):
-            self._ring.append(Entry(self._slab(self._largest, self.dtype, pinned=True)))
+            self._ring.append(Entry(self._slab(self._largest, pinned=True)))
 
     def _drop_ring(self) -> None:
         self._give_back(*(entry.memory for entry in self._ring))
@@ -210,14 +209,14 @@ class HostStore:
         """The same, for whatever will be away when the gradients come ([Note: lent]); None where
         some have come, or where none will."""
         state, filed = self.layers[index], self.tiers.holds(index, "gradients")
-        never = not state.trained or state.end == state.begin
+        never = not state.trained or not state.trains_here
         if index not in self._held or filed or state.on_device or never or state.arrived:
             return None
         return self._own_entry(state)
 
     def _own_entry(self, state: LayerState) -> Entry:
         if state.held is None:
-            slab = self._slab(state.end - state.begin, self.dtype, pinned=True)
+            slab = self._slab(state.maps["gradients"].nbytes, pinned=True)
             state.held = Entry(slab, state.records["gradients"])
         return state.held
 
@@ -237,41 +236,41 @@ class HostStore:
         self, index: int, arrays: Sequence[str], begin: int, end: int, *, mode: Mode = "read"
     ) -> Iterator[tuple[slice, Views]]:
         """Elements [begin, end) of `arrays`, piece by piece: which of them, counted from `begin`,
-        and flat tensors by name.
+        and flat tensors by name, in the dtypes of the range that has the piece.
 
-        Of several ranks each gets the pieces that are its own. One piece where all lie in slabs.
+        Of several ranks each gets the pieces that are its own. One piece for each range where all
+        lie in slabs. An array that a range does not have is left out of its pieces.
         Tensors are valid until the next piece; "edit" and "replace" make what the caller writes to
         them the arrays' values, and the caller of "replace" writes all of it. The caller has waited
         for the layer's updates.
         """
         filed = [array for array in arrays if self.tiers.holds(index, array)]
         slabs = {a: self._in_memory(index, a) for a in arrays if a not in filed}
-        if not filed and self.shards.num_ranks == 1:
-            found = {a: slab[items(a, begin, end)] for a, slab in slabs.items()}
-            yield slice(0, end - begin), found
-            return
         state = self.layers[index]
-        base = {array: 0 if array == "weights" else state.begin for array in slabs}
-        staged: Iterator[tuple[int, int, Views]]
-        if filed:
-            staged = self.tiers.staged(index, filed, begin, end, mode)
-        else:
-            staged = ((*own, {}) for own in self.shards.within(state.layout, begin, end))
-        for first, last, found in staged:
-            for array, slab in slabs.items():
-                found[array] = slab[items(array, first - base[array], last - base[array])]
-            yield slice(first - begin, last - begin), found
+        for each, span in state.layout.within(begin, end):
+            share = self.shards.of(each)
+            low, high = max(span[0], share[0]), min(span[1], share[1])
+            if low >= high:
+                continue
+            staged: Iterator[tuple[int, int, Views]] = iter([(low, high, {})])
+            if filed:
+                staged = self.tiers.staged(index, filed, low, high, mode)
+            for first, last, views in staged:
+                for array, slab in slabs.items():
+                    if state.maps[array].has(first, last):
+                        views[array] = state.maps[array].view(slab, first, last)
+                yield slice(first - begin, last - begin), views
+
+    def flush(self, index: int) -> None:
+        """New weights were written where the parameters rest: bring them to the file."""
+        if self.tiers.holds(index, "weights"):
+            flush(self.layers[index].weights)
 
     def _in_memory(self, index: int, array: str) -> torch.Tensor:
         slab = self.layers[index].array(array)
         if slab is None:
             raise StateError(f"layer {index} has no array {array!r} in memory")
         return slab
-
-    def flush(self, index: int) -> None:
-        """New weights were written where the parameters rest: bring them to the file."""
-        if self.tiers.holds(index, "weights"):
-            flush(self.layers[index].weights)
 
     def bring_back(self, available_bytes: int) -> None:
         """Move spilled weights to memory of their own, which outlives the store. Where they do not
@@ -296,8 +295,7 @@ class HostStore:
                 state.weights = self._read_back(state)
             except OSError as error:
                 lost[state.layout.name] = error
-                nan = torch.full((1,), torch.nan, dtype=self.dtype)
-                state.weights = nan.expand(state.layout.numel)
+                state.weights = self._nothing(state)
         if lost:
             first = next(iter(lost.values()))
             raise OSError(
@@ -307,10 +305,20 @@ class HostStore:
             ) from first
 
     def _read_back(self, state: LayerState) -> torch.Tensor:
-        numel = state.layout.numel
-        home = self.allocate(numel, self.dtype)
-        for own, found in self.pieces(state.layout.index, ("weights",), 0, numel):
-            home[own].copy_(found["weights"])
+        weights = state.maps["weights"]
+        home = self.allocate(weights.nbytes, torch.uint8)
+        for own, views in self.pieces(state.index, ("weights",), 0, state.layout.numel):
+            weights.view(home, own.start, own.stop).copy_(views["weights"])
+        return home
+
+    def _nothing(self, state: LayerState) -> torch.Tensor:
+        """Weights of a layer that is lost: NaN, or the largest number of a dtype without one."""
+        weights = state.maps["weights"]
+        home = self.allocate(weights.nbytes, torch.uint8)
+        for section in weights.sections:
+            floating = section.dtype.is_floating_point
+            lost = torch.nan if floating else torch.iinfo(section.dtype).max
+            weights.view(home, section.begin, section.end).fill_(lost)
         return home
 
     def _master_arrays(self, index: int) -> tuple[str, ...]:
@@ -323,7 +331,7 @@ class HostStore:
         left = state.arrays
         held = [state.held.memory] if state.held is not None else []
         self._give_back(*state.all_arrays().values(), *held)
-        state.weights = torch.empty(0, dtype=self.dtype)
+        state.weights = torch.empty(0, dtype=torch.uint8)
         state.arrays = {}
         state.held = None
         state.on_device = True
@@ -342,7 +350,7 @@ class HostStore:
         the values of `arrays`, which `copy(target, source)` brings."""
         state = self.layers[index]
         for name, array in arrays.items():
-            slab = self._slab(array.numel(), array.dtype, pinned=name == "weights")
+            slab = self._slab(array.nbytes, pinned=name == "weights")
             copy(slab, array)
             state.replace_array(name, slab)
         state.on_device = False
@@ -372,7 +380,7 @@ class HostStore:
         at = part.offset + begin
         arrays = self._master_arrays(index)
         for own, found in self.pieces(index, arrays, at, at + master.numel(), mode="replace"):
-            weights, low = self.states.split(master[own])
+            weights, low = self.formats[part.format].trained.split(master[own])
             found["weights"].copy_(weights)
             if low is not None:
                 found["low"].copy_(low)
@@ -383,17 +391,20 @@ class HostStore:
         if not self.has(index, "low"):
             return
         layout = self.layers[index].layout
-        ranges = [(0, layout.trainable_numel)]
+        spans = [each.span for each in layout.trainable_ranges]
         if positions is not None:
             parts = [layout.slices[k] for k in sorted(positions) if layout.slices[k].trainable]
-            ranges = [(part.offset, part.offset + part.numel) for part in parts]
-        for begin, end in ranges:
-            if self.dtype is torch.bfloat16:
-                for _, found in self.pieces(index, ("low",), begin, end, mode="replace"):
-                    found["low"].zero_()
-                continue
-            for _, found in self.pieces(index, ("weights", "low"), begin, end, mode="edit"):
-                found["low"].copy_(found["weights"])
+            spans = [(part.offset, part.offset + part.numel) for part in parts]
+        for span in spans:
+            for each, (begin, end) in layout.within(*span):
+                low = self.formats[each.format].trained.low
+                if low is torch.float32:  # the master itself
+                    arrays: tuple[str, ...] = ("weights", "low")
+                    for _, views in self.pieces(index, arrays, begin, end, mode="edit"):
+                        views["low"].copy_(views["weights"])
+                elif low is not None:  # a remainder
+                    for _, views in self.pieces(index, ("low",), begin, end, mode="replace"):
+                        views["low"].zero_()
 
     def close(self) -> None:
         """Unregister and drop every slab; parameters that are views keep their memory alive
@@ -403,7 +414,7 @@ class HostStore:
         self._pinned.clear()
         self._ring.clear()
         for state in self.layers:
-            state.weights = torch.empty(0, dtype=self.dtype)
+            state.weights = torch.empty(0, dtype=torch.uint8)
             state.arrays = {}
             state.held = None
 
@@ -421,18 +432,18 @@ class DeviceStore:
 
     def __init__(self, host: HostStore, device: Device) -> None:
         self._host, self._device = host, device
-        self._dtype, self._allocate = host.dtype, host.allocate
+        self._allocate = host.allocate
         self._training = self._away = False
         self.layers = [state for state in host.layers if state.on_device]
         for state in self.layers:
             name = f"weights of {state.layout.name or 'the root'}"
-            state.weights = device.allocate(state.layout.numel, self._dtype, name)
+            state.weights = device.allocate(state.maps["weights"].nbytes, torch.uint8, name)
 
     def adopt(self, index: int, source: WeightSource | None = None) -> None:
-        """Copy the layer's parameters into its weights, cast to their dtype, through host memory of
+        """Copy the layer's parameters into its weights, cast to its dtypes, through host memory of
         one layer; those on the meta device are read from `source`."""
         state = self._host.layers[index]
-        passing = self._allocate(state.layout.numel, self._dtype)
+        passing = self._allocate(state.maps["weights"].nbytes, torch.uint8)
         state.fill(passing, source)
         self._device.copy_now(state.weights, passing)
 
@@ -445,7 +456,7 @@ class DeviceStore:
         state.weights = weights
         for name, array in left.items():
             if name == "accumulated" and not state.arrived:  # there is no sum
-                state.arrays[name] = self._zeros(name, array.numel(), array.dtype)
+                state.arrays[name] = self._zeros(name, array.nbytes)
             else:
                 state.arrays[name] = self._moved(array, purpose_of(name))
         self.layers.append(state)
@@ -460,7 +471,7 @@ class DeviceStore:
         self.layers.remove(state)
 
     def _moved(self, array: torch.Tensor, purpose: str) -> torch.Tensor:
-        there = self._device.allocate(array.numel(), array.dtype, purpose)
+        there = self._device.allocate(array.nbytes, torch.uint8, purpose)
         self._device.copy_now(there, array)
         return there
 
@@ -472,15 +483,15 @@ class DeviceStore:
             self._host.make_arrays(state, self._zeros)
         self._training = True
 
-    def _zeros(self, array: str, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        return self._device.allocate(numel, dtype, purpose_of(array)).zero_()
+    def _zeros(self, array: str, nbytes: int) -> torch.Tensor:
+        return self._device.allocate(nbytes, torch.uint8, purpose_of(array)).zero_()
 
     def leave(self) -> None:
         """Between two steps: every array goes to host memory, until `come_back`."""
         self._away = True
         for state in self.layers:
             for name, array in state.all_arrays().items():
-                there = self._allocate(array.numel(), array.dtype)
+                there = self._allocate(array.nbytes, torch.uint8)
                 self._device.copy_now(there, array)
                 state.replace_array(name, there)
                 self._device.release(array)
@@ -498,7 +509,7 @@ class DeviceStore:
             if self._away:
                 state.arrays = {}
                 continue
-            weights = self._allocate(state.layout.numel, self._dtype)
+            weights = self._allocate(state.weights.nbytes, torch.uint8)
             self._device.copy_now(weights, state.weights)
             self._device.release(*state.all_arrays().values())
             state.weights = weights

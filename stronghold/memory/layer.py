@@ -22,14 +22,10 @@ from torch import nn
 
 from stronghold.device.base import Record
 from stronghold.errors import StateError
-from stronghold.model.layout import LayerLayout, ParameterSlice, Shards
+from stronghold.model.arrays import Map, Section, array_maps, state_arrays
+from stronghold.model.layout import LayerLayout, ParameterSlice, Shards, Span
 from stronghold.model.partition import WeightSource
-from stronghold.optim.states import States
-
-
-def view(flat: torch.Tensor, part: ParameterSlice) -> torch.Tensor:
-    """The parameter's own shape inside its layer's flat array."""
-    return flat[part.offset : part.offset + part.numel].view(part.shape)
+from stronghold.optim.states import Formats
 
 
 @dataclass(slots=True, eq=False)
@@ -51,7 +47,7 @@ class Ring(deque[Entry]):
 
 @dataclass(slots=True, eq=False)
 class Slot:
-    """Device room for one layer's weights; `layer`: which one is in it, or on its way."""
+    """Device room for one layer's weights, as bytes; `layer`: which one is in it, or on its way."""
 
     weights: torch.Tensor
     layer: int | None = None
@@ -60,10 +56,10 @@ class Slot:
 
 @dataclass(slots=True, eq=False)
 class GradientSlot:
-    """Device room for one layer's gradients in the compute dtype; `arrived` names the parameters
-    that are in it, `writers` the compute lane's streams that may write it. `held`: gathering is
-    over, and the gradients stay until the step ends. `sums`: room for fp32 sums of chunks;
-    `summing`: by position, where those of the running call are, until they are rounded. `is_spare`:
+    """Device room for one layer's gradients, as bytes that lie as those of its weights; `arrived`
+    names the parameters that are in it, `writers` the compute lane's streams that may write it. `held`: gathering is
+    over, and the gradients stay until the step ends. `sums`: room for fp32 sums of chunks, an
+    item for each element; `summing`: by position, where those of the running call are, until they are rounded. `is_spare`:
     no slot of the plan's, but memory of torch's, without an owner once the gradients have left."""
 
     gradients: torch.Tensor
@@ -77,28 +73,39 @@ class GradientSlot:
     record: Record = field(default_factory=Record)
     _views: dict[tuple[Any, ...], torch.Tensor] = field(default_factory=dict)
 
-    def view(self, part: ParameterSlice) -> torch.Tensor:
+    def view(self, state: LayerState, position: int) -> torch.Tensor:
         """The place of a parameter's gradient; layers are alike, so that each is made once."""
-        return self._view(self.gradients, part)
+        part, section = state.layout.slices[position], state.sections[position]
+        key = True, section.byte_of(part.offset), section.dtype, part.shape
+        found = self._views.get(key)
+        if found is None:
+            found = self._views[key] = state.maps["weights"].parameter(self.gradients, part)
+        return found
 
-    def sum_of(self, position: int, part: ParameterSlice) -> torch.Tensor:
+    def sum_of(self, state: LayerState, position: int) -> torch.Tensor:
         """The place of a parameter's fp32 sum over the chunks of one call: apart from what other
         calls gave."""
-        if self.gradients.dtype is torch.float32 and position not in self.arrived:
-            return self.view(part)
+        if state.sections[position].dtype is torch.float32 and position not in self.arrived:
+            return self.view(state, position)
         if self.sums is None:  # what comes twice in a step is rare, and not planned
-            self.sums = torch.empty_like(self.gradients, dtype=torch.float32)
-        return self._view(self.sums, part)
+            numel = state.layout.trainable_numel
+            self.sums = torch.empty(numel, dtype=torch.float32, device=self.gradients.device)
+        part = state.layout.slices[position]
+        key = False, part.offset, torch.float32, part.shape
+        found = self._views.get(key)
+        if found is None:
+            flat = self.sums[part.offset : part.offset + part.numel]
+            found = self._views[key] = flat.view(part.shape)
+        return found
 
-    def round_sums(self, slices: Sequence[ParameterSlice]) -> None:
+    def round_sums(self, state: LayerState) -> None:
         """The call's sums are complete: round them, and add them to what other calls gave."""
-        if not self.arrived and self.gradients.dtype is not torch.float32 and self.summing:
-            assert self.sums is not None
-            self.gradients.copy_(self.sums)
-            self.arrived.update(self.summing)
-            self.summing.clear()
+        if not self.arrived and self.summing:
+            for section in state.maps["weights"].sections:
+                if section.begin < state.layout.trainable_numel and self.sums is not None:
+                    self._round_section(state, section)
         for position, total in self.summing.items():
-            place = self.view(slices[position])
+            place = self.view(state, position)
             if position in self.arrived:
                 place.add_(total.to(place.dtype))
             elif total is not place:
@@ -106,12 +113,17 @@ class GradientSlot:
             self.arrived.add(position)
         self.summing.clear()
 
-    def _view(self, flat: torch.Tensor, part: ParameterSlice) -> torch.Tensor:
-        place = flat is self.gradients, part.offset, part.shape
-        found = self._views.get(place)
-        if found is None:
-            found = self._views[place] = view(flat, part)
-        return found
+    def _round_section(self, state: LayerState, section: Section) -> None:
+        """One rounding for all parameters of a section, where none had come before."""
+        if section.dtype is torch.float32:
+            return
+        assert self.sums is not None
+        place = state.maps["weights"].view(self.gradients, section.begin, section.end)
+        place.copy_(self.sums[section.begin : section.end])
+        done = [k for k in self.summing if state.sections[k] is section]
+        self.arrived.update(done)
+        for position in done:
+            del self.summing[position]
 
 
 # What has a record beside the arrays of the states. "norms": sums of squares of gradients.
@@ -147,17 +159,18 @@ class Place(NamedTuple):
 
 @dataclass(slots=True, eq=False, repr=False)
 class LayerState:
-    """One layer, whose trained parameters have `states`.
+    """One layer, whose ranges have `formats`.
 
-    `weights` has the whole layer. `arrays` has what only training needs, by name: what `states`
-    names beside the weights, and "accumulated", fp32 sums over micro-batches. An array is there
-    from the first backward on, unless it lies in a file. It is a slab on the host, or `on_device`,
-    where the layer is updated. It has the elements [begin, end) of the layer: this rank's of
-    `shards`. `held`: its gradients in an entry of its own, until its update."""
+    Arrays are bytes; `maps` has where the elements of each lie. `weights` has the whole layer.
+    `arrays` has what only training needs, by name: what the states of its ranges name beside the
+    weights, and "accumulated", fp32 sums over micro-batches. An array is there from the first
+    backward on, unless it lies in a file. It is a slab on the host, or `on_device`, where the layer
+    is updated. It has this rank's `shares` of the layer's trainable ranges. `held`: its gradients
+    in an entry of its own, until its update."""
 
     layout: LayerLayout
     weights: torch.Tensor
-    states: States
+    formats: Formats
     shards: Shards
     on_device: bool = False
     arrays: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -193,15 +206,29 @@ class LayerState:
     square_sums: dict[int, float] = field(default_factory=dict)  # of them, by position
     kept: dict[int, torch.Tensor] = field(default_factory=dict)  # where no slot gathers them
     applied: bool = False  # updated before the gate
-    begin: int = field(init=False)
-    end: int = field(init=False)
-    _own: tuple[slice, ...] = field(init=False)  # of each parameter
+    maps: dict[str, Map] = field(init=False)
+    changed: tuple[str, ...] = field(init=False)  # the arrays that a step writes
+    sections: tuple[Section, ...] = field(init=False)  # of the weights, by position
+    shares: tuple[Span, ...] = field(init=False)
+    _elements: tuple[Span, ...] = field(init=False)  # of each parameter, this rank's
 
     def __post_init__(self) -> None:
-        names = (*self.states.dtypes, *FURTHER_RECORDS)
-        self.records = {name: Record() for name in names}
-        self.begin, self.end = self.shards.trained(self.layout)
-        self._own = tuple(part.within(self.begin, self.end) for part in self.layout.slices)
+        slices = self.layout.slices
+        self.changed = state_arrays(self.layout, self.formats)
+        self.records = {name: Record() for name in (*self.changed, *FURTHER_RECORDS)}
+        self.maps = array_maps(self.layout, self.formats, self.shards)
+        self.shares = self.shards.trained(self.layout)
+        weights = self.maps["weights"]
+        self.sections = tuple(weights.sections[part.range] for part in slices)
+        self._elements = tuple(self._elements_of(part) for part in slices)
+
+    def _elements_of(self, part: ParameterSlice) -> Span:
+        """The elements of a parameter that this rank updates; none of a frozen one."""
+        for begin, end in self.shares:
+            first, last = max(begin, part.offset), min(end, part.offset + part.numel)
+            if first < last:
+                return first, last
+        return part.offset, part.offset
 
     def __repr__(self) -> str:
         weights = "updated on the device" if self.on_device else self.residency.value
@@ -242,13 +269,14 @@ class LayerState:
         self.residency = to
 
     def fill(self, weights: torch.Tensor, source: WeightSource | None) -> None:
-        """Copy its parameters into `weights`, flat in host memory, cast to their dtype; those on
+        """Copy its parameters into `weights`, bytes of host memory, cast to its dtypes; those on
         the meta device are read from `source`."""
         for part, parameter in zip(self.layout.slices, self.parameters, strict=True):
+            place = self.maps["weights"].parameter(weights, part)
             if parameter.is_meta and source is not None:
-                source.read_into(parameter, view(weights, part))
+                source.read_into(parameter, place)
             else:
-                view(weights, part).copy_(parameter.detach())
+                place.copy_(parameter.detach())
 
     @property
     def gradients(self) -> torch.Tensor | None:
@@ -293,11 +321,33 @@ class LayerState:
         self.kept.clear()
         self.square_sums = {}  # anew: what is queued may still write to the old one
 
-    def own(self, positions: Iterable[int]) -> Iterator[tuple[int, slice]]:
-        """The elements of each parameter that this rank has, counted from the first one of its
-        range; an empty slice where it has none."""
-        return ((k, self._own[k]) for k in sorted(positions))
+    @property
+    def trains_here(self) -> bool:
+        """Whether this rank updates any of it."""
+        return self.maps["gradients"].nbytes > 0
+
+    def elements(self, positions: Iterable[int]) -> Iterator[tuple[int, int, int]]:
+        """(position, begin, end): the elements of each parameter that this rank updates; begin is
+        end where it has none."""
+        return ((k, *self._elements[k]) for k in sorted(positions))
+
+    def step_bytes(self, positions: Iterable[int], *, summed: bool = False) -> float:
+        """Bytes that a step of these parameters reads and writes on this rank, with gradients of
+        the weights' dtype or, `summed`, in fp32."""
+        total = 0.0
+        for k, begin, end in self.elements(positions):
+            made = self.formats[self.layout.slices[k].format]
+            dtype = torch.float32 if summed else made.dtype
+            total += made.trained.update_bytes(dtype) * (end - begin)
+        return total
+
+    def gradient_bytes(self, positions: Iterable[int]) -> int:
+        """Of the gradients of these parameters on this rank, in the weights' dtypes."""
+        return sum(
+            (end - begin) * self.sections[k].dtype.itemsize
+            for k, begin, end in self.elements(positions)
+        )
 
     def numel_of(self, positions: Iterable[int]) -> int:
-        """How many elements these are."""
-        return sum(self._own[k].stop - self._own[k].start for k in positions)
+        """How many elements of these parameters this rank updates."""
+        return sum(end - begin for _, begin, end in self.elements(positions))

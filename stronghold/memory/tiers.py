@@ -4,9 +4,9 @@ Owns the entries of the staging ring and the lock of the one that serves checkpo
 what spills (the plan does) nor when a piece moves (`runtime` does). The training thread makes it;
 `begin` is called by lanes, `staged` by the training thread and the io lane.
 
-[Note: a piece] One entry holds elements [begin, end) of several arrays of one layer, one array
-after the other. Layers are padded to the layout's `page_numel` elements and pieces are cut at its
-multiples, so that every array's part begins and ends on a page, whatever its element size and
+[Note: a piece] One entry holds elements [begin, end) of several arrays of one range of a layer, one
+array after the other. Ranges are padded to the layout's `page_numel` elements and pieces are cut at
+its multiples, so that every array's part begins and ends on a page, whatever its element size and
 however many elements have one item together.
 """
 
@@ -25,8 +25,9 @@ from stronghold.device.base import Device, Fence, Lane, Record, dependences, sub
 from stronghold.memory.layer import Entry, LayerState, Ring
 from stronghold.memory.nvme import Extent, NvmeStore, Verb, lay_out
 from stronghold.memory.slab import map_slab
-from stronghold.model.layout import LayerLayout, ModelLayout, Shards
-from stronghold.optim.states import States, items, num_items
+from stronghold.model.arrays import array_maps, file_order
+from stronghold.model.layout import ModelLayout, Shards
+from stronghold.optim.states import Formats, items
 
 Mode = Literal["read", "edit", "replace"]
 Views = dict[str, torch.Tensor]
@@ -136,7 +137,7 @@ class Tiers:
     def __init__(
         self,
         layout: ModelLayout,
-        states: States,
+        formats: Formats,
         store: NvmeStore | NullStore | None = None,
         spilled: Sequence[frozenset[str]] = (),
         *,
@@ -147,8 +148,8 @@ class Tiers:
         self._layers = layout.layers
         self._page_numel = layout.page_numel
         self.shards = shards or Shards()
-        self.states = states
-        self._dtypes = array_dtypes(states)
+        self.formats = formats
+        self._maps = [array_maps(layer, formats, self.shards) for layer in layout.layers]
         self.store = store or NullStore((), ring_bytes=0, piece_bytes=0)
         missing = [frozenset[str]()] * (len(layout.layers) - len(spilled))
         self._spilled = (*spilled, *missing)
@@ -165,52 +166,71 @@ class Tiers:
 
     def spilled(self, layer: int) -> tuple[str, ...]:
         """The layer's arrays that lie in files, always in one order."""
-        return tuple(array for array in file_order(self.states) if array in self._spilled[layer])
+        order = file_order(self._layers[layer], self.formats)
+        return tuple(array for array in order if array in self._spilled[layer])
 
     # -- pieces -----------------------------------------------------------------------------------
-    def _range(self, layer: int, arrays: Sequence[str]) -> tuple[int, int]:
-        """The elements of these arrays that the store has."""
-        if tuple(arrays) == ("weights",):
-            return 0, self._layers[layer].numel
-        return self.shards.trained(self._layers[layer])
-
     def cuts(
         self, layer: int, arrays: Sequence[str], begin: int = 0, end: int | None = None
     ) -> Iterator[tuple[int, int]]:
-        """Ranges of elements, each no more than an entry holds, that cover [begin, end) of the
-        layer (all of it that these arrays have here) at multiples of `page_numel`."""
-        first, last = self._range(layer, arrays)
+        """Spans of elements, each of one range and no more than an entry holds, that cover
+        [begin, end) of the layer (all of it that these arrays have here) at multiples of
+        `page_numel`."""
         page = self._page_numel
-        end = last if end is None else min(last, -(-end // page) * page)
-        step = self.store.piece_bytes // self.nbytes(arrays, page) * page
-        at = max(first, begin // page * page)
-        while at < end:
-            yield at, min(at + step, end)
-            at += step
+        stop = self._layers[layer].numel if end is None else end
+        for low, high in self._spans(layer, arrays):
+            first, last = max(low, begin // page * page), min(high, -(-stop // page) * page)
+            if first >= last:
+                continue
+            step = self.store.piece_bytes // self.nbytes(layer, arrays, low, low + page) * page
+            while first < last:
+                yield first, min(first + step, last)
+                first += step
 
-    def views(self, memory: torch.Tensor, arrays: Sequence[str], numel: int) -> Views:
-        """Where `numel` elements of each array lie in an entry ([Note: a piece])."""
-        found: Views = {}
+    def _spans(self, layer: int, arrays: Sequence[str]) -> Iterator[tuple[int, int]]:
+        """The elements that the store has of these arrays: of the weights alone every range's, else
+        this rank's shares of those that train and have one of the arrays."""
+        of_layer, maps = self._layers[layer], self._maps[layer]
+        if tuple(arrays) == ("weights",):
+            yield from (each.span for each in of_layer.ranges if each.begin < each.end)
+            return
+        for begin, end in self.shards.trained(of_layer):
+            if begin < end and any(maps[array].has(begin, end) for array in arrays):
+                yield begin, end
+
+    def views(
+        self, memory: torch.Tensor, layer: int, arrays: Sequence[str], begin: int, end: int
+    ) -> Views:
+        """Where elements [begin, end) of each array lie in an entry ([Note: a piece]). An array
+        that their range does not have is left out."""
+        made: Views = {}
         at = 0
         for array in arrays:
-            dtype = self._dtypes[array]
-            nbytes = num_items(array, numel) * dtype.itemsize
-            found[array] = memory[at : at + nbytes].view(dtype)
+            of_array = self._maps[layer][array]
+            if not of_array.has(begin, end):
+                continue
+            lies = of_array.bytes_of(begin, end)
+            nbytes = lies.stop - lies.start
+            made[array] = memory[at : at + nbytes].view(of_array.section(begin, end).dtype)
             at += nbytes
-        return found
+        return made
 
-    def nbytes(self, arrays: Sequence[str], numel: int) -> int:
+    def nbytes(self, layer: int, arrays: Sequence[str], begin: int, end: int) -> int:
         """Bytes of a piece."""
-        return sum(num_items(array, numel) * self._dtypes[array].itemsize for array in arrays)
+        total = 0
+        for array in arrays:
+            if self._maps[layer][array].has(begin, end):
+                lies = self._maps[layer][array].bytes_of(begin, end)
+                total += lies.stop - lies.start
+        return total
 
-    def begin(self, verb: Verb, layer: int, begin: int, views: Views) -> Wait:
-        """Begin to read elements from `begin` on of each array, or to write them. What it returns
-        waits until none of it is in flight, also when it failed; `OSError` names file, offset and
+    def begin(self, verb: Verb, layer: int, begin: int, end: int, views: Views) -> Wait:
+        """Begin to read elements [begin, end) of each array, or to write them. The result waits
+        until none of it is in flight, also when it failed; `OSError` names file, offset and
         length."""
         with contextlib.ExitStack() as started:
             for array, memory in views.items():
-                at = begin - self._range(layer, [array])[0]
-                first = num_items(array, at) * memory.element_size()
+                first = self._maps[layer][array].bytes_of(begin, end).start
                 extent = self.store.extent(layer, array)
                 started.callback(self.store.submit(verb, extent, first, memory).wait)
             return started.pop_all().close
@@ -230,14 +250,14 @@ class Tiers:
     ) -> Views:
         """Queue a read of elements [begin, end) of `arrays` into `entry`: on the lane `verb`, which
         is "stage" for a fetch. Returns where they will lie."""
-        views = self.views(entry.memory, arrays, end - begin)
+        views = self.views(entry.memory, state.index, arrays, begin, end)
         self._transfers[verb].submit(
             device.lane(verb),
             f"{verb}{what} {state.index}",
-            partial(self.begin, "read", state.index, begin, views),
+            partial(self.begin, "read", state.index, begin, end, views),
             reads=state.records_of(arrays),
             writes=(entry.record,),
-            nbytes=self.nbytes(arrays, end - begin),
+            nbytes=self.nbytes(state.index, arrays, begin, end),
         )
         return views
 
@@ -246,18 +266,19 @@ class Tiers:
         device: Device,
         layer: int,
         begin: int,
+        end: int,
         views: Views,
         entry: Entry,
         after: Sequence[Fence],
         *,
         what: str = "",
     ) -> Fence:
-        """Queue the write of `views`, elements from `begin` on that lie in `entry`, to the files
+        """Queue the write of `views`, elements [begin, end) that lie in `entry`, to the files
         that may be written after `after`."""
         return self._transfers["spill"].submit(
             device.lane("spill"),
             f"spill{what} {layer}",
-            partial(self.begin, "write", layer, begin, views),
+            partial(self.begin, "write", layer, begin, end, views),
             after,
             reads=(entry.record,),
             nbytes=sum(view.nbytes for view in views.values()),
@@ -278,10 +299,10 @@ class Tiers:
         memory = self._other if mine else map_slab(len(self._other), torch.uint8)
         try:
             for low, high in self.cuts(layer, arrays, begin, end):
-                views = self.views(memory, arrays, high - low)
+                views = self.views(memory, layer, arrays, low, high)
                 first, last = max(begin, low), min(end, high)
                 if mode != "replace":
-                    self.begin("read", layer, low, views)()
+                    self.begin("read", layer, low, high, views)()
                 if mode == "replace" and first > low:  # of pages that are not replaced as a whole
                     self._load_page(layer, low, 0, views)
                 if mode == "replace" and last < high:
@@ -292,47 +313,30 @@ class Tiers:
                     {a: view[items(a, first - low, last - low)] for a, view in views.items()},
                 )
                 if mode != "read":
-                    self.begin("write", layer, low, views)()
+                    self.begin("write", layer, low, high, views)()
         finally:
             if mine:
                 self._staged.release()
 
     def _load_page(self, layer: int, low: int, at: int, views: Views) -> None:
-        page = {a: view[items(a, at, at + self._page_numel)] for a, view in views.items()}
-        self.begin("read", layer, low + at, page)()
+        end = at + self._page_numel
+        page = {a: view[items(a, at, end)] for a, view in views.items()}
+        self.begin("read", layer, low + at, low + end, page)()
 
     def mapped(self, layer: int, array: str) -> torch.Tensor:
-        """The array's pages in the page cache, as a flat tensor ([Note: coherence] of
-        `slab`)."""
-        return self.store.mapped(self.store.extent(layer, array)).view(self._dtypes[array])
-
-
-def array_dtypes(states: States) -> dict[str, torch.dtype]:
-    """The element type of every array that a layer can have."""
-    return {**states.dtypes, "gradients": states.dtype, "accumulated": torch.float32}
-
-
-def file_order(states: States) -> tuple[str, ...]:
-    """The arrays in the order in which they lie in files: what an update reads lies together."""
-    return (*states.moment_dtypes, "low", "weights", "gradients", "accumulated")
+        """The array's pages in the page cache, as bytes ([Note: coherence] of `slab`)."""
+        return self.store.mapped(self.store.extent(layer, array))
 
 
 def extent_requests(
-    layout: ModelLayout,
-    states: States,
-    spilled: Sequence[frozenset[str]],
-    num_ranks: int = 1,
+    layout: ModelLayout, formats: Formats, spilled: Sequence[frozenset[str]], shards: Shards
 ) -> list[Extent]:
-    """The extents of all that spills, layer by layer. Of several ranks each has an equal part."""
-    dtypes = array_dtypes(states)
-
-    def nbytes(layer: LayerLayout, array: str) -> int:
-        numel = layer.numel if array == "weights" else layer.trainable_numel
-        return num_items(array, numel // num_ranks) * dtypes[array].itemsize
-
-    return [
-        Extent(layer=layer.index, array=array, nbytes=nbytes(layer, array))
-        for layer, arrays in zip(layout.layers, spilled, strict=False)  # shorter: nothing after
-        for array in file_order(states)
-        if array in arrays
-    ]
+    """The extents of all that spills, layer by layer. Of several ranks each has its shares."""
+    requests = []
+    for layer, arrays in zip(layout.layers, spilled, strict=False):  # shorter: nothing after
+        maps = array_maps(layer, formats, shards)
+        for array in file_order(layer, formats):
+            if array in arrays:
+                nbytes = maps[array].nbytes
+                requests.append(Extent(layer=layer.index, array=array, nbytes=nbytes))
+    return requests

@@ -27,7 +27,6 @@ class Window:
     def __init__(
         self,
         device: Device,
-        dtype: torch.dtype,
         layers: Sequence[LayerState],
         *,
         resident: frozenset[int],
@@ -38,17 +37,16 @@ class Window:
     ) -> None:
         streamed = [state for state in layers if state.index not in resident]
         self._device = device
-        self._dtype = dtype
-        self._sums = sums and dtype is not torch.float32
+        self._sums = sums
         self._layers = layers
         self.num_gradient_slots = num_gradient_slots
         self._own_gradients = own_gradients
-        self._gradient_numel = max(
-            (s.layout.trainable_numel for s in layers if s.index not in own_gradients), default=0
-        )
-        numel = max((state.layout.numel for state in streamed), default=0)
+        sharing = [state for state in layers if state.index not in own_gradients]
+        self._gradient_bytes = max(map(slot_gradient_bytes, sharing), default=0)
+        self._sum_numel = max(map(slot_sum_numel, sharing), default=0)
+        nbytes = max((state.maps["weights"].nbytes for state in streamed), default=0)
         self._slots = [
-            self._slot(numel, f"weight slot {i}") for i in range(num_slots if streamed else 0)
+            self._slot(nbytes, f"weight slot {i}") for i in range(num_slots if streamed else 0)
         ]
         self._gradient_slots: list[GradientSlot] = []
         self._own = [s for s in layers if s.index in resident and not s.on_device]
@@ -56,36 +54,35 @@ class Window:
             state.slot = state.gathering = state.own_gradients = None
             state.residency = Residency.HOST
         for state in self._own:
-            state.slot = self._slot(state.layout.numel, f"weights of {state.layout.name}")
+            state.slot = self._slot(state.maps["weights"].nbytes, f"weights of {state.layout.name}")
             state.slot.layer = state.index
         self._prepared = False
 
-    def _slot(self, numel: int, purpose: str) -> Slot:
-        return Slot(self._device.allocate(numel, self._dtype, purpose))
+    def _slot(self, nbytes: int, purpose: str) -> Slot:
+        return Slot(self._device.allocate(nbytes, torch.uint8, purpose))
 
-    def _gradient_slot(self, numel: int, purpose: str, *, sums: bool) -> GradientSlot:
-        gradients = self._device.allocate(numel, self._dtype, purpose)
-        if not sums:
+    def _gradient_slot(self, nbytes: int, sum_numel: int, purpose: str) -> GradientSlot:
+        gradients = self._device.allocate(nbytes, torch.uint8, purpose)
+        if not sum_numel:
             return GradientSlot(gradients)
         return GradientSlot(
-            gradients, self._device.allocate(numel, torch.float32, f"sums, {purpose}")
+            gradients, self._device.allocate(sum_numel, torch.float32, f"sums, {purpose}")
         )
 
     def prepare_training(self) -> None:
         """Make the gradient slots at the first backward; goes on where an interrupt ended it."""
         if self._prepared:
             return
-        while self._gradient_numel and len(self._gradient_slots) < self.num_gradient_slots:
+        while self._gradient_bytes and len(self._gradient_slots) < self.num_gradient_slots:
             name = f"gradient slot {len(self._gradient_slots)}"
-            self._gradient_slots.append(
-                self._gradient_slot(self._gradient_numel, name, sums=self._sums)
-            )
+            sum_numel = self._sum_numel if self._sums else 0
+            self._gradient_slots.append(self._gradient_slot(self._gradient_bytes, sum_numel, name))
         for state in self._layers:
-            numel = state.layout.trainable_numel
-            if state.index in self._own_gradients and numel and state.own_gradients is None:
+            nbytes = slot_gradient_bytes(state)
+            if state.index in self._own_gradients and nbytes and state.own_gradients is None:
                 name = f"gradients of resident layer {state.index}"
-                sums = self._sums and state.layout.streamed
-                state.own_gradients = self._gradient_slot(numel, name, sums=sums)
+                sum_numel = slot_sum_numel(state) if self._sums and state.layout.streamed else 0
+                state.own_gradients = self._gradient_slot(nbytes, sum_numel, name)
         self._prepared = True
 
     def start_again(self) -> None:
@@ -232,3 +229,17 @@ class Window:
         self._slots.clear()
         self._own.clear()
         self._gradient_slots.clear()
+
+
+def slot_gradient_bytes(state: LayerState) -> int:
+    """What a slot needs for the layer's gradients, of all ranks."""
+    trainable = state.layout.trainable_numel
+    return sum(s.nbytes for s in state.maps["weights"].sections if s.end <= trainable)
+
+
+def slot_sum_numel(state: LayerState) -> int:
+    """Items that a slot needs for the layer's fp32 sums of chunks: none where all gradients are
+    fp32."""
+    trainable = state.layout.trainable_numel
+    dtypes = {s.dtype for s in state.maps["weights"].sections if s.end <= trainable}
+    return 0 if dtypes <= {torch.float32} else trainable

@@ -1,16 +1,17 @@
-"""Layout: the offset of every parameter in its layer's arrays, the padded sizes, and which elements
-are one rank's own. The only place that computes offsets.
+"""Layout: the offset of every parameter in its layer's arrays, the padded sizes, and the elements of
+each rank. The only place that computes offsets.
 
-Owns no bytes and reads none: shapes alone decide, on the meta device too. All numbers are elements,
-not bytes, so that one layout serves 16-bit weights, remainders and gradients and 32-bit moments
-alike. Pure data, made once; any thread may read it.
+Owns no bytes and reads none: shapes and formats decide, on the meta device too. All numbers are
+elements, not bytes: one layout serves 16-bit weights, remainders and gradients and 32-bit moments.
+`model.arrays` makes bytes of them. Pure data, made once; any thread may read it.
 
-[Note: two ranges] A layer's trainable and frozen parts are each cut into equal contiguous ranges of
-whole pages, one per rank in order. So moments and gradients, which cover the trainable part alone,
-are cut like the weights above them, and an all-gather of each part lands where the layer's slot has
-it.
+[Note: ranges] A range holds neighbouring parameters of one layer with one format: one dtype of the
+weights, and one optimizer or none. Trainable ranges come first, so moments and gradients cover a
+prefix of the layer. Each range is cut into equal contiguous shares of whole pages, one per rank in
+order. So moments and gradients are cut like the weights above them, and an all-gather of each range
+lands where the layer's slot has it.
 
-[Note: nodes] Of M nodes each holds every layer's weights. The ranges are given out so that those of
+[Note: nodes] Of M nodes each holds every layer's weights. The shares are given out so that those of
 one local index are neighbours: number j M + k belongs to the j-th rank of node k. What such a rank
 updates and what its peers on the other nodes send it is then one contiguous part of the node's
 weights, and exactly what it fetches for its GPU: nobody fetches what another process writes.
@@ -19,8 +20,12 @@ weights, and exactly what it fetches for its GPU: nobody fetches what another pr
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
+from operator import itemgetter
+
+from torch import nn
 
 from stronghold.errors import StateError
 from stronghold.model.partition import Partition
@@ -39,20 +44,23 @@ PAGE_NUMEL = page_numel(EXACT)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterShape:
-    """What decides where a parameter lies."""
+    """What decides where a parameter lies. `format`: the number of its format among the model's
+    (`optim.states.Format`)."""
 
     name: str
     shape: tuple[int, ...]
     trainable: bool
+    format: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterSlice(ParameterShape):
-    """Where one parameter lies in each of its layer's arrays: `array[offset : offset +
-    numel].view(shape)`."""
+    """Where one parameter lies in each of its layer's arrays: elements [offset, offset + numel) of
+    the layer, in range number `range`."""
 
     offset: int
     numel: int
+    range: int
 
     def within(self, begin: int, end: int) -> slice:
         """The elements of the layer that are the parameter's and in [begin, end), counted from
@@ -61,20 +69,54 @@ class ParameterSlice(ParameterShape):
         return slice(low - begin, max(low, min(self.offset + self.numel, end)) - begin)
 
 
+Span = tuple[int, int]
+"""Elements [begin, end) of a layer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Range:
+    """Elements [begin, end) of a layer, padded, that have one format ([Note: ranges]). The other
+    two numbers are without padding."""
+
+    begin: int
+    end: int
+    format: int
+    trainable: bool
+    num_parameters: int
+
+    @property
+    def span(self) -> Span:
+        return self.begin, self.end
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerLayout:
-    """One layer's arrays. `slices` follow `Layer.parameters`: trainable first, then frozen. Moments
-    and gradients cover the padded prefix `trainable_numel`, weights the padded whole, `numel`; the
-    other two numbers are without padding."""
+    """One layer's arrays. `slices` follow `Layer.parameters`: trainable first, then frozen, and
+    those of one format together. Moments and gradients cover the padded prefix `trainable_numel`,
+    weights the padded whole, `numel`. `ranges` cover the whole. The other two numbers are without
+    padding."""
 
     index: int
     name: str
     streamed: bool
     slices: tuple[ParameterSlice, ...]
+    ranges: tuple[Range, ...]
     trainable_numel: int
     numel: int
     num_parameters: int
     num_trainable: int
+
+    @property
+    def trainable_ranges(self) -> tuple[Range, ...]:
+        """They cover the prefix `trainable_numel`."""
+        return tuple(each for each in self.ranges if each.trainable)
+
+    def within(self, begin: int, end: int) -> Iterator[tuple[Range, Span]]:
+        """The parts of [begin, end) in each range that has some of it."""
+        for each in self.ranges:
+            first, last = max(begin, each.begin), min(end, each.end)
+            if first < last:
+                yield each, (first, last)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,16 +147,16 @@ class ModelLayout:
         """Indices of the layers that never leave the GPU."""
         return tuple(layer.index for layer in self.layers if not layer.streamed)
 
-    @property
-    def max_numel(self) -> int:
-        """Elements that a weight slot must hold: the largest streamed layer, padded; 0 without
-        one."""
-        return max((self.layers[index].numel for index in self.streamed), default=0)
 
-
-def layout(partition: Partition, num_ranks: int = 1, page_numel: int = PAGE_NUMEL) -> ModelLayout:
-    """The layout of `partition`, whose parts `num_ranks` divides into whole pages (of `page_numel`
-    elements). StateError when a layer's parameters are not trainable first."""
+def layout(
+    partition: Partition,
+    num_ranks: int = 1,
+    page_numel: int = PAGE_NUMEL,
+    format_of: Callable[[nn.Parameter], int] = lambda parameter: 0,
+) -> ModelLayout:
+    """The layout of `partition`, whose ranges `num_ranks` divides into whole pages (of `page_numel`
+    elements). `format_of` gives the number of a parameter's format. StateError when a layer's
+    parameters are not in the order of [Note: ranges]: `Partition.sorted` makes it."""
     layers = (
         layer_layout(
             [
@@ -122,6 +164,7 @@ def layout(partition: Partition, num_ranks: int = 1, page_numel: int = PAGE_NUME
                     name=named.name,
                     shape=tuple(named.parameter.shape),
                     trainable=named.parameter.requires_grad,
+                    format=format_of(named.parameter),
                 )
                 for named in layer.parameters
             ],
@@ -161,54 +204,71 @@ def layer_layout(
     num_ranks: int = 1,
     page_numel: int = PAGE_NUMEL,
 ) -> LayerLayout:
-    """The layout of one layer; StateError when its parameters are not trainable first."""
-    trainable = [parameter for parameter in parameters if parameter.trainable]
-    frozen = [parameter for parameter in parameters if not parameter.trainable]
-    if list(parameters) != trainable + frozen:
+    """The layout of one layer; StateError when its parameters are not trainable first, and within
+    these by the number of their format."""
+    order = [(not parameter.trainable, parameter.format) for parameter in parameters]
+    if order != sorted(order):
         raise StateError(
-            f"layer {index} ({name!r}): a frozen parameter precedes a trainable one, "
-            "but moments and gradients cover a prefix of the layer; requires_grad changed between "
-            "partition() and layout()"
+            f"layer {index} ({name!r}): its parameters are not in the order of their ranges: "
+            "trainable ones first, then by format; requires_grad changed between partition() and "
+            "layout()"
         )
-    first, end = _place(trainable, start=0)
-    trainable_numel = _padded(end, num_ranks * page_numel)
-    second, end = _place(frozen, start=trainable_numel)
-    slices = first + second
+    slices: list[ParameterSlice] = []
+    ranges: list[Range] = []
+    for (is_frozen, number), members in groupby(zip(order, parameters, strict=True), itemgetter(0)):
+        start = ranges[-1].end if ranges else 0
+        placed, end = _place([parameter for _, parameter in members], start, len(ranges))
+        slices += placed
+        ranges.append(
+            Range(
+                begin=start,
+                end=start + _padded(end - start, num_ranks * page_numel),
+                format=number,
+                trainable=not is_frozen,
+                num_parameters=sum(part.numel for part in placed),
+            )
+        )
     return LayerLayout(
         index=index,
         name=name,
         streamed=streamed,
-        slices=slices,
-        trainable_numel=trainable_numel,
-        numel=trainable_numel + _padded(end - trainable_numel, num_ranks * page_numel),
-        num_parameters=sum(part.numel for part in slices),
-        num_trainable=sum(part.numel for part in first),
+        slices=tuple(slices),
+        ranges=tuple(ranges),
+        trainable_numel=max((each.end for each in ranges if each.trainable), default=0),
+        numel=ranges[-1].end if ranges else 0,
+        num_parameters=sum(each.num_parameters for each in ranges),
+        num_trainable=sum(each.num_parameters for each in ranges if each.trainable),
     )
 
 
 def condensed(layout: ModelLayout) -> ModelLayout:
-    """The layout with at most two parameters a layer, trainable and frozen, of the same sizes: the
-    same bytes move, in fewer Python objects."""
+    """The layout with one parameter for each range, of the same sizes: the same bytes move, in
+    fewer Python objects."""
     return replace(layout, layers=tuple(_condensed(layer) for layer in layout.layers))
 
 
 def _condensed(layer: LayerLayout) -> LayerLayout:
-    frozen = layer.num_parameters - layer.num_trainable
     slices = [
-        ParameterSlice(name=name, offset=offset, numel=numel, shape=(numel,), trainable=trains)
-        for name, offset, numel, trains in (
-            (f"{layer.name}.trainable", 0, layer.num_trainable, True),
-            (f"{layer.name}.frozen", layer.trainable_numel, frozen, False),
+        ParameterSlice(
+            name=f"{layer.name}.{number}",
+            offset=each.begin,
+            numel=each.num_parameters,
+            shape=(each.num_parameters,),
+            trainable=each.trainable,
+            format=each.format,
+            range=number,
         )
-        if numel
+        for number, each in enumerate(layer.ranges)
+        if each.num_parameters
     ]
     return replace(layer, slices=tuple(slices))
 
 
 def _place(
-    parameters: Iterable[ParameterShape], *, start: int
+    parameters: Iterable[ParameterShape], start: int, number: int
 ) -> tuple[tuple[ParameterSlice, ...], int]:
-    """Slices one after the other from `start`, each aligned, and the unpadded end of the last."""
+    """Slices of range `number`, one after the other from `start`, each aligned, and the unpadded
+    end of the last."""
     slices, end = [], start
     for parameter in parameters:
         offset, numel = _padded(end, ALIGN_NUMEL), math.prod(parameter.shape)
@@ -219,6 +279,8 @@ def _place(
                 numel=numel,
                 shape=parameter.shape,
                 trainable=parameter.trainable,
+                format=parameter.format,
+                range=number,
             )
         )
         end = offset + numel
@@ -231,44 +293,43 @@ def _padded(numel: int, multiple: int) -> int:
 
 # -- ranks ----------------------------------------------------------------------------------------
 
-Range = tuple[int, int]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shards:
-    """Range `rank` of `num_ranks`, of which each of `num_nodes` has as many ([Note: nodes])."""
+    """Share `rank` of `num_ranks`, of which each of `num_nodes` has as many ([Note: nodes])."""
 
     num_ranks: int = 1
     rank: int = 0
     num_nodes: int = 1
 
-    def trained(self, layer: LayerLayout) -> Range:
-        """Elements whose moments and gradients are this rank's."""
-        return self._of(0, layer.trainable_numel)
+    def of(self, each: Range) -> Span:
+        """This rank's share of a range."""
+        return self._of(*each.span)
 
-    def weights(self, layer: LayerLayout) -> tuple[Range, ...]:
-        """Elements whose weights are this rank's: at most two ranges, none of them empty."""
-        parts = (0, layer.trainable_numel), (layer.trainable_numel, layer.numel)
-        return tuple(self._of(begin, end) for begin, end in parts if end > begin)
+    def trained(self, layer: LayerLayout) -> tuple[Span, ...]:
+        """Elements whose moments and gradients are this rank's, of each trainable range."""
+        return tuple(self.of(each) for each in layer.trainable_ranges)
 
-    def within(self, layer: LayerLayout, begin: int, end: int) -> Iterator[Range]:
+    def weights(self, layer: LayerLayout) -> tuple[Span, ...]:
+        """Elements whose weights are this rank's, of each range."""
+        return tuple(self.of(each) for each in layer.ranges)
+
+    def within(self, layer: LayerLayout, begin: int, end: int) -> Iterator[Span]:
         """The elements of [begin, end) whose weights are this rank's."""
         for low, high in self.weights(layer):
             if max(begin, low) < min(end, high):
                 yield max(begin, low), min(end, high)
 
-    def fetched(self, layer: LayerLayout) -> tuple[tuple[Range, Range], ...]:
-        """(a part of the layer, what this rank fetches of it), for each part that is not empty: its
-        own range and those of its peers on other nodes."""
+    def fetched(self, layer: LayerLayout) -> tuple[tuple[Range, Span], ...]:
+        """(a range of the layer, what this rank fetches of it): its own share and those of its
+        peers on other nodes."""
         node = Shards(num_ranks=self.num_ranks // self.num_nodes, rank=self.rank // self.num_nodes)
-        parts = (0, layer.trainable_numel), (layer.trainable_numel, layer.numel)
-        return tuple((part, node._of(*part)) for part in parts if part[1] > part[0])
+        return tuple((each, node.of(each)) for each in layer.ranges)
 
-    def exchanged(self, layer: LayerLayout) -> tuple[tuple[Range, Range], ...]:
-        """(what this rank and its peers have of a part, this rank's own range of that)."""
-        blocks = [block for _, block in self.fetched(layer)]
-        return tuple(zip(blocks, self.weights(layer), strict=True))
+    def exchanged(self, layer: LayerLayout) -> tuple[tuple[Range, Span, Span], ...]:
+        """(a range, what this rank and its peers have of it, this rank's own share of that)."""
+        return tuple((each, block, self.of(each)) for each, block in self.fetched(layer))
 
-    def _of(self, begin: int, end: int) -> Range:
+    def _of(self, begin: int, end: int) -> Span:
         share = (end - begin) // self.num_ranks
         return begin + self.rank * share, begin + (self.rank + 1) * share

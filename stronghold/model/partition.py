@@ -55,7 +55,8 @@ class Layer:
     """The unit that moves (`streamed`), or parameters that never do. `name` is the dotted path of
     the block, or of a resident group's first holder; "" is the root. `modules` are those whose
     forward uses the parameters: the block, or every direct holder of a resident parameter.
-    `parameters`: each once, trainable first, then frozen, otherwise in registration order."""
+    `parameters`: each once, trainable first, then frozen, and within these by `format_of`;
+    otherwise in registration order."""
 
     index: int
     name: str
@@ -77,10 +78,15 @@ class Partition:
         return tuple(layer for layer in self.layers if layer.streamed)
 
 
-def partition(model: nn.Module, layers: str | Sequence[str] | None = None) -> Partition:
+def partition(
+    model: nn.Module,
+    layers: str | Sequence[str] | None = None,
+    format_of: Callable[[nn.Parameter], int] = lambda parameter: 0,
+) -> Partition:
     """Split `model` into layers; `layers` is the config key `stronghold.layers`. Without it a model
     may have no blocks ([Note: no blocks]). ConfigError when a path is unknown, or a parameter
-    cannot be moved (`_check_lasting`, `_check_movable`). A later change of `requires_grad` or of
+    cannot be moved (`_check_lasting`, `_check_movable`). `format_of` gives the number of a
+    parameter's format (`model.layout`). A later change of `requires_grad` or of
     the module tree is not seen: partition again."""
     names = _names(model)
     _check_lasting(model, names)
@@ -98,7 +104,7 @@ def partition(model: nn.Module, layers: str | Sequence[str] | None = None) -> Pa
             mine = members.get((module, streamed), [])
             if not mine:
                 continue
-            mine.sort(key=lambda parameter: not parameter.requires_grad)
+            mine.sort(key=lambda p: (not p.requires_grad, format_of(p)))
             shared = dict.fromkeys(holder for parameter in mine for holder in holders[parameter])
             found.append(
                 Layer(
@@ -182,12 +188,6 @@ def _check_movable(names: dict[nn.Parameter, list[str]]) -> None:
             raise ConfigError(
                 f'parameter "{name}" has no shape yet (lazy module): run one forward of the model '
                 "before wrapping it."
-            )
-        if not parameter.is_floating_point():
-            raise ConfigError(
-                f'parameter "{name}" is {parameter.dtype}, expected a floating-point type: '
-                "quantised weights are not supported; what is no weight belongs in a buffer "
-                "(register_buffer)."
             )
         if type(parameter.data) is not torch.Tensor:
             raise ConfigError(

@@ -55,6 +55,7 @@ from typing import Literal
 import numpy as np
 import torch
 
+from stronghold.errors import StateError
 from stronghold.native import MAX_MOMENTS
 from stronghold.optim.contract import Moment
 
@@ -190,6 +191,32 @@ class States:
         if not self.is_lean:
             return codes
         return decode_root(codes, *scales) if moment.is_root else decode_signed(codes, *scales)
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """How the parameters of a range lie: the dtype of their weights and, where they train, the
+    arrays of their states and the kernel of their optimizer."""
+
+    dtype: torch.dtype
+    states: States | None = None
+    kernel: str = ""
+
+    @property
+    def trained(self) -> States:
+        """The states of a range that trains. StateError for a format of frozen ranges."""
+        if self.states is None:
+            raise StateError(f"a range of {self.dtype} trains, and its format has no states")
+        return self.states
+
+
+Formats = tuple[Format, ...]
+"""Of one model; ranges have their numbers."""
+
+
+def one_format(states: States, kernel: str = "") -> Formats:
+    """Of a model whose parameters all have one dtype and one optimizer."""
+    return (Format(states.dtype, states, kernel),)
 
 
 @functools.cache

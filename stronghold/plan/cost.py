@@ -41,7 +41,7 @@ from typing import get_args
 from stronghold.config.section import Level
 from stronghold.model.costs import ModelCosts
 from stronghold.model.layout import LayerLayout, ModelLayout
-from stronghold.optim.states import States
+from stronghold.optim.states import Formats, States, one_format
 from stronghold.plan.machine import MachineProfile, Rates
 from stronghold.telemetry.metrics import BatchSize
 from stronghold.telemetry.trace import Span
@@ -147,9 +147,10 @@ class Demand:
     """What the planner is asked: of which states, budgets in bytes, and what the user pinned (None:
     derive)."""
 
-    states: States
+    states: States  # of what the config's precision trains
     gated: bool
     accumulate: bool
+    all_formats: Formats = ()  # of the model's ranges; none: one, of `states`
     training: bool = True
     gpu_budget_bytes: int | None = None
     host_budget_bytes: int | None = None
@@ -185,6 +186,11 @@ class Demand:
     num_nodes: int = 1
     reduces_in_room: bool = False
     shares_weights: bool = False  # with other processes, in memory: they never spill
+
+    @property
+    def formats(self) -> Formats:
+        """Of the ranges of the model's layers."""
+        return self.all_formats or one_format(self.states)
 
     def why(self, key: str) -> str:
         """Where the value of a key comes from, for the plan's reasons."""
@@ -227,32 +233,55 @@ DISK = "nvme"
 # -- bytes ----------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traffic:
-    """What one training step moves on one rank, whatever the schedule.
+    """What one training step moves on one rank, whatever the schedule. Padding does not count, but
+    in files.
 
-    `streamed_parameters` cross the link, but for `window_parameters` of them that are still there
-    when the direction turns; `trained_parameters` of them have gradients and are updated on the
-    host. `refreshed_parameters` stay on the device but are updated on the host;
-    `device_parameters` are updated where they stay. `layer_parameters` is the largest streamed
-    layer. `offloaded_bytes` of activations leave and return in every micro-batch; `nvme_*` are of a
-    step. Padding does not count, but in files.
+    Bytes of weights: `streamed_bytes` cross the link, but for `window_bytes` of them that are still
+    there when the direction turns; `refreshed_bytes` stay on the device but are updated on the
+    host. `layer_bytes` are the largest streamed layer's. `trained_bytes` are the gradients of what
+    is streamed and trains, `trained_parameters` of them. `step_bytes` are what the optimizer reads
+    and writes on the host, `device_update_bytes` on the device. `offloaded_bytes` of activations
+    leave and return in every micro-batch; `nvme_*` are of a step.
     """
 
-    states: States
     micro_batches: int = 1
-    streamed_parameters: int = 0
-    window_parameters: int = 0
+    streamed_bytes: int = 0
+    window_bytes: int = 0
+    refreshed_bytes: int = 0
+    layer_bytes: int = 0
+    trained_bytes: int = 0
     trained_parameters: int = 0
-    refreshed_parameters: int = 0
-    device_parameters: int = 0
-    layer_parameters: int = 0
+    update_bytes: int = 0
+    device_update_bytes: int = 0
     offloaded_bytes: int = 0
     nvme_read_bytes: int = 0
     nvme_written_bytes: int = 0
 
-    @property
-    def step_bytes(self) -> float:
-        """Of one parameter, in the optimizer's step."""
-        return self.states.update_bytes(self.states.dtype)
+    @classmethod
+    def of_parameters(
+        cls,
+        states: States,
+        *,
+        streamed: int = 0,
+        trained: int = 0,
+        refreshed: int = 0,
+        window: int = 0,
+        layer: int = 0,
+        micro_batches: int = 1,
+    ) -> Traffic:
+        """Of a model of one format, by numbers of parameters: `trained` of the `streamed` ones have
+        gradients, `refreshed` ones stay."""
+        each, step = states.weight_bytes, states.update_bytes(states.dtype)
+        return cls(
+            micro_batches=micro_batches,
+            streamed_bytes=each * streamed,
+            window_bytes=each * window,
+            refreshed_bytes=each * refreshed,
+            layer_bytes=each * layer,
+            trained_bytes=each * trained,
+            trained_parameters=trained,
+            update_bytes=int(step * (trained + refreshed)),
+        )
 
     @property
     def fetch_bytes(self) -> int:
@@ -260,39 +289,27 @@ class Traffic:
         forward and backward but with them after an update, which changed them; once what was
         updated away from where it stays; and activations that come back."""
         passes = LOADS * self.micro_batches
-        loaded = passes * self.streamed_parameters - (passes - 1) * self.window_parameters
-        loaded += self.refreshed_parameters
-        return self.states.weight_bytes * loaded + self.micro_batches * self.offloaded_bytes
+        loaded = passes * self.streamed_bytes - (passes - 1) * self.window_bytes
+        return loaded + self.refreshed_bytes + self.micro_batches * self.offloaded_bytes
 
     @property
     def drain_bytes(self) -> int:
         """Device to host: gradients of streamed layers in every micro-batch (their slots are needed
         for the next layer), of those that stay at least once; and activations that leave."""
-        drained = self.micro_batches * self.trained_parameters + self.refreshed_parameters
-        return self.states.weight_bytes * drained + self.micro_batches * self.offloaded_bytes
-
-    @property
-    def update_bytes(self) -> int:
-        """What the optimizer reads and writes on the CPU."""
-        return int(self.step_bytes * (self.trained_parameters + self.refreshed_parameters))
+        drained = self.micro_batches * self.trained_bytes + self.refreshed_bytes
+        return drained + self.micro_batches * self.offloaded_bytes
 
     @property
     def norm_bytes(self) -> int:
-        """What the norms of its gradients read."""
-        return self.states.weight_bytes * (self.trained_parameters + self.refreshed_parameters)
+        """What the norms of the gradients read on the host."""
+        return self.trained_bytes + self.refreshed_bytes
 
     @property
     def sum_bytes(self) -> int:
         """Sums over micro-batches: the first gradient starts a sum (read e, write 4), each further
         one is added (read e and 4, write 4), and the last is read by the step beside the sum."""
-        if self.micro_batches == 1:
-            return 0
-        each = (self.micro_batches - 1) * (self.states.weight_bytes + 2 * SUM_BYTES)
-        return each * self.trained_parameters
-
-    @property
-    def device_update_bytes(self) -> int:
-        return int(self.step_bytes * self.device_parameters)
+        each = self.trained_bytes + 2 * SUM_BYTES * self.trained_parameters
+        return (self.micro_batches - 1) * each
 
     @property
     def memory_bytes(self) -> int:
@@ -313,22 +330,49 @@ def traffic_of(
 ) -> Traffic:
     """What a step moves on one rank when these layers stay (what is no block stays anyway), and
     those in `on_gpu` are updated there; `nvme` is read and written."""
+    formats, num_ranks = demand.formats, demand.num_ranks
     streamed = [layer for layer in layout.layers if layer.streamed and layer.index not in resident]
     away = {layer.index for layer in streamed}
     staying = [layer for layer in layout.layers if layer.index not in away | on_gpu]
-    largest = sorted(e.num_parameters // demand.sharers("weights") for e in streamed)[::-1]
+    sharers = demand.sharers("weights")
+    largest = sorted(weight_bytes(layer, formats) // sharers for layer in streamed)[::-1]
+    on_host = [*streamed, *staying]
     return Traffic(
-        states=demand.states,
         micro_batches=demand.micro_batches,
-        streamed_parameters=sum(largest),
-        window_parameters=sum(largest[:window]),
-        trained_parameters=sum(e.num_trainable for e in streamed) // demand.num_ranks,
-        refreshed_parameters=sum(e.num_trainable for e in staying) // demand.num_ranks,
-        device_parameters=sum(e.num_trainable for e in layout.layers if e.index in on_gpu),
-        layer_parameters=next(iter(largest), 0),
+        streamed_bytes=sum(largest),
+        window_bytes=sum(largest[:window]),
+        refreshed_bytes=sum(trained_bytes(e, formats) for e in staying) // num_ranks,
+        layer_bytes=next(iter(largest), 0),
+        trained_bytes=sum(trained_bytes(e, formats) for e in streamed) // num_ranks,
+        trained_parameters=sum(e.num_trainable for e in streamed) // num_ranks,
+        update_bytes=int(sum(step_bytes(e, formats) for e in on_host) / num_ranks),
+        device_update_bytes=int(
+            sum(step_bytes(e, formats) for e in layout.layers if e.index in on_gpu)
+        ),
         offloaded_bytes=offloaded_bytes,
         nvme_read_bytes=nvme[0],
         nvme_written_bytes=nvme[1],
+    )
+
+
+def weight_bytes(layer: LayerLayout, formats: Formats) -> int:
+    """Of the layer's weights, without padding."""
+    return sum(each.num_parameters * formats[each.format].dtype.itemsize for each in layer.ranges)
+
+
+def trained_bytes(layer: LayerLayout, formats: Formats) -> int:
+    """Of those weights that train, and so of their gradients."""
+    return sum(
+        each.num_parameters * formats[each.format].dtype.itemsize for each in layer.trainable_ranges
+    )
+
+
+def step_bytes(layer: LayerLayout, formats: Formats) -> float:
+    """What a step of the layer reads and writes, with gradients of the weights' dtypes."""
+    return sum(
+        each.num_parameters * made.trained.update_bytes(made.dtype)
+        for each in layer.trainable_ranges
+        for made in (formats[each.format],)
     )
 
 
@@ -374,8 +418,8 @@ def physical_limit(
         MEMORY: traffic.memory_bytes / (max(machine.memory_gbps.values()) * 1e9),
         DISK: _disk_s(traffic, machine),
     }
-    layer_bytes = traffic.states.weight_bytes * traffic.layer_parameters
-    drained = layer_bytes if traffic.trained_parameters else 0
+    layer_bytes = traffic.layer_bytes
+    drained = layer_bytes if traffic.trained_bytes else 0
     way_s = (layer_bytes / machine.fetch_gbps + drained / machine.drain_gbps) / 1e9
     fill_s = max(0.0, way_s - 3.0 * staying_flops / rate)
     bound = max(parts, key=lambda name: parts[name])
@@ -421,12 +465,7 @@ def bytes_per_parameter(states: States, micro_batches: int = 1) -> float:
     """q: bytes of host memory that a step of a trained, streamed parameter reads and writes. With
     two moments: 32 in bf16, 26 of them the optimizer's, and 18.25 with lean states; 36 in fp16,
     where weight and whole fp32 master are both read and written."""
-    moved = Traffic(
-        states=states,
-        micro_batches=micro_batches,
-        streamed_parameters=MANY,
-        trained_parameters=MANY,
-    )
+    moved = Traffic.of_parameters(states, streamed=MANY, trained=MANY, micro_batches=micro_batches)
     return moved.memory_bytes / MANY
 
 

@@ -31,15 +31,17 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+import torch
+
 from stronghold.errors import BudgetError, ConfigError, format_size
-from stronghold.model.layout import ModelLayout
+from stronghold.model.arrays import array_bytes, moment_arrays
+from stronghold.model.layout import LayerLayout, ModelLayout, Range
 from stronghold.optim.states import (
     EXACT,
     LEAN,
     PAGE_BYTES,
-    States,
-    num_items,
-    page_numel,
+    Formats,
+    group_size,
     states_of,
 )
 from stronghold.plan.cost import AGAIN, Demand, Gradients, Traffic, spread, traffic_of
@@ -57,12 +59,13 @@ MIB = float(1 << 20)
 DEPTHS = {"moments": 1, "masters": 2, "weights": 5}
 
 Spilled = tuple[frozenset[str], ...]  # by layer, its arrays that lie in files
+Ranges = tuple[Range, ...]  # of one layer
 
 
-def kinds_of(states: States) -> dict[str, tuple[str, ...]]:
+def kinds_of(formats: Formats) -> dict[str, tuple[str, ...]]:
     """The arrays of each kind, in the order of [Note: what spills first]."""
     return {
-        "moments": tuple(states.moment_dtypes),
+        "moments": moment_arrays(formats),
         "rest of the masters": ("low",),
         "held gradients": ("gradients",),
         "accumulated gradients": ("accumulated",),
@@ -409,36 +412,53 @@ class _Places:
 
     def gpu_bytes(self, window: int, gradient_slots: int) -> dict[str, int]:
         """Every part of the gpu's peak, activations excepted, with so many slots."""
-        states, training = self.demand.states, self.demand.training
-        size = states.weight_bytes
-        trained = sum(layer.trainable_numel for layer in self.on_gpu) if training else 0
-        own = sum(layer.trainable_numel for layer in self.own_slots) if training else 0
-        by_torch = sum(layer.num_trainable for layer in self.on_gpu) if training else 0
+        training, formats = self.demand.training, self.demand.formats
+
+        def total(layers: Iterable[LayerLayout], *arrays: str) -> int:
+            return sum(array_bytes(e, formats, array) for e in layers for array in arrays)
+
         accumulates = self.gradients is Gradients.ACCUMULATED
         reduces = training and self.demand.reduces_in_room
-        gathered = _largest(layer.trainable_numel for layer in self.shared_slots)
+        gathered = _largest(total([layer], "gradients") for layer in self.shared_slots)
         # Gradients of several chunks are added in fp32 beside the slot, in those of blocks.
-        summed = training and self.demand.chunk is not None and size < 4
-        own_sums = sum(layer.trainable_numel for layer in self.own_slots if layer.streamed)
-        sums = gradient_slots * gathered + own_sums if summed else 0
-        reduced = _largest(layer.trainable_numel for layer in self.on_host) if reduces else 0
+        summed = training and self.demand.chunk is not None
+        own_blocks = [layer for layer in self.own_slots if layer.streamed]
+        sums = gradient_slots * _largest(sum_numel(e, formats) for e in self.shared_slots)
+        sums += sum(sum_numel(layer, formats) for layer in own_blocks)
+        trained = self.on_gpu if training else []
+        by_torch = sum(
+            each.num_parameters * formats[each.format].dtype.itemsize
+            for layer in trained
+            for each in layer.trainable_ranges
+        )
+        reduced = _largest(
+            (each.end - each.begin) * formats[each.format].dtype.itemsize
+            for layer in (self.on_host if reduces else [])
+            for each in layer.trainable_ranges
+        )
         return {
-            "weight slots": window * _largest(layer.numel for layer in self.streamed) * size,
-            "gradient slots": gradient_slots * gathered * size,
-            "fp32 sums of chunks": sums * 4,
-            "resident blocks": sum(layer.numel for layer in self.kept) * size,
-            "outside the blocks": sum(layer.numel for layer in self.outside) * size,
-            "gradients of resident layers": own * size,
-            "rest of the masters": trained * states.low_bytes,
-            "moments": int(trained * states.moment_bytes),
-            "accumulated gradients": trained * 4 if accumulates else 0,
-            "gradients (kept by torch)": by_torch * size if self.whole else 0,
-            "gradients of other ranks": reduced * size,
+            "weight slots": window * _largest(total([e], "weights") for e in self.streamed),
+            "gradient slots": gradient_slots * gathered,
+            "fp32 sums of chunks": sums * 4 if summed else 0,
+            "resident blocks": total(self.kept, "weights"),
+            "outside the blocks": total(self.outside, "weights"),
+            "gradients of resident layers": total(self.own_slots, "gradients") if training else 0,
+            "rest of the masters": total(trained, "low"),
+            "moments": total(trained, *moment_arrays(formats)),
+            "accumulated gradients": total(trained, "accumulated") if accumulates else 0,
+            "gradients (kept by torch)": by_torch if self.whole else 0,
+            "gradients of other ranks": reduced,
         }
 
 
 def _largest(numels: Iterable[int]) -> int:
     return max(numels, default=0)
+
+
+def sum_numel(layer: LayerLayout, formats: Formats) -> int:
+    """Items of a layer's fp32 sums of chunks: none where all its gradients are fp32."""
+    dtypes = {formats[each.format].dtype for each in layer.trainable_ranges}
+    return 0 if dtypes <= {torch.float32} else layer.trainable_numel
 
 
 # -- slots ----------------------------------------------------------------------------------------
@@ -556,7 +576,7 @@ class _Host:
         self._places = places
         self._demand = demand = places.demand
         self._early = places.gradients is Gradients.RING
-        self._kinds = kinds_of(demand.states)
+        self._kinds = kinds_of(demand.formats)
         if demand.meets_others and demand.nvme and demand.spill == "weights":
             raise ConfigError(
                 'stronghold.nvme.spill: got "weights" (or DeepSpeed\'s offload_param on nvme), but '
@@ -568,21 +588,17 @@ class _Host:
                 f"stronghold.deferred_layers: got {demand.deferred_layers}, but the model has "
                 f"{len(places.blocks)} blocks"
             )
-        # Bytes of an item of every array that a layer has here.
-        each, sharers = demand.states.weight_bytes, demand.sharers("weights")
-        self._sizes = {"weights": each}
-        if demand.training:
-            held = {Gradients.HELD: {"gradients": each}, Gradients.ACCUMULATED: {"accumulated": 4}}
-            kept = {array: dtype.itemsize for array, dtype in demand.states.dtypes.items()}
-            self._sizes = kept | held.get(places.gradients, {})
-        # By layer: how many elements train, and the bytes of all its weights.
-        self._layers = {
-            e.index: (e.trainable_numel // demand.num_ranks, e.numel // sharers * each)
-            for e in places.on_host
-        }
-        numels = {numel for numel, _ in self._layers.values()}
-        self._trained = {numel: self._bytes_of(numel, self._sizes) for numel in numels}
-        self._largest = max(numels, default=0) * each
+        # By layer its ranges: layers with equal ranges have equal bytes. By these the bytes of each
+        # array that the layer has here, of what trains on this rank; and those of all its weights.
+        self._layers = {e.index: e.ranges for e in places.on_host}
+        self._trained: dict[Ranges, dict[str, int]] = {}
+        self._whole: dict[Ranges, int] = {}
+        for layer in places.on_host:
+            if layer.ranges not in self._trained:
+                self._trained[layer.ranges] = self._bytes_of(layer)
+                sharers = demand.sharers("weights")
+                self._whole[layer.ranges] = array_bytes(layer, demand.formats, "weights", sharers)
+        self._largest = _largest(each["trained weights"] for each in self._trained.values())
         self.spilled = self._chosen(reasons)
         self.deferred = self._deferred(self.spilled)
         self.staging = self._staging(self.spilled)
@@ -600,8 +616,17 @@ class _Host:
             reasons.append(f"nvme: {what}; host memory holds the rest")
         self._check()
 
-    def _bytes_of(self, numel: int, arrays: Iterable[str]) -> dict[str, int]:
-        return {array: num_items(array, numel) * self._sizes[array] for array in arrays}
+    def _bytes_of(self, layer: LayerLayout) -> dict[str, int]:
+        """Bytes of what trains of a layer on this rank. "trained weights" are part of the weights,
+        and as many as its gradients."""
+        demand, gradients = self._demand, self._places.gradients
+        arrays = ["trained weights"]
+        if demand.training:
+            arrays += ["low", *self._kinds["moments"]]
+            arrays += ["gradients"] if gradients is Gradients.HELD else []
+            arrays += ["accumulated"] if gradients is Gradients.ACCUMULATED else []
+        made = {a: array_bytes(layer, demand.formats, a, demand.num_ranks) for a in arrays}
+        return {array: nbytes for array, nbytes in made.items() if nbytes or array == arrays[0]}
 
     def _chosen(self, reasons: list[str]) -> Spilled:
         demand = self._demand
@@ -619,9 +644,9 @@ class _Host:
         arrays = [array for kind in list(self._kinds)[:num_kinds] for array in self._kinds[kind]]
         found = {
             index: frozenset(
-                a for a in arrays if (self._trained[numel] | {"weights": whole}).get(a)
+                a for a in arrays if (self._trained[of] | {"weights": self._whole[of]}).get(a)
             )
-            for index, (numel, whole) in self._layers.items()
+            for index, of in self._layers.items()
         }
         return tuple(found.get(index, frozenset()) for index in range(max(found, default=-1) + 1))
 
@@ -654,29 +679,30 @@ class _Host:
     def _alike(self, spilled: Spilled) -> Iterator[tuple[dict[str, int], int, frozenset[str], int]]:
         """Of layers that are alike: bytes of what trains by array, and of all weights; what lies in
         files; and how many they are."""
-        rows = Counter((*row, spilled[index]) for index, row in self._layers.items())
-        for (numel, whole, arrays), count in rows.items():
-            yield self._trained[numel], whole, arrays, count
+        rows = Counter((ranges, spilled[index]) for index, ranges in self._layers.items())
+        for (ranges, arrays), count in rows.items():
+            yield self._trained[ranges], self._whole[ranges], arrays, count
 
     def _sums(self, spilled: Spilled, *, in_files: bool) -> Counter[str]:
         """Bytes of each array, of all layers, that lie in files or in memory."""
         sums: Counter[str] = Counter()
         for trained, whole, arrays, count in self._alike(spilled):
-            for array, nbytes in trained.items():
-                if (array in arrays) == in_files:
-                    sums[array] += count * (whole if array == "weights" else nbytes)
+            for array, nbytes in {**trained, "weights": whole}.items():
+                if array != "trained weights" and (array in arrays) == in_files:
+                    sums[array] += count * nbytes
         return sums
 
     def _host_bytes(self, spilled: Spilled) -> dict[str, int]:
         """Every part of the host's peak."""
         sums, staging = self._sums(spilled, in_files=False), self._staging(spilled)
-        waiting = sum(self._layers[index][0] for index in self._deferred(spilled))
+        deferred = self._deferred(spilled)
+        waiting = sum(self._trained[self._layers[index]]["trained weights"] for index in deferred)
         return {
             "weights": sums["weights"],
             "rest of the masters": sums["low"],
             "moments": sum(sums[array] for array in self._kinds["moments"]),
             "held gradients": sums["gradients"],
-            "deferred gradients": waiting * self._demand.states.weight_bytes,
+            "deferred gradients": waiting,
             "accumulated gradients": sums["accumulated"],
             f"gradient ring ({RING_ENTRIES} entries)": self._ring_entries(spilled) * self._largest,
             f"staging ring ({staging.entries} pieces)": staging.nbytes,
@@ -687,9 +713,9 @@ class _Host:
         gradients will ([Note: lent] of `memory.host`)."""
         total = 0
         for index, (moved, inputs) in self._places.moved.items():
-            numel, _ = self._layers.get(index, (0, 0))
-            if numel and "gradients" not in spilled[index]:
-                room = self._trained[numel].get("gradients", 0)
+            trained = self._trained[self._layers[index]] if index in self._layers else {}
+            if trained.get("trained weights") and "gradients" not in spilled[index]:
+                room = trained.get("gradients", 0)
                 chunk = -(-inputs // self._demand.chunks)
                 moved -= min(inputs, room // chunk * chunk) if chunk else 0
             total += moved
@@ -715,21 +741,37 @@ class _Host:
         """The ring that `spilled` needs."""
         if not any(spilled):
             return Staging()
-        page = page_numel(self._demand.states.kind)
-        largest, smallest, updates, fetches = 0, page * self._sizes["weights"], False, False
-        for bytes_of, whole, arrays, _ in self._alike(spilled):
-            trained = arrays if bytes_of["weights"] else frozenset[str]()
-            updates = updates or bool(trained and self._demand.training)
-            fetches = fetches or "weights" in arrays
-            every = sum(bytes_of[array] for array in trained)
-            largest = max(largest, every, whole if "weights" in arrays else 0)
-            smallest = max(smallest, sum(self._bytes_of(page, trained).values()))
-        chosen = max(smallest, min(self._demand.piece_bytes or PIECE_BYTES, largest))
+        page, largest, updates, fetches = self._places.layout.page_numel, 0, False, False
+        smallest: float = page * self._demand.states.weight_bytes
+        for ranges, arrays in {(self._layers[i], spilled[i]) for i in self._layers}:
+            trained = self._trained[ranges]
+            if "weights" in arrays:
+                fetches = True
+                largest = max(largest, self._whole[ranges])
+                smallest = max(smallest, *(page * self._item(e, "weights") for e in ranges))
+            if arrays and trained["trained weights"] and self._demand.training:
+                updates = True
+                every = {array: trained.get(array, 0) for array in arrays}
+                every["weights"] = trained["trained weights"] if "weights" in arrays else 0
+                largest = max(largest, sum(every.values()))
+                for each in ranges:
+                    if each.trainable:
+                        items = sum(self._item(each, array) for array in arrays)
+                        smallest = max(smallest, page * items)
+        chosen = max(int(smallest), min(self._demand.piece_bytes or PIECE_BYTES, largest))
         return Staging(
             update_entries=UPDATE_ENTRIES if updates else 0,
             fetch_entries=FETCH_ENTRIES if fetches else 0,
             piece_bytes=-(-chosen // PAGE_BYTES) * PAGE_BYTES,
         )
+
+    def _item(self, each: Range, array: str) -> float:
+        """Bytes of an array for one element of a range."""
+        made = self._demand.formats[each.format]
+        if array in ("weights", "gradients"):
+            return made.dtype.itemsize
+        dtype = torch.float32 if array == "accumulated" else made.trained.dtypes.get(array)
+        return 0 if dtype is None else dtype.itemsize / group_size(array)
 
     def _file_traffic(self) -> tuple[int, int]:
         """Bytes read and written per step: an update reads what is spilled and writes it back, but
@@ -739,7 +781,8 @@ class _Host:
         micro_batches = self._demand.micro_batches
         for trained, whole, arrays, count in self._alike(self.spilled):
             for array in arrays:
-                nbytes = trained[array] * (micro_batches if array == "accumulated" else 1)
+                own = trained.get("trained weights" if array == "weights" else array, 0)
+                nbytes = own * (micro_batches if array == "accumulated" else 1)
                 read += count * nbytes
                 written += count * nbytes
                 if array == "weights":
@@ -777,7 +820,7 @@ class _Host:
             moments, lows = self.host_bytes["moments"], self.host_bytes["rest of the masters"]
             exact = demand.states
             lean = states_of(exact.dtype, LEAN, exact.moments)
-            kept = moments * lean.moment_bytes / exact.moment_bytes if moments else 0
+            kept = moments * lean.moment_bytes / exact.moment_bytes if exact.moments else 0
             saved = lows // 2 + moments - int(kept)
             if saved:
                 advice += (

@@ -24,7 +24,7 @@ from typing import Any
 
 from stronghold.errors import BudgetError, ConfigError
 from stronghold.model.layout import ModelLayout
-from stronghold.plan.cost import Demand, Workload, shares
+from stronghold.plan.cost import Demand, Workload, shares, step_bytes, trained_bytes
 from stronghold.plan.machine import LEAST_SHARE, Rates
 from stronghold.plan.plan import Plan, last_that, levels_of, make_plan
 
@@ -87,21 +87,22 @@ def _waits_s(layout: ModelLayout, plan: Plan, work: Workload, rates: Rates) -> f
     first layer's, whose gradient is the last that is there. Weights that were updated before cross
     host memory beside the updates, or after them."""
     gated, num_ranks = layout.layers if plan.gated else layout.layers[:1], plan.demand.num_ranks
-    each_s = plan.traffic.step_bytes * 1e-9 / rates.update_gbps / num_ranks
+    formats = plan.demand.formats
+    byte_s = 1e-9 / rates.update_gbps / num_ranks
     # Transfers beside updates slow these by what does not fit into the memory's bandwidth.
     own, fetch, memory = rates.update_gbps, rates.fetch_gbps, rates.memory_gbps
     delay_s = 0.0
     if num_ranks == 1 and memory - rates.duplex_gbps - rates.io_gbps > LEAST_SHARE * own:
         taken = max(0.0, own + fetch - memory) / own
-        delay_s = plan.traffic.states.weight_bytes * 1e-9 / fetch * taken
+        delay_s = 1e-9 / fetch * taken
     updated_s = delayed_s = end_s = forward_s = 0.0
     for layer in gated:
-        on_host = 0 if layer.index in plan.updated_on_gpu else layer.num_trainable
-        updated_s += on_host * each_s
+        on_host = layer.index not in plan.updated_on_gpu
+        updated_s += step_bytes(layer, formats) * byte_s if on_host else 0.0
         load_s = work.layers[layer.index].forward_s
         end_s = max(end_s, updated_s + delayed_s) + load_s
         forward_s += load_s
-        delayed_s += on_host * delay_s
+        delayed_s += trained_bytes(layer, formats) * delay_s if on_host else 0.0
     return max(end_s - forward_s, plan.traffic.device_update_bytes * 1e-9 / rates.device_gbps)
 
 

@@ -78,13 +78,12 @@ def simulate(
     workload: Workload,
     rates: Rates,
     *,
-    dtype: torch.dtype,
     asynchronous: bool = True,
 ) -> Prediction:
     """What a step of `plan` takes. `asynchronous`: the device is a GPU, not the emulated one."""
     if len(workload.layers) != len(layout.layers):
         raise StateError(f"simulate: {len(workload.layers)} loads for {len(layout.layers)} layers")
-    run = _Run(condensed(layout), plan, workload, rates, dtype, asynchronous)
+    run = _Run(condensed(layout), plan, workload, rates, asynchronous)
     ends = []
     for _ in range(STEPS):
         begun = len(run.device.operations)
@@ -115,7 +114,6 @@ def fastest_plan(
     workload: Workload,
     rates: Rates,
     *,
-    dtype: torch.dtype,
     asynchronous: bool = True,
     ladders: Sequence[Ladder] = LADDERS,
     near: Sequence[tuple[int, int]] = (),
@@ -123,7 +121,7 @@ def fastest_plan(
     """The fastest plan for `demand`, by simulation: `Search.run`."""
 
     def predict(plan: Plan) -> Prediction:
-        return simulate(layout, plan, workload, rates, dtype=dtype, asynchronous=asynchronous)
+        return simulate(layout, plan, workload, rates, asynchronous=asynchronous)
 
     return Search(layout, demand, workload, rates, predict, ladders).run(near)
 
@@ -137,18 +135,17 @@ class _Run:
         plan: Plan,
         workload: Workload,
         rates: Rates,
-        dtype: torch.dtype,
         asynchronous: bool,
     ) -> None:
         self._plan = plan
         self._work = workload
         self._layout = layout
-        self._dtype = dtype
+        formats = plan.demand.formats
         self.device = device = SimulatedDevice(rates, asynchronous=asynchronous)
         self._parameters = [
             [
                 nn.Parameter(
-                    torch.empty(part.shape, dtype=dtype, device="meta"),
+                    torch.empty(part.shape, dtype=formats[part.format].dtype, device="meta"),
                     requires_grad=part.trainable,
                 )
                 for part in layer.slices
@@ -158,10 +155,9 @@ class _Run:
         weights = shards = None
         if plan.demand.num_ranks > 1:
             ranks = simulated_ranks(plan.demand.num_ranks, plan.demand.num_nodes)
-            weights, shards = SimulatedWeights(layout, dtype, ranks), ranks.shards
+            weights, shards = SimulatedWeights(layout, formats, ranks), ranks.shards
         parts = assemble(
             layout=layout,
-            dtype=dtype,
             device=device,
             plan=plan,
             parameters=self._parameters,
@@ -239,7 +235,7 @@ class _Run:
             for position, part in enumerate(layer.slices):
                 if part.trainable:
                     parameter = self._parameters[index][position]
-                    parameter.grad = torch.empty(part.shape, dtype=self._dtype, device="meta")
+                    parameter.grad = torch.empty_like(parameter)
                     if not self._plan.whole:
                         executor.gradient_arrived(self.host.layers[index], position, parameter)
 
@@ -272,8 +268,7 @@ def _tiers(layout: ModelLayout, plan: Plan, shards: Shards | None) -> Tiers:
     is the same, its ends a little coarser, and a simulation takes milliseconds again."""
     staging, store = plan.staging, None
     if any(plan.spilled):
-        num_ranks = shards.num_ranks if shards else 1
-        requests = extent_requests(layout, plan.demand.states, plan.spilled, num_ranks)
+        requests = extent_requests(layout, plan.demand.formats, plan.spilled, shards or Shards())
         by_layer: Counter[int] = Counter()
         for request in requests:
             by_layer[request.layer] += request.nbytes
@@ -282,7 +277,7 @@ def _tiers(layout: ModelLayout, plan: Plan, shards: Shards | None) -> Tiers:
         store = NullStore(requests, ring_bytes=staging.nbytes, piece_bytes=piece_bytes)
     return Tiers(
         layout,
-        plan.demand.states,
+        plan.demand.formats,
         store,
         plan.spilled if store is not None else (),
         update_entries=staging.update_entries,

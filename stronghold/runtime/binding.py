@@ -37,8 +37,7 @@ from torch import nn
 from torch.utils.dlpack import from_dlpack
 
 from stronghold.errors import ConfigError
-from stronghold.memory.layer import LayerState, Place, view
-from stronghold.model.layout import LayerLayout
+from stronghold.memory.layer import LayerState, Place
 from stronghold.runtime.guards import hide, point, show
 
 # What may hold a view, and lets go of it: a lane, just after it has said that it is done; and what
@@ -53,7 +52,7 @@ _WAITS: tuple[Callable[[], object], ...] = (
 )
 
 
-def refuse_aliases(layer: LayerLayout, slot: torch.Tensor, ours: Sequence[torch.Tensor]) -> None:
+def refuse_aliases(state: LayerState, slot: torch.Tensor, ours: Sequence[torch.Tensor]) -> None:
     """ConfigError when anything but `slot` and `ours`, views of it, holds the slot's memory."""
     if slot.is_meta:  # of a simulated device
         return
@@ -65,7 +64,7 @@ def refuse_aliases(layer: LayerLayout, slot: torch.Tensor, ours: Sequence[torch.
         wait()
         if _num_references(storage._cdata) <= expected:
             return
-    raise ConfigError(_message(layer, _views(storage, {id(slot), *map(id, ours)})))
+    raise ConfigError(_message(state, _views(storage, {id(slot), *map(id, ours)})))
 
 
 def _views(storage: torch.UntypedStorage, known: set[int]) -> list[torch.Tensor]:
@@ -78,15 +77,15 @@ def _views(storage: torch.UntypedStorage, known: set[int]) -> list[torch.Tensor]
     return found
 
 
-def _message(layer: LayerLayout, views: list[torch.Tensor]) -> str:
-    names = {
-        part.name
-        for view in views
-        for part in layer.slices
-        if part.offset <= view.storage_offset() < part.offset + part.numel
-    }
+def _message(state: LayerState, views: list[torch.Tensor]) -> str:
+    bytes_of = state.maps["weights"].bytes_of
+    places = [
+        (part.name, bytes_of(part.offset, part.offset + part.numel)) for part in state.layout.slices
+    ]
+    starts = [view.storage_offset() * view.element_size() for view in views]
+    names = {name for name, place in places if any(place.start <= at < place.stop for at in starts)}
     return (
-        f"{', '.join(sorted(names)) or layer.name}: a view (of weight.t(), weight.detach() or "
+        f"{', '.join(sorted(names)) or state.layout.name}: a view (of weight.t(), weight.detach() or "
         "weight.data, say) is still held after the block's forward or backward, in memory that "
         "the next layer takes: read later it would be another layer's weights. In a "
         "torch.autograd.Function use ctx.save_for_backward, not an attribute of ctx, or keep the "
@@ -128,15 +127,15 @@ class Bindings:
         state.place = place
 
     def _make_place(self, state: LayerState, flat: torch.Tensor) -> Place:
-        slices, address = state.layout.slices, flat.data_ptr()
+        slices, weights, address = state.layout.slices, state.maps["weights"], flat.data_ptr()
         storage, num_references = None, 0
         if state.index not in self._resident and address != state.weights.data_ptr():
-            views = [view(flat, part) for part in slices]
+            views = [weights.parameter(flat, part) for part in slices]
             self._views_at.setdefault(address, []).extend(views)
         else:
             if not flat.is_meta:  # of a simulated device: there is nothing to see
                 flat = from_dlpack(torch._C._to_dlpack(flat))  # [Note: a storage of their own]
-            views = [view(flat, part) for part in slices]
+            views = [weights.parameter(flat, part) for part in slices]
             storage = flat.untyped_storage()._cdata
             del flat
             num_references = _num_references(storage)

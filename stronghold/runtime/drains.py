@@ -11,14 +11,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import groupby
+from operator import attrgetter
 
 import torch
 
 from stronghold.device.base import Device, Fence
 from stronghold.errors import StateError
 from stronghold.memory.layer import Entry, GradientSlot, LayerState
-from stronghold.memory.window import Window
-from stronghold.model.layout import ALIGN_NUMEL, ParameterSlice
+from stronghold.memory.window import Window, slot_gradient_bytes
+from stronghold.model.layout import ALIGN_NUMEL, ParameterSlice, Span
 from stronghold.plan.plan import Plan
 from stronghold.plan.schedule import Position
 from stronghold.runtime.binding import Bindings
@@ -125,14 +127,12 @@ class GradientDrains:
             self._drain(layer)
             slot = self._last = self._claim(layer)
         self._enter(slot)
-        slices = state.layout.slices
         for position, gradient in gradients:
-            part = slices[position]
             if gradient.is_sparse:
                 gradient = gradient.to_dense()
-            place, total = slot.view(part), slot.summing.get(position)
+            place, total = slot.view(state, position), slot.summing.get(position)
             if chunk and total is None:
-                slot.summing[position] = slot.sum_of(position, part).copy_(gradient)
+                slot.summing[position] = slot.sum_of(state, position).copy_(gradient)
             elif chunk or position in slot.arrived or total is place:
                 self._join(layer, slot)
                 (total if chunk and total is not None else place).add_(gradient)
@@ -145,7 +145,7 @@ class GradientDrains:
         """No further chunk of a call will come."""
         if slot.summing:
             self._join(state.index, slot)
-            slot.round_sums(state.layout.slices)
+            slot.round_sums(state)
 
     def reached(self, layer: int) -> None:
         """Backward has come to the layer, or would have: this rank may not use it."""
@@ -168,9 +168,9 @@ class GradientDrains:
 
     def _spare(self, layer: int) -> GradientSlot:
         """Memory of torch's, for what comes when the layer's slot is not its own any more."""
-        numel = self._layers[layer].layout.trainable_numel
+        nbytes = slot_gradient_bytes(self._layers[layer])
         device = self._device.torch_device
-        gradients = torch.empty(numel, dtype=self._host.dtype, device=device)
+        gradients = torch.empty(nbytes, dtype=torch.uint8, device=device)
         return GradientSlot(gradients, is_spare=True)
 
     def _enter(self, slot: GradientSlot) -> None:
@@ -232,7 +232,7 @@ class GradientDrains:
         # More may come after several calls, and backward may need what an alias shows.
         late = state.calls > 1 or self._bindings.aliased_at_rest(layer)
         at_once = self._plan.updates[layer] is Position.DRAIN
-        found = Gathered(state, arrived, self._host.dtype, at_once=at_once and not late)
+        found = Gathered(state, arrived, at_once=at_once and not late)
         found.part = late and self._updates.parts_wait(state)
         found.repeated = arrived & state.parts
         if late:
@@ -241,25 +241,21 @@ class GradientDrains:
             self._keep(slot, found)
             return
         entry = self._entry(found)
-        slices = state.layout.slices
-        runs = _runs([slices[position] for position in sorted(arrived)])
-        first, last = state.begin, state.end  # of several ranks' elements this one's
-        ranges = [(max(begin, first), min(end, last)) for begin, end in runs]
-        ranges = [(begin, end) for begin, end in ranges if begin < end]
+        copies = list(_copies(state, arrived))
         device, gradients = self._device, slot.gradients
         if absent:
             self._enter(slot)
         for position in absent:
-            slot.view(slices[position]).zero_()
+            slot.view(state, position).zero_()
 
         def copy() -> None:
             if slot.is_spare:
                 device.keep_for_lane(gradients)
-            for begin, end in ranges:
-                device.copy(entry.memory[begin - first : end - first], gradients[begin:end])
+            for target, source in copies:
+                device.copy(entry.memory[target], gradients[source])
             device.poison(gradients)
 
-        nbytes = sum(end - begin for begin, end in ranges) * gradients.element_size()
+        nbytes = sum(target.stop - target.start for target, _ in copies)
         produced = self._produced(layer, slot)
         self._team.reduce(state, slot, produced)
         device.drain.submit(
@@ -296,10 +292,22 @@ class GradientDrains:
         self._device.poison(slot.gradients)
 
 
-def _runs(slices: Sequence[ParameterSlice]) -> list[tuple[int, int]]:
-    """Element ranges that cover `slices`, neighbours joined across their padding: one transfer for
-    a layer whose gradients all arrived."""
-    runs: list[tuple[int, int]] = []
+def _copies(state: LayerState, arrived: Iterable[int]) -> Iterator[tuple[slice, slice]]:
+    """(bytes of the host's entry, bytes of the slot) of this rank's gradients of the parameters."""
+    slices, shares = state.layout.slices, state.shares
+    host, device = state.maps["gradients"], state.maps["weights"]
+    for number, parts in groupby(map(slices.__getitem__, sorted(arrived)), attrgetter("range")):
+        first, last = shares[number]  # trainable ranges are the layer's first
+        for low, high in _runs(list(parts)):
+            begin, end = max(low, first), min(high, last)
+            if begin < end:
+                yield host.bytes_of(begin, end), device.bytes_of(begin, end)
+
+
+def _runs(slices: Sequence[ParameterSlice]) -> list[Span]:
+    """Spans of elements that cover `slices` of one range, neighbours joined across their padding:
+    one transfer for a range whose gradients all arrived."""
+    runs: list[Span] = []
     for part in slices:
         begin, end = part.offset, part.offset + part.numel
         if runs and 0 <= begin - runs[-1][1] < ALIGN_NUMEL:

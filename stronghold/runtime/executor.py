@@ -513,16 +513,16 @@ class Executor:
         """Queue the copy of the layer's newest weights to its slot, piece by piece where they lie
         in a file; the bytes of it."""
         device, tiers, state = self._device, self._host.tiers, self.layers[layer]
-        source, copy = state.weights, device.copy
-        target, weights = slot.weights[: source.numel()], state.records["weights"]
+        source, copy, bytes_of = state.weights, device.copy, state.maps["weights"].bytes_of
+        target, weights = slot.weights, state.records["weights"]
         if not tiers.holds(layer, "weights"):
             together = self._left is None and self._current is self._training
-            ranges = self._team.fetched(state, together=together)
-            nbytes = sum(end - begin for begin, end in ranges) * source.element_size()
+            parts = self._team.fetched(state, together=together)
+            nbytes: int = sum(part.stop - part.start for part in parts)
 
             def fetch() -> None:
-                for begin, end in ranges:
-                    copy(target[begin:end], source[begin:end])
+                for part in parts:
+                    copy(target[part], source[part])
 
             device.fetch.submit(
                 f"fetch {layer}", fetch, reads=(weights,), writes=(slot.record,), nbytes=nbytes
@@ -532,14 +532,15 @@ class Executor:
         for begin, end in tiers.cuts(layer, ("weights",)):
             entry = tiers.fetches.next()
             views = tiers.queue_load(device, state, begin, end, ("weights",), entry, verb="stage")
+            loaded: torch.Tensor = views["weights"].view(torch.uint8)
             device.fetch.submit(
                 f"fetch {layer}",
-                partial(copy, target[begin:end], views["weights"]),
+                partial(copy, target[bytes_of(begin, end)], loaded),
                 reads=(entry.record,),
                 writes=(slot.record,),
-                nbytes=views["weights"].nbytes,
+                nbytes=loaded.nbytes,
             )
-        return source.nbytes
+        return state.maps["weights"].nbytes
 
     def _release(self, layer: int) -> None:
         slot = self.layers[layer].slot
@@ -550,7 +551,7 @@ class Executor:
         self._window.release(layer, self._device.record_compute(f"release {layer}"))
         if used:
             ours = self.bindings.views_at(slot.weights.data_ptr())
-            refuse_aliases(self.layers[layer].layout, slot.weights, ours)
+            refuse_aliases(self.layers[layer], slot.weights, ours)
 
     def gradient_arrived(self, state: LayerState, position: int, parameter: torch.Tensor) -> None:
         """Autograd has accumulated into `parameter.grad`: send it on its way to the host."""

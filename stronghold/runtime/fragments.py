@@ -22,6 +22,7 @@ from torch import nn
 from stronghold.errors import ConfigError
 from stronghold.memory.layer import LayerState
 from stronghold.optim.contract import Moment
+from stronghold.optim.states import States
 from stronghold.runtime.guards import Access
 from stronghold.runtime.update import Updates
 
@@ -52,6 +53,10 @@ class Fragment(Access):
         self._position = position
         self._part = state.layout.slices[position]
 
+    @property
+    def _states(self) -> States:
+        return self._state.formats[self._part.format].trained
+
     def local(self) -> Fragment:
         if self._stack.ranks.num_ranks > 1:
             raise ConfigError(
@@ -69,11 +74,12 @@ class Fragment(Access):
         if optim_state_key is None:
             return self._whole(host.master(index, part).view(-1))
         moment = self._moment(optim_state_key)
-        arrays = host.states.arrays_of(moment)
+        states = self._states
+        arrays = states.arrays_of(moment)
         at, flat = part.offset, torch.zeros(part.numel)
         if host.has(index, arrays[-1]):
             for own, found in host.pieces(index, arrays, at, at + part.numel):
-                flat[own] = host.states.decode(moment, found)
+                flat[own] = states.decode(moment, found)
         return self._whole(flat)
 
     def set(self, value: torch.Tensor, optim_state_key: str | None = None) -> None:
@@ -90,7 +96,7 @@ class Fragment(Access):
             stack.runtime.loaded((index,))
             stack.settle((index,))
             return
-        at, states = part.offset, stack.host.states
+        at, states = part.offset, self._states
         for own, found in stack.host.pieces(
             index, states.arrays_of(moment), at, at + part.numel, mode="replace"
         ):
@@ -98,7 +104,7 @@ class Fragment(Access):
                 found[array].copy_(values)
 
     def _moment(self, key: str) -> Moment:
-        states = self._stack.host.states
+        states = self._states
         moment = states.moment(key)
         if moment is None:
             names = [known.name for known in states.moments]

@@ -18,7 +18,7 @@ from deepspeed.runtime.precision_config import DeepSpeedFP16Config
 from torch import nn
 
 from stronghold.errors import ConfigError
-from stronghold.optim.contract import Moment, Optimizer
+from stronghold.optim.contract import Optimizer
 from stronghold.runtime.steps import Groups
 from stronghold.telemetry.metrics import Reading, value
 
@@ -204,9 +204,9 @@ class EngineOptimizer(torch.optim.Optimizer):
                 shown._opt_called = True  # type: ignore[attr-defined]
 
     @property
-    def moments(self) -> tuple[Moment, ...]:
-        """Of every trained parameter."""
-        return self.optimizers[0].moments
+    def default(self) -> Optimizer:
+        """Of a parameter that trains and is in no group."""
+        return self.optimizers[0]
 
     def group_of(self) -> Groups:
         """Of the parameters that are trained: frozen ones get no gradient."""

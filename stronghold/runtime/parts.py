@@ -78,7 +78,6 @@ class Parts:
 def assemble(
     *,
     layout: ModelLayout,
-    dtype: torch.dtype,
     device: Device,
     plan: Plan,
     parameters: Sequence[Sequence[nn.Parameter]],
@@ -94,7 +93,6 @@ def assemble(
     Of several ranks `weights` are those of the node. What is made is closed by `undo`."""
     host = HostStore(
         layout,
-        dtype,
         device,
         held=plan.apart,
         accumulate=plan.accumulates,

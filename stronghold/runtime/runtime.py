@@ -66,7 +66,6 @@ class Runtime:
         self._plan = plan
         self.window = Window(
             device,
-            host.dtype,
             host.layers,
             resident=plan.resident,
             num_slots=plan.window,
@@ -80,7 +79,8 @@ class Runtime:
         self._hooks: Hooks | None = None
         # Updated on the host, where writes to what is on the device, or to what has a master of
         # its own, do not show; and the versions of their parameters that did.
-        everything = range(len(parts.layers)) if host.dtype is torch.float16 else plan.resident
+        in_fp16 = any(made.dtype is torch.float16 and made.states for made in host.formats)
+        everything = range(len(parts.layers)) if in_fp16 else plan.resident
         self._unseen = [layer for layer in everything if layer not in plan.updated_on_gpu]
         for state in parts.layers:
             state.versions = None
@@ -272,7 +272,6 @@ class Runtime:
                 Gathered(
                     self._host.layers[layer],
                     frozenset(each),
-                    self._host.dtype,
                     each=each,
                     at_once=self._plan.updates[layer] is Position.DRAIN,
                 )

@@ -42,10 +42,11 @@ from stronghold.model.partition import (
     source_of,
     why_no_blocks,
 )
-from stronghold.optim.states import LEAN, States, page_numel, states_of
+from stronghold.optim.states import LEAN, States, states_of
 from stronghold.plan.cost import Demand
 from stronghold.plan.plan import Plan, levels_of, make_plan
 from stronghold.process import check_not_forked, forked_from
+from stronghold.runtime.formats import CAST, COMPUTED, model_formats, page_items
 from stronghold.runtime.guards import COMPILED_WHOLE, is_compiled
 from stronghold.runtime.optimizer import EngineOptimizer
 from stronghold.runtime.parts import Written, assemble
@@ -103,11 +104,23 @@ class Stack:
         self._closed = self._away = False
         self._process = os.getpid()
         self.dtype = DTYPES[settings.precision]
-        self.partition: Partition = partition(model, section.layers)
-        _check_parameters(self.partition, settings.precision, source_of(model))
+        groups = {} if optimizer is None else optimizer.group_of()
+        chosen = model_formats(
+            model.named_parameters(),
+            dtype=self.dtype,
+            kind=section.states,
+            rule=section.dtypes,
+            optimizers={parameter: of_group for parameter, (_, of_group) in groups.items()},
+            default=None if optimizer is None else optimizer.default,
+        )
+        self.formats = chosen.formats
+        self.partition: Partition = partition(model, section.layers, chosen.of)
+        _check_parameters(
+            self.partition, settings.precision, source_of(model), cast=section.dtypes == CAST
+        )
         self.ranks = ranks
-        page = page_numel(section.states, in_files=section.nvme is not None)
-        self.layout: ModelLayout = layout(self.partition, self.ranks.num_ranks, page)
+        page = page_items(self.formats, in_files=section.nvme is not None)
+        self.layout: ModelLayout = layout(self.partition, self.ranks.num_ranks, page, chosen.of)
         kind = section.device or ("cuda" if cuda.available() else "emulated")
         self.section = section
         on_gpu = kind == "cuda" and cuda.available()
@@ -115,7 +128,7 @@ class Stack:
         self.gpu_free_bytes = None
         if on_gpu:
             self.gpu_free_bytes = max(0, cuda.free_bytes(local_rank) - on_device)
-        moments = () if optimizer is None else optimizer.moments
+        moments = () if optimizer is None else optimizer.default.moments
         self.states: States = states_of(self.dtype, section.states, moments)
         self.demand: Demand = self._demand(settings, training=optimizer is not None)
         rank = self.ranks.global_rank
@@ -168,7 +181,7 @@ class Stack:
             for p in layer.parameters
             if not p.parameter.is_meta
         ]
-        held_now = sum(named.parameter.numel() for named in held) * self.dtype.itemsize
+        held_now = sum(named.parameter.nbytes for named in held)
         sharers = ranks.on_node.count
         available = max(0, available_host_bytes() // sharers - self._host_reserved_bytes)
         host_budget = section.host_memory or available + held_now
@@ -181,6 +194,7 @@ class Stack:
         compute_threads = torch.get_num_threads() if gpu_free_bytes is None else 1
         return Demand(
             states=self.states,
+            all_formats=self.formats,
             gated=settings.gated,
             accumulate=settings.accumulates,
             training=training,
@@ -226,7 +240,7 @@ class Stack:
             check_mappings(mapped, len(nvme.paths), nvme.block or BLOCK_BYTES)
             store = NvmeStore(
                 nvme.paths,
-                extents=extent_requests(self.layout, self.states, plan.spilled, ranks.num_ranks),
+                extents=extent_requests(self.layout, self.formats, plan.spilled, ranks.shards),
                 ring_entries=plan.staging.entries,
                 piece_bytes=plan.staging.piece_bytes,
                 engine=nvme.engine,
@@ -239,7 +253,7 @@ class Stack:
             undo.callback(self.device.close)  # first: lanes may still read and write the files
         return Tiers(
             self.layout,
-            self.states,
+            self.formats,
             store,
             plan.spilled,
             update_entries=plan.staging.update_entries,
@@ -259,10 +273,9 @@ class Stack:
         ]
         shared = None
         if self.ranks.several:
-            shared = NodeWeights(self.layout, self.dtype, self.ranks)
+            shared = NodeWeights(self.layout, self.formats, self.ranks)
         self._made = made = assemble(
             layout=self.layout,
-            dtype=self.dtype,
             device=self.device,
             plan=self.plan,
             parameters=parameters,
@@ -553,7 +566,9 @@ def reserved_bytes(but: Stack | None = None) -> tuple[int, int]:
     return on_device, on_host
 
 
-def _check_parameters(found: Partition, precision: str, source: WeightSource | None) -> None:
+def _check_parameters(
+    found: Partition, precision: str, source: WeightSource | None, *, cast: bool
+) -> None:
     parameters = [named for layer in found.layers for named in layer.parameters]
     for named in parameters:
         dtype = named.parameter.dtype
@@ -563,7 +578,7 @@ def _check_parameters(found: Partition, precision: str, source: WeightSource | N
                 f"{named.name} is on the meta device: load its values before "
                 "stronghold.initialize, or build the model with stronghold.from_pretrained"
             )
-        if precision == "fp32" and dtype is not torch.float32:
+        if cast and precision == "fp32" and dtype in COMPUTED and dtype is not torch.float32:
             section = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(dtype)
             add = f'add "{section}": {{"enabled": true}} or ' if section else ""
             raise ConfigError(

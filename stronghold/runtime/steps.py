@@ -72,11 +72,6 @@ class OptimizerSteps:
         """Whether the optimizer owns the parameter: gradients of others are dropped."""
         return parameter in self._groups
 
-    def kernel_of(self, state: LayerState) -> str:
-        """The name of the kernels that update the layer's trained parameters."""
-        first = min(state.trained)
-        return self._groups[state.parameters[first]][1].kernel
-
     def optimizers_of(self, state: LayerState) -> dict[int, Optimizer]:
         """How each trained parameter of the layer is updated, by position."""
         return {k: self._groups[state.parameters[k]][1] for k in sorted(state.trained)}
@@ -149,7 +144,7 @@ class Standstill:
     def __init__(self, host: HostStore, steps: OptimizerSteps) -> None:
         self._host, self._steps = host, steps
         self._before: list[float] | None = None
-        self._looks = host.states.is_lean
+        self._looks = any(made.states and made.states.is_lean for made in host.formats)
 
     def end_step(self) -> None:
         """A step was taken."""
@@ -179,7 +174,8 @@ class Standstill:
         state.records["weights"].writer.wait()
         count = numel = 0
         for part, size in self._steps.step_sizes_of(state):
-            if size <= 0.0:  # as asked
+            is_lean = state.formats[part.format].trained.is_lean
+            if size <= 0.0 or not is_lean:  # as asked, or with every bit
                 continue
             least = 2.0 ** (math.floor(math.log2(size)) + 17)  # [Note: half a unit]
             end = part.offset + part.numel

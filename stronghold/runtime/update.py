@@ -32,7 +32,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field
@@ -43,10 +43,10 @@ import torch
 from stronghold import native
 from stronghold.device.base import Record, dependences
 from stronghold.errors import ConfigError
-from stronghold.memory.layer import Entry, LayerState, view
+from stronghold.memory.layer import Entry, LayerState
 from stronghold.memory.tiers import Mode, Views
 from stronghold.memory.window import Window
-from stronghold.optim.states import States, group_size, items
+from stronghold.optim.states import Format, group_size
 from stronghold.plan.plan import Plan
 from stronghold.plan.schedule import Position
 from stronghold.runtime.parts import Parts
@@ -190,15 +190,14 @@ SUM_BLOCK_NUMEL = 65536  # kSumBlock of the kernels: a part of the result's defi
 
 @dataclass(slots=True, eq=False)
 class Gathered:
-    """Gradients of one layer: flat in `memory`, of which element 0 is the first of this rank's
-    range, or (of a model that is whole on the device) `each` by itself. Where `memory` is None they
+    """Gradients of one layer: bytes in `memory`, which lie as the layer's array "gradients", or (of
+    a model that is whole on the device) `each` by itself. Where `memory` is None they
     lie in `array` of the layer, maybe in a file. `at_once`: the layer is updated with them as they
     come. `part`: they wait for the end of backward, since more may come before. `repeated`: those
     that had come before, of parts in this backward, else in this step; `first`: nothing had."""
 
     state: LayerState
     arrived: frozenset[int]
-    dtype: torch.dtype
     memory: torch.Tensor | None = None
     record: Record = field(default_factory=Record)
     _: KW_ONLY
@@ -216,8 +215,8 @@ class Gathered:
 
 @dataclass(slots=True, eq=False)
 class Piece:
-    """Elements [begin, end) of a layer, and the arrays that an operation works on there. `entry`
-    has those that lie in files."""
+    """Elements [begin, end) of one range of a layer, and the arrays that an operation works on
+    there. `entry` has those that lie in files."""
 
     found: Gathered
     begin: int
@@ -229,8 +228,8 @@ class Piece:
         """The address of the gradient of the layer's element `at`, of parameter `k`."""
         found = self.found
         if k in found.each:
-            offset = at - found.state.layout.slices[k].offset
-            return found.each[k].data_ptr() + offset * found.dtype.itemsize
+            gradient, offset = found.each[k], at - found.state.layout.slices[k].offset
+            return gradient.data_ptr() + offset * gradient.element_size()
         flat = self.gradients
         return flat.data_ptr() + (at - self.begin) * flat.element_size()
 
@@ -240,8 +239,24 @@ class Piece:
         found = self.found
         if found.memory is None:
             return self.views[found.array]
-        first = found.state.begin
-        return found.memory[self.begin - first : self.end - first]
+        return found.state.maps["gradients"].view(found.memory, self.begin, self.end)
+
+    @property
+    def range(self) -> int:
+        """The number of the range that has the elements."""
+        ranges = self.found.state.layout.ranges
+        return next(i for i, each in enumerate(ranges) if each.begin <= self.begin < each.end)
+
+    @property
+    def format(self) -> Format:
+        """Of this range."""
+        state = self.found.state
+        return state.formats[state.layout.ranges[self.range].format]
+
+    @property
+    def grad_dtype(self) -> torch.dtype:
+        """Of its gradients."""
+        return torch.float32 if self.found.array == "accumulated" else self.format.dtype
 
 
 class Updates:
@@ -253,8 +268,7 @@ class Updates:
 
     def __init__(self, parts: Parts, ledger: Ledger, plan: Plan, window: Window) -> None:
         self._device, self._kernels = parts.device, parts.kernels
-        self._host, self._states, self._tiers = parts.host, parts.host.states, parts.host.tiers
-        self._changed = tuple(self._states.dtypes)  # the arrays that a step writes
+        self._host, self._tiers = parts.host, parts.host.tiers
         self._layers, self._window = parts.layers, window
         self._ledger, self._steps, self._plan = ledger, parts.steps, plan
         self._metrics, self._team = parts.metrics, parts.team
@@ -271,7 +285,7 @@ class Updates:
             first, self._first = self._first, []
             for state, begin, end in first:
                 filed = self._tiers.spilled(state.index)
-                unknown = Gathered(state, frozenset(), torch.float32)  # they have not come
+                unknown = Gathered(state, frozenset())  # they have not come
                 self._expected.append(self._load(unknown, begin, end, filed))
 
     def gathered(self, batch: Sequence[Gathered]) -> bool:
@@ -319,7 +333,7 @@ class Updates:
 
         def work(piece: Piece) -> None:
             held = piece.views["gradients"]
-            new = drained[piece.begin - state.begin : piece.end - state.begin]
+            new = state.maps["gradients"].view(drained, piece.begin, piece.end)
             if held.data_ptr() != new.data_ptr():
                 for k, at, numel in _parts(piece):
                     own = slice(at - piece.begin, at - piece.begin + numel)
@@ -327,8 +341,8 @@ class Updates:
             if norms is not None:
                 norms.add(piece, "gradients")
 
-        verb, size = "norm" if norms is not None else "merge", found.dtype.itemsize
-        self._over_pieces(verb, found, ("gradients",), work, size, norms=norms is not None)
+        verb = "norm" if norms is not None else "merge"
+        self._over_pieces(verb, found, ("gradients",), work, _grad_bytes, norms=norms is not None)
 
     def _hold_on_device(self, found: Gathered) -> bool:
         state, own, flat = found.state, found.state.own_gradients, found.memory
@@ -341,11 +355,12 @@ class Updates:
             return True
         if flat is own.gradients:
             return True
-        slices = state.layout.slices
+        slices, places = state.layout.slices, state.maps["weights"]
 
         def work() -> None:
             for k in sorted(found.arrived):
-                _merge(own.view(slices[k]), view(flat, slices[k]), add=k in found.repeated)
+                part = places.parameter(flat, slices[k])
+                _merge(own.view(state, k), part, add=k in found.repeated)
 
         self._device.compute.submit(
             f"merge {state.index}", work, reads=(found.record,), writes=(own.record,)
@@ -358,37 +373,41 @@ class Updates:
         launch does at the gate."""
 
         def work(pieces: Sequence[Piece], norms: PieceNorms | None = None) -> None:
-            segments = [
-                (
-                    piece.gradient(k, at),
-                    sums.data_ptr() + (at - piece.begin) * 4,
-                    numel,
-                    k in piece.found.repeated,
-                )
-                for piece in pieces
-                for sums in (piece.views["accumulated"],)
-                for k, at, numel in _parts(piece)
-            ]
+            segments: dict[torch.dtype, list[tuple[int, int, int, bool]]] = defaultdict(list)
+            for piece in pieces:
+                sums = piece.views["accumulated"]
+                for k, at, numel in _parts(piece):
+                    place = sums.data_ptr() + (at - piece.begin) * 4
+                    segment = piece.gradient(k, at), place, numel, k in piece.found.repeated
+                    segments[piece.format.dtype].append(segment)
             kernels = self._device.kernels if batch[0].state.on_device else self._kernels
-            kernels.accumulate(batch[0].dtype, segments)
+            for dtype, of_dtype in segments.items():
+                kernels.accumulate(dtype, of_dtype)
             for piece in pieces if norms is not None else ():
                 assert norms is not None
                 norms.add(piece, "accumulated")
 
-        size = batch[0].dtype.itemsize
         if batch[0].state.on_device:
             moved = sum(
-                found.state.layout.slices[k].numel * (size + (8 if k in found.repeated else 4))
+                part.numel * (found.state.sections[k].dtype.itemsize + more)
                 for found in batch
                 for k in found.arrived
+                for part in (found.state.layout.slices[k],)
+                for more in (8 if k in found.repeated else 4,)
             )
             self._on_device("accumulate", batch, ("accumulated",), work, moved)
             return
         (found,) = batch
         norms = self._norms(found.state) if self._ledger.boundary else None
         # Gradients are read, sums read and written; the last micro-batch reads them for a norm.
-        each = size + (12 if norms is not None else 8)
-        self._over_pieces("accumulate", found, ("accumulated",), lambda p: work([p], norms), each)
+        more = 12 if norms is not None else 8
+
+        def bytes_each(made: Format) -> float:
+            return made.dtype.itemsize + more
+
+        self._over_pieces(
+            "accumulate", found, ("accumulated",), lambda p: work([p], norms), bytes_each
+        )
 
     def end_backward(self) -> None:
         """Backward has ended: update, in the order of the next forward, what is deferred, and what
@@ -411,7 +430,7 @@ class Updates:
             return
         assert found.memory is not None
         for k in found.arrived:  # the slot is another layer's next
-            part = view(found.memory, state.layout.slices[k])
+            part = state.maps["weights"].parameter(found.memory, state.layout.slices[k])
             state.kept[k] = state.kept[k].add_(part) if k in found.repeated else part.clone()
 
     def parts_wait(self, state: LayerState) -> bool:
@@ -422,12 +441,12 @@ class Updates:
 
     def _take_parts(self, state: LayerState) -> None:
         """All parts of the layer's gradients have come."""
-        arrived, dtype = frozenset(state.parts), self._host.dtype
+        arrived = frozenset(state.parts)
         at_once = not self._plan.accumulates
-        found = Gathered(state, arrived, dtype, each=dict(state.kept), at_once=at_once)
+        found = Gathered(state, arrived, each=dict(state.kept), at_once=at_once)
         if not state.on_device:
             held = self._host.held_entry(state.index)
-            found = Gathered(state, arrived, dtype, held.memory, held.record)
+            found = Gathered(state, arrived, held.memory, held.record)
         state.kept.clear()
         self.gathered([found])
 
@@ -501,12 +520,12 @@ class Updates:
         return on_host, self._device.read_later(torch.cat(sums)) if sums else None
 
     def _late_norm(self, state: LayerState, k: int) -> None:
-        ((_, own),), norms = state.own((k,)), self._norms(state)
+        ((_, begin, end),), norms = state.elements((k,)), self._norms(state)
         state.square_sums[k] = 0.0
         offset = state.layout.slices[k].offset
         for piece, flat in self.gradient_pieces(state, k):
-            at, numel = state.begin + own.start, own.stop - own.start
-            norms.add_part(flat, offset + piece.start, offset + piece.stop, k, at, numel)
+            at = offset + piece.start
+            norms.add_part(flat, at, offset + piece.stop, k, begin, end - begin)
 
     def gradient_pieces(
         self, state: LayerState, k: int, *, mode: Mode = "read"
@@ -525,8 +544,9 @@ class Updates:
         elif found.memory is None:
             yield slice(0, part.numel), found.each[k].view(-1)
         else:
-            own, first = part.within(state.begin, state.end), state.begin - at
-            yield slice(first + own.start, first + own.stop), found.memory[own]
+            ((_, first, last),) = state.elements((k,))
+            flat = state.maps["gradients"].view(found.memory, first, last)
+            yield slice(first - at, last - at), flat
 
     def forget(self) -> None:
         """Drop the gradients of the step that has ended or is abandoned."""
@@ -555,34 +575,49 @@ class Updates:
     # -- the optimizer's step ---------------------------------------------------------------------
     def _waiting(self, state: LayerState) -> Gathered:
         """The layer's gradients where they wait."""
-        arrived, dtype, own = frozenset(state.arrived), self._host.dtype, state.own_gradients
+        arrived, own = frozenset(state.arrived), state.own_gradients
         if self._plan.accumulates:
-            array, dtype = "accumulated", torch.float32
+            array = "accumulated"
         elif not state.on_device:
             array = "gradients"
         elif own is not None:
-            return Gathered(state, arrived, dtype, own.gradients, own.record)
+            return Gathered(state, arrived, own.gradients, own.record)
         else:
-            return Gathered(state, arrived, dtype, each=state.kept)
-        return Gathered(state, arrived, dtype, record=state.records[array], array=array)
+            return Gathered(state, arrived, each=state.kept)
+        return Gathered(state, arrived, record=state.records[array], array=array)
 
     def _step(self, found: Gathered, scale: float, norms: PieceNorms | None = None) -> None:
         """One step of a layer on the host, with this moment's hyper-parameters; norms of its
         gradients on the way, where they were not taken before."""
-        state, states = found.state, self._states
-        kernel = self._steps.kernel_of(state)
-        steps = self._steps.advance(state, found.arrived, scale)
+        state, summed = found.state, found.array == "accumulated"
+        steps = dict(
+            zip(
+                sorted(found.arrived),
+                self._steps.advance(state, found.arrived, scale),
+                strict=True,
+            )
+        )
 
         def work(piece: Piece) -> None:
             if norms is not None:
                 norms.add(piece)
-            segments = _segments(piece, steps, states)
-            self._kernels.update(kernel, states.dtype, found.dtype, segments, lean=states.is_lean)
+            made = piece.format
+            self._kernels.update(
+                made.kernel,
+                made.dtype,
+                piece.grad_dtype,
+                _segments(piece, steps),
+                lean=made.trained.is_lean,
+            )
 
-        each = states.update_bytes(found.dtype)
-        each += found.dtype.itemsize if norms is not None else 0
+        def bytes_each(made: Format) -> float:
+            dtype = torch.float32 if summed else made.dtype
+            read_twice = dtype.itemsize if norms is not None else 0
+            return made.trained.update_bytes(dtype) + read_twice
+
         # An update whose norms were taken before is not waited for by the gate.
-        self._over_pieces("update", found, self._changed, work, each, norms=norms is not None)
+        taken = norms is not None
+        self._over_pieces("update", found, state.changed, work, bytes_each, norms=taken)
         self._team.exchange(state)
 
     def _over_pieces(
@@ -591,13 +626,13 @@ class Updates:
         found: Gathered,
         changed: Sequence[str],
         work: Callable[[Piece], None],
-        bytes_each: float,
+        bytes_each: Callable[[Format], float],
         *,
         norms: bool = True,
     ) -> None:
         """Queue `work` over a layer on the host, piece by piece: it reads the gradients of `found`
         and writes the arrays `changed`, and `norms` where it takes them. `bytes_each`: what it
-        moves for an element."""
+        moves for an element of a format."""
         state, device = found.state, self._device
         last: Callable[[Work], Work] = lambda run: run  # noqa: E731
         if verb == "update":
@@ -607,48 +642,60 @@ class Updates:
         arrays = (*changed, *found.arrays)
         filed = tuple(a for a in self._tiers.spilled(state.index) if a in arrays)
         if not filed:
-            piece = self._whole(found, changed)
+            pieces = self._whole(found, changed)
             device.update.submit(
                 f"{verb} {state.index}",
-                last(partial(work, piece)),
+                last(partial(_each, work, pieces)),
                 reads=(found.record,),
                 writes=writes,
-                nbytes=int(bytes_each * state.numel_of(found.arrived)),
+                nbytes=int(_moved(found, bytes_each)),
             )
             return
         kept = tuple(a for a in (*of_ram, *found.arrays) if a not in filed)
         spills = tuple(a for a in filed if a in changed)
         reads = () if found.array in filed else (found.record,)
         spilled = dependences((), (), state.records_of(spills))
-        cuts = [  # for the others no gradient came
-            (begin, end)
-            for begin, end in self._tiers.cuts(state.index, filed)
-            if any(begin < at + n and at < end for _, at, n in _own_parts(state, found.arrived))
-        ]
+        cuts = list(self._cut(found, filed))
         if not cuts:  # no element of this rank's has a gradient
             run = last(lambda: None)
             device.update.submit(f"{verb} {state.index}", run, reads=reads, writes=writes)
-        for begin, end in cuts:
-            piece = self._next(verb, found, begin, end, filed)
+        for begin, end, from_files in cuts:
+            if from_files:
+                piece = self._next(verb, found, begin, end, from_files)
+            else:
+                piece = Piece(found, begin, end, {})
             piece.views = piece.views | self._slabs(state, kept, begin, end)
             entry = piece.entry
-            assert entry is not None
             run = partial(work, piece)
             device.update.submit(
                 f"{verb} {state.index}",
-                run if end < cuts[-1][1] else last(run),
+                run if (begin, end, from_files) != cuts[-1] else last(run),
                 reads=reads,
-                writes=(entry.record, *writes),
-                nbytes=int(bytes_each * (end - begin)),
+                writes=writes if entry is None else (entry.record, *writes),
+                nbytes=int(bytes_each(piece.format) * (end - begin)),
             )
-            if spills:
-                views = {array: piece.views[array] for array in spills}
+            if entry is not None and any(array in spills for array in from_files):
+                views = {array: piece.views[array] for array in from_files if array in spills}
                 fence = self._tiers.queue_spill(
-                    device, state.index, begin, views, entry, spilled, what=WHAT[verb]
+                    device, state.index, begin, end, views, entry, spilled, what=WHAT[verb]
                 )
                 spilled = (fence,)
-        for record in state.records_of(spills) if cuts else ():
+        for record in state.records_of(spills) if cuts and spilled else ():
             record.write(spilled[0])
+
+    def _cut(
+        self, found: Gathered, filed: tuple[str, ...]
+    ) -> Iterator[tuple[int, int, tuple[str, ...]]]:
+        """The pieces for which a gradient came, of what the layer has here: begin, end, and those
+        of the arrays `filed` that have the elements. In memory a piece is a range's whole share."""
+        state = found.state
+        places = [(at, at + numel) for _, at, numel in _own_parts(state, found.arrived)]
+        for share in state.shares:
+            arrays = tuple(a for a in filed if state.maps[a].has(*share))
+            cuts = self._tiers.cuts(state.index, arrays, *share) if arrays else iter([share])
+            for begin, end in cuts:
+                if any(begin < last and first < end for first, last in places):
+                    yield begin, end, arrays
 
     # -- pieces -----------------------------------------------------------------------------------
     def _present(self, state: LayerState, arrays: Iterable[str]) -> tuple[str, ...]:
@@ -657,21 +704,23 @@ class Updates:
         return tuple(a for a in arrays if a not in filed and state.array(a) is not None)
 
     def _slabs(self, state: LayerState, arrays: Iterable[str], begin: int, end: int) -> Views:
-        """The arrays from the layer's element `begin` on, at least up to `end`."""
-        found: Views = {}
+        """Elements [begin, end) of those arrays that their range has."""
+        views: Views = {}
         for array in arrays:
-            at = begin if array == "weights" else begin - state.begin
-            flat = state.array(array)
+            flat, lies = state.array(array), state.maps[array]
             assert flat is not None
-            found[array] = flat[items(array, at, at + end - begin)] if at else flat
-        return found
+            if lies.has(begin, end):
+                views[array] = lies.view(flat, begin, end)
+        return views
 
-    def _whole(self, found: Gathered, changed: Sequence[str]) -> Piece:
-        """The layer as one piece, of which nothing lies in a file."""
+    def _whole(self, found: Gathered, changed: Sequence[str]) -> list[Piece]:
+        """The layer, of which nothing lies in a file, as a piece for each range with a gradient."""
         state = found.state
         arrays = (*self._present(state, changed), *found.arrays)
-        views = self._slabs(state, arrays, state.begin, state.end)
-        return Piece(found, state.begin, state.end, views)
+        return [
+            Piece(found, begin, end, self._slabs(state, arrays, begin, end))
+            for begin, end, _ in self._cut(found, ())
+        ]
 
     def _next(
         self, verb: str, found: Gathered, begin: int, end: int, filed: tuple[str, ...]
@@ -680,7 +729,7 @@ class Updates:
         state = found.state
         if verb != "update" and found.first:
             entry = self._tiers.updates.next()
-            views = self._tiers.views(entry.memory, filed, end - begin)
+            views = self._tiers.views(entry.memory, state.index, filed, begin, end)
             return Piece(found, begin, end, views, entry)
         if verb == "update" and len(self._first) < len(self._tiers.updates):
             self._first.append((state, begin, end))
@@ -714,7 +763,7 @@ class Updates:
         nbytes: int,
     ) -> None:
         """Run `work` on the compute lane, in one launch for all layers of `batch`."""
-        pieces = [self._whole(found, changed) for found in batch]
+        pieces = [piece for found in batch for piece in self._whole(found, changed)]
         records = [
             found.state.records[array]
             for found in batch
@@ -737,42 +786,49 @@ class Updates:
         sums: list[torch.Tensor] = []
 
         def work(pieces: Sequence[Piece]) -> None:
-            segments = [
-                (piece.gradient(k, at), numel) for piece in pieces for k, at, numel in _parts(piece)
-            ]
-            sums.append(self._device.kernels.sum_squares_async(batch[0].dtype, segments))
+            segments: dict[torch.dtype, list[tuple[int, int]]] = defaultdict(list)
+            for piece in pieces:
+                for k, at, numel in _parts(piece):
+                    segments[piece.grad_dtype].append((piece.gradient(k, at), numel))
+            kernels = self._device.kernels
+            made = [kernels.sum_squares_async(dtype, each) for dtype, each in segments.items()]
+            sums.append(made[0] if len(made) == 1 else torch.cat(made))
 
-        numel = sum(found.state.numel_of(found.arrived) for found in batch)
-        self._on_device("norm", batch, (), work, batch[0].dtype.itemsize * numel)
+        moved = sum(_moved(found, _grad_bytes) for found in batch)
+        self._on_device("norm", batch, (), work, int(moved))
         return sums[0]
 
     def _prepare(self, batch: Sequence[Gathered]) -> Callable[[float], None]:
         """Everything of an update but the gradients' scale, with this moment's hyper-parameters:
         the host's share of it, done while the device is still busy with backward. What it returns
         does the rest."""
-        segments: list[native.Segment] = []
-        dtype, states = batch[0].dtype, self._states
+        calls: dict[tuple[Format, torch.dtype], list[native.Segment]] = defaultdict(list)
+        moved = 0.0
         for found in batch:
-            steps = self._steps.advance(found.state, found.arrived, 1.0)
-            segments += _segments(self._whole(found, self._changed), steps, states)
-        update = self._device.kernels.prepare_update(
-            self._steps.kernel_of(batch[0].state),
-            states.dtype,
-            dtype,
-            segments,
-            lean=states.is_lean,
-        )
-        nbytes = int(states.update_bytes(dtype) * sum(segment.numel for segment in segments))
+            state = found.state
+            advanced = self._steps.advance(state, found.arrived, 1.0)
+            steps = dict(zip(sorted(found.arrived), advanced, strict=True))
+            for piece in self._whole(found, state.changed):
+                calls[piece.format, piece.grad_dtype] += _segments(piece, steps)
+            moved += state.step_bytes(found.arrived, summed=found.array == "accumulated")
+        updates = [
+            self._device.kernels.prepare_update(
+                made.kernel, made.dtype, dtype, segments, lean=made.trained.is_lean
+            )
+            for (made, dtype), segments in calls.items()
+        ]
 
         def work(scale: float, _: Sequence[Piece]) -> None:
-            update(scale)
+            for update in updates:
+                update(scale)
             # A graph that was kept may need the weights of before: autograd refuses it then.
             torch.autograd.graph.increment_version(
                 [found.state.parameters[k] for found in batch for k in found.arrived]
             )
 
+        changed = tuple(dict.fromkeys(array for found in batch for array in found.state.changed))
         return lambda scale: self._on_device(
-            "update", batch, self._changed, partial(work, scale), nbytes
+            "update", batch, changed, partial(work, scale), int(moved)
         )
 
 
@@ -794,9 +850,11 @@ class PieceNorms:
     def add(self, piece: Piece, array: str = "") -> None:
         """Add the piece's gradients, or what lies in `array`, of every parameter that arrived."""
         flat = piece.views[array] if array else piece.gradients
-        state, whole = piece.found.state, list[tuple[int, int, int]]()
-        for k, own in state.own(piece.found.arrived):
-            at, numel = state.begin + own.start, own.stop - own.start
+        state, number, whole = piece.found.state, piece.range, list[tuple[int, int, int]]()
+        for k, at, stop in state.elements(piece.found.arrived):
+            if state.layout.slices[k].range != number:
+                continue
+            numel = stop - at
             inside = piece.begin <= at and at + numel <= piece.end
             # A simulation's blocks would be most of its time.
             if inside or not numel or flat.is_meta:
@@ -839,9 +897,9 @@ def _merge(target: torch.Tensor, part: torch.Tensor, *, add: bool) -> None:
 
 def _own_parts(state: LayerState, positions: Iterable[int]) -> Iterator[tuple[int, int, int]]:
     """(position, first element of the layer, number of elements) of what this rank has."""
-    for k, own in state.own(positions):
-        if own.stop > own.start:
-            yield k, state.begin + own.start, own.stop - own.start
+    for k, begin, end in state.elements(positions):
+        if end > begin:
+            yield k, begin, end - begin
 
 
 def _parts(piece: Piece) -> Iterator[tuple[int, int, int]]:
@@ -852,26 +910,40 @@ def _parts(piece: Piece) -> Iterator[tuple[int, int, int]]:
             yield k, first, last - first
 
 
-def _segments(piece: Piece, steps: Sequence[ParameterStep], states: States) -> list[native.Segment]:
+def _each(work: Callable[[Piece], None], pieces: Sequence[Piece]) -> None:
+    for piece in pieces:
+        work(piece)
+
+
+def _grad_bytes(made: Format) -> float:
+    return made.dtype.itemsize
+
+
+def _moved(found: Gathered, bytes_each: Callable[[Format], float]) -> float:
+    """Bytes of an operation over the gradients of this rank."""
+    state = found.state
+    return sum(
+        bytes_each(state.formats[state.layout.slices[k].format]) * numel
+        for k, _, numel in _own_parts(state, found.arrived)
+    )
+
+
+def _segments(piece: Piece, steps: Mapping[int, ParameterStep]) -> list[native.Segment]:
     """The kernel's segments of the piece, one for each parameter with a gradient in it. The caller
     keeps the piece's arrays alive until the kernel has run."""
     # Of each array of a segment: the address of its first item, an item's bytes, its elements.
     places: list[tuple[int, int, int]] = []
-    for array in states.kernel_arrays:
+    for array in piece.format.trained.kernel_arrays:
         flat = None if array is None else piece.views.get(array)
         if array is None or flat is None:
             places.append((0, 0, 1))
         else:
             places.append((flat.data_ptr(), flat.element_size(), group_size(array)))
-    parts = {k: (at, numel) for k, at, numel in _parts(piece)}
     segments = []
-    for k, step in zip(sorted(piece.found.arrived), steps, strict=True):
-        if k not in parts:
-            continue
-        at, numel = parts[k]
+    for k, at, numel in _parts(piece):
         i = at - piece.begin
         weight, low, *moments = (begin + i // of * size for begin, size, of in places)
-        numbers, scale, count, flags = step
+        numbers, scale, count, flags = steps[k]
         segments.append(
             native.Segment._make(
                 (weight, low, piece.gradient(k, at), numel, *moments, *numbers, scale, count, flags)

@@ -57,7 +57,9 @@ from stronghold.device.base import Device, Fence, only_waits
 from stronghold.errors import ConfigError, RankError
 from stronghold.memory.layer import GradientSlot, LayerState, Slot
 from stronghold.memory.slab import NodeMemory, meta_slab
-from stronghold.model.layout import LayerLayout, ModelLayout, Range
+from stronghold.model.arrays import weight_map
+from stronghold.model.layout import ModelLayout
+from stronghold.optim.states import Formats
 from stronghold.plan.plan import Plan
 from stronghold.team.group import Group, Ranks
 
@@ -171,10 +173,10 @@ class Team:
     lockstep = False
 
     # -- links ------------------------------------------------------------------------------------
-    def fetched(self, state: LayerState, *, together: bool) -> Sequence[Range]:
-        """What this rank copies to a slot over its own link, in elements of the layer; `gather`
-        brings the rest. `together`: all ranks fetch the layer now."""
-        return ((0, state.layout.numel),)
+    def fetched(self, state: LayerState, *, together: bool) -> Sequence[slice]:
+        """What this rank copies to a slot over its own link, in bytes of the layer's weights;
+        `gather` brings the others. `together`: all ranks fetch the layer now."""
+        return (slice(0, state.maps["weights"].nbytes),)
 
     def gather(self, state: LayerState, slot: Slot, *, together: bool) -> None:
         """Queue, behind the fetch, what fills the slot from other ranks."""
@@ -265,9 +267,10 @@ class RankTeam(Team):
         self._uses: tuple[Sequence[object], Callable[[], None]] = (), lambda: None
 
     # -- links ------------------------------------------------------------------------------------
-    def fetched(self, state: LayerState, *, together: bool) -> Sequence[Range]:
+    def fetched(self, state: LayerState, *, together: bool) -> Sequence[slice]:
         if together:
-            return [own for _, own in self._ranks.shards.fetched(state.layout)]
+            bytes_of, shards = state.maps["weights"].bytes_of, self._ranks.shards
+            return [bytes_of(*block) for _, block in shards.fetched(state.layout)]
         self._read_apart.add(state.index)
         # The fetch lane's next operation is the copy.
         self._device.fetch.submit(f"await {state.index}", self._weights.waiting(state.index))
@@ -281,14 +284,18 @@ class RankTeam(Team):
         said = f"{name} ({state.name})"
         if group.num_ranks == 1:  # the only one of its node
             return
-        parts = self._ranks.shards.fetched(state.layout)
+        bytes_of = state.maps["weights"].bytes_of
+        parts = [
+            (bytes_of(*each.span), bytes_of(*block))
+            for each, block in self._ranks.shards.fetched(state.layout)
+        ]
 
         def gather() -> None:
-            for (first, last), (begin, end) in parts:
-                group.gather(slot.weights[first:last], slot.weights[begin:end], said)
+            for whole, block in parts:
+                group.gather(slot.weights[whole], slot.weights[block], said)
 
-        received = state.layout.numel - sum(end - begin for _, (begin, end) in parts)
-        nbytes = received * slot.weights.element_size()
+        had = sum(block.stop - block.start for _, block in parts)
+        nbytes = state.maps["weights"].nbytes - had
         self._device.lane("gather").submit(name, gather, writes=(slot.record,), nbytes=nbytes)
 
     def order(self, expected: Sequence[int], num_slots: int) -> Order:
@@ -302,15 +309,20 @@ class RankTeam(Team):
     def reduce(self, state: LayerState, slot: GradientSlot, after: Sequence[Fence]) -> None:
         self.note("reduce", state.index)
         self._touched.update((state.index, k) for k in slot.arrived)
-        gradients = slot.gradients[: state.layout.trainable_numel]
+        places = state.maps["weights"]
+        gradients = [
+            places.view(slot.gradients, *each.span) for each in state.layout.trainable_ranges
+        ]
         group, room, name = self._ranks.reduce, self._room, f"reduce {state.index}"
-        received = gradients.numel() - (state.end - state.begin)
+
+        def reduce() -> None:
+            for flat in gradients:
+                there = None if room is None else room[: flat.nbytes].view(flat.dtype)
+                group.mean(flat, there, f"{name} ({state.name})")
+
+        received = sum(flat.nbytes for flat in gradients) - state.maps["gradients"].nbytes
         self._device.lane("reduce").submit(
-            name,
-            lambda: group.mean(gradients, room, f"{name} ({state.name})"),
-            after,
-            writes=(slot.record,),
-            nbytes=received * gradients.element_size(),
+            name, reduce, after, writes=(slot.record,), nbytes=received
         )
 
     def publishing(self, state: LayerState, work: Callable[[], None]) -> Callable[[], None]:
@@ -329,9 +341,11 @@ class RankTeam(Team):
         if self._exchange is None:
             return
         name = f"exchange {state.index}"
-        shards = self._ranks.shards
-        (begin, end), _ = shards.exchanged(state.layout)[0]  # the trained part
-        received = (end - begin) // shards.num_nodes * (shards.num_nodes - 1)
+        shards, bytes_of = self._ranks.shards, state.maps["weights"].bytes_of
+        blocks = [
+            bytes_of(*block) for each, block, _ in shards.exchanged(state.layout) if each.trainable
+        ]
+        received = sum(block.stop - block.start for block in blocks)
 
         def exchange() -> None:
             self._exchange_parts(state, name, trained_alone=True)
@@ -341,20 +355,21 @@ class RankTeam(Team):
             name,
             exchange,
             writes=(state.records["weights"],),
-            nbytes=received * state.weights.element_size(),
+            nbytes=received // shards.num_nodes * (shards.num_nodes - 1),
         )
 
     def _exchange_parts(
         self, state: LayerState, operation: str, *, trained_alone: bool = False
     ) -> None:
         assert self._exchange is not None
-        parts = self._ranks.shards.exchanged(state.layout)
-        for (first, last), (begin, end) in parts[:1] if trained_alone else parts:
-            self._exchange.gather(
-                state.weights[first:last],
-                state.weights[begin:end],
-                f"{operation}: layer {state.index}",
-            )
+        bytes_of = state.maps["weights"].bytes_of
+        for each, block, own in self._ranks.shards.exchanged(state.layout):
+            if each.trainable or not trained_alone:
+                self._exchange.gather(
+                    state.weights[bytes_of(*block)],
+                    state.weights[bytes_of(*own)],
+                    f"{operation}: layer {state.index}",
+                )
 
     def note(self, lane: str, layer: int) -> None:
         """The layer is on its way to a lane that meets the other ranks."""
@@ -363,10 +378,14 @@ class RankTeam(Team):
     # -- agreement --------------------------------------------------------------------------------
     def prepare_training(self) -> None:
         """Make room for other ranks' gradients, once."""
-        largest = max((state.layout.trainable_numel for state in self._layers), default=0)
+        ranges = (
+            state.maps["weights"].bytes_of(*each.span)
+            for state in self._layers
+            for each in state.layout.trainable_ranges
+        )
+        largest = max((part.stop - part.start for part in ranges), default=0)
         if self._room is None and self._device.torch_device.type == "cpu" and largest:
-            dtype = self._layers[0].weights.dtype
-            self._room = self._device.allocate(largest, dtype, "reduced gradients")
+            self._room = self._device.allocate(largest, torch.uint8, "reduced gradients")
 
     def propose(self, uses: Sequence[object], adopt: Callable[[], None]) -> None:
         self._uses = uses, adopt
@@ -466,11 +485,11 @@ class RankTeam(Team):
         group = self._exchange
         assert group is not None
         parts = [
-            state.weights[begin:end]
+            state.weights[state.maps["weights"].bytes_of(*block)]
             for state in self._layers
-            for _, (begin, end) in self._ranks.shards.fetched(state.layout)
+            for _, block in self._ranks.shards.fetched(state.layout)
         ]
-        sums = torch.tensor([_checksum(part.view(torch.uint8).numpy()) for part in parts])
+        sums = torch.tensor([_checksum(part.numpy()) for part in parts])
         rows = group.numbers(sums, operation)
         differ = (rows != rows[0]).any(dim=0).nonzero().flatten().tolist()
         if differ:
@@ -502,7 +521,7 @@ def check_alike(ranks: Ranks, layout: ModelLayout, plan: Plan, precision: str) -
             "the precision": precision,
             "the plan": f"{plan.window} {plan.prefetch} {sorted(plan.resident)} {plan.gradients} "
             f"{sorted(plan.deferred)} {[sorted(arrays) for arrays in plan.spilled]} "
-            f"{plan.demand.states.kind}",
+            f"{[str(made) for made in plan.demand.formats]}",
         }
     )
 
@@ -531,17 +550,18 @@ class NodeWeights:
     says who writes the model's values. `versions[layer, index]` counts updates of the part that
     process `index` of the node fetches: whoever reads another's waits for them."""
 
-    def __init__(self, layout: ModelLayout, dtype: torch.dtype, ranks: Ranks) -> None:
+    def __init__(self, layout: ModelLayout, formats: Formats, ranks: Ranks) -> None:
         self.ranks = ranks
-        self._layers, self._dtype = layout.layers, dtype
+        self._layers = layout.layers
+        self._maps = [weight_map(layer, formats) for layer in layout.layers]
         self._expected = [0] * len(layout.layers)  # updates of each layer that were submitted
         self.fills = ranks.on_node.index == 0
         counts = len(layout.layers) * ranks.on_node.count
         end = -(-counts * 8 // mmap.PAGESIZE) * mmap.PAGESIZE
         self._begins = []
-        for layer in layout.layers:
+        for of_layer in self._maps:
             self._begins.append(end)
-            end += layer.numel * dtype.itemsize
+            end += of_layer.nbytes
         self._make(max(end, 1), counts)
 
     def _make(self, nbytes: int, counts: int) -> None:
@@ -550,13 +570,13 @@ class NodeWeights:
         versions = self._memory.part(0, counts, torch.int64).view(-1, neighbours.count)
         self._versions: Any = versions.numpy()
         for layer in self._layers:  # a page lies near the process that touches it first
-            for _, (begin, end) in self.ranks.shards.fetched(layer):
-                self.room(layer.index)[begin:end].zero_()
+            for _, block in self.ranks.shards.fetched(layer):
+                self.room(layer.index)[self._maps[layer.index].bytes_of(*block)].zero_()
         neighbours.barrier()  # before the values of all ranks are written by one
 
     def room(self, index: int) -> torch.Tensor:
-        """The layer's whole weight array."""
-        return self._memory.part(self._begins[index], self._layers[index].numel, self._dtype)
+        """The layer's whole weight array, as bytes."""
+        return self._memory.part(self._begins[index], self._maps[index].nbytes, torch.uint8)
 
     def close(self) -> None:
         """The model is given back: what each process does to it from now on is its own affair."""
@@ -595,8 +615,7 @@ class SimulatedWeights(NodeWeights):
         self._versions = np.zeros((len(self._layers), 1), dtype=np.int64)
 
     def room(self, index: int) -> torch.Tensor:
-        layer: LayerLayout = self._layers[index]
-        return meta_slab(layer.numel, self._dtype)
+        return meta_slab(self._maps[index].nbytes, torch.uint8)
 
     def close(self) -> None:
         """There are no bytes."""

@@ -188,10 +188,6 @@ def ours(**section: Any) -> dict[str, Any]:
     return {"stronghold": {"device": "emulated", **section}}
 
 
-def codes(model: Any) -> None:
-    model.blocks[0].codes = nn.Parameter(torch.ones(3, dtype=torch.int8), requires_grad=False)
-
-
 def same_memory(model: Any) -> None:
     model.head.weight = nn.Parameter(model.embedding.weight.data)
 
@@ -203,7 +199,6 @@ BF16 = {"bf16": {"enabled": True}}
 MODELS_REFUSED: dict[str, tuple[Any, dict[str, Any], tuple[str, ...], dict[str, Any] | None]] = {
     "layers that are not there": (None, ours(layers="bloks"), ("bloks", "blocks"), ours()),
     "meta": (lambda m: m.to("meta"), {}, ("meta device", "load its values"), None),
-    "integers": (codes, {}, (r"blocks\.0\.codes", "int8", "buffer"), None),
     "one memory": (same_memory, {}, ("same memory", "assigning the same nn.Param"), None),
     "bf16": (lambda m: m.bfloat16(), {}, (r'add "bf16": \{"enabled": true\}', "float32"), BF16),
     # Refused in fp32; in bf16 all are cast, as DeepSpeed does.

@@ -284,7 +284,8 @@ def test_a_frozen_base_costs_its_weights_alone() -> None:
     assert report.host_peak == weights + trained * (4 + 4 + 4)
     assert [p for p in model.parameters() if p.grad is not None] == []
     for state in engine.inspect().layers:
-        assert state.arrays["exp_avg"].numel() == state.layout.trainable_numel
+        moments = state.arrays.get("exp_avg", torch.empty(0))
+        assert moments.nbytes == 4 * state.layout.trainable_numel
     engine.destroy()
 
 

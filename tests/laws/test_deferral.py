@@ -67,7 +67,6 @@ def test_peaks_equal_the_plan_and_the_simulator(
         plan,
         work,
         rates(1.0, memory_gbps=4.0),
-        dtype=torch.bfloat16,
         asynchronous=False,
     )
     assert (found.gpu_peak_bytes, found.host_peak_bytes) == (report.gpu_peak, report.host_peak)

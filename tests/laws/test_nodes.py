@@ -156,7 +156,7 @@ def test_ranges_of_a_nodes_ranks_are_what_they_fetch() -> None:
     own, fetched = set(), []
     for rank in range(6):
         shards = Shards(num_ranks=6, rank=nodes.range_of(rank), num_nodes=3)
-        for (begin, end), (first, last) in shards.exchanged(layer):
+        for _, (begin, end), (first, last) in shards.exchanged(layer):
             assert begin <= first < last <= end
             own.add((first, last))
         fetched.append(tuple(part for _, part in shards.fetched(layer)))

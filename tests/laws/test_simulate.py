@@ -97,7 +97,7 @@ def run(case: Case) -> tuple[float, Prediction, tuple[int, int]]:
         ),
         micro_batches=case.accumulation,
     )
-    prediction = simulate(layout, plan, workload, machine, dtype=torch.float32, asynchronous=False)
+    prediction = simulate(layout, plan, workload, machine, asynchronous=False)
     # Steps may alternate, and other processes only ever slow them down: the fastest pair.
     pairs = [(a + b) / 2 for a, b in pairwise(steps[WARM_UP:])]
     return min(pairs), prediction, (report.gpu_peak, report.host_peak)

@@ -73,9 +73,7 @@ def test_traced_steps_predict_the_following(
     backward_s = statistics.median(load.backward_s for load in workload.layers)
     on_time(forward_s == pytest.approx(FORWARD_S, rel=0.3), workload)
     on_time(backward_s == pytest.approx(BACKWARD_S, rel=0.3), workload)
-    predicted = simulate(
-        layout, plan, workload, found, dtype=torch.float32, asynchronous=False
-    ).step_s
+    predicted = simulate(layout, plan, workload, found, asynchronous=False).step_s
     on_time(
         predicted == pytest.approx(statistics.median(seconds[-MEASURED:]), rel=NEAR),
         (predicted, seconds),

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from stronghold.memory.layer import LayerState
+from stronghold.model.layout import ParameterSlice
 from stronghold.optim import DEFAULT
-from stronghold.optim.states import EXACT, Kind, States, states_of
+from stronghold.optim.states import EXACT, Formats, Kind, States, one_format, states_of
 
 MOMENTS = tuple(moment.name for moment in DEFAULT.moments)
 
@@ -13,3 +15,15 @@ MOMENTS = tuple(moment.name for moment in DEFAULT.moments)
 def adam_states(dtype: torch.dtype, kind: Kind = EXACT) -> States:
     """The arrays of weights of `dtype` that Adam trains."""
     return states_of(dtype, kind, DEFAULT.moments)
+
+
+def adam_formats(dtype: torch.dtype, kind: Kind = EXACT) -> Formats:
+    """Of a model that Adam trains in one dtype."""
+    return one_format(adam_states(dtype, kind), DEFAULT.kernel)
+
+
+def view(state: LayerState, part: ParameterSlice, array: str = "weights") -> torch.Tensor:
+    """One parameter's part of an array that the layer has in memory, in the parameter's shape."""
+    flat = state.array(array)
+    assert flat is not None
+    return state.maps[array].view(flat, part.offset, part.offset + part.numel).view(part.shape)

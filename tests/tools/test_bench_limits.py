@@ -24,8 +24,8 @@ def test_the_load_is_the_formula_of_a_gpt() -> None:
     """6 P T and 6 l h s T per micro-batch; positions are looked up, not multiplied."""
     load, flops = limits.load_of(TASK, streamed=True)
     blocks = TASK.layers * (12 * 256**2 + 13 * 256)
-    assert load.streamed_parameters == load.trained_parameters == blocks
-    assert load.layer_parameters == blocks // 6
+    assert load.streamed_bytes == load.trained_bytes == 2 * blocks
+    assert load.layer_bytes == 2 * blocks // 6
     matrices = gpt_parameters(layers=6, hidden=256, vocab=512, seq=128) - 128 * 256 - 2 * 256
     tokens = TASK.batch * TASK.seq
     forward = 2 * matrices * tokens + 2 * 6 * 256 * 128 * tokens

@@ -51,7 +51,7 @@ def forecast(kind: str, load: float, count: int | None) -> tuple[float, float, i
     machine = rates(1e2, 8 * per_byte, update_gbps=update_gbps, memory_gbps=1e4, handover_s=5e-5)
     loads = (LayerLoad(forward_s=FORWARD_S, backward_s=BACKWARD_S),) * NUM_LAYERS
     work = Workload(layers=loads)
-    choice = fastest_plan(sizes(), demand, work, machine, dtype=torch.float32, asynchronous=False)
+    choice = fastest_plan(sizes(), demand, work, machine, asynchronous=False)
     return choice.forecast.step_s, max(1.0, load) * compute_s, len(choice.plan.deferred)
 
 
@@ -134,7 +134,7 @@ def step_with_files(filed: set[int], disk_gbps: float) -> float:
     loads = (LayerLoad(forward_s=FORWARD_S, backward_s=BACKWARD_S),) * NUM_LAYERS
     work = Workload(layers=loads)
     plan = make_plan(sizes(), demand)
-    return simulate(sizes(), plan, work, machine, dtype=torch.float32).step_s
+    return simulate(sizes(), plan, work, machine).step_s
 
 
 def test_the_formulas_shares_fill_forward_and_backward() -> None:

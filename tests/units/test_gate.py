@@ -11,7 +11,7 @@ from stronghold.errors import ConfigError
 from stronghold.memory.layer import LayerState
 from stronghold.model.layout import ParameterShape, Shards, layer_layout
 from stronghold.runtime.update import Ledger, norm_and_scale
-from tests.support.states import adam_states
+from tests.support.states import adam_formats
 
 
 def test_norms_and_scales_are_torchs_of_unscaled_gradients() -> None:
@@ -28,7 +28,7 @@ def test_after_an_early_update_no_second_backward_begins() -> None:
     shape = ParameterShape(name="p", shape=(8,), trainable=True)
     layout = layer_layout([shape], index=0, name="layer", streamed=True)
     state = LayerState(
-        layout=layout, weights=torch.empty(0), states=adam_states(torch.float32), shards=Shards()
+        layout=layout, weights=torch.empty(0), formats=adam_formats(torch.float32), shards=Shards()
     )
     ledger = Ledger([state], early=True)
     ledger.begin_backward(boundary=True)

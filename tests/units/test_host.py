@@ -12,12 +12,11 @@ import torch
 
 from stronghold.device.emulated import EmulatedDevice
 from stronghold.memory.host import HostStore
-from stronghold.memory.layer import view
 from stronghold.memory.slab import HUGE_PAGE_BYTES, map_slab
 from stronghold.memory.tiers import Tiers
-from stronghold.model.layout import LayerLayout, ModelLayout, ParameterSlice
+from stronghold.model.layout import LayerLayout, ModelLayout, ParameterShape, layer_layout
 from stronghold.optim.states import LOW_DTYPE
-from tests.support.states import adam_states
+from tests.support.states import MOMENTS, adam_formats, view
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 PAGE = mmap.PAGESIZE
@@ -42,34 +41,15 @@ class PinningDevice(EmulatedDevice):
 def layer(index: int, *shapes: tuple[int, ...], frozen: int = 0) -> LayerLayout:
     """A layer of these parameters, the last `frozen` of them frozen; aligned to 128, padded to
     2048."""
-    slices, end, trainable_numel = [], 0, 0
-    for position, shape in enumerate(shapes):
-        trainable = position < len(shapes) - frozen
-        if not trainable and position == len(shapes) - frozen:
-            end = trainable_numel = -(-end // 2048) * 2048
-        numel = torch.Size(shape).numel()
-        offset = -(-end // 128) * 128
-        slices.append(
-            ParameterSlice(
-                name=f"layer{index}.p{position}",
-                offset=offset,
-                numel=numel,
-                shape=shape,
-                trainable=trainable,
-            )
+    parameters = [
+        ParameterShape(
+            name=f"layer{index}.p{position}",
+            shape=shape,
+            trainable=position < len(shapes) - frozen,
         )
-        end = offset + numel
-    numel = -(-end // 2048) * 2048
-    return LayerLayout(
-        index=index,
-        name=f"layer{index}",
-        streamed=index > 0,
-        slices=tuple(slices),
-        trainable_numel=numel if not frozen else trainable_numel,
-        numel=numel,
-        num_parameters=sum(part.numel for part in slices),
-        num_trainable=sum(part.numel for part in slices if part.trainable),
-    )
+        for position, shape in enumerate(shapes)
+    ]
+    return layer_layout(parameters, index=index, name=f"layer{index}", streamed=index > 0)
 
 
 LAYOUT = ModelLayout(
@@ -106,12 +86,11 @@ def make_store(device: PinningDevice) -> Make:
     ) -> HostStore:
         return HostStore(
             LAYOUT,
-            dtype,
             device,
             held=frozenset(layer.index for layer in LAYOUT.layers) if hold else frozenset(),
             accumulate=accumulate,
             ring_entries=0 if hold else ring_entries,
-            tiers=Tiers(LAYOUT, adam_states(dtype)),
+            tiers=Tiers(LAYOUT, adam_formats(dtype)),
         )
 
     return make
@@ -215,12 +194,12 @@ def test_adopted_weights_are_the_models_cast_once(
     for state in store.layers:
         given = parameters(state.layout.index, source)
         for part, parameter in zip(state.layout.slices, given, strict=True):
-            assert torch.equal(view(state.weights, part), parameter.to(dtype))
-            assert view(state.weights, part).shape == part.shape
+            assert torch.equal(view(state, part), parameter.to(dtype))
+            assert view(state, part).shape == part.shape
         padding = torch.ones(state.layout.numel, dtype=torch.bool)
         for part in state.layout.slices:
             padding[part.offset : part.offset + part.numel] = False
-        assert not state.weights[padding].any()
+        assert not state.weights.view(dtype)[padding].any()
 
 
 def test_adopting_copies_and_a_wrong_number_of_parameters_is_refused(make_store: Make) -> None:
@@ -230,7 +209,7 @@ def test_adopting_copies_and_a_wrong_number_of_parameters_is_refused(make_store:
     store.adopt(0)
     with torch.no_grad():
         given[1].zero_()
-    assert view(store.layers[0].weights, LAYOUT.layers[0].slices[1]).all()
+    assert view(store.layers[0], LAYOUT.layers[0].slices[1]).all()
     assert not store.layers[0].weights.requires_grad
     store.layers[0].parameters = given[:-1]
     with pytest.raises(ValueError):
@@ -275,10 +254,11 @@ def test_training_adds_masters_moments_and_gradients_and_no_more(
     assert store.allocated_bytes == before
     for state in store.layers:
         numel = state.layout.trainable_numel
-        for moment in (state.arrays["exp_avg"], state.arrays["exp_avg_sq"]):
-            assert (moment.shape, moment.dtype) == ((numel,), torch.float32)
-            assert not moment.any()
-        assert ("low" in state.arrays) == (LOW_DTYPE[dtype] is not None)
+        for name in MOMENTS if numel else ():
+            assert state.maps[name].dtypes == (torch.float32,)
+            assert state.arrays[name].nbytes == 4 * numel
+            assert not state.arrays[name].any()
+        assert ("low" in state.arrays) == (LOW_DTYPE[dtype] is not None and numel > 0)
         assert ("accumulated" in state.arrays) == (mode == "accumulated")
         assert (state.held is None) == (mode != "held" or numel == 0)
 
@@ -309,8 +289,8 @@ def test_a_bf16_master_is_exact_to_the_bit(make_store: Make) -> None:
     # What rounds to infinity has no bf16 weight: the largest exponent is left out.
     master = torch.where((bits & 0x7F800000) >= 0x7F000000, torch.ones(()), master)
     weight, low = split(master)
-    view(state.weights, part).copy_(weight)
-    view(state.arrays["low"], part).copy_(low)
+    view(state, part).copy_(weight)
+    view(state, part, "low").copy_(low)
     exact = store.master(1, part)
     assert torch.equal(exact.view(torch.int32), master.view(torch.int32))
     assert exact.shape == part.shape
@@ -321,13 +301,13 @@ def test_a_master_begins_at_its_weight(make_store: Make, dtype: torch.dtype) -> 
     store = make_store(dtype)
     adopt_all(store)
     for state in store.layers:
-        state.weights[0] = -0.0
+        state.weights.view(dtype)[0] = -0.0
     store.prepare_training()
     for state in store.layers:
         for part in state.layout.slices:
             if part.trainable:
                 master = store.master(state.layout.index, part)
-                weights = view(state.weights, part)
+                weights = view(state, part)
                 assert master.dtype is torch.float32
                 assert master.shape == part.shape
                 assert torch.equal(master.view(torch.int32), weights.float().view(torch.int32))
@@ -346,7 +326,7 @@ def test_a_weight_written_from_outside_becomes_the_master(
     state, part = store.layers[3], LAYOUT.layers[3].slices[0]
     if "low" in state.arrays:
         state.arrays["low"].fill_(7)
-    view(state.weights, part).fill_(-2.5)
+    view(state, part).fill_(-2.5)
     if dtype is torch.bfloat16:  # in fp16 a weight that is not its master's rounding is the master
         assert not torch.equal(store.master(3, part), torch.full((2048,), -2.5))
     store.restart_master(3)
@@ -360,7 +340,7 @@ def test_close_unregisters_and_drops_and_views_keep_their_values(
     store = make_store(torch.float32, hold=True)
     adopt_all(store)
     store.prepare_training()
-    kept = view(store.layers[1].weights, LAYOUT.layers[1].slices[0])
+    kept = view(store.layers[1], LAYOUT.layers[1].slices[0])
     store.close()
     assert device.pinned == {}
     for state in store.layers:

@@ -51,11 +51,13 @@ TOKENS = 4096
 
 
 def limit(machine: MachineProfile = MACHINE, dtype: str = "bf16", **changes: Any) -> Limits:
-    parameters = {"streamed_parameters": PARAMETERS, "trained_parameters": PARAMETERS}
+    parameters = {"streamed": PARAMETERS, "trained": PARAMETERS}
     flops = {"forward_flops": 2.0 * PARAMETERS * TOKENS}
     for name, value in changes.items():
         (flops if name.endswith("flops") else parameters)[name] = value
-    moved = Traffic(states=adam_states(DTYPES[dtype]), **parameters)
+    further = {name: parameters.pop(name) for name in list(parameters) if name.endswith("_bytes")}
+    moved = Traffic.of_parameters(adam_states(DTYPES[dtype]), **parameters)
+    moved = dataclasses.replace(moved, **further)
     return physical_limit(moved, machine, dtype, **flops)
 
 
@@ -101,28 +103,28 @@ def test_every_micro_batch_moves_the_weights_and_adds_its_gradients() -> None:
 def test_what_is_still_in_the_window_when_the_direction_turns_is_not_loaded_again() -> None:
     """Two micro-batches turn three times before the update, after which everything is stale."""
     saved = 3 * 2 * 10**9 / 20e9
-    plain, window = (limit(micro_batches=2, window_parameters=size).parts for size in (0, 10**9))
+    plain, window = (limit(micro_batches=2, window=size).parts for size in (0, 10**9))
     assert plain[FETCH] - window[FETCH] == pytest.approx(saved)
     assert plain[MEMORY] - window[MEMORY] == pytest.approx(saved * 20 / 60)
     assert plain[DRAIN] == window[DRAIN]
 
 
 def test_what_stays_and_is_updated_on_the_host_crosses_once_each_way() -> None:
-    parts = limit(streamed_parameters=0, trained_parameters=0, refreshed_parameters=10**9).parts
+    parts = limit(streamed=0, trained=0, refreshed=10**9).parts
     assert parts[FETCH] == pytest.approx(2 / 20)
     assert parts[DRAIN] == pytest.approx(2 / 25)
     assert parts[MEMORY] == pytest.approx((26 + 2 + 2) / 60)
 
 
 def test_frozen_parameters_cost_their_way_in_alone() -> None:
-    parts = limit(trained_parameters=0).parts
+    parts = limit(trained=0).parts
     assert parts[DRAIN] == 0.0
     assert parts[FETCH] == limit().parts[FETCH]
     assert parts[MEMORY] == pytest.approx(4 * PARAMETERS / 60e9)
 
 
 def test_a_model_that_is_not_streamed_is_bound_by_compute_alone() -> None:
-    limits = limit(streamed_parameters=0, trained_parameters=0)
+    limits = limit(streamed=0, trained=0)
     assert limits.bound == COMPUTE
     assert limits.seconds == limits.parts[COMPUTE]
     assert sum(limits.parts.values()) == limits.parts[COMPUTE]
@@ -146,7 +148,7 @@ def test_a_disk_that_is_not_there_is_never_done() -> None:
 
 
 def test_the_limit_is_its_largest_part_and_a_layers_way_in_and_out() -> None:
-    limits = limit(layer_parameters=10**9)
+    limits = limit(layer=10**9)
     assert limits.fill_s == pytest.approx(2 / 20 + 2 / 25)
     assert limits.seconds == max(limits.parts.values()) + limits.fill_s
     assert limits.parts[limits.bound] == max(limits.parts.values())
@@ -161,8 +163,8 @@ def test_at_break_even_compute_takes_as_long(recompute: bool) -> None:
             parts = limit(
                 forward_flops=forward,
                 recomputed_flops=forward if recompute else 0.0,
-                streamed_parameters=parameters,
-                trained_parameters=parameters,
+                streamed=parameters,
+                trained=parameters,
             ).parts
             assert parts[COMPUTE] == pytest.approx(parts[part])
 

@@ -13,7 +13,7 @@ from stronghold.memory.layer import LayerState
 from stronghold.model.layout import PAGE_NUMEL, ParameterShape, Shards, layer_layout
 from stronghold.native import Pool
 from stronghold.runtime.update import SUM_BLOCK_NUMEL, Gathered, Piece, PieceNorms
-from tests.support.states import adam_states
+from tests.support.states import adam_formats
 
 NUMELS = (1, 17, 3 * SUM_BLOCK_NUMEL + 4097, SUM_BLOCK_NUMEL, 0, PAGE_NUMEL, 2 * SUM_BLOCK_NUMEL)
 
@@ -42,11 +42,11 @@ def test_pieces_have_the_norms_of_the_whole(kernels: Pool, dtype: torch.dtype, s
     ]
     layout = layer_layout(shapes, index=0, name="layer", streamed=True)
     state = LayerState(
-        layout=layout, weights=torch.empty(0), states=adam_states(torch.float32), shards=Shards()
+        layout=layout, weights=torch.empty(0), formats=adam_formats(dtype), shards=Shards()
     )
     flat = torch.randn(layout.trainable_numel, generator=torch.Generator().manual_seed(1)).to(dtype)
     arrived = frozenset(range(len(NUMELS))) - {3}
-    found = Gathered(state=state, arrived=arrived, dtype=dtype, memory=flat)
+    found = Gathered(state=state, arrived=arrived, memory=flat.view(torch.uint8))
     sums: dict[int, float] = {3: 7.0}
     norms = PieceNorms(kernels, sums)
     for begin, end in cuts(layout.trainable_numel, seed):

@@ -15,7 +15,7 @@ from stronghold.errors import BudgetError, ConfigError
 from stronghold.memory.host import DeviceStore, HostStore
 from stronghold.memory.tiers import Tiers
 from stronghold.memory.window import Window
-from stronghold.model.layout import LayerLayout, ModelLayout
+from stronghold.model.layout import ModelLayout, ParameterShape, layer_layout
 from stronghold.optim.states import LOW_DTYPE
 from stronghold.plan.cost import Demand, Gradients, LayerLoad
 from stronghold.plan.plan import RING_ENTRIES, Plan, levels_of, make_plan
@@ -43,18 +43,25 @@ MODELS: dict[str, Sizes] = {
 }
 
 
+def _parameters(numel: int, trainable: int) -> list[tuple[int, bool]]:
+    """Sizes of a trainable and a frozen parameter whose layer has `numel` elements, 7 less than
+    these without padding."""
+    frozen = numel - trainable
+    return [(trainable - 7, True), (frozen, False)] if trainable else [(frozen - 7, False)]
+
+
 def layout_of(sizes: Sizes) -> ModelLayout:
     return ModelLayout(
         layers=tuple(
-            LayerLayout(
+            layer_layout(
+                [
+                    ParameterShape(name=f"p{trains}", shape=(size,), trainable=trains)
+                    for size, trains in _parameters(numel, trainable)
+                    if size
+                ],
                 index=index,
                 name=f"layer{index}",
                 streamed=streamed,
-                slices=(),
-                trainable_numel=trainable,
-                numel=numel,
-                num_parameters=numel - 7,
-                num_trainable=max(0, trainable - 7),
             )
             for index, (numel, trainable, streamed) in enumerate(sizes)
         )
@@ -72,17 +79,18 @@ def taken(layout: ModelLayout, plan: Plan, dtype: torch.dtype, *, training: bool
     try:
         store = HostStore(
             layout,
-            dtype,
             device,
             held=plan.apart,
             accumulate=plan.accumulates,
             ring_entries=plan.ring_entries,
             elsewhere=plan.updated_on_gpu,
-            tiers=Tiers(layout, plan.demand.states),
+            tiers=Tiers(layout, plan.demand.formats),
         )
+        for state in store.layers:
+            zero = torch.zeros(())
+            state.parameters = [zero.expand(part.shape) for part in state.layout.slices]
         window = Window(
             device,
-            dtype,
             store.layers,
             resident=plan.resident,
             num_slots=plan.window,

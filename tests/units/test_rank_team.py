@@ -16,7 +16,7 @@ from stronghold.memory.layer import GradientSlot, LayerState
 from stronghold.model.layout import ModelLayout, ParameterShape, layer_layout
 from stronghold.team.group import SilentGroup, mean_of, simulated_ranks
 from stronghold.team.ranks import PARTS, RankTeam, SimulatedWeights
-from tests.support.states import adam_states
+from tests.support.states import adam_formats
 
 Make = Callable[..., RankTeam]
 Change = Callable[[torch.Tensor], None]
@@ -56,7 +56,7 @@ def make(device: EmulatedDevice) -> Make:
             LayerState(
                 layout=of_layer,
                 weights=torch.empty(0),
-                states=adam_states(torch.float32),
+                formats=adam_formats(torch.float32),
                 shards=ranks.shards,
                 parameters=[nn.Parameter(torch.zeros(8)) for _ in range(2)],
                 trained=frozenset({0, 1}),
@@ -67,7 +67,7 @@ def make(device: EmulatedDevice) -> Make:
             for state in layers:
                 state.parameters[k].tensor_model_parallel = True  # type: ignore[attr-defined]
         layout = ModelLayout(layers=layouts)
-        weights = SimulatedWeights(layout, torch.float32, ranks)
+        weights = SimulatedWeights(layout, adam_formats(torch.float32), ranks)
         return RankTeam(device, layers, weights)
 
     return of
@@ -162,9 +162,10 @@ def test_a_part_that_this_rank_reads_alone_is_read_before_it_changes(
     """At the gate every rank goes on to update: what this one copies must be done by then."""
     team, done = make(), []
     state = team._layers[0]
-    begin, end = team.fetched(state, together=True)[0]
-    assert end - begin == state.layout.numel // 2
-    assert team.fetched(state, together=False) == ((0, state.layout.numel),)
+    nbytes = state.maps["weights"].nbytes
+    part = team.fetched(state, together=True)[0]
+    assert part.stop - part.start == nbytes // 2
+    assert team.fetched(state, together=False) == (slice(0, nbytes),)
     hold = device.lane("io").submit("hold", lambda: time.sleep(0.2))
     device.fetch.submit(
         "fetch 0", lambda: done.append(1), (hold,), reads=(state.records["weights"],)

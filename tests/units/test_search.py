@@ -85,7 +85,7 @@ def sweep(
     layout, costs, machine, demand = demand_of(pair)
     workload = workload_of(costs, machine)
     rates = rates_of(machine, demand.cpu_threads or 1)
-    chosen_s = fastest_plan(layout, demand, workload, rates, dtype=torch.bfloat16).forecast.step_s
+    chosen_s = fastest_plan(layout, demand, workload, rates).forecast.step_s
     best, count, num_blocks = float("inf"), 0, len(layout.streamed)
     every = [levels_of(layout, mix) for mix in mixes(num_blocks, steps)]
     for resident, updates, window, levels in product(residents, ("host", "gpu"), windows, every):
@@ -107,7 +107,7 @@ def sweep(
         if bound_s >= min(best, chosen_s):
             best = min(best, bound_s)  # it cannot be better
             continue
-        step_s = simulate(layout, plan, workload, rates, dtype=torch.bfloat16).step_s
+        step_s = simulate(layout, plan, workload, rates).step_s
         assert step_s >= bound_s * (1 - 1e-9)
         best = min(best, step_s)
     return chosen_s, best, count
@@ -129,7 +129,7 @@ def test_no_step_is_shorter_than_its_bound(pair: Pair) -> None:
             continue
         count += 1
         if count % 8 == 1:
-            step_s = simulate(layout, plan, workload, rates, dtype=torch.bfloat16).step_s
+            step_s = simulate(layout, plan, workload, rates).step_s
             assert step_s >= (1 - 1e-9) * lower_bound(layout, plan, workload, rates)
     assert count > 0
 
@@ -154,9 +154,7 @@ def test_what_the_user_pinned_stays() -> None:
     layout, costs, machine, demand = demand_of(PAIRS[0])
     pinned = replace(demand, window=4, prefetch=2, activations="recompute", resident_layers=1)
     rates = rates_of(machine, machine.num_cores)
-    plan = fastest_plan(
-        layout, pinned, workload_of(costs, machine), rates, dtype=torch.bfloat16
-    ).plan
+    plan = fastest_plan(layout, pinned, workload_of(costs, machine), rates).plan
     blocks = layout.streamed
     assert (plan.window, plan.prefetch) == (4, 2)
     assert {plan.activations[index] for index in blocks} == {"recompute"}
@@ -170,7 +168,7 @@ def test_a_refusal_names_the_smallest_budget_that_fits(pair: Pair) -> None:
 
     def plan_with(budget: int) -> Plan:
         wish = replace(demand, gpu_budget_bytes=budget)
-        return fastest_plan(layout, wish, workload, rates, dtype=torch.bfloat16).plan
+        return fastest_plan(layout, wish, workload, rates).plan
 
     with pytest.raises(BudgetError) as refused:
         plan_with(1 << 20)
@@ -192,7 +190,7 @@ def test_the_largest_micro_batch_is_the_last_that_fits() -> None:
 def test_a_model_that_fits_whole_stays_whole() -> None:
     layout, costs, machine, demand = demand_of(PAIRS[3]._replace(gpu_gib=30))
     workload, rates = workload_of(costs, machine), rates_of(machine, machine.num_cores)
-    choice = fastest_plan(layout, demand, workload, rates, dtype=torch.bfloat16)
+    choice = fastest_plan(layout, demand, workload, rates)
     assert choice.plan.whole
     compute_s = sum(load.forward_s + load.backward_s for load in workload.layers)
     adam_s = 26 * layout.num_parameters * 1e-9 / rates.device_gbps
@@ -213,7 +211,7 @@ def test_launching_a_block_again_is_the_hosts_time() -> None:
         wanted = replace(demand, gpu_budget_bytes=None, **wish)
         work = replace(free, layers=layers)
         plan = make_plan(layout, wanted)
-        return simulate(layout, plan, work, rates, dtype=torch.bfloat16).step_s
+        return simulate(layout, plan, work, rates).step_s
 
     keep, again = step_s(activations="keep"), step_s(activations="recompute")
     blocks, all_layers = len(layout.streamed), len(layout.layers)

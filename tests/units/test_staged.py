@@ -10,7 +10,7 @@ import torch
 from stronghold.memory.tiers import Tiers
 from stronghold.model.layout import PAGE_NUMEL, ModelLayout, ParameterShape, layer_layout
 from tests.support.pages import PAGE
-from tests.support.states import adam_states
+from tests.support.states import adam_formats
 from tests.support.stores import pages, store_of
 
 
@@ -26,7 +26,7 @@ def test_elements_beside_a_written_range_stay(
     count = layer.numel * 4 // PAGE
     with store_of(folders[:1], pages(count, "exp_avg"), piece_bytes=4 * PAGE) as store:
         layout = ModelLayout(layers=(layer,))
-        tiers = Tiers(layout, adam_states(torch.float32), store, [frozenset({"exp_avg"})])
+        tiers = Tiers(layout, adam_formats(torch.float32), store, [frozenset({"exp_avg"})])
         expected = torch.arange(layer.numel, dtype=torch.float32)
         for first, last, found in tiers.staged(0, ("exp_avg",), 0, layer.numel, "replace"):
             found["exp_avg"].copy_(expected[first:last])

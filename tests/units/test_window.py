@@ -12,22 +12,22 @@ from stronghold.device.emulated import EmulatedDevice
 from stronghold.errors import StateError
 from stronghold.memory.layer import TRANSITIONS, LayerState, Residency
 from stronghold.memory.window import Window
-from stronghold.model.layout import LayerLayout, ParameterSlice, Shards
-from tests.support.states import adam_states
+from stronghold.model.layout import ParameterShape, Shards, layer_layout
+from tests.support.states import adam_formats
 
 # Layer 0 is no block (an embedding), 1 to 4 are blocks of unlike sizes, 4 is frozen.
 NUMEL = (4096, 2048, 6144, 2048, 4096)
 TRAINABLE = (2048, 2048, 4096, 2048, 0)
 LAYERS = tuple(
-    LayerLayout(
+    layer_layout(
+        [
+            ParameterShape(name=f"p{trains}", shape=(size,), trainable=trains)
+            for size, trains in ((trainable, True), (numel - trainable, False))
+            if size
+        ],
         index=index,
         name=f"layer{index}",
         streamed=index > 0,
-        slices=(),
-        trainable_numel=trainable,
-        numel=numel,
-        num_parameters=numel,
-        num_trainable=trainable,
     )
     for index, (numel, trainable) in enumerate(zip(NUMEL, TRAINABLE, strict=True))
 )
@@ -42,7 +42,7 @@ def layers() -> Layers:
         LayerState(
             layout=layer,
             weights=torch.empty(0, dtype=torch.bfloat16),
-            states=adam_states(torch.bfloat16),
+            formats=adam_formats(torch.bfloat16),
             shards=Shards(),
         )
         for layer in LAYERS
@@ -58,7 +58,6 @@ def make_window(device: EmulatedDevice, layers: Layers) -> Make:
     ) -> Window:
         return Window(
             device,
-            torch.bfloat16,
             layers,
             resident=resident,
             num_slots=num_slots,
@@ -171,7 +170,7 @@ def test_a_released_slot_is_poisoned(make_window: Make, layers: Layers) -> None:
     slot = layers[1].slot
     slot.weights.zero_()
     window.release(1, fence("release 1"))
-    assert slot.weights.isnan().all()
+    assert slot.weights.view(torch.bfloat16).isnan().all()
 
 
 def test_an_unused_prefetch_makes_the_next_fetch_wait_for_it(
@@ -185,7 +184,7 @@ def test_an_unused_prefetch_makes_the_next_fetch_wait_for_it(
     ready = slot.record.writer
     window.release(1, fence("release 1"))
     assert slot.record.users == (ready,)
-    assert not slot.weights.isnan().any()
+    assert not slot.weights.view(torch.bfloat16).isnan().any()
     assert layers[1].residency is Residency.HOST
     # Claimed, but its fetch was never submitted.
     window.claim(slot, 2)
@@ -265,15 +264,16 @@ def test_close_drops_every_buffer(make_window: Make, layers: Layers) -> None:
     assert window.held_layers() == window.gathering() == []
 
 
-def test_sums_of_a_layer_that_was_abandoned_are_not_the_next_ones(make_window: Make) -> None:
+def test_sums_of_a_layer_that_was_abandoned_are_not_the_next_ones(
+    make_window: Make, layers: Layers
+) -> None:
     window = make_window(num_gradient_slots=1)
     window.prepare_training()
     slot = window.free_gradient_slot(3)
     window.claim_gradients(slot, 3)
-    part = ParameterSlice(name="p", offset=0, numel=8, shape=(8,), trainable=True)
-    slot.summing[0] = slot.sum_of(0, part).fill_(7)
+    slot.summing[0] = slot.sum_of(layers[3], 0).fill_(7)
     window.release_gradients(slot)  # never rounded
     window.claim_gradients(slot, 2)
-    slot.view(part).fill_(1)
-    slot.round_sums([part])
-    assert bool((slot.view(part) == 1).all())
+    slot.view(layers[2], 0).fill_(1)
+    slot.round_sums(layers[2])
+    assert bool((slot.view(layers[2], 0) == 1).all())
