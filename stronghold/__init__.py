@@ -3,7 +3,7 @@
 `initialize` is `deepspeed.initialize` with one more choice: a "stronghold" section in the config
 selects `StrongholdEngine`. From this import on `deepspeed.initialize` obeys the section too
 (`plugin`): nobody who asks for this engine gets another one, without a word, for calling it by
-DeepSpeed's name. `CPUAdam` has the engine's kernel as an ordinary optimizer.
+DeepSpeed's name. `CPUAdam` and `CPULion` have the engine's kernels as ordinary optimizers.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from stronghold.engine import StrongholdEngine
     from stronghold.engine.dispatch import initialize
     from stronghold.optim.adam import CPUAdam
+    from stronghold.optim.lion import CPULion
     from stronghold.pretrained import from_pretrained
 
 __version__ = "0.1.0"
@@ -38,6 +39,7 @@ __version__ = "0.1.0"
 __all__ = [
     "BudgetError",
     "CPUAdam",
+    "CPULion",
     "ConfigError",
     "LaneError",
     "OutOfMemoryError",
@@ -52,6 +54,7 @@ __all__ = [
 # Importing DeepSpeed takes seconds: a command that only draws a trace should not wait for it.
 _HOME = {
     "CPUAdam": "stronghold.optim.adam",
+    "CPULion": "stronghold.optim.lion",
     "OutOfMemoryError": "stronghold.device.base",
     "StrongholdEngine": "stronghold.engine",
     "from_pretrained": "stronghold.pretrained",

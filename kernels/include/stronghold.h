@@ -138,10 +138,24 @@ typedef struct {
  *   d = fma(sqrt(v), 1 / sqrt(1 - beta2^step), eps)
  *   p = fma(-lr / (1 - beta1^step), m / d, p)
  *
+ * "lion": Lion (Chen et al., 2023), with decoupled weight decay.
+ *   moments    m (exp_avg)
+ *   numbers    lr, beta1, beta2, weight_decay
+ *   flags      none
+ *   constants  1 1 - lr * weight_decay  2 beta1  3 1 - beta1  4 beta2  5 1 - beta2  6 -lr
+ *   variants   0
+ *
+ *   g = grad * grad_scale
+ *   u = fma(beta1, m, (1 - beta1) * g)
+ *   p = p * (1 - lr * weight_decay)
+ *   p = fma(-lr, sign(u), p)                 sign(u) is 1 or -1; 0 of either zero; NaN of NaN
+ *   m = fma(beta2, m, (1 - beta2) * g)
+ *
  * [Note: lean states] With SH_BF16_LEAN the same step is between a decoding and an encoding. Elements
  * [64 k, 64 k + 64) of a segment are group k, with element k of the scales; a segment that is a
  * part of a parameter begins at a group of it. The last group may be short; no array is touched
- * past its end. All zeros are a fresh state. Of Adam 5.125 bytes per parameter are kept.
+ * past its end. All zeros are a fresh state. Kept are 3 bytes per parameter and 1.0625 per moment.
+ * Every moment is coded with a sign, as m is here, but for Adam's v:
  *
  *   compress(x): bits(x) / 2 + 0x1FC00000, as a float; expand(q): its inverse, 0 of 0
  *   decoded:  m = sign(q) * expand(|q|) * scale         v = (expand(q) * scale)^2

@@ -10,6 +10,7 @@
 // ---- Optimizers ---------------------------------------------------------------------------------
 
 #include "adam-inl.h"
+#include "lion-inl.h"
 
 template <class Formula, class Weight, class Grad>
 constexpr void AddExact(Optimizer& table, sh_dtype weight, sh_dtype grad) {
@@ -51,6 +52,7 @@ constexpr Optimizer TableOf(const char* name) {
 // An optimizer is a header above and a line here.
 constexpr Optimizer kOptimizers[] = {
     TableOf<Adam>("adam"),
+    TableOf<Lion>("lion"),
 };
 
 // ---- The target's table -------------------------------------------------------------------------

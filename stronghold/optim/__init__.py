@@ -2,6 +2,7 @@
 
 contract          what the rest of the package asks of an optimizer
 adam              Adam and AdamW
+lion              Lion
 states            the arrays that hold a parameter's training state
 cpu_optimizer     an optimizer's kernels as a `torch.optim.Optimizer`
 triton_kernels    the kernels on a GPU; triton_programs has their formulas
@@ -15,8 +16,9 @@ from collections.abc import Iterable
 from stronghold.errors import ConfigError
 from stronghold.optim.adam import Adam
 from stronghold.optim.contract import Optimizer as Optimizer
+from stronghold.optim.lion import Lion
 
-OPTIMIZERS: tuple[type[Optimizer], ...] = (Adam,)
+OPTIMIZERS: tuple[type[Optimizer], ...] = (Adam, Lion)
 DEFAULT = Adam()
 """Of plans and checkpoints that name no optimizer."""
 

@@ -25,6 +25,7 @@ from stronghold.plan.plan import make_plan
 from tests.models import HUGGING_FACE, MODELS, PLAIN, loss_of
 from tests.support.pairs import covering, pairs
 from tests.support.training import (
+    OPTIMIZERS,
     Run,
     assert_identical,
     config,
@@ -63,6 +64,7 @@ AXES: dict[str, list[str]] = {
     "update": list(UPDATES),
     "micro-batches": ["1", "3"],
     "precision": ["fp32", "bf16", "fp16", "lean"],  # lean: bf16 with lean states
+    "optimizer": list(OPTIMIZERS),
     "between": ["nothing", "evaluation", "resumed", "replanned"],
     "cores": [f"{isa} {1 + number % 2}" for number, isa in enumerate(native.isas())],
     "lanes": ["on time", "late"],
@@ -93,9 +95,16 @@ def drawn(count: int) -> Iterator[Case]:
 
 
 @functools.cache
-def plain(name: str, clipping: float, accumulation: int, precision: str) -> Run:
+def plain(
+    name: str, clipping: float, accumulation: int, precision: str, optimizer: str = "adamw"
+) -> Run:
     return train_plain(
-        MODELS[name], steps=STEPS, clipping=clipping, accumulation=accumulation, precision=precision
+        MODELS[name],
+        steps=STEPS,
+        clipping=clipping,
+        accumulation=accumulation,
+        precision=precision,
+        optimizer=optimizer,
     )
 
 
@@ -133,6 +142,7 @@ def trained(of: dict[str, str], folder: Path) -> Run:
         "clipping": UPDATES[of["update"]][0],
         "accumulation": accumulation,
         "precision": of["precision"],
+        "optimizer": of["optimizer"],
     }
     parts = [(range(STEPS), of)]
     if of["between"] == "resumed":  # the second part of the run in another place, and home
@@ -196,7 +206,11 @@ def check(case: Case, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("stronghold.runtime.activations.MIN_OFFLOAD_BYTES", 1)
     monkeypatch.setenv("STRONGHOLD_ISA", of["cores"].split()[0])
     expected = plain(
-        of["model"], UPDATES[of["update"]][0], int(of["micro-batches"]), of["precision"]
+        of["model"],
+        UPDATES[of["update"]][0],
+        int(of["micro-batches"]),
+        of["precision"],
+        of["optimizer"],
     )
     run = trained(of, folder)
     assert_identical(run, expected)

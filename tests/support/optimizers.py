@@ -13,7 +13,11 @@ class Hyper:
     numbers: dict[str, float]  # in the optimizer's order
     flags: dict[str, int]  # the bit of each
     set_flags: tuple[str, ...] = ()  # those that are set unless a test changes them
-    num_moments: int
+    moments: tuple[str, ...]
+
+    @property
+    def num_moments(self) -> int:
+        return len(self.moments)
 
 
 OPTIMIZERS = {
@@ -27,8 +31,20 @@ OPTIMIZERS = {
         },
         flags={"adamw": 1, "bias_correction": 2},
         set_flags=("adamw", "bias_correction"),
-        num_moments=2,
+        moments=("exp_avg", "exp_avg_sq"),
     ),
+    "lion": Hyper(
+        numbers={"lr": 1e-3, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.1},
+        flags={},
+        moments=("exp_avg",),
+    ),
+}
+
+# Every form of every formula: the optimizer, and what distinguishes the form.
+FORMS: dict[str, tuple[str, dict[str, Any]]] = {
+    "adam-adamw": ("adam", {"adamw": True}),
+    "adam-l2": ("adam", {"adamw": False}),
+    "lion": ("lion", {}),
 }
 
 

@@ -1,6 +1,6 @@
 """The plain oracle: what everything else is checked against, written to be read, not to be fast.
 
-Adam in fp64 NumPy, from the papers' formulas alone.
+Optimizers in fp64 NumPy, from the papers' formulas alone.
 """
 
 from __future__ import annotations
@@ -39,6 +39,23 @@ def adam_step(
         m_hat = m / (1.0 - hyper.beta1**step)
         v_hat = v / (1.0 - hyper.beta2**step)
     return p - hyper.lr * m_hat / (np.sqrt(v_hat) + hyper.eps), m, v
+
+
+@dataclass(frozen=True, kw_only=True)
+class LionHyper:
+    lr: float = 1e-3
+    beta1: float = 0.9
+    beta2: float = 0.99
+    weight_decay: float = 0.0
+
+
+def lion_step(p: Array, m: Array, grad: Array, hyper: LionHyper) -> tuple[Array, Array, Array]:
+    """One step in fp64: Chen et al. 2023, program 1. Returns p, m and the interpolation whose sign
+    the step has."""
+    u = hyper.beta1 * m + (1.0 - hyper.beta1) * grad
+    p = p - hyper.lr * (np.sign(u) + hyper.weight_decay * p)
+    m = hyper.beta2 * m + (1.0 - hyper.beta2) * grad
+    return p, m, u
 
 
 def split_bf16(master: npt.NDArray[np.float32]) -> tuple[npt.NDArray[np.int16], ...]:

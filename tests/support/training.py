@@ -16,6 +16,7 @@ import stronghold
 from stronghold import native
 from stronghold.optim.adam import Adam
 from stronghold.optim.contract import Optimizer
+from stronghold.optim.lion import Lion
 from stronghold.optim.states import Kind, States, num_items, states_of
 from stronghold.runtime.update import norm_and_scale
 from tests.models import loss_of, without_caches
@@ -25,6 +26,36 @@ Batch = dict[str, Any]
 Factory = Callable[[], tuple[nn.Module, Callable[[int], Batch]]]
 ADAM: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1}
 ADAMW = Adam()
+LION: dict[str, Any] = {"lr": 3e-3, "betas": (0.9, 0.99), "weight_decay": 0.1}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trains:
+    """An optimizer as the config names it, and as the plain loop has it."""
+
+    type: str
+    hyperparameters: dict[str, Any]
+    optimizer: Optimizer
+
+    @property
+    def section(self) -> dict[str, Any]:
+        """Of the config."""
+        params = {
+            key: list(value) if isinstance(value, tuple) else value
+            for key, value in self.hyperparameters.items()
+        }
+        return {"type": self.type, "params": params}
+
+    def groups(self, params: Any) -> torch.optim.Optimizer:
+        """Parameter groups alone: nothing calls its `step`."""
+        defaults = self.optimizer.hyperparameters(self.hyperparameters)
+        return torch.optim.Optimizer(params, defaults)
+
+
+OPTIMIZERS = {
+    "adamw": Trains(type="AdamW", hyperparameters=ADAM, optimizer=ADAMW),
+    "lion": Trains(type="Lion", hyperparameters=LION, optimizer=Lion()),
+}
 WARMUP = {
     "scheduler": {
         "type": "WarmupLR",
@@ -88,6 +119,7 @@ def config(
     clipping: float = 1.0,
     precision: str = "fp32",
     section: dict[str, Any] | None = None,
+    optimizer: str = "adamw",
 ) -> dict[str, Any]:
     """A DeepSpeed config with the "stronghold" section given; overflow is checked when gradients
     are clipped.
@@ -97,7 +129,7 @@ def config(
         "gradient_accumulation_steps": accumulation,
         "gradient_clipping": clipping,
         "steps_per_print": 10**9,
-        "optimizer": {"type": "AdamW", "params": {**ADAM, "betas": list(ADAM["betas"])}},
+        "optimizer": OPTIMIZERS[optimizer].section,
         "stronghold": {"device": "emulated", **(section or {})},
     }
     if precision == "lean":
@@ -177,9 +209,10 @@ def train_plain(
     scaler: Any = None,
     chunks: tuple[Callable[[nn.Module], list[nn.Module]], int] | None = None,
     rows: int = 1,
+    optimizer: str = "adamw",
 ) -> Run:
     """The same training without a window: autograd, fp32 sums, torch's clipping formula, the same
-    Adam kernel; in fp16 the loss in fp32, times the scale that `scaler` has, or the config's first.
+    kernel of the optimizer; in fp16 the loss in fp32, times the scale that `scaler` has, or the config's first.
     `chunks`: which blocks take their batch in chunks, and of how many sequences; `rows`: of an
     argument for each sequence, beside one.
     """
@@ -190,9 +223,11 @@ def train_plain(
         parameter.data = parameter.data.to(DTYPES[precision])
     of_chunks = chunk_blocks(chunks[0](model), chunks[1], rows=rows) if chunks else None
     parameters = [p for p in model.parameters() if p.requires_grad]
-    optimizer = KernelOptimizer(
-        torch.optim.AdamW(groups(model) if groups else parameters, **ADAM),
+    trains = OPTIMIZERS[optimizer]
+    stepping = KernelOptimizer(
+        trains.groups(groups(model) if groups else parameters),
         "lean" if precision == "lean" else "exact",
+        trains.optimizer,
     )
     sums: dict[nn.Parameter, torch.Tensor] = {}
     run = Run()
@@ -211,12 +246,12 @@ def train_plain(
         if accumulation > 1:
             _add_up(parameters, sums)
         if (micro + 1) % accumulation == 0:
-            norm = _step(parameters, sums, optimizer, clipping, scale)
+            norm = _step(parameters, sums, stepping, clipping, scale)
             run.norms += [norm] if scaler is None or math.isfinite(norm) else []
             if scaler is not None:
                 scaler.update_scale(not math.isfinite(norm))
     run.weights = {name: value.clone() for name, value in model.state_dict().items()}
-    run.moments = optimizer.moments(model)
+    run.moments = stepping.moments(model)
     return run
 
 

@@ -15,6 +15,7 @@ import torch
 from stronghold import native
 from stronghold.errors import ConfigError, StateError
 from tests.support.kernel_arrays import BF16, F32, Arrays, same, values
+from tests.support.optimizers import OPTIMIZERS
 
 # ---- Pools and bad input --------------------------------------------------------------------
 
@@ -101,27 +102,46 @@ def test_environment_forces_the_instruction_set(isa, forced):
         assert forced[isa] == (isa or native.isas()[0])
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"beta1": 1.0}, "segment 1: beta1"),
-        ({"beta2": math.nan}, "segment 1: beta2"),
-        ({"eps": -1.0}, "segment 1: eps"),
-        ({"lr": math.inf}, "segment 1: lr"),
-        ({"step": 0}, "segment 1: step"),
-        ({"numel": -1}, "segment 1: numel"),
-        ({"weight": 0}, "segment 1: weight"),
-        ({"low": 0}, "segment 1: low"),
-        ({"moment0": 0}, "segment 1: moment0"),
-        ({"moment1": 0}, "segment 1: moment1"),
-        ({"grad": 0}, "segment 1: grad"),
-    ],
-)
-def test_a_bad_segment_is_named_and_nothing_is_updated(changes, message):
-    good, bad, untouched = (Arrays(torch.ones(17), torch.ones(17), BF16) for _ in range(3))
+BAD_NUMBERS = {
+    "adam": {
+        "beta1": 1.0,
+        "beta2": math.nan,
+        "eps": -1.0,
+        "lr": math.inf,
+        "weight_decay": math.nan,
+    },
+    "lion": {"beta1": -0.1, "beta2": 1.0, "lr": math.nan, "weight_decay": math.inf},
+}
+BAD_FIELDS = [
+    *(
+        (optimizer, {name: value})
+        for optimizer, bad in BAD_NUMBERS.items()
+        for name, value in bad.items()
+    ),
+    *((optimizer, {name: 0}) for optimizer in OPTIMIZERS for name in ("weight", "low", "grad")),
+    *(
+        (optimizer, {f"moment{k}": 0})
+        for optimizer, hyper in OPTIMIZERS.items()
+        for k in range(hyper.num_moments)
+    ),
+    ("adam", {"step": 0}),
+    ("lion", {"numel": -1}),
+]
+
+
+@pytest.mark.parametrize(("optimizer", "changes"), BAD_FIELDS, ids=str)
+def test_a_bad_segment_is_named_and_nothing_is_updated(optimizer, changes):
+    good, bad, untouched = (
+        Arrays(torch.ones(17), torch.ones(17), BF16, optimizer=optimizer) for _ in range(3)
+    )
+    message = f"segment 1: {next(iter(changes))} "
     with native.Pool(1) as pool, pytest.raises(ConfigError, match=message):
-        pool.update("adam", BF16, F32, [good.segment(), bad.segment(**changes)])
+        pool.update(optimizer, BF16, F32, [good.segment(), bad.segment(**changes)])
     assert same(good, untouched)
+
+
+def test_every_optimizers_numbers_are_tried():
+    assert native.optimizers() == list(OPTIMIZERS) == list(BAD_NUMBERS)
 
 
 def test_bad_pools_and_dtypes_are_refused():
@@ -153,18 +173,32 @@ def test_an_unknown_optimizer_is_refused_with_the_known_ones():
 # ---- Constants ------------------------------------------------------------------------------
 
 
-def test_constants_are_computed_in_double_and_rounded_once():
-    lr, beta1, beta2, eps, decay, scale, step = 3e-4, 0.9, 0.999, 1e-8, 0.1, 0.37, 7
-    arrays = Arrays(torch.ones(1), torch.ones(1), F32)
+def constants_of(optimizer: str, step: int, **numbers: float) -> tuple[list[float], int]:
+    arrays = Arrays(torch.ones(1), torch.ones(1), F32, optimizer=optimizer)
+    segment = arrays.segment(step, grad_scale=0.37, **numbers)
+    constants, variant = native.constants(optimizer, [segment])
+    return constants[0].tolist(), int(variant[0])
+
+
+def rounded(*values: float) -> list[float]:
+    padding = [0.0] * (native.MAX_CONSTANTS - len(values))
+    return [*np.float32(values).tolist(), *padding]
+
+
+def test_adams_constants_are_computed_in_double_and_rounded_once():
+    lr, beta1, beta2, eps, decay, step = 3e-4, 0.9, 0.999, 1e-8, 0.1, 7
     numbers = {"lr": lr, "beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": decay}
-    segment = arrays.segment(step, grad_scale=scale, **numbers)
-    constants, variant = native.constants("adam", [segment])
-    expected = [
-        *(scale, decay, 1.0 - lr * decay, beta1, 1.0 - beta1, beta2, 1.0 - beta2),
-        *(1.0 / math.sqrt(1.0 - math.pow(beta2, step)), eps, -lr / (1.0 - math.pow(beta1, step))),
-    ]
-    assert constants.tolist() == [np.pad(np.float32(expected), (0, 2)).tolist()]
-    assert variant.tolist() == [1]
+    factors = (decay, 1.0 - lr * decay, beta1, 1.0 - beta1, beta2, 1.0 - beta2)
+    root = 1.0 / math.sqrt(1.0 - math.pow(beta2, step))
+    expected = rounded(0.37, *factors, root, eps, -lr / (1.0 - math.pow(beta1, step)))
+    assert constants_of("adam", step, **numbers) == (expected, 1)
+
+
+def test_lions_constants_are_computed_in_double_and_rounded_once():
+    lr, beta1, beta2, decay = 3e-4, 0.9, 0.99, 0.1
+    numbers = {"lr": lr, "beta1": beta1, "beta2": beta2, "weight_decay": decay}
+    expected = rounded(0.37, 1.0 - lr * decay, beta1, 1.0 - beta1, beta2, 1.0 - beta2, -lr)
+    assert constants_of("lion", 0, **numbers) == (expected, 0)
 
 
 def test_constants_follow_flags_and_name_the_variant():

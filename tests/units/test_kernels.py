@@ -23,22 +23,24 @@ from tests.support.kernel_arrays import (
     same,
     values,
 )
-from tests.support.reference import AdamHyper, adam_step
+from tests.support.optimizers import FORMS, OPTIMIZERS
+from tests.support.reference import AdamHyper, LionHyper, adam_step, lion_step
 
 # ---- Same bits ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("weight_dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("grad_dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("adamw", [True, False], ids=["adamw", "l2"])
-def test_instruction_set_never_changes_a_bit_of_adam(weight_dtype, grad_dtype, adamw):
+@pytest.mark.parametrize("form", FORMS)
+def test_instruction_set_never_changes_a_bit_of_an_update(weight_dtype, grad_dtype, form):
+    optimizer, changes = FORMS[form]
     pools = [native.Pool(1, isa=isa) for isa in native.isas()]
     for numel, skip, special in itertools.product(SIZES, (0, 1, 6), (False, True)):
         master, grad = values(numel, 1), values(numel, 2, special).to(grad_dtype)
         results = []
         for pool in pools:
-            arrays = Arrays(master, grad, weight_dtype, skip)
-            arrays.run(pool, adamw=adamw)
+            arrays = Arrays(master, grad, weight_dtype, skip, optimizer)
+            arrays.run(pool, **changes)
             results.append(arrays)
         assert all(same(results[-1], other) for other in results), (numel, skip, special)
         if numel > 1:
@@ -49,15 +51,16 @@ def test_instruction_set_never_changes_a_bit_of_adam(weight_dtype, grad_dtype, a
 
 @pytest.mark.parametrize("num_threads", [2, 3])
 @pytest.mark.parametrize("weight_dtype", DTYPES, ids=str)
-def test_number_of_threads_never_changes_a_bit_of_adam(num_threads, weight_dtype):
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_number_of_threads_never_changes_a_bit_of_an_update(num_threads, weight_dtype, optimizer):
     sizes = [200_003, 0, 1, 15, 17, 4097, 65_536, *([1024] * 50)]
     inputs = [(values(n, n), values(n, n + 1).bfloat16()) for n in sizes]
     results = []
     for count in (1, num_threads):
         with native.Pool(count) as pool:
-            many = [Arrays(master, grad, weight_dtype) for master, grad in inputs]
+            many = [Arrays(*pair, weight_dtype, optimizer=optimizer) for pair in inputs]
             for step in (1, 2):
-                pool.update("adam", weight_dtype, BF16, [a.segment(step) for a in many])
+                pool.update(optimizer, weight_dtype, BF16, [a.segment(step) for a in many])
             results.append(many)
     assert all(same(one, other) for one, other in zip(*results, strict=True))
 
@@ -76,6 +79,7 @@ def test_the_distance_of_prefetching_is_found_and_never_changes_a_bit():
         assert pool.prefetch("adam", BF16, BF16) in (64, 256)
         timed.run(pool, steps=(10,))
         assert pool.prefetch("adam", F32, F32) == 0
+        assert pool.prefetch("lion", BF16, BF16) == 0
     for step in range(1, 11):
         with native.Pool(1) as pool:
             fresh.run(pool, steps=(step,))
@@ -128,17 +132,19 @@ def test_instruction_set_and_threads_never_change_a_bit_of_reductions(dtype):
         assert len(seen) == 1
 
 
-def test_nan_is_always_stored_as_the_one_quiet_nan():
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_nan_is_always_stored_as_the_one_quiet_nan(optimizer):
     odd_nan = torch.tensor([-1, 0x7F800001, 0x7FFFFFFF] * 7, dtype=torch.int32).view(F32)
     for isa in native.isas():
         with native.Pool(1, isa=isa) as pool:
-            arrays = Arrays(torch.ones(21), odd_nan, BF16)
+            arrays = Arrays(torch.ones(21), odd_nan, BF16, optimizer=optimizer)
             arrays.run(pool, steps=(1,))
             acc = torch.zeros(21)
             pool.accumulate(F32, [(odd_nan.data_ptr(), acc.data_ptr(), 21, False)])
         assert (bits(arrays.master()) == NAN).all()
         assert (arrays.array("weight", torch.int16) == NAN >> 16).all()
-        assert (bits(arrays.array("moment0", F32)) == NAN).all()
+        for k in range(OPTIMIZERS[optimizer].num_moments):
+            assert (bits(arrays.array(f"moment{k}", F32)) == NAN).all()
         assert (bits(acc) == NAN).all()
 
 
@@ -234,6 +240,69 @@ def test_adam_is_the_papers_formula_up_to_rounding(adamw, bias_correction):
     np.testing.assert_allclose(arrays.array("moment1", F32).double().numpy(), v, rtol=2**-19)
 
 
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+def test_lion_is_the_papers_formula_up_to_rounding(weight_decay):
+    hyper = LionHyper(weight_decay=weight_decay)
+    master = values(4097, 1)
+    arrays = Arrays(master, torch.zeros(4097), F32, optimizer="lion")
+    with native.Pool(1) as pool:
+        for step in range(1, 21):
+            before = arrays.master().double().numpy()
+            momentum = arrays.array("moment0", F32).double().numpy()
+            grad = values(4097, step + 1)
+            arrays.put("grad", grad)
+            arrays.run(pool, steps=(step,), weight_decay=weight_decay)
+            scaled = 0.5 * grad.double().numpy()
+            p, m, u = lion_step(before, momentum, scaled, hyper)
+            # Each product and sum rounds by half an ulp, 2^-24 of its value; constants too.
+            terms = np.abs(momentum) + np.abs(scaled)
+            assert np.all(
+                np.abs(arrays.array("moment0", F32).double().numpy() - m) <= terms * 2**-22
+            )
+            # Where u is nothing but rounding, its sign is too.
+            clear = np.abs(u) > terms * 2**-22
+            assert clear.mean() > 0.99
+            error = np.abs(arrays.master().double().numpy() - p)[clear]
+            assert np.all(error <= (np.abs(before)[clear] + hyper.lr) * 2**-22)
+
+
+def test_lion_is_deepspeeds_formula_up_to_rounding():
+    """DeepSpeed's CPULion, in torch and fp32: the sign comes from two comparisons."""
+    lr, beta1, beta2, decay, steps = 1e-3, 0.9, 0.99, 0.1, 10
+    master = values(4097, 1)
+    arrays = Arrays(master, torch.zeros(4097), F32, optimizer="lion")
+    param, momentum = master.clone(), torch.zeros(4097)
+    clear, largest = torch.ones(4097, dtype=torch.bool), torch.zeros(4097)
+    with native.Pool(1) as pool:
+        for step in range(1, steps + 1):
+            grad = values(4097, step + 1)
+            largest = largest.maximum(grad.abs())
+            arrays.put("grad", grad)
+            arrays.run(pool, steps=(step,), grad_scale=1.0)
+            c = grad * (1 - beta1) + momentum * beta1
+            clear &= c.abs() > largest * 2**-18  # else its sign is that of rounding
+            param = param * (1 - lr * decay) + ((c > 0).float() - (c < 0).float()) * -lr
+            momentum = momentum * beta2 + grad * (1 - beta2)
+    assert clear.float().mean() > 0.99
+    # Both round by an ulp or two in a step.
+    error = (arrays.master() - param).abs()
+    assert (error <= steps * 2**-22 * (master.abs() + steps * lr))[clear].all()
+    error = (arrays.array("moment0", F32) - momentum).abs()
+    assert (error <= steps * 2**-22 * largest).all()
+
+
+@pytest.mark.parametrize("isa", native.isas())
+def test_lion_has_no_step_where_the_interpolation_is_zero(isa):
+    """sign(0) is 0, of either zero; sign of the smallest number is a whole step."""
+    grad = torch.tensor([0.0, -0.0, 1e-40, -1e-40, math.inf, -math.inf, 3e38, -3e38] * 5)
+    master = torch.tensor([1.0, -0.0, 0.0, 0.0, 2.0, 2.0, 3.0, 3.0] * 5)
+    arrays = Arrays(master, grad, F32, optimizer="lion")
+    with native.Pool(1, isa=isa) as pool:
+        arrays.run(pool, steps=(1,), lr=0.25, weight_decay=0.0, grad_scale=1.0)
+    expected = torch.tensor([1.0, -0.0, -0.25, 0.25, 1.75, 2.25, 2.75, 3.25] * 5)
+    assert torch.equal(bits(arrays.master()), bits(expected))
+
+
 def test_a_non_finite_gradient_stays_visible():
     grad = torch.ones(33)
     grad[7], grad[20] = math.nan, math.inf
@@ -245,19 +314,23 @@ def test_a_non_finite_gradient_stays_visible():
     assert not math.isfinite(total)
 
 
-def test_traffic_in_place_changes_nothing_and_past_the_caches_copies():
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_traffic_in_place_changes_nothing_and_past_the_caches_copies(optimizer):
+    grad, zeros = values(4097, 2).bfloat16(), torch.zeros(4097)
     for weight_dtype in DTYPES:
-        source = Arrays(values(4097, 1), values(4097, 2).bfloat16(), weight_dtype)
-        before = Arrays(values(4097, 1), values(4097, 2).bfloat16(), weight_dtype)
-        target = Arrays(torch.zeros(4097), torch.zeros(4097).bfloat16(), weight_dtype)
+        source, before = (
+            Arrays(values(4097, 1), grad, weight_dtype, optimizer=optimizer) for _ in range(2)
+        )
+        target = Arrays(zeros, zeros.bfloat16(), weight_dtype, optimizer=optimizer)
         source.run(pool := native.Pool(1), steps=(1,))
         before.run(pool, steps=(1,))
-        batch = native.UpdateBatch("adam", weight_dtype, BF16, [source.segment()])
+        batch = native.UpdateBatch(optimizer, weight_dtype, BF16, [source.segment()])
         batch.traffic(pool)
         assert same(source, before)
-        batch.traffic(pool, native.UpdateBatch("adam", weight_dtype, BF16, [target.segment()]))
-        for name in ("weight", "low", "moment0", "moment1"):
-            assert torch.equal(source.parts[name], target.parts[name])
+        to = native.UpdateBatch(optimizer, weight_dtype, BF16, [target.segment()])
+        batch.traffic(pool, to)
+        for name, part in target.parts.items():
+            assert torch.equal(part, source.parts[name]) == (name != "grad")
         pool.close()
 
 

@@ -12,131 +12,134 @@ from stronghold import native
 from stronghold.errors import ConfigError
 from stronghold.optim import states
 from tests.support.kernel_arrays import BF16, DTYPES, F16, F32, NAN, bits, misaligned, values
-from tests.support.optimizers import hyper_fields
+from tests.support.optimizers import FORMS, OPTIMIZERS, hyper_fields
 from tests.support.pairs import pairs
 
 SIZES = (0, 1, 15, 17, 31, 33, 63, 64, 65, 255, 256, 257, 4097)
-PARTS = ("weight", "low", "grad", "moment0", "moment1", "scale0", "scale1")
 HALF = 1 + 2**-20  # half a step, and the rounding of the few operations on the way
 
 
 class LeanArrays:
-    """The arrays of one segment with lean states, as bytes at a chosen misalignment."""
+    """The arrays of one segment with lean states, as bytes at a chosen misalignment: `parts`, by
+    the segment's fields."""
 
-    def __init__(self, master: torch.Tensor, grad: torch.Tensor, skip: int = 0) -> None:
-        zeros = torch.zeros_like(master)
+    def __init__(
+        self, master: torch.Tensor, grad: torch.Tensor, skip: int = 0, optimizer: str = "adam"
+    ) -> None:
+        self.optimizer, self.moments = optimizer, OPTIMIZERS[optimizer].moments
         self.numel, self.grad_dtype = master.numel(), grad.dtype
-        self.parts = [torch.empty(0, dtype=torch.uint8)] * 7
+        self.parts: dict[str, torch.Tensor] = {}
         self.skip = skip
         self.put("grad", grad)
-        self.write(master, zeros, zeros)
-        for name in ("moment0", "scale0", "moment1", "scale1"):
-            self.parts[PARTS.index(name)].zero_()
+        self.write(master, *(torch.zeros_like(master) for _ in self.moments))
+        for k in range(len(self.moments)):
+            self.parts[f"moment{k}"].zero_()
+            self.parts[f"scale{k}"].zero_()
 
     def put(self, name: str, value: torch.Tensor) -> None:
-        self.parts[PARTS.index(name)] = misaligned(value.contiguous(), self.skip)
+        self.parts[name] = misaligned(value.contiguous(), self.skip)
 
     def get(self, name: str, dtype: torch.dtype) -> torch.Tensor:
-        return self.parts[PARTS.index(name)].clone().view(dtype)
+        return self.parts[name].clone().view(dtype)
 
-    def write(self, master: torch.Tensor, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor) -> None:
-        """Encodes the three as the reference does."""
-        encoded = (
-            *states.split_lean_master(master),
-            *states.encode_signed(exp_avg),
-            *states.encode_root(exp_avg_sq),
-        )
-        names = ("weight", "low", "moment0", "scale0", "moment1", "scale1")
-        for name, value in zip(names, encoded, strict=True):
-            self.put(name, value)
+    def write(self, master: torch.Tensor, *moments: torch.Tensor) -> None:
+        """Encodes the master and the moments as the reference does."""
+        weight, low = states.split_lean_master(master)
+        self.put("weight", weight)
+        self.put("low", low)
+        for k, (name, moment) in enumerate(zip(self.moments, moments, strict=True)):
+            is_root = name == "exp_avg_sq"
+            encode = states.encode_root if is_root else states.encode_signed
+            codes, scales = encode(moment)
+            self.put(f"moment{k}", codes)
+            self.put(f"scale{k}", scales)
 
-    def read(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def read(self) -> list[torch.Tensor]:
         """The master and the moments, decoded as the reference does."""
-        return (
-            states.join_master(self.get("weight", BF16), self.get("low", torch.int8)),
-            states.decode_signed(self.get("moment0", torch.int8), self.get("scale0", F32)),
-            states.decode_root(self.get("moment1", torch.uint8), self.get("scale1", F32)),
-        )
+        out = [states.join_master(self.get("weight", BF16), self.get("low", torch.int8))]
+        for k, name in enumerate(self.moments):
+            scales = self.get(f"scale{k}", F32)
+            if name == "exp_avg_sq":
+                codes = self.get(f"moment{k}", torch.uint8)
+                out.append(states.decode_root(codes, scales))
+            else:
+                out.append(states.decode_signed(self.get(f"moment{k}", torch.int8), scales))
+        return out
 
     def segment(self, step: int = 1, **changes: float) -> native.Segment:
-        addresses = dict(zip(PARTS, (part.data_ptr() for part in self.parts), strict=True))
-        fields = hyper_fields("adam", **changes)
-        return native.Segment(numel=self.numel, step=step, **{**addresses, **fields})
+        addresses = {name: part.data_ptr() for name, part in self.parts.items()}
+        fields = hyper_fields(self.optimizer, **changes)
+        return native.Segment(**{**addresses, "numel": self.numel, "step": step, **fields})
 
     def run(self, pool: native.Pool, step: int = 1, **changes: float) -> None:
         segments = [self.segment(step, **changes)]
-        pool.update("adam", BF16, self.grad_dtype, segments, lean=True)
+        pool.update(self.optimizer, BF16, self.grad_dtype, segments, lean=True)
 
     def run_reference(self, pool: native.Pool, step: int = 1, **changes: float) -> None:
         """Decode, the exact kernel's fp32 step, encode."""
-        master, exp_avg, exp_avg_sq = self.read()
+        master, *moments = self.read()
         grad = self.get("grad", self.grad_dtype)
         # The group's missing elements are zeros, and reach no other: nothing is padded here.
         segment = native.Segment(
             weight=master.data_ptr(),
             low=0,
             grad=grad.data_ptr(),
-            moment0=exp_avg.data_ptr(),
-            moment1=exp_avg_sq.data_ptr(),
             numel=self.numel,
             step=step,
-            **hyper_fields("adam", **changes),
+            **{f"moment{k}": moment.data_ptr() for k, moment in enumerate(moments)},
+            **hyper_fields(self.optimizer, **changes),
         )
-        pool.update("adam", F32, self.grad_dtype, [segment])
-        self.write(master, exp_avg, exp_avg_sq)
-
-
-def same(left: LeanArrays, right: LeanArrays) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(left.parts, right.parts, strict=True))
+        pool.update(self.optimizer, F32, self.grad_dtype, [segment])
+        self.write(master, *moments)
 
 
 def differing(left: LeanArrays, right: LeanArrays) -> list[str]:
-    pairs = zip(PARTS, left.parts, right.parts, strict=True)
-    return [name for name, a, b in pairs if not torch.equal(a, b)]
+    return [name for name in left.parts if not torch.equal(left.parts[name], right.parts[name])]
 
 
 # ---- The kernel is the reference ----------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("isa", "grad_dtype", "adamw"), pairs(native.isas(), DTYPES, {"adamw": True, "l2": False})
-)
-def test_the_kernel_is_the_reference_bit_for_bit(isa, grad_dtype, adamw):
+@pytest.mark.parametrize(("isa", "grad_dtype", "form"), pairs(native.isas(), DTYPES, FORMS))
+def test_the_kernel_is_the_reference_bit_for_bit(isa, grad_dtype, form):
+    optimizer, changes = form
     with native.Pool(1, isa=isa) as pool, native.Pool(1) as exact:
         for numel, skip, special in itertools.product(SIZES, (0, 1, 6), (False, True)):
-            master = values(numel, 1)
-            kernel, reference = (
-                LeanArrays(master, values(numel, 2, special).to(grad_dtype), skip) for _ in range(2)
-            )
+            master, grad = values(numel, 1), values(numel, 2, special).to(grad_dtype)
+            kernel, reference = (LeanArrays(master, grad, skip, optimizer) for _ in range(2))
             for step in (1, 2, 3):
                 grad = values(numel, step + 2, special).to(grad_dtype)
                 for arrays in (kernel, reference):
                     arrays.put("grad", grad)
-                kernel.run(pool, step, adamw=adamw)
-                reference.run_reference(exact, step, adamw=adamw)
+                kernel.run(pool, step, **changes)
+                reference.run_reference(exact, step, **changes)
                 assert differing(kernel, reference) == [], (numel, skip, special, step)
             if numel > 1 and not special:
                 assert not torch.equal(kernel.read()[0], master)
 
 
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("num_threads", [2, 3])
-def test_number_of_threads_never_changes_a_bit(num_threads):
+def test_number_of_threads_never_changes_a_bit(num_threads, optimizer):
     sizes = [200_003, 0, 1, 15, 17, 4097, 65_536, *([1024] * 50)]
     inputs = [(values(n, n), values(n, n + 1).bfloat16()) for n in sizes]
     results = []
     for count in (1, num_threads):
         with native.Pool(count) as pool:
-            many = [LeanArrays(master, grad) for master, grad in inputs]
+            many = [LeanArrays(*pair, optimizer=optimizer) for pair in inputs]
             for step in (1, 2, 3):
-                pool.update("adam", BF16, BF16, [a.segment(step) for a in many], lean=True)
+                segments = [a.segment(step) for a in many]
+                pool.update(optimizer, BF16, BF16, segments, lean=True)
             results.append(many)
-    assert all(same(one, other) for one, other in zip(*results, strict=True))
+    assert all(differing(one, other) == [] for one, other in zip(*results, strict=True))
 
 
-def test_parts_of_a_parameter_that_begin_at_groups_are_the_whole():
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_parts_of_a_parameter_that_begin_at_groups_are_the_whole(optimizer):
     master, grad = values(4097, 1), values(4097, 2)
-    whole, parts = LeanArrays(master, grad), LeanArrays(master, grad)
-    bytes_per_element = {"weight": 2, "low": 1, "grad": 4, "moment0": 1, "moment1": 1}
+    whole, parts = (LeanArrays(master, grad, optimizer=optimizer) for _ in range(2))
+    bytes_per_element = {"weight": 2, "low": 1, "grad": 4}
+    bytes_per_element |= {f"moment{k}": 1 for k in range(len(whole.moments))}
     ends = (64, 320, 384, 2048, 4097)
     with native.Pool(1) as pool:
         for step in (1, 2):
@@ -147,10 +150,10 @@ def test_parts_of_a_parameter_that_begin_at_groups_are_the_whole():
                     name: getattr(row, name) + begin * size
                     for name, size in bytes_per_element.items()
                 }
-                for name in ("scale0", "scale1"):
-                    moved[name] = getattr(row, name) + begin // states.GROUP * 4
+                for k in range(len(whole.moments)):
+                    moved[f"scale{k}"] = getattr(row, f"scale{k}") + begin // states.GROUP * 4
                 segment = row._replace(numel=end - begin, **moved)
-                pool.update("adam", BF16, F32, [segment], lean=True)
+                pool.update(optimizer, BF16, F32, [segment], lean=True)
     assert differing(whole, parts) == []
 
 
@@ -341,25 +344,48 @@ def test_a_gradient_that_is_not_finite_stays_visible(wrong):
         assert array.isnan().nonzero().flatten().tolist() == in_group
 
 
-def test_other_weights_than_bf16_and_missing_scales_are_refused():
-    arrays = LeanArrays(torch.ones(17), torch.ones(17))
+@pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf])
+def test_a_gradient_that_is_not_finite_stays_visible_in_lions_moment(wrong):
+    grad = torch.ones(200)
+    grad[70] = wrong
+    arrays = LeanArrays(torch.ones(200), grad, optimizer="lion")
+    with native.Pool(1) as pool:
+        arrays.run(pool, 1)
+        first = arrays.read()
+        arrays.put("grad", torch.ones(200))
+        arrays.run(pool, 2)
+        second = arrays.read()
+    # The sign of an infinity is a step as any other.
+    assert first[0].isnan().nonzero().flatten().tolist() == ([70] if math.isnan(wrong) else [])
+    in_group = list(range(64, 128))
+    assert first[1].isnan().nonzero().flatten().tolist() == in_group
+    for array in second:
+        assert array.isnan().nonzero().flatten().tolist() == in_group
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_other_weights_than_bf16_and_missing_arrays_are_refused(optimizer):
+    arrays = LeanArrays(torch.ones(17), torch.ones(17), optimizer=optimizer)
     with native.Pool(1) as pool:
         for dtype in (F32, F16):
             with pytest.raises(ConfigError, match="lean states are a layout of bfloat16"):
-                pool.update("adam", dtype, F32, [arrays.segment()], lean=True)
-        for name in ("scale0", "scale1"):
+                pool.update(optimizer, dtype, F32, [arrays.segment()], lean=True)
+        for name in arrays.parts:
             with pytest.raises(ConfigError, match=f"segment 0: {name} is NULL"):
-                pool.update("adam", BF16, F32, [arrays.segment(**{name: 0})], lean=True)
+                pool.update(optimizer, BF16, F32, [arrays.segment(**{name: 0})], lean=True)
 
 
-def test_traffic_in_place_changes_nothing_and_past_the_caches_copies():
-    source, before = (LeanArrays(values(4097, 1), values(4097, 2).bfloat16()) for _ in range(2))
-    target = LeanArrays(torch.zeros(4097), torch.zeros(4097).bfloat16())
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_traffic_in_place_changes_nothing_and_past_the_caches_copies(optimizer):
+    master, grad, zeros = values(4097, 1), values(4097, 2).bfloat16(), torch.zeros(4097)
+    source, before = (LeanArrays(master, grad, optimizer=optimizer) for _ in range(2))
+    target = LeanArrays(zeros, zeros.bfloat16(), optimizer=optimizer)
     with native.Pool(1) as pool:
         source.run(pool)
         before.run(pool)
-        batch = native.UpdateBatch("adam", BF16, BF16, [source.segment()], lean=True)
+        batch = native.UpdateBatch(optimizer, BF16, BF16, [source.segment()], lean=True)
         batch.traffic(pool)
         assert differing(source, before) == []
-        batch.traffic(pool, native.UpdateBatch("adam", BF16, BF16, [target.segment()], lean=True))
+        to = native.UpdateBatch(optimizer, BF16, BF16, [target.segment()], lean=True)
+        batch.traffic(pool, to)
     assert differing(source, target) == ["grad"]
