@@ -3,7 +3,8 @@
 `initialize` is `deepspeed.initialize` with one more choice: a "stronghold" section in the config
 selects `StrongholdEngine`. From this import on `deepspeed.initialize` obeys the section too
 (`plugin`): nobody who asks for this engine gets another one, without a word, for calling it by
-DeepSpeed's name. `CPUAdam` and `CPULion` have the engine's kernels as ordinary optimizers.
+DeepSpeed's name. `CPUAdam`, `CPULion` and `CPUSGD` have the engine's kernels as
+ordinary optimizers.
 """
 
 from __future__ import annotations
@@ -32,11 +33,13 @@ if TYPE_CHECKING:
     from stronghold.engine.dispatch import initialize
     from stronghold.optim.adam import CPUAdam
     from stronghold.optim.lion import CPULion
+    from stronghold.optim.sgd import CPUSGD
     from stronghold.pretrained import from_pretrained
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "CPUSGD",
     "BudgetError",
     "CPUAdam",
     "CPULion",
@@ -55,6 +58,7 @@ __all__ = [
 _HOME = {
     "CPUAdam": "stronghold.optim.adam",
     "CPULion": "stronghold.optim.lion",
+    "CPUSGD": "stronghold.optim.sgd",
     "OutOfMemoryError": "stronghold.device.base",
     "StrongholdEngine": "stronghold.engine",
     "from_pretrained": "stronghold.pretrained",

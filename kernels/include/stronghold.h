@@ -151,6 +151,25 @@ typedef struct {
  *   p = fma(-lr, sign(u), p)                 sign(u) is 1 or -1; 0 of either zero; NaN of NaN
  *   m = fma(beta2, m, (1 - beta2) * g)
  *
+ * "sgd_momentum": SGD with momentum and no dampening, as in torch.
+ *   moments    b (momentum_buffer)
+ *   numbers    lr, momentum, weight_decay
+ *   flags      1: Nesterov's momentum
+ *   constants  1 weight_decay  2 -lr  3 momentum
+ *   variants   0: the plain one; 1: Nesterov's
+ *
+ *   g = fma(weight_decay, p, grad * grad_scale)
+ *   b = fma(momentum, b, g)
+ *   1: d = fma(momentum, b, g)               0: d = b
+ *   p = fma(-lr, d, p)
+ *
+ * "sgd": the same without momentum. Its number `momentum` must be 0; d = g.
+ *   moments    none
+ *   numbers    lr, momentum, weight_decay
+ *   flags      none
+ *   constants  1 weight_decay  2 -lr
+ *   variants   0
+ *
  * [Note: lean states] With SH_BF16_LEAN the same step is between a decoding and an encoding. Elements
  * [64 k, 64 k + 64) of a segment are group k, with element k of the scales; a segment that is a
  * part of a parameter begins at a group of it. The last group may be short; no array is touched

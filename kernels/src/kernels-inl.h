@@ -11,6 +11,7 @@
 
 #include "adam-inl.h"
 #include "lion-inl.h"
+#include "sgd-inl.h"
 
 template <class Formula, class Weight, class Grad>
 constexpr void AddExact(Optimizer& table, sh_dtype weight, sh_dtype grad) {
@@ -49,10 +50,12 @@ constexpr Optimizer TableOf(const char* name) {
   return table;
 }
 
-// An optimizer is a header above and a line here.
+// An optimizer is a struct of a header above, and a line here.
 constexpr Optimizer kOptimizers[] = {
     TableOf<Adam>("adam"),
     TableOf<Lion>("lion"),
+    TableOf<SgdMomentum>("sgd_momentum"),
+    TableOf<Sgd>("sgd"),
 };
 
 // ---- The target's table -------------------------------------------------------------------------

@@ -44,6 +44,13 @@ struct Array {
   int skip;
 };
 
+// Every optimizer takes these, whatever they mean to it; "sgd" has no momentum.
+void SetNumbers(const char* optimizer, sh_segment* segment) {
+  const double numbers[SH_MAX_NUMBERS] = {1e-3, 0.9, 0.999, 1e-8, 0.1, 0.0};
+  std::memcpy(segment->number, numbers, sizeof(numbers));
+  if (std::strcmp(optimizer, "sgd") == 0) segment->number[1] = 0.0;
+}
+
 struct State {
   State(int64_t numel, int skip, uint64_t seed) : random{seed * 2 + 1} {
     for (int i = 0; i < 5; ++i) {
@@ -62,12 +69,10 @@ struct State {
     segment.numel = numel;
     segment.scale[0] = static_cast<float*>(arrays[5].data());
     segment.scale[1] = static_cast<float*>(arrays[6].data());
-    // Every optimizer takes these, whatever they mean to it.
-    const double numbers[SH_MAX_NUMBERS] = {1e-3, 0.9, 0.999, 1e-8, 0.1, 0.0};
-    std::memcpy(segment.number, numbers, sizeof(numbers));
     segment.grad_scale = 0.5;
     segment.step = 1;
     segment.flags = 2;
+    SetNumbers("adam", &segment);
   }
   Random random;
   std::vector<Array> arrays;
@@ -88,6 +93,7 @@ std::vector<char> RunAll(sh_pool* pool, int64_t numel, int skip, uint64_t seed) 
           both[0].step = both[1].step = step;
           both[0].flags = 2 | (step & 1);
           both[1].flags = 2;
+          for (sh_segment& segment : both) SetNumbers(sh_optimizer_at(i), &segment);
           CHECK(sh_update(pool, sh_optimizer_at(i), static_cast<sh_dtype>(weight),
                           static_cast<sh_dtype>(grad), both, 2) == SH_OK);
         }

@@ -3,6 +3,7 @@
 contract          what the rest of the package asks of an optimizer
 adam              Adam and AdamW
 lion              Lion
+sgd               SGD with momentum, and Nesterov's
 states            the arrays that hold a parameter's training state
 cpu_optimizer     an optimizer's kernels as a `torch.optim.Optimizer`
 triton_kernels    the kernels on a GPU; triton_programs has their formulas
@@ -17,8 +18,9 @@ from stronghold.errors import ConfigError
 from stronghold.optim.adam import Adam
 from stronghold.optim.contract import Optimizer as Optimizer
 from stronghold.optim.lion import Lion
+from stronghold.optim.sgd import SGD
 
-OPTIMIZERS: tuple[type[Optimizer], ...] = (Adam, Lion)
+OPTIMIZERS: tuple[type[Optimizer], ...] = (Adam, Lion, SGD)
 DEFAULT = Adam()
 """Of plans and checkpoints that name no optimizer."""
 

@@ -288,8 +288,8 @@ def test_what_is_refused_says_what_to_change(case: str, allocations: list[str]) 
 def test_calls_that_are_refused(allocations: list[str]) -> None:
     model, _ = MODELS["gpt"]()
     refused(allocations, model, None, ConfigError, "no config: pass config=")
-    advice = ("SGD cannot run on the CPU here", r"torch\.optim\.AdamW")
-    client = torch.optim.SGD(model.parameters(), lr=0.1)
+    advice = ("RMSprop cannot run on the CPU here", r"torch\.optim\.AdamW")
+    client = torch.optim.RMSprop(model.parameters(), lr=0.1)
     refused(allocations, model, config(), ConfigError, *advice, optimizer=client)
 
 

@@ -38,6 +38,16 @@ OPTIMIZERS = {
         flags={},
         moments=("exp_avg",),
     ),
+    "sgd_momentum": Hyper(
+        numbers={"lr": 1e-3, "momentum": 0.9, "weight_decay": 0.1},
+        flags={"nesterov": 1},
+        moments=("momentum_buffer",),
+    ),
+    "sgd": Hyper(
+        numbers={"lr": 1e-3, "momentum": 0.0, "weight_decay": 0.1},
+        flags={},
+        moments=(),
+    ),
 }
 
 # Every form of every formula: the optimizer, and what distinguishes the form.
@@ -45,6 +55,9 @@ FORMS: dict[str, tuple[str, dict[str, Any]]] = {
     "adam-adamw": ("adam", {"adamw": True}),
     "adam-l2": ("adam", {"adamw": False}),
     "lion": ("lion", {}),
+    "sgd-momentum": ("sgd_momentum", {}),
+    "sgd-nesterov": ("sgd_momentum", {"nesterov": True}),
+    "sgd": ("sgd", {}),
 }
 
 

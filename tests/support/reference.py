@@ -58,6 +58,23 @@ def lion_step(p: Array, m: Array, grad: Array, hyper: LionHyper) -> tuple[Array,
     return p, m, u
 
 
+@dataclass(frozen=True, kw_only=True)
+class SgdHyper:
+    lr: float = 1e-3
+    momentum: float = 0.0
+    weight_decay: float = 0.0
+    nesterov: bool = False
+
+
+def sgd_step(p: Array, buffer: Array, grad: Array, hyper: SgdHyper) -> tuple[Array, Array]:
+    """One step in fp64: Sutskever et al. 2013, in the form that torch documents, undampened. With
+    momentum 0 the buffer is the gradient with its weight decay."""
+    grad = grad + hyper.weight_decay * p
+    buffer = hyper.momentum * buffer + grad
+    direction = grad + hyper.momentum * buffer if hyper.nesterov else buffer
+    return p - hyper.lr * direction, buffer
+
+
 def split_bf16(master: npt.NDArray[np.float32]) -> tuple[npt.NDArray[np.int16], ...]:
     """fp32 -> (bf16 bits, remainder): nearest with ties away from zero, in 64-bit integers."""
     bits = master.view(np.uint32).astype(np.int64)

@@ -17,6 +17,7 @@ from stronghold import native
 from stronghold.optim.adam import Adam
 from stronghold.optim.contract import Optimizer
 from stronghold.optim.lion import Lion
+from stronghold.optim.sgd import SGD
 from stronghold.optim.states import Kind, States, num_items, states_of
 from stronghold.runtime.update import norm_and_scale
 from tests.models import loss_of, without_caches
@@ -55,6 +56,12 @@ class Trains:
 OPTIMIZERS = {
     "adamw": Trains(type="AdamW", hyperparameters=ADAM, optimizer=ADAMW),
     "lion": Trains(type="Lion", hyperparameters=LION, optimizer=Lion()),
+    "sgd": Trains(type="SGD", hyperparameters={"lr": 0.05, "weight_decay": 0.1}, optimizer=SGD()),
+    "nesterov": Trains(
+        type="SGD",
+        hyperparameters={"lr": 0.02, "momentum": 0.9, "weight_decay": 0.1, "nesterov": True},
+        optimizer=SGD(has_momentum=True, nesterov=True),
+    ),
 }
 WARMUP = {
     "scheduler": {

@@ -13,6 +13,7 @@ from stronghold.errors import ConfigError
 from stronghold.optim import known_types
 from stronghold.optim.adam import Adam, CPUAdam
 from stronghold.optim.lion import Lion
+from stronghold.optim.sgd import SGD
 from tests.support.settings import BASE, load, refusal
 
 
@@ -63,7 +64,7 @@ def test_no_optimizer_section_is_no_optimizer() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["SGD", "Adagrad", "Lamb", "Muon", "OneBitAdam", "MuAdam", "Adamax", "Adm", ""]
+    "name", ["Adagrad", "Lamb", "Muon", "OneBitAdam", "MuAdam", "Adamax", "Adm", ""]
 )
 def test_an_optimizer_that_cannot_run_on_the_cpu_is_refused_by_name(name: str) -> None:
     message = refusal({**BASE, "optimizer": {"type": name, "params": {"lr": 1.0}}})
@@ -177,6 +178,42 @@ def test_lion_refuses_what_it_does_not_have() -> None:
     assert keys == set(params)
 
 
+@pytest.mark.parametrize(
+    ("params", "expected"),
+    [
+        ({}, SGD()),
+        ({"momentum": 0.9}, SGD(has_momentum=True)),
+        ({"momentum": 0.9, "nesterov": True}, SGD(has_momentum=True, nesterov=True)),
+    ],
+)
+def test_sgd_has_torchs_defaults(params: dict[str, Any], expected: SGD) -> None:
+    settings = load(optimizer={"type": "SGD", "params": params}).optimizer
+    assert settings.optimizer == expected
+    theirs = torch.optim.SGD([parameter()], **params).param_groups[0]
+    assert {k: theirs[k] for k in settings.hyperparameters} == settings.hyperparameters
+
+
+def test_one_group_with_momentum_gives_every_group_a_buffer() -> None:
+    groups = [{"params": [parameter()]}, {"params": [parameter()], "momentum": 0.5}]
+    found = configs.settings_from_client_optimizer(torch.optim.SGD(groups, lr=0.1))
+    assert [group.optimizer for group in found] == [SGD(has_momentum=True)] * 2
+    assert [group.hyperparameters["momentum"] for group in found] == [0.0, 0.5]
+
+
+def test_sgd_refuses_dampening_and_nesterov_without_momentum() -> None:
+    params = {"momentum": 0.9, "dampening": 0.1}
+    assert "dampening" in refusal({**BASE, "optimizer": {"type": "SGD", "params": params}})
+    params = {"nesterov": True}
+    assert "momentum is 0" in refusal({**BASE, "optimizer": {"type": "SGD", "params": params}})
+
+
+def test_momentum_that_comes_later_is_refused() -> None:
+    """Its buffer is not there."""
+    group = {**SGD.defaults, "momentum": 0.5}
+    with pytest.raises(ConfigError, match=r"momentum is 0\.5 now, expected 0"):
+        SGD().numbers(group)
+
+
 def test_our_own_optimizer_says_its_mode_per_group() -> None:
     cls = stand_in("stronghold.optim.adam", "CPUAdam")
     defaults = {"lr": 1e-3, "betas": (0.9, 0.999), "adamw_mode": True}
@@ -203,7 +240,6 @@ def test_groups_keep_their_order_and_their_settings() -> None:
 @pytest.mark.parametrize(
     "make",
     [
-        lambda p: torch.optim.SGD(p, lr=0.1),
         lambda p: torch.optim.Adagrad(p),
         lambda p: torch.optim.NAdam(p),
         lambda p: stand_in("bitsandbytes.optim", "AdamW")(p, {"lr": 0.1}),

@@ -111,6 +111,8 @@ BAD_NUMBERS = {
         "weight_decay": math.nan,
     },
     "lion": {"beta1": -0.1, "beta2": 1.0, "lr": math.nan, "weight_decay": math.inf},
+    "sgd_momentum": {"lr": math.inf, "momentum": -0.1, "weight_decay": math.nan},
+    "sgd": {"lr": math.nan, "momentum": 0.9, "weight_decay": math.inf},
 }
 BAD_FIELDS = [
     *(
@@ -126,6 +128,8 @@ BAD_FIELDS = [
     ),
     ("adam", {"step": 0}),
     ("lion", {"numel": -1}),
+    ("sgd_momentum", {"momentum": math.inf}),
+    ("sgd_momentum", {"momentum": math.nan}),
 ]
 
 
@@ -199,6 +203,16 @@ def test_lions_constants_are_computed_in_double_and_rounded_once():
     numbers = {"lr": lr, "beta1": beta1, "beta2": beta2, "weight_decay": decay}
     expected = rounded(0.37, 1.0 - lr * decay, beta1, 1.0 - beta1, beta2, 1.0 - beta2, -lr)
     assert constants_of("lion", 0, **numbers) == (expected, 0)
+
+
+def test_sgds_constants_are_rounded_once():
+    numbers = {"lr": 3e-4, "weight_decay": 0.1}
+    plain = rounded(0.37, 0.1, -3e-4)
+    assert constants_of("sgd", 0, **numbers) == (plain, 0)
+    for nesterov in (0, 1):
+        flags = {"momentum": 0.9, "nesterov": nesterov}
+        expected = rounded(0.37, 0.1, -3e-4, 0.9)
+        assert constants_of("sgd_momentum", 0, **numbers, **flags) == (expected, nesterov)
 
 
 def test_constants_follow_flags_and_name_the_variant():

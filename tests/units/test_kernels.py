@@ -24,7 +24,14 @@ from tests.support.kernel_arrays import (
     values,
 )
 from tests.support.optimizers import FORMS, OPTIMIZERS
-from tests.support.reference import AdamHyper, LionHyper, adam_step, lion_step
+from tests.support.reference import (
+    AdamHyper,
+    LionHyper,
+    SgdHyper,
+    adam_step,
+    lion_step,
+    sgd_step,
+)
 
 # ---- Same bits ------------------------------------------------------------------------------
 
@@ -301,6 +308,76 @@ def test_lion_has_no_step_where_the_interpolation_is_zero(isa):
         arrays.run(pool, steps=(1,), lr=0.25, weight_decay=0.0, grad_scale=1.0)
     expected = torch.tensor([1.0, -0.0, -0.25, 0.25, 1.75, 2.25, 2.75, 3.25] * 5)
     assert torch.equal(bits(arrays.master()), bits(expected))
+
+
+SGD_FORMS = {
+    "plain": ("sgd", {"momentum": 0.0}),
+    "momentum": ("sgd_momentum", {"momentum": 0.9}),
+    "nesterov": ("sgd_momentum", {"momentum": 0.9, "nesterov": True}),
+}
+
+
+@pytest.mark.parametrize("form", SGD_FORMS)
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+def test_sgd_is_the_formula_up_to_rounding(form, weight_decay):
+    optimizer, changes = SGD_FORMS[form]
+    hyper = SgdHyper(weight_decay=weight_decay, **changes)
+    arrays = Arrays(values(4097, 1), torch.zeros(4097), F32, optimizer=optimizer)
+    buffer = np.zeros(4097)
+    with native.Pool(1) as pool:
+        for step in range(1, 21):
+            before = arrays.master().double().numpy()
+            if "moment0" in arrays.parts:
+                buffer = arrays.array("moment0", F32).double().numpy()
+            grad = values(4097, step + 1)
+            arrays.put("grad", grad)
+            arrays.run(pool, steps=(step,), weight_decay=weight_decay, **changes)
+            scaled = 0.5 * grad.double().numpy()
+            p, b = sgd_step(before, buffer, scaled, hyper)
+            # Each fma rounds by half an ulp, 2^-24 of its value; constants too.
+            terms = np.abs(scaled) + np.abs(before) * weight_decay + np.abs(buffer)
+            if "moment0" in arrays.parts:
+                error = np.abs(arrays.array("moment0", F32).double().numpy() - b)
+                assert np.all(error <= terms * 2**-22)
+            error = np.abs(arrays.master().double().numpy() - p)
+            assert np.all(error <= np.abs(before) * 2**-23 + hyper.lr * terms * 2**-21)
+
+
+@pytest.mark.parametrize("form", SGD_FORMS)
+def test_sgd_is_torchs_up_to_rounding(form):
+    optimizer, changes = SGD_FORMS[form]
+    lr, decay, steps = 1e-2, 0.1, 10
+    master = values(4097, 1)
+    param = torch.nn.Parameter(master.clone())
+    torchs = torch.optim.SGD([param], lr=lr, weight_decay=decay, **changes)
+    arrays = Arrays(master, torch.zeros(4097), F32, optimizer=optimizer)
+    largest = master.abs()
+    with native.Pool(1) as pool:
+        for step in range(1, steps + 1):
+            grad = values(4097, step + 1)
+            largest = largest.maximum(grad.abs())
+            param.grad = grad.clone()
+            torchs.step()
+            arrays.put("grad", grad)
+            arrays.run(pool, steps=(step,), grad_scale=1.0, lr=lr, weight_decay=decay, **changes)
+    # The buffer is at most 10 of the largest terms; both round by an ulp or two in a step.
+    error = (arrays.master() - param.detach()).abs()
+    assert (error <= steps * 2**-22 * (master.abs() + 20 * lr * steps * largest)).all()
+    if "moment0" in arrays.parts:
+        expected = torchs.state[param]["momentum_buffer"]
+        error = (arrays.array("moment0", F32) - expected).abs()
+        assert (error <= steps * 2**-22 * 10 * largest).all()
+
+
+def test_sgd_without_momentum_is_momentum_of_zero():
+    grad = values(4097, 2, special=True)
+    plain, zero = (
+        Arrays(values(4097, 1), grad, BF16, optimizer=name) for name in ("sgd", "sgd_momentum")
+    )
+    with native.Pool(1) as pool:
+        plain.run(pool, steps=(1,))
+        zero.run(pool, steps=(1,), momentum=0.0)
+    assert torch.equal(bits(plain.master()), bits(zero.master()))
 
 
 def test_a_non_finite_gradient_stays_visible():

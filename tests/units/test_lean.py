@@ -363,6 +363,23 @@ def test_a_gradient_that_is_not_finite_stays_visible_in_lions_moment(wrong):
         assert array.isnan().nonzero().flatten().tolist() == in_group
 
 
+@pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf])
+def test_a_gradient_that_is_not_finite_stays_visible_with_sgd(wrong):
+    grad = torch.ones(200)
+    grad[70] = wrong
+    for optimizer in ("sgd", "sgd_momentum"):
+        arrays = LeanArrays(torch.ones(200), grad, optimizer=optimizer)
+        with native.Pool(1) as pool:
+            arrays.run(pool, 1)
+            first = arrays.read()[0]
+            arrays.put("grad", torch.ones(200))
+            arrays.run(pool, 2)
+            second = arrays.read()[0]
+        assert (~first.isfinite()).nonzero().flatten().tolist() == [70]
+        lost = list(range(64, 128)) if arrays.moments else [70]
+        assert (~second.isfinite()).nonzero().flatten().tolist() == lost
+
+
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_other_weights_than_bf16_and_missing_arrays_are_refused(optimizer):
     arrays = LeanArrays(torch.ones(17), torch.ones(17), optimizer=optimizer)

@@ -1,0 +1,142 @@
+"""SGD with momentum and Nesterov's variant, as `torch.optim.SGD` without dampening.
+
+The formula is in `kernels/include/stronghold.h`, the vectors in `kernels/src/sgd-inl.h`, and the
+GPU's programs in `triton_programs.sgd_step` and `sgd_momentum_step`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from stronghold.errors import ConfigError
+from stronghold.optim.contract import (
+    BELOW_ONE,
+    BOOLEAN,
+    NUMBER,
+    Expected,
+    Fixed,
+    Group,
+    Moment,
+    Optimizer,
+    refuse_changed,
+)
+from stronghold.optim.cpu_optimizer import CPUOptimizer
+from stronghold.optim.states import EXACT, Kind
+
+NESTEROV = 1  # the kernel's flag
+NO_DAMPENING = Expected(lambda value: value == 0, "0: the kernel has no dampening")
+
+
+@dataclass(frozen=True, slots=True)
+class SGD(Optimizer):
+    """`has_momentum`: a momentum buffer is kept. Without it a parameter has no moment at all.
+    `nesterov`: the step looks ahead along the momentum."""
+
+    has_momentum: bool = False
+    nesterov: bool = False
+
+    name = "SGD"
+    possible_moments = (Moment(name="momentum_buffer"),)
+    types = ("sgd",)
+    classes = frozenset({("torch", "SGD"), ("stronghold", "CPUSGD")})
+    defaults: ClassVar[Mapping[str, Any]] = {
+        "lr": 1e-3,
+        "momentum": 0.0,
+        "weight_decay": 0.0,
+        "dampening": 0.0,
+        "nesterov": False,
+    }
+    expected: ClassVar[Mapping[str, Expected]] = {
+        "lr": NUMBER,
+        "momentum": BELOW_ONE,
+        "weight_decay": NUMBER,
+        "dampening": NO_DAMPENING,
+        "nesterov": BOOLEAN,
+    }
+    fixed: ClassVar[Mapping[str, Fixed]] = {
+        "maximize": Fixed(False, "the CPU kernel minimizes; set it to false, and negate the loss"),
+        "differentiable": Fixed(
+            False, "the update runs outside autograd; set it to false or remove it"
+        ),
+    }
+    without_effect = frozenset({"foreach", "fused"})
+    note = "SGD, as torch's."
+    params_note = "lr, momentum, weight_decay, nesterov; dampening must be 0"
+
+    @property
+    def kernel(self) -> str:
+        return "sgd_momentum" if self.has_momentum else "sgd"
+
+    @property
+    def moments(self) -> tuple[Moment, ...]:
+        return self.possible_moments if self.has_momentum else ()
+
+    @property
+    def flags(self) -> int:
+        return NESTEROV * self.nesterov
+
+    def numbers(self, group: Group) -> tuple[float, ...]:
+        momentum = float(group["momentum"])
+        if momentum and not self.has_momentum:
+            raise refuse_changed("momentum", momentum, "0")
+        if bool(group.get("nesterov", False)) != self.nesterov:
+            raise refuse_changed("nesterov", group["nesterov"], str(self.nesterov))
+        return float(group["lr"]), momentum, float(group["weight_decay"])
+
+    @classmethod
+    def joined(cls, optimizers: Sequence[Optimizer]) -> Sequence[Optimizer]:
+        """Where one group has momentum, every group keeps a buffer: of momentum 0 it is unused."""
+        has_momentum = any(optimizer.moments for optimizer in optimizers)
+        return [
+            cls(has_momentum=has_momentum, nesterov=bool(optimizer.flags & NESTEROV))
+            for optimizer in optimizers
+        ]
+
+    @classmethod
+    def from_params(cls, type_name: str, params: Mapping[str, Any]) -> tuple[Optimizer, Group]:
+        group = cls.hyperparameters(params)
+        return cls.from_group(None, cls, group), group
+
+    @classmethod
+    def from_group(cls, optimizer: object, base: type, group: Mapping[str, Any]) -> Optimizer:
+        has_momentum = float(group["momentum"]) > 0.0
+        nesterov = bool(group.get("nesterov", False))
+        if nesterov and not has_momentum:
+            raise ConfigError(
+                "optimizer: nesterov is on and momentum is 0; set momentum above 0, or nesterov "
+                "to false"
+            )
+        return cls(has_momentum=has_momentum, nesterov=nesterov)
+
+
+class CPUSGD(CPUOptimizer):
+    """SGD on CPU parameters: see `CPUOptimizer`.
+
+    State of a parameter: `step`, `momentum_buffer` where its group has momentum, and `low`.
+    `dampening` must be 0.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        momentum: float = 0.0,
+        dampening: float = 0.0,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+        *,
+        maximize: bool = False,
+        states: Kind = EXACT,
+        num_threads: int | None = None,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "dampening": dampening,
+            "weight_decay": weight_decay,
+            "nesterov": nesterov,
+            "maximize": maximize,
+        }
+        super().__init__(params, defaults, SGD, states=states, num_threads=num_threads)
