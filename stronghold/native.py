@@ -47,8 +47,8 @@ _WRITABLE, _CREATE, _PREALLOCATE, _DIRECT = 1, 2, 4, 8
 class Segment(NamedTuple):
     """One array of parameters and all that its step needs.
 
-    Addresses are of host memory, 0 of arrays that the states do not have (`stronghold.optim.states`).
-    Moments, numbers and flags are those of the optimizer, in its order; `stronghold.h` has the
+    Addresses are of host memory, 0 of arrays that the states (`stronghold.optim.states`) do not
+    have. Moments, numbers and flags are those of the optimizer, in its order; `stronghold.h` has the
     list. `grad_scale` multiplies the gradient. `step` counts from 1.
 
     A tuple, in the order and of the types of the C structure, because hundreds are made in a step.

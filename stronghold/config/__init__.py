@@ -20,3 +20,4 @@ from stronghold.config.training import (
     settings_from_client_optimizer as settings_from_client_optimizer,
 )
 from stronghold.config.training import settings_from_config as settings_from_config
+from stronghold.config.training import settings_of_group as settings_of_group

@@ -406,8 +406,32 @@ def settings_from_client_optimizer(optimizer: object) -> tuple[OptimizerSettings
     groups: list[dict[str, Any]] = optimizer.param_groups  # type: ignore[attr-defined]
     for index, group in enumerate(groups):
         _raise(cls.problems(group, f"optimizer.param_groups[{index}]"))
-    made = cls.joined([cls.from_group(optimizer, base, group) for group in groups])
     return tuple(
-        OptimizerSettings(optimizer=one, hyperparameters=cls.hyperparameters(group))
-        for one, group in zip(made, groups, strict=True)
+        OptimizerSettings(
+            optimizer=cls.from_group(optimizer, base, group),
+            hyperparameters=cls.hyperparameters(group),
+        )
+        for group in groups
     )
+
+
+def settings_of_group(
+    group: Mapping[str, Any], configured: OptimizerSettings, where: str
+) -> OptimizerSettings:
+    """How one group of `model_parameters` is updated: as its key "optimizer" names it, else as the
+    config does. A hyper-parameter is the group's, else the config's under the same name, else the
+    optimizer's default. ConfigError names what is wrong, at `where`."""
+    word = group.get("optimizer")
+    if word is None:
+        return configured
+    cls = optimizer_of_type(word) if isinstance(word, str) else None
+    if cls is None:
+        raise ConfigError(f"{where}.optimizer: got {word!r}, expected {_usable_types()}.")
+    shared = {key: configured.hyperparameters.get(key) for key in cls.defaults}
+    known = {*cls.expected, *cls.params, *cls.fixed}
+    params = {**shared, **{key: value for key, value in group.items() if key in known}}
+    present = {key: value for key, value in params.items() if value is not None}
+    wrong = [cls.wrong_param(key, value) for key, value in present.items()]
+    _raise([line.replace("optimizer.params", where) for line in wrong if line])
+    made, hyperparameters = cls.from_params(word.lower(), present)
+    return OptimizerSettings(optimizer=made, hyperparameters=hyperparameters)

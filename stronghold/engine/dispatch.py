@@ -175,7 +175,16 @@ def make_optimizer(
         return None  # a reference model, which gets the config of the model that trains
     groups = _groups(model, model_parameters)
     _check_owned(model, groups, "model_parameters")
-    return EngineOptimizer(groups, dict(configured.hyperparameters), configured.optimizer)
+    of_groups = [
+        configs.settings_of_group(group, configured, f"model_parameters[{index}]")
+        for index, group in enumerate(groups)
+    ]
+    filled = [
+        {**settings.hyperparameters, **{k: v for k, v in group.items() if k != "optimizer"}}
+        for group, settings in zip(groups, of_groups, strict=True)
+    ]
+    optimizers = [settings.optimizer for settings in of_groups]
+    return EngineOptimizer(filled, dict(configured.hyperparameters), optimizers)
 
 
 def make_scheduler(

@@ -56,11 +56,14 @@ class Slot:
 
 @dataclass(slots=True, eq=False)
 class GradientSlot:
-    """Device room for one layer's gradients, as bytes that lie as those of its weights; `arrived`
-    names the parameters that are in it, `writers` the compute lane's streams that may write it. `held`: gathering is
-    over, and the gradients stay until the step ends. `sums`: room for fp32 sums of chunks, an
-    item for each element; `summing`: by position, where those of the running call are, until they are rounded. `is_spare`:
-    no slot of the plan's, but memory of torch's, without an owner once the gradients have left."""
+    """Device room for one layer's gradients, as bytes that lie as those of its weights.
+
+    `arrived` names the parameters that are in it, `writers` the compute lane's streams that may
+    write it. `held`: gathering is over, and the gradients stay until the step ends. `sums`: room
+    for fp32 sums of chunks, an item for each element; `summing`: by position, where those of the
+    running call are, until they are rounded. `is_spare`: no slot of the plan's, but memory of
+    torch's, without an owner once the gradients have left.
+    """
 
     gradients: torch.Tensor
     sums: torch.Tensor | None = None

@@ -1,5 +1,5 @@
-"""Layout: the offset of every parameter in its layer's arrays, the padded sizes, and the elements of
-each rank. The only place that computes offsets.
+"""Layout: the offset of every parameter in its layer's arrays, the padded sizes, and each rank's
+elements. The only place that computes offsets.
 
 Owns no bytes and reads none: shapes and formats decide, on the meta device too. All numbers are
 elements, not bytes: one layout serves 16-bit weights, remainders and gradients and 32-bit moments.

@@ -17,7 +17,7 @@ Arrays, plan, files, checkpoints, config keys and the documentation of keys foll
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -110,11 +110,6 @@ class Optimizer(ABC):
     def numbers(self, group: Group) -> tuple[float, ...]:
         """The kernel's numbers, in its order, as the live group has them now. ConfigError where the
         group asks for what this object cannot do."""
-
-    @classmethod
-    def joined(cls, optimizers: Sequence[Optimizer]) -> Sequence[Optimizer]:
-        """The optimizers of one model's groups, so that all have the same moments."""
-        return optimizers
 
     def step_size(self, group: Group) -> float | None:
         """About how far one step moves a weight; None where that depends on the gradients' size."""

@@ -6,7 +6,7 @@ GPU's programs in `triton_programs.sgd_step` and `sgd_momentum_step`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -84,15 +84,6 @@ class SGD(Optimizer):
         if bool(group.get("nesterov", False)) != self.nesterov:
             raise refuse_changed("nesterov", group["nesterov"], str(self.nesterov))
         return float(group["lr"]), momentum, float(group["weight_decay"])
-
-    @classmethod
-    def joined(cls, optimizers: Sequence[Optimizer]) -> Sequence[Optimizer]:
-        """Where one group has momentum, every group keeps a buffer: of momentum 0 it is unused."""
-        has_momentum = any(optimizer.moments for optimizer in optimizers)
-        return [
-            cls(has_momentum=has_momentum, nesterov=bool(optimizer.flags & NESTEROV))
-            for optimizer in optimizers
-        ]
 
     @classmethod
     def from_params(cls, type_name: str, params: Mapping[str, Any]) -> tuple[Optimizer, Group]:

@@ -154,7 +154,6 @@ def test_a_simulated_step_takes_what_the_plan_says(mode: dict[str, bool]) -> Non
         wish = Demand(states=adam_states(torch.bfloat16), **given)
         places = {"resident_layers": resident, "resident_updates": "gpu", "whole": whole}
         plan = make_plan(found, dataclasses.replace(wish, window=2, **places))
-        dtype = torch.bfloat16
         prediction = simulate.simulate(found, plan, workload, machine)
         peaks = prediction.gpu_peak_bytes, prediction.host_peak_bytes
         assert peaks == (plan.gpu_total_bytes, plan.host_total_bytes)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -219,7 +219,7 @@ def train_plain(
     optimizer: str = "adamw",
 ) -> Run:
     """The same training without a window: autograd, fp32 sums, torch's clipping formula, the same
-    kernel of the optimizer; in fp16 the loss in fp32, times the scale that `scaler` has, or the config's first.
+    kernel of the optimizer. In fp16 the loss is fp32, times the scale of `scaler`, or the config's.
     `chunks`: which blocks take their batch in chunks, and of how many sequences; `rows`: of an
     argument for each sequence, beside one.
     """
@@ -287,16 +287,22 @@ def _step(
 
 class KernelOptimizer:
     """The native kernel over whole tensors, one after the other: what the engine does, without
-    everything it does. `kind`: of its states. `optimizer`: how every group is updated.
+    everything it does. `kind`: of its states. `optimizer`: how every group is updated, or one for
+    each group.
     """
 
     def __init__(
         self,
         groups_of: torch.optim.Optimizer,
         kind: Kind = "exact",
-        optimizer: Optimizer = ADAMW,
+        optimizer: Optimizer | Sequence[Optimizer] = ADAMW,
     ) -> None:
-        self._kind, self._optimizer = kind, optimizer
+        groups = groups_of.param_groups
+        each = [optimizer] * len(groups) if isinstance(optimizer, Optimizer) else optimizer
+        self._optimizers = {
+            p: one for group, one in zip(groups, each, strict=True) for p in group["params"]
+        }
+        self._kind = kind
         self._groups = groups_of.param_groups
         self._state: dict[nn.Parameter, dict[str, Any]] = {}
         self._pool = native.Pool(1)
@@ -312,7 +318,8 @@ class KernelOptimizer:
         }
 
     def states(self, parameter: nn.Parameter) -> States:
-        return states_of(parameter.dtype, self._kind, self._optimizer.moments)
+        kind = self._kind if parameter.dtype is torch.bfloat16 else "exact"
+        return states_of(parameter.dtype, kind, self._optimizers[parameter].moments)
 
     def restart_master(self, parameter: nn.Parameter) -> None:
         """The weight was written from outside: it is its own bf16 master."""
@@ -365,7 +372,8 @@ class KernelOptimizer:
         places = {array: state[array].data_ptr() for array in state if array != "step"}
         places["weights"] = weight.data_ptr()
         address, low, *moments = (places.get(str(array), 0) for array in states.kernel_arrays)
-        numbers = self._optimizer.numbers(group)
+        optimizer = self._optimizers[parameter]
+        numbers = optimizer.numbers(group)
         segment = native.Segment(
             address,
             low,
@@ -376,10 +384,10 @@ class KernelOptimizer:
             *(0.0,) * (native.MAX_NUMBERS - len(numbers)),
             scale,
             state["step"],
-            self._optimizer.flags,
+            optimizer.flags,
         )
         self._pool.update(
-            self._optimizer.kernel,
+            optimizer.kernel,
             parameter.dtype,
             gradient.dtype,
             [segment],
