@@ -48,8 +48,8 @@ class Segment(NamedTuple):
     """One array of parameters and all that its step needs.
 
     Addresses are of host memory, 0 of arrays that the states (`stronghold.optim.states`) do not
-    have. Moments, numbers and flags are those of the optimizer, in its order; `stronghold.h` has the
-    list. `grad_scale` multiplies the gradient. `step` counts from 1.
+    have. Moments, numbers and flags are those of the optimizer, in its order; `stronghold.h` lists
+    them. `grad_scale` multiplies the gradient. `step` counts from 1.
 
     A tuple, in the order and of the types of the C structure, because hundreds are made in a step.
     Make it with keywords.

@@ -86,8 +86,8 @@ def _message(state: LayerState, views: list[torch.Tensor]) -> str:
     names = {name for name, place in places if any(place.start <= at < place.stop for at in starts)}
     return (
         f"{', '.join(sorted(names)) or state.layout.name}: a view (of weight.t(), "
-        "weight.detach() or weight.data, say) is still held after the block's forward or backward, in memory that "
-        "the next layer takes: read later it would be another layer's weights. In a "
+        "weight.detach() or weight.data, say) is still held after the block's forward or backward, "
+        "in memory that the next layer takes: read later it would be another layer's weights. In a "
         "torch.autograd.Function use ctx.save_for_backward, not an attribute of ctx, or keep the "
         "parameter itself and make the view in backward; copy what is kept otherwise "
         "(weight.detach().clone()); or let the weights stay on the gpu: "
