@@ -523,17 +523,34 @@ def _costs(sizes: _Sizes, batch: int, seq: int, dtype: str) -> ModelCosts:
         boundary_bytes=row,
         attention_flops=attention,
         attention_bytes=row + _statistics(sizes, batch, seq, dtype),
+        # Two norms; two additions of a residual; GELU. Biases are added by products.
+        operator_bytes=2 * (2 * row + 2 * h * each + statistics) + 2 * 3 * row + 8 * row,
     )
-    head = _head(sizes, tokens, each)
-    positions = LayerCost(forward_flops=0.0, saved_bytes=seq * 8, boundary_bytes=0)
-    norm = LayerCost(forward_flops=0.0, saved_bytes=row + statistics, boundary_bytes=0)
+    head = _head(sizes, tokens, seq, each)
+    positions = LayerCost(
+        forward_flops=0.0,
+        saved_bytes=seq * 8,
+        boundary_bytes=0,
+        # Rows of the table, and their addition to the tokens' embeddings.
+        operator_bytes=seq * (8 + 2 * h * each) + (2 * row + seq * h * each),
+    )
+    norm = LayerCost(
+        forward_flops=0.0,
+        saved_bytes=row + statistics,
+        boundary_bytes=0,
+        operator_bytes=2 * row + 2 * h * each + statistics,
+    )
     return ModelCosts(layers=(head, positions, *(block,) * sizes.layers, norm), dtype=dtype)
 
 
-def _head(sizes: _Sizes, tokens: int, each: int) -> LayerCost:
-    """Of head and loss; as large as they are by default, logits are computed in parts."""
+def _head(sizes: _Sizes, tokens: int, seq: int, each: int) -> LayerCost:
+    """Of embedding, head and loss; logits as large as by default are computed in parts."""
     row, flops = tokens * sizes.hidden * each, 2.0 * tokens * sizes.hidden * sizes.vocab
     part = part_of(tokens, sizes.vocab, None)
+    # Ids, and their rows of the table; positions' numbers.
+    embedding = tokens * 8 + 2 * row + seq * 8
+    logits = tokens * sizes.vocab
+    cast = each + 4 if each < 4 else 0  # a logit to fp32, or back
     if part:
         return LayerCost(
             forward_flops=flops * 4 / 3,  # [Note: four products] of `logits`; three are assumed
@@ -542,6 +559,9 @@ def _head(sizes: _Sizes, tokens: int, each: int) -> LayerCost:
             boundary_bytes=0,
             # Of a part the logits, and where they are not fp32 their fp32 copy.
             passing_bytes=part * sizes.vocab * (4 + (each if each < 4 else 0)),
+            # Of a logit the maximum, the difference, its exponential, the sum and the quotient, and
+            # as much again in backward: two passes, where three are assumed.
+            operator_bytes=(embedding + logits * (4 + 8 + 8 + 4 + 8 + 2 * cast)) * 2 / 3,
         )
     return LayerCost(
         forward_flops=flops,
@@ -551,6 +571,8 @@ def _head(sizes: _Sizes, tokens: int, each: int) -> LayerCost:
         boundary_bytes=0,
         # In backward the gradients of the softmax and of its logarithm, both fp32.
         passing_bytes=2 * tokens * sizes.vocab * 4,
+        # Logits become fp32, and their softmax's logarithm; the loss reads one of each token's.
+        operator_bytes=embedding + logits * (cast + 8) + tokens * 8 + 16,
     )
 
 

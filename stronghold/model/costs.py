@@ -1,4 +1,4 @@
-"""Costs: what each layer's forward computes, and what autograd keeps of it until backward.
+"""Costs: what each layer's forward computes and moves, and what autograd keeps until backward.
 
 Owns the counting, by one forward pass over tensors without memory. Reads no value, leaves the model
 as it was. Entered by one thread, before training; needs neither a GPU nor weights.
@@ -28,7 +28,7 @@ import weakref
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -48,6 +48,7 @@ from stronghold.model.gpu_operators import (
     in_all,
 )
 from stronghold.model.logits import LogitsInParts
+from stronghold.model.operator_bytes import OperatorBytes
 from stronghold.model.partition import Layer, Partition
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -63,12 +64,13 @@ _IRRELEVANT = INDEX_NAMES | (vars(nn.Module()).keys() - {"training"})
 class LayerCost:
     """One layer's forward of one micro-batch. `forward_flops`: of matrix products, convolutions and
     attention, as torch's `FlopCounterMode` counts them (a causal attention like one without a
-    mask). `saved_bytes`: what autograd keeps until backward, without parameters and buffers, every
-    storage once in the model. `boundary_bytes`: the tensors that enter a block, which recomputation
-    keeps in their place. Neither counts what enters several blocks ([Note: shared]).
-    `passing_bytes`: the most that it has at once beside what is saved; for the layer that ran last,
-    the head, also in the loss and its backward. `attention_*`: of a block's fused attention, parts
-    of the first two."""
+    mask). `operator_bytes`: bytes of device memory that all other operators read and write
+    (`model.operator_bytes`). `saved_bytes`: what autograd keeps until backward, without parameters
+    and buffers, every storage once in the model. `boundary_bytes`: the tensors that enter a block,
+    which recomputation keeps in their place. Neither counts what enters several blocks ([Note:
+    shared]). `passing_bytes`: the most that it has at once beside what is saved; for the layer that
+    ran last, the head, also in the loss and its backward. `attention_*`: of a block's fused
+    attention, parts of `forward_flops` and `saved_bytes`."""
 
     forward_flops: float
     saved_bytes: int
@@ -76,6 +78,7 @@ class LayerCost:
     passing_bytes: int = 0
     attention_flops: float = 0.0
     attention_bytes: int = 0
+    operator_bytes: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,6 +124,13 @@ def trace_costs(
             ) from error
         tracer.settle_head(divided=parts.num_divided > 0)
     return ModelCosts(layers=tracer.costs(), dtype=dtype)
+
+
+class _Counts(NamedTuple):
+    """FLOPs, and bytes of other operators."""
+
+    flops: float
+    nbytes: float
 
 
 class _OneModule(contextlib.nullcontext[None]):
@@ -200,6 +210,7 @@ class _Tracer:
     def __init__(self, partition: Partition, weights: Mapping[str, torch.Tensor]) -> None:
         self._partition = partition
         self._flops = [0.0] * len(partition.layers)
+        self._operator_bytes = [0.0] * len(partition.layers)
         self._saved: list[tuple[int, int]] = []  # (layer, storage), first come first served
         self._entered: dict[int, set[int]] = {}  # storage -> blocks
         self._around: dict[int, int] = {}  # storage -> resident layer that ran last, on entry
@@ -215,9 +226,10 @@ class _Tracer:
         self._outside = resident[0] if resident else 0
         self._counter = FlopCounterMode(display=False, custom_mapping=MORE_FLOPS)
         self._counter.mod_tracker = _OneModule()  # type: ignore[assignment]
-        self._counted = 0.0
-        # The layer that was called, its FLOPs, how to answer as it did, and what attention took.
-        self._known: dict[Any, tuple[int, float, Answer, list[Attended]]] = {}
+        self._moved = OperatorBytes()
+        self._counted = _Counts(0.0, 0.0)
+        # The layer that was called, its counts, how to answer as it did, and what attention took.
+        self._known: dict[Any, tuple[int, _Counts, Answer, list[Attended]]] = {}
         self._like: dict[int, int] = {}  # layer that did not run -> layer that ran in its place
 
     @contextmanager
@@ -236,22 +248,25 @@ class _Tracer:
             undo.enter_context(saved_tensors_hooks(self._pack, lambda packed: packed))
             undo.enter_context(AsOnGpu())
             undo.enter_context(self._passing)
+            undo.enter_context(self._moved)
             undo.enter_context(self._counter)
             yield
 
     def trace_backward(self, loss: torch.Tensor | None) -> None:
         """Backward of the loss, for what it has in passing: through the head, to the last block
         that did not run. A parameter's gradient is gone when it is whole, as in a training step."""
-        self._settle_flops()
+        self._settle()
         self._forward_is_over = True
         if loss is not None:
             torch.autograd.backward(loss)
 
     def settle_head(self, *, divided: bool) -> None:
         """Of logits in parts two of four products were counted in forward ([Note: four products] of
-        `logits`), and backward is taken for two of three: a third of all."""
+        `logits`), and backward is taken for two of three: a third of all. Other operators pass over
+        the logits in forward as often as in backward, too."""
         if divided:
             self._flops[self._outside] *= 2 / 3
+            self._operator_bytes[self._outside] *= 2 / 3
 
     def costs(self) -> tuple[LayerCost, ...]:
         """Per layer, once the forward is over."""
@@ -279,6 +294,7 @@ class _Tracer:
                 passing_bytes=passing[self._like.get(index, index)],
                 attention_flops=attended[index].flops,
                 attention_bytes=attended[index].nbytes,
+                operator_bytes=self._operator_bytes[index],
             )
             for index in range(len(saved))
         )
@@ -290,6 +306,7 @@ class _Tracer:
         def call(*args: Any, **kwargs: Any) -> Any:
             if self._forward_is_over:
                 return forward(*args, **kwargs)
+            self._settle()  # what ran before this call belongs to the layer before
             self._outside = layer.index
             with self._running_layer(layer.index):
                 return forward(*args, **kwargs)
@@ -309,31 +326,32 @@ class _Tracer:
                         self._enter(layer.index, leaf)
                 kind = (made_like, spec, kinds(leaves), torch.is_grad_enabled())
                 if kind in self._known:
-                    self._like[layer.index], flops, answer, calls = self._known[kind]
+                    self._like[layer.index], counts, answer, calls = self._known[kind]
                     self._attended[layer.index] += calls
-                    self._flops[layer.index] += flops
+                    self._charge(layer.index, counts)
                     output, tensors = answer(leaves)
+                    self._counted = self._total()  # the answer's copies are not the model's
                     self._saved += [(layer.index, self._key(tensor)) for tensor in tensors]
                     return output
                 begin, attended = len(self._saved), len(self._attended[layer.index])
                 output = forward(*args, **kwargs)
-                flops = self._settle_flops()
+                counts = self._settle()
                 saved = {key: self._bytes[key] for _, key in self._saved[begin:]}
                 found = answer_like(saved, leaves, output, self._key)
                 if found is not None:
                     calls = self._attended[layer.index][attended:]
-                    self._known[kind] = layer.index, flops, found, calls
+                    self._known[kind] = layer.index, counts, found, calls
                 return output
 
         return run
 
     @contextmanager
     def _running_layer(self, index: int) -> Iterator[None]:
-        self._settle_flops()
+        self._settle()
         self._running.append(index)
         try:
             yield
-            self._settle_flops()
+            self._settle()
         finally:
             self._running.pop()
 
@@ -367,12 +385,20 @@ class _Tracer:
         if self._running and not self._forward_is_over:
             self._attended[self._now].append(call)
 
-    def _settle_flops(self) -> float:
-        """Charge what was computed since the last call to the layer that runs; returns it."""
-        total = float(self._counter.get_total_flops())
-        new, self._counted = total - self._counted, total
-        self._flops[self._now] += new
+    def _settle(self) -> _Counts:
+        """Charge what was counted since the last call to the layer that runs; returns it."""
+        before, self._counted = self._counted, self._total()
+        total = self._counted
+        new = _Counts(total.flops - before.flops, total.nbytes - before.nbytes)
+        self._charge(self._now, new)
         return new
+
+    def _total(self) -> _Counts:
+        return _Counts(float(self._counter.get_total_flops()), float(self._moved.total))
+
+    def _charge(self, layer: int, counts: _Counts) -> None:
+        self._flops[layer] += counts.flops
+        self._operator_bytes[layer] += counts.nbytes
 
 
 @contextmanager

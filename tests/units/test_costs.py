@@ -234,6 +234,47 @@ def test_experts_count_for_the_tokens_that_they_get() -> None:
     assert costs.layers[block].forward_flops == attention + experts + router
 
 
+# -- bytes of other operators ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_other_operators_of_a_block_move_what_is_counted_by_hand(dtype: str) -> None:
+    """Of a Llama: norms, rotary embedding, SiLU, additions; a cast to fp32 in the norms of bf16."""
+    hidden, inner, heads, seq = 64, 160, 4, 33
+    config = llama(hidden_size=hidden, intermediate_size=inner, num_key_value_heads=heads)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").train()
+    layers = partition(model)
+    costs = trace_costs(model, layers, batch=2, seq=seq, dtype=dtype)
+    tokens, each = 2 * seq, DTYPES[dtype].itemsize
+    row, row_fp32 = tokens * hidden * each, tokens * hidden * 4
+    number = tokens * 4  # one fp32 of each token
+    casts = 2 * (row + row_fp32) if dtype != "fp32" else 0
+    square, mean, scaled = 2 * row_fp32, row_fp32 + number, 2 * row_fp32 + number
+    with_epsilon, reciprocal, weighted = 2 * number, 2 * number, 2 * row + hidden * each
+    norm = casts + square + mean + with_epsilon + reciprocal + scaled + weighted
+    # Queries and keys by cosines; half of them negated, joined to the other, by sines; their sum.
+    angles = seq * hidden // heads * each
+    rotary = 2 * ((2 * row + angles) + row + 2 * row + (2 * row + angles) + 3 * row)
+    silu = (2 + 3) * tokens * inner * each  # and its product with the other half
+    residuals = 2 * 3 * row
+    for layer in layers.streamed:
+        moved = costs.layers[layer.index].operator_bytes
+        assert moved == 2 * norm + rotary + silu + residuals
+
+
+def test_logits_are_moved_by_the_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole: to fp32, and their softmax's logarithm. In parts: two passes, in each of which a logit
+    is cast twice, read twice and changed three times, for three that are assumed."""
+    vocab, tokens = 5000, 2 * 2048
+    whole = of_config(llama(vocab_size=vocab), batch=2, seq=2048)[0].layers[-1]
+    assert whole.operator_bytes == pytest.approx(tokens * vocab * (6 + 8), rel=0.01)
+    monkeypatch.setattr("stronghold.model.logits.LARGE_BYTES", 1)
+    parts = of_config(llama(vocab_size=vocab), batch=2, seq=2048)[0].layers[-1]
+    a_pass = tokens * vocab * (2 * 6 + 2 * 4 + 3 * 8)
+    assert 3 * parts.operator_bytes == pytest.approx(2 * a_pass, rel=0.01)
+
+
 # -- which layer ----------------------------------------------------------------------------------
 
 
