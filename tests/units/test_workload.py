@@ -1,0 +1,40 @@
+"""Laws of a layer's seconds: from its costs and the machine's rates, term by term."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from stronghold.model.costs import LayerCost, ModelCosts
+from stronghold.plan.cost import LayerLoad, workload_of
+from tests.units.test_profile import of as machine_of
+
+MACHINE = machine_of(flops={"bf16": 100e12, "fp16": 100e12, "fp32": 20e12}, gpu_memory_gbps=1000.0)
+
+
+def load_of(dtype: str = "bf16", **cost: Any) -> LayerLoad:
+    block = LayerCost(**{"forward_flops": 0.0, "saved_bytes": 0, "boundary_bytes": 8} | cost)
+    return workload_of(ModelCosts(layers=(block,), dtype=dtype), MACHINE).layers[0]
+
+
+@pytest.mark.parametrize(("dtype", "seconds"), [("bf16", 3.0), ("fp32", 15.0)])
+def test_products_take_their_flops_at_the_rate_of_their_dtype(dtype: str, seconds: float) -> None:
+    load = load_of(dtype, forward_flops=300e12)
+    assert (load.forward_s, load.backward_s) == (seconds, 2 * seconds)
+
+
+def test_other_operators_take_their_bytes_at_the_rate_of_device_memory() -> None:
+    load = load_of(operator_bytes=500e9)
+    assert (load.forward_s, load.backward_s) == (0.5, 1.0)
+
+
+def test_one_kernel_runs_after_the_other() -> None:
+    both = load_of(forward_flops=300e12, operator_bytes=500e9)
+    assert both.forward_s == 3.0 + 0.5
+
+
+def test_what_is_computed_again_without_attention_moves_its_bytes_again() -> None:
+    load = load_of(forward_flops=300e12, attention_flops=100e12, operator_bytes=500e9)
+    assert load.again_s("recompute") == 3.5
+    assert load.again_s("attention") == 2.5
