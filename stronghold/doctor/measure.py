@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from stronghold import native
 from stronghold.device import cuda
@@ -45,6 +46,10 @@ ADAM_RESIDENT_BYTES = (2 + 2 + 4 + 4 + 2) + (1 + 1 + 1 + 0.125)
 _L3 = Path("/sys/devices/system/cpu/cpu0/cache/index3/size")
 _COPIES = 4  # in a row, so that the hand-over to a lane's thread does not count
 _LARGEST_MATRIX = 8192
+# Attention is measured over sequences of so many tokens, with heads of a usual width.
+_ATTENTION_TOKENS = (1024, 4096)
+_HEAD_DIM = 64
+_MOST_HEADS = 32
 _PIN_BYTES = 32 * MIB
 
 KINDS = ("cuda", "emulated")
@@ -74,8 +79,9 @@ def examine(
     limits = host_limits()
     opened = device if isinstance(device, Device) else _open(device)
     try:
-        # As many as are named: threads, five of the link, dtypes, depths of the disk, and both.
-        total = len(thread_counts(limits.num_cores)) + 5 + len(DTYPES)
+        # As many as are named: threads, five of the link, dtypes of products and of attention,
+        # depths of the disk, and both.
+        total = len(thread_counts(limits.num_cores)) + 5 + 2 * len(DTYPES)
         total += 0 if folder is None else len(DEPTHS) + 1
         begun = itertools.count()
 
@@ -115,6 +121,13 @@ def _examine(
     for precision, dtype in DTYPES.items():
         step(f"matrix products, {precision}")
         flops[precision] = product_flops(device, dtype, size)
+    attention: dict[str, dict[int, float]] = {}
+    attention_backward: dict[str, dict[int, float]] = {}
+    for precision, dtype in DTYPES.items():
+        step(f"attention, {precision}")
+        measured = {n: attention_flops(device, dtype, n, size) for n in _ATTENTION_TOKENS}
+        attention[precision] = {n: _figure(forward) for n, (forward, _) in measured.items()}
+        attention_backward[precision] = {n: _figure(rate) for n, (_, rate) in measured.items()}
     disk = None
     if folder is not None:
         disk = disk_rates(folder, size.disk_bytes, step)
@@ -132,6 +145,8 @@ def _examine(
             adam_gbps={threads: _figure(rate) for threads, rate in adam.items()},
             adam_lean_gbps={threads: _figure(rate) for threads, rate in lean_adam.items()},
             flops={name: _figure(rate) for name, rate in flops.items()},
+            attention_flops=attention,
+            attention_backward_flops=attention_backward,
             **figures,
         ),
         limits=limits,
@@ -384,9 +399,48 @@ def product_flops(device: Device, dtype: torch.dtype, size: Effort) -> float:
         if side == _LARGEST_MATRIX or 8 * once > size.product_s:
             break
         side *= 2
-    repeats = max(1, int(size.product_s / 3 / once))
-    seconds = _on_compute(device, product, 3, repeats)
-    return 2.0 * side**3 / seconds
+    return 2.0 * side**3 / _sustained(device, product, once, size)
+
+
+def attention_flops(
+    device: Device, dtype: torch.dtype, tokens: int, size: Effort
+) -> tuple[float, float]:
+    """FLOP/s of fused attention with a causal mask, in forward and in backward, as a profile has
+    them: of all pairs of tokens. As many heads, of powers of two, as take no longer than a share of
+    `size.product_s`, repeated for so long."""
+    chance = torch.Generator(device.torch_device)  # the caller's random numbers stay theirs
+    heads = 1
+    while True:
+        query, key, value, outer = (
+            torch.randn(
+                1, heads, tokens, _HEAD_DIM, generator=chance, device=device.torch_device
+            ).to(dtype)
+            for _ in range(4)
+        )
+        attend = functools.partial(
+            F.scaled_dot_product_attention, query, key, value, is_causal=True
+        )
+        _on_compute(device, attend, 1, 1)  # the library chooses and loads its kernel
+        once = _on_compute(device, attend, 3, 1)
+        if heads == _MOST_HEADS or 8 * once > size.product_s:
+            break
+        heads *= 2
+    forward_s = _sustained(device, attend, once, size)
+    inputs = [tensor.requires_grad_() for tensor in (query, key, value)]
+    differentiate = functools.partial(
+        torch.autograd.grad, attend(), inputs, outer, retain_graph=True
+    )
+    _on_compute(device, differentiate, 1, 1)
+    once = _on_compute(device, differentiate, 1, 1)
+    backward_s = _sustained(device, differentiate, once, size)
+    flops = 4.0 * heads * tokens**2 * _HEAD_DIM  # of two products
+    return flops / forward_s, 2 * flops / backward_s
+
+
+def _sustained(device: Device, work: Callable[[], object], once_s: float, size: Effort) -> float:
+    """Median seconds of one `work`, which took `once_s` alone, repeated for `size.product_s`."""
+    repeats = max(1, int(size.product_s / 3 / once_s))
+    return _on_compute(device, work, 3, repeats)
 
 
 def _lone(

@@ -25,6 +25,7 @@ from stronghold.plan.cost import (
     DISK,
     BreakEven,
     Limits,
+    attention_s,
     break_even,
     physical_limit,
     traffic_of,
@@ -232,8 +233,14 @@ def with_fastest_chunk(question: Question) -> Question:
 def _limits(question: Question, plan: Plan | None) -> Limits:
     """Of what `plan` must move and compute on each rank; without one, of what the least memory
     would need: every block streamed and recomputed."""
-    layout, loads = question.model.layout, question.costs.layers
-    flops = [layer.forward_flops for layer in loads]
+    layout, machine, costs = question.model.layout, question.machine, question.costs
+    rate, forward, passes = machine.flops[question.dtype], [], []
+    for layer in costs.layers:
+        # Attention has rates of its own. It counts as products that take as long.
+        forward_s, backward_s = attention_s(layer, costs, machine)
+        products = layer.forward_flops - layer.attention_flops
+        forward.append((products, rate * forward_s))
+        passes.append(products + rate * (forward_s + backward_s) / 3)
     if plan is None:
         traffic, levels, stay = traffic_of(layout, question.demand), None, layout.resident
     else:
@@ -241,15 +248,16 @@ def _limits(question: Question, plan: Plan | None) -> Limits:
     again = 0.0
     for index in layout.streamed:
         level = "recompute" if levels is None else levels[index]
-        kept = loads[index].attention_flops if level in ATTENTION else 0.0
-        again += flops[index] - kept if level in AGAIN else 0.0
+        products, attention = forward[index]
+        if level in AGAIN:
+            again += products + (0.0 if level in ATTENTION else attention)
     return physical_limit(
         traffic,
-        question.machine.share(question.gpus),
+        machine.share(question.gpus),
         question.dtype,
-        forward_flops=sum(flops),
+        forward_flops=sum(passes),
         recomputed_flops=again,
-        staying_flops=sum(flops[index] for index in stay),
+        staying_flops=sum(passes[index] for index in stay),
     )
 
 

@@ -522,6 +522,7 @@ def _costs(sizes: _Sizes, batch: int, seq: int, dtype: str) -> ModelCosts:
         saved_bytes=_block_saved(sizes, batch, seq, dtype),
         boundary_bytes=row,
         attention_flops=attention,
+        causal_flops=attention,
         attention_bytes=row + _statistics(sizes, batch, seq, dtype),
         # Two norms; two additions of a residual; GELU. Biases are added by products.
         operator_bytes=2 * (2 * row + 2 * h * each + statistics) + 2 * 3 * row + 8 * row,
@@ -540,7 +541,9 @@ def _costs(sizes: _Sizes, batch: int, seq: int, dtype: str) -> ModelCosts:
         boundary_bytes=0,
         operator_bytes=2 * row + 2 * h * each + statistics,
     )
-    return ModelCosts(layers=(head, positions, *(block,) * sizes.layers, norm), dtype=dtype)
+    return ModelCosts(
+        layers=(head, positions, *(block,) * sizes.layers, norm), dtype=dtype, seq=seq
+    )
 
 
 def _head(sizes: _Sizes, tokens: int, seq: int, each: int) -> LayerCost:

@@ -46,6 +46,7 @@ from stronghold.model.gpu_operators import (
     Attended,
     attended,
     in_all,
+    is_causal,
 )
 from stronghold.model.logits import LogitsInParts
 from stronghold.model.operator_bytes import OperatorBytes
@@ -70,7 +71,8 @@ class LayerCost:
     which recomputation keeps in their place. Neither counts what enters several blocks ([Note:
     shared]). `passing_bytes`: the most that it has at once beside what is saved; for the layer that
     ran last, the head, also in the loss and its backward. `attention_*`: of a block's fused
-    attention, parts of `forward_flops` and `saved_bytes`."""
+    attention, parts of `forward_flops` and `saved_bytes`; `causal_flops` of `attention_flops` are
+    of calls with a causal mask."""
 
     forward_flops: float
     saved_bytes: int
@@ -78,15 +80,18 @@ class LayerCost:
     passing_bytes: int = 0
     attention_flops: float = 0.0
     attention_bytes: int = 0
+    causal_flops: float = 0.0
     operator_bytes: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelCosts:
-    """By layer, for one micro-batch; `dtype` is the precision: "bf16", "fp16" or "fp32"."""
+    """By layer, for one micro-batch; `dtype` is the precision: "bf16", "fp16" or "fp32"; `seq`
+    the tokens of a sequence."""
 
     layers: tuple[LayerCost, ...]
     dtype: str
+    seq: int
 
 
 def trace_costs(
@@ -123,13 +128,14 @@ def trace_costs(
                 f"its costs cannot be counted before a run: {type(error).__name__}: {reason}"
             ) from error
         tracer.settle_head(divided=parts.num_divided > 0)
-    return ModelCosts(layers=tracer.costs(), dtype=dtype)
+    return ModelCosts(layers=tracer.costs(), dtype=dtype, seq=seq)
 
 
 class _Counts(NamedTuple):
-    """FLOPs, and bytes of other operators."""
+    """FLOPs, those of attention with a causal mask, and bytes of other operators."""
 
     flops: float
+    causal: float
     nbytes: float
 
 
@@ -210,6 +216,7 @@ class _Tracer:
     def __init__(self, partition: Partition, weights: Mapping[str, torch.Tensor]) -> None:
         self._partition = partition
         self._flops = [0.0] * len(partition.layers)
+        self._causal_flops = [0.0] * len(partition.layers)
         self._operator_bytes = [0.0] * len(partition.layers)
         self._saved: list[tuple[int, int]] = []  # (layer, storage), first come first served
         self._entered: dict[int, set[int]] = {}  # storage -> blocks
@@ -227,7 +234,8 @@ class _Tracer:
         self._counter = FlopCounterMode(display=False, custom_mapping=MORE_FLOPS)
         self._counter.mod_tracker = _OneModule()  # type: ignore[assignment]
         self._moved = OperatorBytes()
-        self._counted = _Counts(0.0, 0.0)
+        self._causal = 0.0
+        self._counted = _Counts(0.0, 0.0, 0.0)
         # The layer that was called, its counts, how to answer as it did, and what attention took.
         self._known: dict[Any, tuple[int, _Counts, Answer, list[Attended]]] = {}
         self._like: dict[int, int] = {}  # layer that did not run -> layer that ran in its place
@@ -294,6 +302,7 @@ class _Tracer:
                 passing_bytes=passing[self._like.get(index, index)],
                 attention_flops=attended[index].flops,
                 attention_bytes=attended[index].nbytes,
+                causal_flops=self._causal_flops[index],
                 operator_bytes=self._operator_bytes[index],
             )
             for index in range(len(saved))
@@ -381,23 +390,25 @@ class _Tracer:
             self._entered.setdefault(key, set()).add(layer)
             self._around.setdefault(key, self._outside)
 
-    def _attend(self, call: Attended) -> None:
+    def _attend(self, call: Attended, causal: bool) -> None:
         if self._running and not self._forward_is_over:
             self._attended[self._now].append(call)
+            self._causal += call.flops if causal else 0.0
 
     def _settle(self) -> _Counts:
         """Charge what was counted since the last call to the layer that runs; returns it."""
         before, self._counted = self._counted, self._total()
-        total = self._counted
-        new = _Counts(total.flops - before.flops, total.nbytes - before.nbytes)
+        new = _Counts(*map(operator.sub, self._counted, before))
         self._charge(self._now, new)
         return new
 
     def _total(self) -> _Counts:
-        return _Counts(float(self._counter.get_total_flops()), float(self._moved.total))
+        flops = float(self._counter.get_total_flops())
+        return _Counts(flops, self._causal, float(self._moved.total))
 
     def _charge(self, layer: int, counts: _Counts) -> None:
         self._flops[layer] += counts.flops
+        self._causal_flops[layer] += counts.causal
         self._operator_bytes[layer] += counts.nbytes
 
 
@@ -530,10 +541,10 @@ def _kind(value: Any) -> Any:
 # -- bytes in passing -----------------------------------------------------------------------------
 class Passing(TorchDispatchMode):
     """Records what every operation makes, and when it is gone. `running` names the layer;
-    `attend` is told of attention's kernels."""
+    `attend` is told of attention's kernels, and whether they have a causal mask."""
 
     def __init__(
-        self, running: Callable[[], int], attend: Callable[[Attended], None] = lambda _: None
+        self, running: Callable[[], int], attend: Callable[[Attended, bool], None]
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._running = running
@@ -554,7 +565,7 @@ class Passing(TorchDispatchMode):
             if isinstance(leaf, torch.Tensor):
                 self.number(leaf.untyped_storage())
         if func in ATTENTION_KERNELS:
-            self._attend(attended(args[:3], result))
+            self._attend(attended(args[:3], result), is_causal(func, args, kwargs or {}))
         return result
 
     def number(self, storage: torch.UntypedStorage) -> int:

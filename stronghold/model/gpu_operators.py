@@ -8,7 +8,7 @@ inside its `with`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -52,6 +52,14 @@ class Attended(NamedTuple):
     nbytes: int
     flops: float
     tokens: int
+
+
+def is_causal(kernel: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call of one of them has a causal mask, so that it skips half of all pairs."""
+    names = [argument.name for argument in kernel._schema.arguments]
+    position = names.index("is_causal")
+    given = args[position] if len(args) > position else kwargs.get("is_causal", False)
+    return bool(given)
 
 
 def attended(inputs: Sequence[torch.Tensor], results: Sequence[Any]) -> Attended:

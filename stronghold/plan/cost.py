@@ -10,12 +10,13 @@ the weights and r further forward passes per micro-batch:
 
     step >= max((6 + 2 r) P T / F + attention, (k e P n + A) / B, (e P n + A) / B, q P / M, D / S)
 
-less what is still in the window when the direction turns; F are the FLOP/s, B the link's bytes/s
-per direction, M the host memory's, S the disk's, A the bytes of activations that are offloaded, D
-the disk's, q those of host memory that a parameter costs. Beside it stand one layer's fetch and
-drain, which nothing hides but what stays on the device. Norms, activations and other operators that
-only move device memory are no part of the limit, since fused kernels can leave out most of what
-they move. A forecast counts them (`workload_of`).
+less what is still in the window when the direction turns. F are the FLOP/s of products. Attention
+takes the time of its kernels at their measured rates, at F where a profile has none. B are the
+link's bytes/s per direction, M the host memory's, S the disk's, A the bytes of activations that are
+offloaded, D the disk's, q those of host memory that a parameter costs. Beside it stand one layer's
+fetch and drain, which nothing hides but what stays on the device. Norms, activations and other
+operators that only move device memory are no part of the limit, since fused kernels can leave out
+most of what they move. A forecast counts them (`workload_of`).
 
 [Note: deferred updates] Where nothing holds updates back (no clipping, no overflow check) gradients
 come in the order L..1, and the next forward needs weights in the order 1..L. Updated as they come,
@@ -41,7 +42,7 @@ from enum import Enum
 from typing import get_args
 
 from stronghold.config.section import Level
-from stronghold.model.costs import ModelCosts
+from stronghold.model.costs import LayerCost, ModelCosts
 from stronghold.model.layout import LayerLayout, ModelLayout
 from stronghold.optim.states import Formats, States, one_format
 from stronghold.plan.machine import MachineProfile, Rates
@@ -522,25 +523,39 @@ class Workload:
         return sum(layer.backward_s + layer.again_s(level) for layer, level in levels)
 
 
+def attention_s(
+    layer: LayerCost, costs: ModelCosts, machine: MachineProfile
+) -> tuple[float, float]:
+    """Seconds of a layer's fused attention in forward, and in backward."""
+    return machine.attention_s(
+        costs.dtype,
+        costs.seq,
+        causal_flops=layer.causal_flops,
+        other_flops=layer.attention_flops - layer.causal_flops,
+    )
+
+
 def workload_of(costs: ModelCosts, machine: MachineProfile, *, micro_batches: int = 1) -> Workload:
     """The seconds that `machine` needs for `costs`: products at its rate of matrix multiplication,
-    other operators at that of device memory, one kernel after the other. Backward computes twice
-    what forward does, and moves twice as much (1.6 to 2.6 times in blocks of eight families of
-    models, of a Llama 2.2). Outside the blocks (norm, head, loss) one layer after the other has
-    most in passing while everything else is kept: the most of them counts, once."""
+    fused attention at its rates, other operators at that of device memory, one kernel after the
+    other. Backward computes twice what forward does, and moves twice as much (1.6 to 2.6 times in
+    blocks of eight families of models, of a Llama 2.2). Outside the blocks (norm, head, loss) one
+    layer after the other has most in passing while everything else is kept: the most of them
+    counts, once."""
     flops, layers = machine.flops[costs.dtype], costs.layers
     outside = [layer for layer in layers if not layer.boundary_bytes]
     largest = max(outside, key=lambda layer: layer.passing_bytes, default=None)
     loads = []
     for layer in layers:
+        attention_forward_s, attention_backward_s = attention_s(layer, costs, machine)
+        products_s = (layer.forward_flops - layer.attention_flops) / flops
         operators_s = layer.operator_bytes / (machine.gpu_memory_gbps * 1e9)
-        forward_s = layer.forward_flops / flops + operators_s
         load = LayerLoad(
-            forward_s=forward_s,
-            backward_s=2 * forward_s,
+            forward_s=products_s + attention_forward_s + operators_s,
+            backward_s=2 * products_s + attention_backward_s + 2 * operators_s,
             saved_bytes=layer.saved_bytes + (layer.passing_bytes if layer is largest else 0),
             boundary_bytes=layer.boundary_bytes,
-            attention_s=layer.attention_flops / flops,
+            attention_s=attention_forward_s,
             attention_bytes=layer.attention_bytes,
         )
         loads.append(load)

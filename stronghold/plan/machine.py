@@ -86,9 +86,11 @@ Count = Annotated[int, Field(ge=1, lt=1 << 53)]
 Rate = Annotated[float, Field(gt=0)]
 Threads = Annotated[int, Field(ge=1, lt=10**9, strict=False)]  # JSON's keys are strings
 ByThreads = Annotated[dict[Threads, Rate], Field(min_length=1)]
-ByDtype = Annotated[
-    dict[Annotated[str, Field(pattern="^(bf16|fp16|fp32)$")], Rate], Field(min_length=3)
-]
+Dtype = Annotated[str, Field(pattern="^(bf16|fp16|fp32)$")]
+ByDtype = Annotated[dict[Dtype, Rate], Field(min_length=3)]
+Tokens = Annotated[int, Field(ge=1, lt=10**9, strict=False)]
+ByTokens = Annotated[dict[Tokens, Rate], Field(min_length=1)]
+ByDtypeAndTokens = Annotated[dict[Dtype, ByTokens], Field(min_length=3)]
 
 
 @dataclass(
@@ -106,6 +108,9 @@ class MachineProfile:
     with the mix of accesses of Adam; `adam_gbps` the CPU Adam's, in `ADAM_BF16_BYTES` per
     parameter; `adam_lean_gbps` with lean states, in `ADAM_LEAN_BYTES`. `flops` is a large matrix
     product's on the device. `gpu_memory_gbps` counts what a copy on the device reads and writes.
+    `attention_flops` are those of fused attention under a causal mask, by tokens of a sequence, in
+    forward, `attention_backward_flops` in backward. They count all pairs of tokens, also those that
+    a kernel skips, and twice the FLOPs in backward.
     `nvme_*` are transfers past the page cache at the best depth, `nvme_mixed_gbps` the sum of both
     directions.
     """
@@ -124,6 +129,8 @@ class MachineProfile:
     adam_gbps: ByThreads
     flops: ByDtype
     gpu_memory_gbps: Rate
+    attention_flops: ByDtypeAndTokens | None = None
+    attention_backward_flops: ByDtypeAndTokens | None = None
     adam_lean_gbps: ByThreads | None = None
     nvme_read_gbps: Rate | None = None
     nvme_write_gbps: Rate | None = None
@@ -140,6 +147,21 @@ class MachineProfile:
         if states == "lean" and self.adam_lean_gbps is not None:
             return _interpolate(self.adam_lean_gbps, threads)
         return _interpolate(self.adam_gbps, threads) * (LEAN_RATE if states == "lean" else 1.0)
+
+    def attention_s(
+        self, dtype: str, tokens: int, *, causal_flops: float, other_flops: float = 0.0
+    ) -> tuple[float, float]:
+        """Seconds of fused attention's forward, and of its backward, over sequences of so many
+        tokens. The FLOPs are of forward and count all pairs. A kernel skips half of them under a
+        causal mask, so that others take twice as long. A profile in which attention was not
+        measured takes the rate of matrix products for all."""
+        if self.attention_flops is None or self.attention_backward_flops is None:
+            seconds = (causal_flops + other_flops) / self.flops[dtype]
+            return seconds, 2 * seconds
+        flops = causal_flops + 2 * other_flops
+        forward = _interpolate(self.attention_flops[dtype], tokens)
+        backward = _interpolate(self.attention_backward_flops[dtype], tokens)
+        return flops / forward, 2 * flops / backward
 
     def share(self, num_ranks: int) -> MachineProfile:
         """The machine as one of its ranks has it: a GPU and a link, and a part of the bandwidth of
@@ -235,13 +257,15 @@ def find() -> MachineProfile | None:
     return None
 
 
-def _interpolate(rates: Mapping[int, float], threads: int) -> float:
+def _interpolate(rates: Mapping[int, float], count: int) -> float:
+    """The rate for a count of threads or tokens: on the line between two known counts, outside
+    them the nearest."""
     known = sorted(rates)
-    if threads <= known[0]:
+    if count <= known[0]:
         return rates[known[0]]
     for low, high in itertools.pairwise(known):
-        if threads <= high:
-            share = (threads - low) / (high - low)
+        if count <= high:
+            share = (count - low) / (high - low)
             return rates[low] + share * (rates[high] - rates[low])
     return rates[known[-1]]
 

@@ -184,14 +184,16 @@ def test_a_causal_mask_does_not_halve_the_flops() -> None:
             y = x * self.weight
             return F.scaled_dot_product_attention(y, y, y, is_causal=self.causal)
 
-    flops = []
+    flops, masked = [], []
     for causal in (True, False):
         model = nn.Sequential(Attend(causal))
         costs = trace_costs(
             model, partition(model, "0"), batch=1, seq=64, dtype="bf16", inputs={"input": query}
         )
         flops.append(total(costs, "forward_flops"))
+        masked.append(total(costs, "causal_flops"))
     assert flops[0] == flops[1] == 4 * 2 * 64 * 64 * 32
+    assert masked == [flops[0], 0.0]
 
 
 def test_keys_that_several_heads_share_count_for_each_of_them() -> None:

@@ -90,6 +90,9 @@ def test_figures_are_positive_and_agree_with_each_other(
     assert machine.host_memory_bytes == limits.host_limits().usable_bytes
     assert machine.name.startswith("emulated on ")
     assert machine.sources == ()
+    for rates in (machine.attention_flops, machine.attention_backward_flops):
+        assert list(rates) == list(machine.flops)
+        assert {tuple(by_tokens) for by_tokens in rates.values()} == {(1024, 4096)}
     assert len(machine.measured) == len("2026-01-31")
     on_time(machine.duplex_gbps <= 2 * (machine.fetch_gbps + machine.drain_gbps), machine)
     for threads, memory in machine.memory_gbps.items():
@@ -179,12 +182,15 @@ def test_rates_count_the_bytes_and_operations(monkeypatch: pytest.MonkeyPatch) -
     try:
         rates, _, _ = measure.link_rates(device, SMALL, lambda _: None)
         flops = measure.product_flops(device, torch.float32, SMALL)
+        attention = measure.attention_flops(device, torch.float32, 128, SMALL)
     finally:
         device.close()
     copies = 4 * 8 * MIB / 1e9
     assert rates["fetch_gbps"] == rates["drain_gbps"] == copies
     assert rates["duplex_gbps"] == rates["gpu_memory_gbps"] == 2 * copies
     assert flops == 2.0 * 256**3
+    pairs = 128 * 128  # of one head, also those above the diagonal
+    assert attention == (4.0 * 64 * pairs, 8.0 * 64 * pairs)
 
 
 def test_an_unpinnable_host_is_measured_as_it_is() -> None:
@@ -229,6 +235,7 @@ def test_the_callers_random_numbers_stay_theirs() -> None:
     torch.manual_seed(3)
     device = EmulatedDevice()
     measure.product_flops(device, torch.float32, SMALL)
+    measure.attention_flops(device, torch.float32, 128, SMALL)
     device.close()
     assert torch.equal(torch.rand(4), expected)
 

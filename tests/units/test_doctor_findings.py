@@ -14,6 +14,7 @@ from stronghold.doctor import findings
 from stronghold.doctor.findings import DiskRates, Findings, PcieLink, Problem
 from stronghold.doctor.measure import read_link
 from stronghold.limits import HostLimits
+from stronghold.model.costs import DTYPES
 from stronghold.plan.machine import MachineProfile
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -301,13 +302,21 @@ def test_the_link_is_read_as_sysfs_writes_it(
 
 
 def test_the_table_says_what_each_figure_bounds() -> None:
-    text = findings.table(rates(fetch_gbps=20.0, drain_gbps=25.0, adam_gbps={32: 130.0})(HEALTHY))
+    changed = rates(
+        fetch_gbps=20.0,
+        drain_gbps=25.0,
+        adam_gbps={32: 130.0},
+        attention_flops={dtype: {1024: 1e14, 4096: 3e14} for dtype in DTYPES},
+        attention_backward_flops={dtype: {1024: 1e14, 4096: 2e14} for dtype in DTYPES},
+    )
+    text = findings.table(changed(HEALTHY))
     flat = " ".join(text.split())
     for words in (
         "host to device (16 GT/s x16) 20.0 GB/s a bf16 8 B model streams its weights (16 GB) in "
         "800 ms, twice per step",
         "device to host 25.0 GB/s its gradients leave in 640 ms",
         "matrix products, bf16 256 TFLOP/s a step of 8192 tokens computes for 1.54 s",
+        "attention, bf16, 4096 tokens 300 TFLOP/s backward 200 TFLOP/s; pairs that",
         "Adam (avx512), 32 threads 130.0 GB/s updates 8 B parameters in 1.60 s",
         "file reads, depth 4 6.00 GB/s states of an 8 B model (96 GB) pass in 16 s",
         "host memory, free 500.0 GiB holds exact AdamW states (12 bytes) of 44.7 B parameters",

@@ -20,6 +20,7 @@ from stronghold.plan.machine import MachineProfile
 from tests.support.states import adam_states
 
 ROOT = Path(__file__).resolve().parents[2]
+ATTENTION = {dtype: {1000: 2e14, 3000: 4e14} for dtype in ("bf16", "fp16", "fp32")}
 
 
 def of(**changes: Any) -> MachineProfile:
@@ -49,9 +50,12 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
-@pytest.mark.parametrize("disk", [{}, {"nvme_read_gbps": 3.1, "nvme_path": "/disk"}])
-def test_what_is_saved_is_what_is_loaded(tmp_path: Path, disk: dict[str, Any]) -> None:
-    saved = of(sources=("a data sheet", "täglich gemessen"), **disk)
+@pytest.mark.parametrize(
+    "more",
+    [{}, {"nvme_read_gbps": 3.1, "nvme_path": "/disk"}, {"attention_flops": ATTENTION}],
+)
+def test_what_is_saved_is_what_is_loaded(tmp_path: Path, more: dict[str, Any]) -> None:
+    saved = of(sources=("a data sheet", "täglich gemessen"), **more)
     saved.save(tmp_path / "new" / "profile.json")
     assert MachineProfile.load(tmp_path / "new" / "profile.json") == saved
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["profile.json"]
@@ -139,6 +143,38 @@ def test_a_profile_without_lean_states_has_a_share_of_the_exact_rate() -> None:
     assert profile.rates_of(other, 1).update_gbps == other.adam_rate(1)
     with pytest.raises(ValueError, match=r"adam_lean_gbps\.one"):
         of(adam_lean_gbps={"one": 1.0})
+
+
+@pytest.mark.parametrize(
+    ("tokens", "rate"), [(1, 2e14), (1000, 2e14), (2000, 3e14), (3000, 4e14), (9000, 4e14)]
+)
+def test_attention_has_rates_by_tokens_of_a_sequence(tokens: int, rate: float) -> None:
+    machine = of(attention_flops=ATTENTION, attention_backward_flops=ATTENTION)
+    found = machine.attention_s("bf16", tokens, causal_flops=rate)
+    assert found == (1.0, 2.0)
+    whole = machine.attention_s("bf16", tokens, causal_flops=0.0, other_flops=rate)
+    assert whole == (2.0, 4.0)  # of pairs that no mask leaves out
+
+
+def test_forward_and_backward_of_attention_have_rates_of_their_own() -> None:
+    backward = {dtype: dict.fromkeys(by_tokens, 1e14) for dtype, by_tokens in ATTENTION.items()}
+    machine = of(attention_flops=ATTENTION, attention_backward_flops=backward)
+    assert machine.attention_s("bf16", 1000, causal_flops=2e14) == (1.0, 4.0)
+
+
+@pytest.mark.parametrize("kind", ["causal_flops", "other_flops"])
+def test_a_profile_without_attention_takes_the_rate_of_products(kind: str) -> None:
+    flops = {"causal_flops": 0.0, kind: 1e14}
+    for changes in ({}, {"attention_flops": ATTENTION}):
+        assert of(**changes).attention_s("bf16", 1000, **flops) == (1.0, 2.0)
+
+
+def test_a_profile_of_an_earlier_version_loads() -> None:
+    """Without the figures that came later."""
+    raw = json.loads(of().to_json())
+    for later in ("attention_flops", "attention_backward_flops"):
+        assert raw.pop(later) is None
+    assert MachineProfile.from_json(json.dumps(raw), "box.json") == of()
 
 
 def test_the_known_machines_ship() -> None:

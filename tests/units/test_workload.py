@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from stronghold.model.costs import LayerCost, ModelCosts
 from stronghold.plan.cost import LayerLoad, workload_of
+from stronghold.plan.machine import MachineProfile
+from tests.units.test_profile import ATTENTION
 from tests.units.test_profile import of as machine_of
 
 MACHINE = machine_of(flops={"bf16": 100e12, "fp16": 100e12, "fp32": 20e12}, gpu_memory_gbps=1000.0)
 
 
-def load_of(dtype: str = "bf16", **cost: Any) -> LayerLoad:
+def load_of(
+    dtype: str = "bf16", machine: MachineProfile = MACHINE, seq: int = 1000, **cost: Any
+) -> LayerLoad:
     block = LayerCost(**{"forward_flops": 0.0, "saved_bytes": 0, "boundary_bytes": 8} | cost)
-    return workload_of(ModelCosts(layers=(block,), dtype=dtype), MACHINE).layers[0]
+    return workload_of(ModelCosts(layers=(block,), dtype=dtype, seq=seq), machine).layers[0]
 
 
 @pytest.mark.parametrize(("dtype", "seconds"), [("bf16", 3.0), ("fp32", 15.0)])
@@ -38,3 +43,17 @@ def test_what_is_computed_again_without_attention_moves_its_bytes_again() -> Non
     load = load_of(forward_flops=300e12, attention_flops=100e12, operator_bytes=500e9)
     assert load.again_s("recompute") == 3.5
     assert load.again_s("attention") == 2.5
+
+
+def test_attention_takes_its_flops_at_its_measured_rates() -> None:
+    """At half of them in forward where no mask leaves pairs out."""
+    backward = {dtype: dict.fromkeys(by_tokens, 1e14) for dtype, by_tokens in ATTENTION.items()}
+    machine = replace(MACHINE, attention_flops=ATTENTION, attention_backward_flops=backward)
+    flops = {"forward_flops": 700e12, "attention_flops": 400e12}
+    causal = load_of(machine=machine, causal_flops=400e12, **flops)
+    assert causal.attention_s == 2.0
+    assert (causal.forward_s, causal.backward_s) == (3.0 + 2.0, 6.0 + 8.0)
+    longer = load_of(machine=machine, seq=3000, causal_flops=400e12, **flops)
+    assert (longer.forward_s, longer.backward_s) == (3.0 + 1.0, 6.0 + 8.0)
+    whole = load_of(machine=machine, **flops)
+    assert (whole.forward_s, whole.backward_s) == (3.0 + 4.0, 6.0 + 16.0)
