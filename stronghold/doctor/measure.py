@@ -137,6 +137,7 @@ def _examine(
             name=name,
             measured=datetime.date.today().isoformat(),
             sources=(),
+            emulated=emulated,
             num_gpus=1 if emulated else cuda.num_devices(),
             gpu_memory_bytes=gpu_memory_bytes,
             host_memory_bytes=limits.usable_bytes,

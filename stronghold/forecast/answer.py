@@ -197,6 +197,7 @@ def outlook(
             question.demand,
             question.work,
             question.rates,
+            asynchronous=not question.machine.emulated,
             ladders=ladders,
             near=near,
         )

@@ -103,21 +103,22 @@ class MachineProfile:
     """What a machine can do. ValidationError for a rate that is not a positive, finite number.
 
     `measured` is the ISO date, "" for a shipped profile, whose `sources` say where its rates come
-    from. `fetch_gbps` and `drain_gbps` are pinned host -> device and device -> host, each alone;
-    `duplex_gbps` is the sum when both run. `memory_gbps` is the host memory's by number of threads,
-    with the mix of accesses of Adam; `adam_gbps` the CPU Adam's, in `ADAM_BF16_BYTES` per
-    parameter; `adam_lean_gbps` with lean states, in `ADAM_LEAN_BYTES`. `flops` is a large matrix
-    product's on the device. `gpu_memory_gbps` counts what a copy on the device reads and writes.
-    `attention_flops` are those of fused attention under a causal mask, by tokens of a sequence, in
-    forward, `attention_backward_flops` in backward. They count all pairs of tokens, also those that
-    a kernel skips, and twice the FLOPs in backward.
-    `nvme_*` are transfers past the page cache at the best depth, `nvme_mixed_gbps` the sum of both
-    directions.
+    from. `emulated`: the device is CPU memory. Its compute runs on the calling thread, so that
+    launches add to the time of compute. `fetch_gbps` and `drain_gbps` are pinned host -> device and
+    device -> host, each alone; `duplex_gbps` is the sum when both run. `memory_gbps` is the host
+    memory's by number of threads, with the mix of accesses of Adam; `adam_gbps` the CPU Adam's, in
+    `ADAM_BF16_BYTES` per parameter; `adam_lean_gbps` with lean states, in `ADAM_LEAN_BYTES`.
+    `flops` is a large matrix product's on the device. `gpu_memory_gbps` counts what a copy on the
+    device reads and writes. `attention_flops` is fused attention's forward with a causal mask, by
+    tokens of a sequence; `attention_backward_flops` its backward's. Both count all pairs of tokens,
+    also those that a kernel skips, and backward as twice forward. `nvme_*` are transfers past the
+    page cache at the best depth, `nvme_mixed_gbps` the sum of both directions.
     """
 
     name: str
     measured: str
     sources: tuple[str, ...]
+    emulated: bool = False
     num_gpus: Count = 1
     gpu_memory_bytes: Count
     host_memory_bytes: Count

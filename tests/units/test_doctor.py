@@ -89,6 +89,7 @@ def test_figures_are_positive_and_agree_with_each_other(
     assert max(machine.memory_gbps) == machine.num_cores == limits.host_limits().num_cores
     assert machine.host_memory_bytes == limits.host_limits().usable_bytes
     assert machine.name.startswith("emulated on ")
+    assert machine.emulated
     assert machine.sources == ()
     for rates in (machine.attention_flops, machine.attention_backward_flops):
         assert list(rates) == list(machine.flops)

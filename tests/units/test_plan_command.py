@@ -28,7 +28,7 @@ from stronghold.config import load
 from stronghold.errors import ConfigError
 from stronghold.forecast.answer import outlook
 from stronghold.forecast.question import from_config, from_sizes, understand
-from stronghold.plan.machine import MachineProfile, machine_names
+from stronghold.plan.machine import WHOLE_LAUNCH_S, MachineProfile, machine_names
 from tests.support.forecasts import LLAMA_70B, SIZES, asked, run
 from tests.support.pairs import pairs
 from tests.support.sizes import named_size
@@ -591,6 +591,45 @@ def test_the_config_defers_what_the_plan_does(tmp_path: Path) -> None:
 def test_the_overflow_check_is_left_out_of_bf16_alone(precision: str) -> None:
     with pytest.raises(ConfigError, match="--no-overflow-check"):
         asked(precision=precision, no_overflow_check=True)
+
+
+def profile_of(path: Path, **changes: Any) -> str:
+    """A shipped machine with these changes."""
+    file = path / f"{'-'.join(changes) or 'plain'}.json"
+    dataclasses.replace(MachineProfile.load("rtx4090"), **changes).save(file)
+    return str(file)
+
+
+def test_launches_add_to_compute_on_the_emulated_device_alone(tmp_path: Path) -> None:
+    """On a GPU they run ahead: each kernel here takes longer than its launch."""
+    sizes = {"layers": 12, "hidden": 1024, "batch": 8, "seq": 2048}
+    steps = [
+        outlook(asked(machine=profile_of(tmp_path, **changes), **sizes))
+        for changes in ({}, {"emulated": True})
+    ]
+    assert all(found.plan.whole for found in steps)
+    layers = len(steps[0].question.layout.layers)
+    more_s = steps[1].step_s - steps[0].step_s
+    assert more_s == pytest.approx(2 * layers * WHOLE_LAUNCH_S, rel=0.2)
+
+
+def test_a_limit_takes_attention_at_its_rate(tmp_path: Path) -> None:
+    """At three times the rate of products it takes a third; no plan is faster for that."""
+    flops = {
+        dtype: {1024: 3 * rate} for dtype, rate in MachineProfile.load("rtx4090").flops.items()
+    }
+    measured = {"attention_flops": flops, "attention_backward_flops": flops}
+    sizes = {"layers": 12, "hidden": 256, "batch": 1, "seq": 16384}
+    plain, fast = (
+        outlook(asked(machine=profile_of(tmp_path, **changes), **sizes))
+        for changes in ({}, measured)
+    )
+    loads = plain.question.costs.layers
+    attention = sum(load.attention_flops for load in loads)
+    assert attention > 0.5 * sum(load.forward_flops for load in loads)
+    saved_s = 3 * attention * 2 / 3 / plain.question.machine.flops["bf16"]
+    assert plain.limits.seconds - fast.limits.seconds == pytest.approx(saved_s)
+    assert fast.step_s >= fast.limits.seconds * (1.0 - ROUNDING)
 
 
 # -- never faster than what is physically possible ------------------------------------------------
