@@ -9,9 +9,11 @@ rounds of the difference within a round, divided by the layers. A GPU starves wh
 forward and backward take less than that. `recompute` runs each forward twice; the plain loop with
 torch's own checkpointing is there to tell what of that is ours.
 
-Beside them stands what the forecast says: one policy's steps are traced, as in a run whose plan is
-refined, and the other policy's step is simulated from that trace. The forecast has to know what a
-change of policy costs the calling thread.
+Beside them stand two forecasts. One policy's steps are traced, as in a run whose plan is refined,
+and the other policy's step is simulated from that trace: the forecast has to know what a change of
+policy costs the calling thread. And the step that `stronghold plan` expects before a run, from the
+model's costs and a profile of `stronghold doctor`. The doctor measures between the rounds, with
+the same thread, since the memory and the clock of a shared machine change from minute to minute.
 """
 
 from __future__ import annotations
@@ -20,9 +22,11 @@ import argparse
 import cProfile
 import dataclasses
 import functools
+import json
 import os
 import pstats
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -38,7 +42,10 @@ from plain import PlainLoop
 from quickstart import VOCABULARY, Size
 
 import stronghold
+from stronghold.doctor.measure import examine
+from stronghold.forecast.question import understand
 from stronghold.plan.cost import measured_rates, measured_workload
+from stronghold.plan.machine import MachineProfile
 from stronghold.plan.plan import make_plan
 from stronghold.predict.simulate import simulate
 from stronghold.refine import EMULATED
@@ -68,9 +75,19 @@ def settings(policy: str) -> dict[str, Any]:
     }
 
 
-def measure(args: argparse.Namespace) -> tuple[dict[str, list[float]], dict[str, float]]:
-    """Seconds of every round's steps, by contender; and the forecast's seconds of one step, by the
-    policy that it is for."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Measured:
+    """Seconds of every round's steps, by contender; and the forecasts' seconds of one step, by the
+    policy that they are for: from the other policy's trace, and from the profile."""
+
+    seconds: dict[str, list[float]]
+    traced_s: dict[str, float]
+    planned_s: dict[str, float]
+    profile: MachineProfile
+
+
+def measure(args: argparse.Namespace) -> Measured:
+    """Half of the rounds, the machine's rates, and the other half."""
     size = Size(hidden=64, intermediate=192, layers=args.layers, heads=2, context=args.tokens)
     tokens = torch.randint(VOCABULARY, (1, args.tokens))
     inputs = {"input_ids": tokens, "labels": tokens}
@@ -110,14 +127,47 @@ def measure(args: argparse.Namespace) -> tuple[dict[str, list[float]], dict[str,
     }
     if args.profile:
         profile(contenders[args.profile], args.layers * args.steps)
-    seconds = alternate(contenders, args.rounds)
-    expected = {
-        policy: forecast(engines[other], functools.partial(streamed, other), policy, args.steps)
-        for policy, other in (POLICIES, POLICIES[::-1])
-    }
+    first = alternate(contenders, args.rounds // 2)
+    machine = examine(device="emulated").profile
+    second = alternate(contenders, args.rounds - args.rounds // 2)
+    measured = Measured(
+        seconds={name: first[name] + second[name] for name in contenders},
+        traced_s={
+            policy: forecast(engines[other], functools.partial(streamed, other), policy, args.steps)
+            for policy, other in (POLICIES, POLICIES[::-1])
+        },
+        planned_s={policy: planned(size, machine, policy) for policy in POLICIES},
+        profile=machine,
+    )
     for engine in engines.values():
         engine.destroy()
-    return seconds, expected
+    return measured
+
+
+def planned(size: Size, machine: MachineProfile, policy: str) -> float:
+    """Seconds of a step as `stronghold plan` has them, for the plan that runs here."""
+    with tempfile.TemporaryDirectory() as folder:
+        machine.save(Path(folder) / "machine.json")
+        size.build(torch.float32).config.save_pretrained(folder)
+        question = understand(
+            model=Path(folder),
+            machine=str(Path(folder) / "machine.json"),
+            seq=size.context,
+            precision="fp32",
+            clipping=settings(policy)["gradient_clipping"],
+        )
+        question = dataclasses.replace(question, window=SLOTS, resident_layers=0)
+        demand = dataclasses.replace(question.demand, activations=policy, whole=False)
+        plan = make_plan(question.layout, demand)
+        predicted = simulate(
+            question.layout,
+            plan,
+            question.work,
+            question.rates,
+            dtype=torch.float32,
+            asynchronous=not machine.emulated,
+        )
+    return predicted.step_s
 
 
 def forecast(engine: Any, run: Callable[[], object], policy: str, num_steps: int) -> float:
@@ -158,13 +208,8 @@ def profile(run: Callable[[], object], num_uses: int) -> None:
         print(f"| {us[0]:.1f} | {us[1]:.1f} | {calls / num_uses:.1f} | {place}{name} |")
 
 
-def table(
-    seconds: dict[str, list[float]],
-    expected: dict[str, float],
-    record: dict[str, Any],
-    args: argparse.Namespace,
-) -> str:
-    uses = args.layers * args.steps
+def table(measured: Measured, record: dict[str, Any], args: argparse.Namespace) -> str:
+    uses, seconds = args.layers * args.steps, measured.seconds
     lines = [
         "# Host time of a streamed layer",
         "",
@@ -184,13 +229,26 @@ def table(
         "Lanes are threads of the same process: on few cores they take the training thread's, and "
         "its lock. On a GPU the lanes of transfers only enqueue.",
         "",
-        "| a layer and step, ms | measured | forecast from the other policy's trace | error |",
-        "|---|---|---|---|",
+        "| a layer and step, ms | measured | forecast from the other policy's trace | error | "
+        "`stronghold plan`, from the doctor's profile | error |",
+        "|---|---|---|---|---|---|",
     ]
-    for policy, step_s in expected.items():
-        measured = 1e3 * medians(seconds)[policy] / uses
-        found = 1e3 * step_s / args.layers
-        lines.append(f"| {policy} | {measured:.2f} | {found:.2f} | {found / measured - 1:+.0%} |")
+    for policy in POLICIES:
+        of_use = 1e3 * medians(seconds)[policy] / uses
+        cells = [f"{of_use:.2f}"]
+        for forecasts in (measured.traced_s, measured.planned_s):
+            expected = 1e3 * forecasts[policy] / args.layers
+            cells += [f"{expected:.2f}", f"{expected / of_use - 1:+.0%}"]
+        lines.append(f"| {policy} | {' | '.join(cells)} |")
+    machine = measured.profile
+    tokens = max(machine.attention_flops["fp32"])
+    lines += [
+        "",
+        f"The profile: products at {machine.flops['fp32'] / 1e9:.0f} GFLOP/s, attention at "
+        f"{machine.attention_flops['fp32'][tokens] / 1e9:.0f} and "
+        f"{machine.attention_backward_flops['fp32'][tokens] / 1e9:.0f} over {tokens} tokens, "
+        f"device memory at {machine.gpu_memory_gbps:.1f} GB/s; all in fp32, on one thread.",
+    ]
     return "\n".join(lines) + "\n"
 
 
@@ -206,10 +264,16 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     record = provenance()
-    seconds, expected = measure(args)
-    data = {**record, "seconds": seconds, "forecast_step_s": expected}
+    measured = measure(args)
+    data = {
+        **record,
+        "seconds": measured.seconds,
+        "forecast_step_s": measured.traced_s,
+        "plan_step_s": measured.planned_s,
+        "profile": json.loads(measured.profile.to_json()),
+    }
     name = "host-time" if args.tokens == TOKENS else f"host-time-{args.tokens}-tokens"
-    leave(name, table(seconds, expected, record, args), data, to=args.to, keep=args.save)
+    leave(name, table(measured, record, args), data, to=args.to, keep=args.save)
 
 
 if __name__ == "__main__":
