@@ -83,9 +83,9 @@ def _add_doctor(commands: Any) -> None:
     doctor = commands.add_parser(
         "doctor",
         help="measure this machine and say what is wrong with it",
-        description="Measure the link to the GPU, memory, the CPU's Adam, matrix products and a "
-        "disk, in less than a minute; print what each bounds, and write the profile that plans are "
-        "made from. Without a GPU the emulated device is measured, which is CPU memory.",
+        description="Measure the link to the GPU, memory, updates on the CPU, matrix products and "
+        "a disk, in less than a minute. Print what each bounds, and write the profile from which "
+        "plans are made. Without a GPU the emulated device is measured, which is CPU memory.",
     )
     doctor.add_argument("--json", type=Path, metavar="PATH", help="write the profile there")
     doctor.add_argument(
@@ -149,10 +149,17 @@ def _add_plan(commands: Any) -> None:
     )
     training.add_argument("--precision", choices=["bf16", "fp16", "fp32"], default="bf16")
     training.add_argument(
+        "--optimizer",
+        default="AdamW",
+        metavar="TYPE",
+        help="AdamW, Lion or SGD (with momentum): its moments decide a parameter's bytes",
+    )
+    training.add_argument(
         "--states",
         choices=["exact", "lean"],
         default="exact",
-        help="lean: bf16, 5.1 bytes per parameter instead of 12; rounds otherwise",
+        help="lean: bf16 with 8-bit moments, with two of them 5.1 bytes per parameter instead of "
+        "12; rounds otherwise",
     )
     training.add_argument("--clipping", type=float, default=1.0, metavar="NORM", help="0: none")
     training.add_argument(

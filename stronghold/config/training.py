@@ -9,6 +9,7 @@ allocated. DeepSpeed is imported at the first call.
 from __future__ import annotations
 
 import inspect
+import json
 import logging
 import math
 from collections.abc import Mapping
@@ -31,6 +32,7 @@ from stronghold.config.source import SECTION, Source, check_key_types, read_conf
 from stronghold.errors import ConfigError, did_you_mean
 from stronghold.optim import (
     Optimizer,
+    examples,
     known_classes,
     known_types,
     listed,
@@ -367,7 +369,8 @@ def settings_from_config(optimizer: object) -> OptimizerSettings | None:
         return None
     if not isinstance(optimizer, Mapping):
         raise ConfigError(
-            f'optimizer: got {optimizer!r}, expected {{"type": "AdamW", "params": {{"lr": 1e-4}}}}.'
+            f"optimizer: got {optimizer!r}, expected an object such as "
+            f"{json.dumps(next(iter(examples().values())))}."
         )
     name, params = optimizer.get("type"), optimizer.get("params")
     if not isinstance(name, str):

@@ -195,7 +195,7 @@ def _touch(address: int, nbytes: int) -> None:
 
 
 def _fence_event() -> torch.cuda.Event:
-    """An event for a fence; a host lane that waits for it sleeps, and leaves its core to Adam."""
+    """An event for a fence. A host lane that waits for it sleeps: its core is for updates."""
     return torch.cuda.Event(blocking=True)
 
 

@@ -17,6 +17,7 @@ from typing import Any
 from stronghold.errors import BudgetError, ConfigError
 from stronghold.forecast.question import Question
 from stronghold.model.costs import DTYPES
+from stronghold.optim import examples
 from stronghold.optim.states import EXACT, LEAN
 from stronghold.plan import search
 from stronghold.plan.cost import (
@@ -413,10 +414,7 @@ def _config(question: Question, plan: Plan) -> dict[str, Any]:
     if question.dtype != "fp32":
         checked = {} if question.overflow_check else {"check_grad_overflow": False}
         config[question.dtype] = {"enabled": True, **checked}
-    config["optimizer"] = {
-        "type": "AdamW",
-        "params": {"lr": 1e-5, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1},
-    }
+    config["optimizer"] = dict(examples()[question.optimizer])
     return config | {"stronghold": section}
 
 

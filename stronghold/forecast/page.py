@@ -105,8 +105,8 @@ def _limit(forecast: Forecast) -> list[str]:
         *_labelled("resources", parts),
         *_labelled(
             "break even",
-            f"compute outlasts the CPU's Adam from {even.cpu:,.0f} tokens per step, the weights' "
-            f"way to the GPU from {even.link:,.0f} tokens per micro-batch",
+            f"compute outlasts the CPU's updates from {even.cpu:,.0f} tokens per step, the "
+            f"weights' way to the GPU from {even.link:,.0f} tokens per micro-batch",
         ),
     ]
 

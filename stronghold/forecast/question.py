@@ -19,14 +19,15 @@ from typing import Any
 
 import torch
 
+from stronghold.config import settings_from_config
 from stronghold.config.section import parse_bytes
-from stronghold.errors import ConfigError
+from stronghold.errors import ConfigError, did_you_mean
 from stronghold.limits import update_cores
 from stronghold.model.costs import DTYPES, LayerCost, ModelCosts, trace_costs
 from stronghold.model.layout import ModelLayout, ParameterShape, for_ranks, layer_layout, layout
 from stronghold.model.logits import part_of
 from stronghold.model.partition import partition
-from stronghold.optim import DEFAULT
+from stronghold.optim import examples
 from stronghold.optim.states import EXACT, LEAN, Kind, States, page_numel, states_of
 from stronghold.plan.cost import Demand, Workload, workload_of
 from stronghold.plan.machine import MachineProfile, Rates, find, machine_names, rates_of
@@ -72,6 +73,7 @@ class Question:
     gpu_bytes: int
     host_bytes: int
     states: Kind = EXACT
+    optimizer: str = next(iter(examples()))
     nvme_bytes: int = 0
     nvme_path: str = ""
     window: int | None = None
@@ -140,7 +142,9 @@ class Question:
     @property
     def arrays(self) -> States:
         """The arrays of a trained parameter."""
-        return states_of(DTYPES[self.dtype], self.states, DEFAULT.moments)
+        found = settings_from_config(examples()[self.optimizer])
+        assert found is not None
+        return states_of(DTYPES[self.dtype], self.states, found.optimizer.moments)
 
     @property
     def demand(self) -> Demand:
@@ -187,6 +191,7 @@ def understand(
     streams: int = 1,
     precision: str = "bf16",
     states: Kind = EXACT,
+    optimizer: str = next(iter(examples())),
     clipping: float = CLIPPING,
     no_overflow_check: bool = False,
     gpus: int = 1,
@@ -220,6 +225,10 @@ def understand(
             f"--no-overflow-check: got it with --precision {precision}, expected bf16: "
             + ("fp16 scales the loss by it" if precision == "fp16" else "fp32 has no check")
         )
+    if optimizer.lower() not in examples():
+        known = ", ".join(example["type"] for example in examples().values())
+        hint = did_you_mean(optimizer.lower(), examples())
+        raise ConfigError(f"--optimizer: got {optimizer!r}, expected one of {known}.{hint}")
     for option, rate in (("--wire", wire), ("--network", network)):
         if rate is not None and not 0.0 < rate < float("inf"):
             raise ConfigError(f"{option}: got {rate}, expected 1e9 bytes per second, above 0")
@@ -255,6 +264,7 @@ def understand(
         streams=streams,
         dtype=precision,
         states=states,
+        optimizer=optimizer.lower(),
         clipping=clipping,
         # 16-bit gradients are checked before any is used: DeepSpeed's default.
         overflow_check=precision != "fp32" and not no_overflow_check,

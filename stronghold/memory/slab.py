@@ -12,8 +12,8 @@ reading a slab there ends the child rather than giving it zeros.
 
 [Note: distance] Slabs that are mapped one after the other lie side by side, so that arrays of a
 layer would lie exactly their size apart. Where that is 2^28 or 2^29 bytes, an AMD EPYC (Zen) runs
-Adam over them at 14 to 20 GB/s rather than the 32 to 49 that it has with one page of addresses
-between them, which nobody touches (fp32, two threads). With a page or two more a mapping's number
+updates over them at 14 to 20 GB/s, and at 32 to 49 with one page of addresses between them, which
+is never touched (fp32, two threads). With a page or two more a mapping's number
 of pages is odd: any two of 256 neighbours lie no multiple of 2^20 bytes apart.
 
 [Note: coherence] The bytes of a mapped file are also transferred past the page cache (O_DIRECT).
@@ -81,7 +81,7 @@ def _slab(mapping: mmap.mmap, dtype: torch.dtype, numel: int) -> torch.Tensor:
         mapping.madvise(mmap.MADV_DONTFORK)
     if len(mapping) >= HUGE_PAGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a kernel without huge pages
-            mapping.madvise(mmap.MADV_HUGEPAGE)  # 10 to 27 % of Adam's bandwidth
+            mapping.madvise(mmap.MADV_HUGEPAGE)  # 10 to 27 % of an update's bandwidth
     slab = torch.frombuffer(mapping, dtype=dtype, count=numel)
     _live[mapping] = slab.data_ptr()
     return slab

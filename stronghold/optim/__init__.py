@@ -12,7 +12,8 @@ triton_kernels    the kernels on a GPU; triton_programs has their formulas
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from stronghold.errors import ConfigError
 from stronghold.optim.adam import Adam
@@ -67,6 +68,11 @@ def optimizer_of_state(names: Iterable[str]) -> type[Optimizer]:
 def hyperparameter_names() -> frozenset[str]:
     """The keys of a group that some optimizer reads."""
     return frozenset(key for cls in OPTIMIZERS for key in cls.defaults)
+
+
+def examples() -> dict[str, Mapping[str, Any]]:
+    """An `optimizer` section of each optimizer, by its type in lower case."""
+    return {cls.example["type"].lower(): cls.example for cls in OPTIMIZERS}
 
 
 def known_types() -> tuple[str, ...]:

@@ -84,6 +84,10 @@ class Adam(Optimizer):
     without_effect = frozenset({"foreach", "fused", "capturable", "set_grad_none"})
     note = "Adam or AdamW, in any case. Adam means AdamW unless adam_w_mode is false."
     params_note = "lr, betas, eps, weight_decay, bias_correction, adam_w_mode, torch_adam"
+    example: ClassVar[Mapping[str, Any]] = {
+        "type": "AdamW",
+        "params": {"lr": 1e-5, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1},
+    }
 
     @property
     def kernel(self) -> str:

@@ -75,7 +75,7 @@ class Optimizer(ABC):
     `defaults` has the group's hyper-parameters with DeepSpeed's defaults, and `expected` what each
     must be. `params` are further keys of `optimizer.params`. Keys in `fixed` have one accepted
     value; keys in `without_effect` change how torch computes, not what. `note` documents the type,
-    `params_note` its keys.
+    `params_note` its keys. `example` is an `optimizer` section to begin with.
     """
 
     name: ClassVar[str]
@@ -89,6 +89,7 @@ class Optimizer(ABC):
     without_effect: ClassVar[frozenset[str]] = frozenset()
     note: ClassVar[str]
     params_note: ClassVar[str]
+    example: ClassVar[Mapping[str, Any]]
 
     # -- what it keeps, and its kernel ------------------------------------------------------------
     @property

@@ -46,6 +46,10 @@ class Lion(Optimizer):
     without_effect = frozenset({"set_grad_none"})
     note = "Lion."
     params_note = "lr, betas, weight_decay"
+    example: ClassVar[Mapping[str, Any]] = {
+        "type": "Lion",
+        "params": {"lr": 2e-6, "betas": [0.9, 0.99], "weight_decay": 0.5},
+    }
 
     @property
     def kernel(self) -> str:

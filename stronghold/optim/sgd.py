@@ -64,6 +64,7 @@ class SGD(Optimizer):
     without_effect = frozenset({"foreach", "fused"})
     note = "SGD, as torch's."
     params_note = "lr, momentum, weight_decay, nesterov; dampening must be 0"
+    example: ClassVar[Mapping[str, Any]] = {"type": "SGD", "params": {"lr": 1e-3, "momentum": 0.9}}
 
     @property
     def kernel(self) -> str:

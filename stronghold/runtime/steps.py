@@ -5,7 +5,7 @@ thread calls `advance`, and between two steps `end_step`.
 
 [Note: half a unit] A lean master has 24 bits. For a weight in [2^e, 2^(e+1)) half a unit in the
 last place is 2^(e-16). A smaller change is rounded away, in every step. Where an optimizer's steps
-are about as large as a known size s (of Adam and Lion: the learning rate), weights from
+are about as large as a known size s (often the learning rate), weights from
 2^(floor(log2(s)) + 17) on do not move, except in steps that are larger.
 """
 

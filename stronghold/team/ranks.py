@@ -1,6 +1,6 @@
 """What several ranks add to a step: links in its chains, and agreement.
 
-A fetch is host -> [gather] -> slot, a drain is slot -> [reduce] -> host, an update is Adam ->
+A fetch is host -> [gather] -> slot, a drain is slot -> [reduce] -> host, an update is kernel ->
 [exchange]. Owns the links in brackets, the order in which ranks make them, and what they decide
 together. `Team` is a process that trains alone and agrees with itself, `RankTeam` one of several
 ranks; `NodeWeights` are the weights that a node's ranks share, with versions that say since when

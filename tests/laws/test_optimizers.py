@@ -180,9 +180,7 @@ def test_a_checkpoint_of_another_optimizer_is_refused(tmp_path: Path) -> None:
         )
         try:
             if fails:
-                with pytest.raises(
-                    ConfigError, match=r"updated by Lion.*load_optimizer_states"
-                ):
+                with pytest.raises(ConfigError, match=r"updated by Lion.*load_optimizer_states"):
                     engine.load_checkpoint(tmp_path)
                 engine.load_checkpoint(tmp_path, load_optimizer_states=False)
             engine.backward(loss_of(engine(**make_batch(0))))

@@ -69,6 +69,30 @@ def test_the_page_says_what_fits_how_fast_and_why(capsys: pytest.CaptureFixture[
     assert max(map(len, page.split("Config")[0].splitlines())) <= 100
 
 
+def test_the_optimizers_moments_decide_the_host_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    def moments(*options: str) -> tuple[int, dict[str, Any]]:
+        call = [*SIZES, "--machine", "rtx4090", "--gpu", "1GiB", *options]
+        figures = json.loads(run(*call, "--json", capsys=capsys)[1])
+        of_tiers = sum(tier["parts"].get("moments", 0) for tier in figures["tiers"])
+        return of_tiers, figures["config"]["optimizer"]
+
+    (adam, adamw), (lion, one), (sgd, other) = (
+        moments(*options)
+        for options in ((), ("--optimizer", "Lion"), ("--optimizer", "sgd", "--clipping", "0"))
+    )
+    assert adam == 2 * lion == 2 * sgd > 0
+    assert [section["type"] for section in (adamw, one, other)] == ["AdamW", "Lion", "SGD"]
+
+
+def test_an_unknown_optimizer_is_refused_with_those_that_are_known(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    status, _, errors = run(*SIZES, "--optimizer", "Lio", capsys=capsys)
+    assert status != 0
+    assert "AdamW, Lion, SGD" in errors
+    assert 'Did you mean "lion"?' in errors
+
+
 def test_json_has_the_figures_of_the_page(capsys: pytest.CaptureFixture[str]) -> None:
     call = [*SIZES, "--machine", "a100-80gb"]
     _, page, _ = run(*call, capsys=capsys)
