@@ -52,7 +52,7 @@ def pairs_of(both: Twin) -> list[tuple[str, nn.Parameter, nn.Parameter]]:
 
 
 def master_of(both: Twin, plain: nn.Parameter) -> torch.Tensor:
-    low = both.adam._state[plain].get("low")
+    low = both.adam.state[plain].get("low")
     flat = plain.detach().reshape(-1).contiguous()
     return join_master(flat, low).view(plain.shape) if low is not None else plain.detach()
 
@@ -62,7 +62,7 @@ def write_plain(both: Twin, plain: nn.Parameter, master: torch.Tensor) -> None:
     with torch.no_grad():
         plain.copy_(weights.view(plain.shape))
     if low is not None:
-        both.adam._state[plain]["low"].copy_(low)
+        both.adam.state[plain]["low"].copy_(low)
 
 
 def check_states(both: Twin) -> None:
@@ -70,7 +70,7 @@ def check_states(both: Twin) -> None:
         assert torch.equal(utils.safe_get_full_fp32_param(ours), master_of(both, plain)), name
         for moment in MOMENTS:
             states = both.adam.states(plain)
-            decoded = states.decode(states.moment(moment), both.adam._state[plain])
+            decoded = states.decode(states.moment(moment), both.adam.state[plain])
             expected = decoded.view(plain.shape)
             assert torch.equal(utils.safe_get_full_optimizer_state(ours, moment), expected), name
             local = utils.safe_get_local_optimizer_state(ours, moment)
@@ -88,7 +88,7 @@ def test_what_is_written_is_read_and_trained_on(place: str, mode: str, tmp_path:
             master = master_of(both, plain) * 1.001  # has bits that bf16 has not
             utils.safe_set_full_fp32_param(ours, master)
             write_plain(both, plain, master)
-            states, arrays = both.adam.states(plain), both.adam._state[plain]
+            states, arrays = both.adam.states(plain), both.adam.state[plain]
             for moment in MOMENTS:
                 kept = states.moment(moment)
                 written = states.decode(kept, arrays) * 0.75

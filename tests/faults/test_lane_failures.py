@@ -15,6 +15,7 @@ import torch
 
 import stronghold
 from stronghold import native
+from stronghold.device.base import ThreadLane
 from tests.conftest import lane_threads
 from tests.models import MODELS, loss_of
 from tests.support.training import config, initialized
@@ -64,24 +65,24 @@ def in_time(work: Callable[[], None]) -> BaseException | None:
 def fail_in(
     engine: Any, monkeypatch: pytest.MonkeyPatch, operation: str, only: int | None = None
 ) -> None:
-    """Let the next operations of this name fail; with `only` the one of that number, from 1 on."""
-    device, seen = engine.inspect().device, 0
-    for lane in device._lanes.values():
-        submit = lane.submit
+    """Let the engine's next operations of this name fail; with `only` the one of that number, from
+    1 on."""
+    device, submit, seen = engine.inspect().device, ThreadLane.submit, 0
 
-        def submit_failing(
-            name: str, work: Any, after: Any = (), *, submit: Any = submit, **declared: Any
-        ) -> Any:
-            nonlocal seen
-            seen += name == operation
+    def submit_failing(
+        lane: ThreadLane, name: str, work: Any, after: Any = (), **declared: Any
+    ) -> Any:
+        nonlocal seen
+        is_named = name == operation and lane is device.lane(lane.name)
+        seen += is_named
 
-            def broken() -> None:
-                raise OSError("injected")
+        def broken() -> None:
+            raise OSError("injected")
 
-            fails = name == operation and only in (None, seen)
-            return submit(name, broken if fails else work, after, **declared)
+        fails = is_named and only in (None, seen)
+        return submit(lane, name, broken if fails else work, after, **declared)
 
-        monkeypatch.setattr(lane, "submit", submit_failing)
+    monkeypatch.setattr(ThreadLane, "submit", submit_failing)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -165,7 +166,8 @@ class _FailingBackward(torch.autograd.Function):
 
 def fail_backward(engine: Any, make_batch: Any) -> None:
     """Fail in the middle of the model, when the layers behind have their gradients."""
-    block = engine._stack.partition.layers[engine.inspect().layout.streamed[1]].modules[0]
+    layout = engine.inspect().layout
+    block = engine.module.get_submodule(layout.layers[layout.streamed[1]].name)
 
     def breaking(module: Any, args: Any, output: Any) -> Any:
         return _FailingBackward.apply(output)

@@ -331,7 +331,7 @@ def test_loaded_weights_become_the_masters(
         # Values between those that bf16 has, as another run's masters: the remainder must restart.
         new = {k: v.float() * 1.1 + 1e-4 for k, v in both.plain.state_dict().items()}
         both.plain.load_state_dict(new)
-        for state in both.adam._state.values():
+        for state in both.adam.state.values():
             if state.get("low") is not None:
                 state["low"].zero_()
         if way == "model":

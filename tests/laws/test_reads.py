@@ -379,7 +379,7 @@ def test_weights_that_are_loaded_into_a_part_become_its_masters(kind: str, preci
             of_plain.load_state_dict(new)
             both.model.get_submodule(part).load_state_dict(new)
             for parameter in of_plain.parameters():
-                low = both.adam._state[parameter].get("low")
+                low = both.adam.state[parameter].get("low")
                 if low is not None:
                     low.zero_()
         both.train(1)

@@ -270,7 +270,7 @@ class Plain(Side):
     def load(self) -> None:
         kept = copy.deepcopy(self.saved)
         self.model.load_state_dict(kept["weights"])
-        self._adam._state = dict(zip(self.model.parameters(), kept["states"], strict=True))
+        self._adam.state = dict(zip(self.model.parameters(), kept["states"], strict=True))
         for group, rate in zip(self.optimizer.param_groups, kept["rates"], strict=True):
             group["lr"] = rate
         restore_scaler(self._scaler, kept["scaler"])

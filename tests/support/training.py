@@ -287,7 +287,7 @@ def _step(
 
 class KernelOptimizer:
     """The native kernel over whole tensors, one after the other: what the engine does, without
-    everything it does. `kind`: of its states. `optimizer`: how every group is updated, or one for
+    everything it does. `kind`: of its states. `state` has each updated parameter's arrays by name. `optimizer`:
     each group.
     """
 
@@ -304,13 +304,13 @@ class KernelOptimizer:
         }
         self._kind = kind
         self._groups = groups_of.param_groups
-        self._state: dict[nn.Parameter, dict[str, Any]] = {}
+        self.state: dict[nn.Parameter, dict[str, Any]] = {}
         self._pool = native.Pool(1)
         self.skipped = False
 
     def moments(self, model: nn.Module) -> dict[str, tuple[torch.Tensor, ...]]:
         """What `moments_of` gives, flat; of what was ever updated."""
-        named = {name: (p, self._state.get(p)) for name, p in model.named_parameters()}
+        named = {name: (p, self.state.get(p)) for name, p in model.named_parameters()}
         return {
             name: tuple(state[array] for array in self.states(p).moment_dtypes)
             for name, (p, state) in named.items()
@@ -323,7 +323,7 @@ class KernelOptimizer:
 
     def restart_master(self, parameter: nn.Parameter) -> None:
         """The weight was written from outside: it is its own bf16 master."""
-        self._state[parameter]["low"].zero_()
+        self.state[parameter]["low"].zero_()
 
     def step(
         self,
@@ -353,15 +353,15 @@ class KernelOptimizer:
 
     def begin(self, parameter: nn.Parameter) -> dict[str, Any]:
         """Its state, which is new where it was never updated."""
-        if parameter not in self._state:
-            self._state[parameter] = {"step": 0} | {
+        if parameter not in self.state:
+            self.state[parameter] = {"step": 0} | {
                 array: torch.zeros(num_items(array, parameter.numel()), dtype=dtype)
                 for array, dtype in self.states(parameter).dtypes.items()
                 if array != "weights"
             }
             if parameter.dtype is torch.float16:  # the master itself
-                self._state[parameter]["low"].copy_(parameter.detach().flatten())
-        return self._state[parameter]
+                self.state[parameter]["low"].copy_(parameter.detach().flatten())
+        return self.state[parameter]
 
     def _update(
         self, parameter: nn.Parameter, gradient: torch.Tensor, group: dict[str, Any], scale: float
