@@ -19,10 +19,12 @@ from stronghold.errors import ConfigError
 from tests.faults.test_lane_failures import fail_in, in_time, run_steps
 from tests.models import MODELS
 from tests.support.pages import mounted
+from tests.support.stores import descriptors, redirect
 from tests.support.training import config, initialized
 
 PAGE_NUMEL = 2048
 MODES = {"early": (0.0, 1), "gated": (0.5, 1), "accumulated": (0.5, 2)}
+# What every transfer of a broken disk reaches, and the error that it gives.
 DEVICES = {"write": ("/dev/full", errno.ENOSPC), "read": ("/proc/self/mem", errno.EIO)}
 
 
@@ -41,22 +43,6 @@ def make_engine(path: Path, spill: str, clipping: float = 0.5, accumulation: int
     return initialized(model, settings), make_batch
 
 
-def store_of(engine: Any) -> Any:
-    return engine.inspect().files
-
-
-def break_disk(engine: Any, verb: str) -> None:
-    """From now on every read gives EIO, or every write ENOSPC."""
-    file = store_of(engine)._files[0]
-    queue, _ = file._sides[verb]
-    broken = queue.open(DEVICES[verb][0], 1 << 62, create=False, preallocate=False)
-    file._sides[verb] = (queue, broken)
-
-
-def truncate(engine: Any) -> None:
-    os.truncate(f"/proc/self/fd/{store_of(engine)._files[0].descriptor}", 0)
-
-
 def weights(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: value.detach().clone() for name, value in model.named_parameters()}
 
@@ -69,18 +55,18 @@ def test_a_disk_that_fails_is_an_error_within_one_step(
 ) -> None:
     engine, make_batch = make_engine(tmp_path, spill, *MODES[mode])
     run_steps(engine, make_batch, range(2))
-    break_disk(engine, verb)
+    device, number = DEVICES[verb]
+    redirect(descriptors(tmp_path), device, verb)
     error = in_time(lambda: run_steps(engine, make_batch, range(2, 4)))
     assert isinstance(error, stronghold.LaneError)
     cause = error.__cause__
     assert isinstance(cause, OSError)
-    path, number = DEVICES[verb]
     assert cause.errno == number
     assert re.search(
         r"(load|stage|spill)[a-z ]* \d+ failed on the (load|stage|spill) lane", str(error)
     )
     assert re.search(rf"{verb} of \d+ bytes at offset \d+", str(error))
-    assert path in str(error)
+    assert f"{tmp_path}/stronghold-spill-" in str(error)
     assert isinstance(in_time(engine.module_state_dict), stronghold.LaneError)
     model = engine.module
     ended = in_time(engine.destroy)
@@ -145,7 +131,7 @@ def test_a_file_truncated_during_the_run_is_an_error_and_never_zeros(
     engine, make_batch = make_engine(tmp_path, spill)
     run_steps(engine, make_batch, range(2))
     engine.synchronize()
-    truncate(engine)
+    os.truncate(descriptors(tmp_path)[0], 0)
     if spill == "weights":  # they are mapped: reading them would end the process
         error = in_time(engine.module_state_dict)
         assert isinstance(error, OSError)

@@ -1,4 +1,4 @@
-"""What tests of the NVMe store share: a small store, its memory and its open files."""
+"""What tests of the NVMe store share: a small store, its memory, its open files, a broken disk."""
 
 from __future__ import annotations
 
@@ -38,12 +38,24 @@ def memory(count: int, seed: int | None = None) -> torch.Tensor:
 
 
 def descriptors(folder: Path) -> list[str]:
-    """This process's open files under `folder`, as paths of /proc."""
+    """This process's open files under `folder`, as paths of /proc, in the order of opening. Of each
+    spill file there are three: to look at it, to write and to read."""
     found = []
-    for link in Path("/proc/self/fd").iterdir():
+    for link in sorted(Path("/proc/self/fd").iterdir(), key=lambda path: int(path.name)):
         try:
             if os.readlink(link).startswith(f"{folder}/") and "spill" in os.readlink(link):
                 found.append(str(link))
         except OSError:
             continue
     return found
+
+
+def redirect(files: list[str], device: str, *verbs: str) -> None:
+    """From now on transfers of a spill file, of these verbs ("read", "write"), reach `device`, as
+    after a fault of the disk; errors name the spill file. `files`: its `descriptors`, of which the
+    first as `device` mends the disk."""
+    _, write, read = (int(Path(file).name) for file in files)
+    for verb in verbs:
+        opened = os.open(device, os.O_RDONLY if verb == "read" else os.O_WRONLY)
+        os.dup2(opened, read if verb == "read" else write, inheritable=False)
+        os.close(opened)

@@ -10,7 +10,9 @@ import os
 import re
 import subprocess
 import sys
+import weakref
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -18,10 +20,10 @@ import torch
 
 from stronghold.errors import BudgetError, ConfigError, format_size
 from stronghold.memory import nvme
-from stronghold.memory.nvme import Extent, NvmeStore
+from stronghold.memory.nvme import Extent, NvmeStore, SpillFile
 from stronghold.team.group import NodeRanks, SilentGroup
 from tests.support.pages import ENGINES, PAGE, in_child, mounted, refuse_io_uring
-from tests.support.stores import descriptors, memory, pages, store_of
+from tests.support.stores import descriptors, memory, pages, redirect, store_of
 
 
 @pytest.fixture(params=ENGINES)
@@ -162,7 +164,8 @@ def test_an_engine_that_the_kernel_refuses_is_named(
             store_of(folders[:2], pages(1), engine="io_uring", rates=None)
         with store_of(folders[:1], pages(1)) as store:
             store.submit("write", store.extent(0, "exp_avg"), 0, memory(1)).wait()
-            return f"{caught.value} | {store._files[0].engine}"
+        with closing(SpillFile(folders[0], PAGE, depth=1, block_bytes=PAGE, engine=None)) as file:
+            return f"{caught.value} | {file.engine}"
 
     answer = in_child(stores)
     assert answer.startswith('stronghold.nvme.engine: got "io_uring", which the kernel refuses')
@@ -175,10 +178,15 @@ def test_an_engine_that_the_kernel_refuses_is_named(
 
 def failure(store: NvmeStore, verb: str, extent: Extent, count: int) -> OSError:
     """The error of a transfer of the first `count` pages; the store lives on."""
+    target = memory(count)
+    alive = weakref.ref(target)
     with pytest.raises(OSError) as caught:
-        store.submit(verb, extent, 0, memory(count)).wait()
-    assert store._in_flight == set()
-    return caught.value
+        store.submit(verb, extent, 0, target).wait()
+    error = caught.value.with_traceback(None)
+    del target, caught
+    gc.collect()
+    assert alive() is None, "the store keeps the memory of a transfer that has ended"
+    return error
 
 
 @pytest.mark.parametrize("verb", ["read", "write"])
@@ -208,27 +216,24 @@ def test_an_input_output_error_names_file_offset_and_length(
 ) -> None:
     """/proc/self/mem gives EIO for pages that are not mapped, as those at address 0."""
     with store_of(folders[:1], pages(8), engine=engine) as store:
-        file, extent = store._files[0], store.extent(0, "exp_avg")
-        whole = dict(file._sides)
-        for side, (queue, _) in whole.items():
-            device = queue.open("/proc/self/mem", 1 << 62, create=False, preallocate=False)
-            file._sides[side] = (queue, device)
+        extent = store.extent(0, "exp_avg")
+        files = descriptors(folders[0])
+        redirect(files, "/proc/self/mem", "read", "write")
         error = failure(store, verb, extent, 8)
         assert error.errno == errno.EIO
         assert re.search(
             rf"{verb} of {4 * PAGE} bytes at offset 0 \(in a {verb} of {8 * PAGE} ", str(error)
         )
-        assert "/proc/self/mem" in str(error)
+        assert f"{folders[0]}/stronghold-spill-" in str(error)
         assert (store.bytes_read, store.bytes_written) == (0, 0)
-        file._sides.update(whole)
+        redirect(files, files[0], "read", "write")
         store.submit("read", extent, 0, memory(8)).wait()
 
 
 def test_an_error_is_raised_at_every_wait(folders: list[Path]) -> None:
     with store_of(folders[:1], pages(8)) as store:
         extent = store.extent(0, "exp_avg")
-        store._files[0].nbytes = 0
-        os.truncate(descriptors(folders[0])[0], 0)
+        redirect(descriptors(folders[0]), "/proc/self/mem", "read")
         pending = store.submit("read", extent, 0, memory(8))
         for _ in range(2):
             with pytest.raises(OSError, match="read of"):
