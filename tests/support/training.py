@@ -287,8 +287,8 @@ def _step(
 
 class KernelOptimizer:
     """The native kernel over whole tensors, one after the other: what the engine does, without
-    everything it does. `kind`: of its states. `state` has each updated parameter's arrays by name. `optimizer`:
-    each group.
+    everything it does. `kind`: of its states. `optimizer`: how every group is updated, or one for
+    each group. `state` has each updated parameter's arrays by name, and its number of steps.
     """
 
     def __init__(

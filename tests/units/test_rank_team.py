@@ -5,6 +5,9 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import NamedTuple, cast
 
 import pytest
 import torch
@@ -13,12 +16,26 @@ from torch import nn
 from stronghold.device.emulated import EmulatedDevice
 from stronghold.errors import RankError
 from stronghold.memory.layer import GradientSlot, LayerState
-from stronghold.model.layout import ModelLayout, ParameterShape, layer_layout
-from stronghold.team.group import SilentGroup, mean_of, simulated_ranks
-from stronghold.team.ranks import PARTS, RankTeam, SimulatedWeights
+from stronghold.model.layout import ModelLayout, ParameterShape, Shards, layer_layout
+from stronghold.process import Neighbours, Result
+from stronghold.team.group import Ranks, SilentGroup, mean_of, simulated_ranks
+from stronghold.team.ranks import PARTS, NodeWeights, RankTeam, SimulatedWeights
 from tests.support.states import adam_formats
 
-Make = Callable[..., RankTeam]
+
+class Case(NamedTuple):
+    """A rank's team, and what it is made of."""
+
+    team: RankTeam
+    layers: list[LayerState]
+    ranks: Ranks
+
+    def meet(self) -> list[float]:
+        """The gate of a step without gradients of its own."""
+        return self.team.meet(self.layers, [])
+
+
+Make = Callable[..., Case]
 Change = Callable[[torch.Tensor], None]
 
 
@@ -43,7 +60,7 @@ def nothing(_: torch.Tensor) -> None:
 def make(device: EmulatedDevice) -> Make:
     def of(
         change: Change = nothing, model_parallel_rank: int = 0, split: Sequence[int] = ()
-    ) -> RankTeam:
+    ) -> Case:
         shapes = [ParameterShape(name=f"p{k}", shape=(8,), trainable=True) for k in range(2)]
         layouts = tuple(
             layer_layout(shapes, index=i, name=f"layer{i}", streamed=True, num_ranks=2)
@@ -68,16 +85,17 @@ def make(device: EmulatedDevice) -> Make:
                 state.parameters[k].tensor_model_parallel = True  # type: ignore[attr-defined]
         layout = ModelLayout(layers=layouts)
         weights = SimulatedWeights(layout, adam_formats(torch.float32), ranks)
-        return RankTeam(device, layers, weights)
+        return Case(RankTeam(device, layers, weights), layers, ranks)
 
     return of
 
 
-def reduced(team: RankTeam, layer: int, *positions: int) -> None:
+def reduced(case: Case, layer: int, *positions: int) -> None:
     """Gradients at these positions have come here, and the layer is reduced."""
-    slot = GradientSlot(torch.zeros(team._layers[layer].layout.trainable_numel))
+    state = case.layers[layer]
+    slot = GradientSlot(torch.zeros(state.layout.trainable_numel))
     slot.arrived.update(positions)
-    team.reduce(team._layers[layer], slot, ())
+    case.team.reduce(state, slot, ())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -92,26 +110,29 @@ def test_a_mean_is_added_in_fp32_in_the_order_of_the_ranks_and_rounded_once(
 
 
 def test_what_did_not_come_here_is_zeros_for_the_others(make: Make) -> None:
-    team, slot = make(), GradientSlot(torch.zeros(1))
+    case, slot = make(), GradientSlot(torch.zeros(1))
     slot.arrived.add(1)
-    assert team.absent(team._layers[0], slot) == {0}
+    assert case.team.absent(case.layers[0], slot) == {0}
 
 
 def test_a_gradient_that_came_on_any_rank_has_come(make: Make) -> None:
     def second_of_the_other_layer(row: torch.Tensor) -> None:
         row[PARTS:] = torch.tensor([0.0, 0.0, 0.0, 1.0])
 
-    team = make(second_of_the_other_layer)
-    reduced(team, 0, 0)
-    team.meet(team._layers, [])
-    assert [state.arrived for state in team._layers] == [{0}, {1}]
-    team.forget()
+    def arrived(case: Case) -> list[set[int]]:
+        return [state.arrived for state in case.layers]
+
+    case = make(second_of_the_other_layer)
+    reduced(case, 0, 0)
+    case.meet()
+    assert arrived(case) == [{0}, {1}]
+    case.team.forget()
     second = make()
-    second.meet(second._layers, [])
-    assert [state.arrived for state in second._layers] == [set(), set()]
-    team._ranks.control = TwoRanks(nothing)
-    team.meet(team._layers, [])  # what came in the step before has not come in this one
-    assert [state.arrived for state in team._layers] == [set(), set()]
+    second.meet()
+    assert arrived(second) == [set(), set()]
+    case.ranks.control = TwoRanks(nothing)
+    case.meet()  # what came in the step before has not come in this one
+    assert arrived(case) == [set(), set()]
 
 
 @pytest.mark.parametrize("lane", [1, 2])
@@ -119,16 +140,16 @@ def test_ranks_that_gathered_or_reduced_other_layers_are_refused(make: Make, lan
     def other(row: torch.Tensor) -> None:
         row[lane] += 1
 
-    team = make(other)
     with pytest.raises(RankError, match=r"\[0\] against \[1\]"):
-        team.meet(team._layers, [])
+        make(other).meet()
 
 
 def test_the_order_of_reductions_and_a_step_thrown_away_are_compared(make: Make) -> None:
-    one, two, three = make(), make(), make()
-    for team, layers in ((one, (0, 1)), (two, (1, 0)), (three, (0, 1))):
+    cases = [make(), make(), make()]
+    for case, layers in zip(cases, ((0, 1), (1, 0), (0, 1)), strict=True):
         for layer in layers:
-            reduced(team, layer)
+            reduced(case, layer)
+    one, two, three = (case.team for case in cases)
     assert one.issued == three.issued != two.issued
     three.dropped()
     assert one.issued != three.issued
@@ -137,11 +158,11 @@ def test_the_order_of_reductions_and_a_step_thrown_away_are_compared(make: Make)
 def test_a_parameter_that_model_parallel_ranks_have_whole_counts_once(make: Make) -> None:
     """One that is not finite counts on every rank: no rank may apply the step."""
     for rank, expected in ((0, 3.0), (1, 2.0)):
-        team = make(model_parallel_rank=rank, split=[1])
-        team._layers[0].square_sums = {0: 1.0, 1: 2.0}
-        assert team.meet(team._layers, []) == [expected, expected]
-    team._layers[1].square_sums = {0: float("inf")}
-    assert all(value != value for value in team.meet(team._layers, []))
+        case = make(model_parallel_rank=rank, split=[1])
+        case.layers[0].square_sums = {0: 1.0, 1: 2.0}
+        assert case.meet() == [expected, expected]
+    case.layers[1].square_sums = {0: float("inf")}
+    assert all(value != value for value in case.meet())
 
 
 def test_an_order_of_uses_is_adopted_when_every_rank_has_seen_it(make: Make) -> None:
@@ -149,10 +170,10 @@ def test_an_order_of_uses_is_adopted_when_every_rank_has_seen_it(make: Make) -> 
         row[3] += 1
 
     for change, times in ((nothing, 1), (other_uses, 0)):
-        team, adopted = make(change), []
-        team.propose(["F0", "B0"], lambda adopted=adopted: adopted.append(1))
+        case, adopted = make(change), []
+        case.team.propose(["F0", "B0"], lambda adopted=adopted: adopted.append(1))
         assert not adopted
-        team.meet(team._layers, [])
+        case.meet()
         assert len(adopted) == times
 
 
@@ -160,30 +181,64 @@ def test_a_part_that_this_rank_reads_alone_is_read_before_it_changes(
     make: Make, device: EmulatedDevice
 ) -> None:
     """At the gate every rank goes on to update: what this one copies must be done by then."""
-    team, done = make(), []
-    state = team._layers[0]
+    case, done = make(), []
+    state = case.layers[0]
     nbytes = state.maps["weights"].nbytes
-    part = team.fetched(state, together=True)[0]
+    part = case.team.fetched(state, together=True)[0]
     assert part.stop - part.start == nbytes // 2
-    assert team.fetched(state, together=False) == (slice(0, nbytes),)
+    assert case.team.fetched(state, together=False) == (slice(0, nbytes),)
     hold = device.lane("io").submit("hold", lambda: time.sleep(0.2))
     device.fetch.submit(
         "fetch 0", lambda: done.append(1), (hold,), reads=(state.records["weights"],)
     )
-    team.meet(team._layers, [])
+    case.meet()
     assert done
 
 
-def test_a_layer_is_new_when_every_ranks_part_is(make: Make) -> None:
-    weights = make()._weights
-    weights._versions = torch.zeros(2, 2, dtype=torch.int64).numpy()  # of two ranks
-    weights.waiting(0)()
-    weights.expect(0)
-    weights.publish(0)  # this rank's part
-    waiter = threading.Thread(target=weights.waiting(0))
+class Beside(Neighbours):
+    """One of two processes of a node, played by two threads of this one: `said` is theirs."""
+
+    count = 2
+
+    def __init__(self, index: int, said: list[object], meeting: threading.Barrier) -> None:
+        self.index, self._said, self._meeting = index, said, meeting
+
+    def of_node(self, mine: Result) -> list[Result]:
+        self._said[self.index] = mine
+        self._meeting.wait(10)
+        found = list(self._said)
+        self._meeting.wait(10)
+        return cast(list[Result], found)
+
+    of_all = of_node
+
+    def barrier(self) -> None:
+        self._meeting.wait(10)
+
+
+def test_a_layer_is_new_when_every_ranks_part_is() -> None:
+    shapes = [ParameterShape(name="p", shape=(8,), trainable=True)]
+    layer = layer_layout(shapes, index=0, name="layer", streamed=True, num_ranks=2)
+    said, meeting = [None, None], threading.Barrier(2)
+
+    def weights_of(index: int) -> NodeWeights:
+        ranks = replace(
+            simulated_ranks(2, 1),
+            shards=Shards(num_ranks=2, rank=index),
+            on_node=Beside(index, said, meeting),
+        )
+        return NodeWeights(ModelLayout(layers=(layer,)), torch.float32, ranks)
+
+    with ThreadPoolExecutor(2) as processes:
+        one, other = processes.map(weights_of, range(2))
+    one.waiting(0)()
+    one.expect(0)
+    one.publish(0)  # this rank's part
+    waiter = threading.Thread(target=one.waiting(0))
     waiter.start()
     waiter.join(0.1)
     assert waiter.is_alive()
-    weights._versions[0, 1] += 1
+    other.publish(0)
     waiter.join(10)
     assert not waiter.is_alive()
+    one.close(), other.close()
