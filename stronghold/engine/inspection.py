@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import torch
 
 from stronghold.device.base import Device, Fence
+from stronghold.errors import ConfigError
 from stronghold.memory.host import HostStore
 from stronghold.memory.layer import LayerState, Residency
 from stronghold.memory.nvme import NvmeStore
@@ -22,6 +23,7 @@ from stronghold.plan.cost import Demand
 from stronghold.plan.plan import Plan
 from stronghold.plan.schedule import Action
 from stronghold.runtime.stack import MemoryReport, Stack
+from stronghold.team.group import Ranks
 from stronghold.telemetry.trace import Span
 
 
@@ -77,7 +79,7 @@ class LayerView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferCounts:
-    """TransferCounts since the plan began: fetches of layers, bytes of weights to the
+    """Counts since the plan began: fetches of layers, bytes of weights to the
     device and of gradients from it, and bytes read from files and written to them."""
 
     num_fetches: int
@@ -88,15 +90,36 @@ class TransferCounts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RanksView:
+    """This rank and the others, at the moment of the call.
+
+    This is rank `rank` of `num_ranks`, on node `node` of `num_nodes`. `num_cores` is the number of
+    cores that it has for itself; 0 where it shares all of them. `received_bytes` are bytes of
+    weights and gradients that came from other ranks, `received_from_nodes_bytes` those of them that
+    came from other nodes. NCCL's communicators take `communicator_bytes` of its GPU.
+    """
+
+    rank: int
+    num_ranks: int
+    node: int
+    num_nodes: int
+    num_cores: int
+    received_bytes: int
+    received_from_nodes_bytes: int
+    communicator_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Inspection:
     """An engine at the moment of the call.
 
     `schedule` is the training step that the executor predicts. `operations` are the recorded spans,
     oldest first: none, unless `stronghold.trace` is set or the device records. `bytes` are peaks
     per tier, planned and measured; `host_bytes` is host memory that is held now. `is_in_step`:
-    gradients wait for their step. `has_trained`:
-    masters and moments exist; `states` names their arrays. `device` and `files` are
-    the live objects, with their lanes and their files.
+    gradients wait for their step. `has_trained`: masters and moments exist; `states` names their
+    arrays. `torn` is the reason why only a load helps: the arrays are of two steps, or of two
+    checkpoints. It is None where they are of one. `device` and `files` are the live objects, with
+    their lanes and their files.
     """
 
     layers: tuple[LayerView, ...]
@@ -111,6 +134,8 @@ class Inspection:
     has_trained: bool
     states: States
     host_bytes: int
+    torn: str | None
+    ranks: RanksView
     device: Device
     files: NvmeStore | NullStore
 
@@ -124,6 +149,8 @@ class Inspection:
                 *(f"  {action}" for action in self.schedule),
                 str(self.bytes),
                 str(self.traffic),
+                str(self.ranks),
+                *([f"torn: {self.torn}"] if self.torn is not None else []),
             ]
         )
 
@@ -150,8 +177,32 @@ def inspect(stack: Stack) -> Inspection:
         has_trained=host.training,
         states=stack.states,
         host_bytes=host.allocated_bytes,
+        torn=_torn(stack),
+        ranks=_ranks(stack.ranks),
         device=stack.device,
         files=store,
+    )
+
+
+def _torn(stack: Stack) -> str | None:
+    try:
+        stack.runtime.ledger.check()
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+def _ranks(ranks: Ranks) -> RanksView:
+    shards = ranks.shards
+    return RanksView(
+        rank=shards.rank,
+        num_ranks=shards.num_ranks,
+        node=shards.rank % shards.num_nodes,
+        num_nodes=shards.num_nodes,
+        num_cores=len(ranks.cores),
+        received_bytes=ranks.received_bytes,
+        received_from_nodes_bytes=ranks.received_from_nodes_bytes,
+        communicator_bytes=ranks.communicator_bytes,
     )
 
 

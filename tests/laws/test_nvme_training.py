@@ -132,15 +132,15 @@ def late_writes_end(engine: Any) -> None:
 
 def late(engine: Any) -> None:
     """Let the spill lane write late."""
-    tiers, caller = engine._stack.host.tiers, threading.current_thread()
-    begin = tiers.begin
+    store, caller = engine.inspect().files, threading.current_thread()
+    submit = store.submit
 
-    def sleep_and_begin(verb: str, *what: Any) -> Any:
+    def sleep_and_submit(verb: str, *what: Any) -> Any:
         if verb == "write" and threading.current_thread() is not caller:
-            time.sleep(0.02)
-        return begin(verb, *what)
+            time.sleep(0.01)
+        return submit(verb, *what)
 
-    tiers.begin = sleep_and_begin
+    store.submit = sleep_and_submit
 
 
 def test_a_forward_only_engine_spills_its_weights(tmp_path: Path) -> None:

@@ -78,14 +78,14 @@ def traffic() -> dict[str, int]:
     try:
         before = 0
         for step in range(2):
-            before = engine._ranks.received_from_nodes_bytes
+            before = engine.inspect().ranks.received_from_nodes_bytes
             engine.backward(loss_of(engine(**make_batch(num_ranks() * step + rank()))))
             engine.step()
             engine.synchronize()
-        layers = engine.inspect().layout.layers
+        now = engine.inspect()
         return {
-            "received": engine._ranks.received_from_nodes_bytes - before,
-            "trained": sum(layer.trainable_numel for layer in layers),
+            "received": now.ranks.received_from_nodes_bytes - before,
+            "trained": sum(layer.trainable_numel for layer in now.layout.layers),
         }
     finally:
         engine.destroy()
@@ -135,23 +135,18 @@ def new_weights() -> dict[str, torch.Tensor]:
 
 def cores() -> dict[str, Any]:
     engine = engine_of(Wide(16, 2), config(section={"layers": "blocks"}))
-    ranks = engine._ranks
+    ranks = engine.inspect().ranks
     engine.destroy()
-    return {
-        "cores": len(ranks.cores),
-        "node": ranks.shards.rank % ranks.num_nodes,
-        "nodes": ranks.num_nodes,
-    }
+    return {"cores": ranks.num_cores, "node": ranks.node, "nodes": ranks.num_nodes}
 
 
 def machine(folder: Path) -> dict[str, Any]:
     """What each of two machines finds."""
     engine = engine_of(Wide(16, 2), config(section={"layers": "blocks"}))
-    ranks = engine._ranks
     found = {
         "host": socket.gethostname(),
         "processes": os.stat("/proc/self/ns/pid").st_ino,
-        "nodes": ranks.num_nodes,
+        "nodes": engine.inspect().ranks.num_nodes,
     }
     engine.destroy()
     return found | {

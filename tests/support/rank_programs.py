@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from stronghold.errors import LaneError, RankError
+from stronghold.team.ranks import RankTeam
 from tests.models import MODELS, loss_of, token_batch
 from tests.support.counted import of_bytes
 from tests.support.rank_cases import CASES, CLOSE, FILES, files, refined
@@ -107,14 +108,15 @@ def communicators(_: Path) -> dict[str, Any]:
     model, make_batch = MODELS["gpt"]()
     section = {"device": "cuda", "window": 1, "resident_layers": 0}
     engine = engine_of(model, config(clipping=0.5, section=section))
-    counted = engine._ranks.received_bytes
+    counted = engine.inspect().ranks.received_bytes
     loss = loss_of(engine(**on(engine.device, make_batch(0))))
     engine.backward(loss)
     engine.step()
+    now = engine.inspect()
     found = {
         "before": before,
-        "taken": engine._ranks.communicator_bytes,
-        "planned with": engine._stack.gpu_free_bytes,
+        "taken": now.ranks.communicator_bytes,
+        "budget": now.demand.gpu_budget_bytes,
         "counted": counted,
     }
     engine.destroy()
@@ -128,8 +130,8 @@ def four_ranks(folder: Path) -> dict[str, Run]:
     return {name: case(batches_per_step=4) for name, case in cases.items()}
 
 
-def begin_or_fail(begin: Any, verb: str, *what: Any) -> Any:
-    return full() if verb == "write" else begin(verb, *what)
+def submit_or_fail(submit: Any, verb: str, *what: Any) -> Any:
+    return full() if verb == "write" else submit(verb, *what)
 
 
 def fail(folder: Path) -> None:
@@ -150,8 +152,8 @@ def fail(folder: Path) -> None:
             if how == "raise":
                 raise ArithmeticError("a batch of nonsense")
             if how == "disk":
-                tiers = engine._stack.host.tiers
-                tiers.begin = partial(begin_or_fail, tiers.begin)
+                store = engine.inspect().files
+                store.submit = partial(submit_or_fail, store.submit)
             elif how == "slow":  # longer than ranks that wait for each other may
                 time.sleep(5)
             elif how == "uneven":
@@ -169,15 +171,20 @@ def astray(lane: str, *, clipping: float) -> str:
     model, make_batch = MODELS["gpt"]()
     engine = engine_of(model, config(clipping=clipping))
     before = [p.detach().clone() for p in engine.parameters()]
-    said = "nothing was raised"
-    try:
-        loss = loss_of(engine(**make_batch(rank())))
+    said, meet = "nothing was raised", RankTeam.meet
+
+    def note_and_meet(team: RankTeam, *step: Any) -> list[float]:
+        team.note(lane, 0)
+        return meet(team, *step)
+
+    with pytest.MonkeyPatch.context() as patch:
         if rank() == 1:
-            engine._stack.team.note(lane, 0)
-        engine.backward(loss)
-        engine.step()
-    except (RankError, LaneError) as error:
-        said = str(error)
+            patch.setattr(RankTeam, "meet", note_and_meet)
+        try:
+            engine.backward(loss_of(engine(**make_batch(rank()))))
+            engine.step()
+        except (RankError, LaneError) as error:
+            said = str(error)
     torch.distributed.barrier()
     with contextlib.suppress(LaneError):
         engine.destroy()

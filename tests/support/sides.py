@@ -26,6 +26,7 @@ from torch import nn
 
 import stronghold
 from stronghold.optim.states import join_master
+from stronghold.errors import ConfigError
 from stronghold.runtime.optimizer import make_scaler, restore_scaler, scaler_state
 from tests.models import loss_of, without_caches
 from tests.support.training import ADAM, DTYPES, WARMUP, KernelOptimizer, config, moments_of, on
@@ -335,8 +336,10 @@ class ByEngine(Side):
                     self.engine.backward(loss / self.case.accumulation, scale_wrt_gas=False)
             else:
                 self.engine.backward(loss, retain_graph=retain)
-        except Exception:
-            self.engine._stack.runtime.ledger.check()  # where layers are ahead, all is refused now
+        except Exception as error:
+            torn = self.engine.inspect().torn
+            if torn is not None:  # layers are ahead: all is refused now
+                raise ConfigError(torn) from error
             raise
 
     def step(self) -> None:
@@ -357,7 +360,7 @@ class ByEngine(Side):
         return self.engine.train_batch(iter([self.batch(seed) for seed in seeds]))
 
     def boundary(self, ends: bool | None) -> None:
-        self.engine._boundary_override = ends
+        self.engine.set_gradient_accumulation_boundary(ends)  # None: as the config has it
 
     def exported(self) -> Any:
         self.engine.save_16bit_model(self._folder, "weights.bin")

@@ -227,7 +227,7 @@ def test_a_layer_is_new_when_every_ranks_part_is() -> None:
             shards=Shards(num_ranks=2, rank=index),
             on_node=Beside(index, said, meeting),
         )
-        return NodeWeights(ModelLayout(layers=(layer,)), torch.float32, ranks)
+        return NodeWeights(ModelLayout(layers=(layer,)), adam_formats(torch.float32), ranks)
 
     with ThreadPoolExecutor(2) as processes:
         one, other = processes.map(weights_of, range(2))
