@@ -5,12 +5,14 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 from stronghold.plan.plan import make_plan
-from stronghold.refine import TRACED_STEPS, UNTOLD_STEPS, Refinement, Stage
+from stronghold.predict.simulate import fastest_plan
+from stronghold.refine import TRACED_STEPS, UNTOLD_STEPS
 from tests.models import MODELS, loss_of, token_batch
 from tests.support.quiet import law_of_time, on_time
 from tests.support.sleeping import SleepingModel
@@ -42,7 +44,7 @@ def budget_of(factory: Any, share: float) -> int:
 )
 @law_of_time
 def test_a_refined_plan_goes_on_with_the_same_bits(
-    clipping: float, accumulation: int, precision: str
+    clipping: float, accumulation: int, precision: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     factory = MODELS["llama"]
     section = {"gpu_memory": budget_of(factory, SHARE), "cpu_threads": 1, "emulated": dict(SLOW)}
@@ -53,10 +55,11 @@ def test_a_refined_plan_goes_on_with_the_same_bits(
 
     def inspect(engine: Any) -> None:
         seen["plan"], seen["report"] = engine.plan, engine.memory_report()
-        seen["stage"] = engine._refinement.stage
 
+    search = Mock(wraps=fastest_plan)
+    monkeypatch.setattr("stronghold.refine.fastest_plan", search)
     run = train_windowed(factory, steps=REFINED + 2, settings=settings, inspect=inspect)
-    assert seen["stage"] is Stage.SETTLED
+    search.assert_called_once()
     assert seen["report"].gpu_peak <= section["gpu_memory"]
     assert seen["report"].gpu_peak <= seen["report"].gpu_planned
     expected = train_plain(
@@ -72,23 +75,22 @@ def test_a_refined_plan_goes_on_with_the_same_bits(
 
 
 @pytest.mark.parametrize("taken", [False, True])
-def test_a_plan_that_finds_no_room_is_not_changed_to(
-    taken: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What others take between the search and the change does not end the training."""
+def test_a_plan_that_finds_no_room_is_not_changed_to(taken: bool) -> None:
+    """What others take before the change does not end the training."""
     factory = MODELS["llama"]
     section = {"gpu_memory": budget_of(factory, SHARE), "cpu_threads": 1, "window": 1}
     seen: list[bool] = []
 
-    def change(refinement: Any, runtime: Any) -> None:
-        stack = refinement._stack
-        demand = replace(stack.demand, window=None, resident_layers=None, resident_updates="gpu")
+    def change(engine: Any, step: int) -> None:
+        if step != 1:
+            return
+        now = engine.inspect()
+        demand = replace(now.demand, window=None, resident_layers=None, resident_updates="gpu")
         if taken:
-            stack.device.budget_bytes = stack.device.allocated_bytes
-        seen.append(stack.replan(make_plan(stack.layout, demand)))
+            now.device.budget_bytes = now.device.allocated_bytes
+        seen.append(engine.replan(make_plan(now.layout, demand)))
 
-    monkeypatch.setattr(Refinement, "_refine", change)
-    run = train_windowed(factory, steps=REFINED + 3, settings=config(section=section))
+    run = train_windowed(factory, steps=REFINED + 3, settings=config(section=section), after=change)
     assert seen == [not taken]
     assert_identical(run, train_plain(factory, steps=REFINED + 3))
 

@@ -162,8 +162,10 @@ def train_windowed(
     settings: dict[str, Any],
     groups: Callable[[nn.Module], Iterable[Any]] | None = None,
     inspect: Callable[[Any], None] | None = None,
+    after: Callable[[Any, int], None] | None = None,
 ) -> Run:
-    """Train through the engine. `inspect` sees the engine before it is destroyed."""
+    """Train through the engine. `inspect` sees the engine before it is destroyed, `after` sees it
+    after each micro-batch, with its number."""
     torch.manual_seed(0)
     model, make_batch = factory()
     engine, _, _, _ = stronghold.initialize(
@@ -181,6 +183,8 @@ def train_windowed(
             run.losses.append(loss.detach().clone())
             if engine.was_step_applied():
                 run.norms.append(engine.get_global_grad_norm())
+            if after is not None:
+                after(engine, micro)
         if inspect is not None:
             inspect(engine)
         run.weights = {name: value.clone() for name, value in engine.module_state_dict().items()}

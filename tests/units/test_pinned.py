@@ -16,6 +16,7 @@ from stronghold.errors import BudgetError
 from stronghold.memory.slab import GROWTH, PAGE_BYTES, PIECE_BYTES, PinnedPool
 from stronghold.plan.cost import LayerLoad
 from stronghold.plan.plan import make_plan
+from tests.support.saved import saved_bytes
 from tests.support.training import config, initialized
 
 ROOM = 64 << 20
@@ -142,26 +143,34 @@ def test_a_hundred_lengths_of_batches_pin_what_the_longest_needs() -> None:
         alone.destroy()
 
 
-def test_a_plan_that_knows_what_is_offloaded_pins_it_in_one_call() -> None:
+def test_a_plan_that_knows_what_is_offloaded_pins_it_in_one_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """What the first steps have shown: a refined plan has it."""
-    engine, x = engine_of(resident_layers=0), torch.randn(512, 32)
-    stack = engine._stack
-    sizes = stack.runtime.activations.sizes
-    sizes.counting = True
+    x = torch.randn(512, 32)
+    load = LayerLoad(
+        forward_s=1.0, backward_s=2.0, saved_bytes=saved_bytes(Block(), x), boundary_bytes=x.nbytes
+    )
+    engine = engine_of(resident_layers=0)
+    now, pinned = engine.inspect(), list[int]()
+    pin = now.device.pin
+
+    def noting(slab: torch.Tensor) -> None:
+        pinned.append(slab.nbytes)
+        pin(slab)
+
+    monkeypatch.setattr(now.device, "pin", noting)
     try:
         num_calls = []
         for _ in range(2):
-            engine.backward(engine(x))
+            pinned.clear()
+            loss = engine(x)
+            num_calls.append(len(pinned))
+            engine.backward(loss)
             engine.step()
-            num_calls.append(len(stack.runtime.activations._pool._pinned))
-            blocks = zip(sizes.saved, sizes.boundary, strict=True)
-            kept = tuple(
-                LayerLoad(forward_s=1.0, backward_s=2.0, saved_bytes=saved, boundary_bytes=boundary)
-                for saved, boundary in blocks
-            )
-            known = replace(stack.demand, kept=kept)
             if len(num_calls) == 1:
-                assert stack.replan(make_plan(stack.layout, known))
+                known = replace(now.demand, kept=(load,) * len(now.layout.layers))
+                assert engine.replan(make_plan(now.layout, known))
         assert num_calls[0] > 1 == num_calls[1]
         assert engine.plan.offloaded_bytes == engine.memory_report().host_activations > 0
     finally:
