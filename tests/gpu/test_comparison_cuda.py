@@ -51,10 +51,10 @@ def test_our_row_plans_with_the_whole_cap() -> None:
     try:
         data = Data(TASK, TASK.vocab)
         assert cuda.reachable_bytes(0) <= GIB
-        before = method._engine.plan.gpu_total_bytes
+        before = method.report()["device_planned_bytes"]
         for index in range(TASK.num_steps):
             method.step(data.step(index))
-        after = method._engine.plan
-        assert before <= GIB // 2 < after.gpu_total_bytes <= GIB, (before, str(after))
+        after = method.report()
+        assert before <= GIB // 2 < after["device_planned_bytes"] <= GIB, (before, after["plan"])
     finally:
         method.close()

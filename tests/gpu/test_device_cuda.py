@@ -18,6 +18,7 @@ from stronghold.device.cuda import CudaDevice
 from stronghold.errors import ConfigError, StateError
 from stronghold.memory.slab import map_slab
 from stronghold.telemetry.trace import Trace
+from tests.support.sleeping import sleep_on_stream
 
 pytestmark = [pytest.mark.gpu, pytest.mark.alone]  # they watch what the device does meanwhile
 
@@ -50,7 +51,7 @@ def slab(device: CudaDevice) -> Iterator[torch.Tensor]:
 
 def sleep_on_device() -> None:
     """Occupy the current stream."""
-    torch.cuda._sleep(SLEEP_CYCLES)
+    sleep_on_stream(SLEEP_CYCLES)
 
 
 def taken_by_torch() -> dict[str, int]:
@@ -300,7 +301,7 @@ def test_spans_are_device_times_on_the_hosts_clock(slab: torch.Tensor) -> None:
         device.settle()  # while the lane appends: no span may be lost
     device.close()
     after = time.perf_counter()
-    spans = {name: (start, end) for _, name, start, end, _ in trace._spans}
+    spans = {span.name: (span.start_s, span.end_s) for span in trace.spans()}
     assert sorted(spans) == sorted(["forward 0", *(f"fetch {k}" for k in range(30))])
     for start, end in spans.values():
         # A millisecond for the host's view of the first event.

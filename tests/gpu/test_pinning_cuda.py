@@ -21,6 +21,7 @@ from stronghold.errors import StateError
 from stronghold.memory.slab import map_slab
 from tests.gpu.test_training_cuda import STEPS, plain
 from tests.models.families import odd_llama as llama
+from tests.support.sleeping import sleep_on_stream
 from tests.support.training import assert_identical, config, train_windowed
 
 pytestmark = [
@@ -93,7 +94,7 @@ def test_a_fetch_through_the_ring_waits_for_the_drain_that_writes_its_source(
     source, target = (device.allocate(nbytes, torch.uint8, "slot") for _ in range(2))
     source.fill_(7)
     target.zero_()
-    torch.cuda._sleep(500_000_000)
+    sleep_on_stream(500_000_000)
     produced = device.record_compute("activation")
     stored = device.drain.submit("offload", lambda: device.copy(slab, source), (produced,))
     room = device.record_compute("room")
@@ -158,13 +159,16 @@ def test_doctor_says_how_much_could_be_pinned(refuse_beyond: Callable[[int], Non
     assert "0.19 GiB of host memory could be pinned" in problem.got
 
 
+MANY_THREADS_BYTES = 96 << 20  # several times what one thread commits at a time
+
+
 def test_a_large_slab_is_committed_before_it_is_registered(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """By several threads: registration would clear its pages with one."""
-    slab = map_slab(3 * cuda._TOUCH_BYTES + 17, torch.uint8)
+    slab = map_slab(MANY_THREADS_BYTES + 17, torch.uint8)
     before, seen = resident_bytes(), []
-    cudart = cuda._cudart()
+    cudart = torch.cuda.cudart()
 
     class Watched:
         @staticmethod
@@ -175,12 +179,12 @@ def test_a_large_slab_is_committed_before_it_is_registered(
     device = cuda.CudaDevice()
     try:
         with monkeypatch.context() as patched:
-            patched.setattr(cuda, "_cudart", Watched)
+            patched.setattr(torch.cuda, "cudart", lambda: Watched)
             device.pin(slab)
         device.unpin(slab)
     finally:
         device.close()
-    assert seen[0] >= 3 * cuda._TOUCH_BYTES
+    assert seen[0] >= MANY_THREADS_BYTES
     assert not slab.any()
 
 

@@ -45,6 +45,7 @@ from tests.models.families import llama_of
 from tests.models.families import odd_llama as llama
 from tests.pretended.process_groups import COMMUNICATOR_BYTES
 from tests.support.ranks import ROOT, run_ranks
+from tests.support.sleeping import sleep_on_stream
 from tests.support.training import (
     ADAM,
     DTYPES,
@@ -239,7 +240,7 @@ class Late(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        torch.cuda._sleep(Late.cycles)
+        sleep_on_stream(Late.cycles)
         return gradients[0].clone()
 
 
@@ -278,21 +279,21 @@ def test_blocks_may_compute_on_several_streams(
 ) -> None:
     """Gradients leave when all streams have written theirs, and none of them writes into a slot
     that is still on its way out: one of the streams takes long here, or the way out."""
-    run_on_stream = cuda.StreamLane._run
+    submit = cuda.StreamLane.submit
 
-    def late(lane: Any, operation: str, work: Any, *rest: Any) -> Any:
+    def late(lane: Any, operation: str, work: Any, *after: Any, **declared: Any) -> Any:
         def later() -> None:
             if lane.name == held_up:
-                torch.cuda._sleep(CYCLES)
+                sleep_on_stream(CYCLES)
             work()
 
-        return run_on_stream(lane, operation, later, *rest)
+        return submit(lane, operation, later, *after, **declared)
 
     def factory() -> Any:
         return Decoder([TwoStreams() for _ in range(6)]), token_batch
 
     expected = train_plain_on_gpu(factory, precision="fp32", clipping=clipping, accumulation=1)
-    monkeypatch.setattr(cuda.StreamLane, "_run", late)
+    monkeypatch.setattr(cuda.StreamLane, "submit", late)
     monkeypatch.setattr(Late, "cycles", CYCLES if held_up == "stream" else 0)
     settings = config(
         section={"device": "cuda", **section, "activations": "keep"}, clipping=clipping
@@ -309,7 +310,7 @@ def test_a_step_of_a_whole_model_that_gates_nothing_does_not_wait_for_backward()
         begun = torch.cuda.Event()
 
         def late(gradient: torch.Tensor) -> None:
-            torch.cuda._sleep(200 * CYCLES)
+            sleep_on_stream(200 * CYCLES)
             begun.record()
 
         loss.register_hook(late)
@@ -317,7 +318,7 @@ def test_a_step_of_a_whole_model_that_gates_nothing_does_not_wait_for_backward()
         engine.step()
         returned_early.append(not begun.query())
         norm = engine.get_global_grad_norm()
-        assert norm == engine.optimizer._global_grad_norm == engine.get_global_grad_norm()
+        assert norm == engine.optimizer.grad_norm == engine.get_global_grad_norm()
         assert norm > 0.0
 
     for clipping in (0.0, 0.5):
@@ -541,12 +542,12 @@ class Jitter(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        torch.cuda._sleep(random.choice((0, 0, CYCLES // 4)))
+        sleep_on_stream(random.choice((0, 0, CYCLES // 4)))
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        torch.cuda._sleep(random.choice((0, 0, CYCLES // 4)))
+        sleep_on_stream(random.choice((0, 0, CYCLES // 4)))
         return gradient
 
 
@@ -562,7 +563,7 @@ class Counting(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.calls += self.training
         if self.calls % chunks.BATCH == 2:
-            torch.cuda._sleep(CYCLES)
+            sleep_on_stream(CYCLES)
         y: torch.Tensor = Jitter.apply(x) + self.rows.to(x.dtype)
         if self.calls % chunks.BATCH > 2:
             self.rows.mul_(0.5).add_(x.size(0))
@@ -737,7 +738,7 @@ class Carrying(nn.Module):
         if self.training:
             if self.kept.mean is not None:
                 y = y + self.kept.mean
-            torch.cuda._sleep(CYCLES // 4)
+            sleep_on_stream(CYCLES // 4)
             self.kept.mean = y.detach().mean()
         return y
 

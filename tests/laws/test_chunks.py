@@ -18,7 +18,9 @@ from torch import nn
 from transformers import BloomConfig, BloomForCausalLM, FalconConfig, FalconForCausalLM
 
 import stronghold
+from stronghold.device.base import ThreadLane
 from stronghold.errors import ConfigError
+from stronghold.memory.slab import PinnedPool
 from stronghold.model.partition import partition
 from stronghold.plan.cost import LEVELS
 from stronghold.runtime.chunks import _Carried
@@ -527,7 +529,16 @@ def test_inputs_wait_where_the_gradients_will_lie(monkeypatch: pytest.MonkeyPatc
     """As far as these go; and move where gradients come before they are used: of several graphs
     one goes backward first."""
     monkeypatch.setattr("stronghold.runtime.activations.MIN_OFFLOAD_BYTES", 1)
-    moved: list[int] = []
+    pinned, left = list[int](), list[str]()  # pieces that were taken, and operations that offload
+    take, submit = PinnedPool.take, ThreadLane.submit
+
+    def take_noted(pool: PinnedPool, nbytes: int) -> torch.Tensor:
+        pinned.append(nbytes)
+        return take(pool, nbytes)
+
+    def submit_noted(lane: ThreadLane, name: str, *work: Any, **declared: Any) -> Any:
+        left.extend([name] * name.startswith("offload"))
+        return submit(lane, name, *work, **declared)
 
     def train(policy: str) -> list[torch.Tensor]:
         torch.manual_seed(0)
@@ -535,28 +546,30 @@ def test_inputs_wait_where_the_gradients_will_lie(monkeypatch: pytest.MonkeyPatc
         section = {"chunk": 1, "window": 1, "activations": policy}
         settings = config(clipping=0.5, precision="bf16", section=section)
         engine, *_ = stronghold.initialize(model=model, config=settings)
-        activations, offloads = engine._stack.runtime.activations, policy != "keep"
-        vacate = activations._return_later
+        inputs = BATCH * NUM_LAYERS * (policy != "keep")  # of a graph
         for step in range(2):
+            pinned.clear(), left.clear()
             losses = [engine(**make_batch(step)).loss]
-            borrowed = sum(map(len, activations._borrowed.values()))
+            assert len(left) == inputs
+            assert pinned == []
             if step == 0:
-                assert activations.host_bytes == engine.plan.offloaded_bytes == 0
-                assert borrowed == offloads * BATCH * NUM_LAYERS
+                assert engine.memory_report().host_activations == engine.plan.offloaded_bytes == 0
             losses += [engine(**make_batch(10 * step + k)).loss for k in range(5)]
-            assert (activations.host_bytes > 0) == offloads
-            with monkeypatch.context() as patch:
-                patch.setattr(
-                    activations, "_return_later", lambda *of: (moved.append(of[0]), vacate(*of))
-                )
-                for loss in losses:
-                    engine.backward(loss)
+            assert len(left) == 6 * inputs
+            assert bool(pinned) == bool(inputs)
+            lent = len(left) - len(pinned)
+            assert lent >= 2 * inputs, "those of the first graph alone would have nothing to move"
+            pinned.clear()
+            for loss in losses:
+                engine.backward(loss)
+                # The first graph has used its own; all others' have moved before its gradients.
+                assert len(pinned) == lent - inputs
             engine.step()
         weights = {name: p.clone() for name, p in engine.module_state_dict().items()}
         engine.destroy()
         return list(weights.values())
 
+    monkeypatch.setattr(PinnedPool, "take", take_noted)
+    monkeypatch.setattr(ThreadLane, "submit", submit_noted)
     expected = train("keep")
-    assert not moved
     assert all(map(torch.equal, train("recompute_offload"), expected))
-    assert set(moved) == set(range(1, NUM_LAYERS + 1))

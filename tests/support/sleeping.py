@@ -1,4 +1,5 @@
-"""A model whose compute is sleep: it leaves the cores free, as a GPU does, and takes known time."""
+"""Compute that is sleep: a model that leaves the cores free, as a GPU does, and takes known time;
+and a GPU's stream that is held up."""
 
 from __future__ import annotations
 
@@ -12,6 +13,11 @@ import torch
 from torch import nn
 
 from stronghold.plan.machine import Rates
+
+
+def sleep_on_stream(cycles: int) -> None:
+    """Hold up the GPU's current stream for so many cycles. Torch has no public name for it."""
+    torch.cuda._sleep(cycles)
 
 
 class _Sleep(torch.autograd.Function):
