@@ -22,7 +22,7 @@ import torch
 from stronghold.checkpoint import directory
 from stronghold.checkpoint.weights import write_weights
 from stronghold.process import Process
-from tests.support.checkpoints import make_model, session, train
+from tests.support.checkpoints import make_model, session, train, without_exchange
 from tests.support.children import Child
 
 OPTIONS: dict[str, Any] = {"precision": "bf16", "clipping": 0.5}
@@ -236,7 +236,7 @@ def test_a_tag_is_replaced_without_a_moment_without_one(
     exchange: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not exchange:
-        monkeypatch.setattr(directory, "_exchange", lambda one, two: False)
+        without_exchange(monkeypatch)
     for content in ("old", "new"):
         hidden = directory.begin(tmp_path, "tag")
         (hidden / "file").write_text(content)
@@ -249,7 +249,7 @@ def test_a_tag_that_stepped_aside_comes_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The instant between the two renames, where the file system cannot exchange."""
-    monkeypatch.setattr(directory, "_exchange", lambda one, two: False)
+    without_exchange(monkeypatch)
     with session(**OPTIONS) as engine:
         train(engine, 1)
         engine.save_checkpoint(tmp_path)
@@ -269,7 +269,7 @@ def test_what_a_user_has_put_aside_is_left_alone(
 ) -> None:
     """Under the name, too, that a tag which steps aside once had."""
     if not exchange:
-        monkeypatch.setattr(directory, "_exchange", lambda one, two: False)
+        without_exchange(monkeypatch)
     with session(**OPTIONS) as engine:
         train(engine, 1)
         engine.save_checkpoint(tmp_path)
@@ -283,19 +283,29 @@ def test_what_a_user_has_put_aside_is_left_alone(
     assert names == {".global_step1.old", "global_step1", "latest"}
 
 
-@pytest.mark.parametrize("name", ["renameat2", "none"])
-def test_exchange_is_refused_politely(name: str, tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_file_system_that_refuses_to_exchange_names_has_two_renames(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refused: list[str] = []
+
     class Library:
         def __init__(self, *_: Any, **__: Any) -> None:
-            if name == "renameat2":
-                self.renameat2 = self._fail
+            self.renameat2 = self.refuse
 
-        def _fail(self, *_: Any) -> int:
+        def refuse(self, *_: Any) -> int:
+            refused.append("renameat2")
             directory.ctypes.set_errno(directory.errno.EINVAL)
             return -1
 
-    monkeypatch.setattr(directory.ctypes, "CDLL", Library)
-    assert directory._exchange(tmp_path, tmp_path) is False
+    for content in ("old", "new"):
+        hidden = directory.begin(tmp_path, "tag")
+        (hidden / "file").write_text(content)
+        with monkeypatch.context() as patched:
+            patched.setattr(directory.ctypes, "CDLL", Library)
+            directory.publish(hidden, tmp_path / "tag")
+    assert refused == ["renameat2"]
+    assert (tmp_path / "tag" / "file").read_text() == "new"
+    assert [path.name for path in tmp_path.iterdir()] == ["tag"]
 
 
 def test_tensors_survive(tmp_path: Path) -> None:

@@ -34,7 +34,15 @@ from stronghold.checkpoint.tensorfile import (
 )
 from stronghold.cli import main
 from stronghold.errors import CheckpointError, ConfigError
-from tests.support.checkpoints import assert_same, command, make_model, session, snapshot, train
+from tests.support.checkpoints import (
+    assert_same,
+    command,
+    make_model,
+    session,
+    snapshot,
+    train,
+    without_exchange,
+)
 from tests.support.mutations import mutated
 
 TAG = "global_step3"
@@ -300,24 +308,57 @@ def replace(save_dir: Path, tag: str, source: Path) -> None:
     directory.publish(hidden, save_dir / tag)
 
 
+def before_read(
+    number: int, prefix: str, work: Callable[[], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`work` is done once, before a load reads the tensor of this number, from 1 on, whose name
+    begins with `prefix`."""
+    read, num_seen = TensorFile.read_part, 0
+
+    def working(file: TensorFile, name: str, begin: int, target: torch.Tensor) -> None:
+        nonlocal num_seen
+        num_seen += name.startswith(prefix)
+        if num_seen == number and name.startswith(prefix):
+            work()
+        read(file, name, begin, target)
+
+    monkeypatch.setattr(TensorFile, "read_part", working)
+
+
 @pytest.mark.parametrize("exchange", [True, False])
-@pytest.mark.parametrize("moment", ["into_slabs", "_weights", "_fill", "_moments"])
+@pytest.mark.parametrize(
+    ("number", "prefix"),
+    [(0, ""), (1, ""), (2, ""), (1, "exp_avg."), (1, "exp_avg_sq.")],
+    ids=["begin", "a weight", "the second read", "a moment", "another moment"],
+)
 def test_a_load_is_of_the_save_that_it_verified(
-    moment: str, exchange: bool, engine: Any, copy: Path, monkeypatch: pytest.MonkeyPatch
+    number: int,
+    prefix: str,
+    exchange: bool,
+    engine: Any,
+    copy: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The tag is replaced between verification and the last read: all that is read is the old."""
     if not exchange:
-        monkeypatch.setattr(directory, "_exchange", lambda one, two: False)
+        without_exchange(monkeypatch)
     expected, later = state_of(engine, copy, TAG), state_of(engine, copy, "five")
-    original, replaced = getattr(Load, moment), []
+    into_slabs, replaced = Load.into_slabs, list[None]()
 
-    def replacing(*args: Any, **options: Any) -> Any:
+    def replace_once() -> None:
         if not replaced:
             replaced.append(replace(copy, TAG, copy / "five"))
-        return original(*args, **options)
 
-    monkeypatch.setattr(Load, moment, replacing)
+    def replacing(*args: Any, **options: Any) -> None:
+        replace_once()
+        into_slabs(*args, **options)
+
+    if number == 0:
+        monkeypatch.setattr(Load, "into_slabs", replacing)
+    else:
+        before_read(number, prefix, replace_once, monkeypatch)
     assert_same(state_of(engine, copy, TAG), expected)
+    assert replaced
     assert_same(state_of(engine, copy, TAG), later)
 
 
@@ -365,14 +406,9 @@ def test_a_file_that_is_written_to_while_it_is_read_is_noticed(
     saved: Path, copy: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not replaced: overwritten where it lies, as no save of ours does."""
-    original = Load._moments
-
-    def writing(load: Load) -> None:
-        file = copy / TAG / "moments-00001.safetensors"
-        file.write_bytes((saved / "five" / file.name).read_bytes())
-        original(load)
-
-    monkeypatch.setattr(Load, "_moments", writing)
+    file = copy / TAG / "moments-00001.safetensors"
+    other = (saved / "five" / file.name).read_bytes()
+    before_read(1, "exp_avg.", lambda: file.write_bytes(other), monkeypatch)
     with session(WithBuffer(seed=9), precision="bf16") as engine:
         with pytest.raises(CheckpointError, match=r"moments-00001\.safetensors: was written to"):
             engine.load_checkpoint(copy, tag=TAG)

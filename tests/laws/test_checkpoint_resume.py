@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import stronghold
-from stronghold.checkpoint import save
+from stronghold.checkpoint import directory, save
 from stronghold.checkpoint.tensorfile import TensorFile
 from stronghold.errors import ConfigError, LaneError
 from tests.faults.test_lane_failures import fail_in
@@ -166,6 +166,17 @@ def test_masters_are_the_same_numbers_in_every_precision(
         train(engine, 1)
 
 
+def slow_saves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let each file of a layer take a hundredth of a second longer."""
+    write = save.write_parts
+
+    def slow(*file: Any, **options: Any) -> Any:
+        time.sleep(0.01)
+        return write(*file, **options)
+
+    monkeypatch.setattr(save, "write_parts", slow)
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -185,13 +196,7 @@ def test_a_save_beside_training_equals_one_that_stops_it(
         train(engine, 2)
         engine.save_checkpoint(stopped)
         losses = train(engine, 3)
-    write = save.Save._write_layer
-
-    def slow(self: Any, index: int) -> None:
-        time.sleep(0.02)  # training has time to overtake a save that nothing holds back
-        write(self, index)
-
-    monkeypatch.setattr(save.Save, "_write_layer", slow)
+    slow_saves(monkeypatch)  # training has time to overtake a save that nothing holds back
     options["section"] = {**options["section"], "async_checkpoint": True}
     with session(**options) as engine:
         train(engine, 2)
@@ -209,13 +214,13 @@ def test_a_save_beside_training_equals_one_that_stops_it(
 def test_after_a_failed_save_beside_training_is_told_of_once_everything_goes_on(
     told_by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write = save.Save._write_layer
+    write = save.write_parts
     errors = [OSError(28, "No space left on device")]
 
-    def full_once(self: Any, index: int) -> None:
+    def full_once(*file: Any, **options: Any) -> Any:
         for error in [errors.pop() for _ in errors[:1]]:
             raise error
-        write(self, index)
+        return write(*file, **options)
 
     with session() as engine:
         losses = train(engine, 6)
@@ -224,7 +229,7 @@ def test_after_a_failed_save_beside_training_is_told_of_once_everything_goes_on(
         engine.save_checkpoint(tmp_path, tag="good")
         engine.wait_for_checkpoint()
         with monkeypatch.context() as patched:
-            patched.setattr(save.Save, "_write_layer", full_once)
+            patched.setattr(save, "write_parts", full_once)
             engine.save_checkpoint(tmp_path, tag="bad")
             engine.inspect().device.finish()
             call = {
@@ -293,17 +298,11 @@ def test_after_a_load_that_failed_halfway_nothing_goes_on_before_one_that_succee
 def test_weights_that_are_loaded_beside_a_save_are_not_in_it(
     custom: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write = save.Save._write_layer
-
-    def slow(self: Any, index: int) -> None:
-        time.sleep(0.02)
-        write(self, index)
-
     def place(src: dict[str, torch.Tensor], dst: torch.nn.Module) -> None:
         for name, parameter in dst.named_parameters():
             parameter.data.copy_(src[name])
 
-    monkeypatch.setattr(save.Save, "_write_layer", slow)
+    slow_saves(monkeypatch)
     with session(section={"async_checkpoint": True}) as engine:
         train(engine, 1)
         saved = {name: value.clone() for name, value in engine.module.state_dict().items()}
@@ -318,13 +317,13 @@ def test_weights_that_are_loaded_beside_a_save_are_not_in_it(
 def test_a_save_beside_writes_in_place_fails_and_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write, written = save.Save._write_layer, threading.Event()
+    write, written = save.write_parts, threading.Event()
 
-    def late(self: Any, index: int) -> None:
+    def late(*file: Any, **options: Any) -> Any:
         written.wait()
-        write(self, index)
+        return write(*file, **options)
 
-    monkeypatch.setattr(save.Save, "_write_layer", late)
+    monkeypatch.setattr(save, "write_parts", late)
     with session(section={"async_checkpoint": True}) as engine:
         train(engine, 1)
         engine.save_checkpoint(tmp_path)
@@ -364,7 +363,7 @@ def test_a_failed_save_leaves_training_and_the_disk_as_they_were(
     with session() as engine:
         resumed = train(engine, 2)
         with monkeypatch.context() as patched:
-            patched.setattr(save.Save, "_publish", lambda self: (_ for _ in ()).throw(OSError(28)))
+            patched.setattr(directory, "publish", lambda *_: (_ for _ in ()).throw(OSError(28)))
             with pytest.raises(OSError):
                 engine.save_checkpoint(tmp_path)
         assert list(tmp_path.iterdir()) == []

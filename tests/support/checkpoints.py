@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -43,6 +45,22 @@ def two_groups(model: torch.nn.Module) -> list[dict[str, Any]]:
         {"params": [p for p in parameters if p.dim() > 1], "weight_decay": 0.1},
         {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
     ]
+
+
+def without_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From now on the C library has no `renameat2`: two names cannot be exchanged at once."""
+    library = ctypes.CDLL
+
+    class Without:
+        def __init__(self, *of: Any, **options: Any) -> None:
+            self.library = library(*of, **options)
+
+        def __getattr__(self, name: str) -> Any:
+            if name == "renameat2":
+                raise AttributeError(name)
+            return getattr(self.library, name)
+
+    monkeypatch.setattr(ctypes, "CDLL", Without)
 
 
 def settings_of(**options: Any) -> dict[str, Any]:
