@@ -162,9 +162,10 @@ def a_dead_pid() -> int:
     return process.pid
 
 
-def test_a_process_that_has_ended_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    # A container may have no machine id.
-    monkeypatch.setattr("stronghold.process._machine", lambda: "0123456789ab")
+def test_a_process_that_has_ended_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine_id = tmp_path / "machine-id"  # a container may have none
+    machine_id.write_text("0123456789abcdef" * 2)
+    monkeypatch.setattr("stronghold.process.MACHINE_ID", machine_id)
     assert process_of().life is Life.RUNS
     assert process_of(started=1).life is Life.ENDED, "another one of its number"
     assert process_of(boot="ffffffffffff").life is Life.ENDED, "before a reboot"

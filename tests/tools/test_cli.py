@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -14,9 +15,9 @@ from stronghold.telemetry.trace import Trace
 
 @pytest.fixture
 def trace_file(tmp_path: Path) -> Path:
-    lanes = Trace()
-    lanes.record("compute", "forward 0", lanes._origin_s, lanes._origin_s + 0.01)
-    lanes.record("step", "step 1", lanes._origin_s, lanes._origin_s + 0.01)
+    lanes, begun_s = Trace(), time.perf_counter()
+    lanes.record("compute", "forward 0", begun_s, begun_s + 0.01)
+    lanes.record("step", "step 1", begun_s, begun_s + 0.01)
     lanes.write(tmp_path / "trace.json")
     return tmp_path / "trace.json"
 

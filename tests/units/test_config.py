@@ -83,10 +83,17 @@ def test_no_config_is_refused(args: Any) -> None:
 
 
 def test_a_file_reads_as_deepspeed_reads_it(tmp_path: Path) -> None:
-    text = '{\n  # a comment\n  "train_batch_size": 1, // another\n  "b": {"c": 3e-5},\n}'
+    text = """{
+      # a comment
+      "train_batch_size": 1, // another
+      "scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": 3e-5}},
+    }"""
     path = write(tmp_path, text)
-    theirs = deepspeed_config.DeepSpeedConfig(str(path))._param_dict
-    assert configs.read_config(path) == theirs == {"train_batch_size": 1, "b": {"c": 3e-5}}
+    theirs = deepspeed_config.DeepSpeedConfig(str(path))
+    scheduler = {"type": theirs.scheduler_name, "params": theirs.scheduler_params}
+    read = {"train_batch_size": theirs.train_batch_size, "scheduler": scheduler}
+    assert configs.read_config(path) == read
+    assert read["scheduler"] == {"type": "WarmupLR", "params": {"warmup_min_lr": 3e-5}}
 
 
 def test_a_missing_file_names_its_nearest_neighbour(tmp_path: Path) -> None:

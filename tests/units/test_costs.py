@@ -71,7 +71,7 @@ def really_kept(
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in own:
-            kept[storage._cdata] = storage
+            kept[storage.data_ptr()] = storage  # held: the address is no other's
         return tensor
 
     def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -79,7 +79,7 @@ def really_kept(
             for tensor in leaf if isinstance(leaf, tuple) else (leaf,):
                 if isinstance(tensor, Tensor):
                     storage = tensor.untyped_storage()
-                    entered.setdefault(storage._cdata, (storage, set()))[1].add(module)
+                    entered.setdefault(storage.data_ptr(), (storage, set()))[1].add(module)
 
     for layer in partition(model).streamed:
         layer.modules[0].register_forward_pre_hook(enter, with_kwargs=True)

@@ -335,9 +335,9 @@ def test_spans_are_recorded_per_lane(make_device: Callable[..., Device]) -> None
     device.update.submit("update 3", lambda: None).wait()
     device.end_compute_span("forward 3", begun)
     device.close()
-    spans = {(lane, name): end - start for lane, name, start, end, _ in trace._spans}
+    spans = {(span.lane, span.name): span for span in trace.spans()}
     assert set(spans) == {("fetch", "fetch 3"), ("update", "update 3"), ("compute", "forward 3")}
-    assert all(seconds >= 0.0 for seconds in spans.values())
+    assert all(span.duration_s >= 0.0 for span in spans.values())
 
 
 def test_a_missing_gpu_is_named_with_what_to_set_instead(monkeypatch: pytest.MonkeyPatch) -> None:

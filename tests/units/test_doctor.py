@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import itertools
 import os
 import pty
 import select
@@ -12,8 +13,8 @@ import sys
 import termios
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ from stronghold.doctor import measure
 from stronghold.doctor.findings import DiskRates, Findings
 from stronghold.doctor.measure import Effort
 from stronghold.errors import ConfigError
+from stronghold.native import IoQueue
 from stronghold.plan import machine as profile
 from stronghold.plan.machine import ADAM_BF16_BYTES, ADAM_LEAN_BYTES, MachineProfile
 from tests.support.quiet import law_of_time, on_time
@@ -171,11 +173,8 @@ def test_each_direction_is_measured_by_itself_and_both_until_both_end() -> None:
 def test_rates_count_the_bytes_and_operations(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a clock on which everything takes a second, rates are what was moved."""
 
-    def one_second(run: Callable[[], object]) -> float:
-        run()
-        return 1.0
-
-    monkeypatch.setattr(measure, "_seconds", one_second)
+    clock = itertools.count()
+    monkeypatch.setattr(measure, "time", SimpleNamespace(perf_counter=lambda: float(next(clock))))
     memory, adam, lean = measure.host_rates(SMALL, 2, lambda _: None)
     assert lean == dict.fromkeys((1, 2), MIB * ADAM_LEAN_BYTES / 1e9)
     assert memory == adam == dict.fromkeys((1, 2), MIB * ADAM_BF16_BYTES / 1e9)
@@ -268,10 +267,10 @@ def test_the_disks_file_never_has_a_name(tmp_path: Path) -> None:
 def test_the_disks_file_is_gone_after_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
-    def fail(*_: object) -> float:
+    def fail(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr(measure, "_transfer", fail)
+    monkeypatch.setattr(IoQueue, "wait", fail)
     if isinstance(error, OSError):
         rates = measure.disk_rates(tmp_path, 8 * MIB, lambda _: None)
         assert "No space left" in rates.error

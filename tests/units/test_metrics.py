@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from stronghold.telemetry.metrics import Metrics, batch_size, tflops, value
-from stronghold.telemetry.trace import Trace
+from stronghold.telemetry.trace import Span, Trace
 
 
 class Clock:
@@ -137,9 +137,9 @@ def test_every_step_is_a_span_of_the_trace(clock: Clock) -> None:
         metrics.add_tokens(1)
         clock.now_s += 1.0
         end(metrics, step=step)
-    assert lanes._spans == [
-        ("step", "step 1", 100.0, 101.0, {}),
-        ("step", "step 2", 101.0, 102.0, {}),
+    assert lanes.spans() == [
+        Span(lane="step", name="step 1", start_s=100.0, end_s=101.0),
+        Span(lane="step", name="step 2", start_s=101.0, end_s=102.0),
     ]
 
 

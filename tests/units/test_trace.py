@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from matplotlib.figure import Figure
 
 from stronghold.errors import ConfigError
 from stronghold.telemetry import plot, trace
@@ -164,26 +165,45 @@ def test_a_trace_of_other_types_is_refused(tmp_path: Path, content: str) -> None
         trace.read(tmp_path / "trace.json")
 
 
-def test_mutated_traces_are_refused_or_read(three_steps: Path) -> None:
+@pytest.fixture
+def figures(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
+    """What is drawn, in place of files."""
+    drawn: list[Figure] = []
+    monkeypatch.setattr(plot, "save", lambda figure, png: drawn.append(figure))
+    return drawn
+
+
+def test_mutated_traces_are_refused_or_drawn(three_steps: Path, figures: list[Figure]) -> None:
     document, refused = json.loads(three_steps.read_text()), 0
     for case in range(500):
         three_steps.write_text(json.dumps(mutated(document, random.Random(case))))
         try:
-            plot._extent(trace.read(three_steps), None, None, None)
+            plot.draw_timeline(trace.read(three_steps), "timeline.png")
         except ConfigError:
             refused += 1
         except BaseException as error:
             raise AssertionError(f"case {case}: {error!r}") from error
+        figures.clear()
     assert refused > 100
 
 
-def test_a_timeline_shows_the_last_step_unless_told_otherwise(three_steps: Path) -> None:
+def test_a_timeline_shows_the_last_step_unless_told_otherwise(
+    three_steps: Path, figures: list[Figure]
+) -> None:
     spans = trace.read(three_steps)
-    begin_s, end_s, title = plot._extent(spans, None, None, None)
-    last = next(span for span in spans if span.name == "step 3")
-    assert (begin_s, end_s, title) == (last.start_s, last.end_s, "step 3, 8.0 ms")
-    assert plot._extent(spans, 1, None, None)[0] < last.start_s
-    assert plot._extent(spans, None, 0.001, 0.002)[:2] == (0.001, 0.002)
+    from_s = spans[0].start_s + 0.0002  # step 1 fetches a layer and computes another
+    seconds = {"from_s": from_s, "to_s": from_s + 0.0005}
+    for extent, title, length_ms, num_boxes in [
+        ({}, "step 3, 8.0 ms", 8.0, 8),  # an update of the step before goes on in it
+        ({"step": 1}, "step 1, 8.0 ms", 8.0, 7),
+        (seconds, f"{from_s:.3f} s to {from_s + 0.0005:.3f} s", 0.5, 2),
+    ]:
+        plot.draw_timeline(spans, "timeline.png", **extent)
+        figure = figures.pop()
+        (axes,) = figure.axes
+        assert figure.get_suptitle() == title
+        assert axes.get_xlim() == pytest.approx((0.0, length_ms), abs=1e-3)
+        assert sum(len(boxes.get_paths()) for boxes in axes.collections) == num_boxes
 
 
 def test_a_timeline_is_a_png(tmp_path: Path, three_steps: Path) -> None:
@@ -191,12 +211,16 @@ def test_a_timeline_is_a_png(tmp_path: Path, three_steps: Path) -> None:
     assert (tmp_path / "new folder" / "timeline.png").read_bytes().startswith(PNG_MAGIC)
 
 
-def test_a_lane_is_busy_for_the_union_of_its_spans_and_not_while_it_waits() -> None:
+def test_a_lane_is_busy_for_the_union_of_its_spans_and_not_while_it_waits(
+    figures: list[Figure],
+) -> None:
     def span(name: str, start_s: float, end_s: float) -> Span:
         return Span(lane="compute", name=name, start_s=start_s, end_s=end_s)
 
     spans = [span("forward 0", -1, 2), span("forward 1", 1, 3), span("wait fetch 2", 3, 8)]
-    assert plot._busy(spans, "compute", 0.0, 10.0) == pytest.approx(0.3)
+    plot.draw_timeline(spans, "timeline.png", from_s=0.0, to_s=10.0)
+    (axes,) = figures[0].axes
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["compute\n30% busy"]
 
 
 @pytest.mark.parametrize(
