@@ -118,7 +118,7 @@ def partition(
                     streamed=streamed,
                 )
             )
-    _check_exactly_once(names, found)
+    check_exactly_once(names, found)
     return Partition(layers=tuple(found), model=model)
 
 
@@ -212,7 +212,7 @@ def _check_movable(names: dict[nn.Parameter, list[str]]) -> None:
             )
 
 
-def _check_exactly_once(names: dict[nn.Parameter, list[str]], layers: list[Layer]) -> None:
+def check_exactly_once(names: dict[nn.Parameter, list[str]], layers: list[Layer]) -> None:
     placed = Counter(named.parameter for layer in layers for named in layer.parameters)
     for parameter, aliases in names.items():
         if placed[parameter] != 1:

@@ -38,7 +38,7 @@ and the main stream follows it. A block that holds tensors besides its parameter
 statistics, a table that grows) may write in any chunk what another reads: it takes them on the main
 stream, from the first one that finds such a tensor. So does a block that writes in one chunk what
 another uses, however it is kept (a closure, a global, a plain object): its first call is on the
-main stream, and every operator of it is looked at (`_Carried`). What a block begins to carry later,
+main stream, and every operator of it is looked at (`Carried`). What a block begins to carry later,
 or carries through compiled code or kernels that torch does not know, is not seen. What all chunks
 are given they may only read.
 """
@@ -290,7 +290,7 @@ class Chunks:
             to_come: set[int] = set()
             device = self._device
             several = len(device.side_streams) > 1 and not self._in_turn.get(module, False)
-            seen = _Carried() if several and module not in self._in_turn else None
+            seen = Carried() if several and module not in self._in_turn else None
             whole = set(map(id, _tensors((args, kwargs)) if several else ()))
             parameters = list(module.parameters())
             with contextlib.ExitStack() as forks:
@@ -579,7 +579,7 @@ def _tensors(value: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
-class _Carried(TorchDispatchMode):
+class Carried(TorchDispatchMode):
     """Finds memory that a block writes in one chunk and reads or writes in another, whoever keeps
     it: `found` names it, and the operator."""
 

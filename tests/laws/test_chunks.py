@@ -23,7 +23,7 @@ from stronghold.errors import ConfigError
 from stronghold.memory.slab import PinnedPool
 from stronghold.model.partition import partition
 from stronghold.plan.cost import LEVELS
-from stronghold.runtime.chunks import _Carried
+from stronghold.runtime.chunks import Carried
 from tests.models import HUGGING_FACE, MODELS
 from tests.models.families import llama_of
 from tests.support.pairs import pairs
@@ -488,7 +488,7 @@ def writes_what_others_have_read(x: torch.Tensor, kept: list[Any]) -> torch.Tens
 @pytest.mark.parametrize("block", [pure, passes_on, uses_a_global, writes_what_others_have_read])
 def test_what_a_block_carries_from_chunk_to_chunk_is_seen(block: Any) -> None:
     """Such a block's chunks may not be on several streams (tests/gpu/test_training_cuda.py)."""
-    seen, kept = _Carried(), list[Any]()
+    seen, kept = Carried(), list[Any]()
     for number in range(3):
         with seen.chunk(number):
             block(torch.ones(3), kept)

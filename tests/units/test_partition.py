@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import operator
+
 import pytest
 import torch
 from torch import nn
 
 from stronghold.errors import ConfigError, StateError
-from stronghold.model.partition import _check_exactly_once, _names, partition
+from stronghold.model.partition import check_exactly_once, partition
 from tests.models import HUGGING_FACE, MODELS, PLAIN, TOYS, Block, Decoder
+from tests.support.insides import tables_of
 from tests.support.partitions import (
     EXPECTED,
     build,
@@ -69,7 +72,7 @@ def test_layers_are_in_order_and_are_used_where_they_say(name: str) -> None:
         keys = [(not n.parameter.requires_grad, order[id(n.parameter)]) for n in layer.parameters]
         assert keys == sorted(keys)
         mine = {named.parameter for named in layer.parameters}
-        holders = {m for m in modules.values() if not mine.isdisjoint(m._parameters.values())}
+        holders = {m for m in modules.values() if not mine.isdisjoint(m.parameters(recurse=False))}
         if layer.streamed:
             assert layer.modules == (modules[layer.name],)
             assert holders <= set(layer.modules[0].modules())
@@ -81,15 +84,13 @@ def test_layers_are_in_order_and_are_used_where_they_say(name: str) -> None:
 @pytest.mark.parametrize("name", PLAIN)
 def test_the_partition_changes_nothing_in_the_model(name: str) -> None:
     model = build(name)
-    before = [(m, dict(vars(m)), dict(m._parameters), dict(m._modules)) for m in model.modules()]
+    parameters = list(model.parameters())
+    before = [(module, list(vars(module)), tables_of(module)) for module in model.modules()]
     partition(model)
-    for module, attributes, parameters, children in before:
-        assert vars(module).keys() == attributes.keys()
-        assert not module._forward_hooks
-        assert not module._forward_pre_hooks
-        for name, parameter in parameters.items():
-            assert module._parameters[name] is parameter
-        assert dict(module._modules) == children
+    for module, names, tables in before:
+        assert list(vars(module)) == names
+        assert tables_of(module) == tables
+    assert all(map(operator.is_, model.parameters(), parameters))
 
 
 # --- what stays resident -------------------------------------------------------------------------
@@ -227,6 +228,9 @@ def test_views_of_one_buffer_that_do_not_overlap_are_fine() -> None:
 def test_a_parameter_in_no_layer_or_in_two_is_noticed() -> None:
     model = build("gpt")
     layers = list(partition(model).layers)
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
     for broken in (layers[1:], [*layers, layers[2]]):
         with pytest.raises(StateError, match="expected exactly one"):
-            _check_exactly_once(_names(model), broken)
+            check_exactly_once(names, broken)
