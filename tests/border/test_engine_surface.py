@@ -31,6 +31,7 @@ from stronghold.runtime import stack
 from stronghold.runtime.guards import FRAGMENT
 from tests.conftest import lane_threads
 from tests.models import MODELS, loss_of
+from tests.support.insides import hooks_of, num_hooks
 from tests.support.pairs import pairs
 from tests.support.stock import deepspeeds_engine, one_rank
 from tests.support.training import config, initialized
@@ -269,18 +270,11 @@ def anatomy(model: nn.Module) -> list[dict[str, Any]]:
     ]
 
 
-def hooks_of(model: nn.Module) -> int:
+def num_hooks_of(model: nn.Module) -> int:
     on_modules = sum(
-        len(value)
-        for module in model.modules()
-        for name, value in vars(module).items()
-        if "hook" in name and isinstance(value, dict)
+        len(table) for module in model.modules() for table in hooks_of(module).values()
     )
-    return on_modules + sum(
-        len(getattr(p, name) or ())
-        for p in model.parameters()
-        for name in ("_backward_hooks", "_post_accumulate_grad_hooks")
-    )
+    return on_modules + sum(map(num_hooks, model.parameters()))
 
 
 @pytest.mark.parametrize("name", ["gpt", "gpt_tied", "weird_model", "frozen", "unused", "llama"])
@@ -313,9 +307,9 @@ def test_parameters_keep_identity_dtype_and_shape(name: str) -> None:
 def test_nothing_is_written_on_the_users_modules_but_hooks_that_go_again() -> None:
     model, make_batch = MODELS["gpt"]()
     before, names = anatomy(model), [set(vars(module)) for module in model.modules()]
-    assert hooks_of(model) == 0
+    assert num_hooks_of(model) == 0
     engine = initialized(model, config())
-    assert hooks_of(model) > 0
+    assert num_hooks_of(model) > 0
     for step in range(2):
         engine.backward(loss_of(engine(**make_batch(step))))
         engine.step()
@@ -324,7 +318,7 @@ def test_nothing_is_written_on_the_users_modules_but_hooks_that_go_again() -> No
     engine.destroy()
     assert all(set(vars(parameter)) == set() for parameter in model.parameters())
     assert anatomy(model) == before
-    assert hooks_of(model) == 0
+    assert num_hooks_of(model) == 0
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -369,8 +363,8 @@ def test_the_engine_is_deepspeeds_by_name_and_passes_through_to_the_model() -> N
     assert engine.config == settings
     assert engine.config.get("zero_optimization") is None
     assert engine.embedding is model.embedding
-    engine._accelerator = settings  # frameworks keep things on engines
-    assert engine._accelerator is settings
+    engine.accelerator = settings  # frameworks keep things on engines
+    assert engine.accelerator is settings
     with pytest.raises(AttributeError, match="no_such_name"):
         engine.no_such_name  # noqa: B018
     assert engine.eval() is engine
@@ -514,7 +508,7 @@ def test_an_engine_that_is_dropped_ends_its_lanes_and_gives_the_model_back() -> 
     gc.collect()
     assert gone() is None
     assert lane_threads() == []
-    assert hooks_of(model) == 0
+    assert num_hooks_of(model) == 0
     assert all(torch.isfinite(parameter).all() for parameter in model.parameters())
     with pytest.raises(ConfigError, match="not connected to an engine"):
         optimizer.step()

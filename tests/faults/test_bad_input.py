@@ -20,6 +20,7 @@ from stronghold.errors import BudgetError, ConfigError
 from stronghold.memory import host
 from tests.conftest import HAS_CUDA, lane_threads
 from tests.models import MODELS, loss_of
+from tests.support.insides import tables_of
 from tests.support.sizes import named_size
 from tests.support.training import config, initialized
 from tests.support.twin import Twin
@@ -56,6 +57,7 @@ def refused(
     """Initialize; the one error, whose message holds every regular expression of `advice`."""
     before = [(p, p.data_ptr(), p.dtype, p.shape, p.device) for p in model.parameters()]
     names = [list(vars(module)) for module in model.modules()]
+    tables = [tables_of(module) for module in model.modules()]
     initialize.setdefault("model_parameters", list(model.parameters()))
     with pytest.raises(ConfigError) as caught:
         stronghold.initialize(model=model, config=settings, **initialize)
@@ -67,7 +69,7 @@ def refused(
     assert lane_threads() == []
     assert [(p, p.data_ptr(), p.dtype, p.shape, p.device) for p in model.parameters()] == before
     assert [list(vars(module)) for module in model.modules()] == names
-    assert not any(module._forward_pre_hooks for module in model.modules())
+    assert [tables_of(module) for module in model.modules()] == tables
     return caught.value
 
 

@@ -16,6 +16,7 @@ from stronghold.device.emulated import EmulatedDevice
 from stronghold.runtime.recompute import KeptModule
 from tests.models import HIDDEN
 from tests.support import children
+from tests.support.insides import hooks_of
 from tests.support.interrupts import Stopped, at_bytecode
 from tests.support.training import config, initialized
 
@@ -93,7 +94,6 @@ def test_an_interrupt_while_a_block_runs_again_leaves_it_as_it_was() -> None:
     """At each bytecode of what gives the block its old state, and takes it away."""
     torch.manual_seed(0)
     x, device, hooks = torch.randn(2, 3, HIDDEN), EmulatedDevice(), nn.modules.module
-    globally = [hooks._global_forward_hooks, hooks._global_forward_pre_hooks]
     block = Growing()
     gone = [
         block.linear.register_forward_hook(lambda *_: None),
@@ -110,7 +110,7 @@ def test_an_interrupt_while_a_block_runs_again_leaves_it_as_it_was() -> None:
     def state() -> list[Any]:
         chance = torch.get_rng_state().tolist()
         modes = [parameter.requires_grad for parameter in block.parameters()]
-        return [attributes_of(block), chance, modes, [dict(table) for table in globally]]
+        return [attributes_of(block), chance, modes, hooks_of(hooks)]
 
     before = state()
     work = lambda: kept.run(lambda: block(x))  # noqa: E731
@@ -140,7 +140,7 @@ def test_an_interrupt_while_a_chunk_runs_leaves_the_block_its_parameters() -> No
     for number in range(1, count + 1):
         with pytest.raises(Stopped):
             at_bytecode(work, number, within=within)
-        kinds = [type(p) for part in model.modules() for p in part._parameters.values()]
+        kinds = [type(p) for part in model.modules() for p in part.parameters(recurse=False)]
         assert all(issubclass(kind, nn.Parameter) for kind in kinds), f"bytecode {number}"
     assert torch.equal(work(), expected)
     engine.destroy()

@@ -17,6 +17,7 @@ from stronghold.errors import ConfigError
 from tests.models import MODELS as MODEL_FACTORIES
 from tests.support.pairs import pairs
 from tests.support.places import on_gpu
+from tests.support.saved import has_saved_tensor_hooks
 from tests.support.training import WARMUP
 from tests.support.twin import Twin, failing_once, twin
 
@@ -45,25 +46,25 @@ def test_a_forward_that_is_stopped_by_hand_leaves_nothing_behind(
 
     with twin(section={"activations": policy}, **MODES[mode]) as both:
         block = next(m for name, m in both.model.named_modules() if name.endswith(".2"))
-        answer, stopping = block.forward, [False]
+        answer, calls_to_stop = block.forward, list[bool]()
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            late = where == "a recomputation" and torch._C._current_graph_task_id() < 0
-            if stopping[0] and not late:
+            if calls_to_stop and calls_to_stop.pop():
                 raise KeyboardInterrupt
             return answer(*args, **kwargs)
 
         block.forward = forward
         for step in range(3):
             if step == 1 and (where != "a recomputation" or policy == "recompute"):
-                stopping[0] = True
+                # The block's first call is the forward's, its second is in backward.
+                calls_to_stop[:] = [True, False] if where == "a recomputation" else [True]
                 with pytest.raises(KeyboardInterrupt):
                     stopped(both)
-                stopping[0] = False
+                assert calls_to_stop == []
             for micro in range(both.accumulation):
                 batch = both.on(2 * step + micro)
                 loss = batch(both.engine)
-                assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
+                assert not has_saved_tensor_hooks()
                 if mode == "early" and where == "a recomputation" and policy == "recompute":
                     return  # layers were updated before it: refused, as after every failure
                 both.engine.backward(loss)
@@ -118,7 +119,7 @@ def test_an_engine_that_is_destroyed_after_a_stopped_call_leaves_no_hook() -> No
         with pytest.raises(KeyboardInterrupt):
             both.on(0)(both.model)
         both.engine.destroy()
-        assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
+        assert not has_saved_tensor_hooks()
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -23,6 +23,7 @@ from stronghold.plan.cost import Demand, LayerLoad, Workload
 from stronghold.plan.plan import make_plan
 from stronghold.predict import simulate
 from tests.models import HIDDEN, MODELS, Decoder, loss_of
+from tests.support.insides import hooks_of, num_hooks
 from tests.support.places import ON_GPU, on_gpu
 from tests.support.sleeping import rates
 from tests.support.states import adam_states
@@ -109,14 +110,12 @@ def test_nothing_stands_on_the_path_of_a_model_that_is_whole() -> None:
     engine, make_batch = engine_of("whole")
     train(engine, make_batch, range(2))
     for module in engine.module.modules():
-        for hooks in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks"):
-            assert not getattr(module, hooks)
+        assert hooks_of(module, "forward", "backward") == {}
     arrays = {state.weights.untyped_storage().data_ptr() for state in engine.inspect().layers}
     before = [p.data_ptr() for p in engine.module.parameters()]
     loss = loss_of(engine(**make_batch(2)))
     for parameter in engine.module.parameters():
-        assert not parameter._backward_hooks
-        assert not parameter._post_accumulate_grad_hooks
+        assert num_hooks(parameter) == 0
         assert parameter.untyped_storage().data_ptr() in arrays
     engine.backward(loss)
     assert all(parameter.grad is None for parameter in engine.module.parameters())

@@ -80,9 +80,9 @@ def chunk_blocks(
 def _chunk(block: nn.Module, size: int, sums: Sums, checkpointed: bool, rows: int) -> None:
     inner = block.forward
     places = [
-        (part._parameters, name, parameter)
-        for part in block.modules()
-        for name, parameter in part._parameters.items()
+        (table, name, parameter)
+        for table in (part._parameters for part in block.modules())
+        for name, parameter in table.items()
         if parameter is not None and parameter.requires_grad
     ]
 

@@ -25,6 +25,7 @@ import torch
 
 from tests.conftest import choose_kernels
 from tests.support.checkpoints import assert_same, session, snapshot, train
+from tests.support.saved import has_saved_tensor_hooks
 
 Round = Callable[[], None]
 BEFORE, AFTER = 2, 3  # steps before the checkpoint, and after it
@@ -170,7 +171,7 @@ class Place:
             assert_same(snapshot(engine), self.end)
         with session(**self._options) as engine:  # a later engine
             assert all(map(torch.equal, train(engine, BEFORE), self.first)), f"{where}: later"
-        assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
+        assert not has_saved_tensor_hooks()
         return f"{way}, {'fresh' if fresh else 'warm'}, in {where}"
 
     def _interrupted(self, engine: Any, way: str, chosen: random.Random) -> str:

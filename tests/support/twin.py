@@ -94,7 +94,7 @@ class Twin:
         gradients = {p: p.grad for p in self.parameters if p.grad is not None}
         norm = self.adam.step(self.sums or gradients, self.clipping)  # type: ignore[arg-type]
         self.drop_plain()
-        self.shown._opt_called = True  # type: ignore[attr-defined]  # for torch's schedules
+        self.shown.step()  # without gradients nothing changes, but torch's schedules want a step
         return norm
 
     def drop_plain(self) -> None:
