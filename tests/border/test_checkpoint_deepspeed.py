@@ -140,14 +140,18 @@ def states_0(theirs: Any) -> dict[str, list[torch.Tensor]]:
 
 
 def states_2(theirs: Any) -> dict[str, list[torch.Tensor]]:
+    """Of one rank: each flat master has a group's parameters one after the other."""
     optimizer, found = theirs.optimizer, {}
+    names = {parameter: name for name, parameter in theirs.module.named_parameters()}
     flats = optimizer.single_partition_of_fp32_groups
-    for flat, addresses in zip(flats, optimizer._param_slice_mappings, strict=True):
+    for flat, parameters in zip(flats, optimizer.bit16_groups, strict=True):
         state = optimizer.optimizer.state[flat]
-        for name, address in addresses.items():
-            chosen = slice(address.start, address.start + address.numel)
-            states = (flat, *(state[m] for m in MOMENTS))
-            found[name] = [value.detach()[chosen].clone() for value in states]
+        states = [values.detach() for values in (flat, *(state[m] for m in MOMENTS))]
+        begin = 0
+        for parameter in parameters:
+            end = begin + parameter.numel()
+            found[names[parameter]] = [values[begin:end].clone() for values in states]
+            begin = end
     return found
 
 

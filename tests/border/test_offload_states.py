@@ -9,6 +9,7 @@ from typing import Any
 import deepspeed
 import pytest
 import torch
+from deepspeed import utils
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
@@ -69,7 +70,7 @@ def test_masters_of_their_own_take_what_was_written_while_the_model_was_away() -
     write(parameter)
     written = parameter.detach().clone()
     both.engine.reload_states()
-    master = parameter._hp_mapping.get()  # type: ignore[attr-defined]
+    master = utils.safe_get_full_fp32_param(parameter)
     assert torch.equal(master, written.float())
     both.engine.destroy()
 

@@ -100,7 +100,7 @@ def preferences(trl: Any, dataset: Any, base: Any, given: dict[str, Any], tokens
     }
     return trl.DPOTrainer(
         model=base,
-        ref_model=LlamaForCausalLM.from_pretrained(base.config._name_or_path),
+        ref_model=LlamaForCausalLM.from_pretrained(base.config.name_or_path),
         args=trl.DPOConfig(max_length=64, **given),
         train_dataset=dataset.from_dict(columns),
         processing_class=tokens,

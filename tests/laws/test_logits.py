@@ -135,7 +135,7 @@ def test_ligers_fused_loss_lives_beside_ours(tied: bool, caplog: pytest.LogCaptu
     Triton's interpreter takes the kernels of head and loss alone, with numpy before 2.4.
     """
     caplog.set_level("INFO", "stronghold")
-    patch = pytest.importorskip("liger_kernel.transformers")._apply_liger_kernel_to_instance
+    patch = pytest.importorskip("liger_kernel.transformers").apply_liger_kernel_to_llama
 
     def fused() -> Any:
         model = llama(tied=tied)
@@ -143,7 +143,7 @@ def test_ligers_fused_loss_lives_beside_ours(tied: bool, caplog: pytest.LogCaptu
         return model, lambda seed: batch()
 
     def inspect(engine: Any) -> None:
-        loss = engine.module._loss_function
+        loss = engine.module.loss_function
         assert loss.num_divided == 0
         engine.eval()
         with torch.no_grad():

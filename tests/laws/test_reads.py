@@ -103,7 +103,7 @@ READS: dict[str, Way] = {
     "tolist()": lambda p: p.listed[-1].tolist(),
     "repr": lambda p: repr(p.model.blocks[1].norm2.bias).replace("Hidden", ""),
     "F.linear": lambda p: F.linear(torch.ones(2, HIDDEN), p.model.head.weight.float()),
-    "torch._foreach": lambda p: torch._foreach_norm(p.listed),
+    "torch._foreach": lambda p: nn.utils.get_total_norm(p.listed, foreach=True),
     "torch.stack": lambda p: torch.stack([b.norm1.weight for b in p.model.blocks]),
     "parameters_to_vector": lambda p: nn.utils.parameters_to_vector(p.listed),
     "an average": lambda p: torch.zeros(()).lerp(p.listed[0].detach().float().sum(), 0.5),
@@ -422,7 +422,7 @@ def compiled_blocks(model: Any, batch: Any) -> Any:
 def test_blocks_that_were_compiled_and_called_before_train_the_newest_weights(
     clipping: float,
 ) -> None:
-    torch._dynamo.reset()
+    torch.compiler.reset()
     model, make_batch = MODELS["gpt"]()
     called = compiled_blocks(model, make_batch(0))
     section = {**SLOW, "activations": "keep"}
