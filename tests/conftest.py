@@ -149,8 +149,12 @@ def torchs_linear() -> Iterator[None]:
 def no_stale_group() -> None:
     """DeepSpeed keeps the first process group that it saw, also after a test destroyed it."""
     groups: Any = sys.modules.get("deepspeed.utils.groups")
-    kept = getattr(groups, "_WORLD_GROUP", None)
-    if kept is not None and kept not in torch.distributed.distributed_c10d._world.pg_map:
+    kept = groups and groups._WORLD_GROUP
+    if kept is None:
+        return
+    try:
+        torch.distributed.get_process_group_ranks(kept)
+    except KeyError:
         groups._WORLD_GROUP = None
 
 

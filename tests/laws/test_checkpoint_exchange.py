@@ -22,6 +22,7 @@ from tests.support.checkpoints import (
     snapshot,
     train,
 )
+from tests.support.frameworks import weights_for_accelerate
 
 
 @pytest.fixture(scope="module")
@@ -170,7 +171,7 @@ def test_save_16bit_model_writes_what_torch_and_safetensors_read(tmp_path: Path)
         assert engine.save_16bit_model(tmp_path, "model.safetensors") is True
         expected = {name: value.clone() for name, value in engine.module_state_dict().items()}
         total = sum(p.numel() * 2 for p in engine.module.parameters())
-        live = engine._zero3_consolidated_16bit_state_dict()
+        live = weights_for_accelerate(engine)
         assert {v.untyped_storage().nbytes() == v.numel() * 2 for v in live.values()} == {True}
         assert live["lm_head.weight"] is live["transformer.wte.weight"]
         train(engine, 3)
@@ -189,7 +190,7 @@ def test_save_16bit_model_writes_what_torch_and_safetensors_read(tmp_path: Path)
 def test_transformers_saves_the_live_weights_with_their_ties(tmp_path: Path) -> None:
     with session(precision="bf16") as engine:
         train(engine, 2)
-        state = engine._consolidated_16bit_state_dict()
+        state = weights_for_accelerate(engine, tensor_parallel=True)
         engine.module.save_pretrained(tmp_path, state_dict=dict(state))
         model = AutoModelForCausalLM.from_pretrained(tmp_path)
         for name, value in model.state_dict().items():

@@ -10,11 +10,8 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from stronghold.device.emulated import EmulatedDevice
-
-_unmarked = torch._C._DisableTorchDispatch
 
 
 class _Counting(TorchDispatchMode):
@@ -28,6 +25,8 @@ class _Counting(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
+        if self._device.allocates:
+            return found
         given = {id(storage) for storage in _storages((args, kwargs))}
         for storage in _storages(found):
             if id(storage) not in given and id(storage) not in self._alive:
@@ -46,8 +45,13 @@ class _Counting(TorchDispatchMode):
 
 
 def _storages(nested: Any) -> list[torch.UntypedStorage]:
-    leaves = [leaf for leaf in tree_leaves(nested) if isinstance(leaf, torch.Tensor)]
-    return [leaf.untyped_storage() for leaf in leaves]
+    if isinstance(nested, torch.Tensor):
+        return [nested.untyped_storage()]
+    if isinstance(nested, dict):
+        nested = list(nested.values())
+    if not isinstance(nested, tuple | list):
+        return []
+    return [storage for part in nested for storage in _storages(part)]
 
 
 class CountedDevice(EmulatedDevice):
@@ -58,6 +62,7 @@ class CountedDevice(EmulatedDevice):
 
     def __init__(self, **settings: Any) -> None:
         self.used_bytes = self._peak = self._failures = 0
+        self.allocates = False  # a buffer, which is not counted as a tensor
         super().__init__(**settings)
 
     @contextlib.contextmanager
@@ -77,10 +82,15 @@ class CountedDevice(EmulatedDevice):
         self.used_bytes += nbytes
         self._peak = max(self._peak, self.allocated_bytes + self.used_bytes)
 
-    def _allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        with _unmarked():
-            buffer = super()._allocate(numel, dtype)
-        if self.allocated_bytes + self.used_bytes + buffer.nbytes > self.total_bytes:
+    def allocate(self, numel: int, dtype: torch.dtype, purpose: str) -> torch.Tensor:
+        peak_bytes, self.allocates = self.peak_bytes, True
+        try:
+            buffer = super().allocate(numel, dtype, purpose)
+        finally:
+            self.allocates = False
+        if self.allocated_bytes + self.used_bytes > self.total_bytes:
+            self.release(buffer)
+            self.peak_bytes = peak_bytes
             self._failures += 1
             raise torch.OutOfMemoryError("counted device out of memory, for a buffer")
         return buffer

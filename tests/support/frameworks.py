@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import deepspeed
 import pytest
+from accelerate import Accelerator, DistributedType
 from accelerate.state import AcceleratorState, GradientState
 from transformers import TrainingArguments
 
@@ -48,6 +51,20 @@ def reset_accelerate(*, ranked: bool = True) -> None:
         os.environ.pop(name, None)
     if ranked:
         os.environ.update(RANK)
+
+
+def weights_for_accelerate(engine: Any, *, tensor_parallel: bool = False) -> dict[str, Any]:
+    """The state dict that Accelerate asks an engine for, of stage 3 or with tensor parallelism."""
+    settings = {
+        "zero_optimization": {"stage": 0 if tensor_parallel else 3},
+        "tensor_parallel": {"autotp_size": 2 if tensor_parallel else 0},
+    }
+    asking: Any = SimpleNamespace(
+        distributed_type=DistributedType.DEEPSPEED, deepspeed_config=settings
+    )
+    with patch.object(engine, "zero_gather_16bit_weights_on_model_save", lambda: True):
+        state: dict[str, Any] = Accelerator.get_state_dict(asking, engine)
+    return state
 
 
 @pytest.fixture

@@ -47,13 +47,13 @@ def meet(folder: Path) -> None:
         elif moment == "first agreement":
             group.this_node = die  # type: ignore[assignment]
         elif moment == "groups":
-            make, made = group._new_group, []
+            make, made = torch.distributed.new_group, []
 
-            def second(*arguments: Any) -> Any:
-                made.append(make(*arguments) if not made else die())
+            def second(*arguments: Any, **options: Any) -> Any:
+                made.append(make(*arguments, **options) if not made else die())
                 return made[-1]
 
-            group._new_group = second
+            torch.distributed.new_group = second
         elif moment == "building":
             stack.assemble = die  # type: ignore[assignment]
     wait = meeting.Attendance.wait
