@@ -367,5 +367,5 @@ def test_what_frameworks_read_of_the_optimizer_is_there() -> None:
         assert optimizer.overflow is False
         assert optimizer.cur_scale == optimizer.loss_scale == 1.0
         both.train(0)
-        assert optimizer._global_grad_norm == both.engine.get_global_grad_norm()
+        assert both.engine.get_global_grad_norm() == optimizer.grad_norm > 0.0
         assert "EngineOptimizer" in repr(optimizer)

@@ -74,7 +74,7 @@ def install() -> ModuleType:
     extension.set_delay(float(os.environ.get(DELAY, "0")))
     extension.set_launch_delay(float(os.environ.get(LAUNCH_DELAY, "0")))
     # Python's launches need the interpreter: none may be left when it ends.
-    atexit.register(torch._C._accelerator_synchronizeDevice, 0)
+    atexit.register(torch.accelerator.synchronize, 0)
     _streams(torch, extension)
     _memory(torch, extension)
     _identity(torch, extension)
@@ -167,7 +167,7 @@ def _streams(torch: Any, extension: Any) -> None:
     cuda.current_stream = lambda device=None: named(extension.current_stream())
     cuda.default_stream = lambda device=None: named(0)
     cuda.set_stream = lambda stream: extension.set_current_stream(stream.stream_id)
-    cuda.synchronize = lambda device=None: torch._C._accelerator_synchronizeDevice(0)
+    cuda.synchronize = lambda device=None: torch.accelerator.synchronize(0)
     cuda.is_current_stream_capturing = lambda: Capture.under_way
     cuda.CUDAGraph = object
     cuda.graph = Capture
@@ -279,21 +279,19 @@ def _identity(torch: Any, extension: Any) -> None:
         extension.set_device()
 
     cuda = torch.cuda
-    for name in ("is_available", "is_initialized", "_is_compiled"):
-        setattr(cuda, name, lambda: True)
+    cuda.is_available = cuda.is_initialized = cuda._is_compiled = lambda: True
     cuda.is_bf16_supported = lambda including_emulation=True: True
-    cuda._lazy_init = cuda.init = torch._C._cuda_init = lambda: None
-    cuda.device_count = torch._C._cuda_getDeviceCount = lambda: 1
-    cuda.current_device = torch._C._cuda_getDevice = lambda: 0
+    cuda._lazy_init = cuda.init = lambda: None
+    cuda.device_count = lambda: 1
+    cuda.current_device = lambda: 0
     cuda.set_device = set_device
-    cuda.device = cuda.device_of = cuda._DeviceGuard = _Device
+    cuda.device = cuda.device_of = _Device
     cuda.get_device_name = lambda device=None: _Properties.name
     cuda.get_device_capability = lambda device=None: (_Properties.major, _Properties.minor)
     cuda.get_device_properties = lambda device=None: _Properties()
-    cuda._device_count_amdsmi = None
     cuda.can_device_access_peer = lambda device, peer: False
-    markers = cuda.nvtx._nvtx  # for profilers, of which there is none
-    markers.rangePushA = markers.rangePop = markers.markA = lambda *_: 0
+    # For profilers, of which there is none.
+    cuda.nvtx.range_push = cuda.nvtx.range_pop = cuda.nvtx.mark = lambda *_: 0
     torch.backends.cuda.is_built = lambda: True
     torch.version.cuda = "13.0"
 

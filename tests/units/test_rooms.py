@@ -1,9 +1,11 @@
-"""The borders between the rooms, as the source shows them: imports, threads, CUDA, prints."""
+"""The borders between the rooms, as the source shows them: imports, threads, CUDA, prints, and the
+private names that tests read."""
 
 from __future__ import annotations
 
 import ast
 import re
+from collections import Counter
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -173,6 +175,119 @@ def test_only_the_command_prints() -> None:
         if name in ("print", "sys.stdout", "sys.stderr")
     ]
     assert strangers == []
+
+
+# Private by an underscore, and documented for everybody.
+DOCUMENTED = {"_exit", "_replace", "_fields", "_asdict", "_make"}
+BY_NAME = {"getattr", "setattr", "delattr", "hasattr", "object", "patch"}  # take a name as a string
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__") and name not in DOCUMENTED
+
+
+def private_names(path: Path) -> Iterator[tuple[int, str]]:
+    """(line, names) of each place at which a file reads a private name off an object, imports one,
+    or gives one to `setattr` and the like. A chain such as `torch._C._name` is one place. An object
+    may read its own: what stands right behind `self` and `cls` does not count."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    inner = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    for node in ast.walk(tree):
+        names: list[str] = []
+        if isinstance(node, ast.Attribute) and id(node) not in inner:
+            names = chain_of(node)
+        elif isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                imported = [*str(node.module).split("."), alias.name]
+                if any(map(is_private, imported)):
+                    yield node.lineno, ".".join(imported)
+        elif isinstance(node, ast.Import):
+            names = [part for alias in node.names for part in alias.name.split(".")]
+        elif isinstance(node, ast.Call) and dotted(node.func).split(".")[-1] in BY_NAME:
+            words = [word.value for word in node.args[:2] if isinstance(word, ast.Constant)]
+            names = [part for word in words for part in str(word).split(".")]
+        first = next((k for k, name in enumerate(names) if is_private(name)), None)
+        if first is not None:
+            yield node.lineno, ".".join(names[first:])
+
+
+def chain_of(node: ast.expr) -> list[str]:
+    """The attributes of `a.b.c`, from left to right, without those of `self` and `cls` themselves;
+    what stands before a call or an index is another chain."""
+    names: list[str] = []
+    while isinstance(node, ast.Attribute):
+        names.insert(0, node.attr)
+        node = node.value
+    own = isinstance(node, ast.Name) and node.id in ("self", "cls")
+    return names[1:] if own else names
+
+
+# By file and name: in how many places, and why. Torch's, DeepSpeed's and others' names stand here
+# where these have no public one. No new one of ours: tests look inside through engine.inspect().
+PRIVATE_NAMES: dict[str, tuple[int, str]] = {
+    # Names that frameworks and programs call.
+    "border/test_user_backward.py _backward_epilogue": (1, "programs with several engines call it"),
+    # Tests of kernels on a device.
+    "gpu/test_kernels_cuda.py _sleep": (2, "nothing else holds a stream up"),
+    "gpu/test_kernels_cuda.py _tables.clear": (1, "tables of launches begin anew"),
+    "support/device_kernels.py _base": (1, "a view's tensor has no public name"),
+    "units/test_device_kernels.py triton._C.libtriton.interpreter": (1, "Triton's interpreter"),
+    "units/test_device_kernels.py _groups": (2, "rows of one launch"),
+    "units/test_device_kernels.py _tables": (2, "tables of launches are counted"),
+    "units/test_device_programs.py _active": (2, "Triton's driver is put back"),
+    # Torch.
+    "border/test_compile.py _dynamo.utils.counters": (1, "frames that were compiled are counted"),
+    "laws/test_attention.py _scaled_dot_product_flash_attention_for_cpu": (1, "the operator"),
+    "laws/test_reads.py _parameters": (1, "a program may read it"),
+    "laws/test_weights_read.py _C.DisableTorchFunctionSubclass": (1, "an extension reads so"),
+    "laws/test_weights_written.py _foreach_mul_": (1, "optimizers write so"),
+    "support/chunked.py _parameters": (1, "the plain loop gives a block other tensors"),
+    "support/counted.py torch.utils._python_dispatch.TorchDispatchMode": (1, "its only name"),
+    "support/insides.py _backward_hooks": (1, "torch shows no list of hooks"),
+    "support/insides.py _post_accumulate_grad_hooks": (1, "torch shows no list of hooks"),
+    "support/sleeping.py _sleep": (1, "nothing else holds a stream up"),
+    "units/test_doctor.py _get_build_directory": (1, "where torch puts a build"),
+    # The pretended device stands for torch's own.
+    "pretended/install.py _sleep": (1, "replaced"),
+    "pretended/install.py _C._cuda_getCurrentRawStream": (1, "replaced"),
+    "pretended/install.py _C._cuda_clearCublasWorkspaces": (1, "replaced"),
+    "pretended/install.py _lazy_init": (1, "replaced"),
+    "pretended/install.py _is_compiled": (1, "replaced"),
+    # Others.
+    "border/test_trl.py _validate_device_index_selection": (1, "Lightning refuses a CPU there"),
+    "conftest.py _WORLD_GROUP": (2, "DeepSpeed keeps a group that is gone"),
+    "support/frameworks.py _reset_state": (2, "Accelerate keeps its state in the process"),
+}
+MOST_PRIVATE_NAMES = 40
+
+
+def test_tests_read_no_private_name_but_these() -> None:
+    tests = ROOT / "tests"
+    found = Counter(
+        f"{path.relative_to(tests).as_posix()} {names}"
+        for path in sorted(tests.rglob("*.py"))
+        for _, names in private_names(path)
+    )
+    more = {
+        place: number
+        for place, number in found.items()
+        if number > PRIVATE_NAMES.get(place, (0, ""))[0]
+    }
+    assert more == {}, "use a public name, or a field of engine.inspect()"
+    assert found.total() <= MOST_PRIVATE_NAMES
+
+
+def test_private_names_are_seen_wherever_they_stand(tmp_path: Path) -> None:
+    source = tmp_path / "sample.py"
+    source.write_text(
+        "import os, torch._dynamo\nfrom a.b import _c\n"
+        "class A:\n    def f(self):\n        self._own = self._own._other\n"
+        "made()._stack.runtime(x)[0]._y\nmonkeypatch.setattr(a, '_b', 1)\nsetattr(a, 'b._c', 1)\n"
+        "os._exit(0)\nrow._replace(a=1)\na.__dict__\n"
+    )
+    assert sorted(names for _, names in private_names(source)) == sorted(
+        ["_dynamo", "a.b._c", "_other", "_stack.runtime", "_y", "_b", "_c"]
+    )
 
 
 def test_the_checks_see_what_they_look_for(tmp_path: Path) -> None:
