@@ -651,6 +651,9 @@ def test_an_inspection_says_what_a_bug_report_needs() -> None:
         now = both.engine.inspect()
         assert now.has_trained
         assert not now.is_in_step
+        assert now.torn is None
+        assert (now.ranks.rank, now.ranks.num_ranks) == (now.ranks.node, 1) == (0, 1)
+        assert now.ranks.received_bytes == now.ranks.received_from_nodes_bytes == 0
         assert now.traffic.num_fetches > before.traffic.num_fetches
         parts = {part.name: (layer, part) for layer in now.layers for part in layer.layout.slices}
         for name, parameter in both.model.named_parameters():
@@ -666,6 +669,7 @@ def test_an_inspection_says_what_a_bug_report_needs() -> None:
             "host",
             "num_fetches",
             now.layers[1].text,
+            str(now.ranks),
         ):
             assert words in text
 

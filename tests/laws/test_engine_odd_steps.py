@@ -169,13 +169,17 @@ def test_a_backward_that_fails_between_early_updates_refuses_every_further_one(
     """Some layers are of the next step already: no further step could be exact."""
     both = Twin(clipping=0.0, section=section)
     both.train(0)
+    assert both.engine.inspect().torn is None
     with (
         failing_once(both.model.blocks[0].mlp.up, "backward"),
         pytest.raises(torch.OutOfMemoryError),
     ):
         both.engine.backward(both.on(1)(both.engine))
-    with pytest.raises(ConfigError, match="weights are of two steps"):
+    with pytest.raises(ConfigError, match="weights are of two steps") as refused:
         both.engine.backward(both.on(1)(both.engine))
+    now = both.engine.inspect()
+    assert now.torn == str(refused.value)
+    assert now.torn in str(now)
     both.engine.destroy()
 
 
