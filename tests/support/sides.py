@@ -25,8 +25,8 @@ from deepspeed.utils import (
 from torch import nn
 
 import stronghold
-from stronghold.optim.states import join_master
 from stronghold.errors import ConfigError
+from stronghold.optim.states import join_master
 from stronghold.runtime.optimizer import make_scaler, restore_scaler, scaler_state
 from tests.models import loss_of, without_caches
 from tests.support.training import ADAM, DTYPES, WARMUP, KernelOptimizer, config, moments_of, on

@@ -257,6 +257,10 @@ PRIVATE_NAMES: dict[str, tuple[int, str]] = {
     "border/test_trl.py _validate_device_index_selection": (1, "Lightning refuses a CPU there"),
     "conftest.py _WORLD_GROUP": (2, "DeepSpeed keeps a group that is gone"),
     "support/frameworks.py _reset_state": (2, "Accelerate keeps its state in the process"),
+    "units/test_operator_bytes.py _scaled_dot_product_flash_attention": (
+        1,
+        "the operator of torch that is counted",
+    ),
 }
 MOST_PRIVATE_NAMES = 40
 
