@@ -2,16 +2,18 @@
 # Triton compiles these functions from their source; they are no Python that mypy could follow.
 """The programs that `triton_kernels` launches: the formulas of `kernels/src/` for a GPU.
 
-Each performs the rounded operations of the C++ file of its name in their order. Importing this file
-needs Triton, which torch brings where it is built for CUDA; `TritonKernels` alone does.
+Each performs the rounded operations of the C++ kernel in their order. Importing this file needs
+Triton, which torch brings where it is built for CUDA; `TritonKernels` alone imports it.
 
-[Note: formulas] One program, `update`, serves every optimizer. It joins and splits masters, loads
-and stores moments, and scales the gradient. An optimizer adds one function and its row in FORMULAS:
+[Note: formulas] One program, `update`, serves every optimizer. It loads and stores the arrays,
+joins and splits masters, and scales the gradients. An optimizer adds one function, and one row of
+FORMULAS:
 
     step(p, g, moments, constants, VARIANT) -> p, moments
 
-All values are fp32: p the masters, g the gradients times constant 0, moments a tuple. `constants`
-and VARIANT are those of the optimizer in `stronghold.h`, and so is the order of the operations.
+All values are fp32: p the masters, g the gradients times constant 0, `moments` a tuple. `constants`
+and VARIANT are the optimizer's in `stronghold.h`, whose order of operations is the contract. The
+results are stored as they come, so the function applies `_canonical` to them.
 
 [Note: same operations] A GPU's addition, multiplication, fma, division and square root round to
 nearest and keep denormals if they are asked to: `tl.fma`, `tl.div_rn` and `tl.sqrt_rn` become PTX's
@@ -121,11 +123,29 @@ def adam_step(p, g, moments, constants, VARIANT: tl.constexpr):
         p = p * decay_factor
     else:
         g = tl.fma(weight_decay, p, g)
-    m = tl.fma(beta1, m, one_minus_beta1 * g)
-    v = tl.fma(beta2, v, (one_minus_beta2 * g) * g)
+    m = _canonical(tl.fma(beta1, m, one_minus_beta1 * g))
+    v = _canonical(tl.fma(beta2, v, (one_minus_beta2 * g) * g))
     d = tl.fma(tl.sqrt_rn(v), inv_sqrt_bias_correction2, eps)
-    p = tl.fma(neg_step_size, tl.div_rn(m, d), p)
+    p = _canonical(tl.fma(neg_step_size, tl.div_rn(m, d), p))
     return p, (m, v)
+
+
+@triton.jit
+def _sign(x):
+    """1 or -1; 0 of either zero; NaN of NaN."""
+    sign = tl.where(x > 0, 1.0, tl.where(x < 0, -1.0, 0.0))
+    return tl.where(x == x, sign, x)
+
+
+@triton.jit
+def lion_step(p, g, moments, constants, VARIANT: tl.constexpr):
+    """Lion, with decoupled weight decay."""
+    (m,) = moments
+    decay_factor, beta1, one_minus_beta1, beta2, one_minus_beta2, neg_lr = constants[1:7]
+    u = tl.fma(beta1, m, one_minus_beta1 * g)
+    p = _canonical(tl.fma(neg_lr, _sign(u), p * decay_factor))
+    m = _canonical(tl.fma(beta2, m, one_minus_beta2 * g))
+    return p, (m,)
 
 
 class Formula(NamedTuple):
@@ -137,6 +157,7 @@ class Formula(NamedTuple):
 
 FORMULAS = {
     "adam": Formula(adam_step, num_moments=2),
+    "lion": Formula(lion_step, num_moments=1),
 }
 
 
@@ -151,8 +172,8 @@ def _update_block(
     old = [_load(moment, mask) for moment in moments]
     p, new = FORMULA(p, g, old, constants, VARIANT)
     for k in tl.static_range(len(moments)):
-        tl.store(moments[k], _canonical(new[k]), mask=mask)
-    _store_master(weight, low, _canonical(p), mask)
+        tl.store(moments[k], new[k], mask=mask)
+    _store_master(weight, low, p, mask)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -181,7 +202,8 @@ def update(
     grad = _array(table, row, 2, GRAD, ALIGNED) + start + i
     moments = ()
     for k in tl.static_range(NUM_MOMENTS):
-        moments = moments + (_array(table, row, 3 + k, tl.float32, ALIGNED) + start + i,)
+        moment = _array(table, row, 3 + k, tl.float32, ALIGNED) + start + i
+        moments = moments + (moment,)  # noqa: RUF005 (Triton compiles no star)
     if rest >= BLOCK:  # without a mask loads and stores are of 16 bytes
         _update_block(weight, low, grad, moments, None, constants, FORMULA, VARIANT)
     else:

@@ -16,13 +16,13 @@ from tests.support.device_kernels import (
     DTYPES,
     F16,
     F32,
-    FORMS,
-    Form,
+    UPDATES,
     accumulated,
     assert_same,
     bits,
+    meetings,
     run_adam,
-    run_update,
+    run_steps,
     some_arrays,
     sums,
     values,
@@ -53,51 +53,68 @@ def kernels() -> Iterator[TritonKernels]:
 # -- same bits ------------------------------------------------------------------------------------
 @pytest.mark.parametrize("weight_dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("grad_dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("form", FORMS, ids=str)
+@pytest.mark.parametrize("update", UPDATES)
 @pytest.mark.parametrize("special", [False, True], ids=["ordinary", "special"])
 def test_updates_on_the_gpu_have_the_hosts_bits(
     host: Pool,
     kernels: TritonKernels,
     weight_dtype: torch.dtype,
     grad_dtype: torch.dtype,
-    form: Form,
+    update: str,
     special: bool,
 ) -> None:
+    optimizer, flags = UPDATES[update]
     ours, theirs = (
-        some_arrays(SIZES, weight_dtype, grad_dtype, device, special=special)
+        some_arrays(SIZES, weight_dtype, grad_dtype, device, special=special, optimizer=optimizer)
         for device in (CUDA, CPU)
     )
     for first in (1, 2, 10):  # the first steps show where it begins to differ
         steps = {1: (1,), 2: range(2, 10), 10: range(10, NUM_STEPS + 1)}[first]
-        run_update(kernels, form.optimizer, ours, steps, **form.flags)
-        run_update(host, form.optimizer, theirs, steps, **form.flags)
+        run_steps(kernels, ours, steps, **flags)
+        run_steps(host, theirs, steps, **flags)
         assert_same(ours, theirs, f"by step {steps[-1]}:")
+
+
+@pytest.mark.parametrize("update", UPDATES)
+def test_updates_on_the_gpu_have_the_hosts_bits_where_hazards_meet(
+    host: Pool, kernels: TritonKernels, update: str
+) -> None:
+    optimizer, flags = UPDATES[update]
+    for changes in ({"grad_scale": 1.0}, {"lr": -1e-3}, {"lr": 0.0}):
+        ours, theirs = ([meetings(device, optimizer)] for device in (CUDA, CPU))
+        run_steps(kernels, ours, (1, 2), **changes, **flags)
+        run_steps(host, theirs, (1, 2), **changes, **flags)
+        assert_same(ours, theirs, str(changes))
 
 
 @pytest.mark.parametrize("weight_dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("skip", [1, 8])
-@pytest.mark.parametrize("form", FORMS, ids=str)
+@pytest.mark.parametrize("update", UPDATES)
 def test_updates_on_the_gpu_take_arrays_at_any_element(
-    host: Pool, kernels: TritonKernels, weight_dtype: torch.dtype, skip: int, form: Form
+    host: Pool, kernels: TritonKernels, weight_dtype: torch.dtype, skip: int, update: str
 ) -> None:
+    optimizer, flags = UPDATES[update]
     ours, theirs = (
-        some_arrays((1, 17, 4097, 70_000), weight_dtype, F16, device, skip=skip)
+        some_arrays(
+            (1, 17, 4097, 70_000), weight_dtype, F16, device, skip=skip, optimizer=optimizer
+        )
         for device in (CUDA, CPU)
     )
     for kernel, arrays in ((kernels, ours), (host, theirs)):
-        run_update(kernel, form.optimizer, arrays, (1, 2, 3), **form.flags)
+        run_steps(kernel, arrays, (1, 2, 3), **flags)
     assert_same(ours, theirs)
 
 
-@pytest.mark.parametrize("form", FORMS, ids=str)
+@pytest.mark.parametrize("update", UPDATES)
 @pytest.mark.parametrize("exponent", [-149, -130, -126, -60, 0, 60, 120])
 def test_numbers_at_every_end_of_the_range_have_the_hosts_bits(
-    host: Pool, kernels: TritonKernels, exponent: int, form: Form
+    host: Pool, kernels: TritonKernels, exponent: int, update: str
 ) -> None:
     """Weights, moments and gradients of one size: whole vectors underflow, or overflow, together,
     where division and square root take their slow paths."""
-    theirs = some_arrays((100_003,), F32, F32, CPU)
-    ours = some_arrays((100_003,), F32, F32, CUDA)
+    optimizer, flags = UPDATES[update]
+    theirs = some_arrays((100_003,), F32, F32, CPU, optimizer=optimizer)
+    ours = some_arrays((100_003,), F32, F32, CUDA, optimizer=optimizer)
     for a, b in zip(ours, theirs, strict=True):
         for part in (b.weight, b.moment0, b.moment1, *b.grads):
             part.div_(part.abs().max())
@@ -109,9 +126,8 @@ def test_numbers_at_every_end_of_the_range_have_the_hosts_bits(
             part.copy_(torch.ldexp(part.double(), torch.tensor(exponent)))
             mine.copy_(part)
     for kernel, arrays in ((kernels, ours), (host, theirs)):
-        numbers = {"eps": 1e-30} if "eps" in OPTIMIZERS[form.optimizer].numbers else {}
-        changes = {"grad_scale": 1.0, **numbers, **form.flags}
-        run_update(kernel, form.optimizer, arrays, (1, 2, 3), **changes)
+        numbers = {"eps": 1e-30} if "eps" in OPTIMIZERS[optimizer].numbers else {}
+        run_steps(kernel, arrays, (1, 2, 3), grad_scale=1.0, **numbers, **flags)
     assert_same(ours, theirs)
 
 

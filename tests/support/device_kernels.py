@@ -5,42 +5,27 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from stronghold import native
 from stronghold.native import Kernels
-from tests.support.optimizers import OPTIMIZERS, hyper_fields
+from tests.support.optimizers import FORMS, OPTIMIZERS, hyper_fields
 from tests.support.reference import split_bf16
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 DTYPES = (F32, BF16, F16)
 SIZES = (1, 0, 15, 17, 4097, 1023)
+STATE = ("weight", "low", "moment0", "moment1")
+# Updates to compare: every form of every formula, and Adam with other constants.
+UPDATES = {**FORMS, "adam-uncorrected": ("adam", {"bias_correction": False})}
 GUARD = 16  # elements: one vector of any kernel
 # A lone bit pattern per hardware hazard: NaN, infinities, both zeros, denormals of fp32 and of
 # fp16, the largest numbers, and squares that underflow.
 SPECIAL = [
     *(math.nan, math.inf, -math.inf, 0.0, -0.0, 1e-40, -1e-45, 3.4e38, -3.4e38, 1e-20, 65519.0),
     *(65520.0, 6e-8, 5.9e-8, -3e-8, 2.98e-8, 6.1e-5),
-]
-STATE = ("weight", "low", "moment0", "moment1")
-
-
-class Form(NamedTuple):
-    """An optimizer with one choice of its flags."""
-
-    optimizer: str
-    flags: dict[str, bool]
-
-    def __str__(self) -> str:
-        return "-".join([self.optimizer, *(name for name, is_set in self.flags.items() if is_set)])
-
-
-FORMS = [
-    Form(name, dict(zip(hyper.flags, chosen, strict=True)))
-    for name, hyper in OPTIMIZERS.items()
-    for chosen in itertools.product((True, False), repeat=len(hyper.flags))
 ]
 
 
@@ -76,7 +61,8 @@ def surroundings(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Arrays:
-    """The arrays of one segment on a device. The same arguments give the same bits."""
+    """The arrays of one segment with exact states on a device. The same arguments give the same
+    bits."""
 
     def __init__(
         self,
@@ -88,9 +74,11 @@ class Arrays:
         seed: int = 0,
         special: bool = False,
         skip: int = 0,
+        optimizer: str = "adam",
     ) -> None:
+        self.optimizer = optimizer
         master = values(numel, seed, special)
-        # A few half-precision weights are not their masters', as after somebody's writing.
+        # A few half-precision weights are not their masters', as after the caller's writing.
         written = torch.arange(numel) % 7 == 3
         if weight_dtype == BF16:
             upper, rest = split_bf16(master.numpy())
@@ -98,24 +86,25 @@ class Arrays:
             weight[written] = 0.0
         else:
             weight, low = (master * ~written).to(weight_dtype), master
-        second = values(numel, seed + 1).square()
+        second = values(numel, seed + 1).square()  # of Adam it is never negative
         grads = [values(numel, seed + k, special).to(grad_dtype) for k in (2, 3, 4)]
         parts = (weight, low, values(numel, seed + 5), second, *grads)
+        # Also moments that the optimizer does not have: nothing may write there.
         self.weight, self.low, self.moment0, self.moment1, *self.grads = (
             placed(part, device, skip) for part in parts
         )
 
-    def segment(self, step: int, optimizer: str = "adam", **changes: Any) -> native.Segment:
-        """A moment that the optimizer does not have gets no address: nothing may read it."""
-        names = [f"moment{k}" for k in range(OPTIMIZERS[optimizer].num_moments)]
+    def segment(self, step: int, **changes: Any) -> native.Segment:
+        moments = [self.moment0.data_ptr(), self.moment1.data_ptr()]
+        num_moments = OPTIMIZERS[self.optimizer].num_moments
         return native.Segment(
             weight=self.weight.data_ptr(),
             low=0 if self.weight.dtype == F32 else self.low.data_ptr(),
             grad=self.grads[step % 3].data_ptr(),
             numel=self.weight.numel(),
             step=step,
-            **{name: getattr(self, name).data_ptr() for name in names},
-            **hyper_fields(optimizer, **changes),
+            **{f"moment{k}": address for k, address in enumerate(moments[:num_moments])},
+            **hyper_fields(self.optimizer, **changes),
         )
 
     def state(self) -> list[torch.Tensor]:
@@ -135,30 +124,39 @@ def some_arrays(
     ]
 
 
-def run_update(
-    kernels: Kernels,
-    optimizer: str,
-    arrays: Sequence[Arrays],
-    steps: Sequence[int],
-    **changes: Any,
+def meetings(device: torch.device, optimizer: str) -> Arrays:
+    """fp32 arrays in which every two and three hazards of master, moment and gradient meet."""
+    hazards = torch.tensor([*SPECIAL, 1.0])
+    triples = torch.cartesian_prod(hazards, hazards, hazards)
+    arrays = Arrays(len(triples), F32, F32, device=device, optimizer=optimizer)
+    for part, column in ((arrays.weight, 0), (arrays.moment0, 1), *((g, 2) for g in arrays.grads)):
+        part.copy_(triples[:, column])
+    arrays.moment1.copy_(triples.roll(1, dims=0)[:, 2].abs())
+    return arrays
+
+
+def run_steps(
+    kernels: Kernels, arrays: Sequence[Arrays], steps: Sequence[int], **changes: Any
 ) -> None:
-    """`steps` of an optimizer. Neighbours differ in weight decay, and in the number of the step."""
+    """`steps` of the arrays' optimizer. Neighbours differ in weight decay and in the step that they
+    have reached."""
     dtypes = arrays[0].weight.dtype, arrays[0].grads[0].dtype
     for step in steps:
-        segments = [
-            part.segment(
-                step + k % 2, optimizer, **{"weight_decay": (0.1, 0.0, 0.01)[k % 3], **changes}
-            )
-            for k, part in enumerate(arrays)
-        ]
-        kernels.update(optimizer, *dtypes, segments)
+        kernels.update(
+            arrays[0].optimizer,
+            *dtypes,
+            [
+                part.segment(step + k % 2, weight_decay=(0.1, 0.0, 0.01)[k % 3], **changes)
+                for k, part in enumerate(arrays)
+            ],
+        )
 
 
 def run_adam(
     kernels: Kernels, arrays: Sequence[Arrays], steps: Sequence[int], **changes: Any
 ) -> None:
-    """`steps` of Adam, as `run_update` runs them."""
-    run_update(kernels, "adam", arrays, steps, **changes)
+    """`run_steps` of arrays that were made for Adam."""
+    run_steps(kernels, arrays, steps, **changes)
 
 
 def assert_same(left: Sequence[Arrays], right: Sequence[Arrays], where: str = "") -> None:

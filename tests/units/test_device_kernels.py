@@ -31,14 +31,14 @@ from tests.support.device_kernels import (
     DTYPES,
     F16,
     F32,
-    FORMS,
     SIZES,
+    UPDATES,
     Arrays,
-    Form,
     accumulated,
     assert_same,
+    meetings,
     run_adam,
-    run_update,
+    run_steps,
     some_arrays,
     sums,
 )
@@ -198,59 +198,82 @@ def test_the_laws_hold_where_triton_interprets():
 @interpreted
 @pytest.mark.parametrize("weight_dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("grad_dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("form", FORMS, ids=str)
+@pytest.mark.parametrize("update", UPDATES)
 def test_interpreted_updates_have_the_natives_bits(
     host: Pool,
     triton: TritonKernels,
     weight_dtype: torch.dtype,
     grad_dtype: torch.dtype,
-    form: Form,
+    update: str,
 ):
+    optimizer, flags = UPDATES[update]
     for special in (False, True):
         ours, theirs = (
-            some_arrays(SIZES, weight_dtype, grad_dtype, CPU, special=special) for _ in range(2)
+            some_arrays(SIZES, weight_dtype, grad_dtype, CPU, special=special, optimizer=optimizer)
+            for _ in range(2)
         )
         for kernels, arrays in ((triton, ours), (host, theirs)):
-            run_update(kernels, form.optimizer, arrays, range(1, 5), **form.flags)
+            run_steps(kernels, arrays, range(1, 5), **flags)
         assert_same(ours, theirs, f"special {special}")
 
 
 @interpreted
-@pytest.mark.parametrize("weight_dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("form", FORMS, ids=str)
-def test_interpreted_updates_take_arrays_at_any_element(
-    host: Pool, triton: TritonKernels, weight_dtype: torch.dtype, form: Form
+@pytest.mark.parametrize("update", UPDATES)
+def test_interpreted_updates_have_the_natives_bits_where_hazards_meet(
+    host: Pool, triton: TritonKernels, update: str
 ):
-    for skip in (1, 8):
-        ours, theirs = (some_arrays((1025, 3), weight_dtype, F16, CPU, skip=skip) for _ in "ab")
+    optimizer, flags = UPDATES[update]
+    for changes in ({"grad_scale": 1.0}, {"lr": -1e-3}, {"lr": 0.0}):
+        ours, theirs = ([meetings(CPU, optimizer)] for _ in range(2))
         for kernels, arrays in ((triton, ours), (host, theirs)):
-            run_update(kernels, form.optimizer, arrays, (1, 2), **form.flags)
+            run_steps(kernels, arrays, (1, 2), **changes, **flags)
+        assert_same(ours, theirs, str(changes))
+
+
+@interpreted
+@pytest.mark.parametrize("weight_dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("update", UPDATES)
+def test_interpreted_updates_take_arrays_at_any_element(
+    host: Pool, triton: TritonKernels, weight_dtype: torch.dtype, update: str
+):
+    optimizer, flags = UPDATES[update]
+    for skip in (1, 8):
+        ours, theirs = (
+            some_arrays((1025, 3), weight_dtype, F16, CPU, skip=skip, optimizer=optimizer)
+            for _ in range(2)
+        )
+        for kernels, arrays in ((triton, ours), (host, theirs)):
+            run_steps(kernels, arrays, (1, 2), **flags)
         assert_same(ours, theirs, f"skip {skip}")
 
 
 @interpreted
-@pytest.mark.parametrize("form", FORMS, ids=str)
-def test_interpreted_updates_take_the_callers_scale(host: Pool, triton: TritonKernels, form: Form):
+@pytest.mark.parametrize("update", UPDATES)
+def test_interpreted_updates_take_the_callers_scale(host: Pool, triton: TritonKernels, update: str):
     """The scale comes after the tables: it replaces that of every segment."""
+    optimizer, flags = UPDATES[update]
     for scale in (0.1, 0.0, float("inf")):
-        ours, theirs = (some_arrays((1025, 3), BF16, F16, CPU) for _ in range(2))
+        ours, theirs = (
+            some_arrays((1025, 3), BF16, F16, CPU, optimizer=optimizer) for _ in range(2)
+        )
         for kernels, arrays in ((triton, ours), (host, theirs)):
-            segments = [part.segment(1, form.optimizer, **form.flags) for part in arrays]
-            kernels.prepare_update(form.optimizer, BF16, F16, segments)(scale)
+            segments = [part.segment(1, **flags) for part in arrays]
+            kernels.prepare_update(optimizer, BF16, F16, segments)(scale)
         assert_same(ours, theirs, f"scale {scale}")
 
 
 @interpreted
-@pytest.mark.parametrize("form", FORMS, ids=str)
-def test_interpreted_masters_at_every_remainder_keep_their_bits(triton: TritonKernels, form: Form):
+@pytest.mark.parametrize("update", UPDATES)
+def test_interpreted_masters_at_every_remainder_keep_their_bits(triton: TritonKernels, update: str):
     """Ties included: a step with a learning rate of 0 joins, does nothing, and splits."""
-    arrays = Arrays(1 << 16, BF16, BF16, device=CPU)
+    optimizer, flags = UPDATES[update]
+    arrays = Arrays(1 << 16, BF16, BF16, device=CPU, optimizer=optimizer)
     rest = torch.arange(-(1 << 15), 1 << 15).to(torch.int16)
     arrays.low.copy_(rest)
     arrays.weight[arrays.weight == 0] = 1.0  # zeros have no negative one
     weight = arrays.weight.clone()
-    segment = arrays.segment(1, form.optimizer, lr=0.0, weight_decay=0.0, **form.flags)
-    triton.update(form.optimizer, BF16, BF16, [segment])
+    segment = arrays.segment(1, lr=0.0, weight_decay=0.0, **flags)
+    triton.update(optimizer, BF16, BF16, [segment])
     assert torch.equal(arrays.weight, weight)
     assert torch.equal(arrays.low, rest)
 

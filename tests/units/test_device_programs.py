@@ -23,13 +23,12 @@ from tests.support.device_kernels import (
     BF16,
     DTYPES,
     F16,
-    FORMS,
-    Form,
+    Arrays,
     accumulated,
     some_arrays,
     sums,
 )
-from tests.support.optimizers import hyper_fields
+from tests.support.optimizers import FORMS, hyper_fields
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 CPU = torch.device("cpu")
@@ -111,16 +110,17 @@ def arithmetic(ptx: str) -> collections.Counter[str]:
 OPERATIONS = {
     ("adam", 0): {"mul": 4, "fma": 5, "div": 1, "sqrt": 1},
     ("adam", 1): {"mul": 5, "fma": 4, "div": 1, "sqrt": 1},
+    ("lion", 0): {"mul": 4, "fma": 3},
 }
 
 
-def variant(form: Form) -> int:
+def variant_of(optimizer: str, flags: dict[str, Any]) -> int:
     """The variant of the optimizer's formula that these flags choose."""
-    segment = native.Segment(8, 8, 8, 1, **hyper_fields(form.optimizer, **form.flags))
-    return int(native.constants(form.optimizer, [segment])[1][0])
+    segment = native.Segment(8, 8, 8, 1, **hyper_fields(optimizer, **flags))
+    return int(native.constants(optimizer, [segment])[1][0])
 
 
-FORM_OF = {(form.optimizer, variant(form)): form for form in FORMS}
+FLAGS = {(optimizer, variant_of(optimizer, flags)): flags for optimizer, flags in FORMS.values()}
 
 
 @compiled
@@ -129,7 +129,7 @@ def test_every_optimizer_has_a_formula_whose_operations_are_known():
 
     assert set(triton_programs.FORMULAS) == set(native.optimizers())
     assert {optimizer for optimizer, _ in OPERATIONS} == set(native.optimizers())
-    assert set(OPERATIONS) == set(FORM_OF)
+    assert set(OPERATIONS) == set(FLAGS)
 
 
 @compiled
@@ -142,10 +142,9 @@ def test_compiled_updates_have_the_formulas_operations_and_no_others(
     optimizer: str,
     variant: int,
 ):
-    flags = FORM_OF[optimizer, variant].flags
     for grad_dtype in DTYPES:
-        arrays = some_arrays((1, 4097), weight_dtype, grad_dtype, CPU)
-        segments = [part.segment(1, optimizer, **flags) for part in arrays]
+        arrays = some_arrays((1, 4097), weight_dtype, grad_dtype, CPU, optimizer=optimizer)
+        segments = [part.segment(1, **FLAGS[optimizer, variant]) for part in arrays]
         TritonKernels(device).update(optimizer, weight_dtype, grad_dtype, segments)
     from stronghold.optim import triton_programs
 
@@ -200,15 +199,16 @@ def test_compiled_sums_add_in_the_order_of_the_tree(driver: NullDriver, device: 
 
 
 @compiled
-@pytest.mark.parametrize("form", FORM_OF.values(), ids=str)
+@pytest.mark.parametrize("form", FORMS)
 def test_other_numbers_and_other_segments_compile_nothing(
-    driver: NullDriver, device: EmulatedDevice, form: Form
+    driver: NullDriver, device: EmulatedDevice, form: str
 ):
+    optimizer, flags = FORMS[form]
     kernels = TritonKernels(device)
     for count, rate in ((1, 1e-3), (2, 1.0), (16, 0.0), (100, 3e-4)):
-        arrays = some_arrays([16] * count, BF16, BF16, CPU)
-        segments = [part.segment(1, form.optimizer, lr=rate, **form.flags) for part in arrays]
-        kernels.update(form.optimizer, BF16, BF16, segments)
+        arrays = some_arrays([16] * count, BF16, BF16, CPU, optimizer=optimizer)
+        segments = [part.segment(1, lr=rate, **flags) for part in arrays]
+        kernels.update(optimizer, BF16, BF16, segments)
     from stronghold.optim import triton_programs
 
     assert len(driver.programs(triton_programs.update)) == 1
@@ -219,11 +219,10 @@ def test_other_numbers_and_other_segments_compile_nothing(
 def test_each_formula_is_a_program_of_its_own(driver: NullDriver, device: EmulatedDevice):
     """Triton keeps compiled programs by their arguments, of which the formula is one."""
     kernels = TritonKernels(device)
-    [part] = some_arrays([16], BF16, BF16, CPU)
     for _ in range(2):
-        for form in FORM_OF.values():
-            segment = part.segment(1, form.optimizer, **form.flags)
-            kernels.update(form.optimizer, BF16, BF16, [segment])
+        for optimizer, flags in FORMS.values():
+            arrays = Arrays(16, BF16, BF16, device=CPU, optimizer=optimizer)
+            kernels.update(optimizer, BF16, BF16, [arrays.segment(1, **flags)])
     from stronghold.optim import triton_programs
 
-    assert len(driver.programs(triton_programs.update)) == len(FORM_OF)
+    assert len(driver.programs(triton_programs.update)) == len(FORMS)
