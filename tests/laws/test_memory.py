@@ -42,17 +42,38 @@ def test_the_budget_is_used_and_never_passed(name: str) -> None:
     engine.destroy()
 
 
-def test_bf16_without_clipping_takes_12_bytes_per_parameter() -> None:
+@pytest.mark.parametrize(
+    ("optimizer", "precision", "nbytes"),
+    [
+        ("adamw", "bf16", 12),
+        ("lion", "bf16", 8),
+        ("nesterov", "bf16", 8),
+        ("sgd", "bf16", 4),
+        ("adamw", "lean", 5.125),
+        ("lion", "lean", 4.0625),
+        ("sgd", "lean", 3),
+    ],
+)
+@pytest.mark.parametrize("clipping", [0.0, 1.0])
+def test_a_parameter_takes_the_bytes_of_its_optimizer(
+    optimizer: str, precision: str, nbytes: float, clipping: float
+) -> None:
+    """And 2 more while gradients wait for the norm."""
     model = llama_of(128, 352, 16, 4, 4, 256)
-    engine = initialized(model, config(clipping=0.0, precision="bf16", section={"window": 2}))
+    settings = config(
+        clipping=clipping, precision=precision, section={"window": 2}, optimizer=optimizer
+    )
+    engine = initialized(model, settings)
     tokens = torch.arange(32).view(2, 16)
     for _ in range(2):
         engine.backward(engine(input_ids=tokens, labels=tokens).loss)
         engine.step()
     report, plan = engine.memory_report(), engine.plan
     ring = plan.host_bytes["gradient ring (3 entries)"]
+    held = 2 if clipping else 0
+    # Layers are padded to pages: with lean states in files these are of 65536 elements.
     assert report.host_peak == report.host_planned
-    assert (report.host_peak - ring) / plan.num_parameters <= 12.5
+    assert 0.0 <= (report.host_peak - ring) / plan.num_parameters - nbytes - held <= 0.5
     engine.destroy()
 
 
