@@ -78,8 +78,8 @@ class Map:
     def view(self, memory: torch.Tensor, begin: int, end: int) -> torch.Tensor:
         """Elements [begin, end) of one section of `memory`, typed and flat."""
         section = self.section(begin, end)
-        found = memory[section.byte_of(begin) : section.byte_of(end)]
-        return found.view(section.dtype)
+        part = memory[section.byte_of(begin) : section.byte_of(end)]
+        return part.view(section.dtype)
 
     def parameter(self, memory: torch.Tensor, part: ParameterSlice) -> torch.Tensor:
         """The parameter's part of `memory`, in its own shape: of an array that has every range."""
@@ -88,9 +88,9 @@ class Map:
         offset, strides = begin // section.dtype.itemsize, contiguous_strides(part.shape)
         # Not `.view(dtype)`: its result is the base of further views, which then hold two tensors.
         with torch.inference_mode(False):  # autograd must be able to save it
-            found = torch.empty(0, dtype=section.dtype, device=memory.device)
-            found.set_(memory.untyped_storage(), offset, part.shape, strides)
-        return found
+            typed = torch.empty(0, dtype=section.dtype, device=memory.device)
+            typed.set_(memory.untyped_storage(), offset, part.shape, strides)
+        return typed
 
 
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:

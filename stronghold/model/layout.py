@@ -152,11 +152,12 @@ def layout(
     partition: Partition,
     num_ranks: int = 1,
     page_numel: int = PAGE_NUMEL,
-    format_of: Callable[[nn.Parameter], int] = lambda parameter: 0,
+    format_of: Callable[[nn.Parameter], int] | None = None,
 ) -> ModelLayout:
     """The layout of `partition`, whose ranges `num_ranks` divides into whole pages (of `page_numel`
-    elements). `format_of` gives the number of a parameter's format. StateError when a layer's
-    parameters are not in the order of [Note: ranges]: `Partition.sorted` makes it."""
+    elements). `format_of` gives the number of a parameter's format; without it all have one.
+    StateError when a layer's parameters are not in the order of [Note: ranges], which `partition`
+    with the same `format_of` makes."""
     layers = (
         layer_layout(
             [
@@ -164,7 +165,7 @@ def layout(
                     name=named.name,
                     shape=tuple(named.parameter.shape),
                     trainable=named.parameter.requires_grad,
-                    format=format_of(named.parameter),
+                    format=format_of(named.parameter) if format_of else 0,
                 )
                 for named in layer.parameters
             ],

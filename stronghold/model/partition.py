@@ -81,13 +81,13 @@ class Partition:
 def partition(
     model: nn.Module,
     layers: str | Sequence[str] | None = None,
-    format_of: Callable[[nn.Parameter], int] = lambda parameter: 0,
+    format_of: Callable[[nn.Parameter], int] | None = None,
 ) -> Partition:
     """Split `model` into layers; `layers` is the config key `stronghold.layers`. Without it a model
     may have no blocks ([Note: no blocks]). ConfigError when a path is unknown, or a parameter
     cannot be moved (`_check_lasting`, `_check_movable`). `format_of` gives the number of a
-    parameter's format (`model.layout`). A later change of `requires_grad` or of
-    the module tree is not seen: partition again."""
+    parameter's format (`model.layout`); without it all have one. A later change of `requires_grad`
+    or of the module tree is not seen: partition again."""
     names = _names(model)
     _check_lasting(model, names)
     _check_movable(names)
@@ -98,13 +98,17 @@ def partition(
         block = owners[parameter]
         key = (holders[parameter][0], False) if block is None else (block, True)
         members.setdefault(key, []).append(parameter)
+
+    def range_order(parameter: nn.Parameter) -> tuple[bool, int]:
+        return not parameter.requires_grad, format_of(parameter) if format_of else 0
+
     found: list[Layer] = []
     for module_name, module in model.named_modules():
         for streamed in (False, True):
             mine = members.get((module, streamed), [])
             if not mine:
                 continue
-            mine.sort(key=lambda p: (not p.requires_grad, format_of(p)))
+            mine.sort(key=range_order)
             shared = dict.fromkeys(holder for parameter in mine for holder in holders[parameter])
             found.append(
                 Layer(
