@@ -148,6 +148,27 @@ def lion_step(p, g, moments, constants, VARIANT: tl.constexpr):
     return p, (m,)
 
 
+@triton.jit
+def sgd_momentum_step(p, g, moments, constants, VARIANT: tl.constexpr):
+    """SGD with momentum, which is Nesterov's in variant 1."""
+    (buffer,) = moments
+    weight_decay, neg_lr, momentum = constants[1:4]
+    g = tl.fma(weight_decay, p, g)
+    buffer = _canonical(tl.fma(momentum, buffer, g))
+    direction = tl.fma(momentum, buffer, g) if VARIANT == 1 else buffer
+    p = _canonical(tl.fma(neg_lr, direction, p))
+    return p, (buffer,)
+
+
+@triton.jit
+def sgd_step(p, g, moments, constants, VARIANT: tl.constexpr):
+    """SGD without momentum."""
+    weight_decay, neg_lr = constants[1:3]
+    g = tl.fma(weight_decay, p, g)
+    p = _canonical(tl.fma(neg_lr, g, p))
+    return p, ()
+
+
 class Formula(NamedTuple):
     """The step of one optimizer, for `update`."""
 
@@ -158,6 +179,8 @@ class Formula(NamedTuple):
 FORMULAS = {
     "adam": Formula(adam_step, num_moments=2),
     "lion": Formula(lion_step, num_moments=1),
+    "sgd_momentum": Formula(sgd_momentum_step, num_moments=1),
+    "sgd": Formula(sgd_step, num_moments=0),
 }
 
 

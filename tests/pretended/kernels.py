@@ -26,7 +26,7 @@ from stronghold.optim import triton_kernels
 
 # As in triton_programs, which needs Triton.
 ROWS = 64  # of a table
-NUM_MOMENTS = {"adam": 2, "lion": 1}
+NUM_MOMENTS = {"adam": 2, "lion": 1, "sgd_momentum": 1, "sgd": 0}
 ARRAYS = ("weight", "low", "grad", "moment0", "moment1")
 
 Table = npt.NDArray[np.int64]  # [columns, segments]: blocks before it, numel, addresses

@@ -111,6 +111,9 @@ OPERATIONS = {
     ("adam", 0): {"mul": 4, "fma": 5, "div": 1, "sqrt": 1},
     ("adam", 1): {"mul": 5, "fma": 4, "div": 1, "sqrt": 1},
     ("lion", 0): {"mul": 4, "fma": 3},
+    ("sgd_momentum", 0): {"mul": 1, "fma": 3},
+    ("sgd_momentum", 1): {"mul": 1, "fma": 4},
+    ("sgd", 0): {"mul": 1, "fma": 2},
 }
 
 
