@@ -95,9 +95,9 @@ SH_API const char* sh_optimizer_at(int32_t index);
  *   SH_F16   weight fp16      low float, the master; the weight is rounded to nearest even.
  *   SH_BF16_LEAN  weight uint16  low int8: bits(master) = (weight << 16) + (low << 8). See below.
  * A weight that the caller wrote before the call counts. With SH_F16 a weight that is not its
- * master's rounding becomes the master. With bf16 the old remainder stays: it is at most half a unit
- * in the weight's last place. A remainder that would change the sign, of a zero that was written,
- * counts as 0.
+ * master's rounding becomes the master. With bf16 the old remainder stays: it is at most half a
+ * unit in the weight's last place. A remainder that would change the sign, of a zero that was
+ * written, counts as 0.
  *
  * An optimizer uses the first of its moments, scales and numbers, in the order of its description
  * below; it ignores the others. */
@@ -106,8 +106,8 @@ typedef struct {
   void* low;
   const void* grad;
   int64_t numel;
-  void* moment[SH_MAX_MOMENTS]; /* float; lean: int8, or uint8 of a square root */
-  float* scale[SH_MAX_MOMENTS]; /* lean alone: one per group of 64 elements */
+  void* moment[SH_MAX_MOMENTS];  /* float; lean: int8, or uint8 of a square root */
+  float* scale[SH_MAX_MOMENTS];  /* lean alone: one per group of 64 elements */
   double number[SH_MAX_NUMBERS]; /* the hyper-parameters */
   double grad_scale;             /* multiplies the gradient */
   int64_t step;                  /* the number of this update, from 1 */
@@ -129,7 +129,7 @@ typedef struct {
  *   constants  1 weight_decay           2 1 - lr * weight_decay    3 beta1    4 1 - beta1
  *              5 beta2    6 1 - beta2   7 1 / sqrt(1 - beta2^step) 8 eps
  *              9 -lr / (1 - beta1^step)
- *   variants   0: the L2 form; 1: AdamW's form. With weight_decay == 0 both are one, and 1 is taken.
+ *   variants   0: the L2 form; 1: AdamW's form, also where weight_decay is 0
  *
  *   g = grad * grad_scale
  *   1: p = p * (1 - lr * weight_decay)       0: g = fma(weight_decay, p, g)
@@ -170,11 +170,11 @@ typedef struct {
  *   constants  1 weight_decay  2 -lr
  *   variants   0
  *
- * [Note: lean states] With SH_BF16_LEAN the same step is between a decoding and an encoding. Elements
- * [64 k, 64 k + 64) of a segment are group k, with element k of the scales; a segment that is a
- * part of a parameter begins at a group of it. The last group may be short; no array is touched
- * past its end. All zeros are a fresh state. Kept are 3 bytes per parameter and 1.0625 per moment.
- * Every moment is coded with a sign, as m is here, but for Adam's v:
+ * [Note: lean states] With SH_BF16_LEAN the same step is between a decoding and an encoding.
+ * Elements [64 k, 64 k + 64) of a segment are group k, with element k of the scales; a segment that
+ * is a part of a parameter begins at a group of it. The last group may be short; no array is
+ * touched past its end. All zeros are a fresh state. Kept are 3 bytes per parameter and 1.0625 per
+ * moment. Every moment is coded with a sign, as m is here, but for Adam's v:
  *
  *   compress(x): bits(x) / 2 + 0x1FC00000, as a float; expand(q): its inverse, 0 of 0
  *   decoded:  m = sign(q) * expand(|q|) * scale         v = (expand(q) * scale)^2

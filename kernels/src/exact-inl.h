@@ -9,8 +9,7 @@ SH_INLINE void ExactVector(const typename Formula::Vectors& c, const Arrays& a) 
   const F p = Weight::Load(a.weight, a.low);
   F moment[SH_MAX_MOMENTS];
   for (int k = 0; k < Formula::kMoments; ++k) moment[k] = LoadF32(a.moment(k));
-  const F handed_on =
-      Formula::template UpdateMoments<kVariant>(c, Grad::Load(a.grad), p, moment);
+  const F handed_on = Formula::template UpdateMoments<kVariant>(c, Grad::Load(a.grad), p, moment);
   for (int k = 0; k < Formula::kMoments; ++k) StoreF32(a.moment(k), Canonical(moment[k]));
   const F updated = Formula::template UpdateWeight<kVariant>(c, p, moment, handed_on);
   Weight::Store(a.weight, a.low, Canonical(updated));

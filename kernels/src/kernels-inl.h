@@ -37,13 +37,8 @@ constexpr Optimizer TableOf(const char* name) {
   static_assert(Formula::kMoments <= SH_MAX_MOMENTS);
   static_assert(Formula::Constant::kCount <= SH_MAX_CONSTANTS);
   static_assert(Formula::kVariants == 1 || Formula::kVariants == 2);
-  Optimizer table = {name,
-                     Formula::kMoments,
-                     Formula::Wrong,
-                     Formula::Variant,
-                     Formula::ConstantsOf,
-                     {},
-                     {}};
+  Optimizer table = {
+      name, Formula::kMoments, Formula::Wrong, Formula::Variant, Formula::ConstantsOf, {}, {}};
   AddGrad<Formula, GradF32>(table, SH_F32);
   AddGrad<Formula, GradBf16>(table, SH_BF16);
   AddGrad<Formula, GradF16>(table, SH_F16);

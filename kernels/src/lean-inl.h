@@ -68,8 +68,7 @@ SH_INLINE void LeanMoments(const typename Formula::Vectors& c, const Arrays& a, 
         moment[k] = Mul(values[k].f[i], scale[k]);
         if (Formula::kCoded[k] == Coded::kRoot) moment[k] = Mul(moment[k], moment[k]);
       }
-      const F handed_on =
-          Formula::template UpdateMoments<kVariant>(c, g.f[i], p.f[i], moment);
+      const F handed_on = Formula::template UpdateMoments<kVariant>(c, g.f[i], p.f[i], moment);
       for (int k = 0; k < kMoments; ++k) {
         if (Formula::kCoded[k] == Coded::kSigned) {
           largest[k] = MaxBits(largest[k], Abs(moment[k]));

@@ -1,5 +1,5 @@
 // Lion (Chen et al., 2023): numbers, constants and formula. The weight decay is decoupled, as in
-// DeepSpeed's CPULion. adam-inl.h says what an optimizer's header has.
+// DeepSpeed's CPULion. adam-inl.h explains the parts of an optimizer's header.
 
 struct Lion {
   static constexpr int kMoments = 1;

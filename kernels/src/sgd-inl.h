@@ -1,5 +1,5 @@
 // SGD with and without momentum, as torch.optim.SGD with dampening 0: numbers, constants and
-// formulas. adam-inl.h says what an optimizer's header has.
+// formulas. adam-inl.h explains the parts of an optimizer's header.
 
 struct SgdMomentum {
   static constexpr int kMoments = 1;
