@@ -18,7 +18,7 @@ from stronghold.memory.layer import LayerState, Residency
 from stronghold.memory.nvme import NvmeStore
 from stronghold.memory.tiers import NullStore
 from stronghold.model.layout import LayerLayout, ModelLayout, ParameterSlice
-from stronghold.optim.states import States
+from stronghold.optim.states import Formats, States
 from stronghold.plan.cost import Demand
 from stronghold.plan.plan import Plan
 from stronghold.plan.schedule import Action
@@ -31,9 +31,9 @@ from stronghold.telemetry.trace import Span
 class LayerView:
     """One layer at the moment of the call.
 
-    `arrays` are its arrays in memory, by name, flat: the engine's own, not copies. `files` names
-    those that lie in files. `writers` has, by array, the fence of the newest operation that writes
-    it. `counts` has each parameter's number of updates, in the layout's order, and `trained`
+    `arrays` are its arrays in memory, by name, as bytes: the engine's own, not copies. `files`
+    names those that lie in files. `writers` has, by array, the fence of the newest operation that
+    writes it. `counts` has each parameter's number of updates, in the layout's order, and `trained`
     holds the positions of those that the optimizer owns. `is_updated_early`: the running step has
     updated the layer before its gate. `text` is all of it in one line.
     """
@@ -57,7 +57,7 @@ class LayerView:
 
     @property
     def weights(self) -> torch.Tensor:
-        """The whole layer's weights, flat, in the compute dtype."""
+        """The whole layer's weights: bytes, of which each range has its dtype."""
         return self.arrays["weights"]
 
     def wait(self) -> None:
@@ -116,10 +116,11 @@ class Inspection:
     `schedule` is the training step that the executor predicts. `operations` are the recorded spans,
     oldest first: none, unless `stronghold.trace` is set or the device records. `bytes` are peaks
     per tier, planned and measured; `host_bytes` is host memory that is held now. `is_in_step`:
-    gradients wait for their step. `has_trained`: masters and moments exist; `states` names their
-    arrays. `torn` is the reason why only a load helps: the arrays are of two steps, or of two
-    checkpoints. It is None where they are of one. `device` and `files` are the live objects, with
-    their lanes and their files.
+    gradients wait for their step. `has_trained`: masters and moments exist; `states` names the
+    arrays of the config's precision, and `formats` has those of every range by its number. `torn`
+    is the reason why only a load helps: the arrays are of two steps, or of two checkpoints. It is
+    None where they are of one. `device` and `files` are the live objects, with their lanes and
+    their files.
     """
 
     layers: tuple[LayerView, ...]
@@ -133,6 +134,7 @@ class Inspection:
     is_in_step: bool
     has_trained: bool
     states: States
+    formats: Formats
     host_bytes: int
     torn: str | None
     ranks: RanksView
@@ -176,6 +178,7 @@ def inspect(stack: Stack) -> Inspection:
         is_in_step=stack.runtime.ledger.pending,
         has_trained=host.training,
         states=stack.states,
+        formats=stack.formats,
         host_bytes=host.allocated_bytes,
         torn=_torn(stack),
         ranks=_ranks(stack.ranks),

@@ -74,9 +74,10 @@ def model_formats(
             numbers[parameter] = _number_of_dtype(formats, lies_in)
             continue
         if lies_in not in LOW_DTYPE:
+            way = f", or leave {KEY} out, which trains it in {dtype}" if lies_in in COMPUTED else ""
             raise ConfigError(
-                f'{KEY}: got "own", and {name} is {lies_in}, expected float32, bfloat16 or float16 '
-                "of what trains: convert it, freeze it, or leave the key out"
+                f"{name} is {lies_in} and trains: expected float32, bfloat16 or float16. Convert it "
+                f"before stronghold.initialize, freeze it (requires_grad_(False)){way}"
             )
         optimizer = optimizers.get(parameter, default)
         moments: tuple[Moment, ...] = () if optimizer is None else optimizer.moments

@@ -18,7 +18,8 @@ from stronghold.optim.adam import Adam
 from stronghold.optim.contract import Optimizer
 from stronghold.optim.lion import Lion
 from stronghold.optim.sgd import SGD
-from stronghold.optim.states import Kind, States, num_items, states_of
+from stronghold.optim.states import EXACT, Kind, States, num_items, states_of
+from stronghold.runtime.formats import CAST, COMPUTED
 from stronghold.runtime.update import norm_and_scale
 from tests.models import loss_of, without_caches
 from tests.support.chunked import chunk_blocks
@@ -203,9 +204,8 @@ def moments_of(engine: Any) -> dict[str, tuple[torch.Tensor, ...]]:
         layer.wait()
         for part in layer.layout.slices:
             if part.trainable:
-                found[part.name] = tuple(
-                    layer.read(array, part) for array in now.states.moment_dtypes
-                )
+                states = now.formats[part.format].trained
+                found[part.name] = tuple(layer.read(array, part) for array in states.moment_dtypes)
     return found
 
 
@@ -221,17 +221,19 @@ def train_plain(
     chunks: tuple[Callable[[nn.Module], list[nn.Module]], int] | None = None,
     rows: int = 1,
     optimizer: str = "adamw",
+    dtypes: str = CAST,
 ) -> Run:
     """The same training without a window: autograd, fp32 sums, torch's clipping formula, the same
     kernel of the optimizer. In fp16 the loss is fp32, times the scale of `scaler`, or the config's.
     `chunks`: which blocks take their batch in chunks, and of how many sequences; `rows`: of an
-    argument for each sequence, beside one.
+    argument for each sequence, beside one. `dtypes`: as stronghold.dtypes.
     """
     torch.manual_seed(0)
     model, make_batch = factory()
     without_caches(model)
     for parameter in model.parameters():
-        parameter.data = parameter.data.to(DTYPES[precision])
+        if dtypes == CAST and parameter.dtype in COMPUTED:
+            parameter.data = parameter.data.to(DTYPES[precision])
     of_chunks = chunk_blocks(chunks[0](model), chunks[1], rows=rows) if chunks else None
     parameters = [p for p in model.parameters() if p.requires_grad]
     trains = OPTIMIZERS[optimizer]
@@ -322,7 +324,7 @@ class KernelOptimizer:
         }
 
     def states(self, parameter: nn.Parameter) -> States:
-        kind = self._kind if parameter.dtype is torch.bfloat16 else "exact"
+        kind = self._kind if parameter.dtype is torch.bfloat16 else EXACT
         return states_of(parameter.dtype, kind, self._optimizers[parameter].moments)
 
     def restart_master(self, parameter: nn.Parameter) -> None:

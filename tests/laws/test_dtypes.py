@@ -1,0 +1,257 @@
+"""Every parameter in the dtype with which it came: no place, home, policy or moment of the update
+changes a bit of a model of several dtypes, against a plain loop in the same dtypes.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from stronghold.errors import ConfigError
+from stronghold.plan.cost import LEVELS
+from tests.laws.test_bits import PLACES, SMALLEST_PIECE, UPDATES, interrupt
+from tests.models import loss_of
+from tests.support.mixed import BLOCKS, MIXED, OWN, lora, of_family
+from tests.support.pairs import covering
+from tests.support.training import (
+    DTYPES,
+    Run,
+    assert_identical,
+    config,
+    initialized,
+    moments_of,
+    train_plain,
+    train_windowed,
+)
+
+STEPS = 3
+
+# -- every family of Transformers that keeps modules in fp32 ---------------------------------------
+# Families of `_keep_in_fp32_modules_strict`, which Transformers 5 obeys in a bf16 model.
+# True: some parameters are fp32. False: only buffers are.
+FAMILIES: dict[str, bool] = {
+    "bailing_hybrid": True,
+    "deepseek_v4": True,
+    "ernie4_5_moe": True,
+    "flint": True,
+    "hy_v4": True,
+    "inkling_text": True,
+    "inkling2_text": True,
+    "beam": False,
+    "dots1": False,
+    "exaone_moe": False,
+    "glm4_moe": False,
+    "hy_v3": False,
+    "kolibri1": False,
+    "mimo_v2_flash": False,
+    "nemotron_h": False,
+    "solar_open": False,
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families_that_keep_modules_in_fp32_train_as_in_a_plain_loop(family: str) -> None:
+    factory = of_family(family)
+    dtypes = {name: p.dtype for name, p in factory()[0].named_parameters()}
+    assert (torch.float32 in dtypes.values()) is FAMILIES[family]
+    options: dict[str, Any] = {"clipping": 0.5, "precision": "bf16"}
+    settings = config(section={"window": 1, **OWN}, **options)
+    run = train_windowed(factory, steps=2, settings=settings)
+    expected = train_plain(factory, steps=2, dtypes="own", **options)
+    assert_identical(run, expected)
+    assert run.norms == expected.norms
+    assert {name: run.weights[name].dtype for name in dtypes} == dtypes
+
+
+# -- every placement -------------------------------------------------------------------------------
+AXES: dict[str, list[str]] = {
+    "model": [*MIXED],
+    "place": [*PLACES],
+    "home": ["ram", "moments", "masters", "weights"],
+    "activations": [*LEVELS],
+    "update": [*UPDATES],
+    "micro-batches": ["1", "3"],
+    "precision": ["bf16", "lean", "fp16"],
+    "between": ["nothing", "evaluation", "replanned", "offloaded", "resumed"],
+    "chunk": ["no chunk", "chunk 1", "chunk 2"],
+}
+Case = tuple[str, ...]
+
+
+def never(*values: str) -> bool:
+    """A change of plan leaves files where they are; the oracle of chunks knows these blocks; the
+    search knows no chunks of a change of plan."""
+    files = not {"moments", "masters", "weights"}.isdisjoint(values)
+    chunks = not {"chunk 1", "chunk 2"}.isdisjoint(values)
+    return ("replanned" in values and files) or (chunks and not {"t5", "ernie"}.isdisjoint(values))
+
+
+@functools.cache
+def plain(name: str, clipping: float, accumulation: int, precision: str, chunk: int) -> Run:
+    return train_plain(
+        MIXED[name](DTYPES[precision]),
+        steps=STEPS,
+        clipping=clipping,
+        accumulation=accumulation,
+        precision=precision,
+        dtypes="own",
+        chunks=(BLOCKS[name], chunk) if chunk else None,
+    )
+
+
+@contextmanager
+def engine_of(of: dict[str, str], folder: Path, seed: int) -> Iterator[Any]:
+    section = {**PLACES[of["place"]], **UPDATES[of["update"]][1], **OWN}
+    section["activations"] = of["activations"]
+    if of["home"] != "ram":
+        section["nvme"] = {"path": str(folder), "spill": of["home"]}
+    if chunk_of(of):
+        section["chunk"] = chunk_of(of)
+    settings = config(
+        section=section,
+        clipping=UPDATES[of["update"]][0],
+        accumulation=int(of["micro-batches"]),
+        precision=of["precision"],
+    )
+    model, make_batch = MIXED[of["model"]](DTYPES[of["precision"]])(seed=seed)
+    engine = initialized(model, settings)
+    try:
+        yield engine, make_batch
+    finally:
+        engine.destroy()
+
+
+def chunk_of(of: dict[str, str]) -> int:
+    return 0 if of["chunk"] == "no chunk" else int(of["chunk"].split()[1])
+
+
+def after(value: str, axis: str) -> str:
+    """Two further on: not the neighbour, which is much alike."""
+    values = AXES[axis]
+    return values[(values.index(value) + 2) % len(values)]
+
+
+def trained(of: dict[str, str], folder: Path) -> Run:
+    """The run of a case, as its engines leave it."""
+    accumulation = int(of["micro-batches"])
+    parts = [(range(STEPS), of)]
+    if of["between"] == "resumed":  # the second part of the run in another place, and home
+        there = {"place": after(of["place"], "place"), "home": after(of["home"], "home")}
+        parts = [(range(1), of), (range(1, STEPS), {**of, **there})]
+    run = Run()
+    torch.manual_seed(1)
+    for part, here in parts:
+        with engine_of(here, folder, seed=part.start) as (engine, make_batch):
+            if part.start > 0:
+                engine.load_checkpoint(folder / "saved")
+            for step in part:
+                for micro in range(step * accumulation, (step + 1) * accumulation):
+                    loss = loss_of(engine(**make_batch(micro)))
+                    engine.backward(loss)
+                    engine.step()
+                    run.losses.append(loss.detach().clone())
+                run.norms.append(engine.get_global_grad_norm())
+                if step == 0:
+                    between(of, engine, make_batch)
+            report = engine.memory_report()
+            assert report.host_peak == report.host_planned
+            assert report.nvme_peak == report.nvme_planned
+            assert report.gpu_peak <= report.gpu_planned
+            if not (engine.plan.whole or of["between"] == "replanned"):
+                assert report.gpu_peak == report.gpu_planned
+            if part.stop < STEPS:
+                engine.save_checkpoint(folder / "saved")
+            run.weights = {k: v.clone() for k, v in engine.module_state_dict().items()}
+            run.moments = moments_of(engine)
+    return run
+
+
+def between(of: dict[str, str], engine: Any, make_batch: Any) -> None:
+    what = of["between"]
+    if what == "evaluation":
+        fresh, _ = MIXED[of["model"]](DTYPES[of["precision"]])()
+        for parameter, trained in zip(fresh.parameters(), engine.parameters(), strict=True):
+            assert parameter.dtype is trained.dtype
+            parameter.data = trained.detach().clone()
+        for own, buffer in zip(fresh.buffers(), engine.module.buffers(), strict=True):
+            own.data = buffer.clone()
+        with torch.no_grad():
+            found, expected = (loss_of(m.eval()(**make_batch(9))) for m in (engine.module, fresh))
+        engine.module.train()
+        assert torch.equal(found, expected)
+    elif what == "offloaded":
+        engine.offload_states()
+        engine.reload_states()
+    else:
+        interrupt(what, of["model"], engine, make_batch)
+
+
+@pytest.mark.parametrize("case", covering(list(AXES.values()), never), ids="-".join)
+def test_nothing_changes_a_bit(case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    of = dict(zip(AXES, case, strict=True))
+    monkeypatch.setattr("stronghold.plan.plan.PIECE_BYTES", SMALLEST_PIECE)
+    monkeypatch.setattr("stronghold.runtime.activations.MIN_OFFLOAD_BYTES", 1)
+    clipping, accumulation = UPDATES[of["update"]][0], int(of["micro-batches"])
+    expected = plain(of["model"], clipping, accumulation, of["precision"], chunk_of(of))
+    run = trained(of, tmp_path)
+    assert_identical(run, expected)
+    assert run.norms == expected.norms
+
+
+# -- what the key changes, and what it refuses -----------------------------------------------------
+@pytest.mark.parametrize("half", [torch.float32, torch.bfloat16], ids=str)
+def test_cast_trains_base_and_adapters_in_the_precision_of_the_config(half: torch.dtype) -> None:
+    options: dict[str, Any] = {"clipping": 0.5, "precision": "bf16"}
+    run = train_windowed(lora(half), steps=STEPS, settings=config(section={"window": 1}, **options))
+    assert {weight.dtype for weight in run.weights.values()} == {torch.bfloat16}
+    assert_identical(run, train_plain(lora(half), steps=STEPS, **options))
+
+
+def test_own_dtypes_have_other_bits_than_cast_ones() -> None:
+    """The laws above could not fail if both rules gave the same."""
+    options: dict[str, Any] = {"steps": STEPS, "clipping": 0.5, "precision": "bf16"}
+    cast = train_plain(lora(torch.bfloat16), **options)
+    own = train_plain(lora(torch.bfloat16), dtypes="own", **options)
+    assert not all(map(torch.equal, cast.losses, own.losses))
+
+
+class Strange(nn.Module):
+    """One parameter of another dtype; blocks of fp32."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.strange = nn.Parameter(torch.ones(4).to(dtype))
+
+
+@pytest.mark.parametrize("rule", ["own", "cast"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float8_e4m3fn, torch.complex64], ids=str)
+def test_a_dtype_that_cannot_be_trained_is_refused_with_a_way_on(
+    dtype: torch.dtype, rule: str
+) -> None:
+    settings = config(precision="bf16", section={"dtypes": rule})
+    model = Strange(dtype)
+    if rule == "cast" and dtype is torch.float64:  # DeepSpeed's rule has a way
+        initialized(model, settings).destroy()
+        assert model.strange.dtype is torch.bfloat16
+        return
+    with pytest.raises(ConfigError) as refused:
+        initialized(model, settings)
+    said = str(refused.value)
+    assert f"strange is {dtype}" in said
+    assert "Convert it" in said
+    assert "freeze it" in said
+    assert ("leave stronghold.dtypes out" in said) is (dtype is torch.float64)
+
+
+def test_integers_cannot_ask_for_gradients() -> None:
+    """So no engine meets a trained one: torch refuses it first."""
+    with pytest.raises(RuntimeError, match="floating point"):
+        nn.Parameter(torch.ones(4, dtype=torch.int32))
