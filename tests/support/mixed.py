@@ -125,11 +125,11 @@ class OddBlock(nn.Module):
             frozen.requires_grad_(False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        half = self.inner.weight.dtype
-        y = self.norm(x.float())
+        half, full = self.inner.weight.dtype, self.norm.weight.dtype
+        y = self.norm(x.to(full))
         y = y + self.kept(y) + self.table[: y.shape[-1]] + 0.1 * self.table.tanh().mean()
         y = self.outer(F.gelu(self.inner(y.to(half)))) + self.fixed(y.to(half))
-        return x + self.scale * y.float()
+        return x + (self.scale * y.to(full)).to(x.dtype)
 
 
 class Odd(nn.Module):

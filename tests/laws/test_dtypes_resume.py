@@ -1,0 +1,267 @@
+"""Law 4 for parameters of several dtypes: checkpoints resume in every place, cross the key
+`stronghold.dtypes`, and open in other tools; DeepSpeed's functions read and write them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from deepspeed.utils import (
+    safe_get_full_fp32_param,
+    safe_get_full_grad,
+    safe_get_full_optimizer_state,
+    safe_set_full_fp32_param,
+    safe_set_full_grad,
+    safe_set_full_optimizer_state,
+)
+from safetensors.torch import load_file
+
+from stronghold.optim.states import split_master
+from tests.models import loss_of
+from tests.support.checkpoints import assert_same, command, masters_of
+from tests.support.mixed import MIXED, token_batch
+from tests.support.training import DTYPES, config, initialized, moments_of
+
+PLACES: dict[str, dict[str, Any]] = {
+    "one slot": {"window": 1},
+    "moments in files": {"window": 2, "nvme": {"spill": "moments"}},
+    "all in files": {"window": 1, "nvme": {"spill": "weights"}},
+    "one resident": {"window": 2, "resident_layers": 1},
+    "updated on the gpu": {"resident_layers": "all", "resident_updates": "gpu"},
+}
+
+
+@contextmanager
+def session(
+    name: str,
+    folder: Path,
+    place: str = "one slot",
+    *,
+    seed: int = 0,
+    rule: str = "own",
+    **more: Any,
+) -> Iterator[Any]:
+    """An engine over a fresh model of several dtypes."""
+    precision = more.get("precision", "bf16")
+    section = {**PLACES[place], "dtypes": rule}
+    if "nvme" in section:
+        section["nvme"] = {**section["nvme"], "path": str(folder)}
+    model, _ = MIXED[name](DTYPES[precision])(seed=seed)
+    engine = initialized(
+        model, config(section=section, **{"clipping": 0.5, "precision": "bf16", **more})
+    )
+    try:
+        yield engine
+    finally:
+        engine.destroy()
+
+
+def train(engine: Any, steps: int) -> list[torch.Tensor]:
+    """The losses of the next steps, from the engine's position on."""
+    losses = []
+    for _ in range(steps):
+        loss = loss_of(engine(**token_batch(engine.micro_steps)))
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.detach().clone())
+    return losses
+
+
+def state_of(engine: Any) -> dict[str, torch.Tensor]:
+    """Weights, masters and moments."""
+    engine.synchronize()
+    found = {f"weight {k}": v.cpu().clone() for k, v in engine.module_state_dict().items()}
+    found |= {f"master {k}": v for k, v in masters_of(engine).items()}
+    moments = moments_of(engine)
+    return found | {f"moment {i} {k}": m for k, v in moments.items() for i, m in enumerate(v)}
+
+
+@pytest.mark.parametrize("precision", ["bf16", "lean", "fp16"])
+@pytest.mark.parametrize("name", MIXED)
+def test_a_training_that_moves_on_at_each_step_is_the_one_that_goes_straight_on(
+    name: str, precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("stronghold.plan.plan.PIECE_BYTES", 2048 * 24)
+    with session(name, tmp_path, precision=precision) as engine:
+        losses = train(engine, len(PLACES))
+        expected = state_of(engine)
+    resumed: list[torch.Tensor] = []
+    for turn, place in enumerate(PLACES):
+        with session(name, tmp_path, place, seed=turn, precision=precision) as engine:
+            if turn > 0:
+                engine.load_checkpoint(tmp_path / "saved")
+            resumed += train(engine, 1)
+            engine.save_checkpoint(tmp_path / "saved")
+            found = state_of(engine)
+    assert all(map(torch.equal, resumed, losses))
+    assert_same(found, expected)
+
+
+# -- across the key --------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("name", "precision"), [("lora", "bf16"), ("t5", "bf16"), ("odd", "bf16"), ("odd", "fp16")]
+)
+@pytest.mark.parametrize("place", ["one slot", "all in files", "updated on the gpu"])
+def test_masters_cross_the_key_without_a_change_of_value(
+    name: str, precision: str, place: str, tmp_path: Path
+) -> None:
+    """Exact states hold an fp32 master of every dtype. A trained weight is that master, rounded to
+    the dtype of this engine; a frozen one is rounded from the other engine's weight."""
+    values: dict[str, Any] = {}
+    for rule, other in (("cast", "own"), ("own", "cast")):
+        with session(name, tmp_path, rule=rule, precision=precision) as engine:
+            train(engine, 2)
+            engine.save_checkpoint(tmp_path / rule)
+            values = state_of(engine)
+            steps = [layer.counts for layer in engine.inspect().layers]
+            trained = set(masters_of(engine))
+        with session(name, tmp_path, place, seed=1, rule=other, precision=precision) as engine:
+            engine.load_checkpoint(tmp_path / rule)
+            found = state_of(engine)
+            assert [layer.counts for layer in engine.inspect().layers] == steps
+            dtypes = {n: p.dtype for n, p in engine.module.named_parameters()}
+            losses = train(engine, 2)
+        for key, value in values.items():
+            kind, _, of = key.partition(" ")
+            if kind != "weight":
+                assert torch.equal(found[key], value), key
+            elif of in trained:
+                weights, _ = split_master(values[f"master {of}"].flatten(), dtypes[of])
+                assert torch.equal(found[key].flatten(), weights), key
+            elif of in dtypes:
+                assert torch.equal(found[key], value.to(dtypes[of])), key
+        assert all(loss.isfinite() for loss in losses)
+        if name != "t5":
+            assert len(set(dtypes.values())) == (2 if other == "own" else 1)
+
+
+@pytest.mark.parametrize(("rule", "other"), [("cast", "own"), ("own", "cast")])
+def test_lean_states_cross_the_key_rounded_to_their_24_bits(
+    rule: str, other: str, tmp_path: Path
+) -> None:
+    """A master within 2^-16 of its value where an fp32 parameter becomes a lean one."""
+    with session("lora", tmp_path, rule=rule, precision="lean") as engine:
+        train(engine, 2)
+        engine.save_checkpoint(tmp_path / "saved")
+        values = masters_of(engine)
+    with session("lora", tmp_path, seed=1, rule=other, precision="lean") as engine:
+        engine.load_checkpoint(tmp_path / "saved")
+        found = masters_of(engine)
+        train(engine, 1)
+    for name, value in values.items():
+        if other == "own":
+            assert torch.equal(found[name], value), name
+        else:
+            assert not torch.equal(found[name], value), name
+            assert torch.allclose(found[name], value, rtol=2**-16, atol=0.0), name
+
+
+@pytest.mark.parametrize(("rule", "other"), [("cast", "own"), ("own", "cast")])
+def test_weights_alone_cross_the_key_by_value(rule: str, other: str, tmp_path: Path) -> None:
+    with session("lora", tmp_path, rule=rule) as engine:
+        train(engine, 2)
+        engine.save_checkpoint(tmp_path / "saved")
+        saved = {k: v.clone() for k, v in engine.module_state_dict().items()}
+    with session("lora", tmp_path, seed=1, rule=other) as engine:
+        engine.load_checkpoint(tmp_path / "saved", load_optimizer_states=False)
+        for name, value in engine.module_state_dict().items():
+            assert torch.equal(value, saved[name].to(value.dtype)), name
+        for name, master in masters_of(engine).items():
+            assert torch.equal(master, engine.module_state_dict()[name].float()), name
+
+
+# -- DeepSpeed's functions -------------------------------------------------------------------------
+@pytest.mark.parametrize("place", ["one slot", "all in files", "updated on the gpu"])
+@pytest.mark.parametrize("name", ["lora", "odd"])
+@pytest.mark.parametrize("precision", ["bf16", "lean", "fp16"])
+def test_masters_moments_and_gradients_are_read_and_written_in_their_own_formats(
+    precision: str, name: str, place: str, tmp_path: Path
+) -> None:
+    with session(name, tmp_path, place, precision=precision) as engine:
+        train(engine, 2)
+        masters, moments = masters_of(engine), moments_of(engine)
+        trained = {n: p for n, p in engine.module.named_parameters() if p.requires_grad}
+        assert {p.dtype for p in trained.values()} >= {torch.float32}
+        for number, (n, p) in enumerate(trained.items()):
+            lossy = precision == "lean" and p.dtype is torch.bfloat16
+            assert torch.equal(safe_get_full_fp32_param(p), masters[n]), n
+            moment = safe_get_full_optimizer_state(p, "exp_avg")
+            if not lossy:
+                assert torch.equal(moment.flatten(), moments[n][0]), n
+            values = torch.linspace(-0.01, 0.011 + 1e-4 * number, p.numel()).view(p.shape)
+            safe_set_full_fp32_param(p, values)
+            read = safe_get_full_fp32_param(p)
+            assert torch.equal(read, values) or lossy, n
+            assert torch.allclose(read, values, rtol=2**-16, atol=0.0), n
+            weights, _ = split_master(read.flatten(), p.dtype)
+            assert torch.equal(p.detach().flatten(), weights), n
+            safe_set_full_optimizer_state(p, values, "exp_avg")
+            read = safe_get_full_optimizer_state(p, "exp_avg")
+            assert torch.equal(read, values) or lossy, n
+        others = {n: safe_get_full_fp32_param(p) for n, p in trained.items()}
+        last, written = list(trained.items())[-1]
+        safe_set_full_fp32_param(written, torch.zeros(written.shape))
+        for n, p in trained.items():  # neighbours keep their bits
+            assert n == last or torch.equal(safe_get_full_fp32_param(p), others[n]), n
+        loss = loss_of(engine(**token_batch(9)))
+        engine.backward(loss)
+        for p in trained.values():
+            gradient = safe_get_full_grad(p)
+            safe_set_full_grad(p, 2 * gradient)  # exact in every dtype
+            assert torch.equal(safe_get_full_grad(p), 2 * gradient)
+        engine.step()
+
+
+# -- exports ---------------------------------------------------------------------------------------
+@pytest.mark.parametrize("precision", ["bf16", "lean"])
+def test_exports_have_every_parameter_in_its_own_dtype_and_every_master(
+    precision: str, tmp_path: Path
+) -> None:
+    with session("ernie", tmp_path, precision=precision) as engine:
+        train(engine, 2)
+        engine.save_checkpoint(tmp_path / "saved")
+        state, masters = engine.module_state_dict(), masters_of(engine)
+        weights = {name: value.clone() for name, value in state.items()}
+        engine.save_16bit_model(tmp_path / "plain", "model.safetensors")
+        model = type(engine.module)
+    command("export", tmp_path / "saved", tmp_path / "hf")
+    for written in (tmp_path / "hf" / "model.safetensors", tmp_path / "plain/model.safetensors"):
+        for name, value in load_file(written).items():
+            assert value.dtype is weights[name].dtype, name
+            assert torch.equal(value, weights[name]), name
+    assert json.loads((tmp_path / "hf" / "config.json").read_text())["dtype"] == "bfloat16"
+    opened = model.from_pretrained(tmp_path / "hf", dtype="auto")
+    for name, value in opened.state_dict().items():
+        assert value.dtype is weights[name].dtype, name
+        assert torch.equal(value, weights[name]), name
+    command("export", tmp_path / "saved", tmp_path / "zero", "--to", "zero-stage2")
+    tag = tmp_path / "zero" / (tmp_path / "saved" / "latest").read_text()
+    (optimizer,) = tag.glob("*_optim_states.pt")
+    found = torch.load(optimizer, weights_only=False)["optimizer_state_dict"]
+    (flat,), (places,) = found["single_partition_of_fp32_groups"], found["param_slice_mappings"]
+    assert places.keys() == masters.keys()
+    for name, place in places.items():
+        piece = flat[place.start : place.start + place.numel]
+        assert torch.equal(piece, masters[name].flatten()), name
+
+
+def test_an_export_to_zero_comes_back_by_value(tmp_path: Path) -> None:
+    """ZeRO's layout has one dtype, so what comes back is of that; masters keep their values."""
+    with session("lora", tmp_path) as engine:
+        train(engine, 2)
+        engine.save_checkpoint(tmp_path / "saved")
+        masters, moments = masters_of(engine), moments_of(engine)
+    command("export", tmp_path / "saved", tmp_path / "zero", "--to", "zero-stage2")
+    command("import", tmp_path / "zero", tmp_path / "back")
+    with session("lora", tmp_path, seed=1) as engine:
+        engine.load_checkpoint(tmp_path / "back")
+        found = masters_of(engine)
+        assert all(torch.equal(found[name], value) for name, value in masters.items())
+        for name, of_name in moments_of(engine).items():
+            assert all(map(torch.equal, of_name, moments[name])), name
+        train(engine, 1)
