@@ -1,0 +1,238 @@
+"""Frozen int8, uint8 and float8 parameters: they keep their bytes under every rule of dtypes, and
+cost one byte each on the link, on the host, in files and in checkpoints."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from stronghold.errors import ConfigError
+from tests.models import loss_of
+from tests.support.checkpoints import command
+from tests.support.mixed import token_batch
+from tests.support.quantised import BYTES, quantised, quantised_model, raw
+from tests.support.training import (
+    DTYPES,
+    Run,
+    assert_identical,
+    config,
+    initialized,
+    train_plain,
+    train_windowed,
+)
+
+STEPS = 3
+PLACES: dict[str, dict[str, Any]] = {
+    "one slot": {"window": 1},
+    "recomputed": {"window": 2, "activations": "recompute"},
+    "offloaded": {"window": 1, "activations": "offload"},
+    "one resident": {"window": 1, "resident_layers": 1},
+    "updated on the gpu": {"resident_layers": 1, "resident_updates": "gpu", "window": 1},
+    "whole": {"resident_layers": "all", "resident_updates": "gpu"},
+    "moments in files": {"window": 1, "nvme": {"spill": "moments"}},
+    "all in files": {"window": 1, "nvme": {"spill": "weights"}},
+}
+
+
+@functools.cache
+def plain(stored: torch.dtype, precision: str, rule: str, accumulation: int) -> Run:
+    return train_plain(
+        quantised(stored, DTYPES[precision]),
+        steps=STEPS,
+        clipping=0.5,
+        accumulation=accumulation,
+        precision=precision,
+        dtypes=rule,
+    )
+
+
+def placed(place: str, folder: Path) -> dict[str, Any]:
+    section = dict(PLACES[place])
+    if "nvme" in section:
+        section["nvme"] = {**section["nvme"], "path": str(folder)}
+    return section
+
+
+def same_bytes(run: Run, expected: Run) -> None:
+    """As `assert_identical`; torch cannot compare float8 numbers everywhere."""
+    for each in (run, expected):
+        for name, value in each.weights.items():
+            each.weights[name] = raw(value) if value.itemsize == 1 else value
+    assert_identical(run, expected)
+
+
+@pytest.mark.parametrize("rule", ["own", "cast"])
+@pytest.mark.parametrize("stored", BYTES, ids=str)
+@pytest.mark.parametrize("place", PLACES)
+def test_frozen_bytes_train_what_is_beside_them_as_in_a_plain_loop(
+    place: str,
+    stored: torch.dtype,
+    rule: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("stronghold.plan.plan.PIECE_BYTES", 4096 * 24)
+    monkeypatch.setattr("stronghold.runtime.activations.MIN_OFFLOAD_BYTES", 1)
+    # Every second case accumulates, or has lean states.
+    odd = (list(PLACES).index(place) + BYTES.index(stored)) % 2
+    accumulation, precision = (3, "bf16") if odd else (1, "lean")
+    settings = config(
+        section={**placed(place, tmp_path), "dtypes": rule},
+        clipping=0.5,
+        accumulation=accumulation,
+        precision=precision,
+    )
+    reports: list[Any] = []
+    run = train_windowed(
+        quantised(stored),
+        steps=STEPS,
+        settings=settings,
+        inspect=lambda engine: reports.append(engine.memory_report()),
+    )
+    expected = plain(stored, precision, rule, accumulation)
+    assert run.norms == expected.norms
+    assert run.weights["blocks.0.inner.weight"].dtype is not torch.bfloat16
+    same_bytes(run, expected)
+    (report,) = reports
+    assert report.host_peak == report.host_planned
+    assert report.nvme_peak == report.nvme_planned
+    assert (report.nvme_peak > 0) == ("files" in place)
+    if place != "whole":
+        assert report.gpu_peak == report.gpu_planned
+
+
+@pytest.mark.parametrize("stored", BYTES, ids=str)
+def test_an_fp16_config_leaves_frozen_bytes_too(stored: torch.dtype) -> None:
+    settings = config(precision="fp16", clipping=0.5, section={"window": 1, "dtypes": "own"})
+    run = train_windowed(quantised(stored, torch.float16), steps=STEPS, settings=settings)
+    same_bytes(run, plain(stored, "fp16", "own", 1))
+
+
+# -- bytes -----------------------------------------------------------------------------------------
+@pytest.mark.parametrize("stored", [torch.int8, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("place", ["one slot", "all in files"])
+def test_a_frozen_number_costs_one_byte_on_the_host_and_on_the_link(
+    stored: torch.dtype, place: str, tmp_path: Path
+) -> None:
+    model = quantised_model(stored, num_layers=4)
+    section = placed(place, tmp_path)
+    engine = initialized(model, config(precision="bf16", clipping=0.5, section=section))
+    moved = []
+    for step in range(4):
+        engine.backward(loss_of(engine(**token_batch(step))))
+        engine.step()
+        moved.append(engine.inspect().traffic)
+    engine.synchronize()
+    now = engine.inspect()
+    layers, formats = now.layers, now.formats
+    held = {
+        part.name: formats[part.format].dtype for layer in layers for part in layer.layout.slices
+    }
+    for name, parameter in model.named_parameters():
+        assert held[name] is parameter.dtype
+    page = now.layout.page_numel
+    for layer in layers:
+        expected = 0
+        for each in layer.layout.ranges:
+            assert (each.end - each.begin) % page == 0
+            expected += (each.end - each.begin) * formats[each.format].dtype.itemsize
+        if layer.layout.streamed:
+            (frozen,) = (e for e in layer.layout.ranges if formats[e.format].dtype is stored)
+            assert 2 * 95 * 33 <= frozen.end - frozen.begin < 2 * 95 * 33 + page + 256
+        assert layer.arrays["weights"].nbytes == expected
+    of_layer = [layer.arrays["weights"].nbytes for layer in layers]
+    streamed = sum(of_layer[k] for k in now.layout.streamed)
+    resident = sum(of_layer[k] for k in now.layout.resident if layers[k].trained)
+    # One slot: backward begins with the layer that forward ended with. What was updated and is
+    # resident comes anew.
+    per_step = 2 * streamed - of_layer[now.layout.streamed[-1]] + resident
+    assert moved[3].fetched_bytes - moved[2].fetched_bytes == per_step
+    report = engine.memory_report()
+    assert report.host_peak == report.host_planned
+    assert report.gpu_peak == report.gpu_planned
+    assert report.nvme_peak == report.nvme_planned
+    if place == "one slot":
+        trained = sum(
+            (each.end - each.begin)
+            * ({2: 2, 4: 0}[formats[each.format].dtype.itemsize] + 8)  # masters and two moments
+            + (each.end - each.begin) * formats[each.format].dtype.itemsize  # gradients that wait
+            for layer in layers
+            for each in layer.layout.trainable_ranges
+        )
+        assert report.host_peak == sum(of_layer) + trained
+    engine.destroy()
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("stored", BYTES, ids=str)
+def test_destroy_gives_frozen_bytes_back_unchanged(
+    stored: torch.dtype, place: str, tmp_path: Path
+) -> None:
+    model, before = quantised_model(stored), quantised_model(stored)
+    settings = config(precision="bf16", clipping=0.5, section=placed(place, tmp_path))
+    engine = initialized(model, settings)
+    for step in range(2):
+        engine.backward(loss_of(engine(**token_batch(step))))
+        engine.step()
+    named = dict(model.named_parameters())
+    rested = {name: raw(p) for name, p in named.items()}
+    engine.destroy()
+    assert dict(model.named_parameters()).keys() == named.keys()
+    for (name, parameter), old in zip(model.named_parameters(), before.parameters(), strict=True):
+        assert parameter is named[name]
+        assert parameter.device.type == "cpu"
+        assert torch.equal(raw(parameter), rested[name]), name
+        if not parameter.requires_grad and parameter.itemsize == 1:
+            assert parameter.dtype is stored
+            assert torch.equal(raw(parameter), raw(old)), name
+    loss_of(model(**token_batch(9))).backward()
+
+
+# -- checkpoints -----------------------------------------------------------------------------------
+@pytest.mark.parametrize("stored", BYTES, ids=str)
+def test_checkpoints_have_frozen_bytes_and_resume_in_another_place(
+    stored: torch.dtype, tmp_path: Path
+) -> None:
+    losses: dict[str, list[torch.Tensor]] = {}
+    for place in ("one slot", "all in files", "updated on the gpu"):
+        model = quantised_model(stored, seed=0 if not losses else 1)
+        settings = config(precision="bf16", clipping=0.5, section=placed(place, tmp_path))
+        engine = initialized(model, settings)
+        if losses:
+            engine.load_checkpoint(tmp_path / "saved")
+        else:
+            engine.backward(loss_of(engine(**token_batch(0))))
+            engine.step()
+            engine.save_checkpoint(tmp_path / "saved")
+        losses[place] = []
+        for step in range(1, 4):
+            loss = loss_of(engine(**token_batch(step)))
+            engine.backward(loss)
+            engine.step()
+            losses[place].append(loss.detach().clone())
+        engine.destroy()
+    first, *others = losses.values()
+    for other in others:
+        assert all(map(torch.equal, first, other))
+    command("export", tmp_path / "saved", tmp_path / "hf")
+    exported = load_file(tmp_path / "hf" / "model.safetensors")
+    original = dict(quantised_model(stored).named_parameters())
+    for name in (name for name, p in original.items() if p.dtype is stored):
+        assert exported[name].dtype is stored
+        assert torch.equal(raw(exported[name]), raw(original[name]))
+
+
+def test_numbers_of_another_format_are_refused(tmp_path: Path) -> None:
+    settings = config(precision="bf16", section={"window": 1})
+    engine = initialized(quantised_model(torch.int8), settings)
+    engine.save_checkpoint(tmp_path)
+    engine.destroy()
+    engine = initialized(quantised_model(torch.float8_e4m3fn), settings)
+    with pytest.raises(ConfigError, match=r"is torch\.int8 there, and torch\.float8_e4m3fn"):
+        engine.load_checkpoint(tmp_path)
+    engine.destroy()
