@@ -12,7 +12,7 @@ from torch import nn
 
 import stronghold
 from tests.models import MODELS, loss_of
-from tests.support.training import Run, on
+from tests.support.training import Factory, Run, on
 
 
 def rank() -> int:
@@ -129,7 +129,7 @@ def engine_of(model: nn.Module, settings: dict[str, Any], **more: Any) -> Any:
 
 
 def train(
-    name: str,
+    name: str | Factory,
     settings: dict[str, Any],
     *,
     steps: int = 3,
@@ -141,9 +141,12 @@ def train(
 ) -> Run:
     """Train on the same `batches_per_step` micro-batches a step, whatever the number of ranks; all
     of a step's are the `same` one, for gradients whose mean is exact in 16 bits. Losses are this
-    rank's.
+    rank's. `name`: of a model, or how it is made.
     """
-    factory = choosy if name == "choosy" else MODELS[name]
+    if isinstance(name, str):
+        factory: Callable[..., Any] = choosy if name == "choosy" else MODELS[name]
+    else:
+        factory = name
     model, make_batch = factory(**(options or {}))
     accumulation = batches_per_step // num_ranks()
     settings = {**settings, "gradient_accumulation_steps": accumulation}

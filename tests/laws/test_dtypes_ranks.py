@@ -1,0 +1,157 @@
+"""Several ranks with parameters of several dtypes: each range is cut into shares, gathered and
+reduced in its own dtype."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from stronghold.forecast.question import from_sizes
+from stronghold.model.arrays import array_bytes
+from stronghold.model.layout import LayerLayout, ModelLayout, layer_layout
+from stronghold.optim import DEFAULT
+from stronghold.optim.states import EXACT, LEAN, Format, Formats, states_of
+from stronghold.plan.cost import Demand, workload_of
+from stronghold.plan.machine import MachineProfile, rates_of
+from stronghold.plan.plan import make_plan
+from stronghold.predict.simulate import simulate
+from stronghold.runtime.formats import page_items
+from tests.laws.test_ranks import interleaved
+from tests.support import rank_dtypes
+from tests.support.ranks import ranks_once
+from tests.support.training import Run, assert_identical
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    return ranks_once("tests.support.rank_dtypes:two_ranks", 2, tmp_path_factory)
+
+
+@pytest.mark.parametrize("name", rank_dtypes.CASES)
+def test_ranks_have_the_bits_of_one_that_accumulates(name: str, two: list[Any]) -> None:
+    one = rank_dtypes.CASES[name]()
+    losses = interleaved([found["bits"][name] for found in two])
+    for found in two:
+        run = found["bits"][name]
+        assert_identical(Run(losses=losses, weights=run.weights), one)
+        assert run.norms == pytest.approx(one.norms, rel=1e-12)
+        assert run.norms == two[0]["bits"][name].norms
+    assert len({weight.dtype for weight in one.weights.values()}) > 1
+
+
+@pytest.mark.parametrize("name", rank_dtypes.FILES)
+def test_files_of_each_rank_never_change_a_bit(name: str, two: list[Any]) -> None:
+    for found in two:
+        on_files, in_memory = found["files"][name]
+        assert_identical(on_files, in_memory)
+        assert on_files.norms == pytest.approx(in_memory.norms, rel=1e-12)
+
+
+@pytest.mark.parametrize("name", rank_dtypes.MEASURED)
+def test_what_two_ranks_save_resumes_on_two_and_on_one(
+    name: str, two: list[Any], tmp_path: Path
+) -> None:
+    saved = two[0]["checkpoints"][name]["saved"]
+    elsewhere = {
+        "one": rank_dtypes.session(name, None, Path(saved), steps=2),
+        "one, in files": rank_dtypes.session(
+            name, None, Path(saved), steps=2, nvme={"path": str(tmp_path), "spill": "weights"}
+        ),
+    }
+    for found in two:
+        mine = found["checkpoints"][name]
+        for way in (mine["on"], mine["on files"], *elsewhere.values()):
+            assert all(map(torch.equal, way["losses"], mine["straight"]["losses"][2:]))
+            for parameter, weight in mine["straight"]["weights"].items():
+                assert way["weights"][parameter].dtype is weight.dtype
+                assert torch.equal(way["weights"][parameter], weight), parameter
+
+
+@pytest.mark.parametrize("precision", ["bf16", "lean"])
+@pytest.mark.parametrize("name", rank_dtypes.MEASURED)
+def test_bytes_of_each_rank_are_those_of_its_formats(
+    name: str, precision: str, two: list[Any]
+) -> None:
+    for found in two:
+        seen = found["memory"][f"{name}, {precision}"]
+        assert seen["host"][0] == seen["host"][1] == seen["formula"]
+        assert seen["gpu"][0] == seen["gpu"][1]
+        on_files = found["memory on files"][name]
+        assert on_files["host"][0] == on_files["host"][1] < seen["host"][0] + on_files["nvme"][0]
+        assert on_files["nvme"][0] == on_files["nvme"][1] > 0
+
+
+# -- simulated ranks -------------------------------------------------------------------------------
+SUBJECT = from_sizes(6, 1024, 16, 32000, 1024)
+MACHINE = MachineProfile.load("a100-80gb")
+
+
+def formats_of(kind: Any) -> Formats:
+    """bf16 that trains, fp32 that trains, int8 that does not."""
+    made = [
+        Format(dtype, states_of(dtype, of, DEFAULT.moments), DEFAULT.kernel)
+        for dtype, of in ((torch.bfloat16, kind), (torch.float32, EXACT))
+    ]
+    return (*made, Format(torch.int8))
+
+
+def mixed_layer(layer: LayerLayout, num_ranks: int, page_numel: int) -> LayerLayout:
+    """Vectors train in fp32; matrices of the MLP are frozen int8, others train in bf16."""
+    shapes = []
+    for part in layer.slices:
+        frozen = len(part.shape) > 1 and ".mlp." in part.name
+        of = 2 if frozen else int(len(part.shape) < 2)
+        shapes.append(replace(part, format=of, trainable=not frozen))
+    shapes.sort(key=lambda part: (not part.trainable, part.format))
+    return layer_layout(
+        shapes,
+        index=layer.index,
+        name=layer.name,
+        streamed=layer.streamed,
+        num_ranks=num_ranks,
+        page_numel=page_numel,
+    )
+
+
+@pytest.mark.parametrize("kind", [EXACT, LEAN])
+@pytest.mark.parametrize("spill", [None, "moments", "masters"])
+@pytest.mark.parametrize("num_ranks", [1, 2, 8])
+def test_a_simulated_rank_has_the_bytes_of_its_plan(
+    num_ranks: int, spill: str | None, kind: Any
+) -> None:
+    formats = formats_of(kind)
+    page = page_items(formats, in_files=spill is not None)
+    layers = [mixed_layer(layer, num_ranks, page) for layer in SUBJECT.layout.layers]
+    layout = ModelLayout(layers=tuple(layers), page_numel=page)
+    assert {each.format for layer in layers for each in layer.ranges} == {0, 1, 2}
+    demand = Demand(
+        states=formats[0].trained,
+        all_formats=formats,
+        gated=True,
+        accumulate=False,
+        window=2,
+        num_ranks=num_ranks,
+        nvme=spill is not None,
+        spill=spill,
+    )
+    plan = make_plan(layout, demand)
+    workload = workload_of(SUBJECT.costs_of(4, 1024, "bf16"), MACHINE)
+    rates = rates_of(MACHINE, MACHINE.num_cores // num_ranks, sharing=num_ranks, wire_gbps=100.0)
+    prediction = simulate(layout, plan, workload, rates)
+    assert prediction.host_peak_bytes == plan.host_total_bytes
+    assert prediction.gpu_peak_bytes == plan.gpu_total_bytes
+    if spill is None:
+        assert plan.host_total_bytes == sum(
+            array_bytes(layer, formats, array, num_ranks)
+            for layer in layers
+            for array in (
+                "weights",
+                "gradients",
+                "low",
+                *formats[0].trained.moment_dtypes,
+            )
+        )
