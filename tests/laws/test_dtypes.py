@@ -255,3 +255,58 @@ def test_integers_cannot_ask_for_gradients() -> None:
     """So no engine meets a trained one: torch refuses it first."""
     with pytest.raises(RuntimeError, match="floating point"):
         nn.Parameter(torch.ones(4, dtype=torch.int32))
+
+
+# -- bytes -----------------------------------------------------------------------------------------
+# Of one element: weights, and what a step changes beside them.
+BYTES: dict[tuple[torch.dtype, bool], tuple[int, float]] = {
+    (torch.bfloat16, False): (2, 2 + 8),
+    (torch.bfloat16, True): (2, 1 + 2 + 2 * 4 / 64),  # lean
+    (torch.float16, False): (2, 4 + 8),
+    (torch.float32, False): (4, 8),
+    (torch.float32, True): (4, 8),
+}
+
+
+@pytest.mark.parametrize("precision", ["bf16", "lean", "fp16"])
+@pytest.mark.parametrize(("clipping", "accumulation"), [(0.5, 1), (0.0, 1), (0.5, 3)])
+@pytest.mark.parametrize("name", MIXED)
+def test_host_bytes_are_the_sum_over_the_formats(
+    name: str, clipping: float, accumulation: int, precision: str
+) -> None:
+    model, make_batch = MIXED[name](DTYPES[precision])()
+    expected = {n: p.dtype for n, p in model.named_parameters()}
+    settings = config(
+        section={"window": 1, "deferred_layers": 0, **OWN},
+        clipping=clipping,
+        accumulation=accumulation,
+        precision=precision,
+    )
+    engine = initialized(model, settings)
+    for micro in range(2 * accumulation):
+        engine.backward(loss_of(engine(**make_batch(micro))))
+        engine.step()
+    now, report = engine.inspect(), engine.memory_report()
+    total, largest = 0.0, 0
+    held = clipping > 0.0 or precision == "fp16"
+    for layer in now.layout.layers:
+        gradients = 0
+        for number, each in enumerate(layer.ranges):
+            dtypes = {expected[p.name] for p in layer.slices if p.range == number}
+            (dtype,) = dtypes  # of one range
+            weight, changed = BYTES[dtype, precision == "lean"]
+            numel = each.end - each.begin
+            total += weight * numel
+            if each.trainable:
+                total += changed * numel
+                gradients += weight * numel
+                total += 4 * numel * (accumulation > 1)
+        total += gradients * (held and accumulation == 1)
+        largest = max(largest, gradients)
+    if accumulation > 1 or not held:
+        (entries,) = (s for n, s in now.plan.host_bytes.items() if "gradient ring" in n)
+        assert entries % largest == 0
+        total += entries
+    assert report.host_peak == report.host_planned == total
+    assert report.gpu_peak == report.gpu_planned
+    engine.destroy()
