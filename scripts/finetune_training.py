@@ -33,6 +33,7 @@ import stronghold.plugin
 from stronghold.config import check_keys, read_config, section_enabled, settings_from_config
 from stronghold.engine import StrongholdEngine
 from stronghold.errors import BudgetError, CheckpointError, ConfigError
+from stronghold.optim.adam import Adam
 
 DEFAULT_SEQUENCE = 2048
 DEFAULT_LEARNING_RATE = 1e-5
@@ -125,16 +126,16 @@ def _optimizer_arguments(section: Any, args: argparse.Namespace) -> dict[str, An
         rate = DEFAULT_LEARNING_RATE
     found = settings_from_config(section or {"type": "AdamW"})
     assert found is not None
-    if not found.adamw or not found.bias_correction:
+    if found.optimizer != Adam():
         raise NotPossible(
             f"{args.config}: optimizer: only AdamW with bias correction; remove what changes that"
         )
     return {
         "learning_rate": args.learning_rate or rate,
-        "adam_beta1": found.betas[0],
-        "adam_beta2": found.betas[1],
-        "adam_epsilon": found.eps,
-        "weight_decay": found.weight_decay,
+        "adam_beta1": found.hyperparameters["betas"][0],
+        "adam_beta2": found.hyperparameters["betas"][1],
+        "adam_epsilon": found.hyperparameters["eps"],
+        "weight_decay": found.hyperparameters["weight_decay"],
         "optim": "adamw_torch",  # the fused one refuses parameters without memory
     }
 

@@ -76,8 +76,8 @@ def model_formats(
         if lies_in not in LOW_DTYPE:
             way = f", or leave {KEY} out, which trains it in {dtype}" if lies_in in COMPUTED else ""
             raise ConfigError(
-                f"{name} is {lies_in} and trains: expected float32, bfloat16 or float16. Convert it "
-                f"before stronghold.initialize, freeze it (requires_grad_(False)){way}"
+                f"{name} is {lies_in} and trains: expected float32, bfloat16 or float16. Convert "
+                f"it before stronghold.initialize, freeze it (requires_grad_(False)){way}"
             )
         optimizer = optimizers.get(parameter, default)
         moments: tuple[Moment, ...] = () if optimizer is None else optimizer.moments

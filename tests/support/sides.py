@@ -259,7 +259,7 @@ class Plain(Side):
     def save(self) -> None:
         kept = {
             "weights": self.model.state_dict(),
-            "states": [self._adam.begin(p) for p in self.model.parameters()],
+            "states": {name: self._adam.begin(self.named()[name]) for name in self.trains},
             "rates": [group["lr"] for group in self.optimizer.param_groups],
             "scaler": scaler_state(self._scaler),
             "schedule": self._schedule and self._schedule.state_dict(),
@@ -271,7 +271,7 @@ class Plain(Side):
     def load(self) -> None:
         kept = copy.deepcopy(self.saved)
         self.model.load_state_dict(kept["weights"])
-        self._adam.state = dict(zip(self.model.parameters(), kept["states"], strict=True))
+        self._adam.state = {self.named()[name]: state for name, state in kept["states"].items()}
         for group, rate in zip(self.optimizer.param_groups, kept["rates"], strict=True):
             group["lr"] = rate
         restore_scaler(self._scaler, kept["scaler"])
