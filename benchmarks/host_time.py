@@ -241,13 +241,20 @@ def table(measured: Measured, record: dict[str, Any], args: argparse.Namespace) 
             cells += [f"{expected:.2f}", f"{expected / of_use - 1:+.0%}"]
         lines.append(f"| {policy} | {' | '.join(cells)} |")
     machine = measured.profile
-    tokens = max(machine.attention_flops["fp32"])
+    forward, backward = (
+        {tokens: 1e-9 * by_width[min(by_width)] for tokens, by_width in rates["fp32"].items()}
+        for rates in (machine.attention_flops, machine.attention_backward_flops)
+    )
+    width = min(machine.attention_flops["fp32"][min(forward)])
+    attention = ", ".join(
+        f"{forward[tokens]:.0f} and {backward[tokens]:.0f} over {tokens}" for tokens in forward
+    )
     lines += [
         "",
-        f"The profile: products at {machine.flops['fp32'] / 1e9:.0f} GFLOP/s, attention at "
-        f"{machine.attention_flops['fp32'][tokens] / 1e9:.0f} and "
-        f"{machine.attention_backward_flops['fp32'][tokens] / 1e9:.0f} over {tokens} tokens, "
-        f"device memory at {machine.gpu_memory_gbps:.1f} GB/s; all in fp32, on one thread.",
+        f"The profile: products at {machine.flops['fp32'] / 1e9:.0f} GFLOP/s; forward and "
+        f"backward of attention with heads {width} wide at {attention} tokens, pairs that the mask "
+        f"leaves out counted, too; device memory at {machine.gpu_memory_gbps:.1f} GB/s; all in "
+        "fp32, on one thread.",
     ]
     return "\n".join(lines) + "\n"
 

@@ -369,10 +369,14 @@ def _link_rows(findings: Findings) -> Iterator[Row]:
             )
         yield f"matrix products, {dtype}", f"{rate / 1e12:.4g} TFLOP/s", meaning
     for dtype, by_tokens in (profile.attention_flops or {}).items():
-        tokens, rate = max(by_tokens.items())
-        backward = (profile.attention_backward_flops or {})[dtype][tokens] / 1e12
-        meaning = f"backward {backward:.4g} TFLOP/s; pairs that a causal mask leaves out count, too"
-        yield f"attention, {dtype}, {tokens} tokens", f"{rate / 1e12:.4g} TFLOP/s", meaning
+        tokens = max(by_tokens)
+        width, rate = max(by_tokens[tokens].items())
+        backward = (profile.attention_backward_flops or {})[dtype][tokens][width] / 1e12
+        meaning = (
+            f"backward {backward:.4g} TFLOP/s, over {tokens} tokens, with heads {width} wide; "
+            "pairs that a causal mask leaves out count, too"
+        )
+        yield f"attention, {dtype}", f"{rate / 1e12:.4g} TFLOP/s", meaning
     meaning = "updates of layers that stay on the device, normalisation, activations"
     yield "device memory", _gbps(profile.gpu_memory_gbps), meaning
 

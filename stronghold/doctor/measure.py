@@ -46,9 +46,9 @@ ADAM_RESIDENT_BYTES = (2 + 2 + 4 + 4 + 2) + (1 + 1 + 1 + 0.125)
 _L3 = Path("/sys/devices/system/cpu/cpu0/cache/index3/size")
 _COPIES = 4  # in a row, so that the hand-over to a lane's thread does not count
 _LARGEST_MATRIX = 8192
-# Attention is measured over sequences of so many tokens, with heads of a usual width.
+# Attention is measured over sequences of so many tokens, with heads of these widths.
 _ATTENTION_TOKENS = (1024, 4096)
-_HEAD_DIM = 64
+_HEAD_WIDTHS = (32, 128)
 _MOST_HEADS = 32
 _PIN_BYTES = 32 * MIB
 
@@ -121,13 +121,7 @@ def _examine(
     for precision, dtype in DTYPES.items():
         step(f"matrix products, {precision}")
         flops[precision] = product_flops(device, dtype, size)
-    attention: dict[str, dict[int, float]] = {}
-    attention_backward: dict[str, dict[int, float]] = {}
-    for precision, dtype in DTYPES.items():
-        step(f"attention, {precision}")
-        measured = {n: attention_flops(device, dtype, n, size) for n in _ATTENTION_TOKENS}
-        attention[precision] = {n: _figure(forward) for n, (forward, _) in measured.items()}
-        attention_backward[precision] = {n: _figure(rate) for n, (_, rate) in measured.items()}
+    attention, attention_backward = attention_rates(device, size, step)
     disk = None
     if folder is not None:
         disk = disk_rates(folder, size.disk_bytes, step)
@@ -403,8 +397,27 @@ def product_flops(device: Device, dtype: torch.dtype, size: Effort) -> float:
     return 2.0 * side**3 / _sustained(device, product, once, size)
 
 
+OfAttention = dict[str, dict[int, dict[int, float]]]
+
+
+def attention_rates(device: Device, size: Effort, step: Step) -> tuple[OfAttention, OfAttention]:
+    """FLOP/s of fused attention in forward, and in backward, as a profile has them: by dtype,
+    tokens of a sequence and width of a head."""
+    forward: OfAttention = {}
+    backward: OfAttention = {}
+    for precision, dtype in DTYPES.items():
+        step(f"attention, {precision}")
+        for rates in (forward, backward):
+            rates[precision] = {tokens: {} for tokens in _ATTENTION_TOKENS}
+        for tokens, width in itertools.product(_ATTENTION_TOKENS, _HEAD_WIDTHS):
+            measured = attention_flops(device, dtype, tokens, width, size)
+            for rates, rate in zip((forward, backward), measured, strict=True):
+                rates[precision][tokens][width] = _figure(rate)
+    return forward, backward
+
+
 def attention_flops(
-    device: Device, dtype: torch.dtype, tokens: int, size: Effort
+    device: Device, dtype: torch.dtype, tokens: int, width: int, size: Effort
 ) -> tuple[float, float]:
     """FLOP/s of fused attention with a causal mask, in forward and in backward, as a profile has
     them: of all pairs of tokens. As many heads, of powers of two, as take no longer than a share of
@@ -413,9 +426,9 @@ def attention_flops(
     heads = 1
     while True:
         query, key, value, outer = (
-            torch.randn(
-                1, heads, tokens, _HEAD_DIM, generator=chance, device=device.torch_device
-            ).to(dtype)
+            torch.randn(1, heads, tokens, width, generator=chance, device=device.torch_device).to(
+                dtype
+            )
             for _ in range(4)
         )
         attend = functools.partial(
@@ -434,7 +447,7 @@ def attention_flops(
     _on_compute(device, differentiate, 1, 1)
     once = _on_compute(device, differentiate, 1, 1)
     backward_s = _sustained(device, differentiate, once, size)
-    flops = 4.0 * heads * tokens**2 * _HEAD_DIM  # of two products
+    flops = 4.0 * heads * tokens**2 * width  # of two products
     return flops / forward_s, 2 * flops / backward_s
 
 

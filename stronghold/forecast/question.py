@@ -533,6 +533,7 @@ def _costs(sizes: _Sizes, batch: int, seq: int, dtype: str) -> ModelCosts:
         boundary_bytes=row,
         attention_flops=attention,
         causal_flops=attention,
+        head_width=h // sizes.heads,
         attention_bytes=row + _statistics(sizes, batch, seq, dtype),
         # Two norms; two additions of a residual; GELU. Biases are added by products.
         operator_bytes=2 * (2 * row + 2 * h * each + statistics) + 2 * 3 * row + 8 * row,

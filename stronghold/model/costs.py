@@ -72,7 +72,7 @@ class LayerCost:
     shared]). `passing_bytes`: the most that it has at once beside what is saved; for the layer that
     ran last, the head, also in the loss and its backward. `attention_*`: of a block's fused
     attention, parts of `forward_flops` and `saved_bytes`; `causal_flops` of `attention_flops` are
-    of calls with a causal mask."""
+    of calls with a causal mask; `head_width` is the size of one head's query."""
 
     forward_flops: float
     saved_bytes: int
@@ -81,6 +81,7 @@ class LayerCost:
     attention_flops: float = 0.0
     attention_bytes: int = 0
     causal_flops: float = 0.0
+    head_width: int = 0
     operator_bytes: float = 0.0
 
 
@@ -235,6 +236,7 @@ class _Tracer:
         self._counter.mod_tracker = _OneModule()  # type: ignore[assignment]
         self._moved = OperatorBytes()
         self._causal = 0.0
+        self._head_width: dict[int, int] = {}  # of layers that ran
         self._counted = _Counts(0.0, 0.0, 0.0)
         # The layer that was called, its counts, how to answer as it did, and what attention took.
         self._known: dict[Any, tuple[int, _Counts, Answer, list[Attended]]] = {}
@@ -303,6 +305,7 @@ class _Tracer:
                 attention_flops=attended[index].flops,
                 attention_bytes=attended[index].nbytes,
                 causal_flops=self._causal_flops[index],
+                head_width=self._head_width.get(self._like.get(index, index), 0),
                 operator_bytes=self._operator_bytes[index],
             )
             for index in range(len(saved))
@@ -390,10 +393,15 @@ class _Tracer:
             self._entered.setdefault(key, set()).add(layer)
             self._around.setdefault(key, self._outside)
 
-    def _attend(self, call: Attended, causal: bool) -> None:
-        if self._running and not self._forward_is_over:
-            self._attended[self._now].append(call)
-            self._causal += call.flops if causal else 0.0
+    def _attend(
+        self, kernel: Any, args: Sequence[Any], kwargs: Mapping[str, Any], results: Sequence[Any]
+    ) -> None:
+        if not self._running or self._forward_is_over:
+            return
+        call = attended(args[:3], results)
+        self._attended[self._now].append(call)
+        self._causal += call.flops if is_causal(kernel, args, kwargs) else 0.0
+        self._head_width[self._now] = args[0].shape[-1]
 
     def _settle(self) -> _Counts:
         """Charge what was counted since the last call to the layer that runs; returns it."""
@@ -541,11 +549,9 @@ def _kind(value: Any) -> Any:
 # -- bytes in passing -----------------------------------------------------------------------------
 class Passing(TorchDispatchMode):
     """Records what every operation makes, and when it is gone. `running` names the layer;
-    `attend` is told of attention's kernels, and whether they have a causal mask."""
+    `attend` is called with each of attention's kernels, its arguments and its results."""
 
-    def __init__(
-        self, running: Callable[[], int], attend: Callable[[Attended, bool], None]
-    ) -> None:
+    def __init__(self, running: Callable[[], int], attend: Callable[..., None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._running = running
         self._attend = attend
@@ -565,7 +571,7 @@ class Passing(TorchDispatchMode):
             if isinstance(leaf, torch.Tensor):
                 self.number(leaf.untyped_storage())
         if func in ATTENTION_KERNELS:
-            self._attend(attended(args[:3], result), is_causal(func, args, kwargs or {}))
+            self._attend(func, args, kwargs or {}, result)
         return result
 
     def number(self, storage: torch.UntypedStorage) -> int:

@@ -529,7 +529,8 @@ def attention_s(
     """Seconds of a layer's fused attention in forward, and in backward."""
     return machine.attention_s(
         costs.dtype,
-        costs.seq,
+        tokens=costs.seq,
+        width=layer.head_width,
         causal_flops=layer.causal_flops,
         other_flops=layer.attention_flops - layer.causal_flops,
     )

@@ -88,9 +88,10 @@ Threads = Annotated[int, Field(ge=1, lt=10**9, strict=False)]  # JSON's keys are
 ByThreads = Annotated[dict[Threads, Rate], Field(min_length=1)]
 Dtype = Annotated[str, Field(pattern="^(bf16|fp16|fp32)$")]
 ByDtype = Annotated[dict[Dtype, Rate], Field(min_length=3)]
-Tokens = Annotated[int, Field(ge=1, lt=10**9, strict=False)]
-ByTokens = Annotated[dict[Tokens, Rate], Field(min_length=1)]
-ByDtypeAndTokens = Annotated[dict[Dtype, ByTokens], Field(min_length=3)]
+Size = Annotated[int, Field(ge=1, lt=10**9, strict=False)]
+ByWidth = Annotated[dict[Size, Rate], Field(min_length=1)]
+ByTokensAndWidth = Annotated[dict[Size, ByWidth], Field(min_length=1)]
+OfAttention = Annotated[dict[Dtype, ByTokensAndWidth], Field(min_length=3)]
 
 
 @dataclass(
@@ -110,9 +111,9 @@ class MachineProfile:
     `ADAM_BF16_BYTES` per parameter; `adam_lean_gbps` with lean states, in `ADAM_LEAN_BYTES`.
     `flops` is a large matrix product's on the device. `gpu_memory_gbps` counts what a copy on the
     device reads and writes. `attention_flops` is fused attention's forward with a causal mask, by
-    tokens of a sequence; `attention_backward_flops` its backward's. Both count all pairs of tokens,
-    also those that a kernel skips, and backward as twice forward. `nvme_*` are transfers past the
-    page cache at the best depth, `nvme_mixed_gbps` the sum of both directions.
+    tokens of a sequence and width of a head; `attention_backward_flops` its backward's. Both count
+    all pairs of tokens, also those that a kernel skips, and backward as twice forward. `nvme_*` are
+    transfers past the page cache at the best depth, `nvme_mixed_gbps` the sum of both directions.
     """
 
     name: str
@@ -130,8 +131,8 @@ class MachineProfile:
     adam_gbps: ByThreads
     flops: ByDtype
     gpu_memory_gbps: Rate
-    attention_flops: ByDtypeAndTokens | None = None
-    attention_backward_flops: ByDtypeAndTokens | None = None
+    attention_flops: OfAttention | None = None
+    attention_backward_flops: OfAttention | None = None
     adam_lean_gbps: ByThreads | None = None
     nvme_read_gbps: Rate | None = None
     nvme_write_gbps: Rate | None = None
@@ -150,18 +151,32 @@ class MachineProfile:
         return _interpolate(self.adam_gbps, threads) * (LEAN_RATE if states == "lean" else 1.0)
 
     def attention_s(
-        self, dtype: str, tokens: int, *, causal_flops: float, other_flops: float = 0.0
+        self,
+        dtype: str,
+        *,
+        tokens: int,
+        width: int,
+        causal_flops: float,
+        other_flops: float = 0.0,
     ) -> tuple[float, float]:
         """Seconds of fused attention's forward, and of its backward, over sequences of so many
-        tokens. The FLOPs are of forward and count all pairs. A kernel skips half of them under a
-        causal mask, so that others take twice as long. A profile in which attention was not
-        measured takes the rate of matrix products for all."""
+        tokens, with heads of this width. The FLOPs are of forward and count all pairs. A kernel
+        skips half of them under a causal mask, so that others take twice as long. A profile in
+        which attention was not measured takes the rate of matrix products for all."""
         if self.attention_flops is None or self.attention_backward_flops is None:
             seconds = (causal_flops + other_flops) / self.flops[dtype]
             return seconds, 2 * seconds
         flops = causal_flops + 2 * other_flops
-        forward = _interpolate(self.attention_flops[dtype], tokens)
-        backward = _interpolate(self.attention_backward_flops[dtype], tokens)
+        forward, backward = (
+            _interpolate(
+                {
+                    length: _interpolate(by_width, width)
+                    for length, by_width in rates[dtype].items()
+                },
+                tokens,
+            )
+            for rates in (self.attention_flops, self.attention_backward_flops)
+        )
         return flops / forward, 2 * flops / backward
 
     def share(self, num_ranks: int) -> MachineProfile:
@@ -259,8 +274,8 @@ def find() -> MachineProfile | None:
 
 
 def _interpolate(rates: Mapping[int, float], count: int) -> float:
-    """The rate for a count of threads or tokens: on the line between two known counts, outside
-    them the nearest."""
+    """The rate for a count of threads or tokens, or for a width: on the line between two known
+    ones, outside them the nearest."""
     known = sorted(rates)
     if count <= known[0]:
         return rates[known[0]]

@@ -184,7 +184,7 @@ def test_a_causal_mask_does_not_halve_the_flops() -> None:
             y = x * self.weight
             return F.scaled_dot_product_attention(y, y, y, is_causal=self.causal)
 
-    flops, masked = [], []
+    flops, masked, widths = [], [], []
     for causal in (True, False):
         model = nn.Sequential(Attend(causal))
         costs = trace_costs(
@@ -192,8 +192,10 @@ def test_a_causal_mask_does_not_halve_the_flops() -> None:
         )
         flops.append(total(costs, "forward_flops"))
         masked.append(total(costs, "causal_flops"))
+        widths.append(costs.layers[-1].head_width)
     assert flops[0] == flops[1] == 4 * 2 * 64 * 64 * 32
     assert masked == [flops[0], 0.0]
+    assert widths == [32, 32]
 
 
 def test_keys_that_several_heads_share_count_for_each_of_them() -> None:

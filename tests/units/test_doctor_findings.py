@@ -306,8 +306,12 @@ def test_the_table_says_what_each_figure_bounds() -> None:
         fetch_gbps=20.0,
         drain_gbps=25.0,
         adam_gbps={32: 130.0},
-        attention_flops={dtype: {1024: 1e14, 4096: 3e14} for dtype in DTYPES},
-        attention_backward_flops={dtype: {1024: 1e14, 4096: 2e14} for dtype in DTYPES},
+        attention_flops={
+            dtype: {1024: {32: 1e14}, 4096: {32: 2e14, 128: 3e14}} for dtype in DTYPES
+        },
+        attention_backward_flops={
+            dtype: {1024: {32: 1e14}, 4096: {32: 1e14, 128: 2e14}} for dtype in DTYPES
+        },
     )
     text = findings.table(changed(HEALTHY))
     flat = " ".join(text.split())
@@ -316,7 +320,7 @@ def test_the_table_says_what_each_figure_bounds() -> None:
         "800 ms, twice per step",
         "device to host 25.0 GB/s its gradients leave in 640 ms",
         "matrix products, bf16 256 TFLOP/s a step of 8192 tokens computes for 1.54 s",
-        "attention, bf16, 4096 tokens 300 TFLOP/s backward 200 TFLOP/s; pairs that",
+        "attention, bf16 300 TFLOP/s backward 200 TFLOP/s, over 4096 tokens, with heads 128 wide",
         "Adam (avx512), 32 threads 130.0 GB/s updates 8 B parameters in 1.60 s",
         "file reads, depth 4 6.00 GB/s states of an 8 B model (96 GB) pass in 16 s",
         "host memory, free 500.0 GiB holds exact AdamW states (12 bytes) of 44.7 B parameters",

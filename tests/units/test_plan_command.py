@@ -640,7 +640,8 @@ def test_launches_add_to_compute_on_the_emulated_device_alone(tmp_path: Path) ->
 def test_a_limit_takes_attention_at_its_rate(tmp_path: Path) -> None:
     """At three times the rate of products it takes a third; no plan is faster for that."""
     flops = {
-        dtype: {1024: 3 * rate} for dtype, rate in MachineProfile.load("rtx4090").flops.items()
+        dtype: {1024: {64: 3 * rate}}
+        for dtype, rate in MachineProfile.load("rtx4090").flops.items()
     }
     measured = {"attention_flops": flops, "attention_backward_flops": flops}
     sizes = {"layers": 12, "hidden": 256, "batch": 1, "seq": 16384}

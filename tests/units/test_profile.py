@@ -20,7 +20,10 @@ from stronghold.plan.machine import MachineProfile
 from tests.support.states import adam_states
 
 ROOT = Path(__file__).resolve().parents[2]
-ATTENTION = {dtype: {1000: 2e14, 3000: 4e14} for dtype in ("bf16", "fp16", "fp32")}
+# By dtype, tokens of a sequence and width of a head.
+DTYPES = ("bf16", "fp16", "fp32")
+ATTENTION = {dtype: {1000: {32: 1e14, 96: 3e14}, 3000: {64: 4e14}} for dtype in DTYPES}
+SLOW_ATTENTION = {dtype: {1000: {64: 1e14}} for dtype in DTYPES}
 
 
 def of(**changes: Any) -> MachineProfile:
@@ -150,23 +153,33 @@ def test_a_profile_without_lean_states_has_a_share_of_the_exact_rate() -> None:
 )
 def test_attention_has_rates_by_tokens_of_a_sequence(tokens: int, rate: float) -> None:
     machine = of(attention_flops=ATTENTION, attention_backward_flops=ATTENTION)
-    found = machine.attention_s("bf16", tokens, causal_flops=rate)
+    found = machine.attention_s("bf16", tokens=tokens, width=64, causal_flops=rate)
     assert found == (1.0, 2.0)
-    whole = machine.attention_s("bf16", tokens, causal_flops=0.0, other_flops=rate)
+    whole = machine.attention_s("bf16", tokens=tokens, width=64, causal_flops=0.0, other_flops=rate)
     assert whole == (2.0, 4.0)  # of pairs that no mask leaves out
 
 
+@pytest.mark.parametrize(
+    ("width", "rate"), [(8, 1e14), (32, 1e14), (64, 2e14), (96, 3e14), (256, 3e14)]
+)
+def test_attention_has_rates_by_the_width_of_a_head(width: int, rate: float) -> None:
+    machine = of(attention_flops=ATTENTION, attention_backward_flops=ATTENTION)
+    found = machine.attention_s("bf16", tokens=1000, width=width, causal_flops=rate)
+    assert found == (1.0, 2.0)
+
+
 def test_forward_and_backward_of_attention_have_rates_of_their_own() -> None:
-    backward = {dtype: dict.fromkeys(by_tokens, 1e14) for dtype, by_tokens in ATTENTION.items()}
-    machine = of(attention_flops=ATTENTION, attention_backward_flops=backward)
-    assert machine.attention_s("bf16", 1000, causal_flops=2e14) == (1.0, 4.0)
+    machine = of(attention_flops=ATTENTION, attention_backward_flops=SLOW_ATTENTION)
+    found = machine.attention_s("bf16", tokens=1000, width=64, causal_flops=2e14)
+    assert found == (1.0, 4.0)
 
 
 @pytest.mark.parametrize("kind", ["causal_flops", "other_flops"])
 def test_a_profile_without_attention_takes_the_rate_of_products(kind: str) -> None:
     flops = {"causal_flops": 0.0, kind: 1e14}
     for changes in ({}, {"attention_flops": ATTENTION}):
-        assert of(**changes).attention_s("bf16", 1000, **flops) == (1.0, 2.0)
+        found = of(**changes).attention_s("bf16", tokens=1000, width=64, **flops)
+        assert found == (1.0, 2.0)
 
 
 def test_a_profile_of_an_earlier_version_loads() -> None:

@@ -10,7 +10,7 @@ import pytest
 from stronghold.model.costs import LayerCost, ModelCosts
 from stronghold.plan.cost import LayerLoad, workload_of
 from stronghold.plan.machine import MachineProfile
-from tests.units.test_profile import ATTENTION
+from tests.units.test_profile import ATTENTION, SLOW_ATTENTION
 from tests.units.test_profile import of as machine_of
 
 MACHINE = machine_of(flops={"bf16": 100e12, "fp16": 100e12, "fp32": 20e12}, gpu_memory_gbps=1000.0)
@@ -46,14 +46,16 @@ def test_what_is_computed_again_without_attention_moves_its_bytes_again() -> Non
 
 
 def test_attention_takes_its_flops_at_its_measured_rates() -> None:
-    """At half of them in forward where no mask leaves pairs out."""
-    backward = {dtype: dict.fromkeys(by_tokens, 1e14) for dtype, by_tokens in ATTENTION.items()}
-    machine = replace(MACHINE, attention_flops=ATTENTION, attention_backward_flops=backward)
-    flops = {"forward_flops": 700e12, "attention_flops": 400e12}
+    """By tokens of a sequence and width of a head; twice as long where no mask leaves pairs out."""
+    rates = {"attention_flops": ATTENTION, "attention_backward_flops": SLOW_ATTENTION}
+    machine = replace(MACHINE, **rates)
+    flops = {"forward_flops": 700e12, "attention_flops": 400e12, "head_width": 64}
     causal = load_of(machine=machine, causal_flops=400e12, **flops)
     assert causal.attention_s == 2.0
     assert (causal.forward_s, causal.backward_s) == (3.0 + 2.0, 6.0 + 8.0)
     longer = load_of(machine=machine, seq=3000, causal_flops=400e12, **flops)
     assert (longer.forward_s, longer.backward_s) == (3.0 + 1.0, 6.0 + 8.0)
+    narrow = load_of(machine=machine, causal_flops=400e12, **flops | {"head_width": 32})
+    assert (narrow.forward_s, narrow.backward_s) == (3.0 + 4.0, 6.0 + 8.0)
     whole = load_of(machine=machine, **flops)
     assert (whole.forward_s, whole.backward_s) == (3.0 + 4.0, 6.0 + 16.0)
