@@ -254,7 +254,7 @@ def table(measured: Measured, record: dict[str, Any], args: argparse.Namespace) 
         f"The profile: products at {machine.flops['fp32'] / 1e9:.0f} GFLOP/s; forward and "
         f"backward of attention with heads {width} wide at {attention} tokens, pairs that the mask "
         f"leaves out counted, too; device memory at {machine.gpu_memory_gbps:.1f} GB/s; all in "
-        "fp32, on one thread.",
+        f"fp32, on one thread, with torch's kernels for {torch.backends.cpu.get_cpu_capability()}.",
     ]
     return "\n".join(lines) + "\n"
 
