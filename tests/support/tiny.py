@@ -30,10 +30,16 @@ SMALL: dict[str, Any] = {
     "pad_token_id": 0,
 }
 MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8}
+LATENT = {"num_key_value_heads": 4}  # as many as heads
 OWN: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(("axk2", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa"), LATENT),
+    "axk1": {**LATENT, "head_dim": 4},
+    "deepseek_v3": {**LATENT, "head_dim": 4},
+    "beam": {"mlp_layer_types": ["dense", "sparse"]},
     "bamba": {**MAMBA, "attn_layer_indices": [1]},
     "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 1e4}},
     "dots3_note_text": {"num_key_value_heads": 4},
+    "longcat_flash": {**LATENT, "head_dim": 4},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "granitemoehybrid": MAMBA,
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
