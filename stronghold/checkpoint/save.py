@@ -38,6 +38,7 @@ from stronghold.checkpoint.manifest import (
     shape_of,
 )
 from stronghold.checkpoint.tensorfile import (
+    NAMES,
     Entry,
     Part,
     cut,
@@ -237,6 +238,15 @@ class Save:
             return any(array in dtypes and host.has(index, array) for array in arrays)
 
         moments = moment_arrays(host.formats)
+        kept = [k for k, p in enumerate(layer.slices) if p.trainable or not self._exclude_frozen]
+        for k in kept:
+            if state.sections[k].dtype not in NAMES:
+                raise ConfigError(
+                    f"{layer.slices[k].name} is {state.sections[k].dtype}, which a checkpoint's "
+                    f"files cannot hold: expected one of {', '.join(map(str, NAMES))}. Show its "
+                    "bytes as torch.uint8 in the module, or save without what is frozen "
+                    "(exclude_frozen_parameters=True)"
+                )
         return [
             TensorRecord(
                 name=part.name,
@@ -250,8 +260,7 @@ class Save:
                 moments=self._file("moments", index) if has(part, moments) else None,
                 optimizer=optimizers.get(k, DEFAULT).name,
             )
-            for k, part in enumerate(layer.slices)
-            if part.trainable or not self._exclude_frozen
+            for k, part in ((k, layer.slices[k]) for k in kept)
         ]
 
     def _file(self, kind: str, index: int) -> str:

@@ -312,14 +312,9 @@ class HostStore:
         return home
 
     def _nothing(self, state: LayerState) -> torch.Tensor:
-        """Weights of a layer that is lost: NaN, or the largest number of a dtype without one."""
-        weights = state.maps["weights"]
-        home = self.allocate(weights.nbytes, torch.uint8)
-        for section in weights.sections:
-            floating = section.dtype.is_floating_point
-            lost = torch.nan if floating else torch.iinfo(section.dtype).max
-            weights.view(home, section.begin, section.end).fill_(lost)
-        return home
+        """Weights of a layer that is lost. All bits are one: NaN of every dtype that has NaN, but
+        for float8's "fnuz" kinds, whose lowest number it is."""
+        return self.allocate(state.maps["weights"].nbytes, torch.uint8).fill_(0xFF)
 
     def _master_arrays(self, index: int) -> tuple[str, ...]:
         return ("weights", "low") if self.has(index, "low") else ("weights",)

@@ -3,6 +3,7 @@ cost one byte each on the link, on the host, in files and in checkpoints."""
 
 from __future__ import annotations
 
+import errno
 import functools
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import nn
 
 from stronghold.errors import ConfigError
 from tests.models import loss_of
@@ -236,3 +238,77 @@ def test_numbers_of_another_format_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"is torch\.int8 there, and torch\.float8_e4m3fn"):
         engine.load_checkpoint(tmp_path)
     engine.destroy()
+
+
+# -- further dtypes --------------------------------------------------------------------------------
+FURTHER = [
+    *(torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu, torch.bool),
+    *(torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64),
+    *(torch.complex64, torch.float4_e2m1fn_x2),
+]
+
+
+class Beside(nn.Module):
+    """A layer that trains beside numbers that it does not use."""
+
+    def __init__(self, stored: torch.dtype) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        numbers = torch.arange(4 * stored.itemsize, dtype=torch.uint8)
+        numbers = numbers % 2 if stored is torch.bool else numbers
+        self.stored = nn.Parameter(numbers.view(stored), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.linear(x)
+
+
+class Stacked(nn.Module):
+    def __init__(self, stored: torch.dtype) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Beside(stored) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("place", ["one slot", "all in files"])
+@pytest.mark.parametrize("stored", FURTHER, ids=str)
+def test_numbers_of_every_dtype_move_as_bytes_and_are_saved_where_files_have_the_dtype(
+    stored: torch.dtype, place: str, tmp_path: Path
+) -> None:
+    model = Stacked(stored)
+    before = raw(model.blocks[0].stored)
+    engine = initialized(model, config(section=placed(place, tmp_path)))
+    engine.backward(engine(torch.ones(2, 8)))
+    engine.step()
+    if stored is torch.float4_e2m1fn_x2:
+        with pytest.raises(ConfigError, match=r"blocks\.0\.stored is torch\.float4.*torch\.uint8"):
+            engine.save_checkpoint(tmp_path / "saved")
+        engine.save_checkpoint(tmp_path / "saved", exclude_frozen_parameters=True)
+    else:
+        engine.save_checkpoint(tmp_path / "saved")
+        raw(engine.module.blocks[0].stored.data).zero_()
+    engine.load_checkpoint(tmp_path / "saved")
+    engine.destroy()
+    assert model.blocks[0].stored.dtype is stored
+    assert torch.equal(raw(model.blocks[0].stored), before)
+
+
+@pytest.mark.parametrize("stored", [*BYTES, *FURTHER], ids=str)
+def test_weights_that_no_disk_gives_back_are_reported_whatever_their_dtype(
+    stored: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk's own error, and NaN where the dtype has it."""
+    model = Stacked(stored)
+    engine = initialized(model, config(section=placed("all in files", tmp_path)))
+
+    def fails(*_: Any, **__: Any) -> Any:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr("stronghold.memory.host.HostStore._read_back", fails)
+    with pytest.raises(OSError, match="cannot be read back from NVMe"):
+        engine.destroy()
+    assert model.blocks[0].linear.weight.isnan().all()
+    assert bool((raw(model.blocks[0].stored) == 0xFF).all())
