@@ -21,6 +21,7 @@ from stronghold.plan.plan import make_plan
 from stronghold.predict.simulate import simulate
 from stronghold.runtime.formats import page_items
 from tests.laws.test_ranks import interleaved
+from tests.models import loss_of, without_caches
 from tests.support import rank_dtypes
 from tests.support.ranks import ranks_once
 from tests.support.training import Run, assert_identical
@@ -41,6 +42,37 @@ def test_ranks_have_the_bits_of_one_that_accumulates(name: str, two: list[Any]) 
         assert run.norms == pytest.approx(one.norms, rel=1e-12)
         assert run.norms == two[0]["bits"][name].norms
     assert len({weight.dtype for weight in one.weights.values()}) > 1
+
+
+@pytest.mark.parametrize("case", rank_dtypes.GRADIENTS)
+def test_gradients_are_the_mean_of_the_ranks_in_each_parameters_dtype(
+    case: str, two: list[Any]
+) -> None:
+    name, _ = rank_dtypes.GRADIENTS[case]
+    sums: dict[str, torch.Tensor] = {}
+    for number in range(2):
+        model, make_batch = rank_dtypes.MODELS[name]()
+        loss_of(without_caches(model)(**make_batch(number))).backward()
+        for parameter, p in model.named_parameters():
+            if p.grad is not None:
+                sums[parameter] = sums[parameter] + p.grad if number else p.grad
+    for found in two:
+        assert found["gradients"][case].keys() == sums.keys()
+        for parameter, gradient in found["gradients"][case].items():
+            assert torch.equal(gradient, (sums[parameter] / 2).float()), parameter
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", rank_dtypes.NODES)
+def test_nodes_have_the_bits_of_one_rank_that_accumulates(
+    name: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    run = "tests.support.rank_dtypes:two_nodes"
+    two = ranks_once(run, 2, tmp_path_factory, num_nodes=2)
+    one = rank_dtypes.CASES[name]()
+    losses = interleaved([found[name] for found in two])
+    for found in two:
+        assert_identical(Run(losses=losses, weights=found[name].weights), one)
 
 
 @pytest.mark.parametrize("name", rank_dtypes.FILES)

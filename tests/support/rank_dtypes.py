@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from deepspeed.utils import safe_get_full_grad
 
 from tests.models import loss_of
 from tests.support.mixed import MIXED, OWN
 from tests.support.quantised import quantised, raw
-from tests.support.rank_models import engine_of, num_ranks, train
+from tests.support.rank_models import engine_of, num_ranks, rank, train
 from tests.support.training import Factory, Run, config
 
 BF16 = torch.bfloat16
@@ -146,12 +147,35 @@ def memory(name: str, precision: str, **section: Any) -> dict[str, Any]:
         engine.destroy()
 
 
+def gradients(name: str, section: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Of a batch of each rank's, as they wait for the step: whole on every rank."""
+    model, make_batch = MODELS[name]()
+    engine = engine_of(model, settings_of(clipping=0.5, window=1, **section))
+    try:
+        engine.backward(loss_of(engine(**make_batch(rank()))))
+        found = {
+            parameter: safe_get_full_grad(p)
+            for parameter, p in model.named_parameters()
+            if p.requires_grad
+        }
+        engine.step()
+        return found
+    finally:
+        engine.destroy()
+
+
+GRADIENTS = {
+    f"{name}, {place}": (name, section)
+    for name in ("lora", "t5", "odd", "int8")
+    for place, section in (("in memory", {}), ("on files", files("masters")))
+}
 MEASURED = ("lora", "odd", "int8")
 
 
 def two_ranks(folder: Path) -> dict[str, Any]:
     return {
         "bits": {name: run() for name, run in CASES.items()},
+        "gradients": {case: gradients(*of) for case, of in GRADIENTS.items()},
         "files": {name: (run(), run(in_memory=True)) for name, run in FILES.items()},
         "checkpoints": {name: checkpoints(name, folder) for name in MEASURED},
         "memory": {
@@ -161,3 +185,11 @@ def two_ranks(folder: Path) -> dict[str, Any]:
         },
         "memory on files": {name: memory(name, "bf16", **files("masters")) for name in MEASURED},
     }
+
+
+NODES = ("lora, one slot", "odd, bf16", "odd, lean", "t5, bf16", "int8, lean")
+
+
+def two_nodes(_: Path) -> dict[str, Run]:
+    """One rank on each: every node has its weights, and exchanges what the other updates."""
+    return {name: CASES[name]() for name in NODES}
