@@ -164,7 +164,6 @@ def planned(size: Size, machine: MachineProfile, policy: str) -> float:
             plan,
             question.work,
             question.rates,
-            dtype=torch.float32,
             asynchronous=not machine.emulated,
         )
     return predicted.step_s

@@ -68,7 +68,6 @@ def row(name: str, num_ranks: int, machine: MachineProfile, exchange_gbps: float
         plan,
         workload_of(model.costs_of(BATCH, SEQ, "bf16"), machine),
         rates,
-        dtype=torch.bfloat16,
     )
     busy = [found.busy.get(lane, 0.0) for lane in LANES]
     host = plan.host_total_bytes * sharing / GIB
