@@ -104,7 +104,7 @@ def page_numel(kind: Kind, *, in_files: bool = True) -> int:
     return int(PAGE_BYTES / (_SMALLEST_BYTES[kind] if in_files else 2))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # without slots: its properties are found once
 class States:
     """The arrays of weights of `dtype` with states of `kind`, for an optimizer with `moments`."""
 
@@ -112,43 +112,43 @@ class States:
     kind: Kind
     moments: tuple[Moment, ...]
 
-    @property
+    @functools.cached_property
     def is_lean(self) -> bool:
         return self.kind == LEAN
 
-    @property
+    @functools.cached_property
     def weight_bytes(self) -> int:
         """Of one parameter."""
         return self.dtype.itemsize
 
-    @property
+    @functools.cached_property
     def low(self) -> torch.dtype | None:
         """The dtype of the array that makes weights masters; None where weights are masters."""
         return torch.int8 if self.is_lean else LOW_DTYPE[self.dtype]
 
-    @property
+    @functools.cached_property
     def low_bytes(self) -> int:
         """Of one parameter."""
         return 0 if self.low is None else self.low.itemsize
 
-    @property
+    @functools.cached_property
     def moment_dtypes(self) -> dict[str, torch.dtype]:
         """The arrays that hold the moments."""
         return _moment_dtypes(self.moments, self.kind)
 
-    @property
+    @functools.cached_property
     def moment_bytes(self) -> float:
         """Of all moments of one parameter."""
         dtypes = self.moment_dtypes
         return sum(dtype.itemsize / group_size(array) for array, dtype in dtypes.items())
 
-    @property
+    @functools.cached_property
     def dtypes(self) -> dict[str, torch.dtype]:
         """The arrays that a step changes, the weights first."""
         low = {} if self.low is None else {"low": self.low}
         return {"weights": self.dtype, **low, **self.moment_dtypes}
 
-    @property
+    @functools.cached_property
     def kernel_arrays(self) -> tuple[str | None, ...]:
         """The arrays in the order of a kernel's segment: weights, low, moments, their scales. None
         stands for an array that these states do not have."""
