@@ -25,7 +25,7 @@ from stronghold.errors import StateError
 from stronghold.model.arrays import Map, Section, array_maps, state_arrays
 from stronghold.model.layout import LayerLayout, ParameterSlice, Shards, Span
 from stronghold.model.partition import WeightSource
-from stronghold.optim.states import Formats
+from stronghold.optim.states import Format, Formats
 
 
 @dataclass(slots=True, eq=False)
@@ -160,6 +160,17 @@ class Place(NamedTuple):
     num_references: int
 
 
+@dataclass(frozen=True, slots=True)
+class Owned:
+    """What this rank updates of the parameters at some positions of a layer: `parts` are (position,
+    first element of the layer, number of elements) where there are any, and `numels` the number of
+    elements of each format."""
+
+    positions: frozenset[int]
+    parts: tuple[tuple[int, int, int], ...]
+    numels: tuple[tuple[Format, int], ...]
+
+
 @dataclass(slots=True, eq=False, repr=False)
 class LayerState:
     """One layer, whose ranges have `formats`.
@@ -214,6 +225,7 @@ class LayerState:
     sections: tuple[Section, ...] = field(init=False)  # of the weights, by position
     shares: tuple[Span, ...] = field(init=False)
     _elements: tuple[Span, ...] = field(init=False)  # of each parameter, this rank's
+    _owned: Owned = Owned(frozenset(), (), ())  # of the last positions that were asked for
 
     def __post_init__(self) -> None:
         slices = self.layout.slices
@@ -334,23 +346,17 @@ class LayerState:
         end where it has none."""
         return ((k, *self._elements[k]) for k in sorted(positions))
 
-    def step_bytes(self, positions: Iterable[int], *, summed: bool = False) -> float:
-        """Bytes that a step of these parameters reads and writes on this rank, with gradients of
-        the weights' dtype or, `summed`, in fp32."""
-        total = 0.0
-        for k, begin, end in self.elements(positions):
+    def owned(self, positions: frozenset[int]) -> Owned:
+        """What this rank updates of these parameters. The same ones come in most steps, so the last
+        answer is kept. Any thread may ask."""
+        last = self._owned
+        if last.positions == positions:
+            return last
+        parts = [(k, begin, end - begin) for k, begin, end in self.elements(positions)]
+        numels: dict[Format, int] = {}
+        for k, _, numel in parts:
             made = self.formats[self.layout.slices[k].format]
-            dtype = torch.float32 if summed else made.dtype
-            total += made.trained.update_bytes(dtype) * (end - begin)
-        return total
-
-    def gradient_bytes(self, positions: Iterable[int]) -> int:
-        """Of the gradients of these parameters on this rank, in the weights' dtypes."""
-        return sum(
-            (end - begin) * self.sections[k].dtype.itemsize
-            for k, begin, end in self.elements(positions)
-        )
-
-    def numel_of(self, positions: Iterable[int]) -> int:
-        """How many elements of these parameters this rank updates."""
-        return sum(end - begin for _, begin, end in self.elements(positions))
+            numels[made] = numels.get(made, 0) + numel
+        present = tuple(part for part in parts if part[2])
+        self._owned = found = Owned(positions, present, tuple(numels.items()))
+        return found

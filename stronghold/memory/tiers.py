@@ -152,7 +152,10 @@ class Tiers:
         self._maps = [array_maps(layer, formats, self.shards) for layer in layout.layers]
         self.store = store or NullStore((), ring_bytes=0, piece_bytes=0)
         missing = [frozenset[str]()] * (len(layout.layers) - len(spilled))
-        self._spilled = (*spilled, *missing)
+        self._spilled = tuple(
+            tuple(array for array in file_order(layer, formats) if array in names)
+            for layer, names in zip(layout.layers, (*spilled, *missing), strict=True)
+        )
         self._staged = threading.Lock()
         self._other = self.store.entry(0)
         entries = [Entry(self.store.entry(1 + k)) for k in range(update_entries + fetch_entries)]
@@ -166,8 +169,7 @@ class Tiers:
 
     def spilled(self, layer: int) -> tuple[str, ...]:
         """The layer's arrays that lie in files, always in one order."""
-        order = file_order(self._layers[layer], self.formats)
-        return tuple(array for array in order if array in self._spilled[layer])
+        return self._spilled[layer]
 
     # -- pieces -----------------------------------------------------------------------------------
     def cuts(

@@ -41,6 +41,10 @@ class Section:
         """The byte at which the item of an element begins; of `end` the end of the section."""
         return self.at + -(-(element - self.begin) // self.group) * self.dtype.itemsize
 
+    def view(self, memory: torch.Tensor, begin: int, end: int) -> torch.Tensor:
+        """Elements [begin, end) of the section in `memory`, typed and flat."""
+        return memory[self.byte_of(begin) : self.byte_of(end)].view(self.dtype)
+
 
 @dataclass(frozen=True, slots=True)
 class Map:
@@ -56,14 +60,21 @@ class Map:
 
     def section(self, begin: int, end: int) -> Section:
         """The section that has elements [begin, end). StateError where none has all of them."""
+        found = self.find(begin, end)
+        if found is None:
+            raise StateError(f"elements [{begin}, {end}) lie in no one section of {self.sections}")
+        return found
+
+    def find(self, begin: int, end: int) -> Section | None:
+        """The section that has elements [begin, end), or None."""
         for section in self.sections:
             if section.begin <= begin and end <= section.end:
                 return section
-        raise StateError(f"elements [{begin}, {end}) lie in no one section of {self.sections}")
+        return None
 
     def has(self, begin: int, end: int) -> bool:
         """Whether one section has elements [begin, end)."""
-        return any(one.begin <= begin and end <= one.end for one in self.sections)
+        return self.find(begin, end) is not None
 
     def has_range(self, part: ParameterSlice) -> bool:
         """Whether the array has the parameter's range, of which a rank may have no element."""
@@ -77,9 +88,7 @@ class Map:
 
     def view(self, memory: torch.Tensor, begin: int, end: int) -> torch.Tensor:
         """Elements [begin, end) of one section of `memory`, typed and flat."""
-        section = self.section(begin, end)
-        part = memory[section.byte_of(begin) : section.byte_of(end)]
-        return part.view(section.dtype)
+        return self.section(begin, end).view(memory, begin, end)
 
     def parameter(self, memory: torch.Tensor, part: ParameterSlice) -> torch.Tensor:
         """The parameter's part of `memory`, in its own shape: of an array that has every range."""

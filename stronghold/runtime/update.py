@@ -36,7 +36,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 
@@ -213,7 +213,7 @@ class Gathered:
         return (self.array,) if self.array else ()
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False)  # without slots: its properties are found once
 class Piece:
     """Elements [begin, end) of one range of a layer, and the arrays that an operation works on
     there. `entry` has those that lie in files."""
@@ -233,7 +233,7 @@ class Piece:
         flat = self.gradients
         return flat.data_ptr() + (at - self.begin) * flat.element_size()
 
-    @property
+    @cached_property
     def gradients(self) -> torch.Tensor:
         """The flat gradients of these elements."""
         found = self.found
@@ -241,13 +241,13 @@ class Piece:
             return self.views[found.array]
         return found.state.maps["gradients"].view(found.memory, self.begin, self.end)
 
-    @property
+    @cached_property
     def range(self) -> int:
         """The number of the range that has the elements."""
         ranges = self.found.state.layout.ranges
         return next(i for i, each in enumerate(ranges) if each.begin <= self.begin < each.end)
 
-    @property
+    @cached_property
     def format(self) -> Format:
         """Of this range."""
         state = self.found.state
@@ -611,9 +611,8 @@ class Updates:
             )
 
         def bytes_each(made: Format) -> float:
-            dtype = torch.float32 if summed else made.dtype
-            read_twice = dtype.itemsize if norms is not None else 0
-            return made.trained.update_bytes(dtype) + read_twice
+            read_twice = 0 if norms is None else 4 if summed else made.dtype.itemsize
+            return _step_bytes(made, summed=summed) + read_twice
 
         # An update whose norms were taken before is not waited for by the gate.
         taken = norms is not None
@@ -689,7 +688,7 @@ class Updates:
         """The pieces for which a gradient came, of what the layer has here: begin, end, and those
         of the arrays `filed` that have the elements. In memory a piece is a range's whole share."""
         state = found.state
-        places = [(at, at + numel) for _, at, numel in _own_parts(state, found.arrived)]
+        places = [(at, at + numel) for _, at, numel in state.owned(found.arrived).parts]
         for share in state.shares:
             arrays = tuple(a for a in filed if state.maps[a].has(*share))
             cuts = self._tiers.cuts(state.index, arrays, *share) if arrays else iter([share])
@@ -709,8 +708,9 @@ class Updates:
         for array in arrays:
             flat, lies = state.array(array), state.maps[array]
             assert flat is not None
-            if lies.has(begin, end):
-                views[array] = lies.view(flat, begin, end)
+            section = lies.find(begin, end)
+            if section is not None:
+                views[array] = section.view(flat, begin, end)
         return views
 
     def _whole(self, found: Gathered, changed: Sequence[str]) -> list[Piece]:
@@ -810,7 +810,7 @@ class Updates:
             steps = dict(zip(sorted(found.arrived), advanced, strict=True))
             for piece in self._whole(found, state.changed):
                 calls[piece.format, piece.grad_dtype] += _segments(piece, steps)
-            moved += state.step_bytes(found.arrived, summed=found.array == "accumulated")
+            moved += _moved(found, partial(_step_bytes, summed=found.array == "accumulated"))
         updates = [
             self._device.kernels.prepare_update(
                 made.kernel, made.dtype, dtype, segments, lean=made.trained.is_lean
@@ -895,16 +895,10 @@ def _merge(target: torch.Tensor, part: torch.Tensor, *, add: bool) -> None:
         target.copy_(part)
 
 
-def _own_parts(state: LayerState, positions: Iterable[int]) -> Iterator[tuple[int, int, int]]:
-    """(position, first element of the layer, number of elements) of what this rank has."""
-    for k, begin, end in state.elements(positions):
-        if end > begin:
-            yield k, begin, end - begin
-
-
 def _parts(piece: Piece) -> Iterator[tuple[int, int, int]]:
-    """The same of what lies in the piece."""
-    for k, at, numel in _own_parts(piece.found.state, piece.found.arrived):
+    """(position, first element of the layer, number of elements) of the gradients that came for
+    elements of the piece."""
+    for k, at, numel in piece.found.state.owned(piece.found.arrived).parts:
         first, last = max(at, piece.begin), min(at + numel, piece.end)
         if first < last:
             yield k, first, last - first
@@ -919,13 +913,15 @@ def _grad_bytes(made: Format) -> float:
     return made.dtype.itemsize
 
 
+def _step_bytes(made: Format, *, summed: bool) -> float:
+    """Bytes that a step reads and writes for one parameter; `summed`: its gradient is fp32."""
+    return made.trained.update_bytes(torch.float32 if summed else made.dtype)
+
+
 def _moved(found: Gathered, bytes_each: Callable[[Format], float]) -> float:
     """Bytes of an operation over the gradients of this rank."""
-    state = found.state
-    return sum(
-        bytes_each(state.formats[state.layout.slices[k].format]) * numel
-        for k, _, numel in _own_parts(state, found.arrived)
-    )
+    numels = found.state.owned(found.arrived).numels
+    return sum(bytes_each(made) * numel for made, numel in numels)
 
 
 def _segments(piece: Piece, steps: Mapping[int, ParameterStep]) -> list[native.Segment]:
