@@ -209,6 +209,19 @@ void RunJob(sh_pool* pool, Job job, int optimizer, Loop loop, bool timed, sh_poo
   distance.End();
 }
 
+// Refuses the arguments of an update that break their contract; returns the optimizer's index.
+int CheckUpdate(sh_pool* pool, const char* optimizer, sh_dtype weight_dtype, sh_dtype grad_dtype,
+                const sh_segment* segments, int64_t num_segments) {
+  CheckPool(pool, weight_dtype, grad_dtype);
+  CheckList(segments, num_segments);
+  const int index = OptimizerNamed(optimizer);
+  const Optimizer& table = pool->kernels().optimizers[index];
+  for (int64_t i = 0; i < num_segments; ++i) {
+    CheckArrays(segments[i], i, weight_dtype, table.num_moments);
+  }
+  return index;
+}
+
 }  // namespace
 }  // namespace sh
 
@@ -223,13 +236,9 @@ const char* sh_optimizer_at(int32_t index) {
 int32_t sh_update(sh_pool* pool, const char* optimizer, sh_dtype weight_dtype, sh_dtype grad_dtype,
                   const sh_segment* segments, int64_t num_segments) {
   return sh::Guarded([&] {
-    sh::CheckPool(pool, weight_dtype, grad_dtype);
-    sh::CheckList(segments, num_segments);
-    const int index = sh::OptimizerNamed(optimizer);
+    const int index =
+        sh::CheckUpdate(pool, optimizer, weight_dtype, grad_dtype, segments, num_segments);
     const sh::Optimizer& table = pool->kernels().optimizers[index];
-    for (int64_t i = 0; i < num_segments; ++i) {
-      sh::CheckArrays(segments[i], i, weight_dtype, table.num_moments);
-    }
     sh::CheckNumbers(table, segments, num_segments);
     // The first step makes the moments' pages, which takes time: its chunks are not timed.
     bool timed = true;
@@ -245,13 +254,9 @@ int32_t sh_update_traffic(sh_pool* pool, const char* optimizer, sh_dtype weight_
                           sh_dtype grad_dtype, const sh_segment* segments, const sh_segment* to,
                           int64_t num_segments) {
   return sh::Guarded([&] {
-    sh::CheckPool(pool, weight_dtype, grad_dtype);
-    sh::CheckList(segments, num_segments);
-    const int index = sh::OptimizerNamed(optimizer);
+    const int index =
+        sh::CheckUpdate(pool, optimizer, weight_dtype, grad_dtype, segments, num_segments);
     const sh::Optimizer& table = pool->kernels().optimizers[index];
-    for (int64_t i = 0; i < num_segments; ++i) {
-      sh::CheckArrays(segments[i], i, weight_dtype, table.num_moments);
-    }
     const sh::Job job = {&table,       weight_dtype, grad_dtype, segments, to,
                          num_segments, nullptr,      sh::kChunk, nullptr};
     if (to != nullptr) sh::CheckTargets(job, weight_dtype);

@@ -22,8 +22,6 @@ from transformers import (
     GptOssForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
-    T5Config,
-    T5ForConditionalGeneration,
 )
 from transformers.integrations import HfDeepSpeedConfig
 
@@ -32,6 +30,7 @@ from stronghold.errors import ConfigError
 from tests.models import HIDDEN, MODELS, Block, Decoder, loss_of
 from tests.models import token_batch as short_batch
 from tests.models.families import llama_of
+from tests.support.mixed import t5_model
 from tests.support.training import (
     ADAM,
     Factory,
@@ -487,25 +486,6 @@ def test_a_parametrization_that_writes_the_weight_in_forward_is_refused(policy: 
 # --- dtypes ---------------------------------------------------------------------------------------
 
 
-def t5(dtype: torch.dtype = torch.float32) -> nn.Module:
-    torch.manual_seed(0)
-    shape = T5Config(
-        d_model=16,
-        d_kv=8,
-        d_ff=32,
-        num_layers=2,
-        num_heads=2,
-        vocab_size=VOCABULARY,
-        dropout_rate=0.0,
-        decoder_start_token_id=0,
-    )
-    model = T5ForConditionalGeneration(shape).to(dtype)
-    for name, parameter in model.named_parameters():
-        if ".wo." in name:  # T5's _keep_in_fp32_modules, as from_pretrained leaves them
-            parameter.data = parameter.data.float()
-    return model
-
-
 def mixed_lora() -> nn.Module:
     """A bf16 base with adapters that PEFT made fp32, its default."""
     torch.manual_seed(0)
@@ -513,7 +493,7 @@ def mixed_lora() -> nn.Module:
     return peft.get_peft_model(base_model().bfloat16(), settings)
 
 
-@pytest.mark.parametrize("make", [lambda: t5(torch.bfloat16), mixed_lora], ids=["t5", "peft"])
+@pytest.mark.parametrize("make", [lambda: t5_model(torch.bfloat16), mixed_lora], ids=["t5", "peft"])
 def test_bf16_training_casts_every_parameter_as_deepspeed_does(make: Any) -> None:
     model = make()
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16, torch.float32}

@@ -326,17 +326,23 @@ def test_what_has_no_gradient_does_not_move():
     assert (after[::2] != before[::2]).float().mean() > 0.9
 
 
-@pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf])
-def test_a_gradient_that_is_not_finite_stays_visible(wrong):
+def after_one_wrong(wrong, optimizer="adam"):
+    """What the arrays hold after a step with one wrong gradient of 200, element 70, and after a
+    further step with ones; and whether the optimizer has moments."""
     grad = torch.ones(200)
     grad[70] = wrong
-    arrays = LeanArrays(torch.ones(200), grad)
+    arrays = LeanArrays(torch.ones(200), grad, optimizer=optimizer)
     with native.Pool(1) as pool:
         arrays.run(pool, 1)
         first = arrays.read()
         arrays.put("grad", torch.ones(200))
         arrays.run(pool, 2)
-        second = arrays.read()
+        return first, arrays.read(), bool(arrays.moments)
+
+
+@pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf])
+def test_a_gradient_that_is_not_finite_stays_visible(wrong):
+    first, second, _ = after_one_wrong(wrong)
     assert first[0].isnan().nonzero().flatten().tolist() == [70]
     in_group = list(range(64, 128))
     assert first[1].isnan().nonzero().flatten().tolist() == in_group
@@ -346,15 +352,7 @@ def test_a_gradient_that_is_not_finite_stays_visible(wrong):
 
 @pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf])
 def test_a_gradient_that_is_not_finite_stays_visible_in_lions_moment(wrong):
-    grad = torch.ones(200)
-    grad[70] = wrong
-    arrays = LeanArrays(torch.ones(200), grad, optimizer="lion")
-    with native.Pool(1) as pool:
-        arrays.run(pool, 1)
-        first = arrays.read()
-        arrays.put("grad", torch.ones(200))
-        arrays.run(pool, 2)
-        second = arrays.read()
+    first, second, _ = after_one_wrong(wrong, "lion")
     # The sign of an infinity is a step as any other.
     assert first[0].isnan().nonzero().flatten().tolist() == ([70] if math.isnan(wrong) else [])
     in_group = list(range(64, 128))
@@ -365,19 +363,11 @@ def test_a_gradient_that_is_not_finite_stays_visible_in_lions_moment(wrong):
 
 @pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf])
 def test_a_gradient_that_is_not_finite_stays_visible_with_sgd(wrong):
-    grad = torch.ones(200)
-    grad[70] = wrong
     for optimizer in ("sgd", "sgd_momentum"):
-        arrays = LeanArrays(torch.ones(200), grad, optimizer=optimizer)
-        with native.Pool(1) as pool:
-            arrays.run(pool, 1)
-            first = arrays.read()[0]
-            arrays.put("grad", torch.ones(200))
-            arrays.run(pool, 2)
-            second = arrays.read()[0]
-        assert (~first.isfinite()).nonzero().flatten().tolist() == [70]
-        lost = list(range(64, 128)) if arrays.moments else [70]
-        assert (~second.isfinite()).nonzero().flatten().tolist() == lost
+        first, second, moments = after_one_wrong(wrong, optimizer)
+        assert (~first[0].isfinite()).nonzero().flatten().tolist() == [70]
+        lost = list(range(64, 128)) if moments else [70]
+        assert (~second[0].isfinite()).nonzero().flatten().tolist() == lost
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
