@@ -26,6 +26,7 @@ from stronghold.model.arrays import Map, Section, array_maps, state_arrays
 from stronghold.model.layout import LayerLayout, ParameterSlice, Shards, Span
 from stronghold.model.partition import WeightSource
 from stronghold.optim.states import Format, Formats
+from stronghold.plan.homes import GPU, HOST, Home
 
 
 @dataclass(slots=True, eq=False)
@@ -265,6 +266,11 @@ class LayerState:
             if true
         ]
         return f"<layer {self.layout.index} {self.name}: {', '.join([weights, *waits])}>"
+
+    @property
+    def home(self) -> Home:
+        """Where the layer is updated: `GPU`, or `HOST`."""
+        return GPU if self.on_device else HOST
 
     @property
     def index(self) -> int:
