@@ -276,7 +276,7 @@ class Load:
         for index, k, part, record in self._found:
             if part.trainable:
                 states = host.formats[part.format].trained
-                host.layers[index].counts[k] = record.step
+                host.layers[index].optimizer.counts[k] = record.step
                 saved_kind = record.states(self.manifest.states).kind
                 if record.moments is not None and saved_kind != states.kind:
                     self._convert_moments(index, part, record)

@@ -254,7 +254,7 @@ class Save:
                 shape=part.shape,
                 dtype=state.sections[k].dtype,
                 trainable=part.trainable,
-                step=state.counts[k],
+                step=state.optimizer.counts[k],
                 weights=self._file("weights", index),
                 low=self._file("masters", index) if has(part, ["low"]) else None,
                 moments=self._file("moments", index) if has(part, moments) else None,

@@ -38,12 +38,14 @@ import torch
 
 from stronghold.device.base import Device
 from stronghold.errors import StateError
-from stronghold.memory.layer import Entry, LayerState, Ring
+from stronghold.memory.buffers import Entry, Ring
+from stronghold.memory.layer import LayerState
 from stronghold.memory.slab import flush, map_slab
 from stronghold.memory.tiers import Mode, Tiers, Views
 from stronghold.model.layout import ModelLayout, ParameterSlice
 from stronghold.model.partition import WeightSource
 from stronghold.optim.states import join_master
+from stronghold.plan.homes import GPU
 
 logger = logging.getLogger("stronghold")
 
@@ -170,9 +172,8 @@ class HostStore:
         has `ring_entries` at least, where anything drains."""
         before, self._held = self._held, layers
         for state in self._mine if self.training else ():
-            if state.index in before - layers and state.held is not None:
-                self._give_back(state.held.memory)
-                state.held = None
+            if state.index in before - layers and "gradients" in state.arrays:
+                self._give_back(state.arrays.pop("gradients"))
         self._ring_entries = ring_entries
         if self.training:
             self._hold()
@@ -209,16 +210,17 @@ class HostStore:
         """The same, for whatever will be away when the gradients come ([Note: lent]); None where
         some have come, or where none will."""
         state, filed = self.layers[index], self.tiers.holds(index, "gradients")
-        never = not state.trained or not state.trains_here
-        if index not in self._held or filed or state.on_device or never or state.arrived:
+        never = not state.optimizer.trained or not state.trains_here
+        some_came = bool(state.gradients.arrived)
+        if index not in self._held or filed or state.home is GPU or never or some_came:
             return None
         return self._own_entry(state)
 
     def _own_entry(self, state: LayerState) -> Entry:
-        if state.held is None:
-            slab = self._slab(state.maps["gradients"].nbytes, pinned=True)
-            state.held = Entry(slab, state.records["gradients"])
-        return state.held
+        if "gradients" not in state.arrays:
+            nbytes = state.maps["gradients"].nbytes
+            state.arrays["gradients"] = self._slab(nbytes, pinned=True)
+        return Entry(state.arrays["gradients"], state.records["gradients"])
 
     def ring_entry(self) -> Entry:
         """The next entry of the ring."""
@@ -323,12 +325,10 @@ class HostStore:
         """The layer moves to the device while no pass is running. Returns its arrays of training,
         which this store no longer counts. The layer has no arrays until it gets new ones."""
         state = self.layers[index]
-        left = state.arrays
-        held = [state.held.memory] if state.held is not None else []
-        self._give_back(*state.all_arrays().values(), *held)
+        self._give_back(state.weights, *state.arrays.values())
+        left = {name: array for name, array in state.arrays.items() if name != "gradients"}
         state.weights = torch.empty(0, dtype=torch.uint8)
         state.arrays = {}
-        state.held = None
         state.on_device = True
         self._mine.remove(state)
         if not self._mine:  # nothing drains any more
@@ -411,7 +411,6 @@ class HostStore:
         for state in self.layers:
             state.weights = torch.empty(0, dtype=torch.uint8)
             state.arrays = {}
-            state.held = None
 
 
 PURPOSES = {"low": "masters", "accumulated": "accumulated gradients"}  # of others: moments
@@ -450,7 +449,7 @@ class DeviceStore:
         left = self._host.give_up(index)
         state.weights = weights
         for name, array in left.items():
-            if name == "accumulated" and not state.arrived:  # there is no sum
+            if name == "accumulated" and not state.gradients.summed:  # there is no sum
                 state.arrays[name] = self._zeros(name, array.nbytes)
             else:
                 state.arrays[name] = self._moved(array, purpose_of(name))

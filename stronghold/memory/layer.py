@@ -1,154 +1,65 @@
-"""A layer: all that is known of it while an engine lives; and the buffers that layers take in turn,
-on the device and on the host.
+"""A layer: its arrays, and four records of what is done with it while an engine lives.
 
-Owns which arrays it has and their records, where its weights are and its parameters point, what its
-gradients wait for, and how often it was updated.
-Owns no memory: `memory.host` makes the arrays, `memory.window` the slots. A buffer
-may be overwritten when what its record (`device.base`) names is done.
-`repr(layer)` says what it is doing. The training thread enters, and autograd's in backward; the two
-never run at once. Lanes read the arrays' addresses alone.
+Each record has one owner, which alone writes it:
+
+| record | what it has | owner |
+|---|---|---|
+| `on_gpu` | the slot that has its weights, and how far the fetch is | `memory.window` |
+| `views` | what its parameters point to | `runtime.binding` |
+| `gradients` | which gradients of this step exist, and where | `runtime.gradients` |
+| `optimizer` | which parameters are trained, and how often each was updated | `runtime.steps` |
+
+The arrays are made by `memory.host`. `repr(layer)` shows all of it. The training thread enters, and
+autograd's in backward; the two never run at once. Lanes read the arrays' addresses alone.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from stronghold.device.base import Record
 from stronghold.errors import StateError
+from stronghold.memory.buffers import GradientSlot, Slot
 from stronghold.model.arrays import Map, Section, array_maps, state_arrays
 from stronghold.model.layout import LayerLayout, ParameterSlice, Shards, Span
 from stronghold.model.partition import WeightSource
 from stronghold.optim.states import Format, Formats
 from stronghold.plan.homes import GPU, HOST, Home
 
-
-@dataclass(slots=True, eq=False)
-class Entry:
-    """Host room for one layer's drained gradients, or for a piece on its way from or to a file."""
-
-    memory: torch.Tensor
-    record: Record = field(default_factory=Record)
-
-
-class Ring(deque[Entry]):
-    """Entries that are taken in turn."""
-
-    def next(self) -> Entry:
-        """The entry whose use lies longest back."""
-        self.rotate(-1)
-        return self[-1]
-
-
-@dataclass(slots=True, eq=False)
-class Slot:
-    """Device room for one layer's weights, as bytes; `layer`: which one is in it, or on its way."""
-
-    weights: torch.Tensor
-    layer: int | None = None
-    record: Record = field(default_factory=Record)
-
-
-@dataclass(slots=True, eq=False)
-class GradientSlot:
-    """Device room for one layer's gradients, as bytes that lie as those of its weights.
-
-    `arrived` names the parameters that are in it, `writers` the compute lane's streams that may
-    write it. `held`: gathering is over, and the gradients stay until the step ends. `sums`: room
-    for fp32 sums of chunks, an item for each element; `summing`: by position, where those of the
-    running call are, until they are rounded. `is_spare`: no slot of the plan's, but memory of
-    torch's, without an owner once the gradients have left.
-    """
-
-    gradients: torch.Tensor
-    sums: torch.Tensor | None = None
-    summing: dict[int, torch.Tensor] = field(default_factory=dict)
-    layer: int | None = None
-    held: bool = False
-    is_spare: bool = False
-    arrived: set[int] = field(default_factory=set)
-    writers: list[object] = field(default_factory=list)
-    record: Record = field(default_factory=Record)
-    _views: dict[tuple[Any, ...], torch.Tensor] = field(default_factory=dict)
-
-    def view(self, state: LayerState, position: int) -> torch.Tensor:
-        """The place of a parameter's gradient; layers are alike, so that each is made once."""
-        part, section = state.layout.slices[position], state.sections[position]
-        key = True, section.byte_of(part.offset), section.dtype, part.shape
-        found = self._views.get(key)
-        if found is None:
-            found = self._views[key] = state.maps["weights"].parameter(self.gradients, part)
-        return found
-
-    def sum_of(self, state: LayerState, position: int) -> torch.Tensor:
-        """The place of a parameter's fp32 sum over the chunks of one call: apart from what other
-        calls gave."""
-        if state.sections[position].dtype is torch.float32 and position not in self.arrived:
-            return self.view(state, position)
-        if self.sums is None:  # what comes twice in a step is rare, and not planned
-            numel = state.layout.trainable_numel
-            self.sums = torch.empty(numel, dtype=torch.float32, device=self.gradients.device)
-        part = state.layout.slices[position]
-        key = False, part.offset, torch.float32, part.shape
-        found = self._views.get(key)
-        if found is None:
-            flat = self.sums[part.offset : part.offset + part.numel]
-            found = self._views[key] = flat.view(part.shape)
-        return found
-
-    def round_sums(self, state: LayerState) -> None:
-        """The call's sums are complete: round them, and add them to what other calls gave."""
-        if not self.arrived and self.summing:
-            for section in state.maps["weights"].sections:
-                if section.begin < state.layout.trainable_numel and self.sums is not None:
-                    self._round_section(state, section)
-        for position, total in self.summing.items():
-            place = self.view(state, position)
-            if position in self.arrived:
-                place.add_(total.to(place.dtype))
-            elif total is not place:
-                place.copy_(total)
-            self.arrived.add(position)
-        self.summing.clear()
-
-    def _round_section(self, state: LayerState, section: Section) -> None:
-        """One rounding for all parameters of a section, where none had come before."""
-        if section.dtype is torch.float32:
-            return
-        assert self.sums is not None
-        place = state.maps["weights"].view(self.gradients, section.begin, section.end)
-        place.copy_(self.sums[section.begin : section.end])
-        done = [k for k in self.summing if state.sections[k] is section]
-        self.arrived.update(done)
-        for position in done:
-            del self.summing[position]
-
-
 # What has a record beside the arrays of the states. "norms": sums of squares of gradients.
 FURTHER_RECORDS = ("accumulated", "gradients", "norms")
 
 
 class Residency(Enum):
-    """Where a layer's weights are. RESIDENT: compute waited for the fetch, not merely that it was
-    queued."""
+    """How far the fetch of a layer is. READY: compute has waited for it. FETCHING: it is queued."""
 
-    HOST = "host"
+    AWAY = "away"
     FETCHING = "fetching"
-    RESIDENT = "resident"
+    READY = "ready"
 
 
 TRANSITIONS: dict[Residency, frozenset[Residency]] = {
-    Residency.HOST: frozenset({Residency.FETCHING}),
-    Residency.FETCHING: frozenset({Residency.RESIDENT, Residency.HOST}),
-    # RESIDENT to FETCHING: a resident layer was updated, and is fetched again into its own slot.
-    Residency.RESIDENT: frozenset({Residency.HOST, Residency.FETCHING}),
+    Residency.AWAY: frozenset({Residency.FETCHING}),
+    Residency.FETCHING: frozenset({Residency.READY, Residency.AWAY}),
+    # READY to FETCHING: a resident layer was updated, and is fetched again into its own slot.
+    Residency.READY: frozenset({Residency.AWAY, Residency.FETCHING}),
 }
+
+
+@dataclass(slots=True, eq=False)
+class OnGpu:
+    """A layer's weights on the GPU. `version` counts how often the weights at home changed: the
+    slot has this step's weights if its contents are (layer, version)."""
+
+    slot: Slot | None = None
+    residency: Residency = Residency.AWAY
+    version: int = 0
 
 
 class Place(NamedTuple):
@@ -159,6 +70,113 @@ class Place(NamedTuple):
     addresses: tuple[int, ...]
     storage: int | None
     num_references: int
+
+
+@dataclass(slots=True, eq=False)
+class ParameterViews:
+    """What a layer's parameters point to. `place` is one of `places`, which are kept by address; it
+    is None where an interrupt may have left some parameters in one place and some in another.
+    `hidden`: the newest values are on their way to `place`. `version_sum` and `saved_versions` are
+    versions of the parameters, as torch counts writes in place: at the last look, and when such
+    writes were last brought to the arrays. `epoch` counts changes of the values."""
+
+    places: dict[int, Place] = field(default_factory=dict)
+    place: Place | None = None
+    hidden: bool = False
+    version_sum: int = 0
+    epoch: int = 0
+    saved_versions: list[int] | None = None
+
+
+class Stage(Enum):
+    """How far the gradients of a layer are in a step. OFFLOADING: the copy to the host is queued.
+    PENDING: they wait for their update. USED: the layer was updated before the gate."""
+
+    EMPTY = "no gradients"
+    GATHERING = "gradients gather"
+    OFFLOADING = "gradients are offloaded"
+    PENDING = "gradients are pending"
+    USED = "updated before the gate"
+
+
+@dataclass(slots=True, eq=False)
+class ExpectedGradients:
+    """What the forwards since the last backward announce. Each of `calls` gives every gradient of
+    the layer. `resident_calls` are calls of a resident layer, whose gradients come once for all of
+    them, but in reentrant checkpoints; `is_undivided`: some of these are not in chunks. `chunks`
+    are parts of calls whose gradients have not come."""
+
+    calls: int = 0
+    resident_calls: int = 0
+    is_undivided: bool = False
+    chunks: int = 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether no further call's gradients will come once the slot is complete."""
+        return self.calls <= 1 and self.chunks == 0
+
+
+@dataclass(slots=True, eq=False)
+class GradientRecord:
+    """The gradients of a layer in this step.
+
+    `slot` is the device buffer in which they gather now; `own_slot` is one that no other layer
+    takes. Behind the slot a gradient is in one of three: `pending`, as it came, in the array
+    "gradients" (or in `loose`, one tensor for each parameter, on a GPU without room for that
+    array); `summed`, in the fp32 array "accumulated"; `used`, by an update before the gate. All
+    name parameters by their position. `square_sums` are sums of squares, by position.
+    """
+
+    slot: GradientSlot | None = None
+    own_slot: GradientSlot | None = None
+    expected: ExpectedGradients = field(default_factory=ExpectedGradients)
+    pending: set[int] = field(default_factory=set)
+    summed: set[int] = field(default_factory=set)
+    used: set[int] = field(default_factory=set)
+    loose: dict[int, torch.Tensor] = field(default_factory=dict)
+    square_sums: dict[int, float] = field(default_factory=dict)
+
+    @property
+    def arrived(self) -> frozenset[int]:
+        """Positions of the parameters that have a gradient in this step."""
+        return frozenset(self.pending | self.summed | self.used)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no parameter has a gradient in this step."""
+        return not (self.pending or self.summed or self.used)
+
+    @property
+    def array(self) -> str:
+        """The array in which they wait for the update."""
+        return "accumulated" if self.summed else "gradients"
+
+    def positions(self, array: str) -> set[int]:
+        """The parameters whose gradients are in `array`: "gradients" or "accumulated"."""
+        return self.summed if array == "accumulated" else self.pending
+
+    def restrict(self, positions: set[int]) -> None:
+        """Drop the gradients of other parameters."""
+        for positions_here in (self.pending, self.summed, self.used):
+            positions_here &= positions
+
+    def clear(self) -> None:
+        """The step has ended, or is void."""
+        self.pending.clear()
+        self.summed.clear()
+        self.used.clear()
+        self.loose.clear()
+        self.square_sums = {}  # a new one: queued operations may still write to the old one
+
+
+@dataclass(slots=True, eq=False)
+class OptimizerRecord:
+    """`trained` are the positions of the parameters that the optimizer owns; `counts` has the
+    number of updates of each parameter."""
+
+    trained: frozenset[int] = frozenset()
+    counts: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,49 +196,22 @@ class LayerState:
 
     Arrays are bytes; `maps` has where the elements of each lie. `weights` has the whole layer.
     `arrays` has what only training needs, by name: what the states of its ranges name beside the
-    weights, and "accumulated", fp32 sums over micro-batches. An array is there from the first
-    backward on, unless it lies in a file. It is a slab on the host, or `on_device`, where the layer
-    is updated. It has this rank's `shares` of the layer's trainable ranges. `held`: its gradients
-    in an entry of its own, until its update."""
+    weights, "accumulated" (fp32 sums over micro-batches) and "gradients" (those that are pending).
+    An array is here from the first backward on, unless it lies in a file. It has this rank's
+    `shares` of the layer's trainable ranges. `records` are the access records, by array."""
 
     layout: LayerLayout
     weights: torch.Tensor
     formats: Formats
     shards: Shards
     on_device: bool = False
-    arrays: dict[str, torch.Tensor] = field(default_factory=dict)
-    held: Entry | None = None
-    records: dict[str, Record] = field(init=False)
     parameters: Sequence[nn.Parameter] = ()  # in the layout's order
-    trained: frozenset[int] = frozenset()  # positions of those that the optimizer owns
-    counts: list[int] = field(default_factory=list)  # how often each was updated
-    # Of its parameters, as they were when writes from outside were last looked for.
-    versions: list[int] | None = None
-    # Where they may point, by address, and where they do; None: an interrupt may have left some
-    # here and some there.
-    places: dict[int, Place] = field(default_factory=dict)
-    place: Place | None = None
-    hidden: bool = False  # newest values are on their way to there
-    version_sum: int = 0  # of its parameters, as last seen
-    epoch: int = 0  # how often its values changed
-    # On the device. `stale`: resident, and yet to be fetched since its last update.
-    residency: Residency = Residency.HOST
-    slot: Slot | None = None
-    stale: bool = False
-    gathering: GradientSlot | None = None  # in which its gradients come together
-    own_gradients: GradientSlot | None = None  # that no other layer takes
-    # Of the running step. `calls`: since the last backward, whose gradients come by themselves;
-    # `together`: those of a resident, whose gradients come at once but in reentrant checkpoints.
-    calls: int = 0
-    together: int = 0
-    undivided: bool = False  # whether a resident's calls that are no chunks are among them
-    chunks: int = 0  # of these calls, whose gradients are to come
-    # Positions of gradients that left in this backward although more may come.
-    parts: set[int] = field(default_factory=set)
-    arrived: set[int] = field(default_factory=set)  # positions of parameters with a gradient
-    square_sums: dict[int, float] = field(default_factory=dict)  # of them, by position
-    kept: dict[int, torch.Tensor] = field(default_factory=dict)  # where no slot gathers them
-    applied: bool = False  # updated before the gate
+    arrays: dict[str, torch.Tensor] = field(default_factory=dict)
+    records: dict[str, Record] = field(init=False)
+    on_gpu: OnGpu = field(default_factory=OnGpu)
+    views: ParameterViews = field(default_factory=ParameterViews)
+    gradients: GradientRecord = field(default_factory=GradientRecord)
+    optimizer: OptimizerRecord = field(default_factory=OptimizerRecord)
     maps: dict[str, Map] = field(init=False)
     changed: tuple[str, ...] = field(init=False)  # the arrays that a step writes
     sections: tuple[Section, ...] = field(init=False)  # of the weights, by position
@@ -247,25 +238,38 @@ class LayerState:
         return part.offset, part.offset
 
     def __repr__(self) -> str:
-        weights = "updated on the device" if self.on_device else self.residency.value
-        waits = [
-            word
-            for word, true in (
-                ("old", self.stale),
-                ("hidden from readers", self.hidden),
-                (f"called {self.calls} times", self.calls > 0),
-                ("gathering", self.gathering is not None),
-                (f"{len(self.arrived)} gradients arrived", bool(self.arrived)),
-                ("updated before the gate", self.applied),
-                *(
-                    (f"{name} after {record.writer.lane}: {record.writer.operation}", True)
-                    for name, record in self.records.items()
-                    if not record.writer.done
-                ),
-            )
-            if true
-        ]
-        return f"<layer {self.layout.index} {self.name}: {', '.join([weights, *waits])}>"
+        where = "updated on the gpu" if self.home is GPU else self.on_gpu.residency.value
+        facts = [where, self.stage.value]
+        if self.on_gpu.slot is not None and not self.is_fetched:
+            facts.append("its slot is outdated")
+        if self.views.hidden:
+            facts.append("its parameters are hidden")
+        if self.gradients.expected.calls:
+            facts.append(f"called {self.gradients.expected.calls} times")
+        if arrived := self.gradients.arrived:
+            facts.append(f"{len(arrived)} gradients arrived")
+        for name, record in self.records.items():
+            if not record.writer.done:
+                facts.append(f"{name} after {record.writer.lane}: {record.writer.operation}")
+        return f"<layer {self.index} {self.name}: {', '.join(facts)}>"
+
+    @property
+    def stage(self) -> Stage:
+        """How far its gradients are in this step."""
+        gradients = self.gradients
+        if gradients.slot is not None:
+            return Stage.GATHERING
+        if gradients.used:
+            return Stage.USED
+        if not gradients.arrived:
+            return Stage.EMPTY
+        return Stage.PENDING if self.records[gradients.array].writer.done else Stage.OFFLOADING
+
+    @property
+    def is_fetched(self) -> bool:
+        """Whether its slot has, or will have, the newest weights."""
+        slot = self.on_gpu.slot
+        return slot is not None and slot.contents == (self.index, self.on_gpu.version)
 
     @property
     def home(self) -> Home:
@@ -283,11 +287,10 @@ class LayerState:
 
     def move(self, to: Residency) -> None:
         """Change where its weights are; StateError on a transition that the table does not have."""
-        if to not in TRANSITIONS[self.residency]:
-            raise StateError(
-                f"layer {self.index} cannot go from {self.residency.value} to {to.value}"
-            )
-        self.residency = to
+        residency = self.on_gpu.residency
+        if to not in TRANSITIONS[residency]:
+            raise StateError(f"layer {self.index} cannot go from {residency.value} to {to.value}")
+        self.on_gpu.residency = to
 
     def fill(self, weights: torch.Tensor, source: WeightSource | None) -> None:
         """Copy its parameters into `weights`, bytes of host memory, cast to its dtypes; those on
@@ -299,20 +302,14 @@ class LayerState:
             else:
                 place.copy_(parameter.detach())
 
-    @property
-    def gradients(self) -> torch.Tensor | None:
-        """Those that wait for the update in memory; of this rank's elements."""
-        return None if self.held is None else self.held.memory
-
     def array(self, name: str) -> torch.Tensor | None:
         """The array in memory, flat; None where the layer has none there."""
-        if name == "weights":
-            return self.weights
-        return self.gradients if name == "gradients" else self.arrays.get(name)
+        return self.weights if name == "weights" else self.arrays.get(name)
 
     def all_arrays(self) -> dict[str, torch.Tensor]:
-        """Every array in memory, the weights first."""
-        return {"weights": self.weights, **self.arrays}
+        """Every array in memory that outlives the step, the weights first."""
+        lasting = {name: array for name, array in self.arrays.items() if name != "gradients"}
+        return {"weights": self.weights, **lasting}
 
     def replace_array(self, name: str, array: torch.Tensor) -> None:
         """The array lies in other memory from now on."""
@@ -333,14 +330,6 @@ class LayerState:
         """Block until nothing writes or reads its arrays: before they are written from outside."""
         for record in self.records.values():
             record.wait()
-
-    def forget_step(self) -> None:
-        """The step has ended, or is void."""
-        self.arrived.clear()
-        self.parts.clear()
-        self.applied = False
-        self.kept.clear()
-        self.square_sums = {}  # anew: what is queued may still write to the old one
 
     @property
     def trains_here(self) -> bool:

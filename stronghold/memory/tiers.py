@@ -22,7 +22,8 @@ from typing import Literal
 import torch
 
 from stronghold.device.base import Device, Fence, Lane, Record, dependences, submitted
-from stronghold.memory.layer import Entry, LayerState, Ring
+from stronghold.memory.buffers import Entry, Ring
+from stronghold.memory.layer import LayerState
 from stronghold.memory.nvme import Extent, NvmeStore, Verb, lay_out
 from stronghold.memory.slab import map_slab
 from stronghold.model.arrays import array_maps, file_order

@@ -13,7 +13,9 @@ import torch
 
 from stronghold.device.base import Device, Fence, Record
 from stronghold.errors import StateError
-from stronghold.memory.layer import GradientSlot, LayerState, Residency, Slot
+from stronghold.memory.buffers import Contents, GradientSlot, Slot
+from stronghold.memory.layer import LayerState, Residency
+from stronghold.plan.homes import GPU
 
 
 class Window:
@@ -49,13 +51,13 @@ class Window:
             self._slot(nbytes, f"weight slot {i}") for i in range(num_slots if streamed else 0)
         ]
         self._gradient_slots: list[GradientSlot] = []
-        self._own = [s for s in layers if s.index in resident and not s.on_device]
+        self._own = [s for s in layers if s.index in resident and s.home is not GPU]
         for state in layers:
-            state.slot = state.gathering = state.own_gradients = None
-            state.residency = Residency.HOST
+            state.on_gpu.slot = state.gradients.slot = state.gradients.own_slot = None
+            state.on_gpu.residency = Residency.AWAY
         for state in self._own:
-            state.slot = self._slot(state.maps["weights"].nbytes, f"weights of {state.layout.name}")
-            state.slot.layer = state.index
+            nbytes = state.maps["weights"].nbytes
+            state.on_gpu.slot = self._slot(nbytes, f"weights of {state.layout.name}")
         self._prepared = False
 
     def _slot(self, nbytes: int, purpose: str) -> Slot:
@@ -79,29 +81,29 @@ class Window:
             self._gradient_slots.append(self._gradient_slot(self._gradient_bytes, sum_numel, name))
         for state in self._layers:
             nbytes = slot_gradient_bytes(state)
-            if state.index in self._own_gradients and nbytes and state.own_gradients is None:
+            if state.index in self._own_gradients and nbytes and state.gradients.own_slot is None:
                 name = f"gradients of resident layer {state.index}"
                 sum_numel = slot_sum_numel(state) if self._sums and state.layout.streamed else 0
-                state.own_gradients = self._gradient_slot(nbytes, sum_numel, name)
+                state.gradients.own_slot = self._gradient_slot(nbytes, sum_numel, name)
         self._prepared = True
 
     def start_again(self) -> None:
         """Whatever was under way, and however far it had come: nothing is in a slot, nothing
         gathers and nothing is held. The lanes have done what was queued, and compute too."""
         for slot in self._slots:
-            slot.layer, slot.record = None, Record()
+            slot.contents, slot.record = None, Record()
             self._device.poison(slot.weights)
         for state in self._layers:
             if state not in self._own:
-                state.slot = None
+                state.on_gpu.slot = None
             else:
-                assert state.slot is not None
-                state.slot.record = Record()
-            state.residency = Residency.HOST
-            state.gathering = None
-        own = (s.own_gradients for s in self._layers if s.own_gradients is not None)
+                assert state.on_gpu.slot is not None
+                state.on_gpu.slot.contents, state.on_gpu.slot.record = None, Record()
+            state.on_gpu.residency = Residency.AWAY
+            state.gradients.slot = None
+        own = (s.gradients.own_slot for s in self._layers if s.gradients.own_slot is not None)
         for gathering in (*self._gradient_slots, *own):
-            gathering.layer, gathering.held, gathering.record = None, False, Record()
+            gathering.layer, gathering.is_pending, gathering.record = None, False, Record()
             gathering.summing.clear()
             gathering.arrived.clear()
             gathering.writers.clear()
@@ -131,27 +133,31 @@ class Window:
         state = self._layers[layer]
         if slot.layer not in (None, layer):
             raise StateError(f"layer {layer} cannot take the slot of layer {slot.layer}")
-        if state in self._own and slot is not state.slot:
+        if state in self._own and slot is not state.on_gpu.slot:
             raise StateError(f"layer {layer} is resident and has a slot of its own")
         state.move(Residency.FETCHING)
-        slot.layer = layer
-        state.slot = slot
+        slot.contents = Contents(layer, state.on_gpu.version)
+        state.on_gpu.slot = slot
+
+    def outdate(self, layer: int) -> None:
+        """The layer's weights at home are, or will be, new: its slot has old ones from now on."""
+        self._layers[layer].on_gpu.version += 1
 
     def release(self, layer: int, after: Fence) -> None:
         """Give a streamed layer's slot back, which compute has used until `after`; nothing is
         copied."""
         state = self._layers[layer]
-        slot = state.slot
+        slot = state.on_gpu.slot
         if state in self._own:
             raise StateError(f"layer {layer} is resident and keeps its slot")
         if slot is None:
             raise StateError(f"layer {layer} has no slot to give back")
-        if state.residency is Residency.RESIDENT:
+        if state.on_gpu.residency is Residency.READY:
             slot.record.read(after)
             self._device.poison(slot.weights)
-        state.move(Residency.HOST)
-        state.slot = None
-        slot.layer = None
+        state.move(Residency.AWAY)
+        state.on_gpu.slot = None
+        slot.contents = None
         # The slot freed last is taken last. A new list: an interrupt must not lose the slot.
         self._slots = [*(other for other in self._slots if other is not slot), slot]
 
@@ -160,10 +166,12 @@ class Window:
         """A gradient slot for the layer that nobody gathers in; what used it may still be pending.
         While the layer's own slot is held it is torch's memory, for as long as the layer gathers:
         what comes twice in a step is rare, and not planned."""
-        own = self._layers[layer].own_gradients
+        own = self._layers[layer].gradients.own_slot
         if own is None:
             return next((slot for slot in self._gradient_slots if slot.layer is None), None)
-        return GradientSlot(torch.empty_like(own.gradients), is_spare=True) if own.held else own
+        return (
+            GradientSlot(torch.empty_like(own.gradients), is_extra=True) if own.is_pending else own
+        )
 
     def claim_gradients(self, slot: GradientSlot, layer: int) -> None:
         """The layer's gradients are gathered in `slot` from now on."""
@@ -175,13 +183,13 @@ class Window:
         slot.summing.clear()
         slot.arrived.clear()
         slot.writers.clear()
-        self._layers[layer].gathering = slot
+        self._layers[layer].gradients.slot = slot
 
     def release_gradients(self, slot: GradientSlot) -> None:
         """Give a gradient slot back; what uses it still is in its record."""
         if slot.layer is None:
             raise StateError("a gradient slot was given back twice")
-        self._layers[slot.layer].gathering = None
+        self._layers[slot.layer].gradients.slot = None
         slot.layer = None
         if slot in self._gradient_slots:
             # The slot freed last is taken last, so that its drain can go on meanwhile.
@@ -190,17 +198,18 @@ class Window:
 
     def hold_gradients(self, slot: GradientSlot) -> None:
         """Gathering is over: the layer's own slot keeps its gradients until `drop_held`."""
-        if slot.layer is None or self._layers[slot.layer].own_gradients is not slot:
+        if slot.layer is None or self._layers[slot.layer].gradients.own_slot is not slot:
             raise StateError("gradients can be held in a layer's own slot alone")
-        self._layers[slot.layer].gathering = None
+        self._layers[slot.layer].gradients.slot = None
         slot.layer = None
-        slot.held = True
+        slot.is_pending = True
 
     def drop_held(self, layer: int) -> None:
-        """The layer's held gradients were used, or are void; harmless when it holds none."""
-        slot = self._layers[layer].own_gradients
-        if slot is not None and slot.held:
-            slot.held = False
+        """The gradients in the layer's own slot were used, or are void; harmless when there are
+        none."""
+        slot = self._layers[layer].gradients.own_slot
+        if slot is not None and slot.is_pending:
+            slot.is_pending = False
             self._device.poison(slot.gradients)
 
     def taking_turns(self) -> list[int]:
@@ -211,21 +220,21 @@ class Window:
         """Layers whose gradients are in a slot and not yet on their way out, those that take turns
         first."""
         shared = self.taking_turns()
-        own = (s.index for s in self._layers if s.gathering is not None)
+        own = (s.index for s in self._layers if s.gradients.slot is not None)
         return [*shared, *(index for index in own if index not in shared)]
 
     def close(self) -> None:
         """Drop every buffer. Twice is harmless."""
-        own = [state.slot for state in self._own if state.slot is not None]
+        own = [s.on_gpu.slot for s in self._own if s.on_gpu.slot is not None]
         self._device.release(*(slot.weights for slot in (*self._slots, *own)))
-        gathering = [s.own_gradients for s in self._layers if s.own_gradients is not None]
-        slots = (*self._gradient_slots, *gathering)
+        of_layers = [s.gradients.own_slot for s in self._layers]
+        slots = (*self._gradient_slots, *(slot for slot in of_layers if slot is not None))
         self._device.release(*(slot.gradients for slot in slots))
         if self._sums:
             planned = [slot.sums for slot in slots if slot.sums is not None]
             self._device.release(*planned)
         for state in self._layers:
-            state.slot = state.gathering = state.own_gradients = None
+            state.on_gpu.slot = state.gradients.slot = state.gradients.own_slot = None
         self._slots.clear()
         self._own.clear()
         self._gradient_slots.clear()

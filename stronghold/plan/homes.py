@@ -1,7 +1,7 @@
 """Homes: where each array of each layer lies between two operations.
 
-Pure. A plan chooses them, `memory` has one store for each, and kernels run on the lane of the home of
-a layer's weights.
+Pure. A plan chooses them, `memory` has one store for each, and kernels run on the lane of the home
+of a layer's weights.
 """
 
 from __future__ import annotations

@@ -399,7 +399,7 @@ class Activations:
             kwargs,
             name=self._executor.layers[layer].name,
             device=self._device,
-            check=partial(self._refuse_old, layer, self._executor.layers[layer].epoch),
+            check=partial(self._refuse_old, layer, self._executor.layers[layer].views.epoch),
             run=run,
             store=partial(self._store_input, layer) if away else None,
         )
@@ -509,7 +509,7 @@ class Activations:
             address = tensor.untyped_storage().data_ptr()
             held = layer_at.get(address)
             if held is not None:
-                at, epoch = tensor.storage_offset(), layers[held].epoch
+                at, epoch = tensor.storage_offset(), layers[held].views.epoch
                 place = at, tensor.shape, tensor.stride()
                 return new(SavedWeight, (held, epoch, tensor.dtype, *place))
             if sizes.counting:
@@ -531,7 +531,7 @@ class Activations:
                 return tensor if tensor._version == version else _refuse_written(packed)
             if type(packed) is SavedWeight:
                 held, epoch, dtype, offset, shape, stride = packed
-                if layers[held].epoch != epoch:
+                if layers[held].views.epoch != epoch:
                     self._refuse_old(held, epoch)
                 weight = executor.weights_of(held, layer)
                 if weight.dtype is not dtype:
@@ -596,7 +596,7 @@ class Activations:
     def _refuse_old(self, layer: int, epoch: int) -> None:
         """ConfigError when the layer's weights have changed, where autograd would say the same."""
         state = self._executor.layers[layer]
-        if state.epoch != epoch:
+        if state.views.epoch != epoch:
             raise ConfigError(
                 f"backward needs the weights of {state.name} as they were in "
                 "its forward, and they were written since, by engine.step() or in place: call "

@@ -106,25 +106,26 @@ class Bindings:
     def __init__(self, layers: Sequence[LayerState], resident: Container[int]) -> None:
         self._layers, self._resident = layers, resident
         for state in layers:
-            state.places, state.place = {}, None  # slots and slabs are few, and stay
-            state.hidden, state.version_sum = False, 0
-            state.epoch += 1  # a graph of an earlier runtime's is refused, whatever it resolves to
+            views = state.views
+            views.places, views.place = {}, None  # slots and slabs are few, and stay
+            views.hidden, views.version_sum = False, 0
+            views.epoch += 1  # a graph of an earlier runtime's is refused, whatever it resolves to
         self._views_at: dict[int, list[torch.Tensor]] = {}  # of all layers, of slots they share
 
     def bind(self, layer: int, flat: torch.Tensor) -> None:
         """Point the layer's parameters at their places in `flat`."""
         self.check(layer)
         state, address = self._layers[layer], flat.data_ptr()
-        place = state.places.get(address)
+        place = state.views.places.get(address)
         if place is None:
-            place = state.places[address] = self._make_place(state, flat)
-        if state.place is place:
+            place = state.views.places[address] = self._make_place(state, flat)
+        if state.views.place is place:
             return
-        state.place = None
+        state.views.place = None
         with _unasked():
             for parameter, values in zip(state.parameters, place.views, strict=True):
                 point(parameter, values)
-        state.place = place
+        state.views.place = place
 
     def _make_place(self, state: LayerState, flat: torch.Tensor) -> Place:
         slices, weights, address = state.layout.slices, state.maps["weights"], flat.data_ptr()
@@ -143,7 +144,7 @@ class Bindings:
 
     def point(self, layer: int, flat: torch.Tensor) -> None:
         """As `bind`, wherever the parameters point: an interrupt may have left them anywhere."""
-        self._layers[layer].place = None
+        self._layers[layer].views.place = None
         self.bind(layer, flat)
 
     def views_at(self, address: int) -> list[torch.Tensor]:
@@ -153,7 +154,7 @@ class Bindings:
     def check(self, layer: int) -> None:
         """ConfigError when a parameter points elsewhere, at other values ([Note: other memory])."""
         state = self._layers[layer]
-        place = state.place
+        place = state.views.place
         with _unasked():
             if place is None or tuple(map(_address, state.parameters)) == place.addresses:
                 return
@@ -170,49 +171,51 @@ class Bindings:
         """Point every parameter at its layer's own arrays, and keep no other memory alive: slots,
         or files that are mapped."""
         for layer, state in enumerate(self._layers):
-            at_rest = state.places.get(state.weights.data_ptr())
-            if at_rest is None or state.place is not at_rest:
+            at_rest = state.views.places.get(state.weights.data_ptr())
+            if at_rest is None or state.views.place is not at_rest:
                 self.point(layer, state.weights)
-            state.places.clear()
-            state.place = None
+            state.views.places.clear()
+            state.views.place = None
         self._views_at.clear()
 
     # -- who looks at them ------------------------------------------------------------------------
     def hide(self, layer: int) -> None:
         """The layer's newest values are on their way to where its parameters point."""
         state = self._layers[layer]
-        if not state.hidden:
+        if not state.views.hidden:
             self.written(layer)
-            state.epoch += 1
+            state.views.epoch += 1
             hide(state.parameters)
-            state.hidden = True
+            state.views.hidden = True
 
     def show(self, layer: int) -> None:
         """They are there."""
         state = self._layers[layer]
-        if state.hidden:
-            state.hidden = False
+        if state.views.hidden:
+            state.views.hidden = False
             show(state.parameters)
 
     def written(self, layer: int) -> bool:
         """Whether a parameter of the layer was written in place since this was asked last."""
         state = self._layers[layer]
-        if state.hidden:  # else it would have been shown
+        if state.views.hidden:  # else it would have been shown
             return False
-        before, state.version_sum = state.version_sum, sum(map(_version, state.parameters))
-        state.epoch += state.version_sum != before
-        return state.version_sum != before
+        version_sum = sum(map(_version, state.parameters))
+        is_changed: bool = version_sum != state.views.version_sum
+        state.views.version_sum = version_sum
+        state.views.epoch += is_changed
+        return is_changed
 
     def aliased(self, layer: int) -> bool:
         """Whether anybody outside keeps an alias of what the parameters point at now. False for a
         slot that many layers take."""
         state = self._layers[layer]
-        return _has_others(state, state.place)
+        return _has_others(state, state.views.place)
 
     def aliased_at_rest(self, layer: int) -> bool:
         """The same of where a layer that is not resident rests."""
         state = self._layers[layer]
-        at_rest = state.places.get(state.weights.data_ptr())
+        at_rest = state.views.places.get(state.weights.data_ptr())
         return layer not in self._resident and _has_others(state, at_rest)
 
 
@@ -237,7 +240,7 @@ def _take_back(name: str, parameter: nn.Parameter, own: torch.Tensor) -> None:
 def _has_others(state: LayerState, place: Place | None) -> bool:
     if place is None or place.storage is None:
         return False
-    num_bound = len(state.parameters) if place is state.place else 0
+    num_bound = len(state.parameters) if place is state.views.place else 0
     return _num_references(place.storage) > place.num_references + num_bound
 
 

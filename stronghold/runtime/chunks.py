@@ -362,7 +362,7 @@ class Chunks:
             yield given
             return
 
-        trained = self._executor.layers[layer.index].trained
+        trained = self._executor.layers[layer.index].optimizer.trained
 
         def take(gradients: Sequence[torch.Tensor | None]) -> None:
             found = [

@@ -20,14 +20,16 @@ import torch
 
 from stronghold.device.base import timed
 from stronghold.errors import ConfigError
-from stronghold.memory.layer import LayerState, Residency, Slot
+from stronghold.memory.buffers import Slot
+from stronghold.memory.layer import ExpectedGradients, LayerState, Residency
 from stronghold.memory.window import Window
 from stronghold.plan.plan import Plan
 from stronghold.plan.schedule import Action, Kind, Schedule, canonical_uses, make_schedule
 from stronghold.runtime.binding import Bindings, refuse_aliases
-from stronghold.runtime.drains import ComputeSpan, GradientDrains
+from stronghold.runtime.compute_span import ComputeSpan
+from stronghold.runtime.gradients import GradientOffload
+from stronghold.runtime.optimizer_step import Ledger, OptimizerStep
 from stronghold.runtime.parts import Parts
-from stronghold.runtime.update import Ledger, Updates
 
 # A pass longer than this (token-by-token generation) keeps the schedule that it has.
 MAX_RECORDED_USES = 4096
@@ -55,11 +57,11 @@ class Executor:
     """Moves layers as their uses come."""
 
     def __init__(
-        self, parts: Parts, window: Window, updates: Updates, ledger: Ledger, plan: Plan
+        self, parts: Parts, window: Window, step: OptimizerStep, ledger: Ledger, plan: Plan
     ) -> None:
         device, host = parts.device, parts.host
         self._device, self._host, self.layers = device, host, host.layers
-        self._window, self._updates, self._ledger, self._plan = window, updates, ledger, plan
+        self._window, self._step, self._ledger, self._plan = window, step, ledger, plan
         self.bindings = Bindings(host.layers, plan.resident)
         self._metrics, self._team, self.outside = parts.metrics, parts.team, parts.outside
         self.phase = Phase.IDLE
@@ -67,10 +69,9 @@ class Executor:
         self._refreshed = plan.resident - plan.updated_on_gpu
         staying = [host.layers[layer].weights for layer in plan.updated_on_gpu]
         for layer in self._refreshed:
-            state = host.layers[layer]
-            state.stale = True
-            assert state.slot is not None
-            staying.append(state.slot.weights)
+            slot = host.layers[layer].on_gpu.slot
+            assert slot is not None
+            staying.append(slot.weights)
         # Storages of weights that stay on the device: saved, they need no copy. They are where
         # the weights begin, since parameters are bound to a storage of their own.
         self.staying = {weights.data_ptr() for weights in staying}
@@ -95,9 +96,9 @@ class Executor:
         self.called_residents: frozenset[int] | None = frozenset() if self._team.lockstep else None
         self.num_fetches = 0
         self.fetched_bytes = 0
-        drains = [a.layer for a in self.schedule.actions if a.kind is Kind.DRAIN]
-        self.drains = GradientDrains(
-            parts, window, updates, plan, drains, span=self._span, bindings=self.bindings
+        expected = [a.layer for a in self.schedule.actions if a.kind is Kind.DRAIN]
+        self.gradients = GradientOffload(
+            parts, window, step, expected, span=self._span, bindings=self.bindings
         )
 
     def _schedule(self, uses: Sequence[Action]) -> Schedule:
@@ -140,7 +141,7 @@ class Executor:
     def _leave(self) -> None:
         """What is fetched from now on, other ranks may not fetch."""
         if self._team.lockstep and self._left is None:
-            stale = [state for state in self.layers if state.stale]
+            stale = [self.layers[i] for i in self._refreshed if not self.layers[i].is_fetched]
             self._left = self._window.places(), stale
 
     def _take_up(self) -> None:
@@ -156,7 +157,7 @@ class Executor:
             self._fetch(layer, keep=layer)
         window.arrange(places)
         for state in stale:  # fetched with the others
-            state.stale = True
+            self._window.outdate(state.index)
         self._left = None
 
     def _resume(self) -> None:
@@ -180,7 +181,7 @@ class Executor:
         self._window.prepare_training()
         self._host.prepare_training()
         self._team.prepare_training()
-        self._updates.begin_backward()
+        self._step.begin_backward()
         self.phase = Phase.BACKWARD
 
     def end_backward_pass(self, called: frozenset[int]) -> None:
@@ -189,18 +190,18 @@ class Executor:
         self._span.end()
         self._catch_up(Kind.BACKWARD)
         try:
-            self.drains.flush()
-            self._updates.end_backward()
+            self.gradients.flush()
+            self._step.end_backward()
         finally:
             self.phase = Phase.IDLE
             self._task, self._counted = None, True
             for state in self.layers:
-                state.chunks = 0
+                state.gradients.expected.chunks = 0
             for layer in self._window.held_layers():
                 self.bindings.rest(layer)
             # What the last pass has left in slots of their own is of before.
-            applied = {state.index for state in self._ledger.applied}
-            for layer in applied - self._refreshed:
+            updated = {state.index for state in self._ledger.updated}
+            for layer in updated - self._refreshed:
                 self.bindings.hide(layer)
         self._learn(self._training, called)
 
@@ -218,11 +219,10 @@ class Executor:
         self.layer_at.clear()
         self._window.start_again()
         for layer, state in enumerate(self.layers):
-            state.stale = layer in self._refreshed
-            if state.stale:  # who writes to it waits until it has been fetched again
+            if layer in self._refreshed:  # who writes to it waits until it has been fetched again
                 self.bindings.hide(layer)
             # A resident layer's never change device: autograd keeps one leaf for its calls.
-            slot = state.slot
+            slot = state.on_gpu.slot
             self.bindings.point(layer, state.weights if slot is None else slot.weights)
 
     def abandon_forward(self) -> None:
@@ -235,16 +235,15 @@ class Executor:
         """No graph is waiting for its backward."""
         self._task, self._counted = None, False
         for state in self.layers:
-            state.calls = state.together = state.chunks = 0
-            state.undivided = False
+            state.gradients.expected = ExpectedGradients()
 
     def abandon_backward_pass(self) -> None:
         """Autograd raised: the micro-batch's gradients are void, parameters go to rest."""
         self._span.drop()
         self.phase = Phase.IDLE
         self.forget_calls()
-        self.drains.abandon()
-        self._updates.abandon_backward()
+        self.gradients.abandon()
+        self._step.abandon_backward()
         for layer in self._window.held_layers():
             self.bindings.rest(layer)
 
@@ -276,7 +275,7 @@ class Executor:
         for use in self._training.schedule.uses:
             if use in seen:
                 at = uses.index(use) + 1
-            elif use.kind is Kind.FORWARD or self.layers[use.layer].trained:
+            elif use.kind is Kind.FORWARD or self.layers[use.layer].optimizer.trained:
                 uses.insert(at, use)
                 at += 1
         return tuple(uses)
@@ -307,13 +306,13 @@ class Executor:
             # reentrant checkpoint's.
             if self._counted:
                 self.forget_calls()
-            state = self.layers[layer]
+            expected = self.layers[layer].gradients.expected
             if not torch.is_grad_enabled():
-                state.calls += self.phase is Phase.FORWARD and self._current is self._training
+                expected.calls += self.phase is Phase.FORWARD and self._current is self._training
             elif layer in self._plan.resident:
-                state.together += 1
+                expected.resident_calls += 1
             else:
-                state.calls += 1
+                expected.calls += 1
             self._advance(use)
         elif not self._current.recorded or self._current.recorded[-1] != use:
             self._advance(use)
@@ -324,7 +323,7 @@ class Executor:
         """What was written into the layer's parameters at rest counts from its next use on: a copy
         that was fetched before is old. A parameter's version tells, and of an alias, through which
         anything may have been written, that there is one."""
-        written, slot = self.bindings.written(layer), self.layers[layer].slot
+        written, slot = self.bindings.written(layer), self.layers[layer].on_gpu.slot
         if written:
             self._team.refuse_write(self.layers[layer])
         if layer in self._plan.resident:
@@ -400,7 +399,7 @@ class Executor:
         for action in track.schedule.steps[position][:-1]:
             self._perform(action, keep=use.layer)
         if use.kind is Kind.BACKWARD:
-            self.drains.reached(use.layer)
+            self.gradients.reached(use.layer)
 
     def _walk(self, track: Track, end: int) -> None:
         """Do for the uses from the cursor to `end` what ranks do that use those layers."""
@@ -438,9 +437,7 @@ class Executor:
         return layer in self._plan.resident or self._window.free_slot() is not None
 
     def _needs_fetch(self, layer: int) -> bool:
-        if layer in self._plan.resident:
-            return self.layers[layer].stale  # never one that is updated on the device
-        return self.layers[layer].residency is Residency.HOST
+        return layer not in self._plan.updated_on_gpu and not self.layers[layer].is_fetched
 
     def make_resident(self, layer: int, *, together: bool = False) -> None:
         """Fetch the layer if nobody has, make compute wait for it, and bind its parameters to the
@@ -453,32 +450,36 @@ class Executor:
                 self._leave()
             self._fetch(layer, keep=layer)
         state = self.layers[layer]
-        slot = state.slot
+        slot = state.on_gpu.slot
         assert slot is not None
-        if state.residency is Residency.FETCHING:
+        if state.on_gpu.residency is Residency.FETCHING:
             updated = state.records["weights"].writer
             if not updated.done:
                 self._metrics.waited("update", timed(updated.wait))
             fetched = self._device.compute_wait_everywhere(slot.record.writer)
             self._metrics.waited("fetch", fetched)
-            state.move(Residency.RESIDENT)
+            state.move(Residency.READY)
         self.bindings.bind(layer, slot.weights)
         self.bindings.show(layer)
 
     def stale_residents(self) -> list[int]:
         """Resident layers whose newest weights compute has not waited for."""
         states = (self.layers[layer] for layer in self._refreshed)
-        return [s.index for s in states if s.stale or s.residency is not Residency.RESIDENT]
+        return [
+            state.index
+            for state in states
+            if not state.is_fetched or state.on_gpu.residency is not Residency.READY
+        ]
 
     def weights_of(self, layer: int, user: int) -> torch.Tensor:
         """The slot that holds the layer now, after fetching it if it left: what a saved tensor's
         handle resolves to. `user`: the layer whose forward saved it."""
-        if self.layers[layer].residency is not Residency.RESIDENT:
+        if self.layers[layer].on_gpu.residency is not Residency.READY:
             use = Action(kind=Kind.BACKWARD, layer=user)
             if self.phase is Phase.BACKWARD and self._current.recorded[-1:] != [use]:
                 self.begin_use(user, Kind.BACKWARD)  # no output that hooks know told of it
             self.make_resident(layer)
-        slot = self.layers[layer].slot
+        slot = self.layers[layer].on_gpu.slot
         assert slot is not None
         return slot.weights
 
@@ -486,7 +487,7 @@ class Executor:
     def _fetch(self, layer: int, keep: int) -> None:
         window = self._window
         state, resident = self.layers[layer], layer in self._plan.resident
-        slot = state.slot if resident else window.free_slot()
+        slot = state.on_gpu.slot if resident else window.free_slot()
         if slot is None:
             busy = (keep, layer, *self._inside)
             victim = next((held for held in window.held_layers() if held not in busy), None)
@@ -502,7 +503,6 @@ class Executor:
         if resident:
             slot.record.read(self._device.record_compute(f"before fetch {layer}"))
         window.claim(slot, layer)
-        state.stale = False
         nbytes = self._fill(slot, layer)
         if not resident:
             self.layer_at[slot.weights.untyped_storage().data_ptr()] = layer
@@ -543,11 +543,11 @@ class Executor:
         return state.maps["weights"].nbytes
 
     def _release(self, layer: int) -> None:
-        slot = self.layers[layer].slot
+        slot = self.layers[layer].on_gpu.slot
         assert slot is not None
         self.layer_at.pop(slot.weights.untyped_storage().data_ptr(), None)
         self.bindings.rest(layer)
-        used = self.layers[layer].residency is Residency.RESIDENT
+        used = self.layers[layer].on_gpu.residency is Residency.READY
         self._window.release(layer, self._device.record_compute(f"release {layer}"))
         if used:
             ours = self.bindings.views_at(slot.weights.data_ptr())
@@ -567,9 +567,11 @@ class Executor:
                 "module that the model calls, set weight_decay for a penalty on weights, or keep "
                 "its layer on the device (stronghold.resident_layers)"
             )
-        if state.together > 1 and torch._C._current_graph_task_id() != self._task:
-            state.calls = max(state.calls, state.together)  # of a backward inside the backward
-        self.drains.arrived(state.index, position, self.outside.scaled(gradient))
+        expected = state.gradients.expected
+        if expected.resident_calls > 1 and torch._C._current_graph_task_id() != self._task:
+            # A backward inside the backward: each of the calls gives its gradients by itself.
+            expected.calls = max(expected.calls, expected.resident_calls)
+        self.gradients.arrived(state.index, position, self.outside.scaled(gradient))
 
     def reached(self, *, gradient: bool) -> bool:
         """Autograd has come to an output of a layer, or to a parameter (`gradient`). Whether a
@@ -589,18 +591,18 @@ class Executor:
 
     def chunk_begun(self, layer: int, first: bool) -> None:
         """A chunk of the layer is computed whose gradients will come, its call's `first` or not."""
-        state = self.layers[layer]
-        state.chunks += 1
+        expected = self.layers[layer].gradients.expected
+        expected.chunks += 1
         if first and layer in self._plan.resident:  # each call's gradients come by themselves
-            state.calls += 1
+            expected.calls += 1
 
     def undivided_begun(self, layer: int) -> None:
         """A call is computed in one, where others are in chunks: the gradients of all such calls of
         a resident come once."""
-        state = self.layers[layer]
-        if layer in self._plan.resident and not state.undivided:
-            state.undivided = True
-            state.calls += 1
+        expected = self.layers[layer].gradients.expected
+        if layer in self._plan.resident and not expected.is_undivided:
+            expected.is_undivided = True
+            expected.calls += 1
 
     def chunk_gathered(
         self, layer: int, gradients: Sequence[tuple[int, torch.Tensor]], last: bool
@@ -610,7 +612,7 @@ class Executor:
         self._check_reached(self.layers[layer].name)
         scaled = self.outside.scaled
         found = [(k, scaled(gradient)) for k, gradient in gradients]
-        self.drains.chunk_arrived(layer, found, last=last)
+        self.gradients.chunk_arrived(layer, found, last=last)
 
     # -- between steps --------------------------------------------------------------------------
     def weights_changed(self, layers: Sequence[int]) -> None:
@@ -621,11 +623,11 @@ class Executor:
             if layer in self._plan.updated_on_gpu:
                 continue
             if layer in self._plan.resident:
-                if self.layers[layer].residency is Residency.FETCHING:
+                if self.layers[layer].on_gpu.residency is Residency.FETCHING:
                     self.make_resident(layer)  # fetched ahead and not used: changed twice in a row
-                self.layers[layer].stale = True
-            elif self.layers[layer].slot is not None:
+            elif self.layers[layer].on_gpu.slot is not None:
                 self._release(layer)
+            self._window.outdate(layer)
             self.bindings.hide(layer)
         for layer in self._plan.updated_on_gpu:  # written in order with compute
             self.bindings.show(layer)
@@ -662,7 +664,7 @@ class Executor:
         not where ranks fetch together, in the order of all."""
         if self._team.lockstep:
             return
-        waiting = not self._counted and any(state.calls for state in self.layers)
+        waiting = not self._counted and any(state.gradients.expected.calls for state in self.layers)
         if self.phase is Phase.IDLE and not waiting:
             for layer in set(layers).intersection(self._window.held_layers()):
                 self._release(layer)

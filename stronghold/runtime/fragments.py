@@ -24,7 +24,7 @@ from stronghold.memory.layer import LayerState
 from stronghold.optim.contract import Moment
 from stronghold.optim.states import States
 from stronghold.runtime.guards import Access
-from stronghold.runtime.update import Updates
+from stronghold.runtime.optimizer_step import OptimizerStep
 
 if TYPE_CHECKING:
     from stronghold.runtime.stack import Stack
@@ -37,7 +37,7 @@ def fragments(stack: Stack) -> dict[nn.Parameter, Fragment]:
     return {
         state.parameters[k]: Fragment(stack, state, k)
         for state in stack.host.layers
-        for k in state.trained
+        for k in state.optimizer.trained
     }
 
 
@@ -117,17 +117,17 @@ class Fragment(Access):
     def get_gradient(self) -> torch.Tensor:
         """The gradient that waits for the step; zeros where none came. ConfigError when no step's
         gradients are there."""
-        updates, state, flat = self._updates(), self._state, torch.zeros(self._part.numel)
-        if self._position in state.arrived:
+        updates, state, flat = self._optimizer_step(), self._state, torch.zeros(self._part.numel)
+        if self._position in state.gradients.arrived:
             for own, found in updates.gradient_pieces(state, self._position):
                 flat[own] = found
         return self._whole(flat)
 
     def set_gradient(self, value: torch.Tensor) -> None:
         """Write it, before the gate: norm, clipping and update are those of the new value."""
-        flat, updates, state = self._flat(value), self._updates(), self._state
+        flat, updates, state = self._flat(value), self._optimizer_step(), self._state
         k = self._position
-        if k not in state.arrived:
+        if k not in state.gradients.arrived:
             if flat.count_nonzero():
                 raise ConfigError(
                     f"{self._part.name}: it got no gradient in this backward, and none can be "
@@ -136,9 +136,9 @@ class Fragment(Access):
             return
         for own, there in updates.gradient_pieces(state, k, mode="replace"):
             there.copy_(flat[own])
-        state.square_sums.pop(k, None)  # taken again at the gate
+        state.gradients.square_sums.pop(k, None)  # taken again at the gate
 
-    def _updates(self) -> Updates:
+    def _optimizer_step(self) -> OptimizerStep:
         """What has the gradient that waits for the step. ConfigError where none does."""
         stack, name = self._stack, self._part.name
         stack.check_process("reading gradients")
@@ -147,14 +147,14 @@ class Fragment(Access):
                 f"{name}: gradients are only available after engine.backward and before the "
                 "engine.step that uses them"
             )
-        if self._state.applied:
+        if self._state.gradients.used:
             raise ConfigError(
                 f"{name} was updated as its gradient came, and the gradient is gone: set "
                 "gradient_clipping above 0 or bf16.check_grad_overflow true, so that gradients "
                 "wait for engine.step"
             )
         stack.device.check()
-        return stack.runtime.updates
+        return stack.runtime.step
 
     # -- values -----------------------------------------------------------------------------------
     def _flat(self, value: torch.Tensor) -> torch.Tensor:

@@ -258,7 +258,7 @@ class Hooks:
     def _arrived(self, state: LayerState, position: int, parameter: torch.Tensor) -> None:
         if parameter.grad is None:  # of chunks, whose gradients went another way
             return
-        if position not in state.trained:
+        if position not in state.optimizer.trained:
             parameter.grad = None
             return
         try:

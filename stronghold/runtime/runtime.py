@@ -39,13 +39,15 @@ from stronghold.errors import ConfigError
 from stronghold.memory.layer import LayerState
 from stronghold.memory.window import Window
 from stronghold.model.partition import Partition
+from stronghold.plan.homes import GPU
 from stronghold.plan.plan import Plan
 from stronghold.plan.schedule import Position
 from stronghold.runtime.activations import Activations
 from stronghold.runtime.executor import Executor, Phase
 from stronghold.runtime.hooks import Hooks
+from stronghold.runtime.optimizer_step import GateResult, Ledger, Next, OptimizerStep
 from stronghold.runtime.parts import Parts, Written
-from stronghold.runtime.update import GateResult, Gathered, Ledger, Updates
+from stronghold.runtime.pieces import Gradients, Loose
 
 logger = logging.getLogger("stronghold")
 
@@ -75,7 +77,7 @@ class Runtime:
         )
         early = any(at is not Position.GATE for at in plan.updates.values())
         self.ledger = Ledger(parts.layers, early=early)
-        self.updates = Updates(parts, self.ledger, plan, self.window)
+        self.step = OptimizerStep(parts, self.ledger, plan, self.window)
         self._hooks: Hooks | None = None
         # Updated on the host, where writes to what is on the device, or to what has a master of
         # its own, do not show; and the versions of their parameters that did.
@@ -83,10 +85,10 @@ class Runtime:
         everything = range(len(parts.layers)) if in_fp16 else plan.resident
         self._unseen = [layer for layer in everything if layer not in plan.updated_on_gpu]
         for state in parts.layers:
-            state.versions = None
+            state.views.saved_versions = None
         self._has_aliases = False  # said once
         device.open_streams(plan.demand.streams)
-        self.executor = Executor(parts, self.window, self.updates, self.ledger, plan)
+        self.executor = Executor(parts, self.window, self.step, self.ledger, plan)
         self.activations = Activations(parts, plan, self.executor, host_room_bytes)
 
     # -- life -------------------------------------------------------------------------------------
@@ -111,7 +113,7 @@ class Runtime:
         wait on the device for the step are dropped, unless they are kept."""
         if self._plan.whole and not keep_gradients:
             self._drop_grad()
-            self.updates.forget()
+            self.step.forget()
         self.executor.bindings.rest_all()
 
     def close(self) -> None:
@@ -183,7 +185,7 @@ class Runtime:
                 self._team.fail("engine.backward raised")
             self.executor.abandon_backward_pass()
         else:
-            self.updates.abandon_backward()
+            self.step.abandon_backward()
             self._start_again()
         self.executor.forget_calls()
         self._drop_grad()
@@ -193,7 +195,7 @@ class Runtime:
         them already."""
         self.ledger.refuse_dropping()
         self._drop_grad()
-        self.updates.forget()
+        self.step.forget()
         self._team.dropped()
 
     def close_gate(self, *, clipping: float, loss_scale: float, skips: bool) -> GateResult:
@@ -204,7 +206,7 @@ class Runtime:
         """
         self._refuse_strays()
         self.adopt_edited()
-        gate, changed = self.updates.close_gate(
+        gate, changed = self.step.close_gate(
             clipping=clipping, loss_scale=loss_scale, skips=skips and self._plan.gated
         )
         self.executor.weights_changed(changed)
@@ -238,7 +240,7 @@ class Runtime:
         strays = []
         for state, k, parameter in self._with_gradient():
             parameter.grad = None
-            if k in state.trained:
+            if k in state.optimizer.trained:
                 strays.append(state.layout.slices[k].name)
         if strays:
             raise ConfigError(
@@ -255,29 +257,25 @@ class Runtime:
     def _take_grad(self) -> None:
         """Of a model that is whole on the device."""
         taken: dict[int, dict[int, torch.Tensor]] = {}
-        nbytes = sum(g.nbytes for state in self._host.layers for g in state.kept.values())
+        nbytes = sum(
+            g.nbytes for state in self._host.layers for g in state.gradients.loose.values()
+        )
         for state, k, parameter in self._with_gradient():
             gradient = parameter.grad
             assert gradient is not None
             parameter.grad = None
             nbytes += gradient.nbytes
-            if k in state.trained:
+            if k in state.optimizer.trained:
                 # Sparse, or laid out as nobody asked: the kernels take neither.
                 dense = gradient.to_dense() if gradient.is_sparse else gradient
                 dense = self._outside.scaled(dense)
                 taken.setdefault(state.index, {})[k] = dense.contiguous()
         self.kept_gradient_bytes = max(self.kept_gradient_bytes, nbytes)
-        self.updates.gathered(
-            [
-                Gathered(
-                    self._host.layers[layer],
-                    frozenset(each),
-                    each=each,
-                    at_once=self._plan.updates[layer] is Position.DRAIN,
-                )
-                for layer, each in taken.items()
-            ]
-        )
+        batch = [
+            Gradients(self._host.layers[layer], frozenset(tensors), Loose(tensors))
+            for layer, tensors in taken.items()
+        ]
+        self.step.take(batch, Next.SUM if self._plan.accumulates else Next.PENDING)
 
     # -- between steps ----------------------------------------------------------------------------
     def settle(self, layers: Sequence[int] | None = None) -> None:
@@ -300,7 +298,7 @@ class Runtime:
             self._hooks.abandon_forward()
             self._hooks.end_backward()
         self._drop_grad()
-        self.updates.restart(keep_gradients=keep_gradients)
+        self.step.restart(keep_gradients=keep_gradients)
         self.executor.forget_calls()
         self._start_again()
         self._team.barrier("before a load")
@@ -318,7 +316,7 @@ class Runtime:
         self._team.spread("after a load")
         chosen = range(len(self._host.layers)) if layers is None else layers
         for layer in chosen:
-            self._host.layers[layer].versions = None  # what was written before is gone
+            self._host.layers[layer].views.saved_versions = None  # what was written before is gone
             if layer in self._plan.updated_on_gpu:
                 torch.autograd.graph.increment_version(self._host.layers[layer].parameters)
         self.executor.weights_changed(chosen)
@@ -329,20 +327,20 @@ class Runtime:
         Masters keep what is below them, so that weights that come back to what they were are the
         same masters."""
         # Through an alias anything may have been written, but not since an early update.
-        applied = {state.index for state in self.ledger.applied}
+        updated = {state.index for state in self.ledger.updated}
         ask = through_aliases and not self._team.lockstep
-        silent = self._plan.resident - applied if ask else ()
+        silent = self._plan.resident - updated if ask else ()
         for layer in self._unseen:
             versions = self.versions_of(layer)
             state = self._host.layers[layer]
-            if state.versions is None:
-                state.versions = versions
-            if versions != state.versions:
+            if state.views.saved_versions is None:
+                state.views.saved_versions = versions
+            if versions != state.views.saved_versions:
                 self.ledger.refuse_early((layer,), "written")
                 if self._hooks is not None:  # else the model is given back
                     self._team.refuse_write(state)
                 self._save(layer)
-                state.versions = versions
+                state.views.saved_versions = versions
             elif layer in silent and self.executor.aliased((layer,)):
                 self._save(layer)
 
@@ -360,7 +358,7 @@ class Runtime:
         self._team.agree("after new weights")
         for index in layers:
             self._host.restart_master(index, written and written[index])
-            self._host.layers[index].versions = self.versions_of(index)
+            self._host.layers[index].views.saved_versions = self.versions_of(index)
             self.executor.bindings.written(index)  # what was written is theirs
         self._team.barrier("after new weights")
         self.executor.weights_changed([i for i in layers if i not in self._plan.resident])
@@ -368,8 +366,8 @@ class Runtime:
     def _save(self, layer: int) -> None:
         """Bring what was written where the layer's parameters point to its arrays."""
         device, state = self._device, self._host.layers[layer]
-        slot = state.slot  # None where the model is away, too: then they point at the arrays
-        if layer in self._plan.resident and not state.on_device and slot is not None:
+        slot = state.on_gpu.slot  # None where the model is away, too: then they point at the arrays
+        if layer in self._plan.resident and state.home is not GPU and slot is not None:
             save = partial(device.copy, state.weights, slot.weights[: state.weights.numel()])
             nbytes = state.weights.numel() * state.weights.element_size()
             device.drain.submit(

@@ -163,7 +163,9 @@ class Stack:
         """How often a parameter of a layer that is not streamed was updated; None for others."""
         for layer, of_layer in zip(self.partition.layers, self.parameters, strict=True):
             if any(parameter is weight for parameter in of_layer):
-                return None if layer.streamed else sum(self.host.layers[layer.index].counts)
+                return (
+                    None if layer.streamed else sum(self.host.layers[layer.index].optimizer.counts)
+                )
         return None
 
     def _demand(self, settings: Settings, *, training: bool) -> Demand:

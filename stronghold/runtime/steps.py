@@ -52,8 +52,8 @@ class OptimizerSteps:
         self._frozen: list[tuple[str, nn.Parameter]] = []
         for state in layers:
             numbered = list(enumerate(state.parameters))
-            state.counts = [0] * len(numbered)
-            state.trained = frozenset(k for k, p in numbered if p in self._groups)
+            state.optimizer.counts = [0] * len(numbered)
+            state.optimizer.trained = frozenset(k for k, p in numbered if p in self._groups)
             slices = state.layout.slices
             self._frozen += [(slices[k].name, p) for k, p in numbered if not p.requires_grad]
 
@@ -74,14 +74,14 @@ class OptimizerSteps:
 
     def optimizers_of(self, state: LayerState) -> dict[int, Optimizer]:
         """How each trained parameter of the layer is updated, by position."""
-        return {k: self._groups[state.parameters[k]][1] for k in sorted(state.trained)}
+        return {k: self._groups[state.parameters[k]][1] for k in sorted(state.optimizer.trained)}
 
     def advance(
         self, state: LayerState, arrived: frozenset[int], scale: float
     ) -> tuple[ParameterStep, ...]:
         """Count one step of the parameters that have a gradient, with this moment's numbers.
         `scale` multiplies the gradients: clip coefficient and 1 / loss scale."""
-        counts, steps = state.counts, []
+        counts, steps = state.optimizer.counts, []
         last: Group | None = None
         numbers: tuple[float, ...] = ()
         for k in sorted(arrived):
@@ -129,7 +129,7 @@ class OptimizerSteps:
     def retract(self, state: LayerState, arrived: Iterable[int]) -> None:
         """Undo the count of `advance`: its steps were not taken."""
         for k in arrived:
-            state.counts[k] -= 1
+            state.optimizer.counts[k] -= 1
 
 
 SHOWN = 3  # layers that are named

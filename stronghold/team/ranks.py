@@ -55,7 +55,8 @@ from torch import nn
 
 from stronghold.device.base import Device, Fence, only_waits
 from stronghold.errors import ConfigError, RankError
-from stronghold.memory.layer import GradientSlot, LayerState, Slot
+from stronghold.memory.buffers import GradientSlot, Slot
+from stronghold.memory.layer import LayerState
 from stronghold.memory.slab import NodeMemory, meta_slab
 from stronghold.model.arrays import weight_map
 from stronghold.model.layout import ModelLayout
@@ -209,7 +210,7 @@ class Team:
 
     def meet(self, layers: Sequence[LayerState], square_sums: list[float]) -> list[float]:
         """The sums of squares of every rank's gradients of the step, those here being
-        `square_sums`; `arrived` of each layer then says what came on any rank. RankError when the
+        `square_sums`; each layer then has the gradients that came on any rank. RankError when the
         ranks did not do the same."""
         return square_sums
 
@@ -299,12 +300,12 @@ class RankTeam(Team):
         self._device.lane("gather").submit(name, gather, writes=(slot.record,), nbytes=nbytes)
 
     def order(self, expected: Sequence[int], num_slots: int) -> Order:
-        trained = [layer for layer in expected if self._layers[layer].trained]
+        trained = [layer for layer in expected if self._layers[layer].optimizer.trained]
         self._order = OneOrder(self._ranks.control, trained, num_slots)
         return self._order
 
     def absent(self, state: LayerState, slot: GradientSlot) -> frozenset[int]:
-        return state.trained - slot.arrived
+        return state.optimizer.trained - slot.arrived
 
     def reduce(self, state: LayerState, slot: GradientSlot, after: Sequence[Fence]) -> None:
         self.note("reduce", state.index)
@@ -399,7 +400,7 @@ class RankTeam(Team):
         sums = [
             value
             for state in layers
-            for k, value in state.square_sums.items()
+            for k, value in state.gradients.square_sums.items()
             if whole or _is_split(state.parameters[k]) or not math.isfinite(value)
         ]
         uses, adopt_uses = self._uses
@@ -418,7 +419,7 @@ class RankTeam(Team):
                 adopt()
         came = (rows[:, PARTS:] > 0).any(dim=0).split(sizes)
         for state, of_layer in zip(layers, came, strict=True):
-            state.arrived = set(of_layer.nonzero().flatten().tolist())
+            state.gradients.restrict(set(of_layer.nonzero().flatten().tolist()))
         found: list[float] = rows[:, 0].tolist()
         if self._ranks.norms is not None:
             mine = torch.tensor([_sum(found)], dtype=torch.float64)

@@ -13,7 +13,7 @@ from deepspeed import utils
 
 from stronghold import refine
 from stronghold.errors import BudgetError
-from stronghold.runtime.drains import GradientDrains
+from stronghold.runtime.gradients import GradientOffload
 from tests.models import MODELS, TOYS
 from tests.support.rank_models import num_ranks, train
 from tests.support.training import Run, assert_identical, config
@@ -27,7 +27,7 @@ def in_parts(section: dict[str, Any] | None = None) -> Run:
     if num_ranks() == 1:
         return CASES["gpt"]()
     kept: list[tuple[Any, ...]] = []
-    whole = {name: getattr(GradientDrains, name) for name in ("arrived", "flush")}
+    whole = {name: getattr(GradientOffload, name) for name in ("arrived", "flush")}
 
     def arrived(self: Any, layer: int, position: int, gradient: torch.Tensor) -> None:
         if layer == HALVED:
@@ -44,7 +44,7 @@ def in_parts(section: dict[str, Any] | None = None) -> Run:
 
     with pytest.MonkeyPatch.context() as patch:
         for change in (arrived, flush):
-            patch.setattr(GradientDrains, change.__name__, change)
+            patch.setattr(GradientOffload, change.__name__, change)
         patch.setattr(refine, "UNTOLD_STEPS", 99)  # a simulation has no halves
         return train("gpt", config(clipping=0.0, section=section))
 

@@ -10,7 +10,7 @@ import torch
 from stronghold.errors import ConfigError
 from stronghold.memory.layer import LayerState
 from stronghold.model.layout import ParameterShape, Shards, layer_layout
-from stronghold.runtime.update import Ledger, norm_and_scale
+from stronghold.runtime.optimizer_step import Ledger, norm_and_scale
 from tests.support.states import adam_formats
 
 
@@ -32,7 +32,7 @@ def test_after_an_early_update_no_second_backward_begins() -> None:
     )
     ledger = Ledger([state], early=True)
     ledger.begin_backward(boundary=True)
-    state.applied = True
+    state.gradients.used.add(0)
     with pytest.raises(ConfigError, match=r"a second engine\.backward"):
         ledger.begin_backward(boundary=True)
     ledger.forget()

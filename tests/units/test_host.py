@@ -224,7 +224,6 @@ def test_weights_alone_until_training(make_store: Make, device: PinningDevice) -
     assert sorted(device.pinned.values()) == sorted(2 * each.numel for each in LAYOUT.layers)
     for state in store.layers:
         assert not state.arrays
-        assert state.held is None
     assert not store.training
 
 
@@ -260,7 +259,7 @@ def test_training_adds_masters_moments_and_gradients_and_no_more(
             assert not state.arrays[name].any()
         assert ("low" in state.arrays) == (LOW_DTYPE[dtype] is not None and numel > 0)
         assert ("accumulated" in state.arrays) == (mode == "accumulated")
-        assert (state.held is None) == (mode != "held" or numel == 0)
+        assert ("gradients" in state.arrays) == (mode == "held" and numel > 0)
 
 
 # -- masters -----------------------------------------------------------------------------------
@@ -346,6 +345,5 @@ def test_close_unregisters_and_drops_and_views_keep_their_values(
     for state in store.layers:
         assert state.weights.numel() == 0
         assert not state.arrays
-        assert state.held is None
     assert torch.equal(kept, parameters(1)[0])
     store.close()

@@ -15,7 +15,8 @@ from torch import nn
 
 from stronghold.device.emulated import EmulatedDevice
 from stronghold.errors import RankError
-from stronghold.memory.layer import GradientSlot, LayerState
+from stronghold.memory.buffers import GradientSlot
+from stronghold.memory.layer import LayerState, OptimizerRecord
 from stronghold.model.layout import ModelLayout, ParameterShape, Shards, layer_layout
 from stronghold.process import Neighbours, Result
 from stronghold.team.group import Ranks, SilentGroup, mean_of, simulated_ranks
@@ -76,7 +77,7 @@ def make(device: EmulatedDevice) -> Make:
                 formats=adam_formats(torch.float32),
                 shards=ranks.shards,
                 parameters=[nn.Parameter(torch.zeros(8)) for _ in range(2)],
-                trained=frozenset({0, 1}),
+                optimizer=OptimizerRecord(trained=frozenset({0, 1})),
             )
             for of_layer in layouts
         ]
@@ -91,8 +92,10 @@ def make(device: EmulatedDevice) -> Make:
 
 
 def reduced(case: Case, layer: int, *positions: int) -> None:
-    """Gradients at these positions have come here, and the layer is reduced."""
+    """Gradients at these positions have come here, and the layer is reduced: of its other trained
+    parameters with zeros."""
     state = case.layers[layer]
+    state.gradients.pending |= state.optimizer.trained
     slot = GradientSlot(torch.zeros(state.layout.trainable_numel))
     slot.arrived.update(positions)
     case.team.reduce(state, slot, ())
@@ -120,10 +123,11 @@ def test_a_gradient_that_came_on_any_rank_has_come(make: Make) -> None:
         row[PARTS:] = torch.tensor([0.0, 0.0, 0.0, 1.0])
 
     def arrived(case: Case) -> list[set[int]]:
-        return [state.arrived for state in case.layers]
+        return [set(state.gradients.arrived) for state in case.layers]
 
     case = make(second_of_the_other_layer)
     reduced(case, 0, 0)
+    reduced(case, 1)
     case.meet()
     assert arrived(case) == [{0}, {1}]
     case.team.forget()
@@ -159,9 +163,9 @@ def test_a_parameter_that_model_parallel_ranks_have_whole_counts_once(make: Make
     """One that is not finite counts on every rank: no rank may apply the step."""
     for rank, expected in ((0, 3.0), (1, 2.0)):
         case = make(model_parallel_rank=rank, split=[1])
-        case.layers[0].square_sums = {0: 1.0, 1: 2.0}
+        case.layers[0].gradients.square_sums = {0: 1.0, 1: 2.0}
         assert case.meet() == [expected, expected]
-    case.layers[1].square_sums = {0: float("inf")}
+    case.layers[1].gradients.square_sums = {0: float("inf")}
     assert all(value != value for value in case.meet())
 
 

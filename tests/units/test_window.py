@@ -78,7 +78,7 @@ def take(window: Window, state: LayerState, *, resident: bool = True) -> None:
     window.claim(slot, state.index)
     slot.record.write(completed("fetch", f"fetch {state.index}"))
     if resident:
-        state.move(Residency.RESIDENT)
+        state.move(Residency.READY)
 
 
 # -- residency ---------------------------------------------------------------------------------
@@ -88,24 +88,24 @@ def test_a_layer_moves_only_along_the_table(
     make_window: Make, begin: Residency, end: Residency, layers: Layers
 ) -> None:
     make_window()
-    layers[1].residency = begin
+    layers[1].on_gpu.residency = begin
     if end in TRANSITIONS[begin]:
         layers[1].move(end)
-        assert layers[1].residency is end
+        assert layers[1].on_gpu.residency is end
     else:
         with pytest.raises(
             StateError, match=f"layer 1 cannot go from {begin.value} to {end.value}"
         ):
             layers[1].move(end)
-        assert layers[1].residency is begin
+        assert layers[1].on_gpu.residency is begin
 
 
 def test_the_table_is_this_one() -> None:
-    host, fetching, resident = Residency.HOST, Residency.FETCHING, Residency.RESIDENT
+    away, fetching, ready = Residency.AWAY, Residency.FETCHING, Residency.READY
     assert {begin: set(ends) for begin, ends in TRANSITIONS.items()} == {
-        host: {fetching},
-        fetching: {resident, host},
-        resident: {host, fetching},
+        away: {fetching},
+        fetching: {ready, away},
+        ready: {away, fetching},
     }
 
 
@@ -132,18 +132,18 @@ def test_without_streamed_layers_there_are_no_slots(make_window: Make) -> None:
 def test_a_layer_holds_its_slot_from_claim_to_release(make_window: Make, layers: Layers) -> None:
     window = make_window(num_slots=2)
     slot = window.free_slot()
-    assert layers[1].slot is None
+    assert layers[1].on_gpu.slot is None
     window.claim(slot, 1)
-    assert layers[1].slot is slot
-    assert layers[1].residency is Residency.FETCHING
+    assert layers[1].on_gpu.slot is slot
+    assert layers[1].on_gpu.residency is Residency.FETCHING
     assert window.held_layers() == [1]
-    layers[1].move(Residency.RESIDENT)
+    layers[1].move(Residency.READY)
     take(window, layers[2])
     assert window.free_slot() is None
     used = fence("release 1")
     window.release(1, used)
-    assert layers[1].slot is None
-    assert layers[1].residency is Residency.HOST
+    assert layers[1].on_gpu.slot is None
+    assert layers[1].on_gpu.residency is Residency.AWAY
     assert window.free_slot() is slot
     assert used in slot.record.users
     assert window.held_layers() == [2]
@@ -154,7 +154,7 @@ def test_the_slot_freed_last_is_taken_last(make_window: Make, layers: Layers) ->
     window = make_window(num_slots=3)
     for layer in (1, 2, 3):
         take(window, layers[layer])
-    slots = {layer: layers[layer].slot for layer in (1, 2, 3)}
+    slots = {layer: layers[layer].on_gpu.slot for layer in (1, 2, 3)}
     for layer in (2, 1, 3):
         window.release(layer, fence(f"release {layer}"))
     order = []
@@ -167,7 +167,7 @@ def test_the_slot_freed_last_is_taken_last(make_window: Make, layers: Layers) ->
 def test_a_released_slot_is_poisoned(make_window: Make, layers: Layers) -> None:
     window = make_window()
     take(window, layers[1])
-    slot = layers[1].slot
+    slot = layers[1].on_gpu.slot
     slot.weights.zero_()
     window.release(1, fence("release 1"))
     assert slot.weights.view(torch.bfloat16).isnan().all()
@@ -179,13 +179,13 @@ def test_an_unused_prefetch_makes_the_next_fetch_wait_for_it(
     """Its copy may still write the slot: poison now would be overwritten, and so would weights."""
     window = make_window()
     take(window, layers[1], resident=False)
-    slot = layers[1].slot
+    slot = layers[1].on_gpu.slot
     slot.weights.zero_()
     ready = slot.record.writer
     window.release(1, fence("release 1"))
     assert slot.record.users == (ready,)
     assert not slot.weights.view(torch.bfloat16).isnan().any()
-    assert layers[1].residency is Residency.HOST
+    assert layers[1].on_gpu.residency is Residency.AWAY
     # Claimed, but its fetch was never submitted.
     window.claim(slot, 2)
     window.release(2, fence("release 2"))
@@ -197,7 +197,7 @@ def test_misuse_of_slots_is_a_state_error_that_changes_nothing(
 ) -> None:
     window = make_window(num_slots=2)
     take(window, layers[1])
-    slot, own, free = layers[1].slot, layers[EMBEDDING].slot, window.free_slot()
+    slot, own, free = layers[1].on_gpu.slot, layers[EMBEDDING].on_gpu.slot, window.free_slot()
     misuses: list[Callable[[], object]] = [
         lambda: window.claim(slot, 2),  # taken
         lambda: window.claim(own, 2),  # a resident layer's
@@ -208,11 +208,11 @@ def test_misuse_of_slots_is_a_state_error_that_changes_nothing(
     for misuse in misuses:
         with pytest.raises(StateError):
             misuse()
-        assert layers[1].slot is slot
-        assert layers[2].slot is None
-        assert layers[EMBEDDING].slot is own
+        assert layers[1].on_gpu.slot is slot
+        assert layers[2].on_gpu.slot is None
+        assert layers[EMBEDDING].on_gpu.slot is own
         assert window.free_slot() is free
-        assert layers[2].residency is Residency.HOST
+        assert layers[2].on_gpu.residency is Residency.AWAY
     window.release(1, fence("release 1"))
     with pytest.raises(StateError, match="layer 1 has no slot"):
         window.release(1, fence("again"))
@@ -257,8 +257,8 @@ def test_close_drops_every_buffer(make_window: Make, layers: Layers) -> None:
     window.prepare_training()
     take(window, layers[1])
     window.close()
-    assert layers[1].slot is None
-    assert layers[EMBEDDING].slot is None
+    assert layers[1].on_gpu.slot is None
+    assert layers[EMBEDDING].on_gpu.slot is None
     assert window.free_slot() is None
     assert window.free_gradient_slot(1) is None
     assert window.held_layers() == window.gathering() == []

@@ -1,131 +1,98 @@
-"""Gradients on their way out: gathered layer by layer in slots, drained to the host.
+"""Gradients on their way out: they gather in a slot for each layer, and are offloaded to the host.
 
-Owns the issue of drains. Of a layer whose state is on the device they stay there. Never computes
-with a gradient, except that two parts of one are added in the slot. Entered by whoever runs
-autograd's hooks: the training thread, or autograd's own on a GPU. Autograd may do so on several
-streams of the compute lane: each waits for what used the slot before it first writes, and a drain
-waits for all of them, recorded after the last arrival.
+1. Autograd has a gradient of a parameter. `arrived` copies it to the layer's slot.
+2. The slot is complete. `_offload` queues the copy to the host. Gradients of a layer that is
+   updated on the GPU stay there.
+3. `OptimizerStep.take` gets them: they are used, added to sums, or pending.
+
+Never computes with a gradient, except that two gradients of one parameter are added in the slot.
+Entered by the thread that runs autograd's hooks: the training thread, or autograd's own on a GPU.
+Autograd may do so on several streams of the compute lane. Each waits for what used the slot before
+it first writes, and an offload waits for all of them, recorded after the last arrival.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from itertools import groupby
 from operator import attrgetter
 
 import torch
 
-from stronghold.device.base import Device, Fence
+from stronghold.device.base import Fence
 from stronghold.errors import StateError
-from stronghold.memory.layer import Entry, GradientSlot, LayerState
+from stronghold.memory.buffers import Entry, GradientSlot
+from stronghold.memory.layer import LayerState
 from stronghold.memory.window import Window, slot_gradient_bytes
 from stronghold.model.layout import ALIGN_NUMEL, ParameterSlice, Span
-from stronghold.plan.plan import Plan
-from stronghold.plan.schedule import Position
+from stronghold.plan.homes import GPU
 from stronghold.runtime.binding import Bindings
+from stronghold.runtime.compute_span import ComputeSpan
+from stronghold.runtime.optimizer_step import Next, OptimizerStep
 from stronghold.runtime.parts import Parts
-from stronghold.runtime.update import Gathered, Updates
+from stronghold.runtime.pieces import Flat, Gradients
 
 
-class ComputeSpan:
-    """The compute lane's row of the trace: one span for each use of a layer, at most one open.
-
-    A wait inside of it ends it, and what follows is a further span of the same name: the row shows
-    compute alone. Entered by whoever calls hooks.
-    """
-
-    def __init__(self, device: Device) -> None:
-        self._device = device
-        self._open: tuple[str, object] | None = None
-
-    def begin(self, name: object) -> None:
-        if self._device.trace.recording:
-            self._open = (str(name), self._device.begin_compute_span())
-
-    def end(self) -> None:
-        """Close the open span, if there is one."""
-        if self._open is not None:
-            name, begun = self._open
-            self._device.end_compute_span(name, begun)
-            self._open = None
-
-    def drop(self) -> None:
-        """The pass failed: what is open is not recorded."""
-        self._open = None
-
-    @contextmanager
-    def waiting(self, fence: Fence) -> Iterator[None]:
-        """Around the compute lane's wait for `fence`."""
-        name = self._open[0] if self._open is not None and not fence.done else None
-        if name is not None:
-            self.end()
-        yield
-        if name is not None:
-            self.begin(name)
-
-
-class GradientDrains:
-    """Gathers, and hands over what is complete: by `plan`, and of the layers in the order
-    `expected` by the schedule, where ranks need one. `span` is the compute lane's."""
+class GradientOffload:
+    """Gathers gradients, and offloads each layer that is complete. Where ranks need one order of
+    layers, it is `expected`, the schedule's. `span` is the compute lane's."""
 
     def __init__(
         self,
         parts: Parts,
         window: Window,
-        updates: Updates,
-        plan: Plan,
+        step: OptimizerStep,
         expected: Sequence[int],
         *,
         span: ComputeSpan,
         bindings: Bindings,
     ) -> None:
         self._device, self._host, self._layers = parts.device, parts.host, parts.layers
-        self._window, self._updates, self._bindings = window, updates, bindings
-        self._plan = plan
+        self._window, self._step, self._bindings = window, step, bindings
         self._metrics, self._team = parts.metrics, parts.team
         self._order = parts.team.order(expected, window.num_gradient_slots)
         self._span = span
-        self._last: GradientSlot | None = None  # into which the last gradient went
-        self.drained_bytes = 0
+        self._last: GradientSlot | None = None  # the slot that got the last gradient
+        self.offloaded_bytes = 0
 
     def arrived(self, layer: int, position: int, gradient: torch.Tensor) -> None:
-        """Copy a parameter's gradient to the layer's slot, and drain the slot when the layer is
-        complete: after several forward calls more parts of a gradient may come, and the layer waits
-        for the end of backward."""
+        """Copy a parameter's gradient to the layer's slot, and offload the slot when the layer is
+        complete. After several forward calls more gradients may come, so the layer waits for the
+        end of backward."""
         state, slot = self._layers[layer], self._add(layer, [(position, gradient)])
-        complete = len(slot.arrived) == len(state.trained)
-        if complete and state.calls <= 1 and not state.chunks:
-            self._drain_all(self._order.complete(layer))
+        is_complete = len(slot.arrived) == len(state.optimizer.trained)
+        if is_complete and state.gradients.expected.is_last:
+            self._offload_all(self._order.complete(layer))
 
     def chunk_arrived(
         self, layer: int, gradients: Sequence[tuple[int, torch.Tensor]], *, last: bool
     ) -> None:
-        """Add a chunk's gradients, (position, gradient), to the fp32 sums of its call, round these
-        after the `last` one, and drain the slot when no further call's will come."""
+        """Add a chunk's gradients, (position, gradient), to the fp32 sums of its call. Round these
+        after the `last` chunk, and offload the slot when no further call's gradients will come."""
         state = self._layers[layer]
         if gradients:
             self._add(layer, gradients, chunk=True)
-        state.chunks -= 1
-        if last and state.gathering is not None:
+        state.gradients.expected.chunks -= 1
+        if last and state.gradients.slot is not None:
             with self._device.joined():
-                self._round(state, state.gathering)
-                if state.chunks == 0 and state.calls <= 1:
-                    self._drain_all(self._order.complete(layer))
+                self._round(state, state.gradients.slot)
+                if state.gradients.expected.is_last:
+                    self._offload_all(self._order.complete(layer))
 
     def _add(
         self, layer: int, gradients: Sequence[tuple[int, torch.Tensor]], *, chunk: bool = False
     ) -> GradientSlot:
         slot = self._last
         if slot is None or slot.layer != layer:
-            slot = self._last = self._layers[layer].gathering or self._claim(layer)
+            slot = self._last = self._layers[layer].gradients.slot or self._claim(layer)
         state = self._layers[layer]
-        here = slot.arrived
-        gone = state.parts if self._updates.parts_wait(state) else state.arrived
-        if gone and not slot.summing and any(k in here and k in gone for k, _ in gradients):
-            # Each part is added to those before it, as autograd adds them: never two beforehand.
-            self._drain(layer)
-            slot = self._last = self._claim(layer)
+        if not slot.summing:
+            in_both = slot.arrived & state.gradients.pending
+            if any(k in in_both for k, _ in gradients):
+                # Each gradient is added to those before it, as autograd adds them: never two of
+                # them beforehand.
+                self._offload(layer)
+                slot = self._last = self._claim(layer)
         self._enter(slot)
         for position, gradient in gradients:
             if gradient.is_sparse:
@@ -149,7 +116,7 @@ class GradientDrains:
 
     def reached(self, layer: int) -> None:
         """Backward has come to the layer, or would have: this rank may not use it."""
-        self._drain_all(self._order.reached(layer))
+        self._offload_all(self._order.reached(layer))
 
     def _claim(self, layer: int) -> GradientSlot:
         window, slot = self._window, None
@@ -157,21 +124,21 @@ class GradientDrains:
             slot = window.free_gradient_slot(layer)
             if slot is None:
                 # Every slot gathers for a layer whose other parameters may never get a gradient.
-                self._drain_all(self._order.making_room(window.taking_turns()))
+                self._offload_all(self._order.making_room(window.taking_turns()))
                 slot = window.free_gradient_slot(layer)
         if self._order.passed(layer):
-            slot = self._spare(layer)
+            slot = self._extra_slot(layer)
         if slot is None:
-            raise StateError(f"layer {layer}: no gradient slot is free after a drain")
+            raise StateError(f"layer {layer}: no gradient slot is free after an offload")
         window.claim_gradients(slot, layer)
         return slot
 
-    def _spare(self, layer: int) -> GradientSlot:
-        """Memory of torch's, for what comes when the layer's slot is not its own any more."""
+    def _extra_slot(self, layer: int) -> GradientSlot:
+        """Memory of torch's, for gradients that come when the layer's slot has another layer."""
         nbytes = slot_gradient_bytes(self._layers[layer])
         device = self._device.torch_device
         gradients = torch.empty(nbytes, dtype=torch.uint8, device=device)
-        return GradientSlot(gradients, is_spare=True)
+        return GradientSlot(gradients, is_extra=True)
 
     def _enter(self, slot: GradientSlot) -> None:
         """The calling thread's stream is about to write to the slot."""
@@ -199,67 +166,78 @@ class GradientDrains:
             slot.writers[:] = [here]  # and with it the others
 
     def flush(self) -> None:
-        """Backward has ended: drain what is left."""
-        self._drain_all(self._order.rest())
+        """Backward has ended: offload what is left."""
+        self._offload_all(self._order.rest())
         while layers := self._order.further(self._window.gathering()):
-            self._drain_all(layers)
+            self._offload_all(layers)
         self._order.begin_again()
         self._last = None  # or it outlives a plan that is changed
 
     def abandon(self) -> None:
-        """Backward has failed: give the slots back undrained."""
+        """Backward has failed: give the slots back. Their gradients are void."""
         for layer in self._window.gathering():
-            slot = self._layers[layer].gathering
+            slot = self._layers[layer].gradients.slot
             if slot is not None:
                 self._join(layer, slot)
                 slot.record.write(self._device.record_compute(f"abandon gradients {layer}"))
                 self._window.release_gradients(slot)
         self._order.begin_again()
 
-    def _drain_all(self, layers: Iterable[int]) -> None:
+    def _offload_all(self, layers: Iterable[int]) -> None:
         for layer in layers:
-            self._drain(layer)
+            self._offload(layer)
 
-    def _drain(self, layer: int) -> None:
+    def _offload(self, layer: int) -> None:
+        """The slot has what will come: hand its gradients to the step."""
         state = self._layers[layer]
-        slot = state.gathering
-        if slot is None:  # of several ranks another has gradients of the layer
-            slot = self._window.free_gradient_slot(layer) or self._spare(layer)
+        slot = state.gradients.slot
+        if slot is None:  # another rank has gradients of the layer, and this one has none
+            slot = self._window.free_gradient_slot(layer) or self._extra_slot(layer)
             self._window.claim_gradients(slot, layer)
         self._round(state, slot)
         absent = self._team.absent(state, slot)
-        arrived = absent.union(slot.arrived)
-        # More may come after several calls, and backward may need what an alias shows.
-        late = state.calls > 1 or self._bindings.aliased_at_rest(layer)
-        at_once = self._plan.updates[layer] is Position.DRAIN
-        found = Gathered(state, arrived, at_once=at_once and not late)
-        found.part = late and self._updates.parts_wait(state)
-        found.repeated = arrived & state.parts
-        if late:
-            state.parts |= arrived
-        if state.on_device:
-            self._keep(slot, found)
+        positions = absent.union(slot.arrived)
+        # After several calls more gradients may come, and backward may need what an alias shows.
+        more = state.gradients.expected.calls > 1 or self._bindings.aliased_at_rest(layer)
+        use = self._step.next_of(state, more_may_come=more)
+        if state.home is GPU:
+            self._keep(state, slot, positions, use)
             return
-        entry = self._entry(found)
-        copies = list(_copies(state, arrived))
-        device, gradients = self._device, slot.gradients
+        entry = self._entry(state, positions, use)
         if absent:
             self._enter(slot)
         for position in absent:
             slot.view(state, position).zero_()
+        self._copy(state, slot, positions, entry)
+        source = Flat(entry.memory, entry.record)
+        self._step.take([Gradients(state, positions, source)], use)
+
+    def _entry(self, state: LayerState, positions: frozenset[int], use: Next) -> Entry:
+        """The host buffer for these gradients: the array in which they will be pending, if it is in
+        memory and has none of them yet, else the next one of the ring."""
+        is_in_memory = not self._host.tiers.holds(state.index, "gradients")
+        if use is Next.PENDING and is_in_memory and not positions & state.gradients.pending:
+            return self._host.held_entry(state.index)
+        return self._host.ring_entry()
+
+    def _copy(
+        self, state: LayerState, slot: GradientSlot, positions: frozenset[int], entry: Entry
+    ) -> None:
+        """Queue the copy of the slot's gradients to `entry`, and give the slot back."""
+        device, memory, copies = self._device, slot.gradients, list(_copies(state, positions))
+        nbytes = sum(target.stop - target.start for target, _ in copies)
 
         def copy() -> None:
-            if slot.is_spare:
-                device.keep_for_lane(gradients)
+            if slot.is_extra:
+                device.keep_for_lane(memory)
             for target, source in copies:
-                device.copy(entry.memory[target], gradients[source])
-            device.poison(gradients)
+                device.copy(entry.memory[target], memory[source])
+            device.poison(memory)
 
-        nbytes = sum(target.stop - target.start for target, _ in copies)
-        produced = self._produced(layer, slot)
+        produced = self._produced(state.index, slot)
         self._team.reduce(state, slot, produced)
         device.drain.submit(
-            f"drain {layer}",
+            f"drain {state.index}",
             copy,
             produced,
             reads=(slot.record,),
@@ -267,25 +245,16 @@ class GradientDrains:
             nbytes=nbytes,
         )
         self._window.release_gradients(slot)
-        self.drained_bytes += nbytes
-        found.memory, found.record = entry.memory, entry.record
-        self._updates.gathered([found])
+        self.offloaded_bytes += nbytes
 
-    def _entry(self, found: Gathered) -> Entry:
-        """Where these gradients go: an entry of the layer's own when they wait there and none of
-        them is there yet, else one of the ring."""
-        state = found.state
-        in_memory = not self._host.tiers.holds(state.index, "gradients")
-        waits = (found.part or not (self._plan.accumulates or found.at_once)) and in_memory
-        if waits and not (found.repeated if found.part else found.arrived & state.arrived):
-            return self._host.held_entry(state.index)
-        return self._host.ring_entry()
-
-    def _keep(self, slot: GradientSlot, found: Gathered) -> None:
-        """Nothing of a layer that is updated on the device crosses the link."""
-        self._join(found.state.index, slot)
-        found.memory, found.record = slot.gradients, slot.record
-        if self._updates.gathered([found]):
+    def _keep(
+        self, state: LayerState, slot: GradientSlot, positions: frozenset[int], use: Next
+    ) -> None:
+        """Gradients of a layer that is updated on the GPU do not cross the link. They stay in the
+        layer's own slot while they are pending."""
+        self._join(state.index, slot)
+        self._step.take([Gradients(state, positions, Flat(slot.gradients, slot.record))], use)
+        if use is Next.PENDING and slot is state.gradients.own_slot:
             self._window.hold_gradients(slot)
             return
         self._window.release_gradients(slot)

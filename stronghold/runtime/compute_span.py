@@ -1,0 +1,45 @@
+"""The compute lane's row of the trace."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from stronghold.device.base import Device, Fence
+
+
+class ComputeSpan:
+    """One span for each use of a layer, at most one open.
+
+    A wait inside of it ends it, and what follows is a further span of the same name: the row shows
+    compute alone. Entered by the thread that calls hooks.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._open: tuple[str, object] | None = None
+
+    def begin(self, name: object) -> None:
+        if self._device.trace.recording:
+            self._open = (str(name), self._device.begin_compute_span())
+
+    def end(self) -> None:
+        """Close the open span, if there is one."""
+        if self._open is not None:
+            name, begun = self._open
+            self._device.end_compute_span(name, begun)
+            self._open = None
+
+    def drop(self) -> None:
+        """The pass failed: do not record the open span."""
+        self._open = None
+
+    @contextmanager
+    def waiting(self, fence: Fence) -> Iterator[None]:
+        """Around the compute lane's wait for `fence`."""
+        name = self._open[0] if self._open is not None and not fence.done else None
+        if name is not None:
+            self.end()
+        yield
+        if name is not None:
+            self.begin(name)

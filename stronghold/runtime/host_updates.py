@@ -1,0 +1,363 @@
+"""Sums, norms and optimizer steps of the layers that are updated on the host.
+
+Every operation takes the same path, piece by piece: load the arrays that are in files, work on the
+update lane, spill the arrays that changed. A layer in memory is one operation without loads. The
+training thread submits, and autograd's in backward; lanes compute.
+
+[Note: the first pieces] Updates that run as gradients come need their first moments when the first
+gradients are there. What lies in files does not depend on these gradients. So when backward begins,
+loads of the first pieces are queued, as many as there are staging entries, in the order of the last
+step. A piece that is not the next one expected, in a step whose order is another, drops what was
+loaded. So does the end of backward: between steps files may be written from outside.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+
+import torch
+
+from stronghold.device.base import dependences
+from stronghold.memory.buffers import Entry
+from stronghold.memory.layer import LayerState
+from stronghold.memory.tiers import Views
+from stronghold.optim.states import Format
+from stronghold.runtime.parts import Parts
+from stronghold.runtime.pieces import (
+    Gradients,
+    InArray,
+    Piece,
+    PieceNorms,
+    gradient_bytes,
+    set_or_add,
+    step_bytes,
+)
+
+Work = Callable[[], None]
+# What the name of a load or a spill has beside the verb: the arrays, where they are not the
+# optimizer's.
+WHAT = {"update": "", "norm": " gradients", "merge": " gradients", "accumulate": " sums"}
+
+
+class HostUpdates:
+    """Works on the arrays of layers whose home is the host, or a file.
+
+    Hyper-parameters are read when an update is submitted. `loads_ahead`: updates run as gradients
+    come ([Note: the first pieces]).
+    """
+
+    def __init__(self, parts: Parts, *, loads_ahead: bool) -> None:
+        self._device, self._kernels, self._team = parts.device, parts.kernels, parts.team
+        self._host, self._tiers, self._steps = parts.host, parts.host.tiers, parts.steps
+        self._loads_ahead = loads_ahead
+        self._expected: deque[Piece] = deque()  # loaded ahead
+        self._first: list[tuple[LayerState, int, int]] = []  # since backward began
+
+    # -- the three operations ---------------------------------------------------------------------
+    def set_or_add(self, batch: Sequence[Gradients], array: str, *, norms: bool) -> None:
+        """Bring gradients to an array of their layers, "gradients" or "accumulated": add to what
+        it has of a parameter, else set it. `norms`: take sums of squares of the result."""
+        for gradients in batch:
+            state = gradients.state
+            positions = state.gradients.positions(array)
+            added = gradients.positions & positions
+            is_first = not positions
+            positions |= gradients.positions
+            taken = PieceNorms(self._kernels, state.gradients.square_sums) if norms else None
+            if array == "accumulated":
+                self._accumulate(gradients, added, taken, is_first=is_first)
+            else:
+                self._merge(gradients, added, taken, is_first=is_first)
+
+    def _merge(
+        self,
+        gradients: Gradients,
+        added: frozenset[int],
+        norms: PieceNorms | None,
+        *,
+        is_first: bool,
+    ) -> None:
+        """Bring gradients, in their dtype, to the array "gradients". They may be there already."""
+        state = gradients.state
+        if not self._tiers.holds(state.index, "gradients"):
+            self._host.held_entry(state.index)
+
+        def work(piece: Piece) -> None:
+            pending = piece.views["gradients"]
+            if pending.data_ptr() != piece.flat.data_ptr():
+                for k, at, numel in piece.parameters():
+                    place = slice(at - piece.begin, at - piece.begin + numel)
+                    set_or_add(pending[place], piece.flat[place], add=k in added)
+            if norms is not None:
+                norms.add(piece, "gradients")
+
+        self._over_pieces(
+            "merge" if norms is None else "norm",
+            gradients,
+            ("gradients",),
+            work,
+            gradient_bytes,
+            writes_norms=norms is not None,
+            is_first=is_first,
+        )
+
+    def _accumulate(
+        self,
+        gradients: Gradients,
+        added: frozenset[int],
+        norms: PieceNorms | None,
+        *,
+        is_first: bool,
+    ) -> None:
+        """Add gradients to the layer's fp32 sums; those that are not `added` begin one."""
+
+        def work(piece: Piece) -> None:
+            sums = piece.views["accumulated"]
+            segments = [
+                (piece.address(k, at), sums.data_ptr() + (at - piece.begin) * 4, numel, k in added)
+                for k, at, numel in piece.parameters()
+            ]
+            if segments:
+                self._kernels.accumulate(piece.format.dtype, segments)
+            if norms is not None:
+                norms.add(piece, "accumulated")
+
+        # Gradients are read, sums read and written; they are read once more for a norm.
+        more = 8 if norms is None else 12
+
+        def bytes_each(made: Format) -> float:
+            return made.dtype.itemsize + more
+
+        self._over_pieces(
+            "accumulate",
+            gradients,
+            ("accumulated",),
+            work,
+            bytes_each,
+            writes_norms=True,
+            is_first=is_first,
+        )
+
+    def update(self, batch: Sequence[Gradients], scale: float) -> None:
+        """One optimizer step of each layer, with this moment's hyper-parameters. `scale` multiplies
+        the gradients. Sums of squares are taken on the way, unless the gradients are in an array,
+        where they were taken before."""
+        for gradients in batch:
+            self._update(gradients, scale)
+
+    def _update(self, gradients: Gradients, scale: float) -> None:
+        state, summed = gradients.state, gradients.array == "accumulated"
+        advanced = self._steps.advance(state, gradients.positions, scale)
+        steps = dict(zip(sorted(gradients.positions), advanced, strict=True))
+        norms = None
+        if not gradients.array:
+            norms = PieceNorms(self._kernels, state.gradients.square_sums)
+
+        def work(piece: Piece) -> None:
+            if norms is not None:
+                norms.add(piece)
+            made = piece.format
+            self._kernels.update(
+                made.kernel,
+                made.dtype,
+                piece.grad_dtype,
+                piece.segments(steps),
+                lean=made.trained.is_lean,
+            )
+
+        def bytes_each(made: Format) -> float:
+            read_twice = 0 if norms is None else 4 if summed else made.dtype.itemsize
+            return step_bytes(made, summed=summed) + read_twice
+
+        # The gate does not wait for an update whose norms were taken before.
+        taken = norms is not None
+        self._over_pieces("update", gradients, state.changed, work, bytes_each, writes_norms=taken)
+        self._team.exchange(state)
+
+    # -- square sums ------------------------------------------------------------------------------
+    def square_sums(self, state: LayerState) -> list[float]:
+        """The sums of squares of the layer's gradients, whose operations have ended. A parameter
+        that was summed before, and got no gradient in the last micro-batch, has none yet."""
+        gradients = state.gradients
+        arrived = gradients.arrived
+        for k in sorted(arrived - gradients.square_sums.keys()):
+            self._take_square_sum(state, k)
+        return [gradients.square_sums[k] for k in arrived]
+
+    def _take_square_sum(self, state: LayerState, k: int) -> None:
+        ((_, begin, end),) = state.elements((k,))
+        norms = PieceNorms(self._kernels, state.gradients.square_sums)
+        state.gradients.square_sums[k] = 0.0
+        part, array = state.layout.slices[k], state.gradients.array
+        state.records[array].wait()
+        at, stop = part.offset, part.offset + part.numel
+        for piece, views in self._host.pieces(state.index, (array,), at, stop):
+            norms.add_part(views[array], at + piece.start, at + piece.stop, k, begin, end - begin)
+
+    # -- one path for all of them -----------------------------------------------------------------
+    def _over_pieces(
+        self,
+        verb: str,
+        gradients: Gradients,
+        changed: Sequence[str],
+        work: Callable[[Piece], None],
+        bytes_each: Callable[[Format], float],
+        *,
+        writes_norms: bool,
+        is_first: bool = False,
+    ) -> None:
+        """Queue `work` over a layer, piece by piece. It reads the gradients and writes the arrays
+        `changed`, and the norms. `bytes_each(format)`: bytes that it moves for an element.
+        `is_first`: the changed arrays have nothing yet, so they need not be loaded."""
+        state, device = gradients.state, self._device
+        last: Callable[[Work], Work] = lambda run: run  # noqa: E731
+        if verb == "update":
+            last = partial(self._team.publishing, state)
+        in_memory = self._in_memory(state, changed)
+        norms = [state.records["norms"]] if writes_norms else []
+        writes = [*state.records_of(in_memory), *norms]
+        arrays = (*changed, *gradients.arrays)
+        filed = tuple(a for a in self._tiers.spilled(state.index) if a in arrays)
+        if not filed:
+            pieces = whole_layer(gradients, (*in_memory, *gradients.arrays))
+            device.update.submit(
+                f"{verb} {state.index}",
+                last(partial(_each, work, pieces)),
+                reads=(gradients.record,),
+                writes=writes,
+                nbytes=int(gradients.moved_bytes(bytes_each)),
+            )
+            return
+        kept = tuple(a for a in (*in_memory, *gradients.arrays) if a not in filed)
+        spills = tuple(a for a in filed if a in changed)
+        reads = () if gradients.array in filed else (gradients.record,)
+        spilled = dependences((), (), state.records_of(spills))
+        cuts = list(self._cut(gradients, filed))
+        if not cuts:  # no element of this rank's has a gradient
+            run = last(lambda: None)
+            device.update.submit(f"{verb} {state.index}", run, reads=reads, writes=writes)
+        for begin, end, from_files in cuts:
+            if from_files:
+                piece = self._staged(verb, gradients, begin, end, from_files, is_first=is_first)
+            else:
+                piece = Piece(gradients, begin, end, {})
+            piece.views = piece.views | memory_views(state, kept, begin, end)
+            entry = piece.entry
+            run = partial(work, piece)
+            device.update.submit(
+                f"{verb} {state.index}",
+                run if (begin, end, from_files) != cuts[-1] else last(run),
+                reads=reads,
+                writes=writes if entry is None else (entry.record, *writes),
+                nbytes=int(bytes_each(piece.format) * (end - begin)),
+            )
+            if entry is not None and any(array in spills for array in from_files):
+                views = {array: piece.views[array] for array in from_files if array in spills}
+                fence = self._tiers.queue_spill(
+                    device, state.index, begin, end, views, entry, spilled, what=WHAT[verb]
+                )
+                spilled = (fence,)
+        for record in state.records_of(spills) if cuts and spilled else ():
+            record.write(spilled[0])
+
+    def _cut(
+        self, gradients: Gradients, filed: tuple[str, ...]
+    ) -> Iterator[tuple[int, int, tuple[str, ...]]]:
+        """The pieces that have a gradient: begin, end, and those of the arrays `filed` that have
+        the elements. In memory a piece is this rank's share of a range."""
+        state = gradients.state
+        for share in state.shares:
+            arrays = tuple(a for a in filed if state.maps[a].has(*share))
+            cuts = self._tiers.cuts(state.index, arrays, *share) if arrays else iter([share])
+            for begin, end in cuts:
+                if _has_gradient(gradients, begin, end):
+                    yield begin, end, arrays
+
+    def _in_memory(self, state: LayerState, arrays: Iterable[str]) -> tuple[str, ...]:
+        """Those of `arrays` that the layer has in memory."""
+        filed = self._tiers.spilled(state.index)
+        return tuple(a for a in arrays if a not in filed and state.array(a) is not None)
+
+    # -- pieces of files --------------------------------------------------------------------------
+    def _staged(
+        self,
+        verb: str,
+        gradients: Gradients,
+        begin: int,
+        end: int,
+        filed: tuple[str, ...],
+        *,
+        is_first: bool,
+    ) -> Piece:
+        """A piece with room in a staging entry, whose load is queued unless there is nothing."""
+        state = gradients.state
+        if is_first:
+            entry = self._tiers.updates.next()
+            views = self._tiers.views(entry.memory, state.index, filed, begin, end)
+            return Piece(gradients, begin, end, views, entry)
+        if verb == "update" and len(self._first) < len(self._tiers.updates):
+            self._first.append((state, begin, end))
+        if self._expected:
+            piece = self._expected[0]
+            if (piece.gradients.state, piece.begin, piece.end) == (state, begin, end):
+                piece.gradients = gradients
+                return self._expected.popleft()
+            self._expected.clear()
+        return self._load(gradients, begin, end, filed, WHAT[verb])
+
+    def _load(
+        self, gradients: Gradients, begin: int, end: int, filed: Sequence[str], what: str = ""
+    ) -> Piece:
+        entry: Entry = self._tiers.updates.next()
+        views: Views = self._tiers.queue_load(
+            self._device, gradients.state, begin, end, filed, entry, what=what
+        )
+        return Piece(gradients, begin, end, views, entry)
+
+    def load_ahead(self) -> None:
+        """Backward begins ([Note: the first pieces])."""
+        if not self._loads_ahead:
+            return
+        first, self._first = self._first, []
+        for state, begin, end in first:
+            filed = self._tiers.spilled(state.index)
+            unknown = Gradients(state, frozenset(), InArray("gradients"))  # they have not come
+            self._expected.append(self._load(unknown, begin, end, filed))
+
+    def forget_loads(self) -> None:
+        """What was loaded ahead may be outdated from now on."""
+        self._expected.clear()
+
+
+def whole_layer(gradients: Gradients, arrays: Sequence[str]) -> list[Piece]:
+    """A layer that is in memory, with these arrays: a piece for each range that has a gradient."""
+    state = gradients.state
+    return [
+        Piece(gradients, begin, end, memory_views(state, arrays, begin, end))
+        for begin, end in state.shares
+        if _has_gradient(gradients, begin, end)
+    ]
+
+
+def memory_views(state: LayerState, arrays: Iterable[str], begin: int, end: int) -> Views:
+    """Elements [begin, end) of those arrays that their range has."""
+    views: dict[str, torch.Tensor] = {}
+    for array in arrays:
+        flat = state.array(array)
+        assert flat is not None
+        section = state.maps[array].find(begin, end)
+        if section is not None:
+            views[array] = section.view(flat, begin, end)
+    return views
+
+
+def _has_gradient(gradients: Gradients, begin: int, end: int) -> bool:
+    parameters = gradients.state.owned(gradients.positions).parts
+    return any(begin < at + numel and at < end for _, at, numel in parameters)
+
+
+def _each(work: Callable[[Piece], None], pieces: Sequence[Piece]) -> None:
+    for piece in pieces:
+        work(piece)
