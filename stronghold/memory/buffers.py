@@ -8,15 +8,11 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from stronghold.device.base import Record
-from stronghold.model.arrays import Section
-
-if TYPE_CHECKING:
-    from stronghold.memory.layer import LayerState
 
 
 @dataclass(slots=True, eq=False)
@@ -65,7 +61,8 @@ class GradientSlot:
     write it. `sums`: room for fp32 sums of chunks, an item for each element; `summing`: by
     position, where those of the running call are, until they are rounded. `is_pending`: the
     gradients stay until the step ends. `is_extra`: not one of the plan's slots, but torch's memory,
-    which is freed once the gradients have left.
+    which is freed once the gradients have left. `views` are
+    kept by place and shape (`gradient_slots`).
     """
 
     gradients: torch.Tensor
@@ -77,56 +74,4 @@ class GradientSlot:
     arrived: set[int] = field(default_factory=set)
     writers: list[object] = field(default_factory=list)
     record: Record = field(default_factory=Record)
-    _views: dict[tuple[Any, ...], torch.Tensor] = field(default_factory=dict)
-
-    def view(self, state: LayerState, position: int) -> torch.Tensor:
-        """The place of a parameter's gradient; layers are alike, so that each is made once."""
-        part, section = state.layout.slices[position], state.sections[position]
-        key = True, section.byte_of(part.offset), section.dtype, part.shape
-        found = self._views.get(key)
-        if found is None:
-            found = self._views[key] = state.maps["weights"].parameter(self.gradients, part)
-        return found
-
-    def sum_of(self, state: LayerState, position: int) -> torch.Tensor:
-        """The place of a parameter's fp32 sum over the chunks of one call: apart from what other
-        calls gave."""
-        if state.sections[position].dtype is torch.float32 and position not in self.arrived:
-            return self.view(state, position)
-        if self.sums is None:  # what comes twice in a step is rare, and not planned
-            numel = state.layout.trainable_numel
-            self.sums = torch.empty(numel, dtype=torch.float32, device=self.gradients.device)
-        part = state.layout.slices[position]
-        key = False, part.offset, torch.float32, part.shape
-        found = self._views.get(key)
-        if found is None:
-            flat = self.sums[part.offset : part.offset + part.numel]
-            found = self._views[key] = flat.view(part.shape)
-        return found
-
-    def round_sums(self, state: LayerState) -> None:
-        """The call's sums are complete: round them, and add them to what other calls gave."""
-        if not self.arrived and self.summing:
-            for section in state.maps["weights"].sections:
-                if section.begin < state.layout.trainable_numel and self.sums is not None:
-                    self._round_section(state, section)
-        for position, total in self.summing.items():
-            place = self.view(state, position)
-            if position in self.arrived:
-                place.add_(total.to(place.dtype))
-            elif total is not place:
-                place.copy_(total)
-            self.arrived.add(position)
-        self.summing.clear()
-
-    def _round_section(self, state: LayerState, section: Section) -> None:
-        """One rounding for all parameters of a section, where none had come before."""
-        if section.dtype is torch.float32:
-            return
-        assert self.sums is not None
-        place = state.maps["weights"].view(self.gradients, section.begin, section.end)
-        place.copy_(self.sums[section.begin : section.end])
-        done = [k for k in self.summing if state.sections[k] is section]
-        self.arrived.update(done)
-        for position in done:
-            del self.summing[position]
+    views: dict[tuple[Any, ...], torch.Tensor] = field(default_factory=dict)

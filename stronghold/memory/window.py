@@ -17,6 +17,8 @@ from stronghold.memory.buffers import Contents, GradientSlot, Slot
 from stronghold.memory.layer import LayerState, Residency
 from stronghold.plan.homes import GPU
 
+NEVER = -1  # of what was never fetched: no version of a layer
+
 
 class Window:
     """`num_slots` weight slots that the layers outside `resident` take turns in; each resident
@@ -58,6 +60,7 @@ class Window:
         for state in self._own:
             nbytes = state.maps["weights"].nbytes
             state.on_gpu.slot = self._slot(nbytes, f"weights of {state.layout.name}")
+            state.on_gpu.slot.contents = Contents(state.index, NEVER)
         self._prepared = False
 
     def _slot(self, nbytes: int, purpose: str) -> Slot:
@@ -98,7 +101,8 @@ class Window:
                 state.on_gpu.slot = None
             else:
                 assert state.on_gpu.slot is not None
-                state.on_gpu.slot.contents, state.on_gpu.slot.record = None, Record()
+                state.on_gpu.slot.contents = Contents(state.index, NEVER)
+                state.on_gpu.slot.record = Record()
             state.on_gpu.residency = Residency.AWAY
             state.gradients.slot = None
         own = (s.gradients.own_slot for s in self._layers if s.gradients.own_slot is not None)

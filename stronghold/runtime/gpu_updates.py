@@ -14,6 +14,7 @@ from functools import partial
 import torch
 
 from stronghold import native
+from stronghold.memory.gradient_slots import gradient_view
 from stronghold.memory.layer import LayerState
 from stronghold.memory.window import Window
 from stronghold.optim.states import Format
@@ -80,7 +81,7 @@ class GpuUpdates:
 
         def work() -> None:
             for k, gradient in _tensors(gradients):
-                set_or_add(own_slot.view(state, k), gradient, add=k in added)
+                set_or_add(gradient_view(own_slot, state, k), gradient, add=k in added)
 
         self._device.compute.submit(
             f"merge {state.index}", work, reads=(gradients.record,), writes=(own_slot.record,)

@@ -22,6 +22,7 @@ import torch
 from stronghold.device.base import Fence
 from stronghold.errors import StateError
 from stronghold.memory.buffers import Entry, GradientSlot
+from stronghold.memory.gradient_slots import gradient_view, round_sums, sum_view
 from stronghold.memory.layer import LayerState
 from stronghold.memory.window import Window, slot_gradient_bytes
 from stronghold.model.layout import ALIGN_NUMEL, ParameterSlice, Span
@@ -97,9 +98,9 @@ class GradientOffload:
         for position, gradient in gradients:
             if gradient.is_sparse:
                 gradient = gradient.to_dense()
-            place, total = slot.view(state, position), slot.summing.get(position)
+            place, total = gradient_view(slot, state, position), slot.summing.get(position)
             if chunk and total is None:
-                slot.summing[position] = slot.sum_of(state, position).copy_(gradient)
+                slot.summing[position] = sum_view(slot, state, position).copy_(gradient)
             elif chunk or position in slot.arrived or total is place:
                 self._join(layer, slot)
                 (total if chunk and total is not None else place).add_(gradient)
@@ -112,7 +113,7 @@ class GradientOffload:
         """No further chunk of a call will come."""
         if slot.summing:
             self._join(state.index, slot)
-            slot.round_sums(state)
+            round_sums(slot, state)
 
     def reached(self, layer: int) -> None:
         """Backward has come to the layer, or would have: this rank may not use it."""
@@ -207,7 +208,7 @@ class GradientOffload:
         if absent:
             self._enter(slot)
         for position in absent:
-            slot.view(state, position).zero_()
+            gradient_view(slot, state, position).zero_()
         self._copy(state, slot, positions, entry)
         source = Flat(entry.memory, entry.record)
         self._step.take([Gradients(state, positions, source)], use)

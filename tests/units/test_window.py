@@ -10,6 +10,7 @@ import torch
 from stronghold.device.base import Fence, completed
 from stronghold.device.emulated import EmulatedDevice
 from stronghold.errors import StateError
+from stronghold.memory.gradient_slots import gradient_view, round_sums, sum_view
 from stronghold.memory.layer import TRANSITIONS, LayerState, Residency
 from stronghold.memory.window import Window
 from stronghold.model.layout import ParameterShape, Shards, layer_layout
@@ -271,9 +272,9 @@ def test_sums_of_a_layer_that_was_abandoned_are_not_the_next_ones(
     window.prepare_training()
     slot = window.free_gradient_slot(3)
     window.claim_gradients(slot, 3)
-    slot.summing[0] = slot.sum_of(layers[3], 0).fill_(7)
+    slot.summing[0] = sum_view(slot, layers[3], 0).fill_(7)
     window.release_gradients(slot)  # never rounded
     window.claim_gradients(slot, 2)
-    slot.view(layers[2], 0).fill_(1)
-    slot.round_sums(layers[2])
-    assert bool((slot.view(layers[2], 0) == 1).all())
+    gradient_view(slot, layers[2], 0).fill_(1)
+    round_sums(slot, layers[2])
+    assert bool((gradient_view(slot, layers[2], 0) == 1).all())
