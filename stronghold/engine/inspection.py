@@ -169,8 +169,8 @@ def inspect(stack: Stack) -> Inspection:
         operations=tuple(stack.trace.spans()),
         bytes=stack.memory_report(),
         traffic=TransferCounts(
-            num_fetches=executor.num_fetches,
-            fetched_bytes=executor.fetched_bytes,
+            num_fetches=executor.weights.num_fetches,
+            fetched_bytes=executor.weights.fetched_bytes,
             offloaded_bytes=executor.gradients.offloaded_bytes,
             read_bytes=store.bytes_read,
             written_bytes=store.bytes_written,

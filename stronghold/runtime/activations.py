@@ -499,7 +499,8 @@ class Activations:
         before is, and named tuples are made without their Python. Neither function names itself or
         the other one: what they hold, the block's inputs too, goes with the graph at once."""
         executor, sizes, layers = self._executor, self.sizes, self._executor.layers
-        run_again, layer_at, staying = self._run_again, executor.layer_at, executor.staying
+        run_again, weights = self._run_again, executor.weights
+        layer_at, staying = weights.layer_at, weights.staying
         new: Any = tuple.__new__
         strided = torch.strided
 
@@ -555,7 +556,7 @@ class Activations:
         offload: bool,
     ) -> Any:
         """The handle of a sparse tensor that autograd saves ([Note: sparse])."""
-        parts, layer_at = _strided(tensor), self._executor.layer_at
+        parts, layer_at = _strided(tensor), self._executor.weights.layer_at
         if any(part.untyped_storage().data_ptr() in layer_at for part in parts):
             pack, _ = self._hooks(layer, None, outer, None, offload=offload)
             coalesced = tensor.layout is torch.sparse_coo and tensor.is_coalesced()

@@ -1,12 +1,17 @@
-"""Interprets the schedule: the only issuer of fetches and releases.
-
-Owns the phase of the step, and which pass is expected. Entered by the training thread and, on a
-GPU, by autograd's thread during backward; the two never run at once.
+"""The step: the executor performs the schedule as the model is called and autograd runs.
 
 States of a step. IDLE -> FORWARD at the model's call, -> IDLE at its return; IDLE -> BACKWARD
-around autograd's run. Forward hooks that fire in BACKWARD are recomputation. A fetch reads a
-layer's weights and writes a slot; compute waits for the slot's writer before the layer is RESIDENT,
-and is the slot's reader when it is released.
+around autograd's run. Forward hooks that fire in BACKWARD are recomputation.
+
+[Note: when a layer is fetched] There are three cases, and `weights` has how it is done.
+1. Ahead: before each use the schedule has releases and fetches (`_perform_before`).
+2. Ahead of the next step: once weights have changed, the layers of its first uses are fetched,
+   each after its update (`weights_changed`).
+3. On demand: a layer is used, and no slot has its newest weights (`make_ready`). That is so in the
+   first step, in an order of uses that was not predicted, and for saved weights whose layer left.
+
+The executor learns another order of uses when a pass shows one. Entered by the training thread and,
+on a GPU, by autograd's thread during backward. The two never run at once.
 """
 
 from __future__ import annotations
@@ -14,25 +19,25 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from functools import partial
 
 import torch
 
-from stronghold.device.base import timed
 from stronghold.errors import ConfigError
-from stronghold.memory.buffers import Slot
 from stronghold.memory.layer import ExpectedGradients, LayerState, Residency
 from stronghold.memory.window import Window
 from stronghold.plan.plan import Plan
 from stronghold.plan.schedule import Action, Kind, Schedule, canonical_uses, make_schedule
-from stronghold.runtime.binding import Bindings, refuse_aliases
+from stronghold.runtime.binding import Bindings
 from stronghold.runtime.compute_span import ComputeSpan
 from stronghold.runtime.gradients import GradientOffload
 from stronghold.runtime.optimizer_step import Ledger, OptimizerStep
 from stronghold.runtime.parts import Parts
+from stronghold.runtime.weights import LayerWeights
 
 # A pass longer than this (token-by-token generation) keeps the schedule that it has.
 MAX_RECORDED_USES = 4096
+# The embedding and the first block, which the next forward needs at once.
+FIRST_USES = 2
 
 
 class Phase(Enum):
@@ -65,18 +70,7 @@ class Executor:
         self.bindings = Bindings(host.layers, plan.resident)
         self._metrics, self._team, self.outside = parts.metrics, parts.team, parts.outside
         self.phase = Phase.IDLE
-        # Resident layers whose weights come from the host; the others' are never old.
-        self._refreshed = plan.resident - plan.updated_on_gpu
-        staying = [host.layers[layer].weights for layer in plan.updated_on_gpu]
-        for layer in self._refreshed:
-            slot = host.layers[layer].on_gpu.slot
-            assert slot is not None
-            staying.append(slot.weights)
-        # Storages of weights that stay on the device: saved, they need no copy. They are where
-        # the weights begin, since parameters are bound to a storage of their own.
-        self.staying = {weights.data_ptr() for weights in staying}
-        # Storage of a slot -> the streamed layer that is in it, for saved tensors.
-        self.layer_at: dict[int, int] = {}
+        self.weights = LayerWeights(parts, window, plan, self.bindings)
         self._on_gpu = device.torch_device.type != "cpu"
         self._task: int | None = None  # torch's number of the backward that runs
         self._counted = False  # whether a backward has run of the calls
@@ -94,8 +88,6 @@ class Executor:
         self._left: tuple[list[int | None], list[LayerState]] | None = None
         # What ranks agree on of the residents that are fetched at their call, not before.
         self.called_residents: frozenset[int] | None = frozenset() if self._team.lockstep else None
-        self.num_fetches = 0
-        self.fetched_bytes = 0
         expected = [a.layer for a in self.schedule.actions if a.kind is Kind.DRAIN]
         self.gradients = GradientOffload(
             parts, window, step, expected, span=self._span, bindings=self.bindings
@@ -141,22 +133,23 @@ class Executor:
     def _leave(self) -> None:
         """What is fetched from now on, other ranks may not fetch."""
         if self._team.lockstep and self._left is None:
-            stale = [self.layers[i] for i in self._refreshed if not self.layers[i].is_fetched]
-            self._left = self._window.places(), stale
+            refreshed = (self.layers[layer] for layer in self.weights.refreshed)
+            outdated = [state for state in refreshed if not state.is_fetched]
+            self._left = self._window.places(), outdated
 
     def _take_up(self) -> None:
         """The slots hold again what they held when this rank went on alone, in the same order: the
         others' order of gathers counts on that."""
         if self._left is None:
             return
-        window, (places, stale) = self._window, self._left
+        window, (places, outdated) = self._window, self._left
         together = {layer for layer in places if layer is not None}
         for layer in set(window.held_layers()) - together:
-            self._release(layer)
+            self.weights.release(layer)
         for layer in sorted(together - set(window.held_layers())):
             self._fetch(layer, keep=layer)
         window.arrange(places)
-        for state in stale:  # fetched with the others
+        for state in outdated:  # fetched with the others
             self._window.outdate(state.index)
         self._left = None
 
@@ -201,7 +194,7 @@ class Executor:
                 self.bindings.rest(layer)
             # What the last pass has left in slots of their own is of before.
             updated = {state.index for state in self._ledger.updated}
-            for layer in updated - self._refreshed:
+            for layer in updated - self.weights.refreshed:
                 self.bindings.hide(layer)
         self._learn(self._training, called)
 
@@ -216,14 +209,7 @@ class Executor:
             track.cursor = 0
             track.recorded.clear()
         self._device.compute.finish()
-        self.layer_at.clear()
-        self._window.start_again()
-        for layer, state in enumerate(self.layers):
-            if layer in self._refreshed:  # who writes to it waits until it has been fetched again
-                self.bindings.hide(layer)
-            # A resident layer's never change device: autograd keeps one leaf for its calls.
-            slot = state.on_gpu.slot
-            self.bindings.point(layer, state.weights if slot is None else slot.weights)
+        self.weights.start_again()
 
     def abandon_forward(self) -> None:
         """An interrupt ended the forwards that were running."""
@@ -288,7 +274,7 @@ class Executor:
         streamed = self.layers[layer].layout.streamed
         if self._inside and not streamed:
             # A module shared with the block that is running, which must not be moved away.
-            self.make_resident(layer)
+            self.make_ready(layer)
             return
         if self.phase is not Phase.BACKWARD:
             self._ledger.refuse_early((layer,), "read")
@@ -316,7 +302,7 @@ class Executor:
             self._advance(use)
         elif not self._current.recorded or self._current.recorded[-1] != use:
             self._advance(use)
-        self.make_resident(layer, together=True)
+        self.make_ready(layer, together=True)
         self._span.begin(use)
 
     def _take_writes(self, layer: int) -> None:
@@ -332,7 +318,7 @@ class Executor:
             self._host.flush(layer)
         ahead = slot is not None and self.phase is not Phase.BACKWARD
         if ahead and (written or self.bindings.aliased(layer)):
-            self._release(layer)
+            self.weights.release(layer)
 
     def refuse_writes(self, layer: int, *, again: bool) -> None:
         """ConfigError when the layer's forward, which has ended, wrote into its parameters: what it
@@ -341,7 +327,7 @@ class Executor:
             return
         if self.phase is not Phase.BACKWARD and self.bindings.written(layer):
             if layer not in self._plan.resident:
-                self._release(layer)
+                self.weights.release(layer)
             name = self.layers[layer].name
             way = (
                 'set stronghold.activations to "keep", which runs it once'
@@ -409,7 +395,7 @@ class Executor:
             enters = use.kind is Kind.FORWARD and self.layers[use.layer].layout.streamed
             self._inside = [*outer, use.layer] if enters else outer
             self._perform_before(track, position)
-            if self._needs_fetch(use.layer):
+            if self.weights.needs_fetch(use.layer):
                 self._fetch(use.layer, keep=use.layer)
         self._inside = inside
 
@@ -428,48 +414,27 @@ class Executor:
         if action.kind is Kind.RELEASE:
             busy = action.layer == keep or action.layer in self._inside
             if not busy and action.layer in self._window.held_layers():
-                self._release(action.layer)
-        elif self._needs_fetch(action.layer) and self._has_room(action.layer):
+                self.weights.release(action.layer)
+        elif self.weights.needs_fetch(action.layer) and self.weights.has_room(action.layer):
             self._fetch(action.layer, keep=keep)
 
-    def _has_room(self, layer: int) -> bool:
-        """Whether it may be fetched ahead: an order that was not predicted finds no slot."""
-        return layer in self._plan.resident or self._window.free_slot() is not None
-
-    def _needs_fetch(self, layer: int) -> bool:
-        return layer not in self._plan.updated_on_gpu and not self.layers[layer].is_fetched
-
-    def make_resident(self, layer: int, *, together: bool = False) -> None:
-        """Fetch the layer if nobody has, make compute wait for it, and bind its parameters to the
-        slot. What is updated on the device is there, and was written in order with compute.
-        `together`: where other ranks fetch it, too."""
+    def make_ready(self, layer: int, *, together: bool = False) -> None:
+        """Fetch the layer unless a slot has it, make compute wait for it, and bind its parameters
+        to the slot. A layer that is updated on the GPU is there, written in order with compute.
+        `together`: other ranks fetch it, too."""
         if layer in self._plan.updated_on_gpu:
             return
-        if self._needs_fetch(layer):
+        if self.weights.needs_fetch(layer):
             if not together:
                 self._leave()
             self._fetch(layer, keep=layer)
-        state = self.layers[layer]
-        slot = state.on_gpu.slot
-        assert slot is not None
-        if state.on_gpu.residency is Residency.FETCHING:
-            updated = state.records["weights"].writer
-            if not updated.done:
-                self._metrics.waited("update", timed(updated.wait))
-            fetched = self._device.compute_wait_everywhere(slot.record.writer)
-            self._metrics.waited("fetch", fetched)
-            state.move(Residency.READY)
-        self.bindings.bind(layer, slot.weights)
-        self.bindings.show(layer)
+        self.weights.make_ready(layer)
 
-    def stale_residents(self) -> list[int]:
-        """Resident layers whose newest weights compute has not waited for."""
-        states = (self.layers[layer] for layer in self._refreshed)
-        return [
-            state.index
-            for state in states
-            if not state.is_fetched or state.on_gpu.residency is not Residency.READY
-        ]
+    def _fetch(self, layer: int, keep: int) -> None:
+        """Queue a fetch. The slots of `keep`, and of the blocks that are running, are not given
+        to the layer."""
+        together = self._left is None and self._current is self._training
+        self.weights.fetch(layer, keep=(keep, *self._inside), together=together)
 
     def weights_of(self, layer: int, user: int) -> torch.Tensor:
         """The slot that holds the layer now, after fetching it if it left: what a saved tensor's
@@ -478,81 +443,10 @@ class Executor:
             use = Action(kind=Kind.BACKWARD, layer=user)
             if self.phase is Phase.BACKWARD and self._current.recorded[-1:] != [use]:
                 self.begin_use(user, Kind.BACKWARD)  # no output that hooks know told of it
-            self.make_resident(layer)
-        slot = self.layers[layer].on_gpu.slot
-        assert slot is not None
-        return slot.weights
+            self.make_ready(layer)
+        return self.weights.slot_of(layer).weights
 
-    # -- transfers ------------------------------------------------------------------------------
-    def _fetch(self, layer: int, keep: int) -> None:
-        window = self._window
-        state, resident = self.layers[layer], layer in self._plan.resident
-        slot = state.on_gpu.slot if resident else window.free_slot()
-        if slot is None:
-            busy = (keep, layer, *self._inside)
-            victim = next((held for held in window.held_layers() if held not in busy), None)
-            if victim is None:
-                raise ConfigError(
-                    f"layer {self.layers[layer].name} is called inside "
-                    f"another layer, and the window of {self._plan.window} slots is full; "
-                    "raise stronghold.window"
-                )
-            self._release(victim)
-            slot = window.free_slot()
-            assert slot is not None
-        if resident:
-            slot.record.read(self._device.record_compute(f"before fetch {layer}"))
-        window.claim(slot, layer)
-        nbytes = self._fill(slot, layer)
-        if not resident:
-            self.layer_at[slot.weights.untyped_storage().data_ptr()] = layer
-        self.num_fetches += 1
-        self.fetched_bytes += nbytes
-
-    def _fill(self, slot: Slot, layer: int) -> int:
-        """Queue the copy of the layer's newest weights to its slot, piece by piece where they lie
-        in a file; the bytes of it."""
-        device, tiers, state = self._device, self._host.tiers, self.layers[layer]
-        source, copy, bytes_of = state.weights, device.copy, state.maps["weights"].bytes_of
-        target, weights = slot.weights, state.records["weights"]
-        if not tiers.holds(layer, "weights"):
-            together = self._left is None and self._current is self._training
-            parts = self._team.fetched(state, together=together)
-            nbytes: int = sum(part.stop - part.start for part in parts)
-
-            def fetch() -> None:
-                for part in parts:
-                    copy(target[part], source[part])
-
-            device.fetch.submit(
-                f"fetch {layer}", fetch, reads=(weights,), writes=(slot.record,), nbytes=nbytes
-            )
-            self._team.gather(state, slot, together=together)
-            return nbytes
-        for begin, end in tiers.cuts(layer, ("weights",)):
-            entry = tiers.fetches.next()
-            views = tiers.queue_load(device, state, begin, end, ("weights",), entry, verb="stage")
-            loaded: torch.Tensor = views["weights"].view(torch.uint8)
-            device.fetch.submit(
-                f"fetch {layer}",
-                partial(copy, target[bytes_of(begin, end)], loaded),
-                reads=(entry.record,),
-                writes=(slot.record,),
-                nbytes=loaded.nbytes,
-            )
-        return state.maps["weights"].nbytes
-
-    def _release(self, layer: int) -> None:
-        slot = self.layers[layer].on_gpu.slot
-        assert slot is not None
-        self.layer_at.pop(slot.weights.untyped_storage().data_ptr(), None)
-        self.bindings.rest(layer)
-        used = self.layers[layer].on_gpu.residency is Residency.READY
-        self._window.release(layer, self._device.record_compute(f"release {layer}"))
-        if used:
-            ours = self.bindings.views_at(slot.weights.data_ptr())
-            refuse_aliases(self.layers[layer], slot.weights, ours)
-
+    # -- gradients --------------------------------------------------------------------------------
     def gradient_arrived(self, state: LayerState, position: int, parameter: torch.Tensor) -> None:
         """Autograd has accumulated into `parameter.grad`: send it on its way to the host."""
         gradient, parameter.grad = parameter.grad, None  # its data may be elsewhere by now
@@ -624,17 +518,16 @@ class Executor:
                 continue
             if layer in self._plan.resident:
                 if self.layers[layer].on_gpu.residency is Residency.FETCHING:
-                    self.make_resident(layer)  # fetched ahead and not used: changed twice in a row
+                    self.make_ready(layer)  # fetched ahead and not used: changed twice in a row
             elif self.layers[layer].on_gpu.slot is not None:
-                self._release(layer)
+                self.weights.release(layer)
             self._window.outdate(layer)
             self.bindings.hide(layer)
         for layer in self._plan.updated_on_gpu:  # written in order with compute
             self.bindings.show(layer)
-        track = self._training
-        for use in track.schedule.uses[: 2 + self._plan.prefetch]:
-            if self._needs_fetch(use.layer):
-                if not self._has_room(use.layer):
+        for use in self._training.schedule.uses[: FIRST_USES + self._plan.prefetch]:
+            if self.weights.needs_fetch(use.layer):
+                if not self.weights.has_room(use.layer):
                     break
                 self._fetch(use.layer, keep=use.layer)
 
@@ -647,8 +540,8 @@ class Executor:
             self.layers[layer].wait()
         self._host.tiers.store.check()
         self._leave()
-        for layer in sorted(self._refreshed.intersection(layers)):
-            self.make_resident(layer)
+        for layer in sorted(self.weights.refreshed.intersection(layers)):
+            self.make_ready(layer)
         for layer in layers:
             self.bindings.show(layer)
         self._team.settle(layers)
@@ -667,7 +560,7 @@ class Executor:
         waiting = not self._counted and any(state.gradients.expected.calls for state in self.layers)
         if self.phase is Phase.IDLE and not waiting:
             for layer in set(layers).intersection(self._window.held_layers()):
-                self._release(layer)
+                self.weights.release(layer)
 
     def rest(self, layer: int) -> None:
         """Point the layer's parameters at its own arrays."""

@@ -154,7 +154,7 @@ class Hooks:
         self._executor.begin_forward_pass(training=self._training)
         agreed = self._executor.called_residents
         for index in self._residents.in_advance(training=self._training, agreed=agreed):
-            self._executor.make_resident(index, together=True)
+            self._executor.make_ready(index, together=True)
 
     def _before_compiled(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if torch.is_grad_enabled():
@@ -166,7 +166,7 @@ class Hooks:
         if self._depth == 0:
             returned = output is not None  # torch says None where the model raised
             if returned and self._executor.phase is Phase.FORWARD:
-                stale = self._executor.stale_residents()
+                stale = self._executor.weights.outdated_residents()
                 self._residents.end_pass(training=self._training, stale=stale)
             self._executor.end_forward_pass()
 
@@ -175,7 +175,7 @@ class Hooks:
         self._check()
         if self._depth == 0 and self._executor.phase is Phase.IDLE:
             for index in self._residents.all:
-                self._executor.make_resident(index)
+                self._executor.make_ready(index)
 
     def _check(self) -> None:
         self._executor.outside.check()
