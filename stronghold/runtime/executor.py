@@ -83,11 +83,9 @@ class Executor:
         self._training = Track(self._schedule(forward + backward[len(backward) // 2 :]))
         self._evaluation = Track(self._schedule(forward))
         self._current = self._training
-        # What was in slots, and was old, when this rank left the agreed order of fetches: until it
-        # takes it up again, its fetches meet nobody. None while it follows that order.
-        self._left: tuple[list[int | None], list[LayerState]] | None = None
-        # What ranks agree on of the residents that are fetched at their call, not before.
-        self.called_residents: frozenset[int] | None = frozenset() if self._team.lockstep else None
+        # Resident layers that are fetched at their call, not before, as all ranks agree; None where
+        # a rank is alone.
+        self.called_residents: frozenset[int] | None = None
         expected = [a.layer for a in self.schedule.actions if a.kind is Kind.DRAIN]
         self.gradients = GradientOffload(
             parts, window, step, expected, span=self._span, bindings=self.bindings
@@ -115,59 +113,24 @@ class Executor:
         self._device.check()
         self._ledger.check()
         self._turn_to(self._training if training else self._evaluation)
-        if training and self._team.lockstep:
-            self._training.cursor = 0
         if self.phase is Phase.IDLE:
             self.phase = Phase.FORWARD
 
     def _turn_to(self, track: Track) -> None:
-        if track is self._training:
-            self._current = track
-            self._take_up()
-        elif track is not self._current:
-            self._current = track
+        if track is self._evaluation and track is not self._current:
             track.cursor = 0
             track.recorded.clear()
-            self._leave()
-
-    def _leave(self) -> None:
-        """What is fetched from now on, other ranks may not fetch."""
-        if self._team.lockstep and self._left is None:
-            refreshed = (self.layers[layer] for layer in self.weights.refreshed)
-            outdated = [state for state in refreshed if not state.is_fetched]
-            self._left = self._window.places(), outdated
-
-    def _take_up(self) -> None:
-        """The slots hold again what they held when this rank went on alone, in the same order: the
-        others' order of gathers counts on that."""
-        if self._left is None:
-            return
-        window, (places, outdated) = self._window, self._left
-        together = {layer for layer in places if layer is not None}
-        for layer in set(window.held_layers()) - together:
-            self.weights.release(layer)
-        for layer in sorted(together - set(window.held_layers())):
-            self._fetch(layer, keep=layer)
-        window.arrange(places)
-        for state in outdated:  # fetched with the others
-            self._window.outdate(state.index)
-        self._left = None
-
-    def _resume(self) -> None:
-        if self._team.lockstep:
-            self._turn_to(self._training)
+        self._current = track
 
     def end_forward_pass(self) -> None:
         """The model returned or raised."""
         if self.phase is Phase.FORWARD:
-            self._catch_up(Kind.FORWARD)
             self.phase = Phase.IDLE
             if self._current is self._evaluation:
                 self._learn(self._evaluation)
 
     def begin_backward_pass(self) -> None:
         """Autograd is about to run."""
-        self._resume()
         self._device.check()
         for layer in self._plan.updated_on_gpu:
             self.bindings.check(layer)
@@ -181,7 +144,6 @@ class Executor:
         """Autograd has returned or raised: drain what is left, put every parameter at rest.
         `called`: resident layers that a pass may wait for at their call."""
         self._span.end()
-        self._catch_up(Kind.BACKWARD)
         try:
             self.gradients.flush()
             self._step.end_backward()
@@ -204,7 +166,7 @@ class Executor:
         self.phase = Phase.IDLE
         self._inside.clear()
         self._span.drop()
-        self._current, self._left = self._training, None
+        self._current = self._training
         for track in (self._training, self._evaluation):
             track.cursor = 0
             track.recorded.clear()
@@ -234,37 +196,17 @@ class Executor:
             self.bindings.rest(layer)
 
     def _learn(self, track: Track, called: frozenset[int] = frozenset()) -> None:
-        """Adopt the order of uses that this pass showed when the schedule predicted another: of a
-        training pass when all ranks have seen it."""
+        """Adopt the order of uses that this pass showed when the schedule predicted another."""
+        del called
         seen = tuple(track.recorded)
         track.recorded.clear()
-
-        def adopt() -> None:
-            together = track is self._training and self._team.lockstep
-            uses = self._with_skipped(seen) if together else seen
-            if 0 < len(seen) <= MAX_RECORDED_USES and uses != track.schedule.uses:
-                track.schedule, track.cursor = self._schedule(uses), 0
-            if together:
-                self.called_residents = called
-
-        if track is self._training:
-            self._team.propose((seen, sorted(called)), adopt)
-        else:
-            adopt()
+        self._adopt(track, seen)
         if track.cursor >= len(track.schedule.uses):
             track.cursor = 0
 
-    def _with_skipped(self, seen: Sequence[Action]) -> tuple[Action, ...]:
-        """A training pass as `seen`, and with the uses that ranks may have another time, each
-        behind what it followed."""
-        uses, at = list(seen), 0
-        for use in self._training.schedule.uses:
-            if use in seen:
-                at = uses.index(use) + 1
-            elif use.kind is Kind.FORWARD or self.layers[use.layer].optimizer.trained:
-                uses.insert(at, use)
-                at += 1
-        return tuple(uses)
+    def _adopt(self, track: Track, uses: tuple[Action, ...]) -> None:
+        if 0 < len(uses) <= MAX_RECORDED_USES and uses != track.schedule.uses:
+            track.schedule, track.cursor = self._schedule(uses), 0
 
     # -- uses -----------------------------------------------------------------------------------
     def begin_use(self, layer: int, kind: Kind) -> None:
@@ -358,26 +300,18 @@ class Executor:
             self.bindings.rest(layer)
 
     def _advance(self, use: Action) -> None:
+        """A use begins: do what the schedule has before it, if it has this use."""
         track = self._current
-        if len(track.recorded) <= MAX_RECORDED_USES:
-            track.recorded.append(use)
-        uses, together = track.schedule.uses, self._team.lockstep and track is self._training
-        ahead = len(uses) - track.cursor if together else len(uses)
-        positions = ((track.cursor + k) % len(uses) for k in range(ahead))
+        self._record(use)
+        uses = track.schedule.uses
+        positions = ((track.cursor + k) % len(uses) for k in range(len(uses)))
         position = next((at for at in positions if uses[at] == use), None)
-        if not together:
-            if position is not None:
-                self._perform_before(track, position)
-        elif position is None or (self._left is not None and set(self._inside) - {use.layer}):
-            self._leave()  # what is there may not go while a block runs that is in it
-        else:
-            self._take_up()
-            begin = position
-            while begin > track.cursor and uses[begin - 1].kind is use.kind:
-                begin -= 1
-            track.cursor = begin
-            self._walk(track, position)
+        if position is not None:
             self._perform_before(track, position)
+
+    def _record(self, use: Action) -> None:
+        if len(self._current.recorded) <= MAX_RECORDED_USES:
+            self._current.recorded.append(use)
 
     def _perform_before(self, track: Track, position: int) -> None:
         """Do what the schedule has before the use at `position`."""
@@ -386,29 +320,6 @@ class Executor:
             self._perform(action, keep=use.layer)
         if use.kind is Kind.BACKWARD:
             self.gradients.reached(use.layer)
-
-    def _walk(self, track: Track, end: int) -> None:
-        """Do for the uses from the cursor to `end` what ranks do that use those layers."""
-        inside, outer = self._inside, self._inside[:-1]
-        for position in range(track.cursor, end):
-            use = track.schedule.uses[position]
-            enters = use.kind is Kind.FORWARD and self.layers[use.layer].layout.streamed
-            self._inside = [*outer, use.layer] if enters else outer
-            self._perform_before(track, position)
-            if self.weights.needs_fetch(use.layer):
-                self._fetch(use.layer, keep=use.layer)
-        self._inside = inside
-
-    def _catch_up(self, kind: Kind) -> None:
-        """The pass has ended: follow the rest of its uses, which other ranks may have."""
-        track = self._training
-        if not self._team.lockstep or track is not self._current or not track.recorded:
-            return
-        uses, end = track.schedule.uses, track.cursor
-        while end < len(uses) and uses[end].kind is kind:
-            end += 1
-        self._take_up()
-        self._walk(track, end)
 
     def _perform(self, action: Action, keep: int) -> None:
         if action.kind is Kind.RELEASE:
@@ -424,17 +335,20 @@ class Executor:
         `together`: other ranks fetch it, too."""
         if layer in self._plan.updated_on_gpu:
             return
+        del together
         if self.weights.needs_fetch(layer):
-            if not together:
-                self._leave()
             self._fetch(layer, keep=layer)
         self.weights.make_ready(layer)
 
     def _fetch(self, layer: int, keep: int) -> None:
         """Queue a fetch. The slots of `keep`, and of the blocks that are running, are not given
         to the layer."""
-        together = self._left is None and self._current is self._training
-        self.weights.fetch(layer, keep=(keep, *self._inside), together=together)
+        keeps = (keep, *self._inside)
+        self.weights.fetch(layer, keep=keeps, together=self._is_in_order())
+
+    def _is_in_order(self) -> bool:
+        """Whether all ranks do what this one does now, in one order."""
+        return True
 
     def weights_of(self, layer: int, user: int) -> torch.Tensor:
         """The slot that holds the layer now, after fetching it if it left: what a saved tensor's
@@ -512,7 +426,6 @@ class Executor:
     def weights_changed(self, layers: Sequence[int]) -> None:
         """The host weights of `layers` are or will be new: what the device holds of them is stale.
         Fetch ahead what the next forward needs first, each after its update."""
-        self._resume()
         for layer in layers:
             if layer in self._plan.updated_on_gpu:
                 continue
@@ -539,7 +452,6 @@ class Executor:
         for layer in layers:
             self.layers[layer].wait()
         self._host.tiers.store.check()
-        self._leave()
         for layer in sorted(self.weights.refreshed.intersection(layers)):
             self.make_ready(layer)
         for layer in layers:
@@ -553,10 +465,7 @@ class Executor:
 
     def given_out(self, layers: Sequence[int]) -> None:
         """Code outside has these layers' parameters between two passes, and may write into them:
-        what was fetched ahead of them is fetched again. Not between a forward and its backward, and
-        not where ranks fetch together, in the order of all."""
-        if self._team.lockstep:
-            return
+        what was fetched ahead of them is fetched again. Not between a forward and its backward."""
         waiting = not self._counted and any(state.gradients.expected.calls for state in self.layers)
         if self.phase is Phase.IDLE and not waiting:
             for layer in set(layers).intersection(self._window.held_layers()):

@@ -45,6 +45,7 @@ from stronghold.plan.schedule import Position
 from stronghold.runtime.activations import Activations
 from stronghold.runtime.executor import Executor, Phase
 from stronghold.runtime.hooks import Hooks
+from stronghold.runtime.lockstep import LockstepExecutor
 from stronghold.runtime.optimizer_step import GateResult, Ledger, Next, OptimizerStep
 from stronghold.runtime.parts import Parts, Written
 from stronghold.runtime.pieces import Gradients, Loose
@@ -88,7 +89,8 @@ class Runtime:
             state.views.saved_versions = None
         self._has_aliases = False  # said once
         device.open_streams(plan.demand.streams)
-        self.executor = Executor(parts, self.window, self.step, self.ledger, plan)
+        executor = LockstepExecutor if parts.team.lockstep else Executor
+        self.executor = executor(parts, self.window, self.step, self.ledger, plan)
         self.activations = Activations(parts, plan, self.executor, host_room_bytes)
 
     # -- life -------------------------------------------------------------------------------------
