@@ -217,6 +217,9 @@ class LayerState:
     sections: tuple[Section, ...] = field(init=False)  # of the weights, by position
     shares: tuple[Span, ...] = field(init=False)
     _elements: tuple[Span, ...] = field(init=False)  # of each parameter, this rank's
+    _views: dict[tuple[str, int, int], tuple[torch.Tensor, torch.Tensor | None]] = field(
+        default_factory=dict
+    )
     _owned: Owned = Owned(frozenset(), (), ())  # of the last positions that were asked for
 
     def __post_init__(self) -> None:
@@ -305,6 +308,19 @@ class LayerState:
     def array(self, name: str) -> torch.Tensor | None:
         """The array in memory, flat; None where the layer has none there."""
         return self.weights if name == "weights" else self.arrays.get(name)
+
+    def view(self, array: str, begin: int, end: int) -> torch.Tensor | None:
+        """Elements [begin, end) of an array in memory, of one range, in its dtype; None where the
+        range does not have the array. Kept, since each step asks for the same."""
+        flat = self.array(array)
+        assert flat is not None
+        key = array, begin, end
+        kept = self._views.get(key)
+        if kept is None or kept[0] is not flat:
+            section = self.maps[array].find(begin, end)
+            kept = flat, None if section is None else section.view(flat, begin, end)
+            self._views[key] = kept
+        return kept[1]
 
     def all_arrays(self) -> dict[str, torch.Tensor]:
         """Every array in memory that outlives the step, the weights first."""

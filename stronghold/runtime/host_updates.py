@@ -345,11 +345,9 @@ def memory_views(state: LayerState, arrays: Iterable[str], begin: int, end: int)
     """Elements [begin, end) of those arrays that their range has."""
     views: dict[str, torch.Tensor] = {}
     for array in arrays:
-        flat = state.array(array)
-        assert flat is not None
-        section = state.maps[array].find(begin, end)
-        if section is not None:
-            views[array] = section.view(flat, begin, end)
+        view = state.view(array, begin, end)
+        if view is not None:
+            views[array] = view
     return views
 
 
