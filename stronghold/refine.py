@@ -639,7 +639,7 @@ def _as_it_is(stack: Stack) -> Demand:
         resident_layers=len(plan.resident.intersection(blocks)),
         resident_updates="gpu" if plan.updated_on_gpu else "host",
         activations=plan.activations,
-        spilled=plan.spilled,
+        homes=plan.homes,
     )
 
 

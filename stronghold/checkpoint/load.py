@@ -225,10 +225,10 @@ class Load:
             begin = 0
             for master in masters(self._tag, record, exact=with_master):
                 if with_master and host.training:
-                    host.write_master(index, part, begin, master)
+                    host.access.write_master(index, part, begin, master)
                 else:
                     at = part.offset + begin
-                    for own, found in host.pieces(
+                    for own, found in host.access.pieces(
                         index, ("weights",), at, at + master.numel(), mode="replace"
                     ):
                         found["weights"].copy_(master[own])
@@ -238,7 +238,7 @@ class Load:
             for index, k, _, _ in self._found:
                 loaded.setdefault(index, set()).add(k)
             for index, positions in loaded.items():
-                host.restart_master(index, positions)
+                host.access.restart_master(index, positions)
         for name, buffer in persistent_buffers(model):
             if name in self.manifest.buffers:
                 buffer.data.copy_(self._tag.tensors(self._tag.buffers).read(name))
@@ -250,15 +250,9 @@ class Load:
         wherever that lies; one that the layer does not have is left out."""
         host, at, end = self._stack.host, part.offset, part.offset + part.numel
         maps = host.layers[index].maps
-        if not host.has(index, array) or not maps[array].has_range(part):
+        if not host.access.has(index, array) or not maps[array].has_range(part):
             return
-        if file is not None and host.layers[index].on_device:
-            whole = host.layers[index].array(array)
-            assert whole is not None
-            target = host.layers[index].maps[array].view(whole, at, end)
-            self._tag.tensors(file).read_into(name, target)
-            return
-        for own, found in host.pieces(index, (array,), at, end, mode="replace"):
+        for own, found in host.access.pieces(index, (array,), at, end, mode="replace"):
             if file is None:
                 found[array].zero_()
             else:
@@ -267,8 +261,8 @@ class Load:
 
     def _copy_weights_to_low(self, index: int, part: ParameterSlice) -> None:
         host, at, end = self._stack.host, part.offset, part.offset + part.numel
-        if host.has(index, "low"):
-            for _, found in host.pieces(index, ("weights", "low"), at, end, mode="edit"):
+        if host.access.has(index, "low"):
+            for _, found in host.access.pieces(index, ("weights", "low"), at, end, mode="edit"):
                 found["low"].copy_(found["weights"])
 
     def _moments(self) -> None:
@@ -289,9 +283,9 @@ class Load:
         host, at, end = self._stack.host, part.offset, part.offset + part.numel
         states = host.formats[part.format].trained
         arrays = tuple(states.moment_dtypes)
-        if not all(host.has(index, array) for array in arrays):
+        if not all(host.access.has(index, array) for array in arrays):
             return
-        for own, found in host.pieces(index, arrays, at, end, mode="replace"):
+        for own, found in host.access.pieces(index, arrays, at, end, mode="replace"):
             for begin in range(own.start, own.stop, PIECE_NUMEL):
                 stop = min(begin + PIECE_NUMEL, own.stop)
                 decoded = moments_of(self._tag, record, begin, stop)

@@ -45,7 +45,6 @@ from stronghold.checkpoint.tensorfile import (
     entry_of,
     raw_bytes,
     record_of,
-    staged_entry,
     write_durably,
     write_parts,
     write_tensors,
@@ -56,6 +55,7 @@ from stronghold.model.arrays import array_dtype, moment_arrays
 from stronghold.model.layout import ParameterSlice
 from stronghold.optim import DEFAULT
 from stronghold.optim.states import group_size
+from stronghold.plan.homes import GPU
 from stronghold.plan.schedule import update_order
 from stronghold.runtime.optimizer import EngineOptimizer
 from stronghold.runtime.stack import Stack
@@ -186,7 +186,7 @@ class Save:
 
     def _check_unwritten(self, layer: int, before: list[int] | None) -> None:
         stack, state = self._stack, self._stack.host.layers[layer]
-        if before is None or (layer in stack.plan.resident and not state.on_device):
+        if before is None or (layer in stack.plan.resident and state.home is not GPU):
             return  # written in a slot, from which they come when nobody reads the arrays
         for part, old, new in zip(
             state.layout.slices, before, stack.runtime.versions_of(layer), strict=True
@@ -235,7 +235,7 @@ class Save:
 
         def has(part: ParameterSlice, arrays: Iterable[str]) -> bool:
             dtypes = host.formats[part.format].trained.dtypes if part.trainable else {}
-            return any(array in dtypes and host.has(index, array) for array in arrays)
+            return any(array in dtypes and host.access.has(index, array) for array in arrays)
 
         moments = moment_arrays(host.formats)
         kept = [k for k, p in enumerate(layer.slices) if p.trainable or not self._exclude_frozen]
@@ -290,17 +290,11 @@ class Save:
         """A parameter's part of one array, from where it lies: a slab, or piece by piece from a
         file or the device. Of several ranks each writes its own elements."""
         host, begin, end = self._stack.host, part.offset, part.offset + part.numel
-        state = host.layers[index]
         shape = shape_of(array, part.shape)
-        if state.on_device:
-            whole = state.array(array)
-            assert whole is not None
-            flat = state.maps[array].view(whole, begin, end)
-            return staged_entry(name, flat.view(shape), self._stack.device.copy_now)
         dtype = array_dtype(host.formats[part.format], array)
 
         def pieces() -> Iterator[tuple[int, memoryview]]:
-            for own, found in host.pieces(index, (array,), begin, end):
+            for own, found in host.access.pieces(index, (array,), begin, end):
                 at = own.start // group_size(array) * dtype.itemsize
                 yield from cut(raw_bytes(found[array]), at)
 

@@ -126,23 +126,6 @@ def entry_of(name: str, tensor: torch.Tensor) -> Entry:
     return Entry(name, tensor.dtype, tuple(tensor.shape), lambda: cut(raw_bytes(tensor)))
 
 
-def staged_entry(
-    name: str, tensor: torch.Tensor, copy: Callable[[torch.Tensor, torch.Tensor], None]
-) -> Entry:
-    """An entry that writes a contiguous `tensor` of any device: `copy` brings each piece into host
-    memory and returns when it is there."""
-
-    def pieces() -> Iterator[torch.Tensor]:
-        flat = tensor.detach().reshape(-1)
-        room = torch.empty(min(flat.numel(), PIECE_BYTES // flat.itemsize), dtype=flat.dtype)
-        for source in flat.split(room.numel()) if flat.numel() else ():
-            piece = room[: source.numel()]
-            copy(piece, source)
-            yield piece
-
-    return Entry(name, tensor.dtype, tuple(tensor.shape), lambda: in_order(pieces()))
-
-
 class Part(NamedTuple):
     """Bytes [begin, begin + num_bytes) of a file, and their CRC-32."""
 

@@ -29,6 +29,7 @@ from stronghold.checkpoint.tensorfile import (
     write_tensors,
 )
 from stronghold.errors import CheckpointError, ConfigError
+from stronghold.plan.homes import GPU
 from stronghold.runtime.stack import Stack
 
 INDEX = "model.safetensors.index.json"
@@ -47,7 +48,7 @@ def live_weights(stack: Stack, *, exclude_frozen: bool = False) -> dict[str, tor
         for part, named in zip(slabs.layout.slices, layer.parameters, strict=True):
             if part.trainable or not exclude_frozen:
                 values = slabs.maps["weights"].parameter(slabs.weights, part)
-                if slabs.on_device or not values.numel():
+                if slabs.home is GPU or not values.numel():
                     values = values.to("cpu", copy=True)
                 else:
                     own = torch.frombuffer(raw_bytes(values), dtype=values.dtype)

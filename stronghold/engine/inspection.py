@@ -15,11 +15,11 @@ from stronghold.device.base import Device, Fence
 from stronghold.errors import ConfigError
 from stronghold.memory.host import HostStore
 from stronghold.memory.layer import LayerState, Residency
-from stronghold.memory.nvme import NvmeStore
-from stronghold.memory.tiers import NullStore
+from stronghold.memory.stores import Store
 from stronghold.model.layout import LayerLayout, ModelLayout, ParameterSlice
 from stronghold.optim.states import Formats, States
 from stronghold.plan.cost import Demand
+from stronghold.plan.homes import Home
 from stronghold.plan.plan import Plan
 from stronghold.plan.schedule import Action
 from stronghold.runtime.stack import MemoryReport, Stack
@@ -31,18 +31,19 @@ from stronghold.telemetry.trace import Span
 class LayerView:
     """One layer at the moment of the call.
 
-    `arrays` are its arrays in memory, by name, as bytes: the engine's own, not copies. `files`
-    names those that lie in files. `writers` has, by array, the fence of the newest operation that
+    `home` is where it is updated, and `homes` names the arrays that do not lie on the host, with
+    their homes. `arrays` are its arrays in memory, by name, as bytes: the engine's own, not copies.
+    `writers` has, by array, the fence of the newest operation that
     writes it. `counts` has each parameter's number of updates, in the layout's order, and `trained`
     holds the positions of those that the optimizer owns. `is_updated_early`: the running step has
     updated the layer before its gate. `text` is all of it in one line.
     """
 
     layout: LayerLayout
-    is_on_device: bool
+    home: Home
+    homes: Mapping[str, Home]
     residency: Residency
     arrays: Mapping[str, torch.Tensor]
-    files: tuple[str, ...]
     writers: Mapping[str, Fence]
     counts: tuple[int, ...]
     trained: frozenset[int]
@@ -68,13 +69,14 @@ class LayerView:
     def read(self, array: str, part: ParameterSlice) -> torch.Tensor:
         """A flat copy of one parameter's items of `array`, from memory or from files. Of several
         ranks, the items that this one has: maybe none."""
-        pieces = self._host.pieces(self.index, (array,), part.offset, part.offset + part.numel)
+        begin, end = part.offset, part.offset + part.numel
+        pieces = self._host.access.pieces(self.index, (array,), begin, end)
         items = [found[array].to("cpu", copy=True) for _, found in pieces]
         return torch.cat(items) if items else torch.empty(0)
 
     def master(self, part: ParameterSlice) -> torch.Tensor:
         """A parameter's exact fp32 master, in its shape, as a copy on the CPU."""
-        return self._host.master(self.index, part)
+        return self._host.access.master(self.index, part)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,7 +141,7 @@ class Inspection:
     torn: str | None
     ranks: RanksView
     device: Device
-    files: NvmeStore | NullStore
+    files: Store
 
     def __str__(self) -> str:
         return "\n".join(
@@ -159,7 +161,7 @@ class Inspection:
 
 def inspect(stack: Stack) -> Inspection:
     """The view of the engine whose parts `stack` has."""
-    host, executor, store = stack.host, stack.runtime.executor, stack.host.tiers.store
+    host, executor, tiers = stack.host, stack.runtime.executor, stack.host.tiers
     return Inspection(
         layers=tuple(_layer(host, state) for state in host.layers),
         layout=stack.layout,
@@ -172,8 +174,8 @@ def inspect(stack: Stack) -> Inspection:
             num_fetches=executor.weights.num_fetches,
             fetched_bytes=executor.weights.fetched_bytes,
             offloaded_bytes=executor.gradients.offloaded_bytes,
-            read_bytes=store.bytes_read,
-            written_bytes=store.bytes_written,
+            read_bytes=tiers.bytes_read,
+            written_bytes=tiers.bytes_written,
         ),
         is_in_step=stack.runtime.ledger.pending,
         has_trained=host.training,
@@ -183,7 +185,7 @@ def inspect(stack: Stack) -> Inspection:
         torn=_torn(stack),
         ranks=_ranks(stack.ranks),
         device=stack.device,
-        files=store,
+        files=tiers.store,
     )
 
 
@@ -212,10 +214,10 @@ def _ranks(ranks: Ranks) -> RanksView:
 def _layer(host: HostStore, state: LayerState) -> LayerView:
     return LayerView(
         layout=state.layout,
-        is_on_device=state.on_device,
+        home=state.home,
+        homes=dict(state.homes),
         residency=state.on_gpu.residency,
         arrays=state.all_arrays(),
-        files=host.tiers.spilled(state.index),
         writers={array: record.writer for array, record in state.records.items()},
         counts=tuple(state.optimizer.counts),
         trained=state.optimizer.trained,

@@ -24,28 +24,27 @@ there, as a rule. Where not (of two graphs one goes backward first), `vacate` mo
 first and in its entries. Weights are the node's (`team.ranks`): they have all elements,
 of which this rank updates its own and counts those that it fetches.
 
-[Note: files] An array that the plan spills has no slab: `tiers` says in which file it lies, and
-`pieces` gives any array, wherever it lies. Spilled weights are mapped: at rest a parameter is a
-view of the file's pages.
+[Note: staged homes] An array whose home is a staged one has no slab: `tiers` brings it to the host
+piece by piece, and `access` gives any array, wherever it lies. Weights in files are mapped: at rest
+a parameter is a view of the file's pages.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
 from stronghold.device.base import Device
-from stronghold.errors import StateError
+from stronghold.memory.access import ArrayAccess
 from stronghold.memory.buffers import Entry, Ring
 from stronghold.memory.layer import LayerState
-from stronghold.memory.slab import flush, map_slab
+from stronghold.memory.slab import map_slab
 from stronghold.memory.tiers import Mode, Tiers, Views
-from stronghold.model.layout import ModelLayout, ParameterSlice
+from stronghold.model.layout import ModelLayout
 from stronghold.model.partition import WeightSource
-from stronghold.optim.states import join_master
-from stronghold.plan.homes import GPU
+from stronghold.plan.homes import GPU, HOST
 
 logger = logging.getLogger("stronghold")
 
@@ -53,12 +52,12 @@ logger = logging.getLogger("stronghold")
 class HostStore:
     """All host state of one engine.
 
-    `layers` has every layer of the model; those in `elsewhere` take nothing here: their arrays are
-    the device's (`DeviceStore`). `ring_entries` gradient entries of the largest trainable layer
-    exist; layers in `held` have an entry of their own, where that is
-    not in a file; `accumulate` gives every trainable one an fp32 accumulator. `allocate` makes a
-    flat zero tensor of host memory. `tiers` names the arrays that lie in files instead ([Note:
-    files]), and which part is this rank's; `shared` are the node's weights ([Note: ranks]).
+    `layers` has every layer of the model; those whose home is the GPU take nothing here: their
+    arrays are the device's (`DeviceStore`). `ring_entries` gradient entries of the largest
+    trainable layer exist; layers in `held` have an entry of their own, where its home is the host;
+    `accumulate` gives every trainable one an fp32 accumulator. `allocate` makes a flat zero tensor
+    of host memory. `tiers` has the homes of the arrays ([Note: staged homes]), and which part is
+    this rank's; `shared` are the node's weights ([Note: ranks]).
     """
 
     def __init__(
@@ -69,7 +68,6 @@ class HostStore:
         held: frozenset[int],
         accumulate: bool,
         ring_entries: int,
-        elsewhere: frozenset[int] = frozenset(),
         allocate: Callable[[int, torch.dtype], torch.Tensor] = map_slab,
         tiers: Tiers,
         shared: Callable[[int], torch.Tensor] | None = None,
@@ -91,17 +89,22 @@ class HostStore:
                 weights=torch.empty(0, dtype=torch.uint8),
                 formats=self.formats,
                 shards=self.shards,
-                on_device=layer.index in elsewhere,
+                homes=dict(tiers.homes.row(layer.index)),
             )
             for layer in layout.layers
         ]
-        self._mine = [state for state in self.layers if not state.on_device]
+        self.access = ArrayAccess(self.layers, tiers, device)
+        self._mine = [state for state in self.layers if state.home is not GPU]
         self._ring = Ring()
         self.vacate: Callable[[int], None] = lambda index: None  # [Note: lent]
         self._pinned: dict[int, torch.Tensor] = {}  # by address
-        self.allocated_bytes = self.peak_bytes = self.tiers.store.ring_bytes
-        self.training = False
+        self.allocated_bytes = self.peak_bytes = self.tiers.ring.nbytes
         self._prepared = False
+
+    @property
+    def training(self) -> bool:
+        """Whether masters and moments exist."""
+        return self.access.has_state
 
     def _slab(self, nbytes: int, *, pinned: bool) -> torch.Tensor:
         slab = self.allocate(nbytes, torch.uint8)
@@ -127,7 +130,7 @@ class HostStore:
             if self._fills:
                 state.fill(state.weights, source)
             return
-        if not self.tiers.holds(index, "weights"):
+        if not state.home_of("weights").is_staged:
             state.weights = self._slab(weights.nbytes, pinned=True)
             state.fill(state.weights, source)
             return
@@ -140,8 +143,9 @@ class HostStore:
                 values = torch.empty(part.shape, dtype=state.sections[k].dtype)
                 source.read_into(parameter, values)
             flat, at = values.reshape(-1), part.offset
-            for own, found in self.pieces(index, ("weights",), at, at + part.numel, mode="replace"):
-                found["weights"].copy_(flat[own])
+            end = at + part.numel
+            for own, views in self.access.pieces(index, ("weights",), at, end, mode="replace"):
+                views["weights"].copy_(flat[own])
 
     def prepare_training(self) -> None:
         """Make masters, moments and gradient entries at the first backward; goes on where an
@@ -151,7 +155,7 @@ class HostStore:
         """
         if self._prepared:
             return
-        self.training = True
+        self.access.has_state = True
         for state in self._mine:
             self.make_arrays(state, lambda _, nbytes: self._slab(nbytes, pinned=False))
         self._hold()
@@ -162,10 +166,10 @@ class HostStore:
         """Make what the layer needs for training and has not: `zeros(array, nbytes)`."""
         sums = ["accumulated"] if self._accumulate else []
         for array in (*state.changed, *sums):
-            if state.array(array) is None and not self.tiers.holds(state.index, array):
+            if state.array(array) is None and not state.home_of(array).is_staged:
                 state.arrays[array] = zeros(array, state.maps[array].nbytes)
             if array == "low" and torch.float32 in state.maps["low"].dtypes:
-                self.restart_master(state.index)
+                self.access.restart_master(state.index)
 
     def hold(self, layers: frozenset[int], ring_entries: int) -> None:
         """Between two steps: these layers have gradient entries of their own, no others; the ring
@@ -183,8 +187,8 @@ class HostStore:
 
     def _hold(self) -> None:
         for state in self._mine:
-            filed = self.tiers.holds(state.index, "gradients")
-            if state.index in self._held and not filed and state.trains_here:
+            is_here = state.home_of("gradients") is HOST
+            if state.index in self._held and is_here and state.trains_here:
                 self._own_entry(state)
 
     @property
@@ -209,10 +213,11 @@ class HostStore:
     def lent_entry(self, index: int) -> Entry | None:
         """The same, for whatever will be away when the gradients come ([Note: lent]); None where
         some have come, or where none will."""
-        state, filed = self.layers[index], self.tiers.holds(index, "gradients")
+        state = self.layers[index]
+        is_here = state.home_of("gradients") is HOST
         never = not state.optimizer.trained or not state.trains_here
         some_came = bool(state.gradients.arrived)
-        if index not in self._held or filed or state.home is GPU or never or some_came:
+        if index not in self._held or not is_here or never or some_came:
             return None
         return self._own_entry(state)
 
@@ -228,58 +233,22 @@ class HostStore:
             self._make_ring(2)
         return self._ring.next()
 
-    # -- arrays, wherever they lie ----------------------------------------------------------------
-    def has(self, index: int, array: str) -> bool:
-        """Whether the layer has the array now, in a slab or in a file."""
-        filed = self.training and self.tiers.holds(index, array)
-        return filed or self.layers[index].array(array) is not None
-
     def pieces(
         self, index: int, arrays: Sequence[str], begin: int, end: int, *, mode: Mode = "read"
     ) -> Iterator[tuple[slice, Views]]:
-        """Elements [begin, end) of `arrays`, piece by piece: which of them, counted from `begin`,
-        and flat tensors by name, in the dtypes of the range that has the piece.
-
-        Of several ranks each gets the pieces that are its own. One piece for each range where all
-        lie in slabs. An array that a range does not have is left out of its pieces.
-        Tensors are valid until the next piece; "edit" and "replace" make what the caller writes to
-        them the arrays' values, and the caller of "replace" writes all of it. The caller has waited
-        for the layer's updates.
-        """
-        filed = [array for array in arrays if self.tiers.holds(index, array)]
-        slabs = {a: self._in_memory(index, a) for a in arrays if a not in filed}
-        state = self.layers[index]
-        for each, span in state.layout.within(begin, end):
-            share = self.shards.of(each)
-            low, high = max(span[0], share[0]), min(span[1], share[1])
-            if low >= high:
-                continue
-            staged: Iterator[tuple[int, int, Views]] = iter([(low, high, {})])
-            if filed:
-                staged = self.tiers.staged(index, filed, low, high, mode)
-            for first, last, views in staged:
-                for array, slab in slabs.items():
-                    if state.maps[array].has(first, last):
-                        views[array] = state.maps[array].view(slab, first, last)
-                yield slice(first - begin, last - begin), views
+        """As `ArrayAccess.pieces`."""
+        return self.access.pieces(index, arrays, begin, end, mode=mode)
 
     def flush(self, index: int) -> None:
-        """New weights were written where the parameters rest: bring them to the file."""
-        if self.tiers.holds(index, "weights"):
-            flush(self.layers[index].weights)
-
-    def _in_memory(self, index: int, array: str) -> torch.Tensor:
-        slab = self.layers[index].array(array)
-        if slab is None:
-            raise StateError(f"layer {index} has no array {array!r} in memory")
-        return slab
+        """As `ArrayAccess.flush`."""
+        self.access.flush(index)
 
     def bring_back(self, available_bytes: int) -> None:
         """Move spilled weights to memory of their own, which outlives the store. Where they do not
         fit `available_bytes` they stay in the files' pages, and the disk keeps their bytes until
         the model is dropped. `OSError` when a file cannot be read: its layers' weights are NaN
         then, never something else."""
-        spilled = [s for s in self._mine if self.tiers.holds(s.layout.index, "weights")]
+        spilled = [state for state in self._mine if state.home_of("weights").is_staged]
         need = sum(state.weights.nbytes for state in spilled)
         if need > available_bytes:
             logger.warning(
@@ -308,18 +277,15 @@ class HostStore:
 
     def _read_back(self, state: LayerState) -> torch.Tensor:
         weights = state.maps["weights"]
-        home = self.allocate(weights.nbytes, torch.uint8)
-        for own, views in self.pieces(state.index, ("weights",), 0, state.layout.numel):
-            weights.view(home, own.start, own.stop).copy_(views["weights"])
-        return home
+        memory = self.allocate(weights.nbytes, torch.uint8)
+        for own, views in self.access.pieces(state.index, ("weights",), 0, state.layout.numel):
+            weights.view(memory, own.start, own.stop).copy_(views["weights"])
+        return memory
 
     def _nothing(self, state: LayerState) -> torch.Tensor:
         """Weights of a layer that is lost. All bits are one: NaN of every dtype that has NaN, but
         for float8's "fnuz" kinds, whose lowest number it is."""
         return self.allocate(state.maps["weights"].nbytes, torch.uint8).fill_(0xFF)
-
-    def _master_arrays(self, index: int) -> tuple[str, ...]:
-        return ("weights", "low") if self.has(index, "low") else ("weights",)
 
     def give_up(self, index: int) -> dict[str, torch.Tensor]:
         """The layer moves to the device while no pass is running. Returns its arrays of training,
@@ -329,7 +295,7 @@ class HostStore:
         left = {name: array for name, array in state.arrays.items() if name != "gradients"}
         state.weights = torch.empty(0, dtype=torch.uint8)
         state.arrays = {}
-        state.on_device = True
+        state.homes = dict.fromkeys(state.maps, GPU)
         self._mine.remove(state)
         if not self._mine:  # nothing drains any more
             self._drop_ring()
@@ -348,7 +314,7 @@ class HostStore:
             slab = self._slab(array.nbytes, pinned=name == "weights")
             copy(slab, array)
             state.replace_array(name, slab)
-        state.on_device = False
+        state.homes = {}
         self._mine.append(state)
         self._mine.sort(key=lambda one: one.index)
 
@@ -357,49 +323,6 @@ class HostStore:
             self.allocated_bytes -= slab.numel() * slab.element_size()
             if self._pinned.pop(slab.data_ptr(), None) is not None:
                 self._device.unpin(slab)
-
-    def master(self, index: int, part: ParameterSlice) -> torch.Tensor:
-        """The fp32 master of one trainable parameter, as a fresh tensor of its shape, with zeros
-        for what other ranks have."""
-        master = torch.zeros(part.shape, dtype=torch.float32)
-        flat, at, arrays = master.view(-1), part.offset, self._master_arrays(index)
-        for own, found in self.pieces(index, arrays, at, at + part.numel):
-            flat[own] = join_master(found["weights"], found.get("low"))
-        return master
-
-    def write_master(
-        self, index: int, part: ParameterSlice, begin: int, master: torch.Tensor
-    ) -> None:
-        """Make `master` (flat, fp32) the master of the parameter's elements from `begin` on, and
-        round the weights from it: bf16 to nearest, ties away from zero, as updates do."""
-        at = part.offset + begin
-        arrays = self._master_arrays(index)
-        for own, found in self.pieces(index, arrays, at, at + master.numel(), mode="replace"):
-            weights, low = self.formats[part.format].trained.split(master[own])
-            found["weights"].copy_(weights)
-            if low is not None:
-                found["low"].copy_(low)
-
-    def restart_master(self, index: int, positions: Collection[int] | None = None) -> None:
-        """Make the masters of the parameters at `positions`, or of all, equal to their weights,
-        which were written from outside."""
-        if not self.has(index, "low"):
-            return
-        layout = self.layers[index].layout
-        spans = [each.span for each in layout.trainable_ranges]
-        if positions is not None:
-            parts = [layout.slices[k] for k in sorted(positions) if layout.slices[k].trainable]
-            spans = [(part.offset, part.offset + part.numel) for part in parts]
-        for span in spans:
-            for each, (begin, end) in layout.within(*span):
-                low = self.formats[each.format].trained.low
-                if low is torch.float32:  # the master itself
-                    arrays: tuple[str, ...] = ("weights", "low")
-                    for _, views in self.pieces(index, arrays, begin, end, mode="edit"):
-                        views["low"].copy_(views["weights"])
-                elif low is not None:  # a remainder
-                    for _, views in self.pieces(index, ("low",), begin, end, mode="replace"):
-                        views["low"].zero_()
 
     def close(self) -> None:
         """Unregister and drop every slab; parameters that are views keep their memory alive
@@ -422,13 +345,13 @@ def purpose_of(array: str) -> str:
 
 
 class DeviceStore:
-    """The arrays of the layers that are `on_device` in `host`."""
+    """The arrays of the layers of `host` whose home is the GPU."""
 
     def __init__(self, host: HostStore, device: Device) -> None:
         self._host, self._device = host, device
         self._allocate = host.allocate
         self._training = self._away = False
-        self.layers = [state for state in host.layers if state.on_device]
+        self.layers = [state for state in host.layers if state.home is GPU]
         for state in self.layers:
             name = f"weights of {state.layout.name or 'the root'}"
             state.weights = device.allocate(state.maps["weights"].nbytes, torch.uint8, name)

@@ -15,7 +15,7 @@ autograd's in backward; the two never run at once. Lanes read the arrays' addres
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
@@ -197,14 +197,15 @@ class LayerState:
     Arrays are bytes; `maps` has where the elements of each lie. `weights` has the whole layer.
     `arrays` has what only training needs, by name: what the states of its ranges name beside the
     weights, "accumulated" (fp32 sums over micro-batches) and "gradients" (those that are pending).
-    An array is here from the first backward on, unless it lies in a file. It has this rank's
-    `shares` of the layer's trainable ranges. `records` are the access records, by array."""
+    An array is here from the first backward on, unless its home is a staged one. It has this rank's
+    `shares` of the layer's trainable ranges. `homes` names the arrays that do not lie on the host.
+    `records` are the access records, by array."""
 
     layout: LayerLayout
     weights: torch.Tensor
     formats: Formats
     shards: Shards
-    on_device: bool = False
+    homes: Mapping[str, Home] = field(default_factory=dict)
     parameters: Sequence[nn.Parameter] = ()  # in the layout's order
     arrays: dict[str, torch.Tensor] = field(default_factory=dict)
     records: dict[str, Record] = field(init=False)
@@ -277,7 +278,17 @@ class LayerState:
     @property
     def home(self) -> Home:
         """Where the layer is updated: `GPU`, or `HOST`."""
-        return GPU if self.on_device else HOST
+        home = self.home_of("weights")
+        return HOST if home.is_staged else home
+
+    @property
+    def on_device(self) -> bool:
+        """Whether the layer is updated on the GPU."""
+        return self.home is GPU
+
+    def home_of(self, array: str) -> Home:
+        """Where the array lies between two operations."""
+        return self.homes.get(array, HOST)
 
     @property
     def index(self) -> int:

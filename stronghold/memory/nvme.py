@@ -1,10 +1,10 @@
-"""NVMe store: the files that hold what RAM cannot, and the memory that their bytes pass through.
+"""NVMe store: the files that hold what RAM cannot.
 
-Owns what lies where in the files, the open files with their queues, and the staging ring; looks at
-the disks before the run begins, whether they can hold the files and how fast they are. Never knows
-when something is used: callers order reads and writes of the same bytes, and the uses of the ring's
-entries, by fences of their own. Any thread may submit and wait, several at once; reads and writes
-have queues of their own, so that neither waits behind the other.
+Owns what lies where in the files, and the open files with their queues; looks at the disks before
+the run begins, whether they can hold the files and how fast they are. Never knows when something is
+used: callers order reads and writes of the same bytes by fences of their own. Any thread may submit
+and wait, several at once; reads and writes have queues of their own, so that neither waits behind
+the other.
 
 [Note: striping] All extents lie one after another in one linear space. It is cut into units, which
 go around the files in a fixed order that repeats: a file of twice the rate has twice the units of a
@@ -37,13 +37,12 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
 
 import torch
 
-from stronghold.device.base import Device
 from stronghold.errors import BudgetError, ConfigError, StateError, format_size
 from stronghold.memory.slab import map_files, map_slab
+from stronghold.memory.stores import Extent, Verb
 from stronghold.native import ALIGNMENT, Closing, IoFile, IoQueue
 from stronghold.process import ALONE, Neighbours
 
@@ -55,20 +54,6 @@ PROBE_BYTES = 64 << 20  # tens of milliseconds of an NVMe disk, half a second of
 # Units of a period: rates are matched to a 64th. Two paths of equal disks, measured a few percent
 # apart, then differ by a unit or two, which costs as many percent.
 PERIOD_UNITS = 64
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Extent:
-    """`nbytes` of file for one array of one layer. Laid out, they are from `begin` on in the linear
-    space."""
-
-    layer: int
-    array: str
-    nbytes: int
-    begin: int = 0
-
-    def __str__(self) -> str:
-        return f"{self.array} of layer {self.layer}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,9 +158,6 @@ def _spread(weights: Sequence[int]) -> tuple[int, ...]:
 
 
 # -- one file --------------------------------------------------------------------------------------
-Verb = Literal["read", "write"]
-
-
 class SpillFile:
     """A file of `nbytes` in `folder`: created, opened for each direction, unlinked, reserved
     ([Note: unlinked]).
@@ -316,18 +298,18 @@ class Pending:
 
 
 class NvmeStore(Closing):
-    """All spilled state of one engine: extents in one file for each path, and the staging ring.
+    """The store of files of one engine: extents in one file for each path.
 
     `rates` weigh the paths (in any unit); left out, several paths are measured, a fraction of a
-    second each. The ring has `ring_entries` entries of `piece_bytes`, page-locked by `device` where
-    one is given. Up to `depth` blocks of `block_bytes` are in flight on each path and in each
-    direction (16 of 1 MiB); `engine` as in `IoQueue`.
+    second each. The kernel is told of `staging`, memory that transfers use again and again. Up to
+    `depth` blocks of `block_bytes` are in flight on each path and in each direction (16 of 1 MiB);
+    `engine` as in `IoQueue`.
 
     Raises ConfigError for a path that cannot be used, BudgetError when the files do not fit, both
     before anything is written, and `OSError` for all other refusals of the system.
 
-    Of several `neighbours` each has files and a ring of its own, of the same sizes; the room on the
-    disks is for all of them. They open together, and when one cannot, all raise.
+    Of several `neighbours` each has files of its own, of the same sizes; the room on the disks is
+    for all of them. They open together, and when one cannot, all raise.
     """
 
     def __init__(
@@ -335,13 +317,11 @@ class NvmeStore(Closing):
         paths: Sequence[str | os.PathLike[str]],
         *,
         extents: Sequence[Extent],
-        ring_entries: int,
-        piece_bytes: int,
+        staging: torch.Tensor | None = None,
         rates: Sequence[float] | None = None,
         engine: str | None = None,
         depth: int | None = None,
         block_bytes: int | None = None,
-        device: Device | None = None,
         neighbours: Neighbours = ALONE,
     ) -> None:
         self._process = os.getpid()
@@ -352,20 +332,17 @@ class NvmeStore(Closing):
         self.bytes_read = 0
         self.bytes_written = 0
         self.paths = tuple(Path(path) for path in paths)
-        self.piece_bytes = piece_bytes
-        self.ring_entries = ring_entries
+        self._staging = staging
         self._extents = lay_out(extents)
         self.file_bytes = sum(extent.nbytes for extent in self._extents.values())
         self._queue_options = (depth or DEPTH, block_bytes or BLOCK_BYTES, engine)
-        if ring_entries < 0 or piece_bytes < ALIGNMENT or piece_bytes % ALIGNMENT:
-            raise StateError(f"ring: got {ring_entries} entries of {piece_bytes} bytes")
         with contextlib.ExitStack() as undo:
             undo.callback(self._stack.close)
             count = neighbours.count
             # One looks at the disks for all, before anybody changes them.
             self.rates = neighbours.first(lambda: self._look(rates, count))
             self._striping = Striping(self.rates, self._queue_options[1])
-            neighbours.together(lambda: self._open(device))
+            neighbours.together(self._open)
             if neighbours.index == 0:
                 self._report()
             undo.pop_all()
@@ -381,9 +358,8 @@ class NvmeStore(Closing):
         check_space({path: size * count for path, size in needs})
         return rates
 
-    def _open(self, device: Device | None) -> None:
+    def _open(self) -> None:
         sizes = self._striping.file_bytes(self.file_bytes)
-        self._ring = self._make_ring(device)
         self._files = [self._file(path, size) for path, size in zip(self.paths, sizes, strict=True)]
 
     def _rates(self, rates: Sequence[float] | None) -> tuple[float, ...]:
@@ -400,22 +376,18 @@ class NvmeStore(Closing):
             for path in self.paths
         )
 
-    def _make_ring(self, device: Device | None) -> torch.Tensor:
-        ring = map_slab(self.ring_bytes, torch.uint8)
-        if device is not None and self.ring_bytes:
-            device.pin(ring)
-            self._stack.callback(device.unpin, ring)
-        return ring
-
     def _file(self, path: Path, nbytes: int) -> SpillFile:
         depth, block_bytes, engine = self._queue_options
+        staging = self._staging
         file = SpillFile(
             path,
             nbytes,
             depth=depth,
             block_bytes=block_bytes,
             engine=engine,
-            registered=[(self._ring.data_ptr(), self.ring_bytes)] if self.ring_bytes else [],
+            registered=[(staging.data_ptr(), staging.nbytes)]
+            if staging is not None and staging.nbytes
+            else [],
         )
         self._stack.callback(file.close)
         return file
@@ -455,27 +427,10 @@ class NvmeStore(Closing):
         self._stack.close()
         self._in_flight.clear()
 
-    # ---- The ring ------------------------------------------------------------------------------
-
-    @property
-    def ring_bytes(self) -> int:
-        """Host bytes of the staging ring, all that the store takes."""
-        return self.ring_entries * self.piece_bytes
-
     @property
     def registered(self) -> bool:
-        """Whether the kernel knows the ring, and spares the pinning of its pages."""
+        """Whether the kernel knows the staging memory, and spares the pinning of its pages."""
         return all(file.registered for file in self._files)
-
-    def entry(self, index: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
-        """One entry of the ring as a flat tensor of `piece_bytes`; `index` counts from 0.
-
-        The caller decides when it may be written again.
-        """
-        if not 0 <= index < self.ring_entries:
-            raise StateError(f"ring entry {index}: there are {self.ring_entries}")
-        begin = index * self.piece_bytes
-        return self._ring[begin : begin + self.piece_bytes].view(dtype)
 
     # ---- Transfers -----------------------------------------------------------------------------
 
@@ -489,6 +444,7 @@ class NvmeStore(Closing):
     def mapped(self, extent: Extent) -> torch.Tensor:
         """The extent's pages as flat bytes, valid also after `close`; see [Note: coherence] of
         `slab` for when they may be read. `OSError` where the file system cannot map files."""
+        extent = self.extent(extent.layer, extent.array)
         segments = self._striping.segments(extent.begin, extent.nbytes)
         parts = [(self._files[s.file].descriptor, s.offset, s.nbytes) for s in segments]
         return map_files(parts, f"{extent} in {', '.join(map(str, self.paths))}")
@@ -505,6 +461,7 @@ class NvmeStore(Closing):
         address, its bytes and `begin` are multiples of 4096. What was never written reads as zeros.
         `OSError` for a truncated file.
         """
+        extent = self.extent(extent.layer, extent.array)
         if self._closed:
             raise StateError(f"{verb} of {extent}: the NVMe store is closed")
         _check_range(verb, extent, begin, memory)

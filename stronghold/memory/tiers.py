@@ -1,20 +1,21 @@
-"""Tiers: which arrays of which layer lie in files, and the pieces in which they pass the host.
+"""Tiers: the pieces in which arrays of staged homes pass the host.
 
-Owns the entries of the staging ring and the lock of the one that serves checkpoints. Never decides
-what spills (the plan does) nor when a piece moves (`runtime` does). The training thread makes it;
-`begin` is called by lanes, `staged` by the training thread and the io lane.
+A staged home (`plan.homes`: files, or another place that kernels cannot address) has one store.
+Owns the use of the staging ring's entries and the lock of the one that serves checkpoints. Never
+decides what lies where (the plan does) nor when a piece moves (`runtime` does). The training thread
+makes it; `begin` is called by lanes, `staged` by the training thread and the io lane.
 
 [Note: a piece] One entry holds elements [begin, end) of several arrays of one range of a layer, one
 array after the other. Ranges are padded to the layout's `page_numel` elements and pieces are cut at
 its multiples, so that every array's part begins and ends on a page, whatever its element size and
-however many elements have one item together.
+however many elements have one item together. The arrays of a piece may have different staged homes.
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -24,11 +25,13 @@ import torch
 from stronghold.device.base import Device, Fence, Lane, Record, dependences, submitted
 from stronghold.memory.buffers import Entry, Ring
 from stronghold.memory.layer import LayerState
-from stronghold.memory.nvme import Extent, NvmeStore, Verb, lay_out
 from stronghold.memory.slab import map_slab
-from stronghold.model.arrays import array_maps, file_order
+from stronghold.memory.staging import NO_RING, StagingRing
+from stronghold.memory.stores import Extent, NullStore, Store, Verb
+from stronghold.model.arrays import array_maps
 from stronghold.model.layout import ModelLayout, Shards
 from stronghold.optim.states import Formats, items
+from stronghold.plan.homes import ALL_ON_HOST, FILE, Home, Homes
 
 Mode = Literal["read", "edit", "replace"]
 Views = dict[str, torch.Tensor]
@@ -37,36 +40,7 @@ Views = dict[str, torch.Tensor]
 Wait = Callable[[], None]
 """Of transfers under way: returns when they have ended."""
 
-
-class NullStore:
-    """A store of no bytes, where nothing lies in files and for simulations: sizes and extents, on
-    the meta device."""
-
-    bytes_read = bytes_written = 0
-
-    def __init__(self, extents: Sequence[Extent], *, ring_bytes: int, piece_bytes: int) -> None:
-        self._extents = lay_out(extents)
-        self.piece_bytes = piece_bytes
-        self.ring_bytes = ring_bytes
-        self.file_bytes = sum(extent.nbytes for extent in self._extents.values())
-
-    def entry(self, index: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
-        return torch.empty(self.piece_bytes, dtype=torch.uint8, device="meta").view(dtype)
-
-    def extent(self, layer: int, array: str) -> Extent:
-        return self._extents[layer, array]
-
-    def submit(self, verb: Verb, extent: Extent, begin: int, memory: torch.Tensor) -> NullStore:
-        return self
-
-    def wait(self) -> None:
-        """Every transfer is done at once."""
-
-    def mapped(self, extent: Extent) -> torch.Tensor:
-        return torch.empty(extent.nbytes, dtype=torch.uint8, device="meta")
-
-    def check(self) -> None:
-        """There is no file."""
+NOTHING = NullStore(())
 
 
 @dataclass(slots=True, eq=False)
@@ -128,49 +102,73 @@ class Transfers:
 
 
 class Tiers:
-    """What of one model lies in `store`: `spilled[i]` names the arrays of layer i.
+    """The staged arrays of one model: `stores` has one store for each staged home of `homes`.
 
-    The ring's first entry serves `staged`, the next `update_entries` updates, the last
-    `fetch_entries` fetches. Of several ranks each has the elements of `shards` in its own store;
-    all elements are counted from the layer's first one.
+    Pieces pass `ring`: its first entry serves `staged`, the next `ring.num_updates` updates, the
+    others fetches. Of several ranks each has the elements of `shards` in its own stores; all
+    elements are counted from the layer's first one.
     """
 
     def __init__(
         self,
         layout: ModelLayout,
         formats: Formats,
-        store: NvmeStore | NullStore | None = None,
-        spilled: Sequence[frozenset[str]] = (),
+        homes: Homes = ALL_ON_HOST,
+        stores: Mapping[Home, Store] | None = None,
+        ring: StagingRing = NO_RING,
         *,
-        update_entries: int = 0,
-        fetch_entries: int = 0,
         shards: Shards | None = None,
     ) -> None:
         self._layers = layout.layers
         self._page_numel = layout.page_numel
         self.shards = shards or Shards()
         self.formats = formats
+        self.homes, self.stores, self.ring = homes, dict(stores or {}), ring
         self._maps = [array_maps(layer, formats, self.shards) for layer in layout.layers]
-        self.store = store or NullStore((), ring_bytes=0, piece_bytes=0)
-        missing = [frozenset[str]()] * (len(layout.layers) - len(spilled))
-        self._spilled = tuple(
-            tuple(array for array in file_order(layer, formats) if array in names)
-            for layer, names in zip(layout.layers, (*spilled, *missing), strict=True)
-        )
+        self._extents = {
+            (extent.layer, extent.array): extent
+            for extent in extent_requests(layout, formats, homes, self.shards)
+        }
+        self._store_of = {key: self.stores[homes[key]] for key in self._extents}
         self._staged = threading.Lock()
-        self._other = self.store.entry(0)
-        entries = [Entry(self.store.entry(1 + k)) for k in range(update_entries + fetch_entries)]
-        self.updates = Ring(entries[:update_entries])
-        self.fetches = Ring(entries[update_entries:])
+        entries = [Entry(memory) for memory in ring.entries]
+        self._other = entries[0].memory if entries else torch.empty(0, dtype=torch.uint8)
+        self.updates = Ring(entries[1 : 1 + ring.num_updates])
+        self.fetches = Ring(entries[1 + ring.num_updates :])
         self._transfers = {lane: Transfers() for lane in ("load", "stage", "spill")}
 
     def holds(self, layer: int, array: str) -> bool:
-        """Whether the array lies in a file."""
-        return array in self._spilled[layer]
+        """Whether the array has a staged home."""
+        return self.homes[layer, array].is_staged
 
     def spilled(self, layer: int) -> tuple[str, ...]:
-        """The layer's arrays that lie in files, always in one order."""
-        return self._spilled[layer]
+        """The layer's arrays that have a staged home, always in one order."""
+        return self.homes.staged(layer)
+
+    @property
+    def store(self) -> Store:
+        """The store of the files; one without bytes, where nothing lies in files."""
+        return self.stores.get(FILE, NOTHING)
+
+    @property
+    def bytes_read(self) -> int:
+        """From all stores."""
+        return sum(store.bytes_read for store in self.stores.values())
+
+    @property
+    def bytes_written(self) -> int:
+        """To all stores."""
+        return sum(store.bytes_written for store in self.stores.values())
+
+    @property
+    def stored_bytes(self) -> int:
+        """What all stores keep."""
+        return sum(store.file_bytes for store in self.stores.values())
+
+    def check(self) -> None:
+        """`OSError` where what `mapped` gave cannot be read any more."""
+        for store in self.stores.values():
+            store.check()
 
     # -- pieces -----------------------------------------------------------------------------------
     def cuts(
@@ -185,7 +183,7 @@ class Tiers:
             first, last = max(low, begin // page * page), min(high, -(-stop // page) * page)
             if first >= last:
                 continue
-            step = self.store.piece_bytes // self.nbytes(layer, arrays, low, low + page) * page
+            step = self.ring.piece_bytes // self.nbytes(layer, arrays, low, low + page) * page
             while first < last:
                 yield first, min(first + step, last)
                 first += step
@@ -234,8 +232,9 @@ class Tiers:
         with contextlib.ExitStack() as started:
             for array, memory in views.items():
                 first = self._maps[layer][array].bytes_of(begin, end).start
-                extent = self.store.extent(layer, array)
-                started.callback(self.store.submit(verb, extent, first, memory).wait)
+                key = layer, array
+                transfer = self._store_of[key].submit(verb, self._extents[key], first, memory)
+                started.callback(transfer.wait)
             return started.pop_all().close
 
     # -- on the lanes -----------------------------------------------------------------------------
@@ -327,19 +326,22 @@ class Tiers:
         self.begin("read", layer, low + at, low + end, page)()
 
     def mapped(self, layer: int, array: str) -> torch.Tensor:
-        """The array's pages in the page cache, as bytes ([Note: coherence] of `slab`)."""
-        return self.store.mapped(self.store.extent(layer, array))
+        """The array's bytes as memory that shows them: pages of the page cache ([Note: coherence]
+        of `slab`)."""
+        return self._store_of[layer, array].mapped(self._extents[layer, array])
 
 
 def extent_requests(
-    layout: ModelLayout, formats: Formats, spilled: Sequence[frozenset[str]], shards: Shards
+    layout: ModelLayout, formats: Formats, homes: Homes, shards: Shards, home: Home | None = None
 ) -> list[Extent]:
-    """The extents of all that spills, layer by layer. Of several ranks each has its shares."""
+    """The extents of all that lies at `home`, or at any staged one, layer by layer. Of several
+    ranks each has its shares."""
     requests = []
-    for layer, arrays in zip(layout.layers, spilled, strict=False):  # shorter: nothing after
-        maps = array_maps(layer, formats, shards)
-        for array in file_order(layer, formats):
-            if array in arrays:
+    for layer in layout.layers:
+        arrays = homes.staged(layer.index) if home is None else homes.arrays(layer.index, home)
+        if arrays:
+            maps = array_maps(layer, formats, shards)
+            for array in arrays:
                 nbytes = maps[array].nbytes
                 requests.append(Extent(layer=layer.index, array=array, nbytes=nbytes))
     return requests

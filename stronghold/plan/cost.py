@@ -45,6 +45,7 @@ from stronghold.config.section import Level
 from stronghold.model.costs import LayerCost, ModelCosts
 from stronghold.model.layout import LayerLayout, ModelLayout
 from stronghold.optim.states import Formats, States, one_format
+from stronghold.plan.homes import Homes
 from stronghold.plan.machine import MachineProfile, Rates
 from stronghold.telemetry.metrics import BatchSize
 from stronghold.telemetry.trace import Span
@@ -178,7 +179,7 @@ class Demand:
     nvme: bool = False  # whether there is such a tier
     nvme_capacity_bytes: int | None = None
     spill: str | None = None  # a word of `plan.DEPTHS`: all of it spills; None: what must
-    spilled: tuple[frozenset[str], ...] | None = None  # by layer: what lies in files, and stays
+    homes: Homes | None = None  # what lies in files stays there
     piece_bytes: int | None = None
     micro_batches: int = 1
     searched: frozenset[str] = frozenset()  # what a search put in, not the user

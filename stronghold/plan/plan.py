@@ -45,6 +45,7 @@ from stronghold.optim.states import (
     states_of,
 )
 from stronghold.plan.cost import AGAIN, Demand, Gradients, Traffic, spread, traffic_of
+from stronghold.plan.homes import Homes, make_homes
 from stronghold.plan.schedule import Position
 
 DEFAULT_WINDOW = 4  # without a budget: one computes, one is still in use, two are on their way
@@ -58,7 +59,7 @@ MIB = float(1 << 20)
 # How many of `kinds_of` spill, for each word of stronghold.nvme.spill.
 DEPTHS = {"moments": 1, "masters": 2, "weights": 5}
 
-Spilled = tuple[frozenset[str], ...]  # by layer, its arrays that lie in files
+Spilled = tuple[frozenset[str], ...]  # by layer, its arrays that are to lie in files
 Ranges = tuple[Range, ...]  # of one layer
 
 
@@ -96,15 +97,16 @@ class Staging:
 class Plan:
     """What will run. `gpu_bytes` and `host_bytes` name every part of each tier's peak but
     activations: `activation_bytes` are theirs on the gpu, `offloaded_bytes` on the host; 0 where
-    not known. Layers in `updated_on_gpu`, which are resident, have nothing on the host. `whole`:
-    every layer is one of them, and nothing stands on the model's path: no hooks, no slots, no
-    copies. `demand`: that it was made of; of several ranks bytes are of each."""
+    not known. `homes[layer, array]` is where an array lies between two operations. Layers in
+    `updated_on_gpu`, which are resident, have nothing on the host. `whole`: every layer is one of
+    them, and nothing stands on the model's path: no hooks, no slots, no copies. `demand`: that it
+    was made of; of several ranks bytes are of each."""
 
     demand: Demand
     window: int
     prefetch: int
     resident: frozenset[int]
-    updated_on_gpu: frozenset[int]
+    homes: Homes
     whole: bool
     own_gradients: frozenset[int]  # layers that gather gradients in a slot of their own
     gradient_slots: int
@@ -121,9 +123,13 @@ class Plan:
     recomputed: float  # share of the parameters whose forward runs again in backward
     reasons: tuple[str, ...]
     traffic: Traffic
-    spilled: Spilled = ()
     staging: Staging = field(default_factory=Staging)
     nvme_bytes: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def updated_on_gpu(self) -> frozenset[int]:
+        """Layers whose arrays are on the GPU, where their optimizer runs."""
+        return self.homes.on_gpu
 
     @property
     def accumulates(self) -> bool:
@@ -236,7 +242,13 @@ def _make_plan(layout: ModelLayout, demand: Demand) -> Plan:
         window=window,
         prefetch=prefetch,
         resident=places.resident,
-        updated_on_gpu=places.updated_there,
+        homes=make_homes(
+            layout,
+            demand.formats,
+            on_gpu=places.updated_there,
+            staged=host.spilled,
+            like=demand.homes,
+        ),
         whole=places.whole,
         own_gradients=frozenset(layer.index for layer in places.own_slots),
         gradient_slots=gradient_slots,
@@ -261,7 +273,6 @@ def _make_plan(layout: ModelLayout, demand: Demand) -> Plan:
             offloaded_bytes=sum(moved for moved, _ in places.moved.values()),
             nvme=host.traffic,
         ),
-        spilled=host.spilled,
         staging=host.staging,
         nvme_bytes=host.nvme_bytes,
     )
@@ -632,8 +643,9 @@ class _Host:
         demand = self._demand
         if not demand.nvme:
             return self._arrays(0)
-        if demand.spilled is not None:
-            return demand.spilled
+        if demand.homes is not None:
+            layers = range(len(demand.homes.rows))
+            return tuple(frozenset(demand.homes.staged(layer)) for layer in layers)
         if demand.spill is not None:
             reasons.append(f"nvme: {demand.spill} spill, and all that goes first (stronghold.nvme)")
             return self._arrays(DEPTHS[demand.spill])

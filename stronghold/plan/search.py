@@ -125,7 +125,7 @@ def deferrals(layout: ModelLayout, plan: Plan, work: Workload, rates: Rates) -> 
     if plan.gated or not on_host:
         return [0]
     # Of the layers with arrays in files, for the disk's time; of all, for the longest.
-    filed = sum(bool(plan.spilled[layer.index]) for layer in on_host)
+    filed = sum(bool(plan.homes.staged(layer.index)) for layer in on_host)
     cpu_s, disk_s = updates_s(plan, rates)
     bounds = [(len(on_host), max(cpu_s, disk_s))]
     if 0 < filed < len(on_host):

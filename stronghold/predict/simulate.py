@@ -19,12 +19,15 @@ from torch import nn
 from stronghold.device.base import Fence
 from stronghold.errors import StateError
 from stronghold.memory.slab import meta_slab
-from stronghold.memory.tiers import NullStore, Tiers, extent_requests
+from stronghold.memory.staging import StagingRing
+from stronghold.memory.stores import NullStore
+from stronghold.memory.tiers import Tiers, extent_requests
 from stronghold.model.layout import ModelLayout, Shards, condensed
 from stronghold.native import ALIGNMENT
 from stronghold.optim import DEFAULT
 from stronghold.optim.contract import Group
 from stronghold.plan.cost import AGAIN, Demand, Workload
+from stronghold.plan.homes import Home
 from stronghold.plan.machine import Rates
 from stronghold.plan.plan import Plan
 from stronghold.plan.schedule import Kind
@@ -266,24 +269,23 @@ def _nothing() -> None:
 def _tiers(layout: ModelLayout, plan: Plan, shards: Shards | None) -> Tiers:
     """Tiers without bytes. Where a layer takes many pieces they are simulated as few: the pipeline
     is the same, its ends a little coarser, and a simulation takes milliseconds again."""
-    staging, store = plan.staging, None
-    if any(plan.spilled):
-        requests = extent_requests(layout, plan.demand.formats, plan.spilled, shards or Shards())
-        by_layer: Counter[int] = Counter()
-        for request in requests:
-            by_layer[request.layer] += request.nbytes
-        coarse = max(by_layer.values()) // SIMULATED_PIECES // ALIGNMENT * ALIGNMENT
-        piece_bytes = max(staging.piece_bytes, coarse)
-        store = NullStore(requests, ring_bytes=staging.nbytes, piece_bytes=piece_bytes)
-    return Tiers(
-        layout,
-        plan.demand.formats,
-        store,
-        plan.spilled if store is not None else (),
-        update_entries=staging.update_entries,
-        fetch_entries=staging.fetch_entries,
-        shards=shards,
+    formats, homes, staging = plan.demand.formats, plan.homes, plan.staging
+    by_layer: Counter[int] = Counter()
+    stores: dict[Home, NullStore] = {}
+    for home in homes.staged_homes:
+        extents = extent_requests(layout, formats, homes, shards or Shards(), home)
+        stores[home] = NullStore(extents)
+        for extent in extents:
+            by_layer[extent.layer] += extent.nbytes
+    coarse = max(by_layer.values(), default=0) // SIMULATED_PIECES // ALIGNMENT * ALIGNMENT
+    piece_bytes = max(staging.piece_bytes, coarse)
+    ring = StagingRing(
+        memory=meta_slab(staging.entries * piece_bytes, torch.uint8),
+        piece_bytes=piece_bytes,
+        num_updates=staging.update_entries,
+        nbytes=staging.nbytes,
     )
+    return Tiers(layout, formats, homes, stores, ring, shards=shards)
 
 
 def _critical(operations: Sequence[Operation], end_s: float, since_s: float) -> dict[str, float]:

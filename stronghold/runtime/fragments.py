@@ -72,13 +72,13 @@ class Fragment(Access):
         index, host, part = self._state.index, self._stack.host, self._part
         self._stack.settle((index,))
         if optim_state_key is None:
-            return self._whole(host.master(index, part).view(-1))
+            return self._whole(host.access.master(index, part).view(-1))
         moment = self._moment(optim_state_key)
         states = self._states
         arrays = states.arrays_of(moment)
         at, flat = part.offset, torch.zeros(part.numel)
-        if host.has(index, arrays[-1]):
-            for own, found in host.pieces(index, arrays, at, at + part.numel):
+        if host.access.has(index, arrays[-1]):
+            for own, found in host.access.pieces(index, arrays, at, at + part.numel):
                 flat[own] = states.decode(moment, found)
         return self._whole(flat)
 
@@ -92,12 +92,12 @@ class Fragment(Access):
         self._state.wait_unused()
         part = self._part
         if moment is None:
-            stack.host.write_master(index, part, 0, flat)
+            stack.host.access.write_master(index, part, 0, flat)
             stack.runtime.loaded((index,))
             stack.settle((index,))
             return
         at, states = part.offset, self._states
-        for own, found in stack.host.pieces(
+        for own, found in stack.host.access.pieces(
             index, states.arrays_of(moment), at, at + part.numel, mode="replace"
         ):
             for array, values in states.encode(moment, flat[own]).items():

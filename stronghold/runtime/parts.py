@@ -22,6 +22,7 @@ from stronghold.memory.tiers import Tiers
 from stronghold.model.layout import ModelLayout
 from stronghold.model.partition import WeightSource
 from stronghold.native import Kernels
+from stronghold.plan.homes import GPU, HOST, Home
 from stronghold.plan.plan import Plan
 from stronghold.runtime.steps import Groups, OptimizerSteps
 from stronghold.team.ranks import NodeWeights, RankTeam, Team
@@ -71,8 +72,8 @@ class Parts:
     def adopt(self, index: int, source: WeightSource | None = None) -> None:
         """Copy the layer's parameters into its arrays; those on the meta device are read from
         `source`."""
-        store = self.store if self.layers[index].on_device else self.host
-        store.adopt(index, source)
+        stores: dict[Home, HostStore | DeviceStore] = {GPU: self.store, HOST: self.host}
+        stores[self.layers[index].home].adopt(index, source)
 
 
 def assemble(
@@ -97,7 +98,6 @@ def assemble(
         held=plan.apart,
         accumulate=plan.accumulates,
         ring_entries=plan.ring_entries,
-        elsewhere=plan.updated_on_gpu,
         allocate=allocate,
         tiers=tiers,
         shared=weights.room if weights is not None else None,

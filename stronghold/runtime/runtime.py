@@ -359,7 +359,7 @@ class Runtime:
             self._save(index)
         self._team.agree("after new weights")
         for index in layers:
-            self._host.restart_master(index, written and written[index])
+            self._host.access.restart_master(index, written and written[index])
             self._host.layers[index].views.saved_versions = self.versions_of(index)
             self.executor.bindings.written(index)  # what was written is theirs
         self._team.barrier("after new weights")
@@ -380,4 +380,4 @@ class Runtime:
                 writes=(state.records["weights"],),
                 nbytes=nbytes,
             ).wait()
-        self._host.flush(layer)
+        self._host.access.flush(layer)

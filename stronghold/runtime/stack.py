@@ -29,6 +29,8 @@ from stronghold.errors import ConfigError, LaneError, StateError, format_size
 from stronghold.limits import available_host_bytes, update_cores
 from stronghold.memory.nvme import BLOCK_BYTES, NvmeStore
 from stronghold.memory.slab import check_mappings, trim_heap
+from stronghold.memory.staging import NO_RING, StagingRing, open_ring
+from stronghold.memory.stores import Extent, Store
 from stronghold.memory.tiers import Tiers, extent_requests
 from stronghold.model.costs import DTYPES
 from stronghold.model.layout import ModelLayout, layout
@@ -44,6 +46,7 @@ from stronghold.model.partition import (
 )
 from stronghold.optim.states import LEAN, States, states_of
 from stronghold.plan.cost import Demand
+from stronghold.plan.homes import FILE, GPU, Home
 from stronghold.plan.plan import Plan, levels_of, make_plan
 from stronghold.process import check_not_forked, forked_from
 from stronghold.runtime.formats import CAST, COMPUTED, model_formats, page_items
@@ -234,34 +237,29 @@ class Stack:
         return EmulatedDevice(budget_bytes=section.gpu_memory, trace=self.trace, **settings)
 
     def _open_tiers(self, undo: contextlib.ExitStack) -> Tiers:
-        """Open the files of what the plan spills, which `undo` closes; every rank calls it."""
-        plan, ranks, nvme = self.plan, self.ranks, self.section.nvme
-        store = None
-        if nvme is not None and any(plan.spilled):
-            mapped = plan.nvme_bytes["weights"]
-            check_mappings(mapped, len(nvme.paths), nvme.block or BLOCK_BYTES)
-            store = NvmeStore(
-                nvme.paths,
-                extents=extent_requests(self.layout, self.formats, plan.spilled, ranks.shards),
-                ring_entries=plan.staging.entries,
-                piece_bytes=plan.staging.piece_bytes,
-                engine=nvme.engine,
-                depth=nvme.depth,
-                block_bytes=nvme.block,
-                device=self.device,
-                neighbours=ranks.on_disks,
-            )
-            undo.callback(store.close)
-            undo.callback(self.device.close)  # first: lanes may still read and write the files
-        return Tiers(
-            self.layout,
-            self.formats,
-            store,
-            plan.spilled,
-            update_entries=plan.staging.update_entries,
-            fetch_entries=plan.staging.fetch_entries,
-            shards=ranks.shards,
-        )
+        """Open the stores of the plan's staged homes, which `undo` closes; every rank calls it."""
+        plan, ranks, homes = self.plan, self.ranks, self.plan.homes
+        ring, stores = NO_RING, dict[Home, Store]()
+        if homes.staged_homes:
+            staging = plan.staging
+
+            def make_ring() -> None:
+                nonlocal ring
+                ring = open_ring(
+                    staging.entries,
+                    staging.piece_bytes,
+                    undo,
+                    num_updates=staging.update_entries,
+                    device=self.device,
+                )
+
+            ranks.on_disks.together(make_ring)  # when it fails on one rank, all raise
+            for home in homes.staged_homes:
+                extents = extent_requests(self.layout, self.formats, homes, ranks.shards, home)
+                stores[home] = STORES[home](self, extents, ring)
+                undo.callback(stores[home].close)
+            undo.callback(self.device.close)  # first: lanes may still read and write the stores
+        return Tiers(self.layout, self.formats, homes, stores, ring, shards=ranks.shards)
 
     def _build(
         self,
@@ -355,7 +353,7 @@ class Stack:
         """New values were written where these parameters, or all, point: make them the masters."""
         if self._away:
             for index in range(len(self.parameters)) if written is None else written:
-                self.host.restart_master(index, written and written[index])
+                self.host.access.restart_master(index, written and written[index])
         else:
             self.runtime.adopt_weights(written)
 
@@ -412,7 +410,7 @@ class Stack:
         if not fits:
             plan = before
         for layer in sorted(plan.updated_on_gpu):
-            if not self.host.layers[layer].on_device:
+            if self.host.layers[layer].home is not GPU:
                 self.store.take(layer)
         self.host.hold(plan.apart, plan.ring_entries)
         self.plan = plan
@@ -502,7 +500,7 @@ class Stack:
             host_peak=self.host.peak_bytes,
             host_activations=self.runtime.activations.host_bytes,
             nvme_planned=self.plan.nvme_total_bytes,
-            nvme_peak=self.host.tiers.store.file_bytes,
+            nvme_peak=self.host.tiers.stored_bytes,
             gpu_process_peak=self.device.process_peak_bytes(),
         )
 
@@ -547,6 +545,26 @@ class Stack:
                 self.write_trace()  # the last: it can fail, of a full disk
             self.device.check_unheard()
 
+
+def _open_files(stack: Stack, extents: Sequence[Extent], ring: StagingRing) -> NvmeStore:
+    nvme = stack.section.nvme
+    if nvme is None:
+        raise StateError("the plan has arrays in files, and the config names no directory for them")
+    mapped = sum(extent.nbytes for extent in extents if extent.array == "weights")
+    check_mappings(mapped, len(nvme.paths), nvme.block or BLOCK_BYTES)
+    return NvmeStore(
+        nvme.paths,
+        extents=extents,
+        staging=ring.memory,
+        engine=nvme.engine,
+        depth=nvme.depth,
+        block_bytes=nvme.block,
+        neighbours=stack.ranks.on_disks,
+    )
+
+
+# What opens the store of each staged home, for these extents, which pass the ring.
+STORES: dict[Home, Callable[[Stack, Sequence[Extent], StagingRing], Store]] = {FILE: _open_files}
 
 _open: weakref.WeakSet[Stack] = weakref.WeakSet()
 

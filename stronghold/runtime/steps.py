@@ -179,7 +179,7 @@ class Standstill:
                 continue
             least = 2.0 ** (math.floor(math.log2(size)) + 17)  # [Note: half a unit]
             end = part.offset + part.numel
-            for _, views in self._host.pieces(state.index, ("weights",), part.offset, end):
+            for _, views in self._host.access.pieces(state.index, ("weights",), part.offset, end):
                 numel += views["weights"].numel()
                 for piece in views["weights"].split(PIECE_NUMEL):
                     count += int((piece.abs() >= least).sum())

@@ -521,7 +521,7 @@ def check_alike(ranks: Ranks, layout: ModelLayout, plan: Plan, precision: str) -
             "the model's parameters": ", ".join(parameters),
             "the precision": precision,
             "the plan": f"{plan.window} {plan.prefetch} {sorted(plan.resident)} {plan.gradients} "
-            f"{sorted(plan.deferred)} {[sorted(arrays) for arrays in plan.spilled]} "
+            f"{sorted(plan.deferred)} {plan.homes} "
             f"{[str(made) for made in plan.demand.formats]}",
         }
     )

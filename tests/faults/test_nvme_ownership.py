@@ -17,8 +17,9 @@ from typing import IO, Any
 import pytest
 import torch
 
-from stronghold.memory.nvme import Extent, NvmeStore
+from stronghold.memory.nvme import NvmeStore
 from stronghold.memory.slab import map_slab
+from stronghold.memory.stores import Extent
 from stronghold.process import Life, Process, start_of
 from tests.support.children import Child
 from tests.support.pages import PAGE
@@ -26,13 +27,11 @@ from tests.support.pages import PAGE
 # A run that holds a store under argv[1], says so, and waits.
 RUN = f"""
 import os, signal, sys
-from stronghold.memory.nvme import Extent
 from stronghold.memory.nvme import NvmeStore
+from stronghold.memory.stores import Extent
 store = NvmeStore(
     [sys.argv[1]],
     extents=[Extent(layer=0, array="low", nbytes=512 * {PAGE})],
-    ring_entries=1,
-    piece_bytes={PAGE},
 )
 """
 WAIT = "print('ready', flush=True); sys.stdin.read()\n"
@@ -58,7 +57,7 @@ def running(script: str, path: Path) -> Iterator[tuple[Child, IO[str], IO[str]]]
 
 def store_under(path: Path) -> NvmeStore:
     request = Extent(layer=0, array="low", nbytes=64 * PAGE)
-    return NvmeStore([path], extents=[request], ring_entries=1, piece_bytes=PAGE)
+    return NvmeStore([path], extents=[request])
 
 
 # ---- Files --------------------------------------------------------------------------------------

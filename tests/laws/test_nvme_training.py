@@ -16,6 +16,7 @@ import torch
 import stronghold
 from stronghold import refine
 from stronghold.checkpoint.tensorfile import TensorFile
+from stronghold.plan.homes import FILE
 from tests.models import MODELS, loss_of
 from tests.support.pages import ENGINES, mounted
 from tests.support.training import (
@@ -218,8 +219,8 @@ def test_layers_that_are_updated_on_the_gpu_never_spill(accumulation: int, tmp_p
     assert_identical(run, dataclasses.replace(expected, moments={}))
     plan, report = plans[0]
     assert plan.updated_on_gpu
-    assert not any(plan.spilled[i] for i in plan.updated_on_gpu if i < len(plan.spilled))
-    assert any(plan.spilled)
+    assert not any(plan.homes.staged(i) for i in plan.updated_on_gpu)
+    assert plan.homes.staged_homes == (FILE,)
     assert report.host_peak == report.host_planned
     assert report.gpu_peak == report.gpu_planned
     assert report.nvme_peak == report.nvme_planned
@@ -247,7 +248,7 @@ def test_deepspeed_keys_ask_for_the_same(tmp_path: Path) -> None:
         inspect=lambda engine: plans.append(engine.plan),
     )
     assert_identical(run, in_memory("gpt", "bf16", 0.5, 1))
-    assert set().union(*plans[0].spilled) == {"exp_avg", "exp_avg_sq", "low"}
+    assert plans[0].homes.named(FILE) == {"exp_avg", "exp_avg_sq", "low"}
 
 
 def resumed(saved: Path, settings: dict[str, Any], steps: range) -> Run:

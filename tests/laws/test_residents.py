@@ -20,6 +20,7 @@ from stronghold.model.layout import layout
 from stronghold.model.partition import partition
 from stronghold.native import Pool
 from stronghold.plan.cost import Demand, LayerLoad, Workload
+from stronghold.plan.homes import GPU
 from stronghold.plan.plan import make_plan
 from stronghold.predict import simulate
 from tests.models import HIDDEN, MODELS, Decoder, loss_of
@@ -129,7 +130,7 @@ def test_closing_gives_the_model_back_in_memory_of_its_own(place: str) -> None:
     engine, make_batch = engine_of(place)
     train(engine, make_batch, range(2))
     expected = {name: value.clone() for name, value in engine.module_state_dict().items()}
-    arrays = [state.weights for state in engine.inspect().layers if state.is_on_device]
+    arrays = [state.weights for state in engine.inspect().layers if state.home is GPU]
     model = engine.module
     engine.destroy()
     for array in arrays:

@@ -13,6 +13,7 @@ from deepspeed import utils
 
 from stronghold import refine
 from stronghold.errors import BudgetError
+from stronghold.plan.homes import FILE
 from stronghold.runtime.gradients import GradientOffload
 from tests.models import MODELS, TOYS
 from tests.support.rank_models import num_ranks, train
@@ -131,9 +132,11 @@ def on_files(
         settings["stronghold"] |= section
         if spill is None:
             settings["stronghold"]["host_memory"] = least_memory(name, settings, **more)
-        run = train(
-            name, settings, each_step=lambda engine, _: spilled.update(*engine.plan.spilled), **more
-        )
+
+        def note(engine: Any, _: int) -> None:
+            spilled.update(engine.plan.homes.named(FILE))
+
+        run = train(name, settings, each_step=note, **more)
     assert spilled >= ({"exp_avg", "exp_avg_sq"} if spill else EVERYTHING[precision]), spilled
     return run
 

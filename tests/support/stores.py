@@ -7,8 +7,9 @@ from pathlib import Path
 
 import torch
 
-from stronghold.memory.nvme import Extent, NvmeStore
+from stronghold.memory.nvme import NvmeStore
 from stronghold.memory.slab import map_slab
+from stronghold.memory.stores import Extent
 from tests.support.pages import PAGE
 
 
@@ -18,8 +19,6 @@ def pages(count: int, array: str = "exp_avg", layer: int = 0) -> Extent:
 
 def store_of(paths: list[Path], *extents: Extent, **options: object) -> NvmeStore:
     arguments: dict[str, object] = {
-        "ring_entries": 2,
-        "piece_bytes": 16 * PAGE,
         "rates": [1.0] * len(paths),
         "block_bytes": 4 * PAGE,
         "depth": 4,

@@ -13,10 +13,11 @@ import torch
 from stronghold.model.layout import ModelLayout, layout
 from stronghold.model.partition import partition
 from stronghold.plan.cost import Demand, LayerLoad, Workload, shares, spread
-from stronghold.plan.plan import make_plan
+from stronghold.plan.homes import FILE, make_homes
+from stronghold.plan.plan import Plan, make_plan
 from stronghold.predict.simulate import fastest_plan, simulate
 from tests.support.sleeping import SleepingModel, rates
-from tests.support.states import adam_states
+from tests.support.states import adam_formats, adam_states
 
 NUM_LAYERS, NUMEL = 16, 1 << 17
 FORWARD_S, BACKWARD_S = 0.003, 0.006  # of a layer
@@ -93,7 +94,7 @@ def test_what_ram_cannot_hold_spills_where_the_disk_is_hidden_best(gated: bool) 
         budget = whole.host_total_bytes - int(share * 8 * NUMEL * NUM_LAYERS)
         with_disk = replace(demand, nvme=True, host_budget_bytes=budget, piece_bytes=1 << 16)
         plan = make_plan(sizes(), with_disk)
-        filed = [index for index, arrays in enumerate(plan.spilled) if arrays]
+        filed = filed_layers(plan)
         assert len(filed) >= share * NUM_LAYERS
         assert plan.host_total_bytes <= budget
         if gated:
@@ -103,8 +104,13 @@ def test_what_ram_cannot_hold_spills_where_the_disk_is_hidden_best(gated: bool) 
         assert max(gaps) <= 2 * NUM_LAYERS / len(filed)
         deferring = make_plan(sizes(), replace(with_disk, deferred_layers=3))
         assert deferring.host_total_bytes <= budget
-        assert deferring.deferred <= {i for i, arrays in enumerate(deferring.spilled) if arrays}
+        assert deferring.deferred <= set(filed_layers(deferring))
         assert len(deferring.deferred) == 3
+
+
+def filed_layers(plan: Plan) -> list[int]:
+    """The layers with arrays in files."""
+    return [index for index in range(NUM_LAYERS) if plan.homes.arrays(index, FILE)]
 
 
 @pytest.mark.parametrize("load", [0.8, 1.0])
@@ -127,7 +133,11 @@ def step_with_files(filed: set[int], disk_gbps: float) -> float:
         accumulate=False,
         window=3,
         nvme=True,
-        spilled=tuple(moments if i in filed else frozenset() for i in range(NUM_LAYERS)),
+        homes=make_homes(
+            sizes(),
+            adam_formats(torch.float32),
+            staged=[moments if i in filed else () for i in range(NUM_LAYERS)],
+        ),
         piece_bytes=NUMEL,
     )
     machine = rates(1e2, disk_gbps, update_gbps=1e3, memory_gbps=1e4)

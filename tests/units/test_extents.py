@@ -7,7 +7,8 @@ import random
 import pytest
 
 from stronghold.errors import ConfigError, StateError
-from stronghold.memory.nvme import PERIOD_UNITS, Extent, Striping, lay_out
+from stronghold.memory.nvme import PERIOD_UNITS, Striping, lay_out
+from stronghold.memory.stores import Extent
 
 PAGE = 4096
 RATES = [[1.0], [2.0, 2.0], [3.0, 1.0], [7.1, 3.4, 0.6], [1.0, 1000.0], [1.0] * 5]

@@ -290,7 +290,7 @@ def test_a_bf16_master_is_exact_to_the_bit(make_store: Make) -> None:
     weight, low = split(master)
     view(state, part).copy_(weight)
     view(state, part, "low").copy_(low)
-    exact = store.master(1, part)
+    exact = store.access.master(1, part)
     assert torch.equal(exact.view(torch.int32), master.view(torch.int32))
     assert exact.shape == part.shape
 
@@ -305,14 +305,14 @@ def test_a_master_begins_at_its_weight(make_store: Make, dtype: torch.dtype) -> 
     for state in store.layers:
         for part in state.layout.slices:
             if part.trainable:
-                master = store.master(state.layout.index, part)
+                master = store.access.master(state.layout.index, part)
                 weights = view(state, part)
                 assert master.dtype is torch.float32
                 assert master.shape == part.shape
                 assert torch.equal(master.view(torch.int32), weights.float().view(torch.int32))
                 before = master.clone()
                 master.add_(1.0)  # a copy: the slabs are not touched
-                assert torch.equal(store.master(state.layout.index, part), before)
+                assert torch.equal(store.access.master(state.layout.index, part), before)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -327,9 +327,9 @@ def test_a_weight_written_from_outside_becomes_the_master(
         state.arrays["low"].fill_(7)
     view(state, part).fill_(-2.5)
     if dtype is torch.bfloat16:  # in fp16 a weight that is not its master's rounding is the master
-        assert not torch.equal(store.master(3, part), torch.full((2048,), -2.5))
-    store.restart_master(3)
-    assert torch.equal(store.master(3, part), torch.full((2048,), -2.5))
+        assert not torch.equal(store.access.master(3, part), torch.full((2048,), -2.5))
+    store.access.restart_master(3)
+    assert torch.equal(store.access.master(3, part), torch.full((2048,), -2.5))
 
 
 # -- life --------------------------------------------------------------------------------------

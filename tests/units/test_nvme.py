@@ -9,6 +9,7 @@ import os
 import random
 import threading
 import weakref
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,8 @@ import torch
 from stronghold.device.emulated import EmulatedDevice
 from stronghold.errors import StateError
 from stronghold.memory import nvme
-from tests.support.pages import ENGINES, PAGE, in_child
+from stronghold.memory.staging import open_ring
+from tests.support.pages import ENGINES, PAGE
 from tests.support.stores import descriptors, memory, pages, store_of
 
 MIB = 1 << 20
@@ -138,32 +140,30 @@ def test_several_paths_are_measured(folders: list[Path], caplog: pytest.LogCaptu
 
 
 def test_the_ring_is_what_was_asked_for(folders: list[Path]) -> None:
-    with store_of(folders[:1], pages(64), ring_entries=5, piece_bytes=3 * PAGE) as store:
-        assert store.ring_bytes == 15 * PAGE
-        entries = [store.entry(index) for index in range(5)]
-        for index, entry in enumerate(entries):
+    with ExitStack() as undo:
+        ring = open_ring(5, 3 * PAGE, undo)
+        assert (ring.nbytes, len(ring.entries)) == (15 * PAGE, 5)
+        for index, entry in enumerate(ring.entries):
             assert entry.data_ptr() % PAGE == 0
             assert entry.nbytes == 3 * PAGE
             entry.fill_(index)
-        assert [int(entry.sum()) for entry in entries] == [3 * PAGE * index for index in range(5)]
-        assert entries[0].untyped_storage().nbytes() == store.ring_bytes, "one slab, exact size"
-        halves = store.entry(2, torch.bfloat16)
-        assert (halves.numel(), halves.data_ptr()) == (3 * PAGE // 2, entries[2].data_ptr())
-        for index in (-1, 5):
-            with pytest.raises(StateError, match="there are 5"):
-                store.entry(index)
+        sums = [int(entry.sum()) for entry in ring.entries]
+        assert sums == [3 * PAGE * index for index in range(5)]
+        assert ring.memory.untyped_storage().nbytes() == ring.nbytes, "one slab, exact size"
+        store = undo.enter_context(store_of(folders[:1], pages(64), staging=ring.memory))
         extent = store.extent(0, "exp_avg")
-        store.submit("write", extent, 3 * PAGE, store.entry(4)).wait()
-        store.submit("read", extent, 3 * PAGE, store.entry(0, torch.float32)).wait()
-        assert bool((entries[0] == 4).all())
+        store.submit("write", extent, 3 * PAGE, ring.entries[4]).wait()
+        store.submit("read", extent, 3 * PAGE, ring.entries[0].view(torch.float32)).wait()
+        assert bool((ring.entries[0] == 4).all())
 
 
 def test_the_kernel_knows_the_ring(folders: list[Path], engine: str) -> None:
-    with store_of(folders[:2], pages(64), engine=engine) as store:
+    staging = memory(32)
+    with store_of(folders[:2], pages(64), engine=engine, staging=staging) as store:
         assert store.registered == (engine == "io_uring")
 
 
-def test_a_device_pins_the_ring_as_long_as_it_lives(folders: list[Path]) -> None:
+def test_a_device_pins_the_ring_until_it_is_closed() -> None:
     class Pinning(EmulatedDevice):
         pinned: dict[int, int]
 
@@ -175,22 +175,17 @@ def test_a_device_pins_the_ring_as_long_as_it_lives(folders: list[Path]) -> None
 
     device = Pinning()
     device.pinned = {}
-    with store_of(folders[:1], pages(1), device=device) as store:
-        assert device.pinned == {store.entry(0).data_ptr(): store.ring_bytes}
-
-        def close_in_child() -> int:
-            store.close()
-            return len(device.pinned)
-
-        assert in_child(close_in_child) == "1", "the parent's memory is not the child's to unpin"
+    with ExitStack() as undo:
+        ring = open_ring(2, PAGE, undo, device=device)
+        assert device.pinned == {ring.memory.data_ptr(): 2 * PAGE}
     assert device.pinned == {}
     device.close()
 
 
 @pytest.mark.parametrize("ring", [(-1, PAGE), (2, 0), (2, PAGE + 512)])
-def test_a_ring_that_cannot_be_is_refused(ring: tuple[int, int], folders: list[Path]) -> None:
-    with pytest.raises(StateError, match="ring"):
-        store_of(folders[:1], pages(1), ring_entries=ring[0], piece_bytes=ring[1])
+def test_a_ring_that_cannot_be_is_refused(ring: tuple[int, int]) -> None:
+    with ExitStack() as undo, pytest.raises(StateError, match="ring"):
+        open_ring(*ring, undo)
 
 
 # ---- Wrong calls ------------------------------------------------------------------------------
@@ -254,8 +249,8 @@ def test_a_store_may_be_smaller_than_its_paths(
 ) -> None:
     """Files without a byte, no extent at all, no ring."""
     for extents in ([], [pages(0)], [pages(1)]):
-        with store_of(folders, *extents, ring_entries=0) as store:
-            assert (store.ring_bytes, store.file_bytes) == (0, sum(e.nbytes for e in extents))
+        with store_of(folders, *extents, staging=memory(0)) as store:
+            assert store.file_bytes == sum(extent.nbytes for extent in extents)
             for request in extents:
                 target = memory(request.nbytes // PAGE)
                 store.submit("read", store.extent(0, "exp_avg"), 0, target).wait()

@@ -83,8 +83,7 @@ def taken(layout: ModelLayout, plan: Plan, dtype: torch.dtype, *, training: bool
             held=plan.apart,
             accumulate=plan.accumulates,
             ring_entries=plan.ring_entries,
-            elsewhere=plan.updated_on_gpu,
-            tiers=Tiers(layout, plan.demand.formats),
+            tiers=Tiers(layout, plan.demand.formats, plan.homes),
         )
         for state in store.layers:
             zero = torch.zeros(())

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 import torch
 
+from stronghold.memory.staging import open_ring
 from stronghold.memory.tiers import Tiers
 from stronghold.model.layout import PAGE_NUMEL, ModelLayout, ParameterShape, layer_layout
+from stronghold.plan.homes import FILE, make_homes
 from tests.support.pages import PAGE
 from tests.support.states import adam_formats
 from tests.support.stores import pages, store_of
@@ -24,9 +27,12 @@ def test_elements_beside_a_written_range_stay(
     shape = ParameterShape(name="p", shape=(5 * PAGE_NUMEL,), trainable=True)
     layer = layer_layout([shape], index=0, name="layer", streamed=True)
     count = layer.numel * 4 // PAGE
-    with store_of(folders[:1], pages(count, "exp_avg"), piece_bytes=4 * PAGE) as store:
-        layout = ModelLayout(layers=(layer,))
-        tiers = Tiers(layout, adam_formats(torch.float32), store, [frozenset({"exp_avg"})])
+    layout, formats = ModelLayout(layers=(layer,)), adam_formats(torch.float32)
+    homes = make_homes(layout, formats, staged=[{"exp_avg"}])
+    with ExitStack() as undo:
+        ring = open_ring(1, 4 * PAGE, undo)
+        store = undo.enter_context(store_of(folders[:1], pages(count, "exp_avg")))
+        tiers = Tiers(layout, formats, homes, {FILE: store}, ring)
         expected = torch.arange(layer.numel, dtype=torch.float32)
         for first, last, found in tiers.staged(0, ("exp_avg",), 0, layer.numel, "replace"):
             found["exp_avg"].copy_(expected[first:last])
