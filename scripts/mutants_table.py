@@ -591,15 +591,15 @@ MEMORY = [
     ),
     Mutant(
         "a weight that was written keeps its old remainder",
-        "memory/host.py",
-        'found["low"].zero_()',
+        "memory/access.py",
+        'views["low"].zero_()',
         "pass",
         HOST,
     ),
     Mutant(
         "masters of fp16 begin at zero",
         "memory/host.py",
-        'if array == "low" and dtype is torch.float32:',
+        'if array == "low" and torch.float32 in state.maps["low"].dtypes:',
         "if False:",
         HOST,
     ),
@@ -665,7 +665,7 @@ CHECKPOINTS = [
     Mutant(
         "weights alone keep the masters of before",
         "checkpoint/load.py",
-        "host.restart_master(index, positions)",
+        "host.access.restart_master(index, positions)",
         "pass",
         RESUME,
         "weights_alone",

@@ -21,6 +21,7 @@ import torch
 
 from stronghold import native
 from stronghold.plan.cost import LEVELS
+from stronghold.plan.homes import HOST
 from stronghold.plan.plan import make_plan
 from tests.models import HUGGING_FACE, MODELS, PLAIN, loss_of
 from tests.support.pairs import covering, pairs
@@ -165,6 +166,7 @@ def trained(of: dict[str, str], folder: Path) -> Run:
                 run.norms.append(engine.get_global_grad_norm())
                 if step == 0:
                     interrupt(of["between"], of["model"], engine, make_batch)
+            check_homes(engine)
             report = engine.memory_report()
             if of["model"] not in IN_PARTS:
                 assert report.host_peak == report.host_planned
@@ -178,6 +180,13 @@ def trained(of: dict[str, str], folder: Path) -> Run:
             run.weights = {k: v.clone() for k, v in engine.module_state_dict().items()}
             run.moments = moments_of(engine)
     return run
+
+
+def check_homes(engine: Any) -> None:
+    """Arrays lie where the plan says, also after a change of plan."""
+    for layer in engine.inspect().layers:
+        for array in ("gradients", *layer.arrays):
+            assert layer.homes.get(array, HOST) == engine.plan.homes[layer.index, array]
 
 
 def interrupt(what: str, name: str, engine: Any, make_batch: Any) -> None:
