@@ -205,9 +205,9 @@ def test_a_run_resumes_in_a_fourth_home_and_from_one(
 class Forgetful(CompressedStore):
     """The second write of a page is lost."""
 
-    def _write(self, extent: Extent, begin: int, data: memoryview) -> None:
-        if (extent.layer, extent.array, begin) not in self._pages:
-            super()._write(extent, begin, data)
+    def write(self, extent: Extent, begin: int, data: memoryview) -> None:
+        if (extent.layer, extent.array, begin) not in self.pages:
+            super().write(extent, begin, data)
 
 
 def test_the_laws_see_a_store_that_loses_a_write(

@@ -33,7 +33,7 @@ class CompressedStore:
 
     def __init__(self, _engine: object, extents: Sequence[Extent], _ring: object) -> None:
         self._nbytes = {(extent.layer, extent.array): extent.nbytes for extent in extents}
-        self._pages: dict[tuple[int, str, int], bytes] = {}
+        self.pages: dict[tuple[int, str, int], bytes] = {}
         self._lock = threading.Lock()
         self.bytes_read = self.bytes_written = 0
         self.file_bytes = sum(self._nbytes.values())
@@ -43,19 +43,19 @@ class CompressedStore:
         if begin % PAGE or memory.nbytes % PAGE or not 0 <= begin <= stop <= whole:
             raise StateError(f"{verb} of {extent}: got bytes {begin} to {stop} of {whole}")
         data = memory.view(torch.uint8).numpy().data
-        return Transfer(partial(self._read if verb == "read" else self._write, extent, begin, data))
+        return Transfer(partial(self.read if verb == "read" else self.write, extent, begin, data))
 
-    def _read(self, extent: Extent, begin: int, data: memoryview) -> None:
+    def read(self, extent: Extent, begin: int, data: memoryview) -> None:
         for at in range(0, len(data), PAGE):
-            packed = self._pages.get((extent.layer, extent.array, begin + at))
+            packed = self.pages.get((extent.layer, extent.array, begin + at))
             data[at : at + PAGE] = bytes(PAGE) if packed is None else zlib.decompress(packed)
         with self._lock:
             self.bytes_read += len(data)
 
-    def _write(self, extent: Extent, begin: int, data: memoryview) -> None:
+    def write(self, extent: Extent, begin: int, data: memoryview) -> None:
         for at in range(0, len(data), PAGE):
             packed = zlib.compress(data[at : at + PAGE])
-            self._pages[extent.layer, extent.array, begin + at] = packed
+            self.pages[extent.layer, extent.array, begin + at] = packed
         with self._lock:
             self.bytes_written += len(data)
 
@@ -66,4 +66,4 @@ class CompressedStore:
         """Memory is not lost."""
 
     def close(self) -> None:
-        self._pages.clear()
+        self.pages.clear()
