@@ -307,7 +307,7 @@ def test_weights_that_no_disk_gives_back_are_reported_whatever_their_dtype(
     def fails(*_: Any, **__: Any) -> Any:
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr("stronghold.memory.host.HostStore.pieces", fails)
+    monkeypatch.setattr("stronghold.memory.access.ArrayAccess.pieces", fails)
     with pytest.raises(OSError, match="cannot be read back from NVMe"):
         engine.destroy()
     assert model.blocks[0].linear.weight.isnan().all()
