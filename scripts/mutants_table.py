@@ -146,7 +146,8 @@ UPDATES = [
         "runtime/optimizer_step.py",
         "waiting = [state for state in changed if not state.gradients.used]",
         "waiting = changed",
-        PARTS,
+        DEFERRAL,
+        "lanes_do",
     ),
     Mutant(
         "an early update is not noted",
@@ -274,7 +275,7 @@ PASSES = [
         "state.gradients.expected = ExpectedGradients()",
         "state.gradients.expected = ExpectedGradients(state.gradients.expected.calls)",
         ("tests/laws/test_memory.py",),
-        "12_bytes",
+        "bytes_of_its_optimizer",
     ),
     Mutant(
         "a fetch does not wait for what is read from its file",
@@ -858,7 +859,7 @@ STEP = [
         "slot.contents == (self.index, self.on_gpu.version)",
         "slot.layer == self.index",
         BITS,
-        "TODO",
+        "one and resident and gpt",
     ),
     Mutant(
         "gradients are used before all calls have given theirs",
@@ -894,7 +895,7 @@ STEP = [
         "            is_first = not positions\n",
         "            is_first = True\n",
         BITS,
-        "TODO",
+        "gpt and weights and 3-",
     ),
 ]
 
