@@ -880,7 +880,8 @@ STEP = [
         "runtime/gpu_updates.py",
         "loose[k] = gradient.clone() if is_in_slot else gradient",
         "loose[k] = gradient",
-        PARTS,
+        CHUNKS,
+        "calls_of_one",
     ),
     Mutant(
         "a gradient that no rank has in this step keeps its sum",
