@@ -91,11 +91,11 @@ def make(device: EmulatedDevice) -> Make:
     return of
 
 
-def reduced(case: Case, layer: int, *positions: int) -> None:
+def reduced(case: Case, layer: int, *positions: int, array: str = "gradients") -> None:
     """Gradients at these positions have come here, and the layer is reduced: of its other trained
-    parameters with zeros."""
+    parameters with zeros. All of them are in `array` then."""
     state = case.layers[layer]
-    state.gradients.pending |= state.optimizer.trained
+    state.gradients.positions(array).update(state.optimizer.trained)
     slot = GradientSlot(torch.zeros(state.layout.trainable_numel))
     slot.arrived.update(positions)
     case.team.reduce(state, slot, ())
@@ -118,7 +118,8 @@ def test_what_did_not_come_here_is_zeros_for_the_others(make: Make) -> None:
     assert case.team.absent(case.layers[0], slot) == {0}
 
 
-def test_a_gradient_that_came_on_any_rank_has_come(make: Make) -> None:
+@pytest.mark.parametrize("array", ["gradients", "accumulated"])
+def test_a_gradient_that_came_on_any_rank_has_come(array: str, make: Make) -> None:
     def second_of_the_other_layer(row: torch.Tensor) -> None:
         row[PARTS:] = torch.tensor([0.0, 0.0, 0.0, 1.0])
 
@@ -126,8 +127,8 @@ def test_a_gradient_that_came_on_any_rank_has_come(make: Make) -> None:
         return [set(state.gradients.arrived) for state in case.layers]
 
     case = make(second_of_the_other_layer)
-    reduced(case, 0, 0)
-    reduced(case, 1)
+    reduced(case, 0, 0, array=array)
+    reduced(case, 1, array=array)
     case.meet()
     assert arrived(case) == [{0}, {1}]
     case.team.forget()
