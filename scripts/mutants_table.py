@@ -215,8 +215,8 @@ UPDATES = [
     Mutant(
         "what was loaded ahead outlives backward",
         "runtime/optimizer_step.py",
-        "                self._window.drop_held(state.index)\n        self._on_host.forget_loads()\n",
-        "                self._window.drop_held(state.index)\n",
+        "        self._on_host.forget_loads()\n\n    def abandon_backward",
+        "\n    def abandon_backward",
         DEFERRAL,
         "loaded_ahead_is_dropped",
     ),
@@ -279,7 +279,7 @@ PASSES = [
     ),
     Mutant(
         "a fetch does not wait for what is read from its file",
-        "runtime/executor.py",
+        "runtime/weights.py",
         "                reads=(entry.record,),\n",
         "                reads=(),\n",
         BITS,
@@ -328,8 +328,8 @@ PASSES = [
     Mutant(
         "a layer is drained before its last chunk",
         "runtime/gradients.py",
-        "if last and state.gradients.slot is not None:",
-        "if state.gradients.slot is not None:",
+        "if last and state.on_gpu.gradient_slot is not None:",
+        "if state.on_gpu.gradient_slot is not None:",
         CHUNKS,
         "where_layers_are",
     ),

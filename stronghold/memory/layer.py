@@ -1,13 +1,11 @@
 """A layer: its arrays, and four records of what is done with it while an engine lives.
 
-Each record has one owner, which alone writes it:
-
-| record | what it has | owner |
+| record | what it has | written by |
 |---|---|---|
-| `on_gpu` | the slot that has its weights, and how far the fetch is | `memory.window` |
+| `on_gpu` | its slots, and how far the fetch is | `memory.window` |
 | `views` | what its parameters point to | `runtime.binding` |
-| `gradients` | which gradients of this step exist, and where | `runtime.gradients` |
-| `optimizer` | which parameters are trained, and how often each was updated | `runtime.steps` |
+| `gradients` | which gradients come, and where they are | `runtime.gradients`, `optimizer_step` |
+| `optimizer` | which parameters are trained, and update counts | `runtime.steps`, a load |
 
 The arrays are made by `memory.host`. `repr(layer)` shows all of it. The training thread enters, and
 autograd's in backward; the two never run at once. Lanes read the arrays' addresses alone.
@@ -54,12 +52,15 @@ TRANSITIONS: dict[Residency, frozenset[Residency]] = {
 
 @dataclass(slots=True, eq=False)
 class OnGpu:
-    """A layer's weights on the GPU. `version` counts how often the weights at home changed: the
-    slot has this step's weights if its contents are (layer, version)."""
+    """A layer's buffers on the GPU. `version` counts how often the weights at home changed: `slot`
+    has this step's weights if its contents are (layer, version). Gradients gather in
+    `gradient_slot` now; `own_gradient_slot` is one that no other layer takes."""
 
     slot: Slot | None = None
     residency: Residency = Residency.AWAY
     version: int = 0
+    gradient_slot: GradientSlot | None = None
+    own_gradient_slot: GradientSlot | None = None
 
 
 class Place(NamedTuple):
@@ -121,15 +122,12 @@ class ExpectedGradients:
 class GradientRecord:
     """The gradients of a layer in this step.
 
-    `slot` is the device buffer in which they gather now; `own_slot` is one that no other layer
-    takes. Behind the slot a gradient is in one of three: `pending`, as it came, in the array
-    "gradients" (or in `loose`, one tensor for each parameter, on a GPU without room for that
-    array); `summed`, in the fp32 array "accumulated"; `used`, by an update before the gate. All
-    name parameters by their position. `square_sums` are sums of squares, by position.
+    Behind its slot a gradient is in one of three: `pending`, as it came, in the array "gradients"
+    (or in `loose`, one tensor for each parameter, on a GPU without room for that array); `summed`,
+    in the fp32 array "accumulated"; `used`, by an update before the gate. All name parameters by
+    their position. `square_sums` are sums of squares, by position.
     """
 
-    slot: GradientSlot | None = None
-    own_slot: GradientSlot | None = None
     expected: ExpectedGradients = field(default_factory=ExpectedGradients)
     pending: set[int] = field(default_factory=set)
     summed: set[int] = field(default_factory=set)
@@ -261,7 +259,7 @@ class LayerState:
     def stage(self) -> Stage:
         """How far its gradients are in this step."""
         gradients = self.gradients
-        if gradients.slot is not None:
+        if self.on_gpu.gradient_slot is not None:
             return Stage.GATHERING
         if gradients.used:
             return Stage.USED
@@ -280,11 +278,6 @@ class LayerState:
         """Where the layer is updated: `GPU`, or `HOST`."""
         home = self.home_of("weights")
         return HOST if home.is_staged else home
-
-    @property
-    def on_device(self) -> bool:
-        """Whether the layer is updated on the GPU."""
-        return self.home is GPU
 
     def home_of(self, array: str) -> Home:
         """Where the array lies between two operations."""

@@ -55,7 +55,7 @@ class Window:
         self._gradient_slots: list[GradientSlot] = []
         self._own = [s for s in layers if s.index in resident and s.home is not GPU]
         for state in layers:
-            state.on_gpu.slot = state.gradients.slot = state.gradients.own_slot = None
+            state.on_gpu.slot = state.on_gpu.gradient_slot = state.on_gpu.own_gradient_slot = None
             state.on_gpu.residency = Residency.AWAY
         for state in self._own:
             nbytes = state.maps["weights"].nbytes
@@ -84,10 +84,14 @@ class Window:
             self._gradient_slots.append(self._gradient_slot(self._gradient_bytes, sum_numel, name))
         for state in self._layers:
             nbytes = slot_gradient_bytes(state)
-            if state.index in self._own_gradients and nbytes and state.gradients.own_slot is None:
+            if (
+                state.index in self._own_gradients
+                and nbytes
+                and state.on_gpu.own_gradient_slot is None
+            ):
                 name = f"gradients of resident layer {state.index}"
                 sum_numel = slot_sum_numel(state) if self._sums and state.layout.streamed else 0
-                state.gradients.own_slot = self._gradient_slot(nbytes, sum_numel, name)
+                state.on_gpu.own_gradient_slot = self._gradient_slot(nbytes, sum_numel, name)
         self._prepared = True
 
     def start_again(self) -> None:
@@ -104,8 +108,12 @@ class Window:
                 state.on_gpu.slot.contents = Contents(state.index, NEVER)
                 state.on_gpu.slot.record = Record()
             state.on_gpu.residency = Residency.AWAY
-            state.gradients.slot = None
-        own = (s.gradients.own_slot for s in self._layers if s.gradients.own_slot is not None)
+            state.on_gpu.gradient_slot = None
+        own = (
+            s.on_gpu.own_gradient_slot
+            for s in self._layers
+            if s.on_gpu.own_gradient_slot is not None
+        )
         for gathering in (*self._gradient_slots, *own):
             gathering.layer, gathering.is_pending, gathering.record = None, False, Record()
             gathering.summing.clear()
@@ -143,6 +151,10 @@ class Window:
         slot.contents = Contents(layer, state.on_gpu.version)
         state.on_gpu.slot = slot
 
+    def make_ready(self, layer: int) -> None:
+        """Compute waits for the layer's fetch."""
+        self._layers[layer].move(Residency.READY)
+
     def outdate(self, layer: int) -> None:
         """The layer's weights at home are, or will be, new: its slot has old ones from now on."""
         self._layers[layer].on_gpu.version += 1
@@ -170,7 +182,7 @@ class Window:
         """A gradient slot for the layer that nobody gathers in; what used it may still be pending.
         While the layer's own slot is held it is torch's memory, for as long as the layer gathers:
         what comes twice in a step is rare, and not planned."""
-        own = self._layers[layer].gradients.own_slot
+        own = self._layers[layer].on_gpu.own_gradient_slot
         if own is None:
             return next((slot for slot in self._gradient_slots if slot.layer is None), None)
         return (
@@ -187,13 +199,13 @@ class Window:
         slot.summing.clear()
         slot.arrived.clear()
         slot.writers.clear()
-        self._layers[layer].gradients.slot = slot
+        self._layers[layer].on_gpu.gradient_slot = slot
 
     def release_gradients(self, slot: GradientSlot) -> None:
         """Give a gradient slot back; what uses it still is in its record."""
         if slot.layer is None:
             raise StateError("a gradient slot was given back twice")
-        self._layers[slot.layer].gradients.slot = None
+        self._layers[slot.layer].on_gpu.gradient_slot = None
         slot.layer = None
         if slot in self._gradient_slots:
             # The slot freed last is taken last, so that its drain can go on meanwhile.
@@ -202,16 +214,16 @@ class Window:
 
     def hold_gradients(self, slot: GradientSlot) -> None:
         """Gathering is over: the layer's own slot keeps its gradients until `drop_held`."""
-        if slot.layer is None or self._layers[slot.layer].gradients.own_slot is not slot:
+        if slot.layer is None or self._layers[slot.layer].on_gpu.own_gradient_slot is not slot:
             raise StateError("gradients can be held in a layer's own slot alone")
-        self._layers[slot.layer].gradients.slot = None
+        self._layers[slot.layer].on_gpu.gradient_slot = None
         slot.layer = None
         slot.is_pending = True
 
     def drop_held(self, layer: int) -> None:
         """The gradients in the layer's own slot were used, or are void; harmless when there are
         none."""
-        slot = self._layers[layer].gradients.own_slot
+        slot = self._layers[layer].on_gpu.own_gradient_slot
         if slot is not None and slot.is_pending:
             slot.is_pending = False
             self._device.poison(slot.gradients)
@@ -224,21 +236,21 @@ class Window:
         """Layers whose gradients are in a slot and not yet on their way out, those that take turns
         first."""
         shared = self.taking_turns()
-        own = (s.index for s in self._layers if s.gradients.slot is not None)
+        own = (s.index for s in self._layers if s.on_gpu.gradient_slot is not None)
         return [*shared, *(index for index in own if index not in shared)]
 
     def close(self) -> None:
         """Drop every buffer. Twice is harmless."""
         own = [s.on_gpu.slot for s in self._own if s.on_gpu.slot is not None]
         self._device.release(*(slot.weights for slot in (*self._slots, *own)))
-        of_layers = [s.gradients.own_slot for s in self._layers]
+        of_layers = [s.on_gpu.own_gradient_slot for s in self._layers]
         slots = (*self._gradient_slots, *(slot for slot in of_layers if slot is not None))
         self._device.release(*(slot.gradients for slot in slots))
         if self._sums:
             planned = [slot.sums for slot in slots if slot.sums is not None]
             self._device.release(*planned)
         for state in self._layers:
-            state.on_gpu.slot = state.gradients.slot = state.gradients.own_slot = None
+            state.on_gpu.slot = state.on_gpu.gradient_slot = state.on_gpu.own_gradient_slot = None
         self._slots.clear()
         self._own.clear()
         self._gradient_slots.clear()

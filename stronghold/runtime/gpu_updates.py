@@ -55,7 +55,7 @@ class GpuUpdates:
             self._accumulate(batch, added)
             return
         for gradients, of_layer in zip(batch, added, strict=True):
-            if gradients.state.gradients.own_slot is None:
+            if gradients.state.on_gpu.own_gradient_slot is None:
                 self._keep_loose(gradients, of_layer)
             else:
                 self._merge(gradients, of_layer)
@@ -74,7 +74,7 @@ class GpuUpdates:
     def _merge(self, gradients: Gradients, added: frozenset[int]) -> None:
         """Bring gradients to the layer's own slot. They may be there already."""
         state, source = gradients.state, gradients.source
-        own_slot = state.gradients.own_slot
+        own_slot = state.on_gpu.own_gradient_slot
         assert own_slot is not None
         if isinstance(source, Flat) and source.memory is own_slot.gradients:
             return
@@ -227,7 +227,7 @@ class GpuUpdates:
 
 def pending_on_gpu(state: LayerState) -> Flat | Loose:
     """Where the pending gradients of a layer that is updated on the GPU are."""
-    own_slot = state.gradients.own_slot
+    own_slot = state.on_gpu.own_gradient_slot
     if own_slot is not None:
         return Flat(own_slot.gradients, own_slot.record)
     return Loose(dict(state.gradients.loose))

@@ -74,9 +74,9 @@ class GradientOffload:
         if gradients:
             self._add(layer, gradients, chunk=True)
         state.gradients.expected.chunks -= 1
-        if last and state.gradients.slot is not None:
+        if last and state.on_gpu.gradient_slot is not None:
             with self._device.joined():
-                self._round(state, state.gradients.slot)
+                self._round(state, state.on_gpu.gradient_slot)
                 if state.gradients.expected.is_last:
                     self._offload_all(self._order.complete(layer))
 
@@ -85,7 +85,7 @@ class GradientOffload:
     ) -> GradientSlot:
         slot = self._last
         if slot is None or slot.layer != layer:
-            slot = self._last = self._layers[layer].gradients.slot or self._claim(layer)
+            slot = self._last = self._layers[layer].on_gpu.gradient_slot or self._claim(layer)
         state = self._layers[layer]
         if not slot.summing:
             in_both = slot.arrived & state.gradients.pending
@@ -177,7 +177,7 @@ class GradientOffload:
     def abandon(self) -> None:
         """Backward has failed: give the slots back. Their gradients are void."""
         for layer in self._window.gathering():
-            slot = self._layers[layer].gradients.slot
+            slot = self._layers[layer].on_gpu.gradient_slot
             if slot is not None:
                 self._join(layer, slot)
                 slot.record.write(self._device.record_compute(f"abandon gradients {layer}"))
@@ -191,7 +191,7 @@ class GradientOffload:
     def _offload(self, layer: int) -> None:
         """The slot has what will come: hand its gradients to the step."""
         state = self._layers[layer]
-        slot = state.gradients.slot
+        slot = state.on_gpu.gradient_slot
         if slot is None:  # another rank has gradients of the layer, and this one has none
             slot = self._window.free_gradient_slot(layer) or self._extra_slot(layer)
             self._window.claim_gradients(slot, layer)
@@ -216,8 +216,8 @@ class GradientOffload:
     def _entry(self, state: LayerState, positions: frozenset[int], use: Next) -> Entry:
         """The host buffer for these gradients: the array in which they will be pending, if it is in
         memory and has none of them yet, else the next one of the ring."""
-        is_in_memory = not self._host.tiers.holds(state.index, "gradients")
-        if use is Next.PENDING and is_in_memory and not positions & state.gradients.pending:
+        is_staged = state.home_of("gradients").is_staged
+        if use is Next.PENDING and not is_staged and not positions & state.gradients.pending:
             return self._host.held_entry(state.index)
         return self._host.ring_entry()
 
@@ -255,7 +255,7 @@ class GradientOffload:
         layer's own slot while they are pending."""
         self._join(state.index, slot)
         self._step.take([Gradients(state, positions, Flat(slot.gradients, slot.record))], use)
-        if use is Next.PENDING and slot is state.gradients.own_slot:
+        if use is Next.PENDING and slot is state.on_gpu.own_gradient_slot:
             self._window.hold_gradients(slot)
             return
         self._window.release_gradients(slot)

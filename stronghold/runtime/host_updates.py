@@ -81,7 +81,7 @@ class HostUpdates:
     ) -> None:
         """Bring gradients, in their dtype, to the array "gradients". They may be there already."""
         state = gradients.state
-        if not self._tiers.holds(state.index, "gradients"):
+        if not state.home_of("gradients").is_staged:
             self._host.held_entry(state.index)
 
         def work(piece: Piece) -> None:
