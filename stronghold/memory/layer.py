@@ -3,7 +3,7 @@
 | record | what it has | written by |
 |---|---|---|
 | `on_gpu` | its slots, and how far the fetch is | `memory.window` |
-| `views` | what its parameters point to | `runtime.binding` |
+| `views` | what its parameters point to | `runtime.binding`, `runtime.runtime` (versions) |
 | `gradients` | which gradients come, and where they are | `runtime.gradients`, `optimizer_step` |
 | `optimizer` | which parameters are trained, and update counts | `runtime.steps`, a load |
 
