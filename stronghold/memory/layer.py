@@ -281,14 +281,14 @@ class LayerState:
         home = self.home_of("weights")
         return HOST if home.is_staged else home
 
-    @property
-    def on_device(self) -> bool:
-        """Whether the layer is updated on the GPU."""
-        return self.home is GPU
-
     def home_of(self, array: str) -> Home:
         """Where the array lies between two operations."""
         return self.homes.get(array, HOST)
+
+    @property
+    def staged(self) -> tuple[str, ...]:
+        """The arrays that pass the host in pieces, always in one order."""
+        return tuple(array for array, home in self.homes.items() if home.is_staged)
 
     @property
     def index(self) -> int:

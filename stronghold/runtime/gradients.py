@@ -26,7 +26,7 @@ from stronghold.memory.gradient_slots import gradient_view, round_sums, sum_view
 from stronghold.memory.layer import LayerState
 from stronghold.memory.window import Window, slot_gradient_bytes
 from stronghold.model.layout import ALIGN_NUMEL, ParameterSlice, Span
-from stronghold.plan.homes import GPU
+from stronghold.plan.homes import GPU, HOST
 from stronghold.runtime.binding import Bindings
 from stronghold.runtime.compute_span import ComputeSpan
 from stronghold.runtime.optimizer_step import Next, OptimizerStep
@@ -216,7 +216,7 @@ class GradientOffload:
     def _entry(self, state: LayerState, positions: frozenset[int], use: Next) -> Entry:
         """The host buffer for these gradients: the array in which they will be pending, if it is in
         memory and has none of them yet, else the next one of the ring."""
-        is_in_memory = not self._host.tiers.holds(state.index, "gradients")
+        is_in_memory = state.home_of("gradients") is HOST
         if use is Next.PENDING and is_in_memory and not positions & state.gradients.pending:
             return self._host.held_entry(state.index)
         return self._host.ring_entry()

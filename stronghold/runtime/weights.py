@@ -117,7 +117,7 @@ class LayerWeights:
         device, tiers, state = self._device, self._tiers, self._layers[layer]
         source, copy, bytes_of = state.weights, device.copy, state.maps["weights"].bytes_of
         target, weights = slot.weights, state.records["weights"]
-        if not tiers.holds(layer, "weights"):
+        if not state.home_of("weights").is_staged:
             parts = self._team.fetched(state, together=together)
             nbytes: int = sum(part.stop - part.start for part in parts)
 
