@@ -312,7 +312,7 @@ PASSES = [
     Mutant(
         "a truncated file is read on",
         "runtime/executor.py",
-        "        self._host.tiers.store.check()\n",
+        "        self._host.tiers.check()\n",
         "        pass\n",
         ("tests/faults/test_nvme_training_faults.py",),
         "truncated",

@@ -32,7 +32,7 @@ a parameter is a view of the file's pages.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -41,7 +41,7 @@ from stronghold.memory.access import ArrayAccess
 from stronghold.memory.buffers import Entry, Ring
 from stronghold.memory.layer import LayerState
 from stronghold.memory.slab import map_slab
-from stronghold.memory.tiers import Mode, Tiers, Views
+from stronghold.memory.tiers import Tiers
 from stronghold.model.layout import ModelLayout
 from stronghold.model.partition import WeightSource
 from stronghold.plan.homes import GPU, HOST
@@ -232,16 +232,6 @@ class HostStore:
         if not self._ring:  # the plan holds gradients, and one of them came in two parts
             self._make_ring(2)
         return self._ring.next()
-
-    def pieces(
-        self, index: int, arrays: Sequence[str], begin: int, end: int, *, mode: Mode = "read"
-    ) -> Iterator[tuple[slice, Views]]:
-        """As `ArrayAccess.pieces`."""
-        return self.access.pieces(index, arrays, begin, end, mode=mode)
-
-    def flush(self, index: int) -> None:
-        """As `ArrayAccess.flush`."""
-        self.access.flush(index)
 
     def bring_back(self, available_bytes: int) -> None:
         """Move spilled weights to memory of their own, which outlives the store. Where they do not

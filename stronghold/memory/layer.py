@@ -284,6 +284,11 @@ class LayerState:
         return self.homes.get(array, HOST)
 
     @property
+    def staged(self) -> tuple[str, ...]:
+        """The arrays that pass the host in pieces, always in one order."""
+        return tuple(array for array, home in self.homes.items() if home.is_staged)
+
+    @property
     def index(self) -> int:
         return self.layout.index
 
@@ -315,9 +320,13 @@ class LayerState:
 
     def view(self, array: str, begin: int, end: int) -> torch.Tensor | None:
         """Elements [begin, end) of an array in memory, of one range, in its dtype; None where the
-        range does not have the array. Kept, since each step asks for the same."""
+        range does not have the array. Kept, since each step asks for the same, but for weights: the
+        references to their memory are counted, to find those that a program keeps."""
         flat = self.array(array)
         assert flat is not None
+        if array == "weights":
+            section = self.maps[array].find(begin, end)
+            return None if section is None else section.view(flat, begin, end)
         key = array, begin, end
         kept = self._views.get(key)
         if kept is None or kept[0] is not flat:

@@ -137,10 +137,6 @@ class Tiers:
         self.fetches = Ring(entries[1 + ring.num_updates :])
         self._transfers = {lane: Transfers() for lane in ("load", "stage", "spill")}
 
-    def spilled(self, layer: int) -> tuple[str, ...]:
-        """The layer's arrays that have a staged home, always in one order."""
-        return self.homes.staged(layer)
-
     @property
     def store(self) -> Store:
         """The store of the files; one without bytes, where nothing lies in files."""

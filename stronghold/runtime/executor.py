@@ -257,7 +257,7 @@ class Executor:
         if layer in self._plan.resident:
             return
         if written:
-            self._host.flush(layer)
+            self._host.access.flush(layer)
         ahead = slot is not None and self.phase is not Phase.BACKWARD
         if ahead and (written or self.bindings.aliased(layer)):
             self.weights.release(layer)
@@ -451,7 +451,7 @@ class Executor:
         self._device.check()
         for layer in layers:
             self.layers[layer].wait()
-        self._host.tiers.store.check()
+        self._host.tiers.check()
         for layer in sorted(self.weights.refreshed.intersection(layers)):
             self.make_ready(layer)
         for layer in layers:

@@ -193,7 +193,7 @@ class HostUpdates:
         part, array = state.layout.slices[k], state.gradients.array
         state.records[array].wait()
         at, stop = part.offset, part.offset + part.numel
-        for piece, views in self._host.pieces(state.index, (array,), at, stop):
+        for piece, views in self._host.access.pieces(state.index, (array,), at, stop):
             norms.add_part(views[array], at + piece.start, at + piece.stop, k, begin, end - begin)
 
     # -- one path for all of them -----------------------------------------------------------------
@@ -219,7 +219,7 @@ class HostUpdates:
         norms = [state.records["norms"]] if writes_norms else []
         writes = [*state.records_of(in_memory), *norms]
         arrays = (*changed, *gradients.arrays)
-        filed = tuple(a for a in self._tiers.spilled(state.index) if a in arrays)
+        filed = tuple(a for a in state.staged if a in arrays)
         if not filed:
             pieces = whole_layer(gradients, (*in_memory, *gradients.arrays))
             device.update.submit(
@@ -277,7 +277,7 @@ class HostUpdates:
 
     def _in_memory(self, state: LayerState, arrays: Iterable[str]) -> tuple[str, ...]:
         """Those of `arrays` that the layer has in memory."""
-        filed = self._tiers.spilled(state.index)
+        filed = state.staged
         return tuple(a for a in arrays if a not in filed and state.array(a) is not None)
 
     # -- pieces of files --------------------------------------------------------------------------
@@ -322,7 +322,7 @@ class HostUpdates:
             return
         first, self._first = self._first, []
         for state, begin, end in first:
-            filed = self._tiers.spilled(state.index)
+            filed = state.staged
             unknown = Gradients(state, frozenset(), InArray("gradients"))  # they have not come
             self._expected.append(self._load(unknown, begin, end, filed))
 

@@ -320,7 +320,7 @@ class OptimizerStep:
     def gradient_pieces(
         self, state: LayerState, k: int, *, mode: Mode = "read"
     ) -> Iterator[tuple[slice, torch.Tensor]]:
-        """The gradient of parameter `k` that waits for the step, as `HostStore.pieces`: which of
+        """The gradient of parameter `k` that waits for the step, as `ArrayAccess.pieces`: which of
         the parameter's elements, and a flat tensor of them, of this rank's. No operation of the
         layer's is under way meanwhile."""
         gradients = self._pending(state)
@@ -329,7 +329,7 @@ class OptimizerStep:
         part, source = state.layout.slices[k], gradients.source
         at, end = part.offset, part.offset + part.numel
         if isinstance(source, InArray):
-            for piece, views in self._host.pieces(
+            for piece, views in self._host.access.pieces(
                 state.index, gradients.arrays, at, end, mode=mode
             ):
                 yield piece, views[source.array]
