@@ -177,7 +177,7 @@ class HostStore:
         before, self._held = self._held, layers
         for state in self._mine if self.training else ():
             if state.index in before - layers and "gradients" in state.arrays:
-                self._give_back(state.arrays.pop("gradients"))
+                self._give_back(state.drop_array("gradients"))
         self._ring_entries = ring_entries
         if self.training:
             self._hold()
@@ -284,7 +284,7 @@ class HostStore:
         self._give_back(state.weights, *state.arrays.values())
         left = {name: array for name, array in state.arrays.items() if name != "gradients"}
         state.weights = torch.empty(0, dtype=torch.uint8)
-        state.arrays = {}
+        state.drop_arrays()
         state.homes = dict.fromkeys(state.maps, GPU)
         self._mine.remove(state)
         if not self._mine:  # nothing drains any more
@@ -323,7 +323,7 @@ class HostStore:
         self._ring.clear()
         for state in self.layers:
             state.weights = torch.empty(0, dtype=torch.uint8)
-            state.arrays = {}
+            state.drop_arrays()
 
 
 PURPOSES = {"low": "masters", "accumulated": "accumulated gradients"}  # of others: moments
@@ -414,10 +414,10 @@ class DeviceStore:
         """The device's work has ended: every layer's weights move to host memory, their own."""
         for state in self.layers:
             if self._away:
-                state.arrays = {}
+                state.drop_arrays()
                 continue
             weights = self._allocate(state.weights.nbytes, torch.uint8)
             self._device.copy_now(weights, state.weights)
             self._device.release(*state.all_arrays().values())
             state.weights = weights
-            state.arrays = {}
+            state.drop_arrays()

@@ -340,8 +340,19 @@ class LayerState:
         lasting = {name: array for name, array in self.arrays.items() if name != "gradients"}
         return {"weights": self.weights, **lasting}
 
+    def drop_array(self, name: str) -> torch.Tensor:
+        """The layer has the array no more. Returns it."""
+        self._views.clear()  # they keep memory
+        return self.arrays.pop(name)
+
+    def drop_arrays(self) -> None:
+        """The layer has no array but its weights."""
+        self._views.clear()
+        self.arrays = {}
+
     def replace_array(self, name: str, array: torch.Tensor) -> None:
         """The array lies in other memory from now on."""
+        self._views.clear()
         if name == "weights":
             self.weights = array
         else:
