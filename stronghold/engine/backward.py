@@ -129,7 +129,7 @@ class UserBackward:
                 f"scale is {own}: give both the same precision and fp16.loss_scale, or each a loss "
                 "and a backward of its own"
             )
-        if not runtime.ledger.pending:
+        if not runtime.ledger.is_in_step:
             engine._loss_sum = None
         runtime.begin_backward(boundary=engine.is_gradient_accumulation_boundary())
         self._task = task

@@ -65,7 +65,7 @@ class Checkpoints:
         self.wait()
         ledger = self._stack.runtime.ledger
         ledger.check()
-        if ledger.pending:
+        if ledger.is_in_step:
             raise ConfigError(
                 "save_checkpoint: gradients of a step that has not ended are waiting; call it "
                 f"after the engine.step that ends the step ({GAS} is {counters[GAS]})"

@@ -102,7 +102,7 @@ def _take_over(model: nn.Module, trains: bool) -> None:
             engine.optimizer is None or not engine._stack.host.training
         ):
             engine.destroy()
-        elif trains and engine.micro_steps and not engine._stack.runtime.ledger.pending:
+        elif trains and engine.micro_steps and not engine._stack.runtime.ledger.is_in_step:
             logger.warning(
                 "the engine that has trained this model for %d steps ends, since another one is "
                 "made of it: that begins with new moments, from the weights in their own dtype",
@@ -301,7 +301,7 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
         steps = self.gradient_accumulation_steps()
         scaled: torch.Tensor = loss / steps if scale_wrt_gas and steps > 1 else loss
         runtime, begun = self._stack.runtime, False
-        if not runtime.ledger.pending:  # the step's first, or the first that is not thrown away
+        if not runtime.ledger.is_in_step:  # the step's first, or the first that is not thrown away
             self._loss_sum = None
         try:
             runtime.begin_backward(boundary=self.is_gradient_accumulation_boundary())
@@ -356,7 +356,7 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
         stack.device.check()
         optimizer.check_groups()
         learning_rate = float(optimizer.param_groups[0]["lr"])
-        if not stack.runtime.ledger.pending:
+        if not stack.runtime.ledger.is_in_step:
             self._loss_sum = None
         clipping = float(self.gradient_clipping() or 0.0)
         gate = stack.runtime.close_gate(
@@ -627,7 +627,7 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
         self._check_alive("replan")
         self._stack.check_here("engine.replan")
         moves = self._stack.plan.accumulates and not self._stack.ranks.several
-        if self._stack.runtime.ledger.pending and not moves:
+        if self._stack.runtime.ledger.is_in_step and not moves:
             raise ConfigError(
                 "engine.replan: gradients of a step that has not ended are waiting: call it after "
                 "engine.step, or throw them away with engine.zero_grad"

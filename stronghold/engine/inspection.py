@@ -177,7 +177,7 @@ def inspect(stack: Stack) -> Inspection:
             read_bytes=tiers.bytes_read,
             written_bytes=tiers.bytes_written,
         ),
-        is_in_step=stack.runtime.ledger.pending,
+        is_in_step=stack.runtime.ledger.is_in_step,
         has_trained=host.training,
         states=stack.states,
         formats=stack.formats,

@@ -123,8 +123,8 @@ class GradientRecord:
     """The gradients of a layer in this step.
 
     Behind its slot a gradient is in one of three: `pending`, as it came, in the array "gradients"
-    (or in `loose`, one tensor for each parameter, on a GPU without room for that array); `summed`,
-    in the fp32 array "accumulated"; `used`, by an update before the gate. All name parameters by
+    (on the GPU in `own_gradient_slot`, or in `loose`, one tensor for each parameter); `summed`, in
+    the fp32 array "accumulated"; `used`, by an update before the gate. All name parameters by
     their position. `square_sums` are sums of squares, by position.
     """
 

@@ -1,8 +1,8 @@
 """Slots: the device buffers that layers' weights and gradients take.
 
-Owns them. Never issues a copy: `runtime.executor` does, and tells the window what became of each
-slot. Entered by the training thread (and, on a GPU, by autograd's thread during backward), never by
-both at once.
+Owns them. Never issues a copy: `runtime.weights` and `runtime.gradients` do, and report what became
+of each slot. Entered by the training thread (and, on a GPU, by autograd's thread during backward),
+never by both at once.
 """
 
 from __future__ import annotations

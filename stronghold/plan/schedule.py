@@ -1,8 +1,8 @@
 """The schedule: the ordered list of actions of one pass over the model, as data.
 
 Pure: no tensors, no threads. Made from the order in which layers are used, the number of slots and
-the places of updates; interpreted by `runtime.executor`, printed and read as text, compared in
-tests.
+the places of updates. `runtime.executor` performs the actions before each use; those behind a use
+show what `runtime.optimizer_step` does. Printed and read as text, compared in tests.
 
 A pass is a sequence of uses (forward of layer 0, ..., backward of layer 0) that repeats. Before
 each use its actions say which slots to give back and what to fetch; a slot is given up by the layer
@@ -118,7 +118,7 @@ def make_schedule(
 ) -> Schedule:
     """The actions for `uses`, repeated for ever, with `num_slots` slots.
 
-    `prefetch`: how many further layers may be in slots or on their way while one computes (at most
+    `prefetch`: how many layers behind the one that computes are fetched ahead (at most
     num_slots - 1). Layers in `resident` need no slot; they are fetched once a pass, after their
     update, when they come within reach. The steady state is returned: the pass that begins with
     what the previous one left in the slots. `updates`: of each layer that trains, where its update

@@ -362,7 +362,7 @@ class Executor:
 
     # -- gradients --------------------------------------------------------------------------------
     def gradient_arrived(self, state: LayerState, position: int, parameter: torch.Tensor) -> None:
-        """Autograd has accumulated into `parameter.grad`: send it on its way to the host."""
+        """Autograd has accumulated into `parameter.grad`: bring it to the layer's slot."""
         gradient, parameter.grad = parameter.grad, None  # its data may be elsewhere by now
         assert gradient is not None
         name = state.layout.slices[position].name

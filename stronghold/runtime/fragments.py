@@ -142,7 +142,7 @@ class Fragment(Access):
         """What has the gradient that waits for the step. ConfigError where none does."""
         stack, name = self._stack, self._part.name
         stack.check_process("reading gradients")
-        if not stack.runtime.ledger.pending:
+        if not stack.runtime.ledger.is_in_step:
             raise ConfigError(
                 f"{name}: gradients are only available after engine.backward and before the "
                 "engine.step that uses them"

@@ -5,7 +5,7 @@
    updated on the GPU stay there.
 3. `OptimizerStep.take` gets them: they are used, added to sums, or pending.
 
-Never computes with a gradient, except that two gradients of one parameter are added in the slot.
+Computes nothing but sums in the slot: of two gradients of one parameter, and of chunks in fp32.
 Entered by the thread that runs autograd's hooks: the training thread, or autograd's own on a GPU.
 Autograd may do so on several streams of the compute lane. Each waits for what used the slot before
 it first writes, and an offload waits for all of them, recorded after the last arrival.

@@ -79,10 +79,8 @@ class HostUpdates:
         *,
         is_first: bool,
     ) -> None:
-        """Bring gradients, in their dtype, to the array "gradients". They may be there already."""
-        state = gradients.state
-        if not state.home_of("gradients").is_staged:
-            self._host.held_entry(state.index)
+        """Bring gradients, in their dtype, to the array "gradients". They may be there already: the
+        offload writes them there where it can."""
 
         def work(piece: Piece) -> None:
             pending = piece.views["gradients"]

@@ -2,7 +2,8 @@
 
 Owns the parameter groups, how each of them is updated, which of DeepSpeed's scalers a config asks
 for, and when the scale moves. Never touches a weight, a loss or a gradient: `step` is the engine's,
-which multiplies the loss; the updater divides the gradients. The training thread alone enters.
+which multiplies the loss; the optimizer kernels divide the gradients. The training thread alone
+enters.
 """
 
 from __future__ import annotations

@@ -84,7 +84,8 @@ def norm_and_scale(
 
 
 class Ledger:
-    """The account of one engine's layers. `early`: updates may be made as gradients come."""
+    """The account of one engine's layers. `early`: updates may run before the
+    gate."""
 
     def __init__(self, layers: Sequence[LayerState], *, early: bool) -> None:
         self._layers = layers
@@ -93,7 +94,7 @@ class Ledger:
         self._torn: str | None = None  # why the arrays are of two steps, or of two checkpoints
 
     @property
-    def pending(self) -> bool:
+    def is_in_step(self) -> bool:
         """Whether gradients of a step that has not ended are there."""
         return any(not state.gradients.is_empty for state in self._layers)
 
@@ -175,7 +176,7 @@ class Ledger:
                 "Start again from a checkpoint; with gradient_clipping above 0 updates wait for "
                 "the end of backward, and a failed one changes nothing"
             )
-        elif self.pending:
+        elif self.is_in_step:
             logger.warning("backward failed: the gradients of this step so far are dropped")
 
     def forget(self) -> None:

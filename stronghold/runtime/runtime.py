@@ -310,7 +310,7 @@ class Runtime:
         """True if layers may move now, and nothing of the step is lost: no pass is running, and
         what earlier micro-batches gave is nothing, or sums, which are arrays of their layers."""
         idle = self.executor.phase is Phase.IDLE
-        return idle and (self._plan.accumulates or not self.ledger.pending)
+        return idle and (self._plan.accumulates or not self.ledger.is_in_step)
 
     def loaded(self, layers: Sequence[int] | None = None) -> None:
         """New values were written to the arrays of these layers, or of all: after `settle` the

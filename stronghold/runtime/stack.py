@@ -360,7 +360,7 @@ class Stack:
     def drop_gradients(self, part: str | None = None) -> None:
         """Throw away the gradients that wait for the step, if there are any. ConfigError when only
         those of `part` are meant."""
-        if not self.runtime.ledger.pending:
+        if not self.runtime.ledger.is_in_step:
             return
         if part is not None:
             raise ConfigError(
@@ -424,7 +424,7 @@ class Stack:
         """From now on each block's forward is what `compiled` makes of it; our hooks stay around
         it, uncompiled. Undone when the model is given back. ConfigError within a step."""
         self.check_here("engine.compile")
-        if self.runtime.ledger.pending:
+        if self.runtime.ledger.is_in_step:
             raise ConfigError("engine.compile: call it between two steps, after engine.step")
         self.runtime.settle()
         self.runtime.detach()
@@ -443,7 +443,7 @@ class Stack:
         if self._away:
             return
         self.check_process("engine.offload_states")
-        if self.runtime.ledger.pending:
+        if self.runtime.ledger.is_in_step:
             raise ConfigError(
                 "engine.offload_states: gradients of a step that has not ended are waiting: call "
                 "it after engine.step, or throw them away with engine.zero_grad"

@@ -1,7 +1,7 @@
 """Steps of the optimizer: live hyper-parameters and step counts become a kernel's numbers.
 
-Never touches a weight and never decides when a step is made (`runtime.update` does). The training
-thread calls `advance`, and between two steps `end_step`.
+Never touches a weight and never decides when a step is made (`runtime.optimizer_step` does). The
+training thread calls `advance` when it queues an update, and `Standstill.end_step` between steps.
 
 [Note: half a unit] A lean master has 24 bits. For a weight in [2^e, 2^(e+1)) half a unit in the
 last place is 2^(e-16). A smaller change is rounded away, in every step. Where an optimizer's steps
