@@ -199,7 +199,12 @@ class GradientOffload:
         absent = self._team.absent(state, slot)
         positions = absent.union(slot.arrived)
         # After several calls more gradients may come, and backward may need what an alias shows.
-        more = state.gradients.expected.calls > 1 or self._bindings.aliased_at_rest(layer)
+        # Pending gradients are used with all others of the layer when backward has ended.
+        more = (
+            state.gradients.expected.calls > 1
+            or bool(state.gradients.pending)
+            or self._bindings.aliased_at_rest(layer)
+        )
         use = self._step.next_of(state, more_may_come=more)
         if state.home is GPU:
             self._keep(state, slot, positions, use)

@@ -234,7 +234,7 @@ class OptimizerStep:
         """Backward has ended: no more gradients will come. What does not wait for the gate is used
         now, in the order of the next forward."""
         for state in self._layers:
-            if not state.gradients.pending or state.gradients.used:
+            if not state.gradients.pending:
                 continue
             use = self.next_of(state, more_may_come=False)
             if self._plan.updates[state.index] is Position.BACKWARD:

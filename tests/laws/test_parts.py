@@ -225,3 +225,56 @@ def test_a_gradient_that_comes_after_its_update_is_refused(make: Any, name: str)
     with pytest.raises(ConfigError, match=rf"further gradient of {name}.* after its layer"):
         engine.backward(engine(**batch(0)))
     engine.destroy()
+
+
+class TwoInside(Block):
+    """Two backwards inside of the backward. What `kept` has of the block is dropped between
+    them."""
+
+    kept: dict[int, torch.Tensor]
+    number: int
+
+    def forward(self, x: torch.Tensor, last: bool) -> torch.Tensor:
+        middle = checkpoint(super().forward, x, True, use_reentrant=True)
+        middle.register_hook(self.drop)
+        return checkpoint(super().forward, middle, True, use_reentrant=True)
+
+    def drop(self, _: torch.Tensor) -> None:
+        self.kept.pop(self.number, None)
+
+
+class AliasedForAWhile(Once):
+    """An alias of each block's weights lives until the second half of the block's backward."""
+
+    def __init__(self) -> None:
+        super().__init__(TwoInside)
+        self.kept: dict[int, torch.Tensor] = {}
+        for number, block in enumerate(self.blocks):
+            block.kept, block.number = self.kept, number
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        loss = super().forward(x)
+        for number, block in enumerate(self.blocks):
+            self.kept[number] = block.linear.weight.detach()
+        return loss
+
+
+def aliased_for_a_while() -> Any:
+    _, batch = factory()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return AliasedForAWhile(), batch
+
+
+@pytest.mark.parametrize("activations", ["keep", "recompute"])
+@pytest.mark.parametrize("clipping", [0.0, 0.5])
+def test_no_gradient_is_lost_when_an_alias_goes_in_the_middle_of_backward(
+    clipping: float, activations: str
+) -> None:
+    """The gradients before wait for the end of backward, and so do those that follow."""
+    section = {"window": 1, "activations": activations}
+    settings = config(clipping=clipping, section=section)
+    run = train_windowed(aliased_for_a_while, steps=3, settings=settings)
+    expected = train_plain(aliased_for_a_while, steps=3, clipping=clipping)
+    assert_identical(run, expected)
+    assert run.norms == expected.norms
