@@ -1,18 +1,27 @@
 // The loop of every optimizer with exact states: fp32 masters and moments.
 // Included by kernels-inl.h, once per instruction set.
 //
+// [Note: out of place] The loops here and in lean-inl.h load from one list of arrays and store to
+// another. In place the lists are one and the same to the compiler. Out of place a line of a target
+// that is stored through the caches would be read from memory first; 12 of Adam's 26 bytes would
+// move three times instead of twice. So the stores go past the caches, in vectors that fill a line
+// one after another: all targets but the scales, which are few, begin at multiples of 64 bytes.
+// update.cpp takes other targets through a buffer in the first cache.
+//
 // [Note: tails] There is no scalar formula for a tail. The last numel % kLanes elements are copied
 // into padded buffers, take the same vector operations, and are copied back.
 
-template <class Formula, int kVariant, class Weight, class Grad>
-SH_INLINE void ExactVector(const typename Formula::Vectors& c, const Arrays& a) {
+template <class Formula, int kVariant, class Weight, class Grad, bool kStream>
+SH_INLINE void ExactVector(const typename Formula::Vectors& c, const Arrays& a, const Arrays& to) {
   const F p = Weight::Load(a.weight, a.low);
   F moment[SH_MAX_MOMENTS];
   for (int k = 0; k < Formula::kMoments; ++k) moment[k] = LoadF32(a.moment(k));
   const F handed_on = Formula::template UpdateMoments<kVariant>(c, Grad::Load(a.grad), p, moment);
-  for (int k = 0; k < Formula::kMoments; ++k) StoreF32(a.moment(k), Canonical(moment[k]));
+  for (int k = 0; k < Formula::kMoments; ++k) {
+    StoreF32<kStream>(to.moment(k), Canonical(moment[k]));
+  }
   const F updated = Formula::template UpdateWeight<kVariant>(c, p, moment, handed_on);
-  Weight::Store(a.weight, a.low, Canonical(updated));
+  Weight::template Store<kStream>(to.weight, to.low, Canonical(updated));
 }
 
 template <int kMoments, class Weight, class Grad>
@@ -63,28 +72,31 @@ inline void CopyWritten(const Arrays& from, const Arrays& to, int64_t n) {
   for (int k = 0; k < kMoments; ++k) std::memcpy(to.moment(k), from.moment(k), n * 4);
 }
 
-template <class Formula, int kVariant, class Weight, class Grad>
-void Exact(const float* constants, Arrays a, int64_t numel, int64_t ahead) {
+template <class Formula, int kVariant, class Weight, class Grad, bool kInPlace>
+void Exact(const float* constants, Arrays a, Arrays targets, int64_t numel, int64_t ahead) {
   constexpr int kMoments = Formula::kMoments;
   const typename Formula::Vectors c(constants);
+  const Arrays& to = kInPlace ? a : targets;
+  const auto step = [&c, &a, &to](int64_t i) {
+    ExactVector<Formula, kVariant, Weight, Grad, !kInPlace>(
+        c, Offset<kMoments, Weight, Grad>(a, i), Offset<kMoments, Weight, Grad>(to, i));
+  };
   int64_t i = 0;
   for (; i + kGroup <= numel; i += kGroup) {
     PrefetchGroups<kMoments, Weight, Grad>(a, i + ahead);
-    for (int64_t j = i; j < i + kGroup; j += kLanes) {
-      ExactVector<Formula, kVariant, Weight, Grad>(c, Offset<kMoments, Weight, Grad>(a, j));
-    }
+    for (int64_t j = i; j < i + kGroup; j += kLanes) step(j);
   }
-  for (; i + kLanes <= numel; i += kLanes) {
-    ExactVector<Formula, kVariant, Weight, Grad>(c, Offset<kMoments, Weight, Grad>(a, i));
-  }
+  for (; i + kLanes <= numel; i += kLanes) step(i);
+  if (!kInPlace) StreamFence();
   const int64_t rest = numel - i;
   if (rest <= 0) return;
   Padding padding;  // [Note: tails]
+  const Arrays padded = padding.arrays();
   const Arrays tail = Offset<kMoments, Weight, Grad>(a, i);
-  CopyWritten<kMoments, Weight>(tail, padding.arrays(), rest);
+  CopyWritten<kMoments, Weight>(tail, padded, rest);
   std::memcpy(padding.grad, tail.grad, rest * Grad::kBytes);
-  ExactVector<Formula, kVariant, Weight, Grad>(c, padding.arrays());
-  CopyWritten<kMoments, Weight>(padding.arrays(), tail, rest);
+  ExactVector<Formula, kVariant, Weight, Grad, false>(c, padded, padded);
+  CopyWritten<kMoments, Weight>(padded, Offset<kMoments, Weight, Grad>(to, i), rest);
 }
 
 // ---- The same bytes without the arithmetic ------------------------------------------------------

@@ -1,4 +1,6 @@
 // Four floats: Advanced SIMD of AArch64, which every such CPU has.
+//
+// Every store goes through the caches, also with kStream: there is no store past them worth having.
 
 constexpr int kLanes = 4;
 constexpr int kDoubleLanes = 2;
@@ -29,11 +31,13 @@ SH_INLINE F Canonical(F a) {
 SH_INLINE F LoadF32(const char* p) {
   return vreinterpretq_f32_u8(vld1q_u8(reinterpret_cast<const uint8_t*>(p)));
 }
+template <bool kStream = false>
 SH_INLINE void StoreF32(char* p, F x) {
   vst1q_u8(reinterpret_cast<uint8_t*>(p), vreinterpretq_u8_f32(x));
 }
 SH_INLINE F LoadBf16(const char* p) { return vreinterpretq_f32_u32(vshll_n_u16(Load4U16(p), 16)); }
 SH_INLINE F LoadF16(const char* p) { return vcvt_f32_f16(vreinterpret_f16_u16(Load4U16(p))); }
+template <bool kStream = false>
 SH_INLINE void StoreF16(char* p, F x) { Store4U16(p, vreinterpret_u16_f16(vcvt_f16_f32(x))); }
 
 SH_INLINE F RoundF16(F x) { return vcvt_f32_f16(vcvt_f16_f32(x)); }
@@ -49,6 +53,7 @@ SH_INLINE F Join(uint16x4_t upper, int32x4_t rest) {
 SH_INLINE F JoinBf16(const char* upper, const char* low) {
   return Join(Load4U16(upper), vmovl_s16(vreinterpret_s16_u16(Load4U16(low))));
 }
+template <bool kStream>
 SH_INLINE void SplitBf16(char* upper, char* low, F x) {
   const uint32x4_t bits = vreinterpretq_u32_f32(x);
   Store4U16(upper, vshrn_n_u32(vaddq_u32(bits, vdupq_n_u32(0x8000u)), 16));
@@ -144,6 +149,7 @@ SH_INLINE Quad JoinLean(const char* weight, const char* low) {
   }
   return out;
 }
+template <bool kStream>
 SH_INLINE void SplitLean(char* weight, char* low, const Quad& p) {
   uint16x4_t rest[4];
   for (int i = 0; i < 4; ++i) {
@@ -159,10 +165,12 @@ SH_INLINE void SplitLean(char* weight, char* low, const Quad& p) {
 SH_INLINE int16x8_t RoundTo16(F a, F b) {
   return vcombine_s16(vqmovn_s32(vcvtnq_s32_f32(a)), vqmovn_s32(vcvtnq_s32_f32(b)));
 }
+template <bool kStream>
 SH_INLINE void NarrowS8(char* p, const Quad& q) {
   vst1q_s8(reinterpret_cast<int8_t*>(p), vcombine_s8(vqmovn_s16(RoundTo16(q.f[0], q.f[1])),
                                                      vqmovn_s16(RoundTo16(q.f[2], q.f[3]))));
 }
+template <bool kStream>
 SH_INLINE void NarrowU8(char* p, const Quad& q) {
   const uint8x16_t codes = vcombine_u8(vqmovun_s16(RoundTo16(q.f[0], q.f[1])),
                                        vqmovun_s16(RoundTo16(q.f[2], q.f[3])));
@@ -191,8 +199,7 @@ SH_INLINE Scales4 MakeScales(const F* x, float top, float smallest) {
   return out;
 }
 
-// Copies kLanes elements of kBytes each, so that the compiler cannot see a copy. There is no
-// store past the caches worth having.
+// Copies kLanes elements of kBytes each, so that the compiler cannot see a copy.
 template <int64_t kBytes, bool kStream>
 SH_INLINE void CopyVector(const char* from, char* to) {
   if (kBytes == 4) {

@@ -1,4 +1,6 @@
 // One float at a time, in portable C++: the definition that the other targets must match.
+//
+// Every store goes through the caches, also with kStream.
 
 constexpr int kLanes = 1;
 constexpr int kDoubleLanes = 1;
@@ -36,6 +38,7 @@ SH_INLINE F LoadF32(const char* p) {
   std::memcpy(&x, p, 4);
   return x;
 }
+template <bool kStream = false>
 SH_INLINE void StoreF32(char* p, F x) { std::memcpy(p, &x, 4); }
 SH_INLINE F LoadBf16(const char* p) { return FromBits(static_cast<uint32_t>(LoadU16(p)) << 16); }
 
@@ -50,6 +53,7 @@ SH_INLINE F LoadF16(const char* p) {
   return FromBits(sign | (exponent + 112) << 23 | mantissa << 13);
 }
 
+template <bool kStream = false>
 SH_INLINE void StoreF16(char* p, F x) {
   const uint32_t bits = Bits(x);
   const uint32_t magnitude = bits & 0x7FFFFFFFu;
@@ -82,6 +86,7 @@ SH_INLINE F Join(uint32_t high, int32_t rest) {
 SH_INLINE F JoinBf16(const char* upper, const char* low) {
   return Join(static_cast<uint32_t>(LoadU16(upper)) << 16, static_cast<int16_t>(LoadU16(low)));
 }
+template <bool kStream>
 SH_INLINE void SplitBf16(char* upper, char* low, F x) {
   const uint32_t bits = Bits(x);
   const uint16_t high = static_cast<uint16_t>((bits + 0x8000u) >> 16);
@@ -149,6 +154,7 @@ SH_INLINE Quad JoinLean(const char* weight, const char* low) {
   }
   return out;
 }
+template <bool kStream>
 SH_INLINE void SplitLean(char* weight, char* low, const Quad& p) {
   for (int i = 0; i < 4; ++i) {
     // Rounds to 24 bits and those to 16; the remainder comes out 128 too large.
@@ -158,9 +164,11 @@ SH_INLINE void SplitLean(char* weight, char* low, const Quad& p) {
     low[i] = static_cast<char>((bits >> 8 & 0xFFu) ^ 0x80u);
   }
 }
+template <bool kStream>
 SH_INLINE void NarrowS8(char* p, const Quad& q) {
   for (int i = 0; i < 4; ++i) p[i] = static_cast<char>(std::lrint(q.f[i]));
 }
+template <bool kStream>
 SH_INLINE void NarrowU8(char* p, const Quad& q) {
   for (int i = 0; i < 4; ++i) {
     const long code = std::lrint(q.f[i]);
