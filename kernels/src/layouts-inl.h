@@ -23,6 +23,7 @@ struct GradF16 {
   SH_INLINE static Quad LoadQuad(const char* p) { return QuadF16(p); }
 };
 
+// Store() with kStream: arrays of 4-byte items are written past the caches.
 struct WeightF32 {
   static constexpr int64_t kBytes = 4, kLowBytes = 0;
   SH_INLINE static F Load(const char* weight, const char*) { return LoadF32(weight); }
@@ -34,9 +35,9 @@ struct WeightF32 {
 struct WeightBf16 {
   static constexpr int64_t kBytes = 2, kLowBytes = 2;
   SH_INLINE static F Load(const char* weight, const char* low) { return JoinBf16(weight, low); }
-  template <bool kStream>
+  template <bool>
   SH_INLINE static void Store(char* weight, char* low, F x) {
-    SplitBf16<kStream>(weight, low, x);
+    SplitBf16(weight, low, x);
   }
 };
 struct WeightF16 {
@@ -49,7 +50,7 @@ struct WeightF16 {
   }
   template <bool kStream>
   SH_INLINE static void Store(char* weight, char* low, F x) {
-    StoreF16<kStream>(weight, x);
+    StoreF16(weight, x);
     StoreF32<kStream>(low, x);
   }
 };

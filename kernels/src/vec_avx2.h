@@ -38,9 +38,8 @@ SH_INLINE F LoadBf16(const char* p) {
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(Load128(p)), 16));
 }
 SH_INLINE F LoadF16(const char* p) { return _mm256_cvtph_ps(Load128(p)); }
-template <bool kStream = false>
 SH_INLINE void StoreF16(char* p, F x) {
-  Store128<kStream>(p, _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
+  Store128(p, _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
 }
 
 SH_INLINE F RoundF16(F x) { return _mm256_cvtph_ps(_mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT)); }
@@ -55,15 +54,14 @@ SH_INLINE F JoinBf16(const char* upper, const char* low) {
   return _mm256_blendv_ps(_mm256_castsi256_ps(bits), _mm256_castsi256_ps(high),
                           _mm256_castsi256_ps(_mm256_xor_si256(bits, high)));
 }
-template <bool kStream>
 SH_INLINE void SplitBf16(char* upper, char* low, F x) {
   const __m256i bits = _mm256_castps_si256(x);
   const __m256i high = _mm256_srli_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x8000)), 16);
   const __m256i rest = _mm256_and_si256(bits, _mm256_set1_epi32(0xFFFF));
   // packus works within 128-bit halves: high 0-3, rest 0-3, high 4-7, rest 4-7.
   const __m256i both = _mm256_permute4x64_epi64(_mm256_packus_epi32(high, rest), 0xD8);
-  Store128<kStream>(upper, _mm256_castsi256_si128(both));
-  Store128<kStream>(low, _mm256_extracti128_si256(both, 1));
+  Store128(upper, _mm256_castsi256_si128(both));
+  Store128(low, _mm256_extracti128_si256(both, 1));
 }
 
 SH_INLINE D ZeroD() { return _mm256_setzero_pd(); }
@@ -257,4 +255,8 @@ SH_INLINE void CopyVector(const char* from, char* to) {
   }
 }
 SH_INLINE void Keep(F a) { asm volatile("" : : "x"(a)); }
+// Copies 64 bytes past the caches. They are loaded in four parts, as they may just have been stored.
+SH_INLINE void StreamLine(const char* from, char* to) {
+  for (int i = 0; i < 64; i += 16) Store128<true>(to + i, Load128(from + i));
+}
 SH_INLINE void StreamFence() { _mm_sfence(); }

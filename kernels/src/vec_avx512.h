@@ -41,9 +41,8 @@ SH_INLINE F LoadBf16(const char* p) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(Load256(p)), 16));
 }
 SH_INLINE F LoadF16(const char* p) { return _mm512_cvtph_ps(Load256(p)); }
-template <bool kStream = false>
 SH_INLINE void StoreF16(char* p, F x) {
-  Store256<kStream>(p, _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+  Store256(p, _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 }
 
 SH_INLINE F RoundF16(F x) {
@@ -61,12 +60,11 @@ SH_INLINE F JoinBf16(const char* upper, const char* low) {
       _mm512_cmplt_epi32_mask(_mm512_xor_si512(bits, high), _mm512_setzero_si512());
   return _mm512_castsi512_ps(_mm512_mask_mov_epi32(bits, changed, high));
 }
-template <bool kStream>
 SH_INLINE void SplitBf16(char* upper, char* low, F x) {
   const __m512i bits = _mm512_castps_si512(x);
   const __m512i high = _mm512_srli_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x8000)), 16);
-  Store256<kStream>(upper, _mm512_cvtepi32_epi16(high));
-  Store256<kStream>(low, _mm512_cvtepi32_epi16(bits));
+  Store256(upper, _mm512_cvtepi32_epi16(high));
+  Store256(low, _mm512_cvtepi32_epi16(bits));
 }
 
 SH_INLINE D ZeroD() { return _mm512_setzero_pd(); }
@@ -256,4 +254,9 @@ SH_INLINE void CopyVector(const char* from, char* to) {
   }
 }
 SH_INLINE void Keep(F a) { asm volatile("" : : "v"(a)); }
+// Copies 64 bytes past the caches. They are loaded in two parts, as they may just have been stored.
+SH_INLINE void StreamLine(const char* from, char* to) {
+  const __m512i lower = _mm512_castsi256_si512(Load256(from));
+  Store512<true>(to, _mm512_inserti64x4(lower, Load256(from + 32), 1));
+}
 SH_INLINE void StreamFence() { _mm_sfence(); }

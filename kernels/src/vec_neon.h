@@ -37,7 +37,6 @@ SH_INLINE void StoreF32(char* p, F x) {
 }
 SH_INLINE F LoadBf16(const char* p) { return vreinterpretq_f32_u32(vshll_n_u16(Load4U16(p), 16)); }
 SH_INLINE F LoadF16(const char* p) { return vcvt_f32_f16(vreinterpret_f16_u16(Load4U16(p))); }
-template <bool kStream = false>
 SH_INLINE void StoreF16(char* p, F x) { Store4U16(p, vreinterpret_u16_f16(vcvt_f16_f32(x))); }
 
 SH_INLINE F RoundF16(F x) { return vcvt_f32_f16(vcvt_f16_f32(x)); }
@@ -53,7 +52,6 @@ SH_INLINE F Join(uint16x4_t upper, int32x4_t rest) {
 SH_INLINE F JoinBf16(const char* upper, const char* low) {
   return Join(Load4U16(upper), vmovl_s16(vreinterpret_s16_u16(Load4U16(low))));
 }
-template <bool kStream>
 SH_INLINE void SplitBf16(char* upper, char* low, F x) {
   const uint32x4_t bits = vreinterpretq_u32_f32(x);
   Store4U16(upper, vshrn_n_u32(vaddq_u32(bits, vdupq_n_u32(0x8000u)), 16));
@@ -213,4 +211,5 @@ SH_INLINE void CopyVector(const char* from, char* to) {
   }
 }
 SH_INLINE void Keep(F a) { asm volatile("" : : "w"(a)); }
+SH_INLINE void StreamLine(const char* from, char* to) { std::memcpy(to, from, 64); }
 SH_INLINE void StreamFence() {}

@@ -53,7 +53,6 @@ SH_INLINE F LoadF16(const char* p) {
   return FromBits(sign | (exponent + 112) << 23 | mantissa << 13);
 }
 
-template <bool kStream = false>
 SH_INLINE void StoreF16(char* p, F x) {
   const uint32_t bits = Bits(x);
   const uint32_t magnitude = bits & 0x7FFFFFFFu;
@@ -86,7 +85,6 @@ SH_INLINE F Join(uint32_t high, int32_t rest) {
 SH_INLINE F JoinBf16(const char* upper, const char* low) {
   return Join(static_cast<uint32_t>(LoadU16(upper)) << 16, static_cast<int16_t>(LoadU16(low)));
 }
-template <bool kStream>
 SH_INLINE void SplitBf16(char* upper, char* low, F x) {
   const uint32_t bits = Bits(x);
   const uint16_t high = static_cast<uint16_t>((bits + 0x8000u) >> 16);
@@ -207,4 +205,5 @@ SH_INLINE void CopyVector(const char* from, char* to) {
   std::memcpy(to, &x, kBytes);
 }
 SH_INLINE void Keep(F a) { asm volatile("" : : "r"(Bits(a))); }
+SH_INLINE void StreamLine(const char* from, char* to) { std::memcpy(to, from, 64); }
 SH_INLINE void StreamFence() {}
