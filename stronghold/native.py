@@ -214,6 +214,27 @@ def constants(
     return out, variant
 
 
+def check_targets(
+    optimizer: str,
+    weight_dtype: torch.dtype,
+    grad_dtype: torch.dtype,
+    fields: Rows,
+    targets: Rows,
+) -> None:
+    """ConfigError where a target overlaps an array of its segment, or another target of it. For
+    kernels elsewhere and exact states: a pool's calls check their own."""
+    check(
+        library().sh_check_targets(
+            optimizer.encode(),
+            _dtype_code(weight_dtype),
+            _dtype_code(grad_dtype),
+            fields.ctypes.data,
+            targets.ctypes.data,
+            len(fields),
+        )
+    )
+
+
 Own = TypeVar("Own", bound="Closing")
 
 
@@ -655,6 +676,7 @@ def library() -> ctypes.CDLL:
         "sh_pool_destroy": (None, [address]),
         "sh_pool_isa": (text, [address]),
         "sh_update": (int32, [address, text, int32, int32, address, address, int64]),
+        "sh_check_targets": (int32, [text, int32, int32, address, address, int64]),
         "sh_update_traffic": (int32, [address, text, int32, int32, address, address, int64]),
         "sh_update_prefetch": (int32, [address, text, int32, int32, address]),
         "sh_update_constants": (int32, [text, address, int64, address, address]),

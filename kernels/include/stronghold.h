@@ -136,9 +136,10 @@ typedef struct {
  * and parameters that have no step.
  *
  * A target overlaps no other array of the call. SH_INVALID where it overlaps an array or a target of
- * its own segment; nobody checks it against other segments. The bits are those of the step in place.
- * So is the speed, if weight, low and moments of the target begin at multiples of 64 bytes (each
- * one, also those in place). Other addresses are slower. Targets are written past the caches.
+ * its own segment; other segments are not checked. The bits are those of the step in place, and the
+ * step moves the same bytes: it writes past the caches. That needs arrays that begin at multiples of
+ * 64 bytes: weight, low and moments where they are written, also those in place. Otherwise the bits
+ * are the same, and the target's lines are read too, which takes longer.
  *
  * Every optimizer has constants: functions of a segment's numbers, computed in double and rounded
  * once to fp32. The formulas below name them by position, the first one being
@@ -213,6 +214,11 @@ typedef struct {
 SH_API int32_t sh_update(sh_pool* pool, const char* optimizer, sh_dtype weight_dtype,
                          sh_dtype grad_dtype, const sh_segment* segments, const sh_target* targets,
                          int64_t num_segments);
+
+/* Refuses the targets that sh_update refuses; for an implementation elsewhere. */
+SH_API int32_t sh_check_targets(const char* optimizer, sh_dtype weight_dtype, sh_dtype grad_dtype,
+                                const sh_segment* segments, const sh_target* targets,
+                                int64_t num_segments);
 
 /* How far ahead sh_update asks for memory on this pool, with this optimizer and these dtypes, in
  * place, in elements: the faster of two distances. Calls with targets choose their own. It is chosen by timing some 500 chunks of the calls after

@@ -233,11 +233,15 @@ void CheckList(const sh_segment* segments, int64_t num_segments) {
   Require(num_segments == 0 || segments != nullptr, "segments is NULL");
 }
 
+void CheckDtypes(sh_dtype weight_dtype, sh_dtype grad_dtype) {
+  Require(weight_dtype >= SH_F32 && weight_dtype <= SH_BF16_LEAN, "unknown weight dtype");
+  Require(grad_dtype >= SH_F32 && grad_dtype <= SH_F16, "unknown gradient dtype");
+}
+
 void CheckPool(const sh_pool* pool, sh_dtype weight_dtype, sh_dtype grad_dtype) {
   Require(pool != nullptr, "pool is NULL");
   Require(!pool->forked(), "the pool was made before fork(); make one in this process");
-  Require(weight_dtype >= SH_F32 && weight_dtype <= SH_BF16_LEAN, "unknown weight dtype");
-  Require(grad_dtype >= SH_F32 && grad_dtype <= SH_F16, "unknown gradient dtype");
+  CheckDtypes(weight_dtype, grad_dtype);
 }
 
 // An array of a segment, for messages.
@@ -401,6 +405,17 @@ int32_t sh_update_traffic(sh_pool* pool, const char* optimizer, sh_dtype weight_
     sh::RunJob(pool, job, index,
                needed == nullptr ? sh::Loop::kTrafficInPlace : sh::Loop::kTrafficOutOfPlace, true,
                sh::Chunk<sh::TrafficPart>);
+  });
+}
+
+int32_t sh_check_targets(const char* optimizer, sh_dtype weight_dtype, sh_dtype grad_dtype,
+                         const sh_segment* segments, const sh_target* targets,
+                         int64_t num_segments) {
+  return sh::Guarded([&] {
+    sh::CheckDtypes(weight_dtype, grad_dtype);
+    sh::CheckList(segments, num_segments);
+    const sh::Optimizer& table = sh::KernelsAt(0)->optimizers[sh::OptimizerNamed(optimizer)];
+    sh::CheckTargets(table, weight_dtype, grad_dtype, segments, targets, num_segments);
   });
 }
 
