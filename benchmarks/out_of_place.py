@@ -179,7 +179,9 @@ def main() -> None:
     parser.add_argument("--optimizers", nargs="+", choices=OPTIMIZERS, default=list(OPTIMIZERS))
     parser.add_argument("--flows", nargs="+", choices=FLOWS, default=list(FLOWS))
     parser.add_argument("--before", help="a libstronghold.so of ABI 3")
-    parser.add_argument("--save", action="store_true", help="write benchmarks/results/out-of-place_*")
+    parser.add_argument(
+        "--save", action="store_true", help="write benchmarks/results/out-of-place_*"
+    )
     arguments = parser.parse_args()
     record = provenance()
     before = Before(arguments.before, arguments.threads) if arguments.before else None

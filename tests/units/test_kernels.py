@@ -406,9 +406,7 @@ def test_traffic_in_place_changes_nothing_and_past_the_caches_copies(optimizer):
         batch.traffic(pool)
         assert same(source, before)
         segments, targets = [source.segment()], [target_of(target.segment())]
-        native.UpdateBatch(
-            optimizer, weight_dtype, BF16, segments, targets=targets
-        ).traffic(pool)
+        native.UpdateBatch(optimizer, weight_dtype, BF16, segments, targets=targets).traffic(pool)
         assert same(source, before)
         for name, part in target.parts.items():
             assert torch.equal(part, source.parts[name]) == (name != "grad")

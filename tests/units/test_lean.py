@@ -317,6 +317,8 @@ def test_traffic_in_place_changes_nothing_and_past_the_caches_copies(optimizer):
         batch.traffic(pool)
         assert differing(source, before) == []
         segments, targets = [source.segment()], [target_of(target.segment())]
-        native.UpdateBatch(optimizer, BF16, BF16, segments, lean=True, targets=targets).traffic(pool)
+        native.UpdateBatch(optimizer, BF16, BF16, segments, lean=True, targets=targets).traffic(
+            pool
+        )
     assert differing(source, before) == []
     assert differing(source, target) == ["grad"]

@@ -116,9 +116,7 @@ def test_some_arrays_in_place_and_others_not_never_change_a_bit(optimizer, layou
         for count in range(len(names) + 1):
             for in_place in itertools.combinations(names, count):
                 for skip in (0, 3):
-                    arrays, expected = (
-                        arrays_of(layout, optimizer, 4097, grad) for _ in range(2)
-                    )
+                    arrays, expected = (arrays_of(layout, optimizer, 4097, grad) for _ in range(2))
                     targets = Targets(arrays.parts, skip, in_place)
                     assert_step_is_that_in_place(pool, layout, arrays, expected, targets, 1)
 
@@ -204,7 +202,7 @@ def test_a_target_that_overlaps_an_array_of_its_segment_is_refused(optimizer, la
                 continue
             address = targets[1].views[other].data_ptr() + 1
             moved = targets[1].target()._replace(**{name: address})
-            with pytest.raises(ConfigError, match="segment 1: the target of .* overlaps the targ"):
+            with pytest.raises(ConfigError, match=r"the target of .* overlaps the target"):
                 update(pool, layout, [good, bad], 1, [targets[0].target(), moved])
     for arrays, old in zip((good, bad), before, strict=True):
         assert all(torch.equal(part, old[name]) for name, part in arrays.parts.items())
@@ -218,14 +216,16 @@ def test_targets_next_to_other_arrays_are_taken():
     room = torch.zeros(8 * numel)
     starts = [room.data_ptr() + 4 * k * numel for k in range(8)]
     weight, moment0, moment1, grad, *to = starts
-    segment = Arrays(torch.ones(1), torch.ones(1), F32).segment()._replace(
-        weight=weight, low=0, moment0=moment0, moment1=moment1, grad=grad, numel=numel
+    segment = (
+        Arrays(torch.ones(1), torch.ones(1), F32)
+        .segment()
+        ._replace(weight=weight, low=0, moment0=moment0, moment1=moment1, grad=grad, numel=numel)
     )
     target = native.Target(weight=to[0], moment0=to[1], moment1=to[2])
     with native.Pool(1) as pool:
         pool.update("adam", F32, F32, [segment], targets=[target])
+        moved = target._replace(weight=moment0 + 4 * numel - 4)
         with pytest.raises(ConfigError, match="the target of weight overlaps moment0"):
-            moved = target._replace(weight=moment0 + 4 * numel - 4)
             pool.update("adam", F32, F32, [segment], targets=[moved])
 
 
