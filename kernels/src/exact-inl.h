@@ -5,7 +5,7 @@
 // another. In place the lists are one and the same to the compiler. Out of place a line of a target
 // that is stored through the caches would be read from memory first; 12 of Adam's 26 bytes would
 // move three times instead of twice. So the stores go past the caches, a line at a time: where a
-// vector's items are half a line, a group's are put together first, which takes 4 % off a step of
+// vector's items are half a line, a group's are put together first, which takes 5 % off a step of
 // Adam in bf16. All targets but the scales, which are few, begin at multiples of 64 bytes.
 // update.cpp takes other targets through a buffer in the first cache.
 //
