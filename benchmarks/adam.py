@@ -51,7 +51,10 @@ def batch(
     moments: list[torch.Tensor],
     grad: torch.Tensor,
     scales: list[torch.Tensor] | None = None,
+    to: list[torch.Tensor] | None = None,
 ) -> native.UpdateBatch:
+    """One call on these arrays. It writes `to` others, in the order of `native.Target`, or in
+    place."""
     scale0, scale1 = (array.data_ptr() for array in scales) if scales else (0, 0)
     segment = native.Segment(
         weight=weight.data_ptr(),
@@ -70,7 +73,10 @@ def batch(
         step=10,
         flags=0b11,  # AdamW with bias correction
     )
-    return native.UpdateBatch("adam", weight.dtype, grad.dtype, [segment], lean=scales is not None)
+    targets = [native.Target(*(array.data_ptr() for array in to))] if to else None
+    return native.UpdateBatch(
+        "adam", weight.dtype, grad.dtype, [segment], lean=scales is not None, targets=targets
+    )
 
 
 def optimizers(params: list[torch.nn.Parameter], moments: list[torch.Tensor] | None) -> Contenders:
@@ -102,15 +108,17 @@ def contenders(
     elsewhere = [host_array(numel, F32) for _ in range(3)]
     halves = elsewhere[2].view(BF16)
     memory += [*moments, *elsewhere, grad32, master, grad16, weight, low]
-    eighths, eighths_to = (lean_batch(numel, grad16, weight, memory) for _ in range(2))
+    eighths, eighths_to = lean_batches(numel, grad16, weight, memory)
 
     param = torch.nn.Parameter(master)
     param.grad = grad32
     steps = {} if flows == ["lean"] else optimizers([param], moments)
     fp32 = batch(master, None, moments, grad32)
     bf16 = batch(weight, low, moments, grad16)
-    fp32_to = batch(elsewhere[2], None, elsewhere[:2], grad32)
-    bf16_to = batch(halves[:numel], halves[numel:], elsewhere[:2], grad16)
+    fp32_to = batch(master, None, moments, grad32, to=[elsewhere[2], master, *elsewhere[:2]])
+    bf16_to = batch(
+        *(weight, low, moments, grad16), to=[halves[:numel], halves[numel:], *elsewhere[:2]]
+    )
 
     def cast_step_copy() -> None:
         grad32.copy_(grad16)
@@ -119,15 +127,15 @@ def contenders(
 
     every: Contenders = {
         "fp32 limit, in place": lambda: fp32.traffic(pool),
-        "fp32 limit, past the caches": lambda: fp32.traffic(pool, fp32_to),
+        "fp32 limit, past the caches": lambda: fp32_to.traffic(pool),
         "fp32 stronghold": lambda: fp32.run(pool),
         **{f"fp32 {name}": step for name, step in steps.items()},
         "bf16 limit, in place": lambda: bf16.traffic(pool),
-        "bf16 limit, past the caches": lambda: bf16.traffic(pool, bf16_to),
+        "bf16 limit, past the caches": lambda: bf16_to.traffic(pool),
         "bf16 stronghold": lambda: bf16.run(pool),
         "bf16 DeepSpeed cast, step, copy back": cast_step_copy,
         "lean limit, in place": lambda: eighths.traffic(pool),
-        "lean limit, past the caches": lambda: eighths.traffic(pool, eighths_to),
+        "lean limit, past the caches": lambda: eighths_to.traffic(pool),
         "lean stronghold": lambda: eighths.run(pool),
     }
     wanted = [name for name in every if name[:4] in flows]
@@ -136,16 +144,21 @@ def contenders(
     return {name: every[name] for name in wanted}
 
 
-def lean_batch(
+def lean_batches(
     numel: int, grad: torch.Tensor, weight: torch.Tensor, memory: list[torch.Tensor]
-) -> native.UpdateBatch:
-    """Fresh arrays with lean states; the rounds before the first that counts fill the moments."""
-    own = host_array(numel, BF16)
-    own.copy_(weight)
-    low, *moments = (host_array(numel, U8) for _ in range(3))
-    scales = [host_array(states.num_items("exp_avg_scale", numel), F32) for _ in range(2)]
-    memory += [own, low, *moments, *scales]
-    return batch(own, low, moments, grad, scales)
+) -> tuple[native.UpdateBatch, native.UpdateBatch]:
+    """A call in place on fresh arrays with lean states, and one from them to others. The rounds
+    before the first that counts fill the moments."""
+    sets = []
+    for _ in range(2):
+        low, *moments = (host_array(numel, U8) for _ in range(3))
+        scales = [host_array(states.num_items("exp_avg_scale", numel), F32) for _ in range(2)]
+        sets.append([host_array(numel, BF16), low, *moments, *scales])
+    source, target = sets
+    source[0].copy_(weight)
+    memory += [*source, *target]
+    arrays = source[0], source[1], source[2:4], grad, source[4:]
+    return batch(*arrays), batch(*arrays, to=target)
 
 
 def small_contenders(threads: int) -> Contenders:

@@ -83,27 +83,30 @@ class Memory:
 
 
 def batch(
-    optimizer: str,
-    kind: str,
-    memory: Memory,
-    array: Callable[[str, torch.dtype], torch.Tensor],
+    optimizer: str, kind: str, memory: Memory, sources: Arrays, targets: Arrays | None = None
 ) -> native.UpdateBatch:
-    arrays = {
-        name: array(name, dtype).data_ptr() for name, dtype in state_dtypes(optimizer, kind).items()
-    }
+    """One call on these arrays; with `targets` it writes there."""
+    addresses = {name: array.data_ptr() for name, array in sources.items()}
     hyper = hyper_fields(optimizer, grad_scale=1.0, lr=1e-4, weight_decay=0.01)
     segment = native.Segment(
-        grad=memory.grad.data_ptr(), numel=memory.numel, step=10, **arrays, **hyper
+        grad=memory.grad.data_ptr(), numel=memory.numel, step=10, **addresses, **hyper
     )
-    return native.UpdateBatch(optimizer, BF16, BF16, [segment], lean=kind == "lean")
+    to = None
+    if targets is not None:
+        to = [native.Target(**{name: array.data_ptr() for name, array in targets.items()})]
+    return native.UpdateBatch(optimizer, BF16, BF16, [segment], lean=kind == "lean", targets=to)
 
 
-def contenders(
-    name: str, step: native.UpdateBatch, target: native.UpdateBatch, pool: native.Pool
-) -> Contenders:
+def contenders(optimizer: str, kind: str, memory: Memory, pool: native.Pool) -> Contenders:
+    dtypes = state_dtypes(optimizer, kind)
+    sources = {name: memory.source(name, dtype) for name, dtype in dtypes.items()}
+    targets = {name: memory.target(name, dtype) for name, dtype in dtypes.items()}
+    step = batch(optimizer, kind, memory, sources)
+    elsewhere = batch(optimizer, kind, memory, sources, targets)
+    name = f"{optimizer}, {kind}"
     return {
         f"{name}: limit, in place": lambda: step.traffic(pool),
-        f"{name}: limit, past the caches": lambda: step.traffic(pool, target),
+        f"{name}: limit, past the caches": lambda: elsewhere.traffic(pool),
         f"{name}: step": lambda: step.run(pool),
     }
 
@@ -113,9 +116,7 @@ def measure(memory: Memory, threads: int, rounds: int) -> dict[str, Any]:
     with native.Pool(threads) as pool:
         for kind in KINDS:
             for optimizer in OPTIMIZERS:
-                step = batch(optimizer, kind, memory, memory.source)
-                target = batch(optimizer, kind, memory, memory.target)
-                every |= contenders(f"{optimizer}, {kind}", step, target, pool)
+                every |= contenders(optimizer, kind, memory, pool)
         seconds = alternate(every, rounds)
         isa = pool.isa
     return {"threads": threads, "isa": isa, "median_s": medians(seconds), "seconds": seconds}

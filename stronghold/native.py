@@ -35,7 +35,7 @@ import torch
 
 from stronghold.errors import ConfigError, StateError
 
-_ABI_VERSION = 3
+_ABI_VERSION = 4
 _SH_INVALID = 1
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _BF16_LEAN = 3
@@ -74,14 +74,39 @@ class Segment(NamedTuple):
     flags: int = 0
 
 
-# A row of a prepared call: the C structure, whose size is checked when the library is loaded.
+class Target(NamedTuple):
+    """Where a step of one segment writes: an address for each array that it writes. 0, or the
+    segment's address, means in place; some arrays may be in place and others not.
+
+    An array that is not in place is read from the segment's address and stays as it is. The step
+    writes the segment's elements of its target, all of them, and nothing before or after. A target
+    overlaps no other array of the call. [Note: targets] of `stronghold.h` has the whole contract.
+
+    A tuple in the order of the C structure, which is that of `States.kernel_arrays`.
+    """
+
+    weight: int = 0
+    low: int = 0
+    moment0: int = 0
+    moment1: int = 0
+    scale0: int = 0
+    scale1: int = 0
+
+
+# Rows of a prepared call: the C structures, whose sizes are checked when the library is loaded.
 _C_TYPES = {int: np.int64, float: np.float64}
-_ROW = np.dtype([(name, _C_TYPES[of]) for name, of in get_type_hints(Segment).items()])
+_ROW, _TARGET_ROW = (
+    np.dtype([(name, _C_TYPES[of]) for name, of in get_type_hints(kind).items()])
+    for kind in (Segment, Target)
+)
 
 Rows = npt.NDArray[Any]
-"""Segments as a NumPy structured array with the fields of `Segment`: `rows` makes it."""
+"""Segments, or targets, as a NumPy structured array with their fields: `rows` makes one of
+segments."""
 
 Segments = Sequence[Segment] | Rows
+Targets = Sequence[Target] | Rows
+"""A target for each segment of a call."""
 
 
 def rows(segments: Segments) -> Rows:
@@ -89,12 +114,22 @@ def rows(segments: Segments) -> Rows:
     return np.array(segments, dtype=_ROW)
 
 
+def target_rows(targets: Targets, num_segments: int) -> Rows:
+    """A copy of `targets`, by field. ConfigError where they are not one for each segment."""
+    if len(targets) != num_segments:
+        raise ConfigError(f"targets: got {len(targets)}, expected one for each of {num_segments}")
+    return np.array(targets, dtype=_TARGET_ROW)
+
+
 class UpdateBatch:
     """A prepared call of an optimizer: made once, then run every step. Assigning to
     `rows["number0"]` and the other fields changes the next call. With `lean`, weights are bf16 and
-    their states lean."""
+    their states lean. Without `targets` it is in place."""
 
-    __slots__ = ("_address", "_grad_dtype", "_optimizer", "_weight_dtype", "rows")
+    __slots__ = (
+        *("_address", "_grad_dtype", "_optimizer", "_targets", "_targets_address"),
+        *("_weight_dtype", "rows"),
+    )
 
     def __init__(
         self,
@@ -104,15 +139,21 @@ class UpdateBatch:
         segments: Segments,
         *,
         lean: bool = False,
+        targets: Targets | None = None,
     ) -> None:
         self._optimizer = optimizer.encode()
         self._weight_dtype = _weight_code(weight_dtype, lean)
         self._grad_dtype = _dtype_code(grad_dtype)
         self.rows = rows(segments)
         self._address = self.rows.ctypes.data
+        self._targets: Rows | None = None
+        self._targets_address: int | None = None
+        if targets is not None:
+            self._targets = target_rows(targets, len(self.rows))
+            self._targets_address = self._targets.ctypes.data
 
     def run(self, pool: Pool) -> None:
-        """One step on every segment, in place. Returns when all are done."""
+        """One step on every segment. Returns when all are done."""
         check(
             library().sh_update(
                 pool.handle,
@@ -120,13 +161,14 @@ class UpdateBatch:
                 self._weight_dtype,
                 self._grad_dtype,
                 self._address,
+                self._targets_address,
                 len(self.rows),
             )
         )
 
-    def traffic(self, pool: Pool, to: UpdateBatch | None = None) -> None:
-        """Moves the bytes that `run` moves and computes nothing: memory's limit for `run`. They are
-        written unchanged where they were read, or to the arrays of `to`, past the caches."""
+    def traffic(self, pool: Pool) -> None:
+        """Moves the bytes that `run` moves and computes nothing: memory's limit for `run`. Targets
+        become copies of their sources, past the caches."""
         check(
             library().sh_update_traffic(
                 pool.handle,
@@ -134,7 +176,7 @@ class UpdateBatch:
                 self._weight_dtype,
                 self._grad_dtype,
                 self._address,
-                None if to is None else to._address,
+                self._targets_address,
                 len(self.rows),
             )
         )
@@ -170,6 +212,27 @@ def constants(
         )
     )
     return out, variant
+
+
+def check_targets(
+    optimizer: str,
+    weight_dtype: torch.dtype,
+    grad_dtype: torch.dtype,
+    fields: Rows,
+    targets: Rows,
+) -> None:
+    """ConfigError where a target overlaps an array of its segment, or another target of it. For
+    kernels elsewhere and exact states: a pool's calls check their own."""
+    check(
+        library().sh_check_targets(
+            optimizer.encode(),
+            _dtype_code(weight_dtype),
+            _dtype_code(grad_dtype),
+            fields.ctypes.data,
+            targets.ctypes.data,
+            len(fields),
+        )
+    )
 
 
 Own = TypeVar("Own", bound="Closing")
@@ -209,9 +272,11 @@ class Kernels(ABC):
         segments: Segments,
         *,
         lean: bool = False,
+        targets: Targets | None = None,
     ) -> Callable[[float | None], None]:
-        """The host's share of one step of the optimizer on every segment, in place. `stronghold.h`
-        has the optimizers and their formulas; `lean` means bf16 weights with lean states.
+        """The host's share of one step of the optimizer on every segment, in place or to `targets`.
+        `stronghold.h` has the optimizers and their formulas; `lean` means bf16 weights with lean
+        states.
 
         Returns a function that does the remaining work. Its argument is one scale of the gradients
         for all segments, or None: each segment's `grad_scale`.
@@ -227,9 +292,13 @@ class Kernels(ABC):
         segments: Segments,
         *,
         lean: bool = False,
+        targets: Targets | None = None,
     ) -> None:
         """Both at once, with the segments' own scales."""
-        self.prepare_update(optimizer, weight_dtype, grad_dtype, segments, lean=lean)(None)
+        run = self.prepare_update(
+            optimizer, weight_dtype, grad_dtype, segments, lean=lean, targets=targets
+        )
+        run(None)
 
     @abstractmethod
     def accumulate(
@@ -297,8 +366,8 @@ class Pool(Kernels, Closing):
         *,
         lean: bool = False,
     ) -> int:
-        """How many elements ahead the optimizer asks for memory: chosen by timing its first chunks
-        after step 1, and 0 until then. It changes no bit."""
+        """How many elements ahead the optimizer asks for memory in place: chosen by timing its
+        first chunks after step 1, and 0 until then. It changes no bit."""
         elements = ctypes.c_int64()
         weight, grad = _weight_code(weight_dtype, lean), _dtype_code(grad_dtype)
         check(
@@ -323,8 +392,11 @@ class Pool(Kernels, Closing):
         segments: Segments,
         *,
         lean: bool = False,
+        targets: Targets | None = None,
     ) -> Callable[[float | None], None]:
-        batch = UpdateBatch(optimizer, weight_dtype, grad_dtype, segments, lean=lean)
+        batch = UpdateBatch(
+            optimizer, weight_dtype, grad_dtype, segments, lean=lean, targets=targets
+        )
 
         def run(scale: float | None) -> None:
             if scale is not None:
@@ -597,12 +669,14 @@ def library() -> ctypes.CDLL:
         "sh_last_errno": (int32, []),
         "sh_abi_version": (int32, []),
         "sh_segment_bytes": (int64, []),
+        "sh_target_bytes": (int64, []),
         "sh_isa_at": (text, [int32]),
         "sh_optimizer_at": (text, [int32]),
         "sh_pool_create": (int32, [int32, address, int32, text, address]),
         "sh_pool_destroy": (None, [address]),
         "sh_pool_isa": (text, [address]),
-        "sh_update": (int32, [address, text, int32, int32, address, int64]),
+        "sh_update": (int32, [address, text, int32, int32, address, address, int64]),
+        "sh_check_targets": (int32, [text, int32, int32, address, address, int64]),
         "sh_update_traffic": (int32, [address, text, int32, int32, address, address, int64]),
         "sh_update_prefetch": (int32, [address, text, int32, int32, address]),
         "sh_update_constants": (int32, [text, address, int64, address, address]),
@@ -627,7 +701,8 @@ def library() -> ctypes.CDLL:
             raise _of_another_version(loaded) from None
         function.restype = result
         function.argtypes = arguments
-    if loaded.sh_abi_version() != _ABI_VERSION or loaded.sh_segment_bytes() != _ROW.itemsize:
+    sizes = loaded.sh_segment_bytes(), loaded.sh_target_bytes()
+    if loaded.sh_abi_version() != _ABI_VERSION or sizes != (_ROW.itemsize, _TARGET_ROW.itemsize):
         raise _of_another_version(loaded)
     return loaded
 

@@ -2,7 +2,7 @@
  *
  * Every function that can fail returns a status; sh_last_error() has the words. Nothing is thrown,
  * printed or kept in globals. Memory belongs to the caller, at any alignment; arrays that are
- * written must not overlap any other array of the same call.
+ * written must not overlap any other array of the same call. An update may write where it reads.
  *
  * [Note: same bits] The result of every kernel depends on its arguments alone: not on the
  * instruction set, the number of threads, or the caller's floating-point mode. A NaN is always
@@ -18,7 +18,7 @@
 extern "C" {
 #endif
 
-#define SH_ABI_VERSION 3
+#define SH_ABI_VERSION 4
 
 /* Of one optimizer, at most. */
 #define SH_MAX_MOMENTS 2
@@ -53,6 +53,7 @@ SH_API int32_t sh_last_errno(void);
 /* SH_ABI_VERSION of the library, and the sizes of the structures that it was compiled with. */
 SH_API int32_t sh_abi_version(void);
 SH_API int64_t sh_segment_bytes(void);
+SH_API int64_t sh_target_bytes(void);
 
 /* ---- Instruction sets ------------------------------------------------------------------------ */
 
@@ -114,8 +115,31 @@ typedef struct {
   int64_t flags;
 } sh_segment;
 
-/* One step of the optimizer on every segment, in place. All segments share the two dtypes. Work is
- * split over the threads across all of them.
+/* Where a step of one segment writes. NULL, or the address in the segment, means in place; some
+ * arrays may be in place and others not. A pointer to an array that the dtype or the optimizer does
+ * not have is ignored. */
+typedef struct {
+  void* weight;
+  void* low;
+  void* moment[SH_MAX_MOMENTS];
+  float* scale[SH_MAX_MOMENTS];
+} sh_target;
+
+/* One step of the optimizer on every segment: in place, or to other arrays. All segments share the
+ * two dtypes. Work is split over the threads across all of them.
+ *
+ * [Note: targets] `targets` is NULL, and the whole call is in place; or it has one target for each
+ * segment. An array that is not in place is read from the segment's address, and stays as it is. Its
+ * target is written whole, also where the step changes no bit: numel elements, or as many scales as
+ * the segment has groups. Nothing before or after them is written, and no target is read. So a
+ * caller that swaps the two arrays afterwards copies into the target what no segment names: padding,
+ * and parameters that have no step.
+ *
+ * A target overlaps no other array of the call. SH_INVALID where it overlaps an array or a target of
+ * its own segment; other segments are not checked. The bits are those of the step in place, and the
+ * step moves the same bytes: it writes past the caches. That needs arrays that begin at multiples of
+ * 64 bytes: weight, low and moments where they are written, also those in place. Otherwise the bits
+ * are the same, and the target's lines are read too, which takes longer.
  *
  * Every optimizer has constants: functions of a segment's numbers, computed in double and rounded
  * once to fp32. The formulas below name them by position, the first one being
@@ -188,10 +212,16 @@ typedef struct {
  * update reads the moment become NaN in the next. stronghold/optim/states.py has the reasons and the
  * errors. */
 SH_API int32_t sh_update(sh_pool* pool, const char* optimizer, sh_dtype weight_dtype,
-                         sh_dtype grad_dtype, const sh_segment* segments, int64_t num_segments);
+                         sh_dtype grad_dtype, const sh_segment* segments, const sh_target* targets,
+                         int64_t num_segments);
+
+/* Refuses the targets that sh_update refuses; for an implementation elsewhere. */
+SH_API int32_t sh_check_targets(const char* optimizer, sh_dtype weight_dtype, sh_dtype grad_dtype,
+                                const sh_segment* segments, const sh_target* targets,
+                                int64_t num_segments);
 
 /* How far ahead sh_update asks for memory on this pool, with this optimizer and these dtypes, in
- * elements: the faster of two distances. It is chosen by timing some 500 chunks of the calls after
+ * place, in elements: the faster of two distances. Calls with targets choose their own. It is chosen by timing some 500 chunks of the calls after
  * the first step, and is 0 until then. It changes no bit. */
 SH_API int32_t sh_update_prefetch(sh_pool* pool, const char* optimizer, sh_dtype weight_dtype,
                                   sh_dtype grad_dtype, int64_t* elements);
@@ -230,13 +260,14 @@ SH_API int32_t sh_sum_squares(sh_pool* pool, sh_dtype dtype, const sh_array_segm
 /* ---- The memory's limit ---------------------------------------------------------------------- */
 
 /* Moves the bytes that sh_update with these arrays moves, and computes nothing: it reads every
- * array, and writes weight, low and the moments. With `to` NULL they are written where they were
- * read, unchanged; otherwise to the arrays of `to`, which begin at multiples of 64 bytes, past the
- * caches where the instruction set can. Benchmarks compare sh_update with it. The distance of
- * prefetching is chosen for each of the two ways as sh_update chooses its own. */
+ * array, and writes weight, low and the moments. In place they are written where they were read,
+ * unchanged. With targets that are not the sources all are copied past the caches where the
+ * instruction set can, and every target, of scales too, begins at a multiple of 64 bytes. Benchmarks
+ * compare sh_update with it. The distance of prefetching is chosen for each of the two ways as
+ * sh_update chooses its own. */
 SH_API int32_t sh_update_traffic(sh_pool* pool, const char* optimizer, sh_dtype weight_dtype,
                                  sh_dtype grad_dtype, const sh_segment* segments,
-                                 const sh_segment* to, int64_t num_segments);
+                                 const sh_target* targets, int64_t num_segments);
 
 #ifdef __cplusplus
 }

@@ -54,6 +54,8 @@ int32_t sh_abi_version(void) { return SH_ABI_VERSION; }
 
 int64_t sh_segment_bytes(void) { return sizeof(sh_segment); }
 
+int64_t sh_target_bytes(void) { return sizeof(sh_target); }
+
 const char* sh_isa_at(int32_t index) {
   const sh::Kernels* kernels = sh::KernelsAt(index);
   return kernels == nullptr ? nullptr : kernels->name;

@@ -13,11 +13,19 @@
 #include "lion-inl.h"
 #include "sgd-inl.h"
 
+template <class Formula, int kVariant, class Weight, class Grad>
+constexpr Update UpdateExact = {Exact<Formula, kVariant, Weight, Grad, true>,
+                                Exact<Formula, kVariant, Weight, Grad, false>};
+
+template <class Formula, int kVariant, class Grad>
+constexpr Update UpdateLean = {Lean<Formula, kVariant, Grad, true>,
+                               Lean<Formula, kVariant, Grad, false>};
+
 template <class Formula, class Weight, class Grad>
 constexpr void AddExact(Optimizer& table, sh_dtype weight, sh_dtype grad) {
   constexpr int kLast = Formula::kVariants - 1;
-  table.update[weight][grad][0] = Exact<Formula, 0, Weight, Grad>;
-  table.update[weight][grad][kLast] = Exact<Formula, kLast, Weight, Grad>;
+  table.update[weight][grad][0] = UpdateExact<Formula, 0, Weight, Grad>;
+  table.update[weight][grad][kLast] = UpdateExact<Formula, kLast, Weight, Grad>;
   table.traffic[weight][grad] = Traffic<Formula::kMoments, Weight, Grad>;
 }
 
@@ -27,8 +35,8 @@ constexpr void AddGrad(Optimizer& table, sh_dtype grad) {
   AddExact<Formula, WeightBf16, Grad>(table, SH_BF16, grad);
   AddExact<Formula, WeightF16, Grad>(table, SH_F16, grad);
   constexpr int kLast = Formula::kVariants - 1;
-  table.update[SH_BF16_LEAN][grad][0] = Lean<Formula, 0, Grad>;
-  table.update[SH_BF16_LEAN][grad][kLast] = Lean<Formula, kLast, Grad>;
+  table.update[SH_BF16_LEAN][grad][0] = UpdateLean<Formula, 0, Grad>;
+  table.update[SH_BF16_LEAN][grad][kLast] = UpdateLean<Formula, kLast, Grad>;
   table.traffic[SH_BF16_LEAN][grad] = TrafficLean<Formula::kMoments, Grad>;
 }
 

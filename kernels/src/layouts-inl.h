@@ -23,15 +23,22 @@ struct GradF16 {
   SH_INLINE static Quad LoadQuad(const char* p) { return QuadF16(p); }
 };
 
+// Store() with kStream: arrays of 4-byte items are written past the caches.
 struct WeightF32 {
   static constexpr int64_t kBytes = 4, kLowBytes = 0;
   SH_INLINE static F Load(const char* weight, const char*) { return LoadF32(weight); }
-  SH_INLINE static void Store(char* weight, char*, F x) { StoreF32(weight, x); }
+  template <bool kStream>
+  SH_INLINE static void Store(char* weight, char*, F x) {
+    StoreF32<kStream>(weight, x);
+  }
 };
 struct WeightBf16 {
   static constexpr int64_t kBytes = 2, kLowBytes = 2;
   SH_INLINE static F Load(const char* weight, const char* low) { return JoinBf16(weight, low); }
-  SH_INLINE static void Store(char* weight, char* low, F x) { SplitBf16(weight, low, x); }
+  template <bool>
+  SH_INLINE static void Store(char* weight, char* low, F x) {
+    SplitBf16(weight, low, x);
+  }
 };
 struct WeightF16 {
   static constexpr int64_t kBytes = 2, kLowBytes = 4;
@@ -41,8 +48,9 @@ struct WeightF16 {
     const F seen = LoadF16(weight);
     return SelectEqual(RoundF16(master), seen, master, seen);
   }
+  template <bool kStream>
   SH_INLINE static void Store(char* weight, char* low, F x) {
     StoreF16(weight, x);
-    StoreF32(low, x);
+    StoreF32<kStream>(low, x);
   }
 };

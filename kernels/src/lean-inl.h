@@ -83,8 +83,8 @@ SH_INLINE void LeanMoments(const typename Formula::Vectors& c, const Arrays& a, 
   for (int k = 0; k < kMoments; ++k) strip.largest[k][group] = largest[k];
 }
 
-template <class Formula, int kVariant>
-SH_INLINE void LeanWeights(const typename Formula::Vectors& c, const Arrays& a,
+template <class Formula, int kVariant, bool kStream>
+SH_INLINE void LeanWeights(const typename Formula::Vectors& c, const Arrays& a, const Arrays& to,
                            const LeanStrip& strip, int64_t group) {
   for (int64_t j = 0; j < kGroupQuads; ++j) {
     const int64_t at = j * kQuad;
@@ -100,15 +100,15 @@ SH_INLINE void LeanWeights(const typename Formula::Vectors& c, const Arrays& a,
     if (__builtin_expect(AnyNan(p), 0)) {
       for (int i = 0; i < 4; ++i) p.f[i] = Canonical(p.f[i]);
     }
-    SplitLean(a.weight + at * 2, a.low + at, p);
+    SplitLean<kStream>(to.weight + at * 2, to.low + at, p);
   }
 }
 
 // The scales of moment k of a strip, and their reciprocals: 0 for a group that is not finite.
 template <class Formula, int k>
-SH_INLINE void LeanScales(const Arrays& a, LeanStrip& strip) {
+SH_INLINE void LeanScales(const Arrays& to, LeanStrip& strip) {
   const Scales4 made = MakeScales(strip.largest[k], TopOf(Formula::kCoded[k]), kSmallestScale);
-  char* scales = a.scale(k);
+  char* scales = to.scale(k);
   float* reciprocals = strip.reciprocals[k];
   std::memcpy(scales, made.scales, sizeof(made.scales));
   std::memcpy(reciprocals, made.reciprocals, sizeof(made.reciprocals));
@@ -122,59 +122,67 @@ SH_INLINE void LeanScales(const Arrays& a, LeanStrip& strip) {
 }
 
 // The codes of moment k of one group.
-template <class Formula, int k>
-SH_INLINE void LeanCodes(const Arrays& a, const LeanStrip& strip, int64_t group) {
+template <class Formula, int k, bool kStream>
+SH_INLINE void LeanCodes(const Arrays& to, const LeanStrip& strip, int64_t group) {
   if (__builtin_expect(strip.reciprocals[k][group] == 0.0f, 0)) {
-    std::memset(a.moment(k), 0, kLeanGroup);
+    std::memset(to.moment(k), 0, kLeanGroup);
     return;
   }
   const F reciprocal = Set(strip.reciprocals[k][group]);
   for (int64_t j = 0; j < kGroupQuads; ++j) {
-    char* codes = a.moment(k) + j * kQuad;
+    char* codes = to.moment(k) + j * kQuad;
     Quad q;
     if (Formula::kCoded[k] == Coded::kSigned) {
       for (int i = 0; i < 4; ++i) {
         q.f[i] = CompressSigned(Mul(strip.moment[k][group][j].f[i], reciprocal));
       }
-      NarrowS8(codes, q);
+      NarrowS8<kStream>(codes, q);
     } else {
       for (int i = 0; i < 4; ++i) {
         q.f[i] = Compress(Mul(strip.handed_on[group][j].f[i], reciprocal));
       }
-      NarrowU8(codes, q);
+      NarrowU8<kStream>(codes, q);
     }
   }
 }
 
-template <class Formula, int kVariant>
-SH_INLINE void LeanWrite(const typename Formula::Vectors& c, const Arrays& strip_arrays,
+// The arrays of a strip: where its step loads, and where it stores.
+struct LeanPlaces {
+  Arrays from, to;
+};
+
+template <class Formula, int kVariant, bool kStream>
+SH_INLINE void LeanWrite(const typename Formula::Vectors& c, const LeanPlaces& places,
                          const LeanStrip& strip, int64_t group) {
-  const Arrays a = LeanOffset<Formula::kMoments>(strip_arrays, group * kLeanGroup, 0);
-  LeanWeights<Formula, kVariant>(c, a, strip, group);
-  if constexpr (Formula::kMoments > 0) LeanCodes<Formula, 0>(a, strip, group);
-  if constexpr (Formula::kMoments > 1) LeanCodes<Formula, 1>(a, strip, group);
+  constexpr int kMoments = Formula::kMoments;
+  const Arrays from = LeanOffset<kMoments>(places.from, group * kLeanGroup, 0);
+  const Arrays to = LeanOffset<kMoments>(places.to, group * kLeanGroup, 0);
+  LeanWeights<Formula, kVariant, kStream>(c, from, to, strip, group);
+  if constexpr (kMoments > 0) LeanCodes<Formula, 0, kStream>(to, strip, group);
+  if constexpr (kMoments > 1) LeanCodes<Formula, 1, kStream>(to, strip, group);
 }
 
 // Steps 1 and 2 of a strip, and between its groups step 3 of the strip before.
-template <class Formula, int kVariant, class Grad, bool kFirst>
-SH_INLINE void LeanStripStep(const typename Formula::Vectors& c, const Arrays& a, LeanStrip& strip,
-                             const Arrays& before, const LeanStrip& strip_before) {
+template <class Formula, int kVariant, class Grad, bool kFirst, bool kStream>
+SH_INLINE void LeanStripStep(const typename Formula::Vectors& c, const LeanPlaces& places,
+                             LeanStrip& strip, const LeanPlaces& before,
+                             const LeanStrip& strip_before) {
   constexpr int kMoments = Formula::kMoments;
   for (int64_t group = 0; group < kStripGroups; ++group) {
     LeanMoments<Formula, kVariant, Grad>(
-        c, LeanOffset<kMoments>(a, group * kLeanGroup, Grad::kBytes), strip, group);
-    if (!kFirst) LeanWrite<Formula, kVariant>(c, before, strip_before, group);
+        c, LeanOffset<kMoments>(places.from, group * kLeanGroup, Grad::kBytes), strip, group);
+    if (!kFirst) LeanWrite<Formula, kVariant, kStream>(c, before, strip_before, group);
   }
-  if constexpr (kMoments > 0) LeanScales<Formula, 0>(a, strip);
-  if constexpr (kMoments > 1) LeanScales<Formula, 1>(a, strip);
+  if constexpr (kMoments > 0) LeanScales<Formula, 0>(places.to, strip);
+  if constexpr (kMoments > 1) LeanScales<Formula, 1>(places.to, strip);
 }
 
 // Step 3 of the last strip.
-template <class Formula, int kVariant>
-SH_INLINE void LeanStripEnd(const typename Formula::Vectors& c, const Arrays& a,
+template <class Formula, int kVariant, bool kStream>
+SH_INLINE void LeanStripEnd(const typename Formula::Vectors& c, const LeanPlaces& places,
                             const LeanStrip& strip) {
   for (int64_t group = 0; group < kStripGroups; ++group) {
-    LeanWrite<Formula, kVariant>(c, a, strip, group);
+    LeanWrite<Formula, kVariant, kStream>(c, places, strip, group);
   }
 }
 
@@ -213,35 +221,43 @@ inline void CopyWrittenLean(const Arrays& from, const Arrays& to, int64_t n) {
   }
 }
 
-template <class Formula, int kVariant, class Grad>
-void Lean(const float* constants, Arrays a, int64_t numel, int64_t ahead) {
+template <class Formula, int kVariant, class Grad, bool kInPlace>
+void Lean(const float* constants, Arrays a, Arrays targets, int64_t numel, int64_t ahead) {
   constexpr int kMoments = Formula::kMoments;
+  constexpr bool kStream = !kInPlace;  // [Note: out of place] of exact-inl.h
   const typename Formula::Vectors c(constants);
+  const Arrays& to = kInPlace ? a : targets;
+  const auto places = [&a, &to](int64_t i) -> LeanPlaces {
+    return {LeanOffset<kMoments>(a, i, Grad::kBytes), LeanOffset<kMoments>(to, i, Grad::kBytes)};
+  };
   LeanStrip strips[2];
   const int64_t whole = numel - numel % kStrip;
-  const Arrays last = LeanOffset<kMoments>(a, whole - kStrip, Grad::kBytes);
   for (int64_t i = 0; i < whole; i += kStrip) {
     PrefetchStrip<kMoments, Grad>(a, i + ahead);
-    const Arrays now = LeanOffset<kMoments>(a, i, Grad::kBytes);
+    const LeanPlaces now = places(i);
     LeanStrip& strip = strips[i / kStrip % 2];
     if (i == 0) {
-      LeanStripStep<Formula, kVariant, Grad, true>(c, now, strip, now, strip);
+      LeanStripStep<Formula, kVariant, Grad, true, kStream>(c, now, strip, now, strip);
     } else {
-      LeanStripStep<Formula, kVariant, Grad, false>(
-          c, now, strip, LeanOffset<kMoments>(a, i - kStrip, Grad::kBytes),
-          strips[(i / kStrip + 1) % 2]);
+      LeanStripStep<Formula, kVariant, Grad, false, kStream>(c, now, strip, places(i - kStrip),
+                                                             strips[(i / kStrip + 1) % 2]);
     }
   }
-  if (whole > 0) LeanStripEnd<Formula, kVariant>(c, last, strips[(whole / kStrip + 1) % 2]);
+  if (whole > 0) {
+    LeanStripEnd<Formula, kVariant, kStream>(c, places(whole - kStrip),
+                                             strips[(whole / kStrip + 1) % 2]);
+  }
+  if (kStream) StreamFence();
   const int64_t rest = numel - whole;
   if (rest <= 0) return;
   LeanPadding padding;
-  const Arrays tail = LeanOffset<kMoments>(a, whole, Grad::kBytes);
-  CopyWrittenLean<kMoments>(tail, padding.arrays(), rest);
-  std::memcpy(padding.grad, tail.grad, rest * Grad::kBytes);
-  LeanStripStep<Formula, kVariant, Grad, true>(c, padding.arrays(), strips[0], tail, strips[1]);
-  LeanStripEnd<Formula, kVariant>(c, padding.arrays(), strips[0]);
-  CopyWrittenLean<kMoments>(padding.arrays(), tail, rest);
+  const LeanPlaces padded = {padding.arrays(), padding.arrays()};
+  const LeanPlaces tail = places(whole);
+  CopyWrittenLean<kMoments>(tail.from, padded.from, rest);
+  std::memcpy(padding.grad, tail.from.grad, rest * Grad::kBytes);
+  LeanStripStep<Formula, kVariant, Grad, true, false>(c, padded, strips[0], padded, strips[1]);
+  LeanStripEnd<Formula, kVariant, false>(c, padded, strips[0]);
+  CopyWrittenLean<kMoments>(padded.to, tail.to, rest);
 }
 
 // ---- The same bytes without the arithmetic ------------------------------------------------------

@@ -16,8 +16,8 @@
 namespace sh {
 
 // The loops that prefetch, each with a distance of its own.
-enum class Loop { kUpdate, kTrafficInPlace, kTrafficElsewhere };
-constexpr int kNumLoops = 3;
+enum class Loop { kUpdateInPlace, kUpdateOutOfPlace, kTrafficInPlace, kTrafficOutOfPlace };
+constexpr int kNumLoops = 4;
 
 // Of one optimizer.
 struct PrefetchDistances {

@@ -40,11 +40,23 @@ struct Arrays {
 };
 static_assert(SH_MAX_MOMENTS == 2);
 
-// One optimizer. Functions take any alignment and any numel >= 0. Indices are sh_dtype; arrays with
-// lean states begin at a group. `ahead` is the distance of prefetching in elements: it changes no
-// bit.
+// One step of an optimizer, from `from` to `to`: two loops around one formula. Of `to` the gradient
+// is not used. The first takes any alignment and does not look at `to`. The second stores past the
+// caches where the instruction set can: weight, low and moments of `to` begin at multiples of
+// kStreamAlign bytes, and each array of `to` is that of `from` or overlaps none of `from`.
+struct Update {
+  using Loop = void (*)(const float* constants, Arrays from, Arrays to, int64_t numel,
+                        int64_t ahead);
+
+  Loop in_place;
+  Loop out_of_place;
+};
+constexpr int64_t kStreamAlign = 64;
+
+// One optimizer. Functions take any numel >= 0, and any alignment but where they say otherwise.
+// Indices are sh_dtype; arrays with lean states begin at a group. `ahead` is the distance of
+// prefetching in elements: it changes no bit.
 struct Optimizer {
-  using Update = void (*)(const float* constants, Arrays, int64_t numel, int64_t ahead);
   using Traffic = void (*)(Arrays from, Arrays to, bool in_place, int64_t numel, int64_t ahead);
 
   const char* name;  // as in sh_optimizer_at()

@@ -1,4 +1,6 @@
 // Eight floats: AVX2, FMA and F16C.
+//
+// A store with kStream goes past the caches. Its address is then a multiple of the vector's bytes.
 
 constexpr int kLanes = 8;
 constexpr int kDoubleLanes = 4;
@@ -8,7 +10,11 @@ using D = __m256d;
 SH_INLINE __m128i Load128(const char* p) {
   return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
 }
-SH_INLINE void Store128(char* p, __m128i x) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), x); }
+template <bool kStream = false>
+SH_INLINE void Store128(char* p, __m128i x) {
+  __m128i* to = reinterpret_cast<__m128i*>(p);
+  kStream ? _mm_stream_si128(to, x) : _mm_storeu_si128(to, x);
+}
 
 SH_INLINE F Set(float x) { return _mm256_set1_ps(x); }
 SH_INLINE F Add(F a, F b) { return _mm256_add_ps(a, b); }
@@ -23,7 +29,11 @@ SH_INLINE F Canonical(F a) {
 }
 
 SH_INLINE F LoadF32(const char* p) { return _mm256_loadu_ps(reinterpret_cast<const float*>(p)); }
-SH_INLINE void StoreF32(char* p, F x) { _mm256_storeu_ps(reinterpret_cast<float*>(p), x); }
+template <bool kStream = false>
+SH_INLINE void StoreF32(char* p, F x) {
+  float* to = reinterpret_cast<float*>(p);
+  kStream ? _mm256_stream_ps(to, x) : _mm256_storeu_ps(to, x);
+}
 SH_INLINE F LoadBf16(const char* p) {
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(Load128(p)), 16));
 }
@@ -72,8 +82,10 @@ struct Quad {
 SH_INLINE __m256i Load256(const char* p) {
   return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
 }
+template <bool kStream>
 SH_INLINE void Store256(char* p, __m256i x) {
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), x);
+  __m256i* to = reinterpret_cast<__m256i*>(p);
+  kStream ? _mm256_stream_si256(to, x) : _mm256_storeu_si256(to, x);
 }
 SH_INLINE __m256i BitsOf(F x) { return _mm256_castps_si256(x); }
 SH_INLINE F FloatOf(__m256i x) { return _mm256_castsi256_ps(x); }
@@ -165,7 +177,11 @@ SH_INLINE Quad JoinLean(const char* weight, const char* low) {
   return {{FloatOf(x[0]), FloatOf(x[1]), FloatOf(x[2]), FloatOf(x[3])}};
 }
 // Eight-byte parts a0 b0 a1 b1 of two vectors' packed elements -> a0 a1 b0 b1
-SH_INLINE void StoreInOrder(char* p, __m256i x) { Store256(p, _mm256_permute4x64_epi64(x, 0xD8)); }
+template <bool kStream>
+SH_INLINE void StoreInOrder(char* p, __m256i x) {
+  Store256<kStream>(p, _mm256_permute4x64_epi64(x, 0xD8));
+}
+template <bool kStream>
 SH_INLINE void SplitLean(char* weight, char* low, const Quad& p) {
   // The weights of four elements to the lower half of a 128-bit part, what is below them after it.
   const __m256i sort = _mm256_broadcastsi128_si256(
@@ -175,22 +191,24 @@ SH_INLINE void SplitLean(char* weight, char* low, const Quad& p) {
     // Rounds to 24 bits and those to 16; the remainder comes out 128 too large.
     x[i] = _mm256_shuffle_epi8(_mm256_add_epi32(BitsOf(p.f[i]), _mm256_set1_epi32(0x8080)), sort);
   }
-  Store256(weight, _mm256_unpacklo_epi64(x[0], x[1]));
-  Store256(weight + 32, _mm256_unpacklo_epi64(x[2], x[3]));
+  Store256<kStream>(weight, _mm256_unpacklo_epi64(x[0], x[1]));
+  Store256<kStream>(weight + 32, _mm256_unpacklo_epi64(x[2], x[3]));
   const __m256i rest = _mm256_unpacklo_epi64(_mm256_unpackhi_epi32(x[0], x[1]),
                                              _mm256_unpackhi_epi32(x[2], x[3]));
-  StoreInOrder(low, _mm256_xor_si256(rest, _mm256_set1_epi8(-128)));
+  StoreInOrder<kStream>(low, _mm256_xor_si256(rest, _mm256_set1_epi8(-128)));
 }
+template <bool kStream>
 SH_INLINE void NarrowS8(char* p, const Quad& q) {
-  StoreInOrder(p, _mm256_packs_epi16(
+  StoreInOrder<kStream>(p, _mm256_packs_epi16(
                       _mm256_packs_epi32(_mm256_cvtps_epi32(q.f[0]), _mm256_cvtps_epi32(q.f[1])),
                       _mm256_packs_epi32(_mm256_cvtps_epi32(q.f[2]), _mm256_cvtps_epi32(q.f[3]))));
 }
+template <bool kStream>
 SH_INLINE void NarrowU8(char* p, const Quad& q) {
   const __m256i codes = _mm256_packus_epi16(
       _mm256_packs_epi32(_mm256_cvtps_epi32(q.f[0]), _mm256_cvtps_epi32(q.f[1])),
       _mm256_packs_epi32(_mm256_cvtps_epi32(q.f[2]), _mm256_cvtps_epi32(q.f[3])));
-  StoreInOrder(p, _mm256_max_epu8(codes, _mm256_set1_epi8(1)));
+  StoreInOrder<kStream>(p, _mm256_max_epu8(codes, _mm256_set1_epi8(1)));
 }
 
 // The largest of each of four vectors' lanes, as unsigned integers.
@@ -223,19 +241,22 @@ SH_INLINE Scales4 MakeScales(const F* x, float top, float smallest) {
   return out;
 }
 
-// Copies kLanes elements of kBytes each, so that the compiler cannot see a copy. kStream stores
-// past the caches, `to` being aligned.
+// Copies kLanes elements of kBytes each, so that the compiler cannot see a copy.
 template <int64_t kBytes, bool kStream>
 SH_INLINE void CopyVector(const char* from, char* to) {
   if (kBytes == 4) {
     F x = LoadF32(from);
     asm volatile("" : "+x"(x));
-    kStream ? _mm256_stream_ps(reinterpret_cast<float*>(to), x) : StoreF32(to, x);
+    StoreF32<kStream>(to, x);
   } else if (kBytes == 2) {
     __m128i x = Load128(from);
     asm volatile("" : "+x"(x));
-    kStream ? _mm_stream_si128(reinterpret_cast<__m128i*>(to), x) : Store128(to, x);
+    Store128<kStream>(to, x);
   }
 }
 SH_INLINE void Keep(F a) { asm volatile("" : : "x"(a)); }
+// Copies 64 bytes past the caches. They are loaded in four parts, as they may just have been stored.
+SH_INLINE void StreamLine(const char* from, char* to) {
+  for (int i = 0; i < 64; i += 16) Store128<true>(to + i, Load128(from + i));
+}
 SH_INLINE void StreamFence() { _mm_sfence(); }

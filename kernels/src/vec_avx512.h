@@ -1,4 +1,6 @@
 // Sixteen floats: AVX-512 F, BW, DQ and VL.
+//
+// A store with kStream goes past the caches. Its address is then a multiple of the vector's bytes.
 
 constexpr int kLanes = 16;
 constexpr int kDoubleLanes = 8;
@@ -8,8 +10,14 @@ using D = __m512d;
 SH_INLINE __m256i Load256(const char* p) {
   return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
 }
+template <bool kStream = false>
 SH_INLINE void Store256(char* p, __m256i x) {
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), x);
+  __m256i* to = reinterpret_cast<__m256i*>(p);
+  kStream ? _mm256_stream_si256(to, x) : _mm256_storeu_si256(to, x);
+}
+template <bool kStream = false>
+SH_INLINE void Store512(char* p, __m512i x) {
+  kStream ? _mm512_stream_si512(reinterpret_cast<__m512i*>(p), x) : _mm512_storeu_si512(p, x);
 }
 
 SH_INLINE F Set(float x) { return _mm512_set1_ps(x); }
@@ -25,7 +33,10 @@ SH_INLINE F Canonical(F a) {
 }
 
 SH_INLINE F LoadF32(const char* p) { return _mm512_loadu_ps(p); }
-SH_INLINE void StoreF32(char* p, F x) { _mm512_storeu_ps(p, x); }
+template <bool kStream = false>
+SH_INLINE void StoreF32(char* p, F x) {
+  Store512<kStream>(p, _mm512_castps_si512(x));
+}
 SH_INLINE F LoadBf16(const char* p) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(Load256(p)), 16));
 }
@@ -162,9 +173,12 @@ SH_INLINE Quad JoinLean(const char* weight, const char* low) {
   return {{FloatOf(x[0]), FloatOf(x[1]), FloatOf(x[2]), FloatOf(x[3])}};
 }
 // Eight-byte parts a0 b0 a1 b1 ... of two vectors' packed elements -> a0 a1 ... b0 b1 ...
+template <bool kStream>
 SH_INLINE void StoreInOrder(char* p, __m512i x) {
-  _mm512_storeu_si512(p, _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7), x));
+  const __m512i order = _mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7);
+  Store512<kStream>(p, _mm512_permutexvar_epi64(order, x));
 }
+template <bool kStream>
 SH_INLINE void SplitLean(char* weight, char* low, const Quad& p) {
   // The weights of four elements to the lower half of a 128-bit part, what is below them after it.
   const __m512i sort =
@@ -174,22 +188,24 @@ SH_INLINE void SplitLean(char* weight, char* low, const Quad& p) {
     // Rounds to 24 bits and those to 16; the remainder comes out 128 too large.
     x[i] = _mm512_shuffle_epi8(_mm512_add_epi32(BitsOf(p.f[i]), _mm512_set1_epi32(0x8080)), sort);
   }
-  _mm512_storeu_si512(weight, _mm512_unpacklo_epi64(x[0], x[1]));
-  _mm512_storeu_si512(weight + 64, _mm512_unpacklo_epi64(x[2], x[3]));
+  Store512<kStream>(weight, _mm512_unpacklo_epi64(x[0], x[1]));
+  Store512<kStream>(weight + 64, _mm512_unpacklo_epi64(x[2], x[3]));
   const __m512i rest = _mm512_unpacklo_epi64(_mm512_unpackhi_epi32(x[0], x[1]),
                                              _mm512_unpackhi_epi32(x[2], x[3]));
-  StoreInOrder(low, _mm512_xor_si512(rest, _mm512_set1_epi8(-128)));
+  StoreInOrder<kStream>(low, _mm512_xor_si512(rest, _mm512_set1_epi8(-128)));
 }
+template <bool kStream>
 SH_INLINE void NarrowS8(char* p, const Quad& q) {
-  StoreInOrder(p, _mm512_packs_epi16(
+  StoreInOrder<kStream>(p, _mm512_packs_epi16(
                       _mm512_packs_epi32(_mm512_cvtps_epi32(q.f[0]), _mm512_cvtps_epi32(q.f[1])),
                       _mm512_packs_epi32(_mm512_cvtps_epi32(q.f[2]), _mm512_cvtps_epi32(q.f[3]))));
 }
+template <bool kStream>
 SH_INLINE void NarrowU8(char* p, const Quad& q) {
   const __m512i codes = _mm512_packus_epi16(
       _mm512_packs_epi32(_mm512_cvtps_epi32(q.f[0]), _mm512_cvtps_epi32(q.f[1])),
       _mm512_packs_epi32(_mm512_cvtps_epi32(q.f[2]), _mm512_cvtps_epi32(q.f[3])));
-  StoreInOrder(p, _mm512_max_epu8(codes, _mm512_set1_epi8(1)));
+  StoreInOrder<kStream>(p, _mm512_max_epu8(codes, _mm512_set1_epi8(1)));
 }
 
 // The largest of each of four vectors' lanes, as unsigned integers.
@@ -224,19 +240,23 @@ SH_INLINE Scales4 MakeScales(const F* x, float top, float smallest) {
   return out;
 }
 
-// Copies kLanes elements of kBytes each, so that the compiler cannot see a copy. kStream stores
-// past the caches, `to` being aligned.
+// Copies kLanes elements of kBytes each, so that the compiler cannot see a copy.
 template <int64_t kBytes, bool kStream>
 SH_INLINE void CopyVector(const char* from, char* to) {
   if (kBytes == 4) {
     F x = LoadF32(from);
     asm volatile("" : "+v"(x));
-    kStream ? _mm512_stream_ps(reinterpret_cast<float*>(to), x) : StoreF32(to, x);
+    StoreF32<kStream>(to, x);
   } else if (kBytes == 2) {
     __m256i x = Load256(from);
     asm volatile("" : "+v"(x));
-    kStream ? _mm256_stream_si256(reinterpret_cast<__m256i*>(to), x) : Store256(to, x);
+    Store256<kStream>(to, x);
   }
 }
 SH_INLINE void Keep(F a) { asm volatile("" : : "v"(a)); }
+// Copies 64 bytes past the caches. They are loaded in two parts, as they may just have been stored.
+SH_INLINE void StreamLine(const char* from, char* to) {
+  const __m512i lower = _mm512_castsi256_si512(Load256(from));
+  Store512<true>(to, _mm512_inserti64x4(lower, Load256(from + 32), 1));
+}
 SH_INLINE void StreamFence() { _mm_sfence(); }

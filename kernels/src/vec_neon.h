@@ -1,4 +1,6 @@
 // Four floats: Advanced SIMD of AArch64, which every such CPU has.
+//
+// Every store goes through the caches, also with kStream: there is no store past them worth having.
 
 constexpr int kLanes = 4;
 constexpr int kDoubleLanes = 2;
@@ -29,6 +31,7 @@ SH_INLINE F Canonical(F a) {
 SH_INLINE F LoadF32(const char* p) {
   return vreinterpretq_f32_u8(vld1q_u8(reinterpret_cast<const uint8_t*>(p)));
 }
+template <bool kStream = false>
 SH_INLINE void StoreF32(char* p, F x) {
   vst1q_u8(reinterpret_cast<uint8_t*>(p), vreinterpretq_u8_f32(x));
 }
@@ -144,6 +147,7 @@ SH_INLINE Quad JoinLean(const char* weight, const char* low) {
   }
   return out;
 }
+template <bool kStream>
 SH_INLINE void SplitLean(char* weight, char* low, const Quad& p) {
   uint16x4_t rest[4];
   for (int i = 0; i < 4; ++i) {
@@ -159,10 +163,12 @@ SH_INLINE void SplitLean(char* weight, char* low, const Quad& p) {
 SH_INLINE int16x8_t RoundTo16(F a, F b) {
   return vcombine_s16(vqmovn_s32(vcvtnq_s32_f32(a)), vqmovn_s32(vcvtnq_s32_f32(b)));
 }
+template <bool kStream>
 SH_INLINE void NarrowS8(char* p, const Quad& q) {
   vst1q_s8(reinterpret_cast<int8_t*>(p), vcombine_s8(vqmovn_s16(RoundTo16(q.f[0], q.f[1])),
                                                      vqmovn_s16(RoundTo16(q.f[2], q.f[3]))));
 }
+template <bool kStream>
 SH_INLINE void NarrowU8(char* p, const Quad& q) {
   const uint8x16_t codes = vcombine_u8(vqmovun_s16(RoundTo16(q.f[0], q.f[1])),
                                        vqmovun_s16(RoundTo16(q.f[2], q.f[3])));
@@ -191,8 +197,7 @@ SH_INLINE Scales4 MakeScales(const F* x, float top, float smallest) {
   return out;
 }
 
-// Copies kLanes elements of kBytes each, so that the compiler cannot see a copy. There is no
-// store past the caches worth having.
+// Copies kLanes elements of kBytes each, so that the compiler cannot see a copy.
 template <int64_t kBytes, bool kStream>
 SH_INLINE void CopyVector(const char* from, char* to) {
   if (kBytes == 4) {
@@ -206,4 +211,5 @@ SH_INLINE void CopyVector(const char* from, char* to) {
   }
 }
 SH_INLINE void Keep(F a) { asm volatile("" : : "w"(a)); }
+SH_INLINE void StreamLine(const char* from, char* to) { std::memcpy(to, from, 64); }
 SH_INLINE void StreamFence() {}

@@ -1,4 +1,6 @@
 // One float at a time, in portable C++: the definition that the other targets must match.
+//
+// Every store goes through the caches, also with kStream.
 
 constexpr int kLanes = 1;
 constexpr int kDoubleLanes = 1;
@@ -36,6 +38,7 @@ SH_INLINE F LoadF32(const char* p) {
   std::memcpy(&x, p, 4);
   return x;
 }
+template <bool kStream = false>
 SH_INLINE void StoreF32(char* p, F x) { std::memcpy(p, &x, 4); }
 SH_INLINE F LoadBf16(const char* p) { return FromBits(static_cast<uint32_t>(LoadU16(p)) << 16); }
 
@@ -149,6 +152,7 @@ SH_INLINE Quad JoinLean(const char* weight, const char* low) {
   }
   return out;
 }
+template <bool kStream>
 SH_INLINE void SplitLean(char* weight, char* low, const Quad& p) {
   for (int i = 0; i < 4; ++i) {
     // Rounds to 24 bits and those to 16; the remainder comes out 128 too large.
@@ -158,9 +162,11 @@ SH_INLINE void SplitLean(char* weight, char* low, const Quad& p) {
     low[i] = static_cast<char>((bits >> 8 & 0xFFu) ^ 0x80u);
   }
 }
+template <bool kStream>
 SH_INLINE void NarrowS8(char* p, const Quad& q) {
   for (int i = 0; i < 4; ++i) p[i] = static_cast<char>(std::lrint(q.f[i]));
 }
+template <bool kStream>
 SH_INLINE void NarrowU8(char* p, const Quad& q) {
   for (int i = 0; i < 4; ++i) {
     const long code = std::lrint(q.f[i]);
@@ -199,4 +205,5 @@ SH_INLINE void CopyVector(const char* from, char* to) {
   std::memcpy(to, &x, kBytes);
 }
 SH_INLINE void Keep(F a) { asm volatile("" : : "r"(Bits(a))); }
+SH_INLINE void StreamLine(const char* from, char* to) { std::memcpy(to, from, 64); }
 SH_INLINE void StreamFence() {}

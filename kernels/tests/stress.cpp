@@ -2,10 +2,12 @@
 // every optimizer, and every instruction set against "scalar", bit for bit. Prints the instruction
 // sets and a hash of all results, which is the same on every architecture with the same libm.
 
+#include <algorithm>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <new>
 #include <string>
 #include <thread>
 #include <vector>
@@ -33,14 +35,25 @@ struct Random {
   }
 };
 
-// An array of exactly `bytes`, `skip` bytes past an aligned address: the address sanitizer sees
+// Memory from a line of the cache on.
+template <class T>
+struct AtLine {
+  using value_type = T;
+  static constexpr std::align_val_t kAlign{64};
+  T* allocate(size_t n) { return static_cast<T*>(::operator new(n * sizeof(T), kAlign)); }
+  void deallocate(T* p, size_t) { ::operator delete(p, kAlign); }
+  bool operator==(const AtLine&) const { return true; }
+  bool operator!=(const AtLine&) const { return false; }
+};
+
+// An array of exactly `bytes`, `skip` bytes past a multiple of 64: the address sanitizer sees
 // every byte that is touched beyond it.
 struct Array {
   Array(int64_t bytes, int skip, Random* random) : storage(bytes + skip), skip(skip) {
     for (char& c : storage) c = random == nullptr ? 0 : static_cast<char>(random->Next() >> 40);
   }
   void* data() { return storage.data() + skip; }
-  std::vector<char> storage;
+  std::vector<char, AtLine<char>> storage;
   int skip;
 };
 
@@ -79,6 +92,30 @@ struct State {
   sh_segment segment;
 };
 
+sh_target TargetOf(const sh_segment& s) {
+  return {s.weight, s.low, {s.moment[0], s.moment[1]}, {s.scale[0], s.scale[1]}};
+}
+
+// A copy of the state, with arrays of its own at another address.
+State CopyOf(const State& state, int64_t numel, int skip) {
+  State copy(numel, skip, 0);
+  for (size_t i = 0; i < copy.arrays.size(); ++i) {
+    std::copy(state.arrays[i].storage.begin() + state.arrays[i].skip, state.arrays[i].storage.end(),
+              copy.arrays[i].storage.begin() + skip);
+  }
+  return copy;
+}
+
+bool SameArrays(const State& a, const State& b) {
+  for (size_t i = 0; i < a.arrays.size(); ++i) {
+    if (!std::equal(a.arrays[i].storage.begin() + a.arrays[i].skip, a.arrays[i].storage.end(),
+                    b.arrays[i].storage.begin() + b.arrays[i].skip)) {
+      return false;
+    }
+  }
+  return true;
+}
+
 std::vector<const char*> EveryOptimizer() {
   std::vector<const char*> names;
   while (const char* name = sh_optimizer_at(static_cast<int32_t>(names.size()))) {
@@ -105,7 +142,7 @@ std::vector<char> RunAll(sh_pool* pool, const std::vector<const char*>& optimize
           both[1].flags = 2;
           for (sh_segment& segment : both) SetNumbers(optimizer, &segment);
           CHECK(sh_update(pool, optimizer, static_cast<sh_dtype>(weight),
-                          static_cast<sh_dtype>(grad), both, 2) == SH_OK);
+                          static_cast<sh_dtype>(grad), both, nullptr, 2) == SH_OK);
         }
         for (State* s : {&a, &b}) {
           for (Array& array : s->arrays) keep(array.storage.data(), array.storage.size());
@@ -130,6 +167,32 @@ std::vector<char> RunAll(sh_pool* pool, const std::vector<const char*>& optimize
   return out;
 }
 
+// A step out of place has the bits of the step in place, and changes no source. What the step does
+// not write is in the targets already.
+void OutOfPlaceIsInPlace(sh_pool* pool, const std::vector<const char*>& optimizers, int64_t numel,
+                         int skip, int target_skip) {
+  for (const char* optimizer : optimizers) {
+    for (int weight = 0; weight < 4; ++weight) {
+      for (int grad = 0; grad < 3; ++grad) {
+        State in_place(numel, skip, numel);
+        SetNumbers(optimizer, &in_place.segment);
+        const State before = CopyOf(in_place, numel, skip);
+        State source = CopyOf(in_place, numel, skip), to = CopyOf(in_place, numel, target_skip);
+        source.segment.step = in_place.segment.step;
+        SetNumbers(optimizer, &source.segment);
+        const sh_target target = TargetOf(to.segment);
+        const sh_dtype dtypes[2] = {static_cast<sh_dtype>(weight), static_cast<sh_dtype>(grad)};
+        CHECK(sh_update(pool, optimizer, dtypes[0], dtypes[1], &in_place.segment, nullptr, 1) ==
+              SH_OK);
+        CHECK(sh_update(pool, optimizer, dtypes[0], dtypes[1], &source.segment, &target, 1) ==
+              SH_OK);
+        CHECK(SameArrays(source, before));
+        CHECK(SameArrays(to, in_place));
+      }
+    }
+  }
+}
+
 sh_pool* MakePool(int num_threads, const char* isa) {
   sh_pool* pool = nullptr;
   CHECK(sh_pool_create(num_threads, nullptr, 0, isa, &pool) == SH_OK);
@@ -148,6 +211,7 @@ uint64_t SameBitsEverywhere() {
       for (int i = 0; sh_isa_at(i) != nullptr; ++i) {
         sh_pool* pool = MakePool(1 + i % 3, sh_isa_at(i));
         CHECK(RunAll(pool, optimizers, numel, skip, numel + skip) == expected);
+        if (skip <= 1) OutOfPlaceIsInPlace(pool, optimizers, numel, skip, 4 * skip);
         sh_pool_destroy(pool);
       }
     }
@@ -179,7 +243,7 @@ void ShortCallsNeverWaitForever() {
   for (int i = 1; i <= 2000; ++i) {
     s.segment.step = i;
     s.segment.numel = i % 33000;
-    CHECK(sh_update(pool, "adam", SH_F32, SH_F32, &s.segment, 1) == SH_OK);
+    CHECK(sh_update(pool, "adam", SH_F32, SH_F32, &s.segment, nullptr, 1) == SH_OK);
   }
   sh_pool_destroy(pool);
   for (int i = 0; i < 50; ++i) sh_pool_destroy(MakePool(1 + i % 5, nullptr));
@@ -217,7 +281,7 @@ void ThePrefetchDistanceIsTheFasterOne() {
   for (int step = 1; step <= 65; ++step) {
     CHECK(sh_update_prefetch(pool, "adam", SH_F32, SH_F16, &found) == SH_OK && found == 0);
     s.segment.step = step;
-    CHECK(sh_update(pool, "adam", SH_F32, SH_F16, &s.segment, 1) == SH_OK);
+    CHECK(sh_update(pool, "adam", SH_F32, SH_F16, &s.segment, nullptr, 1) == SH_OK);
   }
   CHECK(sh_update_prefetch(pool, "adam", SH_F32, SH_F16, &found) == SH_OK);
   CHECK(found == sh::PrefetchDistance::kNear || found == sh::PrefetchDistance::kFar);

@@ -24,7 +24,7 @@ import torch
 from stronghold import native
 from stronghold.device.base import Device
 from stronghold.errors import ConfigError
-from stronghold.native import Kernels, Segments
+from stronghold.native import Kernels, Rows, Segments, Targets
 
 # What a launch must ask of the compiler for the host's bits: [Note: same operations].
 EXACT = {"enable_fp_fusion": False}
@@ -94,6 +94,7 @@ class TritonKernels(Kernels):
         segments: Segments,
         *,
         lean: bool = False,
+        targets: Targets | None = None,
     ) -> Callable[[float | None], None]:
         """Sends the tables; its result launches. Segments with equal constants share a launch.
         ConfigError for lean states, too."""
@@ -109,10 +110,18 @@ class TritonKernels(Kernels):
         arrays |= {f"moment{k}": torch.float32 for k in range(formula.num_moments)}
         if weight_dtype == torch.float32:
             fields["low"] = fields["weight"]
-        rows = np.stack([fields[name] for name in ("numel", *arrays)], axis=1)
+        columns = [fields[name] for name in ("numel", *arrays)]
+        if targets is not None:
+            targets = native.target_rows(targets, len(fields))
+            native.check_targets(optimizer, weight_dtype, grad_dtype, fields, targets)
+            written = {name: dtype for name, dtype in arrays.items() if name != "grad"}
+            columns += _target_columns(fields, targets, written)
+            arrays |= {f"the target of {name}": dtype for name, dtype in written.items()}
+        rows = np.stack(columns, axis=1)
         _check_arrays(rows, arrays)
+        dtypes, in_place = (weight_dtype, grad_dtype), targets is None
         launches = [
-            partial(self._launch_update, launch, group, formula, (weight_dtype, grad_dtype))
+            partial(self._launch_update, launch, group, formula, dtypes, in_place)
             for group in groups
             for launch in self._launches(rows[group.indices], BLOCK)
         ]
@@ -129,6 +138,7 @@ class TritonKernels(Kernels):
         group: _Group,
         formula: Any,
         dtypes: tuple[torch.dtype, torch.dtype],
+        in_place: bool,
         scale: float | None,
     ) -> None:
         weight_dtype, grad_dtype = dtypes
@@ -145,6 +155,7 @@ class TritonKernels(Kernels):
             WEIGHT=self._element(weight_dtype),
             LOW=self._element(_LOW[weight_dtype]),
             GRAD=self._element(grad_dtype),
+            IN_PLACE=in_place,
             ALIGNED=launch.aligned,
             BLOCK=BLOCK,
             num_warps=NUM_WARPS,
@@ -263,6 +274,15 @@ def _groups(optimizer: str, fields: npt.NDArray[np.void]) -> list[_Group]:
         _Group(tuple(constants[indices[0]].tolist()), variant, indices)
         for (_, variant), indices in indices_of.items()
     ]
+
+
+def _target_columns(
+    fields: Rows, targets: Rows, written: dict[str, torch.dtype]
+) -> list[npt.NDArray[np.int64]]:
+    """Where each of the `written` arrays goes."""
+    if written["weight"] == torch.float32:  # it has no other half, and none is written
+        targets["low"] = targets["weight"]
+    return [np.where(targets[name] == 0, fields[name], targets[name]) for name in written]
 
 
 def _check_arrays(rows: _Rows, arrays: dict[str, torch.dtype]) -> None:

@@ -307,7 +307,9 @@ class SimulatedLane(Lane):
 class NullKernels(Kernels):
     """Kernels that compute nothing: sums are zero."""
 
-    def prepare_update(self, *_: object, lean: bool = False) -> Callable[[float | None], None]:
+    def prepare_update(
+        self, *_: object, lean: bool = False, targets: object = None
+    ) -> Callable[[float | None], None]:
         return lambda scale: None
 
     def accumulate(

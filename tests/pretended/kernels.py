@@ -21,7 +21,7 @@ import torch
 from stronghold import native
 from stronghold.device import cuda
 from stronghold.device.base import Device
-from stronghold.native import Rows, Segments
+from stronghold.native import Rows, Segments, Targets
 from stronghold.optim import triton_kernels
 
 # As in triton_programs, which needs Triton.
@@ -164,9 +164,12 @@ def install(extension: Any) -> None:
             segments: Segments,
             *,
             lean: bool = False,
+            targets: Targets | None = None,
         ) -> Callable[[float | None], None]:
             dtypes = weight_dtype, grad_dtype
-            launches = super().prepare_update(optimizer, *dtypes, segments, lean=lean)
+            launches = super().prepare_update(
+                optimizer, *dtypes, segments, lean=lean, targets=targets
+            )
             rows = native.rows(segments)  # a copy: the caller may write its own anew
 
             def run(scale: float | None) -> None:
@@ -181,6 +184,7 @@ def install(extension: Any) -> None:
             group: Any,
             formula: Any,
             dtypes: tuple[torch.dtype, torch.dtype],
+            in_place: bool,
             scale: float | None,
         ) -> None:
             """The host's kernel takes the segments' numbers, from which it makes the constants."""
@@ -188,15 +192,22 @@ def install(extension: Any) -> None:
             address, num_rows = launch.table.data_ptr(), launch.num_rows
             row_of = {weight: row for row, weight in enumerate(rows["weight"].tolist())}
             names = ARRAYS[: 3 + formula.num_moments]
+            written = [] if in_place else [name for name in names if name != "grad"]
 
             def run() -> None:
-                _, numels, *arrays = memory.table(address, num_rows, len(names))
+                num_arrays = len(names) + len(written)
+                _, numels, *arrays = memory.table(address, num_rows, num_arrays)
                 weights = arrays[0] - extension.distance()
                 chosen = rows[[row_of[weight] for weight in weights.tolist()]]
                 assert (chosen["numel"] == numels).all()
-                for name, array in zip(names, arrays, strict=True):
+                for name, array in zip(names, arrays[: len(names)], strict=True):
                     chosen[name] = array
-                self._host.prepare_update(formula.step, *dtypes, chosen)(scale)
+                targets = None
+                if not in_place:
+                    targets = native.target_rows([native.Target()] * num_rows, num_rows)
+                    for name, array in zip(written, arrays[len(names) :], strict=True):
+                        targets[name] = array
+                self._host.prepare_update(formula.step, *dtypes, chosen, targets=targets)(scale)
 
             extension.launch(run)
 

@@ -86,6 +86,11 @@ class Arrays:
         return torch.from_numpy(join_bf16(upper.numpy(), low.numpy()))
 
 
+def target_of(segment: native.Segment) -> native.Target:
+    """A target with the addresses of the arrays that a step of the segment writes."""
+    return native.Target(*(getattr(segment, name) for name in native.Target._fields))
+
+
 def same(left: Arrays, right: Arrays) -> bool:
     return all(torch.equal(left.parts[name], right.parts[name]) for name in left.parts)
 

@@ -21,6 +21,7 @@ from tests.support.kernel_arrays import (
     addresses,
     bits,
     same,
+    target_of,
     values,
 )
 from tests.support.optimizers import FORMS, OPTIMIZERS
@@ -404,8 +405,9 @@ def test_traffic_in_place_changes_nothing_and_past_the_caches_copies(optimizer):
         batch = native.UpdateBatch(optimizer, weight_dtype, BF16, [source.segment()])
         batch.traffic(pool)
         assert same(source, before)
-        to = native.UpdateBatch(optimizer, weight_dtype, BF16, [target.segment()])
-        batch.traffic(pool, to)
+        segments, targets = [source.segment()], [target_of(target.segment())]
+        native.UpdateBatch(optimizer, weight_dtype, BF16, segments, targets=targets).traffic(pool)
+        assert same(source, before)
         for name, part in target.parts.items():
             assert torch.equal(part, source.parts[name]) == (name != "grad")
         pool.close()
