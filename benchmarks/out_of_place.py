@@ -9,9 +9,11 @@ weights and lean states. Gradients have the weights' dtype. Contenders alternate
   in place      every array is read and written where it is.
   out of place  one set of arrays is read and another is written. The next call goes back, as it
                 does for a caller that swaps the two sets.
+  limit         both ways: the same bytes from as many streams to as many, and no arithmetic.
   before        in place, with the library of an earlier commit (ABI 3, which had no targets).
 
-Both ways move the same bytes if the stores out of place go past the caches.
+Both ways move the same bytes, because the stores out of place go past the caches. What such stores
+cost more than others is the machine's: the limit shows it.
 """
 
 from __future__ import annotations
@@ -115,10 +117,13 @@ class Before:
 
 def contenders(case: Case, pool: native.Pool, before: Before | None) -> Contenders:
     in_place = case.batch(0, 0)
-    swapping = itertools.cycle([case.batch(0, 1), case.batch(1, 0)])
+    out_of_place = case.batch(0, 1)
+    swapping = itertools.cycle([out_of_place, case.batch(1, 0)])
     found: Contenders = {
         "in place": lambda: in_place.run(pool),
         "out of place": lambda: next(swapping).run(pool),
+        "limit, in place": lambda: in_place.traffic(pool),
+        "limit, out of place": lambda: out_of_place.traffic(pool),
     }
     if before is not None:
         found["before"] = lambda: before.run(case, in_place)
@@ -145,7 +150,7 @@ def measure(
 def table(results: list[dict[str, Any]], arguments: argparse.Namespace, isa: str) -> list[str]:
     has_before = "before" in results[0]["median_s"]
     head = "| optimizer, flow | bytes per parameter | in place | GB/s | out of place | GB/s "
-    head += "| speed out of place, of in place |"
+    head += "| speed out of place, of in place | the limits' | out of place, of its limit |"
     head += " speed in place, of before |" if has_before else ""
     lines = [
         "# Steps out of place",
@@ -159,11 +164,13 @@ def table(results: list[dict[str, Any]], arguments: argparse.Namespace, isa: str
     for result in results:
         median_s, nbytes = result["median_s"], result["bytes_per_parameter"]
         inside, outside = median_s["in place"], median_s["out of place"]
+        limit = median_s["limit, out of place"]
         moved = arguments.params * 2**20 * nbytes / 1e9
         line = (
             f"| {result['optimizer']}, {result['flow']} | {nbytes:g} "
             f"| {inside * 1e3:.1f} ms | {moved / inside:.1f} "
-            f"| {outside * 1e3:.1f} ms | {moved / outside:.1f} | {inside / outside:.2f} |"
+            f"| {outside * 1e3:.1f} ms | {moved / outside:.1f} | {inside / outside:.2f} "
+            f"| {median_s['limit, in place'] / limit:.2f} | {limit / outside:.2f} |"
         )
         lines.append(line + (f" {median_s['before'] / inside:.2f} |" if has_before else ""))
     asked = f"Asked: {ASKED_OUT_OF_PLACE:.2f} out of place"
