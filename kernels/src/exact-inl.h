@@ -56,29 +56,22 @@ SH_INLINE void PrefetchGroups(const Arrays& a, int64_t i) {
   PrefetchGroup<Grad::kBytes>(a.grad + i * Grad::kBytes);
 }
 
-// Where a group's vectors are stored. With kStream arrays of 2-byte items take a line of the first
-// cache; End() sends it on.
-template <int kMoments, class Weight, class Grad, bool kStream>
-class GroupTarget {
- public:
-  SH_INLINE GroupTarget(const Arrays& to, int64_t i)
-      : to_(Offset<kMoments, Weight, Grad>(to, i)), lines_(to_) {
-    if (kWeightLine) lines_.weight = weight_;
-    if (kLowLine) lines_.low = low_;
+// A group, past the caches: [Note: out of place]. Results of 2-byte items are put together first.
+template <class Formula, int kVariant, class Weight, class Grad>
+SH_INLINE void StreamGroup(const typename Formula::Vectors& c, const Arrays& a, const Arrays& to,
+                           int64_t i) {
+  constexpr int kMoments = Formula::kMoments;
+  alignas(64) char weight[64], low[64];
+  for (int64_t j = 0; j < kGroup; j += kLanes) {
+    Arrays at = Offset<kMoments, Weight, Grad>(to, i + j);
+    if (Weight::kBytes == 2) at.weight = weight + j * 2;
+    if (Weight::kLowBytes == 2) at.low = low + j * 2;
+    ExactVector<Formula, kVariant, Weight, Grad, true>(
+        c, Offset<kMoments, Weight, Grad>(a, i + j), at);
   }
-  SH_INLINE Arrays At(int64_t j) const { return Offset<kMoments, Weight, Grad>(lines_, j); }
-  SH_INLINE void End() const {
-    if (kWeightLine) StreamLine(weight_, to_.weight);
-    if (kLowLine) StreamLine(low_, to_.low);
-  }
-
- private:
-  static constexpr bool kWeightLine = kStream && Weight::kBytes == 2;
-  static constexpr bool kLowLine = kStream && Weight::kLowBytes == 2;
-
-  Arrays to_, lines_;
-  alignas(64) char weight_[64], low_[64];
-};
+  if (Weight::kBytes == 2) StreamLine(weight, to.weight + i * 2);
+  if (Weight::kLowBytes == 2) StreamLine(low, to.low + i * 2);
+}
 
 // Room for one vector of every array of a step.
 struct Padding {
@@ -101,17 +94,19 @@ template <class Formula, int kVariant, class Weight, class Grad, bool kInPlace>
 void Exact(const float* constants, Arrays a, Arrays targets, int64_t numel, int64_t ahead) {
   constexpr int kMoments = Formula::kMoments;
   const typename Formula::Vectors c(constants);
-  const Arrays& to = kInPlace ? a : targets;
   int64_t i = 0;
   for (; i + kGroup <= numel; i += kGroup) {
     PrefetchGroups<kMoments, Weight, Grad>(a, i + ahead);
-    GroupTarget<kMoments, Weight, Grad, !kInPlace> group(to, i);
-    for (int64_t j = 0; j < kGroup; j += kLanes) {
-      ExactVector<Formula, kVariant, Weight, Grad, !kInPlace>(
-          c, Offset<kMoments, Weight, Grad>(a, i + j), group.At(j));
+    if constexpr (kInPlace) {
+      for (int64_t j = i; j < i + kGroup; j += kLanes) {
+        const Arrays at = Offset<kMoments, Weight, Grad>(a, j);
+        ExactVector<Formula, kVariant, Weight, Grad, false>(c, at, at);
+      }
+    } else {
+      StreamGroup<Formula, kVariant, Weight, Grad>(c, a, targets, i);
     }
-    group.End();
   }
+  const Arrays& to = kInPlace ? a : targets;
   for (; i + kLanes <= numel; i += kLanes) {
     ExactVector<Formula, kVariant, Weight, Grad, false>(c, Offset<kMoments, Weight, Grad>(a, i),
                                                         Offset<kMoments, Weight, Grad>(to, i));
