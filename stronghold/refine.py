@@ -60,7 +60,6 @@ from stronghold.device.base import OutOfMemoryError
 from stronghold.errors import BudgetError
 from stronghold.plan.cost import (
     Demand,
-    Gradients,
     Growth,
     LayerLoad,
     Workload,
@@ -630,7 +629,7 @@ def _longest(model: nn.Module) -> int | None:
 
 
 def _as_it_is(stack: Stack) -> Demand:
-    """The demand of the present plan, but for which updates are deferred."""
+    """The demand of the present plan, but for which updates are early."""
     plan, blocks = stack.plan, stack.layout.streamed
     return replace(
         stack.demand,
@@ -647,8 +646,13 @@ def _is_open(demand: Demand) -> bool:
     """Whether anything is left to choose that the user did not pin."""
     if not demand.training:
         return False
-    defers = demand.gradients is Gradients.RING and demand.deferred_layers is None
-    return defers or _layers_may_move(demand)
+    return _may_update_early(demand) or _layers_may_move(demand)
+
+
+def _may_update_early(demand: Demand) -> bool:
+    """Whether the number of early updates is open, and known room of the host could serve them."""
+    is_open = demand.early_layers is None and not demand.meets_others
+    return is_open and demand.host_budget_bytes is not None
 
 
 def _layers_may_move(demand: Demand) -> bool:

@@ -254,12 +254,21 @@ class StrongholdConfig(_Section):
         "model is whole: nothing of the engine is on its path. Left out: by simulation, once the "
         "first steps are measured; of a model without repeated blocks there, where that fits."
     )
+    speculation: bool = key(
+        "Whether layers may be updated before the norm of all gradients is known (early updates). "
+        "Such an update writes a second set of the layer's arrays. engine.step commits it if the "
+        "step is not clipped and does not overflow, and updates the layer again otherwise. The "
+        "result has the same bits.",
+        default=True,
+    )
+    early_layers: NotNegative | Literal["all"] | None = key(
+        "How many layers are updated early, the last ones of the model first. Each of them has its "
+        "weights, masters and moments twice in host memory: 12 more bytes per parameter with Adam "
+        "in bf16. Left out: by simulation, once the first steps are measured, within host_memory."
+    )
     deferred_layers: NotNegative | None = key(
-        "How many blocks are updated while the next forward runs, where updates do not "
-        "wait for the end of the step (gradient_clipping 0, no overflow check, one rank): their "
-        "gradients are held on the host until then, and where updates take longer than backward a "
-        "step takes less. Blocks with state on NVMe come first. Left out: by simulation, once the "
-        "first steps are measured."
+        "Without effect since updates are either early or behind the gate. Configs that have it "
+        "still load."
     )
     cpu_threads: Annotated[int, Field(ge=1, le=MAX_THREADS)] | None = key(
         "Threads of the CPU optimizer. Left out: the cores that torch does not use, and of "

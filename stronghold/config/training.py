@@ -154,8 +154,13 @@ def load(
         optimizer=optimizer,
         scheduler=scheduler,
         steps_per_print=None if steps_per_print in (None, 0, math.inf) else steps_per_print,
-        ignored=ignored(config),
+        ignored=(*ignored(config), *_ignored_of(section)),
     )
+
+
+def _ignored_of(section: StrongholdConfig) -> tuple[str, ...]:
+    """Dotted keys of the section that are without effect."""
+    return () if section.deferred_layers is None else (f"{SECTION}.deferred_layers",)
 
 
 def check_keys(config: Mapping[str, Any]) -> StrongholdConfig:

@@ -86,15 +86,24 @@ class DeviceEvent(Protocol):
 class Fence:
     """Marks the end of one operation. Made by `Lane.submit` and `Device.record_compute` alone."""
 
-    __slots__ = ("_error", "_event", "_waiting", "issued", "lane", "operation")
+    __slots__ = ("_error", "_event", "_turn", "_waiting", "issued", "lane", "operation")
 
     def __init__(self, lane: str, operation: str) -> None:
         self.lane = lane
         self.operation = operation
+        self._turn = [None]  # who takes it away decides: the lane begins, or a caller withdraws
         self.issued = False  # whether `wait_issued` would not block
         self._waiting: list[threading.Lock] = []  # held, each until the fence is issued
         self._event: DeviceEvent | None = None
         self._error: LaneError | None = None
+
+    def take_turn(self) -> bool:
+        """True for the first caller alone, on any thread: the operation is that caller's."""
+        try:
+            self._turn.pop()
+        except IndexError:
+            return False
+        return True
 
     def issue(self, event: DeviceEvent | None) -> None:
         """The work is enqueued (`event` fires when it is done) or, without an event, done."""
@@ -262,6 +271,16 @@ class Lane(ABC):
         self, operation: str, work: Work, after: tuple[Fence, ...], nbytes: int
     ) -> Fence: ...
 
+    def withdraw(self, fence: Fence) -> bool:
+        """Take back an operation of this lane that has not begun. True: its work will never run.
+        False: it has begun, or ended. Call it for the newest operation first, so that the lane does
+        not begin an older one's successor meanwhile.
+
+        Its fence keeps its place: it is done in its turn, after all that the operation waits for.
+        Records that name the fence, as a reader or as a writer, still stand for those before it.
+        """
+        return False
+
     def finish(self) -> None:  # noqa: B027 - a lane without a thread has nothing queued
         """Wait until what is queued is done, well or badly."""
 
@@ -303,6 +322,10 @@ class _Turns:
 _turns = _Turns()
 
 
+def _nothing() -> None:
+    """The work of an operation that was withdrawn."""
+
+
 class ThreadLane(Lane):
     """A lane with a thread of its own.
 
@@ -330,6 +353,7 @@ class ThreadLane(Lane):
         fence = Fence(self.name, operation)
         before, self._newest = self._newest, fence
         if before.issued and self._is_short(after, nbytes):
+            fence.take_turn()
             self._perform(operation, work, after, nbytes, fence, handed_over=False)
         else:
             self._queue.put((operation, work, after, nbytes, fence))
@@ -339,6 +363,9 @@ class ThreadLane(Lane):
         """Whether the calling thread may perform the operation, which moves `nbytes`: nothing that
         it waits for holds it up, or has failed, and it takes less time than to hand it over."""
         return False
+
+    def withdraw(self, fence: Fence) -> bool:
+        return fence.take_turn()
 
     def finish(self) -> None:
         """Wait until the thread has nothing to do. Errors stay with their fences."""
@@ -362,7 +389,12 @@ class ThreadLane(Lane):
             if isinstance(item, Fence):
                 item.issue(None)
                 continue
-            self._perform(*item, handed_over=True)
+            operation, work, after, nbytes, fence = item
+            if fence.take_turn():
+                self._perform(*item, handed_over=True)
+            else:  # it was withdrawn
+                self._perform(operation, _nothing, after, 0, fence, handed_over=True)
+            del operation, work, after, nbytes, fence
             # Closures hold tensors: keep none alive while the queue is empty.
             del item
 
@@ -455,8 +487,12 @@ class ComputeLane(Lane):
 
 
 class Device(ABC):
-    """Lanes `fetch`, `drain` and `update`, the compute lane of the training thread, others by name,
-    and raw buffers.
+    """Lanes `fetch`, `drain`, `gradients` and `update`, the compute lane of the training thread,
+    others by name, and raw buffers.
+
+    `gradients` merges and sums gradients on the host and takes their norms; `update` has the
+    optimizer's steps. They are two lanes because the gate waits for norms, and must not wait behind
+    updates that began before it.
 
     Those of files are made by the training thread or by autograd's in backward: `load` reads ahead
     of updates, `stage` ahead of fetches, `spill` writes, `io` is for checkpoints. Those between
@@ -469,6 +505,7 @@ class Device(ABC):
 
     fetch: Lane
     drain: Lane
+    gradients: Lane
     update: Lane
 
     def __init__(self, name: str, budget_bytes: int | None, trace: Trace | None) -> None:
@@ -486,12 +523,12 @@ class Device(ABC):
         self.side_streams: Sequence[object] = ()
 
     def _open_lanes(self) -> None:
-        """Make the three lanes that every device has, or none where the system refuses a thread."""
+        """Make the lanes that every device has, or none where the system refuses a thread."""
         with contextlib.ExitStack() as undo:
-            for name in ("fetch", "drain", "update"):
+            for name in ("fetch", "drain", "gradients", "update"):
                 undo.callback(self.lane(name).close)
             undo.pop_all()
-        self.fetch, self.drain, self.update = self._lanes.values()
+        self.fetch, self.drain, self.gradients, self.update = self._lanes.values()
 
     def lane(self, name: str) -> Lane:
         """The lane, made when it is first asked for."""

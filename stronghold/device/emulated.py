@@ -36,6 +36,7 @@ SMALL_COPY_BYTES = 256 << 10
 DISK_LANES = {"load": "read", "stage": "read", "spill": "write"}
 LATE_S = 1e-4  # by which a sleep may be too long
 LINK_LANES = ("fetch", "drain")
+HOST_LANES = ("gradients", "update")
 WIRE_LANES = ("gather", "reduce", "exchange")
 NAN_BYTE = 0xFF  # 0xFFFF and 0xFFFFFFFF are NaN in bfloat16, float16 and float32
 
@@ -45,11 +46,12 @@ _move_small = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_
 
 
 class _Arrival:
-    """Fires at a time of `time.perf_counter()`."""
+    """Fires at a time of `time.perf_counter()`; its operation begins at `begin_s`."""
 
-    __slots__ = ("at_s",)
+    __slots__ = ("at_s", "begin_s")
 
-    def __init__(self, at_s: float) -> None:
+    def __init__(self, begin_s: float, at_s: float) -> None:
+        self.begin_s = begin_s
         self.at_s = at_s
 
     def query(self) -> bool:
@@ -86,16 +88,27 @@ class _EmulatedLane(ThreadLane):
         ended_s = time.perf_counter()
         begin_s, end_s = device.pace(self.name, nbytes, max(begun_s, ready_s), ended_s - begun_s)
         device.trace.record(self.name, operation, begin_s, end_s, **moved(nbytes))
-        return _Arrival(end_s) if end_s > ended_s else None
+        return _Arrival(begin_s, end_s) if end_s > ended_s else None
+
+    def withdraw(self, fence: Fence) -> bool:
+        """As `Lane.withdraw`. An operation that was performed ahead of the clock, at which it has
+        not begun, is withdrawn, too: the caller uses nothing of what it wrote."""
+        if super().withdraw(fence):
+            return True
+        event = fence.wait_issued() if fence.issued and not fence.failed else None
+        if not isinstance(event, _Arrival) or not self._device.take_back(self.name, event):
+            return False
+        fence.issue(_Arrival(event.begin_s, event.begin_s))
+        return True
 
 
 class EmulatedDevice(Device):
     """CPU tensors, a thread per lane.
 
     `jitter_s` is the longest random delay before an operation; `link_gbps` paces each direction of
-    the link, `update_gbps` the update lane, `nvme_gbps` what lanes read from files, all together,
-    and what they write, `wire_gbps` what other ranks send to each of the lanes that meet them (1e9
-    bytes/s; None: as fast as they are); `poison` fills freed buffers with NaN.
+    the link, `update_gbps` the lanes of gradients and of updates, `nvme_gbps` what lanes read from
+    files, all together, and what they write, `wire_gbps` what other ranks send to each of the lanes
+    that meet them (1e9 bytes/s; None: as fast as they are); `poison` fills freed buffers with NaN.
     """
 
     torch_device = torch.device("cpu")
@@ -118,14 +131,14 @@ class EmulatedDevice(Device):
         self._jitter_s = jitter_s
         self._seed = seed
         self._random: dict[str, random.Random] = {}
-        paces = {"update": update_gbps, **dict.fromkeys(LINK_LANES, link_gbps)}
+        paces = {**dict.fromkeys(HOST_LANES, update_gbps), **dict.fromkeys(LINK_LANES, link_gbps)}
         paces |= dict.fromkeys(WIRE_LANES, wire_gbps) | dict.fromkeys(DISK_LANES, nvme_gbps)
         self._paces = {lane: gbps * 1e9 for lane, gbps in paces.items() if gbps is not None}
         self._clocks = threading.Lock()
         self._free_s: dict[str, float] = defaultdict(float)  # when what it was given has ended
         self._pool: native.Pool | None = None
         gentle = not poison and jitter_s == 0.0
-        self._ahead = ("fetch", "drain", "update") if gentle else ()
+        self._ahead = (*LINK_LANES, *HOST_LANES) if gentle else ()
         self._open_lanes()
 
     def _make_lane(self, name: str) -> Lane:
@@ -205,3 +218,11 @@ class EmulatedDevice(Device):
             takes_s = took_s if rate is None else max(took_s, nbytes / rate)
             end_s = self._free_s[resource] = begin_s + takes_s
         return begin_s, end_s
+
+    def take_back(self, lane: str, arrival: _Arrival) -> bool:
+        """The newest operation of a lane is withdrawn, unless it has begun by the clock."""
+        with self._clocks:
+            if arrival.begin_s <= time.perf_counter():
+                return False
+            self._free_s[lane] = min(self._free_s[lane], arrival.begin_s)
+        return True

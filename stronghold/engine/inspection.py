@@ -36,7 +36,7 @@ class LayerView:
     `writers` has, by array, the fence of the newest operation that
     writes it. `counts` has each parameter's number of updates, in the layout's order, and `trained`
     holds the positions of those that the optimizer owns. `is_updated_early`: the running step has
-    updated the layer before its gate. `text` is all of it in one line.
+    queued an update of the layer before its gate. `text` is all of it in one line.
     """
 
     layout: LayerLayout
@@ -115,7 +115,8 @@ class RanksView:
 class Inspection:
     """An engine at the moment of the call.
 
-    `schedule` is the training step that the executor predicts. `operations` are the recorded spans,
+    `schedule` is the training step that the executor predicts, and `performed` what the last step
+    did. `operations` are the recorded spans,
     oldest first: none, unless `stronghold.trace` is set or the device records. `bytes` are peaks
     per tier, planned and measured; `host_bytes` is host memory that is held now. `is_in_step`:
     gradients wait for their step. `has_trained`: masters and moments exist; `states` names the
@@ -130,6 +131,7 @@ class Inspection:
     demand: Demand
     plan: Plan
     schedule: tuple[Action, ...]
+    performed: tuple[Action, ...]
     operations: tuple[Span, ...]
     bytes: MemoryReport
     traffic: TransferCounts
@@ -168,6 +170,7 @@ def inspect(stack: Stack) -> Inspection:
         demand=stack.demand,
         plan=stack.plan,
         schedule=tuple(executor.schedule.actions),
+        performed=executor.performed.last,
         operations=tuple(stack.trace.spans()),
         bytes=stack.memory_report(),
         traffic=TransferCounts(
@@ -221,7 +224,7 @@ def _layer(host: HostStore, state: LayerState) -> LayerView:
         writers={array: record.writer for array, record in state.records.items()},
         counts=tuple(state.optimizer.counts),
         trained=state.optimizer.trained,
-        is_updated_early=bool(state.gradients.used),
+        is_updated_early=state.gradients.early is not None,
         text=repr(state),
         _host=host,
         _state=state,

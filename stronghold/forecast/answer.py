@@ -305,7 +305,7 @@ def _wires(question: Question) -> str:
 def _gate(found: Forecast) -> Iterator[str]:
     """What it costs that updates wait for the end of backward, where the step waits for them."""
     question, plan = found.question, found.plan
-    if plan is None or not plan.gated:
+    if plan is None:
         return
     waits = sum(found.shares.get(RESOURCES[lane], 0.0) for lane in ("update", "load"))
     work = question.work
@@ -400,8 +400,7 @@ def _config(question: Question, plan: Plan) -> dict[str, Any]:
         section["chunk"] = question.chunk
         if question.streams > 1:
             section["streams"] = question.streams
-    if not plan.gated:
-        section["deferred_layers"] = len(plan.deferred)
+    section["early_layers"] = len(plan.early)
     if plan.nvme_bytes:
         section["nvme"] = {"path": question.nvme_path, "capacity": question.nvme_bytes}
     config: dict[str, Any] = {

@@ -36,10 +36,10 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from stronghold.device.base import Device
+from stronghold.device.base import Device, Record
 from stronghold.memory.access import ArrayAccess
 from stronghold.memory.buffers import Entry, Ring
-from stronghold.memory.layer import LayerState
+from stronghold.memory.layer import LayerState, SecondArrays
 from stronghold.memory.slab import map_slab
 from stronghold.memory.tiers import Tiers
 from stronghold.model.layout import ModelLayout
@@ -55,8 +55,9 @@ class HostStore:
     `layers` has every layer of the model; those whose home is the GPU take nothing here: their
     arrays are the device's (`DeviceStore`). `ring_entries` gradient entries of the largest
     trainable layer exist; layers in `held` have an entry of their own, where its home is the host;
-    `accumulate` gives every trainable one an fp32 accumulator. `allocate` makes a flat zero tensor
-    of host memory. `tiers` has the homes of the arrays ([Note: staged homes]), and which part is
+    layers in `early` have their arrays twice; `accumulate` gives every trainable one an fp32
+    accumulator. `allocate` makes a flat zero tensor of host memory. `tiers` has the homes of the
+    arrays ([Note: staged homes]), and which part is
     this rank's; `shared` are the node's weights ([Note: ranks]).
     """
 
@@ -66,6 +67,7 @@ class HostStore:
         device: Device,
         *,
         held: frozenset[int],
+        early: frozenset[int] = frozenset(),
         accumulate: bool,
         ring_entries: int,
         allocate: Callable[[int, torch.dtype], torch.Tensor] = map_slab,
@@ -79,7 +81,7 @@ class HostStore:
         self.tiers = tiers
         self.formats, self.shards = self.tiers.formats, self.tiers.shards
         self._device = device
-        self._held = held
+        self._held, self._early = held, early
         self._accumulate = accumulate
         self._ring_entries = ring_entries
         self.allocate = allocate
@@ -159,6 +161,7 @@ class HostStore:
         for state in self._mine:
             self.make_arrays(state, lambda _, nbytes: self._slab(nbytes, pinned=False))
         self._hold()
+        self._make_second_arrays()
         self._make_ring(self._ring_entries - len(self._ring))
         self._prepared = True
 
@@ -171,16 +174,23 @@ class HostStore:
             if array == "low" and torch.float32 in state.maps["low"].dtypes:
                 self.access.restart_master(state.index)
 
-    def hold(self, layers: frozenset[int], ring_entries: int) -> None:
+    def hold(
+        self, layers: frozenset[int], ring_entries: int, early: frozenset[int] = frozenset()
+    ) -> None:
         """Between two steps: these layers have gradient entries of their own, no others; the ring
-        has `ring_entries` at least, where anything drains."""
+        has `ring_entries` at least, where anything drains; and the layers in `early` have their
+        arrays twice."""
         before, self._held = self._held, layers
         for state in self._mine if self.training else ():
             if state.index in before - layers and "gradients" in state.arrays:
                 self._give_back(state.drop_array("gradients"))
-        self._ring_entries = ring_entries
+        self._ring_entries, self._early = ring_entries, early
+        for state in self.layers:
+            if state.index not in early:
+                self._give_back(*state.drop_second())
         if self.training:
             self._hold()
+            self._make_second_arrays()
             if any(entry.memory.nbytes < self._largest for entry in self._ring):
                 self._drop_ring()
             self._make_ring(ring_entries - len(self._ring))
@@ -190,6 +200,15 @@ class HostStore:
             is_here = state.home_of("gradients") is HOST
             if state.index in self._held and is_here and state.trains_here:
                 self._own_entry(state)
+
+    def _make_second_arrays(self) -> None:
+        for state in self._mine:
+            if state.index in self._early and state.second is None:
+                arrays = {
+                    array: self._slab(state.maps[array].nbytes, pinned=array == "weights")
+                    for array in state.changed
+                }
+                state.second = SecondArrays(arrays, {array: Record() for array in arrays})
 
     @property
     def _largest(self) -> int:
@@ -281,7 +300,7 @@ class HostStore:
         """The layer moves to the device while no pass is running. Returns its arrays of training,
         which this store no longer counts. The layer has no arrays until it gets new ones."""
         state = self.layers[index]
-        self._give_back(state.weights, *state.arrays.values())
+        self._give_back(state.weights, *state.arrays.values(), *state.drop_second())
         left = {name: array for name, array in state.arrays.items() if name != "gradients"}
         state.weights = torch.empty(0, dtype=torch.uint8)
         state.drop_arrays()
@@ -322,6 +341,7 @@ class HostStore:
         self._pinned.clear()
         self._ring.clear()
         for state in self.layers:
+            state.second = None
             state.weights = torch.empty(0, dtype=torch.uint8)
             state.drop_arrays()
 

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from stronghold.device.base import Record
+from stronghold.device.base import Fence, Record
 from stronghold.errors import StateError
 from stronghold.memory.buffers import GradientSlot, Slot
 from stronghold.model.arrays import Map, Section, array_maps, state_arrays
@@ -91,13 +91,14 @@ class ParameterViews:
 
 class Stage(Enum):
     """How far the gradients of a layer are in a step. OFFLOADING: the copy to the host is queued.
-    PENDING: they wait for their update. USED: the layer was updated before the gate."""
+    PENDING: they wait for their update. EARLY: an update that uses them is queued, or has ended,
+    and the gate will commit it or not."""
 
     EMPTY = "no gradients"
     GATHERING = "gradients gather"
     OFFLOADING = "gradients are offloaded"
     PENDING = "gradients are pending"
-    USED = "updated before the gate"
+    EARLY = "updated early"
 
 
 @dataclass(slots=True, eq=False)
@@ -118,32 +119,45 @@ class ExpectedGradients:
         return self.calls <= 1 and self.chunks == 0
 
 
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class EarlyUpdate:
+    """An update of a layer that was queued before the norm was known. It writes the layer's second
+    arrays. `fence` is its operation's. `positions` are the parameters that it updates, and `steps`
+    the numbers that it uses for each of them. `version_sum`: of the versions of the layer's
+    parameters then, as torch counts writes in place."""
+
+    fence: Fence
+    positions: frozenset[int]
+    steps: tuple[NamedTuple, ...]
+    version_sum: int
+
+
 @dataclass(slots=True, eq=False)
 class GradientRecord:
     """The gradients of a layer in this step.
 
-    Behind its slot a gradient is in one of three: `pending`, as it came, in the array "gradients"
-    (on the GPU in `own_gradient_slot`, or in `loose`, one tensor for each parameter); `summed`, in
-    the fp32 array "accumulated"; `used`, by an update before the gate. All name parameters by
-    their position. `square_sums` are sums of squares, by position.
+    Behind its slot a gradient is in one of two: `pending`, as it came, in the array "gradients" (on
+    the GPU in `own_gradient_slot`, or in `loose`, one tensor for each parameter); `summed`, in the
+    fp32 array "accumulated". Both name parameters by their position. `square_sums` are sums of
+    squares, by position. `early`: the update before the gate that has used them, if there is one.
     """
 
     expected: ExpectedGradients = field(default_factory=ExpectedGradients)
     pending: set[int] = field(default_factory=set)
     summed: set[int] = field(default_factory=set)
-    used: set[int] = field(default_factory=set)
+    early: EarlyUpdate | None = None
     loose: dict[int, torch.Tensor] = field(default_factory=dict)
     square_sums: dict[int, float] = field(default_factory=dict)
 
     @property
     def arrived(self) -> frozenset[int]:
         """Positions of the parameters that have a gradient in this step."""
-        return frozenset(self.pending | self.summed | self.used)
+        return frozenset(self.pending | self.summed)
 
     @property
     def is_empty(self) -> bool:
         """Whether no parameter has a gradient in this step."""
-        return not (self.pending or self.summed or self.used)
+        return not (self.pending or self.summed)
 
     @property
     def array(self) -> str:
@@ -156,14 +170,14 @@ class GradientRecord:
 
     def restrict(self, positions: set[int]) -> None:
         """Drop the gradients of other parameters."""
-        for positions_here in (self.pending, self.summed, self.used):
+        for positions_here in (self.pending, self.summed):
             positions_here &= positions
 
     def clear(self) -> None:
         """The step has ended, or is void."""
         self.pending.clear()
         self.summed.clear()
-        self.used.clear()
+        self.early = None
         self.loose.clear()
         self.square_sums = {}  # a new one: queued operations may still write to the old one
 
@@ -175,6 +189,15 @@ class OptimizerRecord:
 
     trained: frozenset[int] = frozenset()
     counts: list[int] = field(default_factory=list)
+
+
+@dataclass(slots=True, eq=False)
+class SecondArrays:
+    """Memory in which an early update puts a layer's next arrays: one for each array that a step
+    changes, with its access record."""
+
+    arrays: dict[str, torch.Tensor]
+    records: dict[str, Record]
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +220,8 @@ class LayerState:
     weights, "accumulated" (fp32 sums over micro-batches) and "gradients" (those that are pending).
     An array is here from the first backward on, unless its home is a staged one. It has this rank's
     `shares` of the layer's trainable ranges. `homes` names the arrays that do not lie on the host.
-    `records` are the access records, by array."""
+    `records` are the access records, by array. `second`: where an early update writes, if the layer
+    has that; `exchange_arrays` makes it the layer's."""
 
     layout: LayerLayout
     weights: torch.Tensor
@@ -207,6 +231,7 @@ class LayerState:
     parameters: Sequence[nn.Parameter] = ()  # in the layout's order
     arrays: dict[str, torch.Tensor] = field(default_factory=dict)
     records: dict[str, Record] = field(init=False)
+    second: SecondArrays | None = None
     on_gpu: OnGpu = field(default_factory=OnGpu)
     views: ParameterViews = field(default_factory=ParameterViews)
     gradients: GradientRecord = field(default_factory=GradientRecord)
@@ -216,9 +241,8 @@ class LayerState:
     sections: tuple[Section, ...] = field(init=False)  # of the weights, by position
     shares: tuple[Span, ...] = field(init=False)
     _elements: tuple[Span, ...] = field(init=False)  # of each parameter, this rank's
-    _views: dict[tuple[str, int, int], tuple[torch.Tensor, torch.Tensor | None]] = field(
-        default_factory=dict
-    )
+    # By array, elements, and the identity of the memory.
+    _views: dict[tuple[str, int, int, int], torch.Tensor | None] = field(default_factory=dict)
     _owned: Owned = Owned(frozenset(), (), ())  # of the last positions that were asked for
 
     def __post_init__(self) -> None:
@@ -261,8 +285,8 @@ class LayerState:
         gradients = self.gradients
         if self.on_gpu.gradient_slot is not None:
             return Stage.GATHERING
-        if gradients.used:
-            return Stage.USED
+        if gradients.early is not None:
+            return Stage.EARLY
         if not gradients.arrived:
             return Stage.EMPTY
         return Stage.PENDING if self.records[gradients.array].writer.done else Stage.OFFLOADING
@@ -324,16 +348,33 @@ class LayerState:
         references to their memory are counted, to find those that a program keeps."""
         flat = self.array(array)
         assert flat is not None
-        if array == "weights":
-            section = self.maps[array].find(begin, end)
-            return None if section is None else section.view(flat, begin, end)
-        key = array, begin, end
-        kept = self._views.get(key)
-        if kept is None or kept[0] is not flat:
-            section = self.maps[array].find(begin, end)
-            kept = flat, None if section is None else section.view(flat, begin, end)
-            self._views[key] = kept
-        return kept[1]
+        return self._view(flat, array, begin, end)
+
+    def second_view(self, array: str, begin: int, end: int) -> torch.Tensor | None:
+        """The same of the layer's second arrays."""
+        assert self.second is not None
+        return self._view(self.second.arrays[array], array, begin, end)
+
+    def _view(self, flat: torch.Tensor, array: str, begin: int, end: int) -> torch.Tensor | None:
+        key = array, begin, end, id(flat)
+        if array != "weights" and key in self._views:
+            return self._views[key]
+        section = self.maps[array].find(begin, end)
+        view = None if section is None else section.view(flat, begin, end)
+        if array != "weights":
+            self._views[key] = view
+        return view
+
+    def exchange_arrays(self) -> None:
+        """The second arrays are the layer's from now on, and those that it had are the second."""
+        second = self.second
+        assert second is not None
+        for name, array in second.arrays.items():
+            before = self.array(name)
+            assert before is not None
+            self._set_array(name, array)
+            second.arrays[name] = before
+            self.records[name], second.records[name] = second.records[name], self.records[name]
 
     def all_arrays(self) -> dict[str, torch.Tensor]:
         """Every array in memory that outlives the step, the weights first."""
@@ -353,10 +394,23 @@ class LayerState:
     def replace_array(self, name: str, array: torch.Tensor) -> None:
         """The array lies in other memory from now on."""
         self._views.clear()
+        self._set_array(name, array)
+
+    def _set_array(self, name: str, array: torch.Tensor) -> None:
         if name == "weights":
             self.weights = array
         else:
             self.arrays[name] = array
+
+    def drop_second(self) -> list[torch.Tensor]:
+        """The layer has no second arrays from now on. Returns them, once nothing uses them."""
+        second, self.second = self.second, None
+        self._views.clear()
+        if second is None:
+            return []
+        for record in second.records.values():
+            record.wait()
+        return list(second.arrays.values())
 
     def records_of(self, arrays: Iterable[str]) -> list[Record]:
         return [self.records[array] for array in arrays]
@@ -368,7 +422,8 @@ class LayerState:
 
     def wait_unused(self) -> None:
         """Block until nothing writes or reads its arrays: before they are written from outside."""
-        for record in self.records.values():
+        second = {} if self.second is None else self.second.records
+        for record in (*self.records.values(), *second.values()):
             record.wait()
 
     @property

@@ -17,19 +17,6 @@ offloaded, D the disk's, q those of host memory that a parameter costs. Beside i
 fetch and drain, which nothing hides but what stays on the device. Norms, activations and other
 operators that only move device memory are no part of the limit, since fused kernels can leave out
 most of what they move. A forecast counts them (`workload_of`).
-
-[Note: deferred updates] Where nothing holds updates back (no clipping, no overflow check) gradients
-come in the order L..1, and the next forward needs weights in the order 1..L. Updated as they come,
-a step takes max(B, D) + F, for a forward of F seconds, a backward of B and updates of D (of the
-disk or the CPU): in forward nothing is left to update. So some layers' gradients are held, and
-these are updated in forward order while the next forward runs. With a share f deferred a step takes
-
-    max(B, (1 - f) D) + max(F, f D)
-
-which is max(F + B, D), the least there can be, for f = 1 - B / D where D is at most F + B, and from
-F / D to 1 - B / D beyond. Evenly over the depth, because layer i can be updated from B i / L before
-the end of backward to F i / L after it: these spans lie in each other, and of the layers below any
-depth backward takes its share and forward the rest. Which layers are deferred never changes a bit.
 """
 
 from __future__ import annotations
@@ -38,7 +25,6 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from enum import Enum
 from typing import get_args
 
 from stronghold.config.section import Level
@@ -138,14 +124,6 @@ class LayerLoad:
         return self.waiting_bytes(level) if level in AWAY else 0
 
 
-class Gradients(Enum):
-    """Where gradients wait on the host between their drain and the update."""
-
-    RING = "ring"  # updated as they come
-    HELD = "held"  # every layer's, until the gate: norm, overflow or several ranks decide over all
-    ACCUMULATED = "accumulated"  # fp32 sums over micro-batches
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demand:
     """What the planner is asked: of which states, budgets in bytes, and what the user pinned (None:
@@ -174,7 +152,7 @@ class Demand:
     tokens: int = 0
     reserve_bytes: int = 0  # of the gpu budget that are activations' at least
     cpu_threads: int | None = None
-    deferred_layers: int | None = None  # blocks that are updated while the next forward runs
+    early_layers: int | None = None  # layers that are updated before the norm is known
     num_cores: int = 1
     nvme: bool = False  # whether there is such a tier
     nvme_capacity_bytes: int | None = None
@@ -207,13 +185,6 @@ class Demand:
     def sharers(self, array: str) -> int:
         """How many ranks divide an array among them: all, or of the weights those of a node."""
         return self.num_ranks // self.num_nodes if array == "weights" else self.num_ranks
-
-    @property
-    def gradients(self) -> Gradients:
-        """What the micro-batches, the gate and other ranks ask of gradients."""
-        if self.accumulate:
-            return Gradients.ACCUMULATED
-        return Gradients.HELD if self.gated or self.meets_others else Gradients.RING
 
     @property
     def meets_others(self) -> bool:
@@ -471,32 +442,6 @@ def bytes_per_parameter(states: States, micro_batches: int = 1) -> float:
     where weight and whole fp32 master are both read and written."""
     moved = Traffic.of_parameters(states, streamed=MANY, trained=MANY, micro_batches=micro_batches)
     return moved.memory_bytes / MANY
-
-
-# -- deferred updates -----------------------------------------------------------------------------
-def spread(layers: Sequence[LayerLayout], count: int) -> frozenset[int]:
-    """The indices of `count` of `layers` (all where there are fewer), evenly over their bytes."""
-    trained = [layer for layer in layers if layer.trainable_numel]
-    count = min(count, len(trained))
-    total = sum(layer.trainable_numel for layer in trained)
-    chosen: list[int] = []
-    below = 0
-    for position, layer in enumerate(trained):
-        below += layer.trainable_numel
-        # The middle of each of `count` equal parts; as many as are left, where layers are uneven.
-        due = count * below >= (len(chosen) + 0.5) * total
-        if len(chosen) < count and (due or len(trained) - position == count - len(chosen)):
-            chosen.append(layer.index)
-    return frozenset(chosen)
-
-
-def shares(*, forward_s: float, backward_s: float, updates_s: float) -> tuple[float, float]:
-    """The least and the largest share f for which a step takes the least ([Note: deferred
-    updates]); both 0 where backward hides the updates."""
-    if updates_s <= backward_s:
-        return 0.0, 0.0
-    within = 1.0 - backward_s / updates_s
-    return min(within, forward_s / updates_s), within
 
 
 # -- seconds --------------------------------------------------------------------------------------

@@ -6,11 +6,14 @@ that `memory` must meet exactly (a test compares them).
 
 [Note: what spills first] Kinds in the order of how seldom their bytes are needed: moments (read and
 written once a step), the rest of the masters, then gradients that wait for the step's end, last the
-weights, which every pass reads. Within a kind the last layers spill first where updates wait for
+weights, which every pass reads. Within a kind the last layers spill first, because updates wait for
 the gate: they come in forward order, so at the turn from one step to the next nothing is read, and
-the disk is a few layers ahead when the first spilled one is needed. Where updates come as gradients
-do, the layers that spill are spread evenly: the disk works all through backward, not only at its
-beginning, and what is deferred all through forward ([Note: deferred updates] of `cost`).
+the disk is a few layers ahead when the first spilled one is needed.
+
+[Note: early updates] A layer that is updated before the norm is known has its arrays twice on the
+host: an early update reads one set and writes the other. The layers whose gradients come first are
+the first to have a second set. A layer can have one if it lies in memory as a whole, all of its
+parameters train, and no other rank has part of it.
 
 [Note: the staging ring] Pieces of one size. An update's piece holds a range of all spilled arrays
 of a layer: one is read, one is updated, one is written, one more is read ahead. A fetch's piece
@@ -44,7 +47,7 @@ from stronghold.optim.states import (
     group_size,
     states_of,
 )
-from stronghold.plan.cost import AGAIN, Demand, Gradients, Traffic, spread, traffic_of
+from stronghold.plan.cost import AGAIN, Demand, Traffic, traffic_of
 from stronghold.plan.homes import Homes, make_homes
 from stronghold.plan.schedule import Position
 
@@ -55,6 +58,7 @@ UPDATE_ENTRIES, FETCH_ENTRIES, OTHER_ENTRIES = 4, 3, 1  # [Note: the staging rin
 # Beside milliseconds of a disk the tenths that a hand-over between lanes takes do not count.
 PIECE_BYTES = 32 << 20
 MIB = float(1 << 20)
+SECOND_ARRAYS = "second arrays of early updates"
 
 # How many of `kinds_of` spill, for each word of stronghold.nvme.spill.
 DEPTHS = {"moments": 1, "masters": 2, "weights": 5}
@@ -110,7 +114,6 @@ class Plan:
     whole: bool
     own_gradients: frozenset[int]  # layers that gather gradients in a slot of their own
     gradient_slots: int
-    gradients: Gradients
     ring_entries: int
     updates: dict[int, Position]  # where in the step that of each layer that trains stands
     activations: tuple[str, ...]  # by layer; what is no block keeps its own
@@ -134,23 +137,17 @@ class Plan:
     @property
     def accumulates(self) -> bool:
         """Whether gradients wait as fp32 sums over micro-batches."""
-        return self.gradients is Gradients.ACCUMULATED
+        return self.demand.accumulate
 
     @property
-    def gated(self) -> bool:
-        """Whether something decides over all gradients before any is used."""
-        return self.gradients is not Gradients.RING
+    def early(self) -> frozenset[int]:
+        """Layers that are updated before the norm is known, which have their arrays twice."""
+        return frozenset(i for i, at in self.updates.items() if at is Position.EARLY)
 
     @property
-    def deferred(self) -> frozenset[int]:
-        """Layers updated after backward, where others are as gradients come."""
-        return frozenset(i for i, at in self.updates.items() if at is Position.BACKWARD)
-
-    @property
-    def apart(self) -> frozenset[int]:
-        """Layers whose gradients wait, as they are, for an update elsewhere in the step."""
-        late = (i for i, at in self.updates.items() if at is not Position.DRAIN)
-        return frozenset() if self.accumulates else frozenset(late)
+    def pending(self) -> frozenset[int]:
+        """Layers whose gradients wait, as they are, for the gate."""
+        return frozenset() if self.accumulates else frozenset(self.updates)
 
     @property
     def gpu_total_bytes(self) -> int:
@@ -225,17 +222,14 @@ def _make_plan(layout: ModelLayout, demand: Demand) -> Plan:
     policies = ", ".join(f"{policy} {count}" for policy, count in sorted(counts.items()))
     if len(counts) < 2:
         policies = next(iter(counts), "keep")
-    reasons.append(
-        f"activations: {policies}; {threads} update threads; gradients: {places.gradients.value}"
-    )
-    if demand.meets_others and not (demand.gated or demand.accumulate):
-        reasons.append("updates wait for the end of backward: several ranks make them together")
+    gradients = "accumulated" if demand.accumulate else "pending until the gate"
+    reasons.append(f"activations: {policies}; {threads} update threads; gradients: {gradients}")
     if demand.states.is_lean:
         stays = [layer for layer in places.on_host if layer.index in places.resident]
         where = "; what stays on the gpu is updated on the host" if stays else ""
         reasons.append(f"states: lean, which round otherwise than exact ones{where}")
     host = _Host(places, reasons)
-    reasons += _deferred_in_words(places, host.deferred)
+    reasons += _early_in_words(places, host)
     again = sum(e.num_parameters for e in layout.layers if activations[e.index] in AGAIN)
     return Plan(
         demand=demand,
@@ -252,9 +246,8 @@ def _make_plan(layout: ModelLayout, demand: Demand) -> Plan:
         whole=places.whole,
         own_gradients=frozenset(layer.index for layer in places.own_slots),
         gradient_slots=gradient_slots,
-        gradients=places.gradients,
         ring_entries=host.ring_entries,
-        updates=_positions(layout, places, host.deferred),
+        updates=_positions(layout, host.early),
         activations=activations,
         cpu_threads=threads,
         gpu_bytes=places.gpu_bytes(window, gradient_slots),
@@ -278,28 +271,18 @@ def _make_plan(layout: ModelLayout, demand: Demand) -> Plan:
     )
 
 
-def _positions(
-    layout: ModelLayout, places: _Places, deferred: frozenset[int]
-) -> dict[int, Position]:
+def _positions(layout: ModelLayout, early: frozenset[int]) -> dict[int, Position]:
     trained = [layer.index for layer in layout.layers if layer.trainable_numel]
-    # Whole on the gpu: a backward that fails changes nothing.
-    if places.gradients is not Gradients.RING or places.whole:
-        return dict.fromkeys(trained, Position.GATE)
-    return {i: Position.BACKWARD if i in deferred else Position.DRAIN for i in trained}
+    return {i: Position.EARLY if i in early else Position.GATE for i in trained}
 
 
-def _deferred_in_words(places: _Places, deferred: frozenset[int]) -> list[str]:
+def _early_in_words(places: _Places, host: _Host) -> list[str]:
     demand = places.demand
-    if not demand.deferred_layers:
+    if not demand.early_layers:
         return []
-    why = demand.why("deferred_layers")
-    if places.gradients is not Gradients.RING:
-        return [f"no block's update is deferred ({why}): all wait for the end of the step"]
-    numel = sum(layer.trainable_numel for layer in places.blocks if layer.index in deferred)
-    held_bytes = numel * demand.states.weight_bytes
     return [
-        f"{len(deferred)} of {len(places.blocks)} blocks are updated while the next forward runs, "
-        f"their gradients held until then: {held_bytes / MIB:.2f} MiB ({why})"
+        f"{len(host.early)} layers are updated before the norm is known, into a second set of "
+        f"arrays: {host.host_bytes[SECOND_ARRAYS] / MIB:.2f} MiB ({demand.why('early_layers')})"
     ]
 
 
@@ -358,7 +341,7 @@ class _Places:
     `shared_slots`. ConfigError for what the model does not have."""
 
     def __init__(self, layout: ModelLayout, demand: Demand, reasons: list[str]) -> None:
-        self.layout, self.demand, self.gradients = layout, demand, demand.gradients
+        self.layout, self.demand = layout, demand
         chosen = demand.activations or "keep"
         if isinstance(chosen, str):
             chosen = levels_of(layout, {chosen: len(layout.streamed)})
@@ -404,7 +387,7 @@ class _Places:
             reasons.append(f"resident layers are updated on the gpu ({why})")
         # Until the gate opens, gradients on the gpu stay where they were gathered. The gradients of
         # what is no block come early and late in backward.
-        held = there if demand.gradients is Gradients.HELD else frozenset[int]()
+        held = frozenset[int]() if demand.accumulate else there
         own = [layer for layer in layout.layers if not layer.streamed or layer.index in held]
         self.own_slots = [] if self.whole else own
         shared = [layer for layer in blocks if layer.index not in held]
@@ -428,7 +411,7 @@ class _Places:
         def total(layers: Iterable[LayerLayout], *arrays: str) -> int:
             return sum(array_bytes(e, formats, array) for e in layers for array in arrays)
 
-        accumulates = self.gradients is Gradients.ACCUMULATED
+        accumulates = self.demand.accumulate
         reduces = training and self.demand.reduces_in_room
         gathered = _largest(total([layer], "gradients") for layer in self.shared_slots)
         # Gradients of several chunks are added in fp32 beside the slot, in those of blocks.
@@ -586,7 +569,6 @@ class _Host:
     def __init__(self, places: _Places, reasons: list[str]) -> None:
         self._places = places
         self._demand = demand = places.demand
-        self._early = places.gradients is Gradients.RING
         self._kinds = kinds_of(demand.formats)
         if demand.meets_others and demand.nvme and demand.spill == "weights":
             raise ConfigError(
@@ -594,10 +576,10 @@ class _Host:
                 "several ranks have the weights once for all of them, in memory; set it to "
                 '"masters", or leave it out'
             )
-        if (demand.deferred_layers or 0) > len(places.blocks):
+        if (demand.early_layers or 0) > len(places.layout.layers):
             raise ConfigError(
-                f"stronghold.deferred_layers: got {demand.deferred_layers}, but the model has "
-                f"{len(places.blocks)} blocks"
+                f"stronghold.early_layers: got {demand.early_layers}, but the model has "
+                f"{len(places.layout.layers)} layers"
             )
         # By layer its ranges: layers with equal ranges have equal bytes. By these the bytes of each
         # array that the layer has here, of what trains on this rank; and those of all its weights.
@@ -611,7 +593,7 @@ class _Host:
                 self._whole[layer.ranges] = array_bytes(layer, demand.formats, "weights", sharers)
         self._largest = _largest(each["trained weights"] for each in self._trained.values())
         self.spilled = self._chosen(reasons)
-        self.deferred = self._deferred(self.spilled)
+        self.early = self._early(self.spilled)
         self.staging = self._staging(self.spilled)
         self.ring_entries = self._ring_entries(self.spilled)
         self.traffic = self._file_traffic()
@@ -622,20 +604,18 @@ class _Host:
         self.offloaded_bytes = self._offloaded(self.spilled)
         if demand.nvme and demand.spill is None:
             named = [kind for kind, size in self.nvme_bytes.items() if size]
-            which = "of layers spread evenly" if self._early else "the last layers first"
-            what = f"{', '.join(named)} spill, {which}" if named else "nothing spills"
+            what = f"{', '.join(named)} spill, the last layers first" if named else "nothing spills"
             reasons.append(f"nvme: {what}; host memory holds the rest")
         self._check()
 
     def _bytes_of(self, layer: LayerLayout) -> dict[str, int]:
         """Bytes of what trains of a layer on this rank. "trained weights" are part of the weights,
         and as many as its gradients."""
-        demand, gradients = self._demand, self._places.gradients
+        demand = self._demand
         arrays = ["trained weights"]
         if demand.training:
             arrays += ["low", *self._kinds["moments"]]
-            arrays += ["gradients"] if gradients is Gradients.HELD else []
-            arrays += ["accumulated"] if gradients is Gradients.ACCUMULATED else []
+            arrays.append("accumulated" if demand.accumulate else "gradients")
         made = {a: array_bytes(layer, demand.formats, a, demand.num_ranks) for a in arrays}
         return {array: nbytes for array, nbytes in made.items() if nbytes or array == arrays[0]}
 
@@ -667,7 +647,7 @@ class _Host:
         that may when that does not suffice."""
         num_kinds = len(self._kinds) - self._demand.meets_others  # all but weights
         spilled, most = self._arrays(0), self._arrays(num_kinds)
-        ranks = _spread_ranks(len(most)) if self._early else range(len(most))
+        ranks = range(len(most))
         if self._fits(spilled):
             return spilled
         for kind in list(self._kinds)[:num_kinds]:
@@ -707,15 +687,14 @@ class _Host:
     def _host_bytes(self, spilled: Spilled) -> dict[str, int]:
         """Every part of the host's peak."""
         sums, staging = self._sums(spilled, in_files=False), self._staging(spilled)
-        deferred = self._deferred(spilled)
-        waiting = sum(self._trained[self._layers[index]]["trained weights"] for index in deferred)
+        early = self._early(spilled)
         return {
             "weights": sums["weights"],
             "rest of the masters": sums["low"],
             "moments": sum(sums[array] for array in self._kinds["moments"]),
             "held gradients": sums["gradients"],
-            "deferred gradients": waiting,
             "accumulated gradients": sums["accumulated"],
+            SECOND_ARRAYS: sum(self._second_bytes(index) for index in early),
             f"gradient ring ({RING_ENTRIES} entries)": self._ring_entries(spilled) * self._largest,
             f"staging ring ({staging.entries} pieces)": staging.nbytes,
         }
@@ -733,20 +712,29 @@ class _Host:
             total += moved
         return total
 
-    def _deferred(self, spilled: Spilled) -> frozenset[int]:
-        """Blocks whose updates wait for the next forward ([Note: deferred updates] of `cost`):
-        those with arrays in files as far as there are so many, since the disk is slowest."""
-        count = self._demand.deferred_layers or 0
-        if not (count and self._early and self._demand.training):
+    def _early(self, spilled: Spilled) -> frozenset[int]:
+        """The layers that are updated before the gate ([Note: early updates])."""
+        demand = self._demand
+        count = demand.early_layers or 0
+        if not (count and demand.training) or demand.meets_others:
             return frozenset()
-        blocks = [layer for layer in self._places.on_host if layer.streamed]
-        filed = [layer for layer in blocks if spilled[layer.index]]
-        return spread(filed if count <= len(filed) else blocks, count)
+        able = [
+            layer.index
+            for layer in self._places.on_host
+            if layer.trainable_numel == layer.numel > 0 and not spilled[layer.index]
+        ]
+        return frozenset(able[-count:])
+
+    def _second_bytes(self, index: int) -> int:
+        """Bytes of a layer's second set of arrays."""
+        ranges = self._layers[index]
+        trained = self._trained[ranges]
+        arrays = ("low", *self._kinds["moments"])
+        return self._whole[ranges] + sum(trained.get(array, 0) for array in arrays)
 
     def _ring_entries(self, spilled: Spilled) -> int:
         # Gradients that are held in host memory need no ring; those that spill pass it.
-        held = self._places.gradients is Gradients.HELD
-        passing = not held or any("gradients" in arrays for arrays in spilled)
+        passing = self._demand.accumulate or any("gradients" in arrays for arrays in spilled)
         return RING_ENTRIES if passing and self._largest and self._demand.training else 0
 
     def _staging(self, spilled: Spilled) -> Staging:
@@ -822,12 +810,9 @@ class _Host:
             f"raise stronghold.host_memory or add RAM to at least {at_least}, or train fewer "
             "parameters"
         )
-        held = self.host_bytes["held gradients"]
-        if held and not demand.meets_others:
-            advice += (
-                "; without gradient_clipping and bf16.check_grad_overflow gradients need not be "
-                f"held, which saves about {format_size(held)}"
-            )
+        second = self.host_bytes[SECOND_ARRAYS]
+        if second and demand.pins("early_layers"):
+            advice += f"; or lower stronghold.early_layers, which takes {format_size(second)}"
         if demand.states.kind == EXACT and demand.states.low_bytes == 2:  # of bf16 weights
             moments, lows = self.host_bytes["moments"], self.host_bytes["rest of the masters"]
             exact = demand.states
@@ -861,14 +846,3 @@ def _mixed(before: Spilled, after: Spilled, ranks: Sequence[int], kept: int) -> 
     """`before` for the layers whose rank is below `kept`, `after` for the others."""
     rows = zip(ranks, before, after, strict=True)
     return tuple(had if rank < kept else has for rank, had, has in rows)
-
-
-def _spread_ranks(count: int) -> list[int]:
-    """A rank for each of `count` layers: those below any rank, and those above, are spread evenly
-    (van der Corput, 1935). The first layer's is the lowest."""
-    bits = max(1, (count - 1).bit_length())
-    order = sorted(range(count), key=lambda index: int(f"{index:0{bits}b}"[::-1], 2))
-    ranks = [0] * count
-    for rank, index in enumerate(order):
-        ranks[index] = rank
-    return ranks

@@ -1,15 +1,15 @@
 """The schedule: the ordered list of actions of one pass over the model, as data.
 
 Pure: no tensors, no threads. Made from the order in which layers are used, the number of slots and
-the places of updates. `runtime.executor` performs the actions before each use; those behind a use
-show what `runtime.optimizer_step` does. Printed and read as text, compared in tests.
+the positions of updates. `runtime.executor` performs the actions before each use, and
+`runtime.optimizer_step` those behind a use. Printed and read as text, compared in tests.
 
 A pass is a sequence of uses (forward of layer 0, ..., backward of layer 0) that repeats. Before
 each use its actions say which slots to give back and what to fetch; a slot is given up by the layer
 whose next use lies farthest ahead, which is the choice that fetches least (Belady, 1966). After a
-backward its actions say what becomes of the gradients: the drain, and the update where it stands
-right behind it; after the last one what waits for the end of backward, the gate, and what waits for
-that.
+backward come the offload of the layer's gradients, and its update if that is early. After the last
+backward come the gate, and behind it, in forward order, a commit for each early update, and the
+updates of all other layers.
 """
 
 from __future__ import annotations
@@ -23,23 +23,28 @@ SETTLING_PASSES = 4  # after these the slots begin every pass alike, or never wi
 
 
 class Kind(Enum):
-    """What an action does. FORWARD and BACKWARD wait for the layer's fetch and let compute go on;
-    GATE waits for the norm of all gradients."""
+    """What an action does. FORWARD and BACKWARD wait for the layer's fetch and let compute go on.
+    OFFLOAD copies gradients to the host. GATE waits for the norm of all gradients. UPDATE before
+    the gate writes other memory, and COMMIT makes that memory the layer's."""
 
     RELEASE = "release"
     FETCH = "fetch"
     FORWARD = "forward"
     BACKWARD = "backward"
-    DRAIN = "drain"
+    OFFLOAD = "offload"
     UPDATE = "update"
     GATE = "gate"
+    COMMIT = "commit"
+
+
+BEHIND_USES = frozenset({Kind.OFFLOAD, Kind.UPDATE, Kind.GATE, Kind.COMMIT})
 
 
 class Position(Enum):
-    """Where a layer's update stands in a step; in forward order but for the first."""
+    """Where a layer's update stands in a step. EARLY: out of place, when its gradients are on the
+    host, before the norm is known. GATE: in place, when the norm is known, in forward order."""
 
-    DRAIN = "as its gradients come"
-    BACKWARD = "when backward has ended"
+    EARLY = "before the gate"
     GATE = "behind the gate"
 
 
@@ -73,7 +78,7 @@ def canonical_uses(layers: Sequence[int], *, backward: bool) -> tuple[Action, ..
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
     """`actions` of one pass. `steps[k]` are the actions of the k-th use, the use itself last;
-    `after[k]` what follows it: drains, updates and the gate."""
+    `after[k]` what follows it: offloads, updates, the gate and commits."""
 
     uses: tuple[Action, ...]
     steps: tuple[tuple[Action, ...], ...]
@@ -84,6 +89,29 @@ class Schedule:
         pairs = zip(self.steps, self.after, strict=True)
         return tuple(action for step, after in pairs for action in (*step, *after))
 
+    @property
+    def early(self) -> tuple[int, ...]:
+        """The layers whose updates stand before the gate, in the order of these updates."""
+        return tuple(a.layer for a in self._around_gate[0] if a.kind is Kind.UPDATE)
+
+    @property
+    def behind_gate(self) -> tuple[Action, ...]:
+        """Commits and updates behind the gate, in order."""
+        return self._around_gate[1]
+
+    @property
+    def offloads(self) -> tuple[int, ...]:
+        """The layers whose gradients are offloaded, in order."""
+        return tuple(a.layer for a in self._around_gate[0] if a.kind is Kind.OFFLOAD)
+
+    @property
+    def _around_gate(self) -> tuple[tuple[Action, ...], tuple[Action, ...]]:
+        behind_uses = [action for after in self.after for action in after]
+        if GATE not in behind_uses:
+            return tuple(behind_uses), ()
+        at = behind_uses.index(GATE)
+        return tuple(behind_uses[:at]), tuple(behind_uses[at + 1 :])
+
     def __str__(self) -> str:
         return "\n".join(str(action) for action in self.actions)
 
@@ -93,7 +121,7 @@ def parse_schedule(text: str) -> Schedule:
     steps: list[list[Action]] = []
     after: list[list[Action]] = []
     for action in map(Action.parse, text.splitlines()):
-        if action.kind in (Kind.DRAIN, Kind.UPDATE, Kind.GATE):
+        if action.kind in BEHIND_USES:
             after[-1].append(action)
             continue
         if len(steps) == len(after):
@@ -144,10 +172,9 @@ def make_schedule(
 
 def update_order(updates: Mapping[int, Position]) -> list[int]:
     """Layers in the order in which a step updates them."""
-    at: dict[Position, list[int]] = {position: [] for position in Position}
-    for layer in sorted(updates):
-        at[updates[layer]].append(layer)
-    return [*reversed(at[Position.DRAIN]), *at[Position.BACKWARD], *at[Position.GATE]]
+    early = [layer for layer in sorted(updates) if updates[layer] is Position.EARLY]
+    behind_gate = [layer for layer in sorted(updates) if updates[layer] is Position.GATE]
+    return [*reversed(early), *behind_gate]
 
 
 def _after_uses(
@@ -160,13 +187,13 @@ def _after_uses(
     at = max(0, min(last.values(), default=len(uses)) - 1)
     for layer in sorted(updates, reverse=True):
         at = max(at, last.get(layer, at))
-        after[at].append(Action(kind=Kind.DRAIN, layer=layer))
-        if updates[layer] is Position.DRAIN:
+        after[at].append(Action(kind=Kind.OFFLOAD, layer=layer))
+        if updates[layer] is Position.EARLY:
             after[at].append(Action(kind=Kind.UPDATE, layer=layer))
-    for position, ends in ((Position.BACKWARD, [GATE]), (Position.GATE, [])):
-        waiting = [layer for layer in sorted(updates) if updates[layer] is position]
-        after[-1] += [Action(kind=Kind.UPDATE, layer=layer) for layer in waiting]
-        after[-1] += ends if updates else []
+    after[-1] += [GATE] if updates else []
+    for layer in sorted(updates):
+        kind = Kind.COMMIT if updates[layer] is Position.EARLY else Kind.UPDATE
+        after[-1].append(Action(kind=kind, layer=layer))
     return tuple(map(tuple, after))
 
 

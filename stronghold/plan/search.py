@@ -10,8 +10,8 @@ as the best step found: nothing that is left can be faster by more than EQUAL.
 
 [Note: rounds] First a share of the blocks to keep, with the largest window of usual size that fits,
 and activations as by the FIRST ladders; for the best few of these the other LADDERS, and smaller
-windows; for the best the window; then the share more finely. Last, for the best, which updates are
-deferred.
+windows; for the best the window; then the share more finely. Last, for the best, how many layers
+are updated before the norm is known.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise, product
+from itertools import pairwise
 from typing import Any
 
 from stronghold.errors import BudgetError, ConfigError
 from stronghold.model.layout import ModelLayout
-from stronghold.plan.cost import Demand, Workload, shares, step_bytes, trained_bytes
+from stronghold.plan.cost import Demand, Workload, step_bytes, trained_bytes
 from stronghold.plan.machine import LEAST_SHARE, Rates
 from stronghold.plan.plan import Plan, last_that, levels_of, make_plan
 
@@ -32,6 +32,7 @@ USUAL_WINDOW = 3  # one computes, one is still in use or drains, one is on its w
 WINDOWS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24)
 SHARES = 8  # resident blocks are tried in steps of an eighth of the model, then of a part of that
 FINER = (1 / 16, 1 / 32, 1 / 64)
+EARLY_SHARES = 8  # early updates are tried in steps of an eighth of the layers
 FEW = 3  # of the first round's best, whose window is varied
 POLICIES = ("recompute", "offload", "recompute_offload")  # at the beginning, of what is not kept
 # Of the last blocks as many as fit have the last level, of those before them the one before, and
@@ -47,10 +48,9 @@ LADDERS: tuple[Ladder, ...] = (
 )
 UPDATES = ("host", "gpu")  # of resident layers
 WHOLE = 1.03  # a model that fits whole stays whole, unless another plan is faster than this
-ENOUGH = 1.01  # so near the fastest, that deferring fewer updates, which takes less, is preferred
+ENOUGH = 1.01  # so near the fastest, that fewer early updates, which take less, are preferred
 EQUAL = 1e-3  # a plan must be faster than another by this share to be preferred to a smaller one
-MARGINS = (1.0, 1.1)  # on the seconds of updates: hand-overs, and the way of one layer
-CHOSEN = ("window", "resident_layers", "resident_updates", "activations", "deferred_layers")
+CHOSEN = ("window", "resident_layers", "resident_updates", "activations", "early_layers")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,10 +83,10 @@ def lower_bound(layout: ModelLayout, plan: Plan, work: Workload, rates: Rates) -
 
 def _waits_s(layout: ModelLayout, plan: Plan, work: Workload, rates: Rates) -> float:
     """Seconds that forward waits for updates at least. Those on the device are compute of their
-    own. Those behind the gate begin when backward has ended, in the layers' order; of others the
-    first layer's, whose gradient is the last that is there. Weights that were updated before cross
-    host memory beside the updates, or after them."""
-    gated, num_ranks = layout.layers if plan.gated else layout.layers[:1], plan.demand.num_ranks
+    own. Those behind the gate begin when backward has ended, in the layers' order. Weights that
+    were updated before cross host memory beside the updates, or after them."""
+    num_ranks = plan.demand.num_ranks
+    behind_gate = [layer for layer in layout.layers if layer.index not in plan.early]
     formats = plan.demand.formats
     byte_s = 1e-9 / rates.update_gbps / num_ranks
     # Transfers beside updates slow these by what does not fit into the memory's bandwidth.
@@ -96,7 +96,7 @@ def _waits_s(layout: ModelLayout, plan: Plan, work: Workload, rates: Rates) -> f
         taken = max(0.0, own + fetch - memory) / own
         delay_s = 1e-9 / fetch * taken
     updated_s = delayed_s = end_s = forward_s = 0.0
-    for layer in gated:
+    for layer in behind_gate:
         on_host = layer.index not in plan.updated_on_gpu
         updated_s += step_bytes(layer, formats) * byte_s if on_host else 0.0
         load_s = work.layers[layer.index].forward_s
@@ -112,34 +112,6 @@ def updates_s(plan: Plan, rates: Rates) -> tuple[float, float]:
     read, written = moved.nvme_read_bytes, moved.nvme_written_bytes
     disk = read / rates.load_gbps, written / rates.spill_gbps, (read + written) / rates.io_gbps
     return (moved.update_bytes + moved.norm_bytes) * 1e-9 / rates.update_gbps, max(disk) * 1e-9
-
-
-def deferrals(layout: ModelLayout, plan: Plan, work: Workload, rates: Rates) -> list[int]:
-    """How many blocks may be worth deferring, the least first; always 0, and only that where the
-    plan's updates wait for the end of the step anyway ([Note: deferred updates] of `cost`)."""
-    on_host = [
-        layer
-        for layer in layout.layers
-        if layer.streamed and layer.trainable_numel and layer.index not in plan.updated_on_gpu
-    ]
-    if plan.gated or not on_host:
-        return [0]
-    # Of the layers with arrays in files, for the disk's time; of all, for the longest.
-    filed = sum(bool(plan.homes.staged(layer.index)) for layer in on_host)
-    cpu_s, disk_s = updates_s(plan, rates)
-    bounds = [(len(on_host), max(cpu_s, disk_s))]
-    if 0 < filed < len(on_host):
-        bounds += [(filed, disk_s), (len(on_host), cpu_s)]
-    wanted = {0}
-    for (number, seconds), margin in product(bounds, MARGINS):
-        least, most = shares(
-            forward_s=work.forward_s,
-            backward_s=work.backward_s(plan.activations),
-            updates_s=margin * seconds,
-        )
-        for share in (least, (least + most) / 2, most):
-            wanted |= {math.floor(share * number), math.ceil(share * number)}
-    return sorted(wanted)
 
 
 # -- the search -----------------------------------------------------------------------------------
@@ -170,12 +142,26 @@ class Search:
             self._rounds()
         if not self.tried:
             raise _refusal(self.layout, self.demand)
-        if self.demand.deferred_layers is None:
-            best = self._best(1)[0]
-            counts = deferrals(self.layout, best.plan, self.work, self.rates)
-            wishes = (replace(best.plan.demand, deferred_layers=count) for count in counts)
-            self._round(self._new(wishes, best.ladder))
+        if self.demand.early_layers is None:
+            self._round(self._earlier(self._best(1)[0]))
         return self._chosen()
+
+    def _earlier(self, choice: Choice) -> Iterator[tuple[Plan, Ladder]]:
+        """The plan with more and more early updates, as far as the host has room."""
+        plan = choice.plan
+        able = [i for i in plan.updates if i not in plan.updated_on_gpu]
+        counts = {round(len(able) * k / EARLY_SHARES) for k in range(EARLY_SHARES + 1)}
+
+        def fits(count: int) -> bool:
+            return _fits(self.layout, replace(plan.demand, early_layers=count))
+
+        most = last_that(fits, 0, len(able))
+        wishes = [
+            replace(plan.demand, early_layers=count)
+            for count in sorted({*counts, most})
+            if count <= most
+        ]
+        return self._new(wishes, choice.ladder)
 
     def _rounds(self) -> None:
         num_blocks = len(self.layout.streamed)
@@ -208,15 +194,15 @@ class Search:
 
     def _chosen(self) -> Choice:
         best = self._best(1)[0]
-        # Of those that differ from it in this alone and are nearly as fast: the fewest deferred.
-        demand = replace(best.plan.demand, deferred_layers=None)
+        # Of those that differ from it in this alone and are nearly as fast: the fewest early.
+        demand = replace(best.plan.demand, early_layers=None)
         alike = [
             choice
             for choice in self.tried
-            if replace(choice.plan.demand, deferred_layers=None) == demand
+            if replace(choice.plan.demand, early_layers=None) == demand
             and choice.step_s <= ENOUGH * best.step_s
         ]
-        best = min(alike, key=lambda choice: len(choice.plan.deferred))
+        best = min(alike, key=lambda choice: len(choice.plan.early))
         whole = next((choice for choice in self.tried if choice.plan.whole), best)
         return whole if whole.step_s <= WHOLE * best.step_s else best
 
@@ -226,7 +212,7 @@ class Search:
 
         def order(choice: Choice) -> tuple[int, int, int]:
             plan = choice.plan
-            return round(choice.step_s / unit), _gpu_peak(plan), len(plan.deferred)
+            return round(choice.step_s / unit), _gpu_peak(plan), len(plan.early)
 
         return sorted(self.tried, key=order)[:count]
 
@@ -296,7 +282,7 @@ class Search:
             except (BudgetError, ConfigError):
                 continue
             slots, places = (plan.window, plan.prefetch), (plan.resident, plan.updated_on_gpu)
-            key = (slots, places, plan.activations, plan.deferred)
+            key = (slots, places, plan.activations, plan.early)
             if key not in self.seen:
                 self.seen.add(key)
                 yield plan, ladder

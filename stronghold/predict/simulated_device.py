@@ -35,8 +35,8 @@ from stronghold.native import Kernels
 from stronghold.plan.machine import LEAST_SHARE, Rates
 
 SHARING_MEMORY = 16  # operations of another lane that may still overlap a new one
-LINK_LANES = ("fetch", "drain")
-MEMORY_LANES = (*LINK_LANES, "load", "stage", "spill")  # whose bytes pass host memory
+BESIDE_UPDATES = ("fetch", "drain", "gradients")  # lanes that delay updates before them
+MEMORY_LANES = (*BESIDE_UPDATES, "load", "stage", "spill")  # whose bytes pass host memory
 
 
 @dataclass(slots=True, kw_only=True)
@@ -89,6 +89,11 @@ class Contention:
             self._updates.append(moving)
         else:
             self._recent[moving.lane].append(moving)
+
+    def withdraw(self, fence: SimulatedFence) -> None:
+        """The newest update was taken back before it began."""
+        if self._updates and self._updates[-1].fence is fence:
+            self._updates.pop()
 
     def delay_updates(self, transfer: Moving, seen_s: float) -> float:
         """Make the updates that share memory with a new transfer longer, and those behind them
@@ -174,6 +179,7 @@ def _alone_and_beside(rates: Rates) -> dict[str, tuple[float, dict[str, float]]]
         "drain": (rates.drain_gbps, {"fetch": rates.duplex_gbps - rates.fetch_gbps}),
         "gather": (rates.wire_gbps, {}),
         "reduce": (rates.reduce_gbps, {}),
+        "gradients": (rates.update_gbps, {}),
         "exchange": (rates.exchange_gbps, {"reduce": rates.exchange_gbps / 2}),
         "spill": (rates.spill_gbps, {"load": beside_loads, "stage": beside_loads}),
         "load": (rates.load_gbps, {"spill": beside_spills, "stage": 0.0}),
@@ -296,12 +302,25 @@ class SimulatedLane(Lane):
                 fence=found,
             )
             device.contention.add(moving)
-            if self.name in LINK_LANES:  # it takes memory from updates before it
+            if self.name in BESIDE_UPDATES:  # it takes memory from updates before it
                 free_s = device.contention.delay_updates(moving, device.caller_s)
                 update = cast(SimulatedLane, device.update)
                 update.free_s = max(update.free_s, free_s)
                 update._issued_s = max(update._issued_s, free_s)
         return found
+
+    def withdraw(self, fence: Fence) -> bool:
+        device = self._device
+        if not isinstance(fence, SimulatedFence):
+            return False
+        operation = device.operations[fence.index]
+        if operation.start_s <= device.caller_s:
+            return False
+        device.cancel(fence)
+        self.free_s = min(self.free_s, operation.start_s)
+        self._issued_s = min(self._issued_s, operation.start_s)
+        self._last = operation.cause
+        return True
 
 
 class NullKernels(Kernels):
@@ -375,6 +394,13 @@ class SimulatedDevice(Device):
         """Remember an operation; returns its index."""
         self._operations.append(Operation(lane, name, start_s, end_s, cause))
         return len(self._operations) - 1
+
+    def cancel(self, fence: SimulatedFence) -> None:
+        """The operation, the newest of its lane, is withdrawn: it takes no time."""
+        self.contention.withdraw(fence)
+        operation = self._operations[fence.index]
+        self._operations[fence.index] = operation._replace(end_s=operation.start_s)
+        fence.issued_s = fence.done_s = operation.start_s
 
     @property
     def operations(self) -> list[Operation]:

@@ -178,6 +178,12 @@ class Bindings:
             state.views.place = None
         self._views_at.clear()
 
+    def follow(self, layer: int, before: torch.Tensor) -> None:
+        """The layer's weights lay in `before`, and lie elsewhere: parameters at rest follow."""
+        place = self._layers[layer].views.place
+        if place is None or place is self._layers[layer].views.places.get(before.data_ptr()):
+            self.point(layer, self._layers[layer].weights)
+
     # -- who looks at them ------------------------------------------------------------------------
     def hide(self, layer: int) -> None:
         """The layer's newest values are on their way to where its parameters point."""
@@ -205,6 +211,16 @@ class Bindings:
         state.views.version_sum = version_sum
         state.views.epoch += is_changed
         return is_changed
+
+    def version_sum(self, layer: int) -> int:
+        """Of the versions of the layer's parameters, as torch counts writes in place."""
+        with _unasked():
+            return sum(map(_version, self._layers[layer].parameters))
+
+    def is_seen(self, layer: int) -> bool:
+        """Whether anybody outside keeps an alias of the layer's weights, where it rests or in a
+        slot of its own: its values may change, and must change, where they are."""
+        return self.aliased_at_rest(layer) or self.aliased(layer)
 
     def aliased(self, layer: int) -> bool:
         """Whether anybody outside keeps an alias of what the parameters point at now. False for a

@@ -32,6 +32,7 @@ from stronghold.runtime.compute_span import ComputeSpan
 from stronghold.runtime.gradients import GradientOffload
 from stronghold.runtime.optimizer_step import Ledger, OptimizerStep
 from stronghold.runtime.parts import Parts
+from stronghold.runtime.performed import Performed
 from stronghold.runtime.weights import LayerWeights
 
 # A pass longer than this (token-by-token generation) keeps the schedule that it has.
@@ -62,12 +63,19 @@ class Executor:
     """Moves layers as their uses come."""
 
     def __init__(
-        self, parts: Parts, window: Window, step: OptimizerStep, ledger: Ledger, plan: Plan
+        self,
+        parts: Parts,
+        window: Window,
+        step: OptimizerStep,
+        ledger: Ledger,
+        plan: Plan,
+        bindings: Bindings,
+        performed: Performed,
     ) -> None:
         device, host = parts.device, parts.host
         self._device, self._host, self.layers = device, host, host.layers
         self._window, self._step, self._ledger, self._plan = window, step, ledger, plan
-        self.bindings = Bindings(host.layers, plan.resident)
+        self.bindings, self.performed = bindings, performed
         self._metrics, self._team, self.outside = parts.metrics, parts.team, parts.outside
         self.phase = Phase.IDLE
         self.weights = LayerWeights(parts, window, plan, self.bindings)
@@ -86,9 +94,10 @@ class Executor:
         # Resident layers that are fetched at their call, not before, as all ranks agree; None where
         # a rank is alone.
         self.called_residents: frozenset[int] | None = None
-        expected = [a.layer for a in self.schedule.actions if a.kind is Kind.DRAIN]
+        self._step.follow(self.schedule)
+        expected = self.schedule.offloads
         self.gradients = GradientOffload(
-            parts, window, step, expected, span=self._span, bindings=self.bindings
+            parts, window, step, expected, span=self._span, performed=performed
         )
 
     def _schedule(self, uses: Sequence[Action]) -> Schedule:
@@ -154,10 +163,10 @@ class Executor:
                 state.gradients.expected.chunks = 0
             for layer in self._window.held_layers():
                 self.bindings.rest(layer)
-            # What the last pass has left in slots of their own is of before.
-            updated = {state.index for state in self._ledger.updated}
-            for layer in updated - self.weights.refreshed:
-                self.bindings.hide(layer)
+            # Code that reads a layer may write it: it must cancel the early update first.
+            for state in self.layers:
+                if state.gradients.early is not None:
+                    self.bindings.hide(state.index)
         self._learn(self._training, called)
 
     def start_again(self) -> None:
@@ -206,7 +215,16 @@ class Executor:
 
     def _adopt(self, track: Track, uses: tuple[Action, ...]) -> None:
         if 0 < len(uses) <= MAX_RECORDED_USES and uses != track.schedule.uses:
-            track.schedule, track.cursor = self._schedule(uses), 0
+            self._follow(track, self._schedule(uses))
+
+    def follow(self, schedule: Schedule) -> None:
+        """Perform this schedule from the next training pass on. It has the uses of such a pass."""
+        self._follow(self._training, schedule)
+
+    def _follow(self, track: Track, schedule: Schedule) -> None:
+        track.schedule, track.cursor = schedule, 0
+        if track is self._training:
+            self._step.follow(schedule)
 
     # -- uses -----------------------------------------------------------------------------------
     def begin_use(self, layer: int, kind: Kind) -> None:
@@ -219,7 +237,7 @@ class Executor:
             self.make_ready(layer)
             return
         if self.phase is not Phase.BACKWARD:
-            self._ledger.refuse_early((layer,), "read")
+            self._step.cancel_early((layer,))
         self._span.end()  # what follows may wait, which is not the compute of the layer before
         if layer not in self._inside:
             self._take_writes(layer)
@@ -316,8 +334,11 @@ class Executor:
     def _perform_before(self, track: Track, position: int) -> None:
         """Do what the schedule has before the use at `position`."""
         use, track.cursor = track.schedule.uses[position], position + 1
+        is_training = track is self._training
         for action in track.schedule.steps[position][:-1]:
             self._perform(action, keep=use.layer)
+        if is_training:
+            self.performed.add(use.kind, use.layer)
         if use.kind is Kind.BACKWARD:
             self.gradients.reached(use.layer)
 

@@ -134,6 +134,7 @@ class Fragment(Access):
                     "given to it: let the loss depend on it (add 0.0 * parameter.sum())"
                 )
             return
+        updates.cancel_early((state.index,))
         for own, there in updates.gradient_pieces(state, k, mode="replace"):
             there.copy_(flat[own])
         state.gradients.square_sums.pop(k, None)  # taken again at the gate
@@ -146,12 +147,6 @@ class Fragment(Access):
             raise ConfigError(
                 f"{name}: gradients are only available after engine.backward and before the "
                 "engine.step that uses them"
-            )
-        if self._state.gradients.used:
-            raise ConfigError(
-                f"{name} was updated as its gradient came, and the gradient is gone: set "
-                "gradient_clipping above 0 or bf16.check_grad_overflow true, so that gradients "
-                "wait for engine.step"
             )
         stack.device.check()
         return stack.runtime.step

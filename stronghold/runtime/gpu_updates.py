@@ -37,8 +37,7 @@ class GpuUpdates:
     def __init__(self, parts: Parts, window: Window) -> None:
         self._device, self._steps, self._metrics = parts.device, parts.steps, parts.metrics
         self._window = window
-        self._square_sums: list[torch.Tensor] = []  # of updates before the gate, in this step
-        # Of the layers that wait for the gate: what updates them once the scale is known.
+        # What updates the layers once the factor of their gradients is known.
         self._prepared: tuple[Sequence[Gradients], Callable[[float], None]] | None = None
 
     # -- the three operations ---------------------------------------------------------------------
@@ -111,34 +110,28 @@ class GpuUpdates:
         )
         self._submit("accumulate", batch, ("accumulated",), work, moved)
 
-    def update(self, batch: Sequence[Gradients], scale: float) -> None:
-        """One optimizer step of each layer, before the gate. Sums of squares are taken first."""
-        self._square_sums.append(self._sum_squares(batch))
-        self._prepare(batch)(scale)
-
     # -- the gate ---------------------------------------------------------------------------------
     def close(self, pending: Sequence[Gradients]) -> Callable[[], list[float]] | None:
         """The gate closes with these gradients pending. Prepares their updates, and returns what
         waits for the sums of squares of all gradients of the step; None where there are none."""
-        sums = list(self._square_sums)
-        if pending:
-            sums.append(self._sum_squares(pending))
-            self._prepared = pending, self._prepare(pending)
-        return self._device.read_later(torch.cat(sums)) if sums else None
+        if not pending:
+            return None
+        sums = self._sum_squares(pending)
+        self._prepared = pending, self._prepare(pending)
+        return self._device.read_later(sums)
 
     def update_prepared(self, scale: float) -> None:
         """Update the layers of `close`."""
         prepared, self._prepared = self._prepared, None
         if prepared is not None:
-            prepared[1](scale)
+            batch, update = prepared
+            for gradients in batch:
+                self._steps.count(gradients.state, gradients.positions)
+            update(scale)
 
     def forget(self) -> None:
-        """The step has ended, or is void: steps that were prepared and not taken do not count."""
-        if self._prepared is not None:
-            for gradients in self._prepared[0]:
-                self._steps.retract(gradients.state, gradients.positions)
-            self._prepared = None
-        self._square_sums.clear()
+        """The step has ended, or is void: what was prepared is not done."""
+        self._prepared = None
 
     # -- launches ---------------------------------------------------------------------------------
     def _sum_squares(self, batch: Sequence[Gradients]) -> torch.Tensor:
@@ -165,8 +158,8 @@ class GpuUpdates:
         moved = 0.0
         for gradients in batch:
             state = gradients.state
-            advanced = self._steps.advance(state, gradients.positions, 1.0)
-            steps = dict(zip(sorted(gradients.positions), advanced, strict=True))
+            numbers = self._steps.next(state, gradients.positions, 1.0)
+            steps = dict(zip(sorted(gradients.positions), numbers, strict=True))
             for piece in self._pieces(gradients, state.changed):
                 calls[piece.format, piece.grad_dtype] += piece.segments(steps)
             summed = gradients.array == "accumulated"

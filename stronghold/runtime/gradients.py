@@ -3,7 +3,7 @@
 1. Autograd has a gradient of a parameter. `arrived` copies it to the layer's slot.
 2. The slot is complete. `_offload` queues the copy to the host. Gradients of a layer that is
    updated on the GPU stay there.
-3. `OptimizerStep.take` gets them: they are used, added to sums, or pending.
+3. `OptimizerStep.take` gets them: they are pending, or added to sums.
 
 Computes nothing but sums in the slot: of two gradients of one parameter, and of chunks in fp32.
 Entered by the thread that runs autograd's hooks: the training thread, or autograd's own on a GPU.
@@ -27,10 +27,11 @@ from stronghold.memory.layer import LayerState
 from stronghold.memory.window import Window, slot_gradient_bytes
 from stronghold.model.layout import ALIGN_NUMEL, ParameterSlice, Span
 from stronghold.plan.homes import GPU
-from stronghold.runtime.binding import Bindings
+from stronghold.plan.schedule import Kind
 from stronghold.runtime.compute_span import ComputeSpan
-from stronghold.runtime.optimizer_step import Next, OptimizerStep
+from stronghold.runtime.optimizer_step import OptimizerStep
 from stronghold.runtime.parts import Parts
+from stronghold.runtime.performed import Performed
 from stronghold.runtime.pieces import Flat, Gradients
 
 
@@ -46,10 +47,10 @@ class GradientOffload:
         expected: Sequence[int],
         *,
         span: ComputeSpan,
-        bindings: Bindings,
+        performed: Performed,
     ) -> None:
         self._device, self._host, self._layers = parts.device, parts.host, parts.layers
-        self._window, self._step, self._bindings = window, step, bindings
+        self._window, self._step, self._performed = window, step, performed
         self._metrics, self._team = parts.metrics, parts.team
         self._order = parts.team.order(expected, window.num_gradient_slots)
         self._span = span
@@ -198,31 +199,29 @@ class GradientOffload:
         self._round(state, slot)
         absent = self._team.absent(state, slot)
         positions = absent.union(slot.arrived)
-        # After several calls more gradients may come, and backward may need what an alias shows.
-        # Pending gradients are used with all others of the layer when backward has ended.
-        more = (
-            state.gradients.expected.calls > 1
-            or bool(state.gradients.pending)
-            or self._bindings.aliased_at_rest(layer)
-        )
-        use = self._step.next_of(state, more_may_come=more)
+        # After several calls more gradients may come. Pending gradients are added to sums with all
+        # others of the layer when backward has ended.
+        more = state.gradients.expected.calls > 1 or bool(state.gradients.pending)
+        array = self._step.array_for(more_may_come=more)
+        self._performed.add(Kind.OFFLOAD, layer)
         if state.home is GPU:
-            self._keep(state, slot, positions, use)
+            self._keep(state, slot, positions, array)
             return
-        entry = self._entry(state, positions, use)
+        entry = self._entry(state, positions, array)
         if absent:
             self._enter(slot)
         for position in absent:
             gradient_view(slot, state, position).zero_()
         self._copy(state, slot, positions, entry)
         source = Flat(entry.memory, entry.record)
-        self._step.take([Gradients(state, positions, source)], use)
+        self._step.take([Gradients(state, positions, source)], array, is_complete=not more)
 
-    def _entry(self, state: LayerState, positions: frozenset[int], use: Next) -> Entry:
+    def _entry(self, state: LayerState, positions: frozenset[int], array: str) -> Entry:
         """The host buffer for these gradients: the array in which they will be pending, if it is in
         memory and has none of them yet, else the next one of the ring."""
         is_staged = state.home_of("gradients").is_staged
-        if use is Next.PENDING and not is_staged and not positions & state.gradients.pending:
+        is_pending = array == "gradients"
+        if is_pending and not is_staged and not positions & state.gradients.pending:
             return self._host.held_entry(state.index)
         return self._host.ring_entry()
 
@@ -254,13 +253,13 @@ class GradientOffload:
         self.offloaded_bytes += nbytes
 
     def _keep(
-        self, state: LayerState, slot: GradientSlot, positions: frozenset[int], use: Next
+        self, state: LayerState, slot: GradientSlot, positions: frozenset[int], array: str
     ) -> None:
         """Gradients of a layer that is updated on the GPU do not cross the link. They stay in the
         layer's own slot while they are pending."""
         self._join(state.index, slot)
-        self._step.take([Gradients(state, positions, Flat(slot.gradients, slot.record))], use)
-        if use is Next.PENDING and slot is state.on_gpu.own_gradient_slot:
+        self._step.take([Gradients(state, positions, Flat(slot.gradients, slot.record))], array)
+        if array == "gradients" and slot is state.on_gpu.own_gradient_slot:
             self._window.hold_gradients(slot)
             return
         self._window.release_gradients(slot)

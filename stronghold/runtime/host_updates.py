@@ -1,39 +1,33 @@
 """Sums, norms and optimizer steps of the layers that are updated on the host.
 
 Every operation takes the same path, piece by piece: load the arrays that are in files, work on the
-update lane, spill the arrays that changed. A layer in memory is one operation without loads. The
-training thread submits, and autograd's in backward; lanes compute.
-
-[Note: the first pieces] Updates that run as gradients come need their first moments when the first
-gradients are there. What lies in files does not depend on these gradients. So when backward begins,
-loads of the first pieces are queued, as many as there are staging entries, in the order of the last
-step. A piece that is not the next one expected, in a step whose order is another, drops what was
-loaded. So does the end of backward: between steps files may be written from outside.
+lane of gradients or of updates, spill the arrays that changed. A layer in memory is one operation
+without loads. The training thread submits, and autograd's in backward; lanes compute.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
 
-from stronghold.device.base import dependences
-from stronghold.memory.buffers import Entry
+from stronghold import native
+from stronghold.device.base import Fence, dependences
 from stronghold.memory.layer import LayerState
 from stronghold.memory.tiers import Views
+from stronghold.model.layout import ParameterSlice
 from stronghold.optim.states import Format
 from stronghold.runtime.parts import Parts
 from stronghold.runtime.pieces import (
     Gradients,
-    InArray,
     Piece,
     PieceNorms,
     gradient_bytes,
     set_or_add,
     step_bytes,
 )
+from stronghold.runtime.steps import ParameterStep
 
 Work = Callable[[], None]
 # What the name of a load or a spill has beside the verb: the arrays, where they are not the
@@ -44,16 +38,12 @@ WHAT = {"update": "", "norm": " gradients", "merge": " gradients", "accumulate":
 class HostUpdates:
     """Works on the arrays of layers whose home is the host, or a file.
 
-    Hyper-parameters are read when an update is submitted. `loads_ahead`: updates run as gradients
-    come ([Note: the first pieces]).
+    Sums and norms run on the lane of gradients, and optimizer steps on the lane of updates.
     """
 
-    def __init__(self, parts: Parts, *, loads_ahead: bool) -> None:
+    def __init__(self, parts: Parts) -> None:
         self._device, self._kernels, self._team = parts.device, parts.kernels, parts.team
-        self._host, self._tiers, self._steps = parts.host, parts.host.tiers, parts.steps
-        self._loads_ahead = loads_ahead
-        self._expected: deque[Piece] = deque()  # loaded ahead
-        self._first: list[tuple[LayerState, int, int]] = []  # since backward began
+        self._host, self._tiers = parts.host, parts.host.tiers
 
     # -- the three operations ---------------------------------------------------------------------
     def set_or_add(self, batch: Sequence[Gradients], array: str, *, norms: bool) -> None:
@@ -138,41 +128,62 @@ class HostUpdates:
             is_first=is_first,
         )
 
-    def update(self, batch: Sequence[Gradients], scale: float) -> None:
-        """One optimizer step of each layer, with this moment's hyper-parameters. `scale` multiplies
-        the gradients. Sums of squares are taken on the way, unless the gradients are in an array,
-        where they were taken before."""
-        for gradients in batch:
-            self._update(gradients, scale)
-
-    def _update(self, gradients: Gradients, scale: float) -> None:
-        state, summed = gradients.state, gradients.array == "accumulated"
-        advanced = self._steps.advance(state, gradients.positions, scale)
-        steps = dict(zip(sorted(gradients.positions), advanced, strict=True))
-        norms = None
-        if not gradients.array:
-            norms = PieceNorms(self._kernels, state.gradients.square_sums)
+    def update(self, gradients: Gradients, steps: Sequence[ParameterStep]) -> None:
+        """One optimizer step of a layer, in place. `steps`: of the parameters that have gradients,
+        in the order of their positions."""
+        numbers = dict(zip(sorted(gradients.positions), steps, strict=True))
 
         def work(piece: Piece) -> None:
-            if norms is not None:
-                norms.add(piece)
-            made = piece.format
-            self._kernels.update(
-                made.kernel,
-                made.dtype,
-                piece.grad_dtype,
-                piece.segments(steps),
-                lean=made.trained.is_lean,
-            )
+            self._step(piece, numbers, targets=None)
 
-        def bytes_each(made: Format) -> float:
-            read_twice = 0 if norms is None else 4 if summed else made.dtype.itemsize
-            return step_bytes(made, summed=summed) + read_twice
+        changed = gradients.state.changed
+        bytes_each = partial(step_bytes, summed=gradients.array == "accumulated")
+        self._over_pieces("update", gradients, changed, work, bytes_each, writes_norms=False)
+        self._team.exchange(gradients.state)
 
-        # The gate does not wait for an update whose norms were taken before.
-        taken = norms is not None
-        self._over_pieces("update", gradients, state.changed, work, bytes_each, writes_norms=taken)
-        self._team.exchange(state)
+    def update_early(self, gradients: Gradients, steps: Sequence[ParameterStep]) -> Fence:
+        """The same step, out of place: it reads the layer's arrays and writes its second ones. All
+        of these are written, also where a parameter has no step. The layer lies in memory."""
+        state, second = gradients.state, gradients.state.second
+        assert second is not None
+        numbers = dict(zip(sorted(gradients.positions), steps, strict=True))
+        # All addresses are taken now: when the lane runs this, the gate may have committed it, and
+        # the layer's arrays are the second ones then.
+        pieces = whole_layer(gradients, (*state.changed, *gradients.arrays))
+        targets = [piece.targets() for piece in pieces]
+        others = sorted(frozenset(range(len(state.parameters))) - gradients.positions)
+        copies = [copy for k in others for copy in _without_step(state, state.layout.slices[k])]
+
+        def work() -> None:
+            for piece, of_piece in zip(pieces, targets, strict=True):
+                self._step(piece, numbers, targets=of_piece)
+            for target, source in copies:
+                target.copy_(source)
+
+        bytes_each = partial(step_bytes, summed=gradients.array == "accumulated")
+        return self._device.update.submit(
+            f"update early {state.index}",
+            work,
+            reads=(gradients.record, *state.records_of(second.arrays)),
+            writes=tuple(second.records.values()),
+            nbytes=int(gradients.moved_bytes(bytes_each)),
+        )
+
+    def _step(
+        self,
+        piece: Piece,
+        numbers: Mapping[int, ParameterStep],
+        targets: list[native.Target] | None,
+    ) -> None:
+        made = piece.format
+        self._kernels.update(
+            made.kernel,
+            made.dtype,
+            piece.grad_dtype,
+            piece.segments(numbers),
+            lean=made.trained.is_lean,
+            targets=targets,
+        )
 
     # -- square sums ------------------------------------------------------------------------------
     def square_sums(self, state: LayerState) -> list[float]:
@@ -210,6 +221,7 @@ class HostUpdates:
         `changed`, and the norms. `bytes_each(format)`: bytes that it moves for an element.
         `is_first`: the changed arrays have nothing yet, so they need not be loaded."""
         state, device = gradients.state, self._device
+        lane = device.update if verb == "update" else device.gradients
         last: Callable[[Work], Work] = lambda run: run  # noqa: E731
         if verb == "update":
             last = partial(self._team.publishing, state)
@@ -220,7 +232,7 @@ class HostUpdates:
         filed = tuple(a for a in state.staged if a in arrays)
         if not filed:
             pieces = whole_layer(gradients, (*in_memory, *gradients.arrays))
-            device.update.submit(
+            lane.submit(
                 f"{verb} {state.index}",
                 last(partial(_each, work, pieces)),
                 reads=(gradients.record,),
@@ -244,7 +256,7 @@ class HostUpdates:
             piece.views = piece.views | memory_views(state, kept, begin, end)
             entry = piece.entry
             run = partial(work, piece)
-            device.update.submit(
+            lane.submit(
                 f"{verb} {state.index}",
                 run if (begin, end, from_files) != cuts[-1] else last(run),
                 reads=reads,
@@ -295,38 +307,11 @@ class HostUpdates:
             entry = self._tiers.updates.next()
             views = self._tiers.views(entry.memory, state.index, filed, begin, end)
             return Piece(gradients, begin, end, views, entry)
-        if verb == "update" and len(self._first) < len(self._tiers.updates):
-            self._first.append((state, begin, end))
-        if self._expected:
-            piece = self._expected[0]
-            if (piece.gradients.state, piece.begin, piece.end) == (state, begin, end):
-                piece.gradients = gradients
-                return self._expected.popleft()
-            self._expected.clear()
-        return self._load(gradients, begin, end, filed, WHAT[verb])
-
-    def _load(
-        self, gradients: Gradients, begin: int, end: int, filed: Sequence[str], what: str = ""
-    ) -> Piece:
-        entry: Entry = self._tiers.updates.next()
-        views: Views = self._tiers.queue_load(
-            self._device, gradients.state, begin, end, filed, entry, what=what
+        entry = self._tiers.updates.next()
+        views = self._tiers.queue_load(
+            self._device, state, begin, end, filed, entry, what=WHAT[verb]
         )
         return Piece(gradients, begin, end, views, entry)
-
-    def load_ahead(self) -> None:
-        """Backward begins ([Note: the first pieces])."""
-        if not self._loads_ahead:
-            return
-        first, self._first = self._first, []
-        for state, begin, end in first:
-            filed = state.staged
-            unknown = Gradients(state, frozenset(), InArray("gradients"))  # they have not come
-            self._expected.append(self._load(unknown, begin, end, filed))
-
-    def forget_loads(self) -> None:
-        """What was loaded ahead may be outdated from now on."""
-        self._expected.clear()
 
 
 def whole_layer(gradients: Gradients, arrays: Sequence[str]) -> list[Piece]:
@@ -337,6 +322,17 @@ def whole_layer(gradients: Gradients, arrays: Sequence[str]) -> list[Piece]:
         for begin, end in state.shares
         if _has_gradient(gradients, begin, end)
     ]
+
+
+def _without_step(
+    state: LayerState, part: ParameterSlice
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """What a parameter has in the second arrays, and in the layer's own."""
+    begin, end = part.offset, part.offset + part.numel
+    for array in state.changed:
+        source, target = state.view(array, begin, end), state.second_view(array, begin, end)
+        if source is not None and target is not None:
+            yield target, source
 
 
 def memory_views(state: LayerState, arrays: Iterable[str], begin: int, end: int) -> Views:

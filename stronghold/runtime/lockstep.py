@@ -14,18 +14,27 @@ from stronghold.memory.layer import LayerState
 from stronghold.memory.window import Window
 from stronghold.plan.plan import Plan
 from stronghold.plan.schedule import Action, Kind
+from stronghold.runtime.binding import Bindings
 from stronghold.runtime.executor import Executor, Phase, Track
 from stronghold.runtime.optimizer_step import Ledger, OptimizerStep
 from stronghold.runtime.parts import Parts
+from stronghold.runtime.performed import Performed
 
 
 class LockstepExecutor(Executor):
     """As `Executor`, in the order of all ranks."""
 
     def __init__(
-        self, parts: Parts, window: Window, step: OptimizerStep, ledger: Ledger, plan: Plan
+        self,
+        parts: Parts,
+        window: Window,
+        step: OptimizerStep,
+        ledger: Ledger,
+        plan: Plan,
+        bindings: Bindings,
+        performed: Performed,
     ) -> None:
-        super().__init__(parts, window, step, ledger, plan)
+        super().__init__(parts, window, step, ledger, plan, bindings, performed)
         # What was in slots, and was outdated, when this rank left the agreed order of fetches:
         # until it takes it up again, its fetches are its own. None while it follows that order.
         self._left: tuple[list[int | None], list[LayerState]] | None = None

@@ -1,17 +1,15 @@
 """The optimizer's step: what becomes of gradients, the gate, and the account of the step.
 
-`OptimizerStep` takes the gradients that have left their slots. Each layer's have one of three uses
-(`Next`). `Ledger` is the account: whether the running micro-batch ends the step, and whether the
-arrays are of one step. The work itself is in `host_updates` and `gpu_updates`, by the home of the
-layer. The training thread enters, and autograd's in backward. Lanes write norms, which the training
-thread reads behind their access record.
+`OptimizerStep` takes the gradients that have left their slots. They are pending as they came, or
+are added to fp32 sums over micro-batches. `Ledger` is the account: whether the running micro-batch
+ends the step, and whether the arrays are of one step. The work itself is in `host_updates` and
+`gpu_updates`, by the home of the layer; `early_updates` has the updates before the gate. The
+training thread enters, and autograd's in backward. Lanes write norms, which the training thread
+reads behind their access record.
 
-[Note: where it stands in the step] Layers are updated as their gradients come, unless something
-decides over all layers: the norm of the whole model (clipping), or a possible overflow. Then
-gradients are pending until backward has ended (the gate), and layers are updated in forward order,
-so that the next forward starts at once and waits layer by layer. In between stand layers that are
-deferred ([Note: deferred updates] of `plan.cost`) or were called several times: they are updated at
-the end of backward.
+[Note: where it stands in the step] The schedule says where a layer's update stands. Behind the gate
+layers are updated in forward order, so that the next forward starts at once and waits layer by
+layer.
 
 [Note: a gradient that comes twice] A parameter that is used in two autograd leaves (two forward
 calls before one backward on a GPU, reentrant checkpoints) has several gradients in one backward.
@@ -27,7 +25,6 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from enum import Enum
 
 import torch
 
@@ -37,25 +34,18 @@ from stronghold.memory.tiers import Mode
 from stronghold.memory.window import Window
 from stronghold.plan.homes import GPU, HOST, Home
 from stronghold.plan.plan import Plan
-from stronghold.plan.schedule import Position
+from stronghold.plan.schedule import Kind, Schedule
+from stronghold.runtime.binding import Bindings
+from stronghold.runtime.early_updates import EarlyUpdates
 from stronghold.runtime.gpu_updates import GpuUpdates, pending_on_gpu
 from stronghold.runtime.host_updates import HostUpdates
 from stronghold.runtime.parts import Parts
+from stronghold.runtime.performed import Performed
 from stronghold.runtime.pieces import Flat, Gradients, InArray, Loose
 
 logger = logging.getLogger("stronghold")
 
 CLIPPING_EPSILON = 1e-6  # torch.nn.utils.clip_grad_norm_'s
-
-
-class Next(Enum):
-    """What becomes of gradients that have left their slot. UPDATE: the optimizer uses them now.
-    PENDING: they wait, as they are, in the array "gradients". SUM: they are added to the fp32 sums
-    in the array "accumulated"."""
-
-    UPDATE = "update"
-    PENDING = "pending"
-    SUM = "sum"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,12 +74,10 @@ def norm_and_scale(
 
 
 class Ledger:
-    """The account of one engine's layers. `early`: updates may run before the
-    gate."""
+    """The account of one engine's layers."""
 
-    def __init__(self, layers: Sequence[LayerState], *, early: bool) -> None:
+    def __init__(self, layers: Sequence[LayerState]) -> None:
         self._layers = layers
-        self.early = early
         self.boundary = True  # whether the running micro-batch ends the step
         self._torn: str | None = None  # why the arrays are of two steps, or of two checkpoints
 
@@ -98,20 +86,9 @@ class Ledger:
         """Whether gradients of a step that has not ended are there."""
         return any(not state.gradients.is_empty for state in self._layers)
 
-    @property
-    def updated(self) -> list[LayerState]:
-        """The layers that were updated before the gate, in this step."""
-        return [state for state in self._layers if state.gradients.used]
-
     def begin_backward(self, *, boundary: bool) -> None:
         """The next gradients belong to a micro-batch that ends the step (`boundary`) or not."""
         self.check()
-        if self.early and (not boundary or self.updated):
-            raise ConfigError(
-                "a second engine.backward before engine.step would change weights that were "
-                "updated already: set gradient_accumulation_steps to the number of backward calls "
-                "per step, or gradient_clipping above 0"
-            )
         self.boundary = boundary
 
     def check(self) -> None:
@@ -130,53 +107,9 @@ class Ledger:
         yield
         self._torn = None
 
-    def refuse_dropping(self) -> None:
-        """ConfigError when gradients shall be dropped that weights have taken already."""
-        if updated := self.updated:
-            raise ConfigError(
-                f"zero_grad between backward and step: {updated[0].name} was updated with these "
-                "gradients already, as they came. To throw a batch away set gradient_clipping "
-                "above 0 or bf16.check_grad_overflow true, so that updates wait for engine.step; "
-                "or look at the loss before engine.backward"
-            )
-
-    def refuse_further(self, state: LayerState, positions: Iterable[int]) -> None:
-        """ConfigError when gradients of the parameters at `positions` come after the layer's update
-        before the gate."""
-        names = [state.layout.slices[k].name for k in sorted(positions)]
-        if state.gradients.used and names:
-            raise ConfigError(
-                f"a further gradient of {', '.join(names)} came after its layer was updated; set "
-                "gradient_clipping above 0 or bf16.check_grad_overflow true, so that updates wait "
-                "for the end of backward"
-            )
-
-    def refuse_early(self, layers: Iterable[int], verb: str) -> None:
-        """ConfigError when one of these layers was updated before the gate, and is `verb` ("read",
-        "written") from outside: until the step ends a plain loop has the weights of the step
-        before."""
-        for state in (self._layers[layer] for layer in layers):
-            if state.gradients.used:
-                raise ConfigError(
-                    f"weights of {state.name} are {verb} between engine.backward and engine.step, "
-                    "and were updated as their gradients came: do that after engine.step(), or set "
-                    "gradient_clipping above 0 or bf16.check_grad_overflow true, so that updates "
-                    "wait for the step; for several backwards a step set "
-                    "gradient_accumulation_steps to the number of backwards"
-                )
-
     def abandon_backward(self) -> None:
-        """Backward raised: the step's gradients are void. Weights that it changed cannot be changed
-        back: after that no further step is exact, and `begin_backward` refuses it."""
-        names = [state.layout.name for state in self.updated]
-        if names:
-            some = f"{names[0]} and {len(names) - 1} more layers" if names[1:] else names[0]
-            self._torn = (
-                f"backward failed after {some} had been updated: weights are of two steps. "
-                "Start again from a checkpoint; with gradient_clipping above 0 updates wait for "
-                "the end of backward, and a failed one changes nothing"
-            )
-        elif self.is_in_step:
+        """Backward raised: the step's gradients are void."""
+        if self.is_in_step:
             logger.warning("backward failed: the gradients of this step so far are dropped")
 
     def forget(self) -> None:
@@ -186,71 +119,76 @@ class Ledger:
 
 
 class OptimizerStep:
-    """Takes gradients, and updates layers where `plan` has the update in the step. `window` has the
+    """Takes gradients, and updates layers where the schedule has their updates. `window` has the
     gradient slots on the GPU."""
 
-    def __init__(self, parts: Parts, ledger: Ledger, plan: Plan, window: Window) -> None:
+    def __init__(
+        self,
+        parts: Parts,
+        ledger: Ledger,
+        plan: Plan,
+        window: Window,
+        bindings: Bindings,
+        performed: Performed,
+    ) -> None:
         self._host, self._layers, self._window = parts.host, parts.layers, window
         self._ledger, self._steps, self._team = ledger, parts.steps, parts.team
-        self._plan = plan
-        self._on_host = HostUpdates(parts, loads_ahead=ledger.early)
+        self._plan, self._performed = plan, performed
+        self._on_host = HostUpdates(parts)
         self._on_gpu = GpuUpdates(parts, window)
         self._at: dict[Home, HostUpdates | GpuUpdates] = {HOST: self._on_host, GPU: self._on_gpu}
+        self._early = EarlyUpdates(parts, self._on_host, bindings, performed)
+        self._gate_order: Sequence[int] = ()
+
+    def follow(self, schedule: Schedule) -> None:
+        """Update layers where `schedule` has their updates, from the next backward on."""
+        self._early.follow(schedule)
+        self._gate_order = [action.layer for action in schedule.behind_gate]
 
     # -- gradients come ---------------------------------------------------------------------------
     def begin_backward(self) -> None:
         """Backward is about to run."""
-        self._on_host.load_ahead()
+        self._early.begin_backward()
 
-    def next_of(self, state: LayerState, *, more_may_come: bool) -> Next:
-        """What becomes of gradients of the layer, now or, if more may come, at backward's end."""
-        if more_may_come:
-            return Next.PENDING
-        if self._plan.accumulates:
-            return Next.SUM
-        return Next.UPDATE if self._plan.updates[state.index] is Position.DRAIN else Next.PENDING
+    def array_for(self, *, more_may_come: bool) -> str:
+        """The array for gradients that have left their slot: "gradients", where they are pending,
+        or "accumulated", their sums over micro-batches. If more may come in this backward, they are
+        pending until its end."""
+        return "gradients" if more_may_come or not self._plan.accumulates else "accumulated"
 
-    def take(self, batch: Sequence[Gradients], use: Next) -> None:
-        """Queue what uses these gradients: on the GPU in one launch for all layers of `batch`,
-        which have one home. ConfigError when they come after the update that they were for."""
+    def take(self, batch: Sequence[Gradients], array: str, *, is_complete: bool = False) -> None:
+        """Queue the sum of these gradients and those in `array`: on the GPU in one launch for all
+        layers of `batch`, which have one home. `is_complete`: no more gradients of these layers are
+        expected in this step."""
         if not batch:
             return
-        for gradients in batch:
-            state, late = gradients.state, gradients.positions
-            if use is Next.UPDATE:  # the other parameters of the layer may have been updated
-                late = late & state.gradients.used
-            self._ledger.refuse_further(state, late)
+        self._early.cancel(gradients.state.index for gradients in batch)
+        ends_step = self._ledger.boundary if array == "accumulated" else not self._plan.accumulates
         at = self._at[batch[0].state.home]
-        if use is Next.SUM:
-            at.set_or_add(batch, "accumulated", norms=self._ledger.boundary)
-        elif use is Next.PENDING:
-            at.set_or_add(batch, "gradients", norms=not self._plan.accumulates)
-        else:
-            for gradients in batch:  # first: they are used also when an update fails halfway
-                gradients.state.gradients.used |= gradients.positions
-            at.update(batch, 1.0)
+        at.set_or_add(batch, array, norms=ends_step)
+        if at is self._on_host and is_complete and self._ledger.boundary:
+            for gradients in batch:
+                self._early.complete(gradients.state)
+
+    def cancel_early(self, layers: Iterable[int]) -> None:
+        """Weights of these layers may be read or written from outside: leave their updates to the
+        gate."""
+        self._early.cancel(layers)
 
     def end_backward(self) -> None:
-        """Backward has ended: no more gradients will come. What does not wait for the gate is used
-        now, in the order of the next forward."""
-        for state in self._layers:
-            if not state.gradients.pending:
-                continue
-            use = self.next_of(state, more_may_come=False)
-            if self._plan.updates[state.index] is Position.BACKWARD:
-                use = Next.UPDATE
-            if use is not Next.PENDING:
+        """Backward has ended: no more gradients will come. Those that are pending are added to the
+        sums, if there are any."""
+        for state in self._layers if self._plan.accumulates else ():
+            if state.gradients.pending:
                 gradients = self._waiting(state, "gradients")
                 state.gradients.pending.clear()
-                self.take([gradients], use)
+                self.take([gradients], "accumulated")
                 state.gradients.loose.clear()
                 self._window.drop_held(state.index)
-        self._on_host.forget_loads()
 
     def abandon_backward(self) -> None:
-        """Backward raised: the step's gradients are void, and weights that it changed stay so."""
+        """Backward raised: the step's gradients are void."""
         self._ledger.abandon_backward()
-        self._on_host.forget_loads()
         self.forget()
 
     # -- the gate ---------------------------------------------------------------------------------
@@ -267,18 +205,34 @@ class OptimizerStep:
         for state in self._layers:
             state.records["norms"].writer.wait()
         self._ledger.check()
-        self._steps.refuse_changed()
         with self._ledger.changing("engine.step"):
             gate, scale = self._decide(clipping, loss_scale, skips)
-            changed: list[LayerState] = []
-            if not gate.overflow:
-                on_host = (state for state in self._layers if state.home is not GPU)
-                changed = [state for state in on_host if not state.gradients.is_empty]
-                waiting = [state for state in changed if not state.gradients.used]
-                self._on_host.update([self._pending(state) for state in waiting], scale)
-                self._on_gpu.update_prepared(scale)
+            self._performed.add(Kind.GATE)
+            self._early.withdraw()
+            changed = [] if gate.overflow else self._update(scale)
+            norm = gate.grad_norm if isinstance(gate.grad_norm, float) else None
+            self._early.end_step(norm=norm, clipping=clipping, loss_scale=loss_scale)
             self.forget()
         return gate, [state.index for state in changed]
+
+    def _update(self, scale: float) -> list[LayerState]:
+        """Commit early updates, and queue all others. Returns the layers on the host that have
+        gradients."""
+        changed = []
+        # Layers that the schedule does not have come last.
+        order = dict.fromkeys([*self._gate_order, *range(len(self._layers))])
+        for state in map(self._layers.__getitem__, order):
+            if state.home is GPU or state.gradients.is_empty:
+                continue
+            changed.append(state)
+            if not self._early.commit(state, scale):
+                gradients = self._pending(state)
+                steps = self._steps.next(state, gradients.positions, scale)
+                self._steps.count(state, gradients.positions)
+                self._on_host.update(gradients, steps)
+                self._performed.add(Kind.UPDATE, state.index)
+        self._on_gpu.update_prepared(scale)
+        return changed
 
     def _decide(self, clipping: float, loss_scale: float, skips: bool) -> tuple[GateResult, float]:
         on_host, read = self._square_sums()
@@ -303,7 +257,7 @@ class OptimizerStep:
         for state in self._layers:
             if state.home is not GPU:
                 on_host += self._on_host.square_sums(state)
-            elif not state.gradients.is_empty and not state.gradients.used:
+            elif not state.gradients.is_empty:
                 on_gpu.append(self._pending(state))
         return on_host, self._on_gpu.close(on_gpu)
 
@@ -344,17 +298,16 @@ class OptimizerStep:
     def forget(self) -> None:
         """Drop the gradients of the step that has ended or is abandoned."""
         self._team.forget()
+        self._early.forget()
         self._on_gpu.forget()
         for state in self._layers:
             self._window.drop_held(state.index)
-        self._steps.forget()
         self._ledger.forget()
 
     def restart(self, *, keep_gradients: bool = False) -> None:
         """The arrays are about to be written anew, or moved: finish what is queued, and drop the
         gradients of a step that has not ended, unless they are kept: sums of whole backwards are
         arrays like others."""
-        self._on_host.forget_loads()
         if not keep_gradients:
             self.forget()
         for state in self._layers:

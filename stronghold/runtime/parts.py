@@ -95,7 +95,8 @@ def assemble(
     host = HostStore(
         layout,
         device,
-        held=plan.apart,
+        held=plan.pending,
+        early=plan.early,
         accumulate=plan.accumulates,
         ring_entries=plan.ring_entries,
         allocate=allocate,

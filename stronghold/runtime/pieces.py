@@ -136,6 +136,23 @@ class Piece:
             if first < last:
                 yield k, first, last - first
 
+    def targets(self) -> list[native.Target]:
+        """Where an early update of the piece writes, for each of `segments`: the layer's second
+        arrays."""
+        state, places = self.gradients.state, list[tuple[int, int, int]]()
+        for array in self.format.trained.kernel_arrays:
+            flat = None
+            if array is not None and array in self.views:
+                flat = state.second_view(array, self.begin, self.end)
+            if array is None or flat is None:
+                places.append((0, 0, 1))
+            else:
+                places.append((flat.data_ptr(), flat.element_size(), group_size(array)))
+        return [
+            native.Target(*(begin + (at - self.begin) // of * size for begin, size, of in places))
+            for _, at, _ in self.parameters()
+        ]
+
     def segments(self, steps: Mapping[int, ParameterStep]) -> list[native.Segment]:
         """The update kernel's segments, one for each parameter that has a gradient in the piece.
         The caller keeps the piece's arrays alive until the kernel has run."""

@@ -41,13 +41,14 @@ from stronghold.memory.window import Window
 from stronghold.model.partition import Partition
 from stronghold.plan.homes import GPU
 from stronghold.plan.plan import Plan
-from stronghold.plan.schedule import Position
 from stronghold.runtime.activations import Activations
+from stronghold.runtime.binding import Bindings
 from stronghold.runtime.executor import Executor, Phase
 from stronghold.runtime.hooks import Hooks
 from stronghold.runtime.lockstep import LockstepExecutor
-from stronghold.runtime.optimizer_step import GateResult, Ledger, Next, OptimizerStep
+from stronghold.runtime.optimizer_step import GateResult, Ledger, OptimizerStep
 from stronghold.runtime.parts import Parts, Written
+from stronghold.runtime.performed import Performed
 from stronghold.runtime.pieces import Gradients, Loose
 
 logger = logging.getLogger("stronghold")
@@ -76,9 +77,9 @@ class Runtime:
             own_gradients=plan.own_gradients,
             sums=plan.demand.chunk is not None,
         )
-        early = any(at is not Position.GATE for at in plan.updates.values())
-        self.ledger = Ledger(parts.layers, early=early)
-        self.step = OptimizerStep(parts, self.ledger, plan, self.window)
+        bindings, performed = Bindings(host.layers, plan.resident), Performed()
+        self.ledger = Ledger(parts.layers)
+        self.step = OptimizerStep(parts, self.ledger, plan, self.window, bindings, performed)
         self._hooks: Hooks | None = None
         # Updated on the host, where writes to what is on the device, or to what has a master of
         # its own, do not show; and the versions of their parameters that did.
@@ -90,7 +91,9 @@ class Runtime:
         self._has_aliases = False  # said once
         device.open_streams(plan.demand.streams)
         executor = LockstepExecutor if parts.team.lockstep else Executor
-        self.executor = executor(parts, self.window, self.step, self.ledger, plan)
+        self.executor = executor(
+            parts, self.window, self.step, self.ledger, plan, bindings, performed
+        )
         self.activations = Activations(parts, plan, self.executor, host_room_bytes)
 
     # -- life -------------------------------------------------------------------------------------
@@ -157,8 +160,8 @@ class Runtime:
         self._team.check()
         self._abandon_forward()
         self._steps.refuse_unfrozen()
-        # The graph keeps aliases, too (W.t() of a head): ask for them where no update comes sooner.
-        self.adopt_edited(through_aliases=not self._plan.gated)
+        # The graph keeps aliases, too (W.t() of a head): `close_gate` asks for them.
+        self.adopt_edited(through_aliases=False)
         # Else what is there is of this very backward.
         if self._plan.whole or torch._C._current_graph_task_id() == -1:
             self._refuse_strays()
@@ -193,9 +196,7 @@ class Runtime:
         self._drop_grad()
 
     def drop_gradients(self) -> None:
-        """The user throws the step's gradients so far away. ConfigError where weights have taken
-        them already."""
-        self.ledger.refuse_dropping()
+        """The user throws the step's gradients so far away."""
         self._drop_grad()
         self.step.forget()
         self._team.dropped()
@@ -208,10 +209,9 @@ class Runtime:
         """
         self._refuse_strays()
         self.adopt_edited()
-        gate, changed = self.step.close_gate(
-            clipping=clipping, loss_scale=loss_scale, skips=skips and self._plan.gated
-        )
+        gate, changed = self.step.close_gate(clipping=clipping, loss_scale=loss_scale, skips=skips)
         self.executor.weights_changed(changed)
+        self.executor.performed.end_step()
         if kept := self.executor.aliased(changed):
             self._wait_for_aliased(kept)
         return gate
@@ -277,15 +277,14 @@ class Runtime:
             Gradients(self._host.layers[layer], frozenset(tensors), Loose(tensors))
             for layer, tensors in taken.items()
         ]
-        self.step.take(batch, Next.SUM if self._plan.accumulates else Next.PENDING)
+        self.step.take(batch, self.step.array_for(more_may_come=False))
 
     # -- between steps ----------------------------------------------------------------------------
     def settle(self, layers: Sequence[int] | None = None) -> None:
         """Wait until the newest weights of these layers, or of all, are where their parameters
         point."""
-        if layers is not None:
-            self.ledger.refuse_early(layers, "read")
         asked = range(len(self._host.layers)) if layers is None else layers
+        self.step.cancel_early(asked)
         self.executor.settle(asked)
         self.executor.given_out(asked)
         if self.executor.phase is Phase.IDLE and not self._team.lockstep:
@@ -328,17 +327,14 @@ class Runtime:
         take it over before that, or refuse it among several ranks. A parameter's version tells.
         Masters keep what is below them, so that weights that come back to what they were are the
         same masters."""
-        # Through an alias anything may have been written, but not since an early update.
-        updated = {state.index for state in self.ledger.updated}
-        ask = through_aliases and not self._team.lockstep
-        silent = self._plan.resident - updated if ask else ()
+        # Through an alias anything may have been written.
+        silent = self._plan.resident if through_aliases and not self._team.lockstep else ()
         for layer in self._unseen:
             versions = self.versions_of(layer)
             state = self._host.layers[layer]
             if state.views.saved_versions is None:
                 state.views.saved_versions = versions
             if versions != state.views.saved_versions:
-                self.ledger.refuse_early((layer,), "written")
                 if self._hooks is not None:  # else the model is given back
                     self._team.refuse_write(state)
                 self._save(layer)
@@ -367,6 +363,7 @@ class Runtime:
 
     def _save(self, layer: int) -> None:
         """Bring what was written where the layer's parameters point to its arrays."""
+        self.step.cancel_early((layer,))
         device, state = self._device, self._host.layers[layer]
         slot = state.on_gpu.slot  # None where the model is away, too: then they point at the arrays
         if layer in self._plan.resident and state.home is not GPU and slot is not None:

@@ -215,7 +215,7 @@ class Stack:
             chunk=section.chunk,
             streams=section.streams or 1,
             cpu_threads=section.cpu_threads,
-            deferred_layers=section.deferred_layers,
+            early_layers=_early_layers(section, self.layout),
             num_cores=update_cores(cores, compute_threads),
             nvme=section.nvme is not None,
             nvme_capacity_bytes=capacity and capacity // ranks.on_disks.count,
@@ -381,7 +381,7 @@ class Stack:
         from the device to files.
         """
         back = self.plan.updated_on_gpu - plan.updated_on_gpu
-        if (back and self.demand.nvme) or plan.gradients is not self.plan.gradients:
+        if (back and self.demand.nvme) or plan.accumulates is not self.plan.accumulates:
             raise StateError(f"replan: layers {sorted(back)} or gradients cannot change places")
         keep_gradients = self.plan.accumulates and not self.ranks.several
         self.runtime.adopt_edited()  # before what was written in slots is no longer theirs
@@ -412,7 +412,7 @@ class Stack:
         for layer in sorted(plan.updated_on_gpu):
             if self.host.layers[layer].home is not GPU:
                 self.store.take(layer)
-        self.host.hold(plan.apart, plan.ring_entries)
+        self.host.hold(plan.pending, plan.ring_entries, plan.early)
         self.plan = plan
         self.metrics.recomputed = plan.recomputed
         self._start(plan)
@@ -636,6 +636,13 @@ def _resident_updates(section: StrongholdConfig, ranks: Ranks, *, on_gpu: bool) 
     if why and section.resident_updates == "gpu":
         raise ConfigError(f'stronghold.resident_updates: got "gpu", {why}: leave it out, or {ways}')
     return "host" if why else section.resident_updates
+
+
+def _early_layers(section: StrongholdConfig, layout: ModelLayout) -> int | None:
+    """What the config says of early updates, as the planner takes it."""
+    if not section.speculation:
+        return 0
+    return len(layout.layers) if section.early_layers == "all" else section.early_layers
 
 
 def pinned_activations(

@@ -1,7 +1,8 @@
 """Steps of the optimizer: live hyper-parameters and step counts become a kernel's numbers.
 
 Never touches a weight and never decides when a step is made (`runtime.optimizer_step` does). The
-training thread calls `advance` when it queues an update, and `Standstill.end_step` between steps.
+training thread calls `next` and `count` when it queues an update, and `Standstill.end_step` between
+steps.
 
 [Note: half a unit] A lean master has 24 bits. For a weight in [2^e, 2^(e+1)) half a unit in the
 last place is 2^(e-16). A smaller change is rounded away, in every step. Where an optimizer's steps
@@ -42,13 +43,11 @@ class ParameterStep(NamedTuple):
 
 
 class OptimizerSteps:
-    """Reads hyper-parameters from the live `groups` at `advance`: schedulers write into them. The
+    """Reads hyper-parameters from the live `groups` at `next`: schedulers write into them. The
     layers hold the counts, and which parameters are trained."""
 
     def __init__(self, groups: Groups, layers: Sequence[LayerState]) -> None:
         self._groups = groups
-        # By the group's identity, since the last step: numbers that an update has used.
-        self._used: dict[int, tuple[Group, Optimizer, tuple[float, ...]]] = {}
         self._frozen: list[tuple[str, nn.Parameter]] = []
         for state in layers:
             numbered = list(enumerate(state.parameters))
@@ -76,39 +75,26 @@ class OptimizerSteps:
         """How each trained parameter of the layer is updated, by position."""
         return {k: self._groups[state.parameters[k]][1] for k in sorted(state.optimizer.trained)}
 
-    def advance(
-        self, state: LayerState, arrived: frozenset[int], scale: float
+    def next(
+        self, state: LayerState, positions: frozenset[int], scale: float
     ) -> tuple[ParameterStep, ...]:
-        """Count one step of the parameters that have a gradient, with this moment's numbers.
-        `scale` multiplies the gradients: clip coefficient and 1 / loss scale."""
+        """The next step of the parameters at these positions, in order, with this moment's
+        numbers. `scale` multiplies the gradients: clip coefficient and 1 / loss scale."""
         counts, steps = state.optimizer.counts, []
         last: Group | None = None
         numbers: tuple[float, ...] = ()
-        for k in sorted(arrived):
+        for k in sorted(positions):
             group, optimizer = self._groups[state.parameters[k]]
             if group is not last:
                 last, numbers = group, optimizer.numbers(group)
-                self._used.setdefault(id(group), (group, optimizer, numbers))
                 numbers += (0.0,) * (MAX_NUMBERS - len(numbers))
-            counts[k] += 1
-            steps.append(ParameterStep(numbers, scale, counts[k], optimizer.flags))
+            steps.append(ParameterStep(numbers, scale, counts[k] + 1, optimizer.flags))
         return tuple(steps)
 
-    def refuse_changed(self) -> None:
-        """ConfigError where updates of this step have used other numbers than the groups have
-        now."""
-        used = self._used.values()
-        if any(optimizer.numbers(group) != numbers for group, optimizer, numbers in used):
-            raise ConfigError(
-                "optimizer.param_groups were changed between engine.backward and engine.step, when "
-                "weights had been updated as their gradients came. Change them before "
-                "engine.backward, or set gradient_clipping above 0 or bf16.check_grad_overflow "
-                "true, so that updates wait for the step; and load a checkpoint"
-            )
-
-    def forget(self) -> None:
-        """The step has ended, or is void."""
-        self._used.clear()
+    def count(self, state: LayerState, positions: Iterable[int]) -> None:
+        """The next step of these parameters was taken, or will be."""
+        for k in positions:
+            state.optimizer.counts[k] += 1
 
     def step_sizes(self) -> list[float]:
         """About how far a step moves a weight, of each trained parameter whose optimizer knows."""
@@ -125,11 +111,6 @@ class OptimizerSteps:
                 if size is not None:
                     sizes.append((part, size))
         return sizes
-
-    def retract(self, state: LayerState, arrived: Iterable[int]) -> None:
-        """Undo the count of `advance`: its steps were not taken."""
-        for k in arrived:
-            state.optimizer.counts[k] -= 1
 
 
 SHOWN = 3  # layers that are named

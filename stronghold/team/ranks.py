@@ -520,8 +520,8 @@ def check_alike(ranks: Ranks, layout: ModelLayout, plan: Plan, precision: str) -
         {
             "the model's parameters": ", ".join(parameters),
             "the precision": precision,
-            "the plan": f"{plan.window} {plan.prefetch} {sorted(plan.resident)} {plan.gradients} "
-            f"{sorted(plan.deferred)} {plan.homes} "
+            "the plan": f"{plan.window} {plan.prefetch} {sorted(plan.resident)} "
+            f"{plan.accumulates} {sorted(plan.early)} {plan.homes} "
             f"{[str(made) for made in plan.demand.formats]}",
         }
     )

@@ -22,7 +22,15 @@ from stronghold.errors import ConfigError
 from stronghold.process import partial_of, write_whole
 
 STEP_LANE = "step"
-LANES = (STEP_LANE, "compute", "fetch", "drain", "update", "io")  # rows from top to bottom
+LANES = (
+    STEP_LANE,
+    "compute",
+    "fetch",
+    "drain",
+    "gradients",
+    "update",
+    "io",
+)  # rows from top to bottom
 LATEST_US = 1e15  # of a trace that is read: thirty years after its first operation
 # So many at least are kept, and twice as many at most: 200 MB, some hundred steps of 32 blocks.
 NEWEST_SPANS = 250_000

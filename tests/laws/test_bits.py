@@ -51,9 +51,10 @@ PLACES: dict[str, dict[str, Any]] = {
     "whole": {"resident_layers": "all", **ON_GPU},
 }
 UPDATES: dict[str, tuple[float, dict[str, Any]]] = {  # where in the step
-    "gate": (0.5, {}),
-    "early": (0.0, {"deferred_layers": 0}),
-    "deferred": (0.0, {"deferred_layers": 1}),
+    "gate": (0.5, {"early_layers": 0}),
+    "early": (1e4, {"early_layers": "all"}),
+    "early, clipped": (0.5, {"early_layers": "all"}),
+    "some early": (0.0, {"early_layers": 2}),
 }
 # Built as Llama is, of the same modules in the same order: one case each.
 LIKE_LLAMA = ["llama", "qwen2", "qwen3", "mistral", "gemma2", "phi3"]

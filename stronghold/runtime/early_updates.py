@@ -1,0 +1,197 @@
+"""Early updates: layers that are updated before the norm of all gradients is known.
+
+Owns the decision to start one, to take it back, and to commit it. The training thread enters, and
+autograd's in backward; the two never run at once.
+
+[Note: early updates] Most steps are not clipped, and do not overflow. Their gradients have the
+factor 1, so that an update that ran before the norm was known has the right bits.
+1. Backward: gradients of a layer are on their way to the host, and no more will come. `complete`
+   queues the update. It reads the layer's arrays and its gradients, and writes its second arrays.
+2. Backward goes on. The gradients stay where they are until the gate. The layer's arrays do not
+   change: whoever reads them sees those of the step before.
+3. The gate knows the norm. `withdraw` takes back the updates that have not begun: their layers are
+   those that the next forward needs first, and the queue has them last.
+4. `commit` compares the numbers of each update that has begun with those that the gate would use
+   now: factor, learning rate, step. If they are equal, the second arrays become the layer's. No
+   byte is copied. Fetches wait for the update by the arrays' access records.
+5. All other layers are updated in place, in forward order, from their gradients. If the step is
+   skipped, nothing happens.
+What changes a layer's gradients or weights between 1 and 4 cancels its early update: a further
+gradient, a write to a parameter, code of yours that reads it (it may write, too), an alias.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+from stronghold.memory.layer import EarlyUpdate, LayerState
+from stronghold.plan.schedule import Kind, Schedule
+from stronghold.runtime.binding import Bindings
+from stronghold.runtime.host_updates import HostUpdates
+from stronghold.runtime.parts import Parts
+from stronghold.runtime.performed import Performed
+from stronghold.runtime.pieces import Gradients, InArray
+
+# Layers that are ready and wait for the one that the schedule has before them. A layer that gets no
+# gradient in this step must not hold up all others.
+PATIENCE = 2
+# Times the clip: a norm up to which the next step may well not be clipped
+# (benchmarks/results/speculation-rule.md).
+NEAR = 1.25
+LONGEST_PAUSE = 64  # steps
+
+
+class Worth:
+    """Whether the next step's early updates are likely to be committed.
+
+    After a step that was clipped they pause for 1, 2, 4, ... steps, until one is not clipped. After
+    a pause they go on once the norm is at most `NEAR` times the clip.
+    """
+
+    def __init__(self) -> None:
+        self._pause = 1
+        self._left = 0
+        self._is_near = True
+
+    @property
+    def is_likely(self) -> bool:
+        return self._left == 0 and self._is_near
+
+    def end_step(self, *, norm: float, clipping: float) -> None:
+        """A step ended with this global norm; `clipping` is 0 for none."""
+        is_clipped = clipping > 0.0 and norm > clipping
+        if not is_clipped:
+            self._pause, self._left, self._is_near = 1, 0, True
+            return
+        self._is_near = norm <= NEAR * clipping
+        if self._left:
+            self._left -= 1
+        else:
+            self._left = self._pause
+            self._pause = min(2 * self._pause, LONGEST_PAUSE)
+
+
+class EarlyUpdates:
+    """Starts, withdraws and commits the early updates of layers that have second arrays."""
+
+    def __init__(
+        self, parts: Parts, on_host: HostUpdates, bindings: Bindings, performed: Performed
+    ) -> None:
+        self._device, self._layers, self._steps = parts.device, parts.layers, parts.steps
+        self._metrics, self._on_host = parts.metrics, on_host
+        self._bindings, self._performed = bindings, performed
+        self._worth = Worth()
+        self._order: Sequence[int] = ()
+        self._next = 0  # of the order
+        self._ready: list[int] = []  # complete, and not yet started
+        self._started: list[LayerState] = []
+        # What the last gate had; the next one probably has the same.
+        self._scale = 1.0
+        self._most = math.inf  # the sum of squares at which gradients are clipped
+        self._sum = 0.0  # of squares of this step's gradients, as far as they are known
+        self._unsummed: list[LayerState] = []
+
+    def follow(self, schedule: Schedule) -> None:
+        """Start updates in the order of `schedule` from the next backward on."""
+        self._order = schedule.early
+
+    # -- start ------------------------------------------------------------------------------------
+    def begin_backward(self) -> None:
+        """Backward is about to run."""
+        self._next = 0
+        self._ready.clear()
+
+    def complete(self, state: LayerState) -> None:
+        """The layer's gradients are queued to the host, and no more are expected in this step.
+        Start its early update, and those that have waited for it, in the schedule's order."""
+        self._unsummed.append(state)
+        if state.index not in self._order:
+            return
+        self._ready.append(state.index)
+        while self._ready and self._next < len(self._order):
+            layer = self._order[self._next]
+            if layer in self._ready:
+                self._ready.remove(layer)
+                self._start(self._layers[layer])
+            elif len(self._ready) <= PATIENCE:
+                return
+            self._next += 1
+
+    def _start(self, state: LayerState) -> None:
+        if not self._may_start(state):
+            return
+        array = state.gradients.array
+        positions = frozenset(state.gradients.positions(array))
+        steps = self._steps.next(state, positions, self._scale)
+        gradients = Gradients(state, positions, InArray(array))
+        fence = self._on_host.update_early(gradients, steps)
+        state.gradients.early = EarlyUpdate(
+            fence=fence,
+            positions=positions,
+            steps=steps,
+            version_sum=self._bindings.version_sum(state.index),
+        )
+        self._started.append(state)
+        self._performed.add(Kind.UPDATE, state.index)
+
+    def _may_start(self, state: LayerState) -> bool:
+        if state.second is None or not self._worth.is_likely or self._bindings.is_seen(state.index):
+            return False
+        known = [s for s in self._unsummed if s.records["norms"].writer.done]
+        for each in known:
+            self._unsummed.remove(each)
+            self._sum += math.fsum(each.gradients.square_sums.values())
+        return self._sum <= self._most  # False for NaN, too
+
+    # -- take back --------------------------------------------------------------------------------
+    def cancel(self, layers: Iterable[int]) -> None:
+        """Gradients or weights of these layers change, or may change: their early updates are void,
+        and the gate updates them."""
+        for layer in layers:
+            early = self._layers[layer].gradients.early
+            if early is not None:
+                self._device.update.withdraw(early.fence)
+                self._layers[layer].gradients.early = None
+
+    def withdraw(self) -> None:
+        """The norm is known: take back the updates that have not begun, the newest first."""
+        for state in reversed(self._started):
+            early = state.gradients.early
+            if early is None:
+                continue
+            if not self._device.update.withdraw(early.fence):
+                return
+            state.gradients.early = None
+
+    # -- the gate ---------------------------------------------------------------------------------
+    def commit(self, state: LayerState, scale: float) -> bool:
+        """Make the layer's second arrays its arrays, if they are what the gate would compute now
+        with this factor of the gradients. Returns whether it did."""
+        early = state.gradients.early
+        if early is None or self._bindings.is_seen(state.index):
+            return False
+        is_same = early.positions == state.gradients.arrived
+        is_same = is_same and early.version_sum == self._bindings.version_sum(state.index)
+        if not is_same or early.steps != self._steps.next(state, early.positions, scale):
+            return False
+        before = state.weights
+        state.exchange_arrays()
+        self._steps.count(state, early.positions)
+        self._bindings.follow(state.index, before)
+        self._performed.add(Kind.COMMIT, state.index)
+        return True
+
+    def end_step(self, *, norm: float | None, clipping: float, loss_scale: float) -> None:
+        """The gate has closed with this norm; None where nobody knows it yet."""
+        self._scale = 1.0 / loss_scale
+        self._most = (clipping * loss_scale) ** 2 if clipping > 0.0 else math.inf
+        if norm is not None and math.isfinite(norm):
+            self._worth.end_step(norm=norm, clipping=clipping)
+
+    def forget(self) -> None:
+        """The step has ended, or is void: nothing of it will be committed."""
+        self.cancel(state.index for state in reversed(self._started))
+        self._started.clear()
+        self._unsummed.clear()
+        self._sum = 0.0
