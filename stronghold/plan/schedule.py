@@ -9,7 +9,7 @@ each use its actions say which slots to give back and what to fetch; a slot is g
 whose next use lies farthest ahead, which is the choice that fetches least (Belady, 1966). After a
 backward come the offload of the layer's gradients, and its update if that is early. After the last
 backward come the gate, and behind it, in forward order, a commit for each early update, and the
-updates of all other layers.
+updates of all other layers. These outdate the slots, which are given back.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ SETTLING_PASSES = 4  # after these the slots begin every pass alike, or never wi
 class Kind(Enum):
     """What an action does. FORWARD and BACKWARD wait for the layer's fetch and let compute go on.
     OFFLOAD copies gradients to the host. GATE waits for the norm of all gradients. UPDATE before
-    the gate writes other memory, and COMMIT makes that memory the layer's."""
+    the gate writes other memory, and COMMIT makes that memory the layer's. WITHDRAW takes such an
+    update back before it begins: a step may perform that, and no schedule has it."""
 
     RELEASE = "release"
     FETCH = "fetch"
@@ -35,6 +36,7 @@ class Kind(Enum):
     UPDATE = "update"
     GATE = "gate"
     COMMIT = "commit"
+    WITHDRAW = "withdraw"
 
 
 BEHIND_USES = frozenset({Kind.OFFLOAD, Kind.UPDATE, Kind.GATE, Kind.COMMIT})
@@ -96,7 +98,7 @@ class Schedule:
 
     @property
     def behind_gate(self) -> tuple[Action, ...]:
-        """Commits and updates behind the gate, in order."""
+        """Commits, updates and releases behind the gate, in order."""
         return self._around_gate[1]
 
     @property
@@ -121,7 +123,7 @@ def parse_schedule(text: str) -> Schedule:
     steps: list[list[Action]] = []
     after: list[list[Action]] = []
     for action in map(Action.parse, text.splitlines()):
-        if action.kind in BEHIND_USES:
+        if action.kind in BEHIND_USES or (after and GATE in after[-1]):
             after[-1].append(action)
             continue
         if len(steps) == len(after):
@@ -142,20 +144,34 @@ def make_schedule(
     num_slots: int,
     prefetch: int,
     resident: frozenset[int] = frozenset(),
+    on_gpu: frozenset[int] = frozenset(),
     updates: Mapping[int, Position] | None = None,
+    offloads: Sequence[int] | None = None,
 ) -> Schedule:
     """The actions for `uses`, repeated for ever, with `num_slots` slots.
 
     `prefetch`: how many layers behind the one that computes are fetched ahead (at most
     num_slots - 1). Layers in `resident` need no slot; they are fetched once a pass, after their
-    update, when they come within reach. The steady state is returned: the pass that begins with
-    what the previous one left in the slots. `updates`: of each layer that trains, where its update
-    stands; None where nothing trains.
+    update, when they come within reach. Those of them that are updated `on_gpu` are never fetched.
+    The steady state is returned: the pass that begins with
+    what the previous one left in the slots, and has not updated. `updates`: of each layer that
+    trains, where its update stands; None where nothing trains. `offloads`: the layers whose
+    gradients came in an earlier pass, in order; None: every layer's will come.
     """
-    uses = tuple(uses)
+    uses, updates = tuple(uses), updates or {}
     if not uses:
         return Schedule(uses=(), steps=(), after=())
-    planner = _Pass(uses=uses, num_slots=num_slots, prefetch=prefetch, resident=resident)
+    expected = sorted(updates, reverse=True)
+    if offloads is not None:
+        expected = [layer for layer in offloads if layer in updates]
+    planner = _Pass(
+        uses=uses,
+        num_slots=num_slots,
+        prefetch=prefetch,
+        resident=resident,
+        updated=frozenset(expected),
+        on_gpu=on_gpu,
+    )
     start, end = frozenset[int](), planner.run(frozenset())[1]
     for _ in range(SETTLING_PASSES):  # the first pass starts with empty slots
         if start == end:
@@ -167,7 +183,9 @@ def make_schedule(
         end = planner.run(start, keep=True)[1]
     steps, end = planner.run(start, keep=takes_turns)
     steps[0] = _after(end - start, steps[0])
-    return Schedule(uses=uses, steps=tuple(steps), after=_after_uses(uses, updates or {}))
+    after = _after_uses(uses, updates, expected)
+    after[-1] += [Action(kind=Kind.RELEASE, layer=layer) for layer in sorted(planner.outdated)]
+    return Schedule(uses=uses, steps=tuple(steps), after=tuple(map(tuple, after)))
 
 
 def update_order(updates: Mapping[int, Position]) -> list[int]:
@@ -178,23 +196,23 @@ def update_order(updates: Mapping[int, Position]) -> list[int]:
 
 
 def _after_uses(
-    uses: tuple[Action, ...], updates: Mapping[int, Position]
-) -> tuple[tuple[Action, ...], ...]:
-    """What follows each use. A layer's gradients are complete after its last backward; those of one
-    that has none (embedding, head), with the layers around it."""
+    uses: tuple[Action, ...], updates: Mapping[int, Position], expected: Sequence[int]
+) -> list[list[Action]]:
+    """What follows each use. A layer's gradients are complete after its last backward. A layer that
+    has none (embedding, head) comes with the layers around it in `expected`."""
     after: list[list[Action]] = [[] for _ in uses]
     last = {use.layer: k for k, use in enumerate(uses) if use.kind is Kind.BACKWARD}
     at = max(0, min(last.values(), default=len(uses)) - 1)
-    for layer in sorted(updates, reverse=True):
+    for layer in expected:
         at = max(at, last.get(layer, at))
         after[at].append(Action(kind=Kind.OFFLOAD, layer=layer))
         if updates[layer] is Position.EARLY:
             after[at].append(Action(kind=Kind.UPDATE, layer=layer))
     after[-1] += [GATE] if updates else []
-    for layer in sorted(updates):
+    for layer in sorted(expected):
         kind = Kind.COMMIT if updates[layer] is Position.EARLY else Kind.UPDATE
         after[-1].append(Action(kind=kind, layer=layer))
-    return tuple(map(tuple, after))
+    return after
 
 
 def _after(left: frozenset[int], step: tuple[Action, ...]) -> tuple[Action, ...]:
@@ -208,12 +226,24 @@ def _after(left: frozenset[int], step: tuple[Action, ...]) -> tuple[Action, ...]
 
 
 class _Pass:
-    """Chooses the actions of one pass, from what is in the slots when it begins."""
+    """Chooses the actions of one pass, from what is in the slots when it begins. `outdated`: what
+    the last pass left in slots, and has `updated`."""
 
     def __init__(
-        self, *, uses: tuple[Action, ...], num_slots: int, prefetch: int, resident: frozenset[int]
+        self,
+        *,
+        uses: tuple[Action, ...],
+        num_slots: int,
+        prefetch: int,
+        resident: frozenset[int],
+        updated: frozenset[int],
+        on_gpu: frozenset[int],
     ) -> None:
-        self._uses = uses
+        self.outdated = frozenset[int]()
+        # Residents whose weights do not change stay as they are; in an evaluation nothing is known
+        # of what was updated before.
+        self._steady = on_gpu | (resident - updated if updated else frozenset())
+        self._uses, self._updated = uses, updated
         self._num_slots = num_slots
         self._reach = 1 + max(0, min(prefetch, num_slots - 1))
         self._resident = resident
@@ -225,15 +255,19 @@ class _Pass:
     def run(
         self, start: frozenset[int], *, keep: bool = False
     ) -> tuple[list[tuple[Action, ...]], frozenset[int]]:
-        """The actions of every use, and the streamed layers in slots at the end.
+        """The actions of every use, and the streamed layers that are in slots at the end and have
+        their newest weights.
 
         With `keep` the layers of `start` are the last to go of those that the pass is done with, so
-        that it ends as it began. Resident layers are stale when a pass begins: they were updated.
+        that it ends as it began. Resident layers that train are old when a pass begins: they were
+        updated.
         """
-        held = set(start)
+        held = {*start, *self._steady}
         self._kept = start if keep else frozenset(self._positions)
         steps = [self._actions(position, held) for position in range(len(self._uses))]
-        return steps, frozenset(held - self._resident)
+        left = frozenset(held - self._resident)
+        self.outdated = left & self._updated
+        return steps, left - self._updated
 
     def _actions(self, position: int, held: set[int]) -> tuple[Action, ...]:
         ahead = _next_layers(self._uses, position, self._reach, self._resident)

@@ -163,6 +163,7 @@ class EarlyUpdates:
             if not self._device.update.withdraw(early.fence):
                 return
             state.gradients.early = None
+            self._performed.add(Kind.WITHDRAW, state.index)
 
     # -- the gate ---------------------------------------------------------------------------------
     def commit(self, state: LayerState, scale: float) -> bool:

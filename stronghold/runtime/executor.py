@@ -5,7 +5,7 @@ around autograd's run. Forward hooks that fire in BACKWARD are recomputation.
 
 [Note: when a layer is fetched] There are three cases, and `weights` has how it is done.
 1. Ahead: before each use the schedule has releases and fetches (`_perform_before`).
-2. Ahead of the next step: once weights have changed, the layers of its first uses are fetched,
+2. Ahead of the next step: once weights have changed, the fetches before its first use are queued,
    each after its update (`weights_changed`).
 3. On demand: a layer is used, and no slot has its newest weights (`make_ready`). That is so in the
    first step, in an order of uses that was not predicted, and for saved weights whose layer left.
@@ -16,7 +16,7 @@ on a GPU, by autograd's thread during backward. The two never run at once.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -26,7 +26,14 @@ from stronghold.errors import ConfigError
 from stronghold.memory.layer import ExpectedGradients, LayerState, Residency
 from stronghold.memory.window import Window
 from stronghold.plan.plan import Plan
-from stronghold.plan.schedule import Action, Kind, Schedule, canonical_uses, make_schedule
+from stronghold.plan.schedule import (
+    Action,
+    Kind,
+    Position,
+    Schedule,
+    canonical_uses,
+    make_schedule,
+)
 from stronghold.runtime.binding import Bindings
 from stronghold.runtime.compute_span import ComputeSpan
 from stronghold.runtime.gradients import GradientOffload
@@ -37,8 +44,8 @@ from stronghold.runtime.weights import LayerWeights
 
 # A pass longer than this (token-by-token generation) keeps the schedule that it has.
 MAX_RECORDED_USES = 4096
-# The embedding and the first block, which the next forward needs at once.
-FIRST_USES = 2
+# Times that another order of offloads is learnt. Where threads race, it differs in every pass.
+MAX_LEARNT_ORDERS = 4
 
 
 class Phase(Enum):
@@ -51,10 +58,13 @@ class Phase(Enum):
 
 @dataclass(slots=True)
 class Track:
-    """A kind of pass, in training or in evaluation. `cursor`: the position in the schedule's uses;
-    `recorded`: the uses of the running pass."""
+    """A kind of pass, in training or in evaluation. `offloads`: the order in which gradients came
+    in a pass with these uses, learnt `num_orders` times. `cursor`: the position in the schedule's uses. `recorded`: the uses
+    of the running pass."""
 
     schedule: Schedule
+    offloads: tuple[int, ...] = ()
+    num_orders: int = 0
     cursor: int = 0
     recorded: list[Action] = field(default_factory=list)
 
@@ -88,7 +98,8 @@ class Executor:
         backward = canonical_uses(
             [layer.index for layer in host.layout.layers if layer.streamed], backward=True
         )
-        self._training = Track(self._schedule(forward + backward[len(backward) // 2 :]))
+        both = forward + backward[len(backward) // 2 :]
+        self._training = Track(self._schedule(both, updates=plan.updates))
         self._evaluation = Track(self._schedule(forward))
         self._current = self._training
         # Resident layers that are fetched at their call, not before, as all ranks agree; None where
@@ -100,7 +111,13 @@ class Executor:
             parts, window, step, expected, span=self._span, performed=performed
         )
 
-    def _schedule(self, uses: Sequence[Action]) -> Schedule:
+    def _schedule(
+        self,
+        uses: Sequence[Action],
+        *,
+        updates: Mapping[int, Position] | None = None,
+        offloads: Sequence[int] | None = None,
+    ) -> Schedule:
         """That of passes that use layers in this order."""
         plan = self._plan
         return make_schedule(
@@ -108,7 +125,9 @@ class Executor:
             num_slots=plan.window,
             prefetch=plan.prefetch,
             resident=plan.resident,
-            updates=plan.updates,
+            on_gpu=plan.updated_on_gpu,
+            updates=updates,
+            offloads=offloads,
         )
 
     @property
@@ -209,13 +228,26 @@ class Executor:
         del called
         seen = tuple(track.recorded)
         track.recorded.clear()
-        self._adopt(track, seen)
+        offloads = self.gradients.take_order() if track is self._training else None
+        self._adopt(track, seen, offloads)
         if track.cursor >= len(track.schedule.uses):
             track.cursor = 0
 
-    def _adopt(self, track: Track, uses: tuple[Action, ...]) -> None:
-        if 0 < len(uses) <= MAX_RECORDED_USES and uses != track.schedule.uses:
-            self._follow(track, self._schedule(uses))
+    def _adopt(
+        self, track: Track, uses: tuple[Action, ...], offloads: tuple[int, ...] | None = None
+    ) -> None:
+        if not 0 < len(uses) <= MAX_RECORDED_USES:
+            return
+        is_other_order = (
+            offloads is not None
+            and offloads != track.offloads
+            and track.num_orders < MAX_LEARNT_ORDERS
+        )
+        if uses != track.schedule.uses or is_other_order:
+            track.num_orders += is_other_order
+            track.offloads = offloads or ()
+            updates = self._plan.updates if track is self._training else None
+            self._follow(track, self._schedule(uses, updates=updates, offloads=offloads))
 
     def follow(self, schedule: Schedule) -> None:
         """Perform this schedule from the next training pass on. It has the uses of such a pass."""
@@ -334,11 +366,9 @@ class Executor:
     def _perform_before(self, track: Track, position: int) -> None:
         """Do what the schedule has before the use at `position`."""
         use, track.cursor = track.schedule.uses[position], position + 1
-        is_training = track is self._training
         for action in track.schedule.steps[position][:-1]:
             self._perform(action, keep=use.layer)
-        if is_training:
-            self.performed.add(use.kind, use.layer)
+        self._note(use.kind, use.layer)
         if use.kind is Kind.BACKWARD:
             self.gradients.reached(use.layer)
 
@@ -346,7 +376,7 @@ class Executor:
         if action.kind is Kind.RELEASE:
             busy = action.layer == keep or action.layer in self._inside
             if not busy and action.layer in self._window.held_layers():
-                self.weights.release(action.layer)
+                self._release(action.layer)
         elif self.weights.needs_fetch(action.layer) and self.weights.has_room(action.layer):
             self._fetch(action.layer, keep=keep)
 
@@ -364,8 +394,18 @@ class Executor:
     def _fetch(self, layer: int, keep: int) -> None:
         """Queue a fetch. The slots of `keep`, and of the blocks that are running, are not given
         to the layer."""
+        self._note(Kind.FETCH, layer)
         keeps = (keep, *self._inside)
         self.weights.fetch(layer, keep=keeps, together=self._is_in_order())
+
+    def _release(self, layer: int) -> None:
+        self._note(Kind.RELEASE, layer)
+        self.weights.release(layer)
+
+    def _note(self, kind: Kind, layer: int) -> None:
+        """An operation of a training pass is about to be performed."""
+        if self._current is self._training:
+            self.performed.add(kind, layer)
 
     def _is_in_order(self) -> bool:
         """Whether all ranks do what this one does now, in one order."""
@@ -445,8 +485,13 @@ class Executor:
 
     # -- between steps --------------------------------------------------------------------------
     def weights_changed(self, layers: Sequence[int]) -> None:
-        """The host weights of `layers` are or will be new: what the device holds of them is stale.
-        Fetch ahead what the next forward needs first, each after its update."""
+        """The host weights of `layers` are or will be new. Give back the slots that have old ones,
+        and fetch ahead what the next forward needs first."""
+        self.outdate(layers)
+        self.fetch_ahead()
+
+    def outdate(self, layers: Sequence[int]) -> None:
+        """The host weights of `layers` are or will be new: what the device holds of them is old."""
         for layer in layers:
             if layer in self._plan.updated_on_gpu:
                 continue
@@ -454,16 +499,19 @@ class Executor:
                 if self.layers[layer].on_gpu.residency is Residency.FETCHING:
                     self.make_ready(layer)  # fetched ahead and not used: changed twice in a row
             elif self.layers[layer].on_gpu.slot is not None:
-                self.weights.release(layer)
+                self._release(layer)
             self._window.outdate(layer)
             self.bindings.hide(layer)
         for layer in self._plan.updated_on_gpu:  # written in order with compute
             self.bindings.show(layer)
-        for use in self._training.schedule.uses[: FIRST_USES + self._plan.prefetch]:
-            if self.weights.needs_fetch(use.layer):
-                if not self.weights.has_room(use.layer):
-                    break
-                self._fetch(use.layer, keep=use.layer)
+
+    def fetch_ahead(self) -> None:
+        """Queue the fetches before the first use of the next training pass, each after its layer's
+        update."""
+        schedule = self._training.schedule
+        if schedule.uses:
+            for action in schedule.steps[0][:-1]:
+                self._perform(action, keep=schedule.uses[0].layer)
 
     def settle(self, layers: Sequence[int]) -> None:
         """Wait until the layers' newest weights are where their parameters point, and all of their

@@ -55,7 +55,13 @@ class GradientOffload:
         self._order = parts.team.order(expected, window.num_gradient_slots)
         self._span = span
         self._last: GradientSlot | None = None  # the slot that got the last gradient
+        self._came: list[int] = []  # layers, in the order of their offloads in this backward
         self.offloaded_bytes = 0
+
+    def take_order(self) -> tuple[int, ...]:
+        """The layers in the order of their offloads since this was asked last."""
+        came, self._came = tuple(dict.fromkeys(self._came)), []
+        return came
 
     def arrived(self, layer: int, position: int, gradient: torch.Tensor) -> None:
         """Copy a parameter's gradient to the layer's slot, and offload the slot when the layer is
@@ -204,6 +210,7 @@ class GradientOffload:
         more = state.gradients.expected.calls > 1 or bool(state.gradients.pending)
         array = self._step.array_for(more_may_come=more)
         self._performed.add(Kind.OFFLOAD, layer)
+        self._came.append(layer)
         if state.home is GPU:
             self._keep(state, slot, positions, array)
             return

@@ -179,9 +179,9 @@ class LockstepExecutor(Executor):
         super().make_ready(layer, together=together)
 
     # -- between steps ----------------------------------------------------------------------------
-    def weights_changed(self, layers: Sequence[int]) -> None:
+    def outdate(self, layers: Sequence[int]) -> None:
         self._turn_to(self._training)
-        super().weights_changed(layers)
+        super().outdate(layers)
 
     def settle(self, layers: Sequence[int]) -> None:
         self._device.check()

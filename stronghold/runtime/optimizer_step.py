@@ -143,7 +143,9 @@ class OptimizerStep:
     def follow(self, schedule: Schedule) -> None:
         """Update layers where `schedule` has their updates, from the next backward on."""
         self._early.follow(schedule)
-        self._gate_order = [action.layer for action in schedule.behind_gate]
+        self._gate_order = [
+            action.layer for action in schedule.behind_gate if action.kind is not Kind.RELEASE
+        ]
 
     # -- gradients come ---------------------------------------------------------------------------
     def begin_backward(self) -> None:
@@ -222,7 +224,10 @@ class OptimizerStep:
         # Layers that the schedule does not have come last.
         order = dict.fromkeys([*self._gate_order, *range(len(self._layers))])
         for state in map(self._layers.__getitem__, order):
-            if state.home is GPU or state.gradients.is_empty:
+            if state.gradients.is_empty:
+                continue
+            if state.home is GPU:  # with all others there, in one launch
+                self._performed.add(Kind.UPDATE, state.index)
                 continue
             changed.append(state)
             if not self._early.commit(state, scale):

@@ -210,8 +210,9 @@ class Runtime:
         self._refuse_strays()
         self.adopt_edited()
         gate, changed = self.step.close_gate(clipping=clipping, loss_scale=loss_scale, skips=skips)
-        self.executor.weights_changed(changed)
+        self.executor.outdate(changed)
         self.executor.performed.end_step()
+        self.executor.fetch_ahead()
         if kept := self.executor.aliased(changed):
             self._wait_for_aliased(kept)
         return gate

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -23,8 +23,10 @@ from stronghold import native
 from stronghold.plan.cost import LEVELS
 from stronghold.plan.homes import HOST
 from stronghold.plan.plan import make_plan
+from stronghold.plan.schedule import Action
 from tests.models import HUGGING_FACE, MODELS, PLAIN, loss_of
 from tests.support.pairs import covering, pairs
+from tests.support.performed import assert_as_scheduled, started
 from tests.support.training import (
     OPTIMIZERS,
     Run,
@@ -76,6 +78,10 @@ Case = tuple[str, ...]
 
 # A gradient that comes in parts, or never, takes an entry more than was planned.
 IN_PARTS = {"called_twice", "shared_list", "layer_drop"}
+# Which layers are used, and get gradients, differs from step to step; or a layer reads weights of
+# another one, which are fetched on demand; or autograd comes to a layer's outputs in any order.
+UNSTEADY = IN_PARTS | {"skip_inside", "experts", "structured"}
+UNSTEADY |= {"fused_loss", "megatron_bert", "tied_blocks", "t5"}
 # Their buffers and what they are given are fp32 values, which half precision does not mix with.
 FP32 = {"structured", "shared_list", "sequential", "buffers", "growing_buffers"}
 
@@ -159,6 +165,7 @@ def trained(of: dict[str, str], folder: Path) -> Run:
             if part.start > 0:
                 engine.load_checkpoint(folder / "saved")
             for step in part:
+                schedule = engine.inspect().schedule
                 for micro in range(step * accumulation, (step + 1) * accumulation):
                     loss = loss_of(engine(**make_batch(micro)))
                     engine.backward(loss)
@@ -168,6 +175,7 @@ def trained(of: dict[str, str], folder: Path) -> Run:
                 if step == 0:
                     interrupt(of["between"], of["model"], engine, make_batch)
             check_homes(engine)
+            check_schedule(engine.inspect().performed, schedule, engine.plan.whole, of)
             report = engine.memory_report()
             if of["model"] not in IN_PARTS:
                 assert report.host_peak == report.host_planned
@@ -181,6 +189,16 @@ def trained(of: dict[str, str], folder: Path) -> Run:
             run.weights = {k: v.clone() for k, v in engine.module_state_dict().items()}
             run.moments = moments_of(engine)
     return run
+
+
+def check_schedule(
+    performed: Sequence[Action], schedule: Sequence[Action], whole: bool, of: dict[str, str]
+) -> None:
+    """The last step performed its schedule. Not where uses differ from step to step, where a model
+    is whole and nothing moves, or where a step has several passes."""
+    is_steady = of["model"] not in UNSTEADY and of["between"] in ("nothing", "evaluation")
+    if is_steady and of["micro-batches"] == "1" and not whole:
+        assert_as_scheduled(performed, schedule, has_early=bool(started(performed)))
 
 
 def check_homes(engine: Any) -> None:
