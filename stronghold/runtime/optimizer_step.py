@@ -215,7 +215,7 @@ class OptimizerStep:
             norm = gate.grad_norm if isinstance(gate.grad_norm, float) else None
             self._early.end_step(norm=norm, clipping=clipping, loss_scale=loss_scale)
             self.forget()
-        return gate, [state.index for state in changed]
+        return gate, sorted(state.index for state in changed)
 
     def _update(self, scale: float) -> list[LayerState]:
         """Commit early updates, and queue all others. Returns the layers on the host that have
