@@ -262,7 +262,7 @@ class StrongholdConfig(_Section):
         default=True,
     )
     early_layers: NotNegative | Literal["all"] | None = key(
-        "How many layers are updated early, the last ones of the model first. Each of them has its "
+        "How many layers are updated early, spread evenly over the model. Each of them has its "
         "weights, masters and moments twice in host memory: 12 more bytes per parameter with Adam "
         "in bf16. Left out: by simulation, once the first steps are measured, within host_memory."
     )

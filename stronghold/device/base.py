@@ -271,15 +271,14 @@ class Lane(ABC):
         self, operation: str, work: Work, after: tuple[Fence, ...], nbytes: int
     ) -> Fence: ...
 
-    def withdraw(self, fence: Fence) -> bool:
-        """Take back an operation of this lane that has not begun. True: its work will never run.
-        False: it has begun, or ended. Call it for the newest operation first, so that the lane does
-        not begin an older one's successor meanwhile.
+    def withdraw(self, fences: Sequence[Fence]) -> int:
+        """Take back operations of this lane, the newest first, up to the first one that has begun.
+        Returns how many: their work will never run.
 
-        Its fence keeps its place: it is done in its turn, after all that the operation waits for.
+        A fence keeps its place: it is done in its turn, after all that its operation waits for.
         Records that name the fence, as a reader or as a writer, still stand for those before it.
         """
-        return False
+        return 0
 
     def finish(self) -> None:  # noqa: B027 - a lane without a thread has nothing queued
         """Wait until what is queued is done, well or badly."""
@@ -364,8 +363,11 @@ class ThreadLane(Lane):
         it waits for holds it up, or has failed, and it takes less time than to hand it over."""
         return False
 
-    def withdraw(self, fence: Fence) -> bool:
-        return fence.take_turn()
+    def withdraw(self, fences: Sequence[Fence]) -> int:
+        for count, fence in enumerate(fences):
+            if not fence.take_turn():
+                return count
+        return len(fences)
 
     def finish(self) -> None:
         """Wait until the thread has nothing to do. Errors stay with their fences."""

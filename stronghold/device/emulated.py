@@ -18,6 +18,7 @@ import random
 import threading
 import time
 from collections import defaultdict
+from collections.abc import Sequence
 
 import torch
 
@@ -90,16 +91,21 @@ class _EmulatedLane(ThreadLane):
         device.trace.record(self.name, operation, begin_s, end_s, **moved(nbytes))
         return _Arrival(begin_s, end_s) if end_s > ended_s else None
 
-    def withdraw(self, fence: Fence) -> bool:
-        """As `Lane.withdraw`. An operation that was performed ahead of the clock, at which it has
+    def withdraw(self, fences: Sequence[Fence]) -> int:
+        """As `Lane.withdraw`. An operation that was performed ahead of the clock, by which it has
         not begun, is withdrawn, too: the caller uses nothing of what it wrote."""
-        if super().withdraw(fence):
-            return True
-        event = fence.wait_issued() if fence.issued and not fence.failed else None
-        if not isinstance(event, _Arrival) or not self._device.take_back(self.name, event):
-            return False
-        fence.issue(_Arrival(event.begin_s, event.begin_s))
-        return True
+        count = super().withdraw(fences)
+        ahead = []
+        for fence in fences[count:]:
+            event = fence.wait_issued() if fence.issued and not fence.failed else None
+            if not isinstance(event, _Arrival) or not self._device.take_back(self.name, event):
+                break
+            ahead.append(fence)
+        if ahead:
+            free_s = self._device.free_s(self.name)
+            for fence in ahead:
+                fence.issue(_Arrival(free_s, free_s))
+        return count + len(ahead)
 
 
 class EmulatedDevice(Device):
@@ -222,7 +228,12 @@ class EmulatedDevice(Device):
     def take_back(self, lane: str, arrival: _Arrival) -> bool:
         """The newest operation of a lane is withdrawn, unless it has begun by the clock."""
         with self._clocks:
-            if arrival.begin_s <= time.perf_counter():
+            is_newest = self._free_s[lane] == arrival.at_s
+            if not is_newest or arrival.begin_s <= time.perf_counter():
                 return False
-            self._free_s[lane] = min(self._free_s[lane], arrival.begin_s)
+            self._free_s[lane] = arrival.begin_s
         return True
+
+    def free_s(self, lane: str) -> float:
+        """When all that the lane was given has ended, by its clock."""
+        return self._free_s[lane]

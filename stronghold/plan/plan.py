@@ -11,9 +11,19 @@ the gate: they come in forward order, so at the turn from one step to the next n
 the disk is a few layers ahead when the first spilled one is needed.
 
 [Note: early updates] A layer that is updated before the norm is known has its arrays twice on the
-host: an early update reads one set and writes the other. The layers whose gradients come first are
-the first to have a second set. A layer can have one if it lies in memory as a whole, all of its
-parameters train, and no other rank has part of it.
+host: an early update reads one set and writes the other. A layer can have a second set if it lies
+in memory as a whole, all of its parameters train, and no other rank has part of it.
+
+The early layers are spread evenly over the depth. Gradients come in the order L..1 in a backward of
+B seconds, and the next forward needs weights in the order 1..L within F seconds. If all updates
+take D seconds, those of a share e of the layers can run in backward, and the others behind the
+gate. A step takes about
+
+    max(B, e D) + max(F, (1 - e) D)
+
+which is max(F + B, D), the least there can be, for e = B / D. Layer i can be updated from B i / L
+before the end of backward to F i / L after it. These spans lie in each other. So backward takes its
+share of the layers above any depth, and forward the rest: the lane of updates never waits.
 
 [Note: the staging ring] Pieces of one size. An update's piece holds a range of all spilled arrays
 of a layer: one is read, one is updated, one is written, one more is read ahead. A fetch's piece
@@ -719,11 +729,11 @@ class _Host:
         if not (count and demand.training) or demand.meets_others:
             return frozenset()
         able = [
-            layer.index
+            layer
             for layer in self._places.on_host
             if layer.trainable_numel == layer.numel > 0 and not spilled[layer.index]
         ]
-        return frozenset(able[-count:])
+        return spread(able, count)
 
     def _second_bytes(self, index: int) -> int:
         """Bytes of a layer's second set of arrays."""
@@ -834,6 +844,21 @@ class _Host:
             f"available; {advice}",
             need_bytes=need,
         )
+
+
+def spread(layers: Sequence[LayerLayout], count: int) -> frozenset[int]:
+    """The indices of `count` of `layers` (all where there are fewer), evenly over their bytes."""
+    count = min(count, len(layers))
+    total = sum(layer.trainable_numel for layer in layers)
+    chosen: list[int] = []
+    below = 0
+    for position, layer in enumerate(layers):
+        below += layer.trainable_numel
+        # The middle of each of `count` equal parts; as many as are left, where layers are uneven.
+        is_due = count * below >= (len(chosen) + 0.5) * total
+        if len(chosen) < count and (is_due or len(layers) - position == count - len(chosen)):
+            chosen.append(layer.index)
+    return frozenset(chosen)
 
 
 def last_that(fits: Callable[[int], bool], low: int, high: int) -> int:

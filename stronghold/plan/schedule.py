@@ -25,8 +25,8 @@ SETTLING_PASSES = 4  # after these the slots begin every pass alike, or never wi
 class Kind(Enum):
     """What an action does. FORWARD and BACKWARD wait for the layer's fetch and let compute go on.
     OFFLOAD copies gradients to the host. GATE waits for the norm of all gradients. UPDATE before
-    the gate writes other memory, and COMMIT makes that memory the layer's. WITHDRAW takes such an
-    update back before it begins: a step may perform that, and no schedule has it."""
+    the gate writes other memory, and COMMIT makes that memory the layer's. WITHDRAW leaves such
+    an update to the gate: a step may do that, and no schedule has it."""
 
     RELEASE = "release"
     FETCH = "fetch"

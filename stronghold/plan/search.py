@@ -33,6 +33,7 @@ WINDOWS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24)
 SHARES = 8  # resident blocks are tried in steps of an eighth of the model, then of a part of that
 FINER = (1 / 16, 1 / 32, 1 / 64)
 EARLY_SHARES = 8  # early updates are tried in steps of an eighth of the layers
+MARGINS = (0.8, 0.9, 1.0, 1.1)  # of the share of layers that backward has time for
 FEW = 3  # of the first round's best, whose window is varied
 POLICIES = ("recompute", "offload", "recompute_offload")  # at the beginning, of what is not kept
 # Of the last blocks as many as fit have the last level, of those before them the one before, and
@@ -150,7 +151,12 @@ class Search:
         """The plan with more and more early updates, as far as the host has room."""
         plan = choice.plan
         able = [i for i in plan.updates if i not in plan.updated_on_gpu]
-        counts = {round(len(able) * k / EARLY_SHARES) for k in range(EARLY_SHARES + 1)}
+        shares = {k / EARLY_SHARES for k in range(EARLY_SHARES + 1)}
+        backward_s = self.work.backward_s(plan.activations)
+        updates = max(updates_s(plan, self.rates))
+        if updates > backward_s:  # [Note: early updates] of `plan`
+            shares |= {margin * backward_s / updates for margin in MARGINS}
+        counts = {round(len(able) * min(1.0, share)) for share in shares}
 
         def fits(count: int) -> bool:
             return _fits(self.layout, replace(plan.demand, early_layers=count))

@@ -271,6 +271,7 @@ class SimulatedLane(Lane):
         self._issued_s = 0.0
         self.free_s = 0.0
         self._last = -1
+        self._before: dict[int, int] = {}  # each operation's predecessor on the lane
 
     def _enqueue(self, operation: str, work: Work, after: tuple[Fence, ...], nbytes: int) -> Fence:
         device = self._device
@@ -288,7 +289,9 @@ class SimulatedLane(Lane):
         end_s = device.contention.end_of(self.name, start_s, nbytes)
         self._issued_s = issued_s if self._streams else end_s
         self.free_s = end_s
+        before = self._last
         self._last = device.note(self.name, operation, start_s, end_s, cause)
+        self._before[self._last] = before
         work()
         found = SimulatedFence(
             device, self.name, operation, issued_s=self._issued_s, done_s=end_s, index=self._last
@@ -309,18 +312,22 @@ class SimulatedLane(Lane):
                 update._issued_s = max(update._issued_s, free_s)
         return found
 
-    def withdraw(self, fence: Fence) -> bool:
-        device = self._device
-        if not isinstance(fence, SimulatedFence):
-            return False
-        operation = device.operations[fence.index]
-        if operation.start_s <= device.caller_s:
-            return False
-        device.cancel(fence)
-        self.free_s = min(self.free_s, operation.start_s)
-        self._issued_s = min(self._issued_s, operation.start_s)
-        self._last = operation.cause
-        return True
+    def withdraw(self, fences: Sequence[Fence]) -> int:
+        device, operations = self._device, self._device.operations
+        withdrawn: list[SimulatedFence] = []
+        for fence in fences:
+            assert isinstance(fence, SimulatedFence)
+            if fence.index != self._last or operations[fence.index].start_s <= device.caller_s:
+                break
+            operation = operations[fence.index]
+            device.cancel(fence)
+            self.free_s, self._last = operation.start_s, self._before.pop(fence.index, -1)
+            withdrawn.append(fence)
+        for fence in withdrawn:
+            fence.issued_s = fence.done_s = self.free_s
+        if withdrawn:
+            self._issued_s = self.free_s
+        return len(withdrawn)
 
 
 class NullKernels(Kernels):
@@ -400,7 +407,6 @@ class SimulatedDevice(Device):
         self.contention.withdraw(fence)
         operation = self._operations[fence.index]
         self._operations[fence.index] = operation._replace(end_s=operation.start_s)
-        fence.issued_s = fence.done_s = operation.start_s
 
     @property
     def operations(self) -> list[Operation]:
