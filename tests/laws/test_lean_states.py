@@ -59,7 +59,7 @@ def batch(number: int) -> torch.Tensor:
 
 
 def engine_of(section: dict[str, Any], *, clipping: float = 0.0, **more: Any) -> Any:
-    section = {"window": 1, "deferred_layers": 0, **section}
+    section = {"window": 1, **section}
     settings = config(clipping=clipping, precision="lean", section=section)
     settings["bf16"]["check_grad_overflow"] = False
     model = Stack()
@@ -128,7 +128,7 @@ def test_pieces_change_no_bit_of_the_plain_loops(
         assert_same(arrays_of(engine), plain)
         report = engine.memory_report()
         assert (report.host_peak, report.nvme_peak) == (report.host_planned, report.nvme_planned)
-        kept = {"moments": 3.0, "masters": 2.0, "weights": 0.0}[home]
+        kept = {"moments": 5.0, "masters": 4.0, "weights": 0.0}[home]  # gradients with them
         rings = sum(n for k, n in engine.plan.host_bytes.items() if "ring" in k)
         padded = sum(layer.numel for layer in engine.inspect().layout.layers)
         assert report.host_peak == kept * padded + rings
