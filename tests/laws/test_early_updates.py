@@ -7,6 +7,7 @@ import functools
 import itertools
 import statistics
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -325,6 +326,41 @@ def test_an_alias_that_is_made_after_the_early_update_shows_the_new_values() -> 
         assert all(map(torch.equal, kept, both.plain.parameters()))
 
 
+def when_backward_ends(model: Any, run: Callable[[nn.Parameter], None]) -> None:
+    """Run it on a weight of the last block, near the end of backward: the block's gradients have
+    come, and its early update is queued or has ended."""
+    weight = model.blocks[2].mlp.up.weight
+    model.embedding.weight.register_hook(lambda _: run(weight))
+
+
+@pytest.mark.parametrize("section", [{}, SLOW, {"resident_layers": "all"}], ids=str)
+def test_an_alias_that_backward_makes_shows_the_new_values(section: dict[str, Any]) -> None:
+    with twin(section={**ALL, "resident_updates": "host", **section}, clipping=1e4) as both:
+        kept: list[torch.Tensor] = []
+        when_backward_ends(both.model, lambda weight: kept.append(weight.data))
+        for number in range(3):
+            both.backward(both.on(number))
+            assert is_any_early(both.engine)
+            both.step()
+            both.engine.synchronize()
+            assert torch.equal(kept.pop(), both.plain.blocks[2].mlp.up.weight)
+
+
+@pytest.mark.parametrize("section", [{}, SLOW, {"resident_layers": "all"}], ids=str)
+def test_what_is_written_in_backward_is_stepped_from(section: dict[str, Any]) -> None:
+    @torch.no_grad()
+    def halve(weight: nn.Parameter) -> None:
+        weight.mul_(0.5)
+
+    with twin(section={**ALL, "resident_updates": "host", **section}, clipping=1e4) as both:
+        for model in (both.model, both.plain):
+            when_backward_ends(model, halve)
+        for number in range(3):
+            both.backward(both.on(number))
+            assert is_any_early(both.engine)
+            both.step()
+
+
 class Two(nn.Module):
     """A layer with two weights, of which a batch may use one."""
 
@@ -566,6 +602,31 @@ def test_a_withdrawn_update_does_not_run(monkeypatch: pytest.MonkeyPatch) -> Non
     engine.destroy()
     assert commits == [7]
     assert ran == ["update early 7", *(f"update {layer}" for layer in range(7))]
+
+
+@pytest.mark.parametrize("first", ["a read", "a forward", "a checkpoint"])
+def test_whoever_comes_after_the_gate_waits_for_a_committed_update(
+    first: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with twin(section=ALL, clipping=1e4, precision="bf16") as both:
+        lane = both.engine.inspect().device.update
+
+        def late(name: str, work: Callable[[], None], *args: Any, **declared: Any) -> Any:
+            def sleeping() -> None:
+                time.sleep(0.03 if "early" in name else 0.0)
+                work()
+
+            return submit(name, sleeping, *args, **declared)
+
+        submit = lane.submit
+        monkeypatch.setattr(lane, "submit", late)
+        for number in range(3):
+            both.train(number)
+            if first == "a read":
+                assert all(map(torch.equal, both.model.parameters(), both.plain.parameters()))
+            elif first == "a checkpoint":
+                both.engine.save_checkpoint(tmp_path)
+            assert committed(both.engine)
 
 
 @contextmanager
