@@ -425,7 +425,9 @@ def test_a_backward_that_failed_between_early_updates_needs_no_checkpoint(tmp_pa
         with pytest.raises(RuntimeError, match="on purpose"):
             train(engine, 1)
         hook.remove()
-        assert_same(snapshot(engine), before)
+        now = snapshot(engine)
+        random = "torch's random state"  # dropout has drawn
+        assert_same({**now, random: before[random]}, before)
         train(engine, 1)
         engine.load_checkpoint(tmp_path)
         assert all(map(torch.equal, train(engine, 3), expected))

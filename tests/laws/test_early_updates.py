@@ -53,7 +53,9 @@ SLOW: dict[str, Any] = {"emulated": {"update_gbps": 0.002}}  # updates outlast a
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And every input is offloaded, as a large one is."""
     monkeypatch.setattr("stronghold.plan.plan.PIECE_BYTES", FEW_BYTES)
+    monkeypatch.setattr("stronghold.runtime.activations.MIN_OFFLOAD_BYTES", 1)
 
 
 def engine_of(
@@ -118,6 +120,7 @@ CASES = {
     "sums": Case(options={"accumulation": 3, **BF16}),
     "chunks": Case(factory=MODELS["llama"], section=CHUNKED, options=BF16, chunk_blocks=blocks_of),
     "files": Case(has_files=True, options=BF16),
+    "inputs on the host": Case(section={"activations": "recompute_offload"}, options=BF16),
     "resident": Case(section={"resident_layers": "all", "resident_updates": "host"}, options=BF16),
     "on the gpu": Case(section=on_gpu("half", window=1), options=BF16),
     "own dtypes": Case(

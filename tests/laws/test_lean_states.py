@@ -143,16 +143,16 @@ def test_pieces_change_no_bit_of_the_plain_loops(
         engine.destroy()
 
 
-@pytest.mark.parametrize(("clipping", "most"), [(0.0, 5.2), (1.0, 7.2)])
+@pytest.mark.parametrize("clipping", [0.0, 1.0])
 def test_a_parameter_takes_five_bytes_and_two_more_for_a_gradient_that_waits(
-    clipping: float, most: float
+    clipping: float,
 ) -> None:
     engine = engine_of({}, clipping=clipping)
     try:
         train(engine, range(1))
         rings = sum(n for k, n in engine.plan.host_bytes.items() if "ring" in k)
         padded = sum(layer.numel for layer in engine.inspect().layout.layers)
-        assert engine.memory_report().host_peak - rings == (most - 0.075) * padded
+        assert engine.memory_report().host_peak - rings == 7.125 * padded
     finally:
         engine.destroy()
 

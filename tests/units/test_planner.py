@@ -379,8 +379,7 @@ def test_too_little_host_memory_is_refused_with_what_fits(model: str, mode: dict
     assert plan.host_total_bytes == need
     with pytest.raises(BudgetError):
         make_plan(layout, demand(**mode, host_budget_bytes=need - 1))
-    held = plan.host_bytes["held gradients"]
-    assert ("gradient_clipping" in str(error.value)) == bool(held)
+    assert "gradient_clipping" not in str(error.value)
 
 
 # -- what a person reads -----------------------------------------------------------------------
@@ -443,7 +442,8 @@ def test_activations_by_level_are_what_waits_and_what_passes() -> None:
     }.items():
         plan = make_plan(layout, dataclasses.replace(known, activations=level))
         assert plan.activation_bytes == n * on_gpu + passing, level
-        assert plan.offloaded_bytes == n * on_host, level
+        lent = inputs if level.endswith("_offload") else 0  # they lie where gradients will
+        assert plan.offloaded_bytes == n * (on_host - lent), level
         # Each stream keeps its memory for itself: of so many chunks, and beside the head's.
         several = make_plan(layout, dataclasses.replace(known, activations=level, streams=3))
         anew = saved - attended if "attention" in level else saved if "recompute" in level else 0
@@ -455,12 +455,12 @@ def test_activations_by_level_are_what_waits_and_what_passes() -> None:
     assert make_plan(layout, dataclasses.replace(known, activations=mixed)).activation_bytes == (
         inputs + (n - 1) * saved + saved // chunks
     )
-    # Inputs lie where gradients that are held will, as many chunks' as there is room for.
+    # Inputs lie where gradients that are pending will, as many chunks' as there is room for.
     chunk = 2 * layout.layers[blocks[0]].trainable_numel // 3
     large = dataclasses.replace(block, boundary_bytes=chunks * chunk)
     wish = dataclasses.replace(known, kept=(large,) * len(layout.layers))
     for level, else_where in {"recompute_offload": 0, "attention_offload": attended}.items():
-        for gated, accumulate, waiting in ((False, False, 4), (True, False, 1), (True, True, 4)):
+        for gated, accumulate, waiting in ((False, False, 1), (True, False, 1), (True, True, 4)):
             asked = {"activations": level, "gated": gated, "accumulate": accumulate}
             plan = make_plan(layout, dataclasses.replace(wish, **asked))
             assert plan.offloaded_bytes == n * (waiting * chunk + else_where), asked
