@@ -23,6 +23,7 @@ from stronghold.errors import ConfigError, LaneError
 from stronghold.plan.cost import LayerLoad, Workload
 from stronghold.plan.schedule import Kind
 from stronghold.predict.simulate import simulate
+from stronghold.refine import TRACED_STEPS, UNTOLD_STEPS
 from stronghold.runtime.optimizer import make_scaler
 from tests.faults.test_lane_failures import WITHIN_S, fail_backward, fail_in, run_steps
 from tests.models import MODELS, loss_of
@@ -30,6 +31,7 @@ from tests.support.checkpoints import assert_same, session, snapshot, train
 from tests.support.mixed import MIXED, OWN
 from tests.support.pairs import pairs
 from tests.support.places import on_gpu
+from tests.support.quiet import law_of_time, on_time
 from tests.support.sleeping import SleepingModel, rates
 from tests.support.training import (
     Factory,
@@ -453,6 +455,32 @@ def test_an_early_layer_has_its_weights_masters_and_moments_twice(
     assert plan.host_bytes[SECOND] == bytes_each * 4 * (1 << 15)
 
 
+@law_of_time
+def test_a_refined_plan_updates_early_without_a_change_of_bits() -> None:
+    """The link and the CPU's Adam are paced, compute is a sleep."""
+    runs, early = [], []
+    for count in (None, 0):
+        section: dict[str, Any] = {"window": 3, "cpu_threads": 1, "early_layers": count}
+        section["emulated"] = {"update_gbps": 0.2, "poison": False}
+        section["host_memory"] = 1 << 30
+        engine = engine_of(SleepingModel([(1 << 16, 0.002, 0.004)] * 6), section)
+        x, losses = torch.ones(64), []
+        for _ in range(UNTOLD_STEPS + TRACED_STEPS + 3):
+            loss = engine(x)
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.detach().clone())
+        report, plan = engine.memory_report(), engine.plan
+        weights = {k: v.clone() for k, v in engine.module_state_dict().items()}
+        runs.append(Run(losses=losses, weights=weights, moments=moments_of(engine)))
+        engine.destroy()
+        assert report.host_peak == report.host_planned
+        early.append(len(plan.early))
+    assert_identical(*runs)
+    assert not early[1]
+    on_time(early[0] > 0, "the search found no early update that is worth its bytes")
+
+
 def test_more_than_there_are_is_refused_by_name() -> None:
     model, _ = MODELS["gpt"]()
     with pytest.raises(ConfigError, match=r"stronghold\.early_layers: got 99"):
@@ -562,6 +590,27 @@ def test_a_failing_operation_of_an_early_layer_names_itself(
         fail_in(engine, monkeypatch, f"update early {layer}")
         with pytest.raises(LaneError, match=f"update early {layer} failed on the update lane"):
             run_steps(engine, make_batch, range(1, 4))
+
+
+def test_a_committed_update_that_failed_is_told_by_destroy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, make_batch = MODELS["gpt"]()
+    engine = engine_of(model, ALL)
+    step(engine, make_batch, 0)
+    layer = max(engine.plan.early)
+    fail_in(engine, monkeypatch, f"update early {layer}")
+
+    def to_the_end() -> None:
+        try:
+            step(engine, make_batch, 1)
+        finally:
+            engine.destroy()
+
+    with pytest.raises(LaneError, match=f"update early {layer} failed"):
+        to_the_end()
+    assert all(torch.isfinite(parameter).all() for parameter in model.parameters())
+    loss_of(model(**make_batch(0))).backward()
 
 
 @pytest.mark.parametrize("section", [{}, SLOW], ids=["ended", "under way"])

@@ -49,7 +49,6 @@ HOMES: dict[str, tuple[str, Chosen]] = {
 UPDATES: dict[str, tuple[float, dict[str, Any]]] = {  # where in the step
     "gate": (0.5, {}),
     "no norm": (0.0, {}),
-    "early": (0.0, {"early_layers": "all"}),  # where a layer lies in memory as a whole
 }
 
 
