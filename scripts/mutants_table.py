@@ -402,13 +402,6 @@ PASSES = [
         "calls_of_one",
     ),
     Mutant(
-        "gradients are summed up though others of the layer are pending",
-        "runtime/gradients.py",
-        "state.gradients.expected.calls > 1 or bool(state.gradients.pending)",
-        "state.gradients.expected.calls > 1",
-        PARTS,
-    ),
-    Mutant(
         "the drains' boundaries are the layer's, and not the rank's",
         "runtime/gradients.py",
         "first, last = shares[number]",
