@@ -68,6 +68,10 @@ class _EmulatedLane(ThreadLane):
 
     _device: EmulatedDevice
 
+    def __init__(self, name: str, device: EmulatedDevice) -> None:
+        super().__init__(name, device)
+        self._withdrawn: list[_Arrival] = []  # whose time has not come
+
     def _is_short(self, after: tuple[Fence, ...], nbytes: int) -> bool:
         small = 0 < nbytes <= SMALL_COPY_BYTES and self._device.is_ahead(self.name)
         return small and all(fence.issued and not fence.failed for fence in after)
@@ -98,7 +102,13 @@ class _EmulatedLane(ThreadLane):
         event = fence.wait_issued() if fence.issued and not fence.failed else None
         if not isinstance(event, _Arrival) or not self._device.take_back(self.name, event):
             return False
-        fence.issue(_Arrival(event.begin_s, event.begin_s))
+        place = _Arrival(event.begin_s, event.begin_s)
+        fence.issue(place)
+        # Those that were withdrawn before it, and would come behind it, do not wait for it.
+        self._withdrawn = [one for one in self._withdrawn if not one.query()]
+        for one in self._withdrawn:
+            one.at_s = min(one.at_s, place.at_s)
+        self._withdrawn.append(place)
         return True
 
 

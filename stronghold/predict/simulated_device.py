@@ -271,6 +271,7 @@ class SimulatedLane(Lane):
         self._issued_s = 0.0
         self.free_s = 0.0
         self._last = -1
+        self._withdrawn: list[SimulatedFence] = []  # whose time has not come
 
     def _enqueue(self, operation: str, work: Work, after: tuple[Fence, ...], nbytes: int) -> Fence:
         device = self._device
@@ -320,6 +321,11 @@ class SimulatedLane(Lane):
         self.free_s = min(self.free_s, operation.start_s)
         self._issued_s = min(self._issued_s, operation.start_s)
         self._last = operation.cause
+        # Those that were withdrawn before it, and would come behind it, do not wait for it.
+        self._withdrawn = [one for one in self._withdrawn if not one.done]
+        for one in self._withdrawn:
+            one.issued_s = one.done_s = min(one.done_s, fence.done_s)
+        self._withdrawn.append(fence)
         return True
 
 
