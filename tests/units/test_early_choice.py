@@ -67,6 +67,7 @@ def test_the_search_updates_early_what_makes_the_step_shortest(load: float) -> N
     found_s, bound_s, count = forecast(load, None)
     assert found_s <= SLACK * bound_s
     assert found_s <= NEAR * min(forecast(load, k)[0] for k in range(NUM_LAYERS + 1))
+    assert forecast(load, NUM_LAYERS)[0] <= NEAR * found_s  # what is too many is withdrawn
     if load <= 0.2:
         assert count == 0  # the next forward hides them: no second set
     elif load >= 0.6:
