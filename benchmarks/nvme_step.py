@@ -51,7 +51,7 @@ def repeat(measure: Callable[[float, Path], Measured], load: float, repeats: int
         "step_s": statistics.median(one.step_s for one in found),
         "bound_s": statistics.median(one.bound_s for one in found),
         "ratio": statistics.median(one.step_s / one.bound_s for one in found),
-        "num_deferred": sorted(one.num_deferred for one in found),
+        "num_early": sorted(one.num_early for one in found),
     }
 
 
@@ -63,15 +63,15 @@ def table(results: dict[str, list[dict[str, Any]]], record: dict[str, Any]) -> s
         "",
         "`load`: seconds of the updates by seconds of compute. `bound_s`: the longest lane's work.",
         "",
-        "| updates | load | step_s | bound_s | ratio | deferred layers |",
+        "| updates | load | step_s | bound_s | ratio | early layers |",
         "|---|---|---|---|---|---|",
     ]
     for kind, rows in results.items():
         for row in rows:
-            deferred = ", ".join(map(str, row["num_deferred"]))
+            early = ", ".join(map(str, row["num_early"]))
             lines.append(
                 f"| {kind} | {row['load']:g} | {row['step_s']:.4f} | {row['bound_s']:.4f} | "
-                f"{row['ratio']:.3f} | {deferred} |"
+                f"{row['ratio']:.3f} | {early} |"
             )
     return "\n".join(lines) + "\n"
 

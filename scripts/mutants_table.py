@@ -32,7 +32,7 @@ ODD = ("tests/laws/test_engine_odd_steps.py",)
 RESUME = ("tests/laws/test_checkpoint_resume.py",)
 FP16 = ("tests/laws/test_fp16.py",)
 READS = ("tests/laws/test_reads.py",)
-DEFERRAL = ("tests/laws/test_deferral.py",)
+EARLY = ("tests/laws/test_early_updates.py",)
 WEIGHTS_READ = ("tests/laws/test_weights_read.py",)
 
 RECORDS = [
@@ -112,8 +112,8 @@ UPDATES = [
     Mutant(
         "the clip coefficient is forgotten",
         "runtime/optimizer_step.py",
-        "[self._pending(state) for state in waiting], scale)",
-        "[self._pending(state) for state in waiting], 1.0)",
+        "self._steps.next(state, gradients.positions, scale)",
+        "self._steps.next(state, gradients.positions, 1.0)",
         BITS,
         "gpt_tied and gate",
     ),
@@ -134,38 +134,6 @@ UPDATES = [
         "two_backwards_before or two_forwards_before",
     ),
     Mutant(
-        "a layer that waits for the end of backward is not updated",
-        "runtime/optimizer_step.py",
-        "                self.take([gradients], use)\n",
-        "                pass\n",
-        BITS,
-        "gpt and (deferred-1-fp32 or deferred-1-bf16)",
-    ),
-    Mutant(
-        "a layer that was updated as its gradients came is updated again",
-        "runtime/optimizer_step.py",
-        "waiting = [state for state in changed if not state.gradients.used]",
-        "waiting = changed",
-        DEFERRAL,
-        "lanes_do",
-    ),
-    Mutant(
-        "an early update is not noted",
-        "runtime/optimizer_step.py",
-        "                gradients.state.gradients.used |= gradients.positions\n",
-        "                pass\n",
-        ENGINE,
-        "early_updates_refuse",
-    ),
-    Mutant(
-        "a step that overflows counts for Adam",
-        "runtime/gpu_updates.py",
-        "self._steps.retract(gradients.state, gradients.positions)",
-        "pass",
-        (*RESIDENTS, *ODD),
-        "overflow or not_finite",
-    ),
-    Mutant(
         "sums are begun as if there were some",
         "runtime/host_updates.py",
         "(at - piece.begin) * 4, numel, k in added)",
@@ -184,8 +152,8 @@ UPDATES = [
     Mutant(
         "a step that overflows is applied",
         "runtime/optimizer_step.py",
-        "            if not gate.overflow:\n",
-        "            if True:\n",
+        "[] if gate.overflow else self._update(scale)",
+        "self._update(scale)",
         FP16,
         "overflow_skips",
     ),
@@ -195,7 +163,7 @@ UPDATES = [
         "                reads=(gradients.record,),\n                writes=writes,\n",
         "                writes=writes,\n",
         BITS,
-        "-ram- and late and (early or deferred)",
+        "-ram- and late",
     ),
     Mutant(
         "nobody waits for an update",
@@ -211,14 +179,6 @@ UPDATES = [
         "writes=writes,",
         BITS,
         "moments and late",
-    ),
-    Mutant(
-        "what was loaded ahead outlives backward",
-        "runtime/optimizer_step.py",
-        "        self._on_host.forget_loads()\n\n    def abandon_backward",
-        "\n    def abandon_backward",
-        DEFERRAL,
-        "loaded_ahead_is_dropped",
     ),
     Mutant(
         "masters and moments of all parameters are the first one's",
@@ -238,10 +198,11 @@ UPDATES = [
     ),
     Mutant(
         "norms of earlier steps are in this one's",
-        "runtime/gpu_updates.py",
-        "        self._square_sums.clear()\n",
-        "        pass\n",
-        (*RESIDENTS, *FP16, *BITS),
+        "memory/layer.py",
+        "        self.square_sums = {}  #",
+        "        self.square_sums = self.square_sums  #",
+        BITS,
+        "layer_drop or gpt",
     ),
     Mutant(
         "clipping enlarges small gradients",
@@ -263,8 +224,91 @@ UPDATES = [
         "runtime/optimizer_step.py",
         "            raise ConfigError(self._torn)\n",
         "            pass\n",
-        ODD,
-        "refuses_every_further_one",
+        ("tests/units/test_gate.py",),
+        "did_not_end",
+    ),
+]
+
+EARLY_UPDATES = [
+    Mutant(
+        "an early update is committed with other numbers than the gate has",
+        "runtime/early_updates.py",
+        "is_same or early.steps != self._steps.next(state, early.positions, scale):",
+        "is_same:",
+        EARLY,
+        "rate_that_is_changed",
+    ),
+    Mutant(
+        "an early update is committed although an alias shows the old values",
+        "runtime/early_updates.py",
+        "early is None or self._bindings.is_seen(state.index):",
+        "early is None:",
+        EARLY,
+        "alias_that_backward_makes",
+    ),
+    Mutant(
+        "an early update is committed although its weights were written",
+        "runtime/early_updates.py",
+        "and early.version_sum == self._bindings.version_sum(state.index)",
+        "",
+        EARLY,
+        "written_in_backward",
+    ),
+    Mutant(
+        "a late gradient is in no update",
+        "runtime/optimizer_step.py",
+        "        self._early.cancel(gradients.state.index for gradients in batch)\n",
+        "",
+        PARTS,
+        "after_its_early_update",
+    ),
+    Mutant(
+        "parameters without a step have in the second arrays what was there",
+        "runtime/host_updates.py",
+        "            for target, source in copies:\n",
+        "            for target, source in ():\n",
+        EARLY,
+        "without_a_gradient",
+    ),
+    Mutant(
+        "the second arrays come without their records",
+        "memory/layer.py",
+        "self.records[name], second.records[name] = second.records[name], self.records[name]",
+        "pass",
+        EARLY,
+        "comes_after_the_gate",
+    ),
+    Mutant(
+        "the update of a layer that was committed runs again",
+        "runtime/optimizer_step.py",
+        "            if not self._early.commit(state, scale):\n",
+        "            self._early.commit(state, scale)\n            if True:\n",
+        EARLY,
+        "plain_loop and fp32",
+    ),
+    Mutant(
+        "a commit counts no step",
+        "runtime/early_updates.py",
+        "        self._steps.count(state, early.positions)\n",
+        "",
+        EARLY,
+        "plain_loop and fp32",
+    ),
+    Mutant(
+        "an operation that was withdrawn runs nevertheless",
+        "device/base.py",
+        "            if fence.take_turn():\n                self._perform(",
+        "            if fence.take_turn() or True:\n                self._perform(",
+        EARLY,
+        "withdrawn",
+    ),
+    Mutant(
+        "the gate withdraws nothing",
+        "runtime/optimizer_step.py",
+        "            self._early.withdraw()\n",
+        "            pass\n",
+        EARLY,
+        "withdrawn",
     ),
 ]
 
@@ -294,12 +338,12 @@ PASSES = [
         "one and resident and gpt",
     ),
     Mutant(
-        "backward ends without the updates that waited for it",
+        "what is pending at the end of backward is in no sum",
         "runtime/executor.py",
         "            self._step.end_backward()\n",
         "            pass\n",
-        DEFERRAL,
-        "lanes_do",
+        PARTS,
+        "hand_over_each_call",
     ),
     Mutant(
         "who reads a parameter does not wait for its update",
@@ -344,8 +388,8 @@ PASSES = [
     Mutant(
         "a part of gradients is summed up before the others have come",
         "runtime/optimizer_step.py",
-        "        if more_may_come:\n",
-        "        if more_may_come and not self._plan.accumulates:\n",
+        '"gradients" if more_may_come or not self._plan.accumulates',
+        '"gradients" if not self._plan.accumulates',
         CHUNKS,
         "calls_of_one",
     ),
@@ -356,22 +400,6 @@ PASSES = [
         "self._executor.chunk_gathered(layer.index, found, False)",
         CHUNKS,
         "calls_of_one",
-    ),
-    Mutant(
-        "gradients are used at once though others of the layer are pending",
-        "runtime/gradients.py",
-        "            or bool(state.gradients.pending)\n",
-        "",
-        ("tests/laws/test_parts.py",),
-        "alias_goes",
-    ),
-    Mutant(
-        "weights that an alias shows are updated in backward",
-        "runtime/gradients.py",
-        "            or self._bindings.aliased_at_rest(layer)\n",
-        "",
-        ("tests/laws/test_aliases.py",),
-        "through_an_alias",
     ),
     Mutant(
         "the drains' boundaries are the layer's, and not the rank's",
@@ -823,20 +851,6 @@ ODDITIES = [
         ("tests/laws/test_weights_written.py", "tests/laws/test_aliases.py"),
     ),
     Mutant(
-        "a gradient that comes late, after its update, waits for another",
-        "runtime/optimizer_step.py",
-        "self._ledger.refuse_further(state, late)",
-        "self._ledger.refuse_further(state, late if use is Next.UPDATE else ())",
-        PARTS,
-    ),
-    Mutant(
-        "a gradient that comes after its update is dropped",
-        "runtime/optimizer_step.py",
-        "if state.gradients.used and names:",
-        "if False:",
-        PARTS,
-    ),
-    Mutant(
         "a second call counts as the first",
         "runtime/executor.py",
         "                expected.calls += 1\n",
@@ -870,13 +884,6 @@ STEP = [
         "one and resident and gpt",
     ),
     Mutant(
-        "gradients are used before all calls have given theirs",
-        "runtime/optimizer_step.py",
-        "        if more_may_come:\n",
-        "        if False:\n",
-        PARTS,
-    ),
-    Mutant(
         "gradients stay pending after they were summed",
         "runtime/optimizer_step.py",
         "                state.gradients.pending.clear()\n",
@@ -894,8 +901,8 @@ STEP = [
     Mutant(
         "a gradient that no rank has in this step keeps its sum",
         "memory/layer.py",
-        "for positions_here in (self.pending, self.summed, self.used):",
-        "for positions_here in (self.pending, self.used):",
+        "for positions_here in (self.pending, self.summed):",
+        "for positions_here in (self.pending,):",
         TEAM,
     ),
     Mutant(
@@ -908,4 +915,15 @@ STEP = [
     ),
 ]
 
-MUTANTS = (*RECORDS, *UPDATES, *STEP, *PASSES, *HOOKS, *MEMORY, *CHECKPOINTS, *RANKS, *ODDITIES)
+MUTANTS = (
+    *RECORDS,
+    *UPDATES,
+    *EARLY_UPDATES,
+    *STEP,
+    *PASSES,
+    *HOOKS,
+    *MEMORY,
+    *CHECKPOINTS,
+    *RANKS,
+    *ODDITIES,
+)

@@ -485,8 +485,8 @@ def placed(case: Case, r: random.Random, folder: Path) -> dict[str, Any]:
     home = r.choice(["ram", "ram", "moments", "masters", "weights"])
     if home != "ram":
         made["nvme"] = {"path": str(folder), "spill": home}
-    if case.clipping == 0.0 and r.random() < 0.6:
-        made["deferred_layers"] = r.choice([0, 1])
+    if r.random() < 0.6:
+        made["early_layers"] = r.choice([0, 1, "all", "all"])
     if "chunk" in case.section and r.random() < 0.5:
         made["streams"] = 2
     made["async_checkpoint"] = r.random() < 0.2

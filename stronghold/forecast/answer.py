@@ -317,8 +317,10 @@ def _gate(found: Forecast) -> Iterator[str]:
         why = f"{rule} decides over every gradient"
     elif question.accumulation > 1:
         why = "gradients are summed over micro-batches"
-    else:
+    elif question.ranks > 1:
         why = "several ranks make them together"
+    else:
+        why = "no more layers are updated early (stronghold.early_layers)"
     others = "the other micro-batches, " if question.accumulation > 1 else ""
     backward = seconds(work.backward_s(plan.activations))
     yield (

@@ -68,10 +68,10 @@ class Worth:
         if not is_clipped:
             self._pause, self._left, self._is_near = 1, 0, True
             return
-        self._is_near = norm <= NEAR * clipping
+        was_likely, self._is_near = self.is_likely, norm <= NEAR * clipping
         if self._left:
             self._left -= 1
-        else:
+        elif was_likely:
             self._left = self._pause
             self._pause = min(2 * self._pause, LONGEST_PAUSE)
 

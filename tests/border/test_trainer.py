@@ -20,7 +20,6 @@ from torch import nn
 from transformers import AutoModelForCausalLM, Trainer
 
 from stronghold.engine import StrongholdEngine
-from stronghold.plan.cost import Gradients
 from tests.models.families import llama_of
 from tests.support.frameworks import BOUND, LOSS_BOUND, fresh_accelerate, plugin
 from tests.support.frameworks import trainer_arguments as arguments
@@ -155,10 +154,11 @@ def test_a_batch_in_chunks_trains_as_the_whole_one(trained: Any) -> None:
     assert_same_training(streamed, trained(None, **changed))
 
 
-def test_updates_during_backward_train_as_without_deepspeed(trained: Any) -> None:
+def test_early_updates_train_as_without_deepspeed(trained: Any) -> None:
     changed = {"max_grad_norm": 0.0, "gradient_accumulation_steps": 1}
-    streamed = trained(CLIENT, **changed)
-    assert streamed.model_wrapped.plan.gradients is Gradients.RING
+    settings = {**CLIENT, "stronghold": {**CLIENT["stronghold"], "early_layers": "all"}}
+    streamed = trained(settings, **changed)
+    assert streamed.model_wrapped.plan.early
     assert_same_training(streamed, trained(None, **changed))
 
 

@@ -36,11 +36,17 @@ HOOKS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("place", "hook", "clipping"), pairs(list(PLACES), list(HOOKS), {"gated": 1.0, "early": 0.0})
-)
-def test_hooks_of_after_initialize_change_gradients(place: str, hook: str, clipping: float) -> None:
-    with twin(section=PLACES[place], clipping=clipping) as both:
+UPDATES: dict[str, dict[str, Any]] = {
+    "gated": {"clipping": 1.0},
+    "early": {"clipping": 0.0, "early": "all"},
+}
+
+
+@pytest.mark.parametrize(("place", "hook", "updates"), pairs(list(PLACES), list(HOOKS), UPDATES))
+def test_hooks_of_after_initialize_change_gradients(
+    place: str, hook: str, updates: dict[str, Any]
+) -> None:
+    with twin(section=PLACES[place], **updates) as both:
         both.train(0)
         pair = list(zip(both.model.parameters(), both.plain.parameters(), strict=True))
         handles = [HOOKS[hook](p) for each in pair for p in each]

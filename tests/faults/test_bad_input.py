@@ -135,21 +135,23 @@ def test_a_gpu_budget_below_the_window_that_is_asked_for(allocations: list[str])
 def test_a_host_with_too_little_memory(accumulation: int, allocations: list[str]) -> None:
     model, make_batch = MODELS["gpt"]()
 
-    def settings(budget: int | str, **options: Any) -> dict[str, Any]:
-        return config(accumulation=accumulation, section={"host_memory": budget}, **options)
+    def settings(budget: int | str, early: int | str = 0) -> dict[str, Any]:
+        section = {"host_memory": budget, "early_layers": early}
+        return config(accumulation=accumulation, section=section)
 
     error = refused(
         allocations, model, settings("1KiB"), BudgetError, "1024 bytes are available", "host_memory"
     )
+    assert "early_layers" not in str(error)
     enough = least(error)
     refused(allocations, model, settings(enough - 1), BudgetError)
     report = trains(model, make_batch, settings(enough))
     assert report.host_peak == report.host_planned == enough
-    if accumulation == 1:
-        assert named_size(str(error), "saves about")
-        less = least(refused(allocations[:0], model, settings(1, clipping=0.0), BudgetError))
-        assert less < enough
-        trains(model, make_batch, settings(less, clipping=0.0))
+    error = refused(allocations[:0], model, settings(1, early="all"), BudgetError)
+    more = least(error)
+    assert named_size(str(error), "stronghold.early_layers, which takes") == more - enough
+    report = trains(model, make_batch, settings(more, early="all"))
+    assert report.host_peak == report.host_planned == more
 
 
 def test_a_machine_that_lacks_memory_is_refused_without_a_budget_in_the_config(

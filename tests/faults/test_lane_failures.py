@@ -21,7 +21,7 @@ from tests.models import MODELS, loss_of
 from tests.support.training import config, initialized
 
 MODES: dict[str, dict[str, Any]] = {
-    "early": {"clipping": 0.0},
+    "no norm": {"clipping": 0.0},
     "gated": {"clipping": 1.0},
     "accumulated": {"clipping": 1.0, "accumulation": 2},
 }

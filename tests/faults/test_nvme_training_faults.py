@@ -23,7 +23,7 @@ from tests.support.stores import descriptors, redirect
 from tests.support.training import config, initialized
 
 PAGE_NUMEL = 2048
-MODES = {"early": (0.0, 1), "gated": (0.5, 1), "accumulated": (0.5, 2)}
+MODES = {"no norm": (0.0, 1), "gated": (0.5, 1), "accumulated": (0.5, 2)}
 # What every transfer of a broken disk reaches, and the error that it gives.
 DEVICES = {"write": ("/dev/full", errno.ENOSPC), "read": ("/proc/self/mem", errno.EIO)}
 

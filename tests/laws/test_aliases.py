@@ -174,8 +174,8 @@ def test_views_of_weights_that_stay_are_right(how: str) -> None:
 
 def test_backward_reads_through_an_alias_what_forward_had() -> None:
     """The part of the graph that was made first is the last in backward, after its layer's
-    gradients: no update comes between."""
-    with twin("gpt", clipping=0.0, section={"deferred_layers": 0}) as both:
+    gradients: no value changes between."""
+    with twin("gpt", clipping=0.0, early="all") as both:
 
         def objective(model: Any) -> Tensor:
             module = getattr(model, "module", model)

@@ -20,6 +20,7 @@ from tests.support.places import ON_GPU, on_gpu
 from tests.support.training import WARMUP
 from tests.support.twin import failing_once, twin
 
+UPDATES = {"early": {"clipping": 0.0, "early": "all"}, "gated": {"clipping": 0.5}}
 POLICIES = ["keep", "offload", "recompute"]
 PLACES = {policy: {"activations": policy} for policy in POLICIES}
 PLACES |= {place: on_gpu(place) for place in ON_GPU}
@@ -81,26 +82,27 @@ def test_two_backwards_before_a_step_add_up(
             both.step()
 
 
-def test_early_updates_refuse_a_second_backward_and_train_on() -> None:
-    with twin(clipping=0.0) as both:
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_second_backward_adds_to_gradients_that_early_updates_have_used(precision: str) -> None:
+    with twin(clipping=0.0, precision=precision, early="all") as both:
         both.train(0)
         both.backward(both.on(1))
-        with pytest.raises(ConfigError, match="gradient_accumulation_steps to the number of back"):
-            both.engine.backward(both.on(2)(both.engine))
+        assert any(layer.is_updated_early for layer in both.engine.inspect().layers)
+        both.backward(both.on(2))
         both.step()
         both.train(3)
 
 
 @pytest.mark.parametrize(
-    ("clipping", "precision", "policy"),
-    pairs({"early": 0.0, "gated": 0.5}, ["fp32", "bf16"], POLICIES),
+    ("updates", "precision", "policy"),
+    pairs(UPDATES, ["fp32", "bf16"], POLICIES),
 )
 def test_two_forwards_before_one_backward_equal_plain_pytorch(
-    clipping: float, precision: str, policy: str
+    updates: dict[str, Any], precision: str, policy: str
 ) -> None:
     """A preference loss: chosen and rejected go through the model one after the other."""
     section = {"activations": policy}
-    with twin(clipping=clipping, precision=precision, section=section) as both:
+    with twin(precision=precision, section=section, **updates) as both:
         for step in range(3):
             first, second = both.on(2 * step), both.on(2 * step + 1)
 

@@ -48,8 +48,7 @@ HOMES: dict[str, tuple[str, Chosen]] = {
 }
 UPDATES: dict[str, tuple[float, dict[str, Any]]] = {  # where in the step
     "gate": (0.5, {}),
-    "early": (0.0, {"deferred_layers": 0}),
-    "deferred": (0.0, {"deferred_layers": 1}),
+    "no norm": (0.0, {}),
 }
 
 

@@ -59,7 +59,7 @@ def batch(number: int) -> torch.Tensor:
 
 
 def engine_of(section: dict[str, Any], *, clipping: float = 0.0, **more: Any) -> Any:
-    section = {"window": 1, "deferred_layers": 0, **section}
+    section = {"window": 1, **section}
     settings = config(clipping=clipping, precision="lean", section=section)
     settings["bf16"]["check_grad_overflow"] = False
     model = Stack()
@@ -128,7 +128,7 @@ def test_pieces_change_no_bit_of_the_plain_loops(
         assert_same(arrays_of(engine), plain)
         report = engine.memory_report()
         assert (report.host_peak, report.nvme_peak) == (report.host_planned, report.nvme_planned)
-        kept = {"moments": 3.0, "masters": 2.0, "weights": 0.0}[home]
+        kept = {"moments": 5.0, "masters": 4.0, "weights": 0.0}[home]  # gradients with them
         rings = sum(n for k, n in engine.plan.host_bytes.items() if "ring" in k)
         padded = sum(layer.numel for layer in engine.inspect().layout.layers)
         assert report.host_peak == kept * padded + rings
@@ -143,16 +143,16 @@ def test_pieces_change_no_bit_of_the_plain_loops(
         engine.destroy()
 
 
-@pytest.mark.parametrize(("clipping", "most"), [(0.0, 5.2), (1.0, 7.2)])
+@pytest.mark.parametrize("clipping", [0.0, 1.0])
 def test_a_parameter_takes_five_bytes_and_two_more_for_a_gradient_that_waits(
-    clipping: float, most: float
+    clipping: float,
 ) -> None:
     engine = engine_of({}, clipping=clipping)
     try:
         train(engine, range(1))
         rings = sum(n for k, n in engine.plan.host_bytes.items() if "ring" in k)
         padded = sum(layer.numel for layer in engine.inspect().layout.layers)
-        assert engine.memory_report().host_peak - rings == (most - 0.075) * padded
+        assert engine.memory_report().host_peak - rings == 7.125 * padded
     finally:
         engine.destroy()
 

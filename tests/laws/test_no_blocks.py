@@ -147,7 +147,7 @@ def test_too_little_room_is_refused_with_what_fits(precision: str, window: int |
 
 
 def test_what_is_pinned_about_blocks_is_refused_where_there_are_none() -> None:
-    for section in ({"resident_layers": 1}, {"deferred_layers": 1}, {"activations": {"keep": 2}}):
+    for section in ({"resident_layers": 1}, {"activations": {"keep": 2}}):
         with pytest.raises(ConfigError, match=r"0 blocks|expected 0"):
             initialized(MODELS["one_linear"]()[0], config(section=section))
 

@@ -118,7 +118,7 @@ def test_what_is_replaced_costs_no_more_than_itself(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("spill", "clipping", "accumulation", "most"),
-    [("moments", 0.0, 1, 4.5), ("weights", 1.0, 2, 0.5)],
+    [("moments", 0.0, 1, 6.5), ("weights", 1.0, 2, 0.5)],
 )
 def test_host_bytes_per_parameter_are_few(
     spill: str, clipping: float, accumulation: int, most: float, tmp_path: Path

@@ -227,8 +227,9 @@ def test_layers_that_are_updated_on_the_gpu_never_spill(accumulation: int, tmp_p
 
 
 def test_a_plan_whose_layers_all_stay_on_the_gpu_is_refined(tmp_path: Path) -> None:
-    """Files were asked for, and hold nothing: what is left open is which updates are deferred."""
+    """Files were asked for, and hold nothing: what is left open is which updates are early."""
     section = {"resident_layers": "all", "resident_updates": "gpu", "activations": "recompute"}
+    section |= {"early_layers": None, "host_memory": 1 << 30}
     steps = refine.UNTOLD_STEPS + refine.TRACED_STEPS + 1
     settings = config(section=section | spilling(tmp_path, "moments"), clipping=0.0)
     run = train_windowed(MODELS["gpt"], steps=steps, settings=settings)

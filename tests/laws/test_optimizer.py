@@ -120,19 +120,17 @@ def test_a_rate_that_is_written_is_used_at_the_next_step(clipping: float) -> Non
 
 
 @pytest.mark.parametrize("section", [{}, {"resident_layers": 1, "resident_updates": "gpu"}])
-def test_a_rate_that_is_written_after_backward_is_this_steps_or_refused(section: Any) -> None:
-    gated, early = (Twin(clipping=clipping, section=section) for clipping in (0.5, 0.0))
-    for both in (gated, early):
+@pytest.mark.parametrize("updates", [{"clipping": 0.5}, {"clipping": 0.0, "early": "all"}])
+def test_a_rate_that_is_written_after_backward_is_this_steps(section: Any, updates: Any) -> None:
+    with twin(section=section, **updates) as both:
         both.train(0)
         both.backward(both.on(1))
+        early = any(layer.is_updated_early for layer in both.engine.inspect().layers)
+        assert early == ("early" in updates)
         for optimizer in (both.engine.optimizer, both.shown):
             optimizer.param_groups[0]["lr"] = 5e-4
-    gated.step()
-    gated.check()
-    with pytest.raises(ConfigError, match=r"Change them before engine\.backward"):
-        early.engine.step()
-    for both in (gated, early):
-        both.engine.destroy()
+        both.step()
+        both.train(2)
 
 
 @pytest.mark.parametrize("section", [{}, {"resident_layers": 1}])

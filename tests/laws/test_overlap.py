@@ -78,8 +78,8 @@ def test_step_takes_the_longest_lane(
 def test_early_updates_hide_behind_forward_and_backward(load: float, tmp_path: Path) -> None:
     """Also where the CPU's Adam takes longer than backward: some layers are updated in forward."""
     found = measure_updates(load, tmp_path)
+    assert found.num_early == UPDATED_LAYERS
     on_time(found.step_s <= SLACK * found.bound_s, found)
-    on_time(found.num_deferred > 0 or load < 1.0, found)
 
 
 def measure_updates(load: float, path: Path, clipping: float = 0.0) -> Measured:
@@ -88,12 +88,15 @@ def measure_updates(load: float, path: Path, clipping: float = 0.0) -> Measured:
     nbytes = 32 * LAYER_NUMEL  # Adam's, and the norm's
     layers = [(LAYER_NUMEL, forward_s, 2 * forward_s)] * UPDATED_LAYERS
     pace = {"update_gbps": nbytes / (load * 3 * forward_s) / 1e9}
-    busy, plan = measure(layers, {}, pace, clipping, path)
+    busy, plan = measure(layers, {"early_layers": "all"}, pace, clipping, path)
+    updates_s, forwards_s = 28 / 32 * load * 3 * forward_s * UPDATED_LAYERS, busy["compute"] / 3
+    # What backward has no time for comes first in forward, and the rest of forward follows.
+    hidden = min(1.0, 2 * forwards_s / updates_s)
     return Measured(
         step_s=busy["step"],
-        bound_s=max(busy[lane] for lane in LANES),
-        alone_s=busy["compute"] + busy["update"],
-        num_deferred=len(plan.deferred),
+        bound_s=max(busy["compute"], busy["fetch"], updates_s + hidden * forwards_s),
+        alone_s=busy["compute"] + updates_s,
+        num_early=len(plan.early),
     )
 
 
@@ -109,18 +112,15 @@ def test_adam_is_idle_while_the_disk_is_the_bound_and_the_disk_while_compute_is(
 @pytest.mark.parametrize("load", SLOW_BUT_LAST)
 @law_of_time
 def test_step_takes_the_longest_lane_with_files(load: float, tmp_path: Path) -> None:
-    """Also where the disk takes longer than backward, and not much longer than all of compute."""
-    num_deferred = check_step(load, tmp_path)
-    on_time(num_deferred > 0 or load < 1.0, num_deferred)
+    """Updates of layers with files begin behind the gate: they hide behind the next forward."""
+    check_step(load, tmp_path)
 
 
-def check_step(load: float, path: Path) -> int:
-    """The number of layers that were deferred."""
+def check_step(load: float, path: Path) -> None:
     found = measure_step(load, path)
     # Not vacuous: without overlap the step would be the sum.
     on_time(found.alone_s > 1.15 * found.bound_s, found)
     on_time(found.step_s <= SLACK * found.bound_s, found)
-    return found.num_deferred
 
 
 def measure_step(load: float, path: Path, clipping: float = 0.0) -> Measured:
@@ -135,9 +135,10 @@ def measure_step(load: float, path: Path, clipping: float = 0.0) -> Measured:
     assert plan.traffic.nvme_read_bytes == plan.traffic.nvme_written_bytes == nbytes
     # Sleeps and Python take what the machine makes of them.
     compute_s = min(busy["compute"], 1.2 * compute_s)
+    backward_s = 2 / 3 * compute_s
     return Measured(
         step_s=busy["step"],
-        bound_s=max(compute_s, disk_s, busy["fetch"], busy["drain"], busy["update"]),
+        bound_s=backward_s + max(compute_s / 3, disk_s, busy["fetch"] / 2, busy["update"]),
         alone_s=busy["load"] + busy["spill"] + compute_s,
-        num_deferred=len(plan.deferred),
+        num_early=len(plan.early),
     )

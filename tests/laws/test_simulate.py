@@ -69,7 +69,7 @@ def random_case(seed: int) -> Case:
             "activations": rng.choice(["keep", "offload", "recompute"]),
             "resident_layers": rng.choice([0, 0, 0, num_layers // 2]),
             "cpu_threads": 1,
-            "deferred_layers": rng.randint(0, num_layers),
+            "early_layers": rng.randint(0, num_layers),
         },
     )
 

@@ -14,7 +14,7 @@ from stronghold.cli import main
 from stronghold.errors import BudgetError, ConfigError
 from stronghold.forecast.question import from_sizes
 from stronghold.model.layout import for_ranks
-from stronghold.plan.cost import Demand, Gradients, workload_of
+from stronghold.plan.cost import Demand, workload_of
 from stronghold.plan.machine import MachineProfile, rates_of
 from stronghold.plan.plan import Plan, make_plan
 from stronghold.predict.simulate import Prediction, simulate
@@ -57,7 +57,7 @@ def plan_of(
     *,
     gated: bool = True,
     spill: str | None = None,
-    deferred_layers: int | None = None,
+    early_layers: int | None = None,
 ) -> Plan:
     demand = Demand(
         states=adam_states(torch.bfloat16),
@@ -68,7 +68,7 @@ def plan_of(
         num_nodes=num_nodes,
         nvme=spill is not None,
         spill=spill,
-        deferred_layers=deferred_layers,
+        early_layers=early_layers,
     )
     return make_plan(for_ranks(SUBJECT.layout, num_ranks), demand)
 
@@ -76,7 +76,7 @@ def plan_of(
 @pytest.mark.parametrize("num_ranks", [2, 4, 8])
 @pytest.mark.parametrize("gated", [True, False])
 def test_a_simulated_rank_has_the_bytes_of_its_plan(gated: bool, num_ranks: int) -> None:
-    """14 bytes per parameter, also where no norm decides and whatever is to be deferred."""
+    """14 bytes per parameter, also where no norm decides and whatever is to be updated early."""
     prediction, plan = predict(num_ranks, gated=gated), plan_of(num_ranks, gated=gated)
     assert prediction.host_peak_bytes == plan.host_total_bytes
     assert prediction.gpu_peak_bytes == plan.gpu_total_bytes
@@ -84,18 +84,18 @@ def test_a_simulated_rank_has_the_bytes_of_its_plan(gated: bool, num_ranks: int)
     assert plan.host_total_bytes == pytest.approx(alone / num_ranks, rel=1e-3)
     numel = sum(layer.numel for layer in for_ranks(SUBJECT.layout, num_ranks).layers)
     assert plan.host_total_bytes == 14 * numel // num_ranks
-    deferring = plan_of(num_ranks, gated=gated, deferred_layers=6)
-    assert (deferring.host_total_bytes, deferring.deferred) == (plan.host_total_bytes, frozenset())
-    assert "no block's update is deferred (stronghold.deferred_layers)" in str(deferring)
-    assert ("several ranks make them together" in str(plan)) is not gated
+    early = plan_of(num_ranks, gated=gated, early_layers=6)
+    assert (early.host_total_bytes, early.early) == (plan.host_total_bytes, frozenset())
 
 
 def test_updates_wait_for_the_gate_also_where_each_rank_has_a_part_of_the_model() -> None:
-    demand = Demand(states=adam_states(torch.bfloat16), gated=False, accumulate=False)
-    assert make_plan(SUBJECT.layout, demand).gradients is Gradients.RING
+    demand = Demand(
+        states=adam_states(torch.bfloat16), gated=False, accumulate=False, early_layers=4
+    )
+    assert len(make_plan(SUBJECT.layout, demand).early) == 4
     plan = make_plan(SUBJECT.layout, replace(demand, shares_weights=True))
-    assert plan.gradients is Gradients.HELD
-    assert "several ranks make them together" in str(plan)
+    assert not plan.early
+    assert plan.pending == set(range(len(SUBJECT.layout.layers)))
 
 
 @pytest.mark.parametrize("spill", ["moments", "masters"])

@@ -93,7 +93,10 @@ def same_outputs(both: Twin) -> None:
         assert torch.equal(both.on(9)(both.engine), both.on(9)(both.plain))
 
 
-UPDATES = {"early updates": 0.0, "gated updates": 1.0}
+UPDATES: dict[str, dict[str, Any]] = {
+    "early updates": {"clipping": 0.0, "early": "all"},
+    "gated updates": {"clipping": 1.0},
+}
 WRITES = [
     clamp,
     renew_the_head,
@@ -106,11 +109,11 @@ WRITES = [
 ]
 
 
-@pytest.mark.parametrize(("section", "clipping", "write"), pairs(list(SECTIONS), UPDATES, WRITES))
+@pytest.mark.parametrize(("section", "updates", "write"), pairs(list(SECTIONS), UPDATES, WRITES))
 def test_what_is_written_in_place_is_used_and_trained(
-    section: str, clipping: float, write: Callable[[nn.Module], None]
+    section: str, updates: dict[str, Any], write: Callable[[nn.Module], None]
 ) -> None:
-    with twin(section=SECTIONS[section], clipping=clipping) as both:
+    with twin(section=SECTIONS[section], **updates) as both:
         KEPT.update({id(model): list(model.parameters()) for model in (both.model, both.plain)})
         for step in range(4):
             both.train(step)

@@ -54,7 +54,7 @@ def places(folder: Path) -> list[dict[str, Any]]:
         more: dict[str, Any] = {"activations": policy} if policy else {}
         more["async_checkpoint"] = k % 2 == 1
         if mode["clipping"] == 0.0:
-            more["deferred_layers"] = 0  # else the plan may change in the third step
+            more["early_layers"] = "all"
         found.append({**mode, "section": {**section, **more}})
     return found
 

@@ -183,10 +183,10 @@ CASES: dict[str, Callable[[], Run]] = {
     # A norm above which nothing is clipped.
     "experts, clipped at a large norm": partial(train, "experts", config(clipping=1e9)),
     # Has no effect: updates wait for the gate.
-    "deferred": partial(
+    "early layers": partial(
         train,
         "choosy",
-        config(clipping=0.0, section={"deferred_layers": 3, "emulated": {"jitter_s": 1e-3}}),
+        config(clipping=0.0, section={"early_layers": 3, "emulated": {"jitter_s": 1e-3}}),
     ),
     "parts": in_parts,
     "failed and alone": failed_and_alone,
@@ -245,5 +245,5 @@ def refined() -> dict[str, Any]:
     return {
         "run": run,
         "changed": last is not first,
-        "plan": (last.window, sorted(last.resident), sorted(last.deferred), last.activations),
+        "plan": (last.window, sorted(last.resident), sorted(last.early), last.activations),
     }

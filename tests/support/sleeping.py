@@ -70,7 +70,7 @@ class Measured:
     step_s: float
     bound_s: float
     alone_s: float
-    num_deferred: int
+    num_early: int
 
 
 def rates(link_gbps: float, disk_gbps: float = 1.0, **others: float) -> Rates:

@@ -21,7 +21,8 @@ Objective = Callable[[Any], torch.Tensor]
 
 class Twin:
     """`engine` and `plain` train the same model. `of` is the engine's, when it has to exist before
-    (for an optimizer); `extra` goes into the config, `initialize` to stronghold.initialize.
+    (for an optimizer); `early` layers are updated before the gate, or "all"; `extra` goes into the
+    config, `initialize` to stronghold.initialize.
     """
 
     def __init__(
@@ -31,6 +32,7 @@ class Twin:
         precision: str = "fp32",
         clipping: float = 1.0,
         accumulation: int = 1,
+        early: int | str = 0,
         section: dict[str, Any] | None = None,
         extra: dict[str, Any] | None = None,
         of: nn.Module | None = None,
@@ -45,7 +47,7 @@ class Twin:
             accumulation=accumulation,
             clipping=clipping,
             precision=precision,
-            section={"window": 1, **(section or {})},
+            section={"window": 1, "early_layers": early, **(section or {})},
         )
         self.settings.update(extra or {})
         if "optimizer" not in initialize:

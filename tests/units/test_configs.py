@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Co
 from stronghold.config import Settings, load, parse_bytes, source
 from stronghold.model.layout import ModelLayout, layout
 from stronghold.model.partition import partition
-from stronghold.plan.cost import Demand, Gradients
+from stronghold.plan.cost import Demand
 from stronghold.plan.plan import Plan, make_plan
 from tests.support.states import adam_states
 
@@ -138,7 +138,7 @@ def test_the_model_fits_the_machine_that_the_config_is_for(config: str, model: s
     planned = plan(settings, of, has.ram)
     numel = sum(layer.numel for layer in of.layers)
     largest = max(layer.numel for layer in of.layers)
-    if planned.gradients is Gradients.ACCUMULATED:
+    if planned.accumulates:
         # weight, rest of the master, two moments, fp32 sum; a ring of three layers in bf16
         expected = (2 + 2 + 8 + 4) * numel + 3 * 2 * largest
     else:

@@ -197,7 +197,9 @@ may_limit = pytest.mark.skipif(
 
 
 @may_limit
-@pytest.mark.parametrize(("count", "whose"), [(0, "fetch"), (1, "drain"), (2, "update")])
+@pytest.mark.parametrize(
+    ("count", "whose"), [(0, "fetch"), (1, "drain"), (2, "gradients"), (3, "update")]
+)
 def test_a_device_whose_thread_is_refused_says_so_and_leaves_none(count: int, whose: str) -> None:
     said = in_child(lambda: with_threads(count, EmulatedDevice))
     assert f"the {whose} lane: the system refused to start a thread" in said

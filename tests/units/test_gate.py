@@ -5,13 +5,10 @@ from __future__ import annotations
 import math
 
 import pytest
-import torch
 
 from stronghold.errors import ConfigError
-from stronghold.memory.layer import LayerState
-from stronghold.model.layout import ParameterShape, Shards, layer_layout
+from stronghold.runtime.early_updates import Worth
 from stronghold.runtime.optimizer_step import Ledger, norm_and_scale
-from tests.support.states import adam_formats
 
 
 def test_norms_and_scales_are_torchs_of_unscaled_gradients() -> None:
@@ -24,16 +21,43 @@ def test_norms_and_scales_are_torchs_of_unscaled_gradients() -> None:
     assert all(map(math.isnan, norm_and_scale([9.0, math.nan], clipping=0.5, loss_scale=1.0)))
 
 
-def test_after_an_early_update_no_second_backward_begins() -> None:
-    shape = ParameterShape(name="p", shape=(8,), trainable=True)
-    layout = layer_layout([shape], index=0, name="layer", streamed=True)
-    state = LayerState(
-        layout=layout, weights=torch.empty(0), formats=adam_formats(torch.float32), shards=Shards()
-    )
-    ledger = Ledger([state], early=True)
-    ledger.begin_backward(boundary=True)
-    state.gradients.used.add(0)
-    with pytest.raises(ConfigError, match=r"a second engine\.backward"):
+def test_after_a_change_that_did_not_end_no_backward_begins() -> None:
+    ledger = Ledger([])
+    with pytest.raises(KeyboardInterrupt), ledger.changing("engine.step"):
+        raise KeyboardInterrupt
+    with pytest.raises(ConfigError, match=r"engine\.step did not end"):
         ledger.begin_backward(boundary=True)
-    ledger.forget()
+    with ledger.changing("engine.load_checkpoint"):
+        pass
     ledger.begin_backward(boundary=True)
+
+
+# -- whether the next step's early updates are worth their bytes -----------------------------------
+def likely(norms: list[float], clipping: float = 1.0) -> str:
+    """Before each step, and after the last: "x" where early updates are likely to be committed."""
+    worth, said = Worth(), ""
+    for norm in norms:
+        said += "x" if worth.is_likely else "."
+        worth.end_step(norm=norm, clipping=clipping)
+    return said + ("x" if worth.is_likely else ".")
+
+
+def test_early_updates_go_on_while_no_step_is_clipped() -> None:
+    assert likely([0.5] * 5) == "xxxxxx"
+    assert likely([9.0] * 5, clipping=0.0) == "xxxxxx"
+
+
+def test_early_updates_pause_twice_as_long_after_each_clipped_step() -> None:
+    assert likely([1.1] * 12) == "x.x..x....x.."
+    pauses = [len(pause) for pause in likely([1.1] * 400).split("x")]
+    assert pauses[:9] == [0, 1, 2, 4, 8, 16, 32, 64, 64]
+    assert max(pauses) == 64
+
+
+def test_a_step_that_is_not_clipped_ends_the_pause() -> None:
+    assert likely([1.1, 1.1, 1.1, 1.1, 0.9, 1.1, 1.1]) == "x.x..x.x"
+
+
+def test_early_updates_wait_for_a_norm_near_the_clip() -> None:
+    assert likely([2.0] * 6) == "x......"
+    assert likely([2.0, 2.0, 2.0, 1.2, 2.0]) == "x...x."

@@ -594,21 +594,21 @@ def test_updates_that_wait_for_the_gate_are_named_where_the_step_waits_for_them(
     assert "updates wait for the end of backward, since clipping decides" in " ".join(gated.split())
     _, checked, _ = run(*call, "--clipping", "0", capsys=capsys)
     assert "the overflow check decides" in " ".join(checked.split())
-    _, early, _ = run(*call, "--clipping", "0", "--no-overflow-check", capsys=capsys)
-    assert "updates wait" not in early
+    _, free, _ = run(*call, "--clipping", "0", "--no-overflow-check", capsys=capsys)
+    assert "no more layers are updated early" in " ".join(free.split())
     _, fast, _ = run(*SIZES, "--machine", "h200", "--batch", "8", capsys=capsys)
     assert "updates wait" not in fast
 
 
-def test_the_config_defers_what_the_plan_does(tmp_path: Path) -> None:
+def test_the_config_has_as_many_early_layers_as_the_plan(tmp_path: Path) -> None:
     machine = slow_adam(tmp_path, 60.0)
     changes = {"layers": 12, "hidden": 1024, "batch": 4, "seq": 512, "gpu": "350MB"}
     found = outlook(asked(machine=machine, clipping=0.0, no_overflow_check=True, **changes))
-    deferred = found.config["stronghold"]["deferred_layers"]
-    assert deferred > 0
-    assert any(f"{deferred} of 12 blocks are updated while" in reason for reason in found.reasons)
+    early = found.config["stronghold"]["early_layers"]
+    assert early > 0
+    assert any(reason.startswith(f"{early} layers are updated") for reason in found.reasons)
     assert found.config["bf16"] == {"enabled": True, "check_grad_overflow": False}
-    assert found.tiers["host"][1]["deferred gradients"] > 0
+    assert found.tiers["host"][1]["second arrays of early updates"] > 0
 
 
 @pytest.mark.parametrize("precision", ["fp16", "fp32"])

@@ -17,7 +17,7 @@ from stronghold.memory.tiers import Tiers
 from stronghold.memory.window import Window
 from stronghold.model.layout import ModelLayout, ParameterShape, layer_layout
 from stronghold.optim.states import LOW_DTYPE
-from stronghold.plan.cost import Demand, Gradients, LayerLoad
+from stronghold.plan.cost import Demand, LayerLoad
 from stronghold.plan.plan import RING_ENTRIES, Plan, levels_of, make_plan
 from tests.support.sizes import named_size
 from tests.support.states import adam_states
@@ -80,7 +80,8 @@ def taken(layout: ModelLayout, plan: Plan, dtype: torch.dtype, *, training: bool
         store = HostStore(
             layout,
             device,
-            held=plan.apart,
+            held=plan.pending,
+            early=plan.early,
             accumulate=plan.accumulates,
             ring_entries=plan.ring_entries,
             tiers=Tiers(layout, plan.demand.formats, plan.homes),
@@ -134,6 +135,8 @@ WAYS: list[dict[str, Any]] = [
     {"training": False},
     {"chunk": 2},
     {"chunk": 2, "gated": True},
+    {"early_layers": 1},
+    {"accumulate": True, "early_layers": 1},
 ]
 
 
@@ -167,18 +170,16 @@ def test_the_plans_bytes_are_the_bytes_that_are_taken(model: str, pinned: dict[s
         assert taken(layout, plan, dtype, training=training) == planned, (dtype, mode)
 
 
-def test_bf16_on_the_gpu_takes_twelve_bytes_a_parameter_and_its_gradients() -> None:
+def test_bf16_on_the_gpu_takes_fourteen_bytes_a_parameter() -> None:
     layout = layout_of(MODELS["even"])
     pinned = {"resident_layers": len(layout.streamed), "resident_updates": "gpu"}
     numel = sum(layer.numel for layer in layout.layers)
-    early = make_plan(layout, demand(whole=False, **pinned))
-    # Embedding and head gather in slots of their own, the blocks in one that they share.
-    assert early.gpu_total_bytes == 12 * numel + 2 * (4096 + 4096) + 2 * 2048
-    held = make_plan(layout, demand(whole=False, gated=True, **pinned))
-    assert held.gpu_total_bytes == 14 * numel
+    plain = make_plan(layout, demand(whole=False, **pinned))
+    gated = make_plan(layout, demand(whole=False, gated=True, **pinned))
+    assert plain.gpu_total_bytes == gated.gpu_total_bytes == 14 * numel
     summed = make_plan(layout, demand(accumulate=True, **pinned))
     assert summed.gpu_total_bytes == 16 * numel + 2 * layout.num_trainable
-    assert early.host_total_bytes == held.host_total_bytes == summed.host_total_bytes == 0
+    assert plain.host_total_bytes == gated.host_total_bytes == summed.host_total_bytes == 0
 
 
 @pytest.mark.parametrize(
@@ -344,11 +345,26 @@ def test_resident_blocks_are_the_last_ones() -> None:
 
 def test_gradients_wait_where_the_config_needs_them() -> None:
     layout = layout_of(MODELS["even"])
-    assert make_plan(layout, demand()).gradients is Gradients.RING
-    held = make_plan(layout, demand(gated=True))
-    assert (held.gradients, held.ring_entries) == (Gradients.HELD, 0)
-    both = make_plan(layout, demand(gated=True, accumulate=True))
-    assert (both.gradients, both.ring_entries) == (Gradients.ACCUMULATED, RING_ENTRIES)
+    for gated in (False, True):
+        plan = make_plan(layout, demand(gated=gated))
+        assert (plan.accumulates, plan.pending, plan.ring_entries) == (False, set(range(8)), 0)
+        summed = make_plan(layout, demand(gated=gated, accumulate=True))
+        assert (summed.accumulates, summed.pending) == (True, frozenset())
+        assert summed.ring_entries == RING_ENTRIES
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_the_last_layers_that_train_as_a_whole_are_early(model: str) -> None:
+    """Each has its weights, the rest of its masters and its moments twice."""
+    layout = layout_of(MODELS[model])
+    able = [i for i, (numel, trainable, _) in enumerate(MODELS[model]) if trainable == numel]
+    for count in range(len(layout.layers) + 1):
+        plan = make_plan(layout, demand(early_layers=count))
+        assert sorted(plan.early) == able[max(0, len(able) - count) :]
+        second = 12 * sum(layout.layers[index].numel for index in plan.early)
+        assert plan.host_bytes["second arrays of early updates"] == second
+        plan_without = make_plan(layout, demand(early_layers=0))
+        assert plan.host_total_bytes == plan_without.host_total_bytes + second
 
 
 # -- the host's budget -------------------------------------------------------------------------
@@ -363,8 +379,7 @@ def test_too_little_host_memory_is_refused_with_what_fits(model: str, mode: dict
     assert plan.host_total_bytes == need
     with pytest.raises(BudgetError):
         make_plan(layout, demand(**mode, host_budget_bytes=need - 1))
-    held = plan.host_bytes["held gradients"]
-    assert ("gradient_clipping" in str(error.value)) == bool(held)
+    assert "gradient_clipping" not in str(error.value)
 
 
 # -- what a person reads -----------------------------------------------------------------------
@@ -427,7 +442,8 @@ def test_activations_by_level_are_what_waits_and_what_passes() -> None:
     }.items():
         plan = make_plan(layout, dataclasses.replace(known, activations=level))
         assert plan.activation_bytes == n * on_gpu + passing, level
-        assert plan.offloaded_bytes == n * on_host, level
+        lent = inputs if level.endswith("_offload") else 0  # they lie where gradients will
+        assert plan.offloaded_bytes == n * (on_host - lent), level
         # Each stream keeps its memory for itself: of so many chunks, and beside the head's.
         several = make_plan(layout, dataclasses.replace(known, activations=level, streams=3))
         anew = saved - attended if "attention" in level else saved if "recompute" in level else 0
@@ -439,12 +455,12 @@ def test_activations_by_level_are_what_waits_and_what_passes() -> None:
     assert make_plan(layout, dataclasses.replace(known, activations=mixed)).activation_bytes == (
         inputs + (n - 1) * saved + saved // chunks
     )
-    # Inputs lie where gradients that are held will, as many chunks' as there is room for.
+    # Inputs lie where gradients that are pending will, as many chunks' as there is room for.
     chunk = 2 * layout.layers[blocks[0]].trainable_numel // 3
     large = dataclasses.replace(block, boundary_bytes=chunks * chunk)
     wish = dataclasses.replace(known, kept=(large,) * len(layout.layers))
     for level, else_where in {"recompute_offload": 0, "attention_offload": attended}.items():
-        for gated, accumulate, waiting in ((False, False, 4), (True, False, 1), (True, True, 4)):
+        for gated, accumulate, waiting in ((False, False, 1), (True, False, 1), (True, True, 4)):
             asked = {"activations": level, "gated": gated, "accumulate": accumulate}
             plan = make_plan(layout, dataclasses.replace(wish, **asked))
             assert plan.offloaded_bytes == n * (waiting * chunk + else_where), asked

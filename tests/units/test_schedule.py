@@ -107,17 +107,17 @@ def test_text_round_trips() -> None:
 
 @pytest.mark.parametrize("gated", [False, True])
 def test_gradients_are_used_where_the_updates_stand(gated: bool) -> None:
-    """Of two blocks between layers that have no backward of their own, one of which waits."""
-    positions = [Position.DRAIN, Position.BACKWARD, Position.DRAIN, Position.DRAIN]
+    """Of two blocks between layers that have no backward of their own, one of which is early."""
+    positions = [Position.EARLY, Position.GATE, Position.EARLY, Position.EARLY]
     updates = dict(enumerate([Position.GATE] * 4 if gated else positions))
     uses = [*canonical_uses(range(4), backward=False), *canonical_uses((1, 2), backward=True)[2:]]
     schedule = make_schedule(uses, num_slots=2, prefetch=1, updates=updates)
     shown = [str(a) for a in schedule.actions if a.kind not in (Kind.FETCH, Kind.RELEASE)][3:]
     expected = {
-        True: "forward 3|drain 3|backward 2|drain 2|backward 1|drain 1|drain 0|gate|update 0|"
-        "update 1|update 2|update 3",
-        False: "forward 3|drain 3|update 3|backward 2|drain 2|update 2|backward 1|drain 1|drain 0|"
-        "update 0|update 1|gate",
+        True: "forward 3|offload 3|backward 2|offload 2|backward 1|offload 1|offload 0|gate|"
+        "update 0|update 1|update 2|update 3",
+        False: "forward 3|offload 3|update 3|backward 2|offload 2|update 2|backward 1|offload 1|"
+        "offload 0|update 0|gate|commit 0|update 1|commit 2|commit 3",
     }
     assert "|".join(shown) == expected[gated]
     order = [a.layer for a in schedule.actions if a.kind is Kind.UPDATE]
