@@ -2,10 +2,10 @@
 
     python benchmarks/early_updates.py [--layers 16] [--rounds 3] [--steps 6] [--save]
 
-Compute is sleep, which leaves the cores free as a GPU does. Link and updates are paced. Updates take
-2 times as long as backward (a dense model with few tokens), and 6 times (a model of experts). The
-contenders alternate in one process: all updates behind the gate, all layers that may be early, and
-half of them; each with a clip that no step reaches, and with one that every step passes. "bound" is
+Compute is sleep, which leaves the cores free as a GPU does. Link and updates are paced. Updates
+take 2 times as long as backward (a dense model with few tokens), and 6 times (a model of experts).
+The contenders alternate in one process: no layer is early, as many as backward has time for, and
+all of them; each with a clip that no step reaches, and with one that every step passes. "bound" is
 the longest lane's work in a step: no schedule can be faster.
 """
 
@@ -57,7 +57,9 @@ class Contender:
             },
         }
         layers = [(NUMEL, FORWARD_S, backward_s)] * num_layers
-        self._engine = initialized(SleepingModel(layers), config(clipping=clipping, section=section))
+        self._engine = initialized(
+            SleepingModel(layers), config(clipping=clipping, section=section)
+        )
         self._x = torch.ones(1024)
         self.seconds: list[float] = []
         self.run(WARM_UP)
@@ -146,8 +148,10 @@ def main() -> None:
     ]
     heads = ["updates / backward", "clipped", "early layers", "step, ms", "bound, ms"]
     heads += ["bound / step", "committed", "withdrawn"]
-    text = describe(__doc__, heads, table) if False else "\n".join(
-        [" | ".join(heads), *(" | ".join(row) for row in table)]
+    text = (
+        describe(__doc__, heads, table)
+        if False
+        else "\n".join([" | ".join(heads), *(" | ".join(row) for row in table)])
     )
     print(text)
     if args.save:

@@ -6,8 +6,7 @@ autograd's in backward; the two never run at once.
 [Note: early updates] Most steps are not clipped, and do not overflow. Their gradients have the
 factor 1, so that an update that ran before the norm was known has the right bits.
 1. Backward: gradients of a layer are on their way to the host, and no more will come. `complete`
-   queues the update, unless enough are queued. It reads the layer's arrays and its gradients, and
-   writes its second arrays.
+   queues the update. It reads the layer's arrays and its gradients, and writes its second arrays.
 2. Backward goes on. The gradients stay where they are until the gate. The layer's arrays do not
    change: whoever reads them sees those of the step before.
 3. The gate knows the norm. `withdraw` takes back the updates that have not begun: their layers are
@@ -37,9 +36,6 @@ from stronghold.runtime.pieces import Gradients, InArray
 # Layers that are ready and wait for the one that the schedule has before them. A layer that gets no
 # gradient in this step must not hold up all others.
 PATIENCE = 2
-# Early updates that may be unfinished when one more starts: one runs, and one waits for its turn.
-# More would make the lane busy when the gate needs it for the layers that the next forward needs.
-MAX_UNFINISHED = 1
 # Times the clip: a norm up to which the next step may well not be clipped
 # (benchmarks/results/speculation-rule.md).
 NEAR = 1.25
@@ -142,9 +138,6 @@ class EarlyUpdates:
 
     def _may_start(self, state: LayerState) -> bool:
         if state.second is None or not self._worth.is_likely or self._bindings.is_seen(state.index):
-            return False
-        early = (s.gradients.early for s in self._started[-MAX_UNFINISHED - 1 :])
-        if sum(one is not None and not one.fence.done for one in early) > MAX_UNFINISHED:
             return False
         known = [s for s in self._unsummed if s.records["norms"].writer.done]
         for each in known:

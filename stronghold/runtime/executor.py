@@ -59,8 +59,8 @@ class Phase(Enum):
 @dataclass(slots=True)
 class Track:
     """A kind of pass, in training or in evaluation. `offloads`: the order in which gradients came
-    in a pass with these uses, learnt `num_orders` times. `cursor`: the position in the schedule's uses. `recorded`: the uses
-    of the running pass."""
+    in a pass with these uses, learnt `num_orders` times. `cursor`: the position in the schedule's
+    uses. `recorded`: the uses of the running pass."""
 
     schedule: Schedule
     offloads: tuple[int, ...] = ()
