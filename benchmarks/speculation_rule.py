@@ -2,12 +2,12 @@
 
     python benchmarks/speculation_rule.py [--steps 20000] [--save]
 
-A step's early updates are of use if the step is not clipped (a hit: the step is shorter by the gain)
-and are done again if it is (a miss: it is longer by the cost). The logarithm of a run's norm follows
-an autoregressive process of first order: norms of neighbouring steps are alike by `correlation`, and
-`spread` is the standard deviation of the logarithm. `clipped` is the share of steps whose norm
-passes the clip. Each rule sees the norms of earlier steps alone. The score is what a rule saves, as
-a share of what one saves that knows every norm before.
+A step's early updates are of use if the step is not clipped (a hit: the step is shorter by the
+gain) and are done again if it is (a miss: it is longer by the cost). The logarithm of a run's norm
+follows an autoregressive process of first order. Norms of neighbouring steps are alike by
+`correlation`, and `spread` is the standard deviation of the logarithm. `clipped` is the share of
+steps whose norm passes the clip. Each rule sees the norms of earlier steps alone. The score is what
+a rule saves, as a share of what one saves that knows every norm before.
 """
 
 from __future__ import annotations
@@ -118,11 +118,11 @@ def main() -> None:
             "",
             describe(record),
             "",
-            f"{args.steps} steps each. A hit saves {GAIN:g} of a step, a miss costs {COST:g}. A cell",
-            "has the share of the savings of a rule that knows every norm before, and in brackets",
-            "the worst mean of a hundred steps. Where every step is clipped nothing can be saved,",
-            "and the cell has what was lost, in steps. The norms are made up: an autoregressive",
-            "process, not a training run.",
+            f"{args.steps} steps each. A hit saves {GAIN:g} of a step, a miss costs {COST:g}.",
+            "A cell has the share of the savings of a rule that knows every norm before, and",
+            "in brackets the worst mean of a hundred steps. Where every step is clipped nothing",
+            "can be saved, and the cell has what was lost, in steps. The norms are made up: an",
+            "autoregressive process, not a training run.",
             "",
             *lines,
         ]

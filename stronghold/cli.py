@@ -167,6 +167,12 @@ def _add_plan(commands: Any) -> None:
         action="store_true",
         help="bf16: with --clipping 0 updates begin in backward",
     )
+    training.add_argument(
+        "--early",
+        type=int,
+        metavar="N",
+        help="layers that are updated before the norm is known; 0: none (default: the fastest)",
+    )
     output = plan.add_argument_group("output")
     output.add_argument("--write", type=Path, metavar="FILE", help="write the config there")
     output.add_argument("--json", action="store_true", help="print the figures as JSON")

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from math import inf
 from typing import Any
 
-from stronghold.errors import BudgetError, ConfigError
+from stronghold.errors import BudgetError, ConfigError, format_size
 from stronghold.forecast.question import Question
 from stronghold.model.costs import DTYPES
 from stronghold.optim import examples
@@ -32,9 +32,9 @@ from stronghold.plan.cost import (
     traffic_of,
 )
 from stronghold.plan.machine import NETWORK_GBPS
-from stronghold.plan.plan import Plan, last_that
+from stronghold.plan.plan import SECOND_ARRAYS, Plan, last_that, make_plan
 from stronghold.plan.search import Choice, updates_s
-from stronghold.predict.simulate import fastest_plan
+from stronghold.predict.simulate import fastest_plan, simulate
 
 GIB = 1 << 30
 WAITS = 0.05  # share of a step from which on what it waits for is named
@@ -182,7 +182,7 @@ class Forecast:
 def answer(question: Question) -> Forecast:
     """The whole forecast; ConfigError for what no planner could be asked."""
     found = outlook(question)
-    notes = (*_notes(question), *_gate(found))
+    notes = (*_notes(question), *_gate(found), *_early(found))
     return replace(found, notes=notes, gains=tuple(_gains(found)))
 
 
@@ -299,6 +299,28 @@ def _wires(question: Question) -> str:
     return (
         f"{question.ranks} ranks {where}: bytes are of each, tokens of all; each receives "
         f"{' and '.join(received)}"
+    )
+
+
+def _early(found: Forecast) -> Iterator[str]:
+    """What early updates take and buy, and what a clipped step costs."""
+    question, choice = found.question, found.choice
+    if choice is None or not choice.plan.early:
+        return
+    without = make_plan(question.layout, replace(choice.plan.demand, early_layers=0))
+    behind_gate = simulate(
+        question.layout,
+        without,
+        question.work,
+        question.rates,
+        asynchronous=not question.machine.emulated,
+    )
+    second_bytes = choice.plan.host_bytes[SECOND_ARRAYS]
+    yield (
+        f"{len(choice.plan.early)} layers are updated early, which takes "
+        f"{format_size(second_bytes)} of host memory: without them, and in a step that is "
+        f"clipped, a step takes {seconds(behind_gate.step_s)} instead of "
+        f"{seconds(choice.step_s)}"
     )
 
 

@@ -70,6 +70,7 @@ class Question:
     dtype: str
     clipping: float
     overflow_check: bool
+    early_layers: int | None
     gpu_bytes: int
     host_bytes: int
     states: Kind = EXACT
@@ -151,6 +152,7 @@ class Question:
         return Demand(
             states=self.arrays,
             gated=self.clipping > 0.0 or self.overflow_check,
+            early_layers=self.early_layers,
             accumulate=self.accumulation > 1,
             gpu_budget_bytes=self.gpu_bytes,
             host_budget_bytes=self.host_bytes // self.gpus,
@@ -194,6 +196,7 @@ def understand(
     optimizer: str = next(iter(examples())),
     clipping: float = CLIPPING,
     no_overflow_check: bool = False,
+    early: int | None = None,
     gpus: int = 1,
     nodes: int = 1,
     wire: float | None = None,
@@ -225,6 +228,8 @@ def understand(
             f"--no-overflow-check: got it with --precision {precision}, expected bf16: "
             + ("fp16 scales the loss by it" if precision == "fp16" else "fp32 has no check")
         )
+    if early is not None and early < 0:
+        raise ConfigError(f"--early: got {early}, expected a number of layers, or 0 for none")
     if optimizer.lower() not in examples():
         known = ", ".join(example["type"] for example in examples().values())
         hint = did_you_mean(optimizer.lower(), examples())
@@ -268,6 +273,7 @@ def understand(
         clipping=clipping,
         # 16-bit gradients are checked before any is used: DeepSpeed's default.
         overflow_check=precision != "fp32" and not no_overflow_check,
+        early_layers=early,
         gpu_bytes=gpu_bytes,
         host_bytes=host_bytes,
         nvme_bytes=nvme_bytes,

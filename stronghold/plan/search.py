@@ -10,8 +10,9 @@ as the best step found: nothing that is left can be faster by more than EQUAL.
 
 [Note: rounds] First a share of the blocks to keep, with the largest window of usual size that fits,
 and activations as by the FIRST ladders; for the best few of these the other LADDERS, and smaller
-windows; for the best the window; then the share more finely. Last, for the best, how many layers
-are updated before the norm is known.
+windows; for the best the window; then the share more finely. Then, for the best, how many layers
+are updated before the norm is known. With so many of them all rounds come once more, because
+updates cost less then.
 """
 
 from __future__ import annotations
@@ -136,16 +137,26 @@ class Search:
     def run(self, near: Sequence[tuple[int, int]]) -> Choice:
         """The fastest plan; of those `near`, if any: with these numbers of resident blocks and
         windows. BudgetError when none fits, which names what would make the smallest plan fit."""
+        is_open = self.demand.early_layers is None
+        self._search(near)
+        if not self.tried:
+            raise _refusal(self.layout, self.demand)
+        if is_open:
+            self._round(self._earlier(self._best(1)[0]))
+            early = len(self._best(1)[0].plan.early)
+            if early:  # updates cost less now, so that another choice of the rest may be faster
+                self.demand = replace(self.demand, early_layers=early)
+                self._search(near)
+                self._round(self._earlier(self._best(1)[0]))
+        return self._chosen()
+
+    def _search(self, near: Sequence[tuple[int, int]]) -> None:
+        """Try the choices of all but early updates."""
         if near:
             wishes = (wish for kept, window in near for wish in self._demands([kept], [window]))
             self._round(self._fitting(wishes, self.ladders))
         else:
             self._rounds()
-        if not self.tried:
-            raise _refusal(self.layout, self.demand)
-        if self.demand.early_layers is None:
-            self._round(self._earlier(self._best(1)[0]))
-        return self._chosen()
 
     def _earlier(self, choice: Choice) -> Iterator[tuple[Plan, Ladder]]:
         """The plan with more and more early updates, as far as the host has room."""
