@@ -505,7 +505,7 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Throw away the gradients of every micro-batch since the last step, as in a plain loop;
-        without effect where none is waiting. ConfigError where weights have taken them already."""
+        without effect where none is waiting."""
         if not self._destroyed:
             self._user_backward.check()
             self._stack.drop_gradients()
