@@ -73,6 +73,11 @@ class Gradients:
     def arrays(self) -> tuple[str, ...]:
         return (self.array,) if self.array else ()
 
+    def has_any(self, begin: int, end: int) -> bool:
+        """Whether a parameter with elements in [begin, end) of the layer has a gradient here."""
+        parameters = self.state.owned(self.positions).parts
+        return any(begin < at + numel and at < end for _, at, numel in parameters)
+
     def moved_bytes(self, bytes_each: Callable[[Format], float]) -> float:
         """Bytes of an operation that moves `bytes_each(format)` for each of this rank's
         elements."""
