@@ -18,7 +18,6 @@ from stronghold.memory.gradient_slots import gradient_view
 from stronghold.memory.layer import LayerState
 from stronghold.memory.window import Window
 from stronghold.optim.states import Format
-from stronghold.runtime.layer_operation import pieces_in_memory
 from stronghold.runtime.parts import Parts
 from stronghold.runtime.pieces import (
     Flat,
@@ -26,6 +25,7 @@ from stronghold.runtime.pieces import (
     Loose,
     Piece,
     gradient_bytes,
+    pieces_in_memory,
     set_or_add,
     step_bytes,
 )

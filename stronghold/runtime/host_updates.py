@@ -15,16 +15,18 @@ from stronghold import native
 from stronghold.device.base import Fence
 from stronghold.memory.layer import LayerState
 from stronghold.model.layout import ParameterSlice
-from stronghold.optim.states import Format
-from stronghold.runtime.layer_operation import LayerOperations, Verb, pieces_in_memory
+from stronghold.plan.cost import SUM_BYTES
+from stronghold.runtime.layer_operation import LayerOperations, Verb
 from stronghold.runtime.parts import Parts
 from stronghold.runtime.pieces import (
     Gradients,
     Piece,
     PieceNorms,
     gradient_bytes,
+    pieces_in_memory,
     set_or_add,
     step_bytes,
+    summed_bytes,
 )
 from stronghold.runtime.steps import ParameterStep
 
@@ -51,79 +53,43 @@ class HostUpdates:
             is_first = not positions
             positions |= gradients.positions
             taken = PieceNorms(self._kernels, state.gradients.square_sums) if norms else None
-            if array == "accumulated":
-                self._accumulate(gradients, added, taken, is_first=is_first)
-            else:
-                self._merge(gradients, added, taken, is_first=is_first)
+            is_sum = array == "accumulated"
+            verb = Verb.ACCUMULATE if is_sum else Verb.NORM if norms else Verb.MERGE
+            self._operations.queue(
+                verb,
+                gradients,
+                (array,),
+                partial(self._set_or_add, array, added, taken),
+                partial(summed_bytes, norms=norms) if is_sum else gradient_bytes,
+                also_writes=(state.records["norms"],) if norms or is_sum else (),
+                is_first=is_first,
+            )
 
-    def _merge(
-        self,
-        gradients: Gradients,
-        added: frozenset[int],
-        norms: PieceNorms | None,
-        *,
-        is_first: bool,
+    def _set_or_add(
+        self, array: str, added: frozenset[int], norms: PieceNorms | None, piece: Piece
     ) -> None:
-        """Bring gradients, in their dtype, to the array "gradients". They may be there already: the
-        offload writes them there where it can."""
-
-        def work(piece: Piece) -> None:
-            pending = piece.views["gradients"]
-            if pending.data_ptr() != piece.flat.data_ptr():
-                for k, at, numel in piece.parameters():
-                    place = slice(at - piece.begin, at - piece.begin + numel)
-                    set_or_add(pending[place], piece.flat[place], add=k in added)
-            if norms is not None:
-                norms.add(piece, "gradients")
-
-        self._operations.submit(
-            Verb.MERGE if norms is None else Verb.NORM,
-            gradients,
-            ("gradients",),
-            work,
-            gradient_bytes,
-            also_writes=() if norms is None else (gradients.state.records["norms"],),
-            is_first=is_first,
-        )
-
-    def _accumulate(
-        self,
-        gradients: Gradients,
-        added: frozenset[int],
-        norms: PieceNorms | None,
-        *,
-        is_first: bool,
-    ) -> None:
-        """Add gradients to the layer's fp32 sums; those that are not `added` begin one."""
-
-        def work(piece: Piece) -> None:
-            sums = piece.views["accumulated"]
+        """Work of a lane: one piece's gradients; those of parameters in `added` are added."""
+        target = piece.views[array]
+        if array == "accumulated":
             segments = [
-                (piece.address(k, at), sums.data_ptr() + (at - piece.begin) * 4, numel, k in added)
+                (
+                    piece.address(k, at),
+                    target.data_ptr() + (at - piece.begin) * SUM_BYTES,
+                    numel,
+                    k in added,
+                )
                 for k, at, numel in piece.parameters()
             ]
             if segments:
                 self._kernels.accumulate(piece.format.dtype, segments)
-            if norms is not None:
-                norms.add(piece, "accumulated")
+        elif target.data_ptr() != piece.flat.data_ptr():  # the offload has written them elsewhere
+            for k, at, numel in piece.parameters():
+                place = slice(at - piece.begin, at - piece.begin + numel)
+                set_or_add(target[place], piece.flat[place], add=k in added)
+        if norms is not None:
+            norms.add(piece, array)
 
-        # Gradients are read, sums read and written; they are read once more for a norm.
-        more = 8 if norms is None else 12
-
-        def bytes_each(made: Format) -> float:
-            return made.dtype.itemsize + more
-
-        self._operations.submit(
-            Verb.ACCUMULATE,
-            gradients,
-            ("accumulated",),
-            work,
-            bytes_each,
-            also_writes=(gradients.state.records["norms"],),
-            is_first=is_first,
-        )
-
-    def update(self, gradients: Gradients, steps: Sequence[ParameterStep]) -> None:
+    def update_in_place(self, gradients: Gradients, steps: Sequence[ParameterStep]) -> None:
         """One optimizer step of a layer, in place. `steps`: of the parameters that have gradients,
         in the order of their positions."""
         numbers = dict(zip(sorted(gradients.positions), steps, strict=True))
@@ -134,7 +100,7 @@ class HostUpdates:
         changed = gradients.state.changed
         bytes_each = partial(step_bytes, summed=gradients.array == "accumulated")
         publish = partial(self._team.publishing, gradients.state)
-        self._operations.submit(Verb.UPDATE, gradients, changed, work, bytes_each, last=publish)
+        self._operations.queue(Verb.UPDATE, gradients, changed, work, bytes_each, last=publish)
         self._team.exchange(gradients.state)
 
     def update_early(self, gradients: Gradients, steps: Sequence[ParameterStep]) -> Fence:

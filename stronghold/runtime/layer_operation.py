@@ -11,13 +11,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import Enum
 from functools import partial
 
-import torch
-
-from stronghold.device.base import Device, Record, dependences
+from stronghold.device.base import Device, Record
 from stronghold.memory.layer import LayerState
-from stronghold.memory.tiers import Tiers, Views
+from stronghold.memory.tiers import Tiers
 from stronghold.optim.states import Format
-from stronghold.runtime.pieces import Gradients, Piece
+from stronghold.runtime.pieces import Gradients, Piece, pieces_in_memory, views_in_memory
 
 Work = Callable[[], None]
 
@@ -43,12 +41,12 @@ WHAT = {
 
 
 class LayerOperations:
-    """Submits operations over layers whose home is the host, or a file."""
+    """Queues operations over layers whose home is the host, or a file."""
 
     def __init__(self, device: Device, tiers: Tiers) -> None:
         self._device, self._tiers = device, tiers
 
-    def submit(
+    def queue(
         self,
         verb: Verb,
         gradients: Gradients,
@@ -72,7 +70,7 @@ class LayerOperations:
         arrays = (*changed, *gradients.arrays)
         filed = tuple(a for a in state.staged if a in arrays)
         if filed:
-            self._submit_staged(
+            self._queue_staged(
                 verb, gradients, changed, filed, work, bytes_each, writes, wrap, is_first=is_first
             )
             return
@@ -86,7 +84,7 @@ class LayerOperations:
         )
 
     # -- pieces of files --------------------------------------------------------------------------
-    def _submit_staged(
+    def _queue_staged(
         self,
         verb: Verb,
         gradients: Gradients,
@@ -107,7 +105,7 @@ class LayerOperations:
         kept = tuple(a for a in arrays if a not in filed)
         spills = tuple(a for a in filed if a in changed)
         reads = () if gradients.array in filed else (gradients.record,)
-        spilled = dependences((), (), state.records_of(spills))
+        spilled = tuple(fence for each in state.records_of(spills) for fence in each.users)
         cuts = list(self._cuts(gradients, filed))
         if not cuts:  # no element of this rank's has a gradient
             lane.submit(operation, wrap(_nothing), reads=reads, writes=writes)
@@ -156,27 +154,6 @@ class LayerOperations:
         piece.views = self._tiers.queue_load(
             self._device, state, begin, end, filed, piece.entry, what=WHAT[verb]
         )
-
-
-def pieces_in_memory(gradients: Gradients, arrays: Sequence[str]) -> list[Piece]:
-    """A layer that lies in memory, with these arrays: a piece for each range that has a
-    gradient."""
-    state = gradients.state
-    return [
-        Piece(gradients, begin, end, views_in_memory(state, arrays, begin, end))
-        for begin, end in state.shares
-        if gradients.has_any(begin, end)
-    ]
-
-
-def views_in_memory(state: LayerState, arrays: Iterable[str], begin: int, end: int) -> Views:
-    """Elements [begin, end) of those arrays that their range has."""
-    views: dict[str, torch.Tensor] = {}
-    for array in arrays:
-        view = state.view(array, begin, end)
-        if view is not None:
-            views[array] = view
-    return views
 
 
 def _in_memory(state: LayerState, arrays: Iterable[str]) -> tuple[str, ...]:
