@@ -109,6 +109,10 @@ class Instruments:
             return
         found = {"train_loss": value(record.loss), "lr": record.learning_rate}
         found["loss_scale"] = loss_scale
+        if record.early:
+            early = record.early
+            found["early_committed"], found["early_left"] = early.committed, early.left
+            found["early_dropped"] = early.dropped
         self.monitor.write_events(
             [(f"Train/Samples/{k}", v, samples) for k, v in found.items() if v is not None]
         )

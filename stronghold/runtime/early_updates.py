@@ -92,6 +92,7 @@ class EarlyUpdates:
         self._most = math.inf  # the sum of squares at which gradients are clipped
         self._sum = 0.0  # of squares of this step's gradients, as far as they are known
         self._unsummed: list[LayerState] = []
+        self._dropped: set[int] = set()  # layers whose early update began in vain in this step
 
     def follow(self, schedule: Schedule) -> None:
         """Start updates in the order of `schedule` from the next backward on."""
@@ -153,8 +154,14 @@ class EarlyUpdates:
         for layer in layers:
             early = self._layers[layer].gradients.early
             if early is not None:
-                self._device.update.withdraw([early.fence])
+                if not self._device.update.withdraw([early.fence]):
+                    self._drop(layer)
                 self._layers[layer].gradients.early = None
+
+    def _drop(self, layer: int) -> None:
+        """The layer's early update has begun, and will not be committed."""
+        self._dropped.add(layer)
+        self._metrics.count_early("dropped")
 
     def withdraw(self) -> None:
         """The norm is known: take back the updates that have not begun, the newest first."""
@@ -170,18 +177,32 @@ class EarlyUpdates:
         """Make the layer's second arrays its arrays, if they are what the gate would compute now
         with this factor of the gradients. Returns whether it did."""
         early = state.gradients.early
-        if early is None or self._bindings.is_seen(state.index):
-            return False
-        is_same = early.positions == state.gradients.arrived
-        is_same = is_same and early.version_sum == self._bindings.version_sum(state.index)
-        if not is_same or early.steps != self._steps.next(state, early.positions, scale):
+        if early is None or not self._is_right(state, early, scale):
+            self._count_uncommitted(state)
             return False
         before = state.weights
         state.exchange_arrays()
         self._steps.count(state, early.positions)
         self._bindings.follow(state.index, before)
         self._performed.add(Kind.COMMIT, state.index)
+        state.gradients.early = None
+        self._metrics.count_early("committed")
         return True
+
+    def _is_right(self, state: LayerState, early: EarlyUpdate, scale: float) -> bool:
+        """Whether the gate would write what the early update has written."""
+        if self._bindings.is_seen(state.index):
+            return False
+        is_same = early.positions == state.gradients.arrived
+        is_same = is_same and early.version_sum == self._bindings.version_sum(state.index)
+        return is_same and early.steps == self._steps.next(state, early.positions, scale)
+
+    def _count_uncommitted(self, state: LayerState) -> None:
+        if state.gradients.early is not None:
+            self._drop(state.index)
+            state.gradients.early = None
+        elif state.index in self._order and state.index not in self._dropped:
+            self._metrics.count_early("left")
 
     def end_step(self, *, norm: float | None, clipping: float, loss_scale: float) -> None:
         """The gate has closed with this norm; None where nobody knows it yet."""
@@ -194,5 +215,6 @@ class EarlyUpdates:
         """The step has ended, or is void: nothing of it will be committed."""
         self.cancel(state.index for state in reversed(self._started))
         self._started.clear()
+        self._dropped.clear()
         self._unsummed.clear()
         self._sum = 0.0

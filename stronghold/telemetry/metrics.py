@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -19,8 +20,27 @@ import torch
 from stronghold.telemetry.trace import STEP_LANE, Trace
 
 WaitCause = Literal["fetch", "drain", "update"]
+EarlyEnd = Literal["committed", "left", "dropped"]
 # A number, or where it can be read when someone asks; None: there is none.
 Reading = float | torch.Tensor | Callable[[], float] | None
+
+
+@dataclass(frozen=True, slots=True)
+class EarlyCounts:
+    """Early updates of one step. `committed`: their results are the layers'. `left`: layers that
+    could have one, and that the gate updated alone. `dropped`: they had begun, and were for
+    nothing."""
+
+    committed: int = 0
+    left: int = 0
+    dropped: int = 0
+
+    def __bool__(self) -> bool:
+        return bool(self.committed or self.left or self.dropped)
+
+    def __str__(self) -> str:
+        dropped = f", {self.dropped} dropped" if self.dropped else ""
+        return f"{self.committed} committed, {self.left} left to the gate{dropped}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +59,7 @@ class StepRecord:
     wait_drain_s: Reading
     wait_update_s: Reading
     skipped: bool
+    early: EarlyCounts = EarlyCounts()
 
 
 class Metrics:
@@ -60,11 +81,16 @@ class Metrics:
         self._start_s: float | None = None
         self._num_tokens = 0
         self._waits: dict[WaitCause, list[Reading]] = {"fetch": [], "drain": [], "update": []}
+        self._early: Counter[EarlyEnd] = Counter()
 
     def waited(self, cause: WaitCause, seconds: Reading) -> None:
         """Compute stood still for `seconds`, for weights, a free slot or an update; None: for a
         time that nobody measured."""
         self._waits[cause].append(seconds)
+
+    def count_early(self, end: EarlyEnd) -> None:
+        """A layer's early update ended so."""
+        self._early[end] += 1
 
     def add_tokens(self, num_tokens: int) -> None:
         """A training forward pass of `num_tokens` begins."""
@@ -102,11 +128,13 @@ class Metrics:
             wait_drain_s=_sum(self._waits["drain"]),
             wait_update_s=_sum(self._waits["update"]),
             skipped=skipped,
+            early=EarlyCounts(**self._early),
         )
         self._trace.record(STEP_LANE, f"step {step}", start_s, now_s)
         self._start_s = now_s
         self._num_tokens = 0
         self._waits = {"fetch": [], "drain": [], "update": []}
+        self._early.clear()
         return record
 
     @staticmethod
@@ -125,6 +153,8 @@ class Metrics:
             f"drain {_milliseconds(record.wait_drain_s)}, "
             f"update {_milliseconds(record.wait_update_s)}",
         ]
+        if record.early:
+            parts.append(f"early {record.early}")
         if record.skipped:
             parts.append("skipped: the gradients are not finite")
         return " | ".join(parts)

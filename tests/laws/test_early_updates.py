@@ -33,6 +33,7 @@ from tests.support.pairs import pairs
 from tests.support.places import on_gpu
 from tests.support.quiet import law_of_time, on_time
 from tests.support.sleeping import SleepingModel, rates
+from tests.support.spread import middles
 from tests.support.training import (
     Factory,
     Run,
@@ -434,8 +435,10 @@ def test_peaks_equal_the_plan_and_the_simulator(precision: str, name: str, count
         if array not in ("gradients", "accumulated")
     )
     engine.destroy()
-    able = [layer.index for layer in now.layout.layers if layer.trainable_numel == layer.numel > 0]
-    assert sorted(plan.early) == (able if count == "all" else able[len(able) - count :])
+    able = [layer for layer in now.layout.layers if layer.trainable_numel == layer.numel > 0]
+    wanted = len(able) if count == "all" else count
+    positions = middles([layer.numel for layer in able], wanted)
+    assert sorted(plan.early) == [able[position].index for position in positions]
     assert plan.host_bytes[SECOND] == second
     assert report.host_peak == report.host_planned == plan.host_total_bytes
     assert report.gpu_peak == report.gpu_planned

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import random
 import re
 from typing import Any
 
@@ -18,8 +19,9 @@ from stronghold.memory.window import Window
 from stronghold.model.layout import ModelLayout, ParameterShape, layer_layout
 from stronghold.optim.states import LOW_DTYPE
 from stronghold.plan.cost import Demand, LayerLoad
-from stronghold.plan.plan import RING_ENTRIES, Plan, levels_of, make_plan
+from stronghold.plan.plan import RING_ENTRIES, Plan, levels_of, make_plan, spread
 from tests.support.sizes import named_size
+from tests.support.spread import middles
 from tests.support.states import adam_states
 
 # Per layer: padded numel, padded trainable numel, and whether it is a block.
@@ -354,17 +356,58 @@ def test_gradients_wait_where_the_config_needs_them() -> None:
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_the_last_layers_that_train_as_a_whole_are_early(model: str) -> None:
+def test_early_layers_train_as_a_whole_and_are_spread_by_their_bytes(model: str) -> None:
     """Each has its weights, the rest of its masters and its moments twice."""
     layout = layout_of(MODELS[model])
     able = [i for i, (numel, trainable, _) in enumerate(MODELS[model]) if trainable == numel]
     for count in range(len(layout.layers) + 1):
         plan = make_plan(layout, demand(early_layers=count))
-        assert sorted(plan.early) == able[max(0, len(able) - count) :]
+        positions = middles([MODELS[model][i][0] for i in able], count) if able else []
+        assert sorted(plan.early) == [able[position] for position in positions]
         second = 12 * sum(layout.layers[index].numel for index in plan.early)
         assert plan.host_bytes["second arrays of early updates"] == second
         plan_without = make_plan(layout, demand(early_layers=0))
         assert plan.host_total_bytes == plan_without.host_total_bytes + second
+
+
+@pytest.mark.parametrize("num_layers", [1, 2, 7, 16, 33])
+def test_equal_layers_are_spread_evenly(num_layers: int) -> None:
+    layers = layout_of(((2048, 2048, True),) * num_layers).layers
+    for count in range(num_layers + 3):
+        found = sorted(spread(layers, count))
+        assert len(found) == min(count, num_layers)
+        assert set(found) <= set(range(num_layers))
+        if not count:
+            continue
+        widest = -(-num_layers // count) + 1
+        ends = [-1, *found, num_layers]
+        assert all(right - left - 1 <= widest for left, right in itertools.pairwise(ends))
+        assert found == middles([1] * num_layers, count)
+    # Halves, quarters: the middle of each.
+    if num_layers == 16:
+        assert sorted(spread(layers, 1)) == [7]
+        assert sorted(spread(layers, 2)) == [3, 11]
+        assert sorted(spread(layers, 4)) == [1, 5, 9, 13]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_uneven_layers_are_spread_by_their_bytes(seed: int) -> None:
+    """Also where one layer has most bytes, and where a layer is many times longer than a part."""
+    chance = random.Random(seed)
+    sizes = [2048 * chance.choice([1, 1, 2, 5, 40]) for _ in range(chance.randint(1, 24))]
+    layers = layout_of(tuple((size, size, True) for size in sizes)).layers
+    for count in range(len(sizes) + 2):
+        found = spread(layers, count)
+        assert len(found) == min(count, len(sizes))
+        assert sorted(found) == middles(sizes, count)
+
+
+def test_layers_that_cannot_be_early_are_no_places() -> None:
+    """Indices are of the model, whichever layers are there to choose from."""
+    layers = [e for e in layout_of(((2048, 2048, True),) * 9).layers if e.index % 2]
+    assert spread(layers, 4) == {1, 3, 5, 7}
+    assert spread(layers, 2) == {1, 5}
+    assert spread([], 3) == spread(layers, 0) == frozenset()
 
 
 # -- the host's budget -------------------------------------------------------------------------
