@@ -11,6 +11,7 @@ import argparse
 import contextlib
 import inspect
 import json
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -61,6 +62,14 @@ def _parser() -> argparse.ArgumentParser:
         dest = f"{option}_s"
         extent.add_argument(f"--{option}", type=float, dest=dest, metavar="S", help=words)
     trace.set_defaults(run=_trace)
+    commands.add_parser(
+        "test",
+        help="check in ten seconds that training on this machine is exact",
+        description="Train a small model with the window and in a plain PyTorch loop, on the GPU "
+        "or, without one, on the emulated device. Print three lines: whether all bits are equal, "
+        "whether the peak bytes are those of the plan, and the rate of the link to the GPU. Exit "
+        "with 1 if a check fails.",
+    ).set_defaults(run=_test)
     _add_doctor(commands)
     _add_plan(commands)
     _add_export(commands)
@@ -231,6 +240,20 @@ def _add_import(commands: Any) -> None:
     parser.add_argument("out", type=Path, help="the directory for load_checkpoint")
     parser.add_argument("--tag", help="the tag (default: the one that the file latest names)")
     parser.set_defaults(run=_import)
+
+
+def _test(_: argparse.Namespace) -> tuple[str, int]:
+    def progress(text: str) -> None:
+        print(f"stronghold test: {text}", file=sys.stderr, flush=True)
+
+    progress("loading torch and DeepSpeed")
+    # Without it cuBLAS may add in another order in each run. It is read when CUDA starts.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    from stronghold.doctor import selftest
+
+    checks = selftest.run(progress)
+    advice = "To report a problem, send this output and that of: stronghold doctor --report"
+    return "\n".join([*map(str, checks), advice]), 0 if all(c.passed for c in checks) else 1
 
 
 def _doctor(arguments: argparse.Namespace) -> tuple[str, int]:
