@@ -106,6 +106,15 @@ def _add_doctor(commands: Any) -> None:
     )
     doctor.add_argument("--device", choices=["cuda", "emulated"], help="default: a GPU if any")
     doctor.add_argument("--quick", action="store_true", help="rougher, in a few seconds")
+    report = doctor.add_argument_group("report")
+    report.add_argument(
+        "--report",
+        action="store_true",
+        help="measure nothing; print versions, the machine, its profile and a config for a bug "
+        "report, without paths, secrets and names",
+    )
+    report.add_argument("--config", type=Path, metavar="FILE", help="the DeepSpeed config")
+    report.add_argument("-o", "--output", type=Path, metavar="FILE", help="write the report there")
     doctor.set_defaults(run=_doctor)
 
 
@@ -256,7 +265,22 @@ def _test(_: argparse.Namespace) -> tuple[str, int]:
     return "\n".join([*map(str, checks), advice]), 0 if all(c.passed for c in checks) else 1
 
 
+def _report(arguments: argparse.Namespace) -> tuple[str, int]:
+    from stronghold.doctor import report
+
+    text = report.report(arguments.config)
+    if arguments.output is None:
+        return text, 0
+    _write("-o", arguments.output, text + "\n")
+    return f"The report is in {arguments.output}. Read it before you send it.", 0
+
+
 def _doctor(arguments: argparse.Namespace) -> tuple[str, int]:
+    if arguments.report:
+        return _report(arguments)
+    for option, value in (("--config", arguments.config), ("--output", arguments.output)):
+        if value is not None:
+            raise ConfigError(f"{option}: is for the report; expected --report beside it")
     from tqdm import tqdm
 
     form = "{desc:<40} {percentage:3.0f}% |{bar}| {elapsed}"
@@ -302,7 +326,7 @@ def _plan(arguments: argparse.Namespace) -> tuple[str, int]:
     found = forecast.answer(question)
     path = arguments.write
     if path is not None and found.config is not None:
-        _write(path, forecast.config_text(found.config) + "\n")
+        _write("--write", path, forecast.config_text(found.config) + "\n")
     if arguments.json:
         text = json.dumps(found.as_json(), indent=2)
     else:
@@ -320,12 +344,12 @@ def _check_output(arguments: argparse.Namespace) -> None:
             raise ConfigError(f"{option} and --sweep: expected one of them; a sweep is many plans")
 
 
-def _write(path: Path, text: str) -> None:
+def _write(option: str, path: Path, text: str) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"--write {path}: cannot be written: {error.strerror}") from error
+        raise ConfigError(f"{option} {path}: cannot be written: {error.strerror}") from error
 
 
 def _export(arguments: argparse.Namespace) -> str:
