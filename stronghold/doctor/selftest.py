@@ -63,6 +63,7 @@ def run(progress: Progress) -> list[Check]:
     device = torch.device("cuda", 0) if cuda.available() else torch.device("cpu")
     deterministic: Any = torch.utils.deterministic
     before = deterministic.fill_uninitialized_memory
+    mode = torch.get_deterministic_debug_mode()
     deterministic.fill_uninitialized_memory = False  # it would write beside the lanes
     torch.use_deterministic_algorithms(True)
     try:
@@ -71,7 +72,7 @@ def run(progress: Progress) -> list[Check]:
         progress("training with the window")
         windowed, report = _train_windowed(device)
     finally:
-        torch.use_deterministic_algorithms(False)
+        torch.set_deterministic_debug_mode(mode)
         deterministic.fill_uninitialized_memory = before
     progress("measuring the link")
     return [compare(windowed, plain, device), check_memory(report), _check_link(device)]
