@@ -183,7 +183,7 @@ def _add_plan(commands: Any) -> None:
     training.add_argument(
         "--no-overflow-check",
         action="store_true",
-        help="bf16: with --clipping 0 updates begin in backward",
+        help="bf16: apply a step whose gradients are NaN or infinite (check_grad_overflow: false)",
     )
     training.add_argument(
         "--early",

@@ -31,8 +31,8 @@ of a sequence's length where a saved tensor has that length twice.
   1. In a forward: the graph dies with the call. Sums of earlier micro-batches are arrays of their
      layers, and stay. The step goes on.
   2. In a backward, and in a forward that it runs again: the step is given up, as for any exception.
-     Its gradients so far are dropped, and the next micro-batch is the step's first. Layers that
-     were updated as their gradients came make weights of two steps: the engine asks for a load.
+     Its gradients so far are dropped, and the next micro-batch is the step's first. Early updates
+     of it are dropped, too: they wrote second arrays alone, and no layer has other weights.
   3. In a lane, or in an update on the device: a LaneError, which is final, as for any failure of
      theirs. Lanes copy between buffers that were made before; an update takes some kilobytes.
 In 1 and 2 the engine's call raises `OutOfMemoryError`, which is torch's own for whoever catches

@@ -143,9 +143,8 @@ class NvmeConfig(_Section):
     spill: Literal["moments", "masters", "weights"] | None = key(
         "What lies on NVMe even where RAM could hold it: the optimizer's moments; with "
         '"masters" also what makes the weights fp32 masters; with "weights" everything (on one GPU '
-        "alone). Left out: what host_memory cannot hold, in this order: of the last layers first, "
-        "or, where updates begin in backward (no clipping, no overflow check, one rank), of layers "
-        "spread evenly."
+        "alone). Left out: what host_memory cannot hold, in this order: of the last layers first. "
+        "A layer with arrays there is not updated early."
     )
     engine: Literal["io_uring", "threads"] | None = key(
         "How files are read and written. Left out: io_uring where the kernel permits "

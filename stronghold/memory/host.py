@@ -4,16 +4,17 @@ Owns every host mapping of the engine: exact-size, page-aligned, registered with
 and the device's arrays of the layers that are updated there (`DeviceStore`), of which nothing is on
 the host, fetched or drained. Never knows when a layer is used. Allocated by the training thread,
 and by autograd's in backward; written by the drain lane (gradients), the update lane (weights,
-masters, moments) and, on several nodes, the exchange lane (weights); read by these, the fetch lane
-and, for checkpoints, the io lane. The fences of `runtime` keep them apart.
+masters, moments, second arrays) and, on several nodes, the exchange lane (weights); read by these,
+the fetch lane and, for checkpoints, the io lane. The fences of `runtime` keep them apart.
 
 [Note: layouts] Per layer, of elements of its `LayerLayout` (`model.arrays` has where they lie):
     weights     whole layer, in the dtypes of its ranges: the bytes that a fetch copies
     low, moments, their scales   trainable part: what the optimizer's states name
                 (`stronghold.optim.states`); a scale has one item per group
     accumulated trainable part, fp32: only when micro-batches are added up on the host
-Gradients arrive in entries, in the dtypes of the weights: one per layer when the gate holds them
-back, else a small ring.
+Gradients arrive in entries, in the dtypes of the weights: one per layer where they wait for the
+gate; a small ring where they are added up, or wait in files. A layer that is updated early has its
+weights, low and moments twice: an early update reads one set and writes the other.
 
 [Note: lent] An entry that a layer's gradients wait in is empty from the step's updates until its
 backward ends. What the layer's blocks were given waits there meanwhile, where it is computed again

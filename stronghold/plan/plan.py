@@ -288,12 +288,33 @@ def _positions(layout: ModelLayout, early: frozenset[int]) -> dict[int, Position
 
 def _early_in_words(places: _Places, host: _Host) -> list[str]:
     demand = places.demand
-    if not demand.early_layers:
+    if not (demand.early_layers and demand.training):
         return []
+    if not host.early:
+        start = f"no layer is updated before the norm is known ({demand.why('early_layers')}): "
+        return [start + why for why in _why_none_is_early(places, host)]
     return [
         f"{len(host.early)} layers are updated before the norm is known, into a second set of "
         f"arrays: {host.host_bytes[SECOND_ARRAYS] / MIB:.2f} MiB ({demand.why('early_layers')})"
     ]
+
+
+def _why_none_is_early(places: _Places, host: _Host) -> Iterator[str]:
+    """Each kind of layers that cannot be early, where all layers are of such a kind."""
+    if places.demand.meets_others:
+        yield "several ranks share the layers, and agree first on which parameters have gradients"
+        return
+    layers = [layer for layer in places.on_host if layer.numel]
+    frozen = sum(layer.trainable_numel < layer.numel for layer in layers)
+    in_files = sum(
+        layer.trainable_numel == layer.numel and bool(host.spilled[layer.index]) for layer in layers
+    )
+    if places.on_gpu:
+        yield f"{len(places.on_gpu)} layers are updated on the gpu"
+    if frozen:
+        yield f"{frozen} layers have frozen parameters"
+    if in_files:
+        yield f"{in_files} layers have arrays in files"
 
 
 # -- activations ----------------------------------------------------------------------------------

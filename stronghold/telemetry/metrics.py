@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -128,7 +128,11 @@ class Metrics:
             wait_drain_s=_sum(self._waits["drain"]),
             wait_update_s=_sum(self._waits["update"]),
             skipped=skipped,
-            early=EarlyCounts(**self._early),
+            early=EarlyCounts(
+                committed=self._early["committed"],
+                left=self._early["left"],
+                dropped=self._early["dropped"],
+            ),
         )
         self._trace.record(STEP_LANE, f"step {step}", start_s, now_s)
         self._start_s = now_s

@@ -77,6 +77,17 @@ def test_monitors_get_the_mean_loss_and_the_rate_of_each_step_over_samples(tmp_p
     assert not list(tmp_path.rglob("*loss_scale*"))
 
 
+def test_monitors_get_the_early_updates_of_each_step(tmp_path: Path) -> None:
+    extra = {**csv(tmp_path), "stronghold": {"window": 2, "early_layers": "all"}}
+    engine, _ = train(extra, micro_batches=3)
+    num_early = len(engine.plan.early)
+    engine.destroy()
+    kinds = ("committed", "left", "dropped")
+    found = [rows(tmp_path, f"early_{kind}") for kind in kinds]
+    assert [samples for samples, _ in found[0]] == [2, 4, 6]
+    assert [sum(n for _, n in row) for row in zip(*found, strict=True)] == [num_early] * 3
+
+
 def test_monitors_get_the_loss_scale_in_fp16(tmp_path: Path) -> None:
     section = {"enabled": True, "initial_scale_power": 6, "loss_scale_window": 1}
     engine, _ = train({**csv(tmp_path), "fp16": section}, micro_batches=3)

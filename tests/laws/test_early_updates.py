@@ -659,6 +659,45 @@ def test_a_withdrawn_update_does_not_run(monkeypatch: pytest.MonkeyPatch) -> Non
     assert ran == ["update early 7", *(f"update {layer}" for layer in range(7))]
 
 
+@pytest.mark.parametrize("clip", ["never", "always"])
+def test_the_record_of_a_step_counts_its_early_updates(clip: str) -> None:
+    """Each early layer is committed, or dropped, or left to the gate."""
+    counts = []
+    with made({**ALL, **JITTER}, clipping=1e6 if clip == "never" else 1e-6) as (engine, make_batch):
+        num_early = len(engine.plan.early)
+        for number in range(4):
+            step(engine, make_batch, number)
+            early = engine.last_record.early
+            assert early.committed == len(committed(engine))
+            assert early.committed + early.left + early.dropped == num_early
+            counts.append(early)
+    assert any(early.committed for early in counts) == (clip == "never")
+    if clip == "always":
+        assert not any(early.dropped for early in counts[1:2])  # they pause after a clipped step
+
+
+def test_an_early_update_of_a_skipped_step_is_dropped() -> None:
+    with made({**ALL, **JITTER}, clipping=1e6) as (engine, make_batch):
+        step(engine, make_batch, 0)
+        engine.backward(loss_of(engine(**make_batch(1))) * float("inf"))
+        engine.synchronize()
+        engine.step()
+        early = engine.last_record.early
+        assert engine.skipped_steps == 1
+        assert (early.committed, early.left) == (0, 0)
+        assert early.dropped > 0
+
+
+def test_an_early_update_that_a_late_gradient_cancels_is_dropped() -> None:
+    with made(ALL, clipping=1e6) as (engine, make_batch):
+        step(engine, make_batch, 0)
+        engine.backward(loss_of(engine(**make_batch(1))))
+        engine.synchronize()
+        engine.backward(loss_of(engine(**make_batch(2))))
+        engine.step()
+        assert engine.last_record.early.dropped > 0
+
+
 @pytest.mark.parametrize("first", ["a read", "a forward", "a checkpoint"])
 def test_whoever_comes_after_the_gate_waits_for_a_committed_update(
     first: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -685,10 +724,10 @@ def test_whoever_comes_after_the_gate_waits_for_a_committed_update(
 
 
 @contextmanager
-def made(section: dict[str, Any]) -> Iterator[Any]:
+def made(section: dict[str, Any], clipping: float = 0.0) -> Iterator[Any]:
     torch.manual_seed(0)
     model, make_batch = MODELS["gpt"]()
-    engine = engine_of(model, section)
+    engine = engine_of(model, section, clipping=clipping)
     try:
         yield engine, make_batch
     finally:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from stronghold.telemetry.metrics import Metrics, batch_size, tflops, value
+from stronghold.telemetry.metrics import EarlyCounts, Metrics, batch_size, tflops, value
 from stronghold.telemetry.trace import Span, Trace
 
 
@@ -47,6 +47,22 @@ def test_counters_cover_exactly_one_step(clock: Clock) -> None:
     # From end to end: what an asynchronous device does between two steps is counted too.
     assert (second.step_s, second.tokens_per_s) == (5.0, 20.0)
     assert (second.wait_fetch_s, second.wait_update_s) == (0.0, 0.0)
+
+
+def test_early_updates_are_counted_for_one_step() -> None:
+    metrics = Metrics(num_parameters=1)
+    assert "early" not in metrics.format(end(metrics))
+    for _ in range(12):
+        metrics.count_early("committed")
+    for _ in range(3):
+        metrics.count_early("left")
+    record = end(metrics)
+    assert record.early == EarlyCounts(committed=12, left=3)
+    assert "| early 12 committed, 3 left to the gate" in metrics.format(record)
+    metrics.count_early("dropped")
+    line = metrics.format(end(metrics))
+    assert "early 0 committed, 0 left to the gate, 1 dropped" in line
+    assert not end(metrics).early
 
 
 def test_time_before_the_first_tokens_and_after_a_restart_is_not_training(clock: Clock) -> None:

@@ -370,6 +370,37 @@ def test_early_layers_train_as_a_whole_and_are_spread_by_their_bytes(model: str)
         assert plan.host_total_bytes == plan_without.host_total_bytes + second
 
 
+@pytest.mark.parametrize(
+    ("model", "changes", "reasons"),
+    [
+        ("even", {"num_ranks": 2}, ["several ranks share the layers"]),
+        ("even", {"nvme": True, "spill": "moments"}, ["8 layers have arrays in files"]),
+        ("all frozen", {}, ["3 layers have frozen parameters"]),
+        (
+            "frozen blocks",
+            {"nvme": True, "spill": "moments"},
+            ["2 layers have frozen parameters", "1 layers have arrays in files"],
+        ),
+        (
+            "even",
+            {"resident_layers": 6, "resident_updates": "gpu"},
+            ["8 layers are updated on the gpu"],
+        ),
+    ],
+)
+def test_the_plan_says_why_no_layer_is_early(
+    model: str, changes: dict[str, Any], reasons: list[str]
+) -> None:
+    plan = make_plan(layout_of(MODELS[model]), demand(early_layers=2, **changes))
+    start = "no layer is updated before the norm is known (stronghold.early_layers): "
+    found = [reason.removeprefix(start) for reason in plan.reasons if "the norm" in reason]
+    assert not plan.early
+    assert len(found) == len(reasons)
+    assert all(map(str.startswith, found, reasons))
+    none_asked = make_plan(layout_of(MODELS[model]), demand(early_layers=0, **changes))
+    assert not any("the norm" in reason for reason in none_asked.reasons)
+
+
 @pytest.mark.parametrize("num_layers", [1, 2, 7, 16, 33])
 def test_equal_layers_are_spread_evenly(num_layers: int) -> None:
     layers = layout_of(((2048, 2048, True),) * num_layers).layers
