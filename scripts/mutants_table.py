@@ -241,7 +241,8 @@ EARLY_UPDATES = [
     Mutant(
         "an early update is committed although an alias shows the old values",
         "runtime/early_updates.py",
-        "        if self._bindings.is_seen(state.index):\n            return False\n        is_same",
+        "        if self._bindings.is_seen(state.index):\n            return False\n"
+        "        is_same",
         "        is_same",
         EARLY,
         "alias_that_backward_makes",
