@@ -26,7 +26,9 @@ from harness import ROOT, describe, leave, provenance
 
 sys.path.insert(0, str(ROOT))
 
+from stronghold.model.layout import ModelLayout
 from stronghold.plan.cost import LayerLoad, Workload
+from stronghold.plan.plan import Plan
 from stronghold.predict.simulate import simulate
 from stronghold.telemetry.trace import read
 from tests.support.sleeping import SleepingModel, rates, timed_steps
@@ -70,17 +72,17 @@ class Contender:
         self.seconds += timed_steps(self._engine, self._x, steps)
         self._engine.synchronize()
 
-    def predicted_s(self) -> float:
-        """The simulator's seconds of a step, from the paces and the sleeps."""
-        now = self._engine.inspect()
-        load = LayerLoad(forward_s=FORWARD_S, backward_s=2 * FORWARD_S)
-        work = Workload(layers=(load,) * len(now.layout.layers))
-        return simulate(now.layout, now.plan, work, self._rates, asynchronous=False).step_s
+    def predicted_s(self, layout: ModelLayout, plan: Plan, compute_s: float) -> float:
+        """The simulator's seconds of a step, from the paces and the measured compute of a step."""
+        forward_s = compute_s / 3 / len(layout.layers)
+        load = LayerLoad(forward_s=forward_s, backward_s=2 * forward_s)
+        work = Workload(layers=(load,) * len(layout.layers))
+        return simulate(layout, plan, work, self._rates, asynchronous=False).step_s
 
     def close(self, steps: int) -> dict[str, Any]:
         """The result, over `steps` steps in all."""
-        kinds = [action.kind.value for action in self._engine.inspect().performed]
-        predicted_s = self.predicted_s()
+        now = self._engine.inspect()
+        kinds = [action.kind.value for action in now.performed]
         self._engine.destroy()
         spans = read(self._trace)
         self._folder.cleanup()
@@ -90,7 +92,7 @@ class Contender:
         }
         return {
             "step_s": statistics.median(self.seconds),
-            "predicted_s": predicted_s,
+            "predicted_s": self.predicted_s(now.layout, now.plan, busy["compute"]),
             "busy": busy,
             "committed": kinds.count("commit"),
             "withdrawn": kinds.count("withdraw"),
@@ -163,8 +165,8 @@ def main() -> None:
             "",
             f"{args.layers} layers. Compute is sleep. Link and updates are paced, on the",
             f"emulated device. Medians of {args.rounds * args.steps} steps; contenders alternate.",
-            "The simulator predicts from the paces and the sleeps, and does not know what Python",
-            "takes. Nothing here has run on a GPU.",
+            "The simulator predicts from the paces and the measured seconds of compute. Nothing",
+            "here has run on a GPU.",
             "",
             *lines,
         ]

@@ -11,6 +11,7 @@ import argparse
 import contextlib
 import inspect
 import json
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -61,6 +62,14 @@ def _parser() -> argparse.ArgumentParser:
         dest = f"{option}_s"
         extent.add_argument(f"--{option}", type=float, dest=dest, metavar="S", help=words)
     trace.set_defaults(run=_trace)
+    commands.add_parser(
+        "test",
+        help="check in ten seconds that training on this machine is exact",
+        description="Train a small model with the window and in a plain PyTorch loop, on the GPU "
+        "or, without one, on the emulated device. Print three lines: whether all bits are equal, "
+        "whether the peak bytes are those of the plan, and the rate of the link to the GPU. Exit "
+        "with 1 if a check fails.",
+    ).set_defaults(run=_test)
     _add_doctor(commands)
     _add_plan(commands)
     _add_export(commands)
@@ -97,6 +106,15 @@ def _add_doctor(commands: Any) -> None:
     )
     doctor.add_argument("--device", choices=["cuda", "emulated"], help="default: a GPU if any")
     doctor.add_argument("--quick", action="store_true", help="rougher, in a few seconds")
+    report = doctor.add_argument_group("report")
+    report.add_argument(
+        "--report",
+        action="store_true",
+        help="measure nothing; print versions, the machine, its profile and a config for a bug "
+        "report, without paths, secrets and names",
+    )
+    report.add_argument("--config", type=Path, metavar="FILE", help="the DeepSpeed config")
+    report.add_argument("-o", "--output", type=Path, metavar="FILE", help="write the report there")
     doctor.set_defaults(run=_doctor)
 
 
@@ -233,7 +251,36 @@ def _add_import(commands: Any) -> None:
     parser.set_defaults(run=_import)
 
 
+def _test(_: argparse.Namespace) -> tuple[str, int]:
+    def progress(text: str) -> None:
+        print(f"stronghold test: {text}", file=sys.stderr, flush=True)
+
+    progress("loading torch and DeepSpeed")
+    # Without it cuBLAS may add in another order in each run. It is read when CUDA starts.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    from stronghold.doctor import selftest
+
+    checks = selftest.run(progress)
+    advice = "To report a problem, send this output and that of: stronghold doctor --report"
+    return "\n".join([*map(str, checks), advice]), 0 if all(c.passed for c in checks) else 1
+
+
+def _report(arguments: argparse.Namespace) -> tuple[str, int]:
+    from stronghold.doctor import report
+
+    text = report.report(arguments.config)
+    if arguments.output is None:
+        return text, 0
+    _write("-o", arguments.output, text + "\n")
+    return f"The report is in {arguments.output}. Read it before you send it.", 0
+
+
 def _doctor(arguments: argparse.Namespace) -> tuple[str, int]:
+    if arguments.report:
+        return _report(arguments)
+    for option, value in (("--config", arguments.config), ("--output", arguments.output)):
+        if value is not None:
+            raise ConfigError(f"{option}: is for the report; expected --report beside it")
     from tqdm import tqdm
 
     form = "{desc:<40} {percentage:3.0f}% |{bar}| {elapsed}"
@@ -279,7 +326,7 @@ def _plan(arguments: argparse.Namespace) -> tuple[str, int]:
     found = forecast.answer(question)
     path = arguments.write
     if path is not None and found.config is not None:
-        _write(path, forecast.config_text(found.config) + "\n")
+        _write("--write", path, forecast.config_text(found.config) + "\n")
     if arguments.json:
         text = json.dumps(found.as_json(), indent=2)
     else:
@@ -297,12 +344,12 @@ def _check_output(arguments: argparse.Namespace) -> None:
             raise ConfigError(f"{option} and --sweep: expected one of them; a sweep is many plans")
 
 
-def _write(path: Path, text: str) -> None:
+def _write(option: str, path: Path, text: str) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"--write {path}: cannot be written: {error.strerror}") from error
+        raise ConfigError(f"{option} {path}: cannot be written: {error.strerror}") from error
 
 
 def _export(arguments: argparse.Namespace) -> str:

@@ -1,4 +1,7 @@
-"""`stronghold doctor`: what this machine can do, and what is wrong with it."""
+"""`stronghold doctor`: what this machine can do, and what is wrong with it.
+
+`selftest` is `stronghold test`. It is imported on its own, because it imports DeepSpeed.
+"""
 
 from __future__ import annotations
 

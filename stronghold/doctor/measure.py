@@ -111,7 +111,7 @@ def _examine(
     rates, pinnable_bytes, pin_error = link_rates(device, size, step)
     host, emulated = platform.node() or "this host", not isinstance(device, CudaDevice)
     if emulated:  # its memory is its budget, or the host's
-        name, link = f"emulated on {_cpu_name()}, {host}", None
+        name, link = f"emulated on {cpu_name()}, {host}", None
         gpu_memory_bytes = device.budget_bytes or limits.usable_bytes
     else:
         gpu, gpu_memory_bytes, address = cuda.identity(device.torch_device.index)
@@ -198,7 +198,8 @@ def _open(device: str | None) -> Device:
     return CudaDevice() if _kind(device) == "cuda" else EmulatedDevice(poison=False)
 
 
-def _cpu_name() -> str:
+def cpu_name() -> str:
+    """The processor's name as the system gives it."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:

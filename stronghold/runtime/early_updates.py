@@ -36,40 +36,41 @@ from stronghold.runtime.pieces import Gradients, InArray
 # Layers that are ready and wait for the one that the schedule has before them. A layer that gets no
 # gradient in this step must not hold up all others.
 PATIENCE = 2
-# Times the clip: a norm up to which the next step may well not be clipped
-# (benchmarks/results/speculation-rule.md).
-NEAR = 1.25
+# Of the rule when early updates are worth while (benchmarks/speculation_rule.py).
+FREE_MISSES = 2
+NEAR = 1.25  # times the clip: a norm up to which the next step may well not be clipped
 LONGEST_PAUSE = 64  # steps
 
 
 class Worth:
     """Whether the next step's early updates are likely to be committed.
 
-    After a step that was clipped they pause for 1, 2, 4, ... steps, until one is not clipped. After
-    a pause they go on once the norm is at most `NEAR` times the clip.
+    `FREE_MISSES` attempts in a row may fail without a consequence. After each further one early
+    updates pause for 1, 2, 4, ... steps, and go on once the norm is at most `NEAR` times the clip.
+    A step that is not clipped ends all of it (benchmarks/speculation_rule.py).
     """
 
     def __init__(self) -> None:
-        self._pause = 1
-        self._left = 0
+        self._misses = 0  # attempts in a row
+        self._left = 0  # steps of the pause
         self._is_near = True
 
     @property
     def is_likely(self) -> bool:
-        return self._left == 0 and self._is_near
+        return self._left == 0 and (self._is_near or self._misses <= FREE_MISSES)
 
     def end_step(self, *, norm: float, clipping: float) -> None:
         """A step ended with this global norm; `clipping` is 0 for none."""
-        is_clipped = clipping > 0.0 and norm > clipping
-        if not is_clipped:
-            self._pause, self._left, self._is_near = 1, 0, True
+        if not clipping > 0.0 or norm <= clipping:
+            self._misses, self._left, self._is_near = 0, 0, True
             return
         was_likely, self._is_near = self.is_likely, norm <= NEAR * clipping
         if self._left:
             self._left -= 1
         elif was_likely:
-            self._left = self._pause
-            self._pause = min(2 * self._pause, LONGEST_PAUSE)
+            self._misses += 1
+            if self._misses > FREE_MISSES:
+                self._left = min(2 ** (self._misses - FREE_MISSES - 1), LONGEST_PAUSE)
 
 
 class EarlyUpdates:

@@ -18,7 +18,6 @@ from stronghold.memory.gradient_slots import gradient_view
 from stronghold.memory.layer import LayerState
 from stronghold.memory.window import Window
 from stronghold.optim.states import Format
-from stronghold.runtime.host_updates import whole_layer
 from stronghold.runtime.parts import Parts
 from stronghold.runtime.pieces import (
     Flat,
@@ -26,6 +25,7 @@ from stronghold.runtime.pieces import (
     Loose,
     Piece,
     gradient_bytes,
+    pieces_in_memory,
     set_or_add,
     step_bytes,
 )
@@ -215,7 +215,7 @@ class GpuUpdates:
     @staticmethod
     def _pieces(gradients: Gradients, changed: Sequence[str]) -> list[Piece]:
         present = (a for a in changed if gradients.state.array(a) is not None)
-        return whole_layer(gradients, (*present, *gradients.arrays))
+        return pieces_in_memory(gradients, (*present, *gradients.arrays))
 
 
 def pending_on_gpu(state: LayerState) -> Flat | Loose:

@@ -234,7 +234,7 @@ class OptimizerStep:
                 gradients = self._pending(state)
                 steps = self._steps.next(state, gradients.positions, scale)
                 self._steps.count(state, gradients.positions)
-                self._on_host.update(gradients, steps)
+                self._on_host.update_in_place(gradients, steps)
                 self._performed.add(Kind.UPDATE, state.index)
         self._on_gpu.update_prepared(scale)
         return changed

@@ -6,7 +6,7 @@ Lanes read them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -18,6 +18,7 @@ from stronghold.memory.buffers import Entry
 from stronghold.memory.layer import LayerState
 from stronghold.memory.tiers import Views
 from stronghold.optim.states import Format, group_size
+from stronghold.plan.cost import SUM_BYTES
 from stronghold.runtime.steps import ParameterStep
 
 SUM_BLOCK_NUMEL = 65536  # kSumBlock of the kernels: it is part of the result's definition
@@ -72,6 +73,11 @@ class Gradients:
     @property
     def arrays(self) -> tuple[str, ...]:
         return (self.array,) if self.array else ()
+
+    def has_any(self, begin: int, end: int) -> bool:
+        """Whether a parameter with elements in [begin, end) of the layer has a gradient here."""
+        parameters = self.state.owned(self.positions).parts
+        return any(begin < at + numel and at < end for _, at, numel in parameters)
 
     def moved_bytes(self, bytes_each: Callable[[Format], float]) -> float:
         """Bytes of an operation that moves `bytes_each(format)` for each of this rank's
@@ -175,6 +181,27 @@ class Piece:
         return segments
 
 
+def pieces_in_memory(gradients: Gradients, arrays: Sequence[str]) -> list[Piece]:
+    """A layer that lies in memory, with these arrays: a piece for each range that has a
+    gradient."""
+    state = gradients.state
+    return [
+        Piece(gradients, begin, end, views_in_memory(state, arrays, begin, end))
+        for begin, end in state.shares
+        if gradients.has_any(begin, end)
+    ]
+
+
+def views_in_memory(state: LayerState, arrays: Iterable[str], begin: int, end: int) -> Views:
+    """Elements [begin, end) of those arrays that their range has."""
+    views: dict[str, torch.Tensor] = {}
+    for array in arrays:
+        view = state.view(array, begin, end)
+        if view is not None:
+            views[array] = view
+    return views
+
+
 class PieceNorms:
     """Sums of squares of parameters, by position, in `sums`, with the bits that the whole gives.
 
@@ -234,6 +261,12 @@ class PieceNorms:
 def gradient_bytes(made: Format) -> float:
     """Bytes of the gradient of one element."""
     return made.dtype.itemsize
+
+
+def summed_bytes(made: Format, *, norms: bool) -> float:
+    """Bytes of one gradient, and of its fp32 sum, which is read and written, and read once more for
+    a norm."""
+    return made.dtype.itemsize + SUM_BYTES * (3 if norms else 2)
 
 
 def step_bytes(made: Format, *, summed: bool) -> float:

@@ -146,13 +146,12 @@ def test_trainers_of_trl_train_as_on_plain_pytorch(
     assert far < 0.05 * moved, "weights of another step"
 
 
-def test_lightnings_strategy_trains_as_on_plain_pytorch(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lightnings_strategy_trains_as_on_plain_pytorch(tmp_path: Path) -> None:
     """On a CPU, which its DeepSpeed strategy refuses: its two checks of the GPU are left out."""
     lightning = pytest.importorskip("lightning")
-    from lightning.pytorch.strategies import DeepSpeedStrategy, StrategyRegistry
-    from lightning.pytorch.strategies import deepspeed as source
+    from lightning.pytorch.strategies import StrategyRegistry
+
+    from tests.support.lightning_on_cpu import OnCPU, lightning_on_cpu
 
     engines: list[Any] = []  # of the last fit: Lightning drops it, and destroys nothing
 
@@ -170,15 +169,6 @@ def test_lightnings_strategy_trains_as_on_plain_pytorch(
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
-    class OnCPU(DeepSpeedStrategy):  # type: ignore[misc]
-        def setup_environment(self) -> None:
-            super(DeepSpeedStrategy, self).setup_environment()
-
-        @property
-        def root_device(self) -> torch.device:
-            return torch.device("cpu")
-
-    monkeypatch.setattr(source, "_validate_device_index_selection", lambda *_: None)
     batches = list(torch.randint(3, 90, (6, 2, 16), generator=torch.Generator().manual_seed(1)))
     runs = []
     for settings in (None, SECTION):
@@ -201,7 +191,8 @@ def test_lightnings_strategy_trains_as_on_plain_pytorch(
             strategy=strategy,
         )
         task = Task()
-        trainer.fit(task, torch.utils.data.DataLoader(batches, batch_size=None))
+        with lightning_on_cpu():
+            trainer.fit(task, torch.utils.data.DataLoader(batches, batch_size=None))
         runs.append(task.losses)
     engines.pop().destroy()
     assert len(runs[0]) == len(batches)

@@ -16,6 +16,8 @@ from stronghold.device.emulated import EmulatedDevice
 from stronghold.runtime.recompute import KeptModule
 from tests.models import HIDDEN
 from tests.support import children
+from tests.support.checkpoints import assert_same, session, snapshot
+from tests.support.checkpoints import train as train_steps
 from tests.support.insides import hooks_of
 from tests.support.interrupts import Stopped, at_bytecode
 from tests.support.training import config, initialized
@@ -144,3 +146,45 @@ def test_an_interrupt_while_a_chunk_runs_leaves_the_block_its_parameters() -> No
         assert all(issubclass(kind, nn.Parameter) for kind in kinds), f"bytecode {number}"
     assert torch.equal(work(), expected)
     engine.destroy()
+
+
+def without_chance(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A snapshot without random states, which a forward changes."""
+    return {name: value for name, value in state.items() if "random" not in name}
+
+
+def arrays_of(engine: Any) -> dict[str, Tensor]:
+    """A snapshot of the engine's arrays."""
+    return without_chance(snapshot(engine))
+
+
+def test_an_interrupt_between_early_update_and_commit_leaves_one_step_or_says_so(
+    tmp_path: Path,
+) -> None:
+    """At each bytecode that starts, takes back and commits early updates. The arrays are those of
+    before the step, or the engine asks for a load, which heals it."""
+    section = {"window": 2, "early_layers": "all"}
+    with session(clipping=1e4, section=section) as engine:
+        first = train_steps(engine, 2)
+        engine.save_checkpoint(tmp_path)
+        before = snapshot(engine)
+        expected = train_steps(engine, 1)
+        engine.load_checkpoint(tmp_path)
+        within = "/stronghold/runtime/early_updates.py"
+        work = lambda: train_steps(engine, 1)  # noqa: E731
+        count = at_bytecode(work, 0, within=within)
+        assert len(first) == 2
+        assert count > 100
+        engine.load_checkpoint(tmp_path)
+        num_torn = 0
+        for number in range(1, count + 1, 13):  # a prime: each instruction of a loop has its turn
+            with pytest.raises(Stopped):
+                at_bytecode(work, number, within=within)
+            if engine.inspect().torn is None:
+                assert_same(arrays_of(engine), without_chance(before))
+            else:
+                num_torn += 1
+            engine.load_checkpoint(tmp_path)
+            assert_same(snapshot(engine), before)
+        assert 0 < num_torn < count
+        assert all(map(torch.equal, train_steps(engine, 1), expected))

@@ -254,7 +254,7 @@ PRIVATE_NAMES: dict[str, tuple[int, str]] = {
     "pretended/install.py _lazy_init": (1, "replaced"),
     "pretended/install.py _is_compiled": (1, "replaced"),
     # Others.
-    "border/test_trl.py _validate_device_index_selection": (1, "Lightning refuses a CPU there"),
+    "support/lightning_on_cpu.py _validate_device_index_selection": (1, "Lightning refuses a CPU"),
     "conftest.py _WORLD_GROUP": (2, "DeepSpeed keeps a group that is gone"),
     "support/frameworks.py _reset_state": (2, "Accelerate keeps its state in the process"),
     "units/test_operator_bytes.py _scaled_dot_product_flash_attention": (
