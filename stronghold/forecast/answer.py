@@ -327,7 +327,7 @@ def _early(found: Forecast) -> Iterator[str]:
 def _gate(found: Forecast) -> Iterator[str]:
     """What it costs that updates wait for the end of backward, where the step waits for them."""
     question, plan = found.question, found.plan
-    if plan is None:
+    if plan is None or plan.early:  # `_early` has what these cost
         return
     waits = sum(found.shares.get(RESOURCES[lane], 0.0) for lane in ("update", "load"))
     work = question.work

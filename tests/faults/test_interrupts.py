@@ -176,15 +176,21 @@ def test_an_interrupt_between_early_update_and_commit_leaves_one_step_or_says_so
         assert len(first) == 2
         assert count > 100
         engine.load_checkpoint(tmp_path)
-        num_torn = 0
+        num_torn = num_stopped = 0
         for number in range(1, count + 1, 13):  # a prime: each instruction of a loop has its turn
-            with pytest.raises(Stopped):
+            try:
                 at_bytecode(work, number, within=within)
+            except Stopped:
+                num_stopped += 1
+            else:  # the lanes' time decides which branches a step takes: it had fewer bytecodes
+                engine.load_checkpoint(tmp_path)
+                continue
             if engine.inspect().torn is None:
                 assert_same(arrays_of(engine), without_chance(before))
             else:
                 num_torn += 1
             engine.load_checkpoint(tmp_path)
             assert_same(snapshot(engine), before)
-        assert 0 < num_torn < count
+        assert 0 < num_torn < num_stopped
+        assert num_stopped > count // 13 // 2
         assert all(map(torch.equal, train_steps(engine, 1), expected))

@@ -589,7 +589,11 @@ def slow_adam(path: Path, gbps: float) -> str:
 def test_updates_that_wait_for_the_gate_are_named_where_the_step_waits_for_them(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    call = [*SIZES, "--machine", slow_adam(tmp_path, 0.5), "--gpu", "20MB", "--batch", "8"]
+    machine = ["--machine", slow_adam(tmp_path, 0.5), "--gpu", "20MB"]
+    _, early, _ = run(*SIZES, *machine, "--batch", "8", capsys=capsys)
+    assert "updates wait" not in early
+    assert "layers are updated early, which takes" in " ".join(early.split())
+    call = [*SIZES, *machine, "--batch", "8", "--early", "0"]
     _, gated, _ = run(*call, capsys=capsys)
     assert "updates wait for the end of backward, since clipping decides" in " ".join(gated.split())
     _, checked, _ = run(*call, "--clipping", "0", capsys=capsys)
