@@ -4,7 +4,7 @@
 |---|---|---|
 | `on_gpu` | its slots, and how far the fetch is | `memory.window` |
 | `views` | what its parameters point to | `runtime.binding`, `runtime.runtime` (versions) |
-| `gradients` | which gradients come, and where they are | `runtime.gradients`, `optimizer_step` |
+| `gradients` | which gradients come, and where they are | `runtime`: executor, the updates' files |
 | `optimizer` | which parameters are trained, and update counts | `runtime.steps`, a load |
 
 The arrays are made by `memory.host`. `repr(layer)` shows all of it. The training thread enters, and

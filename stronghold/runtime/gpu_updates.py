@@ -40,7 +40,7 @@ class GpuUpdates:
         # What updates the layers once the factor of their gradients is known.
         self._prepared: tuple[Sequence[Gradients], Callable[[float], None]] | None = None
 
-    # -- the three operations ---------------------------------------------------------------------
+    # -- gradients --------------------------------------------------------------------------------
     def set_or_add(self, batch: Sequence[Gradients], array: str, *, norms: bool) -> None:
         """Bring gradients to an array of their layers: add to what it has of a parameter, else set
         it. Norms are taken at the gate, in one launch for all layers."""

@@ -196,7 +196,7 @@ class GradientOffload:
             self._offload(layer)
 
     def _offload(self, layer: int) -> None:
-        """The slot has what will come: hand its gradients to the step."""
+        """Hand the slot's gradients to the step: it has what will come, or is needed for others."""
         state = self._layers[layer]
         slot = state.on_gpu.gradient_slot
         if slot is None:  # another rank has gradients of the layer, and this one has none

@@ -161,7 +161,7 @@ class OptimizerStep:
     def take(self, batch: Sequence[Gradients], array: str, *, is_complete: bool = False) -> None:
         """Queue the sum of these gradients and those in `array`: on the GPU in one launch for all
         layers of `batch`, which have one home. `is_complete`: no more gradients of these layers are
-        expected in this step."""
+        expected in this backward."""
         if not batch:
             return
         self._early.cancel(gradients.state.index for gradients in batch)
