@@ -61,7 +61,6 @@ class Simulated(Machine):
         dtype = DTYPES[task.precision]
         demand = Demand(
             states=states_of(dtype, EXACT, DEFAULT.moments),
-            gated=task.clipping > 0.0,
             accumulate=task.accumulation > 1,
             gpu_budget_bytes=task.gpu_memory or self._profile.gpu_memory_bytes,
             host_budget_bytes=task.host_memory or self._profile.host_memory_bytes,

@@ -44,7 +44,6 @@ def row(name: str, num_ranks: int, machine: MachineProfile, exchange_gbps: float
     threads = max(1, machine.num_cores // sharing)
     demand = Demand(
         states=states_of(torch.bfloat16, EXACT, DEFAULT.moments),
-        gated=True,
         accumulate=False,
         window=WINDOW,
         activations="recompute",

@@ -95,7 +95,6 @@ class Settings:
     precision: Precision
     gradient_accumulation_steps: int
     gradient_clipping: float  # global L2 norm; 0.0 is off
-    check_grad_overflow: bool  # whether updates wait for it that all gradients are finite
     skips: bool  # whether a step whose norm is not finite is skipped, where it is known in time
     managed: bool  # false: every step() ends a step, and backwards before it are added up
     optimizer: OptimizerSettings | None  # None: the client's, or forward only
@@ -108,11 +107,6 @@ class Settings:
         if self.ignored:
             keys = ", ".join(self.ignored)
             warn_once(f"config keys without effect under stronghold: {keys}")
-
-    @property
-    def gated(self) -> bool:
-        """Whether something decides over all gradients before any is used."""
-        return self.gradient_clipping > 0.0 or self.check_grad_overflow
 
     @property
     def accumulates(self) -> bool:
@@ -147,8 +141,6 @@ def load(
         precision=precision,
         gradient_accumulation_steps=deepspeed.gradient_accumulation_steps,
         gradient_clipping=float(config.get("gradient_clipping", deepspeed.gradient_clipping)),
-        check_grad_overflow=precision == "fp16"
-        or (precision == "bf16" and deepspeed.bfloat16_config.check_grad_overflow),
         skips=precision != "bf16" or bool(deepspeed.bfloat16_config.check_grad_overflow),
         managed=bool(deepspeed.managed_gradient_accumulation),
         optimizer=optimizer,

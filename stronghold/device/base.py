@@ -91,7 +91,7 @@ class Fence:
     def __init__(self, lane: str, operation: str) -> None:
         self.lane = lane
         self.operation = operation
-        self._turn = [None]  # who takes it away decides: the lane begins, or a caller withdraws
+        self._turn = [None]  # the first to empty it wins: the lane begins, or a caller withdraws
         self.issued = False  # whether `wait_issued` would not block
         self._waiting: list[threading.Lock] = []  # held, each until the fence is issued
         self._event: DeviceEvent | None = None

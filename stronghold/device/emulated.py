@@ -92,8 +92,8 @@ class _EmulatedLane(ThreadLane):
         return _Arrival(begin_s, end_s) if end_s > ended_s else None
 
     def withdraw(self, fences: Sequence[Fence]) -> int:
-        """As `Lane.withdraw`. An operation that was performed ahead of the clock, by which it has
-        not begun, is withdrawn, too: the caller uses nothing of what it wrote."""
+        """Take back operations (`Lane.withdraw`), also those that were performed ahead of the clock
+        and have not begun by it. The caller uses nothing that they wrote."""
         count = super().withdraw(fences)
         ahead = []
         for fence in fences[count:]:

@@ -116,13 +116,13 @@ def report(config: str | os.PathLike[str] | None = None) -> str:
 
 
 def _versions() -> dict[str, str | None]:
-    found: dict[str, str | None] = {"python": platform.python_version()}
+    versions: dict[str, str | None] = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
-            found[name] = version(name)
+            versions[name] = version(name)
         except PackageNotFoundError:
-            found[name] = None
-    return found | {"cuda": torch.version.cuda}
+            versions[name] = None
+    return versions | {"cuda": torch.version.cuda}
 
 
 def _machine() -> dict[str, Any]:
@@ -138,10 +138,12 @@ def _machine() -> dict[str, Any]:
 
 def _profile() -> Any:
     try:
-        found = machine.find()
+        profile = machine.find()
     except ConfigError as error:
         return str(error)
-    return "none: stronghold doctor measures it" if found is None else dataclasses.asdict(found)
+    if profile is None:
+        return "none: stronghold doctor measures it"
+    return dataclasses.asdict(profile)
 
 
 def _config(path: str | os.PathLike[str]) -> Any:

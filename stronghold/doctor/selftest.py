@@ -40,7 +40,7 @@ class Check(NamedTuple):
         return f"{self.name + ':':<8}{'ok' if self.passed else 'FAILED'}, {self.text}"
 
 
-class Model(nn.Module):
+class SmallModel(nn.Module):
     """Residual blocks in a ModuleList. It returns the loss."""
 
     def __init__(self) -> None:
@@ -79,7 +79,7 @@ def run(progress: Progress) -> list[Check]:
 
 
 def compare(windowed: Tensors, plain: Tensors, device: torch.device) -> Check:
-    """Whether every loss and every weight has the same bits in both trainings."""
+    """Check that every loss and every weight has the same bits in both trainings."""
     where = "the GPU" if device.type == "cuda" else "the emulated device"
     different = [name for name in plain if not torch.equal(windowed[name], plain[name])]
     if different:
@@ -90,7 +90,7 @@ def compare(windowed: Tensors, plain: Tensors, device: torch.device) -> Check:
 
 
 def check_memory(report: MemoryReport) -> Check:
-    """Whether the peak bytes of both tiers are those of the plan, and within the budget."""
+    """Check that the peak bytes of both tiers are those of the plan, and within the budget."""
     tiers = (
         ("GPU", report.gpu_peak, report.gpu_planned),
         ("host", report.host_peak, report.host_planned),
@@ -113,9 +113,9 @@ def _check_link(device: torch.device) -> Check:
     return Check("link", not pin_error, f"{text} {pin_error}".rstrip())
 
 
-def _model() -> Model:
+def _model() -> SmallModel:
     torch.manual_seed(0)
-    return Model().to(torch.bfloat16)
+    return SmallModel().to(torch.bfloat16)
 
 
 def _batches(device: torch.device) -> Iterator[tuple[torch.Tensor, ...]]:
@@ -145,7 +145,7 @@ def _train_plain(device: torch.device) -> Tensors:
 
 
 def _train_windowed(device: torch.device) -> tuple[Tensors, MemoryReport]:
-    """The same steps through the engine, with a budget that is smaller than the weights."""
+    """Train through the engine, with a budget that is smaller than the weights."""
     kind = "cuda" if device.type == "cuda" else "emulated"
     config = {
         "train_micro_batch_size_per_gpu": BATCH_SIZE,
@@ -168,6 +168,6 @@ def _train_windowed(device: torch.device) -> tuple[Tensors, MemoryReport]:
     return _tensors(losses, model), report
 
 
-def _tensors(losses: list[torch.Tensor], model: Model) -> Tensors:
+def _tensors(losses: list[torch.Tensor], model: SmallModel) -> Tensors:
     tensors = {f"loss {step}": loss.cpu() for step, loss in enumerate(losses, 1)}
     return tensors | {name: weight.cpu() for name, weight in model.state_dict().items()}

@@ -303,7 +303,7 @@ def _wires(question: Question) -> str:
 
 
 def _early(found: Forecast) -> Iterator[str]:
-    """What early updates take and buy, and what a clipped step costs."""
+    """A note on early updates: their memory, their gain, and the cost of a clipped step."""
     question, choice = found.question, found.choice
     if choice is None or not choice.plan.early:
         return

@@ -151,7 +151,6 @@ class Question:
     def demand(self) -> Demand:
         return Demand(
             states=self.arrays,
-            gated=self.clipping > 0.0 or self.overflow_check,
             early_layers=self.early_layers,
             accumulate=self.accumulation > 1,
             gpu_budget_bytes=self.gpu_bytes,

@@ -351,7 +351,7 @@ class LayerState:
         return self._view(flat, array, begin, end)
 
     def second_view(self, array: str, begin: int, end: int) -> torch.Tensor | None:
-        """The same of the layer's second arrays."""
+        """Elements [begin, end) of one of the layer's second arrays, as `view`."""
         assert self.second is not None
         return self._view(self.second.arrays[array], array, begin, end)
 

@@ -130,7 +130,6 @@ class Demand:
     derive)."""
 
     states: States  # of what the config's precision trains
-    gated: bool
     accumulate: bool
     all_formats: Formats = ()  # of the model's ranges; none: one, of `states`
     training: bool = True

@@ -178,7 +178,7 @@ class Bindings:
             state.views.place = None
         self._views_at.clear()
 
-    def follow(self, layer: int, before: torch.Tensor) -> None:
+    def move_rest(self, layer: int, before: torch.Tensor) -> None:
         """The layer's weights lay in `before`, and lie elsewhere: parameters at rest follow."""
         place = self._layers[layer].views.place
         if place is None or place is self._layers[layer].views.places.get(before.data_ptr()):
@@ -218,8 +218,8 @@ class Bindings:
             return sum(map(_version, self._layers[layer].parameters))
 
     def is_seen(self, layer: int) -> bool:
-        """Whether anybody outside keeps an alias of the layer's weights, where it rests or in a
-        slot of its own: its values may change, and must change, where they are."""
+        """True if a program keeps an alias of the layer's weights, where it rests or in a slot of
+        its own. The program may write through it, and must see new values in it."""
         return self.aliased_at_rest(layer) or self.aliased(layer)
 
     def aliased(self, layer: int) -> bool:

@@ -8,16 +8,16 @@ factor 1, so that an update that ran before the norm was known has the right bit
 1. Backward: gradients of a layer are on their way to the host, and no more will come. `complete`
    queues the update. It reads the layer's arrays and its gradients, and writes its second arrays.
 2. Backward goes on. The gradients stay where they are until the gate. The layer's arrays do not
-   change: whoever reads them sees those of the step before.
+   change: a reader sees those of the step before.
 3. The gate knows the norm. `withdraw` takes back the updates that have not begun: their layers are
    those that the next forward needs first, and the queue has them last.
 4. `commit` compares the numbers of each update that has begun with those that the gate would use
    now: factor, learning rate, step. If they are equal, the second arrays become the layer's. No
    byte is copied. Fetches wait for the update by the arrays' access records.
-5. All other layers are updated in place, in forward order, from their gradients. If the step is
-   skipped, nothing happens.
-What changes a layer's gradients or weights between 1 and 4 cancels its early update: a further
-gradient, a write to a parameter, code of yours that reads it (it may write, too), an alias.
+5. All other layers are updated in place, in forward order, from their gradients. A skipped step
+   updates no layer.
+A layer's gradients or weights may change between 1 and 4. Each of these cancels its early update: a
+further gradient, a write to a parameter, code of yours that reads it (it may write, too), an alias.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ from stronghold.plan.schedule import Kind, Schedule
 from stronghold.runtime.binding import Bindings
 from stronghold.runtime.host_updates import HostUpdates
 from stronghold.runtime.parts import Parts
-from stronghold.runtime.performed import Performed
 from stronghold.runtime.pieces import Gradients, InArray
 
 # Layers that are ready and wait for the one that the schedule has before them. A layer that gets no
@@ -76,12 +75,10 @@ class Worth:
 class EarlyUpdates:
     """Starts, withdraws and commits the early updates of layers that have second arrays."""
 
-    def __init__(
-        self, parts: Parts, on_host: HostUpdates, bindings: Bindings, performed: Performed
-    ) -> None:
+    def __init__(self, parts: Parts, on_host: HostUpdates, bindings: Bindings) -> None:
         self._device, self._layers, self._steps = parts.device, parts.layers, parts.steps
         self._metrics, self._on_host = parts.metrics, on_host
-        self._bindings, self._performed = bindings, performed
+        self._bindings, self._performed = bindings, parts.performed
         self._worth = Worth()
         self._order: Sequence[int] = ()
         self._next = 0  # of the order
@@ -183,7 +180,7 @@ class EarlyUpdates:
         before = state.weights
         state.exchange_arrays()
         self._steps.count(state, early.positions)
-        self._bindings.follow(state.index, before)
+        self._bindings.move_rest(state.index, before)
         self._performed.add(Kind.COMMIT, state.index)
         state.gradients.early = None
         self._metrics.count_early("committed")
@@ -205,7 +202,7 @@ class EarlyUpdates:
             self._metrics.count_early("left")
 
     def end_step(self, *, norm: float | None, clipping: float, loss_scale: float) -> None:
-        """The gate has closed with this norm; None where nobody knows it yet."""
+        """The gate has closed with this norm, or with None if it is not read yet."""
         self._scale = 1.0 / loss_scale
         self._most = (clipping * loss_scale) ** 2 if clipping > 0.0 else math.inf
         if norm is not None and math.isfinite(norm):

@@ -39,7 +39,6 @@ from stronghold.runtime.compute_span import ComputeSpan
 from stronghold.runtime.gradients import GradientOffload
 from stronghold.runtime.optimizer_step import Ledger, OptimizerStep
 from stronghold.runtime.parts import Parts
-from stronghold.runtime.performed import Performed
 from stronghold.runtime.weights import LayerWeights
 
 # A pass longer than this (token-by-token generation) keeps the schedule that it has.
@@ -80,12 +79,11 @@ class Executor:
         ledger: Ledger,
         plan: Plan,
         bindings: Bindings,
-        performed: Performed,
     ) -> None:
         device, host = parts.device, parts.host
         self._device, self._host, self.layers = device, host, host.layers
         self._window, self._step, self._ledger, self._plan = window, step, ledger, plan
-        self.bindings, self.performed = bindings, performed
+        self.bindings, self.performed = bindings, parts.performed
         self._metrics, self._team, self.outside = parts.metrics, parts.team, parts.outside
         self.phase = Phase.IDLE
         self.weights = LayerWeights(parts, window, plan, self.bindings)
@@ -107,9 +105,7 @@ class Executor:
         self.called_residents: frozenset[int] | None = None
         self._step.follow(self.schedule)
         expected = self.schedule.offloads
-        self.gradients = GradientOffload(
-            parts, window, step, expected, span=self._span, performed=performed
-        )
+        self.gradients = GradientOffload(parts, window, step, expected, span=self._span)
 
     def _schedule(
         self,
@@ -247,16 +243,10 @@ class Executor:
             track.num_orders += is_other_order
             track.offloads = offloads or ()
             updates = self._plan.updates if track is self._training else None
-            self._follow(track, self._schedule(uses, updates=updates, offloads=offloads))
-
-    def follow(self, schedule: Schedule) -> None:
-        """Perform this schedule from the next training pass on. It has the uses of such a pass."""
-        self._follow(self._training, schedule)
-
-    def _follow(self, track: Track, schedule: Schedule) -> None:
-        track.schedule, track.cursor = schedule, 0
-        if track is self._training:
-            self._step.follow(schedule)
+            schedule = self._schedule(uses, updates=updates, offloads=offloads)
+            track.schedule, track.cursor = schedule, 0
+            if track is self._training:
+                self._step.follow(schedule)
 
     # -- uses -----------------------------------------------------------------------------------
     def begin_use(self, layer: int, kind: Kind) -> None:

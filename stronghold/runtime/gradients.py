@@ -31,7 +31,6 @@ from stronghold.plan.schedule import Kind
 from stronghold.runtime.compute_span import ComputeSpan
 from stronghold.runtime.optimizer_step import OptimizerStep
 from stronghold.runtime.parts import Parts
-from stronghold.runtime.performed import Performed
 from stronghold.runtime.pieces import Flat, Gradients
 
 
@@ -47,10 +46,9 @@ class GradientOffload:
         expected: Sequence[int],
         *,
         span: ComputeSpan,
-        performed: Performed,
     ) -> None:
         self._device, self._host, self._layers = parts.device, parts.host, parts.layers
-        self._window, self._step, self._performed = window, step, performed
+        self._window, self._step, self._performed = window, step, parts.performed
         self._metrics, self._team = parts.metrics, parts.team
         self._order = parts.team.order(expected, window.num_gradient_slots)
         self._span = span

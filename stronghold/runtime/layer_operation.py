@@ -21,8 +21,8 @@ Work = Callable[[], None]
 
 
 class Verb(Enum):
-    """What an operation does; its name in traces, before the layer's number. UPDATE runs on the
-    lane of updates, all others on the lane of gradients."""
+    """The work of an operation, and its name in traces, before the layer's number. UPDATE runs on
+    the lane of updates, all others on the lane of gradients. NORM may also merge gradients."""
 
     UPDATE = "update"
     NORM = "norm"
@@ -97,7 +97,7 @@ class LayerOperations:
         *,
         is_first: bool,
     ) -> None:
-        """The same where the arrays `filed` are in files."""
+        """Queue an operation whose arrays `filed` are in files: load, work, spill."""
         state, device = gradients.state, self._device
         lane = device.update if verb is Verb.UPDATE else device.gradients
         operation = f"{verb.value} {state.index}"
@@ -157,7 +157,7 @@ class LayerOperations:
 
 
 def _in_memory(state: LayerState, arrays: Iterable[str]) -> tuple[str, ...]:
-    """Those of `arrays` that the layer has in memory."""
+    """The arrays that the layer has in memory, of `arrays`."""
     filed = state.staged
     return tuple(a for a in arrays if a not in filed and state.array(a) is not None)
 

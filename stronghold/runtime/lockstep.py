@@ -18,7 +18,6 @@ from stronghold.runtime.binding import Bindings
 from stronghold.runtime.executor import Executor, Phase, Track
 from stronghold.runtime.optimizer_step import Ledger, OptimizerStep
 from stronghold.runtime.parts import Parts
-from stronghold.runtime.performed import Performed
 
 
 class LockstepExecutor(Executor):
@@ -32,9 +31,8 @@ class LockstepExecutor(Executor):
         ledger: Ledger,
         plan: Plan,
         bindings: Bindings,
-        performed: Performed,
     ) -> None:
-        super().__init__(parts, window, step, ledger, plan, bindings, performed)
+        super().__init__(parts, window, step, ledger, plan, bindings)
         # What was in slots, and was outdated, when this rank left the agreed order of fetches:
         # until it takes it up again, its fetches are its own. None while it follows that order.
         self._left: tuple[list[int | None], list[LayerState]] | None = None

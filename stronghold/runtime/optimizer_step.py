@@ -7,9 +7,8 @@ ends the step, and whether the arrays are of one step. The work itself is in `ho
 training thread enters, and autograd's in backward. Lanes write norms, which the training thread
 reads behind their access record.
 
-[Note: where it stands in the step] The schedule says where a layer's update stands. Behind the gate
-layers are updated in forward order, so that the next forward starts at once and waits layer by
-layer.
+[Note: where it stands in the step] The schedule has the place of each update. Layers behind the
+gate are updated in forward order. So the next forward starts at once, and waits layer by layer.
 
 [Note: a gradient that comes twice] A parameter that is used in two autograd leaves (two forward
 calls before one backward on a GPU, reentrant checkpoints) has several gradients in one backward.
@@ -40,7 +39,6 @@ from stronghold.runtime.early_updates import EarlyUpdates
 from stronghold.runtime.gpu_updates import GpuUpdates, pending_on_gpu
 from stronghold.runtime.host_updates import HostUpdates
 from stronghold.runtime.parts import Parts
-from stronghold.runtime.performed import Performed
 from stronghold.runtime.pieces import Flat, Gradients, InArray, Loose
 
 logger = logging.getLogger("stronghold")
@@ -129,15 +127,14 @@ class OptimizerStep:
         plan: Plan,
         window: Window,
         bindings: Bindings,
-        performed: Performed,
     ) -> None:
         self._host, self._layers, self._window = parts.host, parts.layers, window
         self._ledger, self._steps, self._team = ledger, parts.steps, parts.team
-        self._plan, self._performed = plan, performed
+        self._plan, self._performed = plan, parts.performed
         self._on_host = HostUpdates(parts)
         self._on_gpu = GpuUpdates(parts, window)
         self._at: dict[Home, HostUpdates | GpuUpdates] = {HOST: self._on_host, GPU: self._on_gpu}
-        self._early = EarlyUpdates(parts, self._on_host, bindings, performed)
+        self._early = EarlyUpdates(parts, self._on_host, bindings)
         self._gate_order: Sequence[int] = ()
 
     def follow(self, schedule: Schedule) -> None:

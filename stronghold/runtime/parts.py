@@ -24,6 +24,7 @@ from stronghold.model.partition import WeightSource
 from stronghold.native import Kernels
 from stronghold.plan.homes import GPU, HOST, Home
 from stronghold.plan.plan import Plan
+from stronghold.plan.schedule import Action, Kind
 from stronghold.runtime.steps import Groups, OptimizerSteps
 from stronghold.team.ranks import NodeWeights, RankTeam, Team
 from stronghold.telemetry.metrics import Metrics
@@ -51,6 +52,28 @@ class Outside:
         return gradient if self.divisor == 1 else gradient / self.divisor
 
 
+MAX_ACTIONS = 1 << 16  # of one step: a run without steps (evaluation) must not fill memory
+
+
+class Performed:
+    """The operations that a step performed, in order: `engine.inspect()` shows them beside the
+    schedule. `last` has those of the step that ended last. The thread that calls hooks enters."""
+
+    def __init__(self) -> None:
+        self.last: tuple[Action, ...] = ()
+        self._now: list[Action] = []
+
+    def add(self, kind: Kind, layer: int = -1) -> None:
+        """An operation was queued; of a use, compute is about to begin it."""
+        if len(self._now) < MAX_ACTIONS:
+            self._now.append(Action(kind=kind, layer=layer))
+
+    def end_step(self) -> None:
+        """A step has ended. Later operations belong to the next one."""
+        self.last = tuple(self._now)
+        self._now = []
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
     """`host` has every layer, and the arrays of those that `store` has not: these are updated on
@@ -64,6 +87,7 @@ class Parts:
     metrics: Metrics
     team: Team
     outside: Outside = field(default_factory=Outside)
+    performed: Performed = field(default_factory=Performed)
 
     @property
     def layers(self) -> Sequence[LayerState]:

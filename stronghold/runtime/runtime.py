@@ -48,7 +48,6 @@ from stronghold.runtime.hooks import Hooks
 from stronghold.runtime.lockstep import LockstepExecutor
 from stronghold.runtime.optimizer_step import GateResult, Ledger, OptimizerStep
 from stronghold.runtime.parts import Parts, Written
-from stronghold.runtime.performed import Performed
 from stronghold.runtime.pieces import Gradients, Loose
 
 logger = logging.getLogger("stronghold")
@@ -77,9 +76,9 @@ class Runtime:
             own_gradients=plan.own_gradients,
             sums=plan.demand.chunk is not None,
         )
-        bindings, performed = Bindings(host.layers, plan.resident), Performed()
+        bindings = Bindings(host.layers, plan.resident)
         self.ledger = Ledger(parts.layers)
-        self.step = OptimizerStep(parts, self.ledger, plan, self.window, bindings, performed)
+        self.step = OptimizerStep(parts, self.ledger, plan, self.window, bindings)
         self._hooks: Hooks | None = None
         # Updated on the host, where writes to what is on the device, or to what has a master of
         # its own, do not show; and the versions of their parameters that did.
@@ -91,9 +90,7 @@ class Runtime:
         self._has_aliases = False  # said once
         device.open_streams(plan.demand.streams)
         executor = LockstepExecutor if parts.team.lockstep else Executor
-        self.executor = executor(
-            parts, self.window, self.step, self.ledger, plan, bindings, performed
-        )
+        self.executor = executor(parts, self.window, self.step, self.ledger, plan, bindings)
         self.activations = Activations(parts, plan, self.executor, host_room_bytes)
 
     # -- life -------------------------------------------------------------------------------------

@@ -200,7 +200,6 @@ class Stack:
         return Demand(
             states=self.states,
             all_formats=self.formats,
-            gated=settings.gated,
             accumulate=settings.accumulates,
             training=training,
             gpu_budget_bytes=gpu_budget,
@@ -639,7 +638,7 @@ def _resident_updates(section: StrongholdConfig, ranks: Ranks, *, on_gpu: bool) 
 
 
 def _early_layers(section: StrongholdConfig, layout: ModelLayout) -> int | None:
-    """What the config says of early updates, as the planner takes it."""
+    """The config's number of early layers for the planner; None leaves it to the search."""
     if not section.speculation:
         return 0
     return len(layout.layers) if section.early_layers == "all" else section.early_layers

@@ -163,7 +163,6 @@ def test_a_simulated_rank_has_the_bytes_of_its_plan(
     demand = Demand(
         states=formats[0].trained,
         all_formats=formats,
-        gated=True,
         accumulate=False,
         window=2,
         num_ranks=num_ranks,

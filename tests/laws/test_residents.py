@@ -138,7 +138,7 @@ def test_closing_gives_the_model_back_in_memory_of_its_own(place: str) -> None:
     loss_of(model(**make_batch(0))).backward()  # an ordinary model again
 
 
-@pytest.mark.parametrize("mode", [{}, {"gated": True}, {"accumulate": True}], ids=str)
+@pytest.mark.parametrize("mode", [{}, {"accumulate": True}], ids=str)
 def test_a_simulated_step_takes_what_the_plan_says(mode: dict[str, bool]) -> None:
     """The same parts, without memory: nothing of them reads a value on its way."""
     found = layout(partition(MODELS["gpt"](num_layers=4)[0]))
@@ -148,7 +148,7 @@ def test_a_simulated_step_takes_what_the_plan_says(mode: dict[str, bool]) -> Non
     )
     machine = rates(1.0, memory_gbps=100.0, device_gbps=10.0, handover_s=1e-5)
     for resident, whole in ((0, None), (2, None), (4, False), (4, None)):
-        given = {"gated": False, "accumulate": False, **mode}
+        given = {"accumulate": False, **mode}
         wish = Demand(states=adam_states(torch.bfloat16), **given)
         places = {"resident_layers": resident, "resident_updates": "gpu", "whole": whole}
         plan = make_plan(found, dataclasses.replace(wish, window=2, **places))

@@ -31,13 +31,12 @@ def predict(
     wire_gbps: float | None = None,
     network_gbps: float | None = None,
     window: int = 4,
-    gated: bool = True,
     **more: Any,
 ) -> Prediction:
     sharing = num_ranks // num_nodes
     return simulate(
         for_ranks(SUBJECT.layout, num_ranks),
-        plan_of(num_ranks, window, num_nodes, gated=gated, **more),
+        plan_of(num_ranks, window, num_nodes, **more),
         workload_of(SUBJECT.costs_of(8, 1024, "bf16"), MACHINE),
         rates_of(
             MACHINE,
@@ -55,13 +54,11 @@ def plan_of(
     window: int = 4,
     num_nodes: int = 1,
     *,
-    gated: bool = True,
     spill: str | None = None,
     early_layers: int | None = None,
 ) -> Plan:
     demand = Demand(
         states=adam_states(torch.bfloat16),
-        gated=gated,
         accumulate=False,
         window=window,
         num_ranks=num_ranks,
@@ -74,24 +71,21 @@ def plan_of(
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4, 8])
-@pytest.mark.parametrize("gated", [True, False])
-def test_a_simulated_rank_has_the_bytes_of_its_plan(gated: bool, num_ranks: int) -> None:
-    """14 bytes per parameter, also where no norm decides and whatever is to be updated early."""
-    prediction, plan = predict(num_ranks, gated=gated), plan_of(num_ranks, gated=gated)
+def test_a_simulated_rank_has_the_bytes_of_its_plan(num_ranks: int) -> None:
+    """14 bytes per parameter, whatever is to be updated early."""
+    prediction, plan = predict(num_ranks), plan_of(num_ranks)
     assert prediction.host_peak_bytes == plan.host_total_bytes
     assert prediction.gpu_peak_bytes == plan.gpu_total_bytes
-    alone = plan_of(1, gated=True).host_total_bytes
+    alone = plan_of(1).host_total_bytes
     assert plan.host_total_bytes == pytest.approx(alone / num_ranks, rel=1e-3)
     numel = sum(layer.numel for layer in for_ranks(SUBJECT.layout, num_ranks).layers)
     assert plan.host_total_bytes == 14 * numel // num_ranks
-    early = plan_of(num_ranks, gated=gated, early_layers=6)
+    early = plan_of(num_ranks, early_layers=6)
     assert (early.host_total_bytes, early.early) == (plan.host_total_bytes, frozenset())
 
 
 def test_updates_wait_for_the_gate_also_where_each_rank_has_a_part_of_the_model() -> None:
-    demand = Demand(
-        states=adam_states(torch.bfloat16), gated=False, accumulate=False, early_layers=4
-    )
+    demand = Demand(states=adam_states(torch.bfloat16), accumulate=False, early_layers=4)
     assert len(make_plan(SUBJECT.layout, demand).early) == 4
     plan = make_plan(SUBJECT.layout, replace(demand, shares_weights=True))
     assert not plan.early
@@ -99,14 +93,13 @@ def test_updates_wait_for_the_gate_also_where_each_rank_has_a_part_of_the_model(
 
 
 @pytest.mark.parametrize("spill", ["moments", "masters"])
-@pytest.mark.parametrize("gated", [True, False])
-def test_ranks_of_one_node_divide_its_disks(gated: bool, spill: str) -> None:
+def test_ranks_of_one_node_divide_its_disks(spill: str) -> None:
     """Bytes of the plan, 1 / N in files, and the step of one rank at the disks' rates."""
-    alone = predict(1, gated=True, spill=spill)
-    files = plan_of(1, gated=True, spill=spill).nvme_total_bytes
+    alone = predict(1, spill=spill)
+    files = plan_of(1, spill=spill).nvme_total_bytes
     for num_ranks in (2, 8):
-        plan = plan_of(num_ranks, gated=gated, spill=spill)
-        prediction = predict(num_ranks, wire_gbps=200.0, gated=gated, spill=spill)
+        plan = plan_of(num_ranks, spill=spill)
+        prediction = predict(num_ranks, wire_gbps=200.0, spill=spill)
         assert prediction.host_peak_bytes == plan.host_total_bytes
         assert plan.nvme_total_bytes == pytest.approx(files / num_ranks, rel=1e-3)
         assert prediction.step_s == pytest.approx(alone.step_s, rel=0.1)
@@ -116,7 +109,7 @@ def test_ranks_of_one_node_divide_its_disks(gated: bool, spill: str) -> None:
 def test_several_ranks_keep_their_weights_in_memory() -> None:
     with pytest.raises(ConfigError, match=r"nvme\.spill"):
         plan_of(2, spill="weights")
-    demand = Demand(states=adam_states(torch.bfloat16), gated=True, accumulate=False, nvme=True)
+    demand = Demand(states=adam_states(torch.bfloat16), accumulate=False, nvme=True)
     demand = replace(demand, host_budget_bytes=1)
     # Also those of which each has a part of the model of its own.
     for sharing in (replace(demand, num_ranks=2), replace(demand, shares_weights=True)):

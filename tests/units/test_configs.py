@@ -116,7 +116,6 @@ def plan(settings: Settings, of: ModelLayout, ram: int, accumulation: int | None
         of,
         Demand(
             states=adam_states(torch.bfloat16, section.states),
-            gated=settings.gradient_clipping > 0,
             accumulate=steps > 1,
             gpu_budget_bytes=section.gpu_memory,
             host_budget_bytes=int(ram * RAM_SHARE),

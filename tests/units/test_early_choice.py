@@ -36,7 +36,7 @@ def sizes() -> ModelLayout:
 
 
 def demand_of(**more: Any) -> Demand:
-    return Demand(states=adam_states(torch.float32), gated=True, accumulate=False, window=3, **more)
+    return Demand(states=adam_states(torch.float32), accumulate=False, window=3, **more)
 
 
 def forecast(load: float, count: int | None, room: int | None = None) -> tuple[float, float, int]:
@@ -90,9 +90,8 @@ def test_the_search_takes_no_more_early_layers_than_there_is_room_for(room: int)
     assert found_s <= NEAR * min(forecast(1.0, k, room)[0] for k in range(room + 1))
 
 
-@pytest.mark.parametrize("gated", [False, True])
-def test_the_last_layers_spill_first_and_are_not_early(gated: bool) -> None:
-    demand = replace(demand_of(), gated=gated)
+def test_the_last_layers_spill_first_and_are_not_early() -> None:
+    demand = demand_of()
     whole = make_plan(sizes(), demand)
     for share in (0.2, 0.4, 0.6):
         budget = whole.host_total_bytes - int(share * 8 * NUMEL * NUM_LAYERS)

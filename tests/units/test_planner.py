@@ -71,7 +71,7 @@ def layout_of(sizes: Sizes) -> ModelLayout:
 
 
 def demand(dtype: torch.dtype = torch.bfloat16, **changes: Any) -> Demand:
-    return Demand(**{"states": adam_states(dtype), "gated": False, "accumulate": False, **changes})
+    return Demand(**{"states": adam_states(dtype), "accumulate": False, **changes})
 
 
 def taken(layout: ModelLayout, plan: Plan, dtype: torch.dtype, *, training: bool) -> list[int]:
@@ -131,12 +131,9 @@ def named_number(error: pytest.ExceptionInfo[BaseException], pattern: str) -> in
 # -- the formula -------------------------------------------------------------------------------
 WAYS: list[dict[str, Any]] = [
     {},
-    {"gated": True},
     {"accumulate": True},
-    {"accumulate": True, "gated": True},
     {"training": False},
     {"chunk": 2},
-    {"chunk": 2, "gated": True},
     {"early_layers": 1},
     {"accumulate": True, "early_layers": 1},
 ]
@@ -177,11 +174,10 @@ def test_bf16_on_the_gpu_takes_fourteen_bytes_a_parameter() -> None:
     pinned = {"resident_layers": len(layout.streamed), "resident_updates": "gpu"}
     numel = sum(layer.numel for layer in layout.layers)
     plain = make_plan(layout, demand(whole=False, **pinned))
-    gated = make_plan(layout, demand(whole=False, gated=True, **pinned))
-    assert plain.gpu_total_bytes == gated.gpu_total_bytes == 14 * numel
+    assert plain.gpu_total_bytes == 14 * numel
     summed = make_plan(layout, demand(accumulate=True, **pinned))
     assert summed.gpu_total_bytes == 16 * numel + 2 * layout.num_trainable
-    assert plain.host_total_bytes == gated.host_total_bytes == summed.host_total_bytes == 0
+    assert plain.host_total_bytes == summed.host_total_bytes == 0
 
 
 @pytest.mark.parametrize(
@@ -347,12 +343,11 @@ def test_resident_blocks_are_the_last_ones() -> None:
 
 def test_gradients_wait_where_the_config_needs_them() -> None:
     layout = layout_of(MODELS["even"])
-    for gated in (False, True):
-        plan = make_plan(layout, demand(gated=gated))
-        assert (plan.accumulates, plan.pending, plan.ring_entries) == (False, set(range(8)), 0)
-        summed = make_plan(layout, demand(gated=gated, accumulate=True))
-        assert (summed.accumulates, summed.pending) == (True, frozenset())
-        assert summed.ring_entries == RING_ENTRIES
+    plan = make_plan(layout, demand())
+    assert (plan.accumulates, plan.pending, plan.ring_entries) == (False, set(range(8)), 0)
+    summed = make_plan(layout, demand(accumulate=True))
+    assert (summed.accumulates, summed.pending) == (True, frozenset())
+    assert summed.ring_entries == RING_ENTRIES
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -443,7 +438,7 @@ def test_layers_that_cannot_be_early_are_no_places() -> None:
 
 # -- the host's budget -------------------------------------------------------------------------
 @pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("mode", [{}, {"gated": True}, {"accumulate": True}], ids=str)
+@pytest.mark.parametrize("mode", [{}, {"accumulate": True}], ids=str)
 def test_too_little_host_memory_is_refused_with_what_fits(model: str, mode: dict[str, Any]) -> None:
     layout = layout_of(MODELS[model])
     with pytest.raises(BudgetError, match=r"stronghold\.host_memory") as error:
@@ -459,7 +454,7 @@ def test_too_little_host_memory_is_refused_with_what_fits(model: str, mode: dict
 # -- what a person reads -----------------------------------------------------------------------
 def test_the_plan_prints_its_reasons_and_every_byte() -> None:
     layout = layout_of(MODELS["even"])
-    plan = make_plan(layout, demand(gated=True, resident_layers=1, gpu_budget_bytes=80_000))
+    plan = make_plan(layout, demand(resident_layers=1, gpu_budget_bytes=80_000))
     text = str(plan)
     assert text.startswith("stronghold plan\n")
     for reason in plan.reasons:
@@ -534,8 +529,8 @@ def test_activations_by_level_are_what_waits_and_what_passes() -> None:
     large = dataclasses.replace(block, boundary_bytes=chunks * chunk)
     wish = dataclasses.replace(known, kept=(large,) * len(layout.layers))
     for level, else_where in {"recompute_offload": 0, "attention_offload": attended}.items():
-        for gated, accumulate, waiting in ((False, False, 1), (True, False, 1), (True, True, 4)):
-            asked = {"activations": level, "gated": gated, "accumulate": accumulate}
+        for accumulate, waiting in ((False, 1), (True, 4)):
+            asked = {"activations": level, "accumulate": accumulate}
             plan = make_plan(layout, dataclasses.replace(wish, **asked))
             assert plan.offloaded_bytes == n * (waiting * chunk + else_where), asked
             assert plan.traffic.offloaded_bytes == n * (chunks * chunk + else_where)

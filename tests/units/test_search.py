@@ -36,7 +36,6 @@ class Pair(NamedTuple):
     batch: int
     seq: int
     gpu_gib: float
-    gated: bool = True
 
 
 # Large layers, few of them: an exhaustive sweep takes seconds.
@@ -46,11 +45,11 @@ PAIRS = [
     Pair("rtx3090", (10, 5120, 40, 32000), 16, 1024, 14),
     Pair("v100-32gb", (12, 2048, 16, 50304), 4, 1024, 5),
     Pair("a100-80gb", (8, 8192, 64, 32000), 4, 4096, 30),
-    Pair("a100-80gb", (12, 4096, 32, 128256), 2, 1024, 20, gated=False),
+    Pair("a100-80gb", (12, 4096, 32, 128256), 2, 1024, 20),
     Pair("h100-80gb", (10, 8192, 64, 128256), 8, 4096, 60),
     Pair("h100-80gb", (12, 5120, 40, 32000), 1, 2048, 16),
     Pair("h200", (8, 8192, 64, 32000), 1, 1024, 40),
-    Pair("h200", (10, 8192, 64, 128256), 16, 2048, 100, gated=False),
+    Pair("h200", (10, 8192, 64, 128256), 16, 2048, 100),
 ]
 
 
@@ -60,7 +59,6 @@ def demand_of(pair: Pair) -> tuple[ModelLayout, ModelCosts, MachineProfile, Dema
     layout, costs = model.layout, model.costs_of(pair.batch, pair.seq, "bf16")
     demand = Demand(
         states=adam_states(torch.bfloat16),
-        gated=pair.gated,
         accumulate=False,
         gpu_budget_bytes=int(pair.gpu_gib * GIB),
         cpu_threads=machine.num_cores,
