@@ -147,7 +147,7 @@ UPDATES = [
         "            norms.add(piece, array)\n",
         "            norms.add(piece)\n",
         BITS,
-        "gpt and 3- and gate",
+        "gpt and 3-",
     ),
     Mutant(
         "a step that overflows is applied",
