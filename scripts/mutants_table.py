@@ -277,7 +277,7 @@ EARLY_UPDATES = [
         "self.records[name], second.records[name] = second.records[name], self.records[name]",
         "pass",
         EARLY,
-        "comes_after_the_gate",
+        "reader_after_the_gate",
     ),
     Mutant(
         "the update of a layer that was committed runs again",
@@ -319,8 +319,8 @@ PASSES = [
         "runtime/executor.py",
         "state.gradients.expected = ExpectedGradients()",
         "state.gradients.expected = ExpectedGradients(state.gradients.expected.calls)",
-        ("tests/laws/test_memory.py",),
-        "bytes_of_its_optimizer",
+        BITS,
+        "gpt and 3-",
     ),
     Mutant(
         "a fetch does not wait for what is read from its file",

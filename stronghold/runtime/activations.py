@@ -576,9 +576,8 @@ class Activations:
             if packed.tensor._version != packed.version:  # torch does not look: it has our handle
                 raise ConfigError(
                     "backward needs weights as they were before an update on the gpu: the graph is "
-                    "older than the step, or the model reads a trained weight detached, which "
-                    "autograd does not count; for the latter set stronghold.resident_updates to "
-                    '"host", or gradient_clipping above 0'
+                    "older than the step. Run the forward again after engine.step, or set "
+                    'stronghold.resident_updates to "host"'
                 )
             return packed.tensor
         if isinstance(packed, SavedActivation):

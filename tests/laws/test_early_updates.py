@@ -22,7 +22,7 @@ from torch import nn
 
 from stronghold.errors import ConfigError, LaneError
 from stronghold.plan.cost import LayerLoad, Workload
-from stronghold.plan.schedule import Kind
+from stronghold.plan.schedule import Action, Kind
 from stronghold.predict.simulate import simulate
 from stronghold.refine import TRACED_STEPS, UNTOLD_STEPS
 from stronghold.runtime.early_updates import FREE_MISSES
@@ -710,28 +710,35 @@ def test_an_early_update_that_a_late_gradient_cancels_is_dropped() -> None:
 
 
 @pytest.mark.parametrize("first", ["a read", "a forward", "a checkpoint"])
-def test_whoever_comes_after_the_gate_waits_for_a_committed_update(
+def test_a_reader_after_the_gate_waits_for_a_committed_update(
     first: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The update of the layer that the next forward needs first has begun at the gate, and ends
+    after it. No later update of the lane makes the reader wait in its place."""
     with twin(section=ALL, clipping=1e4, precision="bf16") as both:
-        lane = both.engine.inspect().device.update
+        lane, begun = both.engine.inspect().device.update, threading.Event()
 
         def late(name: str, work: Callable[[], None], *args: Any, **declared: Any) -> Any:
             def sleeping() -> None:
-                time.sleep(0.03 if "early" in name else 0.0)
+                begun.set()
+                time.sleep(0.05)
                 work()
 
-            return submit(name, sleeping, *args, **declared)
+            is_first = name == "update early 0"
+            return submit(name, sleeping if is_first else work, *args, **declared)
 
         submit = lane.submit
         monkeypatch.setattr(lane, "submit", late)
         for number in range(3):
-            both.train(number)
+            begun.clear()
+            both.backward(both.on(number))
+            assert begun.wait(WITHIN_S)
+            both.step()
             if first == "a read":
                 assert all(map(torch.equal, both.model.parameters(), both.plain.parameters()))
             elif first == "a checkpoint":
                 both.engine.save_checkpoint(tmp_path)
-            assert committed(both.engine)
+            assert Action(kind=Kind.COMMIT, layer=0) in both.engine.inspect().performed
 
 
 @contextmanager

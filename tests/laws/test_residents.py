@@ -14,6 +14,7 @@ from torch.nn import functional as F
 import stronghold
 from stronghold import native
 from stronghold.device.emulated import EmulatedDevice
+from stronghold.errors import ConfigError
 from stronghold.memory import window
 from stronghold.model.layout import layout
 from stronghold.model.partition import partition
@@ -193,6 +194,21 @@ class ReadsDetached(nn.Module):
 def detached() -> Any:
     torch.manual_seed(3)
     return Decoder([ReadsDetached() for _ in range(3)]), MODELS["gpt"]()[1]
+
+
+def test_a_graph_older_than_the_step_is_refused_where_torch_has_handles() -> None:
+    """Blocks that stay beside streamed ones: torch does not see their weights."""
+    model, make_batch = detached()
+    model.requires_grad_(False)
+    for block in model.blocks:
+        block.inner.requires_grad_(True)
+    settings = config(section={**on_gpu("half"), "activations": "keep"})
+    engine = initialized(model, settings)
+    old = loss_of(engine(**make_batch(0)))
+    train(engine, make_batch, range(1))
+    with pytest.raises(ConfigError, match="before an update on the gpu"):
+        engine.backward(old)
+    engine.destroy()
 
 
 @pytest.mark.parametrize("activations", ["keep", "recompute"])
