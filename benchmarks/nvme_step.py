@@ -5,7 +5,7 @@
 The laws of tests/laws/test_overlap.py, as figures: a model of
 sleeping layers on the emulated device, with moments on a paced disk or with a paced Adam in RAM,
 for updates that take a tenth of what compute takes up to many times that. Nothing is pinned: which
-updates are deferred is what the engine finds from its first steps. Each figure is the median of the
+updates are early is what the engine finds from its first steps. Each figure is the median of the
 repeats' medians. Sleeps end late where others use the machine: judge `ratio` on a quiet one.
 """
 
