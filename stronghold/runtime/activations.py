@@ -502,12 +502,12 @@ class Activations:
         run_again, weights = self._run_again, executor.weights
         layer_at, staying = weights.layer_at, weights.staying
         new: Any = tuple.__new__
-        strided = torch.strided
 
         def pack(tensor: torch.Tensor) -> Any:
-            if tensor.layout is not strided:
+            try:
+                address = tensor.untyped_storage().data_ptr()
+            except NotImplementedError:  # not strided; to ask for the layout takes 2 us
                 return self._pack_sparse(tensor, layer, outer, offload=offload)
-            address = tensor.untyped_storage().data_ptr()
             held = layer_at.get(address)
             if held is not None:
                 at, epoch = tensor.storage_offset(), layers[held].views.epoch
