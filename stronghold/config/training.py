@@ -95,7 +95,8 @@ class Settings:
     precision: Precision
     gradient_accumulation_steps: int
     gradient_clipping: float  # global L2 norm; 0.0 is off
-    skips: bool  # whether a step whose norm is not finite is skipped, where it is known in time
+    # Whether a step is skipped if its gradient norm, known in time, is not finite.
+    skip_on_overflow: bool
     managed: bool  # false: every step() ends a step, and backwards before it are added up
     optimizer: OptimizerSettings | None  # None: the client's, or forward only
     scheduler: SchedulerSettings | None
@@ -141,7 +142,7 @@ def load(
         precision=precision,
         gradient_accumulation_steps=deepspeed.gradient_accumulation_steps,
         gradient_clipping=float(config.get("gradient_clipping", deepspeed.gradient_clipping)),
-        skips=precision != "bf16" or bool(deepspeed.bfloat16_config.check_grad_overflow),
+        skip_on_overflow=precision != "bf16" or bool(deepspeed.bfloat16_config.check_grad_overflow),
         managed=bool(deepspeed.managed_gradient_accumulation),
         optimizer=optimizer,
         scheduler=scheduler,

@@ -360,7 +360,9 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
             self._loss_sum = None
         clipping = float(self.gradient_clipping() or 0.0)
         gate = stack.runtime.close_gate(
-            clipping=clipping, loss_scale=optimizer.loss_scale, skips=self.settings.skips
+            clipping=clipping,
+            loss_scale=optimizer.loss_scale,
+            skip_on_overflow=self.settings.skip_on_overflow,
         )
         optimizer.grad_norm = gate.grad_norm
         optimizer.overflow = gate.overflow

@@ -194,7 +194,7 @@ class _Run:
             self._runtime.begin_backward(boundary=boundary)
             self._backward()
             self._runtime.end_backward()
-        self._runtime.close_gate(clipping=1.0, loss_scale=1.0, skips=True)
+        self._runtime.close_gate(clipping=1.0, loss_scale=1.0, skip_on_overflow=True)
 
     @property
     def gpu_peak_bytes(self) -> int:

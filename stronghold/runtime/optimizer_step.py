@@ -192,11 +192,12 @@ class OptimizerStep:
 
     # -- the gate ---------------------------------------------------------------------------------
     def close_gate(
-        self, *, clipping: float, loss_scale: float, skips: bool
+        self, *, clipping: float, loss_scale: float, skip_on_overflow: bool
     ) -> tuple[GateResult, list[int]]:
-        """End the step: wait for the norm, then queue the updates in forward order, or nothing
-        where the norm is not finite and it `skips` then. Where the norm does not decide anything
-        and is the device's, nothing waits for it.
+        """End the step: wait for the norm, then queue the updates in forward order.
+
+        Nothing is queued if the norm is not finite and `skip_on_overflow` is true. The caller does
+        not wait for a norm that lies on the device and decides nothing.
 
         `clipping`: largest global norm, 0 for none. Gradients carry `loss_scale`. Returns the
         layers on the host that change.
@@ -205,7 +206,7 @@ class OptimizerStep:
             state.records["norms"].writer.wait()
         self._ledger.check()
         with self._ledger.changing("engine.step"):
-            gate, scale = self._decide(clipping, loss_scale, skips)
+            gate, scale = self._decide(clipping, loss_scale, skip_on_overflow)
             self._performed.add(Kind.GATE)
             self._early.withdraw()
             changed = [] if gate.overflow else self._update(scale)
@@ -236,13 +237,15 @@ class OptimizerStep:
         self._on_gpu.update_prepared(scale)
         return changed
 
-    def _decide(self, clipping: float, loss_scale: float, skips: bool) -> tuple[GateResult, float]:
+    def _decide(
+        self, clipping: float, loss_scale: float, skip_on_overflow: bool
+    ) -> tuple[GateResult, float]:
         on_host, read = self._square_sums()
         on_host = self._team.meet(self._layers, on_host)
-        if skips or clipping > 0.0 or on_host or read is None:
+        if skip_on_overflow or clipping > 0.0 or on_host or read is None:
             sums = on_host + (read() if read is not None else [])
             norm, scale = norm_and_scale(sums, clipping=clipping, loss_scale=loss_scale)
-            if skips and not math.isfinite(norm):
+            if skip_on_overflow and not math.isfinite(norm):
                 return GateResult(grad_norm=math.inf, overflow=True), scale
             return GateResult(grad_norm=norm, overflow=False), scale
 

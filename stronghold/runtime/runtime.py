@@ -198,15 +198,19 @@ class Runtime:
         self.step.forget()
         self._team.dropped()
 
-    def close_gate(self, *, clipping: float, loss_scale: float, skips: bool) -> GateResult:
+    def close_gate(
+        self, *, clipping: float, loss_scale: float, skip_on_overflow: bool
+    ) -> GateResult:
         """End the step: wait for the norm, then queue the updates, or nothing where it is not
-        finite and a step is skipped then (`skips`).
+        finite and `skip_on_overflow` is true.
 
         `clipping`: largest global norm, 0 for none. Gradients carry `loss_scale`.
         """
         self._refuse_strays()
         self.adopt_edited()
-        gate, changed = self.step.close_gate(clipping=clipping, loss_scale=loss_scale, skips=skips)
+        gate, changed = self.step.close_gate(
+            clipping=clipping, loss_scale=loss_scale, skip_on_overflow=skip_on_overflow
+        )
         self.executor.outdate(changed)
         self.executor.performed.end_step()
         self.executor.fetch_ahead()

@@ -30,7 +30,7 @@ def test_defaults_are_deepspeeds() -> None:
     training = load()
     theirs = deepspeed_config.DeepSpeedConfig(dict(BASE))
     assert training.gradient_clipping == theirs.gradient_clipping == 1.0
-    assert (training.precision, training.check_grad_overflow) == ("fp32", False)
+    assert (training.precision, training.skip_on_overflow) == ("fp32", False)
     assert (training.optimizer, training.scheduler, training.steps_per_print) == (None, None, None)
 
 
@@ -108,7 +108,7 @@ def test_precision_follows_the_enabled_section(
     sections: dict[str, Any], precision: str, checked: bool
 ) -> None:
     training = load(**sections)
-    assert (training.precision, training.check_grad_overflow) == (precision, checked)
+    assert (training.precision, training.skip_on_overflow) == (precision, checked)
 
 
 def test_two_precisions_are_refused() -> None:

@@ -202,7 +202,8 @@ def test_a_target_that_overlaps_an_array_of_its_segment_is_refused(optimizer, la
                 continue
             address = targets[1].views[other].data_ptr() + 1
             moved = targets[1].target()._replace(**{name: address})
-            with pytest.raises(ConfigError, match=r"the target of .* overlaps the target"):
+            # A longer array may reach into other memory of the segment, too: that is named first.
+            with pytest.raises(ConfigError, match=r"segment 1: the target of .* overlaps "):
                 update(pool, layout, [good, bad], 1, [targets[0].target(), moved])
     for arrays, old in zip((good, bad), before, strict=True):
         assert all(torch.equal(part, old[name]) for name, part in arrays.parts.items())
