@@ -30,7 +30,7 @@ from stronghold.plan.schedule import Kind, Schedule
 from stronghold.runtime.binding import Bindings
 from stronghold.runtime.host_updates import HostUpdates
 from stronghold.runtime.parts import Parts
-from stronghold.runtime.pieces import Gradients, InArray
+from stronghold.runtime.pieces import LayerGradients, InArray
 
 # Layers that are ready and wait for the one that the schedule has before them. A layer that gets no
 # gradient in this step must not hold up all others.
@@ -124,7 +124,7 @@ class EarlyUpdates:
         array = state.gradients.array
         positions = frozenset(state.gradients.positions(array))
         steps = self._steps.next(state, positions, self._scale)
-        gradients = Gradients(state, positions, InArray(array))
+        gradients = LayerGradients(state, positions, InArray(array))
         fence = self._on_host.update_early(gradients, steps)
         state.gradients.early = EarlyUpdate(
             fence=fence,

@@ -21,7 +21,7 @@ from stronghold.optim.states import Format
 from stronghold.runtime.parts import Parts
 from stronghold.runtime.pieces import (
     Flat,
-    Gradients,
+    LayerGradients,
     Loose,
     Piece,
     gradient_bytes,
@@ -38,10 +38,10 @@ class GpuUpdates:
         self._device, self._steps, self._metrics = parts.device, parts.steps, parts.metrics
         self._window = window
         # What updates the layers once the factor of their gradients is known.
-        self._prepared: tuple[Sequence[Gradients], Callable[[float], None]] | None = None
+        self._prepared: tuple[Sequence[LayerGradients], Callable[[float], None]] | None = None
 
     # -- gradients --------------------------------------------------------------------------------
-    def set_or_add(self, batch: Sequence[Gradients], array: str, *, norms: bool) -> None:
+    def set_or_add(self, batch: Sequence[LayerGradients], array: str, *, norms: bool) -> None:
         """Bring gradients to an array of their layers: add to what it has of a parameter, else set
         it. Norms are taken at the gate, in one launch for all layers."""
         del norms
@@ -59,7 +59,7 @@ class GpuUpdates:
             else:
                 self._merge(gradients, of_layer)
 
-    def _keep_loose(self, gradients: Gradients, added: frozenset[int]) -> None:
+    def _keep_loose(self, gradients: LayerGradients, added: frozenset[int]) -> None:
         """Keep one tensor for each parameter. What is in a slot is cloned, since the slot is
         another layer's next."""
         loose = gradients.state.gradients.loose
@@ -70,7 +70,7 @@ class GpuUpdates:
                 is_in_slot = isinstance(gradients.source, Flat)
                 loose[k] = gradient.clone() if is_in_slot else gradient
 
-    def _merge(self, gradients: Gradients, added: frozenset[int]) -> None:
+    def _merge(self, gradients: LayerGradients, added: frozenset[int]) -> None:
         """Bring gradients to the layer's own slot. They may be there already."""
         state, source = gradients.state, gradients.source
         own_slot = state.on_gpu.own_gradient_slot
@@ -86,7 +86,7 @@ class GpuUpdates:
             f"merge {state.index}", work, reads=(gradients.record,), writes=(own_slot.record,)
         )
 
-    def _accumulate(self, batch: Sequence[Gradients], added: Sequence[frozenset[int]]) -> None:
+    def _accumulate(self, batch: Sequence[LayerGradients], added: Sequence[frozenset[int]]) -> None:
         """Add gradients to their layers' fp32 sums; those that are not `added` begin one."""
         added_to = {g.state.index: of_layer for g, of_layer in zip(batch, added, strict=True)}
 
@@ -111,7 +111,7 @@ class GpuUpdates:
         self._submit("accumulate", batch, ("accumulated",), work, moved)
 
     # -- the gate ---------------------------------------------------------------------------------
-    def close(self, pending: Sequence[Gradients]) -> Callable[[], list[float]] | None:
+    def close(self, pending: Sequence[LayerGradients]) -> Callable[[], list[float]] | None:
         """The gate closes with these gradients pending. Prepares their updates, and returns what
         waits for the sums of squares of all gradients of the step; None where there are none."""
         if not pending:
@@ -134,7 +134,7 @@ class GpuUpdates:
         self._prepared = None
 
     # -- launches ---------------------------------------------------------------------------------
-    def _sum_squares(self, batch: Sequence[Gradients]) -> torch.Tensor:
+    def _sum_squares(self, batch: Sequence[LayerGradients]) -> torch.Tensor:
         """The sum of squares of each gradient, fp64, on the device: valid for later compute."""
         sums: list[torch.Tensor] = []
 
@@ -151,7 +151,7 @@ class GpuUpdates:
         self._submit("norm", batch, (), work, int(moved))
         return sums[0]
 
-    def _prepare(self, batch: Sequence[Gradients]) -> Callable[[float], None]:
+    def _prepare(self, batch: Sequence[LayerGradients]) -> Callable[[float], None]:
         """The host's share of an update, done while the device is still busy with backward: all but
         the gradients' scale, with this moment's hyper-parameters. The result does the rest."""
         calls: dict[tuple[Format, torch.dtype], list[native.Segment]] = defaultdict(list)
@@ -187,7 +187,7 @@ class GpuUpdates:
     def _submit(
         self,
         verb: str,
-        batch: Sequence[Gradients],
+        batch: Sequence[LayerGradients],
         changed: Sequence[str],
         work: Callable[[Sequence[Piece]], None],
         nbytes: int,
@@ -213,7 +213,7 @@ class GpuUpdates:
             self._metrics.waited("update", seconds)
 
     @staticmethod
-    def _pieces(gradients: Gradients, changed: Sequence[str]) -> list[Piece]:
+    def _pieces(gradients: LayerGradients, changed: Sequence[str]) -> list[Piece]:
         present = (a for a in changed if gradients.state.array(a) is not None)
         return pieces_in_memory(gradients, (*present, *gradients.arrays))
 
@@ -226,7 +226,7 @@ def pending_on_gpu(state: LayerState) -> Flat | Loose:
     return Loose(dict(state.gradients.loose))
 
 
-def _tensors(gradients: Gradients) -> Iterator[tuple[int, torch.Tensor]]:
+def _tensors(gradients: LayerGradients) -> Iterator[tuple[int, torch.Tensor]]:
     """Each gradient by itself, in the shape of its parameter, by position."""
     state, source = gradients.state, gradients.source
     for k in sorted(gradients.positions):

@@ -31,7 +31,7 @@ from stronghold.plan.schedule import Kind
 from stronghold.runtime.compute_span import ComputeSpan
 from stronghold.runtime.optimizer_step import OptimizerStep
 from stronghold.runtime.parts import Parts
-from stronghold.runtime.pieces import Flat, Gradients
+from stronghold.runtime.pieces import Flat, LayerGradients
 
 
 class GradientOffload:
@@ -219,7 +219,7 @@ class GradientOffload:
             gradient_view(slot, state, position).zero_()
         self._copy(state, slot, positions, entry)
         source = Flat(entry.memory, entry.record)
-        self._step.take([Gradients(state, positions, source)], array, is_complete=not more)
+        self._step.take([LayerGradients(state, positions, source)], array, is_complete=not more)
 
     def _entry(self, state: LayerState, positions: frozenset[int], array: str) -> Entry:
         """The host buffer for these gradients: the array in which they will be pending, if it is in
@@ -263,7 +263,7 @@ class GradientOffload:
         """Gradients of a layer that is updated on the GPU do not cross the link. They stay in the
         layer's own slot while they are pending."""
         self._join(state.index, slot)
-        self._step.take([Gradients(state, positions, Flat(slot.gradients, slot.record))], array)
+        self._step.take([LayerGradients(state, positions, Flat(slot.gradients, slot.record))], array)
         if array == "gradients" and slot is state.on_gpu.own_gradient_slot:
             self._window.hold_gradients(slot)
             return

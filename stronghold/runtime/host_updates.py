@@ -19,7 +19,7 @@ from stronghold.plan.cost import SUM_BYTES
 from stronghold.runtime.layer_operation import LayerOperations, Verb
 from stronghold.runtime.parts import Parts
 from stronghold.runtime.pieces import (
-    Gradients,
+    LayerGradients,
     Piece,
     PieceNorms,
     gradient_bytes,
@@ -43,7 +43,7 @@ class HostUpdates:
         self._operations = LayerOperations(parts.device, parts.host.tiers)
 
     # -- the three operations ---------------------------------------------------------------------
-    def set_or_add(self, batch: Sequence[Gradients], array: str, *, norms: bool) -> None:
+    def set_or_add(self, batch: Sequence[LayerGradients], array: str, *, norms: bool) -> None:
         """Bring gradients to an array of their layers, "gradients" or "accumulated": add to what
         it has of a parameter, else set it. `norms`: take sums of squares of the result."""
         for gradients in batch:
@@ -89,7 +89,7 @@ class HostUpdates:
         if norms is not None:
             norms.add(piece, array)
 
-    def update_in_place(self, gradients: Gradients, steps: Sequence[ParameterStep]) -> None:
+    def update_in_place(self, gradients: LayerGradients, steps: Sequence[ParameterStep]) -> None:
         """One optimizer step of a layer, in place. `steps`: of the parameters that have gradients,
         in the order of their positions."""
         numbers = dict(zip(sorted(gradients.positions), steps, strict=True))
@@ -103,7 +103,7 @@ class HostUpdates:
         self._operations.queue(Verb.UPDATE, gradients, changed, work, bytes_each, last=publish)
         self._team.exchange(gradients.state)
 
-    def update_early(self, gradients: Gradients, steps: Sequence[ParameterStep]) -> Fence:
+    def update_early(self, gradients: LayerGradients, steps: Sequence[ParameterStep]) -> Fence:
         """The same step, out of place: it reads the layer's arrays and writes its second ones. All
         of these are written, also where a parameter has no step. The layer lies in memory."""
         state, second = gradients.state, gradients.state.second

@@ -39,7 +39,7 @@ from stronghold.runtime.early_updates import EarlyUpdates
 from stronghold.runtime.gpu_updates import GpuUpdates, pending_on_gpu
 from stronghold.runtime.host_updates import HostUpdates
 from stronghold.runtime.parts import Parts
-from stronghold.runtime.pieces import Flat, Gradients, InArray, Loose
+from stronghold.runtime.pieces import Flat, LayerGradients, InArray, Loose
 
 logger = logging.getLogger("stronghold")
 
@@ -155,7 +155,7 @@ class OptimizerStep:
         pending until its end."""
         return "gradients" if more_may_come or not self._plan.accumulates else "accumulated"
 
-    def take(self, batch: Sequence[Gradients], array: str, *, is_complete: bool = False) -> None:
+    def take(self, batch: Sequence[LayerGradients], array: str, *, is_complete: bool = False) -> None:
         """Queue the sum of these gradients and those in `array`: on the GPU in one launch for all
         layers of `batch`, which have one home. `is_complete`: no more gradients of these layers are
         expected in this backward."""
@@ -258,7 +258,7 @@ class OptimizerStep:
         """The sums of squares of the step's gradients, in any order: of those on the host, and what
         reads those on the GPU, whose share of the update is prepared meanwhile."""
         on_host: list[float] = []
-        on_gpu: list[Gradients] = []
+        on_gpu: list[LayerGradients] = []
         for state in self._layers:
             if state.home is not GPU:
                 on_host += self._on_host.square_sums(state)
@@ -266,16 +266,16 @@ class OptimizerStep:
                 on_gpu.append(self._pending(state))
         return on_host, self._on_gpu.close(on_gpu)
 
-    def _pending(self, state: LayerState) -> Gradients:
+    def _pending(self, state: LayerState) -> LayerGradients:
         """The layer's gradients that wait for the gate."""
         return self._waiting(state, state.gradients.array)
 
-    def _waiting(self, state: LayerState, array: str) -> Gradients:
+    def _waiting(self, state: LayerState, array: str) -> LayerGradients:
         """The layer's gradients in `array`."""
         source: Flat | Loose | InArray = InArray(array)
         if array == "gradients" and state.home is GPU:
             source = pending_on_gpu(state)
-        return Gradients(state, frozenset(state.gradients.positions(array)), source)
+        return LayerGradients(state, frozenset(state.gradients.positions(array)), source)
 
     def gradient_pieces(
         self, state: LayerState, k: int, *, mode: Mode = "read"

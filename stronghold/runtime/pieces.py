@@ -49,7 +49,7 @@ class InArray:
 
 
 @dataclass(slots=True, eq=False)
-class Gradients:
+class LayerGradients:
     """Gradients of one layer, of the parameters at `positions`, and where they are now."""
 
     state: LayerState
@@ -91,7 +91,7 @@ class Piece:
     """Elements [begin, end) of one range of a layer, and the arrays that an operation works on
     there. `entry` has those that are loaded from files."""
 
-    gradients: Gradients
+    gradients: LayerGradients
     begin: int
     end: int
     views: Views
@@ -181,7 +181,7 @@ class Piece:
         return segments
 
 
-def pieces_in_memory(gradients: Gradients, arrays: Sequence[str]) -> list[Piece]:
+def pieces_in_memory(gradients: LayerGradients, arrays: Sequence[str]) -> list[Piece]:
     """A layer that lies in memory, with these arrays: a piece for each range that has a
     gradient."""
     state = gradients.state
