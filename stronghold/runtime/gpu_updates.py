@@ -20,9 +20,9 @@ from stronghold.memory.window import Window
 from stronghold.optim.states import Format
 from stronghold.runtime.parts import Parts
 from stronghold.runtime.pieces import (
-    Flat,
+    InBuffer,
     LayerGradients,
-    Loose,
+    PerParameter,
     Piece,
     gradient_bytes,
     pieces_in_memory,
@@ -67,7 +67,7 @@ class GpuUpdates:
             if k in added:
                 loose[k].add_(gradient)
             else:
-                is_in_slot = isinstance(gradients.source, Flat)
+                is_in_slot = isinstance(gradients.source, InBuffer)
                 loose[k] = gradient.clone() if is_in_slot else gradient
 
     def _merge(self, gradients: LayerGradients, added: frozenset[int]) -> None:
@@ -75,7 +75,7 @@ class GpuUpdates:
         state, source = gradients.state, gradients.source
         own_slot = state.on_gpu.own_gradient_slot
         assert own_slot is not None
-        if isinstance(source, Flat) and source.memory is own_slot.gradients:
+        if isinstance(source, InBuffer) and source.memory is own_slot.gradients:
             return
 
         def work() -> None:
@@ -218,20 +218,20 @@ class GpuUpdates:
         return pieces_in_memory(gradients, (*present, *gradients.arrays))
 
 
-def pending_on_gpu(state: LayerState) -> Flat | Loose:
+def pending_on_gpu(state: LayerState) -> InBuffer | PerParameter:
     """Where the pending gradients of a layer that is updated on the GPU are."""
     own_slot = state.on_gpu.own_gradient_slot
     if own_slot is not None:
-        return Flat(own_slot.gradients, own_slot.record)
-    return Loose(dict(state.gradients.loose))
+        return InBuffer(own_slot.gradients, own_slot.record)
+    return PerParameter(dict(state.gradients.loose))
 
 
 def _tensors(gradients: LayerGradients) -> Iterator[tuple[int, torch.Tensor]]:
     """Each gradient by itself, in the shape of its parameter, by position."""
     state, source = gradients.state, gradients.source
     for k in sorted(gradients.positions):
-        if isinstance(source, Loose):
+        if isinstance(source, PerParameter):
             yield k, source.tensors[k]
         else:
-            assert isinstance(source, Flat)
+            assert isinstance(source, InBuffer)
             yield k, state.maps["weights"].parameter(source.memory, state.layout.slices[k])

@@ -48,7 +48,7 @@ from stronghold.runtime.hooks import Hooks
 from stronghold.runtime.lockstep import LockstepExecutor
 from stronghold.runtime.optimizer_step import GateResult, Ledger, OptimizerStep
 from stronghold.runtime.parts import Parts, Written
-from stronghold.runtime.pieces import LayerGradients, Loose
+from stronghold.runtime.pieces import LayerGradients, PerParameter
 
 logger = logging.getLogger("stronghold")
 
@@ -276,7 +276,7 @@ class Runtime:
                 taken.setdefault(state.index, {})[k] = dense.contiguous()
         self.kept_gradient_bytes = max(self.kept_gradient_bytes, nbytes)
         batch = [
-            LayerGradients(self._host.layers[layer], frozenset(tensors), Loose(tensors))
+            LayerGradients(self._host.layers[layer], frozenset(tensors), PerParameter(tensors))
             for layer, tensors in taken.items()
         ]
         self.step.take(batch, self.step.array_for(more_may_come=False))
