@@ -894,8 +894,8 @@ STEP = [
     Mutant(
         "a pending gradient is a view of a slot that another layer takes",
         "runtime/gpu_updates.py",
-        "loose[k] = gradient.clone() if is_in_slot else gradient",
-        "loose[k] = gradient",
+        "per_parameter[k] = gradient.clone() if is_in_slot else gradient",
+        "per_parameter[k] = gradient",
         CHUNKS,
         "calls_of_one",
     ),

@@ -199,7 +199,7 @@ class OptimizerStep:
                 gradients = self._waiting(state, "gradients")
                 state.gradients.pending.clear()
                 self.take([gradients], "accumulated")
-                state.gradients.loose.clear()
+                state.gradients.per_parameter.clear()
                 self._window.drop_held(state.index)
 
     def abandon_backward(self) -> None:

@@ -262,7 +262,7 @@ class Runtime:
         """Of a model that is whole on the device."""
         taken: dict[int, dict[int, torch.Tensor]] = {}
         nbytes = sum(
-            g.nbytes for state in self._host.layers for g in state.gradients.loose.values()
+            g.nbytes for state in self._host.layers for g in state.gradients.per_parameter.values()
         )
         for state, k, parameter in self._with_gradient():
             gradient = parameter.grad
