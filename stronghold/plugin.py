@@ -148,7 +148,7 @@ def _choosing(original: Callable[..., Any]) -> Callable[..., Any]:
         source = given.get("config")
         source = given.get("config_params") if source is None else source
         if _asks_for_us(source, given.get("args")):
-            # Not before: `stronghold launch` enables the plugin where deepspeed is imported, which
+            # Not before: `import stronghold` enables the plugin where deepspeed is imported, which
             # may be halfway through stronghold's own modules.
             from stronghold.engine import dispatch
 
