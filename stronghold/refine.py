@@ -67,8 +67,10 @@ from stronghold.plan.cost import (
     measured_workload,
     slowest,
 )
+from stronghold.plan.gpu_memory import activation_bytes
 from stronghold.plan.machine import AGAIN_LAUNCH_S, LAUNCH_S, WHOLE_LAUNCH_S, Rates
-from stronghold.plan.plan import MIB, Plan, activation_bytes, make_plan
+from stronghold.plan.places import MIB
+from stronghold.plan.plan import Plan, make_plan
 from stronghold.plan.search import roomiest_plan
 from stronghold.predict.simulate import fastest_plan, simulate
 from stronghold.runtime.runtime import Runtime

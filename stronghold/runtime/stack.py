@@ -47,7 +47,8 @@ from stronghold.model.partition import (
 from stronghold.optim.states import LEAN, States, states_of
 from stronghold.plan.cost import Demand
 from stronghold.plan.homes import FILE, GPU, Home
-from stronghold.plan.plan import Plan, levels_of, make_plan
+from stronghold.plan.places import levels_of
+from stronghold.plan.plan import Plan, make_plan
 from stronghold.process import check_not_forked, forked_from
 from stronghold.runtime.formats import CAST, COMPUTED, model_formats, page_items
 from stronghold.runtime.guards import COMPILED_WHOLE, is_compiled
