@@ -44,6 +44,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
+from stronghold.device.lane_name import LaneName
 from stronghold.errors import BudgetError, LaneError, StateError, StrongholdError, format_size
 from stronghold.native import Kernels, naming_threads
 from stronghold.process import check_not_forked, forked_from
@@ -88,7 +89,7 @@ class Fence:
 
     __slots__ = ("_error", "_event", "_turn", "_waiting", "issued", "lane", "operation")
 
-    def __init__(self, lane: str, operation: str) -> None:
+    def __init__(self, lane: LaneName, operation: str) -> None:
         self.lane = lane
         self.operation = operation
         self._turn = [None]  # the first to empty it wins: the lane begins, or a caller withdraws
@@ -149,7 +150,7 @@ class Fence:
         return self._error is not None
 
 
-def completed(lane: str, operation: str) -> Fence:
+def completed(lane: LaneName, operation: str) -> Fence:
     """A fence of work that is already done."""
     fence = Fence(lane, operation)
     fence.issue(None)
@@ -157,7 +158,7 @@ def completed(lane: str, operation: str) -> Fence:
 
 
 MANY = 8  # readers, of which most have ended
-_NOTHING = completed("compute", "nothing was written yet")
+_NOTHING = completed(LaneName.COMPUTE, "nothing was written yet")
 
 
 class Record:
@@ -179,7 +180,9 @@ class Record:
         """An operation that reads was submitted. A lane is first in, first out, so that its newest
         reader stands for those before; compute may run on several streams."""
         readers = self._readers
-        self._readers = [one for one in readers if one.lane == "compute" or one.lane != fence.lane]
+        self._readers = [
+            one for one in readers if one.lane is LaneName.COMPUTE or one.lane is not fence.lane
+        ]
         if len(self._readers) > MANY:
             self._readers = [one for one in self._readers if not one.done]
         self._readers.append(fence)
@@ -231,7 +234,6 @@ def off_lanes(work: Callable[[], object]) -> None:
         run()
 
 
-STREAM_LANES = ("fetch", "drain", "gather", "reduce")  # for which a GPU has a stream
 Work = Callable[[], None]
 Seconds = float | Callable[[], float] | None
 """A time, or where it can be read once it has passed; None: nobody measured it."""
@@ -241,7 +243,7 @@ _Item = tuple[str, Work, tuple[Fence, ...], int, Fence]
 class Lane(ABC):
     """An ordered queue of work."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: LaneName) -> None:
         self.name = name
 
     def submit(
@@ -333,7 +335,7 @@ class ThreadLane(Lane):
     (`_is_short`) while the thread has nothing to do: nothing is ordered otherwise by that.
     """
 
-    def __init__(self, name: str, device: Device) -> None:
+    def __init__(self, name: LaneName, device: Device) -> None:
         super().__init__(name)
         self._device = device
         self._newest = completed(name, "nothing was submitted yet")
@@ -458,14 +460,14 @@ class ComputeLane(Lane):
     """
 
     def __init__(self, device: Device) -> None:
-        super().__init__("compute")
+        super().__init__(LaneName.COMPUTE)
         self._device = device
         self._waits: list[Seconds] = []
 
     def _enqueue(self, operation: str, work: Work, after: tuple[Fence, ...], nbytes: int) -> Fence:
         device = self._device
         for fence in after:  # compute's own are in order with it
-            if fence.lane != self.name and (fence.failed or not fence.done):
+            if fence.lane is not LaneName.COMPUTE and (fence.failed or not fence.done):
                 self._waits.append(device.compute_wait(fence))
         begun = device.begin_compute_span()
         try:
@@ -486,6 +488,9 @@ class ComputeLane(Lane):
         """Wait until the device has done what was enqueued."""
         for stream in (None, *self._device.side_streams):
             self._device.record_compute("finish", stream).wait()
+
+
+EVERY_DEVICE = (LaneName.FETCH, LaneName.DRAIN, LaneName.GRADIENTS, LaneName.UPDATE)
 
 
 class Device(ABC):
@@ -521,24 +526,24 @@ class Device(ABC):
         self.alone = True  # no operation waits for another process
         self._failure: LaneError | None = None
         self._process = os.getpid()
-        self._lanes: dict[str, Lane] = {}  # those that wait for others last
+        self._lanes: dict[LaneName, Lane] = {}  # those that wait for others last
         self.side_streams: Sequence[object] = ()
 
     def _open_lanes(self) -> None:
         """Make the lanes that every device has, or none where the system refuses a thread."""
         with contextlib.ExitStack() as undo:
-            for name in ("fetch", "drain", "gradients", "update"):
+            for name in EVERY_DEVICE:
                 undo.callback(self.lane(name).close)
             undo.pop_all()
-        self.fetch, self.drain, self.gradients, self.update = self._lanes.values()
+        self.fetch, self.drain, self.gradients, self.update = map(self.lane, EVERY_DEVICE)
 
-    def lane(self, name: str) -> Lane:
+    def lane(self, name: LaneName) -> Lane:
         """The lane, made when it is first asked for."""
         if name not in self._lanes:
             self._lanes[name] = self._make_lane(name)
         return self._lanes[name]
 
-    def _make_lane(self, name: str) -> Lane:
+    def _make_lane(self, name: LaneName) -> Lane:
         return HostLane(name, self)
 
     # -- errors ---------------------------------------------------------------------------------

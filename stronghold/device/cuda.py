@@ -59,7 +59,6 @@ from typing import Any
 import torch
 
 from stronghold.device.base import (
-    STREAM_LANES,
     Device,
     DeviceEvent,
     Fence,
@@ -70,6 +69,7 @@ from stronghold.device.base import (
     Work,
     moved,
 )
+from stronghold.device.lane_name import STREAM_LANES, LaneName
 from stronghold.errors import ConfigError, StateError
 from stronghold.native import available_cores
 from stronghold.optim.triton_kernels import TritonKernels
@@ -242,7 +242,7 @@ class StreamLane(ThreadLane):
     """A lane whose work enqueues copies on a stream of its own: at once, and by whoever submits it,
     where nothing is waited for on the host."""
 
-    def __init__(self, name: str, device: CudaDevice) -> None:
+    def __init__(self, name: LaneName, device: CudaDevice) -> None:
         self._cuda = device
         self.stream = torch.cuda.Stream(device.torch_device)
         super().__init__(name, device)
@@ -352,7 +352,7 @@ class CudaDevice(Device):
     def torch_device(self) -> torch.device:
         return self._device
 
-    def _make_lane(self, name: str) -> Lane:
+    def _make_lane(self, name: LaneName) -> Lane:
         return StreamLane(name, self) if name in STREAM_LANES else HostLane(name, self)
 
     def _allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -492,7 +492,7 @@ class CudaDevice(Device):
         event = _fence_event()
         assert stream is None or isinstance(stream, torch.cuda.Stream)
         event.record(stream or self.compute_stream())
-        fence = Fence("compute", operation)
+        fence = Fence(LaneName.COMPUTE, operation)
         fence.issue(event)
         return fence
 

@@ -55,6 +55,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
 from stronghold.device.base import Fence, Record, completed
+from stronghold.device.lane_name import LaneName
 from stronghold.errors import ConfigError, LaneError
 from stronghold.memory.slab import PinnedPool
 from stronghold.model.gpu_operators import Attended, in_all
@@ -70,6 +71,7 @@ from stronghold.runtime.attention import (
 from stronghold.runtime.executor import Executor
 from stronghold.runtime.parts import Parts
 from stronghold.runtime.recompute import Recomputation, SavedTensor, without_cache
+from stronghold.telemetry.metrics import WaitCause
 
 
 class ActivationSizes:
@@ -317,7 +319,7 @@ class Activations:
         self._in_scope: dict[int, SavedStorage] = {}
         self._leaving: deque[list[SavedStorage]] = deque()  # by forward of a layer, oldest first
         self._coming: set[_Back] = set()  # compute has not been made to wait for them
-        self._stored: Fence = completed("drain", "nothing offloaded")  # the newest copy
+        self._stored: Fence = completed(LaneName.DRAIN, "nothing offloaded")  # the newest copy
         self._pool = PinnedPool(self._device, host_room_bytes, expected_bytes=plan.offloaded_bytes)
         self._host.vacate = self._vacate
         # By layer what lies in its gradients' room, and where it ends, one behind the other.
@@ -691,7 +693,7 @@ class Activations:
             if left:  # the lane copies in order: the last copy is done after the others
                 assert left[-1].stored is not None
                 waited = self._device.compute_wait_everywhere(left[-1].stored)
-                self._metrics.waited("drain", waited)
+                self._metrics.waited(WaitCause.DRAIN, waited)
             for saved in left:
                 assert saved.source is not None
                 source, saved.source = saved.source, None
@@ -733,7 +735,7 @@ class Activations:
 
     def _load(self, saved: SavedStorage) -> torch.Tensor:
         back = self._bring_back(saved, -1)
-        self._metrics.waited("fetch", self._device.compute_wait(back.ready))
+        self._metrics.waited(WaitCause.FETCH, self._device.compute_wait(back.ready))
         self._coming.discard(back)
         return back.memory
 

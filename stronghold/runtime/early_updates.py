@@ -31,6 +31,7 @@ from stronghold.runtime.binding import Bindings
 from stronghold.runtime.host_updates import HostUpdates
 from stronghold.runtime.parts import Parts
 from stronghold.runtime.pieces import Gradients, InArray
+from stronghold.telemetry.metrics import EarlyEnd
 
 # Layers that are ready and wait for the one that the schedule has before them. A layer that gets no
 # gradient in this step must not hold up all others.
@@ -158,7 +159,7 @@ class EarlyUpdates:
     def _drop(self, layer: int) -> None:
         """The layer's early update has begun, and will not be committed."""
         self._dropped.add(layer)
-        self._metrics.count_early("dropped")
+        self._metrics.count_early(EarlyEnd.DROPPED)
 
     def withdraw(self) -> None:
         """The norm is known: take back the updates that have not begun, the newest first."""
@@ -183,7 +184,7 @@ class EarlyUpdates:
         self._bindings.move_rest(state.index, before)
         self._performed.add(Kind.COMMIT, state.index)
         state.gradients.early = None
-        self._metrics.count_early("committed")
+        self._metrics.count_early(EarlyEnd.COMMITTED)
         return True
 
     def _is_right(self, state: LayerState, early: EarlyUpdate, scale: float) -> bool:
@@ -199,7 +200,7 @@ class EarlyUpdates:
             self._drop(state.index)
             state.gradients.early = None
         elif state.index in self._order and state.index not in self._dropped:
-            self._metrics.count_early("left")
+            self._metrics.count_early(EarlyEnd.LEFT)
 
     def end_step(self, *, norm: float | None, clipping: float, loss_scale: float) -> None:
         """The gate has closed with this norm, or with None if it is not read yet."""

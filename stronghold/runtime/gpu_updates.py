@@ -18,6 +18,7 @@ from stronghold.memory.gradient_slots import gradient_view
 from stronghold.memory.layer import LayerState
 from stronghold.memory.window import Window
 from stronghold.optim.states import Format
+from stronghold.runtime.layer_operation import Verb
 from stronghold.runtime.parts import Parts
 from stronghold.runtime.pieces import (
     Flat,
@@ -29,6 +30,7 @@ from stronghold.runtime.pieces import (
     set_or_add,
     step_bytes,
 )
+from stronghold.telemetry.metrics import WaitCause
 
 
 class GpuUpdates:
@@ -83,7 +85,10 @@ class GpuUpdates:
                 set_or_add(gradient_view(own_slot, state, k), gradient, add=k in added)
 
         self._device.compute.submit(
-            f"merge {state.index}", work, reads=(gradients.record,), writes=(own_slot.record,)
+            f"{Verb.MERGE.value} {state.index}",
+            work,
+            reads=(gradients.record,),
+            writes=(own_slot.record,),
         )
 
     def _accumulate(self, batch: Sequence[Gradients], added: Sequence[frozenset[int]]) -> None:
@@ -108,7 +113,7 @@ class GpuUpdates:
             for k in gradients.positions
             for more in (8 if k in added_to[state.index] else 4,)
         )
-        self._submit("accumulate", batch, ("accumulated",), work, moved)
+        self._submit(Verb.ACCUMULATE, batch, ("accumulated",), work, moved)
 
     # -- the gate ---------------------------------------------------------------------------------
     def close(self, pending: Sequence[Gradients]) -> Callable[[], list[float]] | None:
@@ -148,7 +153,7 @@ class GpuUpdates:
             sums.append(made[0] if len(made) == 1 else torch.cat(made))
 
         moved = sum(gradients.moved_bytes(gradient_bytes) for gradients in batch)
-        self._submit("norm", batch, (), work, int(moved))
+        self._submit(Verb.NORM, batch, (), work, int(moved))
         return sums[0]
 
     def _prepare(self, batch: Sequence[Gradients]) -> Callable[[float], None]:
@@ -181,12 +186,12 @@ class GpuUpdates:
 
         changed = tuple(dict.fromkeys(a for gradients in batch for a in gradients.state.changed))
         return lambda scale: self._submit(
-            "update", batch, changed, partial(work, scale), int(moved)
+            Verb.UPDATE, batch, changed, partial(work, scale), int(moved)
         )
 
     def _submit(
         self,
-        verb: str,
+        verb: Verb,
         batch: Sequence[Gradients],
         changed: Sequence[str],
         work: Callable[[Sequence[Piece]], None],
@@ -203,14 +208,14 @@ class GpuUpdates:
         first = batch[0].state.index
         more = f" and {len(batch) - 1} more layers" if len(batch) > 1 else ""
         self._device.compute.submit(
-            f"{verb} {first}{more}",
+            f"{verb.value} {first}{more}",
             lambda: work(pieces),
             reads=[gradients.record for gradients in batch],
             writes=records,
             nbytes=nbytes,
         )
         for seconds in self._device.compute.take_waits():
-            self._metrics.waited("update", seconds)
+            self._metrics.waited(WaitCause.UPDATE, seconds)
 
     @staticmethod
     def _pieces(gradients: Gradients, changed: Sequence[str]) -> list[Piece]:

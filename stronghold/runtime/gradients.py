@@ -32,6 +32,7 @@ from stronghold.runtime.compute_span import ComputeSpan
 from stronghold.runtime.optimizer_step import OptimizerStep
 from stronghold.runtime.parts import Parts
 from stronghold.runtime.pieces import Flat, Gradients
+from stronghold.telemetry.metrics import WaitCause
 
 
 class GradientOffload:
@@ -152,7 +153,7 @@ class GradientOffload:
         if stream not in slot.writers:
             for fence in slot.record.users:
                 with self._span.waiting(fence):
-                    self._metrics.waited("drain", self._device.compute_wait(fence))
+                    self._metrics.waited(WaitCause.DRAIN, self._device.compute_wait(fence))
             slot.writers.append(stream)
 
     def _produced(self, layer: int, slot: GradientSlot) -> list[Fence]:

@@ -25,6 +25,7 @@ from stronghold.device import cuda
 from stronghold.device.base import Device
 from stronghold.device.cuda import CudaDevice
 from stronghold.device.emulated import EmulatedDevice
+from stronghold.device.lane_name import LaneName
 from stronghold.errors import ConfigError, LaneError, StateError, format_size
 from stronghold.limits import available_host_bytes, update_cores
 from stronghold.memory.nvme import BLOCK_BYTES, NvmeStore
@@ -390,7 +391,7 @@ class Stack:
         try:
             return self._change_to(plan, keep_gradients=keep_gradients)
         except BaseException as error:  # Ctrl-C: parts of two plans cannot be put together again
-            self.device.report(LaneError("compute", "change of the plan", error))
+            self.device.report(LaneError(LaneName.COMPUTE, "change of the plan", error))
             raise
 
     def _change_to(self, plan: Plan, *, keep_gradients: bool) -> bool:

@@ -14,6 +14,7 @@ from functools import partial
 import torch
 
 from stronghold.device.base import timed
+from stronghold.device.lane_name import LaneName
 from stronghold.errors import ConfigError
 from stronghold.memory.buffers import Slot
 from stronghold.memory.layer import Residency
@@ -21,6 +22,7 @@ from stronghold.memory.window import Window
 from stronghold.plan.plan import Plan
 from stronghold.runtime.binding import Bindings, refuse_aliases
 from stronghold.runtime.parts import Parts
+from stronghold.telemetry.metrics import WaitCause
 
 
 class LayerWeights:
@@ -77,9 +79,9 @@ class LayerWeights:
         if state.on_gpu.residency is Residency.FETCHING:
             updated = state.records["weights"].writer
             if not updated.done:
-                self._metrics.waited("update", timed(updated.wait))
+                self._metrics.waited(WaitCause.UPDATE, timed(updated.wait))
             fetched = self._device.compute_wait_everywhere(slot.record.writer)
-            self._metrics.waited("fetch", fetched)
+            self._metrics.waited(WaitCause.FETCH, fetched)
             self._window.make_ready(layer)
         self._bindings.bind(layer, slot.weights)
         self._bindings.show(layer)
@@ -132,7 +134,9 @@ class LayerWeights:
             return nbytes
         for begin, end in tiers.cuts(layer, ("weights",)):
             entry = tiers.fetches.next()
-            views = tiers.queue_load(device, state, begin, end, ("weights",), entry, verb="stage")
+            views = tiers.queue_load(
+                device, state, begin, end, ("weights",), entry, lane=LaneName.STAGE
+            )
             loaded: torch.Tensor = views["weights"].view(torch.uint8)
             device.fetch.submit(
                 f"fetch {layer}",

@@ -14,6 +14,7 @@ import torch
 from stronghold.device.base import THREAD_PREFIX, Device, Fence, Lane, completed
 from stronghold.device.cuda import CudaDevice, EventClock, cuts
 from stronghold.device.emulated import COPY_PIECE_BYTES, EmulatedDevice
+from stronghold.device.lane_name import LaneName
 from stronghold.errors import BudgetError, ConfigError, LaneError, StateError
 from stronghold.memory.slab import map_slab
 from stronghold.telemetry.metrics import value
@@ -109,7 +110,7 @@ def test_lanes_work_at_the_same_time(device: Device) -> None:
 
 
 def test_a_fence_of_finished_work_is_done() -> None:
-    fence = completed("update", "nothing")
+    fence = completed(LaneName.UPDATE, "nothing")
     assert fence.done
     fence.wait()
     assert fence.wait_issued() is None

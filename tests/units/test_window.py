@@ -9,6 +9,7 @@ import torch
 
 from stronghold.device.base import Fence, completed
 from stronghold.device.emulated import EmulatedDevice
+from stronghold.device.lane_name import LaneName
 from stronghold.errors import StateError
 from stronghold.memory.gradient_slots import gradient_view, round_sums, sum_view
 from stronghold.memory.layer import TRANSITIONS, LayerState, Residency
@@ -70,14 +71,14 @@ def make_window(device: EmulatedDevice, layers: Layers) -> Make:
 
 
 def fence(name: str) -> Fence:
-    return completed("compute", name)
+    return completed(LaneName.COMPUTE, name)
 
 
 def take(window: Window, state: LayerState, *, resident: bool = True) -> None:
     """Fetch the layer into the slot that is next."""
     slot = window.free_slot()
     window.claim(slot, state.index)
-    slot.record.write(completed("fetch", f"fetch {state.index}"))
+    slot.record.write(completed(LaneName.FETCH, f"fetch {state.index}"))
     if resident:
         state.move(Residency.READY)
 
