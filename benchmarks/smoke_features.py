@@ -78,7 +78,7 @@ def pin(machine: str) -> str:
     device.pin(slab)
     seconds = time.perf_counter() - begun
     assert slab.is_pinned(), "torch does not see that it is registered"
-    there = device.allocate(1 << 30, torch.uint8, "smoke")
+    there = device.memory.allocate(1 << 30, torch.uint8, "smoke")
     torch.cuda._sleep(1_000_000_000)
     busy = device.record_compute("busy")
     begun = time.perf_counter()

@@ -45,7 +45,8 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from stronghold.device.lane_name import LaneName
-from stronghold.errors import BudgetError, LaneError, StateError, StrongholdError, format_size
+from stronghold.device.memory import DeviceMemory
+from stronghold.errors import LaneError, StateError, StrongholdError
 from stronghold.native import Kernels, naming_threads
 from stronghold.process import check_not_forked, forked_from
 from stronghold.telemetry.trace import Trace
@@ -506,8 +507,6 @@ class Device(ABC):
     ranks by the training thread alone: `gather` of weights, `reduce` of gradients, `exchange` of
     weights between nodes, from host memory to host memory, where updates left them. Each has a
     thread of its own, so that none of them waits behind another.
-
-    `budget_bytes` limits the sum of live `allocate` calls; None leaves it to the device.
     """
 
     fetch: Lane
@@ -515,12 +514,9 @@ class Device(ABC):
     gradients: Lane
     update: Lane
 
-    def __init__(self, name: str, budget_bytes: int | None, trace: Trace | None) -> None:
+    def __init__(self, name: str, memory: DeviceMemory, trace: Trace | None) -> None:
         self.name = name
-        self.budget_bytes = budget_bytes
-        self.allocated_bytes = 0
-        self.peak_bytes = 0
-        self._earlier_peak_bytes = 0
+        self.memory = memory
         self.trace = trace or Trace(recording=False)
         self.compute = ComputeLane(self)
         self.alone = True  # no operation waits for another process
@@ -566,79 +562,10 @@ class Device(ABC):
         if self._failure is not None and not self._failure.surfaced:
             raise surfacing(self._failure)
 
-    # -- buffers --------------------------------------------------------------------------------
-    def allocate(self, numel: int, dtype: torch.dtype, purpose: str) -> torch.Tensor:
-        """A flat buffer on the device, contents undefined; BudgetError past the budget."""
-        nbytes = numel * dtype.itemsize
-        if self.budget_bytes is not None and self.allocated_bytes + nbytes > self.budget_bytes:
-            raise BudgetError(
-                f"{purpose}: {format_size(nbytes)} on {self.name} would pass the budget of "
-                f"{format_size(self.budget_bytes)} ({format_size(self.allocated_bytes)} in use); "
-                "raise stronghold.gpu_memory or lower stronghold.window"
-            )
-        buffer = self._allocate(numel, dtype)
-        self.allocated_bytes += nbytes
-        self.peak_bytes = max(self.peak_bytes, self.allocated_bytes)
-        return buffer
-
-    def release(self, *buffers: torch.Tensor) -> None:
-        """These buffers of `allocate` are about to be dropped by their owner."""
-        self.allocated_bytes -= sum(buffer.numel() * buffer.element_size() for buffer in buffers)
-
-    def peak_with(self, beside_bytes: int) -> int:
-        """The peak with `beside_bytes` of torch's memory beside it, or an earlier one."""
-        return max(self._earlier_peak_bytes, self.peak_bytes + beside_bytes)
-
-    def restart_peak(self, beside_bytes: int) -> None:
-        """Another plan begins: what was allocated for the one before does not count with it."""
-        self._earlier_peak_bytes = self.peak_with(beside_bytes)
-        self.peak_bytes = self.allocated_bytes
-
-    def has_room(self, nbytes: int, beside_bytes: int) -> bool:
-        """Whether buffers of `nbytes` can be had now, and `beside_bytes` of other memory beside
-        them: on a real device it is tried, since others may have taken what was free."""
-        budget = self.budget_bytes
-        return budget is None or self.allocated_bytes + nbytes <= budget
-
-    def reachable_bytes(self) -> int | None:
-        """What all tensors of this process can have together as things are now; None where nobody
-        counts."""
-        return None
-
-    def trim(self) -> None:  # noqa: B027 - CPU memory goes back by itself
-        """Give the system back what the allocator keeps of tensors that are gone, and what kernels
-        keep of earlier launches."""
-
-    def restart_activation_peak(self) -> None:  # noqa: B027 - nobody counts
-        """Count `activation_peak_bytes` and `fragment_bytes` from now on. Torch keeps one peak for
-        the whole program, so that this restarts the program's too: `process_peak_bytes` knows the
-        earlier one."""
-
-    def activation_peak_bytes(self) -> int | None:
-        """The most device memory that was in use beside `allocate`d buffers, since
-        `restart_activation_peak`; None where nobody counts."""
-        return None
-
-    def fragment_bytes(self) -> int:
-        """The most that the allocator held since `restart_activation_peak`, beyond what tensors
-        needed at most: fragments that are of no use to them."""
-        return 0
-
-    def process_peak_bytes(self) -> int:
-        """The most device memory that this process's tensors had at once, also before
-        `restart_activation_peak`; 0 where nobody counts."""
-        return 0
-
-    def num_failures(self) -> int:
-        """How often this process asked the device for memory and got none."""
-        return 0
-
+    # -- bytes ----------------------------------------------------------------------------------
     @property
     @abstractmethod
     def torch_device(self) -> torch.device: ...
-
-    @abstractmethod
-    def _allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor: ...
 
     def pin(self, tensor: torch.Tensor) -> None:  # noqa: B027 - CPU memory is not registered
         """Register a host slab for direct transfers, where the system allows it; where it does not,

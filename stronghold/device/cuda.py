@@ -70,6 +70,7 @@ from stronghold.device.base import (
     moved,
 )
 from stronghold.device.lane_name import STREAM_LANES, LaneName
+from stronghold.device.memory import DeviceMemory
 from stronghold.errors import ConfigError, StateError
 from stronghold.native import available_cores
 from stronghold.optim.triton_kernels import TritonKernels
@@ -318,6 +319,65 @@ class _Ring:
             yield turn % 2, target[begin : begin + size], source[begin : begin + size]
 
 
+class GpuMemory(DeviceMemory):
+    """The GPU's memory. `budget_bytes` limits slots alone; activations come from torch's allocator,
+    whose counts these are."""
+
+    def __init__(self, owner: CudaDevice, device: torch.device, budget_bytes: int | None) -> None:
+        super().__init__(str(device), budget_bytes)
+        self._owner, self._device = owner, device
+        self._earlier_peak = 0  # of tensors, before torch's count of it was restarted
+
+    def _allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        # Allocated once and never freed before close, so that it need not be recorded on the
+        # streams of the lanes. But the allocator may hand out memory that was freed while kernels
+        # of the caller's stream still use it; the fetch stream must not write before they end.
+        buffer = torch.empty(numel, dtype=dtype, device=self._device)
+        torch.cuda.current_stream(self._device).synchronize()
+        return buffer
+
+    def reachable_bytes(self) -> int:
+        return reachable_bytes(self._device.index)
+
+    def has_room(self, nbytes: int, beside_bytes: int) -> bool:
+        if not super().has_room(nbytes, beside_bytes):
+            return False
+        parts: list[torch.Tensor] = []
+        try:  # in parts, for the plan's buffers need not be neighbours either
+            for begin in range(0, nbytes + beside_bytes, TRIAL_BYTES):
+                size = min(TRIAL_BYTES, nbytes + beside_bytes - begin)
+                parts.append(torch.empty(size, dtype=torch.uint8, device=self._device))
+        except torch.OutOfMemoryError:
+            return False
+        finally:
+            # Else larger buffers, of either plan, find these parts in their way in mid-step.
+            parts.clear()
+            self.trim()
+        return True
+
+    def trim(self) -> None:
+        self._owner.drop_tables()
+        torch.cuda.empty_cache()
+
+    def restart_activation_peak(self) -> None:
+        self._earlier_peak = self.process_peak_bytes()
+        self.trim()  # what the allocator keeps of before is no fragment of the steps to come
+        torch.cuda.reset_peak_memory_stats(self._device)
+
+    def activation_peak_bytes(self) -> int:
+        return int(torch.cuda.max_memory_allocated(self._device)) - self.allocated_bytes
+
+    def fragment_bytes(self) -> int:
+        used = int(torch.cuda.max_memory_allocated(self._device))
+        return max(0, int(torch.cuda.max_memory_reserved(self._device)) - used)
+
+    def process_peak_bytes(self) -> int:
+        return max(self._earlier_peak, int(torch.cuda.max_memory_allocated(self._device)))
+
+    def num_failures(self) -> int:
+        return int(torch.cuda.memory_stats(self._device).get("num_ooms", 0))
+
+
 class CudaDevice(Device):
     """One GPU. `budget_bytes` limits slots alone; activations come from torch's allocator."""
 
@@ -329,13 +389,12 @@ class CudaDevice(Device):
         trace: Trace | None = None,
     ) -> None:
         device = device_of(index)
-        super().__init__(f"cuda:{index}", budget_bytes, trace)
+        super().__init__(f"cuda:{index}", GpuMemory(self, device, budget_bytes), trace)
         self._device = device
         torch.cuda.set_device(index)
         # A deque: lanes append while the training thread takes from the other end.
         self._spans: deque[tuple[str, str, torch.cuda.Event, torch.cuda.Event, int]] = deque()
         self._clock = self._make_clock() if self.trace.recording else None
-        self._earlier_peak = 0  # of tensors, before torch's count of it was restarted
         self._kernels: TritonKernels | None = None
         self._beside = torch.cuda.Stream(self._device)  # of `copy_now`
         self._streams: dict[int, torch.cuda.Stream] = {}  # that were current, by address
@@ -354,14 +413,6 @@ class CudaDevice(Device):
 
     def _make_lane(self, name: LaneName) -> Lane:
         return StreamLane(name, self) if name in STREAM_LANES else HostLane(name, self)
-
-    def _allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        # Allocated once and never freed before close, so that it need not be recorded on the
-        # streams of the lanes. But the allocator may hand out memory that was freed while kernels
-        # of the caller's stream still use it; the fetch stream must not write before they end.
-        buffer = torch.empty(numel, dtype=dtype, device=self._device)
-        torch.cuda.current_stream(self._device).synchronize()
-        return buffer
 
     @property
     def only_enqueues(self) -> bool:
@@ -476,6 +527,11 @@ class CudaDevice(Device):
         if self._kernels is None:
             self._kernels = TritonKernels(self)
         return self._kernels
+
+    def drop_tables(self) -> None:
+        """Drop what kernels keep on the device of earlier launches."""
+        if self._kernels is not None:
+            self._kernels.drop_tables()
 
     def keep_for_lane(self, tensor: torch.Tensor) -> None:
         tensor.record_stream(self.compute_stream())
@@ -649,48 +705,6 @@ class CudaDevice(Device):
         event.record(torch.cuda.current_stream(self._device))
         event.synchronize()
         return EventClock(event, time.perf_counter())
-
-    def reachable_bytes(self) -> int:
-        return reachable_bytes(self._device.index)
-
-    def has_room(self, nbytes: int, beside_bytes: int) -> bool:
-        if not super().has_room(nbytes, beside_bytes):
-            return False
-        parts: list[torch.Tensor] = []
-        try:  # in parts, for the plan's buffers need not be neighbours either
-            for begin in range(0, nbytes + beside_bytes, TRIAL_BYTES):
-                size = min(TRIAL_BYTES, nbytes + beside_bytes - begin)
-                parts.append(torch.empty(size, dtype=torch.uint8, device=self._device))
-        except torch.OutOfMemoryError:
-            return False
-        finally:
-            # Else larger buffers, of either plan, find these parts in their way in mid-step.
-            parts.clear()
-            self.trim()
-        return True
-
-    def trim(self) -> None:
-        if self._kernels is not None:
-            self._kernels.drop_tables()
-        torch.cuda.empty_cache()
-
-    def restart_activation_peak(self) -> None:
-        self._earlier_peak = self.process_peak_bytes()
-        self.trim()  # what the allocator keeps of before is no fragment of the steps to come
-        torch.cuda.reset_peak_memory_stats(self._device)
-
-    def activation_peak_bytes(self) -> int:
-        return int(torch.cuda.max_memory_allocated(self._device)) - self.allocated_bytes
-
-    def fragment_bytes(self) -> int:
-        used = int(torch.cuda.max_memory_allocated(self._device))
-        return max(0, int(torch.cuda.max_memory_reserved(self._device)) - used)
-
-    def process_peak_bytes(self) -> int:
-        return max(self._earlier_peak, int(torch.cuda.max_memory_allocated(self._device)))
-
-    def num_failures(self) -> int:
-        return int(torch.cuda.memory_stats(self._device).get("num_ooms", 0))
 
     def random_state(self) -> torch.Tensor:
         return torch.cuda.get_rng_state(self._device)

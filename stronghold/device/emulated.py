@@ -25,6 +25,7 @@ import torch
 from stronghold import native
 from stronghold.device.base import Device, Fence, Lane, ThreadLane, Work, completed, moved, timed
 from stronghold.device.lane_name import LaneName
+from stronghold.device.memory import DeviceMemory
 from stronghold.errors import StateError
 from stronghold.telemetry.trace import Trace
 
@@ -109,6 +110,24 @@ class _EmulatedLane(ThreadLane):
         return count + len(ahead)
 
 
+def fill_with_nan(tensor: torch.Tensor) -> None:
+    ctypes.memset(tensor.data_ptr(), NAN_BYTE, tensor.numel() * tensor.element_size())
+
+
+class EmulatedMemory(DeviceMemory):
+    """CPU memory. `poison` fills new buffers with NaN."""
+
+    def __init__(self, budget_bytes: int | None, *, poison: bool) -> None:
+        super().__init__("emulated", budget_bytes)
+        self._poison = poison
+
+    def _allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        buffer = torch.empty(numel, dtype=dtype)
+        if self._poison:
+            fill_with_nan(buffer)
+        return buffer
+
+
 class EmulatedDevice(Device):
     """CPU tensors, a thread per lane.
 
@@ -133,7 +152,7 @@ class EmulatedDevice(Device):
         nvme_gbps: float | None = None,
         wire_gbps: float | None = None,
     ) -> None:
-        super().__init__("emulated", budget_bytes, trace)
+        super().__init__("emulated", EmulatedMemory(budget_bytes, poison=poison), trace)
         self._poison = poison
         self._jitter_s = jitter_s
         self._seed = seed
@@ -150,11 +169,6 @@ class EmulatedDevice(Device):
 
     def _make_lane(self, name: LaneName) -> Lane:
         return _EmulatedLane(name, self)
-
-    def _allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        buffer = torch.empty(numel, dtype=dtype)
-        self.poison(buffer)
-        return buffer
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         # memmove, not Tensor.copy_: it releases the GIL and never starts torch's intra-op threads.
@@ -182,7 +196,7 @@ class EmulatedDevice(Device):
 
     def poison(self, tensor: torch.Tensor) -> None:
         if self._poison:
-            ctypes.memset(tensor.data_ptr(), NAN_BYTE, tensor.numel() * tensor.element_size())
+            fill_with_nan(tensor)
 
     def record_compute(self, operation: str, stream: object = None) -> Fence:
         return completed(LaneName.COMPUTE, operation)

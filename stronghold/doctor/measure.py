@@ -112,7 +112,7 @@ def _examine(
     host, emulated = platform.node() or "this host", not isinstance(device, CudaDevice)
     if emulated:  # its memory is its budget, or the host's
         name, link = f"emulated on {cpu_name()}, {host}", None
-        gpu_memory_bytes = device.budget_bytes or limits.usable_bytes
+        gpu_memory_bytes = device.memory.budget_bytes or limits.usable_bytes
     else:
         gpu, gpu_memory_bytes, address = cuda.identity(device.torch_device.index)
         name = f"{gpu} on {host}"
@@ -327,7 +327,9 @@ def link_rates(device: Device, size: Effort, step: Step) -> tuple[dict[str, floa
     nbytes = size.copy_bytes // 4096 * 4096
     hosts = [map_slab(nbytes, torch.uint8).fill_(1) for _ in range(2)]
     # Filled: CPU memory that was never written is one page of zeros, which stays in the cache.
-    slots = [device.allocate(nbytes, torch.uint8, "doctor's buffer").fill_(1) for _ in range(2)]
+    slots = [
+        device.memory.allocate(nbytes, torch.uint8, "doctor's buffer").fill_(1) for _ in range(2)
+    ]
     device.record_compute("fill").wait()
     step("pinned memory")
     pinnable_bytes, pin_error = _pinnable(device, size)
@@ -350,7 +352,7 @@ def link_rates(device: Device, size: Effort, step: Step) -> tuple[dict[str, floa
             device.unpin(host)
     step("device memory")
     on_device = _on_compute(device, lambda: slots[0].copy_(slots[1]), size.rounds, _COPIES)
-    device.release(*slots)
+    device.memory.release(*slots)
     rates = {
         "fetch_gbps": nbytes / fetch / 1e9,
         "drain_gbps": nbytes / drain / 1e9,

@@ -531,7 +531,7 @@ class StrongholdEngine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
         """Give other processes the device memory that torch keeps of tensors that are gone; no
         partition of the weights is cached."""
         gc.collect()
-        self._stack.device.trim()
+        self._stack.device.memory.trim()
 
     @property
     def data_parallel_group(self) -> Any:

@@ -64,14 +64,14 @@ class Window:
         self._prepared = False
 
     def _slot(self, nbytes: int, purpose: str) -> Slot:
-        return Slot(self._device.allocate(nbytes, torch.uint8, purpose))
+        return Slot(self._device.memory.allocate(nbytes, torch.uint8, purpose))
 
     def _gradient_slot(self, nbytes: int, sum_numel: int, purpose: str) -> GradientSlot:
-        gradients = self._device.allocate(nbytes, torch.uint8, purpose)
+        gradients = self._device.memory.allocate(nbytes, torch.uint8, purpose)
         if not sum_numel:
             return GradientSlot(gradients)
         return GradientSlot(
-            gradients, self._device.allocate(sum_numel, torch.float32, f"sums, {purpose}")
+            gradients, self._device.memory.allocate(sum_numel, torch.float32, f"sums, {purpose}")
         )
 
     def prepare_training(self) -> None:
@@ -242,13 +242,13 @@ class Window:
     def close(self) -> None:
         """Drop every buffer. Twice is harmless."""
         own = [s.on_gpu.slot for s in self._own if s.on_gpu.slot is not None]
-        self._device.release(*(slot.weights for slot in (*self._slots, *own)))
+        self._device.memory.release(*(slot.weights for slot in (*self._slots, *own)))
         of_layers = [s.on_gpu.own_gradient_slot for s in self._layers]
         slots = (*self._gradient_slots, *(slot for slot in of_layers if slot is not None))
-        self._device.release(*(slot.gradients for slot in slots))
+        self._device.memory.release(*(slot.gradients for slot in slots))
         if self._sums:
             planned = [slot.sums for slot in slots if slot.sums is not None]
-            self._device.release(*planned)
+            self._device.memory.release(*planned)
         for state in self._layers:
             state.on_gpu.slot = state.on_gpu.gradient_slot = state.on_gpu.own_gradient_slot = None
         self._slots.clear()

@@ -198,7 +198,7 @@ class _Run:
 
     @property
     def gpu_peak_bytes(self) -> int:
-        return self.device.peak_bytes + self._runtime.kept_gradient_bytes
+        return self.device.memory.peak_bytes + self._runtime.kept_gradient_bytes
 
     def _forward(self) -> None:
         executor = self._runtime.executor

@@ -32,6 +32,7 @@ import torch
 
 from stronghold.device.base import Device, Fence, Lane, Work
 from stronghold.device.lane_name import STREAM_LANES, LaneName
+from stronghold.device.memory import DeviceMemory
 from stronghold.native import Kernels
 from stronghold.plan.machine import LEAST_SHARE, Rates
 
@@ -355,6 +356,13 @@ class NullKernels(Kernels):
         return [0.0] * len(segments)
 
 
+class SimulatedMemory(DeviceMemory):
+    """Buffers without bytes."""
+
+    def _allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(numel, dtype=dtype, device="meta")
+
+
 class SimulatedDevice(Device):
     """Virtual lanes at `rates`. `asynchronous`: compute runs behind the calling thread, as on a
     GPU."""
@@ -363,7 +371,7 @@ class SimulatedDevice(Device):
     kernels = NullKernels()
 
     def __init__(self, rates: Rates, *, asynchronous: bool) -> None:
-        super().__init__("simulated", None, None)
+        super().__init__("simulated", SimulatedMemory("simulated", None), None)
         self.rates = rates
         self.contention = Contention(rates)
         self.asynchronous = asynchronous
@@ -427,9 +435,6 @@ class SimulatedDevice(Device):
         return self._operations
 
     # -- buffers ----------------------------------------------------------------------------------
-    def _allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(numel, dtype=dtype, device="meta")
-
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """There are no bytes: the lane's clock moved."""
 

@@ -400,13 +400,13 @@ class Stack:
         self.runtime.detach()
         self.runtime.give_back(keep_gradients=keep_gradients)
         self.runtime.close()
-        self.device.restart_peak(self.runtime.kept_gradient_bytes)
+        self.device.memory.restart_peak(self.runtime.kept_gradient_bytes)
         for layer in sorted(before.updated_on_gpu - plan.updated_on_gpu):
             self.store.give(layer)
         fits = True
         if plan.gpu_total_bytes > before.gpu_total_bytes:  # else it takes what the other one had
-            more = plan.gpu_total_bytes - self.device.allocated_bytes
-            fits = self.device.has_room(more, plan.activation_bytes)
+            more = plan.gpu_total_bytes - self.device.memory.allocated_bytes
+            fits = self.device.memory.has_room(more, plan.activation_bytes)
             fits = self.ranks.least(fits) == 1
         if not fits:
             plan = before
@@ -467,8 +467,8 @@ class Stack:
             return
         self.check_process("engine.reload_states")
         plan, device = self.plan, self.device
-        need = plan.gpu_total_bytes - device.allocated_bytes
-        if self.ranks.least(device.has_room(need, plan.activation_bytes)) != 1:
+        need = plan.gpu_total_bytes - device.memory.allocated_bytes
+        if self.ranks.least(device.memory.has_room(need, plan.activation_bytes)) != 1:
             raise ConfigError(
                 f"engine.reload_states: the plan needs {format_size(need)} on {device.name} and "
                 f"{format_size(plan.activation_bytes)} for activations, and other programs have "
@@ -496,13 +496,13 @@ class Stack:
         """Bytes so far; masters, moments and gradient slots are made at the first backward."""
         return MemoryReport(
             gpu_planned=self._planned[0],
-            gpu_peak=self.device.peak_with(self.runtime.kept_gradient_bytes),
+            gpu_peak=self.device.memory.peak_with(self.runtime.kept_gradient_bytes),
             host_planned=self._planned[1],
             host_peak=self.host.peak_bytes,
             host_activations=self.runtime.activations.host_bytes,
             nvme_planned=self.plan.nvme_total_bytes,
             nvme_peak=self.host.tiers.stored_bytes,
-            gpu_process_peak=self.device.process_peak_bytes(),
+            gpu_process_peak=self.device.memory.process_peak_bytes(),
         )
 
     def write_trace(self) -> None:
@@ -581,7 +581,7 @@ def reserved_bytes(but: Stack | None = None) -> tuple[int, int]:
         plan = stack.plan
         if not stack._away:
             need = plan.gpu_total_bytes + plan.activation_bytes
-            on_device += max(0, need - stack.device.allocated_bytes)
+            on_device += max(0, need - stack.device.memory.allocated_bytes)
         need = plan.host_total_bytes + plan.offloaded_bytes
         on_host += max(0, need - stack.host.allocated_bytes)
     return on_device, on_host

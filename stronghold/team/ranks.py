@@ -389,7 +389,7 @@ class RankTeam(Team):
         )
         largest = max((part.stop - part.start for part in ranges), default=0)
         if self._room is None and self._device.torch_device.type == "cpu" and largest:
-            self._room = self._device.allocate(largest, torch.uint8, "reduced gradients")
+            self._room = self._device.memory.allocate(largest, torch.uint8, "reduced gradients")
 
     def propose(self, uses: Sequence[object], adopt: Callable[[], None]) -> None:
         self._uses = uses, adopt

@@ -98,7 +98,7 @@ def test_a_copy_may_span_registered_and_other_memory(
     slab.copy_(torch.arange(slab.numel()) % 251)
     mine = slab[begin * page : end * page]
     device.pin(mine)
-    buffer = device.allocate(slab.numel(), torch.uint8, "slot")
+    buffer = device.memory.allocate(slab.numel(), torch.uint8, "slot")
     fetched = device.fetch.submit("fetch", lambda: device.copy(buffer, slab))
     fetched.wait()
     assert torch.equal(buffer.cpu(), slab)
@@ -112,7 +112,7 @@ def test_a_copy_may_span_registered_and_other_memory(
 def test_transfers_use_no_pinned_memory_of_torchs(device: CudaDevice, slab: torch.Tensor) -> None:
     """Torch's allocator rounds up to powers of two: a staging buffer there would be our failure."""
     before = taken_by_torch()
-    buffer = device.allocate(NUMEL, torch.float32, "slot")
+    buffer = device.memory.allocate(NUMEL, torch.float32, "slot")
     for _ in range(3):
         there = device.fetch.submit("fetch", lambda: device.copy(buffer, slab))
         device.drain.submit("drain", lambda: device.copy(slab, buffer), (there,)).wait()
@@ -120,7 +120,7 @@ def test_transfers_use_no_pinned_memory_of_torchs(device: CudaDevice, slab: torc
 
 
 def test_transfers_allocate_nothing_on_the_device(device: CudaDevice, slab: torch.Tensor) -> None:
-    buffer = device.allocate(NUMEL, torch.float32, "slot")
+    buffer = device.memory.allocate(NUMEL, torch.float32, "slot")
     device.fetch.submit("first", lambda: device.copy(buffer, slab)).wait()
     before = torch.cuda.memory_stats()["allocation.all.allocated"]
     for _ in range(20):
@@ -134,7 +134,7 @@ def test_fetches_and_drains_finish_while_compute_is_busy(
 ) -> None:
     back = map_slab(NUMEL, torch.float32)
     device.pin(back)
-    buffer = device.allocate(NUMEL, torch.float32, "slot")
+    buffer = device.memory.allocate(NUMEL, torch.float32, "slot")
     sleep_on_device()
     busy = device.record_compute("busy")
     fetched = device.fetch.submit("fetch", lambda: device.copy(buffer, slab))
@@ -150,8 +150,8 @@ def test_a_drain_does_not_wait_for_a_fetch(device: CudaDevice, slab: torch.Tenso
     """Each lane has a stream: a fetch held back by compute holds no drain back."""
     back = map_slab(NUMEL, torch.float32)
     device.pin(back)
-    slot = device.allocate(NUMEL, torch.float32, "slot")
-    gradients = device.allocate(NUMEL, torch.float32, "gradients")
+    slot = device.memory.allocate(NUMEL, torch.float32, "slot")
+    gradients = device.memory.allocate(NUMEL, torch.float32, "gradients")
     gradients.fill_(5.0)
     produced = device.record_compute("gradients")
     sleep_on_device()
@@ -167,7 +167,7 @@ def test_a_drain_does_not_wait_for_a_fetch(device: CudaDevice, slab: torch.Tenso
 
 def test_a_fence_is_issued_before_it_is_done(device: CudaDevice, slab: torch.Tensor) -> None:
     """Nothing on the host waits for the device: submission, issue and compute's wait all return."""
-    buffer = device.allocate(NUMEL, torch.float32, "slot")
+    buffer = device.memory.allocate(NUMEL, torch.float32, "slot")
     sleep_on_device()
     busy = device.record_compute("busy")
     fence = device.fetch.submit("fetch", lambda: device.copy(buffer, slab), (busy,))
@@ -184,7 +184,7 @@ def test_a_fence_is_issued_before_it_is_done(device: CudaDevice, slab: torch.Ten
 
 def test_what_a_lane_has_finished_is_there(device: CudaDevice, slab: torch.Tensor) -> None:
     """Its buffers may be dropped, or taken by others, then."""
-    buffer = device.allocate(NUMEL, torch.float32, "slot")
+    buffer = device.memory.allocate(NUMEL, torch.float32, "slot")
     sleep_on_device()
     busy = device.record_compute("busy")
     fetched = device.fetch.submit("fetch", lambda: device.copy(buffer, slab), (busy,))
@@ -215,7 +215,7 @@ def test_a_thread_that_waits_for_the_device_does_not_spin(device: CudaDevice) ->
 def test_a_drain_after_a_long_kernel_reads_its_result(
     device: CudaDevice, slab: torch.Tensor
 ) -> None:
-    gradients = device.allocate(NUMEL, torch.float32, "gradients")
+    gradients = device.memory.allocate(NUMEL, torch.float32, "gradients")
     gradients.zero_()
     sleep_on_device()
     gradients.fill_(7.0)
@@ -228,7 +228,7 @@ def test_compute_on_the_users_own_stream_is_ordered_too(
     device: CudaDevice, slab: torch.Tensor
 ) -> None:
     """Compute is whatever stream is current in the calling thread."""
-    gradients = device.allocate(NUMEL, torch.float32, "gradients")
+    gradients = device.memory.allocate(NUMEL, torch.float32, "gradients")
     with torch.cuda.stream(torch.cuda.Stream()):
         sleep_on_device()
         gradients.fill_(9.0)
@@ -250,7 +250,7 @@ def test_a_buffer_is_not_the_memory_of_kernels_that_still_run(
     sleep_on_device()
     dying.fill_(1.0)
     del dying
-    buffer = device.allocate(NUMEL, torch.float32, "slot")
+    buffer = device.memory.allocate(NUMEL, torch.float32, "slot")
     assert buffer.data_ptr() == address, "the allocator chose other memory: the test shows nothing"
     device.fetch.submit("fetch", lambda: device.copy(buffer, slab)).wait()
     torch.cuda.synchronize()
@@ -291,7 +291,7 @@ def test_waits_are_the_streams_and_not_the_hosts() -> None:
 def test_spans_are_device_times_on_the_hosts_clock(slab: torch.Tensor) -> None:
     trace = Trace()
     device = CudaDevice(trace=trace)
-    buffer = device.allocate(NUMEL, torch.float32, "slot")
+    buffer = device.memory.allocate(NUMEL, torch.float32, "slot")
     before = time.perf_counter()
     begun = device.begin_compute_span()
     sleep_on_device()
@@ -315,7 +315,7 @@ def test_spans_are_device_times_on_the_hosts_clock(slab: torch.Tensor) -> None:
 def test_copies_outside_of_lanes_share_a_stream(
     device: CudaDevice, slab: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    buffer = device.allocate(NUMEL, torch.float32, "slot")
+    buffer = device.memory.allocate(NUMEL, torch.float32, "slot")
     made: list[object] = []
     stream = torch.cuda.Stream
     monkeypatch.setattr(torch.cuda, "Stream", lambda *place: made.append(0) or stream(*place))

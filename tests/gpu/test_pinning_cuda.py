@@ -70,7 +70,7 @@ def test_what_is_not_pinned_comes_and_goes_through_a_ring(
         assert not slab.is_pinned()
     here, back = (slab[:nbytes] for slab in slabs)
     here.copy_(torch.arange(nbytes) % 251)
-    there = device.allocate(nbytes, torch.uint8, "slot")
+    there = device.memory.allocate(nbytes, torch.uint8, "slot")
     fetched = device.fetch.submit("fetch", lambda: device.copy(there, here))
     device.drain.submit("drain", lambda: device.copy(back, there), (fetched,)).wait()
     assert torch.equal(back, here)
@@ -91,7 +91,7 @@ def test_a_fetch_through_the_ring_waits_for_the_drain_that_writes_its_source(
     nbytes = 7 * RING
     slab = map_slab(nbytes, torch.uint8)
     device.pin(slab)
-    source, target = (device.allocate(nbytes, torch.uint8, "slot") for _ in range(2))
+    source, target = (device.memory.allocate(nbytes, torch.uint8, "slot") for _ in range(2))
     source.fill_(7)
     target.zero_()
     sleep_on_stream(500_000_000)

@@ -203,7 +203,7 @@ def test_it_leaves_the_device_and_comes_back() -> None:
     with twin("one_weird_block", precision="bf16") as both:
         both.train(0)
         both.engine.offload_states()
-        assert both.engine.inspect().device.allocated_bytes == 0
+        assert both.engine.inspect().device.memory.allocated_bytes == 0
         both.engine.reload_states()
         both.train(1)
 

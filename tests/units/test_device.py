@@ -149,7 +149,7 @@ def test_bytes_go_to_the_device_and_back_unchanged(
     source.view(torch.uint8).copy_(
         torch.randint(0, 256, (size,), generator=generator, dtype=torch.uint8)
     )
-    buffer = device.allocate(numel, dtype, "test")
+    buffer = device.memory.allocate(numel, dtype, "test")
     there = device.fetch.submit("there", lambda: device.copy(buffer, source))
     device.drain.submit("back", lambda: device.copy(back[:numel], buffer), (there,)).wait()
     assert torch.equal(back[:numel].view(torch.uint8), source.view(torch.uint8))
@@ -162,7 +162,7 @@ def test_a_drain_behind_compute_reads_the_result(device: Device) -> None:
     """A long matrix product, then its drain: the bytes are the product, not what was there."""
     size = 512
     weights = torch.full((size, size), 1.0 / size, device=device.torch_device)
-    values = device.allocate(size * size, torch.float32, "result").view(size, size)
+    values = device.memory.allocate(size * size, torch.float32, "result").view(size, size)
     result = map_slab(size * size, torch.float32)
     device.pin(result)
     values.zero_()
@@ -188,7 +188,7 @@ def test_a_fetch_behind_compute_leaves_what_compute_reads(device: Device) -> Non
     twos.fill_(2.0)
     for slab in (ones, twos):
         device.pin(slab)
-    slot = device.allocate(numel, torch.float32, "slot")
+    slot = device.memory.allocate(numel, torch.float32, "slot")
     device.compute_wait(device.fetch.submit("fetch 1", lambda: device.copy(slot, ones)))
     total = torch.zeros(numel, device=device.torch_device)
     for _ in range(50):
@@ -204,17 +204,17 @@ def test_a_fetch_behind_compute_leaves_what_compute_reads(device: Device) -> Non
 # -- budget ------------------------------------------------------------------------------------
 def test_the_budget_is_kept_to_the_byte(make_device: Callable[..., Device]) -> None:
     device = make_device(budget_bytes=100)
-    first = device.allocate(50, torch.uint8, "first")
-    second = device.allocate(25, torch.bfloat16, "second")
-    assert device.allocated_bytes == device.peak_bytes == 100
+    first = device.memory.allocate(50, torch.uint8, "first")
+    second = device.memory.allocate(25, torch.bfloat16, "second")
+    assert device.memory.allocated_bytes == device.memory.peak_bytes == 100
     with pytest.raises(BudgetError, match=r"third: 1 bytes .* 100 bytes .*stronghold\.gpu_memory"):
-        device.allocate(1, torch.uint8, "third")
-    device.allocate(0, torch.float32, "nothing")
-    assert device.allocated_bytes == 100
-    device.release(second)
-    assert (device.allocated_bytes, device.peak_bytes) == (50, 100)
-    device.release(first)
-    assert (device.allocated_bytes, device.peak_bytes) == (0, 100)
+        device.memory.allocate(1, torch.uint8, "third")
+    device.memory.allocate(0, torch.float32, "nothing")
+    assert device.memory.allocated_bytes == 100
+    device.memory.release(second)
+    assert (device.memory.allocated_bytes, device.memory.peak_bytes) == (50, 100)
+    device.memory.release(first)
+    assert (device.memory.allocated_bytes, device.memory.peak_bytes) == (0, 100)
 
 
 # -- failure -----------------------------------------------------------------------------------

@@ -89,7 +89,7 @@ def test_poison_is_nan_in_every_element(
     emulated: Callable[..., EmulatedDevice], numel: int, dtype: torch.dtype
 ) -> None:
     device = emulated()
-    fresh = device.allocate(numel, dtype, "slot")
+    fresh = device.memory.allocate(numel, dtype, "slot")
     assert fresh.isnan().all()
     whole = torch.zeros(numel + 2, dtype=dtype)
     device.poison(whole[1:-1])

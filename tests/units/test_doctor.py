@@ -137,7 +137,7 @@ def test_a_paced_link_is_measured_at_its_pace() -> None:
     device = EmulatedDevice(link_gbps=0.4, poison=False)
     try:
         rates, _, pin_error = measure.link_rates(device, SMALL, lambda _: None)
-        assert device.allocated_bytes == 0
+        assert device.memory.allocated_bytes == 0
     finally:
         device.close()
     for rate in (rates["fetch_gbps"], rates["drain_gbps"]):

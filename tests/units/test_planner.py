@@ -111,7 +111,7 @@ def taken(layout: ModelLayout, plan: Plan, dtype: torch.dtype, *, training: bool
             there.prepare_training()
         # Autograd makes and keeps the gradients of a model that is whole, without padding.
         kept = plan.whole and training and sum(layer.num_trainable for layer in layout.layers)
-        return [device.peak_bytes + kept * dtype.itemsize, store.allocated_bytes]
+        return [device.memory.peak_bytes + kept * dtype.itemsize, store.allocated_bytes]
     finally:
         device.close()
 

@@ -117,12 +117,12 @@ def test_a_window_takes_its_slots_and_not_a_byte_more(
 ) -> None:
     window = make_window(num_slots=3, num_gradient_slots=2)
     slots = 3 * max(NUMEL[1:]) + NUMEL[EMBEDDING]
-    assert device.allocated_bytes == 2 * slots
+    assert device.memory.allocated_bytes == 2 * slots
     window.prepare_training()
     gradients = 2 * max(TRAINABLE[1:]) + TRAINABLE[EMBEDDING]
-    assert device.allocated_bytes == device.peak_bytes == 2 * (slots + gradients)
+    assert device.memory.allocated_bytes == device.memory.peak_bytes == 2 * (slots + gradients)
     window.prepare_training()
-    assert device.allocated_bytes == 2 * (slots + gradients)
+    assert device.memory.allocated_bytes == 2 * (slots + gradients)
 
 
 def test_without_streamed_layers_there_are_no_slots(make_window: Make) -> None:
