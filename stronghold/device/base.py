@@ -38,7 +38,6 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from types import CodeType
 from typing import Any, Protocol, TypeVar
 
@@ -46,6 +45,8 @@ import torch
 
 from stronghold.device.lane_name import LaneName
 from stronghold.device.memory import DeviceMemory
+from stronghold.device.pinned import HostPinning
+from stronghold.device.side_streams import SideStreams
 from stronghold.errors import LaneError, StateError, StrongholdError
 from stronghold.native import Kernels, naming_threads
 from stronghold.process import check_not_forked, forked_from
@@ -86,7 +87,7 @@ class DeviceEvent(Protocol):
 
 
 class Fence:
-    """Marks the end of one operation. Made by `Lane.submit` and `Device.record_compute` alone."""
+    """Marks the end of one operation. Made by `Lane.submit` and `ComputeLane.record` alone."""
 
     __slots__ = ("_error", "_event", "_turn", "_waiting", "issued", "lane", "operation")
 
@@ -466,20 +467,19 @@ class ComputeLane(Lane):
         self._waits: list[Seconds] = []
 
     def _enqueue(self, operation: str, work: Work, after: tuple[Fence, ...], nbytes: int) -> Fence:
-        device = self._device
         for fence in after:  # compute's own are in order with it
             if fence.lane is not LaneName.COMPUTE and (fence.failed or not fence.done):
-                self._waits.append(device.compute_wait(fence))
-        begun = device.begin_compute_span()
+                self._waits.append(self.wait(fence))
+        begun = self.begin_span()
         try:
             work()
         except Exception as cause:
             error = LaneError(self.name, operation, cause)
-            device.report(error)
+            self._device.report(error)
             raise error from cause
-        device.end_compute_span(operation, begun)
-        device.charge_compute(nbytes)
-        return device.record_compute(operation)
+        self.end_span(operation, begun)
+        self.charge(nbytes)
+        return self.record(operation)
 
     def take_waits(self) -> list[Seconds]:
         found, self._waits = self._waits, []
@@ -487,8 +487,44 @@ class ComputeLane(Lane):
 
     def finish(self) -> None:
         """Wait until the device has done what was enqueued."""
-        for stream in (None, *self._device.side_streams):
-            self._device.record_compute("finish", stream).wait()
+        for stream in (None, *self._device.side_streams.streams):
+            self.record("finish", stream).wait()
+
+    @abstractmethod
+    def record(self, operation: str, stream: object = None) -> Fence:
+        """The fence of everything that was enqueued on this lane: on `stream`, or on the one that
+        the calling thread is on."""
+
+    @abstractmethod
+    def wait(self, fence: Fence) -> Seconds:
+        """Later compute runs after `fence`; returns the seconds for which compute stood still: on a
+        stream they are known when it is traced, and later."""
+
+    def wait_everywhere(self, fence: Fence) -> Seconds:
+        """`wait` for every stream of this lane: memory that any of them may take is about to be
+        dropped, or a slot that any of them reads was written."""
+        return self.wait(fence)
+
+    def stream(self) -> object:
+        """The stream that the calling thread is on: blocks may use several."""
+        return None
+
+    def charge(self, nbytes: int) -> None:
+        """What was just called on this lane moves `nbytes` of device memory: a simulated device
+        makes seconds of them."""
+
+    def read_later(self, tensor: torch.Tensor) -> Callable[[], list[float]]:
+        """The values of a small tensor on the device at this point of the lane. A call of the
+        result waits for that point, and for nothing that was enqueued after it."""
+        values: list[float] = tensor.tolist()
+        return lambda: values
+
+    def begin_span(self) -> object:
+        """A mark of this lane's clock, for `end_span`."""
+        return None
+
+    def end_span(self, name: str, begun: object) -> None:
+        """Record what compute has done since `begun`; nothing where a clock has recorded it."""
 
 
 EVERY_DEVICE = (LaneName.FETCH, LaneName.DRAIN, LaneName.GRADIENTS, LaneName.UPDATE)
@@ -496,7 +532,8 @@ EVERY_DEVICE = (LaneName.FETCH, LaneName.DRAIN, LaneName.GRADIENTS, LaneName.UPD
 
 class Device(ABC):
     """Lanes `fetch`, `drain`, `gradients` and `update`, the compute lane of the training thread,
-    others by name, and raw buffers.
+    others by name, and copies. It owns its `memory`, the `pinning` of host slabs and the
+    `side_streams` of compute.
 
     `gradients` merges and sums gradients on the host and takes their norms; `update` has the
     optimizer's steps. They are two lanes because the gate waits for norms, and must not wait behind
@@ -513,17 +550,18 @@ class Device(ABC):
     drain: Lane
     gradients: Lane
     update: Lane
+    compute: ComputeLane
 
     def __init__(self, name: str, memory: DeviceMemory, trace: Trace | None) -> None:
         self.name = name
         self.memory = memory
+        self.pinning = HostPinning()
+        self.side_streams = SideStreams()
         self.trace = trace or Trace(recording=False)
-        self.compute = ComputeLane(self)
         self.alone = True  # no operation waits for another process
         self._failure: LaneError | None = None
         self._process = os.getpid()
         self._lanes: dict[LaneName, Lane] = {}  # those that wait for others last
-        self.side_streams: Sequence[object] = ()
 
     def _open_lanes(self) -> None:
         """Make the lanes that every device has, or none where the system refuses a thread."""
@@ -567,17 +605,6 @@ class Device(ABC):
     @abstractmethod
     def torch_device(self) -> torch.device: ...
 
-    def pin(self, tensor: torch.Tensor) -> None:  # noqa: B027 - CPU memory is not registered
-        """Register a host slab for direct transfers, where the system allows it; where it does not,
-        they take a longer way. The slab must outlive `unpin`."""
-
-    def register(self, tensor: torch.Tensor) -> None:
-        """As `pin`, but OSError where the system does not allow it."""
-        self.pin(tensor)
-
-    def unpin(self, tensor: torch.Tensor) -> None:  # noqa: B027
-        """Undo `pin`."""
-
     @abstractmethod
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Copy contiguous bytes between host and device; called from a lane's work alone."""
@@ -588,87 +615,13 @@ class Device(ABC):
         they are there: for what is rare (adoption, checkpoints, the end). Any thread; the caller
         has waited for what writes `source` and for what uses `target`."""
 
-    def keep_for_lane(self, tensor: torch.Tensor) -> None:  # noqa: B027 - CPU memory is not reused
-        """Called from a lane's work: the allocator may not give the tensor's memory to others
-        before the lane is done with it, even if everybody drops the tensor."""
-
-    def poison(self, tensor: torch.Tensor) -> None:  # noqa: B027 - a real one has none to spare
-        """Make any later read of a freed buffer visible where the device can afford it."""
-
-    # -- the compute lane -----------------------------------------------------------------------
     @property
     @abstractmethod
     def kernels(self) -> Kernels:
         """The update's arithmetic on this device's memory, in order with compute. Made when it is
         first asked for; entered by whoever calls hooks."""
 
-    def charge_compute(self, nbytes: int) -> None:  # noqa: B027 - a real device takes its own time
-        """What was just called on the compute lane moves `nbytes` of device memory: a simulated
-        device makes seconds of them."""
-
-    def compute_stream(self) -> object:
-        """Which stream of the compute lane the calling thread is on: blocks may use several."""
-        return None
-
-    @abstractmethod
-    def record_compute(self, operation: str, stream: object = None) -> Fence:
-        """The fence of everything that was enqueued on the compute lane: on `stream`, or on the one
-        that the calling thread is on."""
-
-    @abstractmethod
-    def compute_wait(self, fence: Fence) -> Seconds:
-        """Later compute runs after `fence`; returns the seconds for which compute stood still: on a
-        stream they are known when it is traced, and later."""
-
-    def compute_wait_everywhere(self, fence: Fence) -> Seconds:
-        """The same of every stream of the compute lane: memory that any of them may take is about
-        to be dropped, or a slot that any of them reads was written."""
-        return self.compute_wait(fence)
-
-    # Streams beside compute's own, on which parts of a layer take turns: `cuda`, [Note: side
-    # streams]. Where compute is one stream, nothing happens.
-    def open_streams(self, count: int) -> None:  # noqa: B027
-        """Make `count` side streams, none for 1."""
-
-    def forked(self) -> AbstractContextManager[object]:
-        """The side streams go on after the calling thread's stream, which is given, and it goes on
-        after them at the end."""
-        return nullcontext()
-
-    def beside(self, number: int, name: str) -> AbstractContextManager[None]:
-        """Inside, the calling thread is on a side stream, `number` modulo their count."""
-        return nullcontext()
-
-    def follow(self, main: object) -> None:  # noqa: B027
-        """`main`, of `forked`, goes on after the calling thread's stream."""
-
-    def joined(self) -> AbstractContextManager[None]:
-        """Inside, the calling thread is on the stream that forked last, which goes on after all
-        side streams: for what comes after all parts of a layer."""
-        return nullcontext()
-
-    def read_later(self, tensor: torch.Tensor) -> Callable[[], list[float]]:
-        """The values of a small tensor on the device at this point of the compute lane: the call
-        waits for that point, and for nothing that was enqueued after it."""
-        values: list[float] = tensor.tolist()
-        return lambda: values
-
-    def begin_compute_span(self) -> object:
-        """A mark of the compute lane's clock, for `end_compute_span`."""
-        return None
-
-    def end_compute_span(self, name: str, begun: object) -> None:  # noqa: B027
-        """Record what compute has done since `begun`; nothing where a clock has recorded it."""
-
-    # -- random numbers -------------------------------------------------------------------------
-    def random_state(self) -> torch.Tensor | None:
-        """The state of the device's own generator; None where torch's CPU generator is all."""
-        return None
-
-    def set_random_state(self, state: torch.Tensor) -> None:  # noqa: B027
-        """Restore what `random_state` gave; without effect where there is no own generator."""
-
-    # -- hostility and life ---------------------------------------------------------------------
+    # -- life ------------------------------------------------------------------------------------
     def enter_operation(self) -> None:  # noqa: B027 - only a real device has threads to prepare
         """Called by a lane's thread before an operation waits for its fences."""
 

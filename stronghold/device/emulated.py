@@ -23,7 +23,17 @@ from collections.abc import Sequence
 import torch
 
 from stronghold import native
-from stronghold.device.base import Device, Fence, Lane, ThreadLane, Work, completed, moved, timed
+from stronghold.device.base import (
+    ComputeLane,
+    Device,
+    Fence,
+    Lane,
+    ThreadLane,
+    Work,
+    completed,
+    moved,
+    timed,
+)
 from stronghold.device.lane_name import LaneName
 from stronghold.device.memory import DeviceMemory
 from stronghold.errors import StateError
@@ -110,12 +120,8 @@ class _EmulatedLane(ThreadLane):
         return count + len(ahead)
 
 
-def fill_with_nan(tensor: torch.Tensor) -> None:
-    ctypes.memset(tensor.data_ptr(), NAN_BYTE, tensor.numel() * tensor.element_size())
-
-
 class EmulatedMemory(DeviceMemory):
-    """CPU memory. `poison` fills new buffers with NaN."""
+    """CPU memory. `poison` fills new and freed buffers with NaN."""
 
     def __init__(self, budget_bytes: int | None, *, poison: bool) -> None:
         super().__init__("emulated", budget_bytes)
@@ -123,9 +129,29 @@ class EmulatedMemory(DeviceMemory):
 
     def _allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         buffer = torch.empty(numel, dtype=dtype)
-        if self._poison:
-            fill_with_nan(buffer)
+        self.poison(buffer)
         return buffer
+
+    def poison(self, buffer: torch.Tensor) -> None:
+        if self._poison:
+            ctypes.memset(buffer.data_ptr(), NAN_BYTE, buffer.numel() * buffer.element_size())
+
+
+class EmulatedCompute(ComputeLane):
+    """The calling thread: its work is done when it returns."""
+
+    def record(self, operation: str, stream: object = None) -> Fence:
+        return completed(LaneName.COMPUTE, operation)
+
+    def wait(self, fence: Fence) -> float:
+        return timed(fence.wait)
+
+    def begin_span(self) -> float:
+        return time.perf_counter()
+
+    def end_span(self, name: str, begun: object) -> None:
+        assert isinstance(begun, float)
+        self._device.trace.record(LaneName.COMPUTE, name, begun, time.perf_counter())
 
 
 class EmulatedDevice(Device):
@@ -153,7 +179,7 @@ class EmulatedDevice(Device):
         wire_gbps: float | None = None,
     ) -> None:
         super().__init__("emulated", EmulatedMemory(budget_bytes, poison=poison), trace)
-        self._poison = poison
+        self.compute = EmulatedCompute(self)
         self._jitter_s = jitter_s
         self._seed = seed
         self._random: dict[str, random.Random] = {}
@@ -193,23 +219,6 @@ class EmulatedDevice(Device):
         if self._pool is None:
             self._pool = native.Pool(torch.get_num_threads())
         return self._pool
-
-    def poison(self, tensor: torch.Tensor) -> None:
-        if self._poison:
-            fill_with_nan(tensor)
-
-    def record_compute(self, operation: str, stream: object = None) -> Fence:
-        return completed(LaneName.COMPUTE, operation)
-
-    def compute_wait(self, fence: Fence) -> float:
-        return timed(fence.wait)
-
-    def begin_compute_span(self) -> float:
-        return time.perf_counter()
-
-    def end_compute_span(self, name: str, begun: object) -> None:
-        assert isinstance(begun, float)
-        self.trace.record(LaneName.COMPUTE, name, begun, time.perf_counter())
 
     def delay(self) -> None:
         """Called by a lane between an operation's fences and its work."""

@@ -64,6 +64,13 @@ class DeviceMemory(ABC):
         budget = self.budget_bytes
         return budget is None or self.allocated_bytes + nbytes <= budget
 
+    def poison(self, buffer: torch.Tensor) -> None:  # noqa: B027 - a real one has no time for it
+        """Make any later read of a freed buffer visible where the device can afford it."""
+
+    def keep_for_lane(self, tensor: torch.Tensor) -> None:  # noqa: B027 - CPU memory is not reused
+        """Called from a lane's work: the allocator may not give the tensor's memory to others
+        before the lane is done with it, even if everybody drops the tensor."""
+
     # -- tensors ----------------------------------------------------------------------------------
     def reachable_bytes(self) -> int | None:
         """Bytes that all tensors of this process can have together as things are now."""

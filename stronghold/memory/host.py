@@ -118,7 +118,7 @@ class HostStore:
         self.allocated_bytes += slab.nbytes
         self.peak_bytes = max(self.peak_bytes, self.allocated_bytes)
         if pinned and slab.numel():
-            self._device.pin(slab)
+            self._device.pinning.pin(slab)
             self._pinned[slab.data_ptr()] = slab
 
     def adopt(self, index: int, source: WeightSource | None = None) -> None:
@@ -332,13 +332,13 @@ class HostStore:
         for slab in slabs:
             self.allocated_bytes -= slab.numel() * slab.element_size()
             if self._pinned.pop(slab.data_ptr(), None) is not None:
-                self._device.unpin(slab)
+                self._device.pinning.unpin(slab)
 
     def close(self) -> None:
         """Unregister and drop every slab; parameters that are views keep their memory alive
         themselves."""
         for slab in self._pinned.values():
-            self._device.unpin(slab)
+            self._device.pinning.unpin(slab)
         self._pinned.clear()
         self._ring.clear()
         for state in self.layers:

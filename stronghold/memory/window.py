@@ -99,7 +99,7 @@ class Window:
         gathers and nothing is held. The lanes have done what was queued, and compute too."""
         for slot in self._slots:
             slot.contents, slot.record = None, Record()
-            self._device.poison(slot.weights)
+            self._device.memory.poison(slot.weights)
         for state in self._layers:
             if state not in self._own:
                 state.on_gpu.slot = None
@@ -119,7 +119,7 @@ class Window:
             gathering.summing.clear()
             gathering.arrived.clear()
             gathering.writers.clear()
-            self._device.poison(gathering.gradients)
+            self._device.memory.poison(gathering.gradients)
 
     # -- weights --------------------------------------------------------------------------------
     def held_layers(self) -> list[int]:
@@ -170,7 +170,7 @@ class Window:
             raise StateError(f"layer {layer} has no slot to give back")
         if state.on_gpu.residency is Residency.READY:
             slot.record.read(after)
-            self._device.poison(slot.weights)
+            self._device.memory.poison(slot.weights)
         state.move(Residency.AWAY)
         state.on_gpu.slot = None
         slot.contents = None
@@ -226,7 +226,7 @@ class Window:
         slot = self._layers[layer].on_gpu.own_gradient_slot
         if slot is not None and slot.is_pending:
             slot.is_pending = False
-            self._device.poison(slot.gradients)
+            self._device.memory.poison(slot.gradients)
 
     def taking_turns(self) -> list[int]:
         """Those whose gradients are in a slot that layers take in turn."""

@@ -30,7 +30,7 @@ from typing import NamedTuple, cast
 
 import torch
 
-from stronghold.device.base import Device, Fence, Lane, Work
+from stronghold.device.base import ComputeLane, Device, Fence, Lane, Work
 from stronghold.device.lane_name import STREAM_LANES, LaneName
 from stronghold.device.memory import DeviceMemory
 from stronghold.native import Kernels
@@ -339,6 +339,50 @@ class SimulatedLane(Lane):
         return len(withdrawn)
 
 
+class SimulatedCompute(ComputeLane):
+    """Compute on the simulated device's clocks."""
+
+    _device: SimulatedDevice
+
+    def charge(self, nbytes: int) -> None:
+        """This lane moves `nbytes` of device memory."""
+        rates = self._device.rates
+        self._device.run_compute(
+            "device memory", nbytes / (rates.device_gbps * 1e9), rates.launch_s
+        )
+
+    def read_later(self, tensor: torch.Tensor) -> Callable[[], list[float]]:
+        """The thread that reads stands still until compute has come so far."""
+        computed, values = self.record("read"), super().read_later(tensor)
+
+        def read() -> list[float]:
+            computed.wait()
+            return values()
+
+        return read
+
+    def record(self, operation: str, stream: object = None) -> Fence:
+        device = self._device
+        return SimulatedFence(
+            device,
+            LaneName.COMPUTE,
+            operation,
+            issued_s=device.caller_s,
+            done_s=max(device.compute_s, device.caller_s),
+            index=device.compute_cause,
+        )
+
+    def wait(self, fence: Fence) -> float:
+        if not isinstance(fence, SimulatedFence):
+            return 0.0
+        device = self._device
+        before_s = max(device.compute_s, device.caller_s)
+        device.hold_caller(fence.issued_s if device.asynchronous else fence.done_s, fence.index)
+        if fence.done_s > device.compute_s:
+            device.compute_s, device.compute_cause = fence.done_s, fence.index
+        return max(0.0, fence.done_s - before_s)
+
+
 class NullKernels(Kernels):
     """Kernels that compute nothing: sums are zero."""
 
@@ -372,13 +416,14 @@ class SimulatedDevice(Device):
 
     def __init__(self, rates: Rates, *, asynchronous: bool) -> None:
         super().__init__("simulated", SimulatedMemory("simulated", None), None)
+        self.compute = SimulatedCompute(self)
         self.rates = rates
         self.contention = Contention(rates)
         self.asynchronous = asynchronous
         self.caller_s = 0.0  # the calling thread's clock
         self.caller_cause = -1
         self.compute_s = 0.0
-        self._compute_cause = -1
+        self.compute_cause = -1
         self._operations: list[Operation] = []
         self._open_lanes()
 
@@ -395,23 +440,18 @@ class SimulatedDevice(Device):
         if until_s > self.caller_s:
             self.caller_s, self.caller_cause = until_s, cause
             if not self.asynchronous:
-                self.compute_s, self._compute_cause = until_s, cause
+                self.compute_s, self.compute_cause = until_s, cause
 
     def run_compute(self, name: str, seconds: float, launch_s: float = 0.0) -> None:
         """The calling thread takes `launch_s` to launch `seconds` of compute."""
         self.caller_s += launch_s
-        start_s, cause = self.compute_s, self._compute_cause
+        start_s, cause = self.compute_s, self.compute_cause
         if self.caller_s > start_s:
             start_s, cause = self.caller_s, self.caller_cause
         self.compute_s = start_s + seconds
-        self._compute_cause = self.note(LaneName.COMPUTE, name, start_s, self.compute_s, cause)
+        self.compute_cause = self.note(LaneName.COMPUTE, name, start_s, self.compute_s, cause)
         if not self.asynchronous:
-            self.caller_s, self.caller_cause = self.compute_s, self._compute_cause
-
-    def charge_compute(self, nbytes: int) -> None:
-        """The compute lane moves `nbytes` of device memory."""
-        seconds = nbytes / (self.rates.device_gbps * 1e9)
-        self.run_compute("device memory", seconds, self.rates.launch_s)
+            self.caller_s, self.caller_cause = self.compute_s, self.compute_cause
 
     def note(self, lane: LaneName, name: str, start_s: float, end_s: float, cause: int) -> int:
         """Remember an operation; returns its index."""
@@ -440,33 +480,3 @@ class SimulatedDevice(Device):
 
     def copy_now(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Between steps, which are not simulated."""
-
-    def read_later(self, tensor: torch.Tensor) -> Callable[[], list[float]]:
-        """Who reads stands still until compute has come so far."""
-        computed = self.record_compute("read")
-
-        def read() -> list[float]:
-            computed.wait()
-            return super(SimulatedDevice, self).read_later(tensor)()
-
-        return read
-
-    # -- the compute lane -------------------------------------------------------------------------
-    def record_compute(self, operation: str, stream: object = None) -> Fence:
-        return SimulatedFence(
-            self,
-            LaneName.COMPUTE,
-            operation,
-            issued_s=self.caller_s,
-            done_s=max(self.compute_s, self.caller_s),
-            index=self._compute_cause,
-        )
-
-    def compute_wait(self, fence: Fence) -> float:
-        if not isinstance(fence, SimulatedFence):
-            return 0.0
-        before_s = max(self.compute_s, self.caller_s)
-        self.hold_caller(fence.issued_s if self.asynchronous else fence.done_s, fence.index)
-        if fence.done_s > self.compute_s:
-            self.compute_s, self._compute_cause = fence.done_s, fence.index
-        return max(0.0, fence.done_s - before_s)

@@ -462,7 +462,7 @@ class Activations:
         self._open.remove(scope)
         # What comes after the last layer that offloads keeps its own: no room is left for two.
         # Of chunks as many are on their way as run at once.
-        newest = max(1, len(self._device.side_streams)) if chunk else int(not last)
+        newest = max(1, len(self._device.side_streams.streams)) if chunk else int(not last)
         self._drop_left(newest=newest)
 
     @property
@@ -642,7 +642,7 @@ class Activations:
         saved.stored = device.drain.submit(
             f"offload {layer}",
             lambda: device.copy(target, source),
-            after=(device.record_compute(f"activation {layer}"),),
+            after=(device.compute.record(f"activation {layer}"),),
             writes=saved.lent,
             nbytes=nbytes,
         )
@@ -692,7 +692,7 @@ class Activations:
             left = self._leaving.popleft()
             if left:  # the lane copies in order: the last copy is done after the others
                 assert left[-1].stored is not None
-                waited = self._device.compute_wait_everywhere(left[-1].stored)
+                waited = self._device.compute.wait_everywhere(left[-1].stored)
                 self._metrics.waited(WaitCause.DRAIN, waited)
             for saved in left:
                 assert saved.source is not None
@@ -725,7 +725,7 @@ class Activations:
             f"onload {layer}",
             lambda: device.copy(memory, host),
             # After compute: the allocator may have taken the memory from work still queued there.
-            after=(saved.stored, device.record_compute(f"room for activation {layer}")),
+            after=(saved.stored, device.compute.record(f"room for activation {layer}")),
             reads=saved.lent,
             nbytes=saved.host.numel(),
         )
@@ -735,7 +735,7 @@ class Activations:
 
     def _load(self, saved: SavedStorage) -> torch.Tensor:
         back = self._bring_back(saved, -1)
-        self._metrics.waited(WaitCause.FETCH, self._device.compute_wait(back.ready))
+        self._metrics.waited(WaitCause.FETCH, self._device.compute.wait(back.ready))
         self._coming.discard(back)
         return back.memory
 
@@ -743,7 +743,7 @@ class Activations:
         """Drop what was brought back for a graph that was dropped unused, in stream order after its
         copy. Whatever autograd used was dropped by autograd."""
         for back in [back for back in self._coming if back.owner() is None]:
-            self._device.compute_wait_everywhere(back.ready)
+            self._device.compute.wait_everywhere(back.ready)
             self._coming.discard(back)
 
     def close(self) -> None:

@@ -28,6 +28,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from stronghold.device.base import Device
+from stronghold.device.random_numbers import random_state, set_random_state
 from stronghold.model.gpu_operators import ATTENTION_KERNELS, Attended, attended
 
 logger = logging.getLogger("stronghold")
@@ -97,7 +98,7 @@ class _Answer(TorchDispatchMode):
         if call is None or call.kernel is not func:
             return func(*args, **(kwargs or {}))
         if call.generator is not None:
-            self._device.set_random_state(call.generator)
+            set_random_state(self._device.torch_device, call.generator)
         return tuple(part() if callable(part) else part for part in call.kept)
 
 
@@ -123,7 +124,7 @@ class AttentionCalls:
         with _Watch() as watch:
             output = plain(*args, **kwargs)
         drops = watch.found and (args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0)) > 0.0
-        generator = self._device.random_state() if drops else None
+        generator = random_state(self._device.torch_device) if drops else None
         self._calls.append(
             [
                 _Call(kernel, tuple(map(self._kept, results)), generator)

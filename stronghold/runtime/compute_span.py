@@ -21,13 +21,13 @@ class ComputeSpan:
 
     def begin(self, name: object) -> None:
         if self._device.trace.recording:
-            self._open = (str(name), self._device.begin_compute_span())
+            self._open = (str(name), self._device.compute.begin_span())
 
     def end(self) -> None:
         """Close the open span, if there is one."""
         if self._open is not None:
             name, begun = self._open
-            self._device.end_compute_span(name, begun)
+            self._device.compute.end_span(name, begun)
             self._open = None
 
     def drop(self) -> None:

@@ -123,7 +123,7 @@ class GpuUpdates:
             return None
         sums = self._sum_squares(pending)
         self._prepared = pending, self._prepare(pending)
-        return self._device.read_later(sums)
+        return self._device.compute.read_later(sums)
 
     def update_prepared(self, scale: float) -> None:
         """Update the layers of `close`."""

@@ -81,7 +81,7 @@ class GradientOffload:
             self._add(layer, gradients, chunk=True)
         state.gradients.expected.chunks -= 1
         if last and state.on_gpu.gradient_slot is not None:
-            with self._device.joined():
+            with self._device.side_streams.joined():
                 self._round(state, state.on_gpu.gradient_slot)
                 if state.gradients.expected.is_last:
                     self._offload_all(self._order.complete(layer))
@@ -149,27 +149,27 @@ class GradientOffload:
 
     def _enter(self, slot: GradientSlot) -> None:
         """The calling thread's stream is about to write to the slot."""
-        stream = self._device.compute_stream()
+        stream = self._device.compute.stream()
         if stream not in slot.writers:
             for fence in slot.record.users:
                 with self._span.waiting(fence):
-                    self._metrics.waited(WaitCause.DRAIN, self._device.compute_wait(fence))
+                    self._metrics.waited(WaitCause.DRAIN, self._device.compute.wait(fence))
             slot.writers.append(stream)
 
     def _produced(self, layer: int, slot: GradientSlot) -> list[Fence]:
         """The fences of what was written to the slot, on every stream."""
         name = f"gradients {layer}"
-        found = [self._device.record_compute(name, stream) for stream in slot.writers]
+        found = [self._device.compute.record(name, stream) for stream in slot.writers]
         if found:  # else backward failed while it waited for the slot
             slot.record.write(found[-1])
         return found
 
     def _join(self, layer: int, slot: GradientSlot) -> None:
         """The calling thread's stream goes on after what every other one has written."""
-        here = self._device.compute_stream()
+        here = self._device.compute.stream()
         if slot.writers != [here]:
             for produced in self._produced(layer, slot):
-                self._device.compute_wait(produced)
+                self._device.compute.wait(produced)
             slot.writers[:] = [here]  # and with it the others
 
     def flush(self) -> None:
@@ -186,7 +186,7 @@ class GradientOffload:
             slot = self._layers[layer].on_gpu.gradient_slot
             if slot is not None:
                 self._join(layer, slot)
-                slot.record.write(self._device.record_compute(f"abandon gradients {layer}"))
+                slot.record.write(self._device.compute.record(f"abandon gradients {layer}"))
                 self._window.release_gradients(slot)
         self._order.begin_again()
 
@@ -240,10 +240,10 @@ class GradientOffload:
 
         def copy() -> None:
             if slot.is_extra:
-                device.keep_for_lane(memory)
+                device.memory.keep_for_lane(memory)
             for target, source in copies:
                 device.copy(entry.memory[target], memory[source])
-            device.poison(memory)
+            device.memory.poison(memory)
 
         produced = self._produced(state.index, slot)
         self._team.reduce(state, slot, produced)
@@ -269,7 +269,7 @@ class GradientOffload:
             self._window.hold_gradients(slot)
             return
         self._window.release_gradients(slot)
-        self._device.poison(slot.gradients)
+        self._device.memory.poison(slot.gradients)
 
 
 def _copies(state: LayerState, arrived: Iterable[int]) -> Iterator[tuple[slice, slice]]:

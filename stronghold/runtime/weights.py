@@ -80,7 +80,7 @@ class LayerWeights:
             updated = state.records["weights"].writer
             if not updated.done:
                 self._metrics.waited(WaitCause.UPDATE, timed(updated.wait))
-            fetched = self._device.compute_wait_everywhere(slot.record.writer)
+            fetched = self._device.compute.wait_everywhere(slot.record.writer)
             self._metrics.waited(WaitCause.FETCH, fetched)
             self._window.make_ready(layer)
         self._bindings.bind(layer, slot.weights)
@@ -105,7 +105,7 @@ class LayerWeights:
             slot = window.free_slot()
             assert slot is not None
         if resident:
-            slot.record.read(self._device.record_compute(f"before fetch {layer}"))
+            slot.record.read(self._device.compute.record(f"before fetch {layer}"))
         window.claim(slot, layer)
         nbytes = self._fill(slot, layer, together=together)
         if not resident:
@@ -154,7 +154,7 @@ class LayerWeights:
         self.layer_at.pop(slot.weights.untyped_storage().data_ptr(), None)
         self._bindings.rest(layer)
         used = state.on_gpu.residency is Residency.READY
-        self._window.release(layer, self._device.record_compute(f"release {layer}"))
+        self._window.release(layer, self._device.compute.record(f"release {layer}"))
         if used:
             views = self._bindings.views_at(slot.weights.data_ptr())
             refuse_aliases(state, slot.weights, views)
