@@ -75,18 +75,18 @@ def pin(machine: str) -> str:
 
     device, slab = CudaDevice(), map_slab(1 << 30, torch.uint8)
     begun = time.perf_counter()
-    device.pin(slab)
+    device.pinning.pin(slab)
     seconds = time.perf_counter() - begun
     assert slab.is_pinned(), "torch does not see that it is registered"
-    there = device.allocate(1 << 30, torch.uint8, "smoke")
+    there = device.memory.allocate(1 << 30, torch.uint8, "smoke")
     torch.cuda._sleep(1_000_000_000)
-    busy = device.record_compute("busy")
+    busy = device.compute.record("busy")
     begun = time.perf_counter()
     device.fetch.submit("fetch", lambda: device.copy(there, slab)).wait()
     copied = time.perf_counter() - begun
     assert not busy.done, "the copy waited for compute"
     device.close()
-    device.unpin(slab)
+    device.pinning.unpin(slab)
     locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     return f"1 GiB registered in {seconds:.2f} s, copied in {copied:.3f} s; ulimit -l {locked}"
 

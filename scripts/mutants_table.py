@@ -88,8 +88,8 @@ RECORDS = [
     Mutant(
         "a reader on compute stands for those on other streams",
         "device/base.py",
-        'if one.lane == "compute" or one.lane != fence.lane]',
-        "if one.lane != fence.lane]",
+        "if one.lane is LaneName.COMPUTE or one.lane is not fence.lane",
+        "if one.lane is not fence.lane",
         FENCE,
     ),
     Mutant(

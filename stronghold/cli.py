@@ -74,17 +74,6 @@ def _parser() -> argparse.ArgumentParser:
     _add_plan(commands)
     _add_export(commands)
     _add_import(commands)
-
-    launch = commands.add_parser(
-        "launch",
-        help="run a command in which deepspeed.initialize obeys the config's section",
-        usage="stronghold launch -- COMMAND [ARGS ...]",
-        description="Run COMMAND in this process's place. Every Python below it imports "
-        'stronghold.plugin when it imports deepspeed, so that a config with a "stronghold" '
-        "section gets stronghold's engine.",
-    )
-    launch.add_argument("command", nargs=argparse.REMAINDER, metavar="COMMAND")
-    launch.set_defaults(run=_launch)
     return parser
 
 
@@ -379,13 +368,6 @@ def _import(arguments: argparse.Namespace) -> str:
 
 def _version(_: argparse.Namespace | None) -> str:
     return f"stronghold {version('stronghold')}"
-
-
-def _launch(arguments: argparse.Namespace) -> str:
-    from stronghold import run
-
-    command = arguments.command
-    return run.launch(command[1:] if command[:1] == ["--"] else command)
 
 
 def _trace(arguments: argparse.Namespace) -> str:

@@ -67,8 +67,10 @@ from stronghold.plan.cost import (
     measured_workload,
     slowest,
 )
+from stronghold.plan.gpu_memory import activation_bytes
 from stronghold.plan.machine import AGAIN_LAUNCH_S, LAUNCH_S, WHOLE_LAUNCH_S, Rates
-from stronghold.plan.plan import MIB, Plan, activation_bytes, make_plan
+from stronghold.plan.places import MIB
+from stronghold.plan.plan import Plan, make_plan
 from stronghold.plan.search import roomiest_plan
 from stronghold.predict.simulate import fastest_plan, simulate
 from stronghold.runtime.runtime import Runtime
@@ -182,7 +184,7 @@ class Refinement:
         self._measured: Measured | None = None
         self._margin = 1.0  # on what is thought to be enough
         self._lacks = False  # memory ran out, and the plan is still that one
-        self._num_failures = stack.device.num_failures()
+        self._num_failures = stack.device.memory.num_failures()
         # By whether batches train: the largest that have room, and that found none and wait for it.
         self._roomy = {True: BatchSize(), False: BatchSize()}
         self._waiting = {True: BatchSize(), False: BatchSize()}
@@ -215,7 +217,7 @@ class Refinement:
         self._first_span = self._stack.trace.mark()
         self._stack.device.record_spans(True)
         # The first step is not like others, and before it the model may have been on the device.
-        self._stack.device.restart_activation_peak()
+        self._stack.device.memory.restart_activation_peak()
         self._stack.runtime.activations.sizes.counting = True
         self._size = BatchSize()
 
@@ -276,7 +278,7 @@ class Refinement:
 
     def note_failures(self) -> None:
         """A step was given up: where memory has run out meanwhile, the next one shall have more."""
-        count, before = self._stack.device.num_failures(), self._num_failures
+        count, before = self._stack.device.memory.num_failures(), self._num_failures
         self._num_failures = count
         if count > before and self._can_leave_more():
             self._lacks = True
@@ -329,7 +331,7 @@ class Refinement:
             self._lacks, self._margin = False, self._margin * MORE
             self._roomy = dict.fromkeys(self._roomy, BatchSize())
             gc.collect()  # graphs without an owner
-            stack.device.trim()
+            stack.device.memory.trim()
         found: Any = None
         if stack.ranks.control.rank == 0:
             found = self._plan_for(size, trains=trains)
@@ -351,7 +353,7 @@ class Refinement:
                 size.tokens,
                 stack.device.name,
             )
-        self._num_failures = stack.device.num_failures()
+        self._num_failures = stack.device.memory.num_failures()
         self._roomy[trains] = self._roomy[trains].most(size)  # or there is nothing to be done
 
     def _make_room_together(self) -> None:
@@ -463,13 +465,13 @@ class Refinement:
             num_steps=TRACED_STEPS,
         )
         device = stack.device
-        reachable = device.reachable_bytes()
+        reachable = device.memory.reachable_bytes()
         if reachable is not None:
             reachable = self._without_fragments(reachable)
             reachable = max(0, reachable - reserved_bytes(but=stack)[0])
         memory = Memory(
             reachable,
-            device.activation_peak_bytes(),
+            device.memory.activation_peak_bytes(),
             sizes.least_chunks,
             self._size,
             self._largest,
@@ -503,12 +505,12 @@ class Refinement:
                 "others have taken some meanwhile",
                 plan.gpu_total_bytes + plan.activation_bytes,
             )
-        self._num_failures = device.num_failures()  # one in the trial of the plan is none
+        self._num_failures = device.memory.num_failures()  # one in the trial of the plan is none
 
     def _without_fragments(self, reachable: int) -> int:
         """The part of `reachable` bytes that the allocator can give to tensors, by what it could
         not give to them in the traced steps."""
-        fragments = self._stack.device.fragment_bytes()
+        fragments = self._stack.device.memory.fragment_bytes()
         if fragments > MANY_FRAGMENTS * reachable:
             logger.info(
                 "torch's allocator left %.0f MiB of the GPU's memory in fragments: the plan does "

@@ -59,6 +59,7 @@ from stronghold.checkpoint.tensorfile import (
     write_durably,
 )
 from stronghold.device.base import Device
+from stronghold.device.random_numbers import random_state, set_random_state
 from stronghold.errors import CheckpointError, ConfigError, explain
 from stronghold.native import Closing
 from stronghold.optim import DEFAULT, OPTIMIZERS, optimizer_named
@@ -455,7 +456,7 @@ def random_states(device: Device) -> dict[str, Any]:
         "python": random.getstate(),
         "numpy": np.random.get_state(),
         "torch": torch.get_rng_state(),
-        "device": device.random_state(),
+        "device": random_state(device.torch_device),
     }
 
 
@@ -467,7 +468,7 @@ def restore_random_states(states: dict[str, Any] | None, device: Device) -> None
     np.random.set_state(states["numpy"])
     torch.set_rng_state(states["torch"])
     if states["device"] is not None:
-        device.set_random_state(states["device"])
+        set_random_state(device.torch_device, states["device"])
 
 
 def pack_state(

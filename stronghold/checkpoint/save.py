@@ -50,6 +50,7 @@ from stronghold.checkpoint.tensorfile import (
     write_tensors,
 )
 from stronghold.device.base import Fence, surfacing
+from stronghold.device.lane_name import LaneName
 from stronghold.errors import CheckpointError, ConfigError, LaneError
 from stronghold.model.arrays import array_dtype, moment_arrays
 from stronghold.model.layout import ParameterSlice
@@ -140,7 +141,7 @@ class Save:
     def start(self) -> None:
         """Save on the io lane: `wait` says how it ended. Training may go on at once:
         [Note: snapshot]."""
-        stack, lane = self._stack, self._stack.device.lane("io")
+        stack, lane = self._stack, self._stack.device.lane(LaneName.IO)
         try:
             for layer in self.order:
                 state = stack.host.layers[layer]
@@ -167,7 +168,7 @@ class Save:
         if isinstance(self._failure, LaneError):  # an update's: the layers are of no one step
             raise surfacing(self._failure)
         if self._failure is not None:
-            raise LaneError("io", f"publish {self._tag}", self._failure) from self._failure
+            raise LaneError(LaneName.IO, f"publish {self._tag}", self._failure) from self._failure
 
     def _write_guarded(
         self,

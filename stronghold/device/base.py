@@ -38,13 +38,16 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from types import CodeType
 from typing import Any, Protocol, TypeVar
 
 import torch
 
-from stronghold.errors import BudgetError, LaneError, StateError, StrongholdError, format_size
+from stronghold.device.lane_name import LaneName
+from stronghold.device.memory import DeviceMemory
+from stronghold.device.pinned import HostPinning
+from stronghold.device.side_streams import SideStreams
+from stronghold.errors import LaneError, StateError, StrongholdError
 from stronghold.native import Kernels, naming_threads
 from stronghold.process import check_not_forked, forked_from
 from stronghold.telemetry.trace import Trace
@@ -84,11 +87,11 @@ class DeviceEvent(Protocol):
 
 
 class Fence:
-    """Marks the end of one operation. Made by `Lane.submit` and `Device.record_compute` alone."""
+    """Marks the end of one operation. Made by `Lane.submit` and `ComputeLane.record` alone."""
 
     __slots__ = ("_error", "_event", "_turn", "_waiting", "issued", "lane", "operation")
 
-    def __init__(self, lane: str, operation: str) -> None:
+    def __init__(self, lane: LaneName, operation: str) -> None:
         self.lane = lane
         self.operation = operation
         self._turn = [None]  # the first to empty it wins: the lane begins, or a caller withdraws
@@ -149,7 +152,7 @@ class Fence:
         return self._error is not None
 
 
-def completed(lane: str, operation: str) -> Fence:
+def completed(lane: LaneName, operation: str) -> Fence:
     """A fence of work that is already done."""
     fence = Fence(lane, operation)
     fence.issue(None)
@@ -157,7 +160,7 @@ def completed(lane: str, operation: str) -> Fence:
 
 
 MANY = 8  # readers, of which most have ended
-_NOTHING = completed("compute", "nothing was written yet")
+_NOTHING = completed(LaneName.COMPUTE, "nothing was written yet")
 
 
 class Record:
@@ -179,7 +182,9 @@ class Record:
         """An operation that reads was submitted. A lane is first in, first out, so that its newest
         reader stands for those before; compute may run on several streams."""
         readers = self._readers
-        self._readers = [one for one in readers if one.lane == "compute" or one.lane != fence.lane]
+        self._readers = [
+            one for one in readers if one.lane is LaneName.COMPUTE or one.lane is not fence.lane
+        ]
         if len(self._readers) > MANY:
             self._readers = [one for one in self._readers if not one.done]
         self._readers.append(fence)
@@ -231,7 +236,6 @@ def off_lanes(work: Callable[[], object]) -> None:
         run()
 
 
-STREAM_LANES = ("fetch", "drain", "gather", "reduce")  # for which a GPU has a stream
 Work = Callable[[], None]
 Seconds = float | Callable[[], float] | None
 """A time, or where it can be read once it has passed; None: nobody measured it."""
@@ -241,7 +245,7 @@ _Item = tuple[str, Work, tuple[Fence, ...], int, Fence]
 class Lane(ABC):
     """An ordered queue of work."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: LaneName) -> None:
         self.name = name
 
     def submit(
@@ -333,7 +337,7 @@ class ThreadLane(Lane):
     (`_is_short`) while the thread has nothing to do: nothing is ordered otherwise by that.
     """
 
-    def __init__(self, name: str, device: Device) -> None:
+    def __init__(self, name: LaneName, device: Device) -> None:
         super().__init__(name)
         self._device = device
         self._newest = completed(name, "nothing was submitted yet")
@@ -458,25 +462,24 @@ class ComputeLane(Lane):
     """
 
     def __init__(self, device: Device) -> None:
-        super().__init__("compute")
+        super().__init__(LaneName.COMPUTE)
         self._device = device
         self._waits: list[Seconds] = []
 
     def _enqueue(self, operation: str, work: Work, after: tuple[Fence, ...], nbytes: int) -> Fence:
-        device = self._device
         for fence in after:  # compute's own are in order with it
-            if fence.lane != self.name and (fence.failed or not fence.done):
-                self._waits.append(device.compute_wait(fence))
-        begun = device.begin_compute_span()
+            if fence.lane is not LaneName.COMPUTE and (fence.failed or not fence.done):
+                self._waits.append(self.wait(fence))
+        begun = self.begin_span()
         try:
             work()
         except Exception as cause:
             error = LaneError(self.name, operation, cause)
-            device.report(error)
+            self._device.report(error)
             raise error from cause
-        device.end_compute_span(operation, begun)
-        device.charge_compute(nbytes)
-        return device.record_compute(operation)
+        self.end_span(operation, begun)
+        self.charge(nbytes)
+        return self.record(operation)
 
     def take_waits(self) -> list[Seconds]:
         found, self._waits = self._waits, []
@@ -484,13 +487,53 @@ class ComputeLane(Lane):
 
     def finish(self) -> None:
         """Wait until the device has done what was enqueued."""
-        for stream in (None, *self._device.side_streams):
-            self._device.record_compute("finish", stream).wait()
+        for stream in (None, *self._device.side_streams.streams):
+            self.record("finish", stream).wait()
+
+    @abstractmethod
+    def record(self, operation: str, stream: object = None) -> Fence:
+        """The fence of everything that was enqueued on this lane: on `stream`, or on the one that
+        the calling thread is on."""
+
+    @abstractmethod
+    def wait(self, fence: Fence) -> Seconds:
+        """Later compute runs after `fence`; returns the seconds for which compute stood still: on a
+        stream they are known when it is traced, and later."""
+
+    def wait_everywhere(self, fence: Fence) -> Seconds:
+        """`wait` for every stream of this lane: memory that any of them may take is about to be
+        dropped, or a slot that any of them reads was written."""
+        return self.wait(fence)
+
+    def stream(self) -> object:
+        """The stream that the calling thread is on: blocks may use several."""
+        return None
+
+    def charge(self, nbytes: int) -> None:
+        """What was just called on this lane moves `nbytes` of device memory: a simulated device
+        makes seconds of them."""
+
+    def read_later(self, tensor: torch.Tensor) -> Callable[[], list[float]]:
+        """The values of a small tensor on the device at this point of the lane. A call of the
+        result waits for that point, and for nothing that was enqueued after it."""
+        values: list[float] = tensor.tolist()
+        return lambda: values
+
+    def begin_span(self) -> object:
+        """A mark of this lane's clock, for `end_span`."""
+        return None
+
+    def end_span(self, name: str, begun: object) -> None:
+        """Record what compute has done since `begun`; nothing where a clock has recorded it."""
+
+
+EVERY_DEVICE = (LaneName.FETCH, LaneName.DRAIN, LaneName.GRADIENTS, LaneName.UPDATE)
 
 
 class Device(ABC):
     """Lanes `fetch`, `drain`, `gradients` and `update`, the compute lane of the training thread,
-    others by name, and raw buffers.
+    others by name, and copies. It owns its `memory`, the `pinning` of host slabs and the
+    `side_streams` of compute.
 
     `gradients` merges and sums gradients on the host and takes their norms; `update` has the
     optimizer's steps. They are two lanes because the gate waits for norms, and must not wait behind
@@ -501,44 +544,40 @@ class Device(ABC):
     ranks by the training thread alone: `gather` of weights, `reduce` of gradients, `exchange` of
     weights between nodes, from host memory to host memory, where updates left them. Each has a
     thread of its own, so that none of them waits behind another.
-
-    `budget_bytes` limits the sum of live `allocate` calls; None leaves it to the device.
     """
 
     fetch: Lane
     drain: Lane
     gradients: Lane
     update: Lane
+    compute: ComputeLane
 
-    def __init__(self, name: str, budget_bytes: int | None, trace: Trace | None) -> None:
+    def __init__(self, name: str, memory: DeviceMemory, trace: Trace | None) -> None:
         self.name = name
-        self.budget_bytes = budget_bytes
-        self.allocated_bytes = 0
-        self.peak_bytes = 0
-        self._earlier_peak_bytes = 0
+        self.memory = memory
+        self.pinning = HostPinning()
+        self.side_streams = SideStreams()
         self.trace = trace or Trace(recording=False)
-        self.compute = ComputeLane(self)
         self.alone = True  # no operation waits for another process
         self._failure: LaneError | None = None
         self._process = os.getpid()
-        self._lanes: dict[str, Lane] = {}  # those that wait for others last
-        self.side_streams: Sequence[object] = ()
+        self._lanes: dict[LaneName, Lane] = {}  # those that wait for others last
 
     def _open_lanes(self) -> None:
         """Make the lanes that every device has, or none where the system refuses a thread."""
         with contextlib.ExitStack() as undo:
-            for name in ("fetch", "drain", "gradients", "update"):
+            for name in EVERY_DEVICE:
                 undo.callback(self.lane(name).close)
             undo.pop_all()
-        self.fetch, self.drain, self.gradients, self.update = self._lanes.values()
+        self.fetch, self.drain, self.gradients, self.update = map(self.lane, EVERY_DEVICE)
 
-    def lane(self, name: str) -> Lane:
+    def lane(self, name: LaneName) -> Lane:
         """The lane, made when it is first asked for."""
         if name not in self._lanes:
             self._lanes[name] = self._make_lane(name)
         return self._lanes[name]
 
-    def _make_lane(self, name: str) -> Lane:
+    def _make_lane(self, name: LaneName) -> Lane:
         return HostLane(name, self)
 
     # -- errors ---------------------------------------------------------------------------------
@@ -561,90 +600,10 @@ class Device(ABC):
         if self._failure is not None and not self._failure.surfaced:
             raise surfacing(self._failure)
 
-    # -- buffers --------------------------------------------------------------------------------
-    def allocate(self, numel: int, dtype: torch.dtype, purpose: str) -> torch.Tensor:
-        """A flat buffer on the device, contents undefined; BudgetError past the budget."""
-        nbytes = numel * dtype.itemsize
-        if self.budget_bytes is not None and self.allocated_bytes + nbytes > self.budget_bytes:
-            raise BudgetError(
-                f"{purpose}: {format_size(nbytes)} on {self.name} would pass the budget of "
-                f"{format_size(self.budget_bytes)} ({format_size(self.allocated_bytes)} in use); "
-                "raise stronghold.gpu_memory or lower stronghold.window"
-            )
-        buffer = self._allocate(numel, dtype)
-        self.allocated_bytes += nbytes
-        self.peak_bytes = max(self.peak_bytes, self.allocated_bytes)
-        return buffer
-
-    def release(self, *buffers: torch.Tensor) -> None:
-        """These buffers of `allocate` are about to be dropped by their owner."""
-        self.allocated_bytes -= sum(buffer.numel() * buffer.element_size() for buffer in buffers)
-
-    def peak_with(self, beside_bytes: int) -> int:
-        """The peak with `beside_bytes` of torch's memory beside it, or an earlier one."""
-        return max(self._earlier_peak_bytes, self.peak_bytes + beside_bytes)
-
-    def restart_peak(self, beside_bytes: int) -> None:
-        """Another plan begins: what was allocated for the one before does not count with it."""
-        self._earlier_peak_bytes = self.peak_with(beside_bytes)
-        self.peak_bytes = self.allocated_bytes
-
-    def has_room(self, nbytes: int, beside_bytes: int) -> bool:
-        """Whether buffers of `nbytes` can be had now, and `beside_bytes` of other memory beside
-        them: on a real device it is tried, since others may have taken what was free."""
-        budget = self.budget_bytes
-        return budget is None or self.allocated_bytes + nbytes <= budget
-
-    def reachable_bytes(self) -> int | None:
-        """What all tensors of this process can have together as things are now; None where nobody
-        counts."""
-        return None
-
-    def trim(self) -> None:  # noqa: B027 - CPU memory goes back by itself
-        """Give the system back what the allocator keeps of tensors that are gone, and what kernels
-        keep of earlier launches."""
-
-    def restart_activation_peak(self) -> None:  # noqa: B027 - nobody counts
-        """Count `activation_peak_bytes` and `fragment_bytes` from now on. Torch keeps one peak for
-        the whole program, so that this restarts the program's too: `process_peak_bytes` knows the
-        earlier one."""
-
-    def activation_peak_bytes(self) -> int | None:
-        """The most device memory that was in use beside `allocate`d buffers, since
-        `restart_activation_peak`; None where nobody counts."""
-        return None
-
-    def fragment_bytes(self) -> int:
-        """The most that the allocator held since `restart_activation_peak`, beyond what tensors
-        needed at most: fragments that are of no use to them."""
-        return 0
-
-    def process_peak_bytes(self) -> int:
-        """The most device memory that this process's tensors had at once, also before
-        `restart_activation_peak`; 0 where nobody counts."""
-        return 0
-
-    def num_failures(self) -> int:
-        """How often this process asked the device for memory and got none."""
-        return 0
-
+    # -- bytes ----------------------------------------------------------------------------------
     @property
     @abstractmethod
     def torch_device(self) -> torch.device: ...
-
-    @abstractmethod
-    def _allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor: ...
-
-    def pin(self, tensor: torch.Tensor) -> None:  # noqa: B027 - CPU memory is not registered
-        """Register a host slab for direct transfers, where the system allows it; where it does not,
-        they take a longer way. The slab must outlive `unpin`."""
-
-    def register(self, tensor: torch.Tensor) -> None:
-        """As `pin`, but OSError where the system does not allow it."""
-        self.pin(tensor)
-
-    def unpin(self, tensor: torch.Tensor) -> None:  # noqa: B027
-        """Undo `pin`."""
 
     @abstractmethod
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
@@ -656,87 +615,13 @@ class Device(ABC):
         they are there: for what is rare (adoption, checkpoints, the end). Any thread; the caller
         has waited for what writes `source` and for what uses `target`."""
 
-    def keep_for_lane(self, tensor: torch.Tensor) -> None:  # noqa: B027 - CPU memory is not reused
-        """Called from a lane's work: the allocator may not give the tensor's memory to others
-        before the lane is done with it, even if everybody drops the tensor."""
-
-    def poison(self, tensor: torch.Tensor) -> None:  # noqa: B027 - a real one has none to spare
-        """Make any later read of a freed buffer visible where the device can afford it."""
-
-    # -- the compute lane -----------------------------------------------------------------------
     @property
     @abstractmethod
     def kernels(self) -> Kernels:
         """The update's arithmetic on this device's memory, in order with compute. Made when it is
         first asked for; entered by whoever calls hooks."""
 
-    def charge_compute(self, nbytes: int) -> None:  # noqa: B027 - a real device takes its own time
-        """What was just called on the compute lane moves `nbytes` of device memory: a simulated
-        device makes seconds of them."""
-
-    def compute_stream(self) -> object:
-        """Which stream of the compute lane the calling thread is on: blocks may use several."""
-        return None
-
-    @abstractmethod
-    def record_compute(self, operation: str, stream: object = None) -> Fence:
-        """The fence of everything that was enqueued on the compute lane: on `stream`, or on the one
-        that the calling thread is on."""
-
-    @abstractmethod
-    def compute_wait(self, fence: Fence) -> Seconds:
-        """Later compute runs after `fence`; returns the seconds for which compute stood still: on a
-        stream they are known when it is traced, and later."""
-
-    def compute_wait_everywhere(self, fence: Fence) -> Seconds:
-        """The same of every stream of the compute lane: memory that any of them may take is about
-        to be dropped, or a slot that any of them reads was written."""
-        return self.compute_wait(fence)
-
-    # Streams beside compute's own, on which parts of a layer take turns: `cuda`, [Note: side
-    # streams]. Where compute is one stream, nothing happens.
-    def open_streams(self, count: int) -> None:  # noqa: B027
-        """Make `count` side streams, none for 1."""
-
-    def forked(self) -> AbstractContextManager[object]:
-        """The side streams go on after the calling thread's stream, which is given, and it goes on
-        after them at the end."""
-        return nullcontext()
-
-    def beside(self, number: int, name: str) -> AbstractContextManager[None]:
-        """Inside, the calling thread is on a side stream, `number` modulo their count."""
-        return nullcontext()
-
-    def follow(self, main: object) -> None:  # noqa: B027
-        """`main`, of `forked`, goes on after the calling thread's stream."""
-
-    def joined(self) -> AbstractContextManager[None]:
-        """Inside, the calling thread is on the stream that forked last, which goes on after all
-        side streams: for what comes after all parts of a layer."""
-        return nullcontext()
-
-    def read_later(self, tensor: torch.Tensor) -> Callable[[], list[float]]:
-        """The values of a small tensor on the device at this point of the compute lane: the call
-        waits for that point, and for nothing that was enqueued after it."""
-        values: list[float] = tensor.tolist()
-        return lambda: values
-
-    def begin_compute_span(self) -> object:
-        """A mark of the compute lane's clock, for `end_compute_span`."""
-        return None
-
-    def end_compute_span(self, name: str, begun: object) -> None:  # noqa: B027
-        """Record what compute has done since `begun`; nothing where a clock has recorded it."""
-
-    # -- random numbers -------------------------------------------------------------------------
-    def random_state(self) -> torch.Tensor | None:
-        """The state of the device's own generator; None where torch's CPU generator is all."""
-        return None
-
-    def set_random_state(self, state: torch.Tensor) -> None:  # noqa: B027
-        """Restore what `random_state` gave; without effect where there is no own generator."""
-
-    # -- hostility and life ---------------------------------------------------------------------
+    # -- life ------------------------------------------------------------------------------------
     def enter_operation(self) -> None:  # noqa: B027 - only a real device has threads to prepare
         """Called by a lane's thread before an operation waits for its fences."""
 

@@ -23,7 +23,19 @@ from collections.abc import Sequence
 import torch
 
 from stronghold import native
-from stronghold.device.base import Device, Fence, Lane, ThreadLane, Work, completed, moved, timed
+from stronghold.device.base import (
+    ComputeLane,
+    Device,
+    Fence,
+    Lane,
+    ThreadLane,
+    Work,
+    completed,
+    moved,
+    timed,
+)
+from stronghold.device.lane_name import LaneName
+from stronghold.device.memory import DeviceMemory
 from stronghold.errors import StateError
 from stronghold.telemetry.trace import Trace
 
@@ -34,11 +46,11 @@ COPY_PIECE_BYTES = 1 << 20
 # Copied in less time than it takes to give the interpreter's lock to another thread and to get it
 # back, tens of microseconds: under the lock.
 SMALL_COPY_BYTES = 256 << 10
-DISK_LANES = {"load": "read", "stage": "read", "spill": "write"}
+DISK_LANES = {LaneName.LOAD: "read", LaneName.STAGE: "read", LaneName.SPILL: "write"}
 LATE_S = 1e-4  # by which a sleep may be too long
-LINK_LANES = ("fetch", "drain")
-HOST_LANES = ("gradients", "update")
-WIRE_LANES = ("gather", "reduce", "exchange")
+LINK_LANES = (LaneName.FETCH, LaneName.DRAIN)
+HOST_LANES = (LaneName.GRADIENTS, LaneName.UPDATE)
+WIRE_LANES = (LaneName.GATHER, LaneName.REDUCE, LaneName.EXCHANGE)
 NAN_BYTE = 0xFF  # 0xFFFF and 0xFFFFFFFF are NaN in bfloat16, float16 and float32
 
 _move_small = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)(
@@ -108,6 +120,40 @@ class _EmulatedLane(ThreadLane):
         return count + len(ahead)
 
 
+class EmulatedMemory(DeviceMemory):
+    """CPU memory. `poison` fills new and freed buffers with NaN."""
+
+    def __init__(self, budget_bytes: int | None, *, poison: bool) -> None:
+        super().__init__("emulated", budget_bytes)
+        self._poison = poison
+
+    def _allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        buffer = torch.empty(numel, dtype=dtype)
+        self.poison(buffer)
+        return buffer
+
+    def poison(self, buffer: torch.Tensor) -> None:
+        if self._poison:
+            ctypes.memset(buffer.data_ptr(), NAN_BYTE, buffer.numel() * buffer.element_size())
+
+
+class EmulatedCompute(ComputeLane):
+    """The calling thread: its work is done when it returns."""
+
+    def record(self, operation: str, stream: object = None) -> Fence:
+        return completed(LaneName.COMPUTE, operation)
+
+    def wait(self, fence: Fence) -> float:
+        return timed(fence.wait)
+
+    def begin_span(self) -> float:
+        return time.perf_counter()
+
+    def end_span(self, name: str, begun: object) -> None:
+        assert isinstance(begun, float)
+        self._device.trace.record(LaneName.COMPUTE, name, begun, time.perf_counter())
+
+
 class EmulatedDevice(Device):
     """CPU tensors, a thread per lane.
 
@@ -132,8 +178,8 @@ class EmulatedDevice(Device):
         nvme_gbps: float | None = None,
         wire_gbps: float | None = None,
     ) -> None:
-        super().__init__("emulated", budget_bytes, trace)
-        self._poison = poison
+        super().__init__("emulated", EmulatedMemory(budget_bytes, poison=poison), trace)
+        self.compute = EmulatedCompute(self)
         self._jitter_s = jitter_s
         self._seed = seed
         self._random: dict[str, random.Random] = {}
@@ -147,13 +193,8 @@ class EmulatedDevice(Device):
         self._ahead = (*LINK_LANES, *HOST_LANES) if gentle else ()
         self._open_lanes()
 
-    def _make_lane(self, name: str) -> Lane:
+    def _make_lane(self, name: LaneName) -> Lane:
         return _EmulatedLane(name, self)
-
-    def _allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        buffer = torch.empty(numel, dtype=dtype)
-        self.poison(buffer)
-        return buffer
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         # memmove, not Tensor.copy_: it releases the GIL and never starts torch's intra-op threads.
@@ -161,7 +202,7 @@ class EmulatedDevice(Device):
         room = target.numel() * target.element_size()
         if room != total or not (target.is_contiguous() and source.is_contiguous()):
             raise StateError(f"a copy of {total} bytes into {room}: expected as many, contiguous")
-        start, rate = time.perf_counter(), self._paces.get("fetch")
+        start, rate = time.perf_counter(), self._paces.get(LaneName.FETCH)
         move = _move_small if total <= SMALL_COPY_BYTES else ctypes.memmove
         for begin in range(0, total, COPY_PIECE_BYTES):
             if begin and rate is not None:  # not all at once, though the lane's clock tells when
@@ -179,23 +220,6 @@ class EmulatedDevice(Device):
             self._pool = native.Pool(torch.get_num_threads())
         return self._pool
 
-    def poison(self, tensor: torch.Tensor) -> None:
-        if self._poison:
-            ctypes.memset(tensor.data_ptr(), NAN_BYTE, tensor.numel() * tensor.element_size())
-
-    def record_compute(self, operation: str, stream: object = None) -> Fence:
-        return completed("compute", operation)
-
-    def compute_wait(self, fence: Fence) -> float:
-        return timed(fence.wait)
-
-    def begin_compute_span(self) -> float:
-        return time.perf_counter()
-
-    def end_compute_span(self, name: str, begun: object) -> None:
-        assert isinstance(begun, float)
-        self.trace.record("compute", name, begun, time.perf_counter())
-
     def delay(self) -> None:
         """Called by a lane between an operation's fences and its work."""
         if self._jitter_s > 0.0:
@@ -210,11 +234,13 @@ class EmulatedDevice(Device):
         if self._pool is not None:
             self._pool.close()
 
-    def is_ahead(self, lane: str) -> bool:
+    def is_ahead(self, lane: LaneName) -> bool:
         """Whether the lane's operations are performed ahead of its clock."""
         return self.alone and lane in self._ahead
 
-    def pace(self, lane: str, nbytes: int, ready_s: float, took_s: float) -> tuple[float, float]:
+    def pace(
+        self, lane: LaneName, nbytes: int, ready_s: float, took_s: float
+    ) -> tuple[float, float]:
         """When an operation of a lane that may begin at `ready_s`, and takes `took_s` at least,
         begins and ends ([Note: pace]): `time.perf_counter()` seconds."""
         rate = self._paces.get(lane)
@@ -225,7 +251,7 @@ class EmulatedDevice(Device):
             end_s = self._free_s[resource] = begin_s + takes_s
         return begin_s, end_s
 
-    def take_back(self, lane: str, arrival: _Arrival) -> bool:
+    def take_back(self, lane: LaneName, arrival: _Arrival) -> bool:
         """The newest operation of a lane is withdrawn, unless it has begun by the clock."""
         with self._clocks:
             is_newest = self._free_s[lane] == arrival.at_s
@@ -234,6 +260,6 @@ class EmulatedDevice(Device):
             self._free_s[lane] = arrival.begin_s
         return True
 
-    def free_s(self, lane: str) -> float:
+    def free_s(self, lane: LaneName) -> float:
         """When all that the lane was given has ended, by its clock."""
         return self._free_s[lane]

@@ -112,7 +112,7 @@ def _examine(
     host, emulated = platform.node() or "this host", not isinstance(device, CudaDevice)
     if emulated:  # its memory is its budget, or the host's
         name, link = f"emulated on {cpu_name()}, {host}", None
-        gpu_memory_bytes = device.budget_bytes or limits.usable_bytes
+        gpu_memory_bytes = device.memory.budget_bytes or limits.usable_bytes
     else:
         gpu, gpu_memory_bytes, address = cuda.identity(device.torch_device.index)
         name = f"{gpu} on {host}"
@@ -327,14 +327,16 @@ def link_rates(device: Device, size: Effort, step: Step) -> tuple[dict[str, floa
     nbytes = size.copy_bytes // 4096 * 4096
     hosts = [map_slab(nbytes, torch.uint8).fill_(1) for _ in range(2)]
     # Filled: CPU memory that was never written is one page of zeros, which stays in the cache.
-    slots = [device.allocate(nbytes, torch.uint8, "doctor's buffer").fill_(1) for _ in range(2)]
-    device.record_compute("fill").wait()
+    slots = [
+        device.memory.allocate(nbytes, torch.uint8, "doctor's buffer").fill_(1) for _ in range(2)
+    ]
+    device.compute.record("fill").wait()
     step("pinned memory")
     pinnable_bytes, pin_error = _pinnable(device, size)
     pinned: list[torch.Tensor] = []
     try:
         for host in hosts:
-            device.pin(host)  # what is refused is copied as in training
+            device.pinning.pin(host)  # what is refused is copied as in training
             pinned.append(host)
     except OSError as error:
         pin_error = str(error)
@@ -347,10 +349,10 @@ def link_rates(device: Device, size: Effort, step: Step) -> tuple[dict[str, floa
         duplex = _together(device, hosts, slots, drain / fetch, size.rounds)
     finally:
         for host in pinned:
-            device.unpin(host)
+            device.pinning.unpin(host)
     step("device memory")
     on_device = _on_compute(device, lambda: slots[0].copy_(slots[1]), size.rounds, _COPIES)
-    device.release(*slots)
+    device.memory.release(*slots)
     rates = {
         "fetch_gbps": nbytes / fetch / 1e9,
         "drain_gbps": nbytes / drain / 1e9,
@@ -367,7 +369,7 @@ def _pinnable(device: Device, size: Effort) -> tuple[int, str]:
     try:
         while (len(taken) + 1) * _PIN_BYTES <= size.pin_bytes:
             slab = map_slab(_PIN_BYTES, torch.uint8)
-            device.register(slab)
+            device.pinning.register(slab)
             taken.append(slab)
             if time.perf_counter() - begun > size.pin_s:
                 break
@@ -375,7 +377,7 @@ def _pinnable(device: Device, size: Effort) -> tuple[int, str]:
         error = str(refused)
     finally:
         for slab in taken:
-            device.unpin(slab)
+            device.pinning.unpin(slab)
     return len(taken) * _PIN_BYTES, error
 
 
@@ -512,7 +514,7 @@ def _on_compute(device: Device, work: Callable[[], object], rounds: int, repeats
     def run() -> None:
         for _ in range(repeats):
             work()
-        device.record_compute("measure").wait()
+        device.compute.record("measure").wait()
 
     return statistics.median(_seconds(run) for _ in range(rounds)) / repeats
 

@@ -31,9 +31,10 @@ from stronghold.plan.cost import (
     physical_limit,
     traffic_of,
 )
+from stronghold.plan.host_memory import SECOND_ARRAYS
 from stronghold.plan.machine import NETWORK_GBPS
-from stronghold.plan.plan import SECOND_ARRAYS, Plan, last_that, make_plan
-from stronghold.plan.search import Choice, updates_s
+from stronghold.plan.plan import Plan, make_plan
+from stronghold.plan.search import Choice, last_that, updates_s
 from stronghold.predict.simulate import fastest_plan, simulate
 
 GIB = 1 << 30

@@ -118,7 +118,7 @@ class HostStore:
         self.allocated_bytes += slab.nbytes
         self.peak_bytes = max(self.peak_bytes, self.allocated_bytes)
         if pinned and slab.numel():
-            self._device.pin(slab)
+            self._device.pinning.pin(slab)
             self._pinned[slab.data_ptr()] = slab
 
     def adopt(self, index: int, source: WeightSource | None = None) -> None:
@@ -332,13 +332,13 @@ class HostStore:
         for slab in slabs:
             self.allocated_bytes -= slab.numel() * slab.element_size()
             if self._pinned.pop(slab.data_ptr(), None) is not None:
-                self._device.unpin(slab)
+                self._device.pinning.unpin(slab)
 
     def close(self) -> None:
         """Unregister and drop every slab; parameters that are views keep their memory alive
         themselves."""
         for slab in self._pinned.values():
-            self._device.unpin(slab)
+            self._device.pinning.unpin(slab)
         self._pinned.clear()
         self._ring.clear()
         for state in self.layers:
@@ -365,7 +365,7 @@ class DeviceStore:
         self.layers = [state for state in host.layers if state.home is GPU]
         for state in self.layers:
             name = f"weights of {state.layout.name or 'the root'}"
-            state.weights = device.allocate(state.maps["weights"].nbytes, torch.uint8, name)
+            state.weights = device.memory.allocate(state.maps["weights"].nbytes, torch.uint8, name)
 
     def adopt(self, index: int, source: WeightSource | None = None) -> None:
         """Copy the layer's parameters into its weights, cast to its dtypes, through host memory of
@@ -395,11 +395,11 @@ class DeviceStore:
         state = self._host.layers[index]
         arrays = state.all_arrays()
         self._host.receive(index, arrays, self._device.copy_now)
-        self._device.release(*arrays.values())
+        self._device.memory.release(*arrays.values())
         self.layers.remove(state)
 
     def _moved(self, array: torch.Tensor, purpose: str) -> torch.Tensor:
-        there = self._device.allocate(array.nbytes, torch.uint8, purpose)
+        there = self._device.memory.allocate(array.nbytes, torch.uint8, purpose)
         self._device.copy_now(there, array)
         return there
 
@@ -412,7 +412,7 @@ class DeviceStore:
         self._training = True
 
     def _zeros(self, array: str, nbytes: int) -> torch.Tensor:
-        return self._device.allocate(nbytes, torch.uint8, purpose_of(array)).zero_()
+        return self._device.memory.allocate(nbytes, torch.uint8, purpose_of(array)).zero_()
 
     def leave(self) -> None:
         """Between two steps: every array goes to host memory, until `come_back`."""
@@ -422,7 +422,7 @@ class DeviceStore:
                 there = self._allocate(array.nbytes, torch.uint8)
                 self._device.copy_now(there, array)
                 state.replace_array(name, there)
-                self._device.release(array)
+                self._device.memory.release(array)
 
     def come_back(self) -> None:
         """What `leave` has moved is on the device again."""
@@ -439,6 +439,6 @@ class DeviceStore:
                 continue
             weights = self._allocate(state.weights.nbytes, torch.uint8)
             self._device.copy_now(weights, state.weights)
-            self._device.release(*state.all_arrays().values())
+            self._device.memory.release(*state.all_arrays().values())
             state.weights = weights
             state.drop_arrays()

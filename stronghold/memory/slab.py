@@ -227,7 +227,7 @@ class PinnedPool:
     def close(self) -> None:
         """Unpin everything. Safe to call twice."""
         for part in self._pinned:
-            self._device.unpin(part)
+            self._device.pinning.unpin(part)
         self._pinned.clear()
         self._free.clear()
         self._arena = None
@@ -268,7 +268,7 @@ class PinnedPool:
         more = -(-max(missing, ahead) // PAGE_BYTES) * PAGE_BYTES
         more = min(more, room)
         part = self._arena[begin : begin + more]
-        self._device.pin(part)
+        self._device.pinning.pin(part)
         self._pinned.append(part)
         self.num_bytes += more
         if last[1] > last[0]:

@@ -52,8 +52,8 @@ def open_ring(
         raise StateError(f"ring: got {num_entries} entries of {piece_bytes} bytes")
     memory = map_slab(num_entries * piece_bytes, torch.uint8)
     if device is not None and memory.numel():
-        device.pin(memory)
-        undo.callback(device.unpin, memory)
+        device.pinning.pin(memory)
+        undo.callback(device.pinning.unpin, memory)
     return StagingRing(
         memory=memory, piece_bytes=piece_bytes, num_updates=num_updates, nbytes=memory.nbytes
     )

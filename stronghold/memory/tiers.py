@@ -23,6 +23,7 @@ from typing import Literal
 import torch
 
 from stronghold.device.base import Device, Fence, Lane, Record, dependences, submitted
+from stronghold.device.lane_name import LaneName
 from stronghold.memory.buffers import Entry, Ring
 from stronghold.memory.layer import LayerState
 from stronghold.memory.slab import map_slab
@@ -33,6 +34,7 @@ from stronghold.model.layout import ModelLayout, Shards
 from stronghold.optim.states import Formats, items
 from stronghold.plan.homes import ALL_ON_HOST, FILE, Home, Homes
 
+FILE_LANES = (LaneName.LOAD, LaneName.STAGE, LaneName.SPILL)
 Mode = Literal["read", "edit", "replace"]
 Views = dict[str, torch.Tensor]
 
@@ -135,7 +137,7 @@ class Tiers:
         self._other = entries[0].memory if entries else torch.empty(0, dtype=torch.uint8)
         self.updates = Ring(entries[1 : 1 + ring.num_updates])
         self.fetches = Ring(entries[1 + ring.num_updates :])
-        self._transfers = {lane: Transfers() for lane in ("load", "stage", "spill")}
+        self._transfers = {lane: Transfers() for lane in FILE_LANES}
 
     @property
     def store(self) -> Store:
@@ -239,15 +241,15 @@ class Tiers:
         arrays: Sequence[str],
         entry: Entry,
         *,
-        verb: str = "load",
+        lane: LaneName = LaneName.LOAD,
         what: str = "",
     ) -> Views:
-        """Queue a read of elements [begin, end) of `arrays` into `entry`: on the lane `verb`, which
-        is "stage" for a fetch. Returns where they will lie."""
+        """Queue a read of elements [begin, end) of `arrays` into `entry`, on `lane`: LOAD for an
+        update, STAGE for a fetch. Returns where they will lie."""
         views = self.views(entry.memory, state.index, arrays, begin, end)
-        self._transfers[verb].submit(
-            device.lane(verb),
-            f"{verb}{what} {state.index}",
+        self._transfers[lane].submit(
+            device.lane(lane),
+            f"{lane}{what} {state.index}",
             partial(self.begin, "read", state.index, begin, end, views),
             reads=state.records_of(arrays),
             writes=(entry.record,),
@@ -269,8 +271,8 @@ class Tiers:
     ) -> Fence:
         """Queue the write of `views`, elements [begin, end) that lie in `entry`, to the files
         that may be written after `after`."""
-        return self._transfers["spill"].submit(
-            device.lane("spill"),
+        return self._transfers[LaneName.SPILL].submit(
+            device.lane(LaneName.SPILL),
             f"spill{what} {layer}",
             partial(self.begin, "write", layer, begin, end, views),
             after,

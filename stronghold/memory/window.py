@@ -64,14 +64,14 @@ class Window:
         self._prepared = False
 
     def _slot(self, nbytes: int, purpose: str) -> Slot:
-        return Slot(self._device.allocate(nbytes, torch.uint8, purpose))
+        return Slot(self._device.memory.allocate(nbytes, torch.uint8, purpose))
 
     def _gradient_slot(self, nbytes: int, sum_numel: int, purpose: str) -> GradientSlot:
-        gradients = self._device.allocate(nbytes, torch.uint8, purpose)
+        gradients = self._device.memory.allocate(nbytes, torch.uint8, purpose)
         if not sum_numel:
             return GradientSlot(gradients)
         return GradientSlot(
-            gradients, self._device.allocate(sum_numel, torch.float32, f"sums, {purpose}")
+            gradients, self._device.memory.allocate(sum_numel, torch.float32, f"sums, {purpose}")
         )
 
     def prepare_training(self) -> None:
@@ -99,7 +99,7 @@ class Window:
         gathers and nothing is held. The lanes have done what was queued, and compute too."""
         for slot in self._slots:
             slot.contents, slot.record = None, Record()
-            self._device.poison(slot.weights)
+            self._device.memory.poison(slot.weights)
         for state in self._layers:
             if state not in self._own:
                 state.on_gpu.slot = None
@@ -119,7 +119,7 @@ class Window:
             gathering.summing.clear()
             gathering.arrived.clear()
             gathering.writers.clear()
-            self._device.poison(gathering.gradients)
+            self._device.memory.poison(gathering.gradients)
 
     # -- weights --------------------------------------------------------------------------------
     def held_layers(self) -> list[int]:
@@ -170,7 +170,7 @@ class Window:
             raise StateError(f"layer {layer} has no slot to give back")
         if state.on_gpu.residency is Residency.READY:
             slot.record.read(after)
-            self._device.poison(slot.weights)
+            self._device.memory.poison(slot.weights)
         state.move(Residency.AWAY)
         state.on_gpu.slot = None
         slot.contents = None
@@ -226,7 +226,7 @@ class Window:
         slot = self._layers[layer].on_gpu.own_gradient_slot
         if slot is not None and slot.is_pending:
             slot.is_pending = False
-            self._device.poison(slot.gradients)
+            self._device.memory.poison(slot.gradients)
 
     def taking_turns(self) -> list[int]:
         """Those whose gradients are in a slot that layers take in turn."""
@@ -242,13 +242,13 @@ class Window:
     def close(self) -> None:
         """Drop every buffer. Twice is harmless."""
         own = [s.on_gpu.slot for s in self._own if s.on_gpu.slot is not None]
-        self._device.release(*(slot.weights for slot in (*self._slots, *own)))
+        self._device.memory.release(*(slot.weights for slot in (*self._slots, *own)))
         of_layers = [s.on_gpu.own_gradient_slot for s in self._layers]
         slots = (*self._gradient_slots, *(slot for slot in of_layers if slot is not None))
-        self._device.release(*(slot.gradients for slot in slots))
+        self._device.memory.release(*(slot.gradients for slot in slots))
         if self._sums:
             planned = [slot.sums for slot in slots if slot.sums is not None]
-            self._device.release(*planned)
+            self._device.memory.release(*planned)
         for state in self._layers:
             state.on_gpu.slot = state.on_gpu.gradient_slot = state.on_gpu.own_gradient_slot = None
         self._slots.clear()

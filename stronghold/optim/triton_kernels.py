@@ -247,7 +247,7 @@ class TritonKernels(Kernels):
         if len(self._tables) > MAX_TABLES:
             self._tables.popitem(last=False)
         # Should it be dropped, its memory waits for this stream, which need not be the first one's.
-        self._device.keep_for_lane(found)
+        self._device.memory.keep_for_lane(found)
         return found
 
     def _element(self, dtype: torch.dtype) -> Any:

@@ -155,7 +155,7 @@ class Demand:
     num_cores: int = 1
     nvme: bool = False  # whether there is such a tier
     nvme_capacity_bytes: int | None = None
-    spill: str | None = None  # a word of `plan.DEPTHS`: all of it spills; None: what must
+    spill: str | None = None  # a word of `host_memory.DEPTHS`: all of it spills; None: what must
     homes: Homes | None = None  # what lies in files stays there
     piece_bytes: int | None = None
     micro_batches: int = 1

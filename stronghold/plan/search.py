@@ -18,6 +18,7 @@ updates cost less then.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -27,7 +28,8 @@ from stronghold.errors import BudgetError, ConfigError
 from stronghold.model.layout import ModelLayout
 from stronghold.plan.cost import Demand, Workload, step_bytes, trained_bytes
 from stronghold.plan.machine import LEAST_SHARE, Rates
-from stronghold.plan.plan import Plan, last_that, levels_of, make_plan
+from stronghold.plan.places import levels_of
+from stronghold.plan.plan import Plan, make_plan
 
 USUAL_WINDOW = 3  # one computes, one is still in use or drains, one is on its way
 WINDOWS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24)
@@ -165,7 +167,7 @@ class Search:
         shares = {k / EARLY_SHARES for k in range(EARLY_SHARES + 1)}
         backward_s = self.work.backward_s(plan.activations)
         updates = max(updates_s(plan, self.rates))
-        if updates > backward_s:  # [Note: early updates] of `plan`
+        if updates > backward_s:  # [Note: early updates] of `host_memory`
             shares |= {margin * backward_s / updates for margin in MARGINS}
         counts = {round(len(able) * min(1.0, share)) for share in shares}
 
@@ -447,3 +449,9 @@ def largest_micro_batch(fits: Callable[[int], bool], limit: int = 1 << 20) -> in
     while high <= limit and fits(high):
         low, high = high, 2 * high
     return last_that(fits, low, min(high - 1, limit))
+
+
+def last_that(fits: Callable[[int], bool], low: int, high: int) -> int:
+    """The largest number up to `high` for which `fits`, once false always false, holds; for `low`
+    it does."""
+    return low + bisect_left(range(low + 1, high + 1), True, key=lambda count: not fits(count))

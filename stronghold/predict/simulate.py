@@ -198,7 +198,7 @@ class _Run:
 
     @property
     def gpu_peak_bytes(self) -> int:
-        return self.device.peak_bytes + self._runtime.kept_gradient_bytes
+        return self.device.memory.peak_bytes + self._runtime.kept_gradient_bytes
 
     def _forward(self) -> None:
         executor = self._runtime.executor
@@ -212,7 +212,7 @@ class _Run:
                 self._stored[index] = self.device.drain.submit(
                     f"offload {index}",
                     _nothing,
-                    (self.device.record_compute("activations"),),
+                    (self.device.compute.record("activations"),),
                     nbytes=self._moved(index),
                 )
             executor.end_forward(index)
@@ -229,7 +229,7 @@ class _Run:
                 if following is not None:
                     self._bring_back(following)
                 if index in self._coming:
-                    self.device.compute_wait(self._coming.pop(index))
+                    self.device.compute.wait(self._coming.pop(index))
             level, launch_s = self._level(index), self._launch_s
             if level in AGAIN:
                 launch_s += self.device.rates.again_launch_s
@@ -256,7 +256,7 @@ class _Run:
     def _bring_back(self, index: int) -> None:
         stored = self._stored.pop(index, None)
         if stored is not None:
-            after = (stored, self.device.record_compute("room for activations"))
+            after = (stored, self.device.compute.record("room for activations"))
             self._coming[index] = self.device.fetch.submit(
                 f"onload {index}", _nothing, after, nbytes=self._moved(index)
             )

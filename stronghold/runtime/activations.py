@@ -54,6 +54,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from stronghold.device.base import Fence, Record, completed
+from stronghold.device.lane_name import LaneName
 from stronghold.errors import ConfigError, LaneError
 from stronghold.memory.slab import PinnedPool
 from stronghold.model.gpu_operators import Attended, in_all
@@ -75,6 +76,7 @@ from stronghold.runtime.patches.autograd import (
 )
 from stronghold.runtime.patches.tensors import sparse_parts, tree_leaves, version_of
 from stronghold.runtime.recompute import Recomputation, SavedTensor, without_cache
+from stronghold.telemetry.metrics import WaitCause
 
 
 class ActivationSizes:
@@ -314,7 +316,7 @@ class Activations:
         self._in_scope: dict[int, SavedStorage] = {}
         self._leaving: deque[list[SavedStorage]] = deque()  # by forward of a layer, oldest first
         self._coming: set[_Back] = set()  # compute has not been made to wait for them
-        self._stored: Fence = completed("drain", "nothing offloaded")  # the newest copy
+        self._stored: Fence = completed(LaneName.DRAIN, "nothing offloaded")  # the newest copy
         self._pool = PinnedPool(self._device, host_room_bytes, expected_bytes=plan.offloaded_bytes)
         self._host.vacate = self._vacate
         # By layer what lies in its gradients' room, and where it ends, one behind the other.
@@ -457,7 +459,7 @@ class Activations:
         self._open.remove(scope)
         # What comes after the last layer that offloads keeps its own: no room is left for two.
         # Of chunks as many are on their way as run at once.
-        newest = max(1, len(self._device.side_streams)) if chunk else int(not last)
+        newest = max(1, len(self._device.side_streams.streams)) if chunk else int(not last)
         self._drop_left(newest=newest)
 
     @property
@@ -638,7 +640,7 @@ class Activations:
         saved.stored = device.drain.submit(
             f"offload {layer}",
             lambda: device.copy(target, source),
-            after=(device.record_compute(f"activation {layer}"),),
+            after=(device.compute.record(f"activation {layer}"),),
             writes=saved.lent,
             nbytes=nbytes,
         )
@@ -688,8 +690,8 @@ class Activations:
             left = self._leaving.popleft()
             if left:  # the lane copies in order: the last copy is done after the others
                 assert left[-1].stored is not None
-                waited = self._device.compute_wait_everywhere(left[-1].stored)
-                self._metrics.waited("drain", waited)
+                waited = self._device.compute.wait_everywhere(left[-1].stored)
+                self._metrics.waited(WaitCause.DRAIN, waited)
             for saved in left:
                 assert saved.source is not None
                 source, saved.source = saved.source, None
@@ -721,7 +723,7 @@ class Activations:
             f"onload {layer}",
             lambda: device.copy(memory, host),
             # After compute: the allocator may have taken the memory from work still queued there.
-            after=(saved.stored, device.record_compute(f"room for activation {layer}")),
+            after=(saved.stored, device.compute.record(f"room for activation {layer}")),
             reads=saved.lent,
             nbytes=saved.host.numel(),
         )
@@ -731,7 +733,7 @@ class Activations:
 
     def _load(self, saved: SavedStorage) -> torch.Tensor:
         back = self._bring_back(saved, -1)
-        self._metrics.waited("fetch", self._device.compute_wait(back.ready))
+        self._metrics.waited(WaitCause.FETCH, self._device.compute.wait(back.ready))
         self._coming.discard(back)
         return back.memory
 
@@ -739,7 +741,7 @@ class Activations:
         """Drop what was brought back for a graph that was dropped unused, in stream order after its
         copy. Whatever autograd used was dropped by autograd."""
         for back in [back for back in self._coming if back.owner() is None]:
-            self._device.compute_wait_everywhere(back.ready)
+            self._device.compute.wait_everywhere(back.ready)
             self._coming.discard(back)
 
     def close(self) -> None:

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from stronghold.device.base import Device
+from stronghold.device.random_numbers import random_state, set_random_state
 from stronghold.model.gpu_operators import ATTENTION_KERNELS, Attended, attended
 from stronghold.runtime.patches.attention import Plain, Through
 from stronghold.runtime.patches.autograd import TorchDispatchMode
@@ -68,7 +69,7 @@ class _Answer(TorchDispatchMode):
         if call is None or call.kernel is not func:
             return func(*args, **(kwargs or {}))
         if call.generator is not None:
-            self._device.set_random_state(call.generator)
+            set_random_state(self._device.torch_device, call.generator)
         return tuple(part() if callable(part) else part for part in call.kept)
 
 
@@ -94,7 +95,7 @@ class AttentionCalls:
         with _Watch() as watch:
             output = plain(*args, **kwargs)
         drops = watch.found and (args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0)) > 0.0
-        generator = self._device.random_state() if drops else None
+        generator = random_state(self._device.torch_device) if drops else None
         self._calls.append(
             [
                 _Call(kernel, tuple(map(self._kept, results)), generator)

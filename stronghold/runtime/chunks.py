@@ -59,6 +59,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from stronghold.device.base import Device
+from stronghold.device.random_numbers import random_state, set_random_state
 from stronghold.errors import ConfigError
 from stronghold.model.logits import Forward
 from stronghold.model.partition import Layer
@@ -296,12 +297,12 @@ class Chunks:
             outputs: list[Any] = []
             to_come: set[int] = set()
             device = self._device
-            several = len(device.side_streams) > 1 and not self._in_turn.get(module, False)
+            several = len(device.side_streams.streams) > 1 and not self._in_turn.get(module, False)
             seen = Carried() if several and module not in self._in_turn else None
             whole = set(map(id, _tensors((args, kwargs)) if several else ()))
             parameters = list(module.parameters())
             with contextlib.ExitStack() as forks:
-                main = forks.enter_context(device.forked())
+                main = forks.enter_context(device.side_streams.forked())
                 for k, given in enumerate(zip(each_args, each_kwargs, strict=True)):
                     if several and _holds_tensors(module):
                         several, seen = False, None  # [Note: streams]
@@ -311,7 +312,7 @@ class Chunks:
                     inputs = [t for t in parts if t.requires_grad and id(t) not in whole]
                     read = [*parameters, *(t for t in parts if id(t) in whole)] if several else []
                     versions, contents = _versions(read), _contents(given)
-                    beside = device.beside(k, f"chunk {k} of {layer.index}")
+                    beside = device.side_streams.beside(k, f"chunk {k} of {layer.index}")
                     entered = self._entered(layer, places, given, inputs, main, k, to_come)
                     with (
                         beside if several and seen is None else contextlib.nullcontext(),
@@ -380,7 +381,7 @@ class Chunks:
             if owned:
                 to_come.discard(number)
                 self._executor.chunk_gathered(layer.index, found, not to_come)
-            self._device.follow(main)
+            self._device.side_streams.follow(main)
 
         views = _enter(take, len(owned), *(parameter for _, parameter in owned), *inputs)
         of = {k: view for (k, _), view in zip(owned, views[: len(owned)], strict=True)}
@@ -543,7 +544,7 @@ class _Trial:
     def _outputs(self, calls: Iterable[Any]) -> list[Any]:
         """The block's output for these arguments, without dropout. Generators stay."""
         modes = [(part, part.training) for part in self._module.modules()]
-        chance = self._device.random_state()
+        chance = random_state(self._device.torch_device)
 
         def work() -> list[Any]:
             for part, _ in modes:
@@ -555,7 +556,7 @@ class _Trial:
             for part, mode in modes:
                 part.training = mode
             if chance is not None:
-                self._device.set_random_state(chance)
+                set_random_state(self._device.torch_device, chance)
 
         return run_and_restore(work, restore)
 

@@ -35,6 +35,7 @@ from stronghold.runtime.compute_span import ComputeSpan
 from stronghold.runtime.optimizer_step import OptimizerStep
 from stronghold.runtime.parts import Parts
 from stronghold.runtime.pieces import InBuffer, LayerGradients
+from stronghold.telemetry.metrics import WaitCause
 
 
 class GradientOffload:
@@ -92,7 +93,7 @@ class GradientOffload:
             self._add(layer, gradients, chunk=True)
         state.gradients.expected.chunks -= 1
         if last and state.on_gpu.gradient_slot is not None:
-            with self._device.joined():
+            with self._device.side_streams.joined():
                 self._round(state, state.on_gpu.gradient_slot)
                 if state.gradients.expected.is_last:
                     self._offload_all(self._order.complete(layer))
@@ -164,27 +165,27 @@ class GradientOffload:
 
     def _enter(self, slot: GradientSlot) -> None:
         """Make the calling thread's stream wait for the slot's users, before its first write."""
-        stream = self._device.compute_stream()
+        stream = self._device.compute.stream()
         if stream not in slot.writers:
             for fence in slot.record.users:
                 with self._span.waiting(fence):
-                    self._metrics.waited("drain", self._device.compute_wait(fence))
+                    self._metrics.waited(WaitCause.DRAIN, self._device.compute.wait(fence))
             slot.writers.append(stream)
 
     def _produced(self, layer: int, slot: GradientSlot) -> list[Fence]:
         """Record a fence on each stream that has written to the slot."""
         name = f"gradients {layer}"
-        fences = [self._device.record_compute(name, stream) for stream in slot.writers]
+        fences = [self._device.compute.record(name, stream) for stream in slot.writers]
         if fences:  # else backward failed while it waited for the slot
             slot.record.write(fences[-1])
         return fences
 
     def _join(self, layer: int, slot: GradientSlot) -> None:
         """Make the calling thread's stream wait for every other stream's writes to the slot."""
-        stream = self._device.compute_stream()
+        stream = self._device.compute.stream()
         if slot.writers != [stream]:
             for produced in self._produced(layer, slot):
-                self._device.compute_wait(produced)
+                self._device.compute.wait(produced)
             slot.writers[:] = [stream]  # it has waited for the others
 
     def flush(self) -> None:
@@ -201,7 +202,7 @@ class GradientOffload:
             slot = self._layers[layer].on_gpu.gradient_slot
             if slot is not None:
                 self._join(layer, slot)
-                slot.record.write(self._device.record_compute(f"abandon gradients {layer}"))
+                slot.record.write(self._device.compute.record(f"abandon gradients {layer}"))
                 self._window.release_gradients(slot)
         self._order.begin_again()
 
@@ -258,10 +259,10 @@ class GradientOffload:
 
         def copy() -> None:
             if slot.is_extra:
-                device.keep_for_lane(memory)
+                device.memory.keep_for_lane(memory)
             for target, source in copies:
                 device.copy(entry.memory[target], memory[source])
-            device.poison(memory)
+            device.memory.poison(memory)
 
         produced = self._produced(state.index, slot)
         self._team.reduce(state, slot, produced)
@@ -289,7 +290,7 @@ class GradientOffload:
             self._window.hold_gradients(slot)
             return
         self._window.release_gradients(slot)
-        self._device.poison(slot.gradients)
+        self._device.memory.poison(slot.gradients)
 
 
 def _copies(state: LayerState, arrived: Iterable[int]) -> Iterator[tuple[slice, slice]]:

@@ -21,8 +21,9 @@ Work = Callable[[], None]
 
 
 class Verb(Enum):
-    """The work of an operation, and its name in traces, before the layer's number. UPDATE runs on
-    the lane of updates, all others on the lane of gradients. NORM may also merge gradients."""
+    """The work of an operation, and its name in traces, before the layer's number. On the host
+    UPDATE runs on the lane of updates, all others on the lane of gradients, and NORM may also merge
+    gradients. On the GPU all run on the compute lane."""
 
     UPDATE = "update"
     NORM = "norm"

@@ -53,6 +53,7 @@ from torch.utils.checkpoint import CheckpointError
 
 from stronghold.config.source import warn_once
 from stronghold.device.base import Device
+from stronghold.device.random_numbers import random_state, set_random_state
 from stronghold.errors import ConfigError
 from stronghold.process import run_and_restore
 from stronghold.runtime.attention import AttentionCalls
@@ -570,7 +571,8 @@ def _access(generator: Any) -> tuple[Callable[[], Any], Callable[[Any], None]]:
     if isinstance(generator, random.Random):
         return generator.getstate, generator.setstate
     if isinstance(generator, Device):
-        return generator.random_state, generator.set_random_state
+        device = generator.torch_device
+        return functools.partial(random_state, device), functools.partial(set_random_state, device)
     if hasattr(generator, "bit_generator"):  # of NumPy
         bits = generator.bit_generator
         return lambda: bits.state, functools.partial(setattr, bits, "state")

@@ -94,7 +94,7 @@ class Runtime:
         for state in parts.layers:
             state.views.saved_versions = None
         self._has_warned_of_aliases = False
-        device.open_streams(plan.demand.streams)
+        device.side_streams.open(plan.demand.streams)
         executor = LockstepExecutor if parts.team.lockstep else Executor
         self.executor = executor(parts, self.window, self.step, self.ledger, plan, bindings)
         self.activations = Activations(parts, plan, self.executor, host_room_bytes)
@@ -391,7 +391,7 @@ class Runtime:
             device.drain.submit(
                 f"save {layer}",
                 save,
-                (device.record_compute(f"weights {layer} written"),),
+                (device.compute.record(f"weights {layer} written"),),
                 reads=(slot.record,),
                 writes=(state.records["weights"],),
                 nbytes=nbytes,

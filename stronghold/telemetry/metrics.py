@@ -13,16 +13,31 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from enum import Enum
+from typing import Any, NamedTuple
 
 import torch
 
 from stronghold.telemetry.trace import STEP_LANE, Trace
 
-WaitCause = Literal["fetch", "drain", "update"]
-EarlyEnd = Literal["committed", "left", "dropped"]
 # A number, or where it can be read when someone asks; None: there is none.
 Reading = float | torch.Tensor | Callable[[], float] | None
+
+
+class WaitCause(Enum):
+    """What compute waited for: weights, a free gradient slot, or an update."""
+
+    FETCH = "fetch"
+    DRAIN = "drain"
+    UPDATE = "update"
+
+
+class EarlyEnd(Enum):
+    """How a layer's early update ended, as `EarlyCounts` counts."""
+
+    COMMITTED = "committed"
+    LEFT = "left"
+    DROPPED = "dropped"
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +95,7 @@ class Metrics:
         self._clock = clock
         self._start_s: float | None = None
         self._num_tokens = 0
-        self._waits: dict[WaitCause, list[Reading]] = {"fetch": [], "drain": [], "update": []}
+        self._waits: dict[WaitCause, list[Reading]] = {cause: [] for cause in WaitCause}
         self._early: Counter[EarlyEnd] = Counter()
 
     def waited(self, cause: WaitCause, seconds: Reading) -> None:
@@ -124,20 +139,20 @@ class Metrics:
             tokens_per_s=self._num_tokens / step_s if step_s > 0.0 else 0.0,
             tflops=tflops(self._num_parameters, self._num_tokens, step_s, self.recomputed),
             step_s=step_s,
-            wait_fetch_s=_sum(self._waits["fetch"]),
-            wait_drain_s=_sum(self._waits["drain"]),
-            wait_update_s=_sum(self._waits["update"]),
+            wait_fetch_s=_sum(self._waits[WaitCause.FETCH]),
+            wait_drain_s=_sum(self._waits[WaitCause.DRAIN]),
+            wait_update_s=_sum(self._waits[WaitCause.UPDATE]),
             skipped=skipped,
             early=EarlyCounts(
-                committed=self._early["committed"],
-                left=self._early["left"],
-                dropped=self._early["dropped"],
+                committed=self._early[EarlyEnd.COMMITTED],
+                left=self._early[EarlyEnd.LEFT],
+                dropped=self._early[EarlyEnd.DROPPED],
             ),
         )
         self._trace.record(STEP_LANE, f"step {step}", start_s, now_s)
         self._start_s = now_s
         self._num_tokens = 0
-        self._waits = {"fetch": [], "drain": [], "update": []}
+        self._waits = {cause: [] for cause in WaitCause}
         self._early.clear()
         return record
 

@@ -16,6 +16,7 @@ from torch import nn
 
 import stronghold
 from stronghold.device import base
+from stronghold.device.memory import DeviceMemory
 from stronghold.errors import BudgetError, ConfigError
 from stronghold.memory import host
 from tests.conftest import HAS_CUDA, lane_threads
@@ -42,7 +43,7 @@ def allocations(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     count(host, "map_slab")
     count(base.Lane, "__init__")
-    count(base.Device, "allocate")
+    count(DeviceMemory, "allocate")
     return made
 
 

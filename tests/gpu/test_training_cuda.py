@@ -472,7 +472,7 @@ def test_a_plan_is_made_anew_from_what_is_free_then(monkeypatch: pytest.MonkeyPa
             monkeypatch.setattr(
                 torch.cuda, "mem_get_info", lambda index=None, left=left: (left, total)
             )
-            found = engine.inspect().device.reachable_bytes()
+            found = engine.inspect().device.memory.reachable_bytes()
             seen.append(found)
 
     settings = config(section={"device": "cuda", **STREAMED})

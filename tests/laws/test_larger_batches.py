@@ -232,7 +232,7 @@ def test_fragments_are_left_out_and_many_of_them_get_a_hint(
     total_bytes = 10_000_000
     of_bytes(total_bytes, monkeypatch)
     fragments = int(share * total_bytes)
-    monkeypatch.setattr("tests.support.counted.CountedDevice.fragment_bytes", lambda _: fragments)
+    monkeypatch.setattr("tests.support.counted.CountedMemory.fragment_bytes", lambda _: fragments)
     made, _ = MODELS["llama"]()
     engine = initialized(made, config(section=section_of(total_bytes)))
     with caplog.at_level("INFO", logger="stronghold"), engine.inspect().device.counted():

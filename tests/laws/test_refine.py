@@ -87,7 +87,7 @@ def test_a_plan_that_finds_no_room_is_not_changed_to(taken: bool) -> None:
         now = engine.inspect()
         demand = replace(now.demand, window=None, resident_layers=None, resident_updates="gpu")
         if taken:
-            now.device.budget_bytes = now.device.allocated_bytes
+            now.device.memory.budget_bytes = now.device.memory.allocated_bytes
         seen.append(engine.replan(make_plan(now.layout, demand)))
 
     run = train_windowed(factory, steps=REFINED + 3, settings=config(section=section), after=change)

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import stronghold
 from stronghold import native
-from stronghold.device.emulated import EmulatedDevice
+from stronghold.device.emulated import EmulatedCompute
 from stronghold.errors import ConfigError
 from stronghold.memory import window
 from stronghold.model.layout import layout
@@ -261,7 +261,7 @@ def test_all_but_the_scale_is_prepared_before_it_is_waited_for(
 
     for owner, name, after in (
         (Pool, "prepare_update", "updated"),
-        (EmulatedDevice, "read_later", "read"),
+        (EmulatedCompute, "read_later", "read"),
     ):
         monkeypatch.setattr(owner, name, noting(name, getattr(owner, name), after))
     engine, make_batch = engine_of(place)

@@ -89,10 +89,10 @@ def test_poison_is_nan_in_every_element(
     emulated: Callable[..., EmulatedDevice], numel: int, dtype: torch.dtype
 ) -> None:
     device = emulated()
-    fresh = device.allocate(numel, dtype, "slot")
+    fresh = device.memory.allocate(numel, dtype, "slot")
     assert fresh.isnan().all()
     whole = torch.zeros(numel + 2, dtype=dtype)
-    device.poison(whole[1:-1])
+    device.memory.poison(whole[1:-1])
     assert whole[1:-1].isnan().all()
     assert whole[0] == whole[-1] == 0.0
     kept = torch.zeros(numel, dtype=dtype)

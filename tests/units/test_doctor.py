@@ -23,6 +23,7 @@ from torch.utils.file_baton import FileBaton
 
 from stronghold import cli, doctor, limits
 from stronghold.device.emulated import EmulatedDevice
+from stronghold.device.pinned import HostPinning
 from stronghold.doctor import measure
 from stronghold.doctor.findings import DiskRates, Findings
 from stronghold.doctor.measure import Effort
@@ -137,7 +138,7 @@ def test_a_paced_link_is_measured_at_its_pace() -> None:
     device = EmulatedDevice(link_gbps=0.4, poison=False)
     try:
         rates, _, pin_error = measure.link_rates(device, SMALL, lambda _: None)
-        assert device.allocated_bytes == 0
+        assert device.memory.allocated_bytes == 0
     finally:
         device.close()
     for rate in (rates["fetch_gbps"], rates["drain_gbps"]):
@@ -196,7 +197,7 @@ def test_rates_count_the_bytes_and_operations(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_an_unpinnable_host_is_measured_as_it_is() -> None:
-    class Unpinnable(EmulatedDevice):
+    class Unpinnable(HostPinning):
         pinned = 0
 
         def pin(self, tensor: torch.Tensor) -> None:
@@ -207,7 +208,8 @@ def test_an_unpinnable_host_is_measured_as_it_is() -> None:
         def unpin(self, tensor: torch.Tensor) -> None:
             self.pinned -= 1
 
-    device = Unpinnable(poison=False)
+    device = EmulatedDevice(poison=False)
+    device.pinning = pinning = Unpinnable()
     try:
         rates, pinnable_bytes, pin_error = measure.link_rates(device, SMALL, lambda _: None)
     finally:
@@ -215,7 +217,7 @@ def test_an_unpinnable_host_is_measured_as_it_is() -> None:
     assert pin_error == "no more locked memory"
     assert pinnable_bytes == 32 * MIB
     assert rates["fetch_gbps"] > 0
-    assert device.pinned == 0
+    assert pinning.pinned == 0
 
 
 @pytest.mark.parametrize(

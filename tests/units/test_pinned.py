@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from stronghold.device.emulated import EmulatedDevice
+from stronghold.device.pinned import HostPinning
 from stronghold.errors import BudgetError
 from stronghold.memory.slab import GROWTH, PAGE_BYTES, PIECE_BYTES, PinnedPool
 from stronghold.plan.cost import LayerLoad
@@ -67,11 +68,10 @@ def test_more_than_the_room_is_refused(device: EmulatedDevice) -> None:
     pool.close()
 
 
-class Counting(EmulatedDevice):
+class Counting(HostPinning):
     """Notes the bytes of every registration."""
 
     def __init__(self) -> None:
-        super().__init__()
         self.registered: list[int] = []
 
     def pin(self, tensor: torch.Tensor) -> None:
@@ -80,12 +80,13 @@ class Counting(EmulatedDevice):
 
 
 def test_what_is_expected_is_pinned_in_one_call() -> None:
-    device = Counting()
+    device = EmulatedDevice()
+    device.pinning = counting = Counting()
     pool = PinnedPool(device, ROOM, expected_bytes=40 * PAGE_BYTES - 1)
     pieces = [pool.take(PAGE_BYTES) for _ in range(40)]
-    assert device.registered == [40 * PAGE_BYTES]
+    assert counting.registered == [40 * PAGE_BYTES]
     pieces.append(pool.take(1))  # more than was expected
-    assert device.registered == [40 * PAGE_BYTES, 5 * PAGE_BYTES]
+    assert counting.registered == [40 * PAGE_BYTES, 5 * PAGE_BYTES]
     pool.close()
     device.close()
 
@@ -153,13 +154,13 @@ def test_a_plan_that_knows_what_is_offloaded_pins_it_in_one_call(
     )
     engine = engine_of(resident_layers=0)
     now, pinned = engine.inspect(), list[int]()
-    pin = now.device.pin
+    pin = now.device.pinning.pin
 
     def noting(slab: torch.Tensor) -> None:
         pinned.append(slab.nbytes)
         pin(slab)
 
-    monkeypatch.setattr(now.device, "pin", noting)
+    monkeypatch.setattr(now.device.pinning, "pin", noting)
     try:
         num_calls = []
         for _ in range(2):

@@ -19,7 +19,9 @@ from stronghold.memory.window import Window
 from stronghold.model.layout import ModelLayout, ParameterShape, layer_layout
 from stronghold.optim.states import LOW_DTYPE
 from stronghold.plan.cost import Demand, LayerLoad
-from stronghold.plan.plan import RING_ENTRIES, Plan, levels_of, make_plan, spread
+from stronghold.plan.host_memory import RING_ENTRIES, spread
+from stronghold.plan.places import levels_of
+from stronghold.plan.plan import Plan, make_plan
 from tests.support.sizes import named_size
 from tests.support.spread import middles
 from tests.support.states import adam_states
@@ -109,7 +111,7 @@ def taken(layout: ModelLayout, plan: Plan, dtype: torch.dtype, *, training: bool
             there.prepare_training()
         # Autograd makes and keeps the gradients of a model that is whole, without padding.
         kept = plan.whole and training and sum(layer.num_trainable for layer in layout.layers)
-        return [device.peak_bytes + kept * dtype.itemsize, store.allocated_bytes]
+        return [device.memory.peak_bytes + kept * dtype.itemsize, store.allocated_bytes]
     finally:
         device.close()
 

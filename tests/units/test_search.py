@@ -16,7 +16,8 @@ from stronghold.model.costs import ModelCosts
 from stronghold.model.layout import ModelLayout
 from stronghold.plan.cost import LEVELS, Demand, workload_of
 from stronghold.plan.machine import MachineProfile, rates_of
-from stronghold.plan.plan import Plan, levels_of, make_plan
+from stronghold.plan.places import levels_of
+from stronghold.plan.plan import Plan, make_plan
 from stronghold.plan.search import largest_micro_batch, lower_bound
 from stronghold.predict.simulate import fastest_plan, simulate
 from tests.support.sizes import named_size
