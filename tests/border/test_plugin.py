@@ -16,9 +16,10 @@ import deepspeed
 import pytest
 
 import stronghold
-from stronghold import cli, plugin, run
+from stronghold import plugin, run
 from stronghold.engine import StrongholdEngine
 from stronghold.errors import ConfigError
+from stronghold.tools import cli
 from tests.models import MODELS
 from tests.support.training import config
 
@@ -340,7 +341,7 @@ def test_launch_enables_the_plugin_in_a_program_that_owns_its_command_line(tmp_p
     theirs = tmp_path / "sitecustomize.py"
     theirs.write_text("import os\nos.environ['CHAINED'] = 'yes'\n")
     ended = subprocess.run(
-        [sys.executable, "-m", "stronghold.cli", "launch", "--", sys.executable, "-c", PROBE],
+        [sys.executable, "-m", "stronghold.tools.cli", "launch", "--", sys.executable, "-c", PROBE],
         env={**os.environ, "PYTHONPATH": str(tmp_path)},
         capture_output=True,
         text=True,

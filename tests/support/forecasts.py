@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from transformers import LlamaConfig
 
-from stronghold import cli
 from stronghold.forecast.question import Question, understand
+from stronghold.tools import cli
 
 SIZES = ["--layers", "6", "--hidden", "128", "--heads", "4", "--vocab", "500", "--seq", "64"]
 SMALL = {"layers": 6, "hidden": 128, "heads": 4, "vocab": 500, "seq": 64, "machine": "rtx4090"}

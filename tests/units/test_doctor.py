@@ -21,7 +21,7 @@ import torch
 from torch.utils import cpp_extension
 from torch.utils.file_baton import FileBaton
 
-from stronghold import cli, doctor, limits
+from stronghold import doctor, limits
 from stronghold.device.emulated import EmulatedDevice
 from stronghold.doctor import measure
 from stronghold.doctor.findings import DiskRates, Findings
@@ -30,6 +30,7 @@ from stronghold.errors import ConfigError
 from stronghold.native import IoQueue
 from stronghold.plan import machine as profile
 from stronghold.plan.machine import ADAM_BF16_BYTES, ADAM_LEAN_BYTES, MachineProfile
+from stronghold.tools import cli
 from tests.support.quiet import law_of_time, on_time
 
 MIB = 1 << 20
@@ -383,7 +384,7 @@ def test_something_is_on_the_screen_within_two_seconds(tmp_path: Path) -> None:
     """Before torch is loaded, which alone takes longer on a cold machine."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 100, 0, 0))
-    command = [sys.executable, "-m", "stronghold.cli", "doctor", "--device", "emulated"]
+    command = [sys.executable, "-m", "stronghold.tools.cli", "doctor", "--device", "emulated"]
     begun = time.perf_counter()
     process = subprocess.Popen(
         [*command, "--json", str(tmp_path / "box.json")],

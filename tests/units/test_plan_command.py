@@ -112,7 +112,7 @@ def test_json_has_the_figures_of_the_page(capsys: pytest.CaptureFixture[str]) ->
 
 def test_on_stdout_is_the_answer_alone() -> None:
     environment = {k: v for k, v in os.environ.items() if k != "DS_ACCELERATOR"}
-    command = [sys.executable, "-m", "stronghold.cli", "plan", *SIZES, "--machine", "rtx4090"]
+    command = [sys.executable, "-m", "stronghold.tools.cli", "plan", *SIZES, "--machine", "rtx4090"]
     result = subprocess.run(
         [*command, "--json"],
         env=environment,  # without a GPU DeepSpeed, once imported, warns on stdout
