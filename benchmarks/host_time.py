@@ -43,12 +43,12 @@ from quickstart import VOCABULARY, Size
 
 import stronghold
 from stronghold.doctor.measure import examine
-from stronghold.forecast.question import understand
 from stronghold.plan.cost import measured_rates, measured_workload
 from stronghold.plan.machine import MachineProfile
 from stronghold.plan.plan import make_plan
 from stronghold.predict.simulate import simulate
 from stronghold.refine import EMULATED
+from stronghold.tools.estimate.question import understand
 
 POLICIES = ("keep", "recompute")
 SLOTS = 4

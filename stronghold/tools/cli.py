@@ -306,31 +306,31 @@ def _doctor(arguments: argparse.Namespace) -> tuple[str, int]:
 
 
 def _plan(arguments: argparse.Namespace) -> tuple[str, int]:
-    from stronghold import forecast
+    from stronghold.tools import estimate
 
     _check_output(arguments)
 
-    options = inspect.signature(forecast.understand).parameters
-    question = forecast.understand(**{name: getattr(arguments, name) for name in options})
+    options = inspect.signature(estimate.understand).parameters
+    question = estimate.understand(**{name: getattr(arguments, name) for name in options})
     if arguments.batch is None:
         if arguments.chunk == 0:
             question = replace(question, chunk=1)
-        question = forecast.with_largest_batch(question)
+        question = estimate.with_largest_batch(question)
     if arguments.chunk == 0:
-        question = forecast.with_fastest_chunk(question)
+        question = estimate.with_fastest_chunk(question)
     if arguments.sweep:
         png = arguments.output or Path(f"sweep_{arguments.sweep}.png")
-        points = forecast.sweep(question, arguments.sweep)
-        forecast.draw(points, arguments.sweep, png)
-        return f"{forecast.table(points, arguments.sweep)}\n\nThe plot is in {png}", 0
-    found = forecast.answer(question)
+        points = estimate.sweep(question, arguments.sweep)
+        estimate.draw(points, arguments.sweep, png)
+        return f"{estimate.table(points, arguments.sweep)}\n\nThe plot is in {png}", 0
+    found = estimate.answer(question)
     path = arguments.write
     if path is not None and found.config is not None:
-        _write("--write", path, forecast.config_text(found.config) + "\n")
+        _write("--write", path, estimate.config_text(found.config) + "\n")
     if arguments.json:
         text = json.dumps(found.as_json(), indent=2)
     else:
-        text = forecast.page(found, config_path=None if path is None else str(path))
+        text = estimate.page(found, config_path=None if path is None else str(path))
     return text, 0 if found.fits else 1
 
 

@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from stronghold.errors import BudgetError, ConfigError
-from stronghold.forecast.question import from_sizes
 from stronghold.model.layout import for_ranks
 from stronghold.plan.cost import Demand, workload_of
 from stronghold.plan.machine import MachineProfile, rates_of
 from stronghold.plan.plan import Plan, make_plan
 from stronghold.predict.simulate import Prediction, simulate
 from stronghold.tools.cli import main
+from stronghold.tools.estimate.question import from_sizes
 from tests.support.states import adam_states
 
 SUBJECT = from_sizes(12, 2048, 16, 32000, 1024)

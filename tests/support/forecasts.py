@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from transformers import LlamaConfig
 
-from stronghold.forecast.question import Question, understand
 from stronghold.tools import cli
+from stronghold.tools.estimate.question import Question, understand
 
 SIZES = ["--layers", "6", "--hidden", "128", "--heads", "4", "--vocab", "500", "--seq", "64"]
 SMALL = {"layers": 6, "hidden": 128, "heads": 4, "vocab": 500, "seq": 64, "machine": "rtx4090"}

@@ -9,10 +9,10 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, GPT2Config
 
 from stronghold.errors import ConfigError
-from stronghold.forecast.question import from_sizes
 from stronghold.model.costs import trace_costs
 from stronghold.model.layout import layout
 from stronghold.model.partition import partition
+from stronghold.tools.estimate.question import from_sizes
 from tests.units.test_costs import without_passing
 
 # -- a GPT from its sizes -------------------------------------------------------------------------

@@ -23,12 +23,12 @@ from transformers import (
 )
 
 import stronghold
-from stronghold import forecast
 from stronghold.config import load
 from stronghold.errors import ConfigError
-from stronghold.forecast.answer import outlook
-from stronghold.forecast.question import from_config, from_sizes, understand
 from stronghold.plan.machine import WHOLE_LAUNCH_S, MachineProfile, machine_names
+from stronghold.tools import estimate
+from stronghold.tools.estimate.answer import outlook
+from stronghold.tools.estimate.question import from_config, from_sizes, understand
 from tests.support.forecasts import LLAMA_70B, SIZES, asked, run
 from tests.support.pairs import pairs
 from tests.support.sizes import named_size
@@ -129,7 +129,7 @@ def test_more_memory_is_never_said_to_cost_anything(tmp_path: Path) -> None:
     machine = MachineProfile.load("rtx4090")
     slow = dataclasses.replace(machine, fetch_gbps=1.0, drain_gbps=1.0, duplex_gbps=1.5)
     slow.save(tmp_path / "slow.json")
-    found = forecast.answer(
+    found = estimate.answer(
         asked(hidden=1024, heads=8, gpu="90MB", clipping=0.0, machine=str(tmp_path / "slow.json"))
     )
     assert found.fits
@@ -158,7 +158,7 @@ def test_what_host_memory_cannot_hold_goes_to_nvme(tmp_path: Path) -> None:
     """The page, the limit and the config all know of it; no step is faster than the disk."""
     words = {"layers": 12, "hidden": 768, "heads": 12, "host": "350MB", "gpu": "450MiB"}
     assert not outlook(asked(**words)).fits
-    found = forecast.answer(asked(**words, nvme="1TB", nvme_path=tmp_path))
+    found = estimate.answer(asked(**words, nvme="1TB", nvme_path=tmp_path))
     assert found.fits
     budget, parts = found.tiers["nvme"]
     assert 0 < sum(parts.values()) <= budget == 10**12
@@ -248,7 +248,7 @@ def test_a_sequence_too_long_is_told_what_takes_the_memory_and_the_ways_out(
 
 
 def test_a_change_that_helps_is_named_where_nothing_fits() -> None:
-    found = forecast.answer(asked(host="1MiB", gpu="8MB"))
+    found = estimate.answer(asked(host="1MiB", gpu="8MB"))
     assert not found.fits
     assert found.config is None
     changes = ["1 GiB more on the gpu", "1 GiB more of host memory"]
@@ -349,8 +349,8 @@ def test_break_even_of_an_expert_model_counts_the_experts_that_compute(tmp_path:
     attention, expert, router = 4 * hidden * hidden, 3 * hidden * inner, hidden * experts
     norms = 2 * hidden
     share = (attention + chosen * expert + router) / (attention + experts * expert + router + norms)
-    dense = forecast.answer(asked())
-    mixture = forecast.answer(dataclasses.replace(asked(), model=from_config(tmp_path)))
+    dense = estimate.answer(asked())
+    mixture = estimate.answer(dataclasses.replace(asked(), model=from_config(tmp_path)))
     assert dense.question.active_share == pytest.approx(1.0, rel=0.01)
     assert mixture.question.active_share == pytest.approx(share, rel=1e-6)
     recompute = [plan is not None and plan.recomputed > 0.5 for plan in (dense.plan, mixture.plan)]
@@ -440,8 +440,8 @@ def test_a_sequence_beyond_the_models_positions_is_noted(tmp_path: Path) -> None
     )
     question = understand(model=tmp_path, machine="h200")
     assert question.seq == 32
-    assert forecast.answer(question).notes == ()
-    notes = forecast.answer(dataclasses.replace(question, seq=33)).notes
+    assert estimate.answer(question).notes == ()
+    notes = estimate.answer(dataclasses.replace(question, seq=33)).notes
     assert any("33" in note and "32 positions" in note for note in notes)
 
 

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from stronghold import forecast
-from stronghold.forecast.answer import Forecast, outlook, sweep
-from stronghold.forecast.question import understand
+from stronghold.tools import estimate
+from stronghold.tools.estimate.answer import Forecast, outlook, sweep
+from stronghold.tools.estimate.question import understand
 from tests.support.forecasts import LLAMA_70B, SIZES, asked, run
 
 LIMITS = {"gpu": "20MB", "host": "30MB"}
@@ -50,8 +50,8 @@ def test_a_sweep_ends_with_the_largest_that_fits_and_the_next_that_does_not(
     assert all(found.fits for _, found in points[:-1])
     assert not points[-1][1].fits
     assert values[-1] == values[-2] + 1
-    assert f"{values[-1]:,}" in forecast.table(points, axis).splitlines()[-1]
-    forecast.draw(points, axis, tmp_path / "sweep.png")
+    assert f"{values[-1]:,}" in estimate.table(points, axis).splitlines()[-1]
+    estimate.draw(points, axis, tmp_path / "sweep.png")
     assert outlook(asked(**LIMITS, **{axis: values[-2]})).fits
     assert not outlook(asked(**LIMITS, **{axis: values[-1]})).fits
 
@@ -71,7 +71,7 @@ def test_a_70b_model_of_80_layers_is_planned_in_seconds(tmp_path: Path) -> None:
     LLAMA_70B.save_pretrained(llama)
     understand(model=llama, machine="h100-80gb")  # imports
     begin = time.process_time()  # of this process: others may be at work here
-    found = forecast.answer(understand(model=llama, machine="h100-80gb", host="1200GiB", batch=8))
+    found = estimate.answer(understand(model=llama, machine="h100-80gb", host="1200GiB", batch=8))
     took_s = time.process_time() - begin
     assert found.fits
     assert found.question.model.num_blocks == 80

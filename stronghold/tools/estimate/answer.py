@@ -15,7 +15,6 @@ from math import inf
 from typing import Any
 
 from stronghold.errors import BudgetError, ConfigError, format_size
-from stronghold.forecast.question import Question
 from stronghold.model.costs import DTYPES
 from stronghold.optim import examples
 from stronghold.optim.states import EXACT, LEAN
@@ -35,6 +34,7 @@ from stronghold.plan.machine import NETWORK_GBPS
 from stronghold.plan.plan import SECOND_ARRAYS, Plan, last_that, make_plan
 from stronghold.plan.search import Choice, updates_s
 from stronghold.predict.simulate import fastest_plan, simulate
+from stronghold.tools.estimate.question import Question
 
 GIB = 1 << 30
 WAITS = 0.05  # share of a step from which on what it waits for is named

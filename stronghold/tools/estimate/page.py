@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from stronghold.forecast.answer import Forecast, seconds
+from stronghold.tools.estimate.answer import Forecast, seconds
 
 WIDTH = 100
 GIB = float(1 << 30)
