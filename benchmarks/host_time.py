@@ -42,12 +42,12 @@ from plain import PlainLoop
 from quickstart import VOCABULARY, Size
 
 import stronghold
-from stronghold.doctor.measure import examine
 from stronghold.plan.cost import measured_rates, measured_workload
 from stronghold.plan.machine import MachineProfile
 from stronghold.plan.plan import make_plan
 from stronghold.predict.simulate import simulate
 from stronghold.refine import EMULATED
+from stronghold.tools.doctor.measure import examine
 from stronghold.tools.estimate.question import understand
 
 POLICIES = ("keep", "recompute")

@@ -286,7 +286,7 @@ def checkpoint(machine: str) -> str:
 # -- beside training -------------------------------------------------------------------------------
 @feature()
 def doctor(machine: str) -> str:
-    from stronghold import doctor as examination
+    from stronghold.tools import doctor as examination
 
     found = examination.examine(machine, quick=True)
     rates = found.profile

@@ -258,7 +258,7 @@ def _test(_: argparse.Namespace) -> tuple[str, int]:
     progress("loading torch and DeepSpeed")
     # Without it cuBLAS may add in another order in each run. It is read when CUDA starts.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    from stronghold.doctor import selftest
+    from stronghold.tools.doctor import selftest
 
     checks = selftest.run(progress)
     advice = "To report a problem, send this output and that of: stronghold doctor --report"
@@ -266,7 +266,7 @@ def _test(_: argparse.Namespace) -> tuple[str, int]:
 
 
 def _report(arguments: argparse.Namespace) -> tuple[str, int]:
-    from stronghold.doctor import report
+    from stronghold.tools.doctor import report
 
     text = report.report(arguments.config)
     if arguments.output is None:
@@ -285,8 +285,8 @@ def _doctor(arguments: argparse.Namespace) -> tuple[str, int]:
 
     form = "{desc:<40} {percentage:3.0f}% |{bar}| {elapsed}"
     with tqdm(total=100, desc="loading torch", bar_format=form, leave=False, disable=None) as bar:
-        from stronghold import doctor
         from stronghold.plan import machine
+        from stronghold.tools import doctor
 
         def progress(what: str, share: float) -> None:
             bar.set_description(what, refresh=False)

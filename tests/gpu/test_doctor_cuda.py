@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from stronghold import doctor
 from stronghold.device import cuda
+from stronghold.tools import doctor
 
 pytestmark = [pytest.mark.gpu, pytest.mark.alone]  # they measure
 

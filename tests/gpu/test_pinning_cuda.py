@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 import torch
 
-from stronghold import doctor
 from stronghold.device import cuda
 from stronghold.device.cuda import CudaDevice
 from stronghold.errors import StateError
 from stronghold.memory.slab import map_slab
+from stronghold.tools import doctor
 from tests.gpu.test_training_cuda import STEPS, plain
 from tests.models.families import odd_llama as llama
 from tests.support.sleeping import sleep_on_stream

@@ -10,9 +10,9 @@ import time
 import pytest
 import torch
 
-from stronghold.doctor import selftest
 from stronghold.runtime.stack import MemoryReport
 from stronghold.tools import cli
+from stronghold.tools.doctor import selftest
 from tests.support.quiet import law_of_time, on_time
 
 CPU = torch.device("cpu")

@@ -21,16 +21,16 @@ import torch
 from torch.utils import cpp_extension
 from torch.utils.file_baton import FileBaton
 
-from stronghold import doctor, limits
+from stronghold import limits
 from stronghold.device.emulated import EmulatedDevice
-from stronghold.doctor import measure
-from stronghold.doctor.findings import DiskRates, Findings
-from stronghold.doctor.measure import Effort
 from stronghold.errors import ConfigError
 from stronghold.native import IoQueue
 from stronghold.plan import machine as profile
 from stronghold.plan.machine import ADAM_BF16_BYTES, ADAM_LEAN_BYTES, MachineProfile
-from stronghold.tools import cli
+from stronghold.tools import cli, doctor
+from stronghold.tools.doctor import measure
+from stronghold.tools.doctor.findings import DiskRates, Findings
+from stronghold.tools.doctor.measure import Effort
 from tests.support.quiet import law_of_time, on_time
 
 MIB = 1 << 20

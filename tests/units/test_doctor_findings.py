@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from stronghold.doctor import findings
-from stronghold.doctor.findings import DiskRates, Findings, PcieLink, Problem
-from stronghold.doctor.measure import read_link
 from stronghold.limits import HostLimits
 from stronghold.model.costs import DTYPES
 from stronghold.plan.machine import MachineProfile
+from stronghold.tools.doctor import findings
+from stronghold.tools.doctor.findings import DiskRates, Findings, PcieLink, Problem
+from stronghold.tools.doctor.measure import read_link
 
 MIB, GIB = 1 << 20, 1 << 30
 

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from stronghold.doctor.findings import Findings, Problem, table
-from stronghold.doctor.measure import examine, gpu_name
+from stronghold.tools.doctor.findings import Findings, Problem, table
+from stronghold.tools.doctor.measure import examine, gpu_name
 
 __all__ = ["Findings", "Problem", "examine", "gpu_name", "table"]

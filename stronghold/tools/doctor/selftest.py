@@ -14,11 +14,11 @@ from torch import nn
 
 from stronghold.device import cuda
 from stronghold.device.cuda import CudaDevice
-from stronghold.doctor.measure import effort, link_rates
 from stronghold.engine.dispatch import initialize
 from stronghold.limits import host_limits
 from stronghold.optim.adam import CPUAdam
 from stronghold.runtime.stack import MemoryReport
+from stronghold.tools.doctor.measure import effort, link_rates
 
 MIB = 1 << 20
 WIDTH, HIDDEN, NUM_BLOCKS, BATCH_SIZE, NUM_STEPS = 256, 1024, 8, 32, 8

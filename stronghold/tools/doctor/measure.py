@@ -31,7 +31,6 @@ from stronghold.device import cuda
 from stronghold.device.base import Device, Fence, Lane
 from stronghold.device.cuda import CudaDevice
 from stronghold.device.emulated import EmulatedDevice
-from stronghold.doctor.findings import DiskRates, Findings, PcieLink, threads_in_words
 from stronghold.errors import ConfigError
 from stronghold.limits import HostLimits, host_limits
 from stronghold.memory.slab import map_slab
@@ -39,6 +38,7 @@ from stronghold.model.costs import DTYPES
 from stronghold.native import IoFile, IoQueue
 from stronghold.optim.states import num_items
 from stronghold.plan.machine import ADAM_BF16_BYTES, ADAM_LEAN_BYTES, MachineProfile
+from stronghold.tools.doctor.findings import DiskRates, Findings, PcieLink, threads_in_words
 
 MIB = 1 << 20
 # What the arrays of Adam occupy, per parameter: exact, and what lean states do not share with them.
