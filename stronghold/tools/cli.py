@@ -389,7 +389,8 @@ def _launch(arguments: argparse.Namespace) -> str:
 
 
 def _trace(arguments: argparse.Namespace) -> str:
-    from stronghold.telemetry import plot, trace  # matplotlib: only for those who draw
+    from stronghold.telemetry import trace
+    from stronghold.tools import plot  # matplotlib: only for those who draw
 
     spans = trace.read(arguments.file)
     png = arguments.output or arguments.file.with_suffix(".png")

@@ -159,7 +159,7 @@ def table(points: Sequence[tuple[int, Forecast]], axis: str) -> str:
 
 def draw(points: Sequence[tuple[int, Forecast]], axis: str, png: Path) -> None:
     """The same as a picture."""
-    from stronghold.telemetry import plot  # matplotlib: only for those who draw
+    from stronghold.tools import plot  # matplotlib: only for those who draw
 
     question = points[0][1].question
     names = {"window": "window, slots", "batch": "sequences per micro-batch", "seq": "tokens"}
