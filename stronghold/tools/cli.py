@@ -353,8 +353,9 @@ def _write(option: str, path: Path, text: str) -> None:
 
 
 def _export(arguments: argparse.Namespace) -> str:
-    from stronghold.checkpoint import weights, zero
+    from stronghold.checkpoint import weights
     from stronghold.config.section import parse_bytes
+    from stronghold.tools import zero
 
     source = weights.locate(arguments.checkpoint, arguments.tag)
     if arguments.to == "zero-stage2":
@@ -371,7 +372,8 @@ def _export(arguments: argparse.Namespace) -> str:
 
 
 def _import(arguments: argparse.Namespace) -> str:
-    from stronghold.checkpoint import weights, zero
+    from stronghold.checkpoint import weights
+    from stronghold.tools import zero
 
     source = weights.locate(arguments.checkpoint, arguments.tag)
     return str(zero.import_zero(source, arguments.out, source.name))
