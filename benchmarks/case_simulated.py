@@ -21,7 +21,7 @@ from stronghold.plan.cost import Demand, workload_of
 from stronghold.plan.machine import MachineProfile, rates_of
 from stronghold.plan.plan import make_plan
 from stronghold.predict.simulate import fastest_plan, simulate
-from stronghold.tools.estimate.question import from_sizes
+from stronghold.tools.estimate.model import from_sizes
 
 OURS = "stronghold"
 

@@ -27,7 +27,7 @@ from stronghold.plan.cost import Demand, workload_of
 from stronghold.plan.machine import MachineProfile, rates_of
 from stronghold.plan.plan import make_plan
 from stronghold.predict.simulate import simulate
-from stronghold.tools.estimate.question import from_sizes
+from stronghold.tools.estimate.model import from_sizes
 
 MODELS = {"7 B": (32, 4096, 32, 32000), "65 B": (80, 8192, 64, 32000)}
 BATCH, SEQ, WINDOW, RANKS_OF_NODE = 4, 2048, 4, 8

@@ -18,7 +18,7 @@ from stronghold.plan.machine import MachineProfile, rates_of
 from stronghold.plan.plan import Plan, levels_of, make_plan
 from stronghold.plan.search import largest_micro_batch, lower_bound
 from stronghold.predict.simulate import fastest_plan, simulate
-from stronghold.tools.estimate.question import from_sizes
+from stronghold.tools.estimate.model import from_sizes
 from tests.support.sizes import named_size
 from tests.support.states import adam_states
 
